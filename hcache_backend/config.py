@@ -1,0 +1,147 @@
+"""Every option, once.
+
+Options stand under the key ``hcache`` of SGLang's ``--hicache-storage-backend-extra-config``
+(JSON, or ``@file.toml``), or in the environment variable ``HCACHE_CONFIG`` (JSON of the same
+table, or ``@file.toml``) when the backend comes later or is one of SGLang's own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import ErrorDetails
+
+ENABLE_VARIABLE = "HCACHE_ENABLE"
+CONFIG_VARIABLE = "HCACHE_CONFIG"
+
+
+class ConfigError(ValueError):
+    """A wrong option. The message names the option, its value and what would be right.
+
+    It is a ValueError because that is what SGLang turns into a stopped start-up, or into the
+    HTTP 400 of a run-time attach.
+    """
+
+
+def default_dirs() -> tuple[Path, ...]:
+    """One folder under the user's cache directory (``$XDG_CACHE_HOME``, else ``~/.cache``)."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    root = Path(base) if base else Path.home() / ".cache"
+    return (root / "hcache-backend" / "pages",)
+
+
+class HCacheConfig(BaseModel):
+    """The options of one server. Immutable; the defaults work.
+
+    Attributes:
+        dirs: Folders of the page store (L3). Created with mode 0700 when missing.
+        mode: ``auto``: hidden-state pages where the model allows it and the self-check passes,
+            else KV pages. ``kv``: always KV pages. It shapes pages, so it cannot change while a
+            server runs.
+        check_every_pages: In service, one in this many backed-up pages is projected and compared
+            with the K and V in the pool. 0 turns the check in service off (never the one at start).
+        restore_chunk_tokens: Tokens that one projection call takes at most; bounds the memory of
+            a restore.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    dirs: tuple[Path, ...] = Field(default_factory=default_dirs)
+    mode: Literal["auto", "kv"] = "auto"
+    check_every_pages: int = Field(default=64, ge=0)
+    restore_chunk_tokens: int = Field(default=8192, ge=64)
+
+    @field_validator("dirs", mode="before")
+    @classmethod
+    def _paths(cls, value: object) -> object:
+        if not isinstance(value, list | tuple) or not value:
+            raise ValueError('must be a list of at least one folder, such as ["/mnt/ssd0/hcache"]')
+        paths = []
+        for item in value:
+            if not isinstance(item, str | Path) or not str(item):
+                raise ValueError(f"every folder must be a path, not {item!r}")
+            path = Path(item).expanduser()
+            if not path.is_absolute():
+                raise ValueError(f"every folder must be an absolute path, not {str(item)!r}")
+            paths.append(path)
+        if len(set(paths)) != len(paths):
+            raise ValueError("every folder may be named once only")
+        return tuple(paths)
+
+    def page_shape(self) -> dict[str, Any]:
+        """The options that decide what a page looks like; fixed while a server runs."""
+        return {"mode": self.mode}
+
+
+def parse_config(options: object, source: str) -> HCacheConfig:
+    """Check ``options`` and build the configuration.
+
+    Args:
+        options: The table of options; ``None`` means all defaults.
+        source: Where the table came from, for the message.
+
+    Raises:
+        ConfigError: One line for every wrong option.
+    """
+    if options is None:
+        options = {}
+    if not isinstance(options, Mapping):
+        raise ConfigError(
+            f'{source}: must be a table of options, such as {{"dirs": ["/mnt/ssd0/hcache"]}}, '
+            f"not {options!r}"
+        )
+    try:
+        return HCacheConfig.model_validate(dict(options))
+    except ValidationError as error:
+        lines = [_explain(detail, source) for detail in error.errors()]
+        raise ConfigError("; ".join(lines)) from None
+
+
+def config_from_environment(environ: Mapping[str, str] = os.environ) -> HCacheConfig | None:
+    """The configuration of a server that was started with ``HCACHE_ENABLE=1``, else None.
+
+    Raises:
+        ConfigError: ``HCACHE_ENABLE`` is neither 0 nor 1, or ``HCACHE_CONFIG`` is wrong.
+    """
+    enabled = environ.get(ENABLE_VARIABLE, "0")
+    if enabled not in ("0", "1"):
+        raise ConfigError(f"{ENABLE_VARIABLE} is {enabled!r}; it must be 0 or 1")
+    if enabled == "0":
+        return None
+    text = environ.get(CONFIG_VARIABLE, "")
+    return parse_config(_load_table(text) if text else None, CONFIG_VARIABLE)
+
+
+def _load_table(text: str) -> object:
+    if text.startswith("@"):
+        path = Path(text[1:])
+        try:
+            return tomllib.loads(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"{CONFIG_VARIABLE}: cannot read {path}: {error.strerror}") from None
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{CONFIG_VARIABLE}: {path} is not TOML: {error}") from None
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{CONFIG_VARIABLE}: neither JSON nor @file.toml: {error} in {text!r}"
+        ) from None
+
+
+def _explain(detail: ErrorDetails, source: str) -> str:
+    key = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        names = list(HCacheConfig.model_fields)
+        near = difflib.get_close_matches(key, names, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(names)}"
+        return f"{source}: unknown option {key!r} (value {detail['input']!r}); {hint}"
+    message = detail["msg"].removeprefix("Value error, ")
+    return f"{source}: option {key!r} is {detail['input']!r}: {message}"

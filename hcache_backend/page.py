@@ -1,0 +1,146 @@
+"""The page: the unit of the host pool (L2) and of storage (L3).
+
+A page holds ``page_size`` consecutive tokens of one sequence, all layers:
+
+- bytes are little-endian; a page is a header, then one layer segment after the other;
+- the header is padded to a multiple of 512 bytes, so segments keep the alignment of the page;
+- the checksum covers everything behind it, header fields included;
+- a reader believes a page only if magic, version, namespace, key and checksum all agree, whatever
+  storage backend brought it.
+
+====== ===== ====================================================================
+offset bytes field
+====== ===== ====================================================================
+0      4     magic ``HCPG``
+4      2     format version
+6      2     layers
+8      4     header bytes
+12     4     page size in tokens
+16     16    xxh3-128 of bytes 32 to the end of the page
+32     16    namespace (weights, dtypes, page size, format, partition, stage)
+48     32    key: SGLang's chained sha256 over the whole prefix
+80     8     writer: the server run that made the page
+88     4*p   positions of the tokens, int32
+88+4*p 4*p   token ids, int32
+====== ===== ====================================================================
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+MAGIC = b"HCPG"
+FORMAT_VERSION = 1
+NAMESPACE_BYTES = 16
+KEY_BYTES = 32
+WRITER_BYTES = 8
+HEADER_ALIGNMENT = 512
+
+_PREFIX = struct.Struct("<4sHHII")
+_CHECKSUM = slice(16, 32)
+_COVERED = 32
+_NAMESPACE = slice(32, 48)
+_KEY = slice(48, 80)
+_WRITER = slice(80, 88)
+_TOKENS = 88
+
+Bytes = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Where things stand in a page.
+
+    Attributes:
+        page_size: Tokens a page.
+        segment_bytes: Bytes of every layer segment, first layer first.
+    """
+
+    page_size: int
+    segment_bytes: tuple[int, ...]
+
+    @cached_property
+    def header_bytes(self) -> int:
+        used = _TOKENS + 8 * self.page_size
+        return -(-used // HEADER_ALIGNMENT) * HEADER_ALIGNMENT
+
+    @cached_property
+    def segment_offsets(self) -> tuple[int, ...]:
+        ends = np.cumsum((self.header_bytes, *self.segment_bytes)).tolist()
+        return tuple(ends[:-1])
+
+    @cached_property
+    def page_bytes(self) -> int:
+        return self.header_bytes + sum(self.segment_bytes)
+
+    @cached_property
+    def _prefix(self) -> bytes:
+        return _PREFIX.pack(
+            MAGIC, FORMAT_VERSION, len(self.segment_bytes), self.header_bytes, self.page_size
+        )
+
+    def segment(self, layer: int) -> slice:
+        """The bytes of one layer segment inside a page."""
+        start = self.segment_offsets[layer]
+        return slice(start, start + self.segment_bytes[layer])
+
+    def positions(self, pages: Bytes) -> Ints:
+        """View of the positions of ``pages`` (``[..., page_bytes]``): int32, ``[..., p]``."""
+        return pages[..., _TOKENS : _TOKENS + 4 * self.page_size].view(np.int32)
+
+    def token_ids(self, pages: Bytes) -> Ints:
+        """View of the token ids of ``pages`` (``[..., page_bytes]``): int32, ``[..., p]``."""
+        start = _TOKENS + 4 * self.page_size
+        return pages[..., start : start + 4 * self.page_size].view(np.int32)
+
+    def begin(self, page: Bytes, namespace: bytes, writer: bytes) -> None:
+        """Write the header of a fresh page; positions, ids and segments are the caller's.
+
+        The page is not valid until :meth:`seal`.
+        """
+        page[: self.header_bytes] = 0
+        page[: _PREFIX.size] = np.frombuffer(self._prefix, np.uint8)
+        page[_NAMESPACE] = np.frombuffer(namespace, np.uint8)
+        page[_WRITER] = np.frombuffer(writer, np.uint8)
+
+    def seal(self, page: Bytes, key: bytes) -> None:
+        """Stamp key and checksum: from here on the page proves itself."""
+        page[_KEY] = np.frombuffer(key, np.uint8)
+        page[_CHECKSUM] = np.frombuffer(_digest(page), np.uint8)
+
+    def problem(
+        self, page: Bytes, namespace: bytes, key: bytes, token_ids: Ints | None = None
+    ) -> str | None:
+        """Why ``page`` (uint8 ``[page_bytes]``) is not the wanted one, or None when it is.
+
+        Args:
+            namespace: 16 bytes the page must belong to.
+            key: 32 bytes of the page's key.
+            token_ids: The page's tokens as the radix tree knows them, when the caller has them.
+        """
+        if page[: _PREFIX.size].tobytes() != self._prefix:
+            return "format"
+        if page[_NAMESPACE].tobytes() != namespace:
+            return "namespace"
+        if page[_KEY].tobytes() != key:
+            return "key"
+        if page[_CHECKSUM].tobytes() != _digest(page):
+            return "checksum"
+        if token_ids is not None and not np.array_equal(self.token_ids(page), token_ids):
+            return "token ids"
+        return None
+
+    def namespace_of(self, page: Bytes) -> bytes:
+        """The namespace in the header of ``page``."""
+        return page[_NAMESPACE].tobytes()
+
+
+def _digest(page: Bytes) -> bytes:
+    return xxhash.xxh3_128_digest(memoryview(page)[_COVERED:])

@@ -1,0 +1,1 @@
+"""GPU kernels of hcache-backend, each beside its torch reference."""
