@@ -42,9 +42,10 @@ class HCacheConfig(BaseModel):
 
     Attributes:
         dirs: Folders of the page store (L3). Created with mode 0700 when missing.
-        mode: ``auto``: hidden-state pages where the model allows it and the self-check passes,
-            else KV pages. ``kv``: always KV pages. It shapes pages, so it cannot change while a
-            server runs.
+        mode: ``auto``: hidden-state pages where the model allows it, the self-check passes and
+            they are smaller than KV, else KV pages. ``hidden``: the same, even where they are
+            larger (few KV heads). ``kv``: always KV pages. It shapes pages, so it cannot change
+            while a server runs.
         check_every_pages: In service, one in this many backed-up pages is projected and compared
             with the K and V in the pool. 0 turns the check in service off (never the one at start).
         restore_chunk_tokens: Tokens that one projection call takes at most; bounds the memory of
@@ -54,7 +55,7 @@ class HCacheConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     dirs: tuple[Path, ...] = Field(default_factory=default_dirs)
-    mode: Literal["auto", "kv"] = "auto"
+    mode: Literal["auto", "hidden", "kv"] = "auto"
     check_every_pages: int = Field(default=64, ge=0)
     restore_chunk_tokens: int = Field(default=8192, ge=64)
 

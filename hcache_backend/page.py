@@ -143,4 +143,4 @@ class PageLayout:
 
 
 def _digest(page: Bytes) -> bytes:
-    return xxhash.xxh3_128_digest(memoryview(page)[_COVERED:])
+    return xxhash.xxh3_128_digest(page.data[_COVERED:])

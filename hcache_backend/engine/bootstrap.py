@@ -1,0 +1,72 @@
+"""The bootstrap hook's work: find out whether we are wanted, and register the rest only then."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from hcache_backend.config import HCacheConfig, config_from_environment, parse_config
+from hcache_backend.engine import hooks
+from hcache_backend.engine.arguments import resolved
+from hcache_backend.engine.runtime import remember
+from hcache_backend.engine.versions import unsupported_reason
+
+logger = logging.getLogger("hcache")
+
+MODULE_PATH = "hcache_backend"
+CLASS_NAME = "HCacheStorage"
+
+
+def bootstrap(runner: Any) -> None:
+    """Called when a process has loaded its model.
+
+    Raises:
+        ConfigError: We are configured, wrongly; it stops the server, with a message.
+    """
+    runtime = remember(runner)
+    args = resolved(runner.server_args)
+    config = wanted_config(args)
+    if config is None:
+        return
+    if not args.enable_hierarchical_cache:
+        logger.warning("hcache: configured, but --enable-hierarchical-cache is off: nothing to do")
+        return
+    runtime.config = config
+    reason = unsupported_reason() or hooks.install(hooks.weight_hooks())
+    if reason is None and config.mode != "kv":
+        reason = hooks.install(hooks.hidden_mode_hooks())
+    if reason is None and config.mode == "kv":
+        reason = "option 'mode' is 'kv'"
+    runtime.read_weights()
+
+    from hcache_backend.engine.restore_trace import install_if_asked
+    from hcache_backend.engine.strategy import register
+
+    install_if_asked()
+    register(runtime, reason)
+
+
+def wanted_config(server_args: Any) -> HCacheConfig | None:
+    """Our options when this server was started for us, else None.
+
+    Raises:
+        ConfigError: The options are wrong.
+    """
+    extra = _extra_config(server_args)
+    if (
+        server_args.hicache_storage_backend == "dynamic"
+        and extra.get("module_path") == MODULE_PATH
+        and extra.get("class_name") == CLASS_NAME
+    ):
+        return parse_config(extra.get("hcache"), "hcache")
+    return config_from_environment()
+
+
+def _extra_config(server_args: Any) -> dict[str, Any]:
+    text = server_args.hicache_storage_backend_extra_config
+    if not text or server_args.hicache_storage_backend != "dynamic":
+        return {}
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+
+    extra: dict[str, Any] = HybridCacheController.parse_storage_backend_extra_config(text)[0]
+    return extra

@@ -1,0 +1,132 @@
+"""Hooks on SGLang beside the bootstrap hook; registered only when we are configured."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
+
+logger = logging.getLogger("hcache")
+
+ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention.forward"
+FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
+RESET = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.reset"
+_WEIGHTS = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater."
+WEIGHT_UPDATES = tuple(
+    _WEIGHTS + name
+    for name in (
+        "update_weights_from_disk",
+        "load_weights_from_distributed",
+        "update_weights_from_tensor",
+        "update_weights_from_ipc",
+        "end_weight_update",
+    )
+)
+
+
+class Hook(NamedTuple):
+    """One AROUND hook: ``function(original, *args, **kwargs)``."""
+
+    target: str
+    function: Callable[..., Any]
+
+
+def hidden_mode_hooks() -> list[Hook]:
+    """What capture and projection need."""
+    return [Hook(ATTENTION, _stop_projection), Hook(FORWARD, _capture_forward)]
+
+
+def weight_hooks() -> list[Hook]:
+    """What keeps pages of other weights away; needed in both modes."""
+    return [
+        *(Hook(target, _around_weight_update) for target in WEIGHT_UPDATES),
+        Hook(RESET, _after_reset),
+    ]
+
+
+def install(hooks: list[Hook]) -> str | None:
+    """Register, apply and verify ``hooks``.
+
+    SGLang only logs a hook that cannot be applied, so each one is looked up afterwards.
+
+    Returns:
+        None, or which hooks are missing.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for hook in hooks:
+        if not _is_applied(hook):
+            HookRegistry.register(hook.target, hook.function, HookType.AROUND)
+    HookRegistry.apply_hooks()
+    for hook in hooks:
+        if not _is_applied(hook) and hook.target in HookRegistry._patched:
+            # The registry patches a target once; somebody (we, or another plugin) was there first.
+            HookRegistry._apply_target(hook.target, [(HookType.AROUND, hook.function, None)])
+    missing = [hook.target for hook in hooks if not _is_applied(hook)]
+    return f"SGLang has no place for the hooks on {', '.join(missing)}" if missing else None
+
+
+def _is_applied(hook: Hook) -> bool:
+    owner_path, name = hook.target.rsplit(".", 1)
+    module_path, owner_name = owner_path.rsplit(".", 1)
+    try:
+        owner = getattr(importlib.import_module(module_path), owner_name)
+    except (ImportError, AttributeError):
+        return False
+    function = getattr(owner, name, None)
+    while function is not None:
+        cells = getattr(function, "__closure__", None) or ()
+        if any(cell.cell_contents is hook.function for cell in cells):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+def _stop_projection(
+    original: Callable[..., Any],
+    kernel: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    batch: Any,
+    *a: Any,
+    **kw: Any,
+) -> Any:
+    if isinstance(batch, ProjectionBatch):
+        if k is not None and v is not None:
+            k = k.reshape(-1, kernel.tp_k_head_num, kernel.qk_head_dim)
+            v = v.reshape(-1, kernel.tp_v_head_num, kernel.v_head_dim)
+        raise ProjectionReached(k, v)
+    return original(kernel, q, k, v, batch, *a, **kw)
+
+
+def _capture_forward(
+    original: Callable[..., Any], runner: Any, forward_batch: Any, *a: Any, **kw: Any
+) -> Any:
+    capture = getattr(runner, "hcache_capture", None)
+    if capture is None:
+        return original(runner, forward_batch, *a, **kw)
+    with capture.step(forward_batch):
+        return original(runner, forward_batch, *a, **kw)
+
+
+def _around_weight_update(original: Callable[..., Any], updater: Any, *a: Any, **kw: Any) -> Any:
+    from hcache_backend.engine.runtime import current
+
+    runtime = current()
+    runtime.begin_weight_update()
+    try:
+        return original(updater, *a, **kw)
+    finally:
+        runtime.end_weight_update()
+
+
+def _after_reset(original: Callable[..., Any], controller: Any, *a: Any, **kw: Any) -> Any:
+    from hcache_backend.engine.runtime import current
+
+    result = original(controller, *a, **kw)
+    current().caches_were_flushed()
+    return result

@@ -1,0 +1,25 @@
+"""Entry point ``sglang.srt.plugins``: runs in every SGLang process, before its arguments exist.
+
+It registers one bootstrap hook and nothing else; see :mod:`hcache_backend.engine.bootstrap`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
+
+
+def activate() -> None:
+    """Register the bootstrap hook."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(LOAD_MODEL, _after_load_model, HookType.AFTER)
+
+
+def _after_load_model(result: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
+    from hcache_backend.engine.bootstrap import bootstrap
+
+    if not runner.is_draft_worker:
+        bootstrap(runner)
+    return result

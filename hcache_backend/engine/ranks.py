@@ -1,0 +1,24 @@
+"""Agreement between tensor-parallel ranks.
+
+Every rank must reach every collective: nothing here may be called from a branch that only some
+ranks take.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def all_ranks_agree(group: Any, *flags: bool) -> bool:
+    """Whether all flags are true on all ranks of ``group`` (one MIN-reduce, always the same size).
+
+    Args:
+        group: A process group on the CPU (gloo), or None for a single rank.
+    """
+    verdict = torch.tensor([int(all(flags))], dtype=torch.int32)
+    if group is not None and dist.is_initialized() and dist.get_world_size(group=group) > 1:
+        dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=group)
+    return bool(verdict.item())

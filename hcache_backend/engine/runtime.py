@@ -1,0 +1,158 @@
+"""What one scheduler process knows: its model, its mode, and the weights that are loaded."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hcache_backend.config import HCacheConfig
+from hcache_backend.engine.arguments import page_size
+from hcache_backend.fingerprint import fingerprint_tensors, model_tensors, namespace
+from hcache_backend.page import FORMAT_VERSION, WRITER_BYTES
+
+logger = logging.getLogger("hcache")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of this moment. Replaced as a whole, so that other threads see one or the other.
+
+    Attributes:
+        fingerprint: Digest over all ranks of this tensor-parallel group.
+        suspended: Why L3 takes and gives nothing at present, or None.
+    """
+
+    fingerprint: bytes
+    suspended: str | None = None
+
+
+@dataclass
+class Runtime:
+    """State of one scheduler process. Attributes change on the scheduler thread only.
+
+    Attributes:
+        runner: SGLang's ModelRunner.
+        config: Options of this server, or None while nobody asked for us.
+        mode: ``hidden`` or ``kv``; None until the host pool is built.
+        reason: Why the mode is ``kv``.
+        writer: 8 bytes that mark the pages of this server run.
+        page_fields: What the namespace of hidden-state pages holds besides the weights.
+        on_weights_changed: Called, on the scheduler thread, when captured rows lose their meaning.
+        on_distrust: Called when projected K and V stop matching those of the model.
+    """
+
+    runner: Any
+    config: HCacheConfig | None = None
+    mode: str | None = None
+    reason: str | None = None
+    writer: bytes = field(default_factory=lambda: os.urandom(WRITER_BYTES))
+    weights: Weights | None = None
+    page_fields: dict[str, object] = field(default_factory=dict)
+    on_weights_changed: list[Callable[[], None]] = field(default_factory=list)
+    on_distrust: list[Callable[[], None]] = field(default_factory=list)
+    distrust: str | None = None
+
+    def model_fields(self) -> dict[str, object]:
+        """The part of every namespace that says which model on which stage made a page."""
+        assert self.weights is not None
+        config = self.runner.model_config
+        return {
+            "format": FORMAT_VERSION,
+            "weights": self.weights.fingerprint.hex(),
+            "model": _settings(config.hf_config.to_dict()),
+            "dtype": str(self.runner.dtype),
+            "kv_dtype": str(self.runner.kv_cache_dtype),
+            "page_size": page_size(self.runner.server_args),
+        }
+
+    def page_namespace(self) -> bytes:
+        """Namespace of the hidden-state pages of this moment (16 bytes)."""
+        return namespace({**self.model_fields(), **self.page_fields})
+
+    def read_weights(self) -> None:
+        """Fingerprint the loaded weights. Every rank of the group must call it."""
+        suspended = self.weights.suspended if self.weights else None
+        own = fingerprint_tensors(model_tensors(self.runner.model))
+        self.weights = Weights(_combine_over_ranks(own), suspended)
+
+    def begin_weight_update(self) -> None:
+        """Weights are about to change: what was captured or queued under the old ones is void."""
+        self._suspend("the weights were updated and the caches not flushed yet")
+        for callback in self.on_weights_changed:
+            callback()
+
+    def end_weight_update(self) -> None:
+        """Weights have changed; L3 stays suspended until the caches are flushed."""
+        self.read_weights()
+
+    def caches_were_flushed(self) -> None:
+        """Nothing of the old weights is left in L1, L2 or a queue: L3 may serve again."""
+        if self.weights is not None and self.weights.suspended and self.distrust is None:
+            self.weights = replace(self.weights, suspended=None)
+            logger.info("hcache: L3 serves again, in the namespace of the new weights")
+
+    def lose_trust(self, reason: str) -> None:
+        """Projected K and V differ from the model's: stop saving and serving, for good."""
+        if self.distrust is not None:
+            return
+        self.distrust = reason
+        self._suspend(reason)
+        logger.error(
+            "hcache: %s. Backups end, what this server wrote is dropped, every L3 lookup is a miss",
+            reason,
+        )
+        for callback in self.on_distrust:
+            threading.Thread(target=callback, name="hcache-distrust", daemon=True).start()
+
+    def _suspend(self, reason: str) -> None:
+        if self.weights is not None:
+            self.weights = replace(self.weights, suspended=reason)
+
+
+_runtime: Runtime | None = None
+
+
+def remember(runner: Any) -> Runtime:
+    """Called once a process, when its model has been loaded."""
+    global _runtime  # noqa: PLW0603  one scheduler process has one model
+    _runtime = Runtime(runner)
+    return _runtime
+
+
+def current() -> Runtime:
+    """The runtime of this process.
+
+    Raises:
+        RuntimeError: The plugin did not run here.
+    """
+    if _runtime is None:
+        raise RuntimeError(
+            "the hcache plugin is not active in this process: is hcache-backend installed where "
+            "SGLang runs, and does SGLANG_PLUGINS (if set) name 'hcache'?"
+        )
+    return _runtime
+
+
+def _combine_over_ranks(own: bytes) -> bytes:
+    import torch.distributed as dist
+    from sglang.srt.distributed import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return own
+    every: list[bytes] = [b""] * group.world_size
+    dist.all_gather_object(every, own, group=group.cpu_group)
+    return namespace({"ranks": [part.hex() for part in every]})
+
+
+def _settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """The model's settings (norm epsilon, RoPE, scalings...) without the ones that are only names.
+
+    The same weights under another name or path share pages, on purpose.
+    """
+    ignored = {"_name_or_path", "transformers_version", "id2label", "label2id"}
+    return {key: value for key, value in settings.items() if key not in ignored}

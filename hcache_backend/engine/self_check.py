@@ -1,0 +1,247 @@
+"""The self-check at start-up: the model's own forward pass on a few tokens, on real pool slots.
+
+It learns how the model calls its attention modules, finds each layer's projection by watching which
+linear module is fed first, and proves that projecting what that module received gives the K and V
+that the model wrote to the pool.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from hcache_backend.engine.arguments import page_size
+from hcache_backend.projection.attention import AttentionLayer, UnknownCall, learn_call
+from hcache_backend.projection.check import relative_difference, tolerance
+from hcache_backend.projection.generic import GenericProjector, ProjectionFailed
+
+PROBE_TOKENS = 48
+"""Enough positions for a wrong RoPE to show in every head, few enough to cost nothing."""
+
+
+class SelfCheckFailed(Exception):
+    """Hidden mode cannot be used with this model; the message says why."""
+
+
+@dataclass
+class _Observation:
+    """What one layer did during the probe."""
+
+    name: str
+    module: torch.nn.Module
+    kernel: Any
+    linears: dict[str, torch.nn.Module]
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    projection: torch.nn.Module | None = None
+    hidden: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Layers that were found, with the hidden states that each received during the probe."""
+
+    layers: tuple[AttentionLayer, ...]
+    hidden: tuple[torch.Tensor, ...]
+    slots: torch.Tensor
+    positions: torch.Tensor
+
+
+def observe(runner: Any, kvcache: Any) -> Probe:
+    """Run the probe and describe every layer. All ranks must call it.
+
+    Raises:
+        SelfCheckFailed: A layer is built or called in a way that hidden mode does not know.
+    """
+    observations = _attention_modules(runner.model)
+    if kvcache.layer_num != len(observations):
+        raise SelfCheckFailed(
+            f"the KV pool has {kvcache.layer_num} layers and the model {len(observations)} "
+            "attention layers"
+        )
+    handles = [handle for seen in observations for handle in _watch(seen)]
+    try:
+        batch, slots, positions = _forward(runner)
+    finally:
+        for handle in handles:
+            handle.remove()
+    layers, hidden = [], []
+    for index, seen in enumerate(observations):
+        layers.append(_describe(index, seen, positions, batch))
+        assert seen.hidden is not None
+        hidden.append(seen.hidden)
+    return Probe(tuple(layers), tuple(hidden), slots, positions)
+
+
+def compare(probe: Probe, projector: GenericProjector, kvcache: Any) -> None:
+    """Project what every layer received and compare with the pool.
+
+    Raises:
+        SelfCheckFailed: A layer's K or V differ by more than rounding explains.
+    """
+    for layer, hidden in zip(probe.layers, probe.hidden, strict=True):
+        problem = layer_problem(layer, hidden, probe.positions, probe.slots, projector, kvcache)
+        if problem is not None:
+            raise SelfCheckFailed(problem)
+
+
+def layer_problem(
+    layer: AttentionLayer,
+    hidden: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    projector: GenericProjector,
+    kvcache: Any,
+) -> str | None:
+    """Why projected K and V of ``slots`` are not those in the pool, or None when they are."""
+    try:
+        projected = projector.project(layer, hidden, positions)
+    except ProjectionFailed as error:
+        return str(error)
+    except Exception as error:  # a model's own code, called in a way it was not made for
+        return f"{layer.name} cannot be called alone: {type(error).__name__}: {error}"
+    pool = (kvcache.k_buffer, kvcache.v_buffer)
+    for name, got, buffers in zip("KV", projected, pool, strict=True):
+        want = buffers[layer.index][slots].view(kvcache.dtype).to(torch.float32)
+        scale = getattr(layer.kernel, f"{name.lower()}_scale_float", None)
+        if kvcache.dtype != got.dtype and scale:
+            want = want * scale
+        difference = relative_difference(got.to(torch.float32), want)
+        if difference > tolerance(kvcache.dtype):
+            return (
+                f"projected {name} of {layer.name} differs from the model's by {difference:.2e} "
+                f"(allowed {tolerance(kvcache.dtype):.0e})"
+            )
+    return None
+
+
+def _attention_modules(model: torch.nn.Module) -> list[_Observation]:
+    from sglang.srt.layers.linear import LinearBase
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    modules = dict(model.named_modules())
+    found: list[_Observation] = []
+    for path, kernel in modules.items():
+        if not isinstance(kernel, RadixAttention):
+            continue
+        name = path
+        while name:
+            name = name.rpartition(".")[0]
+            linears = {
+                linear_name: linear
+                for linear_name, linear in modules[name].named_modules()
+                if isinstance(linear, LinearBase | torch.nn.Linear)
+            }
+            if linears:
+                break
+        found.append(_Observation(name, modules[name], kernel, linears))
+    found.sort(key=lambda seen: seen.kernel.layer_id)
+    ids = [seen.kernel.layer_id for seen in found]
+    if not found or ids != list(range(ids[0], ids[0] + len(ids))):
+        raise SelfCheckFailed(f"the attention layers of the model are numbered {ids}")
+    return found
+
+
+def _watch(seen: _Observation) -> list[Any]:
+    def on_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.calls.append((args, kwargs))
+
+    def on_linear(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if seen.projection is None and seen.calls:
+            hidden = args[0] if args else next(iter(kwargs.values()), None)
+            seen.projection = module
+            seen.hidden = hidden.detach().clone() if isinstance(hidden, torch.Tensor) else None
+
+    handles = [seen.module.register_forward_pre_hook(on_call, with_kwargs=True)]
+    for linear in seen.linears.values():
+        handles.append(linear.register_forward_pre_hook(on_linear, with_kwargs=True))
+    return handles
+
+
+def _describe(
+    index: int, seen: _Observation, positions: torch.Tensor, batch: object
+) -> AttentionLayer:
+    if len(seen.calls) != 1 or seen.projection is None:
+        raise SelfCheckFailed(
+            f"{seen.name} was called {len(seen.calls)} times in one forward pass, and "
+            f"{'no' if seen.projection is None else 'a'} projection was seen"
+        )
+    if seen.hidden is None or seen.hidden.dim() != 2 or len(seen.hidden) != len(positions):
+        shape = "no tensor" if seen.hidden is None else f"shape {tuple(seen.hidden.shape)}"
+        raise SelfCheckFailed(
+            f"the projection of {seen.name} received {shape} for {len(positions)} tokens"
+        )
+    args, kwargs = seen.calls[0]
+    try:
+        call = learn_call(seen.module, args, kwargs, positions, type(batch))
+    except (UnknownCall, TypeError, ValueError) as error:
+        raise SelfCheckFailed(f"{seen.name} {error}") from None
+    return AttentionLayer(index, seen.name, seen.module, seen.kernel, seen.projection, call)
+
+
+@torch.no_grad()
+def _forward(runner: Any) -> tuple[object, torch.Tensor, torch.Tensor]:
+    """One prefill through SGLang's own batch objects; gives its slots back afterwards."""
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.sampling.sampling_params import SamplingParams
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    step = max(1, runner.model_config.vocab_size // PROBE_TOKENS)
+    ids = array("q", [(7 + i * step) % runner.model_config.vocab_size for i in range(PROBE_TOKENS)])
+    request = Req(
+        rid="hcache-self-check",
+        origin_input_text="",
+        origin_input_ids=ids,
+        sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
+    )
+    request.full_untruncated_fill_ids = request.origin_input_ids
+    request.logprob_start_len = -1
+    request.set_extend_range(0, len(ids))
+    allocator = runner.token_to_kv_pool_allocator
+    batch = ScheduleBatch.init_new(
+        reqs=[request],
+        req_to_token_pool=runner.req_to_token_pool,
+        token_to_kv_pool_allocator=allocator,
+        tree_cache=_NoTree(
+            page_size=page_size(runner.server_args),
+            device=runner.device,
+            token_to_kv_pool_allocator=allocator,
+        ),
+        model_config=runner.model_config,
+        enable_overlap=False,
+        spec_algorithm=SpeculativeAlgorithm.NONE,
+    )
+    batch.prepare_for_extend()
+    if batch.input_ids is None:
+        batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
+    forward_batch = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
+    slots, positions = forward_batch.out_cache_loc.clone(), forward_batch.positions.clone()
+    try:
+        runner.forward(forward_batch)
+    finally:
+        allocator.free(slots)
+        runner.req_to_token_pool.free(request)
+    return forward_batch, slots, positions
+
+
+class _NoTree(SimpleNamespace):
+    """What batches ask of a prefix cache, for a batch without one."""
+
+    def supports_swa(self) -> bool:
+        return False
+
+    def supports_mamba(self) -> bool:
+        return False
+
+    def is_chunk_cache(self) -> bool:
+        return False
+
+    def is_tree_cache(self) -> bool:
+        return True
+
+    def evict(self, params: Any) -> None:
+        """Nothing to evict."""

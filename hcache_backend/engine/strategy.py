@@ -1,0 +1,243 @@
+"""Our stack strategy: HiCache asks it for host pool and controller of a plain KV pool."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
+    StackBuildResult,
+    StackStrategy,
+    _PlainKvStrategy,
+    build_pool_entry,
+    register_stack_strategy,
+)
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.pool_host import HostPoolGroup
+from sglang.srt.mem_cache.pool_host.base import host_memory_budget_bytes
+from sglang.srt.mem_cache.pool_host.common import get_allocator_type
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_memory
+
+from hcache_backend.capture.mirror import HiddenMirror
+from hcache_backend.engine.capture import HiddenCapture
+from hcache_backend.engine.controller import HiddenStateController
+from hcache_backend.engine.host_pool import HiddenStatePool
+from hcache_backend.engine.ranks import all_ranks_agree
+from hcache_backend.engine.refusal import refusal
+from hcache_backend.engine.runtime import Runtime
+from hcache_backend.engine.self_check import Probe, SelfCheckFailed, compare, observe
+from hcache_backend.page import PageLayout
+from hcache_backend.projection.attention import AttentionLayer
+from hcache_backend.projection.generic import GenericProjector, ProjectionBatch
+from hcache_backend.restore.layerwise import LayerwiseRestore
+
+logger = logging.getLogger("hcache")
+
+
+def register(runtime: Runtime, reason: str | None) -> None:
+    """Put our strategy before SGLang's own.
+
+    Args:
+        runtime: State of this process.
+        reason: Why hidden mode is already out of the question, or None.
+    """
+    register_stack_strategy(HiddenStateStrategy(runtime, reason))
+
+
+class HiddenStateStrategy(StackStrategy):
+    """Hidden mode for a plain MHA/GQA pool, if everything it needs is there; else KV mode."""
+
+    def __init__(self, runtime: Runtime, reason: str | None) -> None:
+        self._runtime = runtime
+        self._reason = reason
+
+    def matches(self, kvcache: Any, components: Any) -> bool:
+        if type(kvcache) is MHATokenToKVPool and components == {ComponentType.FULL}:
+            return True
+        names = ", ".join(sorted(component.name for component in components))
+        self._use_kv_mode(self._reason or f"the KV pool is a {type(kvcache).__name__} ({names})")
+        return False
+
+    def build(self, *, kvcache: Any, params: Any, server_args: Any, **kwargs: Any) -> Any:
+        reason = self._reason or refusal(self._runtime, kvcache, server_args)
+        probe = None
+        projector = GenericProjector(ProjectionBatch(ForwardMode.EXTEND))
+        if reason is None:
+            try:
+                probe = observe(self._runtime.runner, kvcache)
+                compare(probe, projector, kvcache)
+                self._require_memory(probe, kvcache)
+            except SelfCheckFailed as error:
+                reason = str(error)
+            except Exception as error:
+                logger.exception("hcache: the self-check broke")
+                reason = f"the self-check broke: {type(error).__name__}: {error}"
+        # Every rank gets here, whatever it found: one rank's refusal is everyone's.
+        if not all_ranks_agree(params.tp_cache_group, reason is None) and reason is None:
+            reason = "another tensor-parallel rank refused"
+        if reason is not None or probe is None:
+            self._use_kv_mode(reason or "no probe")
+            return _PlainKvStrategy().build(
+                kvcache=kvcache, params=params, server_args=server_args, **kwargs
+            )
+        return self._build_hidden(kvcache, params, probe, projector, **kwargs)
+
+    def _use_kv_mode(self, reason: str) -> None:
+        self._runtime.mode, self._runtime.reason = "kv", reason
+        logger.warning("hcache: KV mode (plain KV pages): %s", reason)
+
+    def _require_memory(self, probe: Probe, kvcache: Any) -> None:
+        config, memory = self._runtime.config, get_memory()
+        assert config is not None
+        layout = self._page_layout(probe, kvcache)
+        kv_bytes = sum(
+            kvcache.k_buffer[i][0].nbytes + kvcache.v_buffer[i][0].nbytes
+            for i in range(kvcache.layer_num)
+        )
+        hidden_bytes = sum(layout.segment_bytes) // layout.page_size
+        if config.mode == "auto" and hidden_bytes >= kv_bytes:
+            raise SelfCheckFailed(
+                f"hidden states take {hidden_bytes} bytes a token and KV {kv_bytes}: KV pays more "
+                "(option 'mode': 'hidden' insists)"
+            )
+        mirror = self._mirror_bytes(probe, kvcache)
+        if memory.hicache_size > 0 and memory.hicache_size * 1e9 <= mirror:
+            raise SelfCheckFailed(
+                f"--hicache-size {memory.hicache_size} GB leaves nothing beside the "
+                f"{mirror / 1e9:.2f} GB that hold the hidden states of the tokens on the device"
+            )
+        if mirror > host_memory_budget_bytes():
+            raise SelfCheckFailed(f"no {mirror / 1e9:.2f} GB of host memory for captured rows")
+
+    @staticmethod
+    def _page_layout(probe: Probe, kvcache: Any) -> PageLayout:
+        hidden = probe.hidden[0]
+        segment = kvcache.page_size * hidden.shape[1] * hidden.element_size()
+        return PageLayout(kvcache.page_size, (segment,) * len(probe.layers))
+
+    @staticmethod
+    def _mirror_bytes(probe: Probe, kvcache: Any) -> int:
+        hidden = probe.hidden[0]
+        row: int = hidden.shape[1] * hidden.element_size() * len(probe.layers)
+        return int(kvcache.k_buffer[0].shape[0]) * row
+
+    def _build_hidden(
+        self, kvcache: Any, params: Any, probe: Probe, projector: GenericProjector, **kwargs: Any
+    ) -> Any:
+        runtime, memory = self._runtime, get_memory()
+        assert runtime.config is not None
+        layers, hidden = probe.layers, probe.hidden[0]
+        runtime.mode = "hidden"
+        runtime.page_fields = {
+            "kind": "hidden",
+            "partition": ["hidden"] * len(layers),
+            "codec": "none",
+            "first_layer": kvcache.start_layer,
+        }
+        mirror = HiddenMirror(
+            kvcache.k_buffer[0].shape[0], len(layers), hidden.shape[1], hidden.dtype
+        )
+        invalidate_on_allocation(params.token_to_kv_pool_allocator, mirror)
+        runtime.runner.hcache_capture = HiddenCapture(layers, mirror)
+        runtime.on_weights_changed.append(mirror.clear)
+        # The mirror is paid for from what the user gave to HiCache: pages take half of KV's bytes.
+        host_size = max(0.0, memory.hicache_size - self._mirror_bytes(probe, kvcache) / 1e9)
+        pool = HiddenStatePool(
+            kvcache,
+            memory.hicache_ratio,
+            host_size if memory.hicache_size > 0 else 0,
+            params.page_size,
+            memory.hicache_mem_layout,
+            page_layout=self._page_layout(probe, kvcache),
+            mirror=mirror,
+            namespace=runtime.page_namespace,
+            writer=runtime.writer,
+            pin_memory=kvcache.device != "cpu",
+            allocator_type=get_allocator_type(),
+        )
+        pool.use_restore(
+            LayerwiseRestore(
+                pool.kv_buffer,
+                pool.page_layout,
+                layers,
+                projector,
+                mirror,
+                _pool_writer(kvcache),
+                runtime.config.restore_chunk_tokens,
+            )
+        )
+        mapping = {layer: layer for layer in range(len(layers))}
+        group = HostPoolGroup(
+            [
+                build_pool_entry(
+                    name=PoolName.KV,
+                    host_pool=pool,
+                    device_pool=kvcache,
+                    layer_mapping=mapping,
+                    transfer_layer_id_max=len(layers),
+                    is_anchor=True,
+                )
+            ]
+        )
+        logger.info(
+            "hcache: hidden mode: %d layers, %d bytes a %d-token page",
+            len(layers),
+            pool.page_layout.page_bytes,
+            params.page_size,
+        )
+        controller = HiddenStateController(
+            params.token_to_kv_pool_allocator,
+            group,
+            params.page_size,
+            params.tp_cache_group,
+            load_cache_event=kwargs["load_cache_event"],
+            attn_cp_group=params.attn_cp_cache_group,
+            attn_tp_group=params.attn_tp_cache_group,
+            pp_group=params.pp_cache_group,
+            write_policy=memory.hicache_write_policy,
+            io_backend=memory.hicache_io_backend,
+            storage_backend=kwargs["storage_backend"],
+            prefetch_threshold=kwargs["prefetch_threshold"],
+            model_name=kwargs["model_name"],
+            storage_backend_extra_config=kwargs["storage_backend_extra_config"],
+            transfer_layer_id_max=len(layers),
+            enable_storage_metrics=kwargs["enable_storage_metrics"],
+        )
+        controller.use_hidden_states(runtime, pool, mirror, layers, projector)
+        return StackBuildResult(
+            host_pool_group=group,
+            cache_controller=controller,
+            component_host_pools={ComponentType.FULL: pool},
+            pools_desc="hidden states",
+        )
+
+
+def invalidate_on_allocation(allocator: Any, mirror: HiddenMirror) -> None:
+    """A slot that is allocated anew has no valid row until something fills it."""
+
+    def wrap(name: str) -> None:
+        original = getattr(allocator, name)
+
+        def allocate(*args: Any, **kwargs: Any) -> Any:
+            slots = original(*args, **kwargs)
+            if isinstance(slots, torch.Tensor):
+                mirror.invalidate(slots)
+            return slots
+
+        setattr(allocator, name, allocate)
+
+    for name in ("alloc", "alloc_extend", "alloc_decode"):
+        if hasattr(allocator, name):
+            wrap(name)
+
+
+def _pool_writer(kvcache: Any) -> Any:
+    def write(layer: AttentionLayer, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        kernel = layer.kernel
+        kvcache.set_kv_buffer(kernel, slots, k, v, kernel.k_scale, kernel.v_scale)
+
+    return write
