@@ -51,7 +51,11 @@ class HiddenMirror:
 
     def all_valid(self, slots: torch.Tensor) -> bool:
         """Whether every one of ``slots`` has rows of its current allocation."""
-        return bool(self._valid[slots.to("cpu")].all())
+        return bool(self.valid(slots).all())
+
+    def valid(self, slots: torch.Tensor) -> torch.Tensor:
+        """For each of ``slots`` whether its row is valid, bool ``[n]``."""
+        return self._valid[slots.to("cpu")]
 
     def are_consecutive(self, slots: torch.Tensor, page_size: int) -> bool:
         """Whether ``slots`` hold consecutive positions that start at a page boundary."""

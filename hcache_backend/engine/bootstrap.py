@@ -8,6 +8,7 @@ from typing import Any
 from hcache_backend.config import HCacheConfig, config_from_environment, parse_config
 from hcache_backend.engine import hooks
 from hcache_backend.engine.arguments import resolved
+from hcache_backend.engine.restore_trace import install_if_asked
 from hcache_backend.engine.runtime import remember
 from hcache_backend.engine.versions import unsupported_reason
 
@@ -32,18 +33,22 @@ def bootstrap(runner: Any) -> None:
         logger.warning("hcache: configured, but --enable-hierarchical-cache is off: nothing to do")
         return
     runtime.config = config
-    reason = unsupported_reason() or hooks.install(hooks.weight_hooks())
-    if reason is None and config.mode != "kv":
-        reason = hooks.install(hooks.hidden_mode_hooks())
+    runtime.read_weights()
+    unnoticed = hooks.install(hooks.weight_hooks())
+    if unnoticed is not None:
+        runtime.lose_trust(f"weight updates would go unnoticed: {unnoticed}")
+    reason = unnoticed or unsupported_reason()
     if reason is None and config.mode == "kv":
         reason = "option 'mode' is 'kv'"
-    runtime.read_weights()
-
-    from hcache_backend.engine.restore_trace import install_if_asked
-    from hcache_backend.engine.strategy import register
-
+    if reason is None:
+        reason = hooks.install(hooks.hidden_mode_hooks())
     install_if_asked()
-    register(runtime, reason)
+    try:
+        from hcache_backend.engine.strategy import register
+    except ImportError as error:
+        runtime.use_kv_mode(reason or f"this SGLang lacks a seam: {error}")
+    else:
+        register(runtime, reason)
 
 
 def wanted_config(server_args: Any) -> HCacheConfig | None:

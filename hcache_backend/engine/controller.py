@@ -19,7 +19,7 @@ from hcache_backend.capture.mirror import HiddenMirror
 from hcache_backend.engine import metrics
 from hcache_backend.engine.host_pool import HiddenStatePool
 from hcache_backend.engine.keys import key_bytes
-from hcache_backend.engine.ranks import all_ranks_agree
+from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.self_check import layer_problem
 from hcache_backend.projection.attention import AttentionLayer
@@ -55,7 +55,7 @@ class HiddenStateController(HybridCacheController):
     def write(self, device_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Back up a node, or return None on every rank when a row of it is not valid."""
         problem = self._write_problem(device_indices)
-        if not all_ranks_agree(self.tp_group, problem is None):
+        if not self._agreed(problem is None):
             problem = problem or "another rank"
             metrics.count_tokens(f"not_backed_up_{problem.replace(' ', '_')}", len(device_indices))
             logger.debug("hcache: %d tokens not backed up: %s", len(device_indices), problem)
@@ -98,11 +98,18 @@ class HiddenStateController(HybridCacheController):
                 return "self-check failed"
         return None
 
+    def _agreed(self, fine: bool) -> bool:
+        """Whether all ranks say so; a rank that lost its trust takes the others with it."""
+        fine, trusted = on_all_ranks(self.tp_group, fine, self._runtime.distrust is None)
+        if not trusted:
+            self._runtime.lose_trust("another tensor-parallel rank failed its self-check")
+        return fine and trusted
+
     # ---- host -> device ----
 
     def load(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Load nodes, or return None (a miss) when a page is not of the present weights."""
-        if host_indices.numel() > 0 and not self._may_project(host_indices):
+        if not self._agreed(self._may_project(host_indices)):
             metrics.count_problem("stale_host_page")
             return None
         return super().load(host_indices, *args, **kwargs)
@@ -110,6 +117,8 @@ class HiddenStateController(HybridCacheController):
     def _may_project(self, host_indices: torch.Tensor) -> bool:
         if self._runtime.distrust is not None:
             return False
+        if host_indices.numel() == 0:
+            return True
         namespace, layout = self._runtime.page_namespace(), self._pool.page_layout
         pages = self._pool.pages()
         ids = self._pool.page_ids(host_indices).tolist()

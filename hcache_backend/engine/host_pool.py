@@ -12,10 +12,12 @@ from sglang.srt.mem_cache.pool_host.base import HostKVCache
 
 from hcache_backend.capture.mirror import HiddenMirror
 from hcache_backend.engine import metrics
-from hcache_backend.page import PageLayout
+from hcache_backend.page import NAMESPACE_BYTES, PageLayout
 from hcache_backend.restore.layerwise import LayerwiseRestore
 
 logger = logging.getLogger("hcache")
+
+NO_NAMESPACE = bytes(NAMESPACE_BYTES)
 
 
 class HiddenStatePool(HostKVCache):
@@ -110,15 +112,22 @@ class HiddenStatePool(HostKVCache):
     def backup_from_device_all_layer(
         self, device_pool: Any, host_indices: Any, device_indices: Any, io_backend: str
     ) -> None:
-        """Fill pages from the mirror; the controller has checked that all rows are valid."""
+        """Fill pages from the mirror.
+
+        The controller has checked that all rows are valid. A row that lost its validity since then
+        spoils its page: without a namespace it is neither loaded nor believed when read from L3.
+        """
         slots = device_indices.to("cpu")
         pages, layout, size = self.pages(), self.page_layout, self.page_size
         page_ids = self.page_ids(host_indices)
         positions, ids = self._mirror.tokens(slots)
         namespace = self._namespace()
+        whole = self._mirror.valid(slots).view(-1, size).all(dim=1).tolist()
+        if not all(whole):
+            metrics.count_problem("rows_lost_before_backup")
         for i, page_id in enumerate(page_ids.tolist()):
             page = pages[page_id]
-            layout.begin(page, namespace, self._writer)
+            layout.begin(page, namespace if whole[i] else NO_NAMESPACE, self._writer)
             layout.positions(page)[:] = positions[i * size : (i + 1) * size]
             layout.token_ids(page)[:] = ids[i * size : (i + 1) * size]
         for layer in range(self.layer_num):

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 
-def all_ranks_agree(group: Any, *flags: bool) -> bool:
-    """Whether all flags are true on all ranks of ``group`` (one MIN-reduce, always the same size).
+def on_all_ranks(group: Any, *flags: bool) -> tuple[bool, ...]:
+    """For each flag, whether it is true on every rank of ``group`` (one MIN-reduce).
 
     Args:
         group: A process group on the CPU (gloo), or None for a single rank.
     """
-    verdict = torch.tensor([int(all(flags))], dtype=torch.int32)
+    verdict = torch.tensor(flags, dtype=torch.int32)
     if group is not None and dist.is_initialized() and dist.get_world_size(group=group) > 1:
         dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=group)
-    return bool(verdict.item())
+    return tuple(bool(flag) for flag in verdict.tolist())

@@ -56,6 +56,11 @@ class Runtime:
     on_distrust: list[Callable[[], None]] = field(default_factory=list)
     distrust: str | None = None
 
+    def use_kv_mode(self, reason: str) -> None:
+        """The host pool holds plain KV pages, and this is why."""
+        self.mode, self.reason = "kv", reason
+        logger.warning("hcache: KV mode (plain KV pages): %s", reason)
+
     def model_fields(self) -> dict[str, object]:
         """The part of every namespace that says which model on which stage made a page."""
         assert self.weights is not None

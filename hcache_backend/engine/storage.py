@@ -328,9 +328,7 @@ def _join_running_server(runtime: Runtime, config: HCacheConfig) -> None:
         missing = hooks.install(hooks.weight_hooks())
         if missing:
             raise ConfigError(f"hcache: {missing}; weight updates could not be noticed")
-        runtime.mode = "kv"
-        runtime.reason = "the server was started without HCACHE_ENABLE=1"
-        logger.warning("hcache: KV mode (plain KV pages): %s", runtime.reason)
+        runtime.use_kv_mode("the server was started without HCACHE_ENABLE=1")
     if runtime.weights is None:
         runtime.read_weights()
 

@@ -26,7 +26,7 @@ from hcache_backend.capture.mirror import HiddenMirror
 from hcache_backend.engine.capture import HiddenCapture
 from hcache_backend.engine.controller import HiddenStateController
 from hcache_backend.engine.host_pool import HiddenStatePool
-from hcache_backend.engine.ranks import all_ranks_agree
+from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.refusal import refusal
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.self_check import Probe, SelfCheckFailed, compare, observe
@@ -59,7 +59,9 @@ class HiddenStateStrategy(StackStrategy):
         if type(kvcache) is MHATokenToKVPool and components == {ComponentType.FULL}:
             return True
         names = ", ".join(sorted(component.name for component in components))
-        self._use_kv_mode(self._reason or f"the KV pool is a {type(kvcache).__name__} ({names})")
+        self._runtime.use_kv_mode(
+            self._reason or f"the KV pool is a {type(kvcache).__name__} ({names})"
+        )
         return False
 
     def build(self, *, kvcache: Any, params: Any, server_args: Any, **kwargs: Any) -> Any:
@@ -77,18 +79,15 @@ class HiddenStateStrategy(StackStrategy):
                 logger.exception("hcache: the self-check broke")
                 reason = f"the self-check broke: {type(error).__name__}: {error}"
         # Every rank gets here, whatever it found: one rank's refusal is everyone's.
-        if not all_ranks_agree(params.tp_cache_group, reason is None) and reason is None:
+        (agreed,) = on_all_ranks(params.tp_cache_group, reason is None)
+        if not agreed and reason is None:
             reason = "another tensor-parallel rank refused"
         if reason is not None or probe is None:
-            self._use_kv_mode(reason or "no probe")
+            self._runtime.use_kv_mode(reason or "no probe")
             return _PlainKvStrategy().build(
                 kvcache=kvcache, params=params, server_args=server_args, **kwargs
             )
         return self._build_hidden(kvcache, params, probe, projector, **kwargs)
-
-    def _use_kv_mode(self, reason: str) -> None:
-        self._runtime.mode, self._runtime.reason = "kv", reason
-        logger.warning("hcache: KV mode (plain KV pages): %s", reason)
 
     def _require_memory(self, probe: Probe, kvcache: Any) -> None:
         config, memory = self._runtime.config, get_memory()

@@ -1,0 +1,133 @@
+"""SGLang plugin: torch code in place of the GPU kernels on the serving path."""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import transfers
+
+
+def activate() -> None:
+    """Called by SGLang in each of its processes, before the server arguments are known there."""
+    _replace_allocator_kernels()
+    _replace_elementwise_kernels()
+    _unpin_host_pools()
+    _ignore_pin_memory()
+    if os.environ.get("HCACHE_CPU_ENGINE_FORK") == "1":
+        _fork_instead_of_spawn()
+    transfers.install()
+
+
+class TorchKernel:
+    """A torch function behind triton's `kernel[grid](...)` call syntax."""
+
+    def __init__(self, run: Callable[..., None]):
+        self.run = run
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return self.run
+
+
+def _replace_allocator_kernels() -> None:
+    from sglang.srt.mem_cache.allocator import paged
+
+    def alloc_extend(
+        prefix_lens: torch.Tensor,
+        seq_lens: torch.Tensor,
+        last_loc: torch.Tensor,
+        free_pages: torch.Tensor,
+        out_indices: torch.Tensor,
+        _batch_bound: int,
+        page_size: int,
+    ) -> None:
+        paged.alloc_extend_naive(
+            prefix_lens, seq_lens, last_loc, free_pages, out_indices, page_size, "cpu"
+        )
+
+    paged.alloc_extend_kernel = TorchKernel(alloc_extend)
+    paged.alloc_decode_kernel = TorchKernel(alloc_decode)
+
+
+def alloc_decode(
+    seq_lens: torch.Tensor,
+    last_loc: torch.Tensor,
+    free_pages: torch.Tensor,
+    out_indices: torch.Tensor,
+    _batch_bound: int,
+    page_size: int,
+) -> None:
+    """One slot per request: the next in its last page, or the first of the next free page.
+
+    Writes what fits when pages run out; the caller compares demand with supply afterwards.
+    """
+    out_indices.copy_(last_loc + 1)
+    opens_page = torch.nonzero((seq_lens - 1) % page_size == 0).flatten()[: len(free_pages)]
+    out_indices[opens_page] = free_pages[: len(opens_page)] * page_size
+
+
+def _replace_elementwise_kernels() -> None:
+    from sglang.kernels.ops.elementwise import elementwise
+
+    elementwise._fused_gate_sigmoid_mul_add_kernel = TorchKernel(gate_sigmoid_mul_add)
+
+
+def gate_sigmoid_mul_add(
+    hidden_states: torch.Tensor,
+    gate_weight: torch.Tensor,
+    shared_output: torch.Tensor,
+    output: torch.Tensor,
+    *,
+    DO_ADD: bool = True,
+    **_launch: Any,
+) -> None:
+    """`output (+)= sigmoid(hidden . gate) * shared`: Qwen2-MoE's shared expert, in float32."""
+    gate = torch.sigmoid(hidden_states.float() @ gate_weight.float())
+    result = gate[:, None] * shared_output.float()
+    output.copy_(result + output.float() if DO_ADD else result)
+
+
+def _unpin_host_pools() -> None:
+    """Pinning registers memory with CUDA. Patched in the base class: covers every host pool."""
+    from sglang.srt.mem_cache.pool_host.base import HostKVCache
+
+    original = HostKVCache.__init__
+    signature = inspect.signature(original)
+
+    def unpinned_init(*args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["pin_memory"] = False
+        original(*bound.args, **bound.kwargs)
+
+    HostKVCache.__init__ = unpinned_init
+
+
+def _ignore_pin_memory() -> None:
+    """A CPU torch refuses `pin_memory=True`; SGLang's LoRA layers ask for it unconditionally."""
+    original = torch.tensor
+
+    def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return original(*args, **kwargs)
+
+    torch.tensor = tensor
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
+
+
+def _fork_instead_of_spawn() -> None:
+    """Start the scheduler and the detokenizer as forks, which have everything imported already.
+
+    SGLang asks for `spawn` because CUDA does not survive a fork. Half of a CPU server's start-up is
+    these two processes importing the same modules again. Plugins then run once, in the parent, and
+    their hooks are inherited.
+    """
+    original = multiprocessing.set_start_method
+
+    def set_start_method(method: str | None, force: bool = False) -> None:
+        original("fork" if method == "spawn" else method, force)
+
+    multiprocessing.set_start_method = set_start_method

@@ -1,0 +1,75 @@
+"""Host pool <-> device pool copies of SGLang's own pools as torch indexing (plain-KV baselines).
+
+SGLang does these with `sgl_kernel` or JIT CUDA kernels. "Device" is CPU memory here too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def install() -> None:
+    """Give SGLang's MHA and MLA host pools torch copies for every layout they know on CUDA."""
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
+    for pool in (MHATokenToKVPoolHost, MLATokenToKVPoolHost):
+        pool.load_to_device_per_layer = load_to_device_per_layer
+        pool.backup_from_device_all_layer = backup_from_device_all_layer
+
+
+def host_tensors(pool: Any) -> list[torch.Tensor]:
+    """The pool's buffers, each in the layout of one tensor: K and V, or MLA's joint buffer."""
+    return [pool.k_buffer, pool.v_buffer] if _has_kv(pool) else [pool.kv_buffer]
+
+
+def device_tensors(device_pool: Any, host_pool: Any) -> list[list[torch.Tensor]]:
+    """The device pool's per-layer `[slots, heads, dim]` tensors, in the order of `host_tensors`."""
+    if _has_kv(host_pool):
+        return [device_pool.k_buffer, device_pool.v_buffer]
+    return [device_pool.kv_buffer]
+
+
+def _has_kv(pool: Any) -> bool:
+    return not hasattr(pool, "kv_cache_dim")
+
+
+def layer_rows(pool: Any, tensor: torch.Tensor, layer: int, indices: torch.Tensor) -> tuple:
+    """An index such that `tensor[index]` are the rows `[len(indices), heads, dim]` of one layer."""
+    if pool.layout == "layer_first":
+        return (layer, indices)
+    if pool.layout == "page_first":
+        return (indices, layer)
+    if pool.layout == "page_first_direct":
+        return (indices // pool.page_size, layer, indices % pool.page_size)
+    raise ValueError(f"the CPU engine has no copies for host layout {pool.layout!r}")
+
+
+def load_to_device_per_layer(
+    self: Any,
+    device_pool: Any,
+    host_indices: torch.Tensor,
+    device_indices: torch.Tensor,
+    layer_id: int,
+    io_backend: str,
+    *,
+    is_draft: bool = False,
+) -> None:
+    for host, device in zip(host_tensors(self), device_tensors(device_pool, self), strict=True):
+        rows = host[layer_rows(self, host, layer_id, host_indices)]
+        device[layer_id][device_indices] = rows.view_as(device[layer_id][device_indices])
+
+
+def backup_from_device_all_layer(
+    self: Any,
+    device_pool: Any,
+    host_indices: torch.Tensor,
+    device_indices: torch.Tensor,
+    io_backend: str,
+) -> None:
+    for host, device in zip(host_tensors(self), device_tensors(device_pool, self), strict=True):
+        for layer_id, layer in enumerate(device):
+            index = layer_rows(self, host, layer_id, host_indices)
+            host[index] = layer[device_indices].view_as(host[index])

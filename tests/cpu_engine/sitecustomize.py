@@ -1,0 +1,13 @@
+"""Run by every Python process that has this folder on PYTHONPATH; inert unless it is a CPU server.
+
+The shims of `hcache_cpu_engine.shims` must be in place before anything imports torchvision, triton
+or sgl_kernel, and SGLang spawns fresh interpreters, so an import hook set here is the one place
+that is early enough in all of them.
+"""
+
+import os
+
+if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+    from hcache_cpu_engine import shims
+
+    shims.install()

@@ -1,0 +1,106 @@
+"""Shapes of traffic, on one server: small pages, small chunks mixed with decode, many at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine.harness.conversations import (
+    Conversation,
+    converse,
+    make_conversations,
+    random_tokens,
+)
+from tests.engine.harness.models import build_model
+from tests.engine.harness.ours import (
+    assert_hidden_mode,
+    assert_no_cache_output,
+    assert_nothing_went_wrong,
+    assert_restored_from_l3,
+    our_server,
+)
+from tests.engine.harness.server import Server
+
+pytestmark = pytest.mark.engine
+
+PAGE = 16
+
+
+@pytest.fixture(scope="module")
+def model(model_cache: Path) -> Path:
+    return build_model("llama", model_cache)
+
+
+@pytest.fixture(scope="module", params=["rust", "python"])
+def server(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """Pages of 16 tokens and chunks of 128 mixed with decode, on either radix-tree core."""
+    options = our_server(
+        model,
+        tmp_path_factory.mktemp(request.param),
+        page_size=PAGE,
+        max_total_tokens=8192,
+        chunked_prefill_size=128,
+        extra_args=["--enable-mixed-chunk"],
+        extra_env={"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": request.param},
+    )
+    with Server(options) as server:
+        yield server
+        assert_hidden_mode(server)
+        assert_nothing_went_wrong(server)
+
+
+def test_eight_conversations_at_once(server: Server, model: Path) -> None:
+    conversations = make_conversations(8, turns=3, tokens=350, seed=1)
+    converse(server, conversations, concurrent=True, reply_tokens=24)
+    assert_restored_from_l3(conversations, PAGE)
+    assert_no_cache_output(model, conversations)
+
+
+def test_conversations_that_part_in_the_middle_of_what_was_stored(
+    server: Server, model: Path
+) -> None:
+    whole = Conversation([random_tokens(400, seed=50), random_tokens(40, seed=51)])
+    converse(server, [whole])
+    # 200 tokens are common; they end in the middle of a node and of a page.
+    prefix = whole.turns[0].prompt[:200]
+    branches = make_conversations(2, turns=2, tokens=120, prefix=prefix, seed=2)
+    converse(server, branches)
+    for branch in branches:
+        assert branch.turns[0].cached.storage == 200 // PAGE * PAGE
+    assert_restored_from_l3(branches, PAGE)
+    assert_no_cache_output(model, [whole, *branches])
+
+
+def test_generated_pages_are_restored_as_prompted_ones_are(server: Server, model: Path) -> None:
+    (conversation,) = make_conversations(1, turns=3, tokens=40, seed=3)
+    converse(server, [conversation], reply_tokens=200)
+    assert_restored_from_l3([conversation], PAGE)
+    assert conversation.turns[2].cached.storage > 2 * 200
+    assert_no_cache_output(model, [conversation])
+
+
+def test_twenty_flushes(server: Server, model: Path) -> None:
+    prompt = random_tokens(100, seed=70)
+    conversation = Conversation([prompt])
+    converse(server, [conversation])
+    for _ in range(20):
+        again = Conversation([prompt])
+        converse(server, [again])
+        assert again.turns[0].cached.storage == (len(prompt) - 1) // PAGE * PAGE
+        assert again.outputs == conversation.outputs
+    assert_no_cache_output(model, [conversation])
+
+
+def test_warm_turns_and_restored_turns_mix(server: Server, model: Path) -> None:
+    """Without a flush in between, history is on the device for some and in L3 for others."""
+    old, new = make_conversations(2, turns=3, tokens=150, seed=4)
+    old.questions, rest = old.questions[:1], old.questions[1:]
+    converse(server, [old])
+    old.questions += rest
+    converse(server, [old, new], flush=False, concurrent=True)
+    assert old.turns[1].cached.storage >= old.turns[1].history_tokens - PAGE
+    assert_no_cache_output(model, [old, new])
