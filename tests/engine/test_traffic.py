@@ -54,7 +54,7 @@ def server(
 
 
 def test_eight_conversations_at_once(server: Server, model: Path) -> None:
-    conversations = make_conversations(8, turns=3, tokens=350, seed=1)
+    conversations = make_conversations(8, turns=2, tokens=200, seed=1)
     converse(server, conversations, concurrent=True, reply_tokens=24)
     assert_restored_from_l3(conversations, PAGE)
     assert_no_cache_output(model, conversations)
@@ -69,9 +69,12 @@ def test_conversations_that_part_in_the_middle_of_what_was_stored(
     prefix = whole.turns[0].prompt[:200]
     branches = make_conversations(2, turns=2, tokens=120, prefix=prefix, seed=2)
     converse(server, branches)
-    for branch in branches:
-        assert branch.turns[0].cached.storage == 200 // PAGE * PAGE
-    assert_restored_from_l3(branches, PAGE)
+    first, second = (branch.turns[0].cached for branch in branches)
+    assert first.storage == 200 // PAGE * PAGE
+    assert second.device == 200 // PAGE * PAGE  # the other branch has just restored it
+    for turn in (branch.turns[1] for branch in branches):
+        assert turn.cached.device + turn.cached.storage >= turn.history_tokens - PAGE
+        assert turn.cached.storage > 0
     assert_no_cache_output(model, [whole, *branches])
 
 
