@@ -127,18 +127,24 @@ class HiddenStateController(HybridCacheController):
     # ---- host -> storage ----
 
     def _page_backup(self, operation: Any) -> Any:
-        """Seal the pages of a node; the first one that is not the tree's ends the backup."""
+        """Seal the pages of a node; the first one that must not be stored ends the backup."""
         tokens, size = _token_array(operation.token_ids), self.page_size
+        namespace = self._runtime.page_namespace()
         pages, layout = self._pool.pages(), self._pool.page_layout
         page_ids = self._pool.page_ids(operation.host_indices).tolist()
         for i, (key, page_id) in enumerate(zip(operation.hash_value, page_ids, strict=False)):
-            page = pages[page_id]
-            if not np.array_equal(layout.token_ids(page), tokens[i * size : (i + 1) * size]):
-                metrics.count_problem("page_of_other_tokens")
-                logger.error("hcache: a host page does not hold its node's tokens; not stored")
-                operation.hash_value = operation.hash_value[:i]
-                break
-            layout.seal(page, key_bytes(key))
+            page, wanted = pages[page_id], tokens[i * size : (i + 1) * size]
+            if layout.namespace_of(page) != namespace:
+                problem = "namespace"
+            elif not np.array_equal(layout.token_ids(page), wanted):
+                problem = "tokens"
+            else:
+                layout.seal(page, key_bytes(key))
+                continue
+            metrics.count_problem(f"host_page_of_other_{problem}")
+            logger.warning("hcache: a host page of other %s than its node; not stored", problem)
+            operation.hash_value = operation.hash_value[:i]
+            break
         return super()._page_backup(operation)
 
     # ---- storage -> host ----

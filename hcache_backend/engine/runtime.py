@@ -55,6 +55,7 @@ class Runtime:
     on_weights_changed: list[Callable[[], None]] = field(default_factory=list)
     on_distrust: list[Callable[[], None]] = field(default_factory=list)
     distrust: str | None = None
+    _namespaces: dict[tuple[bytes, str], bytes] = field(default_factory=dict)
 
     def use_kv_mode(self, reason: str) -> None:
         """The host pool holds plain KV pages, and this is why."""
@@ -74,9 +75,18 @@ class Runtime:
             "page_size": page_size(self.runner.server_args),
         }
 
+    def namespace_of(self, **shape: object) -> bytes:
+        """Namespace (16 bytes) of pages of the model of this moment and of ``shape``."""
+        assert self.weights is not None
+        # Asked for by every batch of pages; building it walks the model's whole configuration.
+        key = (self.weights.fingerprint, repr(sorted(shape.items())))
+        if key not in self._namespaces:
+            self._namespaces[key] = namespace({**self.model_fields(), **shape})
+        return self._namespaces[key]
+
     def page_namespace(self) -> bytes:
         """Namespace of the hidden-state pages of this moment (16 bytes)."""
-        return namespace({**self.model_fields(), **self.page_fields})
+        return self.namespace_of(**self.page_fields)
 
     def read_weights(self) -> None:
         """Fingerprint the loaded weights. Every rank of the group must call it."""

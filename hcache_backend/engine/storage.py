@@ -38,7 +38,6 @@ from hcache_backend.config import ConfigError, HCacheConfig, parse_config
 from hcache_backend.engine import hooks, metrics
 from hcache_backend.engine.keys import key_bytes
 from hcache_backend.engine.runtime import Runtime, current
-from hcache_backend.fingerprint import namespace
 from hcache_backend.store.base import PageStore, Parts
 from hcache_backend.store.file_store import FilePageStore
 
@@ -250,14 +249,14 @@ class HCacheStorage(HiCacheStorage):
         if self._runtime.mode == "hidden" and pool == PoolName.KV:
             return self._runtime.page_namespace()
         host_pool = self._host_pool(pool)
-        shape = {
-            "kind": "kv",
-            "pool": str(pool),
-            "class": type(host_pool).__name__,
-            "layout": host_pool.layout,
-            "bytes_per_token": host_pool.size_per_token,
-        }
-        return namespace({**self._runtime.model_fields(), **self._rank, **shape})
+        return self._runtime.namespace_of(
+            kind="kv",
+            pool=str(pool),
+            host_pool=type(host_pool).__name__,
+            layout=host_pool.layout,
+            bytes_per_token=host_pool.size_per_token,
+            **self._rank,
+        )
 
     def _host_pool(self, pool: str) -> Any:
         return getattr(self, "registered_pools", {}).get(pool, self.mem_pool_host)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from tests.cpu_engine.hcache_cpu_engine import cpu_engine_env
 
 from .conversations import Conversation, Turn
 from .reference import assert_equal_tokens, load_reference
@@ -91,3 +94,11 @@ def assert_restored_from_l3(conversations: Sequence[Conversation], page_size: in
     for conversation in conversations:
         for turn in conversation.turns[1:]:
             assert turn.cached.storage >= turn.history_tokens - page_size, turn.cached
+
+
+def faulty(name: str, trigger: Path | None = None) -> dict[str, str]:
+    """Environment of a server with the fault `name` of tests/engine/faults, active while `trigger`
+    exists (always, without one)."""
+    paths = [str(Path(__file__).parents[1] / "faults"), cpu_engine_env()["PYTHONPATH"]]
+    env = {"HCACHE_TEST_FAULT": name, "PYTHONPATH": os.pathsep.join(paths)}
+    return env if trigger is None else {**env, "HCACHE_TEST_TRIGGER": str(trigger)}

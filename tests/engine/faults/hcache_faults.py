@@ -1,0 +1,126 @@
+"""Faults that a test injects into a server's scheduler process, as an SGLang plugin of its own.
+
+``HCACHE_TEST_FAULT`` names the fault. With ``HCACHE_TEST_TRIGGER`` it only works while that file
+exists, so that a server can start, and serve for a while, in good order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
+
+
+def activate() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(LOAD_MODEL, _inject, HookType.BEFORE)
+
+
+def _inject(*args: Any, **kwargs: Any) -> None:
+    FAULTS[os.environ["HCACHE_TEST_FAULT"]]()
+
+
+def _active() -> bool:
+    trigger = os.environ.get("HCACHE_TEST_TRIGGER")
+    return trigger is None or Path(trigger).exists()
+
+
+def _wrong_rope() -> None:
+    """Projection believes that every token stands one place further on."""
+    from hcache_backend.projection.generic import GenericProjector
+
+    project = GenericProjector.project
+
+    def wrong(self: Any, layer: Any, hidden: Any, positions: Any) -> Any:
+        return project(self, layer, hidden, positions + 1 if _active() else positions)
+
+    GenericProjector.project = wrong  # type: ignore[method-assign]
+
+
+def _reallocate(controller: Any, device_indices: Any) -> None:
+    """Free the first page of a node and allocate it again, through the real allocator."""
+    allocator, size = controller.mem_pool_device_allocator, controller.page_size
+    page = device_indices[:size]
+    # The scheduler collects what a step frees; this is freed at once.
+    group, allocator.free_group = allocator.free_group, None
+    allocator.free(page)
+    others = []
+    while (taken := allocator.alloc(size)).tolist() != page.tolist():
+        others.append(taken)
+    for taken in others:
+        allocator.free(taken)
+    allocator.free_group = group
+
+
+def _wrap_write(before: bool) -> Callable[[], None]:
+    def inject() -> None:
+        from hcache_backend.engine.controller import HiddenStateController
+
+        write = HiddenStateController.write
+
+        def faulty(self: Any, device_indices: Any, *args: Any, **kwargs: Any) -> Any:
+            if before and _active():
+                _reallocate(self, device_indices)
+            result = write(self, device_indices, *args, **kwargs)
+            if not before and _active():
+                _reallocate(self, device_indices)
+            return result
+
+        HiddenStateController.write = faulty  # type: ignore[method-assign]
+
+    return inject
+
+
+def _skip_a_layer() -> None:
+    """Capture misses the last layer: its hook does not fire."""
+    from hcache_backend.engine.capture import HiddenCapture
+
+    hook = HiddenCapture._hook
+
+    def faulty(self: Any, index: int) -> Any:
+        take = hook(self, index)
+
+        def maybe(*args: Any) -> None:
+            if not (_active() and index == self._layers - 1):
+                take(*args)
+
+        return maybe
+
+    HiddenCapture._hook = faulty  # type: ignore[method-assign]
+
+
+def _report_hooks() -> None:
+    """No fault: when the trigger appears, write the targets of our hooks into it."""
+
+    def wait() -> None:
+        trigger = Path(os.environ["HCACHE_TEST_TRIGGER"])
+        while not trigger.exists():
+            time.sleep(0.05)
+        from sglang.srt.plugins.hook_registry import HookRegistry
+
+        ours = [
+            target
+            for target, hooks in HookRegistry._hooks.items()
+            if any(hook.__module__.startswith("hcache_backend") for _, hook, _ in hooks)
+        ]
+        report = trigger.with_suffix(".new")
+        report.write_text(json.dumps(sorted(ours)))
+        report.replace(trigger)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "wrong_rope": _wrong_rope,
+    "slot_reallocated_before_backup": _wrap_write(before=True),
+    "slot_reallocated_before_copy": _wrap_write(before=False),
+    "layer_not_captured": _skip_a_layer,
+    "report_hooks": _report_hooks,
+}

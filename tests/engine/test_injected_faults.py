@@ -1,0 +1,90 @@
+"""Faults inside the server that would end in wrong KV if nothing stopped them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine.harness.conversations import converse, make_conversations
+from tests.engine.harness.models import build_model
+from tests.engine.harness.ours import (
+    assert_hidden_mode,
+    assert_no_cache_output,
+    faulty,
+    our_server,
+    stored_pages,
+)
+from tests.engine.harness.server import Server
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def model(model_cache: Path) -> Path:
+    return build_model("llama", model_cache)
+
+
+def test_a_wrong_rope_at_start_up_means_kv_mode(model: Path, tmp_path: Path) -> None:
+    with Server(our_server(model, tmp_path, extra_env=faulty("wrong_rope"))) as server:
+        conversations = converse(server, make_conversations(1, turns=2))
+        log = server.log_text()
+    assert "hcache: KV mode (plain KV pages): projected K of model.layers.0.self_attn" in log
+    assert conversations[0].turns[1].cached.storage > 0  # plain KV, through the same store
+    assert_no_cache_output(model, conversations)
+
+
+def test_a_wrong_rope_in_service_ends_backups_and_drops_what_was_written(
+    model: Path, tmp_path: Path
+) -> None:
+    trigger = tmp_path / "trigger"
+    options = our_server(model, tmp_path, extra_env=faulty("wrong_rope", trigger))
+    with Server(options) as server:
+        old, new = make_conversations(2, turns=2)
+        questions, old.questions = old.questions, old.questions[:1]
+        converse(server, [old])
+        assert_hidden_mode(server)
+        assert stored_pages(tmp_path)
+        trigger.touch()
+        converse(server, [new])  # its backup is where the sampled check looks
+        server.wait_for_log("the self-check in service failed: projected K of model.layers.0")
+        server.wait_for_log(r"\d+ pages that this server wrote were deleted")
+        assert stored_pages(tmp_path) == []
+        old.questions = questions
+        converse(server, [old])
+        assert old.turns[1].cached.storage == 0
+        assert new.turns[1].cached.storage == 0
+    assert_no_cache_output(model, [old, new])
+
+
+@pytest.mark.parametrize(
+    "fault", ["slot_reallocated_before_backup", "slot_reallocated_before_copy"]
+)
+def test_a_slot_whose_allocation_changed_never_becomes_part_of_a_page(
+    fault: str, model: Path, tmp_path: Path
+) -> None:
+    trigger = tmp_path / "trigger"
+    with Server(our_server(model, tmp_path, extra_env=faulty(fault, trigger))) as server:
+        trigger.touch()
+        conversations = make_conversations(2, turns=2)
+        converse(server, conversations)
+        assert all(turn.cached.storage == 0 for c in conversations for turn in c.turns)
+        trigger.unlink()
+        again = make_conversations(2, turns=2)
+        converse(server, again)
+        assert all(c.turns[1].cached.storage > 0 for c in again)
+    assert_no_cache_output(model, [*conversations, *again])
+
+
+def test_a_layer_that_was_not_captured_spoils_its_tokens_only(model: Path, tmp_path: Path) -> None:
+    trigger = tmp_path / "trigger"
+    options = our_server(model, tmp_path, extra_env=faulty("layer_not_captured", trigger))
+    with Server(options) as server:
+        trigger.touch()
+        lost = converse(server, make_conversations(1, turns=2, seed=1))
+        assert stored_pages(tmp_path) == []
+        assert "not captured: a step that showed each layer [1, 1, 1, 0] times" in server.log_text()
+        trigger.unlink()
+        kept = converse(server, make_conversations(1, turns=2, seed=2))
+        assert kept[0].turns[1].cached.storage > 0
+    assert_no_cache_output(model, [*lost, *kept])

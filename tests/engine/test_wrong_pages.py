@@ -1,0 +1,152 @@
+"""Attempts to make the server use pages that are damaged, misplaced, or of another model."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine.harness.conversations import Conversation, converse, make_conversations
+from tests.engine.harness.models import build_model, replace_weights
+from tests.engine.harness.ours import (
+    assert_hidden_mode,
+    assert_no_cache_output,
+    assert_restored_from_l3,
+    our_server,
+    stored_pages,
+)
+from tests.engine.harness.server import Server
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def model(model_cache: Path) -> Path:
+    return build_model("llama", model_cache)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("l3")
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, folder: Path) -> Iterator[Server]:
+    with Server(our_server(model, folder)) as server:
+        yield server
+        assert_hidden_mode(server)
+
+
+def flip_a_byte(pages: list[Path], rng: random.Random) -> None:
+    for page in pages:
+        data = bytearray(page.read_bytes())
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        page.write_bytes(data)
+
+
+def flip_a_header_byte(pages: list[Path], rng: random.Random) -> None:
+    for page in pages:
+        data = bytearray(page.read_bytes())
+        data[rng.randrange(88)] ^= 1 << rng.randrange(8)
+        page.write_bytes(data)
+
+
+def truncate(pages: list[Path], rng: random.Random) -> None:
+    for page in pages:
+        with page.open("r+b") as file:
+            file.truncate(rng.randrange(page.stat().st_size))
+
+
+def empty(pages: list[Path], rng: random.Random) -> None:
+    for page in pages:
+        page.write_bytes(b"")
+
+
+def swap(pages: list[Path], rng: random.Random) -> None:
+    contents = [page.read_bytes() for page in pages]
+    for page, content in zip(pages, [*contents[1:], contents[0]], strict=True):
+        page.write_bytes(content)
+
+
+DAMAGES: list[Callable[[list[Path], random.Random], None]] = [
+    flip_a_byte,
+    flip_a_header_byte,
+    truncate,
+    empty,
+    swap,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_damaged_pages_are_misses(
+    damage: Callable[[list[Path], random.Random], None], server: Server, model: Path, folder: Path
+) -> None:
+    before = set(stored_pages(folder))
+    (conversation,) = make_conversations(1, turns=3, tokens=400, seed=DAMAGES.index(damage))
+    last = conversation.questions.pop()
+    converse(server, [conversation])
+    assert_restored_from_l3([conversation], 64)
+    pages = [page for page in stored_pages(folder) if page not in before]
+    assert len(pages) >= 12
+    damage(pages, random.Random(1))
+    conversation.questions.append(last)
+    converse(server, [conversation])
+    assert conversation.turns[2].cached.storage == 0
+    # What was damaged has been written again by that turn, and serves.
+    again = Conversation([conversation.turns[2].prompt])
+    converse(server, [again])
+    assert again.turns[0].cached.storage >= len(again.turns[0].prompt) - 64
+    assert_no_cache_output(model, [conversation, again])
+
+
+def test_pages_of_other_weights_or_another_dtype_are_misses_after_a_restart(
+    model: Path, model_cache: Path, tmp_path: Path
+) -> None:
+    served = tmp_path / "model"
+    shutil.copytree(model, served)
+
+    def prompts_from_l3(log: str, dtype: str = "float32") -> list[Conversation]:
+        options = our_server(served, tmp_path, dtype=dtype, log=tmp_path / log)
+        with Server(options) as server:
+            conversations = converse(server, make_conversations(2, turns=1, tokens=400))
+            assert_hidden_mode(server)
+            server.kill()  # SIGKILL: what was acknowledged must be whole all the same
+        return conversations
+
+    first = prompts_from_l3("first.log")
+    assert all(c.turns[0].cached.storage == 0 for c in first)
+    restarted = prompts_from_l3("restarted.log")
+    assert all(c.turns[0].cached.storage == 384 for c in restarted)
+    bfloat16 = prompts_from_l3("bfloat16.log", "bfloat16")
+    assert all(c.turns[0].cached.storage == 0 for c in bfloat16)
+    assert_no_cache_output(served, [*first, *restarted])
+
+    other = build_model("llama", model_cache, seed=1)
+    replace_weights(served, other)
+    replaced = prompts_from_l3("replaced.log")
+    assert all(c.turns[0].cached.storage == 0 for c in replaced)
+    assert_no_cache_output(other, replaced)
+
+
+def test_weights_updated_in_service_are_another_namespace(
+    server: Server, model: Path, model_cache: Path
+) -> None:
+    other = build_model("llama", model_cache, seed=1)
+
+    def turn() -> Conversation:
+        (conversation,) = make_conversations(1, turns=1, tokens=400, seed=90)
+        converse(server, [conversation])
+        return conversation
+
+    first = turn()
+    server.update_weights_from_disk(other)
+    under_other = [turn(), turn()]
+    server.update_weights_from_disk(model)
+    back = turn()
+    assert [c.turns[0].cached.storage for c in under_other] == [0, 384]
+    assert back.turns[0].cached.storage == 384  # what these weights wrote before
+    assert_no_cache_output(model, [first, back])
+    assert_no_cache_output(other, under_other)

@@ -1,0 +1,82 @@
+"""Options: what is accepted, and what the messages say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hcache_backend.config import (
+    ConfigError,
+    HCacheConfig,
+    config_from_environment,
+    default_dirs,
+    parse_config,
+)
+
+
+def test_defaults_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert parse_config(None, "hcache") == HCacheConfig()
+    assert parse_config({}, "hcache").dirs == (tmp_path / "hcache-backend" / "pages",)
+    assert default_dirs()[0].is_absolute()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "hcache: must be a table of options"),
+        ({"dir": ["/a"]}, "hcache: unknown option 'dir' (value ['/a']); did you mean 'dirs'?"),
+        ({"zzz": 1}, "unknown option 'zzz' (value 1); the options are dirs, mode"),
+        ({"dirs": []}, "option 'dirs' is []: must be a list of at least one folder"),
+        ({"dirs": [1]}, "every folder must be a path, not 1"),
+        ({"dirs": ["a/b"]}, "every folder must be an absolute path, not 'a/b'"),
+        ({"dirs": ["/a", "/a"]}, "every folder may be named once only"),
+        ({"mode": "gpu"}, "option 'mode' is 'gpu': Input should be 'auto', 'hidden' or 'kv'"),
+        ({"check_every_pages": "64"}, "option 'check_every_pages' is '64': Input should be a"),
+        ({"check_every_pages": True}, "option 'check_every_pages' is True: Input should be a"),
+        ({"check_every_pages": -1}, "should be greater than or equal to 0"),
+        ({"restore_chunk_tokens": 1}, "should be greater than or equal to 64"),
+    ],
+)
+def test_a_wrong_option_is_named_with_its_value_and_what_would_be_right(
+    options: object, message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config(options, "hcache")
+    assert message in str(error.value)
+
+
+def test_every_wrong_option_is_named_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config({"mode": "x", "check_every_pages": -1}, "hcache")
+    assert "'mode'" in str(error.value)
+    assert "'check_every_pages'" in str(error.value)
+
+
+def test_the_environment_enables_and_configures(tmp_path: Path) -> None:
+    assert config_from_environment({}) is None
+    assert config_from_environment({"HCACHE_ENABLE": "0", "HCACHE_CONFIG": "nonsense"}) is None
+    assert config_from_environment({"HCACHE_ENABLE": "1"}) == HCacheConfig()
+    table = tmp_path / "options.toml"
+    table.write_text('mode = "kv"\n')
+    for text in ('{"mode": "kv"}', f"@{table}"):
+        config = config_from_environment({"HCACHE_ENABLE": "1", "HCACHE_CONFIG": text})
+        assert config is not None
+        assert config.mode == "kv"
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"HCACHE_ENABLE": "yes"}, "HCACHE_ENABLE is 'yes'; it must be 0 or 1"),
+        ({"HCACHE_ENABLE": "1", "HCACHE_CONFIG": "{"}, "neither JSON nor @file.toml"),
+        ({"HCACHE_ENABLE": "1", "HCACHE_CONFIG": "@/no/such.toml"}, "cannot read /no/such.toml"),
+        ({"HCACHE_ENABLE": "1", "HCACHE_CONFIG": "[1]"}, "HCACHE_CONFIG: must be a table"),
+        ({"HCACHE_ENABLE": "1", "HCACHE_CONFIG": '{"mod": 1}'}, "did you mean 'mode'?"),
+    ],
+)
+def test_a_wrong_environment_is_explained(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        config_from_environment(environment)
+    assert message in str(error.value)
