@@ -23,7 +23,14 @@ def bootstrap(runner: Any) -> None:
 
     Raises:
         ConfigError: We are configured, wrongly; it stops the server, with a message.
+        RuntimeError: A trace was asked for that cannot be made; it stops the server too.
     """
+    _join(runner)
+    install_if_asked()  # of any server, so that other L3 backends are timed as ours is
+
+
+def _join(runner: Any) -> None:
+    """Register our part when this server was started for us."""
     runtime = remember(runner)
     args = resolved(runner.server_args)
     config = wanted_config(args)
@@ -42,7 +49,6 @@ def bootstrap(runner: Any) -> None:
         reason = "option 'mode' is 'kv'"
     if reason is None:
         reason = hooks.install(hooks.hidden_mode_hooks())
-    install_if_asked()
     try:
         from hcache_backend.engine.strategy import register
     except ImportError as error:

@@ -15,15 +15,14 @@ ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention.forward"
 FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 RESET = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.reset"
 _WEIGHTS = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater."
-WEIGHT_UPDATES = tuple(
-    _WEIGHTS + name
-    for name in (
-        "update_weights_from_disk",
-        "load_weights_from_distributed",
-        "update_weights_from_tensor",
-        "update_weights_from_ipc",
-        "end_weight_update",
-    )
+_WEIGHT_UPDATES = (
+    "update_weights_from_disk",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+)
+_WEIGHT_UPDATES_BY_VERSION = (
+    ("update_weights_from_distributed",),  # 0.5.20
+    ("load_weights_from_distributed", "end_weight_update"),  # from 0.5.21 on
 )
 
 
@@ -41,8 +40,12 @@ def hidden_mode_hooks() -> list[Hook]:
 
 def weight_hooks() -> list[Hook]:
     """What keeps pages of other weights away; needed in both modes."""
+    updates = [*_WEIGHT_UPDATES, *_WEIGHT_UPDATES_BY_VERSION[-1]]
+    for names in _WEIGHT_UPDATES_BY_VERSION[:-1]:
+        if all(_resolve(_WEIGHTS + name) is not None for name in names):
+            updates = [*_WEIGHT_UPDATES, *names]
     return [
-        *(Hook(target, _around_weight_update) for target in WEIGHT_UPDATES),
+        *(Hook(_WEIGHTS + name, _around_weight_update) for name in updates),
         Hook(RESET, _after_reset),
     ]
 
@@ -69,14 +72,18 @@ def install(hooks: list[Hook]) -> str | None:
     return f"SGLang has no place for the hooks on {', '.join(missing)}" if missing else None
 
 
-def _is_applied(hook: Hook) -> bool:
-    owner_path, name = hook.target.rsplit(".", 1)
-    module_path, owner_name = owner_path.rsplit(".", 1)
+def _resolve(target: str) -> Any:
+    """The function ``module.Class.name``, or None."""
+    module_path, owner_name, name = target.rsplit(".", 2)
     try:
         owner = getattr(importlib.import_module(module_path), owner_name)
     except (ImportError, AttributeError):
-        return False
-    function = getattr(owner, name, None)
+        return None
+    return getattr(owner, name, None)
+
+
+def _is_applied(hook: Hook) -> bool:
+    function = _resolve(hook.target)
     while function is not None:
         cells = getattr(function, "__closure__", None) or ()
         if any(cell.cell_contents is hook.function for cell in cells):

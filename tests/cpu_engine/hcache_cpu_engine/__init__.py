@@ -6,6 +6,8 @@ Put the parent folder on PYTHONPATH (`cpu_engine_env` does) and start `sglang.la
 - the `hcache_cpu_engine-0.dist-info` folder announces `plugin.activate` to SGLang, which replaces
   the few GPU kernels on the serving path by torch code.
 
+`nursery` is for who starts many servers: one process that has the imports done forks them all.
+
 This module imports nothing heavy: it is loaded at the start of every server process.
 """
 

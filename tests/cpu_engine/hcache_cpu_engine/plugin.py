@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import multiprocessing
 import os
@@ -99,6 +100,7 @@ def _unpin_host_pools() -> None:
     original = HostKVCache.__init__
     signature = inspect.signature(original)
 
+    @functools.wraps(original)
     def unpinned_init(*args: Any, **kwargs: Any) -> None:
         bound = signature.bind(*args, **kwargs)
         bound.arguments["pin_memory"] = False
@@ -108,22 +110,25 @@ def _unpin_host_pools() -> None:
 
 
 def _ignore_pin_memory() -> None:
-    """A CPU torch refuses `pin_memory=True`; SGLang's LoRA layers ask for it unconditionally."""
-    original = torch.tensor
-
-    def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        return original(*args, **kwargs)
-
-    torch.tensor = tensor
+    """A CPU torch refuses `pin_memory=True`; SGLang's LoRA code asks for it unconditionally."""
+    for factory in ("tensor", "zeros", "empty"):
+        setattr(torch, factory, _unpinned(getattr(torch, factory)))
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
+
+
+def _unpinned(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def make(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return factory(*args, **kwargs)
+
+    return make
 
 
 def _fork_instead_of_spawn() -> None:
     """Start the scheduler and the detokenizer as forks, which have everything imported already.
 
-    SGLang asks for `spawn` because CUDA does not survive a fork. Half of a CPU server's start-up is
-    these two processes importing the same modules again. Plugins then run once, in the parent, and
-    their hooks are inherited.
+    SGLang asks for `spawn` because CUDA does not survive a fork. Most of a CPU server's start-up
+    would be these processes importing the same modules again. Plugins then run once, in the parent,
+    and their hooks are inherited.
     """
     original = multiprocessing.set_start_method
 

@@ -10,6 +10,8 @@ import hashlib
 import json
 import shutil
 import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,23 +46,34 @@ def _gated(kv_heads: int, **extra: Any) -> dict[str, Any]:
     return {**_DECODER, "intermediate_size": 512, "num_key_value_heads": kv_heads, **extra}
 
 
-# name -> (transformers model type, configuration, what the architecture is there to show)
-ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+@dataclass(frozen=True)
+class Architecture:
+    """How to build a model, and what the architecture is there to show (comments below)."""
+
+    model_type: str
+    config: dict[str, Any]
+    added_to_json: dict[str, Any] = field(default_factory=dict)
+    """What SGLang reads from config.json and transformers 5 does not write there."""
+    norm_means: dict[str, float] = field(default_factory=dict)
+    """Part of a norm's name -> mean of its weights, where it is not 1."""
+
+
+ARCHITECTURES: dict[str, Architecture] = {
     # MHA, the case HCache is for.
-    "llama": ("llama", _gated(HEADS)),
+    "llama": Architecture("llama", _gated(HEADS)),
     # GQA with a bias on q, k and v.
-    "qwen2": ("qwen2", _gated(2)),
+    "qwen2": Architecture("qwen2", _gated(2)),
     # GQA with a norm on each head of q and k.
-    "qwen3": ("qwen3", _gated(2, head_dim=64)),
-    # MHA with a norm over all heads of q and k together; post-norm residuals.
-    "olmo2": ("olmo2", _gated(HEADS)),
+    "qwen3": Architecture("qwen3", _gated(2, head_dim=64)),
+    # MHA with a norm over all heads of q and k together; post-norm residuals. (Unscaled, q and k
+    # of unit size average over the whole history, and one token repeats.)
+    "olmo2": Architecture("olmo2", _gated(HEADS), norm_means={"q_norm": 4.0}),
     # MHA with biases, learned positions and an attention module without a positions argument.
-    "opt": (
-        "opt",
-        {**_DECODER, "ffn_dim": 512, "word_embed_proj_dim": HIDDEN, "init_std": 0.12},
+    "opt": Architecture(
+        "opt", {**_DECODER, "ffn_dim": 512, "word_embed_proj_dim": HIDDEN, "init_std": 0.12}
     ),
     # MHA whose projection is called `c_attn`; learned positions.
-    "gpt2": (
+    "gpt2": Architecture(
         "gpt2",
         {
             **_COMMON,
@@ -74,6 +87,79 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+# Checked against the reference in `make test-long` only.
+MORE_ARCHITECTURES: dict[str, Architecture] = {
+    # The checkpoint already has q, k and v in one projection.
+    "phi3": Architecture("phi3", _gated(HEADS, original_max_position_embeddings=MAX_POSITIONS)),
+    # RoPE on a quarter of each head; LayerNorm.
+    "stablelm": Architecture("stablelm", _gated(HEADS)),
+    # MQA: hidden states are larger than KV. Norm weights are offsets from one.
+    "gemma": Architecture(
+        "gemma",
+        _gated(1, head_dim=64, tie_word_embeddings=True),
+        added_to_json={"hidden_act": "gelu_pytorch_tanh"},
+    ),
+    # A RoPE for local and one for global layers; k-norm; norms after attention and MLP too.
+    "gemma3": Architecture(
+        "gemma3_text",
+        _gated(
+            2,
+            head_dim=64,
+            query_pre_attn_scalar=64,
+            tie_word_embeddings=True,
+            layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
+        ),
+        norm_means={"post_": 6.0},  # else the last token's embedding outweighs all layers
+    ),
+    # Mixture of experts behind GQA, and behind MHA with k-norm.
+    "mixtral": Architecture("mixtral", _gated(2, num_local_experts=4)),
+    "olmoe": Architecture("olmoe", _gated(HEADS, num_experts=4, num_experts_per_tok=2)),
+    # Mixture of experts with a shared one that is always on.
+    "qwen2_moe": Architecture(
+        "qwen2_moe",
+        _gated(
+            2,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=128,
+            shared_expert_intermediate_size=256,
+        ),
+    ),
+    # MLA: one compressed vector a token instead of K and V, so there is nothing to project.
+    "deepseek": Architecture(
+        "deepseek_v3",
+        _gated(
+            HEADS,
+            q_lora_rank=128,
+            kv_lora_rank=64,
+            qk_nope_head_dim=64,
+            qk_rope_head_dim=32,
+            v_head_dim=64,
+            moe_intermediate_size=128,
+            n_routed_experts=8,
+            n_group=2,
+            topk_group=1,
+            num_experts_per_tok=2,
+            first_k_dense_replace=1,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": MAX_POSITIONS // 4,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        ),
+        added_to_json={
+            "moe_layer_freq": 1,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+        },
+    ),
+}
+
 
 def build_model(name: str, cache_dir: Path, *, seed: int = 0, **overrides: Any) -> Path:
     """Folder of the float32 model `name`, built into `cache_dir` unless it is there already.
@@ -81,14 +167,14 @@ def build_model(name: str, cache_dir: Path, *, seed: int = 0, **overrides: Any) 
     `overrides` change configuration values (`num_hidden_layers=8`). Another `seed` gives other
     weights in another folder; `replace_weights` puts them under a name that is already served.
     """
-    model_type, config = ARCHITECTURES[name]
-    config = {**config, **overrides}
-    content = json.dumps([BUILDER_VERSION, model_type, config, seed], sort_keys=True)
+    known = ARCHITECTURES | MORE_ARCHITECTURES
+    built = replace(known[name], config=known[name].config | overrides)
+    content = json.dumps([BUILDER_VERSION, asdict(built), seed], sort_keys=True)
     folder = cache_dir / f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
     if not folder.exists():
         cache_dir.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=cache_dir))
-        _save_random(model_type, config, seed, scratch)
+        _save_random(built, seed, scratch)
         _publish(scratch, folder)
     return folder
 
@@ -109,7 +195,7 @@ def _publish(scratch: Path, folder: Path) -> None:
         shutil.rmtree(scratch)
 
 
-def _save_random(model_type: str, config: dict[str, Any], seed: int, folder: Path) -> None:
+def _save_random(built: Architecture, seed: int, folder: Path) -> None:
     import torch
 
     stub_torchvision()
@@ -117,12 +203,15 @@ def _save_random(model_type: str, config: dict[str, Any], seed: int, folder: Pat
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config))
-        _randomise_norms_and_biases(model)
+        config = AutoConfig.for_model(built.model_type, **built.config)
+        model = AutoModelForCausalLM.from_config(config)
+        _randomise_norms_and_biases(model, built.norm_means)
         model.float().save_pretrained(folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | built.added_to_json, indent=2))
 
 
-def _randomise_norms_and_biases(model: Any) -> None:
+def _randomise_norms_and_biases(model: Any, means: Mapping[str, float]) -> None:
     """Fresh models have unit norms and zero biases: a projection that skips them would pass."""
     import torch
 
@@ -130,4 +219,5 @@ def _randomise_norms_and_biases(model: Any) -> None:
         for name, parameter in model.named_parameters():
             if parameter.dim() != 1:
                 continue
-            parameter.normal_(0.0 if name.endswith("bias") else 1.0, 0.1)
+            mean = next((mean for part, mean in means.items() if part in name), 1.0)
+            parameter.normal_(0.0 if name.endswith("bias") else mean, 0.1)

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import json
-import os
+import random
 import re
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import requests
 
-from tests.cpu_engine.hcache_cpu_engine import cpu_engine_env, warm_extensions
+from tests.cpu_engine.hcache_cpu_engine import warm_extensions
 
-ADMIN_KEY = "test-admin"
+from .options import ADMIN_KEY, MODULE, ServerOptions, as_text, base_environment
+from .processes import ServerProcess, nursery
+
 POLL_S = 0.05
-_running: set[Server] = set()
+PORTS = (12000, 32000)
 
 
 class ServerError(RuntimeError):
@@ -61,89 +58,18 @@ class Reply:
         return [(best[0], second[0]) for best, second in self.meta_info["output_top_logprobs"]]
 
 
-@dataclass
-class ServerOptions:
-    """What a test chooses. Defaults: HiCache with a small pool on the CPU, no L3."""
-
-    model: Path
-    log: Path
-    cache: Literal["hicache", "radix", "none"] = "hicache"
-    dtype: str = "float32"
-    page_size: int = 64
-    max_total_tokens: int = 4096
-    chunked_prefill_size: int | None = None
-    write_policy: str = "write_through"
-    prefetch_policy: str = "wait_complete"
-    hicache_ratio: float = 2.0
-    hicache_size_gb: int | None = None
-    mem_layout: str = "page_first"
-    io_backend: str = "kernel"
-    storage_backend: str | None = None
-    extra_config: Mapping[str, Any] | str | None = None
-    tp: int = 1
-    extra_args: Sequence[str] = ()
-    extra_env: Mapping[str, str] = field(default_factory=dict)
-    fork: bool = True
-    """Fork SGLang's worker processes instead of spawning them: half the start-up time."""
-    ready_timeout_s: float = 120.0
-
-    def command(self, port: int) -> list[str]:
-        args: list[Any] = [
-            *(sys.executable, "-m", "sglang.launch_server", "--model-path", self.model),
-            *("--host", "127.0.0.1", "--port", port, "--admin-api-key", ADMIN_KEY),
-            *("--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph"),
-            *("--disable-overlap-schedule", "--grammar-backend", "none", "--skip-tokenizer-init"),
-            *("--mem-fraction-static", 0.1, "--max-total-tokens", self.max_total_tokens),
-            *("--dtype", self.dtype, "--page-size", self.page_size, "--tp", self.tp),
-            *("--skip-server-warmup", "--enable-cache-report"),
-        ]
-        if self.chunked_prefill_size is not None:
-            args += ["--chunked-prefill-size", self.chunked_prefill_size]
-        if self.cache == "none":
-            args += ["--disable-radix-cache"]
-        if self.cache == "hicache":
-            args += self._hicache_args()
-        return [str(a) for a in [*args, *self.extra_args]]
-
-    def _hicache_args(self) -> list[Any]:
-        args: list[Any] = [
-            *("--enable-hierarchical-cache", "--hicache-ratio", self.hicache_ratio),
-            *("--hicache-write-policy", self.write_policy),
-            *("--hicache-mem-layout", self.mem_layout, "--hicache-io-backend", self.io_backend),
-            *("--hicache-storage-prefetch-policy", self.prefetch_policy),
-        ]
-        if self.hicache_size_gb is not None:
-            args += ["--hicache-size", self.hicache_size_gb]
-        if self.storage_backend is not None:
-            args += ["--hicache-storage-backend", self.storage_backend]
-        if self.extra_config is not None:
-            args += ["--hicache-storage-backend-extra-config", as_text(self.extra_config)]
-        return args
-
-    def environment(self) -> dict[str, str]:
-        env = {**os.environ, **cpu_engine_env(), "HCACHE_CPU_ENGINE_FORK": str(int(self.fork))}
-        env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"  # else readiness costs a generation
-        if self.tp > 1:
-            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(r) for r in range(self.tp))
-        return {**env, **self.extra_env}
-
-
-def as_text(config: Mapping[str, Any] | str) -> str:
-    """JSON of a mapping; a string (`@file.toml`) as it is."""
-    return config if isinstance(config, str) else json.dumps(config)
-
-
 class Server:
     """`with Server(ServerOptions(...)) as server:` - ready to answer when the block is entered.
 
-    The server's processes form one group, which is killed on exit from the block and when this
-    interpreter ends. There is nothing to lose in a kill: L3 must survive one by design.
+    The server's processes form one group, which is killed on exit from the block and, however
+    it ends, with this interpreter (see `processes`). There is nothing to lose in a kill: L3 must
+    survive one by design.
     """
 
     def __init__(self, options: ServerOptions):
         self.options = options
         self.port = 0
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: ServerProcess | None = None
         self.startup_s = 0.0
 
     def __enter__(self) -> Server:
@@ -176,43 +102,35 @@ class Server:
         """Start the process without waiting for it (a server that is expected to refuse)."""
         self.port = _free_port()
         self.options.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.options.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                self.options.command(self.port),
-                env=self.options.environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        _running.add(self)
+        self.process = nursery(base_environment()).launch(
+            MODULE,
+            self.options.arguments(self.port),
+            self.options.environment(),
+            self.options.log,
+            fresh=not self.options.fork,
+        )
 
     def wait_exit(self, timeout: float) -> int:
         """Exit status of a server that was launched in order to fail."""
         assert self.process is not None
         try:
             return self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
+        except TimeoutError:
             raise self._error(f"still running after {timeout:.0f} s") from None
         finally:
             self.kill()
 
     def kill(self) -> None:
         """SIGKILL to the whole process group; returns when the processes are gone."""
-        _running.discard(self)
-        if self.process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        _wait_group_gone(self.process.pid)
-        self.process = None
+        if self.process is not None:
+            self.process.kill_group()
+            self.process = None
 
     def stop(self, timeout: float = 10.0) -> None:
         """SIGTERM, as an operator stops a server; what is left after `timeout` is killed."""
         if self.process is not None:
             self.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with contextlib.suppress(TimeoutError):
                 self.process.wait(timeout)
         self.kill()
 
@@ -239,10 +157,14 @@ class Server:
         max_new_tokens: int,
         *,
         logprobs: bool = False,
+        lora: str | None = None,
         timeout: float = 300.0,
         **sampling: Any,
     ) -> Reply:
-        """One request, greedy unless `sampling` says otherwise; never stops at a token."""
+        """One request, greedy unless `sampling` says otherwise; never stops at a token.
+
+        `lora` names an adapter of `--lora-paths`.
+        """
         body: dict[str, Any] = {
             "input_ids": list(input_ids),
             "sampling_params": {
@@ -254,6 +176,8 @@ class Server:
         }
         if logprobs:
             body |= {"return_logprob": True, "top_logprobs_num": 2}
+        if lora is not None:
+            body["lora_path"] = lora
         answer = self._request("POST", "/generate", json=body, timeout=timeout)
         if answer.status_code != 200:
             raise self._error(f"/generate answered {answer.status_code}: {answer.text}")
@@ -367,23 +291,12 @@ class Server:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port below the range from which the kernel serves `bind(0)`.
 
-
-def _wait_group_gone(group: int, timeout: float = 10.0) -> None:
-    """Wait until no process of the group is left, so that files and ports are free again."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(POLL_S)
-
-
-@atexit.register
-def _kill_running() -> None:
-    for server in list(_running):
-        server.kill()
+    A server's own workers bind a dozen such ports before the server binds its own.
+    """
+    while True:
+        port = random.SystemRandom().randrange(*PORTS)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port

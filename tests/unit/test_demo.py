@@ -1,0 +1,242 @@
+"""The demo's statistics, report and verdict, from canned turns; no server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from hcache_backend.cli.demo_picture import draw
+from hcache_backend.cli.demo_report import (
+    METHODS,
+    MethodRun,
+    Restore,
+    TraceEvent,
+    Turn,
+    build_report,
+    problems,
+    read_trace,
+    recomputed,
+    restored_from_l3,
+    table,
+)
+from hcache_backend.cli.demo_run import POOL_TOKENS, Script, launch, steps, stored
+from hcache_backend.cli.machine import Machine
+from hcache_backend.cli.main import app
+from hcache_backend.cli.tiny_model import TinyLlama
+
+PAGE = 64
+ABOUT: dict[str, object] = {
+    "date": "2026-01-01T00:00:00+00:00",
+    "device": "a machine",
+    "sglang_version": "0.5.21",
+    "model": TinyLlama().describe(),
+    "conversations": 2,
+    "turns_each": 2,
+}
+
+
+def make_turns(restores: Sequence[Restore], l3_tokens: int = 192) -> list[Turn]:
+    """Two conversations of two turns; the second turns have 200 tokens of history."""
+    first = [Turn(c, 0, 0, 0, (c, 1), None) for c in (0, 1)]
+    second = [Turn(c, 1, 200, l3_tokens, (c, 2), restores[c]) for c in (0, 1)]
+    return first + second
+
+
+def make_runs() -> dict[str, MethodRun]:
+    return {
+        "recompute": MethodRun(make_turns([Restore(200, 40.0), Restore(200, 60.0)], l3_tokens=0)),
+        "kv_offload": MethodRun(
+            make_turns([Restore(192, 9.6, 4.8, 2.4), Restore(192, 19.2, 9.6, 4.8)]), 512, 512 * 8192
+        ),
+        "hcache": MethodRun(
+            make_turns([Restore(192, 1.92, 0.96, 0.96), Restore(192, 3.84, 0.96, 2.88)]),
+            512,
+            512 * 4112,
+            note="hidden mode: 4 layers",
+        ),
+    }
+
+
+def with_turn(run: MethodRun, index: int, **changes: Any) -> MethodRun:
+    turns = list(run.turns)
+    turns[index] = replace(turns[index], **changes)
+    return replace(run, turns=turns)
+
+
+def test_restore_lasts_from_the_start_of_the_prefetch_to_the_last_layer() -> None:
+    events = [
+        TraceEvent("l3", 1984, 100.0, 13.0),
+        TraceEvent("load", 1984, 120.0, 70.0),
+        TraceEvent("prefill", 16, 191.0, 150.0),
+    ]
+    assert restored_from_l3(events) == Restore(tokens=1984, ms=90.0, l3_ms=13.0, load_ms=70.0)
+
+
+def test_a_request_without_load_restored_nothing() -> None:
+    assert restored_from_l3([TraceEvent("prefill", 16, 0.0, 1.0)]) is None
+    assert restored_from_l3([TraceEvent("l3", 64, 0.0, 1.0)]) is None
+
+
+def test_chunks_of_a_recomputation_add_up() -> None:
+    events = [TraceEvent("prefill", 2048, 0.0, 300.0), TraceEvent("prefill", 952, 310.0, 200.0)]
+    assert recomputed(events) == Restore(tokens=3000, ms=500.0)
+    assert recomputed([]) is None
+
+
+def test_the_trace_is_read_on_from_where_it_was_left(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    assert read_trace(path) == ([], 0)
+    line = '{"stage": "l3", "tokens": 64, "start_ms": 1.5, "ms": 2.5}\n'
+    path.write_text(line)
+    events, offset = read_trace(path)
+    assert events == [TraceEvent("l3", 64, 1.5, 2.5)]
+    assert read_trace(path, offset) == ([], offset)
+    with path.open("a") as file:
+        file.write(line.replace("l3", "load"))
+    assert [event.stage for event in read_trace(path, offset)[0]] == ["load"]
+
+
+def test_report_has_every_turn_and_the_medians_of_every_method() -> None:
+    report = json.loads(json.dumps(build_report(make_runs(), PAGE, ABOUT)))
+    assert report["identical_tokens"] is True
+    assert report["succeeded"] is True
+    assert list(report["methods"]) == list(METHODS)
+    ours = report["methods"]["hcache"]
+    assert ours["stored_bytes_per_token"] == 4112
+    assert ours["restore_ms_per_1k_tokens"] == 15.0
+    assert ours["l3_ms_per_1k_tokens"] == 5.0
+    assert ours["load_ms_per_1k_tokens"] == 10.0
+    assert report["methods"]["recompute"]["restore_ms_per_1k_tokens"] == 250.0
+    assert report["methods"]["recompute"]["stored_bytes_per_token"] == 0
+    assert len(report["turns"]) == 4
+    assert report["turns"][3] | {"restore_ms": None} == {
+        "conversation": 1,
+        "turn": 1,
+        "history_tokens": 200,
+        "l3_tokens": 192,
+        "kv_offload_l3_tokens": 192,
+        "identical_tokens": True,
+        "restore_ms": None,
+    }
+
+
+@pytest.mark.parametrize("method", ["kv_offload", "hcache"])
+def test_another_token_fails_the_demo(method: str) -> None:
+    runs = make_runs()
+    runs[method] = with_turn(runs[method], 3, output_ids=(1, 3))
+    report = build_report(runs, PAGE, ABOUT)
+    assert report["identical_tokens"] is False
+    assert report["succeeded"] is False
+    assert [turn["identical_tokens"] for turn in report["turns"]] == [True, True, True, False]
+    assert problems(runs, PAGE) == [
+        f"{method}: conversation 1, turn 1: the reply differs from that without a cache"
+    ]
+
+
+@pytest.mark.parametrize("method", ["kv_offload", "hcache"])
+def test_history_that_did_not_come_from_l3_fails_the_demo(method: str) -> None:
+    runs = make_runs()
+    runs[method] = with_turn(runs[method], 2, l3_tokens=200 - PAGE)
+    assert problems(runs, PAGE) == []
+    runs[method] = with_turn(runs[method], 2, l3_tokens=200 - PAGE - 1)
+    (problem,) = problems(runs, PAGE)
+    assert "135 of 200 history tokens came from L3" in problem
+    assert build_report(runs, PAGE, ABOUT)["succeeded"] is False
+
+
+def test_a_restore_without_a_trace_fails_the_demo() -> None:
+    runs = make_runs()
+    runs["hcache"] = with_turn(runs["hcache"], 2, restore=None)
+    assert problems(runs, PAGE) == ["hcache: conversation 0, turn 1: the trace shows no restore"]
+
+
+def test_the_table_fits_a_terminal_of_80_columns() -> None:
+    console = Console(width=80, record=True, file=StringIO())
+    console.print(table(build_report(make_runs(), PAGE, ABOUT)))
+    text = console.export_text()
+    for cell in ("recompute", "KV offload", "HCache", "8,192", "4,112", "250.0", "15.0", "yes"):
+        assert cell in text
+
+
+def test_the_picture_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    draw(build_report(make_runs(), PAGE, ABOUT), tmp_path / "demo.png")
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def fake_demo(monkeypatch: pytest.MonkeyPatch, runs: dict[str, MethodRun]) -> None:
+    def measure(script: Script, shape: TinyLlama) -> dict[str, Any]:
+        return build_report(runs, PAGE, ABOUT)
+
+    monkeypatch.setattr("hcache_backend.cli.demo.measure", measure)
+
+
+def test_json_is_all_that_stands_on_standard_output(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake_demo(monkeypatch, make_runs())
+    out = tmp_path / "deep" / "demo.json"
+    done = CliRunner().invoke(app, ["demo", "--json", "--out", str(out)])
+    assert done.exit_code == 0
+    assert json.loads(done.stdout) == json.loads(out.read_text())
+
+
+def test_exit_status_is_1_when_a_token_differs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    runs = make_runs()
+    runs["hcache"] = with_turn(runs["hcache"], 2, output_ids=(7,))
+    fake_demo(monkeypatch, runs)
+    out = tmp_path / "demo.json"
+    done = CliRunner().invoke(app, ["demo", "--out", str(out)])
+    assert done.exit_code == 1
+    assert json.loads(out.read_text())["identical_tokens"] is False
+    assert "FAILED hcache: conversation 0, turn 1" in done.stdout
+
+
+def test_more_turns_than_the_pool_holds_are_refused() -> None:
+    done = CliRunner().invoke(app, ["demo", "--turns", "1000"])
+    assert done.exit_code == 2
+    assert "the device pool holds at most" in done.stderr
+
+
+def test_the_default_script_is_the_same_every_time_and_fits_the_pool() -> None:
+    script = Script()
+    assert script.question(1, 2) == Script().question(1, 2)
+    assert script.question(1, 2) != script.question(2, 1)
+    assert script.longest_prompt <= POOL_TOKENS
+    assert steps(Script(conversations=2, turns=3)) == 7
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_is_the_same_server_but_for_its_l3(method: str, tmp_path: Path) -> None:
+    machine = Machine("cpu", "a machine", "0.5.21", ("--device", "cpu"))
+    command, environment = launch(method, machine, tmp_path / "model", tmp_path)
+    common, _ = launch("recompute", machine, tmp_path / "model", tmp_path)
+    assert command[: len(common)] == common
+    assert ("--enable-hierarchical-cache" in command) is (method != "recompute")
+    assert environment["HCACHE_RESTORE_TRACE"] == str(tmp_path / "trace.jsonl")
+
+
+def test_only_pages_count_as_stored_bytes(tmp_path: Path) -> None:
+    (tmp_path / "ab").mkdir()
+    (tmp_path / "ab" / "1.page").write_bytes(bytes(1000))
+    (tmp_path / "ab" / "2.page").write_bytes(bytes(1000))
+    (tmp_path / "index").write_bytes(bytes(5000))
+    assert stored("hcache", tmp_path) == (2 * PAGE, 2000)
+    assert stored("recompute", tmp_path) == (0, 0)
+
+
+def test_the_trace_variable_is_the_engines() -> None:
+    from hcache_backend.cli import demo_run
+    from hcache_backend.engine import restore_trace
+
+    assert demo_run._TRACE_VARIABLE == restore_trace.TRACE_VARIABLE
