@@ -1,0 +1,64 @@
+# make demo, make test: each sets everything up first (make setup), once.
+
+PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& echo $$python && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+ARGS ?=
+
+# Where there is a GPU and the active Python has SGLang, that SGLang is used as it is.
+GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
+	'import sys, importlib.util as u; u.find_spec("sglang") and print(sys.executable)' 2>/dev/null)
+
+.PHONY: setup demo test test-long lint
+.DELETE_ON_ERROR:
+
+demo: setup
+	$(BIN)/hcache demo $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest -m "not long" $(ARGS)
+
+test-long: setup
+	$(BIN)/python -m pytest -m long $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+setup: $(VENV)/.package
+	@requirements/system-packages.sh
+
+$(VENV)/.created: PYTHON := $(or $(GPU_PYTHON),$(PYTHON))
+$(VENV)/.created:
+	@test -n "$(PYTHON)" || { echo "install Python 3.11 or newer, then try again" >&2; exit 1; }
+	@requirements/system-packages.sh $(PYTHON)
+	$(PYTHON) -m venv $(if $(GPU_PYTHON),--system-site-packages) $(VENV)
+ifneq ($(GPU_PYTHON),)
+	@# That Python may itself be a virtual environment, which the flag above does not see.
+	$(PYTHON) -c 'import sysconfig; d = sysconfig.get_path("purelib"); \
+		print(f"import site; site.addsitedir({d!r})")' \
+		> $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/gpu.pth
+endif
+	@touch $@
+
+$(VENV)/.engine: requirements/engine-cpu.txt requirements/engine-cpu-nodeps.txt | $(VENV)/.created
+ifeq ($(GPU_PYTHON),)
+	$(PIP) install torch==2.13.0
+	$(PIP) install -r requirements/engine-cpu.txt
+	$(PIP) install --no-deps -r requirements/engine-cpu-nodeps.txt
+endif
+	@touch $@
+
+$(VENV)/.package: $(VENV)/.engine requirements/package.txt requirements/dev.txt pyproject.toml
+ifeq ($(GPU_PYTHON),)
+	$(PIP) install -r requirements/package.txt -r requirements/dev.txt
+	$(PIP) install --no-deps --editable .
+else
+	$(PIP) install -r requirements/dev.txt
+	$(PIP) install --editable .
+endif
+	@touch $@
