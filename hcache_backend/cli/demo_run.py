@@ -21,10 +21,10 @@ from hcache_backend.cli.demo_report import (
 )
 from hcache_backend.cli.machine import Machine
 from hcache_backend.cli.serving import Reply, ServerProcess
+from hcache_backend.config import TRACE_VARIABLE
 
 PAGE_SIZE = 64
 POOL_TOKENS = 16384
-_TRACE_VARIABLE = "HCACHE_RESTORE_TRACE"
 _PAGE_FILES = {"kv_offload": "*.bin", "hcache": "*.page"}
 
 
@@ -105,7 +105,7 @@ def launch(
     ]
     environment = {
         **machine.environment,
-        _TRACE_VARIABLE: str(folder / "trace.jsonl"),
+        TRACE_VARIABLE: str(folder / "trace.jsonl"),
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     }
     if method in L3_METHODS:

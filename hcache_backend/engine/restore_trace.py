@@ -20,9 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hcache_backend.config import TRACE_VARIABLE
 from hcache_backend.engine.hooks import FORWARD, Hook, install
 
-TRACE_VARIABLE = "HCACHE_RESTORE_TRACE"
 _CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController."
 _BASE = "sglang.srt.managers.cache_controller.HiCacheController."
 

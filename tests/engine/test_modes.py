@@ -40,8 +40,8 @@ def attach_error(server: Server, config: dict[str, object]) -> str:
 
 
 class TestServerThatWasStartedWithoutUs:
-    @classmethod
     @pytest.fixture(scope="class")
+    @classmethod
     def server(cls, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         folder = tmp_path_factory.mktemp("plain")
         env = faulty("report_hooks", folder / "hooks")
@@ -77,8 +77,8 @@ class TestServerThatWasStartedWithoutUs:
 
 
 class TestServerThatWaitsForABackend:
-    @classmethod
     @pytest.fixture(scope="class")
+    @classmethod
     def server(cls, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         folder = tmp_path_factory.mktemp("waiting")
         env = {"HCACHE_ENABLE": "1", "HCACHE_CONFIG": '{"mode": "hidden", "check_every_pages": 1}'}

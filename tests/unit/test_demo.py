@@ -233,10 +233,3 @@ def test_only_pages_count_as_stored_bytes(tmp_path: Path) -> None:
     (tmp_path / "index").write_bytes(bytes(5000))
     assert stored("hcache", tmp_path) == (2 * PAGE, 2000)
     assert stored("recompute", tmp_path) == (0, 0)
-
-
-def test_the_trace_variable_is_the_engines() -> None:
-    from hcache_backend.cli import demo_run
-    from hcache_backend.engine import restore_trace
-
-    assert demo_run._TRACE_VARIABLE == restore_trace.TRACE_VARIABLE

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +76,11 @@ def best_tokens(model: Path, turn: Turn) -> list[int]:
 
     reply = turn.reply.output_ids
     with torch.inference_mode():
-        logits = _reference(model)(
+        logits = load_reference(model)(
             input_ids=torch.tensor([turn.prompt + reply[:-1]]), logits_to_keep=len(reply)
         ).logits
     best: list[int] = logits[0].argmax(-1).tolist()
     return best
-
-
-@lru_cache(maxsize=8)
-def _reference(model: Path) -> Any:
-    return load_reference(model)
 
 
 def assert_restored_from_l3(conversations: Sequence[Conversation], page_size: int) -> None:

@@ -1,0 +1,242 @@
+"""HCacheStorage as HiCache calls it: v1, v2, single values, and trouble."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorageConfig,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+)
+from sglang.srt.observability.metrics_collector import StorageMetrics
+
+from hcache_backend import HCacheStorage
+from hcache_backend.config import ConfigError
+from hcache_backend.engine import runtime as runtime_module
+from hcache_backend.engine.keys import key_bytes
+from hcache_backend.engine.runtime import Runtime, Weights
+
+PAGE = 4
+KEYS = [f"{i:064x}" for i in range(8)]
+
+
+class HostPool:
+    """Two pieces of memory a page, as SGLang's page_first pools have."""
+
+    layout = "page_first"
+
+    def __init__(self, bytes_per_token: int) -> None:
+        self.size_per_token = 2 * bytes_per_token
+        self.page_size = PAGE
+        self.data = torch.zeros((2, 64, PAGE * bytes_per_token), dtype=torch.uint8)
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        pages = (indices[::PAGE] // PAGE).tolist()
+        parts = [self.data[half, page] for page in pages for half in (0, 1)]
+        return [part.data_ptr() for part in parts], [part.numel() for part in parts]
+
+    def fill(self, pages: range) -> torch.Tensor:
+        """Random bytes in ``pages``; returns their host indices."""
+        self.data[:, pages.start : pages.stop].random_(0, 255)
+        return torch.arange(pages.start * PAGE, pages.stop * PAGE)
+
+
+def storage_config(folder: Path, **options: Any) -> HiCacheStorageConfig:
+    return HiCacheStorageConfig(
+        tp_rank=0,
+        tp_size=1,
+        pp_rank=0,
+        pp_size=1,
+        attn_cp_rank=0,
+        attn_cp_size=1,
+        is_mla_model=False,
+        enable_storage_metrics=True,
+        is_page_first_layout=True,
+        model_name="m",
+        extra_config={
+            "backend_name": "hcache",
+            "module_path": "hcache_backend",
+            "class_name": "HCacheStorage",
+            "interface_v1": 1,
+            "hcache": {"dirs": [str(folder)]} | options,
+        },
+    )
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    """A process whose model is loaded and that nobody configured."""
+    runner = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: {"hidden_size": 8})),
+        dtype=torch.bfloat16,
+        kv_cache_dtype=torch.bfloat16,
+        server_args=SimpleNamespace(page_size=PAGE),
+    )
+    state = Runtime(runner, weights=Weights(b"w" * 16))
+    monkeypatch.setattr(runtime_module, "_runtime", state)
+    return state
+
+
+@pytest.fixture
+def pool() -> HostPool:
+    return HostPool(32)
+
+
+@pytest.fixture
+def storage(tmp_path: Path, runtime: Runtime, pool: HostPool) -> Iterator[HCacheStorage]:
+    storage = HCacheStorage(storage_config(tmp_path), {})
+    storage.register_mem_pool_host(pool)
+    storage.register_mem_host_pool_v2(pool, PoolName.KV)
+    yield storage
+    storage.close()
+
+
+def test_what_v1_wrote_v1_reads(storage: HCacheStorage, pool: HostPool) -> None:
+    written = pool.fill(range(0, 3))
+    assert storage.batch_set_v1(KEYS[:3], written) == [True] * 3
+    given = pool.data[:, 0:3].clone()
+    pool.data.zero_()
+    assert storage.batch_exists(KEYS[:5]) == 3
+    assert storage.exists(KEYS[2])
+    assert not storage.exists(KEYS[3])
+    into = torch.arange(10 * PAGE, 14 * PAGE)
+    assert storage.batch_get_v1(KEYS[:4], into) == [True, True, True, False]
+    assert torch.equal(pool.data[:, 10:13], given)
+
+
+def test_pools_do_not_share_pages_and_policies_decide_the_usable_prefix(
+    storage: HCacheStorage, pool: HostPool
+) -> None:
+    side = HostPool(8)
+    storage.register_mem_host_pool_v2(side, PoolName.SWA)
+    storage.batch_set_v1(KEYS[:6], pool.fill(range(0, 6)))
+    transfer = PoolTransfer(PoolName.SWA, host_indices=side.fill(range(2, 4)), keys=KEYS[2:4])
+    assert storage.batch_set_v2([transfer]) == {PoolName.SWA: [True, True]}
+
+    every = PoolTransfer(PoolName.SWA, keys=KEYS[:1], hit_policy=PoolHitPolicy.ALL_PAGES)
+    assert storage.batch_exists_v2(KEYS, [every]).kv_hit_pages == 0
+    last = PoolTransfer(PoolName.SWA, keys=KEYS[:2], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    result = storage.batch_exists_v2(KEYS, [last])
+    assert result.kv_hit_pages == 4
+    assert result.extra_pool_hit_pages == {PoolName.KV: 6, PoolName.SWA: 4}
+    assert storage.batch_exists_v2(KEYS).kv_hit_pages == 6
+
+    given = side.data[:, 2:4].clone()
+    side.data.zero_()
+    into = PoolTransfer(PoolName.SWA, host_indices=torch.arange(8, 20), keys=KEYS[2:5])
+    assert storage.batch_get_v2([into]) == {PoolName.SWA: [True, True, False]}
+    assert torch.equal(side.data[:, 2:4], given)
+
+
+def test_single_values(storage: HCacheStorage) -> None:
+    value = torch.randn(100, dtype=torch.bfloat16)
+    assert storage.set("../any/text", value)
+    target = torch.zeros_like(value)
+    found = storage.get("../any/text", target)
+    assert found is target
+    assert torch.equal(target, value)
+    assert storage.get("another", target) is None
+    assert storage.get("../any/text") is None  # nowhere to put it
+    assert storage.batch_set(["a", "b"], [value, value + 1])
+    targets = [torch.zeros_like(value) for _ in range(3)]
+    assert [x is not None for x in storage.batch_get(["a", "c", "b"], targets)] == [
+        True,
+        False,
+        True,
+    ]
+    assert not storage.batch_set(["a"], [])
+
+
+def test_clear_deletes_the_pages_of_this_model_only(
+    storage: HCacheStorage, pool: HostPool, runtime: Runtime
+) -> None:
+    storage.batch_set_v1(KEYS[:2], pool.fill(range(0, 2)))
+    mine = runtime.weights
+    runtime.weights = Weights(b"v" * 16)
+    assert storage.batch_exists(KEYS[:2]) == 0
+    storage.batch_set_v1(KEYS[:1], pool.fill(range(0, 1)))
+    storage.clear()
+    assert storage.batch_exists(KEYS[:2]) == 0
+    runtime.weights = mine
+    assert storage.batch_exists(KEYS[:2]) == 2
+
+
+def test_stats_are_sglangs_and_are_taken_once(storage: HCacheStorage, pool: HostPool) -> None:
+    indices = pool.fill(range(0, 2))
+    storage.batch_set_v1(KEYS[:2], indices)
+    storage.batch_get_v1(KEYS[:3], torch.arange(0, 3 * PAGE))
+    stats = storage.get_stats()
+    assert isinstance(stats, StorageMetrics)
+    assert (stats.backup_pgs, stats.prefetch_pgs) == ([2], [2])
+    assert all(rate > 0 for rate in stats.backup_bandwidth + stats.prefetch_bandwidth)
+    assert storage.get_stats() == StorageMetrics()
+
+
+def test_while_suspended_everything_is_a_miss_and_nothing_is_stored(
+    storage: HCacheStorage, pool: HostPool, runtime: Runtime
+) -> None:
+    indices = pool.fill(range(0, 2))
+    storage.batch_set_v1(KEYS[:1], indices[:PAGE])
+    runtime.begin_weight_update()
+    assert storage.batch_set_v1(KEYS[1:2], indices[PAGE:]) == [True]  # dropped, and said so
+    assert storage.batch_exists(KEYS[:2]) == 0
+    assert storage.batch_get_v1(KEYS[:2], indices) == [False, False]
+    runtime.caches_were_flushed()
+    assert storage.batch_exists(KEYS[:2]) == 1
+
+
+def test_nothing_raises_into_hicaches_threads(
+    storage: HCacheStorage, pool: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise MemoryError("no")
+
+    indices = pool.fill(range(0, 2))
+    for name in ("put", "get", "exists", "clear"):
+        monkeypatch.setattr(storage._store, name, fail)
+    assert storage.batch_set_v1(KEYS[:2], indices) == [True, True]
+    assert storage.batch_get_v1(KEYS[:2], indices) == [False, False]
+    assert storage.batch_exists(KEYS[:2]) == 0
+    transfer = PoolTransfer(PoolName.KV, host_indices=indices, keys=KEYS[:2])
+    assert storage.batch_get_v2([transfer]) == {PoolName.KV: [False, False]}
+    assert storage.batch_set_v2([transfer]) == {PoolName.KV: [True, True]}
+    storage.clear()
+
+
+def test_lost_trust_deletes_what_this_server_wrote(
+    storage: HCacheStorage, pool: HostPool, runtime: Runtime, tmp_path: Path
+) -> None:
+    storage.batch_set_v1(KEYS[:2], pool.fill(range(0, 2)))
+    storage._drop_own_pages()
+    assert list(tmp_path.glob("**/*.page")) == []
+    runtime.lose_trust("test")
+    runtime.caches_were_flushed()
+    assert storage.batch_exists(KEYS[:2]) == 0
+
+
+def test_a_plain_server_that_is_attached_to_runs_in_kv_mode(
+    storage: HCacheStorage, runtime: Runtime
+) -> None:
+    assert runtime.mode == "kv"
+    assert runtime.reason == "the server was started without HCACHE_ENABLE=1"
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, runtime: Runtime) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(ConfigError, match=r"option 'dirs' is \['.*file/sub'\]: .*; every folder"):
+        HCacheStorage(storage_config(blocked / "sub"))
+
+
+def test_keys_never_become_paths() -> None:
+    assert key_bytes("ab" * 32) == bytes.fromhex("ab" * 32)
+    for text in ("", "../../etc/passwd", "AB" * 32, "ab" * 31, "\0"):
+        assert len(key_bytes(text)) == 32
+    assert key_bytes("a") != key_bytes("b")

@@ -1,0 +1,109 @@
+"""What hidden mode refuses runs in KV mode through the same store, and says why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine.harness.conversations import converse, make_conversations, random_tokens
+from tests.engine.harness.lora import build_lora
+from tests.engine.harness.models import build_model
+from tests.engine.harness.ours import (
+    assert_hidden_mode,
+    assert_no_cache_output,
+    assert_nothing_went_wrong,
+    assert_restored_from_l3,
+    our_server,
+)
+from tests.engine.harness.reference import assert_equal_tokens, greedy
+from tests.engine.harness.server import Server
+
+pytestmark = pytest.mark.engine
+
+KV_MODE = "hcache: KV mode (plain KV pages): "
+
+
+def test_adapters_mean_kv_mode_and_never_share_pages(model_cache: Path, tmp_path: Path) -> None:
+    model = build_model("llama", model_cache)
+    adapter = build_lora(model, model_cache)
+    args = ["--enable-lora", "--lora-backend", "torch_native", "--lora-paths", f"tiny={adapter}"]
+    prompt = random_tokens(300, seed=4)
+    (want,) = greedy(model, [prompt], 16)
+    with Server(our_server(model, tmp_path, extra_args=args)) as server:
+        assert KV_MODE + "LoRA adapters" in server.log_text()
+        adapted = server.generate(prompt, 16, lora="tiny").output_ids
+        for _ in range(2):
+            plain = server.generate(prompt, 16)
+            assert_equal_tokens(plain.output_ids, want.tokens)
+            again = server.generate(prompt, 16, lora="tiny")
+            assert again.output_ids == adapted
+            server.flush_cache()
+        assert plain.cached.storage == 256
+        assert again.cached.storage == 256
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("deepseek", "the KV pool is a MLATokenToKVPool (FULL)"),
+        ("gemma3", "layers.0.self_attn takes a tensor 'positions' of shape (1, 48)"),
+    ],
+)
+def test_models_that_hidden_mode_does_not_know(
+    name: str, reason: str, model_cache: Path, tmp_path: Path
+) -> None:
+    model = build_model(name, model_cache)
+    prompt = random_tokens(300, seed=5)
+    with Server(our_server(model, tmp_path)) as server:
+        log = server.log_text()
+        assert KV_MODE in log
+        assert reason in log
+        server.generate(prompt, 16)
+        on_device = server.generate(prompt, 16)
+        server.flush_cache()
+        from_l3 = server.generate(prompt, 16)
+        assert from_l3.cached.storage == 256
+        assert from_l3.output_ids == on_device.output_ids
+        assert_nothing_went_wrong(server)
+
+
+def test_multi_query_attention_runs_in_kv_mode_unless_hidden_is_insisted_on(
+    model_cache: Path, tmp_path: Path
+) -> None:
+    model = build_model("gemma", model_cache)
+    with Server(our_server(model, tmp_path / "auto", hcache={"mode": "auto"})) as server:
+        assert KV_MODE + "hidden states take" in server.log_text()
+    with Server(our_server(model, tmp_path / "hidden", hcache={"mode": "hidden"})) as server:
+        conversations = converse(server, make_conversations(1, turns=2, tokens=300))
+        assert_hidden_mode(server)
+        assert_restored_from_l3(conversations, 64)
+    assert_no_cache_output(model, conversations)
+
+
+@pytest.mark.parametrize(
+    ("layout", "backend"), [("layer_first", "direct"), ("page_first_direct", "direct")]
+)
+def test_other_host_layouts_and_io_backends_in_hidden_mode(
+    layout: str, backend: str, model_cache: Path, tmp_path: Path
+) -> None:
+    model = build_model("llama", model_cache)
+    options = our_server(model, tmp_path, mem_layout=layout, io_backend=backend)
+    with Server(options) as server:
+        conversations = converse(server, make_conversations(2, turns=2, tokens=300))
+        assert_hidden_mode(server)
+        assert_nothing_went_wrong(server)
+        assert_restored_from_l3(conversations, 64)
+    assert_no_cache_output(model, conversations)
+
+
+def test_two_tensor_parallel_ranks_in_hidden_mode(model_cache: Path, tmp_path: Path) -> None:
+    model = build_model("llama", model_cache)
+    with Server(our_server(model, tmp_path, tp=2)) as server:
+        conversations = converse(
+            server, make_conversations(3, turns=2, tokens=300), concurrent=True
+        )
+        assert_hidden_mode(server)
+        assert_nothing_went_wrong(server)
+        assert_restored_from_l3(conversations, 64)
+    assert_no_cache_output(model, conversations)

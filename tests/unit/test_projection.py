@@ -1,0 +1,124 @@
+"""Learning how a model calls its attention, projecting through it, and telling right from wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hcache_backend.projection.attention import AttentionLayer, UnknownCall, learn_call
+from hcache_backend.projection.check import relative_difference, tolerance
+from hcache_backend.projection.generic import (
+    GenericProjector,
+    ProjectionBatch,
+    ProjectionFailed,
+    ProjectionReached,
+)
+
+POSITIONS = torch.arange(6)
+HIDDEN = torch.randn(6, 8)
+
+
+class Batch:
+    """Stands for the engine's batch."""
+
+
+class Attention(torch.nn.Module):
+    """Two KV heads of four, stopped as the engine's hook stops it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv = torch.nn.Linear(8, 16)
+
+    def forward(
+        self, positions: Any, hidden_states: Any, forward_batch: Any, scale: float = 1.0
+    ) -> Any:
+        k, v = self.kv(hidden_states).chunk(2, -1)
+        if isinstance(forward_batch, ProjectionBatch):
+            raise ProjectionReached((k * scale).view(-1, 2, 4), v.view(-1, 2, 4))
+        return v
+
+
+def layer_of(module: torch.nn.Module, *args: Any, **kwargs: Any) -> AttentionLayer:
+    call = learn_call(module, args, kwargs, POSITIONS, Batch)
+    return AttentionLayer(0, "layers.0.attn", module, module, module, call)
+
+
+def test_a_call_is_learned_by_what_its_arguments_are_not_by_their_names() -> None:
+    class Odd(torch.nn.Module):
+        def forward(self, x: Any, where: Any, b: Any, flag: Any = None) -> None: ...
+
+    call = learn_call(Odd(), (HIDDEN, POSITIONS.clone()), {"b": Batch()}, POSITIONS, Batch)
+    assert (call.hidden, call.positions, call.batch) == ("x", "where", "b")
+
+    class WithoutPositions(torch.nn.Module):
+        def forward(self, hidden_states: Any, forward_batch: Any) -> None: ...
+
+    call = learn_call(WithoutPositions(), (HIDDEN, Batch()), {}, POSITIONS, Batch)
+    assert call.positions is None
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"mask": torch.ones(6, 6, dtype=torch.bool)}, r"takes a tensor 'mask' of shape \(6, 6\)"),
+        ({"mask": [HIDDEN]}, "takes 'mask', a list"),
+    ],
+)
+def test_an_argument_that_depends_on_the_tokens_is_refused(
+    extra: dict[str, Any], message: str
+) -> None:
+    class Masked(torch.nn.Module):
+        def forward(self, hidden_states: Any, mask: Any) -> None: ...
+
+    with pytest.raises(UnknownCall, match=message):
+        learn_call(Masked(), (HIDDEN,), extra, POSITIONS, Batch)
+
+
+def test_projection_repeats_the_call_with_other_tokens_and_its_constants() -> None:
+    module = Attention()
+    layer = layer_of(module, POSITIONS, HIDDEN, Batch(), scale=2.0)
+    hidden = torch.randn(3, 8)
+    projector = GenericProjector(ProjectionBatch(None))
+    k, v = projector.project(layer, hidden, torch.arange(3))
+    want_k, want_v = module.kv(hidden).chunk(2, -1)
+    torch.testing.assert_close(k, (2 * want_k).view(3, 2, 4))
+    torch.testing.assert_close(v, want_v.view(3, 2, 4))
+
+
+def test_a_module_that_does_not_reach_attention_is_an_error() -> None:
+    class NoAttention(torch.nn.Module):
+        def forward(self, hidden_states: Any) -> Any:
+            return hidden_states
+
+    class SharedKV(torch.nn.Module):
+        def forward(self, hidden_states: Any) -> Any:
+            raise ProjectionReached(None, None)
+
+    projector = GenericProjector(ProjectionBatch(None))
+    with pytest.raises(ProjectionFailed, match="did not call attention"):
+        projector.project(layer_of(NoAttention(), HIDDEN), HIDDEN, POSITIONS)
+    with pytest.raises(ProjectionFailed, match="no K and V of its own"):
+        projector.project(layer_of(SharedKV(), HIDDEN), HIDDEN, POSITIONS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rounding_passes_the_check_and_a_shifted_token_does_not(dtype: torch.dtype) -> None:
+    exact = torch.randn(48, 4, 64, dtype=torch.float64)
+    rounded = exact.to(dtype)
+    # Both sides are rounded, and the sums behind them are ordered differently.
+    other = (exact * (1 + torch.finfo(dtype).eps * torch.randn_like(exact))).to(dtype)
+    assert relative_difference(other, rounded) < tolerance(dtype)
+    assert relative_difference(rounded.roll(1, 0), rounded) > tolerance(dtype)
+
+
+def test_one_wrong_head_or_one_nan_is_enough() -> None:
+    want = torch.randn(48, 4, 64)
+    got = want.clone()
+    got[:, 2] *= 1.05
+    assert relative_difference(got, want) > tolerance(torch.float32)
+    got = want.clone()
+    got[3, 1, 7] = float("nan")
+    assert relative_difference(got, want) == float("inf")
+    assert relative_difference(want[:40], want) == float("inf")
