@@ -17,11 +17,6 @@ pytestmark = pytest.mark.engine
 TIE_NATS = 0.1
 
 
-@pytest.fixture
-def llama(model_cache: Path) -> Path:
-    return build_model("llama", model_cache)
-
-
 def file_backend(model: Path, folder: Path, **options: object) -> ServerOptions:
     return ServerOptions(
         model=model,
@@ -75,20 +70,20 @@ def test_mla_says_the_same_after_an_l3_hit_as_after_a_device_hit(
     assert from_l3.output_ids == from_device.output_ids
 
 
-def test_two_tensor_parallel_ranks_in_concurrent_conversations(llama: Path, tmp_path: Path) -> None:
-    with Server(file_backend(llama, tmp_path, tp=2)) as server:
+def test_two_tensor_parallel_ranks_in_concurrent_conversations(model: Path, tmp_path: Path) -> None:
+    with Server(file_backend(model, tmp_path, tp=2)) as server:
         conversations = converse(server, make_conversations(3, turns=2), concurrent=True)
     for turn in (turn for conversation in conversations for turn in conversation.turns):
-        (want,) = greedy(llama, [turn.prompt], len(turn.reply.output_ids))
+        (want,) = greedy(model, [turn.prompt], len(turn.reply.output_ids))
         assert_equal_tokens(turn.reply.output_ids, want.tokens)
     for conversation in conversations:
         assert conversation.turns[1].cached.storage >= 192
 
 
-def test_bfloat16_equals_a_run_without_a_cache_up_to_ties(llama: Path, tmp_path: Path) -> None:
-    with Server(file_backend(llama, tmp_path, dtype="bfloat16")) as server:
+def test_bfloat16_equals_a_run_without_a_cache_up_to_ties(model: Path, tmp_path: Path) -> None:
+    with Server(file_backend(model, tmp_path, dtype="bfloat16")) as server:
         conversations = converse(server, make_conversations(2, turns=2))
-    plain = ServerOptions(llama, tmp_path / "plain.log", cache="none", dtype="bfloat16")
+    plain = ServerOptions(model, tmp_path / "plain.log", cache="none", dtype="bfloat16")
     with Server(plain) as server:
         for turn in (turn for conversation in conversations for turn in conversation.turns):
             want = server.generate(turn.prompt, len(turn.reply.output_ids), logprobs=True)
@@ -96,10 +91,10 @@ def test_bfloat16_equals_a_run_without_a_cache_up_to_ties(llama: Path, tmp_path:
             assert_equal_or_tie(turn.reply.output_ids, want.output_ids, want.top2, TIE_NATS)
 
 
-def test_the_radix_cache_without_hicache_loses_what_is_flushed(llama: Path, tmp_path: Path) -> None:
+def test_the_radix_cache_without_hicache_loses_what_is_flushed(model: Path, tmp_path: Path) -> None:
     prompt = random_tokens(300, seed=2)
-    (want,) = greedy(llama, [prompt], 16)
-    with Server(ServerOptions(llama, tmp_path / "server.log", cache="radix")) as server:
+    (want,) = greedy(model, [prompt], 16)
+    with Server(ServerOptions(model, tmp_path / "server.log", cache="radix")) as server:
         cold, hit = server.generate(prompt, 16), server.generate(prompt, 16)
         server.flush_cache()
         flushed = server.generate(prompt, 16)
@@ -108,16 +103,16 @@ def test_the_radix_cache_without_hicache_loses_what_is_flushed(llama: Path, tmp_
         assert_equal_tokens(reply.output_ids, want.tokens)
 
 
-def test_wait_backed_up_returns_when_every_full_page_is_in_l3(llama: Path, tmp_path: Path) -> None:
-    with Server(file_backend(llama, tmp_path)) as server:
+def test_wait_backed_up_returns_when_every_full_page_is_in_l3(model: Path, tmp_path: Path) -> None:
+    with Server(file_backend(model, tmp_path)) as server:
         server.generate(random_tokens(600, seed=1), 40)
         server.wait_backed_up()
         assert len(list((tmp_path / "l3").glob("*.bin"))) == 639 // server.options.page_size
 
 
-def test_cleared_storage_holds_nothing(llama: Path, tmp_path: Path) -> None:
+def test_cleared_storage_holds_nothing(model: Path, tmp_path: Path) -> None:
     prompt = random_tokens(300, seed=3)
-    with Server(file_backend(llama, tmp_path)) as server:
+    with Server(file_backend(model, tmp_path)) as server:
         server.generate(prompt, 4)
         server.flush_cache()
         assert server.clear_storage().status_code == 200
@@ -126,13 +121,13 @@ def test_cleared_storage_holds_nothing(llama: Path, tmp_path: Path) -> None:
 
 
 def test_an_adapter_changes_the_output_and_only_its_own(
-    llama: Path, model_cache: Path, tmp_path: Path
+    model: Path, model_cache: Path, tmp_path: Path
 ) -> None:
-    adapter = build_lora(llama, model_cache)
+    adapter = build_lora(model, model_cache)
     prompt = random_tokens(300, seed=4)
-    (want,) = greedy(llama, [prompt], 16)
+    (want,) = greedy(model, [prompt], 16)
     lora_args = ["--enable-lora", "--lora-backend", "torch_native", "--lora-paths"]
-    options = file_backend(llama, tmp_path, extra_args=[*lora_args, f"tiny={adapter}"])
+    options = file_backend(model, tmp_path, extra_args=[*lora_args, f"tiny={adapter}"])
     with Server(options) as server:
         for _ in range(2):  # computed, then from L3: the adapter is part of the page's key
             assert_equal_tokens(server.generate(prompt, 16).output_ids, want.tokens)

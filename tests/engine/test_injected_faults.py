@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.engine.harness.conversations import converse, make_conversations
-from tests.engine.harness.models import build_model
 from tests.engine.harness.ours import (
     assert_hidden_mode,
     assert_no_cache_output,
@@ -18,11 +17,6 @@ from tests.engine.harness.ours import (
 from tests.engine.harness.server import Server
 
 pytestmark = pytest.mark.engine
-
-
-@pytest.fixture(scope="module")
-def model(model_cache: Path) -> Path:
-    return build_model("llama", model_cache)
 
 
 def test_a_wrong_rope_at_start_up_means_kv_mode(model: Path, tmp_path: Path) -> None:

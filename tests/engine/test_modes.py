@@ -26,11 +26,6 @@ from tests.engine.harness.server import Server, ServerOptions
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture(scope="module")
-def model(model_cache: Path) -> Path:
-    return build_model("llama", model_cache)
-
-
 def attach_error(server: Server, config: dict[str, object]) -> str:
     """The message of a refused attach; the server answers afterwards as before."""
     answer = server.attach_storage("dynamic", config)

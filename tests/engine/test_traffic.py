@@ -13,7 +13,6 @@ from tests.engine.harness.conversations import (
     make_conversations,
     random_tokens,
 )
-from tests.engine.harness.models import build_model
 from tests.engine.harness.ours import (
     assert_hidden_mode,
     assert_no_cache_output,
@@ -28,26 +27,27 @@ pytestmark = pytest.mark.engine
 PAGE = 16
 
 
-@pytest.fixture(scope="module")
-def model(model_cache: Path) -> Path:
-    return build_model("llama", model_cache)
-
-
 @pytest.fixture(scope="module", params=["rust", "python"])
 def server(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """Pages of 16 tokens and chunks of 128 mixed with decode, on either radix-tree core."""
+    """Pages of 16 tokens and chunks of 128 mixed with decode, on either radix-tree core.
+
+    The Python core comes with overlap scheduling, which is SGLang's default.
+    """
     options = our_server(
         model,
         tmp_path_factory.mktemp(request.param),
         page_size=PAGE,
         max_total_tokens=8192,
         chunked_prefill_size=128,
+        overlap=request.param == "python",
         extra_args=["--enable-mixed-chunk"],
         extra_env={"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": request.param},
     )
+    core = {"rust": "RustUnifiedTreeCore", "python": "UnifiedTreeCore"}[request.param]
     with Server(options) as server:
+        assert f"Tree Core: {core}\n" in server.log_text()
         yield server
         assert_hidden_mode(server)
         assert_nothing_went_wrong(server)

@@ -24,11 +24,6 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
-def model(model_cache: Path) -> Path:
-    return build_model("llama", model_cache)
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("l3")
 

@@ -29,6 +29,7 @@ class ServerOptions:
     page_size: int = 64
     max_total_tokens: int = 4096
     chunked_prefill_size: int | None = None
+    overlap: bool = False
     write_policy: str = "write_through"
     prefetch_policy: str = "wait_complete"
     hicache_ratio: float = 2.0
@@ -53,11 +54,13 @@ class ServerOptions:
             *("--model-path", self.model, "--admin-api-key", ADMIN_KEY),
             *("--host", "127.0.0.1", "--port", port),
             *("--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph"),
-            *("--disable-overlap-schedule", "--grammar-backend", "none", "--skip-tokenizer-init"),
+            *("--grammar-backend", "none", "--skip-tokenizer-init"),
             *("--mem-fraction-static", 0.1, "--max-total-tokens", self.max_total_tokens),
             *("--dtype", self.dtype, "--page-size", self.page_size, "--tp", self.tp),
             *("--skip-server-warmup", "--enable-cache-report"),
         ]
+        if not self.overlap:
+            args += ["--disable-overlap-schedule"]
         if self.chunked_prefill_size is not None:
             args += ["--chunked-prefill-size", self.chunked_prefill_size]
         if self.cache == "none":
