@@ -33,7 +33,7 @@ from hcache_backend.store.page_io import Alignment, probe_alignment
 
 MARKER = "hcache-store.json"
 FOLDER_FORMAT = 1
-SHARDS = tuple(f"{number:02x}" for number in range(256))
+SHARDS = frozenset(f"{number:02x}" for number in range(256))
 _LOCK = "lock"
 _INDEX = "index"
 _PAGES = "pages"
@@ -83,17 +83,36 @@ class Folder:
         return str(next(self._serial))
 
     @contextmanager
-    def shard(self, name: str) -> Iterator[int]:
+    def shard(self, name: str, *, make: bool = False) -> Iterator[int]:
         """The open folder of page files whose keys begin with ``name``.
+
+        Args:
+            make: Make it when it is missing.
 
         Raises:
             OSError: It cannot be opened, or it is a link.
         """
-        fd = self.ops.open_folder(name, self.pages_fd)
+        try:
+            fd = self.ops.open_folder(name, self.pages_fd)
+        except FileNotFoundError:
+            if not make:
+                raise
+            self.ops.make_folder(name, self.pages_fd)
+            fd = self.ops.open_folder(name, self.pages_fd)
         try:
             yield fd
         finally:
-            self.ops.close(fd)
+            # Nothing was written through it, so a failure to close it means nothing.
+            with contextlib.suppress(OSError):
+                self.ops.close(fd)
+
+    def shards(self) -> list[str]:
+        """The shard folders that are there.
+
+        Raises:
+            OSError: They cannot be listed.
+        """
+        return _shards(self.ops, self.pages_fd)
 
     def is_in_place(self) -> bool:
         """Whether path and index still lead to what was opened."""
@@ -112,8 +131,7 @@ class Folder:
             OSError, lmdb.Error: It could not be stated.
         """
         with self.lock.held(_OPEN_SECONDS):
-            self.index.set_meta(b"complete", INDEX_FORMAT)
-            self.index.set_meta(b"boot", boot_id())
+            self.index.set_meta(complete=INDEX_FORMAT, boot=boot_id())
         self.index_is_partial = False
 
     def set_index_aside(self) -> None:
@@ -164,7 +182,6 @@ def open_folder(path: Path, ops: FileOps, *, create: bool) -> Folder:
             for name in (_INDEX, _PAGES, _SESSIONS):
                 _ensure_folder(ops, name, root_fd)
             pages_fd = _opened(undo, ops.open_folder(_PAGES, root_fd))
-            _ensure_shards(ops, pages_fd)
             _remove_dead_sessions(ops, root_fd)
             session = secrets.token_hex(8)
             session_fd, session_lock = _start_session(undo, ops, root_fd, session)
@@ -173,8 +190,7 @@ def open_folder(path: Path, ops: FileOps, *, create: bool) -> Folder:
             alignment = probe_alignment(ops, session_fd, "probe")
             partial = index.meta(b"complete") != INDEX_FORMAT or index.meta(b"boot") != boot_id()
             if partial and _holds_no_pages(ops, pages_fd):
-                index.set_meta(b"complete", INDEX_FORMAT)
-                index.set_meta(b"boot", boot_id())
+                index.set_meta(complete=INDEX_FORMAT, boot=boot_id())
                 partial = False
         index_inode = (path / _INDEX).stat().st_ino
         undo.pop_all()
@@ -247,11 +263,8 @@ def _ensure_folder(ops: FileOps, name: str, dir_fd: int) -> None:
         raise NotADirectoryError(errno.ENOTDIR, "it must be a folder, not a link or file", name)
 
 
-def _ensure_shards(ops: FileOps, pages_fd: int) -> None:
-    there = set(ops.list(pages_fd))
-    for name in SHARDS:
-        if name not in there:
-            ops.make_folder(name, pages_fd)
+def _shards(ops: FileOps, pages_fd: int) -> list[str]:
+    return sorted(SHARDS.intersection(ops.list(pages_fd)))
 
 
 def _start_session(
@@ -332,7 +345,7 @@ def _set_aside(ops: FileOps, root_fd: int) -> None:
 
 
 def _holds_no_pages(ops: FileOps, pages_fd: int) -> bool:
-    for name in SHARDS:
+    for name in _shards(ops, pages_fd):
         fd = ops.open_folder(name, pages_fd)
         try:
             if ops.list(fd):

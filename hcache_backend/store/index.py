@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import lmdb
 
@@ -89,10 +89,10 @@ class Index:
         self._handle = _open_environment(folder)
         self._env = self._handle.env
         try:
-            with self._env.begin(write=True) as txn:
-                self._pages = self._env.open_db(b"pages", txn=txn)
-                self._recency = self._env.open_db(b"recency", txn=txn)
-                self._meta = self._env.open_db(b"meta", txn=txn)
+            try:
+                self._pages, self._recency, self._meta = self._open_tables(create=False)
+            except lmdb.NotFoundError:
+                self._pages, self._recency, self._meta = self._open_tables(create=True)
             self._env.reader_check()
         except BaseException:
             self._handle.release()
@@ -218,14 +218,15 @@ class Index:
                         new = Entry(namespace, key, records[number])
                         txn.put(_mark(new), b"", db=self._recency)
 
-    def set_meta(self, name: bytes, value: bytes) -> None:
-        """State a fact about the index.
+    def set_meta(self, **facts: bytes) -> None:
+        """State facts about the index.
 
         Raises:
             lmdb.Error: Nothing was changed.
         """
         with self._change() as txn:
-            txn.put(name, value, db=self._meta)
+            for name, value in facts.items():
+                txn.put(name.encode(), value, db=self._meta)
 
     def check(self) -> list[str]:
         """What is inconsistent inside the index; empty when it is sound."""
@@ -250,6 +251,11 @@ class Index:
     def close(self) -> None:
         """Let go of the environment."""
         self._handle.release()
+
+    def _open_tables(self, *, create: bool) -> list[Any]:
+        with self._env.begin(write=create) as txn:
+            names = (b"pages", b"recency", b"meta")
+            return [self._env.open_db(name, txn=txn, create=create) for name in names]
 
     @contextmanager
     def _change(self) -> Iterator[lmdb.Transaction]:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hcache_backend.store.folder import SHARDS, Folder
+from hcache_backend.store.folder import Folder
 from hcache_backend.store.format import DamagedFileError, parse_name
 from hcache_backend.store.index import Entry, Record
 from hcache_backend.store.page_files import read_header
@@ -38,7 +38,7 @@ def adopt_unknown_files(
     io: PageIO,
     *,
     stop: Callable[[], bool] = lambda: False,
-    progress: Callable[[int], None] = lambda shards_done: None,
+    progress: Callable[[int, int], None] = lambda done, shards: None,
 ) -> Adopted:
     """Enter every page file that the index does not know, with its time of writing as last use.
 
@@ -46,13 +46,14 @@ def adopt_unknown_files(
 
     Args:
         stop: Asked now and then whether to end early.
-        progress: Told how many of the 256 shard folders are done.
+        progress: Told how many shard folders are done, and how many there are.
 
     Raises:
         OSError, lmdb.Error: The folder or its index cannot be used.
     """
     result = Adopted(0, [])
-    for done, shard in enumerate(SHARDS, start=1):
+    shards = folder.shards()
+    for done, shard in enumerate(shards, start=1):
         if stop():
             break
         with folder.shard(shard) as shard_fd:
@@ -64,7 +65,7 @@ def adopt_unknown_files(
                     found = _entries(folder, io, shard, shard_fd, chunk, result)
                     folder.index.insert(found)
                 result.pages += len(found)
-        progress(done)
+        progress(done, len(shards))
     return result
 
 

@@ -275,7 +275,8 @@ class Volume:
             with folder.lock.held(seconds):
                 return self._evict_for(folder, incoming)
 
-        return self._ask(work, False)
+        # What goes wrong here goes wrong again, and is counted, when the pages are written.
+        return self._ask(work, True)
 
     def commit(self, batch: Sequence[Written], seconds: float) -> list[bool]:
         """Make pages of nameless files; False for one that could not become one."""
@@ -505,5 +506,5 @@ def _file_exists(folder: Folder, name: Name) -> bool:
 def _give_name(folder: Folder, written: Written) -> None:
     entry = written.entry
     shard, file = file_name(entry.namespace, entry.key, entry.record.share)
-    with folder.shard(shard) as shard_fd:
+    with folder.shard(shard, make=True) as shard_fd:
         folder.ops.rename(written.temporary, folder.session_fd, file, shard_fd)
