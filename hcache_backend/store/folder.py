@@ -222,24 +222,15 @@ def _opened(undo: contextlib.ExitStack, fd: int) -> int:
 
 def _check_marker(path: Path, ops: FileOps, root_fd: int, create: bool) -> None:
     names = ops.list(root_fd)
-    if MARKER in names:
-        fd = ops.open(MARKER, os.O_RDONLY, root_fd)
-        try:
-            text = os.pread(fd, 4096, 0)
-        finally:
-            ops.close(fd)
-        try:
-            found = json.loads(text)["format"]
-        except (ValueError, KeyError, TypeError):
-            raise NotOurFolderError(errno.EINVAL, f"{MARKER} is damaged", str(path)) from None
-        if found != FOLDER_FORMAT:
-            reason = f"it has format {found}, this is format {FOLDER_FORMAT}"
-            raise NotOurFolderError(errno.EINVAL, reason, str(path))
+    if MARKER in names and _marker_is_whole(path, ops, root_fd):
         return
-    # What an interrupted first opening leaves behind is no reason to refuse.
-    strangers = [name for name in names if not name.startswith(f".{MARKER}.")]
+    # A marker that a power cut tore, or a first opening that was interrupted, is no reason to
+    # refuse; anything that no store makes is.
+    own = {MARKER, _LOCK, _INDEX, _PAGES, _SESSIONS} if MARKER in names else set()
+    strangers = [name for name in names if name not in own and not name.startswith(f".{MARKER}.")]
     if strangers:
-        reason = f"it is not empty and not a page store's (it has no {MARKER})"
+        what = f"its {MARKER} is damaged" if own else f"it has no {MARKER}"
+        reason = f"it is not empty and not a page store's ({what})"
         raise NotOurFolderError(errno.ENOTEMPTY, reason, str(path))
     if not create:
         raise FileNotFoundError(errno.ENOENT, f"there is no {MARKER}", str(path))
@@ -254,6 +245,25 @@ def _check_marker(path: Path, ops: FileOps, root_fd: int, create: bool) -> None:
     finally:
         ops.close(fd)
     ops.rename(temporary, root_fd, MARKER, root_fd)
+    # Nothing else may come to stand in a folder without marker.
+    ops.stat(MARKER, root_fd)
+    os.fsync(root_fd)
+
+
+def _marker_is_whole(path: Path, ops: FileOps, root_fd: int) -> bool:
+    fd = ops.open(MARKER, os.O_RDONLY, root_fd)
+    try:
+        text = os.pread(fd, 4096, 0)
+    finally:
+        ops.close(fd)
+    try:
+        found = json.loads(text)["format"]
+    except (ValueError, KeyError, TypeError):
+        return False
+    if found != FOLDER_FORMAT:
+        reason = f"it has format {found}, this is format {FOLDER_FORMAT}"
+        raise NotOurFolderError(errno.EINVAL, reason, str(path))
+    return True
 
 
 def _ensure_folder(ops: FileOps, name: str, dir_fd: int) -> None:

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import lmdb
 
@@ -89,10 +89,11 @@ class Index:
         self._handle = _open_environment(folder)
         self._env = self._handle.env
         try:
-            try:
-                self._pages, self._recency, self._meta = self._open_tables(create=False)
-            except lmdb.NotFoundError:
-                self._pages, self._recency, self._meta = self._open_tables(create=True)
+            # Where the tables exist this changes nothing and syncs nothing.
+            with self._env.begin(write=True) as txn:
+                self._pages = self._env.open_db(b"pages", txn=txn)
+                self._recency = self._env.open_db(b"recency", txn=txn)
+                self._meta = self._env.open_db(b"meta", txn=txn)
             self._env.reader_check()
         except BaseException:
             self._handle.release()
@@ -251,11 +252,6 @@ class Index:
     def close(self) -> None:
         """Let go of the environment."""
         self._handle.release()
-
-    def _open_tables(self, *, create: bool) -> list[Any]:
-        with self._env.begin(write=create) as txn:
-            names = (b"pages", b"recency", b"meta")
-            return [self._env.open_db(name, txn=txn, create=create) for name in names]
 
     @contextmanager
     def _change(self) -> Iterator[lmdb.Transaction]:

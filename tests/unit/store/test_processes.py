@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
+import sys
 import time
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from types import ModuleType
+from unittest import mock
 
 import pytest
 import store_worker
@@ -41,10 +46,16 @@ def workers() -> Iterator[Workers]:
 
 
 def start(task: Task) -> ForkServerProcess:
+    """Start a process, quickly: what it needs is imported already in the one that it forks from."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["store_worker", "pytest"])
+    context.set_forkserver_preload(["store_worker"])
     process = context.Process(target=store_worker.run, args=(task,))
-    process.start()
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    # The main module here is pytest's; the processes have no use for it.
+    main = {"__main__": ModuleType("__main__")}
+    with mock.patch.dict(os.environ, path), mock.patch.dict(sys.modules, main):
+        forkserver.ensure_running()
+        process.start()
     return process
 
 
