@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hcache_backend.store.folder import Folder
-from hcache_backend.store.format import DamagedFileError, parse_name
+from hcache_backend.store.format import DamagedFileError, file_name, parse_name
 from hcache_backend.store.index import Entry, Record
 from hcache_backend.store.page_files import read_header
 from hcache_backend.store.page_io import PageIO
@@ -67,6 +67,25 @@ def adopt_unknown_files(
                 result.pages += len(found)
         progress(done, len(shards))
     return result
+
+
+def find_unknown_files(folder: Folder, io: PageIO) -> list[tuple[str, str, str]]:
+    """Files that the index does not know: shard folder, name, and what they are.
+
+    What they are is ``"a page file"``, or why they are none.
+
+    Raises:
+        OSError, lmdb.Error: The folder or its index cannot be used.
+    """
+    result = Adopted(0, [])
+    for shard in folder.shards():
+        with folder.shard(shard) as shard_fd, folder.lock.held(_LOCK_SECONDS):
+            unknown = _unknown(folder, shard, folder.ops.list(shard_fd), result)
+            sound = _entries(folder, io, shard, shard_fd, unknown, result)
+        for entry in sound:
+            name = file_name(entry.namespace, entry.key, entry.record.share)[1]
+            result.damaged.append((shard, name, "a page file"))
+    return result.damaged
 
 
 def _unknown(folder: Folder, shard: str, names: Sequence[str], result: Adopted) -> list[str]:
