@@ -1,4 +1,4 @@
-"""One folder of the store while the server runs: it may fail, vanish and come back.
+"""The pages of one folder of the store while the server runs.
 
 The order of things keeps every crash harmless. Writing: file, then index, then the file's name. So
 a crash leaves a nameless file (removed when the folder is opened next) or an entry without file
@@ -7,13 +7,10 @@ a crash leaves a nameless file (removed when the folder is opened next) or an en
 
 from __future__ import annotations
 
-import errno
-import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,7 +20,7 @@ from hcache_backend.config import HCacheConfig
 from hcache_backend.store.base import SegmentTable, Share, StoreStats, Subset
 from hcache_backend.store.bounds import Bounds, evict
 from hcache_backend.store.file_ops import FileOps
-from hcache_backend.store.folder import Folder, is_store_folder, open_folder
+from hcache_backend.store.folder import Folder
 from hcache_backend.store.format import file_name
 from hcache_backend.store.index import Entry, Record
 from hcache_backend.store.page_files import (
@@ -36,25 +33,18 @@ from hcache_backend.store.page_files import (
     write_page,
 )
 from hcache_backend.store.page_io import PageIO, PageMemory
+from hcache_backend.store.presence import OfflineError, Presence
 from hcache_backend.store.problems import ProblemLog
-
-logger = logging.getLogger("hcache.store")
 
 _LOCK_SECONDS = 5.0
 _TOUCHES_AT_MOST = 65536
-_ERRORS_IN_A_ROW = 8
-_REST_SECONDS = 5.0
 
 Name = tuple[bytes, bytes, Share]
 _Result = TypeVar("_Result")
 
 
-class OfflineError(OSError):
-    """The folder is not there at the moment."""
-
-
-class Volume:
-    """One folder.
+class Volume(Presence):
+    """One folder and its pages.
 
     Args:
         path: The folder; made when missing.
@@ -74,122 +64,17 @@ class Volume:
         stats: StoreStats,
         problems: ProblemLog,
     ) -> None:
-        self.path = path
+        super().__init__(path, ops, stats, problems)
         self.io = PageIO(ops, config.buffer_bytes)
         self.readers = ThreadPoolExecutor(config.io_threads, f"hcache-read-{path.name}")
         self.writers = ThreadPoolExecutor(config.io_threads, f"hcache-write-{path.name}")
-        self._ops = ops
         self._writer = writer
-        self._stats = stats
-        self._problems = problems
         self._bounds = Bounds(
             config.quota_bytes, config.min_free_bytes, config.high_water, config.low_water
         )
-        self._state = threading.Lock()
-        self._folder: Folder | None = None
-        self._users: dict[int, int] = {}
-        self._retired: list[Folder] = []
-        self._errors_in_a_row = 0
-        self._rest_until = 0.0
-        self._index_is_broken = False
         self._touched: dict[Name, None] = {}
         self._touch_lock = threading.Lock()
-        self._closed = False
         self.dirty = False
-        self._had_own_device = False
-
-    # ---- being there ----
-
-    def attach(self, *, create: bool) -> None:
-        """Open the folder.
-
-        Raises:
-            OSError: It cannot be used.
-        """
-        try:
-            folder = open_folder(self.path, self._ops, create=create)
-        except lmdb.Error as error:
-            raise OSError(errno.EIO, f"its index: {error}", str(self.path)) from None
-        with self._state:
-            self._folder = folder
-            self._users[id(folder)] = 0
-            self._errors_in_a_row = 0
-            self._rest_until = 0.0
-            self._index_is_broken = False
-        self._had_own_device = self.path.is_mount()
-        if not folder.alignment.flags:
-            logger.info("hcache: %s has no direct I/O; reads and writes are buffered", self.path)
-
-    def is_online(self) -> bool:
-        """Whether it can be used now."""
-        return self._folder is not None and time.monotonic() >= self._rest_until
-
-    @contextmanager
-    def use(self) -> Iterator[Folder]:
-        """The open folder; it stays open while in use.
-
-        Raises:
-            OfflineError: It is not there.
-        """
-        with self._state:
-            folder = self._folder
-            if folder is None or time.monotonic() < self._rest_until:
-                raise OfflineError(errno.ENODEV, "the folder is offline", str(self.path))
-            self._users[id(folder)] += 1
-        try:
-            yield folder
-        finally:
-            with self._state:
-                self._users[id(folder)] -= 1
-            self._close_retired()
-
-    def look_after(self) -> None:
-        """Notice that the folder vanished or came back. Called now and then; never raises."""
-        folder = self._folder
-        if folder is not None and self._index_is_broken:
-            self._problems.report("index", f"{self.path}: the index is damaged; it is rebuilt")
-            try:
-                folder.set_index_aside()
-            except OSError as error:
-                self._problems.report("index", f"{self.path}: {error}")
-        if folder is not None and not folder.is_in_place():
-            self._stats.add(folders_lost=1)
-            self._problems.report(
-                "vanished", f"{self.path} is not there any more; its pages are misses until it is"
-            )
-            self.detach()
-        if self._folder is None and not self._closed:
-            self._come_back()
-
-    def detach(self) -> None:
-        """Let go of the folder as soon as nobody uses it."""
-        with self._state:
-            if self._folder is not None:
-                self._retired.append(self._folder)
-                self._folder = None
-        self._close_retired()
-
-    def _come_back(self) -> None:
-        # An empty folder may be the place where a disk is not mounted: only a folder that was
-        # never a mount point, and that is missing altogether, is made anew.
-        create = not self.path.exists() and not self._had_own_device
-        if not create and not is_store_folder(self.path):
-            return
-        try:
-            self.attach(create=create)
-        except OSError as error:
-            self._problems.report("offline", f"{self.path} cannot be used: {error}")
-            return
-        logger.warning("hcache: %s is back", self.path)
-
-    def _close_retired(self) -> None:
-        with self._state:
-            idle = [folder for folder in self._retired if not self._users[id(folder)]]
-            for folder in idle:
-                self._retired.remove(folder)
-                del self._users[id(folder)]
-        for folder in idle:
-            folder.close()
 
     # ---- looking up ----
 
@@ -228,7 +113,7 @@ class Volume:
             return False
         self._stats.add(bytes_copied=reading.copied)
         if reading.outcome is Outcome.HIT:
-            self._errors_in_a_row = 0
+            self.worked()
             self._stats.add(bytes_read=reading.read)
             self.touch((namespace, key, record.share))
             return True
@@ -239,7 +124,7 @@ class Volume:
             self._problems.report("size", f"{self.path}: page not read: {reading.reason}")
         elif reading.outcome is Outcome.ERROR:
             self._stats.add(read_errors=1)
-            self._failed("read", reading.reason)
+            self.failed("read", reading.reason)
         return False
 
     def write(
@@ -260,9 +145,9 @@ class Volume:
             return None
         except OSError as error:
             self._stats.add(write_errors=1)
-            self._failed("write", str(error))
+            self.failed("write", str(error))
             return None
-        self._errors_in_a_row = 0
+        self.worked()
         self._stats.add(bytes_copied=written.copied)
         return written
 
@@ -297,7 +182,7 @@ class Volume:
             self._problems.report("lock", f"{self.path}: {error}")
         except (OSError, lmdb.Error) as error:
             self._stats.add(write_errors=done.count(False))
-            self._failed("write", str(error), error)
+            self.failed("write", str(error), error)
         return done
 
     def abandon(self, written: Written | None) -> None:
@@ -351,7 +236,7 @@ class Volume:
         except OSError as error:
             self.dirty = True
             self._stats.add(sync_errors=1)
-            self._failed("sync", str(error))
+            self.failed("sync", str(error))
             return False
         self._stats.add(syncs=1)
         return True
@@ -370,11 +255,10 @@ class Volume:
 
     def close(self) -> None:
         """Finish and let go."""
-        self._closed = True
         self.save_recency()
         self.readers.shutdown(wait=False)
         self.writers.shutdown(wait=False)
-        self.detach()
+        super().close()
 
     # ---- internals ----
 
@@ -387,26 +271,10 @@ class Volume:
         except TimeoutError as error:
             self._problems.report(f"lock {self.path}", f"{self.path}: {error}")
         except lmdb.Error as error:
-            self._failed("index", str(error), error)
+            self.failed("index", str(error), error)
         except OSError as error:
-            self._failed("use", str(error))
+            self.failed("use", str(error))
         return otherwise
-
-    def _failed(self, what: str, reason: str, error: Exception | None = None) -> None:
-        self._problems.report(f"{what} {self.path}", f"{self.path}: {what} failed: {reason}")
-        if isinstance(error, lmdb.Error):
-            self._stats.add(index_errors=1)
-            broken = (lmdb.CorruptedError, lmdb.PanicError, lmdb.PageNotFoundError)
-            if isinstance(error, broken):
-                self._index_is_broken = True
-        self._errors_in_a_row += 1
-        if self._errors_in_a_row >= _ERRORS_IN_A_ROW:
-            self._errors_in_a_row = 0
-            self._rest_until = time.monotonic() + _REST_SECONDS
-            self._problems.report(
-                f"rest {self.path}",
-                f"{self.path} keeps failing; it rests for {_REST_SECONDS:.0f} s",
-            )
 
     def _commit(self, folder: Folder, batch: Sequence[Written], done: list[bool]) -> None:
         fresh = []
@@ -471,9 +339,9 @@ class Volume:
                     pass
                 folder.index.remove([(entry.namespace, entry.key, entry.record.share)])
         except lmdb.Error as error:
-            self._failed("index", str(error), error)
+            self.failed("index", str(error), error)
         except OSError as error:
-            self._failed("delete", str(error))
+            self.failed("delete", str(error))
 
     def _delete(self, folder: Folder, name: Name) -> bool:
         shard, file = file_name(*name)
@@ -484,7 +352,7 @@ class Volume:
             return True
         except OSError as error:
             self._stats.add(evict_errors=1)
-            self._failed("delete", str(error))
+            self.failed("delete", str(error))
             return False
         return True
 

@@ -46,7 +46,7 @@ class FaultyOps(FileOps):
     - ``EIO-after``: it is done, and reported as failed
     - ``short``: reads and writes move half of the bytes and say so
     - ``torn``: a write moves half of the bytes and reports all
-    - ``lost``: a rename or unlink is reported as done and is not
+    - ``lost``: a rename is reported as done and is not
     """
 
     APPLIES: ClassVar = {
@@ -54,7 +54,7 @@ class FaultyOps(FileOps):
         "EIO-after": ("rename", "unlink", "make_folder", "close", "sync"),
         "short": ("read", "write"),
         "torn": ("write",),
-        "lost": ("rename", "unlink"),
+        "lost": ("rename",),
     }
 
     def __init__(self, at: int = -1, fault: str = "") -> None:

@@ -171,7 +171,7 @@ def test_a_failing_folder_rests_and_comes_back(
                 raise OSError(errno.EIO, "Input/output error")
             return super().write(fd, buffers, offset)
 
-    monkeypatch.setattr("hcache_backend.store.volume._REST_SECONDS", 0.3)
+    monkeypatch.setattr("hcache_backend.store.presence._REST_SECONDS", 0.3)
     ops = BrokenOps()
     store = open_quiet(tmp_path / "store", ops=ops)
     put(store, 0)
