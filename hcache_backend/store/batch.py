@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import Generic, TypeVar
+
+logger = logging.getLogger("hcache.store")
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -16,7 +19,7 @@ class Batch(Generic[Item, Result]):
 
     Args:
         items: What to work on, first things first.
-        work: Called in a thread of the pool; must not raise.
+        work: Called in a thread of the pool; what it raises is logged, and the result is None.
         late: Called with a result that nobody waits for any more.
 
     Attributes:
@@ -76,7 +79,12 @@ class Batch(Generic[Item, Result]):
                 number = self._next
                 self._next += 1
                 self._running += 1
-            result = self._work(self._items[number])
+            try:
+                result = self._work(self._items[number])
+            except Exception:
+                # Whoever waits must not wait for ever; the item has no result.
+                logger.exception("hcache: a job of the page store failed")
+                result = None
             with self._condition:
                 self._running -= 1
                 late = self._abandoned
@@ -85,5 +93,5 @@ class Batch(Generic[Item, Result]):
                     self._done += 1
                 if self._running == 0:
                     self._condition.notify_all()
-            if late:
+            if late and result is not None:
                 self._late(result)

@@ -188,7 +188,8 @@ class Volume(Presence):
     def abandon(self, written: Written | None) -> None:
         """Remove a nameless file that nobody waits for."""
         if written is not None:
-            self._ask(lambda folder: remove_temporary(folder, written.temporary), None)
+            temporary = written.temporary
+            self._ask(lambda folder: remove_temporary(folder, temporary), None)
 
     def touch(self, name: Name) -> None:
         """Note that a page was used; the index learns it later."""

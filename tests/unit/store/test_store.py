@@ -107,6 +107,22 @@ def test_memory_may_change_after_a_put_that_ran_out_of_time(tmp_path: Path) -> N
     store.close()
 
 
+def test_a_bug_below_is_a_miss_not_a_hanging_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_quiet(tmp_path / "store")
+    put(store, 1)
+
+    def raise_error(*ignored: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("hcache_backend.store.volume.read_page", raise_error)
+    monkeypatch.setattr("hcache_backend.store.volume.write_page", raise_error)
+    assert get(store, 1) is None
+    assert put(store, 2) == [False]
+    store.close()
+
+
 def test_neighbours_go_to_different_folders(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in "abcd"]
     store = open_quiet(*folders)
