@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
 ENABLE_VARIABLE = "HCACHE_ENABLE"
@@ -51,6 +51,24 @@ class HCacheConfig(BaseModel):
             with the K and V in the pool. 0 turns the check in service off (never the one at start).
         restore_chunk_tokens: Tokens that one projection call takes at most; bounds the memory of
             a restore.
+        durability: When stored pages reach the disks. ``none``: when the kernel likes. ``batch``:
+            within ``sync_seconds``, in batches. ``always``: before a page counts as stored.
+            Whatever it is, after a kill or a power cut a page is whole or absent.
+        sync_seconds: With ``batch``, how long after it was stored a page's way to the disk begins
+            at the latest.
+        quota_bytes: Bytes of page files that every folder holds at most; none by default.
+        min_free_bytes: Bytes that stay free on the file system of every folder.
+        high_water: Share of the quota at which eviction of the least recently used pages begins.
+        low_water: Share of the quota down to which it goes.
+        io_threads: Threads that read, and as many that write, for every folder.
+        buffer_bytes: Aligned buffer of each of these threads, for pages whose memory is not
+            aligned as direct I/O wants it.
+        write_seconds: How long storing a batch of pages may take; what is not done then is dropped
+            and counted.
+        read_seconds: How long reading a batch of pages may wait for its turn; pages whose turn did
+            not come by then are misses.
+        reader: ``posix``, or ``kvikio`` to read through KvikIO where it is installed and a GPU
+            driver is there.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -59,6 +77,17 @@ class HCacheConfig(BaseModel):
     mode: Literal["auto", "hidden", "kv"] = "auto"
     check_every_pages: int = Field(default=64, ge=0)
     restore_chunk_tokens: int = Field(default=8192, ge=64)
+    durability: Literal["none", "batch", "always"] = "batch"
+    sync_seconds: float = Field(default=1.0, gt=0, le=3600)
+    quota_bytes: int | None = Field(default=None, ge=1)
+    min_free_bytes: int = Field(default=4 << 30, ge=0)
+    high_water: float = Field(default=0.95, gt=0, le=1)
+    low_water: float = Field(default=0.90, gt=0, le=1)
+    io_threads: int = Field(default=4, ge=1, le=64)
+    buffer_bytes: int = Field(default=4 << 20, ge=4096, multiple_of=4096)
+    write_seconds: float = Field(default=30.0, gt=0)
+    read_seconds: float = Field(default=30.0, gt=0)
+    reader: Literal["posix", "kvikio"] = "posix"
 
     @field_validator("dirs", mode="before")
     @classmethod
@@ -76,6 +105,15 @@ class HCacheConfig(BaseModel):
         if len(set(paths)) != len(paths):
             raise ValueError("every folder may be named once only")
         return tuple(paths)
+
+    @model_validator(mode="after")
+    def _water_marks(self) -> HCacheConfig:
+        if self.low_water > self.high_water:
+            raise ValueError(
+                f"option 'low_water' is {self.low_water}: must not be above 'high_water' "
+                f"({self.high_water})"
+            )
+        return self
 
     def page_shape(self) -> dict[str, Any]:
         """The options that decide what a page looks like; fixed while a server runs."""
@@ -146,4 +184,6 @@ def _explain(detail: ErrorDetails, source: str) -> str:
         hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(names)}"
         return f"{source}: unknown option {key!r} (value {detail['input']!r}); {hint}"
     message = detail["msg"].removeprefix("Value error, ")
+    if not key:  # about several options; the message names them
+        return f"{source}: {message}"
     return f"{source}: option {key!r} is {detail['input']!r}: {message}"

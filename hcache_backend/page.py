@@ -3,7 +3,8 @@
 A page holds ``page_size`` consecutive tokens of one sequence, all layers:
 
 - bytes are little-endian; a page is a header, then one layer segment after the other;
-- the header is padded to a multiple of 512 bytes, so segments keep the alignment of the page;
+- the header is padded to a multiple of 4096 bytes: direct I/O reads straight into a page, and
+  segments keep the alignment of the page;
 - the checksum covers everything behind it, header fields included;
 - a reader believes a page only if magic, version, namespace, key and checksum all agree, whatever
   storage backend brought it.
@@ -40,7 +41,7 @@ FORMAT_VERSION = 1
 NAMESPACE_BYTES = 16
 KEY_BYTES = 32
 WRITER_BYTES = 8
-HEADER_ALIGNMENT = 512
+HEADER_ALIGNMENT = 4096
 
 _PREFIX = struct.Struct("<4sHHII")
 _CHECKSUM = slice(16, 32)

@@ -1,15 +1,27 @@
-"""The ``hcache`` command: where its commands are registered, and nothing else."""
+"""The ``hcache`` command. One module for each group of commands; this one only lists them."""
 
 from __future__ import annotations
 
 import typer
 
+from hcache_backend.cli import doctor, inspect, maintain
 from hcache_backend.cli.demo import demo
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.command()(demo)
+app = typer.Typer(
+    name="hcache",
+    help="HCache for SGLang: hidden states in L3 instead of KV.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("demo")(demo)
+app.command("stats")(inspect.stats)
+app.command("ls")(inspect.list_pages)
+app.command("verify")(maintain.verify)
+app.command("gc")(maintain.collect)
+app.command("clear")(maintain.clear)
+app.command("doctor")(doctor.doctor)
 
 
-@app.callback()
-def hcache() -> None:
-    """HCache for SGLang: hidden states in L3 instead of KV."""
+if __name__ == "__main__":
+    app()

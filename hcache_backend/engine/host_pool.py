@@ -90,8 +90,7 @@ class HiddenStatePool(HostKVCache):
     # ---- sizes and memory ----
 
     def get_size_per_token(self) -> int:
-        # The header is padded to a multiple of 512 bytes and page sizes are powers of two up to
-        # that, so this divides; a page size that does not would only round the pool's size down.
+        # Divides for page sizes that are powers of two; others only round the pool's size down.
         return -(-self.page_layout.page_bytes // self.page_layout.page_size)
 
     def get_ksize_per_token(self) -> int:

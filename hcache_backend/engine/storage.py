@@ -38,8 +38,8 @@ from hcache_backend.config import ConfigError, HCacheConfig, parse_config
 from hcache_backend.engine import hooks, metrics
 from hcache_backend.engine.keys import key_bytes
 from hcache_backend.engine.runtime import Runtime, current
-from hcache_backend.store.base import PageStore, Parts
-from hcache_backend.store.file_store import FilePageStore
+from hcache_backend.store.base import EIGHTHS, PageStore, Parts, Segment, SegmentTable
+from hcache_backend.store.striped import open_store
 
 logger = logging.getLogger("hcache")
 
@@ -233,7 +233,12 @@ class HCacheStorage(HiCacheStorage):
             metrics.count_pages("dropped_suspended", len(keys))
             return
         start = time.perf_counter()
-        stored = self._store.put(self._namespace(pool), [key_bytes(key) for key in keys], parts)
+        stored = self._store.put(
+            self._namespace(pool),
+            [key_bytes(key) for key in keys],
+            parts,
+            table=_segment_table(self._host_pool(pool)),
+        )
         size = sum(map(_bytes, parts))
         metrics.count_pages("written", sum(stored))
         metrics.count_pages("dropped_error", len(stored) - sum(stored))
@@ -334,12 +339,21 @@ def _join_running_server(runtime: Runtime, config: HCacheConfig) -> None:
 
 def _open_store(config: HCacheConfig, writer: bytes) -> PageStore:
     try:
-        return FilePageStore(config.dirs, writer)
+        return open_store(config, writer)
     except OSError as error:
         raise ConfigError(
             f"hcache: option 'dirs' is {[str(path) for path in config.dirs]}: {error}; "
             "every folder must be one that this user can create and write"
         ) from None
+
+
+def _segment_table(host_pool: Any) -> SegmentTable | None:
+    """How a page of hidden states divides; None for pages whose inside we do not know."""
+    layout = getattr(host_pool, "page_layout", None)
+    if layout is None or layout.page_size % EIGHTHS:
+        return None
+    segments = (Segment(length, 1) for length in layout.segment_bytes)
+    return SegmentTable((Segment(layout.header_bytes, 0), *segments))
 
 
 def _rank_fields(config: HiCacheStorageConfig) -> dict[str, object]:

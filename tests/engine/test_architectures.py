@@ -37,8 +37,9 @@ def test_flushed_conversations_come_back_from_hidden_states_with_the_no_cache_ou
         assert_nothing_went_wrong(server)
         assert_restored_from_l3(conversations, server.options.page_size)
     assert_no_cache_output(model, conversations)
-    # 4 layers of 256 float32 and a header of at most 1 KiB for 64 tokens.
-    assert {path.stat().st_size // 1024 for path in stored_pages(tmp_path)} <= {256, 257}
+    kv_bytes = 2 * 4 * 256 * 4 * server.options.page_size  # of an MHA model of this size
+    sizes = {path.stat().st_size for path in stored_pages(tmp_path)}
+    assert sizes and max(sizes) <= 0.52 * kv_bytes
 
 
 def test_bfloat16_output_is_the_no_cache_output_up_to_ties(

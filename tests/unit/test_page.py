@@ -26,7 +26,7 @@ def sealed_page(layout: PageLayout = LAYOUT) -> np.ndarray:
 @pytest.mark.parametrize("page_size", [1, 16, 64, 256])
 def test_segments_follow_an_aligned_header_without_gaps(page_size: int) -> None:
     layout = PageLayout(page_size, (1024, 2048, 1024))
-    assert layout.header_bytes % 512 == 0
+    assert layout.header_bytes % 4096 == 0
     assert layout.header_bytes >= 88 + 8 * page_size
     assert layout.segment(0).start == layout.header_bytes
     assert layout.segment(1) == slice(layout.segment(0).stop, layout.segment(0).stop + 2048)

@@ -1,0 +1,137 @@
+"""What the commands share: which folders, how to print, how to fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import lmdb
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from hcache_backend.config import (
+    CONFIG_VARIABLE,
+    ENABLE_VARIABLE,
+    ConfigError,
+    HCacheConfig,
+    config_from_environment,
+    parse_config,
+)
+from hcache_backend.store.folder import is_store_folder
+
+WRITER = b"hcachcli"
+"""The writer of page files that commands make: none, but a store has one."""
+
+Dirs = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--dir",
+        "-d",
+        help="Folder of the store; once for each. Default: those of HCACHE_CONFIG, else of a "
+        "server without options.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+NamespaceDigits = Annotated[
+    str | None,
+    typer.Option("--namespace", "-n", help="Only this namespace (first hexadecimal digits)."),
+]
+
+screen = Console()
+errors = Console(stderr=True)
+
+
+def fail(message: str) -> NoReturn:
+    """Print why the command cannot do its work, and end it with status 2."""
+    errors.print(f"[red]hcache:[/red] {message}", highlight=False, soft_wrap=True)
+    raise typer.Exit(2)
+
+
+def settings(dirs: Sequence[Path] | None, **options: object) -> HCacheConfig:
+    """The options of a command; ends the command when they are wrong.
+
+    Args:
+        dirs: Folders from the command line; None for those of the environment.
+        options: Options that go before those of the environment.
+    """
+    try:
+        environment = {**os.environ, ENABLE_VARIABLE: "1"}
+        table: dict[str, object] = {}
+        if os.environ.get(CONFIG_VARIABLE):
+            found = config_from_environment(environment)
+            table = found.model_dump() if found else {}
+        if dirs:
+            table["dirs"] = [path.absolute() for path in dirs]
+        given = {name: value for name, value in options.items() if value is not None}
+        return parse_config({**table, **given}, "hcache")
+    except ConfigError as error:
+        fail(str(error))
+
+
+def existing_store(config: HCacheConfig) -> HCacheConfig:
+    """``config``, when all of its folders are stores; ends the command otherwise."""
+    for path in config.dirs:
+        if not is_store_folder(path):
+            fail(f"{path} is no page store; name its folders with --dir")
+    return config
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """End the command with a line instead of a traceback when a folder cannot be used."""
+    try:
+        yield
+    except (OSError, lmdb.Error) as error:
+        fail(str(error))
+
+
+def print_json(value: Any) -> None:
+    """Print ``value`` as JSON on standard output."""
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def table(title: str, *columns: str) -> Table:
+    """An empty table; columns whose name ends in ``#`` hold numbers."""
+    result = Table(
+        title=title or None, title_justify="left", box=None, pad_edge=False, padding=(0, 1)
+    )
+    for column in columns:
+        number = column.endswith("#")
+        # What is long is the last column; it may take several lines.
+        result.add_column(
+            column.rstrip("#"),
+            justify="right" if number else "left",
+            no_wrap=column is not columns[-1],
+            overflow="fold",
+        )
+    return result
+
+
+def human_bytes(count: int) -> str:
+    """A number of bytes as people read it."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable")
+
+
+def progress_bar(*, hidden: bool) -> Progress:
+    """A progress bar on standard error, so that output stays clean."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=errors,
+        transient=True,
+        disable=hidden,
+    )

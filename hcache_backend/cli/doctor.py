@@ -1,0 +1,197 @@
+"""``hcache doctor``: whether this machine and its installation are fit for the store."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import typer
+
+from hcache_backend.cli.common import AsJson, Dirs, human_bytes, print_json, screen, settings, table
+from hcache_backend.config import CONFIG_VARIABLE, ENABLE_VARIABLE, HCacheConfig
+from hcache_backend.store.file_ops import FileOps
+from hcache_backend.store.folder import is_store_folder
+from hcache_backend.store.kvikio_ops import kvikio_state
+from hcache_backend.store.lock import try_lock
+from hcache_backend.store.page_io import probe_alignment
+
+_PROBE_BYTES = 64 << 20
+_PIECE = 4 << 20
+_NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs")
+_COLOURS = {"good": "green", "fair": "yellow", "bad": "red"}
+_PLUGIN_GROUP = "sglang.srt.plugins"
+
+
+class Check(NamedTuple):
+    """One thing that was looked at.
+
+    Attributes:
+        subject: What was looked at.
+        verdict: ``good``; ``fair``: works, with a loss; ``bad``: does not work.
+        detail: What was found, and what to do about it.
+    """
+
+    subject: str
+    verdict: Literal["good", "fair", "bad"]
+    detail: str
+
+
+def doctor(dirs: Dirs = None, as_json: AsJson = False) -> None:
+    """Look at folders, disks, KvikIO and SGLang. Ends with 1 when something cannot work."""
+    config = settings(dirs)
+    checks = [check for path in config.dirs for check in _look_at_folder(path, config)]
+    checks += [_kvikio(config), *_sglang()]
+    if as_json:
+        print_json({"checks": [check._asdict() for check in checks]})
+    else:
+        shown = table("", "", "what", "found")
+        for check in checks:
+            colour = _COLOURS[check.verdict]
+            shown.add_row(f"[{colour}]{check.verdict}[/{colour}]", check.subject, check.detail)
+        screen.print(shown)
+    if any(check.verdict == "bad" for check in checks):
+        raise typer.Exit(1)
+
+
+def _look_at_folder(path: Path, config: HCacheConfig) -> Iterator[Check]:
+    place = path
+    while not place.exists():
+        place = place.parent
+    if place == path:
+        is_store = is_store_folder(path)
+        empty = path.is_dir() and not any(path.iterdir())
+        fit = is_store or empty
+        what = "a page store" if is_store else "empty, will be a page store"
+        yield Check(
+            str(path),
+            "good" if fit else "bad",
+            what if fit else "it is not empty and no page store's; choose another folder",
+        )
+        if not fit:
+            return
+    else:
+        yield Check(str(path), "good", f"does not exist yet; it will be made in {place}")
+    yield _file_system(path, place)
+    free = shutil.disk_usage(place).free
+    enough = free > 2 * config.min_free_bytes
+    yield Check(
+        f"{path}: free",
+        "good" if enough else "fair",
+        f"{human_bytes(free)}, of which {human_bytes(config.min_free_bytes)} stay free",
+    )
+    yield from _try_out(path, place)
+
+
+def _file_system(path: Path, place: Path) -> Check:
+    kind = _file_system_type(place)
+    network = kind in _NETWORK_FILE_SYSTEMS
+    detail = f"{kind}; the index needs a local file system" if network else kind
+    return Check(f"{path}: file system", "bad" if network else "good", detail)
+
+
+def _file_system_type(place: Path) -> str:
+    best, kind = "", "unknown"
+    resolved = str(place.resolve())
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, where, found, *_ = line.split(" ")
+        where = where.replace("\\040", " ")
+        inside = resolved == where or resolved.startswith(where.rstrip("/") + "/")
+        if inside and len(where) >= len(best):
+            best, kind = where, found
+    return kind
+
+
+def _try_out(path: Path, place: Path) -> Iterator[Check]:
+    """Write, read, lock: in a temporary folder that is gone afterwards."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=".hcache-doctor-", dir=place) as folder:
+            yield from _probe(path, Path(folder))
+    except OSError as error:
+        yield Check(f"{path}: writing", "bad", str(error))
+
+
+def _probe(path: Path, folder: Path) -> Iterator[Check]:
+    ops = FileOps()
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        alignment = probe_alignment(ops, fd, "alignment")
+        yield Check(
+            f"{path}: direct I/O",
+            "good" if alignment.flags else "fair",
+            f"yes; memory in multiples of {alignment.memory}, lengths of {alignment.length} bytes"
+            if alignment.flags
+            else "no; reads and writes go through the page cache",
+        )
+        room = memoryview(mmap.mmap(-1, _PIECE))
+        room[:] = os.urandom(4096) * (_PIECE // 4096)
+        file = ops.open("probe", os.O_RDWR | os.O_CREAT | alignment.flags, fd)
+        try:
+            locked = try_lock(file)
+            offsets = range(0, _PROBE_BYTES, _PIECE)
+
+            def write_all() -> None:
+                for offset in offsets:
+                    ops.write(file, [room], offset)
+                os.fdatasync(file)
+
+            writing = _speed(write_all)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            reading = _speed(lambda: [ops.read(file, [room], offset) for offset in offsets])
+        finally:
+            ops.close(file)
+        yield Check(f"{path}: speed", "good", f"writes {writing}, reads {reading} on one thread")
+        yield Check(f"{path}: locks", "good" if locked else "bad", "work" if locked else "do not")
+    finally:
+        os.close(fd)
+
+
+def _speed(work: Callable[[], object]) -> str:
+    start = time.perf_counter()
+    work()
+    return f"{human_bytes(int(_PROBE_BYTES / (time.perf_counter() - start)))}/s"
+
+
+def _kvikio(config: HCacheConfig) -> Check:
+    state = kvikio_state()
+    wanted = config.reader == "kvikio"
+    return Check(
+        "KvikIO",
+        "fair" if wanted and state != "usable" else "good",
+        state + ("" if wanted else "; option 'reader' is 'posix', which does not need it"),
+    )
+
+
+def _sglang() -> Iterator[Check]:
+    try:
+        version = metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        yield Check("SGLang", "fair", "not installed in this Python environment")
+    else:
+        yield Check("SGLang", "good", version)
+    found = [
+        entry.value
+        for entry in metadata.entry_points(group=_PLUGIN_GROUP)
+        if entry.value.startswith("hcache_backend.")
+    ]
+    yield Check(
+        "plugin",
+        "good" if found else "bad",
+        f"SGLang sees {found[0]}"
+        if found
+        else f"no entry point of ours in {_PLUGIN_GROUP}: install hcache-backend where SGLang is",
+    )
+    enabled = os.environ.get(ENABLE_VARIABLE, "0")
+    yield Check(
+        ENABLE_VARIABLE,
+        "good",
+        f"{enabled}; a server started from here would "
+        + ("have hidden mode" if enabled == "1" else "have KV mode at most")
+        + (f"; {CONFIG_VARIABLE} is set" if os.environ.get(CONFIG_VARIABLE) else ""),
+    )

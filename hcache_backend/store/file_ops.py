@@ -1,0 +1,83 @@
+"""Every file operation of the store, in one small interface, so that faults can be injected.
+
+All names are single path components below an open folder (``dir_fd``), and links are never
+followed: nothing inside a store folder can lead out of it. Every method raises OSError.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+
+import lmdb
+
+Buffer = memoryview | bytearray | bytes
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_MAX_VECTORS = 1024
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class FileOps:
+    """The operations, as Linux does them."""
+
+    def open(self, name: str, flags: int, dir_fd: int) -> int:
+        """Open a file; new files are readable by the owner only."""
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
+
+    def open_folder(self, name: str, dir_fd: int | None = None) -> int:
+        """Open a folder."""
+        return os.open(name, _FOLDER, dir_fd=dir_fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """``preadv``; may read less than asked for."""
+        return os.preadv(fd, buffers[:_MAX_VECTORS], offset)
+
+    def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        """``pwritev``; may write less than asked for."""
+        return os.pwritev(fd, buffers[:_MAX_VECTORS], offset)
+
+    def rename(self, source: str, source_fd: int, target: str, target_fd: int) -> None:
+        """Rename, replacing what stands there."""
+        os.rename(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd)
+
+    def unlink(self, name: str, dir_fd: int) -> None:
+        os.unlink(name, dir_fd=dir_fd)
+
+    def make_folder(self, name: str, dir_fd: int) -> None:
+        """Make a folder that only the owner may use."""
+        os.mkdir(name, 0o700, dir_fd=dir_fd)
+
+    def remove_folder(self, name: str, dir_fd: int) -> None:
+        os.rmdir(name, dir_fd=dir_fd)
+
+    def stat(self, name: str, dir_fd: int) -> os.stat_result:
+        """``lstat``."""
+        return os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+
+    def list(self, fd: int) -> list[str]:
+        """The names in a folder."""
+        return os.listdir(fd)
+
+    def free_bytes(self, fd: int) -> int:
+        """Bytes that this user may still write on the file system."""
+        status = os.fstatvfs(fd)
+        return status.f_bavail * status.f_frsize
+
+    def sync(self, fd: int) -> None:
+        """Bring the whole file system to the disk: data, renames, folders, index (``syncfs``)."""
+        if _libc.syncfs(fd):
+            error = ctypes.get_errno()
+            raise OSError(error, os.strerror(error))
+
+    def commit(self, transaction: lmdb.Transaction) -> None:
+        """Commit an index transaction.
+
+        Raises:
+            lmdb.Error: It was rolled back.
+        """
+        transaction.commit()

@@ -1,0 +1,277 @@
+"""Page files: the format, version 1.
+
+One file holds one share of one page: a header, then the payload.
+
+- Integers are little-endian. The file is padded with zeros to a multiple of 4096 bytes; a file of
+  any other length than the header says is damaged.
+- The header is padded to a multiple of 4096 bytes, so the payload begins 4 KiB-aligned.
+- The page divides into segments (see :class:`~hcache_backend.store.base.Segment`). A segment with
+  0 planes is one block and stands in every share; a segment with p planes divides into 8 * p equal
+  blocks, block ``plane * 8 + eighth``, and a share holds those of its own eighths.
+- The payload is the blocks of the share in the order of the page, with nothing between them: the
+  payload of share 0 of 1 is the page, byte for byte.
+- Every block has its xxh3-64 in the header, so that any (segment, eighth) can be read and verified
+  alone; the header has an xxh3-128 over all of itself but that digest.
+- A reader believes a file only if magic, version, share, namespace, key and digests agree.
+
+====== ===== ====================================================================
+offset bytes field
+====== ===== ====================================================================
+0      4     magic ``HCPF``
+4      2     format version, 1
+6      1     share index
+7      1     share count: 1, 2, 4 or 8
+8      4     header bytes
+12     4     number of segments, s
+16     16    xxh3-128 of the header, bytes 16 to 31 left out
+32     16    namespace
+48     32    key
+80     8     writer: the server run that made the file
+88     8     payload bytes (this share)
+96     8     page bytes (all shares)
+104    4     number of blocks, b
+108    4     0
+112    8*s   segments: length (4 bytes), planes (2 bytes), 0 (2 bytes)
+...    8*b   xxh3-64 of every block, in file order
+====== ===== ====================================================================
+
+The file stands under ``pages/<first two digits of the key>/`` and is named
+``<namespace>.<key>.<index>of<count>.page``, in hexadecimal digits: nothing in a path comes from
+text that a caller chose.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import xxhash
+
+from hcache_backend.page import KEY_BYTES, NAMESPACE_BYTES, WRITER_BYTES
+from hcache_backend.store.base import ALL_EIGHTHS, EIGHTHS, Segment, SegmentTable, Share
+
+MAGIC = b"HCPF"
+VERSION = 1
+BLOCK = 4096
+MAX_HEADER_BYTES = 1 << 20
+SHARE_COUNTS = (1, 2, 4, 8)
+
+_PREFIX = struct.Struct("<4sHBBII")
+_DIGEST = slice(16, 32)
+_FIELDS = struct.Struct("<16s32s8sQQII")
+_SEGMENT = struct.Struct("<IHH")
+_SEGMENTS = 32 + _FIELDS.size
+_NAME = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{64})\.([0-7])of([1248])\.page")
+
+
+class DamagedFileError(Exception):
+    """A file is not the page file that it should be; the message says what is wrong."""
+
+
+class Block(NamedTuple):
+    """One verifiable stretch of a page file.
+
+    Attributes:
+        segment: Number of the segment.
+        eighths: Bit mask of the eighths it belongs to.
+        page_offset: Where it stands in the page.
+        payload_offset: Where it stands in the payload of the file.
+        length: Bytes.
+    """
+
+    segment: int
+    eighths: int
+    page_offset: int
+    payload_offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """Where things stand in the file of a share."""
+
+    header_bytes: int
+    payload_bytes: int
+    blocks: tuple[Block, ...]
+
+    @property
+    def file_bytes(self) -> int:
+        return self.header_bytes + round_up(self.payload_bytes)
+
+
+class Header(NamedTuple):
+    """The verified header of a page file."""
+
+    share: Share
+    namespace: bytes
+    key: bytes
+    writer: bytes
+    table: SegmentTable
+    layout: FileLayout
+    digests: tuple[int, ...]
+
+
+def round_up(length: int, unit: int = BLOCK) -> int:
+    """``length`` as the next multiple of ``unit``."""
+    return -(-length // unit) * unit
+
+
+@lru_cache(maxsize=256)
+def file_layout(table: SegmentTable, share: Share) -> FileLayout:
+    """The layout of ``share`` of a page.
+
+    Raises:
+        ValueError: No such share, or a share of a page with segments that do not divide only.
+    """
+    if share.of not in SHARE_COUNTS or not 0 <= share.number < share.of:
+        raise ValueError(f"share {share.number} of {share.of}: there are 1, 2, 4 or 8")
+    blocks = []
+    page_offset = payload_offset = 0
+    for number, (length, planes) in enumerate(table.segments):
+        size = length // (planes * EIGHTHS) if planes else length
+        for position in range(length // size):
+            eighths = 1 << (position % EIGHTHS) if planes else ALL_EIGHTHS
+            if eighths & share.eighths:
+                blocks.append(
+                    Block(number, eighths, page_offset + position * size, payload_offset, size)
+                )
+                payload_offset += size
+        page_offset += length
+    used = _SEGMENTS + _SEGMENT.size * len(table.segments) + 8 * len(blocks)
+    return FileLayout(round_up(used), payload_offset, tuple(blocks))
+
+
+def pack_header(
+    target: memoryview,
+    table: SegmentTable,
+    share: Share,
+    namespace: bytes,
+    key: bytes,
+    writer: bytes,
+    digest_of: Callable[[Block], int],
+) -> None:
+    """Write a header into ``target`` (``header_bytes`` of the layout).
+
+    Args:
+        digest_of: The xxh3-64 of a block.
+    """
+    layout = file_layout(table, share)
+    blocks = layout.blocks
+    header = b"".join(
+        (
+            _PREFIX.pack(
+                MAGIC, VERSION, share.number, share.of, layout.header_bytes, len(table.segments)
+            ),
+            bytes(16),
+            _FIELDS.pack(
+                namespace, key, writer, layout.payload_bytes, table.page_bytes, len(blocks), 0
+            ),
+            *(_SEGMENT.pack(length, planes, 0) for length, planes in table.segments),
+            struct.pack(f"<{len(blocks)}Q", *map(digest_of, blocks)),
+        )
+    )
+    target[: len(header)] = header
+    target[len(header) :] = bytes(layout.header_bytes - len(header))
+    target[_DIGEST] = _header_digest(target)
+
+
+def parse_header(data: memoryview) -> Header:
+    """The header at the beginning of ``data``.
+
+    Raises:
+        DamagedFileError: It is none, or it does not verify.
+    """
+    if len(data) < BLOCK:
+        raise DamagedFileError("the file is shorter than a header")
+    magic, version, index, count, header_bytes, segment_count = _PREFIX.unpack_from(data)
+    if magic != MAGIC:
+        raise DamagedFileError("no page file (magic)")
+    if version != VERSION:
+        raise DamagedFileError(f"format version {version}; this is version {VERSION}")
+    if header_bytes % BLOCK or not BLOCK <= header_bytes <= len(data):
+        raise DamagedFileError(f"header length {header_bytes}")
+    header = data[:header_bytes]
+    if _header_digest(header) != bytes(header[_DIGEST]):
+        raise DamagedFileError("header checksum")
+    # From here on the bytes are what a writer meant.
+    namespace, key, writer, _, _, block_count, _ = _FIELDS.unpack_from(header, 32)
+    segments = header[_SEGMENTS : _SEGMENTS + _SEGMENT.size * segment_count]
+    table = _table(bytes(segments))
+    share = Share(index, count)
+    layout = file_layout(table, share)
+    digests = struct.unpack_from(f"<{block_count}Q", header, _SEGMENTS + len(segments))
+    return Header(share, namespace, key, writer, table, layout, digests)
+
+
+def header_length(data: memoryview) -> int:
+    """How many bytes the header at the beginning of ``data`` (a block) claims to have.
+
+    Raises:
+        DamagedFileError: It is no header.
+    """
+    if len(data) < _PREFIX.size or bytes(data[:4]) != MAGIC:
+        raise DamagedFileError("no page file (magic)")
+    length = int(_PREFIX.unpack_from(data)[4])
+    if length % BLOCK or not BLOCK <= length <= MAX_HEADER_BYTES:
+        raise DamagedFileError(f"header length {length}")
+    return length
+
+
+def file_name(namespace: bytes, key: bytes, share: Share) -> tuple[str, str]:
+    """Shard folder and file name of a page file.
+
+    Raises:
+        ValueError: A namespace or key of the wrong length or type.
+    """
+    check_names(namespace, (key,))
+    digits = key.hex()
+    return digits[:2], f"{namespace.hex()}.{digits}.{share.number}of{share.of}.page"
+
+
+def parse_name(name: str) -> tuple[bytes, bytes, Share] | None:
+    """Namespace, key and share of a file name, or None when it is no page file's."""
+    match = _NAME.fullmatch(name)
+    if match is None or int(match[3]) >= int(match[4]):
+        return None
+    share = Share(int(match[3]), int(match[4]))
+    return bytes.fromhex(match[1]), bytes.fromhex(match[2]), share
+
+
+def check_names(namespace: bytes, keys: tuple[bytes, ...] | list[bytes]) -> None:
+    """Refuse what is no namespace (16 bytes) or key (32 bytes).
+
+    Raises:
+        ValueError: Wrong length or type.
+    """
+    if not isinstance(namespace, bytes) or len(namespace) != NAMESPACE_BYTES:
+        raise ValueError(f"a namespace is {NAMESPACE_BYTES} bytes, not {namespace!r}")
+    for key in keys:
+        if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+            raise ValueError(f"a key is {KEY_BYTES} bytes, not {key!r}")
+
+
+def check_writer(writer: bytes) -> None:
+    """Refuse what is no writer (8 bytes).
+
+    Raises:
+        ValueError: Wrong length or type.
+    """
+    if not isinstance(writer, bytes) or len(writer) != WRITER_BYTES:
+        raise ValueError(f"a writer is {WRITER_BYTES} bytes, not {writer!r}")
+
+
+@lru_cache(maxsize=256)
+def _table(packed: bytes) -> SegmentTable:
+    return SegmentTable(
+        tuple(Segment(length, planes) for length, planes, _ in _SEGMENT.iter_unpack(packed))
+    )
+
+
+def _header_digest(header: memoryview) -> bytes:
+    hasher = xxhash.xxh3_128(header[: _DIGEST.start])
+    hasher.update(header[_DIGEST.stop :])
+    return hasher.digest()

@@ -1,0 +1,179 @@
+"""Whether a store folder is there: it may fail, vanish and come back while the server runs."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import lmdb
+
+from hcache_backend.store.base import StoreStats
+from hcache_backend.store.file_ops import FileOps
+from hcache_backend.store.folder import Folder, is_store_folder, open_folder
+from hcache_backend.store.problems import ProblemLog
+
+logger = logging.getLogger("hcache.store")
+
+_ERRORS_IN_A_ROW = 8
+_REST_SECONDS = 5.0
+
+
+class OfflineError(OSError):
+    """The folder is not there at the moment."""
+
+
+class Presence:
+    """A folder that comes and goes.
+
+    A folder that fails again and again rests for some seconds, so that a dying disk does not hold
+    up every request. One that vanishes is let go of, and opened again when it is back.
+
+    Args:
+        path: The folder.
+        ops: The file operations.
+        stats: Counters.
+        problems: Where problems are logged.
+    """
+
+    def __init__(self, path: Path, ops: FileOps, stats: StoreStats, problems: ProblemLog) -> None:
+        self.path = path
+        self._ops = ops
+        self._stats = stats
+        self._problems = problems
+        self._state = threading.Lock()
+        self._folder: Folder | None = None
+        self._users: dict[int, int] = {}
+        self._retired: list[Folder] = []
+        self._errors_in_a_row = 0
+        self._rest_until = 0.0
+        self._index_is_broken = False
+        self._had_own_device = False
+        self._closed = False
+
+    def attach(self, *, create: bool) -> None:
+        """Open the folder.
+
+        Raises:
+            OSError: It cannot be used.
+        """
+        try:
+            folder = open_folder(self.path, self._ops, create=create)
+        except lmdb.Error as error:
+            raise OSError(errno.EIO, f"its index: {error}", str(self.path)) from None
+        with self._state:
+            self._folder = folder
+            self._users[id(folder)] = 0
+            self._errors_in_a_row = 0
+            self._rest_until = 0.0
+            self._index_is_broken = False
+        self._had_own_device = self.path.is_mount()
+        if not folder.alignment.flags:
+            logger.info("hcache: %s has no direct I/O; reads and writes are buffered", self.path)
+
+    def is_online(self) -> bool:
+        """Whether it can be used now."""
+        return self._folder is not None and time.monotonic() >= self._rest_until
+
+    @contextmanager
+    def use(self) -> Iterator[Folder]:
+        """The open folder; it stays open while in use.
+
+        Raises:
+            OfflineError: It is not there.
+        """
+        with self._state:
+            folder = self._folder
+            if folder is None or time.monotonic() < self._rest_until:
+                raise OfflineError(errno.ENODEV, "the folder is offline", str(self.path))
+            self._users[id(folder)] += 1
+        try:
+            yield folder
+        finally:
+            with self._state:
+                self._users[id(folder)] -= 1
+            self._close_retired()
+
+    def look_after(self) -> None:
+        """Notice that the folder vanished or came back. Called now and then; never raises."""
+        folder = self._folder
+        if folder is not None and self._index_is_broken:
+            self._problems.report("index", f"{self.path}: the index is damaged; it is rebuilt")
+            try:
+                folder.set_index_aside()
+            except OSError as error:
+                self._problems.report("index", f"{self.path}: {error}")
+        if folder is not None and not folder.is_in_place():
+            self._stats.add(folders_lost=1)
+            self._problems.report(
+                "vanished", f"{self.path} is not there any more; its pages are misses until it is"
+            )
+            self.detach()
+        if self._folder is None and not self._closed:
+            self._come_back()
+
+    def detach(self) -> None:
+        """Let go of the folder as soon as nobody uses it."""
+        with self._state:
+            if self._folder is not None:
+                self._retired.append(self._folder)
+                self._folder = None
+        self._close_retired()
+
+    def close(self) -> None:
+        """Let go for good."""
+        self._closed = True
+        self.detach()
+
+    def worked(self) -> None:
+        """Note that an operation on the folder succeeded."""
+        self._errors_in_a_row = 0
+
+    def failed(self, what: str, reason: str, error: Exception | None = None) -> None:
+        """Log and count that an operation on the folder failed.
+
+        Args:
+            what: The operation.
+            reason: Why it failed.
+            error: The exception, where it matters which.
+        """
+        self._problems.report(f"{what} {self.path}", f"{self.path}: {what} failed: {reason}")
+        if isinstance(error, lmdb.Error):
+            self._stats.add(index_errors=1)
+            broken = (lmdb.CorruptedError, lmdb.PanicError, lmdb.PageNotFoundError)
+            if isinstance(error, broken):
+                self._index_is_broken = True
+        self._errors_in_a_row += 1
+        if self._errors_in_a_row >= _ERRORS_IN_A_ROW:
+            self._errors_in_a_row = 0
+            self._rest_until = time.monotonic() + _REST_SECONDS
+            self._problems.report(
+                f"rest {self.path}",
+                f"{self.path} keeps failing; it rests for {_REST_SECONDS:.0f} s",
+            )
+
+    def _come_back(self) -> None:
+        # An empty folder may be the place where a disk is not mounted: only a folder that was
+        # never a mount point, and that is missing altogether, is made anew.
+        create = not self.path.exists() and not self._had_own_device
+        if not create and not is_store_folder(self.path):
+            return
+        try:
+            self.attach(create=create)
+        except OSError as error:
+            self._problems.report("offline", f"{self.path} cannot be used: {error}")
+            return
+        logger.warning("hcache: %s is back", self.path)
+
+    def _close_retired(self) -> None:
+        with self._state:
+            idle = [folder for folder in self._retired if not self._users[id(folder)]]
+            for folder in idle:
+                self._retired.remove(folder)
+                del self._users[id(folder)]
+        for folder in idle:
+            folder.close()

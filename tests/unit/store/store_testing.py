@@ -1,0 +1,110 @@
+"""What the tests of the store share: pages that can be told apart, and small stores."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import numpy as np
+
+from hcache_backend.config import HCacheConfig, parse_config
+from hcache_backend.store.file_ops import FileOps
+from hcache_backend.store.format import parse_name
+from hcache_backend.store.striped import StripedPageStore
+
+NAMESPACE = b"namespace-------"
+OTHER_NAMESPACE = b"other-namespace-"
+WRITER = b"writer-1"
+PAGE = 16384
+
+
+def key(number: int) -> bytes:
+    """The key of page ``number``; keys spread over all shard folders."""
+    return np.random.default_rng(number).bytes(32)
+
+
+def content(name: bytes, size: int = PAGE, version: int = 0) -> bytes:
+    """What the page with this key holds."""
+    return np.random.default_rng([*name[:8], version]).bytes(size)
+
+
+def memory(data: bytes | int, shift: int = 0) -> memoryview:
+    """Writable page-aligned memory that holds ``data``, or that many zeros.
+
+    Args:
+        shift: Move it this far from the alignment.
+    """
+    size = data if isinstance(data, int) else len(data)
+    view = memoryview(mmap.mmap(-1, size + shift))[shift:]
+    if not isinstance(data, int):
+        view[:] = data
+    return view
+
+
+def config(*dirs: Path, **options: object) -> HCacheConfig:
+    """Options of a small store."""
+    table = {"dirs": [str(path) for path in dirs], "min_free_bytes": 0, **options}
+    return parse_config(table, "test")
+
+
+def open_quiet(
+    *dirs: Path, ops: FileOps | None = None, writer: bytes = WRITER, **options: object
+) -> StripedPageStore:
+    """A store without background threads, one I/O thread a folder."""
+    options = {"io_threads": 1, "durability": "none", **options}
+    return StripedPageStore(config(*dirs, **options), writer, ops=ops, background=False)
+
+
+def put(store: StripedPageStore, *numbers: int, namespace: bytes = NAMESPACE) -> list[bool]:
+    """Store the pages with these numbers."""
+    keys = [key(number) for number in numbers]
+    return store.put(namespace, keys, [[memory(content(name))] for name in keys])
+
+
+def get(store: StripedPageStore, number: int, namespace: bytes = NAMESPACE) -> bytes | None:
+    """What the store gives for a page; None is a miss."""
+    target = memory(PAGE)
+    [found] = store.get(namespace, [key(number)], [[target]])
+    return bytes(target) if found else None
+
+
+def assert_right_or_miss(store: StripedPageStore, *numbers: int) -> int:
+    """Read pages; each must be what was stored, or a miss. Returns the hits."""
+    hits = 0
+    for number in numbers:
+        found = get(store, number)
+        assert found is None or found == content(key(number)), f"wrong bytes for page {number}"
+        hits += found is not None
+    return hits
+
+
+def page_files(*dirs: Path) -> list[Path]:
+    """The page files in store folders."""
+    return [path for root in dirs for path in sorted(root.glob("pages/??/*.page"))]
+
+
+def assert_sound(store: StripedPageStore) -> None:
+    """Index and files agree: nothing uncounted, nothing unfinished, totals right."""
+    for volume in store.volumes:
+        with volume.use() as folder:
+            assert folder.index.check() == []
+            known = {
+                (entry.namespace, entry.key, entry.record.share): entry.record.file_bytes
+                for entry in folder.index.entries()
+            }
+            for path in page_files(folder.path):
+                name = parse_name(path.name)
+                assert name in known, f"{path} is not in the index"
+            sessions = names(folder.path / "sessions")
+            assert folder.session in sessions
+            assert names(folder.path / "sessions" / folder.session) == ["lock"]
+
+
+def names(folder: Path) -> list[str]:
+    """What stands in a folder."""
+    return [path.name for path in folder.iterdir()]
+
+
+def open_files() -> int:
+    """How many files this process has open."""
+    return len(names(Path("/proc/self/fd")))

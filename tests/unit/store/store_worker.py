@@ -1,0 +1,107 @@
+"""Processes that use a store while others do, and while they are killed."""
+
+from __future__ import annotations
+
+import io
+import random
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from store_testing import NAMESPACE, PAGE, config, content, key, memory
+
+from hcache_backend.store.base import PageStore
+from hcache_backend.store.striped import StripedPageStore
+
+PAGES = 400
+"""Page numbers in use, so that processes meet."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a process does.
+
+    Attributes:
+        role: ``writer``, ``reader`` or ``mixed`` (four threads that do everything).
+        folders: Of the store.
+        seed: Decides what it does; one that fails can be repeated.
+        seconds: How long.
+        quota: Bytes a folder, 0 for none.
+        durability: As in the options.
+        log: A line when it begins, for every acknowledged page its number, ``WRONG`` for a page
+            with wrong bytes. It is written unbuffered, so a kill loses nothing that was said.
+    """
+
+    role: str
+    folders: list[Path]
+    seed: int
+    seconds: float
+    quota: int
+    durability: str
+    log: Path
+
+
+def write(store: PageStore, chance: random.Random, log: TextIO | None) -> None:
+    numbers = [chance.randrange(PAGES) for _ in range(chance.randrange(1, 6))]
+    names = [key(number) for number in numbers]
+    views = [memory(content(name), shift=chance.choice((0, 0, 0, 64))) for name in names]
+    stored = store.put(NAMESPACE, names, [[view] for view in views])
+    for view in views:
+        view[:] = b"\xff" * PAGE  # HiCache reuses the page at once
+    if log is not None:
+        log.write("".join(f"{n}\n" for n, ok in zip(numbers, stored, strict=True) if ok))
+
+
+def read(store: PageStore, chance: random.Random, log: TextIO) -> None:
+    names = [key(chance.randrange(PAGES)) for _ in range(chance.randrange(1, 9))]
+    views = [memory(PAGE) for _ in names]
+    found = store.get(NAMESPACE, names, [[view] for view in views])
+    for name, view, ok in zip(names, views, found, strict=True):
+        if ok and bytes(view) != content(name):
+            log.write("WRONG\n")
+    store.exists(NAMESPACE, names)
+
+
+def work(store: PageStore, role: str, seed: str, deadline: float, log: TextIO) -> None:
+    chance = random.Random(seed)
+    while time.monotonic() < deadline:
+        if role == "writer":
+            write(store, chance, log)
+        elif role == "reader":
+            read(store, chance, log)
+        elif chance.random() < 0.4:
+            write(store, chance, None)
+        elif chance.random() < 0.98:
+            read(store, chance, log)
+        else:
+            store.drop_writer(NAMESPACE, b"writer-%d" % chance.randrange(8))
+
+
+def run(task: Task) -> None:
+    """The life of a process; it exits with 1 when a thread raised."""
+    options: dict[str, object] = {"durability": task.durability, "io_threads": 2}
+    if task.quota:
+        options["quota_bytes"] = task.quota
+    store = StripedPageStore(config(*task.folders, **options), b"writer-%d" % (task.seed % 8))
+    deadline = time.monotonic() + task.seconds
+    raised: list[threading.ExceptHookArgs] = []
+    plain_hook = threading.excepthook
+    threading.excepthook = lambda args: (raised.append(args), plain_hook(args))[1]
+    with io.TextIOWrapper(task.log.open("wb", buffering=0), write_through=True) as log:
+        log.write("begun\n")
+        threads = [
+            threading.Thread(
+                target=work, args=(store, task.role, f"{task.seed}-{n}", deadline, log)
+            )
+            for n in range(4 if task.role == "mixed" else 1)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    store.close()
+    if raised:
+        sys.exit(1)

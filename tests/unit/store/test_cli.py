@@ -1,0 +1,151 @@
+"""The ``hcache`` command, beside an open store as beside a live server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_testing import (
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    assert_sound,
+    content,
+    get,
+    key,
+    names,
+    open_quiet,
+    page_files,
+    put,
+)
+from typer.testing import CliRunner
+
+from hcache_backend.cli.main import app
+from hcache_backend.store.striped import StripedPageStore
+
+FILE = 4096 + 16384
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def store(folder: Path) -> Iterator[StripedPageStore]:
+    """A store with six pages, open as in a running server."""
+    store = open_quiet(folder)
+    put(store, *range(4))
+    put(store, 4, 5, namespace=OTHER_NAMESPACE)
+    yield store
+    store.close()
+
+
+def hcache(*arguments: object, status: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def hcache_json(*arguments: object, status: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(hcache(*arguments, "--json", status=status))
+    return found
+
+
+def test_stats_counts_pages(folder: Path, store: StripedPageStore) -> None:
+    [found] = hcache_json("stats", "-d", folder)["folders"]
+    assert (found["pages"], found["bytes"]) == (6, 6 * FILE)
+    assert found["namespaces"][NAMESPACE.hex()]["pages"] == 4
+    assert "6" in hcache("stats", "-d", folder)
+
+
+def test_ls_lists_page_files(folder: Path, store: StripedPageStore) -> None:
+    pages = hcache_json("ls", "-d", folder)["pages"]
+    assert {page["key"] for page in pages} == {key(number).hex() for number in range(6)}
+    other = hcache_json("ls", "-d", folder, "-n", OTHER_NAMESPACE.hex()[:6])["pages"]
+    assert len(other) == 2
+    assert len(hcache_json("ls", "-d", folder, "--limit", 3)["pages"]) == 3
+    assert key(0).hex()[:12] in hcache("ls", "-d", folder)
+
+
+def test_verify_finds_and_repairs(folder: Path, store: StripedPageStore) -> None:
+    assert "6" in hcache("verify", "-d", folder)
+    damaged, missing, *_ = page_files(folder)
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    missing.unlink()
+    (damaged.parent / "notes.txt").write_text("?")
+    [found] = hcache_json("verify", "-d", folder, status=1)["folders"].values()
+    kinds = ("pages", "damaged", "missing", "unknown")
+    assert [found[kind] if kind == "pages" else len(found[kind]) for kind in kinds] == [4, 1, 1, 1]
+    assert damaged.exists(), "without --repair nothing is changed"
+    assert "checksum" in hcache("verify", "-d", folder, status=1)
+    [repaired] = hcache_json("verify", "--repair", "-d", folder)["folders"].values()
+    assert repaired["repaired"] == 3
+    [clean] = hcache_json("verify", "-d", folder)["folders"].values()
+    assert (clean["pages"], clean["problems"]) == (4, 0)
+    assert_sound(store)
+
+
+def test_verify_rebuilds_the_index_under_a_live_server(
+    folder: Path, store: StripedPageStore
+) -> None:
+    [found] = hcache_json("verify", "--rebuild", "-d", folder)["folders"].values()
+    assert (found["adopted"], found["pages"], found["problems"]) == (6, 6, 0)
+    store.look_after()
+    assert put(store, 7) == [True]
+    assert all(get(store, number) == content(key(number)) for number in (0, 1, 2, 3, 7))
+    assert_sound(store)
+    assert hcache_json("stats", "-d", folder)["folders"][0]["pages"] == 7
+
+
+def test_gc_evicts_down_to_the_bounds(folder: Path, store: StripedPageStore) -> None:
+    assert hcache_json("gc", "-d", folder)["pages"] == 0
+    found = hcache_json("gc", "-d", folder, "--quota-bytes", 4 * FILE)
+    assert found["pages"] == 3, "down to the low water mark"
+    assert len(page_files(folder)) == 3
+    assert_sound(store)
+
+
+def test_clear_deletes_what_it_was_asked_to(folder: Path, store: StripedPageStore) -> None:
+    hcache("clear", "-d", folder, status=1)  # not confirmed
+    assert len(page_files(folder)) == 6
+    found = hcache_json("clear", "-d", folder, "-y", "-n", OTHER_NAMESPACE.hex()[:8])
+    assert found["pages"] == 2
+    assert get(store, 0) == content(key(0))
+    assert hcache_json("clear", "-d", folder, "-y")["pages"] == 4
+    assert page_files(folder) == []
+
+
+def test_doctor_looks_at_folders_and_leaves_nothing(folder: Path, store: StripedPageStore) -> None:
+    before = sorted(names(folder))
+    checks = {check["subject"]: check for check in hcache_json("doctor", "-d", folder)["checks"]}
+    assert checks[str(folder)]["verdict"] == "good"
+    assert "writes" in checks[f"{folder}: speed"]["detail"]
+    assert sorted(names(folder)) == before
+    new = folder.parent / "not" / "yet"
+    checks = {check["subject"]: check for check in hcache_json("doctor", "-d", new)["checks"]}
+    assert "does not exist yet" in checks[str(new)]["detail"]
+    assert not new.exists()
+
+
+def test_doctor_says_when_a_folder_cannot_work(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    output = hcache("doctor", "-d", tmp_path, status=1)
+    assert "no page store's" in " ".join(output.split())
+
+
+@pytest.mark.parametrize("command", ["stats", "ls", "verify", "gc", "clear"])
+def test_a_folder_that_is_no_store_is_named(command: str, tmp_path: Path) -> None:
+    assert "is no page store" in " ".join(hcache(command, "-d", tmp_path, status=2).split())
+    assert names(tmp_path) == []
+
+
+def test_wrong_options_are_explained(
+    folder: Path, store: StripedPageStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HCACHE_CONFIG", '{"quota": 5}')
+    assert "did you mean 'quota_bytes'" in hcache("stats", status=2)
+    monkeypatch.setenv("HCACHE_CONFIG", json.dumps({"dirs": [str(folder)], "quota_bytes": FILE}))
+    assert hcache_json("gc")["pages"] == 6, "bounds come from the environment"

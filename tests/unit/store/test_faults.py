@@ -1,0 +1,228 @@
+"""Every file operation fails once, in every way: reads give the right bytes or a miss."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lmdb
+import pytest
+from store_testing import (
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    PAGE,
+    WRITER,
+    assert_sound,
+    content,
+    get,
+    key,
+    memory,
+    names,
+    open_files,
+    open_quiet,
+    put,
+)
+
+from hcache_backend.store.base import Subset
+from hcache_backend.store.file_ops import FileOps
+from hcache_backend.store.striped import StripedPageStore
+
+QUOTA = 8 * (PAGE + 4096)
+VERSIONS = 2
+
+FAULTS = ("EIO", "ENOSPC", "EIO-after", "short", "torn", "lost")
+
+
+class FaultyOps(FileOps):
+    """Operation number ``at`` fails in the way ``fault``; all others work.
+
+    - ``EIO``, ``ENOSPC``: it does nothing and fails
+    - ``EIO-after``: it is done, and reported as failed
+    - ``short``: reads and writes move half of the bytes and say so
+    - ``torn``: a write moves half of the bytes and reports all
+    - ``lost``: a rename is reported as done and is not
+    """
+
+    APPLIES: ClassVar = {
+        "ENOSPC": ("open", "make_folder", "write", "rename", "commit", "sync"),
+        "EIO-after": ("rename", "unlink", "make_folder", "close", "sync"),
+        "short": ("read", "write"),
+        "torn": ("write",),
+        "lost": ("rename",),
+    }
+
+    def __init__(self, at: int = -1, fault: str = "") -> None:
+        self.at = at
+        self.fault = fault
+        self.names: list[str] = []
+        self._lock = threading.Lock()
+
+    def applies(self, number: int, fault: str) -> bool:
+        return fault not in self.APPLIES or self.names[number] in self.APPLIES[fault]
+
+    def _do(self, name: str, work: Callable[[], Any], half: Callable[[], Any] | None = None) -> Any:
+        with self._lock:
+            number = len(self.names)
+            self.names.append(name)
+        if number != self.at:
+            return work()
+        if self.fault in ("EIO", "ENOSPC"):
+            if name == "close":
+                work()  # Linux closes the file whatever it reports
+            if name == "commit":
+                raise lmdb.DiskError(f"injected {self.fault}")
+            raise OSError(getattr(errno, self.fault), f"injected {self.fault} in {name}")
+        if self.fault == "EIO-after":
+            work()
+            raise OSError(errno.EIO, f"injected {self.fault} in {name}")
+        if self.fault in ("short", "torn"):
+            assert half is not None
+            return half()
+        return None  # lost
+
+    def open(self, name: str, flags: int, dir_fd: int) -> int:
+        return self._do("open", lambda: super(FaultyOps, self).open(name, flags, dir_fd))
+
+    def open_folder(self, name: str, dir_fd: int | None = None) -> int:
+        return self._do("open_folder", lambda: super(FaultyOps, self).open_folder(name, dir_fd))
+
+    def close(self, fd: int) -> None:
+        return self._do("close", lambda: super(FaultyOps, self).close(fd))
+
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        plain = super().read
+        half = lambda: plain(fd, _first_half(buffers), offset)  # noqa: E731
+        return self._do("read", lambda: plain(fd, buffers, offset), half)
+
+    def write(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
+        plain = super().write
+
+        def half() -> int:
+            done = plain(fd, _first_half(buffers), offset)
+            return done if self.fault == "short" else sum(map(len, buffers))
+
+        return self._do("write", lambda: plain(fd, buffers, offset), half)
+
+    def rename(self, source: str, source_fd: int, target: str, target_fd: int) -> None:
+        plain = super().rename
+        return self._do("rename", lambda: plain(source, source_fd, target, target_fd))
+
+    def unlink(self, name: str, dir_fd: int) -> None:
+        return self._do("unlink", lambda: super(FaultyOps, self).unlink(name, dir_fd))
+
+    def make_folder(self, name: str, dir_fd: int) -> None:
+        return self._do("make_folder", lambda: super(FaultyOps, self).make_folder(name, dir_fd))
+
+    def remove_folder(self, name: str, dir_fd: int) -> None:
+        return self._do("remove_folder", lambda: super(FaultyOps, self).remove_folder(name, dir_fd))
+
+    def stat(self, name: str, dir_fd: int) -> os.stat_result:
+        return self._do("stat", lambda: super(FaultyOps, self).stat(name, dir_fd))
+
+    def list(self, fd: int) -> list[str]:
+        return self._do("list", lambda: super(FaultyOps, self).list(fd))
+
+    def free_bytes(self, fd: int) -> int:
+        return self._do("free_bytes", lambda: super(FaultyOps, self).free_bytes(fd))
+
+    def sync(self, fd: int) -> None:
+        return self._do("sync", lambda: None)  # the disk itself is not what is tested here
+
+    def commit(self, transaction: lmdb.Transaction) -> None:
+        return self._do("commit", lambda: super(FaultyOps, self).commit(transaction))
+
+
+def _first_half(buffers: Sequence[Any]) -> list[Any]:
+    wanted = max(sum(map(len, buffers)) // 2 // 4096 * 4096, 1)
+    half = []
+    for buffer in buffers:
+        if wanted:
+            half.append(buffer[:wanted])
+            wanted -= len(half[-1])
+    return half
+
+
+def read_all(store: StripedPageStore) -> None:
+    for number in range(20):
+        found = get(store, number)
+        allowed = [content(key(number), version=version) for version in range(VERSIONS)]
+        assert found is None or found in allowed, f"wrong bytes for page {number}"
+    half = memory(PAGE)
+    [found] = store.get(NAMESPACE, [key(1)], [[half[:8192], half[8192:]]], subset=Subset())
+    allowed = [content(key(1), version=version) for version in range(VERSIONS)]
+    assert not found or bytes(half) in allowed
+
+
+def scenario(folder: Path, ops: FileOps) -> None:
+    """Open, write, overwrite, read, evict, delete, close, reopen, read."""
+    store = open_quiet(folder, ops=ops, durability="always", quota_bytes=QUOTA)
+    try:
+        put(store, 0, 1, 2)
+        again = [[memory(content(key(n), version=1))] for n in (1, 3)]
+        store.put(NAMESPACE, [key(1), key(3)], again)
+        shifted = memory(content(key(4)), shift=8)
+        store.put(NAMESPACE, [key(4)], [[shifted[:5000], shifted[5000:]]])
+        shifted[:] = bytes(PAGE)
+        read_all(store)
+        for number in range(5, 13, 2):
+            put(store, number, number + 1)
+        read_all(store)
+        put(store, 13, namespace=OTHER_NAMESPACE)
+        store.drop_writer(OTHER_NAMESPACE, WRITER)
+        store.exists(NAMESPACE, [key(n) for n in range(20)])
+        store.look_after()
+        store.flush()
+    finally:
+        store.close()
+    store = open_quiet(folder, ops=ops, durability="always", quota_bytes=QUOTA)
+    try:
+        read_all(store)
+        store.clear(NAMESPACE)
+        put(store, 14)
+    finally:
+        store.close()
+
+
+def test_the_scenario_covers_every_operation(memory_path: Path) -> None:
+    ops = FaultyOps()
+    scenario(memory_path / "store", ops)
+    assert set(ops.names) == {name for name, value in vars(FileOps).items() if callable(value)}, (
+        "the fault enumeration leaves an operation out"
+    )
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_whatever_operation_fails_reads_are_right_or_misses(memory_path: Path, fault: str) -> None:
+    dry_run = FaultyOps()
+    scenario(memory_path / "dry", dry_run)
+    files_before = open_files()
+    tried = 0
+    for number in range(len(dry_run.names)):
+        if not dry_run.applies(number, fault):
+            continue
+        folder = memory_path / f"{fault}-{number}"
+        ops = FaultyOps(number, fault)
+        try:
+            scenario(folder, ops)
+        except OSError as error:
+            # Only opening may say no.
+            assert re.search("injected|short write|No such file.*hcache-store.json", str(error)), (
+                f"operation {number}, {dry_run.names[number]}"
+            )
+        assert open_files() == files_before, f"operation {number} leaks files"
+        store = open_quiet(folder, quota_bytes=QUOTA)
+        read_all(store)
+        assert put(store, 15) == [True], f"not usable after operation {number}"
+        assert get(store, 15) == content(key(15))
+        assert_sound(store)
+        store.close()
+        assert names(folder / "sessions") == []
+        shutil.rmtree(folder)
+        tried += 1
+    assert tried > 0

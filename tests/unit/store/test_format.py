@@ -1,0 +1,230 @@
+"""Page files: what version 1 wrote stays readable, and no changed byte goes unnoticed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from store_testing import (
+    NAMESPACE,
+    PAGE,
+    content,
+    get,
+    key,
+    memory,
+    open_quiet,
+    page_files,
+    put,
+)
+
+from hcache_backend.store.base import WHOLE, Segment, SegmentTable, Share, Subset
+from hcache_backend.store.format import (
+    DamagedFileError,
+    check_names,
+    file_layout,
+    file_name,
+    parse_header,
+    parse_name,
+)
+from hcache_backend.store.rebuild import adopt_unknown_files
+from hcache_backend.store.striped import StripedPageStore
+
+FIXTURES = Path(__file__).parent / "fixtures"
+LAYERS = SegmentTable((Segment(512, 0), Segment(8192, 1), Segment(16384, 2), Segment(8192, 1)))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[StripedPageStore]:
+    store = open_quiet(tmp_path / "store")
+    yield store
+    store.close()
+
+
+def test_version_1_files_stay_readable(tmp_path: Path) -> None:
+    """The files in ``fixtures`` were written by version 1 and are never written again."""
+    folder = tmp_path / "store"
+    store = open_quiet(folder)
+    fixtures = sorted(FIXTURES.glob("*.page"))
+    assert len(fixtures) == 3
+    for fixture in fixtures:
+        parsed = parse_name(fixture.name)
+        assert parsed is not None
+        shard = folder / "pages" / file_name(*parsed)[0]
+        shard.mkdir(exist_ok=True)
+        (shard / fixture.name).write_bytes(fixture.read_bytes())
+    with store.volumes[0].use() as opened:
+        assert adopt_unknown_files(opened, store.volumes[0].io).pages == 3
+    whole, shared = memory(LAYERS.page_bytes), memory(LAYERS.page_bytes)
+    assert store.get(NAMESPACE, [key(1), key(2)], [[whole], [shared]]) == [True, True]
+    assert bytes(whole) == content(key(1), LAYERS.page_bytes)
+    assert bytes(shared) == content(key(2), LAYERS.page_bytes)
+    store.close()
+
+
+def damaged_versions(original: bytes) -> Iterator[tuple[str, bytes]]:
+    """Every truncation to a different length and every kind of changed bytes."""
+    yield from ((f"cut to {length}", original[:length]) for length in range(0, len(original), 997))
+    for length in (*range(0, 4200), *range(len(original) - 100, len(original))):
+        yield f"cut to {length}", original[:length]
+    yield "longer", original + bytes(4096)
+    for position in range(4096):
+        changed = bytearray(original)
+        changed[position] ^= 0xFF
+        yield f"header byte {position}", bytes(changed)
+    chance = random.Random(5)
+    for _ in range(5000):
+        bit = chance.randrange(4096 * 8, (4096 + PAGE) * 8)
+        changed = bytearray(original)
+        changed[bit // 8] ^= 1 << bit % 8
+        yield f"payload bit {bit}", bytes(changed)
+
+
+def test_any_changed_byte_or_length_is_a_miss(tmp_path: Path, store: StripedPageStore) -> None:
+    put(store, 1)
+    [path] = page_files(tmp_path / "store")
+    original = path.read_bytes()
+    assert len(original) == 4096 + PAGE
+    [[record]] = store.volumes[0].lookup(NAMESPACE, [key(1)])
+    volume = store.volumes[0]
+    volume._discard = lambda *ignored: None  # type: ignore[method-assign]  # put it back by hand
+    target = memory(PAGE)
+    with path.open("r+b", buffering=0) as file:
+        for what, changed in damaged_versions(original):
+            file.seek(0)
+            file.write(changed)
+            file.truncate(len(changed))
+            assert store.get(NAMESPACE, [key(1)], [[target]]) == [False], what
+        file.seek(0)
+        file.write(original)
+        file.truncate(len(original))
+    assert get(store, 1) == content(key(1)), "the undamaged file is still believed"
+    assert volume.lookup(NAMESPACE, [key(1)]) == [[record]]
+
+
+def test_any_truncated_length_is_a_miss(tmp_path: Path, store: StripedPageStore) -> None:
+    put(store, 1)
+    [path] = page_files(tmp_path / "store")
+    store.volumes[0]._discard = lambda *ignored: None  # type: ignore[method-assign]
+    target = memory(PAGE)
+    with path.open("r+b", buffering=0) as file:
+        for length in reversed(range(4096 + PAGE)):
+            file.truncate(length)
+            assert store.get(NAMESPACE, [key(1)], [[target]]) == [False], length
+
+
+def test_a_damaged_page_is_deleted_and_can_be_stored_again(
+    tmp_path: Path, store: StripedPageStore
+) -> None:
+    put(store, 1)
+    [path] = page_files(tmp_path / "store")
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01" + b"\x00")
+    assert get(store, 1) is None
+    assert store.stats.bad_pages == 1
+    assert page_files(tmp_path / "store") == []
+    assert store.exists(NAMESPACE, [key(1)]) == [False]
+    assert put(store, 1) == [True]
+    assert get(store, 1) == content(key(1))
+
+
+def test_a_page_under_another_name_is_a_miss(tmp_path: Path, store: StripedPageStore) -> None:
+    put(store, 1, 2)
+    one, two = page_files(tmp_path / "store")
+    one_bytes = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(one_bytes)
+    assert get(store, 1) is None
+    assert get(store, 2) is None
+
+
+def test_every_block_is_read_and_verified_alone(tmp_path: Path, store: StripedPageStore) -> None:
+    original = content(key(1), LAYERS.page_bytes)
+    store.put(NAMESPACE, [key(1)], [[memory(original)]], table=LAYERS)
+    [path] = page_files(tmp_path / "store")
+    # Damage the last segment: the others are still good, and believed.
+    data = bytearray(path.read_bytes())
+    data[-8192 - 3584 + 4] ^= 1
+    path.write_bytes(data)
+    layout = file_layout(LAYERS, WHOLE)
+    assert layout.payload_bytes == LAYERS.page_bytes
+    for segment in range(3):
+        for eighth in range(8):
+            target = memory(LAYERS.page_bytes)
+            subset = Subset(frozenset([segment]), 1 << eighth)
+            assert store.get(NAMESPACE, [key(1)], [[target]], subset=subset) == [True]
+            expected = bytearray(LAYERS.page_bytes)
+            for block in layout.blocks:
+                if block.segment == segment and block.eighths & subset.eighths:
+                    span = slice(block.page_offset, block.page_offset + block.length)
+                    expected[span] = original[span]
+            assert bytes(target) == bytes(expected), "only what was wanted is written"
+    target = memory(LAYERS.page_bytes)
+    subset = Subset(frozenset([3]))
+    assert store.get(NAMESPACE, [key(1)], [[target]], subset=subset) == [False]
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_a_page_exists_when_its_shares_cover_it(store: StripedPageStore, count: int) -> None:
+    original = content(key(1), LAYERS.page_bytes)
+    for number in range(count):
+        assert store.exists(NAMESPACE, [key(1)]) == [False]
+        share = Share(number, count)
+        stored = store.put(NAMESPACE, [key(1)], [[memory(original)]], share=share, table=LAYERS)
+        assert stored == [True]
+    assert store.exists(NAMESPACE, [key(1)]) == [True]
+    target = memory(LAYERS.page_bytes)
+    assert store.get(NAMESPACE, [key(1)], [[target]]) == [True]
+    assert bytes(target) == original
+
+
+def test_shares_of_different_counts_cover_together(store: StripedPageStore) -> None:
+    original = content(key(1), LAYERS.page_bytes)
+    for share in (Share(0, 2), Share(2, 4), Share(6, 8)):
+        store.put(NAMESPACE, [key(1)], [[memory(original)]], share=share, table=LAYERS)
+    target = memory(LAYERS.page_bytes)
+    assert store.exists(NAMESPACE, [key(1)]) == [False]
+    assert store.get(NAMESPACE, [key(1)], [[target]]) == [False]
+    first_seven = Subset(eighths=0b0111_1111)
+    assert store.get(NAMESPACE, [key(1)], [[target]], subset=first_seven) == [True]
+    store.put(NAMESPACE, [key(1)], [[memory(original)]], share=Share(7, 8), table=LAYERS)
+    assert store.exists(NAMESPACE, [key(1)]) == [True]
+    assert store.get(NAMESPACE, [key(1)], [[target]]) == [True]
+    assert bytes(target) == original
+
+
+def test_names_are_made_of_hexadecimal_digits_only() -> None:
+    shard, name = file_name(b"../../../../../.", b"/etc/passwd\x00" + b"/" * 20, Share(1, 2))
+    assert shard == "2f"
+    assert "/" not in name
+    assert parse_name(name) == (b"../../../../../.", b"/etc/passwd\x00" + b"/" * 20, Share(1, 2))
+    for wrong in ("x" + name, name + "x", name.replace("1of2", "2of2"), name.upper()):
+        assert parse_name(wrong) is None
+
+
+@pytest.mark.parametrize("bad", [b"", b"k" * 31, b"k" * 33, "k" * 32, None])
+def test_what_is_no_key_is_refused(store: StripedPageStore, bad: object) -> None:
+    with pytest.raises(ValueError, match="a key is 32 bytes"):
+        check_names(NAMESPACE, [bad])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="a key is 32 bytes"):
+        store.exists(NAMESPACE, [bad])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="a namespace is 16 bytes"):
+        store.exists(bad, [key(1)])  # type: ignore[arg-type]
+
+
+def test_a_table_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(ValueError, match="segment 1 has 100 bytes in 1 planes"):
+        SegmentTable((Segment(64, 1), Segment(100, 1)))
+    with pytest.raises(ValueError, match="share 2 of 2"):
+        file_layout(LAYERS, Share(2, 2))
+    with pytest.raises(ValueError, match="share 0 of 3"):
+        file_layout(LAYERS, Share(0, 3))
+
+
+def test_a_header_of_a_later_version_says_so(tmp_path: Path, store: StripedPageStore) -> None:
+    put(store, 1)
+    [path] = page_files(tmp_path / "store")
+    header = bytearray(path.read_bytes()[:4096])
+    header[4] = 2
+    with pytest.raises(DamagedFileError, match="format version 2"):
+        parse_header(memoryview(header))

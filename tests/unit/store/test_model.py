@@ -1,0 +1,167 @@
+"""The store against a dictionary: any sequence of calls, with eviction, shares and reopening."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from store_testing import (
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    assert_sound,
+    content,
+    key,
+    memory,
+    open_quiet,
+)
+
+from hcache_backend.store.base import ALL_EIGHTHS, Segment, SegmentTable, Share, Subset
+
+TABLE = SegmentTable((Segment(512, 0), Segment(4096, 1), Segment(8192, 2)))
+SIZE = TABLE.page_bytes
+QUOTA = 12 * 20480
+
+numbers = st.integers(0, 15)
+namespaces = st.sampled_from([NAMESPACE, OTHER_NAMESPACE])
+writers = st.sampled_from([b"writer-1", b"writer-2"])
+shares = st.sampled_from([1, 2, 4, 8]).flatmap(
+    lambda count: st.integers(0, count - 1).map(lambda number: Share(number, count))
+)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """The model says which eighths were given and by whom; eviction may take any of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = Path("/dev/shm")
+        self.root = Path(tempfile.mkdtemp(dir=shared if shared.is_dir() else None))
+        self.folders = [self.root / "a", self.root / "b"]
+        self.given: dict[tuple[bytes, int], dict[Share, bytes]] = {}
+        self.bounded = False
+        self.writer = b"writer-1"
+
+    @initialize(bounded=st.booleans())
+    def open(self, bounded: bool) -> None:
+        self.bounded = bounded
+        options = {"quota_bytes": QUOTA} if self.bounded else {}
+        self.store = open_quiet(*self.folders, writer=self.writer, **options)
+
+    @rule(writer=writers)
+    def reopen(self, writer: bytes) -> None:
+        self.store.close()
+        self.writer = writer
+        self.open(self.bounded)
+
+    @rule(batch=st.lists(numbers, min_size=1, max_size=5, unique=True), namespace=namespaces)
+    def put(self, batch: list[int], namespace: bytes) -> None:
+        self.put_share(batch, namespace, Share(0, 1), 0)
+
+    @rule(
+        batch=st.lists(numbers, min_size=1, max_size=3, unique=True),
+        namespace=namespaces,
+        share=shares,
+        shift=st.sampled_from([0, 8]),
+    )
+    def put_share(self, batch: list[int], namespace: bytes, share: Share, shift: int) -> None:
+        views = [memory(self.page(namespace, number), shift) for number in batch]
+        pages = [[view[:700], view[700:]] for view in views]
+        names = [key(number) for number in batch]
+        stored = self.store.put(namespace, names, pages, share=share, table=TABLE)
+        assert all(stored) or self.bounded
+        for view in views:
+            view[:] = bytes(SIZE)
+        for number, ok in zip(batch, stored, strict=True):
+            mine = self.given.setdefault((namespace, number), {})
+            if ok and Share(0, 1) not in mine:
+                mine.setdefault(share, self.writer)
+
+    @rule(batch=st.lists(numbers, min_size=1, max_size=8), namespace=namespaces)
+    def get(self, batch: list[int], namespace: bytes) -> None:
+        views = [memory(SIZE) for _ in batch]
+        names = [key(number) for number in batch]
+        found = self.store.get(namespace, names, [[view] for view in views])
+        assert not any(found) or found.count(True) <= len(batch)
+        for number, view, ok in zip(batch, views, found, strict=True):
+            given = self.eighths(namespace, number) == ALL_EIGHTHS
+            assert ok <= given, "a page that was never given, or was deleted, is there"
+            assert ok or not given or self.bounded, "a page is gone without eviction"
+            if ok:
+                assert bytes(view) == self.page(namespace, number)
+
+    @rule(number=numbers, namespace=namespaces, segment=st.integers(0, 2), eighth=st.integers(0, 7))
+    def get_some(self, number: int, namespace: bytes, segment: int, eighth: int) -> None:
+        view = memory(SIZE)
+        subset = Subset(frozenset([segment]), 1 << eighth)
+        [ok] = self.store.get(namespace, [key(number)], [[view]], subset=subset)
+        given = bool(self.eighths(namespace, number) & subset.eighths)
+        assert ok <= given
+        assert ok or not given or self.bounded
+        if ok:
+            page = self.page(namespace, number)
+            same = [one == other for one, other in zip(view, page, strict=True)]
+            assert all(one == 0 or equal for one, equal in zip(view, same, strict=True)), (
+                "wrong bytes"
+            )
+            assert any(same[:512]) if segment == 0 else any(view[512:])
+
+    @rule(namespace=namespaces)
+    def exists(self, namespace: bytes) -> None:
+        present = self.store.exists(namespace, [key(number) for number in range(16)])
+        for number, ok in enumerate(present):
+            given = self.eighths(namespace, number) == ALL_EIGHTHS
+            assert ok <= given
+            assert ok or not given or self.bounded
+
+    @rule(namespace=namespaces, writer=writers)
+    def drop_writer(self, namespace: bytes, writer: bytes) -> None:
+        dropped = self.store.drop_writer(namespace, writer)
+        expected = 0
+        for (other, _), mine in self.given.items():
+            for share in [share for share in mine if other == namespace]:
+                if mine[share] == writer:
+                    del mine[share]
+                    expected += 1
+        assert dropped == expected or self.bounded
+
+    @rule(namespace=namespaces)
+    def clear(self, namespace: bytes) -> None:
+        self.store.clear(namespace)
+        for name in [name for name in self.given if name[0] == namespace]:
+            del self.given[name]
+
+    @invariant()
+    def sound(self) -> None:
+        if hasattr(self, "store"):
+            assert_sound(self.store)
+            for volume in self.store.volumes:
+                with volume.use() as folder:
+                    assert not self.bounded or folder.index.totals().bytes <= QUOTA
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.store.close()
+        shutil.rmtree(self.root)
+
+    def eighths(self, namespace: bytes, number: int) -> int:
+        mask = 0
+        for share in self.given.get((namespace, number), {}):
+            mask |= share.eighths
+        return mask
+
+    @staticmethod
+    def page(namespace: bytes, number: int) -> bytes:
+        return content(key(number), SIZE, version=namespace[0])
+
+
+TestStore = StoreMachine.TestCase
+TestStore.settings = settings(
+    max_examples=120,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)

@@ -1,0 +1,457 @@
+"""What the store promises to the engine."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_testing import (
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    PAGE,
+    WRITER,
+    assert_sound,
+    config,
+    content,
+    get,
+    key,
+    memory,
+    names,
+    open_quiet,
+    page_files,
+    put,
+)
+
+from hcache_backend.store.file_ops import FileOps
+from hcache_backend.store.folder import NotOurFolderError
+from hcache_backend.store.page_io import BUFFERED, probe_alignment
+from hcache_backend.store.rebuild import adopt_unknown_files
+from hcache_backend.store.striped import StripedPageStore, open_store
+
+FILE = PAGE + 4096
+
+
+def test_pages_come_back_also_after_reopening(tmp_path: Path) -> None:
+    store = open_quiet(tmp_path / "store")
+    assert put(store, *range(20)) == [True] * 20
+    assert get(store, 7) == content(key(7))
+    store.close()
+    store = open_quiet(tmp_path / "store")
+    assert store.exists(NAMESPACE, [key(7), key(99)]) == [True, False]
+    assert get(store, 7) == content(key(7))
+    assert get(store, 7, OTHER_NAMESPACE) is None
+    store.close()
+
+
+def test_the_background_looks_after_itself(tmp_path: Path) -> None:
+    settings = config(tmp_path / "store", sync_seconds=0.05)
+    store = open_store(settings, WRITER)
+    store.put(NAMESPACE, [key(1)], [[memory(content(key(1)))]])
+    deadline = time.monotonic() + 20
+    while not store.stats.syncs:
+        assert time.monotonic() < deadline, "the batch was never synced"
+        time.sleep(0.01)
+    before = threading.active_count()
+    store.close()
+    store.close()
+    assert threading.active_count() < before
+    assert store.exists(NAMESPACE, [key(1)]) == [False], "a closed store has only misses"
+    assert store.put(NAMESPACE, [key(1)], [[memory(PAGE)]]) == [False]
+
+
+def test_memory_may_change_as_soon_as_put_returns(memory_path: Path) -> None:
+    store = open_quiet(memory_path / "store", io_threads=4)
+    views = [memory(PAGE, shift) for shift in (0, 0, 64, 0)]
+    for round_number in range(1000):
+        numbers = range(round_number * 4, round_number * 4 + 4)
+        for number, view in zip(numbers, views, strict=True):
+            view[:] = content(key(number))
+        keys = [key(number) for number in numbers]
+        assert all(store.put(NAMESPACE, keys, [[view] for view in views]))
+        for view in views:
+            view[:] = b"\xee" * PAGE
+    for number in range(0, 4000, 7):
+        assert get(store, number) == content(key(number))
+    store.close()
+
+
+def test_memory_may_change_after_a_put_that_ran_out_of_time(tmp_path: Path) -> None:
+    class SlowOps(FileOps):
+        gate = threading.Event()
+
+        def write(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
+            if not self.gate.wait(20):
+                raise OSError(errno.EIO, "the test forgot the gate")
+            return super().write(fd, buffers, offset)
+
+    SlowOps.gate.set()
+    store = open_quiet(tmp_path / "store", ops=SlowOps(), write_seconds=0.2)
+    SlowOps.gate.clear()
+    view = memory(content(key(1)))
+    start = time.monotonic()
+    assert store.put(NAMESPACE, [key(1), key(2)], [[view], [view]]) == [False, False]
+    assert time.monotonic() - start < 5, "the time limit holds"
+    assert store.stats.pages_dropped_late == 2
+    view[:] = bytes(PAGE)
+    SlowOps.gate.set()
+    store.volumes[0].writers.shutdown(wait=True)
+    assert get(store, 1) is None, "what was written too late is no page"
+    assert_sound(store)
+    store.close()
+
+
+def test_a_bug_below_is_a_miss_not_a_hanging_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_quiet(tmp_path / "store")
+    put(store, 1)
+
+    def raise_error(*ignored: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("hcache_backend.store.volume.read_page", raise_error)
+    monkeypatch.setattr("hcache_backend.store.volume.write_page", raise_error)
+    assert get(store, 1) is None
+    assert put(store, 2) == [False]
+    store.close()
+
+
+def test_neighbours_go_to_different_folders(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "abcd"]
+    store = open_quiet(*folders)
+    put(store, *range(128))
+    assert [len(page_files(folder)) for folder in folders] == [32] * 4
+    for start in range(0, 128, 4):
+        places = []
+        for number in range(start, start + 4):
+            [place] = [
+                place
+                for place, volume in enumerate(store.volumes)
+                if volume.lookup(NAMESPACE, [key(number)])[0]
+            ]
+            places.append(place)
+        assert sorted(places) == [0, 1, 2, 3]
+    store.close()
+
+
+def test_a_folder_that_vanishes_costs_its_own_pages_only(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    store = open_quiet(*folders)
+    put(store, *range(10))
+    folders[0].rename(tmp_path / "gone")
+    folders[0].mkdir()  # where a disk is not mounted there is an empty folder
+    store.look_after()
+    present = store.exists(NAMESPACE, [key(number) for number in range(10)])
+    assert present.count(True) == 5
+    for number, there in enumerate(present):
+        assert get(store, number) == (content(key(number)) if there else None)
+    assert put(store, *range(20, 24)) == [True] * 4, "the other folder takes everything"
+    assert names(folders[0]) == [], "nothing is written where the disk is not mounted"
+    folders[0].rmdir()
+    (tmp_path / "gone").rename(folders[0])
+    store.look_after()
+    assert all(store.exists(NAMESPACE, [key(number) for number in (*range(10), *range(20, 24))]))
+    assert all(get(store, number) == content(key(number)) for number in range(10))
+    assert store.stats.folders_lost == 1
+    store.close()
+
+
+def test_a_deleted_folder_is_made_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    store = open_quiet(folder)
+    put(store, 1)
+    folder.rename(tmp_path / "deleted")
+    assert put(store, 2) == [True], "until it is noticed, the open folder works on"
+    store.look_after()
+    assert store.exists(NAMESPACE, [key(1)]) == [False]
+    assert put(store, 3) == [True]
+    assert get(store, 3) == content(key(3))
+    store.close()
+
+
+def test_a_failing_folder_rests_and_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class BrokenOps(FileOps):
+        broken = False
+
+        def write(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
+            if self.broken:
+                raise OSError(errno.EIO, "Input/output error")
+            return super().write(fd, buffers, offset)
+
+    monkeypatch.setattr("hcache_backend.store.presence._REST_SECONDS", 0.3)
+    ops = BrokenOps()
+    store = open_quiet(tmp_path / "store", ops=ops)
+    put(store, 0)
+    ops.broken = True
+    with caplog.at_level(logging.WARNING):
+        for number in range(1, 20):
+            assert put(store, number) == [False]
+    assert len(caplog.records) <= 4, "a line for a kind of problem, not one a page"
+    assert store.stats.write_errors < 19, "it rests instead of failing again and again"
+    ops.broken = False
+    time.sleep(0.4)
+    assert get(store, 0) == content(key(0))
+    assert put(store, 1) == [True]
+    store.close()
+
+
+def test_the_quota_holds_and_the_least_recently_used_go(tmp_path: Path) -> None:
+    store = open_quiet(tmp_path / "store", quota_bytes=10 * FILE, low_water=0.7, high_water=1.0)
+    for number in range(10):
+        put(store, number)
+    assert store.stats.pages_evicted == 0
+    for number in (0, 1, 2):
+        assert get(store, number) is not None
+    put(store, 10)
+    assert store.stats.pages_evicted == 4, "down to the low water mark, the new page included"
+    present = store.exists(NAMESPACE, [key(number) for number in range(11)])
+    assert present == [True] * 3 + [False] * 4 + [True] * 4
+    assert len(page_files(tmp_path / "store")) == 7
+    assert_sound(store)
+    store.close()
+
+
+def test_recency_survives_reopening(tmp_path: Path) -> None:
+    store = open_quiet(tmp_path / "store")
+    put(store, *range(10))
+    assert get(store, 0) is not None
+    store.close()
+    store = open_quiet(tmp_path / "store", quota_bytes=10 * FILE, low_water=0.2, high_water=1.0)
+    put(store, 10)
+    assert store.exists(NAMESPACE, [key(0), key(10)]) == [True, True]
+    assert len(page_files(tmp_path / "store")) == 2
+    store.close()
+
+
+def test_free_space_is_kept(tmp_path: Path) -> None:
+    class SmallDisk(FileOps):
+        def free_bytes(self, fd: int) -> int:
+            return 10 * FILE - sum(path.stat().st_size for path in page_files(tmp_path / "store"))
+
+    store = open_quiet(tmp_path / "store", ops=SmallDisk(), min_free_bytes=4 * FILE)
+    for number in range(20):
+        assert put(store, number) == [True]
+        assert len(page_files(tmp_path / "store")) <= 6
+    assert get(store, 19) == content(key(19))
+    store.close()
+    store = open_quiet(tmp_path / "store", ops=SmallDisk(), min_free_bytes=100 * FILE)
+    assert put(store, 30) == [False]
+    assert store.stats.pages_dropped_full == 1
+    store.close()
+
+
+def test_a_file_that_cannot_be_removed_does_not_stop_eviction(tmp_path: Path) -> None:
+    stuck = key(0).hex()
+
+    class StuckOps(FileOps):
+        def unlink(self, name: str, dir_fd: int) -> None:
+            if stuck in name:
+                raise PermissionError(errno.EPERM, "Operation not permitted")
+            super().unlink(name, dir_fd)
+
+    store = open_quiet(tmp_path / "store", ops=StuckOps(), quota_bytes=5 * FILE)
+    for number in range(30):
+        assert put(store, number) == [True]
+    assert get(store, 0) == content(key(0)), "it stays a page"
+    assert store.stats.evict_errors > 0
+    assert_sound(store)
+    store.close()
+
+
+def test_a_page_that_is_evicted_while_it_is_read_is_still_right(tmp_path: Path) -> None:
+    class EvictingOps(FileOps):
+        store: StripedPageStore | None = None
+
+        def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if self.store is not None:
+                self.store.clear(NAMESPACE)
+                put(self.store, *range(50, 55))
+            return super().read(fd, buffers, offset)
+
+    ops = EvictingOps()
+    store = open_quiet(tmp_path / "store", ops=ops)
+    put(store, 1)
+    ops.store = store
+    assert get(store, 1) == content(key(1))
+    ops.store = None
+    assert get(store, 1) is None
+    store.close()
+
+
+def test_drop_writer_deletes_what_one_server_run_wrote(tmp_path: Path) -> None:
+    first = open_quiet(tmp_path / "store", writer=b"first---")
+    second = open_quiet(tmp_path / "store", writer=b"second--")
+    put(first, 1, 2)
+    put(second, 3)
+    put(second, 4, namespace=OTHER_NAMESPACE)
+    assert second.drop_writer(NAMESPACE, b"first---") == 2
+    assert second.exists(NAMESPACE, [key(1), key(2), key(3)]) == [False, False, True]
+    assert first.drop_writer(NAMESPACE, b"second--") == 1
+    assert first.exists(OTHER_NAMESPACE, [key(4)]) == [True]
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("shift", [0, 1, 64, 512])
+def test_unaligned_memory_is_copied_and_counted(tmp_path: Path, shift: int) -> None:
+    store = open_quiet(tmp_path / "store", buffer_bytes=8192)
+    with store.volumes[0].use() as folder:
+        alignment = folder.alignment
+    data = content(key(1), 40_000)
+    view = memory(data, shift)
+    assert store.put(NAMESPACE, [key(1)], [[view[:777], view[777:]]]) == [True]
+    target = memory(40_000, shift)
+    assert store.get(NAMESPACE, [key(1)], [[target]]) == [True]
+    assert bytes(target) == data
+    if alignment.flags:
+        assert store.stats.bytes_copied > 80_000
+    before = store.stats.bytes_copied
+    aligned = memory(40_960)
+    store.put(NAMESPACE, [key(2)], [[aligned[:4096], aligned[4096:]]])
+    assert store.get(NAMESPACE, [key(2)], [[aligned]]) == [True]
+    assert store.stats.bytes_copied == before, "aligned memory is not copied"
+    store.close()
+
+
+def test_a_file_system_without_direct_io_is_used_without(tmp_path: Path) -> None:
+    class NoDirectOps(FileOps):
+        def open(self, name: str, flags: int, dir_fd: int) -> int:
+            if flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return super().open(name, flags, dir_fd)
+
+    store = open_quiet(tmp_path / "store", ops=NoDirectOps())
+    with store.volumes[0].use() as folder:
+        assert folder.alignment == BUFFERED
+        assert probe_alignment(NoDirectOps(), folder.session_fd, "probe") == BUFFERED
+    put(store, 1)
+    assert get(store, 1) == content(key(1))
+    store.close()
+
+
+def test_memory_of_another_length_is_a_miss(tmp_path: Path) -> None:
+    store = open_quiet(tmp_path / "store")
+    put(store, 1)
+    target = memory(PAGE + 8)
+    assert store.get(NAMESPACE, [key(1)], [[target]]) == [False]
+    assert store.get(NAMESPACE, [key(1)], [[target[:-9]]]) == [False]
+    assert get(store, 1) == content(key(1)), "the page itself is fine"
+    store.close()
+
+
+def test_folders_are_for_the_owner_only(tmp_path: Path) -> None:
+    store = open_quiet(tmp_path / "new" / "store")
+    put(store, 1)
+    store.close()
+    root = tmp_path / "new" / "store"
+    for path in (root, *root.rglob("*")):
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_a_folder_in_use_for_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(NotOurFolderError, match="not empty and not a page store's"):
+        open_quiet(tmp_path)
+    assert names(tmp_path) == ["thesis.tex"]
+
+
+def test_links_inside_are_not_followed(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "store", tmp_path / "outside"
+    store = open_quiet(folder)
+    put(store, 1)
+    [path] = page_files(folder)
+    original = path.read_bytes()
+    outside.mkdir()
+    (outside / path.name).write_bytes(original)
+    path.unlink()
+    path.symlink_to(outside / path.name)
+    assert get(store, 1) is None, "a linked file is not read"
+    path.unlink()
+    path.parent.rmdir()
+    path.parent.symlink_to(outside)
+    assert get(store, 1) is None, "a linked folder is not entered"
+    store.clear(NAMESPACE)
+    assert put(store, 1) == [False]
+    assert (outside / path.name).read_bytes() == original, "nothing outside was touched"
+    store.close()
+    (folder / "pages").rename(tmp_path / "elsewhere")
+    (folder / "pages").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="not a link"):
+        open_quiet(folder)
+
+
+def test_one_bad_folder_does_not_keep_a_server_from_starting(tmp_path: Path) -> None:
+    (tmp_path / "bad").write_text("a file, not a folder")
+    store = open_quiet(tmp_path / "bad", tmp_path / "good")
+    assert put(store, 1, 2) == [True, True]
+    assert get(store, 2) == content(key(2))
+    store.close()
+    with pytest.raises(OSError, match="bad"):
+        open_quiet(tmp_path / "bad")
+
+
+def test_a_lost_index_is_rebuilt_from_the_files(tmp_path: Path) -> None:
+    store = open_quiet(tmp_path / "store")
+    put(store, *range(10))
+    store.close()
+    for path in (tmp_path / "store" / "index").iterdir():
+        path.write_bytes(b"garbage" * 2000)
+    store = open_quiet(tmp_path / "store")
+    assert store.exists(NAMESPACE, [key(1)]) == [False]
+    volume = store.volumes[0]
+    with volume.use() as folder:
+        assert folder.index_is_partial
+        assert adopt_unknown_files(folder, volume.io).pages == 10
+        folder.mark_index_complete()
+    assert all(get(store, number) == content(key(number)) for number in range(10))
+    assert_sound(store)
+    store.close()
+    store = open_quiet(tmp_path / "store")
+    with store.volumes[0].use() as folder:
+        assert not folder.index_is_partial, "opens without a scan"
+    store.close()
+
+
+def test_an_entry_without_file_is_removed_and_the_page_stored_again(tmp_path: Path) -> None:
+    store = open_quiet(tmp_path / "store")
+    put(store, 1)
+    page_files(tmp_path / "store")[0].unlink()
+    assert put(store, 1) == [True]
+    assert get(store, 1) == content(key(1))
+    page_files(tmp_path / "store")[0].unlink()
+    assert get(store, 1) is None
+    assert store.exists(NAMESPACE, [key(1)]) == [False]
+    assert_sound(store)
+    store.close()
+
+
+def test_a_page_that_is_there_is_not_written_again(tmp_path: Path) -> None:
+    store = open_quiet(tmp_path / "a", tmp_path / "b")
+    put(store, *range(4))
+    assert put(store, *range(6)) == [True] * 6
+    assert store.stats.pages_written == 6
+    assert store.stats.pages_already_stored == 4
+    store.close()
+
+
+def test_a_lock_that_is_never_free_costs_pages_not_the_server(tmp_path: Path) -> None:
+    store = open_quiet(tmp_path / "store", write_seconds=0.3)
+    other = open_quiet(tmp_path / "store")
+    with other.volumes[0].use() as folder, folder.lock.held(1):
+        start = time.monotonic()
+        assert put(store, 1) == [False]
+        assert time.monotonic() - start < 5
+    assert store.stats.pages_dropped_late == 1
+    assert put(store, 1) == [True]
+    assert_sound(store)
+    store.close()
+    other.close()
