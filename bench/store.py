@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--page-kib", type=int, nargs="*", default=[256, 2048, 16384])
-    parser.add_argument("--io-threads", type=int, default=8)
+    parser.add_argument("--io-threads", type=int, default=4)
     parser.add_argument("--pages-in-index", type=int, nargs="*", default=[1_000_000])
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
