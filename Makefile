@@ -12,7 +12,7 @@ ARGS ?=
 GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 	'import sys, importlib.util as u; u.find_spec("sglang") and print(sys.executable)' 2>/dev/null)
 
-.PHONY: setup demo test test-long lint
+.PHONY: setup demo test test-long lint bench-store
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -62,3 +62,7 @@ else
 	$(PIP) install --editable .
 endif
 	@touch $@
+
+# The page store against the disk's ceiling, SGLang's HiCacheFile and lmdb. BENCH_DIR: where.
+bench-store: setup
+	$(BIN)/python bench/store.py $(if $(BENCH_DIR),--dir $(BENCH_DIR)) $(ARGS)

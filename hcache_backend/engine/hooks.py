@@ -72,14 +72,18 @@ def install(hooks: list[Hook]) -> str | None:
     return f"SGLang has no place for the hooks on {', '.join(missing)}" if missing else None
 
 
+def _owner(target: str) -> Any:
+    """The class in ``module.Class.name``, or None."""
+    module_path, owner_name, _ = target.rsplit(".", 2)
+    try:
+        return getattr(importlib.import_module(module_path), owner_name, None)
+    except ImportError:
+        return None
+
+
 def _resolve(target: str) -> Any:
     """The function ``module.Class.name``, or None."""
-    module_path, owner_name, name = target.rsplit(".", 2)
-    try:
-        owner = getattr(importlib.import_module(module_path), owner_name)
-    except (ImportError, AttributeError):
-        return None
-    return getattr(owner, name, None)
+    return getattr(_owner(target), target.rpartition(".")[2], None)
 
 
 def _is_applied(hook: Hook) -> bool:

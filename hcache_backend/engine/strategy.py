@@ -65,9 +65,12 @@ class HiddenStateStrategy(StackStrategy):
 
     def build(self, *, kvcache: Any, params: Any, server_args: Any, **kwargs: Any) -> Any:
         reason = self._reason or refusal(self._runtime, kvcache, server_args)
+        # Every rank gets to each agreement, whatever it found: one rank's refusal is everyone's,
+        # and none may enter the probe's forward pass alone.
+        (start,) = on_all_ranks(params.tp_cache_group, reason is None)
         probe = None
         projector = GenericProjector(ProjectionBatch(ForwardMode.EXTEND))
-        if reason is None:
+        if start:
             try:
                 probe = observe(self._runtime.runner, kvcache)
                 compare(probe, projector, kvcache)
@@ -77,7 +80,6 @@ class HiddenStateStrategy(StackStrategy):
             except Exception as error:
                 logger.exception("hcache: the self-check broke")
                 reason = f"the self-check broke: {type(error).__name__}: {error}"
-        # Every rank gets here, whatever it found: one rank's refusal is everyone's.
         (agreed,) = on_all_ranks(params.tp_cache_group, reason is None)
         if not agreed and reason is None:
             reason = "another tensor-parallel rank refused"
@@ -108,8 +110,17 @@ class HiddenStateStrategy(StackStrategy):
                 f"--hicache-size {memory.hicache_size} GB leaves nothing beside the "
                 f"{mirror / 1e9:.2f} GB that hold the hidden states of the tokens on the device"
             )
-        if mirror > host_memory_budget_bytes():
-            raise SelfCheckFailed(f"no {mirror / 1e9:.2f} GB of host memory for captured rows")
+        if memory.hicache_size > 0:
+            wanted = memory.hicache_size * 1e9
+        else:
+            tokens = kvcache.size * memory.hicache_ratio + layout.page_size
+            wanted = mirror + tokens * layout.page_bytes / layout.page_size
+        budget = host_memory_budget_bytes()
+        if wanted > budget:
+            raise SelfCheckFailed(
+                f"it needs {wanted / 1e9:.2f} GB of host memory ({mirror / 1e9:.2f} GB of it for "
+                f"the tokens on the device) and {budget / 1e9:.2f} GB are there"
+            )
 
     @staticmethod
     def _page_layout(probe: Probe, kvcache: Any) -> PageLayout:

@@ -1,0 +1,141 @@
+"""Hooks are applied and verified; what cannot be hooked is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from hcache_backend.engine import bootstrap as bootstrap_module
+from hcache_backend.engine import hooks
+from hcache_backend.engine.bootstrap import bootstrap
+from hcache_backend.engine.hooks import Hook, install
+from hcache_backend.engine.runtime import current
+from hcache_backend.engine.versions import unsupported_reason
+from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
+
+
+@pytest.fixture(autouse=True)
+def unhooked() -> Iterator[None]:
+    """Undo every hook afterwards."""
+    targets = [hook.target for hook in (*hooks.hidden_mode_hooks(), *hooks.weight_hooks())]
+    before = {target: hooks._resolve(target) for target in targets}
+    yield
+    HookRegistry.reset()
+    for target, function in before.items():
+        owner = hooks._owner(target)
+        setattr(owner, target.rpartition(".")[2], function)
+
+
+def test_every_seam_is_there_and_each_hook_is_applied_once() -> None:
+    wanted = [*hooks.hidden_mode_hooks(), *hooks.weight_hooks()]
+    assert install(wanted) is None
+    assert install(wanted) is None
+    assert len([h for h in HookRegistry._hooks[hooks.RESET] if h[0] is HookType.AROUND]) == 1
+
+
+def test_a_missing_seam_is_named() -> None:
+    def function(original: Callable[..., Any], *args: Any) -> Any:
+        return original(*args)
+
+    for target in ("sglang.srt.no.Such.thing", hooks.RESET + "_of_another_version"):
+        assert install([Hook(target, function)]) == f"SGLang has no place for the hooks on {target}"
+
+
+def test_a_target_that_another_plugin_patched_first_is_hooked_all_the_same() -> None:
+    calls: list[str] = []
+
+    def theirs(original: Callable[..., Any], *args: Any) -> Any:
+        calls.append("theirs")
+        return original(*args)
+
+    def ours(original: Callable[..., Any], *args: Any) -> Any:
+        calls.append("ours")
+        return original(*args)
+
+    HookRegistry.register(hooks.RESET, theirs, HookType.AROUND)
+    HookRegistry.apply_hooks()
+    assert install([Hook(hooks.RESET, ours)]) is None
+    with pytest.raises(AttributeError):  # the real function, on something that is no controller
+        HybridCacheController.reset(SimpleNamespace())
+    assert calls == ["ours", "theirs"]
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_the_marker_stops_attention_however_it_is_passed(by_name: bool) -> None:
+    assert install(hooks.hidden_mode_hooks()) is None
+    attention = RadixAttention(4, 8, 1.0, num_kv_heads=2, layer_id=0)
+    q, k, v = torch.randn(3, 32), torch.randn(3, 16), torch.randn(3, 16)
+    batch = ProjectionBatch(None)
+    with pytest.raises(ProjectionReached) as reached:
+        if by_name:
+            attention(q=q, k=k, v=v, forward_batch=batch)
+        else:
+            attention(q, k, v, batch)
+    assert torch.equal(reached.value.k, k.view(3, 2, 8))
+    assert torch.equal(reached.value.v, v.view(3, 2, 8))
+
+
+def test_versions() -> None:
+    for version in ("0.5.20", "0.5.21", "0.5.21.post1", "0.5.23"):
+        assert unsupported_reason(version) is None
+    for version in ("0.5.19", "0.5.24", "0.6.0", "unknown"):
+        assert f"SGLang {version} is not one of" in str(unsupported_reason(version))
+
+
+def runner(**arguments: Any) -> Any:
+    """A ModelRunner as far as the bootstrap hook looks at it."""
+    defaults = {
+        "hicache_storage_backend": None,
+        "hicache_storage_backend_extra_config": None,
+        "enable_hierarchical_cache": True,
+    }
+    return SimpleNamespace(
+        server_args=SimpleNamespace(**{**defaults, **arguments}), model=torch.nn.Linear(2, 2)
+    )
+
+
+def test_an_unsupported_version_means_kv_mode_with_that_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reasons: list[str | None] = []
+    monkeypatch.setenv("HCACHE_ENABLE", "1")
+    monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
+    monkeypatch.setattr(bootstrap_module, "unsupported_reason", lambda: "SGLang 9 is not one")
+    monkeypatch.setattr("hcache_backend.engine.runtime._combine_over_ranks", lambda own: own)
+    monkeypatch.setattr(
+        "hcache_backend.engine.strategy.register", lambda runtime, reason: reasons.append(reason)
+    )
+    bootstrap(runner())
+    assert reasons == ["SGLang 9 is not one"]
+    assert hooks.ATTENTION not in HookRegistry._hooks
+
+
+def test_weights_that_could_change_unnoticed_mean_no_l3_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HCACHE_ENABLE", "1")
+    monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
+    monkeypatch.setattr(hooks, "RESET", hooks.RESET + "_gone")
+    monkeypatch.setattr("hcache_backend.engine.runtime._combine_over_ranks", lambda own: own)
+    monkeypatch.setattr("hcache_backend.engine.strategy.register", lambda runtime, reason: None)
+    bootstrap(runner())
+    weights = current().weights
+    assert weights is not None
+    assert "weight updates would go unnoticed" in str(weights.suspended)
+    current().caches_were_flushed()
+    assert current().weights == weights
+
+
+def test_a_server_that_is_not_ours_gets_nothing_but_the_memory_of_its_runner() -> None:
+    plain = runner()
+    bootstrap(plain)
+    assert current().runner is plain
+    assert current().weights is None
+    assert not [target for target, found in HookRegistry._hooks.items() if found]
