@@ -65,4 +65,5 @@ endif
 
 # The page store against the disk's ceiling, SGLang's HiCacheFile and lmdb. BENCH_DIR: where.
 bench-store: setup
-	$(BIN)/python bench/store.py $(if $(BENCH_DIR),--dir $(BENCH_DIR)) $(ARGS)
+	PYTHONPATH=.:tests/cpu_engine SGLANG_USE_CPU_ENGINE=1 \
+		$(BIN)/python bench/store.py $(if $(BENCH_DIR),--dir $(BENCH_DIR)) $(ARGS)
