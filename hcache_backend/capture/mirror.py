@@ -26,10 +26,6 @@ class HiddenMirror:
         self.token_ids = torch.zeros(slots, dtype=torch.int32)
         self._valid = torch.zeros(slots, dtype=torch.bool)
 
-    @property
-    def layers(self) -> int:
-        return self.rows.shape[0]
-
     def invalidate(self, slots: torch.Tensor) -> None:
         """Forget the rows of ``slots`` (int64 ``[n]``)."""
         self._valid[slots.to("cpu")] = False

@@ -6,9 +6,10 @@ import importlib
 import platform
 import sys
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+
+from hcache_backend.engine.versions import sglang_version
 
 _CPU_ENGINE = Path("tests") / "cpu_engine"
 
@@ -58,7 +59,7 @@ def find_machine() -> Machine:
         return Machine(
             device="cuda",
             name=torch.cuda.get_device_name(),
-            sglang=_sglang_version(),
+            sglang=sglang_version(),
             # Hidden mode does not support these two on CUDA yet; see the README.
             arguments=("--disable-cuda-graph", "--disable-overlap-schedule"),
         )
@@ -79,20 +80,13 @@ def _cpu_machine(engine: Path) -> Machine:
     return Machine(
         device="cpu",
         name=_processor(),
-        sglang=_sglang_version(),
+        sglang=sglang_version(),
         arguments=(
             *("--device", "cpu", "--mem-fraction-static", "0.1"),
             *("--disable-cuda-graph", "--disable-overlap-schedule"),
         ),
         environment={**cpu_engine.cpu_engine_env(), "HCACHE_CPU_ENGINE_FORK": "1"},
     )
-
-
-def _sglang_version() -> str:
-    try:
-        return version("sglang")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _processor() -> str:

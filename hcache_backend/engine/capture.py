@@ -41,15 +41,8 @@ class HiddenCapture:
         self._layers = len(layers)
         self._step: _Step | None = None
         self._complained = False
-        self._handles = [
+        for layer in layers:
             layer.projection.register_forward_pre_hook(self._hook(layer.index), with_kwargs=True)
-            for layer in layers
-        ]
-
-    def remove(self) -> None:
-        """Take the hooks off the model."""
-        for handle in self._handles:
-            handle.remove()
 
     @contextmanager
     def step(self, batch: Any) -> Iterator[None]:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
-
-logger = logging.getLogger("hcache")
 
 ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention.forward"
 FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"

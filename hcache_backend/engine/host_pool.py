@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +14,6 @@ from hcache_backend.capture.mirror import HiddenMirror
 from hcache_backend.engine import metrics
 from hcache_backend.page import NAMESPACE_BYTES, PageLayout
 from hcache_backend.restore.layerwise import LayerwiseRestore
-
-logger = logging.getLogger("hcache")
 
 NO_NAMESPACE = bytes(NAMESPACE_BYTES)
 

@@ -62,31 +62,30 @@ class Runtime:
         self.mode, self.reason = "kv", reason
         logger.warning("hcache: KV mode (plain KV pages): %s", reason)
 
-    def model_fields(self) -> dict[str, object]:
-        """The part of every namespace that says which model on which stage made a page."""
-        assert self.weights is not None
+    def _model_fields(self, weights: Weights) -> dict[str, object]:
+        """The part of every namespace that says which model made a page."""
         config = self.runner.model_config
         return {
             "format": FORMAT_VERSION,
-            "weights": self.weights.fingerprint.hex(),
+            "weights": weights.fingerprint.hex(),
             "model": _settings(config.hf_config.to_dict()),
             "dtype": str(self.runner.dtype),
             "kv_dtype": str(self.runner.kv_cache_dtype),
             "page_size": page_size(self.runner.server_args),
         }
 
-    def namespace_of(self, **shape: object) -> bytes:
-        """Namespace (16 bytes) of pages of the model of this moment and of ``shape``."""
-        assert self.weights is not None
+    def namespace_of(self, weights: Weights, **shape: object) -> bytes:
+        """Namespace (16 bytes) of pages that ``weights`` made and that look like ``shape``."""
         # Asked for by every batch of pages; building it walks the model's whole configuration.
-        key = (self.weights.fingerprint, repr(sorted(shape.items())))
+        key = (weights.fingerprint, repr(sorted(shape.items())))
         if key not in self._namespaces:
-            self._namespaces[key] = namespace({**self.model_fields(), **shape})
+            self._namespaces[key] = namespace({**self._model_fields(weights), **shape})
         return self._namespaces[key]
 
     def page_namespace(self) -> bytes:
         """Namespace of the hidden-state pages of this moment (16 bytes)."""
-        return self.namespace_of(**self.page_fields)
+        assert self.weights is not None
+        return self.namespace_of(self.weights, **self.page_fields)
 
     def read_weights(self) -> None:
         """Fingerprint the loaded weights. Every rank of the group must call it."""
@@ -96,7 +95,10 @@ class Runtime:
 
     def begin_weight_update(self) -> None:
         """Weights are about to change: what was captured or queued under the old ones is void."""
-        self._suspend("the weights were updated and the caches not flushed yet")
+        if self.weights is not None and self.weights.suspended is None:
+            logger.warning("hcache: weights change: L3 is off until the caches are flushed")
+        if self.distrust is None:
+            self._suspend("the weights were updated and the caches not flushed yet")
         for callback in self.on_weights_changed:
             callback()
 

@@ -37,7 +37,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from hcache_backend.config import ConfigError, HCacheConfig, parse_config
 from hcache_backend.engine import hooks, metrics
 from hcache_backend.engine.keys import key_bytes
-from hcache_backend.engine.runtime import Runtime, current
+from hcache_backend.engine.runtime import Runtime, Weights, current
 from hcache_backend.store.base import EIGHTHS, PageStore, Parts, Segment, SegmentTable
 from hcache_backend.store.striped import open_store
 
@@ -209,17 +209,19 @@ class HCacheStorage(HiCacheStorage):
         self._write(keys, self._page_parts(pool, host_indices, len(keys)), pool)
 
     def _exists(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[bool]:
-        if self._suspended():
+        namespace = self._serving_namespace(pool)
+        if namespace is None:
             return [False] * len(keys)
-        return self._store.exists(self._namespace(pool), [key_bytes(key) for key in keys])
+        return self._store.exists(namespace, [key_bytes(key) for key in keys])
 
     def _read(
         self, keys: Sequence[str], parts: Sequence[Parts], pool: str = PoolName.KV
     ) -> list[bool]:
-        if self._suspended():
+        namespace = self._serving_namespace(pool)
+        if namespace is None:
             return [False] * len(keys)
         start = time.perf_counter()
-        found = self._store.get(self._namespace(pool), [key_bytes(key) for key in keys], parts)
+        found = self._store.get(namespace, [key_bytes(key) for key in keys], parts)
         size = sum(_bytes(page) for page, ok in zip(parts, found, strict=True) if ok)
         metrics.count_pages("read", sum(found))
         metrics.count_pages("missed", len(found) - sum(found))
@@ -229,12 +231,13 @@ class HCacheStorage(HiCacheStorage):
         return found
 
     def _write(self, keys: Sequence[str], parts: Sequence[Parts], pool: str = PoolName.KV) -> None:
-        if self._suspended():
+        namespace = self._serving_namespace(pool)
+        if namespace is None:
             metrics.count_pages("dropped_suspended", len(keys))
             return
         start = time.perf_counter()
         stored = self._store.put(
-            self._namespace(pool),
+            namespace,
             [key_bytes(key) for key in keys],
             parts,
             table=_segment_table(self._host_pool(pool)),
@@ -246,15 +249,23 @@ class HCacheStorage(HiCacheStorage):
             self._metrics.backup_pgs.append(sum(stored))
             self._metrics.backup_bandwidth.append(_gigabytes_a_second(size, start))
 
-    def _suspended(self) -> bool:
-        weights = self._runtime.weights
-        return weights is None or weights.suspended is not None
+    def _serving_namespace(self, pool: str) -> bytes | None:
+        """Namespace to read and write, or None while L3 is suspended.
 
-    def _namespace(self, pool: str) -> bytes:
+        The weights are looked at once: an update that begins on the scheduler thread a moment later
+        must not move what is on its way under the new weights' namespace.
+        """
+        weights = self._runtime.weights
+        if weights is None or weights.suspended is not None:
+            return None
+        return self._namespace(pool, weights)
+
+    def _namespace(self, pool: str, weights: Weights) -> bytes:
         if self._runtime.mode == "hidden" and pool == PoolName.KV:
-            return self._runtime.page_namespace()
+            return self._runtime.namespace_of(weights, **self._runtime.page_fields)
         host_pool = self._host_pool(pool)
         return self._runtime.namespace_of(
+            weights,
             kind="kv",
             pool=str(pool),
             host_pool=type(host_pool).__name__,
@@ -278,11 +289,14 @@ class HCacheStorage(HiCacheStorage):
         return [pieces[i : i + per_page] for i in range(0, len(pieces), per_page)]
 
     def _clear_pool(self, pool: str) -> None:
-        self._store.clear(self._namespace(pool))
+        if self._runtime.weights is not None:
+            self._store.clear(self._namespace(pool, self._runtime.weights))
 
     def _drop_own_pages(self) -> None:
         def drop() -> int:
-            own = self._namespace(PoolName.KV)
+            if self._runtime.weights is None:
+                return 0
+            own = self._namespace(PoolName.KV, self._runtime.weights)
             return self._store.drop_writer(own, self._runtime.writer)
 
         dropped = self._guard("drop", drop, 0)
