@@ -53,9 +53,10 @@ ifeq ($(GPU_PYTHON),)
 endif
 	@touch $@
 
-$(VENV)/.package: $(VENV)/.engine requirements/package.txt requirements/dev.txt pyproject.toml
+$(VENV)/.package: $(VENV)/.engine requirements/package.txt requirements/dev.txt requirements/kernels-cpu.txt pyproject.toml
 ifeq ($(GPU_PYTHON),)
 	$(PIP) install -r requirements/package.txt -r requirements/dev.txt
+	$(PIP) install --no-deps -r requirements/kernels-cpu.txt
 	$(PIP) install --no-deps --editable .
 else
 	$(PIP) install -r requirements/dev.txt

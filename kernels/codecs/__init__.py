@@ -1,0 +1,1 @@
+"""Codecs for stored hidden states."""

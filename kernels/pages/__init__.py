@@ -1,0 +1,1 @@
+"""Layer segments of pages in host memory <-> contiguous rows on the device."""
