@@ -108,6 +108,10 @@ class PageLayout:
         """
         page[: self.header_bytes] = 0
         page[: _PREFIX.size] = np.frombuffer(self._prefix, np.uint8)
+        self.stamp(page, namespace, writer)
+
+    def stamp(self, page: Bytes, namespace: bytes, writer: bytes) -> None:
+        """Say whose page it is, when that was left open at :meth:`begin`."""
         page[_NAMESPACE] = np.frombuffer(namespace, np.uint8)
         page[_WRITER] = np.frombuffer(writer, np.uint8)
 

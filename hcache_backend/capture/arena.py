@@ -1,0 +1,271 @@
+"""The arena: host pages and shadow pages in one piece of pinned memory; a backup copies nothing.
+
+The arena has ``host_pages + device_pages`` physical pages. HiCache's index of a host page is
+logical: a table says which physical page it is at present. Every page of the device's KV pool owns
+one more physical page, its *shadow*, where capture writes the rows of its tokens. To back up a
+device page is to exchange two table entries: the host page becomes the filled shadow, and the
+device page gets the host page's empty memory as its new shadow.
+
+- Every physical page is in exactly one table entry, always.
+- Rows belong to one allocation of their slot. Allocating a slot again, or loading other KV into it,
+  makes its rows void; results of a step that began before that no longer count for it.
+- After a backup, or a load, the rows of a device page live in a host page, its *home*. When
+  HiCache frees that while the tokens are still on the device (``write_back`` does), the two entries
+  are exchanged once more: the shadow has the rows again, and the page can be backed up again.
+
+This is bookkeeping on the CPU, for the scheduler thread alone, except :meth:`Arena.physical`, which
+any thread may call for pages that it owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from hcache_backend.page import NAMESPACE_BYTES, WRITER_BYTES, PageLayout
+
+NO_NAMESPACE = bytes(NAMESPACE_BYTES)
+
+Ids = npt.NDArray[np.int64]
+
+
+class _Rows(IntEnum):
+    """What is known of the rows of one slot, all layers together."""
+
+    VOID = 0
+    PROMISED = 1  # the step was launched; that every layer was written is not proven yet
+    PROVEN = 2
+
+
+@dataclass(frozen=True)
+class ShadowChanges:
+    """New shadows of device pages; captures that are launched from now on must use them.
+
+    Attributes:
+        device_pages: int64 ``[n]``.
+        physical: Their shadows, int64 ``[n]``.
+    """
+
+    device_pages: Ids
+    physical: Ids
+
+
+class Arena:
+    """Page tables, validity of rows, and the tokens of every slot.
+
+    Args:
+        memory: uint8 ``[host_pages + device_pages, page_bytes]``; only headers are written here.
+        layout: Layout of a page.
+        host_pages: Pages that HiCache may allocate.
+        device_pages: Pages of the device's KV pool, the padding page included.
+        stamp: Writes the header of a page that is complete: ``stamp(page)`` with uint8
+            ``[page_bytes]``, positions and token ids already in place.
+
+    Raises:
+        ValueError: The memory has another shape.
+    """
+
+    def __init__(
+        self,
+        memory: npt.NDArray[np.uint8],
+        layout: PageLayout,
+        host_pages: int,
+        device_pages: int,
+        stamp: Callable[[npt.NDArray[np.uint8]], None],
+    ) -> None:
+        wanted = (host_pages + device_pages, layout.page_bytes)
+        if memory.shape != wanted or host_pages < 1 or device_pages < 1:
+            raise ValueError(f"memory is {memory.shape}, the arena needs {wanted}")
+        self.memory = memory
+        self.layout = layout
+        self.swapped_pages = 0
+        self._stamp = stamp
+        slots = device_pages * layout.page_size
+        self._host = np.arange(host_pages, dtype=np.int64)
+        self._shadow = np.arange(host_pages, host_pages + device_pages, dtype=np.int64)
+        self._clock = 0
+        self._generation = np.zeros(slots, np.int64)  # clock when the slot's rows last became void
+        self._rows = np.zeros(slots, np.uint8)
+        self._positions = np.zeros(slots, np.int32)
+        self._token_ids = np.zeros(slots, np.int32)
+        self._tenant = np.full(host_pages, -1, np.int64)  # device page whose tokens it holds
+        self._home = np.full(device_pages, -1, np.int64)  # the same link from the other side
+        self._unproven: set[int] = set()  # host pages that wait for the proof of their rows
+        self._blank_header = np.empty(layout.header_bytes, np.uint8)
+        layout.begin(self._blank_header, NO_NAMESPACE, bytes(WRITER_BYTES))
+
+    # ---- rows ----
+
+    @property
+    def shadows(self) -> Ids:
+        """Shadow of every device page, int64 ``[device_pages]``; a copy."""
+        return self._shadow.copy()
+
+    def allocated(self, slots: Ids) -> None:
+        """``slots`` (int64 ``[n]``) were allocated: what they held is void."""
+        self._leave_home(np.unique(slots // self.layout.page_size))
+        self._void(slots)
+
+    def begin(self, slots: Ids, positions: Ids, token_ids: Ids) -> int:
+        """A forward pass fills ``slots`` with these tokens; nothing is valid yet.
+
+        Returns:
+            The step's ticket, for :meth:`promise` and :meth:`prove`.
+        """
+        self.allocated(slots)
+        self._positions[slots] = positions
+        self._token_ids[slots] = token_ids
+        return self._clock
+
+    def promise(self, slots: Ids, ticket: int) -> None:
+        """The step was launched with everything that captures its rows."""
+        self._rows[slots[self._generation[slots] == ticket]] = _Rows.PROMISED
+
+    def prove(self, slots: Ids, ticket: int, written: npt.NDArray[np.bool_]) -> int:
+        """For each slot of the step, whether all layers were seen to be written.
+
+        Returns:
+            Rows that were not written although their slot still belongs to the step.
+        """
+        due = (self._generation[slots] == ticket) & (self._rows[slots] == _Rows.PROMISED)
+        self._rows[slots[due & written]] = _Rows.PROVEN
+        lost = slots[due & ~written]
+        self._void(lost)
+        self._finish_unproven()
+        return len(lost)
+
+    # ---- backup and load ----
+
+    def problem(self, slots: Ids) -> str | None:
+        """Why the whole pages of ``slots`` (int64 ``[pages * page_size]``) cannot be backed up."""
+        size = self.layout.page_size
+        positions = self._positions[slots]
+        pages = slots[::size] // size
+        if not np.array_equal(slots, (pages[:, None] * size + np.arange(size)).ravel()):
+            return "slots are not whole pages"
+        if (self._rows[slots] == _Rows.VOID).any():
+            return "rows not valid"
+        if (self._home[pages] >= 0).any():
+            return "rows backed up already"
+        first = int(positions[0])
+        wanted = np.arange(first, first + len(positions), dtype=np.int32)
+        if first % size or not np.array_equal(positions, wanted):
+            return "positions not consecutive"
+        return None
+
+    def swap(self, slots: Ids, host_pages: Ids) -> ShadowChanges:
+        """Back up the pages of ``slots``: their shadows become ``host_pages`` (int64 ``[pages]``).
+
+        :meth:`problem` must have found nothing. Transfers to the shadows may still be under way.
+        """
+        size = self.layout.page_size
+        pages = slots[::size] // size
+        filled, empty = self._shadow[pages], self._host[host_pages]
+        self._host[host_pages], self._shadow[pages] = filled, empty
+        self.swapped_pages += len(pages)
+        self._move_in(host_pages, pages)
+        self.memory[filled, : self.layout.header_bytes] = self._blank_header
+        self.layout.positions(self.memory)[filled] = self._positions[slots].reshape(-1, size)
+        self.layout.token_ids(self.memory)[filled] = self._token_ids[slots].reshape(-1, size)
+        self._unproven.update(host_pages.tolist())
+        self._finish_unproven()
+        return ShadowChanges(pages, empty)
+
+    def loaded(self, slots: Ids, host_pages: Ids) -> None:
+        """``slots`` were allocated anew and will hold the tokens of ``host_pages``."""
+        size = self.layout.page_size
+        pages = slots[::size] // size
+        physical = self._host[host_pages]
+        self._leave_home(pages)
+        self._positions[slots] = self.layout.positions(self.memory)[physical].ravel()
+        self._token_ids[slots] = self.layout.token_ids(self.memory)[physical].ravel()
+        self._move_in(host_pages, pages)
+        self._rows[slots] = _Rows.PROVEN
+
+    def _finish_unproven(self) -> None:
+        """Stamp the pages whose rows are all proven; a page that lost one is never stamped."""
+        if not self._unproven:
+            return
+        host_pages = np.fromiter(self._unproven, np.int64)
+        rows = self._rows.reshape(-1, self.layout.page_size)[self._tenant[host_pages]]
+        proven, lost = (rows == _Rows.PROVEN).all(1), (rows == _Rows.VOID).any(1)
+        for page in self._host[host_pages[proven]].tolist():
+            self._stamp(self.memory[page])
+        self._unproven.difference_update(host_pages[proven | lost].tolist())
+
+    # ---- host pages ----
+
+    def physical(self, host_pages: Ids) -> Ids:
+        """Physical pages of ``host_pages``, int64 of the same shape. Any thread."""
+        return self._host[host_pages]
+
+    def host_allocated(self, host_pages: Ids) -> None:
+        """HiCache allocated ``host_pages``: whatever they held is gone."""
+        self._move_out(host_pages)
+
+    def host_freed(self, host_pages: Ids) -> ShadowChanges:
+        """HiCache freed ``host_pages``: tokens still on the device take their rows back."""
+        linked = host_pages[self._tenant[host_pages] >= 0]
+        rows = self._rows.reshape(-1, self.layout.page_size)[self._tenant[linked]]
+        back = linked[(rows == _Rows.PROVEN).all(1)]
+        pages = self._tenant[back]
+        self._host[back], self._shadow[pages] = self._shadow[pages], self._host[back]
+        self._home[pages] = -1
+        self._tenant[back] = -1
+        self._move_out(host_pages)
+        return ShadowChanges(pages, self._shadow[pages])
+
+    def clear(self) -> None:
+        """Every host page and every slot was freed; all rows are void."""
+        self._void(slice(None))
+        self._tenant[:] = -1
+        self._home[:] = -1
+        self._unproven.clear()
+
+    # ---- links between device pages and host pages ----
+
+    def _move_in(self, host_pages: Ids, device_pages: Ids) -> None:
+        self._move_out(host_pages)
+        self._tenant[host_pages] = device_pages
+        self._home[device_pages] = host_pages
+
+    def _move_out(self, host_pages: Ids) -> None:
+        """Cut the links: rows that were in these host pages are in no shadow, so they are void."""
+        tenants = self._tenant[host_pages]
+        tenants = tenants[tenants >= 0]
+        size = self.layout.page_size
+        self._void((tenants[:, None] * size + np.arange(size)).ravel())
+        self._home[tenants] = -1
+        self._tenant[host_pages] = -1
+        self._unproven.difference_update(host_pages.tolist())
+
+    def _void(self, slots: Ids | slice) -> None:
+        """Rows of ``slots`` are gone, and a proof that is still on its way is not for them."""
+        self._clock += 1
+        self._generation[slots] = self._clock
+        self._rows[slots] = _Rows.VOID
+
+    def _leave_home(self, device_pages: Ids) -> None:
+        homes = self._home[device_pages]
+        self._move_out(homes[homes >= 0])
+
+    # ---- integrity ----
+
+    def check_integrity(self) -> None:
+        """Prove the invariants; for tests.
+
+        Raises:
+            AssertionError: A physical page is lost or in two places, or a link is one-sided.
+        """
+        every = np.sort(np.concatenate((self._host, self._shadow)))
+        assert np.array_equal(every, np.arange(len(self.memory))), "a page is lost or doubled"
+        for host_page in np.flatnonzero(self._tenant >= 0).tolist():
+            assert self._home[self._tenant[host_page]] == host_page, "a host page's link is broken"
+        for page in np.flatnonzero(self._home >= 0).tolist():
+            assert self._tenant[self._home[page]] == page, "a device page's link is broken"
+        assert (self._generation <= self._clock).all()
+        assert all(self._tenant[page] >= 0 for page in self._unproven), "an orphan waits for proof"

@@ -1,0 +1,222 @@
+"""Streams and events: the same code orders work on a GPU and, for tests, on a CPU.
+
+A stream runs what it is given in order, while the caller goes on. On CUDA that is a CUDA stream. On
+the CPU it is a worker thread, so that work really overlaps there too and a missing wait shows as a
+wrong result, not only on a GPU. The *current* stream is the one that the engine works on: on the
+CPU the calling thread itself, unless a test puts a worker in its place.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+Work = Callable[[], object]
+
+
+class StreamFailed(RuntimeError):
+    """Work on a stream raised; nothing that stands behind it on that stream was run."""
+
+
+class Event(ABC):
+    """A point in the order of a stream."""
+
+    @abstractmethod
+    def query(self) -> bool:
+        """Whether the stream has passed the point."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block the calling thread until it has.
+
+        Raises:
+            StreamFailed: Something before that point went wrong.
+        """
+
+    @abstractmethod
+    def milliseconds_since(self, earlier: Event) -> float:
+        """Time between two points that have passed; both were recorded with ``timed``."""
+
+
+class Stream(ABC):
+    """Runs work in order. Nothing but :meth:`synchronize` blocks the caller."""
+
+    @abstractmethod
+    def run(self, work: Work) -> None:
+        """Put ``work`` behind everything that this stream was given before."""
+
+    @abstractmethod
+    def record(self, *, timed: bool = False) -> Event:
+        """An event behind everything that this stream was given before."""
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """Let everything that is given from now on wait for ``event`` of another stream."""
+
+    @abstractmethod
+    def keep(self, tensor: torch.Tensor) -> None:
+        """This stream uses ``tensor``, which another one allocated: do not reuse it before."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until everything given so far is done."""
+        self.record().synchronize()
+
+
+def new_stream(device: torch.device | str, name: str) -> Stream:
+    """A stream of its own on ``device``; ``name`` is for debuggers."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return _CudaStream(torch.cuda.Stream(device))
+    return WorkerStream(name)
+
+
+def current_stream(device: torch.device | str) -> Stream:
+    """The stream that the calling thread works on at this moment."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return _CudaStream(torch.cuda.current_stream(device))
+    return _current.get() or _INLINE
+
+
+# ---- CUDA ----
+
+
+class _CudaEvent(Event):
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    def query(self) -> bool:
+        return bool(self.event.query())
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+    def milliseconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, _CudaEvent)
+        return float(earlier.event.elapsed_time(self.event))
+
+
+class _CudaStream(Stream):
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def run(self, work: Work) -> None:
+        with torch.cuda.stream(self._stream):
+            work()
+
+    def record(self, *, timed: bool = False) -> Event:
+        event = torch.cuda.Event(enable_timing=timed)
+        event.record(self._stream)
+        return _CudaEvent(event)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, _CudaEvent)
+        self._stream.wait_event(event.event)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        if tensor.is_cuda:
+            tensor.record_stream(self._stream)
+
+
+# ---- CPU ----
+
+
+class _ThreadEvent(Event):
+    def __init__(self) -> None:
+        self._passed = threading.Event()
+        self._error: BaseException | None = None
+        self._time = 0.0
+
+    def pass_now(self, error: BaseException | None) -> None:
+        self._error, self._time = error, time.perf_counter()
+        self._passed.set()
+
+    def query(self) -> bool:
+        return self._passed.is_set()
+
+    def synchronize(self) -> None:
+        self._passed.wait()
+        if self._error is not None:
+            raise StreamFailed(f"{type(self._error).__name__}: {self._error}") from self._error
+
+    def milliseconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, _ThreadEvent)
+        return 1e3 * (self._time - earlier._time)
+
+
+class WorkerStream(Stream):
+    """A thread that works through a queue.
+
+    After an error it runs nothing more: later work would take what is missing for done. Its events
+    pass all the same, with the error, so that nobody waits for ever.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[Work] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        threading.Thread(target=self._serve, name=f"hcache-{name}", daemon=True).start()
+
+    def run(self, work: Work) -> None:
+        context = contextvars.copy_context()  # the engine keeps its batch in context variables
+        context.run(_current.set, None)  # inside the work, this thread is the current stream
+        self._queue.put(lambda: self._error is None and context.run(work))
+
+    def record(self, *, timed: bool = False) -> Event:
+        event = _ThreadEvent()
+        self._queue.put(lambda: event.pass_now(self._error))
+        return event
+
+    def wait(self, event: Event) -> None:
+        self._queue.put(lambda: self._error is None and event.synchronize())
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """The work holds its tensors; memory of the CPU is not reused while somebody does."""
+
+    def _serve(self) -> None:
+        while True:
+            work = self._queue.get()
+            try:
+                work()
+            except BaseException as error:
+                self._error = error
+            del work  # it may hold the last reference to large tensors
+
+
+class _InlineStream(Stream):
+    """The calling thread as a stream: what is given is done on return."""
+
+    def run(self, work: Work) -> None:
+        work()
+
+    def record(self, *, timed: bool = False) -> Event:
+        event = _ThreadEvent()
+        event.pass_now(None)
+        return event
+
+    def wait(self, event: Event) -> None:
+        event.synchronize()
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """See :class:`WorkerStream`."""
+
+
+_INLINE = _InlineStream()
+_current: contextvars.ContextVar[Stream | None] = contextvars.ContextVar("stream", default=None)
+
+
+@contextmanager
+def current_is(stream: Stream) -> Iterator[None]:
+    """Within the block ``stream`` is the CPU's current one: so a worker can play the device."""
+    token = _current.set(stream)
+    try:
+        yield
+    finally:
+        _current.reset(token)
