@@ -180,6 +180,8 @@ class WorkerStream(Stream):
     def keep(self, tensor: torch.Tensor) -> None:
         """The work holds its tensors; memory of the CPU is not reused while somebody does."""
 
+    # Tensors that the engine made in inference mode can only be written in that mode.
+    @torch.inference_mode()
     def _serve(self) -> None:
         while True:
             work = self._queue.get()

@@ -341,6 +341,29 @@ def test_the_proof_of_an_older_allocation_counts_for_nothing() -> None:
     assert a.problem(slots) == "rows not valid"
 
 
+def test_the_proof_of_an_older_allocation_is_no_proof_of_the_newer_one() -> None:
+    a = arena()
+    slots = slots_of([2])
+    old = a.begin(slots, np.arange(4), np.arange(4))
+    a.promise(slots, old)
+    new = a.begin(slots, np.arange(4), np.arange(4))
+    a.promise(slots, new)
+    a.swap(slots, ids(0))
+    a.prove(slots, old, np.ones(4, bool))
+    assert LAYOUT.namespace_of(a.memory[a.physical(ids(0))[0]]) == NO_NAMESPACE
+    a.prove(slots, new, np.ones(4, bool))
+    assert LAYOUT.namespace_of(a.memory[a.physical(ids(0))[0]]) == NAMESPACE
+
+
+def test_a_freed_host_page_gives_nothing_to_the_next_owner_of_its_device_page() -> None:
+    a = arena()
+    a.swap(captured(a, [2]), ids(0))
+    captured(a, [2], first=64)
+    shadow = a.shadows[2]
+    assert len(a.host_freed(ids(0)).device_pages) == 0
+    assert a.shadows[2] == shadow
+
+
 def test_a_host_page_that_is_freed_before_the_proof_leaves_no_valid_rows() -> None:
     a = arena()
     slots = slots_of([2])

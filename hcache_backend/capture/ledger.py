@@ -1,0 +1,166 @@
+"""Brings what happens to slots on the device to the arena, in order and without waiting for it.
+
+Which slots a step fills, with which tokens, and which of its rows were really written stands in
+device memory. Small copies of it travel on a stream of their own; the arena is told when they have
+arrived, in the order in which the scheduler did things.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hcache_backend.capture.arena import Arena, Ids
+from hcache_backend.streams import Event, StreamFailed, current_stream, new_stream
+
+
+@dataclass
+class Read:
+    """Values that are on their way to the CPU: int64, on the CPU once ``event`` has passed."""
+
+    values: torch.Tensor
+    event: Event
+
+
+@dataclass
+class StepEntry:
+    """One forward pass, as the arena sees it.
+
+    Attributes:
+        read: Slots, positions and token ids, int64 ``[3, n]``.
+        promised: Whether everything that captures its rows was launched.
+        ticket: The arena's, once it knows the step.
+    """
+
+    read: Read
+    promised: bool = False
+    ticket: int | None = None
+
+
+@dataclass
+class Proof:
+    """Which rows of a step were written: bool ``[n]``, on the CPU once ``done`` has passed."""
+
+    step: StepEntry
+    written: torch.Tensor
+    start: Event
+    done: Event
+
+
+class Ledger:
+    """What the arena does not know yet. Only the scheduler thread may use it.
+
+    Args:
+        arena: Is told.
+        device: Where the model is.
+
+    Attributes:
+        broken: Why nothing more can be learned, or None. All rows are void then.
+        tokens_not_written: Rows that were promised and not written.
+        transfer_ms: Time that stage two took, all steps together.
+    """
+
+    def __init__(self, arena: Arena, device: torch.device) -> None:
+        self.broken: str | None = None
+        self.tokens_not_written = 0
+        self.transfer_ms = 0.0
+        self._arena = arena
+        self._device = device
+        self._stream = new_stream(device, "reader")
+        self._entries: deque[StepEntry | Read] = deque()  # a Read: slots that were allocated
+        self._proofs: deque[Proof] = deque()
+
+    def allocated(self, slots: torch.Tensor) -> None:
+        """Slots (int64 ``[n]``, on the device) were allocated."""
+        self._entries.append(self.read(slots))
+
+    def step(self, where: torch.Tensor) -> StepEntry:
+        """A forward pass over ``where`` (slots, positions, token ids: int64 ``[3, n]``) begins."""
+        entry = StepEntry(self.read(where))
+        self._entries.append(entry)
+        return entry
+
+    def prove(self, proof: Proof) -> None:
+        """``proof`` will say which rows of its step were written. In the order of the steps."""
+        self._proofs.append(proof)
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Tell the arena what has arrived.
+
+        Args:
+            wait: Also for slots that are still on their way; they stand behind the beginning of
+                the last forward pass, not behind its end. Proofs are never waited for.
+        """
+        try:
+            while self._entries and (wait or _read_of(self._entries[0]).event.query()):
+                self._apply(self._entries.popleft())
+            while self._proofs and self._proofs[0].done.query():
+                if self._proofs[0].step.ticket is None:
+                    break
+                self._apply_proof(self._proofs.popleft())
+        except StreamFailed as error:
+            self.broken = f"capture broke: {error}"
+            self.forget()
+
+    def forget(self) -> None:
+        """All slots were freed, or all rows lost their meaning."""
+        self._entries.clear()
+        self._proofs.clear()
+        self._arena.clear()
+
+    def slots_on_cpu(self, slots: torch.Tensor) -> Ids:
+        """``slots`` (int64 ``[n]``, on the device) as an array; waits for the current stream.
+
+        Raises:
+            StreamFailed: They could not be read.
+        """
+        read = self.read(slots)
+        read.event.synchronize()
+        return read.values.numpy()
+
+    def read(self, values: torch.Tensor) -> Read:
+        """Bring ``values`` to the CPU, as they are when the current stream gets here."""
+        target = host_tensor(values.shape, torch.int64, self._device)
+        self._stream.wait(current_stream(self._device).record())
+        self._stream.keep(values)
+        self._stream.run(lambda: target.copy_(values, non_blocking=True))
+        return Read(target, self._stream.record())
+
+    def _apply(self, entry: StepEntry | Read) -> None:
+        read = _read_of(entry)
+        read.event.synchronize()
+        values = read.values.numpy()
+        if isinstance(entry, Read):
+            self._arena.allocated(values)
+            return
+        slots, positions, token_ids = values
+        entry.ticket = self._arena.begin(slots, positions, token_ids)
+        if entry.promised:
+            self._arena.promise(slots, entry.ticket)
+
+    def _apply_proof(self, proof: Proof) -> None:
+        assert proof.step.ticket is not None
+        proof.done.synchronize()
+        self.transfer_ms += proof.done.milliseconds_since(proof.start)
+        slots, written = proof.step.read.values[0].numpy(), proof.written.numpy()
+        self.tokens_not_written += self._arena.prove(slots, proof.step.ticket, written)
+
+
+def host_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory of the CPU that ``device`` copies to and from without waiting, ``shape``."""
+    return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def device_ids(ids: np.ndarray, device: torch.device) -> torch.Tensor:
+    """``ids`` (int64) in memory that ``device`` can copy from without waiting."""
+    held = host_tensor(ids.shape, torch.int64, device)
+    held.copy_(torch.from_numpy(np.ascontiguousarray(ids)))
+    return held
+
+
+def _read_of(entry: StepEntry | Read) -> Read:
+    return entry if isinstance(entry, Read) else entry.read

@@ -1,0 +1,143 @@
+"""``stage_rows`` and ``save_rows`` in Triton.
+
+Rows are moved as the largest words that everything is aligned to: over the bus, many small stores
+cost more than few large ones.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .operations import WRONG_STEP, StagedRows
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_MOST_WORDS = 1024  # a program
+
+
+@triton.jit
+def stage_kernel(
+    rows,  # words [n, WORDS], row_stride apart
+    ok,  # uint8 [n]
+    places,  # int64 [n]
+    step,  # int64 [1]
+    staged,  # words [places, WORDS]
+    marks,  # int64 [places]
+    row_stride,
+    WORDS: tl.constexpr,
+    HAS_OK: tl.constexpr,
+    WRONG: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    place = tl.load(places + row)
+    at = part * BLOCK + tl.arange(0, BLOCK)
+    words = tl.load(rows + row * row_stride + at, mask=at < WORDS)
+    tl.store(staged + place * WORDS + at, words, mask=at < WORDS)
+    if part == 0:
+        mark = tl.load(step)
+        if HAS_OK:
+            mark = tl.where(tl.load(ok + row) != 0, mark, WRONG)
+        tl.store(marks + place, mark)
+
+
+@triton.jit
+def save_kernel(
+    staged,  # words [layers, n, WORDS], layers layer_stride apart
+    slots,  # int64 [n]
+    shadows,  # int64 [device_pages]
+    arena,  # words [pages, page_words]
+    segments,  # int64 [layers], bytes
+    layer_stride,
+    page_words,
+    PAGE_SIZE: tl.constexpr,
+    WORDS: tl.constexpr,
+    WORD_BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    layer = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + row)
+    page = tl.load(shadows + slot // PAGE_SIZE)
+    segment = tl.load(segments + layer) // WORD_BYTES
+    target = arena + page * page_words + segment + (slot % PAGE_SIZE) * WORDS
+    source = staged + layer * layer_stride + row * WORDS
+    for start in range(0, WORDS, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        words = tl.load(source + at, mask=at < WORDS)
+        tl.store(target + at, words, mask=at < WORDS)
+
+
+def stage_rows(
+    rows: torch.Tensor,
+    ok: torch.Tensor | None,
+    places: torch.Tensor,
+    step: torch.Tensor,
+    staged: StagedRows,
+    layer: int,
+) -> None:
+    """See :func:`hcache_kernels.staging.stage_rows`."""
+    n, row_bytes = rows.shape
+    if n == 0:
+        return
+    # The model's own tensors may be rows of something wider.
+    word = _word_bytes(row_bytes, rows.stride(0), rows.storage_offset() * rows.element_size())
+    words = row_bytes // word
+    block = min(_MOST_WORDS, triton.next_power_of_2(words))
+    stage_kernel[(n, triton.cdiv(words, block))](
+        rows.view(_WORDS[word]),
+        step if ok is None else ok.view(torch.uint8),
+        places,
+        step,
+        staged.rows[layer].view(_WORDS[word]),
+        staged.marks[layer],
+        rows.stride(0) // word,
+        WORDS=words,
+        HAS_OK=ok is not None,
+        WRONG=WRONG_STEP,
+        BLOCK=block,
+        num_warps=_warps(block),
+    )
+
+
+def save_rows(
+    staged: torch.Tensor,
+    slots: torch.Tensor,
+    shadows: torch.Tensor,
+    arena: torch.Tensor,
+    segments: torch.Tensor,
+    page_size: int,
+) -> None:
+    """See :func:`hcache_kernels.staging.save_rows`."""
+    layers, n, row_bytes = staged.shape
+    if n == 0:
+        return
+    # Segments are multiples of rows behind a header of 4096 bytes, so rows decide alignment.
+    word = _word_bytes(row_bytes, staged.stride(0), arena.shape[1])
+    words = row_bytes // word
+    block = min(_MOST_WORDS, triton.next_power_of_2(words))
+    save_kernel[(n, layers)](
+        staged.view(_WORDS[word]),
+        slots,
+        shadows,
+        arena.view(_WORDS[word]),
+        segments,
+        staged.stride(0) // word,
+        arena.shape[1] // word,
+        PAGE_SIZE=page_size,
+        WORDS=words,
+        WORD_BYTES=word,
+        BLOCK=block,
+        num_warps=_warps(block),
+    )
+
+
+def _word_bytes(*lengths: int) -> int:
+    """Largest word of which every one of ``lengths`` (bytes) is a multiple."""
+    return next(word for word in _WORDS if all(length % word == 0 for length in lengths))
+
+
+def _warps(block: int) -> int:
+    return max(1, min(4, block // 128))

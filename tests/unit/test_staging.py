@@ -1,0 +1,344 @@
+"""Stage one and stage two with real overlap: a worker thread plays the device."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from hcache_backend.capture.arena import Arena
+from hcache_backend.capture.staging import StagedCapture
+from hcache_backend.page import PageLayout
+from hcache_backend.streams import Event, WorkerStream, current_is
+
+LAYERS, WIDTH, SIZE, PLACES = 3, 8, 4, 12
+HOST_PAGES, DEVICE_PAGES = 6, 10
+LAYOUT = PageLayout(SIZE, (SIZE * WIDTH * 4,) * LAYERS)
+NAMESPACE, WRITER = b"n" * 16, b"w" * 8
+
+
+class ExactRows:
+    """The codec that stores rows as they are; it refuses rows that begin with a NaN."""
+
+    hidden_size, dtype, row_bytes = WIDTH, torch.float32, 4 * WIDTH
+
+    def __init__(self, is_view: bool) -> None:
+        self.is_view = is_view
+
+    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return rows.view(torch.uint8), ~rows[:, 0].isnan()
+
+
+class Machine:
+    """An arena, its capture, and a device that is a thread."""
+
+    def __init__(self, *, is_view: bool = True, places: int = PLACES) -> None:
+        memory = torch.zeros((HOST_PAGES + DEVICE_PAGES, LAYOUT.page_bytes), dtype=torch.uint8)
+        self.arena = Arena(
+            memory.numpy(),
+            LAYOUT,
+            HOST_PAGES,
+            DEVICE_PAGES,
+            lambda page: LAYOUT.stamp(page, NAMESPACE, WRITER),
+        )
+        segments = range(LAYERS)
+        self.capture = StagedCapture(
+            self.arena, memory, ExactRows(is_view), segments, places, "cpu"
+        )
+        self.rows: dict[int, torch.Tensor] = {}  # slot -> [layers, width]
+        self.tokens: dict[int, tuple[int, int]] = {}
+
+    def forward(
+        self, slots: list[int], *, layers: int = LAYERS, replay: int = 0, rows: object = None
+    ) -> bool:
+        """One step; with ``replay`` a recorded graph of that many rows runs instead of Python."""
+        n = len(slots)
+        hidden = torch.randn(LAYERS, max(n, replay), WIDTH) if rows is None else rows
+        assert isinstance(hidden, torch.Tensor)
+        where = torch.tensor(slots)
+        step = self.capture.begin(where, where, where + 100)
+        for layer in range(layers):
+            if replay:
+                self.capture._stage(layer, hidden[layer], replay)
+            else:
+                self.capture.take(layer, hidden[layer])
+        for i, slot in enumerate(slots):
+            self.rows[slot] = hidden[:, i]
+            self.tokens[slot] = (slot, slot + 100)
+        return step is not None and self.capture.end(step, replayed=replay > 0)
+
+    def settle(self) -> None:
+        self.capture.transfers().synchronize()
+        self.capture.ledger.settle()
+        assert self.capture.ledger.broken is None
+
+    def stored(self, slot: int) -> torch.Tensor:
+        page = self.arena.memory[self.arena.shadows[slot // SIZE]]
+        parts = [page[LAYOUT.segment(layer)].reshape(SIZE, -1) for layer in range(LAYERS)]
+        return torch.from_numpy(np.stack([part[slot % SIZE] for part in parts])).view(torch.float32)
+
+    def assert_stored(self, slots: list[int]) -> None:
+        for slot in slots:
+            assert torch.equal(self.stored(slot), self.rows[slot]), slot
+            assert self.arena._positions[slot] == self.tokens[slot][0]
+            assert self.arena._token_ids[slot] == self.tokens[slot][1]
+
+    def proven(self, slots: list[int]) -> bool:
+        return bool((self.arena._rows[slots] == 2).all())
+
+
+@pytest.fixture
+def device() -> Iterator[WorkerStream]:
+    stream = WorkerStream("test-device")
+    with current_is(stream):
+        yield stream
+
+
+@pytest.fixture
+def machine(device: WorkerStream) -> Machine:
+    return Machine()
+
+
+def slots(*pages: int) -> list[int]:
+    return [page * SIZE + i for page in pages for i in range(SIZE)]
+
+
+def test_rows_of_every_layer_reach_the_shadow_pages_of_their_slots(machine: Machine) -> None:
+    assert machine.forward([17, 4, 30, 5])
+    assert machine.forward([6])
+    machine.settle()
+    machine.assert_stored([17, 4, 30, 5, 6])
+    assert machine.proven([17, 4, 30, 5, 6])
+    assert machine.capture.tokens == 5
+
+
+def test_a_backup_copies_nothing_and_later_rows_go_to_the_new_shadow(machine: Machine) -> None:
+    where = slots(1, 2)
+    assert machine.forward([*where[:3]])
+    assert machine.forward([*where[3:]])
+    machine.settle()
+    filled = machine.arena.shadows[[1, 2]]
+    machine.capture.back_up(np.array(where), np.array([3, 0]))
+    assert machine.arena.physical(np.array([3, 0])).tolist() == filled.tolist()
+    kept = machine.arena.memory[filled].copy()
+    assert machine.forward(where)
+    machine.settle()
+    machine.assert_stored(where)
+    header = LAYOUT.header_bytes
+    assert np.array_equal(machine.arena.memory[filled][:, header:], kept[:, header:])
+
+
+def test_a_backup_before_the_transfer_gets_the_rows_all_the_same(machine: Machine) -> None:
+    gate = threading.Event()
+    machine.capture._transfer.run(gate.wait)
+    where = slots(1)
+    assert machine.forward(where)
+    machine.capture.ledger.settle()
+    assert machine.arena.problem(np.array(where)) is None
+    machine.capture.back_up(np.array(where), np.array([0]))
+    page = machine.arena.memory[machine.arena.physical(np.array([0]))[0]]
+    assert LAYOUT.namespace_of(page) != NAMESPACE
+    gate.set()
+    machine.settle()
+    assert LAYOUT.namespace_of(page) == NAMESPACE
+    for layer in range(LAYERS):
+        got = page[LAYOUT.segment(layer)].view(np.float32).reshape(SIZE, WIDTH)
+        assert np.array_equal(got, np.stack([machine.rows[slot][layer] for slot in where]))
+
+
+def test_a_stalled_writer_holds_up_neither_the_cpu_nor_the_forward_pass(
+    device: WorkerStream, machine: Machine
+) -> None:
+    gate = threading.Event()
+    machine.capture._transfer.run(gate.wait)  # the writer hangs
+    for step in range(3):  # as many tokens as staging has places
+        assert machine.forward(slots(step))
+    device.synchronize()  # the forward passes are done
+    assert machine.capture.waits_for_staging == 0
+    assert machine.forward(slots(4))  # staging is full: the CPU goes on all the same ...
+    assert machine.capture.waits_for_staging == 1
+    blocked = device.record()
+    machine.capture.ledger.settle(wait=False)
+    assert not blocked.query()  # ... and the device's stream is what waits
+    gate.set()
+    blocked.synchronize()
+    machine.settle()
+    machine.assert_stored(slots(0, 1, 2, 4))
+
+
+def test_a_step_longer_than_the_ring_moves_layer_by_layer(machine: Machine) -> None:
+    long = slots(1, 2, 3, 4)
+    assert len(long) > PLACES
+    for _ in range(3):
+        assert machine.forward(long)
+        assert machine.forward(slots(5))
+    machine.settle()
+    machine.assert_stored([*long, *slots(5)])
+    assert machine.proven([*long, *slots(5)])
+
+
+def test_a_step_longer_than_staging_is_not_captured(machine: Machine) -> None:
+    everything = list(range(DEVICE_PAGES * SIZE))
+    assert not machine.forward(everything)
+    machine.settle()
+    assert not machine.arena._rows.any()
+    assert machine.forward(slots(5))
+    machine.settle()
+    machine.assert_stored(slots(5))
+
+
+@pytest.mark.parametrize("tokens", [4, 16])
+def test_a_layer_that_was_not_seen_leaves_the_rows_void(machine: Machine, tokens: int) -> None:
+    where = list(range(tokens))
+    assert machine.forward(where)
+    assert not machine.forward(where, layers=LAYERS - 1)
+    machine.settle()
+    assert not machine.arena._rows.any()
+
+
+@pytest.mark.parametrize("is_view", [True, False])
+def test_replays_of_recorded_batches_with_padding_and_changing_sizes(
+    device: WorkerStream, is_view: bool
+) -> None:
+    machine, rng = Machine(is_view=is_view), random.Random(0)
+    captured: set[int] = set()
+    for _ in range(60):
+        n = rng.randrange(1, 7)
+        chosen = rng.sample(range(SIZE, DEVICE_PAGES * SIZE), n)
+        recorded = next(size for size in (1, 2, 4, 8) if size >= n)
+        assert machine.forward(chosen, replay=recorded)
+        captured.update(chosen)
+    machine.settle()
+    machine.assert_stored(sorted(captured))
+    assert machine.proven(sorted(captured))
+    assert machine.capture.ledger.tokens_not_written == 0
+
+
+def test_a_replay_that_recorded_no_copy_of_a_layer_proves_nothing(machine: Machine) -> None:
+    assert machine.forward(slots(1), replay=4)
+    assert machine.forward(slots(2), replay=4, layers=LAYERS - 1)
+    machine.settle()
+    assert machine.proven(slots(1))
+    assert not machine.arena._rows[slots(2)].any()
+    assert machine.capture.ledger.tokens_not_written == SIZE
+
+
+def test_a_replay_of_a_step_that_is_not_captured_spoils_no_other_step(machine: Machine) -> None:
+    gate = threading.Event()
+    machine.capture._transfer.run(gate.wait)
+    assert machine.forward(slots(1), replay=4)
+    machine.capture.skip()
+    for layer in range(LAYERS):
+        machine.capture._stage(layer, torch.full((4, WIDTH), 9.0), 4)
+    gate.set()
+    machine.settle()
+    machine.assert_stored(slots(1))
+    assert machine.proven(slots(1))
+
+
+@pytest.mark.parametrize("pages", [1, 4])
+def test_rows_that_the_codec_cannot_hold_are_not_proven(device: WorkerStream, pages: int) -> None:
+    machine = Machine(is_view=False)
+    where = slots(*range(1, pages + 1))
+    rows = torch.randn(LAYERS, len(where), WIDTH)
+    rows[1, 2, 0] = float("nan")
+    assert machine.forward(where, rows=rows)
+    machine.settle()
+    assert not machine.proven(where[2:3])
+    assert machine.proven([*where[:2], *where[3:]])
+
+
+def test_slots_that_are_allocated_again_lose_rows_that_are_still_on_their_way(
+    machine: Machine,
+) -> None:
+    assert machine.forward(slots(1))
+    machine.capture.ledger.allocated(torch.tensor(slots(1)[:1]))
+    machine.settle()
+    assert not machine.proven(slots(1)[:1])
+    assert machine.proven(slots(1)[1:])
+
+
+def test_static_buffers_of_the_engine_may_change_right_after_the_step(
+    device: WorkerStream, machine: Machine
+) -> None:
+    static, hidden = torch.tensor(slots(1)), torch.randn(LAYERS, SIZE, WIDTH)
+    machine.rows = {slot: hidden[:, i].clone() for i, slot in enumerate(slots(1))}
+    machine.tokens = {slot: (slot, slot + 100) for slot in slots(1)}
+    gate = threading.Event()
+    machine.capture._transfer.run(gate.wait)
+    machine.capture.ledger._stream.run(gate.wait)
+    step = machine.capture.begin(static, static, static + 100)
+    assert step is not None
+    for layer in range(LAYERS):
+        machine.capture.take(layer, hidden[layer])
+    assert machine.capture.end(step, replayed=False)
+    device.run(lambda: (static.zero_(), hidden.zero_()))  # the engine's next step
+    device.synchronize()
+    gate.set()
+    machine.settle()
+    machine.assert_stored(slots(1))
+    assert machine.proven(slots(1))
+
+
+def test_inference_mode_of_the_engine_does_not_matter(machine: Machine) -> None:
+    with torch.inference_mode():
+        assert machine.forward(slots(1))
+        assert machine.forward(slots(1, 2, 3, 4))
+    machine.settle()
+    machine.assert_stored(slots(1, 2, 3, 4))
+
+
+def test_a_transfer_that_fails_ends_capture_and_nothing_else(machine: Machine) -> None:
+    def fail() -> None:
+        raise OSError("no such memory")
+
+    assert machine.forward(slots(1))
+    machine.capture._transfer.run(fail)
+    assert machine.forward(slots(2))
+    machine.capture.ledger._proofs[-1].done._passed.wait()  # type: ignore[attr-defined]
+    machine.capture.ledger.settle()
+    assert machine.capture.ledger.broken == "capture broke: OSError: no such memory"
+    assert not machine.arena._rows.any()
+    assert not machine.forward(slots(3))
+
+
+def test_two_hundred_steps_with_random_delays_on_every_stream(
+    monkeypatch: pytest.MonkeyPatch, device: WorkerStream
+) -> None:
+    rng, run = random.Random(1), WorkerStream.run
+
+    def late(self: WorkerStream, work: Callable[[], object]) -> None:
+        pause = rng.choice([0, 0, 0, 0.0005])
+        run(self, lambda: (time.sleep(pause), work()))
+
+    monkeypatch.setattr(WorkerStream, "run", late)
+    machine = Machine()
+    captured: set[int] = set()
+    for _ in range(200):
+        n = rng.choice([1, 1, 2, 3, 5, 8, 12, 16, 24])
+        chosen = rng.sample(range(SIZE, DEVICE_PAGES * SIZE), n)
+        replay = min(PLACES, n + rng.randrange(3)) if n <= PLACES and rng.random() < 0.5 else 0
+        assert machine.forward(chosen, replay=replay)
+        captured.update(chosen)
+    machine.settle()
+    machine.assert_stored(sorted(captured))
+    assert machine.proven(sorted(captured))
+
+
+def test_an_event_of_another_stream_is_waited_for_in_order() -> None:
+    first, second = WorkerStream("first"), WorkerStream("second")
+    gate, seen = threading.Event(), []
+    first.run(gate.wait)
+    first.run(lambda: seen.append("first"))
+    event: Event = first.record()
+    second.wait(event)
+    second.run(lambda: seen.append("second"))
+    assert not event.query()
+    gate.set()
+    second.synchronize()
+    assert seen == ["first", "second"]
