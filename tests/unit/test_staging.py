@@ -241,6 +241,20 @@ def test_a_replay_of_a_step_that_is_not_captured_spoils_no_other_step(machine: M
     assert machine.proven(slots(1))
 
 
+def test_the_spare_place_is_left_alone_while_a_long_step_uses_its_memory(machine: Machine) -> None:
+    gate = threading.Event()
+    machine.capture._transfer.run(gate.wait)
+    long = slots(1, 2, 3, 4)[: PLACES + 1]
+    assert machine.forward(long)
+    machine.capture.skip()
+    for layer in range(LAYERS):
+        machine.capture._stage(layer, torch.full((4, WIDTH), 9.0), 4)
+    time.sleep(0.05)  # the device does what it may do by now
+    gate.set()
+    machine.settle()
+    machine.assert_stored(long)
+
+
 @pytest.mark.parametrize("pages", [1, 4])
 def test_rows_that_the_codec_cannot_hold_are_not_proven(device: WorkerStream, pages: int) -> None:
     machine = Machine(is_view=False)

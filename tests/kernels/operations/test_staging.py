@@ -1,0 +1,74 @@
+"""The kernels of both stages against their torch references, to the byte."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hcache_kernels.staging import WRONG_STEP, StagedRows, save_rows, stage_rows, staging_triton
+
+PLACES = 9
+
+
+def buffer(layers: int, row_bytes: int, device: str) -> StagedRows:
+    return StagedRows(
+        torch.full((layers, PLACES, row_bytes), 0xEE, dtype=torch.uint8, device=device),
+        torch.zeros((layers, PLACES), dtype=torch.int64, device=device),
+    )
+
+
+@pytest.mark.parametrize("row_bytes", [1, 6, 12, 160, 3000, 8192])
+@pytest.mark.parametrize("with_ok", [False, True])
+def test_stage_rows(device: str, row_bytes: int, with_ok: bool) -> None:
+    torch.manual_seed(row_bytes)
+    n = 5
+    rows = torch.randint(0, 256, (n, row_bytes), dtype=torch.uint8, device=device)
+    places = torch.randperm(PLACES, device=device)[:n]
+    ok = torch.tensor([True, False, True, True, False], device=device) if with_ok else None
+    step = torch.tensor([41], device=device)
+    got, want = buffer(2, row_bytes, device), buffer(2, row_bytes, "cpu")
+    staging_triton.stage_rows(rows, ok, places, step, got, 1)
+    stage_rows(rows.cpu(), None if ok is None else ok.cpu(), places.cpu(), step.cpu(), want, 1)
+    assert torch.equal(got.rows.cpu(), want.rows)
+    assert torch.equal(got.marks.cpu(), want.marks)
+    assert (want.marks == WRONG_STEP).sum() == (2 if with_ok else 0)
+    assert (want.rows[0] == 0xEE).all()
+
+
+@pytest.mark.parametrize("columns", [16, 48])
+def test_stage_rows_that_are_part_of_something_wider(device: str, columns: int) -> None:
+    wide = torch.randn(5, 64, device=device)
+    rows = wide[:, 3 : 3 + columns].view(torch.uint8)
+    got, want = buffer(1, columns * 4, device), buffer(1, columns * 4, "cpu")
+    places, step = torch.arange(5, device=device), torch.tensor([7], device=device)
+    staging_triton.stage_rows(rows, None, places, step, got, 0)
+    stage_rows(rows.cpu(), None, places.cpu(), step.cpu(), want, 0)
+    assert torch.equal(got.rows.cpu(), want.rows)
+
+
+@pytest.mark.parametrize("row_bytes", [1, 6, 160, 3000])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_save_rows(device: str, row_bytes: int, page_size: int) -> None:
+    torch.manual_seed(page_size)
+    layers, n, pages, device_pages = 3, 7, 12, 8
+    segment = page_size * row_bytes
+    segments = torch.tensor([16, 16 + segment, 16 + 3 * segment])
+    page_bytes = 16 + 5 * segment
+    page_bytes += -page_bytes % 8
+    arena = torch.full((pages, page_bytes), 0xEE, dtype=torch.uint8)
+    staged = torch.randint(0, 256, (layers, PLACES, row_bytes), dtype=torch.uint8)[:, 1 : n + 1]
+    slots = torch.randperm(device_pages * page_size)[:n]
+    shadows = torch.randperm(pages)[:device_pages]
+    want = arena.clone()
+    save_rows(staged, slots, shadows, want, segments, page_size)
+    for layer in range(layers):
+        for i, slot in enumerate(slots.tolist()):
+            start = int(segments[layer]) + slot % page_size * row_bytes
+            row = want[shadows[slot // page_size], start : start + row_bytes]
+            assert torch.equal(row, staged[layer, i])
+    got = arena.pin_memory() if device == "cuda" else arena
+    staging_triton.save_rows(
+        staged.to(device), slots.to(device), shadows.to(device), got, segments.to(device), page_size
+    )
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(got, want)
