@@ -13,10 +13,12 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 Work = Callable[[], object]
@@ -84,6 +86,19 @@ def current_stream(device: torch.device | str) -> Stream:
     if device.type == "cuda":
         return _CudaStream(torch.cuda.current_stream(device))
     return _current.get() or _INLINE
+
+
+def host_tensor(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """Memory of the CPU that ``device`` copies to and from without waiting."""
+    return torch.empty(shape, dtype=dtype, pin_memory=torch.device(device).type == "cuda")
+
+
+def held_for_device(values: npt.NDArray[Any], device: torch.device | str) -> torch.Tensor:
+    """A copy of ``values`` in memory that ``device`` can copy from without waiting."""
+    source = torch.from_numpy(np.ascontiguousarray(values))
+    return host_tensor(source.shape, source.dtype, device).copy_(source)
 
 
 # ---- CUDA ----

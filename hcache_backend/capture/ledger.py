@@ -8,14 +8,18 @@ arrived, in the order in which the scheduler did things.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from hcache_backend.capture.arena import Arena, Ids
-from hcache_backend.streams import Event, StreamFailed, current_stream, new_stream
+from hcache_backend.streams import (
+    Event,
+    StreamFailed,
+    current_stream,
+    host_tensor,
+    new_stream,
+)
 
 
 @dataclass
@@ -148,18 +152,6 @@ class Ledger:
         self.transfer_ms += proof.done.milliseconds_since(proof.start)
         slots, written = proof.step.read.values[0].numpy(), proof.written.numpy()
         self.tokens_not_written += self._arena.prove(slots, proof.step.ticket, written)
-
-
-def host_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory of the CPU that ``device`` copies to and from without waiting, ``shape``."""
-    return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
-
-
-def device_ids(ids: np.ndarray, device: torch.device) -> torch.Tensor:
-    """``ids`` (int64) in memory that ``device`` can copy from without waiting."""
-    held = host_tensor(ids.shape, torch.int64, device)
-    held.copy_(torch.from_numpy(np.ascontiguousarray(ids)))
-    return held
 
 
 def _read_of(entry: StepEntry | Read) -> Read:

@@ -22,8 +22,15 @@ import torch
 from hcache_kernels.staging import StagedRows, save_rows, stage_rows
 
 from hcache_backend.capture.arena import Arena, Ids, ShadowChanges
-from hcache_backend.capture.ledger import Ledger, Proof, StepEntry, device_ids, host_tensor
-from hcache_backend.streams import Event, Stream, current_stream, new_stream
+from hcache_backend.capture.ledger import Ledger, Proof, StepEntry
+from hcache_backend.streams import (
+    Event,
+    Stream,
+    current_stream,
+    held_for_device,
+    host_tensor,
+    new_stream,
+)
 
 
 class RowCodec(Protocol):
@@ -331,7 +338,8 @@ class StagedCapture:
     def _use_shadows(self, changes: ShadowChanges) -> None:
         if not len(changes.device_pages):
             return
-        both = device_ids(np.stack((changes.device_pages, changes.physical)), self._device)
+        ids = np.stack((changes.device_pages, changes.physical))
+        both = held_for_device(ids, self._device)
 
         def change() -> None:
             pages, physical = both.to(self._device, non_blocking=True)

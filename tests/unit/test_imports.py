@@ -18,6 +18,7 @@ RANKS = {
     "config": 0,
     "page": 0,
     "fingerprint": 1,
+    "streams": 1,
     "store": 1,
     "projection": 2,
     "partition": 2,

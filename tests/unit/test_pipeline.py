@@ -1,0 +1,256 @@
+"""The restore pipeline: right whatever the streams do, and as far ahead as its ring allows."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from hcache_backend.page import PageLayout
+from hcache_backend.restore.pipeline import (
+    RUN_AHEAD,
+    RestoredLayer,
+    RestorePipeline,
+    gather_reference,
+)
+from hcache_backend.streams import StreamFailed, WorkerStream, current_is, new_stream
+
+SIZE, WIDTH, PAGES, SLOTS = 4, 6, 20, 160
+METHODS = ("hidden", "kv", "hidden", "hidden", "kv")
+
+
+class Server:
+    """Pages with random content, a pool that starts poisoned, and a pipeline between them."""
+
+    def __init__(self, methods: Sequence[str] = METHODS, chunk_tokens: int = 1024) -> None:
+        row = 4 * WIDTH
+        segments = tuple(SIZE * row * (2 if method == "kv" else 1) for method in methods)
+        self.layout = PageLayout(SIZE, segments)
+        self.memory = torch.zeros((PAGES, self.layout.page_bytes), dtype=torch.uint8)
+        self.methods = methods
+        for page in range(PAGES):
+            for layer in range(len(methods)):
+                values = torch.randn(segments[layer] // 4)
+                self.memory[page, self.layout.segment(layer)] = values.view(torch.uint8)
+            self.layout.positions(self.memory.numpy())[page] = np.arange(SIZE) + 1000 * page
+        self.k = torch.full((len(methods), SLOTS, WIDTH), float("nan"))
+        self.v = torch.full((len(methods), SLOTS, WIDTH), float("nan"))
+        self.calls: list[tuple[int, int]] = []  # layer, tokens
+        layers = [RestoredLayer(method, self.fill(i)) for i, method in enumerate(methods)]
+        self.pipeline = RestorePipeline(
+            self.memory, self.layout, layers, chunk_tokens, "cpu", gather_reference
+        )
+
+    def fill(self, layer: int) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+        def hidden(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+            rows = segments.view(torch.float32).view(-1, WIDTH)
+            self.k[layer, slots] = rows + positions[:, None]
+            self.v[layer, slots] = rows * 2
+            self.calls.append((layer, len(slots)))
+
+        def kv(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+            k, v = segments.view(torch.float32).view(-1, 2, SIZE, WIDTH).unbind(1)
+            self.k[layer, slots] = k.reshape(-1, WIDTH)
+            self.v[layer, slots] = v.reshape(-1, WIDTH)
+            self.calls.append((layer, len(slots)))
+
+        return hidden if self.methods[layer] == "hidden" else kv
+
+    def assert_restored(self, layer: int, pages: Sequence[int], slots: torch.Tensor) -> None:
+        for page, at in zip(pages, slots.view(-1, SIZE), strict=True):
+            segment = self.memory[page, self.layout.segment(layer)].clone().view(torch.float32)
+            if self.methods[layer] == "kv":
+                want_k, want_v = segment.view(2, SIZE, WIDTH)
+            else:
+                rows = segment.view(SIZE, WIDTH)
+                want_k = rows + (torch.arange(SIZE)[:, None] + 1000 * page)
+                want_v = rows * 2
+            assert torch.equal(self.k[layer, at], want_k), (layer, page)
+            assert torch.equal(self.v[layer, at], want_v), (layer, page)
+
+
+def some(pages: int, seed: int = 0) -> tuple[np.ndarray, torch.Tensor]:
+    """Pages in any order, and as many slots, in any order too."""
+    rng = np.random.default_rng(seed)
+    chosen = rng.permutation(PAGES)[:pages].astype(np.int64)
+    return chosen, torch.from_numpy(rng.permutation(SLOTS)[: pages * SIZE])
+
+
+def wait(server: Server, pages: np.ndarray, slots: torch.Tensor) -> None:
+    restore = server.pipeline.start(pages, slots)
+    for layer in range(len(server.methods)):
+        restore.wait_for_layer(layer)
+        server.assert_restored(layer, pages.tolist(), slots)
+
+
+@pytest.mark.parametrize("pages", [1, 2, 7, PAGES])
+@pytest.mark.parametrize("chunk_tokens", [1, SIZE, 3 * SIZE, 1024])
+def test_every_layer_of_every_page_comes_back(pages: int, chunk_tokens: int) -> None:
+    server = Server(chunk_tokens=chunk_tokens)
+    wait(server, *some(pages))
+
+
+def test_nothing_else_is_written() -> None:
+    server = Server()
+    chosen, slots = some(3)
+    wait(server, chosen, slots)
+    others = torch.ones(SLOTS, dtype=torch.bool)
+    others[slots] = False
+    assert server.k[:, others].isnan().all()
+    assert server.v[:, others].isnan().all()
+
+
+def test_many_pages_are_one_copy_and_one_projection_a_layer() -> None:
+    server = Server()
+    wait(server, *some(PAGES))
+    assert sorted(server.calls) == [(layer, PAGES * SIZE) for layer in range(5)]
+
+
+def test_layer_0_is_ready_while_later_layers_are_still_on_their_way() -> None:
+    server, gate = Server(["hidden"] * 4), threading.Event()
+    gather, copies = server.pipeline._gather, []
+
+    def slow(memory: torch.Tensor, pages: torch.Tensor, offset: int, out: torch.Tensor) -> None:
+        copies.append(offset)
+        if len(copies) > 1:
+            gate.wait()
+        gather(memory, pages, offset, out)
+
+    server.pipeline._gather = slow
+    pages, slots = some(3)
+    restore = server.pipeline.start(pages, slots)
+    restore.wait_for_layer(0)
+    server.assert_restored(0, pages.tolist(), slots)
+    assert not restore.layers[1].query()
+    gate.set()
+    restore.wait_for_layer(3)
+
+
+def test_copies_run_ahead_of_a_stalled_projection_until_the_ring_is_full() -> None:
+    # One page a chunk: the ring holds RUN_AHEAD segments of exactly this restore.
+    server, gate = Server(["hidden"] * 8, chunk_tokens=SIZE), threading.Event()
+    copied, gather = threading.Semaphore(0), server.pipeline._gather
+
+    def counted(memory: torch.Tensor, pages: torch.Tensor, offset: int, out: torch.Tensor) -> None:
+        gather(memory, pages, offset, out)
+        copied.release()
+
+    server.pipeline._gather = counted
+    server.pipeline._layers = [
+        RestoredLayer("hidden", lambda *parts, fill=layer.fill: (gate.wait(), fill(*parts)))
+        for layer in server.pipeline._layers
+    ]
+    pages, slots = some(1)
+    restore = server.pipeline.start(pages, slots)
+    for _ in range(RUN_AHEAD):
+        assert copied.acquire(timeout=10)
+    assert not copied.acquire(timeout=0.05)
+    gate.set()
+    restore.wait_for_layer(7)
+    server.assert_restored(7, pages.tolist(), slots)
+
+
+def test_segments_of_kv_do_not_wait_for_projections() -> None:
+    server = Server(["kv", "kv", "hidden"])
+    gate = threading.Event()
+    pages, slots = some(2)
+    projected = server.pipeline._layers[2]
+    server.pipeline._layers = [
+        *server.pipeline._layers[:2],
+        RestoredLayer("hidden", lambda *a: (gate.wait(), projected.fill(*a))),
+    ]
+    restore = server.pipeline.start(pages, slots)
+    restore.wait_for_layer(1)
+    assert not restore.layers[2].query()
+    gate.set()
+    restore.wait_for_layer(2)
+    server.assert_restored(2, pages.tolist(), slots)
+
+
+def test_a_restore_right_behind_another_does_not_disturb_it() -> None:
+    server, rng = Server(chunk_tokens=2 * SIZE), random.Random(2)
+    started = []
+    for seed in range(12):
+        pages, _ = some(rng.choice([1, 2, 5]), seed)
+        slots = torch.arange(len(pages) * SIZE) + seed * 5 * SIZE % (SLOTS - 5 * SIZE)
+        started.append((server.pipeline.start(pages, slots), pages, slots))
+    for restore, *_ in started:
+        restore.wait_for_layer(4)
+    seen = torch.zeros(SLOTS, dtype=torch.bool)
+    for _, pages, slots in reversed(started):  # the last one to write a slot has it
+        if not seen[slots].any():
+            for layer in range(5):
+                server.assert_restored(layer, pages.tolist(), slots)
+        seen[slots] = True
+
+
+def test_random_delays_and_a_poisoned_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, run = random.Random(3), WorkerStream.run
+
+    def late(self: WorkerStream, work: Callable[[], object]) -> None:
+        pause = rng.choice([0, 0, 0.0005])
+        run(self, lambda: (time.sleep(pause), work()))
+
+    monkeypatch.setattr(WorkerStream, "run", late)
+    server = Server(chunk_tokens=2 * SIZE)
+    for seed in range(40):
+        server.pipeline._ring.fill_(0xEE)
+        server.k.fill_(float("nan"))
+        server.v.fill_(float("nan"))
+        wait(server, *some(rng.choice([1, 3, 9]), seed))
+
+
+def test_the_restore_waits_for_what_its_caller_waited_for() -> None:
+    server = Server(["hidden"])
+    engine, gate = new_stream("cpu", "engine"), threading.Event()
+    engine.run(gate.wait)
+    pages, slots = some(2)
+    with current_is(engine):
+        restore = server.pipeline.start(pages, slots)
+    time.sleep(0.05)
+    assert not restore.layers[0].query()
+    assert not server.calls
+    gate.set()
+    restore.wait_for_layer(0)
+
+
+def test_a_projection_that_fails_reaches_whoever_waits_for_the_layer() -> None:
+    server = Server(["hidden", "hidden"])
+
+    def fail(*args: torch.Tensor) -> None:
+        raise RuntimeError("no such weights")
+
+    server.pipeline._layers = [server.pipeline._layers[0], RestoredLayer("hidden", fail)]
+    restore = server.pipeline.start(*some(1))
+    restore.wait_for_layer(0)
+    with pytest.raises(StreamFailed, match="no such weights"):
+        restore.wait_for_layer(1)
+
+
+def test_reports_say_what_each_stream_did() -> None:
+    server = Server()
+    pages, slots = some(3)
+    assert server.pipeline.finished() == []
+    wait(server, pages, slots)
+    (report,) = server.pipeline.finished()
+    assert report.tokens == 3 * SIZE
+    assert report.bytes == 3 * sum(server.layout.segment_bytes)
+    copied = [span.layer for span in report.spans if span.stream == "copy"]
+    projected = [span.layer for span in report.spans if span.stream == "compute"]
+    assert copied == list(range(5))
+    assert projected == [0, 2, 3]
+    assert report.busy_ms("copy") + report.idle_ms("copy") == pytest.approx(report.total_ms)
+    assert server.pipeline.finished() == []
+
+
+def test_device_memory_is_bounded_by_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(chunk_tokens=2 * SIZE)
+    largest = max(server.layout.segment_bytes)
+    assert server.pipeline.device_bytes == RUN_AHEAD * 2 * largest
+    wait(server, *some(PAGES))
+    assert max(tokens for _, tokens in server.calls) == 2 * SIZE
