@@ -1,0 +1,40 @@
+"""These tests run the kernels: on a GPU, or under Triton's interpreter in a process of their own.
+
+Triton decides when a kernel is defined, from TRITON_INTERPRET, whether it is interpreted; that
+must not reach other tests. So tests/kernels/test_interpreted.py starts a process with it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if INTERPRETED:
+    from tests.kernels import interpreter
+
+    interpreter.mend()
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if INTERPRETED:
+        return
+    skip = pytest.mark.skipif(
+        not torch.cuda.is_available(),
+        reason="no CUDA device; tests/kernels/test_interpreted.py runs it interpreted",
+    )
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.gpu)
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def device() -> str:
+    """Where this process runs kernels."""
+    return "cpu" if INTERPRETED else "cuda"
