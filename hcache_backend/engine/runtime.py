@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.engine.arguments import page_size
@@ -30,6 +30,20 @@ class Weights:
     suspended: str | None = None
 
 
+class LayerGroup(NamedTuple):
+    """Layers that are projected alike.
+
+    Attributes:
+        method: ``spec`` or ``generic``.
+        detail: What the spec is made of, or why there is none.
+        layers: Their numbers within this stage.
+    """
+
+    method: str
+    detail: str
+    layers: tuple[int, ...]
+
+
 @dataclass
 class Runtime:
     """State of one scheduler process. Attributes change on the scheduler thread only.
@@ -42,7 +56,9 @@ class Runtime:
         writer: 8 bytes that mark the pages of this server run.
         page_fields: What the namespace of hidden-state pages holds besides the weights.
         on_weights_changed: Called, on the scheduler thread, when captured rows lose their meaning.
+        on_caches_flushed: Called, on the scheduler thread, when L1 and L2 have been emptied.
         on_distrust: Called when projected K and V stop matching those of the model.
+        projection: How the layers are projected; empty in KV mode.
     """
 
     runner: Any
@@ -53,7 +69,9 @@ class Runtime:
     weights: Weights | None = None
     page_fields: dict[str, object] = field(default_factory=dict)
     on_weights_changed: list[Callable[[], None]] = field(default_factory=list)
+    on_caches_flushed: list[Callable[[], None]] = field(default_factory=list)
     on_distrust: list[Callable[[], None]] = field(default_factory=list)
+    projection: list[LayerGroup] = field(default_factory=list)
     distrust: str | None = None
     _namespaces: dict[tuple[bytes, str], bytes] = field(default_factory=dict)
 
@@ -108,6 +126,8 @@ class Runtime:
 
     def caches_were_flushed(self) -> None:
         """Nothing of the old weights is left in L1, L2 or a queue: L3 may serve again."""
+        for callback in self.on_caches_flushed:
+            callback()
         if self.weights is not None and self.weights.suspended and self.distrust is None:
             self.weights = replace(self.weights, suspended=None)
             logger.info("hcache: L3 serves again, in the namespace of the new weights")

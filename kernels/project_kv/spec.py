@@ -1,9 +1,9 @@
 """What K and V of one layer are made of: the contract of every ``project_kv`` implementation.
 
-    k, v   = hidden @ weight.T + bias          split at kv_heads * head_dim
-    k      = norm(k)                           per head, or over all heads
-    k      = rotary(k, positions)
-    pool.k[slots], pool.v[slots] = k, v        divided by the pool's scales when it is fp8
+k, v   = hidden @ weight.T + bias          split at kv_heads * head_dim
+k      = norm(k)                           per head, or over all heads
+k      = rotary(k, positions)
+pool.k[slots], pool.v[slots] = k, v        divided by the pool's scales when it is fp8
 """
 
 from __future__ import annotations

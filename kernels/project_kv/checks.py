@@ -1,0 +1,193 @@
+"""What ``project_kv`` accepts. Everything is refused before a kernel is launched."""
+
+from __future__ import annotations
+
+import torch
+
+from .spec import KeyNorm, KVPool, KVProjection, Rotary
+
+MODEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+HEAD_DIM_LIMIT = 256
+
+
+def check_projection(projection: KVProjection) -> None:
+    """Refuse a projection that contradicts itself.
+
+    Raises:
+        ValueError: Names the field, its value and what would be right.
+    """
+    heads, dim, weight = projection.kv_heads, projection.head_dim, projection.weight
+    _require(heads >= 1, "kv_heads", heads, "at least 1")
+    _require(
+        dim % 8 == 0 and 8 <= dim <= HEAD_DIM_LIMIT,
+        "head_dim",
+        dim,
+        f"a multiple of 8, at most {HEAD_DIM_LIMIT}",
+    )
+    _require(
+        weight.ndim == 2 and weight.shape[0] == 2 * heads * dim,
+        "weight",
+        tuple(weight.shape),
+        f"[{2 * heads * dim}, hidden]: 2 * kv_heads * head_dim rows",
+    )
+    _require(weight.dtype in MODEL_TYPES, "weight", weight.dtype, _names(MODEL_TYPES))
+    _require(weight.stride(1) == 1, "weight", f"strides {weight.stride()}", "last stride 1")
+    if projection.bias is not None:
+        _check_vector("bias", projection.bias, (2 * heads * dim,), weight)
+    if projection.norm is not None:
+        _check_norm(projection.norm, projection)
+    if projection.rotary is not None:
+        _check_rotary(projection.rotary, projection)
+
+
+def check_call(
+    hidden: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    projection: KVProjection,
+    pool: KVPool,
+) -> None:
+    """Refuse arguments that do not fit together. Reads no values, so it never synchronises.
+
+    Raises:
+        ValueError: Names the argument, its value and what would be right.
+    """
+    check_projection(projection)
+    weight = projection.weight
+    _require(
+        hidden.ndim == 2 and hidden.shape[1] == weight.shape[1],
+        "hidden",
+        tuple(hidden.shape),
+        f"[n, {weight.shape[1]}], as wide as the weight",
+    )
+    _require(hidden.dtype == weight.dtype, "hidden", hidden.dtype, f"{weight.dtype}, as the weight")
+    _require(hidden.stride(1) == 1, "hidden", f"strides {hidden.stride()}", "last stride 1")
+    for name, rows in (("positions", positions), ("slots", slots)):
+        _require(rows.shape == hidden.shape[:1], name, tuple(rows.shape), f"[{len(hidden)}]")
+        _require(rows.dtype in (torch.int32, torch.int64), name, rows.dtype, "int32 or int64")
+        _require(rows.is_contiguous(), name, f"strides {rows.stride()}", "contiguous")
+    _check_pool(pool, projection)
+    for name, tensor in (
+        ("hidden", hidden),
+        ("positions", positions),
+        ("slots", slots),
+        ("pool.k", pool.k),
+        ("pool.v", pool.v),
+    ):
+        _require(tensor.device == weight.device, name, tensor.device, f"on {weight.device}")
+
+
+def check_rows(
+    positions: torch.Tensor, slots: torch.Tensor, projection: KVProjection, pool: KVPool
+) -> None:
+    """Refuse positions without a cosine and slots outside the pool, before anything is launched.
+
+    It reads the values, so on GPU tensors it waits for the GPU. ``project_kv`` therefore calls it
+    itself only for CPU tensors: who restores to a GPU calls it once a restore, on the indices'
+    CPU copies, and not once a layer.
+
+    Args:
+        positions: Positions of the tokens, integers ``[n]``.
+        slots: Slots of the tokens, integers ``[n]``.
+        projection: Any layer's; only the length of its cos/sin cache counts.
+        pool: Any layer's; only its number of slots counts.
+
+    Raises:
+        ValueError: Names the first bad row, its value and the limit.
+    """
+    _check_range("slots", slots, len(pool.k), "the pool's slots")
+    if projection.rotary is not None:
+        limit = len(projection.rotary.cos_sin)
+        _check_range("positions", positions, limit, "the rows of rotary.cos_sin")
+
+
+def _check_range(name: str, values: torch.Tensor, limit: int, what: str) -> None:
+    bad = ((values < 0) | (values >= limit)).nonzero()
+    if len(bad):
+        row = int(bad[0])
+        raise ValueError(f"{name}[{row}]: {int(values[row])} is outside 0..{limit - 1}, {what}")
+
+
+def _check_norm(norm: KeyNorm, projection: KVProjection) -> None:
+    width = projection.kv_heads * projection.head_dim
+    _require(norm.kind in ("rms", "layer"), "norm.kind", repr(norm.kind), "'rms' or 'layer'")
+    _require(norm.over in ("head", "all"), "norm.over", repr(norm.over), "'head' or 'all'")
+    _require(norm.epsilon >= 0, "norm.epsilon", norm.epsilon, "at least 0")
+    sizes = (width,) if norm.over == "all" else (projection.head_dim, width)
+    for name, parameter in (("norm.weight", norm.weight), ("norm.bias", norm.bias)):
+        if parameter is not None:
+            _check_vector(name, parameter, sizes, projection.weight)
+
+
+def _check_rotary(rotary: Rotary, projection: KVProjection) -> None:
+    dim, cos_sin = rotary.rotary_dim, rotary.cos_sin
+    _require(
+        rotary.style in ("neox", "interleaved"),
+        "rotary.style",
+        repr(rotary.style),
+        "'neox' or 'interleaved'",
+    )
+    _require(
+        dim % 2 == 0 and 2 <= dim <= projection.head_dim,
+        "rotary.rotary_dim",
+        dim,
+        f"even, at most head_dim {projection.head_dim}",
+    )
+    _require(
+        cos_sin.ndim == 2 and cos_sin.shape[1] == dim,
+        "rotary.cos_sin",
+        tuple(cos_sin.shape),
+        f"[positions, {dim}], as wide as rotary_dim",
+    )
+    _require(cos_sin.dtype in MODEL_TYPES, "rotary.cos_sin", cos_sin.dtype, _names(MODEL_TYPES))
+    _require(cos_sin.is_contiguous(), "rotary.cos_sin", f"strides {cos_sin.stride()}", "contiguous")
+    _require(
+        cos_sin.device == projection.weight.device,
+        "rotary.cos_sin",
+        cos_sin.device,
+        f"on {projection.weight.device}",
+    )
+
+
+def _check_pool(pool: KVPool, projection: KVProjection) -> None:
+    heads, dim = projection.kv_heads, projection.head_dim
+    types = MODEL_TYPES + FP8_TYPES
+    for name, tensor in (("pool.k", pool.k), ("pool.v", pool.v)):
+        _require(
+            tensor.ndim == 3 and tensor.shape[1:] == (heads, dim),
+            name,
+            tuple(tensor.shape),
+            f"[slots, {heads}, {dim}]",
+        )
+        _require(tensor.dtype in types, name, tensor.dtype, _names(types))
+        _require(tensor.stride(2) == 1, name, f"strides {tensor.stride()}", "last stride 1")
+    _require(pool.v.shape == pool.k.shape, "pool.v", tuple(pool.v.shape), f"{tuple(pool.k.shape)}")
+    _require(pool.v.dtype == pool.k.dtype, "pool.v", pool.v.dtype, f"{pool.k.dtype}, as pool.k")
+    for name, scale in (("pool.k_scale", pool.k_scale), ("pool.v_scale", pool.v_scale)):
+        _require(scale > 0, name, scale, "more than 0")
+        if pool.k.dtype not in FP8_TYPES:
+            _require(scale == 1.0, name, scale, f"1.0 for a pool of {pool.k.dtype}")
+
+
+def _check_vector(
+    name: str, vector: torch.Tensor, sizes: tuple[int, ...], like: torch.Tensor
+) -> None:
+    _require(
+        vector.ndim == 1 and vector.shape[0] in sizes,
+        name,
+        tuple(vector.shape),
+        " or ".join(f"[{size}]" for size in sizes),
+    )
+    _require(vector.dtype in MODEL_TYPES, name, vector.dtype, _names(MODEL_TYPES))
+    _require(vector.is_contiguous(), name, f"strides {vector.stride()}", "contiguous")
+    _require(vector.device == like.device, name, vector.device, f"on {like.device}")
+
+
+def _names(types: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in types)
+
+
+def _require(true: bool, name: str, value: object, right: str) -> None:
+    if not true:
+        raise ValueError(f"{name}: {value} is not {right}")

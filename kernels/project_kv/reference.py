@@ -1,0 +1,96 @@
+"""``project_kv`` in torch: what the kernels are compared with, and what serves on the CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from .checks import FP8_TYPES
+from .spec import KeyNorm, KVPool, KVProjection, Rotary
+
+
+def project_kv_reference(
+    hidden: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    projection: KVProjection,
+    pool: KVPool,
+) -> None:
+    """Like :func:`hcache_kernels.project_kv.project_kv`, on any device, arguments unchecked."""
+    k, v = compute_kv_reference(hidden, positions, projection)
+    _store(pool.k, slots, k, pool.k_scale)
+    _store(pool.v, slots, v, pool.v_scale)
+
+
+def compute_kv_reference(
+    hidden: torch.Tensor, positions: torch.Tensor, projection: KVProjection
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Like :func:`hcache_kernels.project_kv.compute_kv`, on any device, arguments unchecked.
+
+    It rounds to the type of ``hidden`` where models do: after the product and bias, after the
+    norm, and after RoPE. The norm and RoPE themselves are computed in float32.
+    """
+    heads, dim = projection.kv_heads, projection.head_dim
+    kv = F.linear(hidden, projection.weight, projection.bias)
+    k, v = kv.view(len(hidden), 2, heads, dim).unbind(1)
+    return finish_keys(k, positions, projection.norm, projection.rotary), v
+
+
+def finish_keys(
+    k: torch.Tensor, positions: torch.Tensor, norm: KeyNorm | None, rotary: Rotary | None
+) -> torch.Tensor:
+    """Norm and RoPE of K that some linear module has made, arguments unchecked.
+
+    Args:
+        k: ``[n, kv_heads, head_dim]``.
+        positions: Positions of the tokens, integers ``[n]``.
+
+    Returns:
+        A tensor like ``k``.
+    """
+    dtype = k.dtype
+    if norm is not None:
+        k = _normalise(k.float(), norm).to(dtype)
+    if rotary is not None:
+        k = _rotate(k.float(), positions, rotary).to(dtype)
+    return k
+
+
+def _normalise(k: torch.Tensor, norm: KeyNorm) -> torch.Tensor:
+    """Normalise float32 ``[n, kv_heads, head_dim]``."""
+    over = (-1,) if norm.over == "head" else (-2, -1)
+    if norm.kind == "layer":
+        k = k - k.mean(over, keepdim=True)
+    k = k * torch.rsqrt(k.square().mean(over, keepdim=True) + norm.epsilon)
+    if norm.weight is not None:
+        k = k * _by_head(norm.weight, k)
+    if norm.bias is not None:
+        k = k + _by_head(norm.bias, k)
+    return k
+
+
+def _by_head(parameter: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """A norm's parameter as ``[1 or kv_heads, head_dim]``."""
+    return parameter.float().view(-1, k.shape[-1])
+
+
+def _rotate(k: torch.Tensor, positions: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    """Rotate the first ``rotary_dim`` dimensions of float32 ``[n, kv_heads, head_dim]``."""
+    cos, sin = rotary.cos_sin[positions].float().unsqueeze(1).chunk(2, -1)
+    turned, rest = k[..., : rotary.rotary_dim], k[..., rotary.rotary_dim :]
+    if rotary.style == "neox":
+        a, b = turned.chunk(2, -1)
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    else:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+    return torch.cat((turned, rest), -1)
+
+
+def _store(pool: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, scale: float) -> None:
+    if pool.dtype in FP8_TYPES:
+        limit = torch.finfo(pool.dtype).max
+        rows = (rows.float() / scale).clamp(-limit, limit).to(pool.dtype)
+        # torch cannot scatter fp8, but the bytes are the same.
+        pool, rows = pool.view(torch.uint8), rows.view(torch.uint8)
+    pool[slots.long()] = rows.to(pool.dtype)
