@@ -199,13 +199,13 @@ class Arena:
 
     # ---- host pages ----
 
+    def is_home(self, host_page: int, device_page: int) -> bool:
+        """Whether ``host_page`` holds the tokens that are in ``device_page`` now."""
+        return bool(self._tenant[host_page] == device_page)
+
     def physical(self, host_pages: Ids) -> Ids:
         """Physical pages of ``host_pages``, int64 of the same shape. Any thread."""
         return self._host[host_pages]
-
-    def host_allocated(self, host_pages: Ids) -> None:
-        """HiCache allocated ``host_pages``: whatever they held is gone."""
-        self._move_out(host_pages)
 
     def host_freed(self, host_pages: Ids) -> ShadowChanges:
         """HiCache freed ``host_pages``: tokens still on the device take their rows back."""

@@ -31,6 +31,26 @@ class Read:
 
 
 @dataclass
+class LoadEntry:
+    """Slots that were allocated for the tokens of host pages.
+
+    Attributes:
+        read: The slots, int64 ``[n]``.
+        host_pages: int64 ``[n / page_size]``.
+    """
+
+    read: Read
+    host_pages: Ids
+
+
+@dataclass
+class AllocationEntry:
+    """Slots (int64 ``[n]``) that were allocated."""
+
+    read: Read
+
+
+@dataclass
 class StepEntry:
     """One forward pass, as the arena sees it.
 
@@ -75,12 +95,16 @@ class Ledger:
         self._arena = arena
         self._device = device
         self._stream = new_stream(device, "reader")
-        self._entries: deque[StepEntry | Read] = deque()  # a Read: slots that were allocated
+        self._entries: deque[AllocationEntry | LoadEntry | StepEntry] = deque()
         self._proofs: deque[Proof] = deque()
 
     def allocated(self, slots: torch.Tensor) -> None:
         """Slots (int64 ``[n]``, on the device) were allocated."""
-        self._entries.append(self.read(slots))
+        self._entries.append(AllocationEntry(self.read(slots)))
+
+    def loaded(self, slots: torch.Tensor, host_pages: Ids) -> None:
+        """``slots`` (int64 ``[n]``, on the device) will hold the tokens of ``host_pages``."""
+        self._entries.append(LoadEntry(self.read(slots), host_pages))
 
     def step(self, where: torch.Tensor) -> StepEntry:
         """A forward pass over ``where`` (slots, positions, token ids: int64 ``[3, n]``) begins."""
@@ -100,7 +124,7 @@ class Ledger:
                 the last forward pass, not behind its end. Proofs are never waited for.
         """
         try:
-            while self._entries and (wait or _read_of(self._entries[0]).event.query()):
+            while self._entries and (wait or self._entries[0].read.event.query()):
                 self._apply(self._entries.popleft())
             while self._proofs and self._proofs[0].done.query():
                 if self._proofs[0].step.ticket is None:
@@ -134,17 +158,18 @@ class Ledger:
         self._stream.run(lambda: target.copy_(values, non_blocking=True))
         return Read(target, self._stream.record())
 
-    def _apply(self, entry: StepEntry | Read) -> None:
-        read = _read_of(entry)
-        read.event.synchronize()
-        values = read.values.numpy()
-        if isinstance(entry, Read):
+    def _apply(self, entry: AllocationEntry | LoadEntry | StepEntry) -> None:
+        entry.read.event.synchronize()
+        values = entry.read.values.numpy()
+        if isinstance(entry, AllocationEntry):
             self._arena.allocated(values)
-            return
-        slots, positions, token_ids = values
-        entry.ticket = self._arena.begin(slots, positions, token_ids)
-        if entry.promised:
-            self._arena.promise(slots, entry.ticket)
+        elif isinstance(entry, LoadEntry):
+            self._arena.loaded(values, entry.host_pages)
+        else:
+            slots, positions, token_ids = values
+            entry.ticket = self._arena.begin(slots, positions, token_ids)
+            if entry.promised:
+                self._arena.promise(slots, entry.ticket)
 
     def _apply_proof(self, proof: Proof) -> None:
         assert proof.step.ticket is not None
@@ -152,7 +177,3 @@ class Ledger:
         self.transfer_ms += proof.done.milliseconds_since(proof.start)
         slots, written = proof.step.read.values[0].numpy(), proof.written.numpy()
         self.tokens_not_written += self._arena.prove(slots, proof.step.ticket, written)
-
-
-def _read_of(entry: StepEntry | Read) -> Read:
-    return entry if isinstance(entry, Read) else entry.read

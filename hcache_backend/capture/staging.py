@@ -19,7 +19,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from hcache_kernels.staging import StagedRows, save_rows, stage_rows
 
 from hcache_backend.capture.arena import Arena, Ids, ShadowChanges
 from hcache_backend.capture.ledger import Ledger, Proof, StepEntry
@@ -31,6 +30,7 @@ from hcache_backend.streams import (
     host_tensor,
     new_stream,
 )
+from hcache_kernels.staging import StagedRows, save_rows, stage_rows
 
 
 class RowCodec(Protocol):
@@ -43,6 +43,106 @@ class RowCodec(Protocol):
 
     def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Encoded rows, uint8 ``[n, row_bytes]``, and which rows it could hold, bool ``[n]``."""
+
+
+class Staging:
+    """Device memory that rows pass through, and the kernel that puts them there.
+
+    It knows no pages, so it exists before CUDA graphs are recorded; they keep its addresses.
+
+    Args:
+        layers: Captured layers.
+        codec: Encodes rows.
+        places: Rows (of all layers) that it holds. CUDA graphs of larger batches are not captured.
+        device: Where the model is.
+    """
+
+    def __init__(
+        self, layers: int, codec: RowCodec, places: int, device: torch.device | str
+    ) -> None:
+        self.layers = layers
+        self.codec = codec
+        self.places = places
+        self.device = torch.device(device)
+        # One place more than the ring has: for rows that only fill up a recorded batch.
+        shape = (layers, places + 1)
+        self.staged = StagedRows(
+            torch.zeros((*shape, codec.row_bytes), dtype=torch.uint8, device=device),
+            torch.zeros(shape, dtype=torch.int64, device=device),
+        )
+        self._every_place = torch.arange(places, device=device)
+        self._row_places = torch.full((places,), places, dtype=torch.int64, device=device)
+        self._named = 0
+        self._step = torch.zeros(1, dtype=torch.int64, device=device)
+        # Kernels must not be compiled while a graph is recorded.
+        self.stage(0, torch.zeros((1, codec.hidden_size), dtype=codec.dtype, device=device), 1)
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that it takes."""
+        return self.staged.rows.nbytes + self.staged.marks.nbytes
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """All memory for rows, uint8 ``[bytes]``, the spare place's included."""
+        return self.staged.rows.view(-1)
+
+    def name_places(self, first: int, tokens: int, step: int) -> None:
+        """On the current stream: row i of step number ``step`` goes to place ``first + i``."""
+        named = self._every_place[first : first + tokens]
+        no_more = self._row_places[tokens : max(tokens, self._named)]
+        self._named = tokens
+
+        def name() -> None:
+            self._row_places[:tokens] = named
+            if len(no_more):
+                no_more.fill_(self.places)
+            self._step.fill_(step)
+
+        current_stream(self.device).run(name)
+
+    def name_none(self) -> None:
+        """On the current stream: every row goes to the spare place."""
+        named, self._named = self._row_places[: self._named], 0
+        if len(named):
+            current_stream(self.device).run(lambda: named.fill_(self.places))
+
+    def fits(self, hidden: torch.Tensor) -> bool:
+        """Whether ``hidden`` are rows as the codec wants them."""
+        return (
+            hidden.dim() == 2
+            and hidden.dtype == self.codec.dtype
+            and hidden.shape[1] == self.codec.hidden_size
+            and hidden.stride(1) == 1
+        )
+
+    def stage(self, layer: int, hidden: torch.Tensor, rows: int) -> None:
+        """Put the first ``rows`` of ``hidden`` (``[n, hidden]``) to the places named last."""
+        if rows > self.places:
+            return  # a recorded batch that is too large: its rows will lack their marks
+        places = self._row_places[:rows]
+
+        def stage() -> None:
+            encoded, ok = self.encode(hidden[:rows])
+            stage_rows(encoded, ok, places, self._step, self.staged, layer)
+
+        current_stream(self.device).run(stage)
+
+    def record(self, layer: int, hidden: object) -> None:
+        """Put all of ``hidden`` there if a CUDA graph is being recorded."""
+        if (
+            isinstance(hidden, torch.Tensor)
+            and hidden.is_cuda
+            and torch.cuda.is_current_stream_capturing()
+            and self.fits(hidden)
+        ):
+            self.stage(layer, hidden, len(hidden))
+
+    def encode(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Encoded rows, uint8 ``[n, row_bytes]``, and which are ok (None: all)."""
+        if self.codec.is_view:
+            return hidden.view(torch.uint8), None
+        return self.codec.encode(hidden)
 
 
 @dataclass
@@ -79,72 +179,38 @@ class StagedCapture:
     Args:
         arena: Owns the shadow pages; its memory is ``memory``.
         memory: The arena's memory as a tensor, uint8 ``[pages, page_bytes]``.
-        codec: Encodes rows.
+        staging: What rows pass through. Eager steps may be up to ``staging.layers`` times as long
+            as it has places.
         segments: Which segment of a page each captured layer has.
-        places: Rows (of all layers) that staging holds. CUDA graphs of larger batches are not
-            captured; eager steps may be up to ``len(segments)`` times as long.
-        device: Where the model is.
 
     Attributes:
-        tokens: Tokens captured so far.
+        device: Where the model is.
         waits_for_staging: How often a forward pass's stream had to wait for a transfer.
     """
 
     def __init__(
-        self,
-        arena: Arena,
-        memory: torch.Tensor,
-        codec: RowCodec,
-        segments: Sequence[int],
-        places: int,
-        device: torch.device | str,
+        self, arena: Arena, memory: torch.Tensor, staging: Staging, segments: Sequence[int]
     ) -> None:
         self.arena = arena
-        self.places = places
-        self.tokens = 0
         self.waits_for_staging = 0
         self._memory = memory
-        self._codec = codec
-        self._device = torch.device(device)
-        self.ledger = Ledger(arena, self._device)
-        self._layers = len(segments)
+        self._staging = staging
+        self._codec = staging.codec
+        self.device = staging.device
+        self.ledger = Ledger(arena, self.device)
         offsets = [arena.layout.segment_offsets[segment] for segment in segments]
-        self._segments = torch.tensor(offsets, dtype=torch.int64, device=device)
-        self._shadows = torch.from_numpy(arena.shadows).to(device)
-        # One place more than the ring has: for rows that only fill up a recorded batch.
-        shape = (self._layers, places + 1)
-        self._staged = StagedRows(
-            torch.zeros((*shape, codec.row_bytes), dtype=torch.uint8, device=device),
-            torch.zeros(shape, dtype=torch.int64, device=device),
-        )
-        self._every_place = torch.arange(places, device=device)
-        self._row_places = torch.full((places,), places, dtype=torch.int64, device=device)
-        self._named_places = 0
-        self._number = torch.zeros(1, dtype=torch.int64, device=device)
+        self._segments = torch.tensor(offsets, dtype=torch.int64, device=self.device)
+        self._shadows = torch.from_numpy(arena.shadows).to(self.device)
         self._steps = 0
         self._next_place = 0
         self._in_flight: deque[tuple[int, int, Event]] = deque()  # places [first, end) being read
         self._step: Step | None = None
-        self._transfer = new_stream(device, "transfer")
-        self._warm_up()
-
-    @property
-    def device_bytes(self) -> int:
-        """Device memory that staging takes."""
-        return self._staged.rows.nbytes + self._staged.marks.nbytes
+        self._transfer = new_stream(self.device, "transfer")
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one token, all captured layers."""
-        return self._layers * self._codec.row_bytes
-
-    def _warm_up(self) -> None:
-        """Kernels must not be compiled while a graph is recorded. Slot 0 is the padding page's."""
-        row = torch.zeros((1, self._codec.hidden_size), dtype=self._codec.dtype)
-        self._stage(0, row.to(self._device), 1)
-        slot = torch.zeros(1, dtype=torch.int64, device=self._device)
-        size = self.arena.layout.page_size
-        save_rows(self._staged.rows[:, :1], slot, self._shadows, self._memory, self._segments, size)
+        return len(self._segments) * self._codec.row_bytes
 
     # ---- the forward pass ----
 
@@ -158,49 +224,39 @@ class StagedCapture:
         """
         self._step = None
         self.ledger.settle(wait=False)
-        now, tokens = current_stream(self._device), len(slots)
-        where = torch.empty((3, tokens), dtype=torch.int64, device=self._device)
+        now, tokens = current_stream(self.device), len(slots)
+        where = torch.empty((3, tokens), dtype=torch.int64, device=self.device)
         parts = (slots, positions, token_ids)
         now.run(lambda: torch.stack([part.to(torch.int64) for part in parts], out=where))
         entry = self.ledger.step(where)
         self._steps += 1
-        if self.ledger.broken is None and tokens <= self.places:
+        if self.ledger.broken is None and tokens <= self._staging.places:
             self._step = self._use_places(tokens, where, entry, now)
             return self._step
         self.skip()
-        if self.ledger.broken is None and tokens * self._codec.row_bytes <= self._flat.numel():
-            self._wait_for_places(0, self.places, now)
-            marks = torch.zeros((self._layers, tokens), dtype=torch.int64, device=self._device)
-            seen = [0] * self._layers
-            self._step = Step(tokens, self._steps, where, entry, None, marks, seen)
+        size = tokens * self._codec.row_bytes
+        if self.ledger.broken is None and size <= self._staging.flat.numel():
+            self._wait_for_places(0, self._staging.places, now)
+            shape = (self._staging.layers, tokens)
+            marks = torch.zeros(shape, dtype=torch.int64, device=self.device)
+            self._step = Step(tokens, self._steps, where, entry, None, marks, [0] * shape[0])
         return self._step
 
     def skip(self) -> None:
         """A forward pass begins that is not captured: recorded copies go to the spare place."""
         self._step = None
-        now, named = current_stream(self._device), self._row_places[: self._named_places]
-        self._named_places = 0
-        if len(named):
-            now.run(lambda: named.fill_(self.places))
-        self._wait_for_places(self.places, self.places + 1, now)
+        self._staging.name_none()
+        spare = self._staging.places
+        self._wait_for_places(spare, spare + 1, current_stream(self.device))
 
     def _use_places(self, tokens: int, where: torch.Tensor, entry: StepEntry, now: Stream) -> Step:
-        first = self._next_place if self._next_place + tokens <= self.places else 0
+        staging = self._staging
+        first = self._next_place if self._next_place + tokens <= staging.places else 0
         self._next_place = first + tokens
         self._wait_for_places(first, first + tokens, now)
-        number, named = self._steps, self._every_place[first : first + tokens]
-        no_more = self._row_places[tokens : max(tokens, self._named_places)]
-
-        def name_places() -> None:
-            self._row_places[:tokens] = named
-            if len(no_more):
-                no_more.fill_(self.places)
-            self._number.fill_(number)
-
-        now.run(name_places)
-        self._named_places = tokens
-        marks = self._staged.marks[:, first : first + tokens]
-        return Step(tokens, number, where, entry, first, marks, [0] * self._layers)
+        staging.name_places(first, tokens, self._steps)
+        marks = staging.staged.marks[:, first : first + tokens]
+        return Step(tokens, self._steps, where, entry, first, marks, [0] * staging.layers)
 
     def _wait_for_places(self, first: int, end: int, now: Stream) -> None:
         """Let the stream wait for the transfers out of places ``[first, end)``."""
@@ -214,53 +270,33 @@ class StagedCapture:
     def take(self, layer: int, hidden: object) -> None:
         """Stage one: ``hidden`` is what the projection of ``layer`` receives, ``[n, hidden]``.
 
-        Outside of a step it does nothing, unless a CUDA graph is being recorded: then the copy is
-        recorded, for all rows of the batch; what fills the batch up goes to the spare place.
+        Outside of a step it only records what a CUDA graph is to copy.
         """
-        if not isinstance(hidden, torch.Tensor) or not self._fits(hidden):
-            return
         step = self._step
         if step is None:
-            if hidden.is_cuda and torch.cuda.is_current_stream_capturing():
-                self._stage(layer, hidden, len(hidden))
-        elif len(hidden) >= step.tokens:
+            self._staging.record(layer, hidden)
+        elif (
+            isinstance(hidden, torch.Tensor)
+            and self._staging.fits(hidden)
+            and len(hidden) >= step.tokens
+        ):
             step.layers_seen[layer] += 1
             if step.first is not None:
-                self._stage(layer, hidden, step.tokens)
+                self._staging.stage(layer, hidden, step.tokens)
             else:
                 self._move_layer(step, layer, hidden[: step.tokens])
 
-    def _fits(self, hidden: torch.Tensor) -> bool:
-        codec = self._codec
-        return (
-            hidden.dim() == 2
-            and hidden.dtype == codec.dtype
-            and hidden.shape[1] == codec.hidden_size
-            and hidden.stride(1) == 1
-        )
-
-    def _stage(self, layer: int, hidden: torch.Tensor, rows: int) -> None:
-        if rows > self.places:
-            return  # a recorded batch that staging cannot hold: its rows will lack their marks
-        places = self._row_places[:rows]
-
-        def stage() -> None:
-            encoded, ok = self._encode(hidden[:rows])
-            stage_rows(encoded, ok, places, self._number, self._staged, layer)
-
-        current_stream(self._device).run(stage)
-
     def _move_layer(self, step: Step, layer: int, hidden: torch.Tensor) -> None:
         """Both stages for one layer of a step that uses staging as a ring of layers."""
-        now, size = current_stream(self._device), step.tokens * self._codec.row_bytes
-        part = sum(step.layers_seen) % (self._flat.numel() // size)
+        now, size = current_stream(self.device), step.tokens * self._codec.row_bytes
+        part = sum(step.layers_seen) % (self._staging.flat.numel() // size)
         if part in step.holders and not step.holders[part].query():
             self.waits_for_staging += 1
             now.wait(step.holders[part])
-        rows = self._flat[part * size : (part + 1) * size].view(1, step.tokens, -1)
+        rows = self._staging.flat[part * size : (part + 1) * size].view(1, step.tokens, -1)
 
         def stage() -> None:
-            encoded, ok = self._encode(hidden)
+            encoded, ok = self._staging.encode(hidden)
             rows[0].copy_(encoded)
             step.marks[layer] = step.number
             if ok is not None:
@@ -287,14 +323,14 @@ class StagedCapture:
         if not replayed and any(seen != 1 for seen in step.layers_seen):
             return False
         transfer = self._transfer
-        transfer.wait(current_stream(self._device).record())
+        transfer.wait(current_stream(self.device).record())
         start = transfer.record(timed=True)
         first = step.first or 0
         # A ring of layers also uses the memory of the spare place.
-        end = self.places + 1 if step.first is None else first + step.tokens
+        end = self._staging.places + 1 if step.first is None else first + step.tokens
         if step.first is not None:
-            self._save(self._staged.rows[:, first:end], step, self._segments)
-        written = host_tensor((step.tokens,), torch.bool, self._device)
+            self._save(self._staging.staged.rows[:, first:end], step, self._segments)
+        written = host_tensor((step.tokens,), torch.bool, self.device)
 
         def prove() -> None:
             written.copy_((step.marks == step.number).all(0), non_blocking=True)
@@ -305,7 +341,6 @@ class StagedCapture:
         self._in_flight.append((first, end, done))
         step.entry.promised = True
         self.ledger.prove(Proof(step.entry, written, start, done))
-        self.tokens += step.tokens
         return True
 
     def _save(self, rows: torch.Tensor, step: Step, segments: torch.Tensor) -> None:
@@ -314,11 +349,6 @@ class StagedCapture:
         self._transfer.run(
             lambda: save_rows(rows, slots, self._shadows, self._memory, segments, size)
         )
-
-    def _encode(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self._codec.is_view:
-            return hidden.view(torch.uint8), None
-        return self._codec.encode(hidden)
 
     # ---- backup ----
 
@@ -339,14 +369,10 @@ class StagedCapture:
         if not len(changes.device_pages):
             return
         ids = np.stack((changes.device_pages, changes.physical))
-        both = held_for_device(ids, self._device)
+        both = held_for_device(ids, self.device)
 
         def change() -> None:
-            pages, physical = both.to(self._device, non_blocking=True)
+            pages, physical = both.to(self.device, non_blocking=True)
             self._shadows[pages] = physical
 
         self._transfer.run(change)
-
-    @property
-    def _flat(self) -> torch.Tensor:
-        return self._staged.rows.view(-1)

@@ -49,6 +49,10 @@ def _join(runner: Any) -> None:
         reason = "option 'mode' is 'kv'"
     if reason is None:
         reason = hooks.install(hooks.hidden_mode_hooks())
+    if reason is None:
+        no_graphs = hooks.install(hooks.graph_hooks())
+        if no_graphs is not None:
+            logger.debug("hcache: %s", no_graphs)  # hidden mode says so where graphs are recorded
     try:
         from hcache_backend.engine.strategy import register
     except ImportError as error:

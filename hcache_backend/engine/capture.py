@@ -3,107 +3,177 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
-from hcache_backend.capture.mirror import HiddenMirror
+from hcache_backend.capture.staging import StagedCapture, Staging, Step
 from hcache_backend.engine import metrics
-from hcache_backend.projection.attention import AttentionLayer
 
 logger = logging.getLogger("hcache")
 
 
-class _Step(NamedTuple):
-    """What a forward pass works on, read before the engine may pad it."""
-
-    slots: torch.Tensor
-    positions: torch.Tensor
-    token_ids: torch.Tensor
-    layers_seen: list[int]
-
-
 class HiddenCapture:
-    """Copies each layer's projection input to the mirror while the model runs.
+    """Forward pre-hooks that hand each layer's projection input to the staged capture.
 
-    A step counts only when every layer was seen exactly once: a hook that fired is not a row that
-    was captured. Nothing here raises into the forward pass.
+    The projection of a layer is the linear module that is fed first after its attention module was
+    called. So the hooks can be there before anybody has seen a forward pass: SGLang records its
+    CUDA graphs before it asks for a host pool. Nothing here raises into the forward pass.
 
     Args:
-        layers: The attention layers; a forward pre-hook goes on each projection.
-        mirror: Where rows go.
+        layers: For each layer its attention module and the linear modules in it.
     """
 
-    def __init__(self, layers: Sequence[AttentionLayer], mirror: HiddenMirror) -> None:
-        self._mirror = mirror
-        self._layers = len(layers)
-        self._step: _Step | None = None
+    def __init__(self, layers: Sequence[tuple[torch.nn.Module, Iterable[torch.nn.Module]]]) -> None:
+        self._staging: Staging | None = None
+        self._capture: StagedCapture | None = None
+        self._thread = threading.get_ident()
+        self._called = [False] * len(layers)
+        self._hooks: list[tuple[torch.nn.Module, Any]] = []
         self._complained = False
-        for layer in layers:
-            layer.projection.register_forward_pre_hook(self._hook(layer.index), with_kwargs=True)
+        self._transfer_ms = 0.0
+        self._not_written = 0
+        for index, (module, linears) in enumerate(layers):
+            module.register_forward_pre_hook(self._on_call(index))
+            for linear in linears:
+                hook = linear.register_forward_pre_hook(self._on_linear(index), with_kwargs=True)
+                self._hooks.append((linear, hook))
 
-    @contextmanager
-    def step(self, batch: Any) -> Iterator[None]:
-        """Around one forward pass of the engine."""
-        self._step = self._begin(batch)
+    def record_with(self, staging: Staging) -> None:
+        """CUDA graphs that are recorded from now on copy to ``staging``."""
+        self._staging = staging
+
+    def watch_only(self, projections: Iterable[torch.nn.Module]) -> None:
+        """It is known by now which linear modules are the projections."""
+        kept = {id(projection) for projection in projections}
+        for linear, hook in self._hooks:
+            if id(linear) not in kept:
+                hook.remove()
+
+    @property
+    def staging(self) -> Staging | None:
+        """What recorded graphs copy to, or None when none was recorded with us."""
+        return self._staging
+
+    def use(self, capture: StagedCapture) -> None:
+        """Capture every forward pass from now on."""
+        self._capture = capture
+
+    def allocated(self, slots: torch.Tensor) -> None:
+        """Slots of the KV pool were allocated: whatever was captured for them is void."""
+        if self._capture is not None and slots.numel():
+            self._capture.ledger.allocated(slots)
+
+    def forward(self, batch: Any, run: Callable[[], Any]) -> Any:
+        """One forward pass of the engine: ``run`` does it."""
+        if self._capture is None:
+            return run()
+        self._thread = threading.get_ident()
+        step = self._guarded(lambda capture: self._begin(capture, batch))
+        output = run()
+        if step is not None:
+            replayed = bool(getattr(output, "can_run_graph", False))
+            self._guarded(lambda capture: self._end(capture, step, replayed))
+        return output
+
+    def _guarded(self, work: Callable[[StagedCapture], Any]) -> Any:
+        assert self._capture is not None
         try:
-            yield
-            self._end()
-        finally:
-            self._step = None
+            return work(self._capture)
+        except Exception as error:
+            logger.debug("hcache: capture failed", exc_info=True)
+            self._complain(f"{type(error).__name__}: {error}")
+            return None
 
-    def _begin(self, batch: Any) -> _Step | None:
+    def _begin(self, capture: StagedCapture, batch: Any) -> Step | None:
+        self._publish(capture)
         slots = getattr(batch, "out_cache_loc_virtual", None)
         slots = batch.out_cache_loc if slots is None else slots
         ids, positions = batch.input_ids, batch.positions
         if slots is None or slots.numel() == 0:
+            capture.skip()
             return None
-        self._mirror.invalidate(slots)
-        if ids is None or positions is None or not len(ids) == len(positions) == len(slots):
-            self._complain("a step without token ids or positions")
+        problem = None
+        if ids is None or positions is None:
+            problem = "a step without token ids or positions"
+        elif positions.dim() != 1:
+            problem = "a step with positions of several dimensions"
+        elif not len(ids) == len(positions) == len(slots):
+            problem = "a step without one token id and position for each slot"
+        if problem is not None:
+            capture.skip()
+            capture.ledger.allocated(slots)
+            self._complain(problem)
             return None
-        if positions.dim() != 1:
-            self._complain("a step with positions of several dimensions")
-            return None
-        # Copies: the batch may hold static buffers, which the next step overwrites.
-        return _Step(slots.to("cpu", copy=True), positions.clone(), ids.clone(), [0] * self._layers)
-
-    def _hook(self, index: int) -> Any:
-        def take(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            step = self._step
-            if step is None:
-                return
-            hidden = args[0] if args else next(iter(kwargs.values()), None)
-            if hidden is not None and self._fits(hidden, len(step.slots)):
-                self._mirror.put_layer(index, step.slots, hidden[: len(step.slots)])
-                step.layers_seen[index] += 1
-
-        return take
-
-    def _fits(self, hidden: object, tokens: int) -> bool:
-        rows = self._mirror.rows
-        return (
-            isinstance(hidden, torch.Tensor)
-            and hidden.dim() == 2
-            and hidden.dtype == rows.dtype
-            and hidden.shape[0] >= tokens
-            and hidden.shape[1] == rows.shape[-1]
-        )
-
-    def _end(self) -> None:
-        step = self._step
+        step = capture.begin(slots, positions, ids)
         if step is None:
-            return
-        if any(seen != 1 for seen in step.layers_seen):
+            self._complain(capture.ledger.broken or f"{len(slots)} tokens in one step")
+        return step
+
+    def _end(self, capture: StagedCapture, step: Step, replayed: bool) -> None:
+        if capture.end(step, replayed=replayed):
+            metrics.count_tokens("captured", step.tokens)
+            metrics.count_bytes("captured", step.tokens * capture.row_bytes)
+        elif replayed:
+            self._complain(f"a CUDA graph of {step.tokens} tokens")
+        else:
             self._complain(f"a step that showed each layer {step.layers_seen} times")
-            return
-        self._mirror.commit(step.slots, step.positions, step.token_ids)
-        metrics.count_tokens("captured", len(step.slots))
+
+    def _on_call(self, index: int) -> Any:
+        def called(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+            self._called[index] = True
+
+        return called
+
+    def _on_linear(self, index: int) -> Any:
+        def fed(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # A restore that projects with attention modules may do so on a thread of its own.
+            if not self._called[index] or threading.get_ident() != self._thread:
+                return
+            self._called[index] = False
+            self._take(index, args[0] if args else next(iter(kwargs.values()), None))
+
+        return fed
+
+    def _take(self, index: int, hidden: object) -> None:
+        if self._capture is not None:
+            self._guarded(lambda capture: capture.take(index, hidden))
+        elif self._staging is not None:
+            self._staging.record(index, hidden)
+
+    def _publish(self, capture: StagedCapture) -> None:
+        ledger = capture.ledger
+        metrics.count_milliseconds("capture_transfer", ledger.transfer_ms - self._transfer_ms)
+        self._transfer_ms = ledger.transfer_ms
+        if ledger.tokens_not_written > self._not_written:
+            lost = ledger.tokens_not_written - self._not_written
+            self._not_written = ledger.tokens_not_written
+            metrics.count_tokens("not_written", lost)
+            self._complain(f"{lost} rows that a layer's copy or the codec left out")
 
     def _complain(self, what: str) -> None:
         metrics.count_problem("capture")
         if not self._complained:
             self._complained = True
             logger.warning("hcache: not captured: %s (said once, counted always)", what)
+
+
+def invalidate_on_allocation(allocator: Any, capture: HiddenCapture) -> None:
+    """A slot that is allocated anew has no valid row until something fills it."""
+
+    def wrap(name: str) -> None:
+        original = getattr(allocator, name)
+
+        def allocate(*args: Any, **kwargs: Any) -> Any:
+            slots = original(*args, **kwargs)
+            if isinstance(slots, torch.Tensor):
+                capture.allocated(slots)
+            return slots
+
+        setattr(allocator, name, allocate)
+
+    for name in ("alloc", "alloc_extend", "alloc_decode"):
+        if hasattr(allocator, name):
+            wrap(name)

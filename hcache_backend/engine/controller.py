@@ -1,21 +1,23 @@
 """HiCache's controller, with the rules that hidden-state pages need.
 
-A node is backed up only when every row of it is valid; a page counts as a hit only when its header
-proves it is the wanted one, whatever storage backend brought it; and no page of other weights is
-ever projected.
+A node is backed up only when every row of it is valid, by exchanging table entries of the arena; a
+page counts as a hit only when its header proves it is the wanted one, whatever storage backend
+brought it; and no page of other weights is ever projected.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
-from hcache_backend.capture.mirror import HiddenMirror
+from hcache_backend.capture.arena import NO_NAMESPACE, Ids
+from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.engine import metrics
 from hcache_backend.engine.host_pool import HiddenStatePool
 from hcache_backend.engine.keys import key_bytes
@@ -24,79 +26,153 @@ from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.self_check import layer_problem
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.projector import Projector
+from hcache_backend.streams import Event, StreamFailed
+from hcache_kernels.codecs import Codec
 
 logger = logging.getLogger("hcache")
+
+
+class _DueCheck(NamedTuple):
+    """A backed-up page that is to be compared with the pool once its rows have arrived."""
+
+    slots: torch.Tensor
+    host_page: int
+    device_page: int
+    arrived: Event
 
 
 class HiddenStateController(HybridCacheController):
     """Backup, load and storage transfers of hidden-state pages.
 
-    ``write`` and ``load`` run on the scheduler thread; ``_page_*`` in HiCache's storage threads.
+    ``write``, ``load`` and ``write_storage`` run on the scheduler thread; ``_page_*`` in HiCache's
+    storage threads.
     """
 
     def use_hidden_states(
         self,
         runtime: Runtime,
         pool: HiddenStatePool,
-        mirror: HiddenMirror,
+        capture: StagedCapture,
+        codec: Codec,
         layers: Sequence[AttentionLayer],
         projector: Projector,
     ) -> None:
         """Give the controller what it works with; called once, before the first request."""
         self._runtime = runtime
         self._pool = pool
-        self._mirror = mirror
+        self._capture = capture
+        self._codec = codec
         self._layers = layers
         self._projector = projector
         self._pages_until_check = 0
+        self._due_checks: deque[_DueCheck] = deque()
+
+    # ---- indices ----
+
+    # Our tables are on the CPU: SGLang would send host indices to the device and we read them back.
+
+    def _move_op_indices(self, op: Any) -> Any:
+        return op.host_indices, op.device_indices, op.pool_transfers
+
+    def _move_write_operation(self, op: Any) -> Any:
+        return op.host_indices, op.device_indices, op.pool_transfers
 
     # ---- device -> host ----
 
     def write(self, device_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Back up a node, or return None on every rank when a row of it is not valid."""
-        problem = self._write_problem(device_indices)
+        self._check(len(self._due_checks))
+        slots, problem = self._slots_to_write(device_indices)
         if not self._agreed(problem is None):
-            problem = problem or "another rank"
-            metrics.count_tokens(f"not_backed_up_{problem.replace(' ', '_')}", len(device_indices))
-            logger.debug("hcache: %d tokens not backed up: %s", len(device_indices), problem)
+            self._not_backed_up(problem or "another rank", len(device_indices))
             return None
-        return super().write(device_indices, *args, **kwargs)
+        host_indices = super().write(device_indices, *args, **kwargs)
+        if host_indices is None:
+            self._not_backed_up("host pool full", len(device_indices))
+            return None
+        host_pages = self._pool.page_ids(host_indices)
+        self._capture.back_up(slots, host_pages)
+        self._choose_for_check(device_indices, slots, host_pages)
+        metrics.count_tokens("backed_up", len(slots))
+        return host_indices
 
-    def _write_problem(self, device_indices: torch.Tensor) -> str | None:
+    def _slots_to_write(self, device_indices: torch.Tensor) -> tuple[Ids, str | None]:
+        """Slots of a node, and why it cannot be backed up."""
         if self._runtime.distrust is not None:
-            return "self-check failed"
-        if not self._mirror.all_valid(device_indices):
-            return "rows not valid"
-        if not self._mirror.are_consecutive(device_indices, self._pool.page_size):
-            return "positions not consecutive"
-        return self._sampled_check(device_indices)
+            return np.empty(0, np.int64), "self-check failed"
+        try:
+            slots = self._capture.ledger.slots_on_cpu(device_indices)
+        except StreamFailed:
+            return np.empty(0, np.int64), "capture broke"
+        self._capture.ledger.settle()
+        if self._capture.ledger.broken is not None:
+            return slots, "capture broke"
+        return slots, self._capture.arena.problem(slots)
 
-    def _sampled_check(self, device_indices: torch.Tensor) -> str | None:
-        """Project one page in ``check_every_pages`` and compare it with the pool."""
+    def _not_backed_up(self, problem: str, tokens: int) -> None:
+        metrics.count_tokens(f"not_backed_up_{problem.replace(' ', '_')}", tokens)
+        logger.debug("hcache: %d tokens not backed up: %s", tokens, problem)
+
+    def _choose_for_check(self, device_indices: torch.Tensor, slots: Ids, host_pages: Ids) -> None:
+        """One page in ``check_every_pages`` will be projected and compared with the pool."""
         assert self._runtime.config is not None
-        every, size = self._runtime.config.check_every_pages, self._pool.page_size
+        every, size, pages = (
+            self._runtime.config.check_every_pages,
+            self._pool.page_size,
+            len(host_pages),
+        )
         if every == 0:
-            return None
-        pages = len(device_indices) // size
+            return
         if self._pages_until_check >= pages:
             self._pages_until_check -= pages
-            return None
-        start = self._pages_until_check * size
-        self._pages_until_check = every - 1 - (pages - 1 - self._pages_until_check) % every
-        slots = device_indices[start : start + size]
-        host_slots = slots.to("cpu")
-        positions = self._mirror.positions[host_slots].to(slots.device, torch.int64)
+            return
+        i = self._pages_until_check
+        self._pages_until_check = every - 1 - (pages - 1 - i) % every
+        self._due_checks.append(
+            _DueCheck(
+                device_indices[i * size : (i + 1) * size],
+                int(host_pages[i]),
+                int(slots[i * size]) // size,
+                self._capture.transfers(),
+            )
+        )
+
+    def _check(self, number: int) -> None:
+        """Compare the oldest ``number`` chosen pages; every rank does so at the same point."""
+        for _ in range(number):
+            due = self._due_checks.popleft()
+            try:
+                due.arrived.synchronize()
+            except StreamFailed:
+                continue
+            self._capture.ledger.settle()
+            if self._runtime.distrust is None and self._capture.arena.is_home(
+                due.host_page, due.device_page
+            ):
+                self._check_page(due)
+
+    def _check_page(self, due: _DueCheck) -> None:
+        layout, size = self._pool.page_layout, self._pool.page_size
+        page = self._pool.kv_buffer[self._capture.arena.physical(np.array([due.host_page]))[0]]
+        if layout.namespace_of(page.numpy()) == NO_NAMESPACE:
+            return  # a row of it was lost: it is no page
+        device = due.slots.device
+        positions = torch.from_numpy(layout.positions(page.numpy())).to(device, torch.int64)
         metrics.count_tokens("checked", size)
         for layer in self._layers:
-            hidden = self._mirror.rows[layer.index][host_slots].to(slots.device)
+            encoded = page[layout.segment(layer.index)].view(size, -1).to(device)
             problem = layer_problem(
-                layer, hidden, positions, slots, self._projector, self.mem_pool_device
+                layer,
+                self._codec.decode(encoded),
+                positions,
+                due.slots,
+                self._projector,
+                self.mem_pool_device,
             )
             if problem is not None:
                 metrics.count_problem("self_check")
                 self._runtime.lose_trust(f"the self-check in service failed: {problem}")
-                return "self-check failed"
-        return None
+                return
 
     def _agreed(self, fine: bool) -> bool:
         """Whether all ranks say so; a rank that lost its trust takes the others with it."""
@@ -112,28 +188,39 @@ class HiddenStateController(HybridCacheController):
         if not self._agreed(self._may_project(host_indices)):
             metrics.count_problem("stale_host_page")
             return None
-        return super().load(host_indices, *args, **kwargs)
+        device_indices = super().load(host_indices, *args, **kwargs)
+        if device_indices is not None and host_indices.numel():
+            self._capture.ledger.loaded(device_indices, self._pool.page_ids(host_indices))
+        return device_indices
 
     def _may_project(self, host_indices: torch.Tensor) -> bool:
+        self._capture.ledger.settle(wait=False)
         if self._runtime.distrust is not None:
             return False
-        if host_indices.numel() == 0:
-            return True
         namespace, layout = self._runtime.page_namespace(), self._pool.page_layout
-        pages = self._pool.pages()
-        ids = self._pool.page_ids(host_indices).tolist()
-        return all(layout.namespace_of(pages[page]) == namespace for page in ids)
+        pages = self._pool.pages_of(host_indices)
+        return all(layout.namespace_of(page) == namespace for page in pages)
 
     # ---- host -> storage ----
+
+    def write_storage(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The backup is done, so its rows have arrived: check, and pass it on to L3."""
+        self._capture.ledger.settle()
+        stored = set(self._pool.page_ids(host_indices).tolist())
+        due = [i for i, check in enumerate(self._due_checks) if check.host_page in stored]
+        self._check(due[-1] + 1 if due else 0)
+        return super().write_storage(host_indices, *args, **kwargs)
 
     def _page_backup(self, operation: Any) -> Any:
         """Seal the pages of a node; the first one that must not be stored ends the backup."""
         tokens, size = _token_array(operation.token_ids), self.page_size
         namespace = self._runtime.page_namespace()
-        pages, layout = self._pool.pages(), self._pool.page_layout
-        page_ids = self._pool.page_ids(operation.host_indices).tolist()
-        for i, (key, page_id) in enumerate(zip(operation.hash_value, page_ids, strict=False)):
-            page, wanted = pages[page_id], tokens[i * size : (i + 1) * size]
+        layout = self._pool.page_layout
+        if self._runtime.distrust is not None:
+            operation.hash_value = []
+        pages = self._pool.pages_of(operation.host_indices)
+        for i, (key, page) in enumerate(zip(operation.hash_value, pages, strict=False)):
+            wanted = tokens[i * size : (i + 1) * size]
             if layout.namespace_of(page) != namespace:
                 problem = "namespace"
             elif not np.array_equal(layout.token_ids(page), wanted):
@@ -162,14 +249,14 @@ class HiddenStateController(HybridCacheController):
     ) -> int:
         """How many of the first ``got`` pages are what the radix tree asked for."""
         namespace, layout = self._runtime.page_namespace(), self._pool.page_layout
-        pages, size = self._pool.pages(), self.page_size
+        size = self.page_size
         tokens = _token_array(operation.token_ids)
         first = operation.hash_value.index(hash_values[0]) if hash_values else 0
-        page_ids = self._pool.page_ids(host_indices).tolist()
+        pages = self._pool.pages_of(host_indices)
         for i in range(got):
             start = (first + i) * size
             problem = layout.problem(
-                pages[page_ids[i]],
+                pages[i],
                 namespace,
                 key_bytes(hash_values[i]),
                 tokens[start : start + size],

@@ -10,6 +10,7 @@ from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
 
 ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention.forward"
 FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
+GRAPHS = "sglang.srt.model_executor.model_runner.ModelRunner.init_cuda_graphs"
 RESET = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.reset"
 _WEIGHTS = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater."
 _WEIGHT_UPDATES = (
@@ -33,6 +34,11 @@ class Hook(NamedTuple):
 def hidden_mode_hooks() -> list[Hook]:
     """What capture and projection need."""
     return [Hook(ATTENTION, _stop_projection), Hook(FORWARD, _capture_forward)]
+
+
+def graph_hooks() -> list[Hook]:
+    """What capture needs where CUDA graphs are recorded; not every version has the place."""
+    return [Hook(GRAPHS, _before_graphs)]
 
 
 def weight_hooks() -> list[Hook]:
@@ -112,8 +118,15 @@ def _capture_forward(
     capture = getattr(runner, "hcache_capture", None)
     if capture is None:
         return original(runner, forward_batch, *a, **kw)
-    with capture.step(forward_batch):
-        return original(runner, forward_batch, *a, **kw)
+    return capture.forward(forward_batch, lambda: original(runner, forward_batch, *a, **kw))
+
+
+def _before_graphs(original: Callable[..., Any], runner: Any, *a: Any, **kw: Any) -> Any:
+    from hcache_backend.engine.graphs import record_copies
+    from hcache_backend.engine.runtime import current
+
+    record_copies(current(), runner)
+    return original(runner, *a, **kw)
 
 
 def _around_weight_update(original: Callable[..., Any], updater: Any, *a: Any, **kw: Any) -> Any:

@@ -1,4 +1,4 @@
-"""L2 in page form: SGLang's host pool, holding hidden-state pages."""
+"""L2 in page form: SGLang's host pool, holding hidden-state pages in the arena."""
 
 from __future__ import annotations
 
@@ -10,27 +10,31 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.pool_host.base import HostKVCache
 
-from hcache_backend.capture.mirror import HiddenMirror
+from hcache_backend.capture.arena import Arena, Ids
+from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.engine import metrics
-from hcache_backend.page import NAMESPACE_BYTES, PageLayout
-from hcache_backend.restore.layerwise import LayerwiseRestore
-
-NO_NAMESPACE = bytes(NAMESPACE_BYTES)
+from hcache_backend.engine.memory import HostPages
+from hcache_backend.page import PageLayout
+from hcache_backend.restore.pipeline import Restore, RestorePipeline
+from hcache_backend.streams import current_stream
 
 
 class HiddenStatePool(HostKVCache):
     """Pages of hidden states in host memory; opaque bytes to everything else in HiCache.
 
+    HiCache's host indices are logical: the arena says which memory a page is in. The memory also
+    holds the shadow pages of the device, which HiCache never sees.
+
     Args:
+        device_pool: SGLang's KV pool.
+        page_size: Tokens a page.
         layout: SGLang's name of the host layout; pages look the same whatever it is, but HiCache
             decides by it how indices travel.
         page_layout: Layout of our pages.
-        mirror: Hidden states of the tokens that are on the device.
-        namespace: Returns the namespace that pages of this moment belong to.
-        writer: 8 bytes that mark pages of this server run.
+        host_pages: How many pages HiCache gets, and how many the device has.
+        stamp: Writes the header of a page that is complete.
         pin_memory: Whether the device needs pinned memory to read it.
-
-    The other arguments are those of SGLang's host pools.
+        allocator_type: SGLang's name of the allocator.
 
     Raises:
         ValueError: The machine has not enough memory.
@@ -39,25 +43,23 @@ class HiddenStatePool(HostKVCache):
     def __init__(
         self,
         device_pool: Any,
-        host_to_device_ratio: float,
-        host_size: float,
         page_size: int,
         layout: str,
         *,
         page_layout: PageLayout,
-        mirror: HiddenMirror,
-        namespace: Callable[[], bytes],
-        writer: bytes,
+        host_pages: HostPages,
+        stamp: Callable[[np.ndarray], None],
         pin_memory: bool,
         allocator_type: str,
     ) -> None:
         self.page_layout = page_layout
         self.layer_num = len(page_layout.segment_bytes)
         self.target_layer_num = self.layer_num
-        self._mirror = mirror
-        self._namespace = namespace
-        self._writer = writer
-        self._restore: LayerwiseRestore | None = None
+        self._host_pages = host_pages
+        self._stamp = stamp
+        self._capture: StagedCapture | None = None
+        self._pipeline: RestorePipeline | None = None
+        self._restore: Restore | None = None
         self.device_pool = device_pool
         geometry = {
             "device_pool": device_pool,
@@ -71,18 +73,20 @@ class HiddenStatePool(HostKVCache):
         asked = inspect.signature(HostKVCache.__init__).parameters
         super().__init__(
             **{name: value for name, value in geometry.items() if name in asked},
-            host_to_device_ratio=host_to_device_ratio,
-            host_size=host_size,
+            # The base class makes pages of tokens of a ratio, rounds down and adds one page.
+            host_to_device_ratio=(host_pages.host - 0.5) * page_size / device_pool.size,
+            host_size=0,
             page_size=page_size,
             layout=layout,
             pin_memory=pin_memory,
             device="cpu",
             allocator_type=allocator_type,
         )
+        assert self.page_num == host_pages.host
 
-    def use_restore(self, restore: LayerwiseRestore) -> None:
-        """Give the pool what turns its pages into K and V."""
-        self._restore = restore
+    def use(self, capture: StagedCapture, pipeline: RestorePipeline) -> None:
+        """Give the pool what fills its pages and what turns them into K and V."""
+        self._capture, self._pipeline = capture, pipeline
 
     # ---- sizes and memory ----
 
@@ -96,53 +100,49 @@ class HiddenStatePool(HostKVCache):
     def init_kv_buffer(self) -> torch.Tensor:
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
-        dims = (self.page_num, self.page_layout.page_bytes)
+        pages = self._host_pages
         self.token_stride_size = self.size_per_token
         buffer: torch.Tensor = ALLOC_MEMORY_FUNCS[self.device_pool.device](
-            dims,
+            (pages.host + pages.device, self.page_layout.page_bytes),
             dtype=torch.uint8,
             device=self.device,
             pin_memory=self.pin_memory,
             allocator=self.allocator,
         )
+        self.arena = Arena(buffer.numpy(), self.page_layout, pages.host, pages.device, self._stamp)
         return buffer
 
-    def pages(self) -> np.ndarray:
-        """All pages, uint8 ``[pages, page_bytes]``; a view."""
-        return self.kv_buffer.numpy()
+    def page_ids(self, host_indices: torch.Tensor) -> Ids:
+        """Logical pages that host indices (int64 ``[pages * page_size]``) stand for."""
+        ids: Ids = host_indices[:: self.page_size].to("cpu").numpy() // self.page_size
+        return ids
 
-    def page_ids(self, host_indices: torch.Tensor) -> torch.Tensor:
-        """Pages that host indices (int64 ``[pages * page_size]``) stand for."""
-        return host_indices[:: self.page_size].to("cpu") // self.page_size
+    def pages_of(self, host_indices: torch.Tensor) -> list[np.ndarray]:
+        """The pages of host indices, uint8 ``[page_bytes]`` each; views."""
+        physical = self.arena.physical(self.page_ids(host_indices))
+        return [self.arena.memory[page] for page in physical.tolist()]
+
+    # ---- what HiCache does with its indices ----
+
+    def free(self, indices: torch.Tensor) -> int:
+        if self._capture is not None and indices.numel():
+            self._capture.host_freed(self.page_ids(indices))
+        freed: int = super().free(indices)
+        return freed
+
+    def clear(self) -> None:
+        if self._capture is not None:
+            self._capture.ledger.forget()
+        super().clear()
 
     # ---- device <-> host ----
 
     def backup_from_device_all_layer(
         self, device_pool: Any, host_indices: Any, device_indices: Any, io_backend: str
     ) -> None:
-        """Fill pages from the mirror.
-
-        The controller has checked that all rows are valid. A row that lost its validity since then
-        spoils its page: without a namespace it is neither loaded nor believed when read from L3.
-        """
-        slots = device_indices.to("cpu")
-        pages, layout, size = self.pages(), self.page_layout, self.page_size
-        page_ids = self.page_ids(host_indices)
-        positions, ids = self._mirror.tokens(slots)
-        namespace = self._namespace()
-        whole = self._mirror.valid(slots).view(-1, size).all(dim=1).tolist()
-        if not all(whole):
-            metrics.count_problem("rows_lost_before_backup")
-        for i, page_id in enumerate(page_ids.tolist()):
-            page = pages[page_id]
-            layout.begin(page, namespace if whole[i] else NO_NAMESPACE, self._writer)
-            layout.positions(page)[:] = positions[i * size : (i + 1) * size]
-            layout.token_ids(page)[:] = ids[i * size : (i + 1) * size]
-        for layer in range(self.layer_num):
-            rows = self._mirror.rows[layer].index_select(0, slots)
-            segment = self.kv_buffer[:, layout.segment(layer)]
-            segment[page_ids] = rows.view(torch.uint8).view(len(page_ids), -1)
-        metrics.count_tokens("backed_up", len(slots))
+        """The controller exchanged table entries; wait for the rows that are still on their way."""
+        assert self._capture is not None
+        current_stream(self._capture.device).wait(self._capture.transfers())
 
     def load_to_device_per_layer(
         self,
@@ -154,31 +154,50 @@ class HiddenStatePool(HostKVCache):
         *,
         is_draft: bool = False,
     ) -> None:
-        """Project one layer of whole pages into the device's pool."""
-        assert self._restore is not None and not is_draft
-        self._restore.restore_layer(layer_id, self.page_ids(host_indices), device_indices)
+        """Restore whole pages: all layers are launched with the first one."""
+        assert self._pipeline is not None and not is_draft
+        if layer_id == 0:
+            pages = self.arena.physical(self.page_ids(host_indices))
+            self._restore = self._pipeline.start(pages, device_indices)
+        assert self._restore is not None
+        self._restore.wait_for_layer(layer_id)
         if layer_id == self.layer_num - 1:
-            metrics.count_tokens("restored", len(device_indices))
+            self._publish(self._pipeline)
+
+    def _publish(self, pipeline: RestorePipeline) -> None:
+        """Count the restores that are done by now."""
+        for report in pipeline.finished():
+            metrics.count_tokens("restored", report.tokens)
+            for method, number in report.bytes.items():
+                metrics.count_bytes(f"restored_{method}", number)
+            metrics.count_milliseconds("restore", report.total_ms)
+            for stream in ("copy", "compute"):
+                metrics.count_milliseconds(f"restore_{stream}_busy", report.busy_ms(stream))
+                metrics.count_milliseconds(f"restore_{stream}_idle", report.idle_ms(stream))
 
     # ---- pages as storage backends see them ----
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
         """Address and length of every page; a page is one piece."""
         base, length = self.kv_buffer.data_ptr(), self.page_layout.page_bytes
-        pointers = [base + page * length for page in self.page_ids(indices).tolist()]
+        physical = self.arena.physical(self.page_ids(indices))
+        pointers = [base + page * length for page in physical.tolist()]
         return pointers, [length] * len(pointers)
 
     def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:
         return [self.kv_buffer]
 
     def get_data_page(self, index: Any, flat: bool = True) -> torch.Tensor:
-        return self.kv_buffer[int(index) // self.page_size]
+        return self.kv_buffer[self._physical(index)]
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:
         return torch.zeros(self.page_layout.page_bytes, dtype=torch.uint8)
 
     def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
-        self.kv_buffer[int(index) // self.page_size] = data_page.view(torch.uint8).reshape(-1)
+        self.kv_buffer[self._physical(index)] = data_page.view(torch.uint8).reshape(-1)
 
     def is_stride_page_aligned(self, page_size_bytes: int = 4096) -> bool:
         return self.page_layout.page_bytes % page_size_bytes == 0
+
+    def _physical(self, index: Any) -> int:
+        return int(self.arena.physical(np.array([int(index) // self.page_size]))[0])

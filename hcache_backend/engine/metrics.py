@@ -9,8 +9,20 @@ from prometheus_client import Counter
 
 @cache
 def tokens() -> Counter:
-    """Tokens by what happened to them: captured, backed_up, restored, checked, ..."""
+    """Tokens by what happened to them: captured, backed_up, restored_hidden, checked, ..."""
     return Counter("hcache_tokens", "Tokens by what happened to them", ["event"])
+
+
+@cache
+def moved_bytes() -> Counter:
+    """Bytes by what moved them: capture (device to host), restore (host to device)."""
+    return Counter("hcache_bytes", "Bytes by what moved them", ["event"])
+
+
+@cache
+def seconds() -> Counter:
+    """Time of the device's streams by stage; bubbles are the idle stages of a restore."""
+    return Counter("hcache_seconds", "Time of the device's streams by stage", ["stage"])
 
 
 @cache
@@ -27,6 +39,14 @@ def problems() -> Counter:
 
 def count_tokens(event: str, number: int) -> None:
     tokens().labels(event=event).inc(number)
+
+
+def count_bytes(event: str, number: int) -> None:
+    moved_bytes().labels(event=event).inc(number)
+
+
+def count_milliseconds(stage: str, milliseconds: float) -> None:
+    seconds().labels(stage=stage).inc(max(0.0, milliseconds) / 1e3)
 
 
 def count_pages(event: str, number: int = 1) -> None:

@@ -40,18 +40,26 @@ def refusal(runtime: Runtime, kvcache: Any, server_args: Any) -> str | None:
         (kvcache.dtype not in _KV_DTYPES, f"KV quantised as {kvcache.dtype}"),
         (kvcache.k_buffer[0].dim() != 3, "the KV pool is not [slots, heads, head_dim]"),
         (
-            kvcache.device != "cpu" and not _graphs_are_off(),
-            "CUDA graphs replay without Python hooks (use --disable-cuda-graph)",
-        ),
-        (
-            kvcache.device != "cpu" and not args.disable_overlap_schedule,
-            "captured rows are not ordered between streams (use --disable-overlap-schedule)",
+            kvcache.device != "cpu" and _compiled(args),
+            "compiled forward passes (torch.compile, tc_piecewise graphs) run without our hooks",
         ),
     )
     return next((reason for refused, reason in checks if refused), None)
 
 
-def _graphs_are_off() -> bool:
+def graphs_are_off() -> bool:
+    """Whether no phase of the forward pass is recorded."""
     from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
 
     return bool(cuda_graph_fully_disabled())
+
+
+def _compiled(args: Any) -> bool:
+    if getattr(args, "enable_torch_compile", False):
+        return True
+    if graphs_are_off():
+        return False
+    from sglang.srt.runtime_context import get_exec
+
+    config = get_exec().graph.cuda_graph_config
+    return "tc_piecewise" in (config.decode.backend, config.prefill.backend)

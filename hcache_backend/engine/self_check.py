@@ -8,6 +8,8 @@ that the model wrote to the pool.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +31,7 @@ class SelfCheckFailed(Exception):
 
 
 @dataclass
-class _Observation:
+class Observation:
     """What one layer did during the probe."""
 
     name: str
@@ -61,7 +63,7 @@ def observe(runner: Any, kvcache: Any) -> Probe:
     Raises:
         SelfCheckFailed: A layer is built or called in a way that hidden mode does not know.
     """
-    observations = _attention_modules(runner.model)
+    observations = attention_modules(runner.model)
     if kvcache.layer_num != len(observations):
         raise SelfCheckFailed(
             f"the KV pool has {kvcache.layer_num} layers and the model {len(observations)} "
@@ -166,12 +168,17 @@ def _difference_problem(
     return f"{what} differs from the model's by {difference:.2e} (allowed {tolerance(dtype):.0e})"
 
 
-def _attention_modules(model: torch.nn.Module) -> list[_Observation]:
+def attention_modules(model: torch.nn.Module) -> list[Observation]:
+    """The attention modules of ``model``, in the order of their layers.
+
+    Raises:
+        SelfCheckFailed: Their layers are not numbered one after the other.
+    """
     from sglang.srt.layers.linear import LinearBase
     from sglang.srt.layers.radix_attention import RadixAttention
 
     modules = dict(model.named_modules())
-    found: list[_Observation] = []
+    found: list[Observation] = []
     for path, kernel in modules.items():
         if not isinstance(kernel, RadixAttention):
             continue
@@ -185,7 +192,7 @@ def _attention_modules(model: torch.nn.Module) -> list[_Observation]:
             }
             if linears:
                 break
-        found.append(_Observation(name, modules[name], kernel, linears))
+        found.append(Observation(name, modules[name], kernel, linears))
     found.sort(key=lambda seen: seen.kernel.layer_id)
     ids = [seen.kernel.layer_id for seen in found]
     if not found or ids != list(range(ids[0], ids[0] + len(ids))):
@@ -193,7 +200,7 @@ def _attention_modules(model: torch.nn.Module) -> list[_Observation]:
     return found
 
 
-def _watch(seen: _Observation) -> list[Any]:
+def _watch(seen: Observation) -> list[Any]:
     def on_call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen.calls.append((args, kwargs))
 
@@ -210,7 +217,7 @@ def _watch(seen: _Observation) -> list[Any]:
 
 
 def _describe(
-    index: int, seen: _Observation, positions: torch.Tensor, batch: object
+    index: int, seen: Observation, positions: torch.Tensor, batch: object
 ) -> AttentionLayer:
     if len(seen.calls) != 1 or seen.projection is None:
         raise SelfCheckFailed(
@@ -284,8 +291,20 @@ def _run_prefill(runner: Any, request: Any) -> tuple[object, torch.Tensor, torch
         batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
     forward_batch = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
     slots, positions = forward_batch.out_cache_loc.clone(), forward_batch.positions.clone()
-    runner.forward(forward_batch)
+    with _without_prefill_graphs(runner):
+        runner.forward(forward_batch)
     return forward_batch, slots, positions
+
+
+@contextmanager
+def _without_prefill_graphs(runner: Any) -> Iterator[None]:
+    """A replay would run without our hooks; SGLang's eager runner is always there."""
+    graphs = getattr(runner, "prefill_cuda_graph_runner", None)
+    runner.prefill_cuda_graph_runner = None
+    try:
+        yield
+    finally:
+        runner.prefill_cuda_graph_runner = graphs
 
 
 class _NoTree(SimpleNamespace):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
@@ -21,19 +21,28 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_memory
 
-from hcache_backend.capture.mirror import HiddenMirror
-from hcache_backend.engine.capture import HiddenCapture
+from hcache_backend.capture.staging import StagedCapture, Staging
+from hcache_backend.engine.capture import HiddenCapture, invalidate_on_allocation
 from hcache_backend.engine.controller import HiddenStateController
+from hcache_backend.engine.graphs import recording_problem, step_tokens
 from hcache_backend.engine.host_pool import HiddenStatePool
+from hcache_backend.engine.memory import (
+    HostPages,
+    kv_bytes_per_token,
+    plan_host_pages,
+    staging_places,
+)
 from hcache_backend.engine.projection import LayerProjections, PagedPool
 from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.refusal import refusal
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.self_check import Probe, SelfCheckFailed, compare, observe
 from hcache_backend.page import PageLayout
+from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.generic import GenericProjector, ProjectionBatch
 from hcache_backend.projection.projector import Projector
-from hcache_backend.restore.layerwise import LayerwiseRestore
+from hcache_backend.restore.pipeline import RestoredLayer, RestorePipeline, gather_reference
+from hcache_kernels.codecs import Codec, make_codec
 
 logger = logging.getLogger("hcache")
 
@@ -46,6 +55,14 @@ def register(runtime: Runtime, reason: str | None) -> None:
         reason: Why hidden mode is already out of the question, or None.
     """
     register_stack_strategy(HiddenStateStrategy(runtime, reason))
+
+
+class _Plan(NamedTuple):
+    """What pages look like and how many there are."""
+
+    codec: Codec
+    layout: PageLayout
+    pages: HostPages
 
 
 class HiddenStateStrategy(StackStrategy):
@@ -69,14 +86,17 @@ class HiddenStateStrategy(StackStrategy):
         # Every rank gets to each agreement, whatever it found: one rank's refusal is everyone's,
         # and none may enter the probe's forward pass alone.
         (start,) = on_all_ranks(params.tp_cache_group, reason is None)
-        probe = projections = None
+        probe = projections = plan = None
         generic = GenericProjector(ProjectionBatch(ForwardMode.EXTEND))
         projector = Projector(generic, PagedPool(kvcache), kvcache.layer_num)
         if start:
             try:
                 probe = observe(self._runtime.runner, kvcache)
+                unrecorded = recording_problem(self._runtime.runner, probe.hidden[0])
+                if unrecorded is not None:
+                    raise SelfCheckFailed(unrecorded)
                 compare(probe, projector, kvcache)
-                self._require_memory(probe, kvcache)
+                plan = self._plan(probe, kvcache)
                 projections = LayerProjections(
                     self._runtime, probe, projector, kvcache, params.tp_cache_group
                 )
@@ -90,110 +110,90 @@ class HiddenStateStrategy(StackStrategy):
         (agreed,) = on_all_ranks(params.tp_cache_group, reason is None)
         if not agreed and reason is None:
             reason = "another tensor-parallel rank refused"
-        if reason is not None or probe is None or projections is None:
+        if reason is not None or probe is None or projections is None or plan is None:
             self._runtime.use_kv_mode(reason or "no probe")
             return _PlainKvStrategy().build(
                 kvcache=kvcache, params=params, server_args=server_args, **kwargs
             )
         projections.settle()
         projections.follow_weights()
-        return self._build_hidden(kvcache, params, probe, projector, **kwargs)
+        return self._build_hidden(kvcache, params, probe, plan, projector, **kwargs)
 
-    def _require_memory(self, probe: Probe, kvcache: Any) -> None:
+    def _plan(self, probe: Probe, kvcache: Any) -> _Plan:
+        """Codec, page layout and memory.
+
+        Raises:
+            SelfCheckFailed: Hidden mode does not pay, or has no room.
+        """
         config, memory = self._runtime.config, get_memory()
         assert config is not None
-        layout = self._page_layout(probe, kvcache)
-        kv_bytes = sum(
-            kvcache.k_buffer[i][0].nbytes + kvcache.v_buffer[i][0].nbytes
-            for i in range(kvcache.layer_num)
-        )
-        hidden_bytes = sum(layout.segment_bytes) // layout.page_size
+        hidden = probe.hidden[0]
+        codec = make_codec("none", hidden.shape[1], hidden.dtype)
+        segment = kvcache.page_size * codec.row_bytes
+        layout = PageLayout(kvcache.page_size, (segment,) * len(probe.layers))
+        kv_bytes, hidden_bytes = kv_bytes_per_token(kvcache), len(probe.layers) * codec.row_bytes
         if config.mode == "auto" and hidden_bytes >= kv_bytes:
             raise SelfCheckFailed(
                 f"hidden states take {hidden_bytes} bytes a token and KV {kv_bytes}: KV pays more "
                 "(option 'mode': 'hidden' insists)"
             )
-        mirror = self._mirror_bytes(probe, kvcache)
-        if memory.hicache_size > 0 and memory.hicache_size * 1e9 <= mirror:
-            raise SelfCheckFailed(
-                f"--hicache-size {memory.hicache_size} GB leaves nothing beside the "
-                f"{mirror / 1e9:.2f} GB that hold the hidden states of the tokens on the device"
-            )
-        if memory.hicache_size > 0:
-            wanted = memory.hicache_size * 1e9
-        else:
-            tokens = kvcache.size * memory.hicache_ratio + layout.page_size
-            wanted = mirror + tokens * layout.page_bytes / layout.page_size
-        budget = host_memory_budget_bytes()
-        if wanted > budget:
-            raise SelfCheckFailed(
-                f"it needs {wanted / 1e9:.2f} GB of host memory ({mirror / 1e9:.2f} GB of it for "
-                f"the tokens on the device) and {budget / 1e9:.2f} GB are there"
-            )
-
-    @staticmethod
-    def _page_layout(probe: Probe, kvcache: Any) -> PageLayout:
-        hidden = probe.hidden[0]
-        segment = kvcache.page_size * hidden.shape[1] * hidden.element_size()
-        return PageLayout(kvcache.page_size, (segment,) * len(probe.layers))
-
-    @staticmethod
-    def _mirror_bytes(probe: Probe, kvcache: Any) -> int:
-        hidden = probe.hidden[0]
-        row: int = hidden.shape[1] * hidden.element_size() * len(probe.layers)
-        return int(kvcache.k_buffer[0].shape[0]) * row
+        pages = plan_host_pages(
+            kvcache, layout, memory.hicache_size, memory.hicache_ratio, host_memory_budget_bytes()
+        )
+        return _Plan(codec, layout, pages)
 
     def _build_hidden(
-        self, kvcache: Any, params: Any, probe: Probe, projector: Projector, **kwargs: Any
+        self,
+        kvcache: Any,
+        params: Any,
+        probe: Probe,
+        plan: _Plan,
+        projector: Projector,
+        **kwargs: Any,
     ) -> Any:
         runtime, memory = self._runtime, get_memory()
         assert runtime.config is not None
-        layers, hidden = probe.layers, probe.hidden[0]
+        layers, codec, layout = probe.layers, plan.codec, plan.layout
         runtime.mode = "hidden"
         runtime.page_fields = {
             "kind": "hidden",
             "partition": ["hidden"] * len(layers),
-            "codec": "none",
+            "codec": codec.name,
             "first_layer": kvcache.start_layer,
         }
-        mirror = HiddenMirror(
-            kvcache.k_buffer[0].shape[0], len(layers), hidden.shape[1], hidden.dtype
-        )
-        invalidate_on_allocation(params.token_to_kv_pool_allocator, mirror)
-        runtime.runner.hcache_capture = HiddenCapture(layers, mirror)
-        runtime.on_weights_changed.append(mirror.clear)
-        # The mirror is paid for from what the user gave to HiCache: pages take half of KV's bytes.
-        host_size = max(0.0, memory.hicache_size - self._mirror_bytes(probe, kvcache) / 1e9)
         pool = HiddenStatePool(
             kvcache,
-            memory.hicache_ratio,
-            host_size if memory.hicache_size > 0 else 0,
             params.page_size,
             memory.hicache_mem_layout,
-            page_layout=self._page_layout(probe, kvcache),
-            mirror=mirror,
-            namespace=runtime.page_namespace,
-            writer=runtime.writer,
+            page_layout=layout,
+            host_pages=plan.pages,
+            stamp=lambda page: layout.stamp(page, runtime.page_namespace(), runtime.writer),
             pin_memory=kvcache.device != "cpu",
             allocator_type=get_allocator_type(),
         )
-        pool.use_restore(
-            LayerwiseRestore(
-                pool.kv_buffer,
-                pool.page_layout,
-                layers,
-                projector,
-                mirror,
-                runtime.config.restore_chunk_tokens,
-            )
+        capture = self._capture(kvcache, params, pool, probe, plan)
+        pipeline = RestorePipeline(
+            pool.kv_buffer,
+            layout,
+            [restored_layer(layer, codec, projector) for layer in layers],
+            min(runtime.config.restore_chunk_tokens, kvcache.size),
+            kvcache.device,
+            gather_reference,
+        )
+        pool.use(capture, pipeline)
+        logger.info(
+            "hcache: restores take %.0f MB of device memory beside one projection of %d tokens",
+            pipeline.device_bytes / 1e6,
+            min(runtime.config.restore_chunk_tokens, kvcache.size),
         )
         anchor = PoolEntry(PoolName.KV, pool, kvcache, lambda layer: layer, True)
         group = HostPoolGroup([anchor])
         logger.info(
-            "hcache: hidden mode: %d layers, %d bytes a %d-token page",
+            "hcache: hidden mode: %d layers, %d bytes a %d-token page, %d host pages, %d shadows",
             len(layers),
-            pool.page_layout.page_bytes,
+            layout.page_bytes,
             params.page_size,
+            *plan.pages,
         )
         controller = HiddenStateController(
             params.token_to_kv_pool_allocator,
@@ -212,7 +212,7 @@ class HiddenStateStrategy(StackStrategy):
             storage_backend_extra_config=kwargs["storage_backend_extra_config"],
             enable_storage_metrics=kwargs["enable_storage_metrics"],
         )
-        controller.use_hidden_states(runtime, pool, mirror, layers, projector)
+        controller.use_hidden_states(runtime, pool, capture, codec, layers, projector)
         return StackBuildResult(
             host_pool_group=group,
             cache_controller=controller,
@@ -220,21 +220,39 @@ class HiddenStateStrategy(StackStrategy):
             pools_desc="hidden states",
         )
 
+    def _capture(
+        self, kvcache: Any, params: Any, pool: HiddenStatePool, probe: Probe, plan: _Plan
+    ) -> StagedCapture:
+        """Start to capture every forward pass."""
+        runner = self._runtime.runner
+        hooks: HiddenCapture | None = getattr(runner, "hcache_capture", None)
+        if hooks is None:  # no CUDA graphs were recorded
+            hooks = HiddenCapture([(layer.module, [layer.projection]) for layer in probe.layers])
+            places = staging_places(len(probe.layers), *step_tokens(runner), 0)
+            staging = Staging(len(probe.layers), plan.codec, places, kvcache.device)
+        else:
+            assert hooks.staging is not None
+            staging = hooks.staging
+            hooks.watch_only(layer.projection for layer in probe.layers)
+        segments = range(len(probe.layers))
+        capture = StagedCapture(pool.arena, pool.kv_buffer, staging, segments)
+        hooks.use(capture)
+        invalidate_on_allocation(params.token_to_kv_pool_allocator, hooks)
+        self._runtime.on_weights_changed.append(capture.ledger.forget)
+        runner.hcache_capture = hooks
+        logger.info(
+            "hcache: capture: staging of %d tokens, %.0f MB of device memory",
+            staging.places,
+            staging.device_bytes / 1e6,
+        )
+        return capture
 
-def invalidate_on_allocation(allocator: Any, mirror: HiddenMirror) -> None:
-    """A slot that is allocated anew has no valid row until something fills it."""
 
-    def wrap(name: str) -> None:
-        original = getattr(allocator, name)
+def restored_layer(layer: AttentionLayer, codec: Codec, projector: Projector) -> RestoredLayer:
+    """How a layer whose hidden states are stored comes back."""
 
-        def allocate(*args: Any, **kwargs: Any) -> Any:
-            slots = original(*args, **kwargs)
-            if isinstance(slots, torch.Tensor):
-                mirror.invalidate(slots)
-            return slots
+    def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        rows = codec.decode(segments.view(-1, codec.row_bytes))
+        projector.project_to_pool(layer, rows, positions, slots)
 
-        setattr(allocator, name, allocate)
-
-    for name in ("alloc", "alloc_extend", "alloc_decode"):
-        if hasattr(allocator, name):
-            wrap(name)
+    return RestoredLayer("hidden", fill)

@@ -11,8 +11,8 @@ projection, unless it has more tokens than a projection may take at once.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -70,12 +70,12 @@ class RestoreReport:
 
     Attributes:
         tokens: How many were restored.
-        bytes: What crossed the bus.
+        bytes: What crossed the bus, by method.
         spans: What the streams did.
     """
 
     tokens: int
-    bytes: int
+    bytes: Mapping[str, int]
     spans: tuple[Span, ...]
 
     @property
@@ -97,7 +97,7 @@ class Restore:
         layers: For each layer, an event behind the last of its K and V.
     """
 
-    def __init__(self, tokens: int, size: int, device: torch.device) -> None:
+    def __init__(self, tokens: int, size: Mapping[str, int], device: torch.device) -> None:
         self.layers: list[Event] = []
         self._device = device
         self._tokens = tokens
@@ -179,7 +179,10 @@ class RestorePipeline:
             The restore. Its layers are in the pool when their events have passed.
         """
         size, device = self._layout.page_size, self._device
-        restore = Restore(len(slots), len(pages) * sum(self._layout.segment_bytes), device)
+        moved: Counter[str] = Counter()
+        for layer, length in zip(self._layers, self._layout.segment_bytes, strict=True):
+            moved[layer.method] += len(pages) * length
+        restore = Restore(len(slots), moved, device)
         headers = self._layout.positions(self._memory.numpy())
         held_pages = held_for_device(pages, device)
         held_positions = held_for_device(headers[pages].reshape(-1).astype(np.int64), device)

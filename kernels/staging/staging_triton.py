@@ -4,6 +4,9 @@ Rows are moved as the largest words that everything is aligned to: over the bus,
 cost more than few large ones.
 """
 
+# Kernels have no types to state.
+# mypy: disallow-untyped-defs=False
+
 from __future__ import annotations
 
 import torch

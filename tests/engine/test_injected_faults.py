@@ -51,14 +51,12 @@ def test_a_wrong_rope_in_service_ends_backups_and_drops_what_was_written(
     assert_no_cache_output(model, [old, new])
 
 
-@pytest.mark.parametrize(
-    "fault", ["slot_reallocated_before_backup", "slot_reallocated_before_copy"]
-)
-def test_a_slot_whose_allocation_changed_never_becomes_part_of_a_page(
-    fault: str, model: Path, tmp_path: Path
+def test_a_slot_that_is_allocated_again_before_the_backup_never_becomes_part_of_a_page(
+    model: Path, tmp_path: Path
 ) -> None:
     trigger = tmp_path / "trigger"
-    with Server(our_server(model, tmp_path, extra_env=faulty(fault, trigger))) as server:
+    fault = faulty("slot_reallocated_before_backup", trigger)
+    with Server(our_server(model, tmp_path, extra_env=fault)) as server:
         trigger.touch()
         conversations = make_conversations(2, turns=2)
         converse(server, conversations)
@@ -68,6 +66,18 @@ def test_a_slot_whose_allocation_changed_never_becomes_part_of_a_page(
         converse(server, again)
         assert all(c.turns[1].cached.storage > 0 for c in again)
     assert_no_cache_output(model, [*conversations, *again])
+
+
+def test_a_slot_that_is_allocated_again_after_the_backup_takes_nothing_from_the_page(
+    model: Path, tmp_path: Path
+) -> None:
+    trigger = tmp_path / "trigger"
+    trigger.touch()
+    fault = faulty("slot_reallocated_after_backup", trigger)
+    with Server(our_server(model, tmp_path, extra_env=fault)) as server:
+        conversations = make_conversations(2, turns=3)
+        converse(server, conversations)
+    assert_no_cache_output(model, conversations)
 
 
 def test_a_layer_that_was_not_captured_spoils_its_tokens_only(model: Path, tmp_path: Path) -> None:

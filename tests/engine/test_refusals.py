@@ -74,7 +74,12 @@ def test_multi_query_attention_runs_in_kv_mode_unless_hidden_is_insisted_on(
     model = build_model("gemma", model_cache)
     with Server(our_server(model, tmp_path / "auto", hcache={"mode": "auto"})) as server:
         assert KV_MODE + "hidden states take" in server.log_text()
-    with Server(our_server(model, tmp_path / "hidden", hcache={"mode": "hidden"})) as server:
+    insist = {"mode": "hidden"}
+    with Server(our_server(model, tmp_path / "small", hcache=insist)) as server:
+        # Twice the KV pool's memory is what the tokens on the device alone take here.
+        assert KV_MODE + "--hicache-ratio 2.0 gives 0.0" in server.log_text()
+    options = our_server(model, tmp_path / "hidden", hcache=insist, hicache_ratio=4.0)
+    with Server(options) as server:
         conversations = converse(server, make_conversations(1, turns=2, tokens=300))
         assert_hidden_mode(server)
         assert_restored_from_l3(conversations, 64)

@@ -188,7 +188,6 @@ class ScriptedScheduler(RuleBasedStateMachine):
         node.host, self.free_host = self.free_host[: node.pages], self.free_host[node.pages :]
         node.backup_done = False
         before = self.arena.memory[:, LAYOUT.header_bytes :].copy()
-        self.arena.host_allocated(ids(*node.host))
         self.submit(self.arena.swap(slots, ids(*node.host)))
         assert (self.arena.memory[:, LAYOUT.header_bytes :] == before).all(), "a backup copied"
 
@@ -235,7 +234,6 @@ class ScriptedScheduler(RuleBasedStateMachine):
         self.sequences += 1
         taken, self.free_host = self.free_host[:pages], self.free_host[pages:]
         node = Node(self.sequences, 0, None, taken, backup_done=True)
-        self.arena.host_allocated(ids(*taken))
         for i, physical in enumerate(self.arena.physical(ids(*taken)).tolist()):
             page = self.arena.memory[physical]
             LAYOUT.begin(page, NAMESPACE, WRITER)

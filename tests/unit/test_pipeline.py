@@ -239,7 +239,8 @@ def test_reports_say_what_each_stream_did() -> None:
     wait(server, pages, slots)
     (report,) = server.pipeline.finished()
     assert report.tokens == 3 * SIZE
-    assert report.bytes == 3 * sum(server.layout.segment_bytes)
+    assert sum(report.bytes.values()) == 3 * sum(server.layout.segment_bytes)
+    assert report.bytes["kv"] == 3 * 2 * server.layout.segment_bytes[1]
     copied = [span.layer for span in report.spans if span.stream == "copy"]
     projected = [span.layer for span in report.spans if span.stream == "compute"]
     assert copied == list(range(5))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hcache_backend.capture.arena import Arena
-from hcache_backend.capture.staging import StagedCapture
+from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.page import PageLayout
 from hcache_backend.streams import Event, WorkerStream, current_is
 
@@ -46,10 +46,8 @@ class Machine:
             DEVICE_PAGES,
             lambda page: LAYOUT.stamp(page, NAMESPACE, WRITER),
         )
-        segments = range(LAYERS)
-        self.capture = StagedCapture(
-            self.arena, memory, ExactRows(is_view), segments, places, "cpu"
-        )
+        self.staging = Staging(LAYERS, ExactRows(is_view), places, "cpu")
+        self.capture = StagedCapture(self.arena, memory, self.staging, range(LAYERS))
         self.rows: dict[int, torch.Tensor] = {}  # slot -> [layers, width]
         self.tokens: dict[int, tuple[int, int]] = {}
 
@@ -64,7 +62,7 @@ class Machine:
         step = self.capture.begin(where, where, where + 100)
         for layer in range(layers):
             if replay:
-                self.capture._stage(layer, hidden[layer], replay)
+                self.staging.stage(layer, hidden[layer], replay)
             else:
                 self.capture.take(layer, hidden[layer])
         for i, slot in enumerate(slots):
@@ -114,7 +112,7 @@ def test_rows_of_every_layer_reach_the_shadow_pages_of_their_slots(machine: Mach
     machine.settle()
     machine.assert_stored([17, 4, 30, 5, 6])
     assert machine.proven([17, 4, 30, 5, 6])
-    assert machine.capture.tokens == 5
+    assert machine.capture.row_bytes == LAYERS * WIDTH * 4
 
 
 def test_a_backup_copies_nothing_and_later_rows_go_to_the_new_shadow(machine: Machine) -> None:
@@ -234,7 +232,7 @@ def test_a_replay_of_a_step_that_is_not_captured_spoils_no_other_step(machine: M
     assert machine.forward(slots(1), replay=4)
     machine.capture.skip()
     for layer in range(LAYERS):
-        machine.capture._stage(layer, torch.full((4, WIDTH), 9.0), 4)
+        machine.staging.stage(layer, torch.full((4, WIDTH), 9.0), 4)
     gate.set()
     machine.settle()
     machine.assert_stored(slots(1))
@@ -248,7 +246,7 @@ def test_the_spare_place_is_left_alone_while_a_long_step_uses_its_memory(machine
     assert machine.forward(long)
     machine.capture.skip()
     for layer in range(LAYERS):
-        machine.capture._stage(layer, torch.full((4, WIDTH), 9.0), 4)
+        machine.staging.stage(layer, torch.full((4, WIDTH), 9.0), 4)
     time.sleep(0.05)  # the device does what it may do by now
     gate.set()
     machine.settle()

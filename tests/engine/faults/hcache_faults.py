@@ -82,18 +82,13 @@ def _skip_a_layer() -> None:
     """Capture misses the last layer: its hook does not fire."""
     from hcache_backend.engine.capture import HiddenCapture
 
-    hook = HiddenCapture._hook
+    take = HiddenCapture._take
 
-    def faulty(self: Any, index: int) -> Any:
-        take = hook(self, index)
+    def faulty(self: Any, index: int, hidden: object) -> None:
+        if not (_active() and index == len(self._called) - 1):
+            take(self, index, hidden)
 
-        def maybe(*args: Any) -> None:
-            if not (_active() and index == self._layers - 1):
-                take(*args)
-
-        return maybe
-
-    HiddenCapture._hook = faulty  # type: ignore[method-assign]
+    HiddenCapture._take = faulty  # type: ignore[method-assign]
 
 
 def _report_hooks() -> None:
@@ -120,7 +115,7 @@ def _report_hooks() -> None:
 FAULTS: dict[str, Callable[[], None]] = {
     "wrong_rope": _wrong_rope,
     "slot_reallocated_before_backup": _wrap_write(before=True),
-    "slot_reallocated_before_copy": _wrap_write(before=False),
+    "slot_reallocated_after_backup": _wrap_write(before=False),
     "layer_not_captured": _skip_a_layer,
     "report_hooks": _report_hooks,
 }

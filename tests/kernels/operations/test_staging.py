@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from hcache_kernels.staging import WRONG_STEP, StagedRows, save_rows, stage_rows, staging_triton
 
 PLACES = 9

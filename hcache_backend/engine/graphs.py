@@ -1,0 +1,79 @@
+"""CUDA graphs: SGLang records them before it asks for a host pool; our copies must be there first.
+
+On replay no Python hook runs, recorded kernels do. So the staging buffer and the hooks exist before
+recording; the copies read from device memory where rows of a step go, and leave the step's number
+beside each row, which is how a replay that recorded no copy of ours is found out.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from hcache_backend.capture.staging import Staging
+from hcache_backend.engine.arguments import resolved
+from hcache_backend.engine.capture import HiddenCapture
+from hcache_backend.engine.memory import staging_places
+from hcache_backend.engine.refusal import graphs_are_off, refusal
+from hcache_backend.engine.runtime import Runtime
+from hcache_backend.engine.self_check import attention_modules
+from hcache_kernels.codecs import make_codec
+
+logger = logging.getLogger("hcache")
+
+_DECODE_TOKENS = 256
+"""Larger decode steps are captured layer by layer; staging need not hold two of them."""
+
+
+def step_tokens(runner: Any) -> tuple[int, int]:
+    """Tokens of the longest forward pass to be captured, and of a decode step."""
+    args = resolved(runner.server_args)
+    decode = int(runner.max_running_requests)
+    chunk = args.chunked_prefill_size
+    prefill = chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens
+    return min(int(prefill) + decode, int(runner.max_total_num_tokens)), min(decode, _DECODE_TOKENS)
+
+
+def record_copies(runtime: Runtime, runner: Any) -> None:
+    """Called right before SGLang records its CUDA graphs. Never raises."""
+    if runner.device == "cpu" or getattr(runner, "is_draft_worker", False) or graphs_are_off():
+        return
+    try:
+        kvcache = runner.token_to_kv_pool
+        if refusal(runtime, kvcache, runner.server_args) is not None:
+            return  # the same question is answered aloud when the host pool is built
+        seen = attention_modules(runner.model)
+        codec = make_codec("none", runner.model_config.hidden_size, runner.dtype)
+        places = staging_places(len(seen), *step_tokens(runner), _largest_graph())
+        hooks = HiddenCapture([(layer.module, layer.linears.values()) for layer in seen])
+        hooks.record_with(Staging(len(seen), codec, places, kvcache.device))
+        runner.hcache_capture = hooks
+    except Exception:
+        logger.exception("hcache: CUDA graphs are recorded without our copies")
+
+
+def recording_problem(runner: Any, hidden: Any) -> str | None:
+    """Why recorded graphs do not capture rows like ``hidden`` (``[n, hidden]``), or None."""
+    if runner.device == "cpu" or graphs_are_off():
+        return None
+    hooks = getattr(runner, "hcache_capture", None)
+    if hooks is None or hooks.staging is None:
+        return "CUDA graphs were recorded without our copies (the log says why)"
+    if not hooks.staging.fits(hidden):
+        return (
+            f"CUDA graphs copy rows of {hooks.staging.codec.hidden_size} values and the "
+            f"projections receive {hidden.shape[1]} of {hidden.dtype}"
+        )
+    return None
+
+
+def _largest_graph() -> int:
+    """Tokens of the largest batch that SGLang will record."""
+    from sglang.srt.runtime_context import get_exec
+
+    config = get_exec().graph.cuda_graph_config
+    sizes = [0]
+    for phase in (config.decode, config.prefill):
+        if phase.backend != "disabled":
+            sizes += [phase.max_bs or 0, *(phase.bs or ())]
+    return max(sizes)

@@ -1,0 +1,77 @@
+"""How much host and device memory hidden mode takes; all of it within what the user gave."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from hcache_backend.engine.self_check import SelfCheckFailed
+from hcache_backend.page import PageLayout
+
+
+class HostPages(NamedTuple):
+    """Pages of the arena.
+
+    Attributes:
+        host: What HiCache may allocate.
+        device: Pages of the device's KV pool, each with a shadow.
+    """
+
+    host: int
+    device: int
+
+
+def kv_bytes_per_token(kvcache: Any) -> int:
+    """Bytes of K and V of one token, all layers of this rank."""
+    return sum(
+        kvcache.k_buffer[i][0].nbytes + kvcache.v_buffer[i][0].nbytes
+        for i in range(kvcache.layer_num)
+    )
+
+
+def plan_host_pages(
+    kvcache: Any, layout: PageLayout, size_gb: float, ratio: float, budget_bytes: float
+) -> HostPages:
+    """Divide the memory that HiCache may take into host pages and shadows.
+
+    Args:
+        kvcache: The device's KV pool.
+        layout: Layout of a page.
+        size_gb: ``--hicache-size``, or 0.
+        ratio: ``--hicache-ratio``: without a size, host memory is this many times the KV pool's.
+        budget_bytes: What the machine has.
+
+    Raises:
+        SelfCheckFailed: It is not enough, or not there.
+    """
+    device = int(kvcache.k_buffer[0].shape[0]) // layout.page_size
+    if size_gb > 0:
+        given, option = size_gb * 1e9, f"--hicache-size {size_gb} (GB)"
+    else:
+        given = ratio * kvcache.size * kv_bytes_per_token(kvcache)
+        option = f"--hicache-ratio {ratio}"
+    host = int(given // layout.page_bytes) - device
+    if host < 1:
+        raise SelfCheckFailed(
+            f"{option} gives {given / 1e9:.2f} GB of host memory, and the hidden states of the "
+            f"tokens on the device alone take {device * layout.page_bytes / 1e9:.2f} GB"
+        )
+    if given > budget_bytes:
+        raise SelfCheckFailed(
+            f"{option} asks for {given / 1e9:.2f} GB of host memory and "
+            f"{budget_bytes / 1e9:.2f} GB are there"
+        )
+    return HostPages(host, device)
+
+
+def staging_places(layers: int, step_tokens: int, decode_tokens: int, recorded_tokens: int) -> int:
+    """Rows that staging needs.
+
+    Args:
+        layers: Captured layers.
+        step_tokens: Tokens of the longest eager forward pass; it uses staging layer by layer, and
+            wants two layers to fit.
+        decode_tokens: Tokens of the largest decode step; two of them fit, so that one is captured
+            while the one before is still on its way.
+        recorded_tokens: Tokens of the largest CUDA graph; all its layers must fit.
+    """
+    return max(-(-2 * step_tokens // layers), 2 * decode_tokens, recorded_tokens, 1)
