@@ -164,7 +164,7 @@ class Volume(Presence):
         return self._ask(work, True)
 
     def commit(self, batch: Sequence[Written], seconds: float) -> list[bool]:
-        """Make pages of nameless files of one namespace; False for one that could not become one."""
+        """Make pages of nameless files, all of one namespace; False for one that failed."""
         done = [False] * len(batch)
         try:
             with self.use() as folder:
