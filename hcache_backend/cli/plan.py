@@ -78,8 +78,11 @@ def plan(
     result = Plan(profile, shape, tokens, tp, l3)
     extra = ["float32 is planned as 16 bits: so SGLang serves it on a GPU"] if halved else []
     if plot is not None:
-        with explained():
-            plan_picture.draw(result, TITLES, plot)
+        try:
+            with explained():
+                plan_picture.draw(result, TITLES, plot)
+        except ImportError:
+            fail("--plot needs matplotlib: pip install matplotlib")
     if as_json:
         report = result.report()
         print_json({**report, "notes": report["notes"] + extra})

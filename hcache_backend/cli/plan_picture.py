@@ -16,6 +16,7 @@ def draw(plan: Plan, titles: Mapping[str, str], path: Path) -> None:
     """Write the pipelines of the mix and of every pure method as a PNG, on one time axis.
 
     Raises:
+        ImportError: matplotlib is not installed.
         OSError: The file cannot be written.
     """
     from matplotlib.figure import Figure
@@ -51,7 +52,9 @@ def draw(plan: Plan, titles: Mapping[str, str], path: Path) -> None:
         axes.set_title(heading, loc="left", fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
     panels[-1].set_xlabel("ms")
-    names = {"recompute": "recompute", "hidden": "hidden states", "kv": "KV", None: "L3"}
+    names: dict[str | None, str] = {"recompute": "recompute", "hidden": "hidden states", "kv": "KV"}
+    if plan.l3 == "first":
+        names[None] = "L3"
     handles = [Patch(color=_COLOURS[key], label=label) for key, label in names.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
     figure.suptitle(
@@ -60,4 +63,4 @@ def draw(plan: Plan, titles: Mapping[str, str], path: Path) -> None:
         + (f" x {plan.tp}" if plan.tp > 1 else ""),
         fontsize=10,
     )
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, format="png")

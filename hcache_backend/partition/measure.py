@@ -50,14 +50,15 @@ def fit(points: Sequence[Point]) -> Rate:
     Args:
         points: At least one.
     """
-    amounts = np.array([point.amount for point in points])
+    largest = max(point.amount for point in points)
+    amounts = np.array([point.amount / largest for point in points])
     times = np.array([point.seconds for point in points])
     system = np.stack([1 / times, amounts / times], axis=1)
     (fixed, slope), *_ = np.linalg.lstsq(system, np.ones(len(points)), rcond=None)
     if fixed < 0 or slope <= 0 or len(points) < _LEAST_POINTS:
         # Time that does not grow, or grows faster than the amount: no fixed part.
         fixed, slope = 0.0, float(np.sum(amounts / times) / np.sum((amounts / times) ** 2))
-    return Rate(seconds=float(fixed), per_second=1 / float(slope))
+    return Rate(seconds=float(fixed), per_second=largest / float(slope))
 
 
 @dataclass(frozen=True)
