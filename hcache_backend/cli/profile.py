@@ -100,13 +100,16 @@ def _measure(shape: ModelShape, config: HCacheConfig, seconds: float, *, hidden:
             part = next(parts)
             progress.update(task, advance=1, description=_TITLES.get(part or "", "done"))
 
-        return measure(
-            Bench(shape, torch.device("cuda" if cuda else "cpu"), dtype, seconds),
-            torch.cuda.get_device_name() if cuda else processor_name(),
-            Rate(per_second=rate.per_second),
-            [str(path) for path in config.dirs],
-            done,
-        )
+        try:
+            return measure(
+                Bench(shape, torch.device("cuda" if cuda else "cpu"), dtype, seconds),
+                torch.cuda.get_device_name() if cuda else processor_name(),
+                Rate(per_second=rate.per_second),
+                [str(path) for path in config.dirs],
+                done,
+            )
+        except torch.OutOfMemoryError:
+            fail("the device has no room for one layer; stop what else uses it, then try again")
 
 
 def _show(measured: Profile) -> None:

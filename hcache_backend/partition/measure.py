@@ -79,14 +79,23 @@ class Bench:
 
     @torch.no_grad()
     def points(self, operation: str) -> list[Point]:
-        """Measure one of :data:`OPERATIONS`."""
+        """Measure one of :data:`OPERATIONS`.
+
+        Raises:
+            torch.OutOfMemoryError: There is not even room for the smallest sizes.
+        """
         prepare: Prepare = getattr(self, f"_{operation}")()
         found: list[Point] = []
         start = time.perf_counter()
         for tokens in _SIZES:
-            amount, work = prepare(tokens)
-            share = self.seconds / len(_SIZES)
-            found.append(Point(tokens, amount, self._time(work, share)))
+            try:
+                amount, work = prepare(tokens)
+                seconds = self._time(work, self.seconds / len(_SIZES))
+            except torch.OutOfMemoryError:
+                if len(found) < _LEAST_POINTS:
+                    raise
+                break
+            found.append(Point(tokens, amount, seconds))
             left = self.seconds - (time.perf_counter() - start)
             # The next one has twice the tokens, and attention four times the work.
             if len(found) >= _LEAST_POINTS and left < 4 * _LEAST_RUNS * found[-1].seconds:

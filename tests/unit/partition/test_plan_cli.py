@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from hcache_backend.cli.main import app
+from hcache_backend.partition import measure
 from hcache_backend.partition.model_config import read_model
 from hcache_backend.partition.presets import PRESETS, preset_profile
 
@@ -236,6 +237,16 @@ def test_a_measured_profile_is_planned_with(tiny: Path, tmp_path: Path) -> None:
 def test_a_profile_is_printed_as_json(tiny: Path, tmp_path: Path) -> None:
     done = hcache("profile", "-m", tiny, "-d", tmp_path, "--seconds", "0.02", "--json")
     assert json.loads(done.stdout)["model"]["hidden"] == 64
+
+
+def test_a_device_without_room_is_said(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crowded(*_: object) -> float:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(measure.Bench, "_time", crowded)
+    assert "no room for one layer" in said("profile", "-m", tiny, "-d", tmp_path, "--seconds", 0.02)
 
 
 def test_profile_names_bad_input(tiny: Path, tmp_path: Path) -> None:

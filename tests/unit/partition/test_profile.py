@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from hcache_backend.partition.disk import read_rate
-from hcache_backend.partition.measure import OPERATIONS, Bench, Point, fit, measure
+from hcache_backend.partition.measure import OPERATIONS, Bench, Point, Prepare, Work, fit, measure
 from hcache_backend.partition.model_shape import Latent, ModelShape
 from hcache_backend.partition.presets import PRESETS, preset_profile
 from hcache_backend.partition.profile import Profile, ProfileError, Rate, load_profile
@@ -174,6 +174,27 @@ def test_a_measured_profile_plans(tmp_path: Path) -> None:
     loaded = load_profile(tmp_path / "profile.json")
     assert loaded == measured
     assert solve(loaded, TINY, 1024) == solve(measured, TINY, 1024)
+
+
+class Crowded(Bench):
+    """A device that has no room for more than 256 tokens."""
+
+    room = 256
+
+    def _projection(self) -> Prepare:
+        prepare = super()._projection()
+
+        def crowded(tokens: int) -> tuple[float, Work]:
+            if tokens > self.room:
+                raise torch.OutOfMemoryError("no room")
+            return prepare(tokens)
+
+        return crowded
+
+
+def test_a_device_without_much_room_is_measured_with_less() -> None:
+    crowded = Crowded(TINY, torch.device("cpu"), torch.float32, seconds=0.5)
+    assert [point.tokens for point in crowded.points("projection")] == [64, 128, 256]
 
 
 @pytest.mark.gpu
