@@ -122,6 +122,12 @@ def test_times_that_are_no_line_give_a_usable_rate(times: tuple[float, ...]) -> 
     assert low / 4 <= found.time(points[-1].amount) <= 4 * high
 
 
+def test_a_disturbed_measurement_does_not_count() -> None:
+    undisturbed = [Point(0, 10.0 * 2**number, 1.0 * 2**number) for number in range(4)]
+    disturbed = [undisturbed[0], Point(0, 20.0, 500.0), *undisturbed[2:]]
+    assert fit(disturbed).time(80.0) == pytest.approx(8.0, rel=0.3)
+
+
 def test_one_measurement_is_a_rate() -> None:
     assert fit([Point(64, 100.0, 2.0)]) == Rate(per_second=50.0)
 
