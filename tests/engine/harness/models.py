@@ -125,6 +125,8 @@ MORE_ARCHITECTURES: dict[str, Architecture] = {
             shared_expert_intermediate_size=256,
         ),
     ),
+    # What the projection makes is cut at a bound: more than a product, norm and RoPE.
+    "olmo": Architecture("olmo", _gated(HEADS, clip_qkv=4.0)),
     # MLA: one compressed vector a token instead of K and V, so there is nothing to project.
     "deepseek": Architecture(
         "deepseek_v3",
