@@ -4,6 +4,9 @@ The product is as fast as products get on the device; the price is that K and V 
 once more. The bias is added by the product's own epilogue, before its result is rounded.
 """
 
+# Kernels have no types to state.
+# mypy: disallow-untyped-defs=False
+
 from __future__ import annotations
 
 import torch
@@ -11,6 +14,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional as F
 
+from .configs import LayerKind
 from .launch import Launch, head_pairs, key_arguments, pool_arguments
 from .spec import KVPool, KVProjection
 from .tile import as_stored, normalise, pair_dims, rotate, store_pairs
@@ -34,15 +38,10 @@ def project_kv_library(
     epilogue_launch(kv, positions, slots, projection, pool).run()
 
 
-def fits_epilogue(projection: KVProjection) -> bool:
+def fits_epilogue(kind: LayerKind) -> bool:
     """Whether one program can hold what the norm of K needs at once."""
-    norm = projection.norm
-    return norm is None or norm.over == "head" or _padded_row(projection) <= LARGEST_ROW
-
-
-def _padded_row(projection: KVProjection) -> int:
-    heads = int(triton.next_power_of_2(projection.kv_heads))
-    return heads * 2 * head_pairs(projection.head_dim)
+    row = int(triton.next_power_of_2(kind.kv_heads)) * 2 * head_pairs(kind.head_dim)
+    return kind.norm != "all" or row <= LARGEST_ROW
 
 
 def epilogue_launch(

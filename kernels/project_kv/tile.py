@@ -5,6 +5,9 @@ that RoPE turns together, so that turning moves nothing between threads. Dimensi
 turned are paired too, any way that covers them.
 """
 
+# Kernels have no types to state.
+# mypy: disallow-untyped-defs=False
+
 from __future__ import annotations
 
 import triton
@@ -17,7 +20,7 @@ def pair_dims(pair, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVE
     if INTERLEAVED:
         first = 2 * pair
         second = 2 * pair + 1
-    elif (ROTARY_DIM == 0) or (ROTARY_DIM == HEAD_DIM):
+    elif ROTARY_DIM % HEAD_DIM == 0:  # none or all of it
         first = pair
         second = pair + HEAD_DIM // 2
     else:

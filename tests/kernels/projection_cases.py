@@ -94,27 +94,24 @@ class Call:
         """
         before = self.memory.clone()
         way(self.hidden, self.positions, self.slots, self.projection, self.pool)
-        results = []
-        for part, scale in ((self.pool.k, self.pool.k_scale), (self.pool.v, self.pool.v_scale)):
-            slots = self.slots.long()
-            results.append(
-                part.view(_BYTES[part.itemsize])[slots].view(part.dtype).double() * scale
-            )
+        results = [part[self.slots.long()] for part in self._bits()]
+        for part in self._bits():
+            part[self.slots.long()] = 0
         after = self.memory.clone()
         self.memory.copy_(before)
-        # The named slots of `after`, and nothing else, may differ.
-        for part in (self.pool.k, self.pool.v):
-            part.view(_BYTES[part.itemsize])[self.slots.long()] = 0
-        cleared = self.memory.clone()
-        self.memory.copy_(after)
-        for part in (self.pool.k, self.pool.v):
-            part.view(_BYTES[part.itemsize])[self.slots.long()] = 0
-        assert torch.equal(self.memory, cleared), "something else was written"
+        for part in self._bits():
+            part[self.slots.long()] = 0
+        assert torch.equal(after, self.memory), "something else was written"
         self.memory.copy_(before)
-        return results[0], results[1]
+        k, v = (result.view(self.pool.k.dtype).double() for result in results)
+        return k * self.pool.k_scale, v * self.pool.v_scale
+
+    def _bits(self) -> list[torch.Tensor]:
+        """The pool as integers: noise is not always a number, and torch cannot index fp8."""
+        return [part.view(_BITS[part.itemsize]) for part in (self.pool.k, self.pool.v)]
 
 
-_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def make_call(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hcache_kernels.project_kv.configs import fused_configs
+from hcache_kernels.project_kv.configs import fused_configs, kind_of
 from hcache_kernels.project_kv.fused import project_kv_fused
 from hcache_kernels.project_kv.library import project_kv_library
 from hcache_kernels.project_kv.reference import project_kv_reference
@@ -36,7 +36,7 @@ def capability(device: str) -> tuple[int, int]:
 def test_as_exact_as_torch_and_other_slots_untouched(number: int, way: str, device: str) -> None:
     call = make_call(**CASES[number], device=device, seed=number)
     if way == "fused":
-        configs = fused_configs(call.projection, capability(device))
+        configs = fused_configs(kind_of(call.projection), capability(device))
         run = partial(project_kv_fused, config=configs[number % len(configs)])
     else:
         run = project_kv_library
