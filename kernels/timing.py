@@ -10,6 +10,8 @@ import torch
 WARM_UPS = 3
 FLUSH_BYTES = 256 << 20
 """More than any GPU's L2 cache holds."""
+HEAD_START_CYCLES = 500_000
+"""The GPU waits for about so long before the work, so that all launches are queued by then."""
 
 
 def gpu_microseconds(work: Callable[[], object], repeats: int = 20) -> float:
@@ -19,8 +21,8 @@ def gpu_microseconds(work: Callable[[], object], repeats: int = 20) -> float:
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     spans = []
     for _ in range(repeats):
-        # The flush also keeps the GPU busy while the work is being queued.
         flush.zero_()
+        torch.cuda._sleep(HEAD_START_CYCLES)
         span = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         span[0].record()
         work()

@@ -89,7 +89,7 @@ class ChoiceTable:
                 self._take(record)
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             logger.warning("%s is unreadable and will be measured again: %r", path, error)
             self._choices, self._records = {}, []
 

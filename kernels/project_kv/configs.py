@@ -70,10 +70,11 @@ def fused_configs(kind: LayerKind, capability: tuple[int, int]) -> tuple[FusedCo
     """The configurations for a kind of layer on a device of compute capability 8.0 or more.
 
     None of them spills, whatever norm, RoPE, biases and types of such a layer: tests compile them
-    for 8.0, 8.9, 9.0 and 10.0. Empty when rows of the weight are not aligned to 16 numbers:
-    loading them would take so many instructions that the library is always faster.
+    for 8.0, 8.9, 9.0 and 10.0. Empty for heads too small for a product of tiles, and when rows of
+    the weight are not aligned to 16 numbers: loading them would take so many instructions that the
+    library is always faster.
     """
-    if kind.hidden % 16:
+    if kind.hidden % 16 or kind.head_dim < 16:
         return ()
     head = 2 * head_pairs(kind.head_dim)
     if kind.dtype == torch.float32:
@@ -81,7 +82,7 @@ def fused_configs(kind: LayerKind, capability: tuple[int, int]) -> tuple[FusedCo
         return (FusedConfig(rows=32 if head <= 128 else 16, heads=1, depth=16, warps=4, stages=2),)
     if head > 128:
         return (FusedConfig(rows=64, heads=1, depth=64, warps=8, stages=2),)
-    heads = min(128 // head, kind.kv_heads)
+    heads = min(128 // head, 1 << (kind.kv_heads.bit_length() - 1))
     configs = [FusedConfig(rows=64, heads=heads, depth=64, warps=4, stages=3)]
     # What the accumulators leave of the registers must hold the norm's and RoPE's operands.
     norm_and_rope = kind.norm == "head" and kind.rotary != "none"

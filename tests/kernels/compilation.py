@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+WORKERS = 2
+
+SHARED_MEMORY = {(8, 0): 163, (8, 9): 99, (9, 0): 227}
+"""Devices to compile for, by compute capability, and the KiB of shared memory of a program there
+(CUDA programming guide)."""
+
+if (TOOLS / "ptxas-blackwell").exists():
+    SHARED_MEMORY[10, 0] = 227
 
 _NAMES = {
     torch.float32: "fp32",
@@ -44,6 +56,50 @@ class Usage:
     shared: int
 
 
+class Launch(Protocol):
+    """A kernel with everything that its compilation depends on."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """A launch to compile.
+
+    Attributes:
+        capability: For which device.
+        launch: Makes the launch, in another process: a function of a module, or a partial of one.
+    """
+
+    capability: tuple[int, int]
+    launch: Callable[[], Launch]
+
+
+def compile_all(jobs: Mapping[str, Job]) -> dict[str, Usage]:
+    """Compile every job, without Triton's cache, in a few processes."""
+    assert os.environ.get("TRITON_INTERPRET", "0") == "0", "interpreted kernels do not compile"
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory(prefix="hcache-triton-") as cache,
+        ProcessPoolExecutor(WORKERS, spawn, _use_cache, (cache,)) as pool,
+    ):
+        return dict(zip(jobs, pool.map(_compile, jobs.values()), strict=True))
+
+
+def _use_cache(path: str) -> None:
+    os.environ["TRITON_CACHE_DIR"] = path
+
+
+def _compile(job: Job) -> Usage:
+    launch = job.launch()
+    return compile_kernel(
+        launch.kernel, launch.arguments, job.capability, launch.warps, launch.stages
+    )
+
+
 def compile_kernel(
     kernel: Any, arguments: dict[str, Any], capability: tuple[int, int], warps: int, stages: int
 ) -> Usage:
@@ -67,7 +123,10 @@ def compile_kernel(
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
         done = subprocess.run(
-            [CUOBJDUMP, "-res-usage", cubin.name], capture_output=True, text=True, check=True
+            [TOOLS / "cuobjdump", "-res-usage", cubin.name],
+            capture_output=True,
+            text=True,
+            check=True,
         )
     found = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout + done.stderr)
     assert found, done.stdout + done.stderr

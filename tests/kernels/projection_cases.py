@@ -36,7 +36,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "head_dim": [64, 80, 96, 128, 256],
     "n": [1, 7, 64, 200],
     "kv_heads": [1, 3, 4],
-    "depth": [64, 136],
+    "depth": [64, 144],
     "index": [torch.int32, torch.int64],
     "strided": [False, True],
 }
