@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from hcache_backend.engine.ranks import on_all_ranks
-from hcache_backend.engine.runtime import LayerGroup, Runtime
+from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.self_check import Probe, SelfCheckFailed, written_problem
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.projector import Projector
 from hcache_backend.projection.proof import RowsDependOnEachOther, gather_evidence
 from hcache_backend.projection.search import NoSpec, find_spec
 from hcache_backend.projection.spec import LayerSpec
+from hcache_backend.store.server_report import LayerGroup
 from hcache_kernels.project_kv import KVPool
 
 logger = logging.getLogger("hcache")
@@ -153,9 +154,12 @@ class LayerProjections:
         try:
             self.find()
         except Exception as error:
-            logger.exception("hcache: the search for specs broke")
-            reason = f"after a weight update the search broke: {type(error).__name__}: {error}"
+            reason = f"after a weight update: {type(error).__name__}: {error}"
             self._found = [reason] * len(self._probe.layers)
+            if isinstance(error, SelfCheckFailed):
+                self._runtime.lose_trust(reason)
+            else:
+                logger.exception("hcache: the search for specs broke")
         self.settle()
 
     def _report(self) -> None:
@@ -185,8 +189,11 @@ def _spec(found: LayerSpec | str) -> LayerSpec | None:
     return None if isinstance(found, str) else found
 
 
-def _grouped(methods: Iterable[tuple[str, str]]) -> list[LayerGroup]:
-    groups: dict[tuple[str, str], list[int]] = {}
+def _grouped(methods: Iterable[tuple[Literal["spec", "generic"], str]]) -> list[LayerGroup]:
+    groups: dict[tuple[Literal["spec", "generic"], str], list[int]] = {}
     for index, method in enumerate(methods):
         groups.setdefault(method, []).append(index)
-    return [LayerGroup(*method, tuple(layers)) for method, layers in groups.items()]
+    return [
+        LayerGroup(method=method, detail=detail, layers=tuple(layers))
+        for (method, detail), layers in groups.items()
+    ]

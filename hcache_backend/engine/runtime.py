@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.engine.arguments import page_size
 from hcache_backend.fingerprint import fingerprint_tensors, model_tensors, namespace
 from hcache_backend.page import FORMAT_VERSION, WRITER_BYTES
+from hcache_backend.store.server_report import LayerGroup, ServerReport
 
 logger = logging.getLogger("hcache")
 
@@ -28,20 +30,6 @@ class Weights:
 
     fingerprint: bytes
     suspended: str | None = None
-
-
-class LayerGroup(NamedTuple):
-    """Layers that are projected alike.
-
-    Attributes:
-        method: ``spec`` or ``generic``.
-        detail: What the spec is made of, or why there is none.
-        layers: Their numbers within this stage.
-    """
-
-    method: str
-    detail: str
-    layers: tuple[int, ...]
 
 
 @dataclass
@@ -79,6 +67,16 @@ class Runtime:
         """The host pool holds plain KV pages, and this is why."""
         self.mode, self.reason = "kv", reason
         logger.warning("hcache: KV mode (plain KV pages): %s", reason)
+
+    def report(self) -> ServerReport:
+        """What this server says about itself to ``hcache doctor``."""
+        return ServerReport(
+            time=time.time(),
+            model=str(self.runner.model_config.model_path),
+            mode="hidden" if self.mode == "hidden" else "kv",
+            reason=self.reason,
+            projection=tuple(self.projection),
+        )
 
     def _model_fields(self, weights: Weights) -> dict[str, object]:
         """The part of every namespace that says which model made a page."""
