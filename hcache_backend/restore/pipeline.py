@@ -2,8 +2,9 @@
 
 Two streams work at once (paper section 4.1). The copy stream brings layer segments to a ring of
 device buffers, as far ahead as the ring allows; the compute stream projects them. Segments that
-hold K and V need no compute and go to the pool on the copy stream. Each layer has an event, so the
-engine's forward pass may start on layer 0 while layer 1 is on its way.
+hold K and V need no compute and go to the pool on the copy stream; layers that are recomputed need
+no segment, and hold up no copy. Each layer has an event, so the engine's forward pass may start on
+layer 0 while layer 1 is on its way.
 
 Whatever a restore consists of (many nodes, many requests), every layer is one copy and one
 projection, unless it has more tokens than a projection may take at once.
@@ -47,16 +48,17 @@ class RestoredLayer(NamedTuple):
 
     Attributes:
         method: ``hidden``: ``fill`` projects, on the compute stream. ``kv``: it only stores, on
-            the copy stream.
+            the copy stream. ``recompute``: it needs no segment (its length is 0), and is called
+            once with all tokens, on the compute stream.
         fill: Writes the layer to the pool.
     """
 
-    method: Literal["hidden", "kv"]
+    method: Literal["hidden", "kv", "recompute"]
     fill: Fill
 
 
 class Span(NamedTuple):
-    """What a stream did for one layer, in milliseconds since the restore's first copy began."""
+    """What a stream did for one layer, in milliseconds since the restore began."""
 
     stream: Literal["copy", "compute"]
     layer: int
@@ -97,11 +99,14 @@ class Restore:
         layers: For each layer, an event behind the last of its K and V.
     """
 
-    def __init__(self, tokens: int, size: Mapping[str, int], device: torch.device) -> None:
+    def __init__(
+        self, tokens: int, size: Mapping[str, int], begin: Event, device: torch.device
+    ) -> None:
         self.layers: list[Event] = []
         self._device = device
         self._tokens = tokens
         self._bytes = size
+        self._begin = begin
         self._timed: list[tuple[Literal["copy", "compute"], int, Event, Event]] = []
 
     def wait_for_layer(self, layer: int) -> None:
@@ -118,7 +123,7 @@ class Restore:
 
     def report(self) -> RestoreReport:
         """Times of a restore that is done."""
-        first = self._timed[0][2]
+        first = self._begin
         spans = (
             Span(stream, layer, start.milliseconds_since(first), end.milliseconds_since(first))
             for stream, layer, start, end in self._timed
@@ -182,7 +187,6 @@ class RestorePipeline:
         moved: Counter[str] = Counter()
         for layer, length in zip(self._layers, self._layout.segment_bytes, strict=True):
             moved[layer.method] += len(pages) * length
-        restore = Restore(len(slots), moved, device)
         headers = self._layout.positions(self._memory.numpy())
         held_pages = held_for_device(pages, device)
         held_positions = held_for_device(headers[pages].reshape(-1).astype(np.int64), device)
@@ -198,12 +202,15 @@ class RestorePipeline:
             page_ids.copy_(held_pages, non_blocking=True)
             positions.copy_(held_positions, non_blocking=True)
 
+        restore = Restore(len(slots), moved, self._copy.record(timed=True), device)
         self._copy.run(bring_indices)
+        self._compute.wait(self._copy.record())  # a recomputed layer needs them before any segment
         ring = _Ring(self._ring, min(len(pages), self._chunk_pages) * self._largest)
         for index, layer in enumerate(self._layers):
-            for start in range(0, len(pages), self._chunk_pages):
-                chunk = slice(start, start + self._chunk_pages)
-                tokens = slice(start * size, (start + self._chunk_pages) * size)
+            step = self._chunk_pages if layer.method != "recompute" else len(pages)
+            for start in range(0, len(pages), step):
+                chunk = slice(start, start + step)
+                tokens = slice(start * size, (start + step) * size)
                 done = self._launch(
                     restore,
                     index,
@@ -230,22 +237,37 @@ class RestorePipeline:
         """Copy and fill one chunk of one layer; an event behind both."""
         offset = self._layout.segment_offsets[index]
         length = self._layout.segment_bytes[index]
+        if layer.method == "recompute":
+            buffer = self._ring[:0].view(len(page_ids), 0)
+            return self._fill(restore, index, layer, buffer, positions, slots)
         buffer = ring.next(self._copy)[: len(page_ids) * length].view(-1, length)
-        copy_start = self._copy.record(timed=True)
+        start = self._copy.record(timed=True)
         self._copy.run(lambda: self._gather(self._memory, page_ids, offset, buffer))
         if layer.method == "kv":
             self._copy.run(lambda: layer.fill(buffer, positions, slots))
         copied = self._copy.record(timed=True)
-        restore._timed.append(("copy", index, copy_start, copied))
+        restore._timed.append(("copy", index, start, copied))
         if layer.method == "kv":
             ring.used(copied)
             return copied
         self._compute.wait(copied)
-        fill_start = self._compute.record(timed=True)
+        filled = self._fill(restore, index, layer, buffer, positions, slots)
+        ring.used(filled)
+        return filled
+
+    def _fill(
+        self,
+        restore: Restore,
+        index: int,
+        layer: RestoredLayer,
+        buffer: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> Event:
+        start = self._compute.record(timed=True)
         self._compute.run(lambda: layer.fill(buffer, positions, slots))
         filled = self._compute.record(timed=True)
-        restore._timed.append(("compute", index, fill_start, filled))
-        ring.used(filled)
+        restore._timed.append(("compute", index, start, filled))
         return filled
 
     def finished(self) -> list[RestoreReport]:

@@ -172,6 +172,45 @@ def test_segments_of_kv_do_not_wait_for_projections() -> None:
     server.assert_restored(2, pages.tolist(), slots)
 
 
+def test_recomputed_layers_take_no_copy_and_hold_none_up() -> None:
+    server, gate, calls = Server(["hidden", "kv", "hidden"]), threading.Event(), []
+    segments = (0, 0, *server.layout.segment_bytes[1:])
+    layout = PageLayout(SIZE, segments)
+    memory = torch.zeros((PAGES, layout.page_bytes), dtype=torch.uint8)
+    memory[:, layout.header_bytes :] = server.memory[:, server.layout.segment(1).start :]
+    layout.positions(memory.numpy())[:] = server.layout.positions(server.memory.numpy())
+
+    def recompute(layer: int) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+        def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+            gate.wait()
+            calls.append((layer, tuple(segments.shape), positions.tolist(), len(slots)))
+
+        return fill
+
+    recomputed = [RestoredLayer("recompute", recompute(layer)) for layer in range(2)]
+    # One page a chunk, and still every recomputed layer is called once.
+    pipeline = RestorePipeline(
+        memory,
+        layout,
+        [*recomputed, *server.pipeline._layers[1:]],
+        SIZE,
+        "cpu",
+        gather_reference,
+    )
+    pages, slots = some(2)
+    restore = pipeline.start(pages, slots)
+    restore.wait_for_layer(2)  # KV is there, and nothing was computed yet
+    server.assert_restored(1, pages.tolist(), slots)
+    assert not calls
+    gate.set()
+    restore.wait_for_layer(3)
+    server.assert_restored(2, pages.tolist(), slots)
+    want = [1000 * int(page) + i for page in pages for i in range(SIZE)]
+    assert calls == [(layer, (2, 0), want, 2 * SIZE) for layer in range(2)]
+    copied = {span.layer for span in pipeline.finished()[0].spans if span.stream == "copy"}
+    assert copied == {2, 3}
+
+
 def test_a_restore_right_behind_another_does_not_disturb_it() -> None:
     server, rng = Server(chunk_tokens=2 * SIZE), random.Random(2)
     started = []
