@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ from hcache_backend.engine.memory import HostPages
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.pipeline import Restore, RestorePipeline
 from hcache_backend.streams import current_stream
+
+logger = logging.getLogger("hcache")
 
 
 class HiddenStatePool(HostKVCache):
@@ -165,8 +168,13 @@ class HiddenStatePool(HostKVCache):
             self._publish(self._pipeline)
 
     def _publish(self, pipeline: RestorePipeline) -> None:
-        """Count the restores that are done by now."""
-        for report in pipeline.finished():
+        """Count the restores that are done by now; no count is worth a restore."""
+        try:
+            reports = pipeline.finished()
+        except Exception:
+            logger.exception("hcache: restores could not be counted")
+            return
+        for report in reports:
             metrics.count_tokens("restored", report.tokens)
             for method, number in report.bytes.items():
                 metrics.count_bytes(f"restored_{method}", number)

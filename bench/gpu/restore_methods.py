@@ -1,0 +1,295 @@
+"""Every way to get K and V of a history back, on the same data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import torch
+from devices import Device
+from restore_models import Layer, Shape
+
+from hcache_backend.page import PageLayout
+from hcache_backend.restore.pipeline import (
+    Fill,
+    RestoredLayer,
+    RestorePipeline,
+    RestoreReport,
+    gather_segments,
+)
+from hcache_kernels.codecs import Codec, make_codec
+from hcache_kernels.project_kv import KVPool, project_kv
+
+PAGE = 64
+SPARE_PAGES = 8
+
+
+@dataclass(frozen=True)
+class Way:
+    """One measured way.
+
+    Attributes:
+        method: Its name in the results.
+        milliseconds: Median.
+        bytes: What crossed the bus.
+        flops: Of the projections.
+        right: Whether K and V were those of the forward pass, up to rounding.
+        report: What the streams did, for ways that go through the pipeline.
+        layers: How many layers came back by which method.
+    """
+
+    method: str
+    milliseconds: float
+    bytes: int
+    flops: float
+    right: bool
+    report: RestoreReport | None
+    layers: str
+
+
+class _Pieces:
+    """Layout of pages that hold every layer three times (exact, exp4, KV); one is restored."""
+
+    def __init__(self, whole: PageLayout, segments: Sequence[int]) -> None:
+        self.page_size = whole.page_size
+        self.positions = whole.positions
+        self.segment_bytes = tuple(whole.segment_bytes[s] if s >= 0 else 0 for s in segments)
+        self.segment_offsets = tuple(whole.segment_offsets[s] if s >= 0 else 0 for s in segments)
+
+
+class History:
+    """Sequences whose KV was dropped: pages in host memory, and the pool they return to."""
+
+    def __init__(
+        self, device: Device, shape: Shape, layers: list[Layer], lengths: Sequence[int]
+    ) -> None:
+        self.device, self.shape, self.layers, self.lengths = device, shape, layers, lengths
+        self.tokens = sum(lengths)
+        self.own = PAGE // shape.ranks  # tokens of a page that this rank stores
+        self.codecs = [make_codec(name, shape.hidden, device.dtype) for name in ("none", "exp4")]
+        kind, pages = device.kind, self.tokens // PAGE
+        kv_row = 2 * shape.width * device.dtype.itemsize
+        segments = [codec.row_bytes * self.own for codec in self.codecs] + [kv_row * PAGE]
+        self.layout = PageLayout(PAGE, tuple(segments) * len(layers))
+        self.memory = device.pinned(pages + SPARE_PAGES, self.layout.page_bytes)
+        rng = np.random.default_rng(0)
+        self.pages = rng.permutation(pages + SPARE_PAGES)[:pages].astype(np.int64)
+        device_pages = torch.from_numpy(rng.permutation(pages + SPARE_PAGES)[:pages])
+        slots = device_pages[:, None] * PAGE + torch.arange(PAGE)
+        self.slots = slots.reshape(-1).to(kind)
+        self.positions = torch.cat([torch.arange(length) for length in lengths]).to(kind)
+        shape_of_pool = ((pages + SPARE_PAGES) * PAGE, shape.heads, shape.head_dim)
+        self.pools = [
+            KVPool(*(torch.empty(shape_of_pool, device=kind, dtype=device.dtype) for _ in "kv"))
+            for _ in layers
+        ]
+        self.ids = torch.randn(self.tokens, shape.hidden, device=kind, dtype=device.dtype)
+        self.others: list[torch.Tensor] = []  # hidden states that other ranks read
+        self.bulk = device.pinned(len(layers), 2, self.tokens, shape.width, dtype=device.dtype)
+        self._store()
+
+    def _store(self) -> None:
+        """Run the model once and keep what each method needs."""
+        on_pages = torch.from_numpy(self.pages)
+        positions = self.layout.positions(self.memory.numpy())
+        positions[self.pages] = self.positions.cpu().to(torch.int32).view(-1, PAGE).numpy()
+        x, shape = self.ids, self.shape
+        for index, layer in enumerate(self.layers):
+            hidden = layer.norm(x, 0).view(-1, PAGE, shape.hidden)
+            x, k, v = layer.forward(x, self.positions, self.lengths)
+            stored = hidden[:, : self.own].reshape(-1, shape.hidden)
+            for which, codec in enumerate(self.codecs):
+                encoded, ok = codec.encode(stored)
+                assert bool(ok.all()), f"{codec.name} cannot hold these rows"
+                self._segment(index, which)[on_pages] = encoded.view(len(on_pages), -1).cpu()
+            if shape.ranks > 1:
+                self.others.append(hidden[:, self.own :].contiguous())
+            kv = torch.stack((k, v)).view(2, len(on_pages), PAGE, -1)
+            parts = kv.transpose(0, 1).reshape(len(on_pages), -1).view(torch.uint8)
+            self._segment(index, 2)[on_pages] = parts.cpu()
+            self.bulk[index] = kv.view(2, self.tokens, -1).cpu()
+
+    def _segment(self, layer: int, which: int) -> torch.Tensor:
+        return self.memory[:, self.layout.segment(3 * layer + which)]
+
+    @cached_property
+    def hidden_bytes(self) -> list[int]:
+        """Bytes of a layer's hidden states, by codec; what this rank reads."""
+        return [codec.row_bytes * self.own * len(self.pages) for codec in self.codecs]
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of a layer's K and V."""
+        return 2 * self.tokens * self.shape.width * self.device.dtype.itemsize
+
+    @property
+    def flops(self) -> float:
+        """Of one layer's projection."""
+        return 4.0 * self.tokens * self.shape.hidden * self.shape.width
+
+    # ---- filling ----
+
+    def fill_hidden(self, index: int, codec: Codec) -> Fill:
+        """Decode, get the other ranks' rows, project to the pool."""
+        layer, pool, own = self.layers[index], self.pools[index], self.own
+
+        def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+            rows = codec.decode(segments.view(-1, codec.row_bytes))
+            if self.shape.ranks > 1:
+                # Stands for the all-gather over NVLink: the same bytes arrive, by a device copy.
+                whole = rows.new_empty(len(segments), PAGE, self.shape.hidden)
+                whole[:, :own] = rows.view(-1, own, self.shape.hidden)
+                whole[:, own:] = self.others[index]
+                rows = whole.view(-1, self.shape.hidden)
+            project_kv(rows, positions, slots, layer.projection, pool)
+
+        return fill
+
+    def fill_kv(self, index: int) -> Fill:
+        """K and V go to their slots."""
+        pool, dtype = self.pools[index], self.device.dtype
+
+        def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+            parts = segments.view(dtype).view(-1, 2, PAGE, *pool.k.shape[1:])
+            pool.k[slots], pool.v[slots] = (part.flatten(0, 1) for part in parts.unbind(1))
+
+        return fill
+
+    def fill_recompute(self, index: int, state: dict[str, torch.Tensor]) -> Fill:
+        """The layer's own forward pass; ``state`` carries its input from layer to layer."""
+        layer, pool = self.layers[index], self.pools[index]
+
+        def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+            x = self.ids if index == 0 else state["x"]
+            state["x"], pool.k[slots], pool.v[slots] = layer.forward(x, positions, self.lengths)
+
+        return fill
+
+    # ---- checking ----
+
+    def poison(self) -> None:
+        """What is not restored shows."""
+        for pool in self.pools:
+            pool.k.fill_(float("nan"))
+            pool.v.fill_(float("nan"))
+
+    def is_right(self) -> bool:
+        """Whether the pool holds the K and V of the forward pass, up to rounding."""
+        for index, pool in enumerate(self.pools):
+            for got, want in zip((pool.k, pool.v), self.bulk[index], strict=True):
+                rows = got[self.slots].view(self.tokens, -1).float()
+                true = want.to(rows.device).float()
+                if not float((rows - true).norm() / true.norm()) < 2e-2:
+                    return False
+        return True
+
+
+def ways(
+    history: History, rate: float, measured_rate: float, c_hidden: float, c_recompute: float
+) -> Iterator[Way]:
+    """Measure every way.
+
+    Args:
+        history: The data.
+        rate: Bytes a second that the copy may reach.
+        measured_rate: Bytes a second that the bus reaches.
+        c_hidden: Milliseconds of one layer's projection.
+        c_recompute: Milliseconds of one layer's forward pass.
+    """
+    n_layers, device = len(history.layers), history.device
+
+    def slow_down(size: int) -> None:
+        device.spin(size / rate - size / measured_rate)
+
+    def through_pipeline(name: str, methods: Sequence[str], codec: int = 0) -> Way:
+        state: dict[str, torch.Tensor] = {}
+        restored, segments = [], []
+        for i, method in enumerate(methods):
+            if method == "hidden":
+                restored.append(
+                    RestoredLayer("hidden", history.fill_hidden(i, history.codecs[codec]))
+                )
+                segments.append(3 * i + codec)
+            elif method == "kv":
+                restored.append(RestoredLayer("kv", history.fill_kv(i)))
+                segments.append(3 * i + 2)
+            else:
+                restored.append(RestoredLayer("recompute", history.fill_recompute(i, state)))
+                segments.append(-1)
+
+        def gather(
+            memory: torch.Tensor, pages: torch.Tensor, offset: int, out: torch.Tensor
+        ) -> None:
+            gather_segments(memory, pages, offset, out)
+            slow_down(out.numel())
+
+        layout: Any = _Pieces(history.layout, segments)
+        pipeline = RestorePipeline(
+            history.memory, layout, restored, history.tokens, device.kind, gather
+        )
+
+        def restore() -> None:
+            started = pipeline.start(history.pages, history.slots)
+            for layer in range(n_layers):
+                started.wait_for_layer(layer)
+
+        history.poison()
+        took = device.milliseconds(restore)
+        report = pipeline.finished()[-1]
+        flops = history.flops * methods.count("hidden")
+        counted = ", ".join(f"{methods.count(m)} {m}" for m in dict.fromkeys(methods))
+        size = sum(report.bytes.values())
+        return Way(name, took, size, flops, history.is_right(), report, counted)
+
+    yield through_pipeline("recompute", ["recompute"] * n_layers)
+    layerwise = through_pipeline("kv offload", ["kv"] * n_layers)
+    bulk = _bulk_kv(history, slow_down)
+    yield min(layerwise, bulk, key=lambda way: way.milliseconds)
+    yield through_pipeline("hidden", ["hidden"] * n_layers)
+    yield through_pipeline("hidden exp4", ["hidden"] * n_layers, codec=1)
+    io_hidden, io_kv = (1e3 * size / rate for size in (history.hidden_bytes[0], history.kv_bytes))
+    kv = _best(
+        n_layers, lambda m: max(c_hidden * (n_layers - m), io_hidden * (n_layers - m) + io_kv * m)
+    )
+    yield through_pipeline("hidden + kv", ["hidden"] * (n_layers - kv) + ["kv"] * kv)
+    re = _best(
+        n_layers,
+        lambda m: max(c_recompute * m + c_hidden * (n_layers - m), io_hidden * (n_layers - m)),
+    )
+    yield through_pipeline("hidden + recompute", ["recompute"] * re + ["hidden"] * (n_layers - re))
+
+
+def _best(layers: int, makespan: Callable[[int], float]) -> int:
+    """How many layers the other method takes for the shortest restore (paper section 4.1)."""
+    return min(range(layers), key=makespan)
+
+
+def _bulk_kv(history: History, slow_down: Callable[[int], None]) -> Way:
+    """One copy of everything, then one scatter a layer."""
+    arrived = torch.empty_like(history.bulk, device=history.device.kind)
+    heads = history.pools[0].k.shape[1:]
+
+    def restore() -> None:
+        arrived.copy_(history.bulk, non_blocking=True)
+        slow_down(arrived.nbytes)
+        for pool, (k, v) in zip(history.pools, arrived, strict=True):
+            pool.k[history.slots] = k.view(-1, *heads)
+            pool.v[history.slots] = v.view(-1, *heads)
+
+    history.poison()
+    took = history.device.milliseconds(restore)
+    counted = f"{len(history.layers)} kv in one copy"
+    return Way("kv offload", took, arrived.nbytes, 0.0, history.is_right(), None, counted)
+
+
+def layer_costs(history: History) -> tuple[float, float]:
+    """Milliseconds of one layer's projection and of one layer's forward pass."""
+    device, rows = history.device, history.ids
+    arguments = (rows, history.positions, history.slots)
+    layer, pool = history.layers[0], history.pools[0]
+    c_hidden = device.milliseconds(partial(project_kv, *arguments, layer.projection, pool))
+    forward = partial(layer.forward, rows, history.positions, history.lengths)
+    return c_hidden, device.milliseconds(forward)
