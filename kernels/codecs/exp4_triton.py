@@ -45,7 +45,7 @@ def encode_kernel(
         histogram += tl.histogram(pair >> 23 & 0xFF, 256, mask=at < PAIRS)
     exponent = tl.arange(0, 256)
     up_to = tl.cumsum(histogram, 0)
-    window = tl.gather(up_to, tl.minimum(exponent + 15, 255), 0) - up_to + histogram
+    window = tl.gather(up_to, tl.minimum(exponent + 15, 255), 0) - up_to
     base = tl.argmax(tl.where(exponent <= 240, window, -1), 0, tie_break_left=True)
 
     found = 0
@@ -55,11 +55,13 @@ def encode_kernel(
         pair = tl.load(rows + at, mask=inside, other=0)
         even, odd = pair >> 7 & 0xFF, pair >> 23 & 0xFF
         sign_mantissa = pair & 0x7F | pair >> 8 & 0x80 | pair >> 8 & 0x7F00 | pair >> 16 & 0x8000
-        even_out = ((even < base) | (even > base + 15)) & inside
-        odd_out = ((odd < base) | (odd > base + 15)) & inside
-        codes = tl.where(even_out, 0, even - base) | tl.where(odd_out, 0, odd - base) << 4
+        even_in = (even > base) & (even <= base + 15)
+        odd_in = (odd > base) & (odd <= base + 15)
+        codes = tl.where(even_in, even - base, 0) | tl.where(odd_in, odd - base, 0) << 4
         tl.store(halves + at, sign_mantissa.to(tl.uint16), mask=inside)
         tl.store(encoded + 2 * PAIRS + at, codes.to(tl.uint8), mask=inside)
+        even_out = (even > 0) & ~even_in & inside
+        odd_out = (odd > 0) & ~odd_in & inside
         outside = even_out.to(tl.int32) + odd_out.to(tl.int32)
         count = tl.sum(outside)
         if count > 0:  # few rows have any, and the scan is dear
@@ -108,8 +110,9 @@ def decode_kernel(
         halves = encoded.to(tl.pointer_type(tl.uint16))
         half = tl.load(halves + at, mask=inside, other=0).to(tl.int32)
         codes = tl.load(encoded + 2 * PAIRS + at, mask=inside, other=0).to(tl.int32)
-        even = half & 0x7F | (half & 0x80) << 8 | base + (codes & 0xF) << 7
-        odd = (half & 0x7F00) << 8 | (half & 0x8000) << 16 | base + (codes >> 4) << 23
+        even, odd = codes & 0xF, codes >> 4
+        even = tl.where(even > 0, base + even, 0) << 7 | half & 0x7F | (half & 0x80) << 8
+        odd = tl.where(odd > 0, base + odd, 0) << 23 | (half & 0x7F00) << 8 | (half & 0x8000) << 16
         tl.store(rows + at, even | odd, mask=inside)
 
     tl.debug_barrier()  # exceptions overwrite what other threads of this program stored
