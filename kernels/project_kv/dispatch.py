@@ -1,10 +1,17 @@
-"""``project_kv``: K and V of one layer from its hidden states, by the best way for the device."""
+"""``project_kv``: K and V of one layer from its hidden states, the fastest way on the device.
+
+On a GPU that is one of two ways on Triton (see ``choice.py``), on anything else torch. Torch also
+serves what no kernel can: e4m3 pools before compute capability 8.9, GPUs before 8.0, and norms
+over more than 16384 numbers of K.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from .checks import check_call, check_rows
+from .choice import choose
+from .configs import kind_of
 from .reference import project_kv_reference
 from .spec import KVPool, KVProjection
 
@@ -33,10 +40,18 @@ def project_kv(
         ValueError: The arguments do not fit together. Nothing was written.
     """
     check_call(hidden, positions, slots, projection, pool)
-    if not slots.is_cuda:
+    if not hidden.is_cuda:
         check_rows(positions, slots, projection, pool)
-    if len(hidden):
+    if not len(hidden):
+        return
+    choice = None
+    if hidden.is_cuda:
+        choice = choose(kind_of(projection), pool.k.dtype, len(hidden), hidden.device)
+    if choice is None:
         project_kv_reference(hidden, positions, slots, projection, pool)
+        return
+    with torch.cuda.device(hidden.device):
+        choice.run(hidden, positions, slots, projection, pool)
 
 
 def compute_kv(

@@ -1,0 +1,28 @@
+"""What compiled kernels use of a GPU is printed at the end of the run, passed or not."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels.compilation import Usage
+
+USAGES = pytest.StashKey[dict[str, Usage]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[USAGES] = {}
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    usages = config.stash[USAGES]
+    if not usages:
+        return
+    terminalreporter.section("compiled kernels")
+    width = max(map(len, usages))
+    terminalreporter.line(f"{'':{width}}  registers  spilled bytes  shared KiB")
+    for name, usage in usages.items():
+        terminalreporter.line(
+            f"{name:{width}}  {usage.registers:9}  {usage.stack:13}  {usage.shared / 1024:10.1f}"
+        )

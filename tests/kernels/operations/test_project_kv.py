@@ -1,0 +1,80 @@
+"""Both ways of ``project_kv`` on Triton: as exact as torch, and nothing else is written."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from hcache_kernels.project_kv.configs import fused_configs, kind_of
+from hcache_kernels.project_kv.fused import project_kv_fused
+from hcache_kernels.project_kv.library import project_kv_library
+from hcache_kernels.project_kv.reference import project_kv_reference
+from tests.kernels.projection_cases import FACTORS, assert_as_exact_as_torch, make_call, pairwise
+
+CASES = pairwise(FACTORS)
+HOPPER = (9, 0)
+
+
+def name_of(case: dict[str, Any]) -> str:
+    return "-".join(
+        "/".join(str(part).removeprefix("torch.") for part in value)
+        if isinstance(value, tuple)
+        else f"{name}:{value}".replace("torch.", "")
+        for name, value in case.items()
+    )
+
+
+def capability(device: str) -> tuple[int, int]:
+    return torch.cuda.get_device_capability() if device == "cuda" else HOPPER
+
+
+def check(case: dict[str, Any], way: str, device: str, number: int = 0) -> None:
+    call = make_call(**case, device=device, seed=number)
+    run: Any = project_kv_library
+    if way == "fused":
+        configs = fused_configs(kind_of(call.projection), capability(device))
+        run = partial(project_kv_fused, config=configs[number % len(configs)])
+    got = call.written_by(run)
+    assert_as_exact_as_torch(got, call.written_by(project_kv_reference), call)
+
+
+@pytest.mark.parametrize("way", ["fused", "library"])
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[name_of(case) for case in CASES])
+def test_as_exact_as_torch_and_other_slots_untouched(number: int, way: str, device: str) -> None:
+    check(CASES[number], way, device, number)
+
+
+@pytest.mark.parametrize("way", ["fused", "library"])
+def test_heads_smaller_than_a_tile(way: str, device: str) -> None:
+    case = {"head_dim": 24, "kv_heads": 5, "norm": ("rms", "head", "weight"), "rope": ("neox", 16)}
+    check(case, way, device)
+
+
+def test_hidden_states_of_an_odd_width_go_to_the_library(device: str) -> None:
+    case = {"depth": 100, "norm": ("layer", "all", "weight, bias"), "rope": ("interleaved", 32)}
+    kind = kind_of(make_call(**case).projection)
+    assert fused_configs(kind, HOPPER) == ()
+    check(case, "library", device)
+
+
+@pytest.mark.parametrize("way", ["fused", "library"])
+@pytest.mark.parametrize("pool_type", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_what_fp8_cannot_hold_saturates_and_nan_stays(
+    way: str, pool_type: torch.dtype, device: str
+) -> None:
+    call = make_call(dtypes=(torch.bfloat16, pool_type), n=4, device=device)
+    call.hidden[1] = 1e30
+    call.hidden[2] = float("nan")
+    run: Any = project_kv_library
+    if way == "fused":
+        run = partial(project_kv_fused, config=fused_configs(kind_of(call.projection), HOPPER)[0])
+    for part, scale in zip(
+        call.written_by(run), (call.pool.k_scale, call.pool.v_scale), strict=True
+    ):
+        assert part[[0, 3]].isfinite().all()
+        largest = torch.finfo(pool_type).max * scale
+        torch.testing.assert_close(part[1].abs(), torch.full_like(part[1], largest))
+        assert part[2].isnan().all()

@@ -1,0 +1,124 @@
+"""Every configuration of ``project_kv`` that can be picked fits its device, and nothing spills."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from hcache_kernels.project_kv import KeyNorm, KVPool, KVProjection, Rotary
+from hcache_kernels.project_kv.configs import FusedConfig, fused_configs, kind_of
+from hcache_kernels.project_kv.fused import fused_launches
+from hcache_kernels.project_kv.launch import Launch
+from hcache_kernels.project_kv.library import epilogue_launch
+from tests.kernels.compilation import SHARED_MEMORY, Job, Usage, compile_all
+from tests.kernels.conftest import USAGES
+
+N = 4096
+HIDDEN = 4096 + 16  # the last tile of the product is masked
+KV_HEADS = 32
+
+# What takes most registers of those epilogues that share a list of configurations.
+EPILOGUES = {
+    "norm and rope": ("head", "interleaved"),
+    "rope": ("none", "interleaved"),
+    "norm over all": ("all", "interleaved"),
+}
+
+
+def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def make_projection(epilogue: str, head_dim: int, dtype: torch.dtype) -> KVProjection:
+    over, style = EPILOGUES[epilogue]
+    width = KV_HEADS * head_dim
+    norm = None
+    if over != "none":
+        parameter = empty(width, dtype=dtype)
+        norm = KeyNorm("layer", over, parameter, parameter, 1e-6)  # type: ignore[arg-type]
+    return KVProjection(
+        weight=empty(2 * width, HIDDEN, dtype=dtype),
+        bias=empty(2 * width, dtype=dtype),
+        kv_heads=KV_HEADS,
+        head_dim=head_dim,
+        norm=norm,
+        rotary=Rotary(empty(N, head_dim, dtype=torch.float32), style, head_dim),  # type: ignore[arg-type]
+    )
+
+
+def make_arguments(
+    projection: KVProjection, pool_type: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, KVProjection, KVPool]:
+    """Positions, slots, projection and pool."""
+    indices = empty(N, dtype=torch.int64)
+    k = empty(N, projection.kv_heads, projection.head_dim, dtype=pool_type)
+    return indices, indices, projection, KVPool(k, k)
+
+
+def fused_launch(epilogue: str, head_dim: int, dtype: torch.dtype, config: FusedConfig) -> Launch:
+    arguments = make_arguments(make_projection(epilogue, head_dim, dtype), dtype)
+    return fused_launches(empty(N, HIDDEN, dtype=dtype), *arguments, config)[0]
+
+
+def library_epilogue(epilogue: str, head_dim: int, pool_type: torch.dtype) -> Launch:
+    dtype = torch.bfloat16
+    arguments = make_arguments(make_projection(epilogue, head_dim, dtype), pool_type)
+    return epilogue_launch(empty(N, 2 * KV_HEADS * head_dim, dtype=dtype), *arguments)
+
+
+def fused_jobs() -> Iterator[tuple[str, Job]]:
+    for capability in SHARED_MEMORY:
+        for dtype, head_dims in ((torch.bfloat16, (64, 96, 128, 256)), (torch.float32, (128, 256))):
+            for head_dim in head_dims:
+                seen = set()
+                for epilogue in EPILOGUES:
+                    kind = kind_of(make_projection(epilogue, head_dim, dtype))
+                    for config in fused_configs(kind, capability):
+                        if config in seen:
+                            continue
+                        seen.add(config)
+                        tile = f"{config.rows} x {config.heads} heads, {config.stages} stages"
+                        yield (
+                            f"{name(capability)} fused {name(dtype)} head {head_dim} "
+                            f"{tile}, {config.warps} warps, {epilogue}",
+                            Job(
+                                capability, partial(fused_launch, epilogue, head_dim, dtype, config)
+                            ),
+                        )
+
+
+def library_jobs() -> Iterator[tuple[str, Job]]:
+    for capability in SHARED_MEMORY:
+        for epilogue, head_dim, pool_type in (
+            ("norm and rope", 96, torch.bfloat16),
+            ("norm over all", 128, torch.float8_e5m2),
+            ("norm over all", 256, torch.bfloat16),
+        ):
+            yield (
+                f"{name(capability)} library, heads of {head_dim} to {name(pool_type)}, {epilogue}",
+                Job(capability, partial(library_epilogue, epilogue, head_dim, pool_type)),
+            )
+
+
+def name(of: tuple[int, int] | torch.dtype) -> str:
+    return str(of).removeprefix("torch.") if isinstance(of, torch.dtype) else f"sm_{of[0]}{of[1]}"
+
+
+JOBS = dict([*fused_jobs(), *library_jobs()])
+
+
+@pytest.fixture(scope="module")
+def usages(pytestconfig: pytest.Config) -> dict[str, Usage]:
+    usages = compile_all(JOBS)
+    pytestconfig.stash[USAGES].update(usages)
+    return usages
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_nothing_spills_and_shared_memory_suffices(job: str, usages: dict[str, Usage]) -> None:
+    usage = usages[job]
+    assert usage.stack == 0
+    assert usage.shared <= SHARED_MEMORY[JOBS[job].capability] * 1024

@@ -1,0 +1,178 @@
+"""``project_kv`` as others call it: right, refused when it cannot be, and nothing else written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hcache_kernels.project_kv import KVPool, check_projection, check_rows, compute_kv, project_kv
+from tests.kernels.projection_cases import FACTORS, POSITIONS, Call, exact_kv, make_call, pairwise
+
+CASES = pairwise(FACTORS)
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+        ],
+    ),
+]
+
+# Relative error (root mean square) of a value rounded up to three times.
+ERROR = {
+    torch.float32: 1e-6,
+    torch.float16: 1e-3,
+    torch.bfloat16: 6e-3,
+    torch.float8_e4m3fn: 4e-2,
+    torch.float8_e5m2: 8e-2,
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_right_to_rounding_and_other_slots_untouched(number: int, device: str) -> None:
+    call = make_call(**CASES[number], device=device, seed=number)
+    bound = max(ERROR[dtype] for dtype in (call.hidden.dtype, call.pool.k.dtype))
+    for got, exact in zip(call.written_by(project_kv), exact_kv(call), strict=True):
+        assert float((got - exact).norm() / exact.norm()) < bound
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_computed_k_and_v_are_those_that_are_stored(device: str) -> None:
+    call = make_call(norm=("rms", "head", "weight"), rope=("neox", None), device=device)
+    k, v = compute_kv(call.hidden, call.positions, call.projection)
+    stored_k, stored_v = call.written_by(project_kv)
+    assert torch.equal(k.double(), stored_k)
+    assert torch.equal(v.double(), stored_v)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_tokens_write_nothing(device: str) -> None:
+    k, v = make_call(n=0, device=device).written_by(project_kv)
+    assert len(k) == len(v) == 0
+
+
+def put(tensor: torch.Tensor, row: int, value: int) -> torch.Tensor:
+    changed = tensor.clone()
+    changed[row] = value
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("field", "row", "value", "message"),
+    [
+        ("slots", 3, 16, r"slots\[3\]: 16 is outside 0..15, the pool's slots"),
+        ("slots", 0, -1, r"slots\[0\]: -1 is outside 0..15"),
+        ("positions", 6, POSITIONS, r"positions\[6\]: 97 is outside 0..96, .*cos_sin"),
+        ("positions", 2, -5, r"positions\[2\]: -5 is outside 0..96"),
+    ],
+)
+def test_rows_outside_are_refused_and_nothing_is_written(
+    field: str, row: int, value: int, message: str
+) -> None:
+    call = make_call(rope=("neox", None))
+    call = replace(call, **{field: put(getattr(call, field), row, value)})
+    before = call.memory.clone()
+    with pytest.raises(ValueError, match=message):
+        project_kv(call.hidden, call.positions, call.slots, call.projection, call.pool)
+    with pytest.raises(ValueError, match=message):
+        check_rows(call.positions, call.slots, call.projection, call.pool)
+    assert torch.equal(call.memory, before)
+
+
+def projection_with(**changes: Any) -> Callable[[Call], Call]:
+    return lambda call: replace(call, projection=replace(call.projection, **changes))
+
+
+def norm_with(**changes: Any) -> Callable[[Call], Call]:
+    return lambda call: projection_with(norm=replace(call.projection.norm, **changes))(call)
+
+
+def rotary_with(**changes: Any) -> Callable[[Call], Call]:
+    return lambda call: projection_with(rotary=replace(call.projection.rotary, **changes))(call)
+
+
+def pool_with(**changes: Any) -> Callable[[Call], Call]:
+    return lambda call: replace(call, pool=replace(call.pool, **changes))
+
+
+def with_(**changes: Any) -> Callable[[Call], Call]:
+    return lambda call: replace(call, **changes)
+
+
+BAD_PROJECTIONS = [
+    (projection_with(kv_heads=0), "kv_heads: 0 is not at least 1"),
+    (projection_with(head_dim=60), "head_dim: 60 is not a multiple of 8, at most 256"),
+    (projection_with(head_dim=512), "head_dim: 512 is not"),
+    (projection_with(kv_heads=3), r"weight: \(256, 64\) is not \[384, hidden\]"),
+    (projection_with(weight=torch.zeros(256, 64).double()), "weight: torch.float64 is not float32"),
+    (projection_with(weight=torch.zeros(64, 256).T), "weight: strides .* is not last stride 1"),
+    (projection_with(bias=torch.zeros(128)), r"bias: \(128,\) is not \[256\]"),
+    (projection_with(bias=torch.zeros(512)[::2]), "bias: strides .* is not contiguous"),
+    (norm_with(kind="batch"), "norm.kind: 'batch' is not 'rms' or 'layer'"),
+    (norm_with(over="row"), "norm.over: 'row' is not 'head' or 'all'"),
+    (norm_with(epsilon=-1.0), "norm.epsilon: -1.0 is not at least 0"),
+    (norm_with(weight=torch.ones(7)), r"norm.weight: \(7,\) is not \[64\] or \[128\]"),
+    (norm_with(over="all", bias=torch.ones(64)), r"norm.weight: \(64,\) is not \[128\]"),
+    (rotary_with(style="gptj"), "rotary.style: 'gptj' is not 'neox' or 'interleaved'"),
+    (rotary_with(rotary_dim=33), "rotary.rotary_dim: 33 is not even, at most head_dim 64"),
+    (rotary_with(rotary_dim=128), "rotary.rotary_dim: 128 is not even"),
+    (rotary_with(rotary_dim=32), r"rotary.cos_sin: \(97, 64\) is not \[positions, 32\]"),
+    (
+        rotary_with(cos_sin=torch.ones(9, 64, device="meta")),
+        "rotary.cos_sin: meta is not on cpu",
+    ),
+]
+
+BAD_CALLS = [
+    (with_(hidden=torch.zeros(7, 32, dtype=torch.bfloat16)), r"hidden: \(7, 32\) is not \[n, 64\]"),
+    (with_(hidden=torch.zeros(7, 64)), "hidden: torch.float32 is not torch.bfloat16"),
+    (with_(positions=torch.arange(6)), r"positions: \(6,\) is not \[7\]"),
+    (with_(positions=torch.arange(7.0)), "positions: torch.float32 is not int32 or int64"),
+    (with_(slots=torch.arange(7).view(7, 1)), r"slots: \(7, 1\) is not \[7\]"),
+    (with_(slots=torch.arange(14)[::2]), "slots: strides .* is not contiguous"),
+    (with_(slots=torch.arange(7, device="meta")), "slots: meta is not on cpu"),
+    (pool_with(k=torch.zeros(16, 64, 2)), r"pool.k: \(16, 64, 2\) is not \[slots, 2, 64\]"),
+    (pool_with(v=torch.zeros(15, 2, 64).bfloat16()), r"pool.v: \(15, 2, 64\) is not \(16, 2, 64\)"),
+    (pool_with(v=torch.zeros(16, 2, 64)), "pool.v: torch.float32 is not torch.bfloat16"),
+    (pool_with(k=torch.zeros(16, 2, 64).double()), "pool.k: torch.float64 is not float32"),
+    (pool_with(k_scale=0.0), "pool.k_scale: 0.0 is not more than 0"),
+    (pool_with(v_scale=0.5), "pool.v_scale: 0.5 is not 1.0 for a pool of torch.bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_PROJECTIONS + BAD_CALLS)
+def test_arguments_that_do_not_fit_are_refused(
+    change: Callable[[Call], Call], message: str
+) -> None:
+    call = change(make_call(norm=("rms", "head", "weight"), rope=("neox", None)))
+    with pytest.raises(ValueError, match=message):
+        project_kv(call.hidden, call.positions, call.slots, call.projection, call.pool)
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_PROJECTIONS)
+def test_a_projection_can_be_checked_alone(change: Callable[[Call], Call], message: str) -> None:
+    call = change(make_call(norm=("rms", "head", "weight"), rope=("neox", None)))
+    with pytest.raises(ValueError, match=message):
+        check_projection(call.projection)
+
+
+def test_fp8_saturates() -> None:
+    call = make_call(dtypes=(torch.bfloat16, torch.float8_e4m3fn), n=2)
+    call.hidden[1] = 1e30
+    k, _ = call.written_by(project_kv)
+    assert k[0].abs().max() < 448 * call.pool.k_scale
+    assert torch.equal(k[1].abs(), torch.full_like(k[1], 448 * call.pool.k_scale))
+
+
+def test_a_pool_of_another_type_than_the_models() -> None:
+    call = make_call(dtypes=(torch.float32, torch.float32))
+    pool = KVPool(call.pool.k.half(), call.pool.v.half())
+    project_kv(call.hidden, call.positions, call.slots, call.projection, pool)
+    torch.testing.assert_close(pool.v[call.slots].double(), exact_kv(call)[1], rtol=1e-3, atol=1e-3)
