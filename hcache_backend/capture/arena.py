@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,22 @@ class _Rows(IntEnum):
     VOID = 0
     PROMISED = 1  # the step was launched; that every layer was written is not proven yet
     PROVEN = 2
+    UNFIT = 3  # the codec cannot hold a row of it
+
+
+class Verdict(IntEnum):
+    """What the device says of a row that was promised."""
+
+    MISSING = 0  # a layer's copy did not happen
+    WRITTEN = 1
+    UNFIT = 2  # the codec cannot hold it in a layer
+
+
+class Lost(NamedTuple):
+    """Numbers of promised rows that were not stored."""
+
+    missing: int
+    unfit: int
 
 
 @dataclass(frozen=True)
@@ -125,18 +142,20 @@ class Arena:
         """The step was launched with everything that captures its rows."""
         self._rows[slots[self._generation[slots] == ticket]] = _Rows.PROMISED
 
-    def prove(self, slots: Ids, ticket: int, written: npt.NDArray[np.bool_]) -> int:
-        """For each slot of the step, whether all layers were seen to be written.
+    def prove(self, slots: Ids, ticket: int, verdicts: npt.NDArray[np.uint8]) -> Lost:
+        """What became of the rows of a step: a :class:`Verdict` for each slot.
 
         Returns:
-            Rows that were not written although their slot still belongs to the step.
+            Rows that are lost although their slot still belongs to the step.
         """
         due = (self._generation[slots] == ticket) & (self._rows[slots] == _Rows.PROMISED)
-        self._rows[slots[due & written]] = _Rows.PROVEN
-        lost = slots[due & ~written]
-        self._void(lost)
+        self._rows[slots[due & (verdicts == Verdict.WRITTEN)]] = _Rows.PROVEN
+        missing = slots[due & (verdicts == Verdict.MISSING)]
+        unfit = slots[due & (verdicts == Verdict.UNFIT)]
+        self._void(np.concatenate((missing, unfit)))
+        self._rows[unfit] = _Rows.UNFIT
         self._finish_unproven()
-        return len(lost)
+        return Lost(len(missing), len(unfit))
 
     # ---- backup and load ----
 
@@ -147,7 +166,10 @@ class Arena:
         pages = slots[::size] // size
         if not np.array_equal(slots, (pages[:, None] * size + np.arange(size)).ravel()):
             return "slots are not whole pages"
-        if (self._rows[slots] == _Rows.VOID).any():
+        rows = self._rows[slots]
+        if (rows == _Rows.UNFIT).any():
+            return "rows not encodable"
+        if (rows == _Rows.VOID).any():
             return "rows not valid"
         if (self._home[pages] >= 0).any():
             return "rows backed up already"
@@ -192,7 +214,8 @@ class Arena:
             return
         host_pages = np.fromiter(self._unproven, np.int64)
         rows = self._rows.reshape(-1, self.layout.page_size)[self._tenant[host_pages]]
-        proven, lost = (rows == _Rows.PROVEN).all(1), (rows == _Rows.VOID).any(1)
+        proven = (rows == _Rows.PROVEN).all(1)
+        lost = ((rows == _Rows.VOID) | (rows == _Rows.UNFIT)).any(1)
         for page in self._host[host_pages[proven]].tolist():
             self._stamp(self.memory[page])
         self._unproven.difference_update(host_pages[proven | lost].tolist())

@@ -67,10 +67,10 @@ class StepEntry:
 
 @dataclass
 class Proof:
-    """Which rows of a step were written: bool ``[n]``, on the CPU once ``done`` has passed."""
+    """A ``Verdict`` on each row of a step: uint8 ``[n]``, on the CPU once ``done`` has passed."""
 
     step: StepEntry
-    written: torch.Tensor
+    verdicts: torch.Tensor
     start: Event
     done: Event
 
@@ -84,13 +84,15 @@ class Ledger:
 
     Attributes:
         broken: Why nothing more can be learned, or None. All rows are void then.
-        tokens_not_written: Rows that were promised and not written.
+        tokens_missing: Tokens with a row that was promised and not written.
+        tokens_unfit: Tokens with a row that the codec could not hold.
         transfer_ms: Time that stage two took, all steps together.
     """
 
     def __init__(self, arena: Arena, device: torch.device) -> None:
         self.broken: str | None = None
-        self.tokens_not_written = 0
+        self.tokens_missing = 0
+        self.tokens_unfit = 0
         self.transfer_ms = 0.0
         self._arena = arena
         self._device = device
@@ -175,5 +177,7 @@ class Ledger:
         assert proof.step.ticket is not None
         proof.done.synchronize()
         self.transfer_ms += proof.done.milliseconds_since(proof.start)
-        slots, written = proof.step.read.values[0].numpy(), proof.written.numpy()
-        self.tokens_not_written += self._arena.prove(slots, proof.step.ticket, written)
+        slots, verdicts = proof.step.read.values[0].numpy(), proof.verdicts.numpy()
+        lost = self._arena.prove(slots, proof.step.ticket, verdicts)
+        self.tokens_missing += lost.missing
+        self.tokens_unfit += lost.unfit

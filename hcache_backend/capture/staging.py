@@ -15,12 +15,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
 
-from hcache_backend.capture.arena import Arena, Ids, ShadowChanges
+from hcache_backend.capture.arena import Arena, Ids, ShadowChanges, Verdict
 from hcache_backend.capture.ledger import Ledger, Proof, StepEntry
 from hcache_backend.streams import (
     Event,
@@ -30,19 +29,8 @@ from hcache_backend.streams import (
     host_tensor,
     new_stream,
 )
-from hcache_kernels.staging import StagedRows, save_rows, stage_rows
-
-
-class RowCodec(Protocol):
-    """What capture needs of a codec (``hcache_kernels.codecs``)."""
-
-    hidden_size: int
-    dtype: torch.dtype
-    row_bytes: int
-    is_view: bool
-
-    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Encoded rows, uint8 ``[n, row_bytes]``, and which rows it could hold, bool ``[n]``."""
+from hcache_kernels.codecs import Codec
+from hcache_kernels.staging import WRONG_STEP, StagedRows, save_rows, stage_rows
 
 
 class Staging:
@@ -57,9 +45,7 @@ class Staging:
         device: Where the model is.
     """
 
-    def __init__(
-        self, layers: int, codec: RowCodec, places: int, device: torch.device | str
-    ) -> None:
+    def __init__(self, layers: int, codec: Codec, places: int, device: torch.device | str) -> None:
         self.layers = layers
         self.codec = codec
         self.places = places
@@ -208,6 +194,11 @@ class StagedCapture:
         self._transfer = new_stream(self.device, "transfer")
 
     @property
+    def codec_name(self) -> str:
+        """Of the codec that encodes the rows."""
+        return self._codec.name
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one token, all captured layers."""
         return len(self._segments) * self._codec.row_bytes
@@ -300,7 +291,7 @@ class StagedCapture:
             rows[0].copy_(encoded)
             step.marks[layer] = step.number
             if ok is not None:
-                step.marks[layer].masked_fill_(~ok, 0)
+                step.marks[layer].masked_fill_(~ok, WRONG_STEP)
 
         now.run(stage)
         self._transfer.wait(now.record())
@@ -330,17 +321,19 @@ class StagedCapture:
         end = self._staging.places + 1 if step.first is None else first + step.tokens
         if step.first is not None:
             self._save(self._staging.staged.rows[:, first:end], step, self._segments)
-        written = host_tensor((step.tokens,), torch.bool, self.device)
+        verdicts = host_tensor((step.tokens,), torch.uint8, self.device)
 
         def prove() -> None:
-            written.copy_((step.marks == step.number).all(0), non_blocking=True)
+            written = (step.marks == step.number).all(0).to(torch.uint8)
+            unfit = (step.marks == WRONG_STEP).any(0)
+            verdicts.copy_(written.masked_fill_(unfit, Verdict.UNFIT), non_blocking=True)
 
         transfer.keep(step.marks)
         transfer.run(prove)
         done = transfer.record(timed=True)
         self._in_flight.append((first, end, done))
         step.entry.promised = True
-        self.ledger.prove(Proof(step.entry, written, start, done))
+        self.ledger.prove(Proof(step.entry, verdicts, start, done))
         return True
 
     def _save(self, rows: torch.Tensor, step: Step, segments: torch.Tensor) -> None:

@@ -34,7 +34,8 @@ class HiddenCapture:
         self._hooks: list[tuple[torch.nn.Module, Any]] = []
         self._complained = False
         self._transfer_ms = 0.0
-        self._not_written = 0
+        self._missing = self._unfit = 0
+        self._noted_unfit = False
         for index, (module, linears) in enumerate(layers):
             module.register_forward_pre_hook(self._on_call(index))
             for linear in linears:
@@ -147,11 +148,21 @@ class HiddenCapture:
         ledger = capture.ledger
         metrics.count_milliseconds("capture_transfer", ledger.transfer_ms - self._transfer_ms)
         self._transfer_ms = ledger.transfer_ms
-        if ledger.tokens_not_written > self._not_written:
-            lost = ledger.tokens_not_written - self._not_written
-            self._not_written = ledger.tokens_not_written
-            metrics.count_tokens("not_written", lost)
-            self._complain(f"{lost} rows that a layer's copy or the codec left out")
+        missing, self._missing = ledger.tokens_missing - self._missing, ledger.tokens_missing
+        if missing:
+            metrics.count_tokens("not_written", missing)
+            self._complain(f"{missing} tokens without the rows of every layer")
+        unfit, self._unfit = ledger.tokens_unfit - self._unfit, ledger.tokens_unfit
+        if unfit:
+            metrics.count_tokens("not_encodable", unfit)
+            if not self._noted_unfit:
+                self._noted_unfit = True
+                logger.warning(
+                    "hcache: codec %r cannot hold a row of %d tokens of this step; what they "
+                    "belong to is not stored (said once, counted always)",
+                    capture.codec_name,
+                    unfit,
+                )
 
     def _complain(self, what: str) -> None:
         metrics.count_problem("capture")

@@ -168,6 +168,7 @@ class HiddenStateController(HybridCacheController):
                 due.slots,
                 self._projector,
                 self.mem_pool_device,
+                self._codec.name,
             )
             if problem is not None:
                 metrics.count_problem("self_check")
@@ -221,6 +222,10 @@ class HiddenStateController(HybridCacheController):
         pages = self._pool.pages_of(operation.host_indices)
         for i, (key, page) in enumerate(zip(operation.hash_value, pages, strict=False)):
             wanted = tokens[i * size : (i + 1) * size]
+            if layout.namespace_of(page) == NO_NAMESPACE:
+                metrics.count_problem("page_with_lost_rows")
+                operation.hash_value = operation.hash_value[:i]
+                break
             if layout.namespace_of(page) != namespace:
                 problem = "namespace"
             elif not np.array_equal(layout.token_ids(page), wanted):

@@ -17,7 +17,7 @@ from hcache_backend.engine.memory import staging_places
 from hcache_backend.engine.refusal import graphs_are_off, refusal
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.self_check import attention_modules
-from hcache_kernels.codecs import make_codec
+from hcache_kernels.codecs import Codec, UnsupportedRows, make_codec
 
 logger = logging.getLogger("hcache")
 
@@ -43,7 +43,7 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
         if refusal(runtime, kvcache, runner.server_args) is not None:
             return  # the same question is answered aloud when the host pool is built
         seen = attention_modules(runner.model)
-        codec = make_codec("none", runner.model_config.hidden_size, runner.dtype)
+        codec = _recorded_codec(runtime, runner)
         places = staging_places(len(seen), *step_tokens(runner), _largest_graph())
         hooks = HiddenCapture([(layer.module, layer.linears.values()) for layer in seen])
         hooks.record_with(Staging(len(seen), codec, places, kvcache.device))
@@ -52,19 +52,32 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
         logger.exception("hcache: CUDA graphs are recorded without our copies")
 
 
-def recording_problem(runner: Any, hidden: Any) -> str | None:
-    """Why recorded graphs do not capture rows like ``hidden`` (``[n, hidden]``), or None."""
+def recording_problem(runner: Any, codec: Codec) -> str | None:
+    """Why recorded graphs do not capture rows as ``codec`` makes them, or None."""
     if runner.device == "cpu" or graphs_are_off():
         return None
     hooks = getattr(runner, "hcache_capture", None)
     if hooks is None or hooks.staging is None:
         return "CUDA graphs were recorded without our copies (the log says why)"
-    if not hooks.staging.fits(hidden):
+    recorded = hooks.staging.codec
+    wanted = (codec.name, codec.hidden_size, codec.dtype)
+    if (recorded.name, recorded.hidden_size, recorded.dtype) != wanted:
         return (
-            f"CUDA graphs copy rows of {hooks.staging.codec.hidden_size} values and the "
-            f"projections receive {hidden.shape[1]} of {hidden.dtype}"
+            f"CUDA graphs copy {recorded.hidden_size} values of {recorded.dtype} with codec "
+            f"{recorded.name!r}, and this model's rows are {codec.hidden_size} of {codec.dtype} "
+            f"with codec {codec.name!r}"
         )
     return None
+
+
+def _recorded_codec(runtime: Runtime, runner: Any) -> Codec:
+    """The wanted codec; whether it serves this model is found out after recording."""
+    assert runtime.config is not None
+    width, dtype = runner.model_config.hidden_size, runner.dtype
+    try:
+        return make_codec(runtime.config.codec, width, dtype)
+    except UnsupportedRows:
+        return make_codec("none", width, dtype)
 
 
 def _largest_graph() -> int:

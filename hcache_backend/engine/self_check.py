@@ -102,8 +102,13 @@ def layer_problem(
     slots: torch.Tensor,
     projector: Projector,
     kvcache: Any,
+    codec: str = "none",
 ) -> str | None:
-    """Why projected K and V of ``slots`` are not those in the pool, or None when they are."""
+    """Why projected K and V of ``slots`` are not those in the pool, or None when they are.
+
+    ``hidden`` may have been through ``codec``.
+    """
+    allowed = tolerance(kvcache.dtype, codec)
     try:
         projected = projector.project(layer, hidden, positions)
     except ProjectionFailed as error:
@@ -112,7 +117,7 @@ def layer_problem(
         return f"{layer.name} cannot be called alone: {type(error).__name__}: {error}"
     wanted = _pool_rows(layer, slots, kvcache, hidden.dtype)
     for name, got, want in zip("KV", projected, wanted, strict=True):
-        problem = _difference_problem(f"projected {name} of {layer.name}", got, want, kvcache.dtype)
+        problem = _difference_problem(f"projected {name} of {layer.name}", got, want, allowed)
         if problem is not None:
             return problem
     return None
@@ -130,6 +135,7 @@ def written_problem(
 
     Their K and V are overwritten, in another order than the model's.
     """
+    allowed = tolerance(kvcache.dtype)
     wanted = _pool_rows(layer, slots, kvcache, hidden.dtype)
     for buffers in (kvcache.k_buffer, kvcache.v_buffer):
         buffers[layer.index][slots] = 0
@@ -140,7 +146,7 @@ def written_problem(
         return f"its kernel failed: {type(error).__name__}: {error}"
     written = _pool_rows(layer, slots, kvcache, hidden.dtype)
     for name, got, want in zip("KV", written, wanted, strict=True):
-        problem = _difference_problem(f"written {name} of {layer.name}", got, want, kvcache.dtype)
+        problem = _difference_problem(f"written {name} of {layer.name}", got, want, allowed)
         if problem is not None:
             return problem
     return None
@@ -160,12 +166,12 @@ def _pool_rows(
 
 
 def _difference_problem(
-    what: str, got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype
+    what: str, got: torch.Tensor, want: torch.Tensor, allowed: float
 ) -> str | None:
     difference = relative_difference(got.to(torch.float32), want)
-    if difference <= tolerance(dtype):
+    if difference <= allowed:
         return None
-    return f"{what} differs from the model's by {difference:.2e} (allowed {tolerance(dtype):.0e})"
+    return f"{what} differs from the model's by {difference:.2e} (allowed {allowed:.1g})"
 
 
 def attention_modules(model: torch.nn.Module) -> list[Observation]:

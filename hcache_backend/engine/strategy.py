@@ -22,7 +22,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_memory
 
 from hcache_backend.capture.staging import StagedCapture, Staging
+from hcache_backend.engine import metrics
 from hcache_backend.engine.capture import HiddenCapture, invalidate_on_allocation
+from hcache_backend.engine.codec_choice import agree_on_codec
 from hcache_backend.engine.controller import HiddenStateController
 from hcache_backend.engine.graphs import recording_problem, step_tokens
 from hcache_backend.engine.host_pool import HiddenStatePool
@@ -41,8 +43,8 @@ from hcache_backend.page import PageLayout
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.generic import GenericProjector, ProjectionBatch
 from hcache_backend.projection.projector import Projector
-from hcache_backend.restore.pipeline import RestoredLayer, RestorePipeline, gather_reference
-from hcache_kernels.codecs import Codec, make_codec
+from hcache_backend.restore.pipeline import RestoredLayer, RestorePipeline
+from hcache_kernels.codecs import Codec
 
 logger = logging.getLogger("hcache")
 
@@ -82,6 +84,7 @@ class HiddenStateStrategy(StackStrategy):
         return False
 
     def build(self, *, kvcache: Any, params: Any, server_args: Any, **kwargs: Any) -> Any:
+        assert self._runtime.config is not None
         reason = self._reason or refusal(self._runtime, kvcache, server_args)
         # Every rank gets to each agreement, whatever it found: one rank's refusal is everyone's,
         # and none may enter the probe's forward pass alone.
@@ -92,21 +95,26 @@ class HiddenStateStrategy(StackStrategy):
         if start:
             try:
                 probe = observe(self._runtime.runner, kvcache)
-                unrecorded = recording_problem(self._runtime.runner, probe.hidden[0])
-                if unrecorded is not None:
-                    raise SelfCheckFailed(unrecorded)
                 compare(probe, projector, kvcache)
-                plan = self._plan(probe, kvcache)
+            except Exception as error:
+                reason = _reason(error)
+        codec = agree_on_codec(
+            params.tp_cache_group,
+            self._runtime.config.codec,
+            probe if reason is None else None,
+            projector,
+            kvcache,
+        )
+        if probe is not None and codec is not None:
+            try:
+                plan = self._plan(probe, codec, kvcache)
                 projections = LayerProjections(
                     self._runtime, probe, projector, kvcache, params.tp_cache_group
                 )
                 projections.find()
                 projections.check_writing()
-            except SelfCheckFailed as error:
-                reason = str(error)
             except Exception as error:
-                logger.exception("hcache: the self-check broke")
-                reason = f"the self-check broke: {type(error).__name__}: {error}"
+                reason = _reason(error)
         (agreed,) = on_all_ranks(params.tp_cache_group, reason is None)
         if not agreed and reason is None:
             reason = "another tensor-parallel rank refused"
@@ -119,16 +127,17 @@ class HiddenStateStrategy(StackStrategy):
         projections.follow_weights()
         return self._build_hidden(kvcache, params, probe, plan, projector, **kwargs)
 
-    def _plan(self, probe: Probe, kvcache: Any) -> _Plan:
-        """Codec, page layout and memory.
+    def _plan(self, probe: Probe, codec: Codec, kvcache: Any) -> _Plan:
+        """Page layout and memory.
 
         Raises:
             SelfCheckFailed: Hidden mode does not pay, or has no room.
         """
         config, memory = self._runtime.config, get_memory()
         assert config is not None
-        hidden = probe.hidden[0]
-        codec = make_codec("none", hidden.shape[1], hidden.dtype)
+        unrecorded = recording_problem(self._runtime.runner, codec)
+        if unrecorded is not None:
+            raise SelfCheckFailed(unrecorded)
         segment = kvcache.page_size * codec.row_bytes
         layout = PageLayout(kvcache.page_size, (segment,) * len(probe.layers))
         kv_bytes, hidden_bytes = kv_bytes_per_token(kvcache), len(probe.layers) * codec.row_bytes
@@ -155,6 +164,7 @@ class HiddenStateStrategy(StackStrategy):
         assert runtime.config is not None
         layers, codec, layout = probe.layers, plan.codec, plan.layout
         runtime.mode = "hidden"
+        metrics.codec().labels(asked=runtime.config.codec, used=codec.name).set(1)
         runtime.page_fields = {
             "kind": "hidden",
             "partition": ["hidden"] * len(layers),
@@ -178,7 +188,6 @@ class HiddenStateStrategy(StackStrategy):
             [restored_layer(layer, codec, projector) for layer in layers],
             min(runtime.config.restore_chunk_tokens, kvcache.size),
             kvcache.device,
-            gather_reference,
         )
         pool.use(capture, pipeline)
         logger.info(
@@ -189,10 +198,12 @@ class HiddenStateStrategy(StackStrategy):
         anchor = PoolEntry(PoolName.KV, pool, kvcache, lambda layer: layer, True)
         group = HostPoolGroup([anchor])
         logger.info(
-            "hcache: hidden mode: %d layers, %d bytes a %d-token page, %d host pages, %d shadows",
+            "hcache: hidden mode: %d layers, %d bytes a %d-token page, codec %s, %d host pages, "
+            "%d shadows",
             len(layers),
             layout.page_bytes,
             params.page_size,
+            codec.name,
             *plan.pages,
         )
         controller = HiddenStateController(
@@ -246,6 +257,14 @@ class HiddenStateStrategy(StackStrategy):
             staging.device_bytes / 1e6,
         )
         return capture
+
+
+def _reason(error: Exception) -> str:
+    """What ``error`` has against hidden mode; one that we did not mean goes to the log."""
+    if isinstance(error, SelfCheckFailed):
+        return str(error)
+    logger.error("hcache: the self-check broke", exc_info=error)
+    return f"the self-check broke: {type(error).__name__}: {error}"
 
 
 def restored_layer(layer: AttentionLayer, codec: Codec, projector: Projector) -> RestoredLayer:

@@ -29,6 +29,7 @@ from hcache_backend.streams import (
     held_for_device,
     new_stream,
 )
+from hcache_kernels.pages import gather_pages
 
 RUN_AHEAD = 3
 """Segments of the longest restore that the ring holds: one is projected, one has arrived, and one
@@ -140,7 +141,7 @@ class RestorePipeline:
         layers: How every layer comes back.
         chunk_tokens: Tokens that one projection takes at most.
         device: Where the model is.
-        gather: Copies segments to the device.
+        gather: Copies segments to the device; None: :func:`gather_segments`.
     """
 
     def __init__(
@@ -150,14 +151,14 @@ class RestorePipeline:
         layers: Sequence[RestoredLayer],
         chunk_tokens: int,
         device: torch.device | str,
-        gather: Gather,
+        gather: Gather | None = None,
     ) -> None:
         self._memory = memory
         self._layout = layout
         self._layers = layers
         self._chunk_pages = max(1, chunk_tokens // layout.page_size)
         self._device = torch.device(device)
-        self._gather = gather
+        self._gather = gather or gather_segments
         self._largest = max(layout.segment_bytes)
         size = RUN_AHEAD * self._chunk_pages * self._largest
         self._ring = torch.empty(size, dtype=torch.uint8, device=device)
@@ -300,8 +301,8 @@ class _Ring:
         self._users.append(until)
 
 
-def gather_reference(
+def gather_segments(
     memory: torch.Tensor, pages: torch.Tensor, offset: int, out: torch.Tensor
 ) -> None:
-    """:data:`Gather` in plain torch, for a device that is the CPU."""
-    torch.index_select(memory[:, offset : offset + out.shape[1]], 0, pages, out=out)
+    """:data:`Gather` by one kernel that reads over the bus, or by torch on the CPU."""
+    gather_pages(memory, pages, offset, out.shape[1], out=out)

@@ -8,13 +8,15 @@ values of a row lie within a few binades. An encoded row is
 - the tail: exceptions (their positions, 16 bits each, then their exponents, 8 bits each), the base
   byte, and zeros up to a multiple of 8.
 
-Code ``c`` means exponent ``base + c``: a window of 16 consecutive exponents, chosen **for each
-row** so that the fewest of its values fall outside. A table for a whole layer would not do: what
-the norm makes of attention-sink tokens has quite another scale than all other rows, so the first
-page of every conversation would overflow, and with it the whole conversation would go unstored:
-a radix node is stored only when every row of it is, and its descendants only after it.
+Code 0 means exponent 0: sums of bfloat16 numbers are often exactly zero, one in a thousand in a
+residual stream. Code ``c`` from 1 to 15 means exponent ``base + c``: a window of 15 consecutive
+exponents, chosen **for each row** so that the fewest of its values fall outside. A table for a
+whole layer would not do: what the norm makes of attention-sink tokens has quite another scale than
+all other rows, so the first page of every conversation would overflow, and with it the whole
+conversation would go unstored: a radix node is stored only when every row of it is, and its
+descendants only after it.
 
-Values outside the window are exceptions. A row with more of them than the tail holds is not ok:
+Values outside both are exceptions. A row with more of them than the tail holds is not ok:
 it is not stored, never truncated. Entries of the list that are not needed repeat the exponent of
 position 0, so that decoding applies them all without looking.
 """
@@ -25,7 +27,7 @@ import torch
 
 from .base import Codec, UnsupportedRows
 
-WINDOW = 16
+WINDOW = 15
 _MOST_VALUES = 1 << 16
 
 
@@ -64,12 +66,14 @@ class Exp4Codec(Codec):
     def encode_into(self, rows: torch.Tensor, encoded: torch.Tensor, ok: torch.Tensor) -> None:
         from . import exp4_triton
 
-        exp4_triton.encode_into(rows, encoded, ok)
+        if len(rows):
+            exp4_triton.encode_launch(rows, encoded, ok).run()
 
     def decode_into(self, encoded: torch.Tensor, rows: torch.Tensor) -> None:
         from . import exp4_triton
 
-        exp4_triton.decode_into(encoded, rows)
+        if len(rows):
+            exp4_triton.decode_launch(encoded, rows).run()
 
 
 def encode_reference(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,8 +84,9 @@ def encode_reference(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     exponents = bits >> 7 & 0xFF
     base = _best_window(exponents)
     codes = exponents - base[:, None]
-    outside = (codes < 0) | (codes >= WINDOW)
-    codes = codes.masked_fill(outside, 0).to(torch.uint8)
+    inside = (codes >= 1) & (codes <= WINDOW)
+    codes = codes.masked_fill(~inside, 0).to(torch.uint8)
+    outside = ~inside & (exponents > 0)
 
     positions = torch.zeros((n, most), dtype=torch.int32)
     values = exponents[:, :1].repeat(1, most)
@@ -105,7 +110,7 @@ def decode_reference(encoded: torch.Tensor, hidden_size: int) -> torch.Tensor:
     n, d, most = len(encoded), hidden_size, most_exceptions(hidden_size)
     sign_mantissa, packed, tail = encoded.to(torch.int32).split([d, d // 2, tail_bytes(d)], dim=1)
     codes = torch.stack([packed & 0xF, packed >> 4], dim=2).view(n, d)
-    exponents = codes + tail[:, 3 * most, None]
+    exponents = torch.where(codes > 0, codes + tail[:, 3 * most, None], 0)
     positions = tail[:, 0 : 2 * most : 2] | tail[:, 1 : 2 * most : 2] << 8
     exponents.scatter_(1, positions.long(), tail[:, 2 * most : 3 * most])
     bits = (sign_mantissa & 0x80) << 8 | exponents << 7 | sign_mantissa & 0x7F
@@ -113,11 +118,11 @@ def decode_reference(encoded: torch.Tensor, hidden_size: int) -> torch.Tensor:
 
 
 def _best_window(exponents: torch.Tensor) -> torch.Tensor:
-    """First exponent of the window that leaves the fewest of a row outside; the lowest of equals.
+    """Exponent below the window that holds most values of a row; the lowest of equals.
 
     ``exponents`` is int32 ``[n, d]``, the result ``[n]``.
     """
     histogram = torch.zeros((len(exponents), 256), dtype=torch.int32)
     histogram.scatter_add_(1, exponents.long(), torch.ones_like(exponents))
-    below = torch.nn.functional.pad(histogram.cumsum(1), (1, 0))
-    return (below[:, WINDOW:] - below[:, :-WINDOW]).argmax(1).to(torch.int32)
+    up_to = histogram.cumsum(1)
+    return (up_to[:, WINDOW:] - up_to[:, :-WINDOW]).argmax(1).to(torch.int32)

@@ -9,10 +9,13 @@ mantissa and 8 bits of codes, so nothing moves between threads.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from ..launch import Launch
 from .exp4 import most_exceptions, tail_bytes
 
 _ENCODE_PAIRS = 1024  # more take all registers of a thread
@@ -45,7 +48,7 @@ def encode_kernel(
         histogram += tl.histogram(pair >> 23 & 0xFF, 256, mask=at < PAIRS)
     exponent = tl.arange(0, 256)
     up_to = tl.cumsum(histogram, 0)
-    window = tl.gather(up_to, tl.minimum(exponent + 15, 255), 0) - up_to + histogram
+    window = tl.gather(up_to, tl.minimum(exponent + 15, 255), 0) - up_to
     base = tl.argmax(tl.where(exponent <= 240, window, -1), 0, tie_break_left=True)
 
     found = 0
@@ -55,11 +58,13 @@ def encode_kernel(
         pair = tl.load(rows + at, mask=inside, other=0)
         even, odd = pair >> 7 & 0xFF, pair >> 23 & 0xFF
         sign_mantissa = pair & 0x7F | pair >> 8 & 0x80 | pair >> 8 & 0x7F00 | pair >> 16 & 0x8000
-        even_out = ((even < base) | (even > base + 15)) & inside
-        odd_out = ((odd < base) | (odd > base + 15)) & inside
-        codes = tl.where(even_out, 0, even - base) | tl.where(odd_out, 0, odd - base) << 4
+        even_in = (even > base) & (even <= base + 15)
+        odd_in = (odd > base) & (odd <= base + 15)
+        codes = tl.where(even_in, even - base, 0) | tl.where(odd_in, odd - base, 0) << 4
         tl.store(halves + at, sign_mantissa.to(tl.uint16), mask=inside)
         tl.store(encoded + 2 * PAIRS + at, codes.to(tl.uint8), mask=inside)
+        even_out = (even > 0) & ~even_in & inside
+        odd_out = (odd > 0) & ~odd_in & inside
         outside = even_out.to(tl.int32) + odd_out.to(tl.int32)
         count = tl.sum(outside)
         if count > 0:  # few rows have any, and the scan is dear
@@ -108,8 +113,9 @@ def decode_kernel(
         halves = encoded.to(tl.pointer_type(tl.uint16))
         half = tl.load(halves + at, mask=inside, other=0).to(tl.int32)
         codes = tl.load(encoded + 2 * PAIRS + at, mask=inside, other=0).to(tl.int32)
-        even = half & 0x7F | (half & 0x80) << 8 | base + (codes & 0xF) << 7
-        odd = (half & 0x7F00) << 8 | (half & 0x8000) << 16 | base + (codes >> 4) << 23
+        even, odd = codes & 0xF, codes >> 4
+        even = tl.where(even > 0, base + even, 0) << 7 | half & 0x7F | (half & 0x80) << 8
+        odd = tl.where(odd > 0, base + odd, 0) << 23 | (half & 0x7F00) << 8 | (half & 0x8000) << 16
         tl.store(rows + at, even | odd, mask=inside)
 
     tl.debug_barrier()  # exceptions overwrite what other threads of this program stored
@@ -124,43 +130,32 @@ def decode_kernel(
     tl.store(single + position, value.to(tl.uint16), mask=inside)
 
 
-def _configuration(hidden_size: int, most_pairs: int) -> dict[str, int]:
+def encode_launch(rows: torch.Tensor, encoded: torch.Tensor, ok: torch.Tensor) -> Launch:
+    """Encode contiguous bfloat16 rows into uint8 ``[n, row_bytes]`` and ``ok``, bool ``[n]``."""
+    arguments = {
+        "rows": rows.view(torch.int32),
+        "encoded": encoded,
+        "ok": ok.view(torch.uint8),
+    }
+    return _launch(encode_kernel, rows, arguments, _ENCODE_PAIRS)
+
+
+def decode_launch(encoded: torch.Tensor, rows: torch.Tensor) -> Launch:
+    """Decode contiguous uint8 ``[n, row_bytes]`` into bfloat16 ``rows``, ``[n, hidden_size]``."""
+    arguments = {"encoded": encoded, "rows": rows.view(torch.int32)}
+    return _launch(decode_kernel, rows, arguments, _DECODE_PAIRS)
+
+
+def _launch(kernel: Any, rows: torch.Tensor, arguments: dict[str, Any], most_pairs: int) -> Launch:
+    n, hidden_size = rows.shape
     pairs = hidden_size // 2
     block = min(most_pairs, triton.next_power_of_2(pairs))
-    return {
+    sizes = {
         "PAIRS": pairs,
         "ROW_BYTES": 3 * pairs + tail_bytes(hidden_size),
         "MOST": most_exceptions(hidden_size),
         "LIST": triton.next_power_of_2(most_exceptions(hidden_size)),
         "BLOCK": block,
-        "num_warps": max(1, min(4, block // 256)),
     }
-
-
-def encode_configuration(hidden_size: int) -> dict[str, int]:
-    """Compile-time arguments and warps of :func:`encode_kernel`."""
-    return _configuration(hidden_size, _ENCODE_PAIRS)
-
-
-def decode_configuration(hidden_size: int) -> dict[str, int]:
-    """Compile-time arguments and warps of :func:`decode_kernel`."""
-    return _configuration(hidden_size, _DECODE_PAIRS)
-
-
-def encode_into(rows: torch.Tensor, encoded: torch.Tensor, ok: torch.Tensor) -> None:
-    """Encode contiguous bfloat16 rows into uint8 ``[n, row_bytes]`` and ``ok``, bool ``[n]``."""
-    n, hidden_size = rows.shape
-    if n:
-        encode_kernel[(n,)](
-            rows.view(torch.int32),
-            encoded,
-            ok.view(torch.uint8),
-            **encode_configuration(hidden_size),
-        )
-
-
-def decode_into(encoded: torch.Tensor, rows: torch.Tensor) -> None:
-    """Decode contiguous uint8 ``[n, row_bytes]`` into bfloat16 ``rows``, ``[n, hidden_size]``."""
-    n, hidden_size = rows.shape
-    if n:
-        decode_kernel[(n,)](encoded, rows.view(torch.int32), **decode_configuration(hidden_size))
+    warps = max(1, min(4, block // 256))
+    return Launch(kernel, (n,), arguments | sizes, warps, stages=1)

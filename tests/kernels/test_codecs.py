@@ -56,12 +56,23 @@ def test_exp4_holds_as_many_exceptions_as_it_says_and_not_one_more(width: int) -
     codec = make_codec("exp4", width, torch.bfloat16)
     most = most_exceptions(width)
     exponents = np.full((2, width), 120)
-    exponents[0, width - most :] = 0
-    exponents[1, width - most - 1 :] = 0
+    exponents[0, width - most :] = 1
+    exponents[1, width - most - 1 :] = 1
     rows = bfloat16(exponents, seed=1)
     decoded, ok = round_trip(codec, rows)
     assert ok.tolist() == [True, False]
     assert torch.equal(bits_of(decoded[0]), bits_of(rows[0]))
+
+
+def test_exp4_holds_any_number_of_zeros() -> None:
+    """They are frequent: a residual stream in bfloat16 often adds up to nothing."""
+    rows = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rows[:, ::5] = 0
+    rows[1, ::3] = -0.0
+    rows[2, 1::3] = 1e-40  # the smallest exponent, and not zero
+    decoded, ok = round_trip(make_codec("exp4", WIDTH, torch.bfloat16), rows)
+    assert ok.all()
+    assert torch.equal(bits_of(decoded), bits_of(rows))
 
 
 def test_exp4_chooses_its_window_for_each_row() -> None:

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hcache_backend.capture.arena import NO_NAMESPACE, Arena, ShadowChanges
+from hcache_backend.capture.arena import NO_NAMESPACE, Arena, ShadowChanges, Verdict
 from hcache_backend.page import PageLayout
 
 SIZE = 4
@@ -103,7 +103,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
                 for layer in range(2):
                     row = memory[LAYOUT.segment(layer)].reshape(SIZE, 8)
                     row[slot % SIZE] = rows[page, layer, token]
-            self.arena.prove(slots, ticket, np.full(len(slots), node_written))
+            self.arena.prove(slots, ticket, np.full(len(slots), node_written, np.uint8))
 
         self.queue.append(apply)
 
@@ -288,7 +288,7 @@ def captured(a: Arena, pages: list[int], first: int = 0) -> np.ndarray:
     positions = np.arange(first, first + len(slots))
     ticket = a.begin(slots, positions, positions + 500)
     a.promise(slots, ticket)
-    assert a.prove(slots, ticket, np.ones(len(slots), bool)) == 0
+    assert a.prove(slots, ticket, np.ones(len(slots), np.uint8)) == (0, 0)
     return slots
 
 
@@ -313,20 +313,34 @@ def test_rows_are_valid_from_the_promise_on_and_stamped_with_the_proof() -> None
     a.swap(slots, ids(0))
     page = a.memory[a.physical(ids(0))[0]]
     assert LAYOUT.namespace_of(page) == NO_NAMESPACE
-    a.prove(slots, ticket, np.ones(4, bool))
+    a.prove(slots, ticket, np.ones(4, np.uint8))
     assert LAYOUT.namespace_of(page) == NAMESPACE
     assert a.problem(slots) == "rows backed up already"
 
 
-def test_a_page_with_a_row_that_was_not_written_is_never_stamped() -> None:
+@pytest.mark.parametrize(("verdict", "lost"), [(Verdict.MISSING, (1, 0)), (Verdict.UNFIT, (0, 1))])
+def test_a_page_with_a_row_that_was_not_written_is_never_stamped(
+    verdict: Verdict, lost: tuple[int, int]
+) -> None:
     a = arena()
     slots = slots_of([2])
     ticket = a.begin(slots, np.arange(4), np.arange(4))
     a.promise(slots, ticket)
     a.swap(slots, ids(0))
-    assert a.prove(slots, ticket, np.array([True, True, False, True])) == 1
-    a.prove(slots, ticket, np.ones(4, bool))
+    assert a.prove(slots, ticket, np.array([1, 1, verdict, 1], np.uint8)) == lost
+    a.prove(slots, ticket, np.ones(4, np.uint8))
     assert LAYOUT.namespace_of(a.memory[a.physical(ids(0))[0]]) == NO_NAMESPACE
+
+
+def test_rows_that_the_codec_cannot_hold_are_told_apart_from_missing_ones() -> None:
+    a = arena()
+    slots = slots_of([2])
+    ticket = a.begin(slots, np.arange(4), np.arange(4))
+    a.promise(slots, ticket)
+    a.prove(slots, ticket, np.array([1, 2, 0, 1], np.uint8))
+    assert a.problem(slots) == "rows not encodable"
+    captured(a, [2])
+    assert a.problem(slots) is None
 
 
 def test_the_proof_of_an_older_allocation_counts_for_nothing() -> None:
@@ -335,7 +349,7 @@ def test_the_proof_of_an_older_allocation_counts_for_nothing() -> None:
     ticket = a.begin(slots, np.arange(4), np.arange(4))
     a.promise(slots, ticket)
     a.allocated(slots[2:3])
-    a.prove(slots, ticket, np.ones(4, bool))
+    a.prove(slots, ticket, np.ones(4, np.uint8))
     assert a.problem(slots) == "rows not valid"
 
 
@@ -347,9 +361,9 @@ def test_the_proof_of_an_older_allocation_is_no_proof_of_the_newer_one() -> None
     new = a.begin(slots, np.arange(4), np.arange(4))
     a.promise(slots, new)
     a.swap(slots, ids(0))
-    a.prove(slots, old, np.ones(4, bool))
+    a.prove(slots, old, np.ones(4, np.uint8))
     assert LAYOUT.namespace_of(a.memory[a.physical(ids(0))[0]]) == NO_NAMESPACE
-    a.prove(slots, new, np.ones(4, bool))
+    a.prove(slots, new, np.ones(4, np.uint8))
     assert LAYOUT.namespace_of(a.memory[a.physical(ids(0))[0]]) == NAMESPACE
 
 
@@ -369,7 +383,7 @@ def test_a_host_page_that_is_freed_before_the_proof_leaves_no_valid_rows() -> No
     a.promise(slots, ticket)
     a.swap(slots, ids(0))
     assert len(a.host_freed(ids(0)).device_pages) == 0
-    a.prove(slots, ticket, np.ones(4, bool))
+    a.prove(slots, ticket, np.ones(4, np.uint8))
     assert a.problem(slots) == "rows not valid"
 
 

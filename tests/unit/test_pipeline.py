@@ -16,7 +16,6 @@ from hcache_backend.restore.pipeline import (
     RUN_AHEAD,
     RestoredLayer,
     RestorePipeline,
-    gather_reference,
 )
 from hcache_backend.streams import StreamFailed, WorkerStream, current_is, new_stream
 
@@ -42,9 +41,7 @@ class Server:
         self.v = torch.full((len(methods), SLOTS, WIDTH), float("nan"))
         self.calls: list[tuple[int, int]] = []  # layer, tokens
         layers = [RestoredLayer(method, self.fill(i)) for i, method in enumerate(methods)]
-        self.pipeline = RestorePipeline(
-            self.memory, self.layout, layers, chunk_tokens, "cpu", gather_reference
-        )
+        self.pipeline = RestorePipeline(self.memory, self.layout, layers, chunk_tokens, "cpu")
 
     def fill(self, layer: int) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
         def hidden(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
@@ -195,7 +192,6 @@ def test_recomputed_layers_take_no_copy_and_hold_none_up() -> None:
         [*recomputed, *server.pipeline._layers[1:]],
         SIZE,
         "cpu",
-        gather_reference,
     )
     pages, slots = some(2)
     restore = pipeline.start(pages, slots)
