@@ -25,6 +25,11 @@ class Device:
         # The CPU's flash attention has no float16.
         self.dtype = torch.bfloat16
         self._cycles_per_second = 0.0
+        self._registered: list[torch.Tensor] = []
+        if not dry_run:
+            cycles = 20_000_000
+            took = self.milliseconds(lambda: torch.cuda._sleep(cycles))
+            self._cycles_per_second = 1e3 * cycles / took
 
     def milliseconds(self, work: Callable[[], object], repeats: int = 5) -> float:
         """Median time of ``work`` on the current stream, everything it waits for included."""
@@ -45,14 +50,32 @@ class Device:
         return statistics.median(times)
 
     def pinned(self, *shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """Host memory that the device reads."""
-        return torch.empty(shape, dtype=dtype, pin_memory=not self.dry_run)
+        """Host memory that the device reads, until :meth:`release`.
+
+        Registered by hand: torch's own pinned memory is rounded up to powers of two and kept.
+        """
+        memory = torch.empty(shape, dtype=dtype)
+        if not self.dry_run:
+            runtime = torch.cuda.cudart()
+            torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+            self._registered.append(memory)
+        return memory
+
+    def release(self) -> None:
+        """Give back what :meth:`pinned` gave; nobody may use it any more."""
+        if self._registered:
+            torch.cuda.synchronize()
+        for memory in self._registered:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+        self._registered.clear()
 
     def copy_rate(self) -> float:
         """Bytes a second of one large copy from pinned memory: the bus."""
         size = (1 << 20) if self.dry_run else (1 << 30)
         source, target = self.pinned(size), torch.empty(size, dtype=torch.uint8, device=self.kind)
-        return size / 1e-3 / self.milliseconds(lambda: target.copy_(source, non_blocking=True))
+        took = self.milliseconds(lambda: target.copy_(source, non_blocking=True))
+        self.release()
+        return 1e3 * size / took
 
     def gemm_rate(self, n: int, inner: int, outer: int) -> float:
         """FLOP a second of a product ``[n, inner] x [inner, outer]``."""
@@ -66,10 +89,6 @@ class Device:
         """Keep the current stream busy, as a slower bus would."""
         if self.dry_run or seconds <= 0:
             return
-        if not self._cycles_per_second:
-            cycles = 20_000_000
-            took = self.milliseconds(lambda: torch.cuda._sleep(cycles))
-            self._cycles_per_second = 1e3 * cycles / took
         torch.cuda._sleep(int(seconds * self._cycles_per_second))
 
     def write(self, name: str, content: dict[str, Any], folder: Path | None) -> Path | None:

@@ -112,6 +112,11 @@ class History:
             self._segment(index, 2)[on_pages] = parts.cpu()
             self.bulk[index] = kv.view(2, self.tokens, -1).cpu()
 
+    @property
+    def exact_layout(self) -> Any:
+        """Where the exact hidden states of every layer stand in the pages."""
+        return _Pieces(self.layout, [3 * i for i in range(len(self.layers))])
+
     def _segment(self, layer: int, which: int) -> torch.Tensor:
         return self.memory[:, self.layout.segment(3 * layer + which)]
 
@@ -251,20 +256,21 @@ def ways(
     yield through_pipeline("hidden", ["hidden"] * n_layers)
     yield through_pipeline("hidden exp4", ["hidden"] * n_layers, codec=1)
     io_hidden, io_kv = (1e3 * size / rate for size in (history.hidden_bytes[0], history.kv_bytes))
-    kv = _best(
-        n_layers, lambda m: max(c_hidden * (n_layers - m), io_hidden * (n_layers - m) + io_kv * m)
-    )
+    fewest = 1 if device.dry_run else 0  # the dry run is to go every way
+
+    def with_kv(kv: int) -> float:
+        hidden = n_layers - kv
+        return max(c_hidden * hidden, io_hidden * hidden + io_kv * kv)
+
+    def with_recompute(recompute: int) -> float:
+        hidden = n_layers - recompute
+        return max(c_recompute * recompute + c_hidden * hidden, io_hidden * hidden)
+
+    # The other method takes as many layers as make the restore shortest (paper section 4.1).
+    kv = min(range(fewest, n_layers), key=with_kv)
     yield through_pipeline("hidden + kv", ["hidden"] * (n_layers - kv) + ["kv"] * kv)
-    re = _best(
-        n_layers,
-        lambda m: max(c_recompute * m + c_hidden * (n_layers - m), io_hidden * (n_layers - m)),
-    )
+    re = min(range(fewest, n_layers), key=with_recompute)
     yield through_pipeline("hidden + recompute", ["recompute"] * re + ["hidden"] * (n_layers - re))
-
-
-def _best(layers: int, makespan: Callable[[int], float]) -> int:
-    """How many layers the other method takes for the shortest restore (paper section 4.1)."""
-    return min(range(layers), key=makespan)
 
 
 def _bulk_kv(history: History, slow_down: Callable[[int], None]) -> Way:

@@ -60,8 +60,6 @@ class Staging:
         self._row_places = torch.full((places,), places, dtype=torch.int64, device=device)
         self._named = 0
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
-        # Kernels must not be compiled while a graph is recorded.
-        self.stage(0, torch.zeros((1, codec.hidden_size), dtype=codec.dtype, device=device), 1)
 
     @property
     def device_bytes(self) -> int:
@@ -115,13 +113,12 @@ class Staging:
         current_stream(self.device).run(stage)
 
     def record(self, layer: int, hidden: object) -> None:
-        """Put all of ``hidden`` there if a CUDA graph is being recorded."""
-        if (
-            isinstance(hidden, torch.Tensor)
-            and hidden.is_cuda
-            and torch.cuda.is_current_stream_capturing()
-            and self.fits(hidden)
-        ):
+        """Put all of ``hidden`` there, outside of a step: everything goes to the spare place.
+
+        A CUDA graph that is being recorded goes by the places of the step that replays it. Also for
+        the warm-up before: a kernel must not be compiled while a graph is recorded.
+        """
+        if isinstance(hidden, torch.Tensor) and self.fits(hidden):
             self.stage(layer, hidden, len(hidden))
 
     def encode(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -265,7 +262,8 @@ class StagedCapture:
         """
         step = self._step
         if step is None:
-            self._staging.record(layer, hidden)
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                self._staging.record(layer, hidden)
         elif (
             isinstance(hidden, torch.Tensor)
             and self._staging.fits(hidden)

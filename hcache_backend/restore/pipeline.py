@@ -159,7 +159,7 @@ class RestorePipeline:
         self._chunk_pages = max(1, chunk_tokens // layout.page_size)
         self._device = torch.device(device)
         self._gather = gather or gather_segments
-        self._largest = max(layout.segment_bytes)
+        self._largest = max(1, *layout.segment_bytes)  # 0: all layers are recomputed
         size = RUN_AHEAD * self._chunk_pages * self._largest
         self._ring = torch.empty(size, dtype=torch.uint8, device=device)
         self._copy = new_stream(device, "copy")

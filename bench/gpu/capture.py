@@ -1,0 +1,107 @@
+"""What capture adds to decode steps and to prefill. Needs only torch and triton.
+
+    python bench/gpu/capture.py [--models Llama-2-7B ...] [--batches 1 16 64 256]
+
+Layers of Llama-2-7B's shape with random weights (attention over 1024 tokens a request; without
+embedding and LM head, so shares are of a little less than the real step):
+
+- none: the step alone
+- staged: two-stage capture as the server does it: a copy kernel a layer, recorded in the graph, and
+  one transfer to the shadow pages a step, on its own stream
+- direct: the paper's DirectIO variant: every layer's rows go straight to the pages in host memory,
+  on the step's own stream (paper section 4.2.2)
+
+Decode steps replay a CUDA graph; prefill of 8192 tokens runs eagerly. Also decode steps of other
+requests while restores of 4096 tokens run. After each run the shadow pages are compared with what
+the last step's projections received.
+
+Prints tables and whether the goals are met, and writes ``bench/results/DEVICE/capture.json`` and
+``capture.png``. ``--dry-run`` runs it on tiny shapes on the CPU, without graphs: its times mean
+nothing, and it writes nothing unless ``--results`` names a folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+BATCHES = (1, 16, 64, 256)
+PREFILL = 8192
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="*", default=["Llama-2-7B"], help="shapes")
+    parser.add_argument("--batches", type=int, nargs="*", default=BATCHES, help="decode batches")
+    parser.add_argument("--dry-run", action="store_true", help="tiny, on the CPU")
+    parser.add_argument("--results", type=Path, help="folder for the device's results")
+    options = parser.parse_args()
+    sys.path.append(str(ROOT))
+    from kernels import find_package
+
+    find_package()
+
+    import torch
+    from capture_report import draw, goals, print_rows
+    from devices import Device, print_goals
+
+    if not options.dry_run and not torch.cuda.is_available():
+        parser.error("no CUDA device; --dry-run does without")
+    device = Device(options.dry_run)
+    batches = [2, 3] if options.dry_run else options.batches
+    rows = measure(device, options.models, batches, 48 if options.dry_run else PREFILL)
+    reached = goals(rows)
+    print_rows(rows)
+    print_goals(reached)
+    folder = device.write("capture", {"goals": reached, "rows": rows}, options.results)
+    if folder is not None:
+        draw(device.name, rows, folder / "capture.png")
+    return 0 if all(row["right"] for row in rows) else 1
+
+
+def measure(
+    device: Any, models: list[str], batches: list[int], prefill: int
+) -> list[dict[str, Any]]:
+    """One row a model, kind of step and way of saving."""
+    import torch
+    from capture_steps import Decode, Prefill, decode_during_restores
+    from restore_models import SHAPES, build
+
+    rows = []
+    for full in SHAPES:
+        if full.name not in models:
+            continue
+        shape = full.tiny() if device.dry_run else full
+        with torch.inference_mode():
+            layers = build(shape, device.kind, device.dtype)
+            for batch in batches:
+                for way in ("none", "staged", "direct"):
+                    ms, right = Decode(device, shape, layers, batch).run(way)
+                    rows.append(row(shape, "decode", batch, way, ms, right))
+            for way in ("none", "staged", "direct"):
+                ms, right = Prefill(device, shape, layers, prefill).run(way)
+                rows.append(row(shape, "prefill", prefill, way, ms, right))
+            for batch in batches:
+                alone, during, right = decode_during_restores(device, shape, layers, batch)
+                rows.append(row(shape, "decode", batch, "alone", alone, True))
+                rows.append(row(shape, "decode", batch, "during restores", during, right))
+            print(f"{shape.name}: measured", flush=True)
+    return rows
+
+
+def row(shape: Any, step: str, tokens: int, way: str, ms: float, right: bool) -> dict[str, Any]:
+    return {
+        "model": shape.name,
+        "step": step,
+        "tokens": tokens,
+        "way": way,
+        "ms": ms,
+        "right": right,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

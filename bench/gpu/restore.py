@@ -1,0 +1,129 @@
+"""Restoring a history by every method, against the floor. Needs only torch and triton.
+
+    python bench/gpu/restore.py [--models Llama-2-7B ...] [--tokens 4096 4x4096 ...] [--rates 0 14]
+
+Layers of the models' shapes with random weights; their histories stand in pinned host memory:
+
+- recompute: the layers' own forward pass with flash attention, prefill chunks of 8192 tokens
+- kv offload: the better of one bulk copy and layer-wise copies
+- hidden, hidden exp4: hidden states, exact and encoded without loss
+- hidden + kv, hidden + recompute: as many layers by the other method as the measured times ask for
+
+Each through the restore pipeline that the server uses. The floor is ``max(bytes / measured copy
+rate, FLOPs / measured GEMM rate)``. OPT-30B/TP4 is one of four ranks: it reads a quarter of the
+hidden states, and a device copy stands for the all-gather of the rest; recomputation is without its
+all-reduces. ``--rates`` in GB/s slow the copy down as a slower bus or L3 would; 0 is the bus as it
+is. K and V are compared with those of the forward pass after every method.
+
+Prints tables and whether the goals are met, and writes ``bench/results/DEVICE/restore.json`` and
+``restore.png`` (a timeline of the streams). ``--dry-run`` runs it on tiny shapes on the CPU: its
+times mean nothing, and it writes nothing unless ``--results`` names a folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENS = ("1024", "2048", "4096", "8192", "16384", "4x4096")
+RATES = (0.0, 28.0, 14.0, 7.0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="*", help="only these")
+    parser.add_argument("--tokens", nargs="*", default=TOKENS, help="histories, 4x4096: a batch")
+    parser.add_argument("--rates", type=float, nargs="*", default=RATES, help="GB/s; 0: the bus")
+    parser.add_argument("--dry-run", action="store_true", help="tiny, on the CPU")
+    parser.add_argument("--results", type=Path, help="folder for the device's results")
+    options = parser.parse_args()
+    sys.path.append(str(ROOT))
+    from kernels import find_package
+
+    find_package()
+
+    import restore_report
+    import torch
+    from devices import Device, print_goals
+
+    if not options.dry_run and not torch.cuda.is_available():
+        parser.error("no CUDA device; --dry-run does without")
+    device = Device(options.dry_run)
+    if options.dry_run:
+        options.tokens, options.rates = ["128", "2x128"], [0.0, 14.0]
+    rows = measure(device, options.models, options.tokens, options.rates)
+    goals = restore_report.goals(rows)
+    restore_report.print_rows(rows)
+    print_goals(goals)
+    folder = device.write("restore", {"goals": goals, "rows": rows}, options.results)
+    if folder is not None:
+        restore_report.draw(device.name, rows, folder / "restore.png")
+    return 0 if all(row["right"] for row in rows) else 1
+
+
+def measure(
+    device: Any, models: list[str] | None, tokens: list[str], rates: list[float]
+) -> list[dict[str, Any]]:
+    """One row a model, history, copy rate and method."""
+    import torch
+    from restore_methods import History, layer_costs, ways
+    from restore_models import SHAPES, build
+
+    bus = device.copy_rate()
+    rows = []
+    for full in SHAPES:
+        if models and full.name not in models:
+            continue
+        shape = full.tiny() if device.dry_run else full
+        with torch.inference_mode():
+            layers = build(shape, device.kind, device.dtype)
+            for text in tokens:
+                lengths = lengths_of(text)
+                history = History(device, shape, layers, lengths)
+                gemm = device.gemm_rate(sum(lengths), shape.hidden, 2 * shape.width)
+                costs = layer_costs(history)
+                for rate in rates:
+                    copy = min(bus, rate * 1e9) if rate else bus
+                    for way in ways(history, copy, bus, *costs):
+                        floor = 1e3 * max(way.bytes / copy, way.flops / gemm)
+                        spans = [] if way.report is None else way.report.spans
+                        rows.append(
+                            {
+                                "model": shape.name,
+                                "history": text,
+                                "tokens": sum(lengths),
+                                "copy_gb_s": copy / 1e9,
+                                "slowed": bool(rate),
+                                "gemm_tflops": gemm / 1e12,
+                                "method": way.method,
+                                "layers": way.layers,
+                                "ms": way.milliseconds,
+                                "tokens_per_s": 1e3 * sum(lengths) / way.milliseconds,
+                                "bytes": way.bytes,
+                                "floor_ms": floor,
+                                "share_of_floor": floor / way.milliseconds,
+                                "copy_idle_ms": way.report and way.report.idle_ms("copy"),
+                                "compute_idle_ms": way.report and way.report.idle_ms("compute"),
+                                "right": way.right,
+                                "spans": [span._asdict() for span in spans],
+                            }
+                        )
+                    print(
+                        f"{shape.name}, {text} tokens, {copy / 1e9:.1f} GB/s: measured", flush=True
+                    )
+                del history
+                device.release()
+    return rows
+
+
+def lengths_of(text: str) -> list[int]:
+    """``4096`` is one history, ``4x4096`` four in one batch."""
+    count, _, length = text.rpartition("x")
+    return [int(length)] * int(count or 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
