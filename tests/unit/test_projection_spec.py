@@ -140,6 +140,20 @@ def test_a_spec_is_found_and_gives_the_modules_k_and_v(name: str, dtype: torch.d
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", MODULES)
+def test_specs_on_the_gpu_use_its_kernels(name: str, dtype: torch.dtype) -> None:
+    module, description = MODULES[name]
+    layer = layer_of(module().to("cuda"), dtype)
+    hidden, positions = (part.to("cuda") for part in tokens(dtype=dtype))
+    evidence = gather_evidence(layer, hidden, positions, GENERIC, POSITION_LIMIT)
+    spec = find_spec(layer, evidence, GENERIC)
+    assert spec.describe() == description
+    assert spec_problem(spec, evidence) is None
+
+
 class Changed(Attention):
     """Llama, with something done to K or V that no spec can say."""
 
