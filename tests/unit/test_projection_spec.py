@@ -251,6 +251,9 @@ def wrong_specs(right: LayerSpec, module: Attention) -> dict[str, LayerSpec]:
     other_epsilon = Norm(DIM)
     other_epsilon.weight, other_epsilon.variance_epsilon = module.norm_of_k.weight, 1e-3
 
+    short_table = Rope()
+    short_table.cos_sin_cache = short_table.cos_sin_cache[:512]
+
     def norm(**changes: Any) -> LayerSpec:
         return replace(right, norm=replace(right.norm, **changes))
 
@@ -279,6 +282,7 @@ def wrong_specs(right: LayerSpec, module: Attention) -> dict[str, LayerSpec]:
         "LayerNorm": norm(kind="layer"),
         "norm over all heads": norm(over="all", module=Norm()),
         "weight plus one": norm(offset=1),
+        "a table that ends too early": replace(right, rotary=RotaryTable(short_table, "neox")),
         "another epsilon": norm(module=other_epsilon),
     }
 
