@@ -110,13 +110,16 @@ def _watch(
         if (
             isinstance(given, torch.Tensor)
             and isinstance(output, torch.Tensor)
-            and given.shape == probe.hidden.shape
+            and (given.shape, given.dtype) == (probe.hidden.shape, probe.hidden.dtype)
             and output.dim() == 2
             and output.shape[1] % head_dim == 0
             and torch.equal(given, probe.hidden)
         ):
             # A module around a linear one ends after it: of the same output, the inner one counts.
-            fed.setdefault(output.data_ptr(), _Fed(module, output, output.clone()))
+            fed.setdefault(
+                output.data_ptr(),
+                _Fed(module, output, output.clone(memory_format=torch.contiguous_format)),
+            )
 
     inner = [module for module in layer.module.modules() if module is not layer.module]
     handles = [one.register_forward_hook(on_output, with_kwargs=True) for one in inner]

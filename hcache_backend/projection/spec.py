@@ -185,7 +185,7 @@ class LayerSpec:
 
 def linear_output(result: Any) -> torch.Tensor:
     """The product that a linear module returned: alone, or first of several values."""
-    output: torch.Tensor = result[0] if isinstance(result, tuple) else result
+    output: torch.Tensor = result[0] if isinstance(result, tuple) and result else result
     return output
 
 

@@ -140,6 +140,20 @@ def test_a_spec_is_found_and_gives_the_modules_k_and_v(name: str, dtype: torch.d
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", MODULES)
+def test_specs_on_the_gpu_use_its_kernels(name: str, dtype: torch.dtype) -> None:
+    module, description = MODULES[name]
+    layer = layer_of(module().to("cuda"), dtype)
+    hidden, positions = (part.to("cuda") for part in tokens(dtype=dtype))
+    evidence = gather_evidence(layer, hidden, positions, GENERIC, POSITION_LIMIT)
+    spec = find_spec(layer, evidence, GENERIC)
+    assert spec.describe() == description
+    assert spec_problem(spec, evidence) is None
+
+
 class Changed(Attention):
     """Llama, with something done to K or V that no spec can say."""
 
@@ -237,6 +251,9 @@ def wrong_specs(right: LayerSpec, module: Attention) -> dict[str, LayerSpec]:
     other_epsilon = Norm(DIM)
     other_epsilon.weight, other_epsilon.variance_epsilon = module.norm_of_k.weight, 1e-3
 
+    short_table = Rope()
+    short_table.cos_sin_cache = short_table.cos_sin_cache[:512]
+
     def norm(**changes: Any) -> LayerSpec:
         return replace(right, norm=replace(right.norm, **changes))
 
@@ -265,6 +282,7 @@ def wrong_specs(right: LayerSpec, module: Attention) -> dict[str, LayerSpec]:
         "LayerNorm": norm(kind="layer"),
         "norm over all heads": norm(over="all", module=Norm()),
         "weight plus one": norm(offset=1),
+        "a table that ends too early": replace(right, rotary=RotaryTable(short_table, "neox")),
         "another epsilon": norm(module=other_epsilon),
     }
 

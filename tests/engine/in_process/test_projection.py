@@ -10,8 +10,11 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from hcache_backend.engine.projection import PagedPool
-from hcache_backend.engine.self_check import written_problem
+from hcache_backend.config import HCacheConfig
+from hcache_backend.engine import projection
+from hcache_backend.engine.projection import LayerProjections, PagedPool
+from hcache_backend.engine.runtime import Runtime
+from hcache_backend.engine.self_check import Probe, written_problem
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.check import relative_difference, tolerance
 from hcache_backend.projection.projector import Projector
@@ -23,7 +26,9 @@ from tests.unit.attention_modules import (
     HEADS,
     POSITION_LIMIT,
     Attention,
+    Norm,
     Rope,
+    SwitchingRope,
     layer_of,
     tokens,
 )
@@ -107,3 +112,72 @@ def test_scales_that_are_no_numbers_are_left_to_the_engine() -> None:
         k_scale=torch.tensor(0.5), v_scale=torch.tensor(0.5), k_scale_float=None, v_scale_float=0.5
     )
     assert pool.of_layer(replace(layer, kernel=kernel)) is None
+
+
+def projections_of(modules: list[Attention]) -> tuple[Runtime, Projector, LayerProjections]:
+    """Everything between a passed probe and the first request, for a pool of two layers."""
+    layers = [
+        replace(attention_layer(index, None), module=module) for index, module in enumerate(modules)
+    ]
+    runner = SimpleNamespace(model_config=SimpleNamespace(context_len=POSITION_LIMIT))
+    runtime = Runtime(runner, HCacheConfig())
+    pool = pool_of(torch.float32)
+    projector = Projector(GENERIC, PagedPool(pool), 2)
+    hidden, positions = tokens()
+    probe = Probe(tuple(layers), (hidden, hidden), torch.arange(64, 64 + len(hidden)), positions)
+    for layer in layers:  # what the model would have written
+        projector.project_to_pool(layer, hidden, positions, probe.slots)
+    projections = LayerProjections(runtime, probe, projector, pool, None)
+    projections.find()
+    projections.check_writing()
+    return runtime, projector, projections
+
+
+def by_spec(projector: Projector) -> list[bool]:
+    return [spec is not None for spec in projector.specs]
+
+
+def test_a_layer_without_a_spec_on_one_rank_has_none_on_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime, projector, projections = projections_of([Attention(rope=Rope()) for _ in range(2)])
+    monkeypatch.setattr(projection, "on_all_ranks", lambda group, *flags: (flags[0], False))
+    projections.settle()
+    assert by_spec(projector) == [True, False]
+    assert [(group.method, group.detail) for group in runtime.projection] == [
+        ("spec", "fused weight 128x96, RoPE neox 16"),
+        ("generic", "another rank has no spec"),
+    ]
+
+
+def test_no_spec_is_used_between_a_weight_update_and_the_flush() -> None:
+    modules = [Attention(rope=Rope(), norm={}) for _ in range(2)]
+    runtime, projector, projections = projections_of(modules)
+    projections.settle()
+    projections.follow_weights()
+    runtime.caches_were_flushed()
+    assert by_spec(projector) == [True, True]
+    runtime.begin_weight_update()
+    assert by_spec(projector) == [False, False]
+    modules[0].norm_of_k = Norm(8)  # from now on the module cannot even be called
+    modules[1].norm_of_k.kind = "layer"
+    runtime.caches_were_flushed()
+    assert by_spec(projector) == [False, False]
+    assert "after a weight update: RuntimeError" in runtime.projection[0].detail
+    modules[0].norm_of_k = Norm(DIM)
+    runtime.begin_weight_update()
+    runtime.caches_were_flushed()
+    assert [spec and spec.norm and spec.norm.kind for spec in projector.specs] == ["rms", "layer"]
+
+
+def test_trust_ends_when_new_weights_make_tokens_depend_on_each_other() -> None:
+    modules = [Attention(rope=Rope()) for _ in range(2)]
+    runtime, projector, projections = projections_of(modules)
+    projections.settle()
+    projections.follow_weights()
+    runtime.begin_weight_update()
+    modules[1].rope = SwitchingRope(by_batch=True)
+    runtime.caches_were_flushed()
+    assert by_spec(projector) == [False, False]
+    assert runtime.distrust is not None
+    assert "at positions 0..47 changes when position 2047 is projected" in runtime.distrust
