@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..launch import Launch
 from .operations import WRONG_STEP, StagedRows
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -82,27 +83,8 @@ def stage_rows(
     layer: int,
 ) -> None:
     """See :func:`hcache_kernels.staging.stage_rows`."""
-    n, row_bytes = rows.shape
-    if n == 0:
-        return
-    # The model's own tensors may be rows of something wider.
-    word = _word_bytes(row_bytes, rows.stride(0), rows.storage_offset() * rows.element_size())
-    words = row_bytes // word
-    block = min(_MOST_WORDS, triton.next_power_of_2(words))
-    stage_kernel[(n, triton.cdiv(words, block))](
-        rows.view(_WORDS[word]),
-        step if ok is None else ok.view(torch.uint8),
-        places,
-        step,
-        staged.rows[layer].view(_WORDS[word]),
-        staged.marks[layer],
-        rows.stride(0) // word,
-        WORDS=words,
-        HAS_OK=ok is not None,
-        WRONG=WRONG_STEP,
-        BLOCK=block,
-        num_warps=_warps(block),
-    )
+    if len(rows):
+        stage_launch(rows, ok, places, step, staged, layer).run()
 
 
 def save_rows(
@@ -114,27 +96,68 @@ def save_rows(
     page_size: int,
 ) -> None:
     """See :func:`hcache_kernels.staging.save_rows`."""
+    if staged.shape[1]:
+        save_launch(staged, slots, shadows, arena, segments, page_size).run()
+
+
+def stage_launch(
+    rows: torch.Tensor,
+    ok: torch.Tensor | None,
+    places: torch.Tensor,
+    step: torch.Tensor,
+    staged: StagedRows,
+    layer: int,
+) -> Launch:
+    """The launch of :func:`stage_rows`."""
+    n, row_bytes = rows.shape
+    # The model's own tensors may be rows of something wider.
+    word = _word_bytes(row_bytes, rows.stride(0), rows.storage_offset() * rows.element_size())
+    words = row_bytes // word
+    block = min(_MOST_WORDS, triton.next_power_of_2(words))
+    arguments = {
+        "rows": rows.view(_WORDS[word]),
+        "ok": step if ok is None else ok.view(torch.uint8),
+        "places": places,
+        "step": step,
+        "staged": staged.rows[layer].view(_WORDS[word]),
+        "marks": staged.marks[layer],
+        "row_stride": rows.stride(0) // word,
+        "WORDS": words,
+        "HAS_OK": ok is not None,
+        "WRONG": WRONG_STEP,
+        "BLOCK": block,
+    }
+    return Launch(stage_kernel, (n, triton.cdiv(words, block)), arguments, _warps(block), 1)
+
+
+def save_launch(
+    staged: torch.Tensor,
+    slots: torch.Tensor,
+    shadows: torch.Tensor,
+    arena: torch.Tensor,
+    segments: torch.Tensor,
+    page_size: int,
+) -> Launch:
+    """The launch of :func:`save_rows`."""
     layers, n, row_bytes = staged.shape
-    if n == 0:
-        return
     # Segments are multiples of rows behind a header of 4096 bytes, so rows decide alignment.
     word = _word_bytes(row_bytes, staged.stride(0), arena.shape[1])
     words = row_bytes // word
     block = min(_MOST_WORDS, triton.next_power_of_2(words))
-    save_kernel[(n, layers)](
-        staged.view(_WORDS[word]),
-        slots,
-        shadows,
-        arena.view(_WORDS[word]),
-        segments,
-        staged.stride(0) // word,
-        arena.shape[1] // word,
-        PAGE_SIZE=page_size,
-        WORDS=words,
-        WORD_BYTES=word,
-        BLOCK=block,
-        num_warps=_warps(block),
-    )
+    arguments = {
+        "staged": staged.view(_WORDS[word]),
+        "slots": slots,
+        "shadows": shadows,
+        "arena": arena.view(_WORDS[word]),
+        "segments": segments,
+        "layer_stride": staged.stride(0) // word,
+        "page_words": arena.shape[1] // word,
+        "PAGE_SIZE": page_size,
+        "WORDS": words,
+        "WORD_BYTES": word,
+        "BLOCK": block,
+    }
+    return Launch(save_kernel, (n, layers), arguments, _warps(block), 1)
 
 
 def _word_bytes(*lengths: int) -> int:

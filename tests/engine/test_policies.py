@@ -91,3 +91,19 @@ def test_device_pool_of_1024_tokens_under_six_long_conversations(
         assert_hidden_mode(server)
         assert_nothing_went_wrong(server)
     assert_no_cache_output(model, conversations)
+
+
+def test_a_host_pool_that_holds_no_conversation_costs_hits_and_no_request(
+    model: Path, tmp_path: Path
+) -> None:
+    # The shadows of the device's 257 pages leave HiCache 12 pages of 16 tokens.
+    options = our_server(model, tmp_path, page_size=16, hicache_ratio=0.56)
+    with Server(options) as server:
+        conversations = converse(
+            server, make_conversations(4, turns=3, tokens=300), flush=False, concurrent=True
+        )
+        assert_hidden_mode(server)
+        assert_nothing_went_wrong(server)
+        assert "12 host pages, 257 shadows" in server.log_text()
+    assert all(turn.cached.host == 0 for c in conversations for turn in c.turns)
+    assert_no_cache_output(model, conversations)

@@ -1,0 +1,65 @@
+"""The kernels of capture compile for every device; nothing spills."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from hcache_kernels.launch import Launch
+from hcache_kernels.staging import StagedRows, staging_triton
+from tests.kernels.compilation import SHARED_MEMORY, Job, Usage, compile_all
+from tests.kernels.conftest import USAGES
+
+N, LAYERS, PLACES, PAGE = 64, 4, 512, 64
+ROW_BYTES = (8192, 6304, 392)
+"""bfloat16 of a usual width, exp4 of it, and rows that are multiples of 8 bytes only."""
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def ids(*shape: int) -> torch.Tensor:
+    return empty(*shape, dtype=torch.int64)
+
+
+def stage(row_bytes: int, with_ok: bool) -> Launch:
+    staged = StagedRows(empty(LAYERS, PLACES + 1, row_bytes), ids(LAYERS, PLACES + 1))
+    ok = empty(N, dtype=torch.bool) if with_ok else None
+    return staging_triton.stage_launch(empty(N, row_bytes), ok, ids(N), ids(1), staged, 0)
+
+
+def save(row_bytes: int) -> Launch:
+    staged = empty(LAYERS, PLACES + 1, row_bytes)[:, :N]
+    arena = empty(256, 4096 + LAYERS * PAGE * row_bytes)
+    return staging_triton.save_launch(staged, ids(N), ids(128), arena, ids(LAYERS), PAGE)
+
+
+def jobs() -> Iterator[tuple[str, Job]]:
+    for capability in SHARED_MEMORY:
+        what = f"sm_{capability[0]}{capability[1]}"
+        for row_bytes in ROW_BYTES:
+            for with_ok in (False, True):
+                name = f"{what} stage {row_bytes}{' with ok' if with_ok else ''}"
+                yield name, Job(capability, partial(stage, row_bytes, with_ok))
+            yield f"{what} save {row_bytes}", Job(capability, partial(save, row_bytes))
+
+
+JOBS = dict(jobs())
+
+
+@pytest.fixture(scope="module")
+def usages(pytestconfig: pytest.Config) -> dict[str, Usage]:
+    usages = compile_all(JOBS)
+    pytestconfig.stash[USAGES].update(usages)
+    return usages
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_nothing_spills_and_shared_memory_suffices(job: str, usages: dict[str, Usage]) -> None:
+    usage = usages[job]
+    assert usage.stack == 0
+    assert usage.shared <= SHARED_MEMORY[JOBS[job].capability] * 1024
