@@ -24,7 +24,8 @@ from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
 @pytest.fixture(autouse=True)
 def unhooked() -> Iterator[None]:
     """Undo every hook afterwards."""
-    targets = [hook.target for hook in (*hooks.hidden_mode_hooks(), *hooks.weight_hooks())]
+    ours = (*hooks.hidden_mode_hooks(), *hooks.graph_hooks(), *hooks.weight_hooks())
+    targets = [hook.target for hook in ours]
     before = {target: hooks._resolve(target) for target in targets}
     yield
     HookRegistry.reset()
@@ -34,7 +35,7 @@ def unhooked() -> Iterator[None]:
 
 
 def test_every_seam_is_there_and_each_hook_is_applied_once() -> None:
-    wanted = [*hooks.hidden_mode_hooks(), *hooks.weight_hooks()]
+    wanted = [*hooks.hidden_mode_hooks(), *hooks.graph_hooks(), *hooks.weight_hooks()]
     assert install(wanted) is None
     assert install(wanted) is None
     assert len([h for h in HookRegistry._hooks[hooks.RESET] if h[0] is HookType.AROUND]) == 1

@@ -1,0 +1,170 @@
+"""Our host pool under SGLang's own base class: logical indices, and the memory behind them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from hcache_backend.capture.staging import StagedCapture, Staging
+from hcache_backend.engine.capture import HiddenCapture
+from hcache_backend.engine.host_pool import HiddenStatePool
+from hcache_backend.engine.memory import HostPages, plan_host_pages, staging_places
+from hcache_backend.engine.self_check import SelfCheckFailed
+from hcache_backend.page import PageLayout
+from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_kernels.codecs import ExactCodec
+
+PAGE, WIDTH, LAYERS = 16, 8, 2
+CODEC = ExactCodec(WIDTH, torch.float32)
+LAYOUT = PageLayout(PAGE, (PAGE * CODEC.row_bytes,) * LAYERS)
+
+
+def kv_pool(pages: int) -> SimpleNamespace:
+    """What the host pool asks of the device's."""
+    slots = (pages + 1) * PAGE
+    buffers = [torch.zeros(slots, 1, WIDTH) for _ in range(LAYERS)]
+    return SimpleNamespace(
+        k_buffer=buffers,
+        v_buffer=buffers,
+        layer_num=LAYERS,
+        size=pages * PAGE,
+        store_dtype=torch.float32,
+        start_layer=0,
+        end_layer=LAYERS - 1,
+        device="cpu",
+        layer_shard_enabled=False,
+    )
+
+
+@pytest.fixture
+def pool() -> HiddenStatePool:
+    pages = HostPages(host=6, device=9)
+    pool = HiddenStatePool(
+        kv_pool(8),
+        PAGE,
+        "page_first",
+        page_layout=LAYOUT,
+        host_pages=pages,
+        stamp=lambda page: LAYOUT.stamp(page, b"n" * 16, b"w" * 8),
+        pin_memory=False,
+        allocator_type="default",
+    )
+    capture = StagedCapture(pool.arena, pool.kv_buffer, Staging(LAYERS, CODEC, 32, "cpu"), range(2))
+    pool.use(capture, RestorePipeline(pool.kv_buffer, LAYOUT, [], 64, "cpu"))
+    return pool
+
+
+def save(pool: HiddenStatePool, page: int) -> torch.Tensor:
+    """One forward pass over a device page; the rows of layer 1."""
+    capture = pool._capture
+    assert capture is not None
+    slots = torch.arange(page * PAGE, (page + 1) * PAGE)
+    hidden = torch.randn(LAYERS, PAGE, WIDTH)
+    step = capture.begin(slots, slots, slots)
+    assert step is not None
+    for layer in range(LAYERS):
+        capture.take(layer, hidden[layer])
+    assert capture.end(step, replayed=False)
+    capture.transfers().synchronize()
+    capture.ledger.settle()
+    return hidden[1]
+
+
+def test_hicache_gets_exactly_the_pages_that_are_its_own(pool: HiddenStatePool) -> None:
+    assert pool.available_size() == 6 * PAGE
+    assert pool.kv_buffer.shape == (15, LAYOUT.page_bytes)
+    assert pool.alloc(7 * PAGE) is None
+
+
+def test_a_logical_index_stays_while_its_memory_moves(pool: HiddenStatePool) -> None:
+    rows = save(pool, 3)
+    indices = pool.alloc(PAGE)
+    assert indices is not None
+    before = pool.get_page_buffer_meta(indices)
+    assert pool._capture is not None
+    pool._capture.back_up(np.arange(3 * PAGE, 4 * PAGE), pool.page_ids(indices))
+    (pointer,), (length,) = pool.get_page_buffer_meta(indices)
+    assert ([pointer], [length]) != before
+    page = pool.get_data_page(int(indices[0]))
+    assert page.data_ptr() == pointer and length == LAYOUT.page_bytes
+    stored = page[LAYOUT.segment(1)].view(torch.float32).view(PAGE, WIDTH)
+    assert torch.equal(stored, rows)
+    other = torch.arange(LAYOUT.page_bytes, dtype=torch.int64).to(torch.uint8)
+    pool.set_from_flat_data_page(int(indices[0]), other)
+    assert torch.equal(pool.get_data_page(int(indices[0])), other)
+
+
+def test_freeing_a_host_page_gives_the_rows_back_to_the_tokens_on_the_device(
+    pool: HiddenStatePool,
+) -> None:
+    save(pool, 3)
+    indices = pool.alloc(PAGE)
+    assert indices is not None and pool._capture is not None
+    slots = np.arange(3 * PAGE, 4 * PAGE)
+    pool._capture.back_up(slots, pool.page_ids(indices))
+    assert pool.arena.problem(slots) == "rows backed up already"
+    pool.free(indices)
+    assert pool.arena.problem(slots) is None
+    pool.clear()
+    assert pool.arena.problem(slots) == "rows not valid"
+    assert pool.available_size() == 6 * PAGE
+    pool.arena.check_integrity()
+
+
+def test_shadows_stand_within_the_memory_that_was_given() -> None:
+    device = kv_pool(8)
+    kv = 2 * LAYERS * WIDTH * 4 * device.size
+    pages = plan_host_pages(device, LAYOUT, 0, 200.0, 1e12)
+    assert pages.device == 9
+    assert (sum(pages) * LAYOUT.page_bytes) <= 200 * kv < (sum(pages) + 1) * LAYOUT.page_bytes
+    assert plan_host_pages(device, LAYOUT, 1e-3, 200.0, 1e12).host == 1_000_000 // 5120 - 9
+    with pytest.raises(SelfCheckFailed, match=r"--hicache-ratio 2.0 gives .* on the device alone"):
+        plan_host_pages(device, LAYOUT, 0, 2.0, 1e12)
+    with pytest.raises(SelfCheckFailed, match=r"asks for .* GB are there"):
+        plan_host_pages(device, LAYOUT, 0, 200.0, 1000)
+
+
+def test_staging_holds_the_largest_graph_two_decode_steps_or_two_layers_of_prefill() -> None:
+    assert staging_places(32, 8192, 64, 0) == 512
+    assert staging_places(32, 1024, 64, 0) == 128
+    assert staging_places(32, 1024, 64, 8192) == 8192
+
+
+def test_capture_finds_the_projection_without_having_seen_a_forward_pass(
+    pool: HiddenStatePool,
+) -> None:
+    class Attention(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out, self.qkv = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(self.qkv(x))
+
+    model = [Attention() for _ in range(LAYERS)]
+    capture = HiddenCapture([(layer, [layer.out, layer.qkv]) for layer in model])
+    assert pool._capture is not None
+    capture.use(pool._capture)
+    hidden = torch.randn(PAGE, WIDTH)
+    where = torch.arange(PAGE, 2 * PAGE)
+    batch = SimpleNamespace(out_cache_loc=where, input_ids=where, positions=where)
+
+    def forward() -> SimpleNamespace:
+        for layer in model:
+            layer(hidden)
+        return SimpleNamespace(can_run_graph=False)
+
+    with torch.no_grad():
+        for _ in range(2):
+            capture.forward(batch, forward)
+            capture.watch_only(layer.qkv for layer in model)
+    pool._capture.transfers().synchronize()
+    pool._capture.ledger.settle()
+    assert pool.arena.problem(where.numpy()) is None
+    page = pool.arena.memory[pool.arena.shadows[1]]
+    for layer in range(LAYERS):
+        stored = page[LAYOUT.segment(layer)].view(np.float32).reshape(PAGE, WIDTH)
+        assert np.array_equal(stored, hidden.numpy())
