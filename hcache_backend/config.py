@@ -83,7 +83,7 @@ class HCacheConfig(BaseModel):
     min_free_bytes: int = Field(default=4 << 30, ge=0)
     high_water: float = Field(default=0.95, gt=0, le=1)
     low_water: float = Field(default=0.90, gt=0, le=1)
-    io_threads: int = Field(default=4, ge=1, le=64)
+    io_threads: int = Field(default=8, ge=1, le=64)
     buffer_bytes: int = Field(default=4 << 20, ge=4096, multiple_of=4096)
     write_seconds: float = Field(default=30.0, gt=0)
     read_seconds: float = Field(default=30.0, gt=0)

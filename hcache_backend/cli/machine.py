@@ -79,7 +79,7 @@ def _cpu_machine(engine: Path) -> Machine:
     cpu_engine.warm_extensions()
     return Machine(
         device="cpu",
-        name=_processor(),
+        name=processor_name(),
         sglang=sglang_version(),
         arguments=(
             *("--device", "cpu", "--mem-fraction-static", "0.1"),
@@ -89,7 +89,7 @@ def _cpu_machine(engine: Path) -> Machine:
     )
 
 
-def _processor() -> str:
+def processor_name() -> str:
     """The processor's name where the system tells it, else its architecture."""
     info = Path("/proc/cpuinfo")
     if info.exists():

@@ -6,6 +6,8 @@ import typer
 
 from hcache_backend.cli import doctor, inspect, maintain
 from hcache_backend.cli.demo import demo
+from hcache_backend.cli.plan import plan
+from hcache_backend.cli.profile import profile
 
 app = typer.Typer(
     name="hcache",
@@ -15,6 +17,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("demo")(demo)
+app.command("plan")(plan)
+app.command("profile")(profile)
 app.command("stats")(inspect.stats)
 app.command("ls")(inspect.list_pages)
 app.command("verify")(maintain.verify)

@@ -164,7 +164,7 @@ class Volume(Presence):
         return self._ask(work, True)
 
     def commit(self, batch: Sequence[Written], seconds: float) -> list[bool]:
-        """Make pages of nameless files; False for one that could not become one."""
+        """Make pages of nameless files, all of one namespace; False for one that failed."""
         done = [False] * len(batch)
         try:
             with self.use() as folder:
@@ -279,9 +279,9 @@ class Volume(Presence):
 
     def _commit(self, folder: Folder, batch: Sequence[Written], done: list[bool]) -> None:
         fresh = []
-        for number, written in enumerate(batch):
+        found = folder.index.lookup(batch[0].entry.namespace, [item.entry.key for item in batch])
+        for number, (written, records) in enumerate(zip(batch, found, strict=True)):
             entry = written.entry
-            [records] = folder.index.lookup(entry.namespace, [entry.key])
             name = (entry.namespace, entry.key, entry.record.share)
             known = any(record.share == entry.record.share for record in records)
             if known and _file_exists(folder, name):

@@ -1,0 +1,280 @@
+"""Pages through the store, through SGLang's HiCacheFile, and the disk's ceiling, in rounds."""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hcache_backend.config import parse_config
+from hcache_backend.store.striped import StripedPageStore
+
+MIB = 1 << 20
+BATCH = 128
+NAMESPACE = b"bench-----------"
+WRITER = b"bench---"
+STORE, RIVAL, CEILING = "store", "HiCacheFile", "ceiling"
+_LEAST_BYTES = 512 * MIB
+_BLOCKS = (MIB, 4 * MIB, 16 * MIB)
+_THREADS = (4, 8)
+_TRIES = 2
+
+Way = tuple[int, int]
+"""How a large file is moved: block size and number of threads."""
+
+
+@dataclass
+class Speeds:
+    """MiB/s in every round, by contestant.
+
+    Attributes:
+        read: Reading with a cold cache.
+        write: Writing, brought to the disk at the end.
+        ways: The way of the ceiling, by ``read`` and ``write``.
+    """
+
+    read: dict[str, list[float]] = field(default_factory=dict)
+    write: dict[str, list[float]] = field(default_factory=dict)
+    ways: dict[str, Way] = field(default_factory=dict)
+
+    def note(self, kind: str, name: str, size: int, work: Callable[[], None]) -> None:
+        """Time ``work``, which moves ``size`` bytes."""
+        start = time.perf_counter()
+        work()
+        elapsed = time.perf_counter() - start
+        getattr(self, kind).setdefault(name, []).append(size / MIB / elapsed)
+
+    def median(self, kind: str, name: str) -> float:
+        """Median speed in MiB/s."""
+        return statistics.median(getattr(self, kind)[name])
+
+    def ratio(self, kind: str, name: str, other: str) -> float:
+        """How many times as fast ``name`` was as ``other``: the median over the rounds."""
+        values = getattr(self, kind)
+        return statistics.median(
+            one / two for one, two in zip(values[name], values[other], strict=True)
+        )
+
+
+def bench_pages(folder: Path, page: int, options: argparse.Namespace) -> Speeds:
+    """Write and read pages of ``page`` bytes in batches of 128."""
+    batches = max(1, _LEAST_BYTES // (page * BATCH))
+    size = batches * BATCH * page
+    memory = memoryview(mmap.mmap(-1, BATCH * page))
+    memory[:] = np.random.default_rng(0).bytes(MIB) * (BATCH * page // MIB)
+    pages = [[memory[number * page : (number + 1) * page]] for number in range(BATCH)]
+    config = parse_config(
+        {"dirs": [str(folder / "store")], "min_free_bytes": 0, "io_threads": options.io_threads},
+        "bench",
+    )
+    rival = hicache_file(folder / "hicache")
+    chance = np.random.default_rng(page)
+    one = LargeFile(folder, size, memory)
+    speeds = Speeds(ways=one.best_ways())
+    with closing(StripedPageStore(config, WRITER)) as store:
+        for number in range(options.rounds):
+            names = [[chance.bytes(32) for _ in range(BATCH)] for _ in range(batches)]
+            contest = [
+                partial(_store_round, store, names, pages, size, speeds),
+                partial(one.round, speeds),
+            ]
+            if rival is not None:
+                contest.append(partial(_rival_round, rival, names, pages, size, speeds))
+            # Nobody is always the one who comes after the others.
+            for entrant in contest[number % len(contest) :] + contest[: number % len(contest)]:
+                settle()
+                entrant()
+            _print_round(page, number, speeds)
+    return speeds
+
+
+class LargeFile:
+    """The disk's ceiling: one preallocated file, written and read with O_DIRECT.
+
+    It is made anew for every writing: pages are new data, and a disk may take new data at another
+    speed than what replaces old data in place.
+
+    Args:
+        folder: Where it stands.
+        size: Its bytes.
+        memory: The bytes come from here and go here, as those of the pages do.
+    """
+
+    def __init__(self, folder: Path, size: int, memory: memoryview) -> None:
+        self._path = folder / "ceiling"
+        self._size = size
+        self._memory = memory
+        self._fd = -1
+
+    def make(self) -> None:
+        """Make the file."""
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.posix_fallocate(self._fd, 0, self._size)
+        settle()
+
+    def remove(self) -> None:
+        """Delete the file."""
+        os.close(self._fd)
+        self._path.unlink()
+        settle()
+
+    def best_ways(self) -> dict[str, Way]:
+        """The fastest block size and thread count, for reading and for writing."""
+        found: dict[str, dict[Way, list[float]]] = {"read": {}, "write": {}}
+        for _ in range(_TRIES):
+            for block in _BLOCKS:
+                for threads in _THREADS:
+                    way = (block, threads)
+                    tried = Speeds(ways={"write": way, "read": way})
+                    self.round(tried)
+                    for kind, speeds in found.items():
+                        speeds.setdefault(way, []).append(tried.median(kind, CEILING))
+        return {
+            kind: max(ways, key=lambda way: statistics.median(ways[way]))
+            for kind, ways in found.items()
+        }
+
+    def round(self, speeds: Speeds) -> None:
+        """Make, write, read and remove it."""
+        self.make()
+        for kind in ("write", "read"):
+            speeds.note(kind, CEILING, self._size, partial(self._run, kind, speeds.ways[kind]))
+        self.remove()
+
+    def _run(self, kind: str, way: Way) -> None:
+        self._move(way, write=kind == "write")
+        if kind == "write":
+            os.fdatasync(self._fd)
+
+    def _move(self, way: Way, *, write: bool) -> None:
+        block, threads = way
+        move = os.pwritev if write else os.preadv
+
+        def work(number: int) -> None:
+            for offset in range(number * block, self._size, threads * block):
+                wanted = min(block, self._size - offset)
+                place = offset % len(self._memory)
+                piece = self._memory[place : place + wanted]
+                require(move(self._fd, [piece], offset) == wanted, "a block was cut")
+
+        workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+
+
+def hicache_file(folder: Path) -> Any:
+    """SGLang's own file backend, or None where SGLang cannot be imported."""
+    try:
+        from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
+    except Exception as error:
+        print(f"without HiCacheFile: {error!r}")
+        return None
+    config = HiCacheStorageConfig(
+        tp_rank=0,
+        tp_size=1,
+        pp_rank=0,
+        pp_size=1,
+        attn_cp_rank=0,
+        attn_cp_size=1,
+        is_mla_model=False,
+        enable_storage_metrics=False,
+        is_page_first_layout=True,
+        model_name="bench",
+    )
+    return HiCacheFile(config, file_path=str(folder))
+
+
+def drop_cache(paths: Iterable[Path]) -> None:
+    """Drop the pages of files from the page cache."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def settle() -> None:
+    """Nobody pays for what others wrote or deleted."""
+    os.sync()
+    time.sleep(0.2)
+
+
+def require(condition: bool, message: str) -> None:
+    """Stop the benchmark when something did not do what it is timed for."""
+    if not condition:
+        raise RuntimeError(message)
+
+
+def _store_round(
+    store: StripedPageStore,
+    names: Sequence[list[bytes]],
+    pages: Sequence[list[memoryview]],
+    size: int,
+    speeds: Speeds,
+) -> None:
+    """Put all batches and flush; get them all; delete them."""
+
+    def write() -> None:
+        for keys in names:
+            require(all(store.put(NAMESPACE, keys, pages)), "not everything was stored")
+        require(store.flush(), "not everything was synced")
+
+    def read() -> None:
+        for keys in names:
+            require(all(store.get(NAMESPACE, keys, pages)), "not everything was read")
+
+    speeds.note("write", STORE, size, write)
+    drop_cache(path for volume in store.volumes for path in volume.path.glob("pages/??/*.page"))
+    speeds.note("read", STORE, size, read)
+    store.clear(NAMESPACE)
+
+
+def _rival_round(
+    rival: Any,
+    names: Sequence[list[bytes]],
+    pages: Sequence[list[memoryview]],
+    size: int,
+    speeds: Speeds,
+) -> None:
+    """The same pages through HiCacheFile."""
+    import torch
+
+    tensors = [torch.frombuffer(page[0], dtype=torch.uint8) for page in pages]
+    keys = [[name.hex() for name in batch] for batch in names]
+
+    def write() -> None:
+        for batch in keys:
+            require(rival.batch_set(batch, tensors), "HiCacheFile did not store")
+        os.sync()
+
+    def read() -> None:
+        for batch in keys:
+            found = rival.batch_get(batch, tensors)
+            require(all(tensor is not None for tensor in found), "HiCacheFile did not read")
+
+    speeds.note("write", RIVAL, size, write)
+    files = list(Path(rival.file_path).glob("*.bin"))
+    drop_cache(files)
+    speeds.note("read", RIVAL, size, read)
+    for path in files:
+        path.unlink()
+
+
+def _print_round(page: int, number: int, speeds: Speeds) -> None:
+    names = [name for name in (STORE, CEILING, RIVAL) if name in speeds.read]
+    shown = ", ".join(
+        f"{name} w {speeds.write[name][-1]:.0f} r {speeds.read[name][-1]:.0f}" for name in names
+    )
+    print(f"{page // 1024} KiB #{number}: {shown} MiB/s", flush=True)

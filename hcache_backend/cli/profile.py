@@ -1,0 +1,142 @@
+"""``hcache profile``: what this machine does in a second, for ``hcache plan``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hcache_backend.cli.common import (
+    AsJson,
+    Dirs,
+    errors,
+    explained,
+    fail,
+    progress_bar,
+    screen,
+    settings,
+    table,
+)
+from hcache_backend.cli.machine import processor_name
+from hcache_backend.config import HCacheConfig
+from hcache_backend.partition.disk import read_rate
+from hcache_backend.partition.model_config import ModelConfigError, read_model
+from hcache_backend.partition.model_shape import ModelShape
+from hcache_backend.partition.profile import Profile, Rate
+from hcache_backend.store.kvikio_ops import best_file_ops
+
+_PAGE_TOKENS = 64
+_MAX_PIECE = 16 << 20
+_TITLES = {
+    "hidden_copy": "hidden states, host to device",
+    "kv_load": "KV, host to pool",
+    "projection": "projection to K and V",
+    "dense": "forward pass without attention",
+    "attention": "attention",
+}
+
+
+def profile(
+    model: Annotated[Path, typer.Option("--model", "-m", help="A config.json, or its folder.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write the profile to this file.")
+    ] = None,
+    dirs: Dirs = None,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0.01, max=600, help="About so long for each part.")
+    ] = 2.0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure L3, the way to the device, projection and recomputation on this machine."""
+    try:
+        shape = read_model(model)
+    except ModelConfigError as error:
+        fail(str(error))
+    config = settings(dirs)
+    if out is not None and not out.absolute().parent.is_dir():
+        fail(f"--out {out}: there is no folder {out.absolute().parent}")
+    with explained():
+        measured = _measure(shape, config, seconds, hidden=as_json)
+        if out is not None:
+            measured.save(out)
+    if as_json:
+        typer.echo(measured.model_dump_json(indent=2))
+    else:
+        _show(measured)
+        if out is not None:
+            screen.print(
+                f"Written to {out}; use it with `hcache plan --model {model} --hardware {out}`.",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+
+def _measure(shape: ModelShape, config: HCacheConfig, seconds: float, *, hidden: bool) -> Profile:
+    # torch takes seconds to import, and the other commands do without it
+    import torch
+
+    from hcache_backend.partition.measure import OPERATIONS, Bench, measure
+
+    cuda = torch.cuda.is_available()
+    dtype = torch.float32 if shape.element_bytes == 4 else torch.bfloat16
+    page_bytes = _PAGE_TOKENS * shape.layers * shape.hidden_bytes
+    with progress_bar(hidden=hidden) as progress:
+        task = progress.add_task("L3 folders", total=1 + len(OPERATIONS))
+        rate = read_rate(
+            config.dirs,
+            min(page_bytes, _MAX_PIECE),
+            config.io_threads,
+            seconds,
+            config.min_free_bytes,
+            best_file_ops(config.reader),
+        )
+        if not rate.direct:
+            errors.print("L3 was read through the page cache: the disk itself may be slower")
+        parts = iter((*OPERATIONS[1:], None))
+        progress.update(task, advance=1, description=_TITLES[OPERATIONS[0]])
+
+        def done() -> None:
+            part = next(parts)
+            progress.update(task, advance=1, description=_TITLES.get(part or "", "done"))
+
+        try:
+            return measure(
+                Bench(shape, torch.device("cuda" if cuda else "cpu"), dtype, seconds),
+                torch.cuda.get_device_name() if cuda else processor_name(),
+                Rate(per_second=rate.per_second),
+                [str(path) for path in config.dirs],
+                done,
+            )
+        except torch.OutOfMemoryError:
+            fail("the device has no room for one layer; stop what else uses it, then try again")
+
+
+def _show(measured: Profile) -> None:
+    screen.print(
+        f"{measured.device}, {measured.dtype}, {measured.date}\n", highlight=False, soft_wrap=True
+    )
+    shown = table("", "one layer", "rate#", "fixed, us#", "tokens#", "ms#")
+    if measured.l3 is not None:
+        shown.add_row("L3, all folders", _rate(measured.l3, "B/s"), "", "", "")
+    for name, title in _TITLES.items():
+        rate: Rate = getattr(measured, name)
+        points = dict(measured.points[name])
+        largest = max(points)
+        shown.add_row(
+            title,
+            _rate(rate, "B/s" if name in ("hidden_copy", "kv_load") else "FLOP/s"),
+            f"{rate.seconds * 1e6:,.0f}",
+            f"{largest:,}",
+            f"{points[largest] * 1e3:,.2f}",
+        )
+    screen.print(shown)
+
+
+def _rate(rate: Rate, unit: str) -> str:
+    value = rate.per_second
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if value < 1000:
+            return f"{value:.1f} {prefix}{unit}"
+        value /= 1000
+    return f"{value:.1f} E{unit}"

@@ -1,0 +1,70 @@
+"""How long one layer takes by each method, for a model on a machine (paper sections 3.2, 4.1.2)."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from hcache_backend.partition.model_shape import ModelShape
+from hcache_backend.partition.profile import Profile
+
+L3Path = Literal["overlapped", "first", "none"]
+"""Where L3 is in a restore. ``overlapped``: pages are copied and projected while others are still
+being read (the paper's system), so a transfer is as slow as the slower of L3 and bus. ``first``:
+all is read before the restore begins (HiCache's prefetch). ``none``: pages are in host memory."""
+
+
+class LayerCosts(NamedTuple):
+    """Seconds of one layer of all tokens of a restore.
+
+    Attributes:
+        io_h: Transfer of hidden states.
+        io_kv: Transfer of K and V.
+        c_h: Projection of hidden states to K and V.
+        c_tok: Recomputation from the layer's input.
+        l3_h: Reading hidden states from L3 before the restore begins.
+        l3_kv: Reading K and V from L3 before the restore begins.
+    """
+
+    io_h: float
+    io_kv: float
+    c_h: float
+    c_tok: float
+    l3_h: float = 0.0
+    l3_kv: float = 0.0
+
+
+def layer_costs(
+    profile: Profile,
+    model: ModelShape,
+    tokens: int,
+    *,
+    prefix: int = 0,
+    tp: int = 1,
+    l3: L3Path = "overlapped",
+) -> LayerCosts:
+    """The costs of one layer.
+
+    Args:
+        profile: The machine.
+        model: The model.
+        tokens: Tokens that are restored.
+        prefix: Tokens before them that are on the device already; recomputation attends to them.
+        tp: Tensor-parallel ranks, each with a device and a bus of the profile's; L3 is shared.
+        l3: Where L3 is. It counts only where the profile has one.
+    """
+    # A rank holds its share of the KV heads, at least one; a latent is on every rank.
+    kv_share = 1.0 if model.latent else -(-model.kv_heads // tp) / model.kv_heads
+    hidden_share = 1 / tp if profile.gathers else 1.0
+    io_h = profile.hidden_copy.time(tokens * model.hidden_bytes * hidden_share)
+    io_kv = profile.kv_load.time(tokens * model.kv_bytes * kv_share)
+    c_h = profile.projection.time(tokens * model.projection_flops * kv_share)
+    pairs = tokens * prefix + tokens * tokens / 2
+    c_tok = profile.dense.time(tokens * model.dense_flops / tp)
+    c_tok += profile.attention.time(pairs * model.attention_flops / tp)
+    if profile.l3 is None or l3 == "none":
+        return LayerCosts(io_h, io_kv, c_h, c_tok)
+    l3_h = profile.l3.time(tokens * model.hidden_bytes)
+    l3_kv = profile.l3.time(tokens * model.kv_bytes)
+    if l3 == "overlapped":
+        return LayerCosts(max(io_h, l3_h), max(io_kv, l3_kv), c_h, c_tok)
+    return LayerCosts(io_h, io_kv, c_h, c_tok, l3_h, l3_kv)

@@ -1,0 +1,156 @@
+"""How fast the folders of L3 can be read: the store's own file operations, all folders at once."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import cycle
+from pathlib import Path
+from typing import NamedTuple
+
+from hcache_backend.store.file_ops import FileOps
+from hcache_backend.store.format import round_up
+from hcache_backend.store.page_io import Alignment, PageIO, probe_alignment
+
+_FILE_BYTES = 512 << 20
+_LEAST_PIECES = 8
+
+
+class ReadRate(NamedTuple):
+    """What the folders gave.
+
+    Attributes:
+        per_second: Bytes a second, all folders together.
+        direct: Whether every folder was read past the page cache.
+    """
+
+    per_second: float
+    direct: bool
+
+
+class _Probe(NamedTuple):
+    fd: int
+    pieces: int
+    alignment: Alignment
+
+
+def read_rate(
+    dirs: Sequence[Path],
+    piece: int,
+    threads: int,
+    seconds: float,
+    min_free_bytes: int,
+    ops: FileOps | None = None,
+) -> ReadRate:
+    """Write a file beside every folder's pages, and read all of them for ``seconds``.
+
+    Args:
+        dirs: Folders of L3; where one does not exist yet, its nearest parent is used.
+        piece: Bytes of one read: those of a page.
+        threads: Threads that read, for every folder.
+        seconds: How long to read, and how long to write at most.
+        min_free_bytes: Bytes that stay free on every file system.
+        ops: The file operations; None for the default.
+
+    Raises:
+        OSError: A folder cannot be written or read, or is too full for the measurement.
+    """
+    ops = ops or FileOps()
+    piece = round_up(piece)
+    with ExitStack() as stack:
+        probes = [
+            stack.enter_context(_written(ops, path, piece, seconds, min_free_bytes))
+            for path in dirs
+        ]
+        return ReadRate(
+            _read(ops, probes, piece, threads, seconds),
+            all(probe.alignment.flags for probe in probes),
+        )
+
+
+@contextmanager
+def _written(
+    ops: FileOps, path: Path, piece: int, seconds: float, min_free_bytes: int
+) -> Iterator[_Probe]:
+    place = path
+    while not place.exists():
+        place = place.parent
+    with tempfile.TemporaryDirectory(prefix=".hcache-profile-", dir=place) as folder:
+        dir_fd = ops.open_folder(folder)
+        try:
+            free = ops.free_bytes(dir_fd) - min_free_bytes
+            pieces = min(_FILE_BYTES, free) // piece
+            if pieces < _LEAST_PIECES:
+                raise OSError(
+                    f"{path}: {max(free, 0)} bytes may still be written above 'min_free_bytes' "
+                    f"({min_free_bytes}); measuring needs {_LEAST_PIECES * piece}"
+                )
+            alignment = probe_alignment(ops, dir_fd, "alignment")
+            fd = ops.open("pages", os.O_RDWR | os.O_CREAT | alignment.flags, dir_fd)
+            try:
+                written = _write(ops, fd, piece, pieces, seconds)
+                yield _Probe(fd, written, alignment)
+            finally:
+                ops.close(fd)
+        finally:
+            ops.close(dir_fd)
+
+
+def _write(ops: FileOps, fd: int, piece: int, pieces: int, seconds: float) -> int:
+    """Write up to ``pieces`` pieces within ``seconds``; returns how many there are."""
+    room = memoryview(mmap.mmap(-1, piece))
+    room[:] = os.urandom(piece)
+    until = time.perf_counter() + seconds
+    for number in range(pieces):
+        done = 0
+        while done < piece:
+            done += ops.write(fd, [room[done:]], number * piece + done)
+        if number + 1 >= _LEAST_PIECES and time.perf_counter() > until:
+            pieces = number + 1
+            break
+    os.fdatasync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    return pieces
+
+
+def _read(
+    ops: FileOps, probes: Sequence[_Probe], piece: int, threads: int, seconds: float
+) -> float:
+    """Bytes a second that all folders give together."""
+    io = PageIO(ops, round_up(min(piece, 4 << 20)))
+    problems: list[OSError] = []
+    finished: list[int] = []
+    until = time.perf_counter() + seconds
+
+    def work(probe: _Probe, numbers: Iterator[int]) -> None:
+        room = memoryview(mmap.mmap(-1, piece))
+        try:
+            for number in numbers:
+                whole, _ = io.read(probe.fd, number * piece, [room], probe.alignment)
+                if not whole:
+                    raise OSError("the file that was just written is cut")
+                finished.append(piece)
+                if time.perf_counter() > until:
+                    return
+        except OSError as error:
+            problems.append(error)
+
+    start = time.perf_counter()
+    workers = []
+    for probe in probes:
+        # An order that no read-ahead guesses; taking the next number is atomic.
+        numbers = cycle(random.sample(range(probe.pieces), probe.pieces))
+        workers += [threading.Thread(target=work, args=(probe, numbers)) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if problems:
+        raise problems[0]
+    return sum(finished) / (time.perf_counter() - start)

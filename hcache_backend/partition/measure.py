@@ -1,0 +1,280 @@
+"""Measuring a profile on the machine at hand: one layer of the model's shape, random weights.
+
+Every operation is timed for more and more tokens, until one call takes too long, and a fixed part
+and a rate are fitted to the times.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import cycle
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from hcache_backend.partition.model_shape import ModelShape
+from hcache_backend.partition.profile import Profile, Rate
+
+OPERATIONS = ("hidden_copy", "kv_load", "projection", "dense", "attention")
+_SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+_PAGE = 64
+_LEAST_POINTS = 2
+_COLD_BYTES = 64 << 20
+_LEAST_RUNS, _MOST_RUNS = 3, 50
+
+Work = Callable[[], object]
+Prepare = Callable[[int], tuple[float, Work]]
+"""For a number of tokens: bytes or FLOPs, and what is timed."""
+
+
+class Point(NamedTuple):
+    """One measurement.
+
+    Attributes:
+        tokens: Tokens.
+        amount: Bytes or FLOPs of them.
+        seconds: Time of the fastest call.
+    """
+
+    tokens: int
+    amount: float
+    seconds: float
+
+
+def fit(points: Sequence[Point]) -> Rate:
+    """A fixed part and a rate, with the least squares of relative errors; neither is negative.
+
+    Args:
+        points: At least one.
+    """
+    points = sorted(points, key=lambda point: point.amount)
+    largest = points[-1].amount
+    amounts = np.array([point.amount / largest for point in points])
+    # What took longer than something larger was disturbed.
+    times = np.minimum.accumulate([point.seconds for point in reversed(points)])[::-1]
+    system = np.stack([1 / times, amounts / times], axis=1)
+    (fixed, slope), *_ = np.linalg.lstsq(system, np.ones(len(points)), rcond=None)
+    if fixed < 0 or slope <= 0 or len(points) < _LEAST_POINTS:
+        # Time that does not grow, or grows faster than the amount: no fixed part.
+        fixed, slope = 0.0, float(np.sum(amounts / times) / np.sum((amounts / times) ** 2))
+    return Rate(seconds=float(fixed), per_second=largest / float(slope))
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Times the operations of one layer.
+
+    Attributes:
+        model: The shape of the layer.
+        device: Where it runs.
+        dtype: What it computes with.
+        seconds: What one operation may take, all sizes together, before larger ones are left out.
+    """
+
+    model: ModelShape
+    device: torch.device
+    dtype: torch.dtype
+    seconds: float = 2.0
+
+    @torch.no_grad()
+    def points(self, operation: str) -> list[Point]:
+        """Measure one of :data:`OPERATIONS`.
+
+        Raises:
+            torch.OutOfMemoryError: There is not even room for the smallest sizes.
+        """
+        prepare: Prepare = getattr(self, f"_{operation}")()
+        found: list[Point] = []
+        start = time.perf_counter()
+        for tokens in _SIZES:
+            try:
+                amount, work = prepare(tokens)
+                seconds = self._time(work, self.seconds / len(_SIZES))
+            except torch.OutOfMemoryError:
+                if len(found) < _LEAST_POINTS:
+                    raise
+                break
+            found.append(Point(tokens, amount, seconds))
+            left = self.seconds - (time.perf_counter() - start)
+            # The next one has twice the tokens, and attention four times the work.
+            if len(found) >= _LEAST_POINTS and left < 4 * _LEAST_RUNS * found[-1].seconds:
+                break
+        return found
+
+    def _time(self, work: Work, share: float) -> float:
+        """Seconds of the fastest call: what else the machine does only adds to it."""
+        work()
+        times: list[float] = []
+        until = time.perf_counter() + share
+        while len(times) < _LEAST_RUNS or (len(times) < _MOST_RUNS and time.perf_counter() < until):
+            self._wait()
+            start = time.perf_counter()
+            work()
+            self._wait()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _rows(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=self.device, dtype=self.dtype) / shape[-1] ** 0.5
+
+    # ---- transfers: one segment of every page ----
+
+    def _hidden_copy(self) -> Prepare:
+        def prepare(tokens: int) -> tuple[float, Work]:
+            work, _ = self._copy_segments(tokens, self.model.hidden)
+            return tokens * self.model.hidden * self.dtype.itemsize, work
+
+        return prepare
+
+    def _kv_load(self) -> Prepare:
+        def prepare(tokens: int) -> tuple[float, Work]:
+            copy, room = self._copy_segments(tokens, self.model.kv_width)
+            write = self._pool_writer(tokens)
+
+            def work() -> None:
+                copy()
+                write(room)
+
+            return tokens * self.model.kv_width * self.dtype.itemsize, work
+
+        return prepare
+
+    def _copy_segments(self, tokens: int, width: int) -> tuple[Work, torch.Tensor]:
+        """Copying segments that lie as far apart as in pages, and where they arrive."""
+        pin = self.device.type == "cuda"
+        pages = tokens // _PAGE
+        # Pages that are restored have not been touched for long: no call may find the last one's
+        # in the processor's cache.
+        sets = 1 + _COLD_BYTES // (tokens * width * self.dtype.itemsize)
+        host = torch.zeros((sets, pages, 2, _PAGE, width), dtype=self.dtype, pin_memory=pin)
+        room = torch.empty((pages, _PAGE, width), dtype=self.dtype, device=self.device)
+        turns = cycle([list(zip(room, one[:, 0], strict=True)) for one in host])
+
+        def work() -> None:
+            for target, segment in next(turns):
+                target.copy_(segment, non_blocking=True)
+
+        return work, room.view(tokens, width)
+
+    def _pool_writer(self, tokens: int) -> Callable[[torch.Tensor], object]:
+        """Writing rows of K and V to pages of a pool, in no order."""
+        pool = self._rows(2 * tokens, self.model.kv_width)
+        pages = torch.randperm(2 * tokens // _PAGE)[: tokens // _PAGE]
+        slots = (pages[:, None] * _PAGE + torch.arange(_PAGE)).flatten().to(self.device)
+        return lambda rows: pool.index_copy_(0, slots, rows)
+
+    # ---- computation ----
+
+    def _projection(self) -> Prepare:
+        model = self.model
+        weight = self._rows(model.kv_width, model.hidden)
+
+        def prepare(tokens: int) -> tuple[float, Work]:
+            hidden = self._rows(tokens, model.hidden)
+            write = self._pool_writer(tokens)
+            flops = tokens * model.projection_flops
+            return flops, lambda: write(functional.linear(hidden, weight))
+
+        return prepare
+
+    def _dense(self) -> Prepare:
+        model = self.model
+        chains = self._before_attention()
+        output = self._rows(model.hidden, model.heads * model.value_dim)
+        up = [self._rows(model.mlp_width, model.hidden) for _ in range(1 + model.gated)]
+        down = self._rows(model.hidden, model.mlp_width)
+
+        def prepare(tokens: int) -> tuple[float, Work]:
+            hidden = self._rows(tokens, model.hidden)
+            attended = self._rows(tokens, model.heads * model.value_dim)
+
+            def work() -> torch.Tensor:
+                for chain in chains:
+                    rows = hidden
+                    for weight in chain:
+                        rows = functional.linear(rows[:, : weight.shape[1]], weight)
+                rows = hidden + functional.linear(attended, output)
+                inner = functional.silu(functional.linear(rows, up[0]))
+                if model.gated:
+                    inner = inner * functional.linear(rows, up[1])
+                return rows + functional.linear(inner, down)
+
+            return tokens * model.dense_flops, work
+
+        return prepare
+
+    def _before_attention(self) -> list[list[torch.Tensor]]:
+        """Chains of weights that begin at the hidden state and end in Q, K and V."""
+        model = self.model
+        queries = model.heads * model.head_dim
+        if model.latent is None:
+            return [[self._rows(queries + model.kv_width, model.hidden)]]
+        key_dim = model.head_dim - model.latent.rope_dim
+        expanded = model.heads * (key_dim + model.value_dim)
+        key_value = [
+            self._rows(model.kv_width, model.hidden),
+            self._rows(expanded, model.latent.rank),
+        ]
+        inner = model.latent.query_rank
+        if inner is None:
+            return [[self._rows(queries, model.hidden)], key_value]
+        return [[self._rows(inner, model.hidden), self._rows(queries, inner)], key_value]
+
+    def _attention(self) -> Prepare:
+        model = self.model
+
+        def prepare(tokens: int) -> tuple[float, Work]:
+            # Every query head has its own K and V here: no more work, only more memory.
+            query, key = (self._rows(1, model.heads, tokens, model.head_dim) for _ in range(2))
+            value = self._rows(1, model.heads, tokens, model.value_dim)
+            flops = tokens * tokens / 2 * model.attention_flops
+            return flops, lambda: functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True
+            )
+
+        return prepare
+
+
+def measure(
+    bench: Bench, device_name: str, l3: Rate | None, dirs: Sequence[str], done: Work
+) -> Profile:
+    """Measure every operation of a layer.
+
+    Args:
+        bench: What measures.
+        device_name: Name of the accelerator or processor.
+        l3: L3 as it was measured; None without one.
+        dirs: Folders of L3.
+        done: Called after every one of :data:`OPERATIONS`.
+    """
+    points: dict[str, list[Point]] = {}
+    for operation in OPERATIONS:
+        points[operation] = bench.points(operation)
+        done()
+    return Profile(
+        device=device_name,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        source="measured by hcache profile",
+        dtype=str(bench.dtype).removeprefix("torch."),
+        l3=l3,
+        hidden_copy=fit(points["hidden_copy"]),
+        kv_load=fit(points["kv_load"]),
+        projection=fit(points["projection"]),
+        dense=fit(points["dense"]),
+        attention=fit(points["attention"]),
+        model=bench.model,
+        dirs=tuple(dirs),
+        points={
+            operation: tuple((point.tokens, point.seconds) for point in found)
+            for operation, found in points.items()
+        },
+    )

@@ -1,0 +1,109 @@
+"""What the cost model needs to know about a model: the shape of one layer, and how many there are.
+
+Bytes and FLOPs are those of one layer, one token (a multiply-add is 2 FLOPs, as in the paper's
+section 3.2). Layers that differ (dense and expert layers) are averaged.
+"""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Latent(BaseModel):
+    """Multi-head latent attention (MLA): what is cached is one latent vector for all heads.
+
+    Attributes:
+        rank: Width of the latent that K and V are made of.
+        rope_dim: Width of the part of K that carries the position.
+        query_rank: Width of the latent of the queries; None where they have none.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    rank: int = Field(gt=0)
+    rope_dim: int = Field(gt=0)
+    query_rank: int | None = Field(default=None, gt=0)
+
+
+class ModelShape(BaseModel):
+    """The shape of a decoder-only model.
+
+    Attributes:
+        family: ``model_type`` of its config.json.
+        layers: Layers.
+        hidden: Width of a hidden state.
+        heads: Query heads.
+        kv_heads: Heads of K and of V.
+        head_dim: Dimensions of a head of Q and K.
+        value_dim: Dimensions of a head of V.
+        mlp_width: Inner width that a token goes through: of the MLP, or of its active experts
+            together.
+        gated: Whether the MLP has a gate, and so three matrices instead of two.
+        element_bytes: Bytes of one element of hidden states, K and V.
+        latent: MLA, or None.
+        windowed: Whether some layers attend to a window only; they are planned as if they did not.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    family: str
+    layers: int = Field(gt=0)
+    hidden: int = Field(gt=0)
+    heads: int = Field(gt=0)
+    kv_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    value_dim: int = Field(gt=0)
+    mlp_width: int = Field(gt=0)
+    gated: bool = True
+    element_bytes: int = Field(default=2, gt=0)
+    latent: Latent | None = None
+    windowed: bool = False
+
+    @property
+    def attention(self) -> str:
+        """``MHA``, ``GQA``, ``MQA`` or ``MLA``."""
+        if self.latent:
+            return "MLA"
+        if self.kv_heads == self.heads:
+            return "MHA"
+        return "MQA" if self.kv_heads == 1 else "GQA"
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of K and V that are cached."""
+        if self.latent:
+            return self.latent.rank + self.latent.rope_dim
+        return self.kv_heads * (self.head_dim + self.value_dim)
+
+    @property
+    def hidden_bytes(self) -> int:
+        return self.hidden * self.element_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.kv_width * self.element_bytes
+
+    @property
+    def projection_flops(self) -> int:
+        """What is cached, from the hidden state: the paper's C_hidden, ``4 D^2`` for MHA."""
+        return 2 * self.hidden * self.kv_width
+
+    @property
+    def dense_flops(self) -> int:
+        """A forward pass without attention: the paper's ``24 D^2`` for MHA and an MLP of 4 D."""
+        queries = self.heads * self.head_dim
+        if self.latent:
+            inner = self.latent.query_rank
+            query = inner * (self.hidden + queries) if inner else self.hidden * queries
+            key_dim = self.head_dim - self.latent.rope_dim
+            expand = self.latent.rank * self.heads * (key_dim + self.value_dim)
+        else:
+            query, expand = self.hidden * queries, 0
+        output = self.heads * self.value_dim * self.hidden
+        mlp = self.hidden * self.mlp_width * (3 if self.gated else 2)
+        return 2 * (query + expand + output + mlp) + self.projection_flops
+
+    @property
+    def attention_flops(self) -> int:
+        """Scores and weighted values of one pair of a query and a key."""
+        return 2 * self.heads * (self.head_dim + self.value_dim)

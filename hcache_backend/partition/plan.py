@@ -1,0 +1,209 @@
+"""A partition with everything one wants to know about it: what ``hcache plan`` shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, TypedDict
+
+from hcache_backend.partition.costs import L3Path, LayerCosts, layer_costs
+from hcache_backend.partition.model_shape import ModelShape
+from hcache_backend.partition.profile import Profile
+from hcache_backend.partition.solver import (
+    Partition,
+    closed_form,
+    makespan,
+    recompute_layers,
+    search,
+)
+from hcache_backend.partition.timeline import Task, simulate
+
+Resource = Literal["compute", "bus", "l3"]
+LENGTHS = (256, 1024, 4096, 16384)
+"""Tokens of the restores that a plan compares with the one it was solved for."""
+
+
+class AtLength(NamedTuple):
+    """A restore of another length, from what this partition stores.
+
+    Attributes:
+        recompute_layers: The first layers that it recomputes.
+        seconds: How long it takes.
+        best: The partition that would be best for this length.
+        best_seconds: How long that takes.
+    """
+
+    recompute_layers: int
+    seconds: float
+    best: Partition
+    best_seconds: float
+
+
+class _Options(TypedDict):
+    tp: int
+    l3: L3Path
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The best partition for a model on a machine.
+
+    Attributes:
+        profile: The machine.
+        model: The model.
+        tokens: Tokens of the restore that it was solved for.
+        tp: Tensor-parallel ranks.
+        l3: Where L3 is in a restore.
+    """
+
+    profile: Profile
+    model: ModelShape
+    tokens: int
+    tp: int
+    l3: L3Path
+
+    @cached_property
+    def costs(self) -> LayerCosts:
+        return self._costs(self.l3)
+
+    @cached_property
+    def partition(self) -> Partition:
+        return search(self.costs, self.model.layers)
+
+    @cached_property
+    def closed_form(self) -> Partition | None:
+        """The paper's own answer, where it has one."""
+        return closed_form(self.costs, self.model.layers)
+
+    @cached_property
+    def choices(self) -> dict[str, Partition]:
+        """The mix and the three pure methods."""
+        layers = self.model.layers
+        return {
+            "mix": self.partition,
+            "hidden": Partition(0, layers, 0),
+            "kv": Partition(0, 0, layers),
+            "recompute": Partition(layers, 0, 0),
+        }
+
+    def seconds(self, choice: str) -> float:
+        """Predicted time of a restore by one of :attr:`choices`."""
+        return makespan(self.costs, self.choices[choice])
+
+    def timeline(self, choice: str) -> list[Task]:
+        """The pipeline of one of :attr:`choices`."""
+        return simulate(self.costs, self.choices[choice])
+
+    def busy(self, choice: str) -> dict[Resource, float]:
+        """Seconds that every resource works during a restore by one of :attr:`choices`."""
+        partition = self.choices[choice]
+        bus, l3 = self._costs("none"), self._costs("first")
+        return {
+            "compute": bus.c_tok * partition.recompute + bus.c_h * partition.hidden,
+            "bus": bus.io_h * partition.hidden + bus.io_kv * partition.kv,
+            "l3": l3.l3_h * partition.hidden + l3.l3_kv * partition.kv,
+        }
+
+    def binds(self, choice: str) -> Resource:
+        """The resource that works longest."""
+        busy = self.busy(choice)
+        return max(busy, key=lambda resource: busy[resource])
+
+    def at_length(self, tokens: int) -> AtLength:
+        """How a restore of ``tokens`` tokens goes once this partition is stored."""
+        options: _Options = {"tp": self.tp, "l3": self.l3}
+        costs = layer_costs(self.profile, self.model, tokens, **options)
+        first = recompute_layers(self.profile, self.model, self.partition, tokens, **options)
+        best = search(costs, self.model.layers)
+        seconds = makespan(costs, self.partition.recomputing(first))
+        return AtLength(first, seconds, best, makespan(costs, best))
+
+    def notes(self) -> list[str]:
+        """What a reader should know beside the numbers."""
+        model, partition = self.model, self.partition
+        found = []
+        if not partition.hidden:
+            reason = (
+                f"they take {model.hidden_bytes:,} bytes a token and layer, KV takes "
+                f"{model.kv_bytes:,} ({model.attention})"
+                if model.hidden_bytes >= model.kv_bytes
+                else "other methods are faster on this machine"
+            )
+            found.append(f"hidden states do not pay: {reason}; instead: {describe(partition)}")
+        if model.latent:
+            found.append("MLA pools are served in KV mode: plain KV pages, nothing recomputed")
+        if model.windowed:
+            found.append(
+                "sliding-window layers are planned as full attention; where they have a KV pool of "
+                "their own the server stays in KV mode"
+            )
+        measured = self.profile.model
+        if measured is not None and measured != model:
+            found.append(
+                f"the profile was measured with another shape ({measured.family}, hidden size "
+                f"{measured.hidden}): its rates are taken over"
+            )
+        if self.tp > 1 and not self.profile.gathers:
+            found.append("without NVLink every rank loads whole hidden states over its own bus")
+        if self.profile.l3 is not None and self.l3 == "overlapped":
+            first = makespan(self._costs("first"), partition) * 1e3
+            found.append(
+                f"L3 is read while layers are restored; read first (HiCache's prefetch, "
+                f"--l3 first) this partition takes {first:,.1f} ms"
+            )
+        return found
+
+    def report(self) -> dict[str, Any]:
+        """The plan as JSON."""
+        return {
+            "model": {"attention": self.model.attention, **self.model.model_dump()},
+            "hardware": {"device": self.profile.device, "source": self.profile.source},
+            "tokens": self.tokens,
+            "tp": self.tp,
+            "l3": self.l3 if self.profile.l3 else "none",
+            "layers": _counts(self.partition),
+            "closed_form": _counts(self.closed_form) if self.closed_form else None,
+            "bytes_per_token": self.partition.bytes_per_token(self.model),
+            "kv_bytes_per_token": self.model.layers * self.model.kv_bytes,
+            "bytes_per_token_and_layer": {
+                "hidden": self.model.hidden_bytes,
+                "kv": self.model.kv_bytes,
+            },
+            "predicted_ms": {name: self.seconds(name) * 1e3 for name in self.choices},
+            "busy_ms": {name: value * 1e3 for name, value in self.busy("mix").items()},
+            "binds": self.binds("mix"),
+            "at_length": {str(tokens): _at_length(self.at_length(tokens)) for tokens in LENGTHS},
+            "notes": self.notes(),
+        }
+
+    def _costs(self, l3: L3Path) -> LayerCosts:
+        return layer_costs(self.profile, self.model, self.tokens, tp=self.tp, l3=l3)
+
+
+def describe(partition: Partition) -> str:
+    """The methods of a partition in words, in the order of the layers."""
+    parts = [
+        (partition.recompute, "recomputed"),
+        (partition.hidden, "from hidden states"),
+        (partition.kv, "loaded as KV"),
+    ]
+    return ", ".join(
+        f"{count} layer{'s' if count > 1 else ''} {how}" for count, how in parts if count
+    )
+
+
+def _at_length(found: AtLength) -> dict[str, Any]:
+    return {
+        "recompute_layers": found.recompute_layers,
+        "ms": found.seconds * 1e3,
+        "best": _counts(found.best),
+        "best_ms": found.best_seconds * 1e3,
+    }
+
+
+def _counts(partition: Partition) -> dict[str, int]:
+    return {
+        "hidden": partition.hidden,
+        "kv": partition.kv,
+        "recompute": partition.recompute,
+    }

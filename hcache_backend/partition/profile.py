@@ -1,0 +1,113 @@
+"""What a machine does in a second: the measured, or assumed, side of the cost model.
+
+A profile says how long an operation on one layer takes, as a fixed part and a rate: bytes for
+copies, FLOPs for computation. That is all that the solver needs, so a profile that was measured
+with one model can also plan another of about its size.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hcache_backend.partition.model_shape import ModelShape
+
+
+class ProfileError(ValueError):
+    """A profile that cannot be used. The message names file, field, value and what is right."""
+
+
+class Rate(BaseModel):
+    """Time of one operation: ``seconds + amount / per_second``.
+
+    Attributes:
+        seconds: What it takes whatever its size.
+        per_second: Bytes or FLOPs a second beyond that.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    per_second: float = Field(gt=0, allow_inf_nan=False)
+
+    def time(self, amount: float) -> float:
+        """Seconds for ``amount`` bytes or FLOPs of one layer."""
+        return self.seconds + amount / self.per_second
+
+
+class Profile(BaseModel):
+    """A machine: one device, its bus, and the L3 of the host.
+
+    Attributes:
+        format: Version of the file.
+        device: Name of the accelerator or processor.
+        date: When it was measured (ISO 8601); None for assumed numbers.
+        source: Where the numbers come from.
+        dtype: Data type that was computed with.
+        gathers: Whether tensor-parallel ranks load a share of every hidden state each and gather
+            the rest from each other at no cost (NVLink; paper section 5). Without it every rank
+            loads all of it over its own bus.
+        l3: Reading from L3, all folders together, bytes; None where everything is in host memory.
+        hidden_copy: Host memory to device, the hidden states of one layer, bytes.
+        kv_load: Host memory to the slots of the KV pool, K and V of one layer, bytes.
+        projection: Hidden states on the device to K and V in the pool, FLOPs.
+        dense: A layer's forward pass without attention, FLOPs.
+        attention: Its attention, FLOPs: what makes recomputation quadratic.
+        model: The shape that was measured; None for assumed numbers.
+        dirs: Folders of L3 that were measured.
+        points: What was measured, for readers: operation -> (tokens, seconds).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    format: Literal[1] = 1
+    device: str
+    date: str | None = None
+    source: str
+    dtype: str
+    gathers: bool = False
+    l3: Rate | None
+    hidden_copy: Rate
+    kv_load: Rate
+    projection: Rate
+    dense: Rate
+    attention: Rate
+    model: ModelShape | None = None
+    dirs: tuple[str, ...] = ()
+    points: dict[str, tuple[tuple[int, float], ...]] = Field(default_factory=dict)
+
+    def save(self, path: Path) -> None:
+        """Write the profile as JSON.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        path.write_text(self.model_dump_json(indent=2) + "\n")
+
+
+def load_profile(path: Path) -> Profile:
+    """Read what :meth:`Profile.save` wrote.
+
+    Raises:
+        ProfileError: One line for every wrong field.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"cannot read the profile {path}: {error}") from None
+    try:
+        return Profile.model_validate_json(text)
+    except ValidationError as error:
+        lines = []
+        for detail in error.errors():
+            field = ".".join(str(part) for part in detail["loc"])
+            if not field:
+                lines.append(f"{path}: no profile: {detail['msg']}")
+            elif detail["type"] in ("missing", "extra_forbidden"):
+                lines.append(f"{path}: field {field!r}: {detail['msg']}")
+            else:
+                lines.append(f"{path}: field {field!r} is {detail['input']!r}: {detail['msg']}")
+        hint = "; make a new one with `hcache profile --out FILE`"
+        raise ProfileError("; ".join(lines) + hint) from None

@@ -1,0 +1,181 @@
+"""Costs from shapes and rates, and the paper's own numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hcache_backend.partition.costs import layer_costs
+from hcache_backend.partition.model_config import read_model
+from hcache_backend.partition.model_shape import ModelShape
+from hcache_backend.partition.presets import (
+    BUS_SHARE,
+    COMPUTE_SHARE,
+    PRESETS,
+    preset_profile,
+)
+from hcache_backend.partition.solver import Partition, closed_form, makespan, search, solve
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+def shape(name: str) -> ModelShape:
+    return read_model(CONFIGS / f"{name}.json")
+
+
+def opt(**changes: int) -> ModelShape:
+    """A layer as in the paper's analysis: MHA, and an MLP of two matrices of 4 D."""
+    return shape("opt-30b").model_copy(update=changes)
+
+
+# ---- one layer (paper section 3.2) ----
+
+
+@pytest.mark.parametrize("tokens", [64, 1024, 16384])
+def test_a_layer_costs_what_the_paper_counts(tokens: int) -> None:
+    model, profile = opt(), preset_profile("a100-40g")
+    costs = layer_costs(profile, model, tokens)
+    flops, bus, width = 312e12 * COMPUTE_SHARE, 32e9 * BUS_SHARE, model.hidden
+    assert costs.io_h == pytest.approx(tokens * width * 2 / bus)
+    assert costs.io_kv == pytest.approx(2 * costs.io_h)
+    assert costs.c_h == pytest.approx(4 * tokens * width**2 / flops)
+    # The paper counts N^2 D for attention; scores and values of the causal half are 2 N^2 D.
+    assert costs.c_tok == pytest.approx((24 * tokens * width**2 + 2 * tokens**2 * width) / flops)
+    assert costs.c_tok / costs.c_h == pytest.approx(6 + tokens / (2 * width))
+
+
+def test_recomputation_attends_to_the_prefix() -> None:
+    model, profile = opt(), preset_profile("a100-40g")
+    alone, after = (layer_costs(profile, model, 1024, prefix=n) for n in (0, 4096))
+    pairs = 1024 * 4096
+    extra = pairs * 4 * model.hidden / (312e12 * COMPUTE_SHARE)
+    assert after.c_tok - alone.c_tok == pytest.approx(extra)
+    assert after[:3] == alone[:3]
+
+
+def test_ranks_share_everything_but_l3() -> None:
+    model = opt()
+    one = layer_costs(preset_profile("a100-40g"), model, 1024)
+    four = layer_costs(preset_profile("a100-40g"), model, 1024, tp=4)
+    assert [a / b for a, b in zip(one, four, strict=True) if b] == pytest.approx([4] * 4)
+    slow = preset_profile("a100-40g", ssds=4)
+    costs = layer_costs(slow, model, 1024, tp=4)
+    assert costs.io_h == pytest.approx(1024 * model.hidden_bytes / 27.6e9)
+
+
+def test_without_nvlink_every_rank_loads_whole_hidden_states() -> None:
+    model = opt()
+    one, four = (layer_costs(preset_profile("l20"), model, 1024, tp=tp) for tp in (1, 4))
+    assert four.io_h == one.io_h
+    assert four.io_kv == pytest.approx(one.io_kv / 4)
+
+
+def test_few_kv_heads_and_latents_are_on_every_rank() -> None:
+    profile = preset_profile("h100")
+    gqa, mla = shape("llama-3-8b"), shape("deepseek-v3")
+    one, eight, sixteen = (layer_costs(profile, gqa, 1024, tp=tp) for tp in (1, 8, 16))
+    assert eight.io_kv == pytest.approx(one.io_kv / 8)
+    assert sixteen.io_kv == eight.io_kv
+    assert sixteen.c_h == eight.c_h
+    assert sixteen.c_tok == pytest.approx(one.c_tok / 16)
+    assert layer_costs(profile, mla, 64, tp=8).io_kv == layer_costs(profile, mla, 64).io_kv
+
+
+def test_l3_is_the_slower_transfer_or_comes_first() -> None:
+    model = opt()
+    profile = preset_profile("a100-40g", ssds=1)
+    none = layer_costs(profile, model, 1024, l3="none")
+    overlapped = layer_costs(profile, model, 1024)
+    first = layer_costs(profile, model, 1024, l3="first")
+    read = 1024 * model.hidden_bytes / 6.9e9
+    assert none.l3_h == overlapped.l3_h == 0
+    assert overlapped.io_h == pytest.approx(read)
+    assert (first.io_h, first.l3_h) == (none.io_h, pytest.approx(read))
+    many = layer_costs(preset_profile("a100-40g", ssds=16), model, 1024)
+    assert many.io_h == none.io_h
+    assert layer_costs(preset_profile("a100-40g"), model, 1024, l3="first") == none
+
+
+# ---- the paper's schedules ----
+#
+# One compute share (0.69) and one bus share (0.84) for all rows; see presets.py for where they
+# come from. Four SSDs give 27.6 GB/s, more than the bus does, 26.9: the 7B and 13B rows are bound
+# by the bus, the 30B row and the single SSD by the SSDs. Ours fills the pipeline, the paper's
+# closed form does not: that is the difference between the two in every row.
+
+SCHEDULES = [
+    # model, ranks, SSDs, the paper's (recompute, hidden, kv), ours, the closed form
+    ("llama-2-7b", 1, 4, (0, 31, 1), (0, 31, 1), (0, 32, 0)),
+    ("llama-2-13b", 1, 4, (0, 36, 4), (0, 35, 5), (0, 36, 4)),
+    ("opt-30b", 4, 4, (8, 40, 0), (8, 40, 0), (7, 41, 0)),
+    ("llama-2-13b", 1, 1, (9, 31, 0), (10, 30, 0), (9, 31, 0)),  # section 6.3.2
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "ssds", "paper", "ours", "closed"),
+    SCHEDULES,
+    ids=["7B", "13B", "30B", "13B, one SSD"],
+)
+def test_the_papers_schedules(
+    name: str,
+    tp: int,
+    ssds: int,
+    paper: tuple[int, ...],
+    ours: tuple[int, ...],
+    closed: tuple[int, ...],
+) -> None:
+    model, profile = shape(name), preset_profile("a100-40g", ssds)
+    found = solve(profile, model, 1024, tp=tp)
+    assert (found.recompute, found.hidden, found.kv) == ours
+    form = closed_form(layer_costs(profile, model, 1024, tp=tp), model.layers)
+    assert form is not None
+    assert (form.recompute, form.hidden, form.kv) == closed
+    for mine in (ours, closed):
+        assert all(abs(a - b) <= 1 for a, b in zip(mine, paper, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "ratio"),
+    [("llama-2-7b", 1, 512 / 264), ("llama-2-13b", 1, 800 / 450), ("opt-30b", 4, 1344 / 560)],
+)
+def test_the_papers_storage_ratios(name: str, tp: int, ratio: float) -> None:
+    """Table 3 has 1.94 (256 / 132), 1.90 (400 / 210) and 2.40 (672 / 280).
+
+    Its KiB are half of what 16-bit states take, which no ratio notices. Its 13B row does not follow
+    from its own schedule: 36 layers of 10 KiB and 4 of 20 are 440 of 800 KiB, 1.82. With one layer
+    more of KV ours is 1.78.
+    """
+    model = shape(name)
+    found = solve(preset_profile("a100-40g", 4), model, 1024, tp=tp)
+    stored = found.bytes_per_token(model)
+    assert model.layers * model.kv_bytes / stored == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-8b"])
+@pytest.mark.parametrize("ssds", [0, 1, 4])
+def test_gqa_on_an_h200_is_kv_and_recomputation(name: str, ssds: int) -> None:
+    found = solve(preset_profile("h200", ssds), shape(name), 1024)
+    assert found.hidden == 0
+    assert found.kv > 0
+    assert found.recompute > 0
+
+
+@pytest.mark.parametrize("name", ["llama-2-7b", "llama-2-13b", "opt-30b"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_hidden_states_pay_for_mha_on_every_machine(preset: str, name: str) -> None:
+    model = shape(name)
+    costs = layer_costs(preset_profile(preset), model, 1024)
+    found = search(costs, model.layers)
+    assert found.hidden > 0
+    kv_only = makespan(costs, Partition(0, 0, model.layers))
+    assert kv_only / makespan(costs, found) > 1.15
+
+
+def test_the_papers_machines_have_the_rates_of_its_table_2() -> None:
+    table_2 = {"a100-40g": (312, 32), "a30": (165, 32), "l20": (120, 32), "h800": (990, 64)}
+    for name, (teraflops, bus) in table_2.items():
+        assert (PRESETS[name].flops, PRESETS[name].bus) == (teraflops * 1e12, bus * 1e9)
+    # 330 in the paper, with FP16 accumulation
+    assert PRESETS["rtx4090"].flops == pytest.approx(330e12 / 2, rel=0.01)

@@ -1,0 +1,155 @@
+"""Shapes from config.json files of many families, and what is said about wrong ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hcache_backend.partition.model_config import ModelConfigError, read_model, shape_from_config
+
+CONFIGS = Path(__file__).parent / "configs"
+
+LLAMA = json.loads((CONFIGS / "llama-2-7b.json").read_text())
+DEEPSEEK = json.loads((CONFIGS / "deepseek-v3.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "layers", "hidden_bytes", "kv_bytes"),
+    [
+        ("llama-2-7b", "MHA", 32, 8192, 16384),
+        ("llama-2-13b", "MHA", 40, 10240, 20480),
+        ("opt-30b", "MHA", 48, 14336, 28672),
+        ("opt-350m", "MHA", 24, 2048, 4096),  # not word_embed_proj_dim: layers see hidden_size
+        ("gpt2", "MHA", 12, 1536, 3072),
+        ("llama-3-8b", "GQA", 32, 8192, 4096),
+        ("qwen3-8b", "GQA", 36, 8192, 4096),
+        ("mixtral-8x7b", "GQA", 32, 8192, 4096),
+        ("qwen1.5-moe", "MHA", 24, 4096, 8192),
+        ("gemma-3-12b", "GQA", 48, 7680, 8192),
+        ("falcon-7b", "MQA", 32, 9088, 256),
+        ("deepseek-v3", "MLA", 61, 14336, 1152),
+    ],
+)
+def test_bytes(name: str, attention: str, layers: int, hidden_bytes: int, kv_bytes: int) -> None:
+    shape = read_model(CONFIGS / f"{name}.json")
+    assert shape.attention == attention
+    assert (shape.layers, shape.hidden_bytes, shape.kv_bytes) == (layers, hidden_bytes, kv_bytes)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        # Weights that work on a token, without embeddings: those the authors count.
+        ("llama-2-7b", 6.738 - 2 * 0.131),
+        ("llama-2-13b", 13.016 - 2 * 0.164),
+        ("opt-30b", 29.975 - 0.360 - 0.015),
+        ("gpt2", 0.085),
+        ("llama-3-8b", 8.030 - 2 * 0.525),
+        ("qwen3-8b", 6.95),
+        ("mixtral-8x7b", 12.88 - 2 * 0.131),
+        ("qwen1.5-moe", 2.69 - 2 * 0.311),
+        ("falcon-7b", 6.922 - 0.295),
+        ("deepseek-v3", 37 - 0.927),
+    ],
+)
+def test_flops_are_twice_the_active_weights(name: str, billions: float) -> None:
+    shape = read_model(CONFIGS / f"{name}.json")
+    assert shape.layers * shape.dense_flops == pytest.approx(2e9 * billions, rel=0.02)
+
+
+def test_a_model_folder_is_read_too(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert read_model(tmp_path) == read_model(CONFIGS / "llama-2-7b.json")
+
+
+def test_a_nested_text_model_takes_the_outer_dtype() -> None:
+    text = {k: v for k, v in LLAMA.items() if k != "torch_dtype"}
+    outer = {"model_type": "llava", "text_config": text, "dtype": "float32", "hidden_size": 7}
+    shape = shape_from_config(outer, "a test")
+    assert (shape.family, shape.hidden, shape.element_bytes) == ("llama", 4096, 4)
+    deep = {"thinker_config": {"text_config": text}, "model_type": "qwen2_5_omni"}
+    assert shape_from_config(deep, "a test").hidden == 4096
+
+
+def test_experts_and_dense_layers_are_averaged() -> None:
+    shape = shape_from_config(DEEPSEEK, "a test")
+    assert shape.mlp_width == 9 * 2048  # the dense layers are as wide, on purpose
+    wider = {**DEEPSEEK, "intermediate_size": 61 * 9 * 2048}
+    expected = (58 * 9 * 2048 + 3 * 61 * 9 * 2048) / 61
+    assert shape_from_config(wider, "a test").mlp_width == round(expected)
+    every_other = {
+        **LLAMA,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 1000,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [1],
+    }
+    expected = (15 * 2000 + 17 * 11008) / 32
+    assert shape_from_config(every_other, "a test").mlp_width == round(expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "windowed"),
+    [
+        ({}, False),
+        ({"sliding_window": 4096}, True),
+        ({"sliding_window": 4096, "use_sliding_window": False}, False),
+        ({"sliding_window": 4096, "layer_types": ["full_attention"] * 32}, False),
+        ({"layer_types": ["sliding_attention", "full_attention"] * 16}, True),
+    ],
+)
+def test_sliding_windows_are_noticed(changes: dict[str, Any], windowed: bool) -> None:
+    assert shape_from_config({**LLAMA, **changes}, "a test").windowed is windowed
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "said"),
+    [
+        (LLAMA, {"hidden_size": "4096"}, ("hidden_size", '"4096"', "positive integer")),
+        (LLAMA, {"hidden_size": 4096.0}, ("hidden_size", "4096.0", "positive integer")),
+        (LLAMA, {"hidden_size": None}, ("hidden_size", "n_embd", "missing")),
+        (LLAMA, {"num_hidden_layers": 0}, ("num_hidden_layers", "0", "positive integer")),
+        (LLAMA, {"num_hidden_layers": True}, ("num_hidden_layers", "true", "positive integer")),
+        (LLAMA, {"num_attention_heads": -32}, ("num_attention_heads", "-32", "positive integer")),
+        (LLAMA, {"num_attention_heads": 33}, ("4096", "33", "head_dim")),
+        (LLAMA, {"num_key_value_heads": 12}, ("32", "12", "num_key_value_heads")),
+        (LLAMA, {"num_key_value_heads": [8]}, ("num_key_value_heads", "[8]", "positive integer")),
+        (LLAMA, {"head_dim": 0}, ("head_dim", "0", "positive integer")),
+        (LLAMA, {"intermediate_size": None}, ("intermediate_size", "missing")),
+        (LLAMA, {"torch_dtype": "int3"}, ("torch_dtype", "int3", "bfloat16")),
+        (LLAMA, {"num_local_experts": 8}, ("active experts", "num_experts_per_tok", "missing")),
+        (LLAMA, {"layer_types": "full"}, ("layer_types", "full", "list")),
+        (LLAMA, {"layer_types": ["mamba", "full_attention"]}, ("mamba", "KV mode")),
+        (LLAMA, {"mamba_d_state": 16}, ("mamba_d_state", "16", "KV mode")),
+        (LLAMA, {"is_encoder_decoder": True}, ("is_encoder_decoder", "true", "decoder-only")),
+        (DEEPSEEK, {"kv_lora_rank": "512"}, ("kv_lora_rank", '"512"', "positive integer")),
+        (DEEPSEEK, {"q_lora_rank": 0}, ("q_lora_rank", "0", "positive integer")),
+        (DEEPSEEK, {"qk_nope_head_dim": None}, ("qk_nope_head_dim", "missing")),
+        (DEEPSEEK, {"v_head_dim": 1.5}, ("v_head_dim", "1.5", "positive integer")),
+        (DEEPSEEK, {"n_shared_experts": "one"}, ("n_shared_experts", "one", "positive integer")),
+    ],
+)
+def test_wrong_fields_are_named(
+    base: dict[str, Any], changes: dict[str, Any], said: tuple[str, ...]
+) -> None:
+    with pytest.raises(ModelConfigError) as caught:
+        shape_from_config({**base, **changes}, "that/config.json")
+    for words in ("that/config.json", *said):
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("{", "not JSON"), ("[1]", "table of fields"), (b"\xff\xfe\x00", "not JSON")],
+)
+def test_files_that_are_no_config(tmp_path: Path, text: str | bytes, said: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ModelConfigError, match=said):
+        read_model(path)
+    with pytest.raises(ModelConfigError, match="cannot read"):
+        read_model(tmp_path / "meta-llama" / "Llama-2-7b-hf")

@@ -1,0 +1,259 @@
+"""``hcache plan`` and ``hcache profile``, as a user calls them."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from hcache_backend.cli.main import app
+from hcache_backend.partition import measure
+from hcache_backend.partition.model_config import read_model
+from hcache_backend.partition.presets import PRESETS, preset_profile
+
+CONFIGS = Path(__file__).parent / "configs"
+RUNNER = CliRunner()
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "torch_dtype": "float32",
+}
+
+
+def hcache(*arguments: object) -> Result:
+    return RUNNER.invoke(app, [str(argument) for argument in arguments])
+
+
+def plan(name: str, hardware: object, *options: object) -> dict[str, Any]:
+    model = CONFIGS / f"{name}.json"
+    done = hcache("plan", "--model", model, "--hardware", hardware, "--json", *options)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def said(*arguments: object) -> str:
+    """What a command says that cannot do its work."""
+    done = hcache(*arguments)
+    assert done.exit_code == 2, done.output
+    assert "Traceback" not in done.output
+    return done.stderr
+
+
+# ---- plan ----
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "layers", "ratio"),
+    [
+        ("llama-2-7b", ("--ssds", 4), {"hidden": 31, "kv": 1, "recompute": 0}, 1.94),
+        ("llama-2-13b", ("--ssds", 4), {"hidden": 35, "kv": 5, "recompute": 0}, 1.78),
+        ("opt-30b", ("--ssds", 4, "--tp", 4), {"hidden": 40, "kv": 0, "recompute": 8}, 2.40),
+        (
+            "llama-2-13b",
+            ("--ssds", 1, "--tokens", 1024),
+            {"hidden": 30, "kv": 0, "recompute": 10},
+            2.67,
+        ),
+    ],
+    ids=["7B", "13B", "30B", "13B, one SSD"],
+)
+def test_the_papers_table_3(
+    name: str, options: tuple[object, ...], layers: dict[str, int], ratio: float
+) -> None:
+    found = plan(name, "a100-40g", *options)
+    assert found["layers"] == layers
+    assert found["kv_bytes_per_token"] / found["bytes_per_token"] == pytest.approx(ratio, abs=0.01)
+    times = found["predicted_ms"]
+    assert times["mix"] <= min(times["hidden"], times["kv"], times["recompute"])
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("hardware", ["h200", "rtx4090"])
+def test_every_architecture_is_planned(path: Path, hardware: str) -> None:
+    found = plan(path.stem, hardware, "--ssds", 1)
+    assert sum(found["layers"].values()) == found["model"]["layers"]
+    sizes = found["bytes_per_token_and_layer"]
+    assert found["bytes_per_token"] == (
+        found["layers"]["hidden"] * sizes["hidden"] + found["layers"]["kv"] * sizes["kv"]
+    )
+    assert found["kv_bytes_per_token"] == found["model"]["layers"] * sizes["kv"]
+    assert found["binds"] in ("compute", "bus", "l3")
+    for at in found["at_length"].values():
+        assert at["best_ms"] <= at["ms"]
+    pays = not any("hidden states do not pay" in note for note in found["notes"])
+    assert pays == (found["layers"]["hidden"] > 0)
+    if found["model"]["attention"] in ("GQA", "MQA", "MLA") and sizes["hidden"] >= sizes["kv"]:
+        assert not pays
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-8b"])
+def test_gqa_says_that_hidden_states_do_not_pay(name: str) -> None:
+    found = plan(name, "h200")
+    assert found["layers"]["hidden"] == 0
+    assert found["layers"]["kv"] > 0
+    assert found["layers"]["recompute"] > 0
+    (note,) = (note for note in found["notes"] if "do not pay" in note)
+    assert "8,192 bytes a token and layer, KV takes 4,096 (GQA)" in note
+    assert f"{found['layers']['kv']} layers loaded as KV" in note
+    text = hcache("plan", "-m", CONFIGS / f"{name}.json", "-w", "h200").stdout
+    assert note in text.replace("\n", " ")
+
+
+def test_mla_says_what_the_server_does_instead() -> None:
+    notes = " ".join(plan("deepseek-v3", "h200", "--tp", 8)["notes"])
+    assert "14,336 bytes a token and layer, KV takes 1,152 (MLA)" in notes
+    assert "served in KV mode" in notes
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_plans(name: str) -> None:
+    found = plan("llama-2-7b", name)
+    assert found["layers"]["hidden"] > 0
+    assert found["l3"] == "none"
+    assert name in found["hardware"]["source"]
+
+
+def test_l3_first_is_slower_and_pictured(tmp_path: Path) -> None:
+    options = ("--ssds", 4, "--tokens", 16384)
+    overlapped = plan("llama-2-7b", "a100-40g", *options)
+    first = plan("llama-2-7b", "a100-40g", *options, "--l3", "first")
+    assert first["predicted_ms"]["mix"] > overlapped["predicted_ms"]["mix"]
+    picture = tmp_path / "plan.picture"
+    model = CONFIGS / "llama-2-7b.json"
+    done = hcache(
+        *("plan", "-m", model, "-w", "a100-40g", "--l3", "first"), *options, "--plot", picture
+    )
+    assert done.exit_code == 0, done.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert " l3 |LLL" in done.stdout
+
+
+def test_the_text_shows_the_pipeline() -> None:
+    model = CONFIGS / "llama-2-13b.json"
+    text = hcache("plan", "-m", model, "-w", "a100-40g", "--ssds", 1).stdout
+    lines = {line.split("|")[0].strip(): line for line in text.splitlines() if "|" in line}
+    assert set(lines["transfer"].split("|")[1].rstrip()) == {"H"}
+    compute = lines["compute"].split("|")[1]
+    assert compute.startswith("R" * 40)
+    assert "H" in compute.lstrip("R")
+    assert "10 layers recomputed, 30 layers from hidden states" in text
+    assert "(the paper's closed form: 9 layers recomputed, 31 layers from hidden states)" in text
+
+
+def test_float32_models_are_served_in_16_bits_on_a_gpu(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    done = hcache("plan", "-m", path, "-w", "h100", "--json")
+    found = json.loads(done.stdout)
+    assert found["bytes_per_token_and_layer"] == {"hidden": 128, "kv": 256}
+    assert any("16 bits" in note for note in found["notes"])
+
+
+def test_a_profile_of_another_model_is_taken_over_and_said(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    profile = preset_profile("h100", ssds=2)
+    profile.save(path)
+    same = plan("llama-2-7b", path)
+    assert same["layers"] == plan("llama-2-7b", "h100", "--ssds", 2)["layers"]
+    dram = plan("llama-2-7b", path, "--ssds", 0)
+    assert dram["layers"] == plan("llama-2-7b", "h100")["layers"]
+    other = read_model(CONFIGS / "llama-2-13b.json")
+    profile.model_copy(update={"model": other}).save(path)
+    assert any("another shape" in note for note in plan("llama-2-7b", path)["notes"])
+
+
+def test_bad_input_is_named(tmp_path: Path) -> None:
+    model = ("plan", "--model", CONFIGS / "llama-2-7b.json")
+    assert "did you mean 'a100-40g'" in said(*model, "--hardware", "a100-40")
+    assert "the presets are a100-40g" in said(*model, "--hardware", "abacus")
+    assert "--tp 3: must divide the model's 32" in said(*model, "--hardware", "h100", "--tp", 3)
+    gqa = ("plan", "--model", CONFIGS / "gemma-3-12b.json", "--hardware", "h100")
+    assert "16 attention heads" in said(*gqa, "--tp", 32)
+    assert "cannot read nowhere" in said("plan", "--model", "nowhere", "--hardware", "h100")
+    for option, value in (("--tokens", 0), ("--tp", 0), ("--ssds", -1), ("--l3", "later")):
+        assert option in said(*model, "--hardware", "h100", option, value)
+    path = tmp_path / "profile.json"
+    path.write_text("{}")
+    assert "field 'device'" in said(*model, "--hardware", path)
+    preset_profile("h100").save(path)
+    assert "its own measured L3" in said(*model, "--hardware", path, "--ssds", 4)
+    plot = tmp_path / "absent" / "plan.png"
+    assert "absent" in said(*model, "--hardware", "h100", "--plot", plot)
+
+
+def test_without_matplotlib_a_picture_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any, **options: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *rest, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    model = ("plan", "-m", CONFIGS / "gpt2.json", "-w", "h100")
+    assert "needs matplotlib" in said(*model, "--plot", tmp_path / "plan.png")
+
+
+# ---- profile ----
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    return path
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="expects the processor to be measured")
+def test_a_measured_profile_is_planned_with(tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "profile.json"
+    pages = tmp_path / "pages"
+    done = hcache("profile", "-m", tiny, "-o", out, "-d", pages, "--seconds", "0.02")
+    assert done.exit_code == 0, done.output
+    assert "attention" in done.stdout
+    assert not pages.exists()
+    written = json.loads(out.read_text())
+    assert written["dirs"] == [str(pages)]
+    assert written["dtype"] == "float32"
+    assert written["date"].startswith("20")
+    assert written["device"]
+    report = json.loads(hcache("plan", "-m", tiny, "-w", out, "--json").stdout)
+    assert report["bytes_per_token_and_layer"] == {"hidden": 256, "kv": 512}
+    assert report["hardware"]["source"] == "measured by hcache profile"
+    assert not any("another shape" in note for note in report["notes"])
+
+
+def test_a_profile_is_printed_as_json(tiny: Path, tmp_path: Path) -> None:
+    done = hcache("profile", "-m", tiny, "-d", tmp_path, "--seconds", "0.02", "--json")
+    assert json.loads(done.stdout)["model"]["hidden"] == 64
+
+
+def test_a_device_without_room_is_said(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crowded(*_: object) -> float:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(measure.Bench, "_time", crowded)
+    assert "no room for one layer" in said("profile", "-m", tiny, "-d", tmp_path, "--seconds", 0.02)
+
+
+def test_profile_names_bad_input(tiny: Path, tmp_path: Path) -> None:
+    assert "cannot read nowhere" in said("profile", "-m", "nowhere", "-d", tmp_path)
+    out = tmp_path / "absent" / "profile.json"
+    assert "there is no folder" in said("profile", "-m", tiny, "-d", tmp_path, "-o", out)
+    assert "--seconds" in said("profile", "-m", tiny, "--seconds", "0")
+    text = tmp_path / "a file"
+    text.write_text("")
+    assert "a file" in said("profile", "-m", tiny, "-d", text / "pages", "--seconds", "0.02")

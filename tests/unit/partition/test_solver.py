@@ -1,0 +1,328 @@
+"""The search against brute force, a simulation of its own, and the paper's closed forms."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hcache_backend.partition.costs import L3Path, LayerCosts, layer_costs
+from hcache_backend.partition.model_shape import ModelShape
+from hcache_backend.partition.presets import preset_profile
+from hcache_backend.partition.profile import Profile, Rate
+from hcache_backend.partition.solver import (
+    Partition,
+    closed_form,
+    makespan,
+    recompute_layers,
+    search,
+    solve,
+    steady_makespan,
+)
+from hcache_backend.partition.timeline import simulate
+
+seconds = st.floats(0.01, 10)
+layer_counts = st.integers(1, 12)
+any_costs = st.builds(
+    LayerCosts, seconds, seconds, seconds, seconds, st.just(0.0) | seconds, st.just(0.0) | seconds
+)
+
+
+@st.composite
+def mha_costs(draw: st.DrawFn) -> LayerCosts:
+    """Costs as the paper has them: KV twice the bytes, recomputation six times the work or more."""
+    io_h, c_h = draw(seconds), draw(seconds)
+    return LayerCosts(io_h, 2 * io_h, c_h, c_h * draw(st.floats(6, 40)))
+
+
+@st.composite
+def partitions(draw: st.DrawFn) -> Partition:
+    return Partition(*(draw(st.integers(0, 8)) for _ in range(3)))
+
+
+def all_partitions(layers: int) -> list[Partition]:
+    return [
+        Partition(recompute, hidden, kv)
+        for recompute, hidden, kv in itertools.product(range(layers + 1), repeat=3)
+        if recompute + hidden + kv == layers
+    ]
+
+
+def event_simulation(costs: LayerCosts, partition: Partition) -> float:
+    """Two workers and an event queue; knows nothing of the formulas."""
+    work: dict[str, list[tuple[str, int, float]]] = {"transfer": [], "compute": []}
+    for layer in range(partition.layers):
+        method = partition.method(layer)
+        if method == "recompute":
+            work["compute"].append((method, layer, costs.c_tok))
+        elif method == "hidden":
+            work["transfer"].append((method, layer, costs.io_h))
+            work["compute"].append(("project", layer, costs.c_h))
+        else:
+            work["transfer"].append((method, layer, costs.io_kv))
+    start = costs.l3_h * partition.hidden + costs.l3_kv * partition.kv
+    arrived: set[int] = set()
+    events: list[tuple[float, str]] = [(start, "transfer"), (start, "compute")]
+    running: dict[str, int | None] = {"transfer": None, "compute": None}
+    idle: set[str] = set()
+    now = start
+    while events:
+        now, worker = heapq.heappop(events)
+        if worker == "transfer" and running[worker] is not None:
+            arrived.add(running[worker])
+            if "compute" in idle:
+                idle.discard("compute")
+                heapq.heappush(events, (now, "compute"))
+        running[worker] = None
+        if not work[worker]:
+            continue
+        kind, layer, duration = work[worker][0]
+        if kind == "project" and layer not in arrived:
+            idle.add(worker)
+            continue
+        work[worker].pop(0)
+        running[worker] = layer
+        heapq.heappush(events, (now + duration, worker))
+    return now
+
+
+# ---- the model ----
+
+
+@given(any_costs, partitions())
+def test_the_makespan_is_that_of_a_simulation(costs: LayerCosts, partition: Partition) -> None:
+    predicted = makespan(costs, partition)
+    assert predicted == pytest.approx(event_simulation(costs, partition))
+    tasks = simulate(costs, partition)
+    assert max((task.end for task in tasks), default=0.0) == pytest.approx(predicted)
+
+
+@given(any_costs, partitions())
+def test_the_paper_leaves_out_no_more_than_filling_the_pipeline(
+    costs: LayerCosts, partition: Partition
+) -> None:
+    steady = steady_makespan(costs, partition)
+    fill = max(costs.io_h, costs.c_h) if partition.hidden else 0.0
+    assert steady <= makespan(costs, partition) <= steady + fill + 1e-9
+
+
+@given(any_costs, partitions(), st.none() | st.integers(1, 8))
+def test_a_timeline_is_a_pipeline(
+    costs: LayerCosts, partition: Partition, ring: int | None
+) -> None:
+    tasks = simulate(costs, partition, ring)
+    for stream in ("l3", "transfer", "compute"):
+        mine = [task for task in tasks if task.stream == stream]
+        assert all(a.end <= b.start for a, b in itertools.pairwise(mine))
+    arrived = {task.layer: task.end for task in tasks if task.stream == "transfer"}
+    computed = {task.layer: task for task in tasks if task.stream == "compute"}
+    for layer in range(partition.layers):
+        method = partition.method(layer)
+        assert (layer in arrived) == (method != "recompute")
+        assert (layer in computed) == (method != "kv")
+        if method == "hidden":
+            assert computed[layer].start >= arrived[layer]
+    if ring is not None:
+        moments = [task.start for task in tasks]
+        for moment in moments:  # layers whose transfer has begun and whose projection has not ended
+            held = [
+                task
+                for task in tasks
+                if task.stream == "transfer" and task.method == "hidden"
+                if task.start <= moment < computed[task.layer].end
+            ]
+            assert len(held) <= ring
+
+
+@given(any_costs, partitions(), st.integers(1, 8))
+def test_more_room_on_the_device_is_never_slower(
+    costs: LayerCosts, partition: Partition, ring: int
+) -> None:
+    ends = [
+        max((task.end for task in simulate(costs, partition, room)), default=0.0)
+        for room in (ring, ring + 1, partition.layers + 1, None)
+    ]
+    assert ends[0] >= ends[1] - 1e-9 >= ends[2] - 2e-9
+    assert ends[2] == ends[3]
+
+
+# ---- the search ----
+
+
+@given(any_costs, layer_counts)
+def test_the_search_equals_brute_force(costs: LayerCosts, layers: int) -> None:
+    found = search(costs, layers)
+    assert found.layers == layers
+    best = min(event_simulation(costs, partition) for partition in all_partitions(layers))
+    assert makespan(costs, found) == pytest.approx(best)
+
+
+@given(any_costs, layer_counts)
+def test_the_mix_is_never_worse_than_one_or_two_methods(costs: LayerCosts, layers: int) -> None:
+    best = makespan(costs, search(costs, layers))
+    for first in range(layers + 1):
+        for pair in (
+            Partition(first, layers - first, 0),
+            Partition(first, 0, layers - first),
+            Partition(0, first, layers - first),
+        ):
+            assert best <= makespan(costs, pair)
+
+
+@given(any_costs, layer_counts, st.lists(st.floats(0.1, 1), min_size=6, max_size=6))
+def test_a_faster_machine_is_never_slower(
+    costs: LayerCosts, layers: int, factors: list[float]
+) -> None:
+    faster = LayerCosts(*(cost * factor for cost, factor in zip(costs, factors, strict=True)))
+    assert makespan(faster, search(faster, layers)) <= makespan(costs, search(costs, layers))
+
+
+def test_equally_fast_partitions_recompute_least() -> None:
+    costs = LayerCosts(io_h=1.0, io_kv=1.0, c_h=0.0, c_tok=1.0)
+    assert search(costs, 1) == Partition(0, 1, 0)
+
+
+# ---- the paper's closed forms ----
+
+
+@given(mha_costs(), st.integers(1, 80))
+@settings(max_examples=60)
+def test_the_closed_form_is_the_search_rounded_up(costs: LayerCosts, layers: int) -> None:
+    """The paper rounds the number of hidden layers up; the search takes the better neighbour."""
+    closed, found = closed_form(costs, layers), search(costs, layers, steady_makespan)
+    assert closed is not None
+    assert closed.layers == layers
+    if found != closed:
+        assert found.hidden == closed.hidden - 1
+        assert 0 in (found.recompute, found.kv)
+        assert steady_makespan(costs, found) <= steady_makespan(costs, closed)
+
+
+@given(mha_costs(), st.integers(1, 80))
+@settings(max_examples=60)
+def test_filling_the_pipeline_moves_the_closed_form_by_two_layers_at_most(
+    costs: LayerCosts, layers: int
+) -> None:
+    closed = closed_form(costs, layers)
+    assert closed is not None
+    assert -2 <= search(costs, layers).hidden - closed.hidden <= 0
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [
+        LayerCosts(io_h=2.0, io_kv=1.0, c_h=1.0, c_tok=6.0),
+        LayerCosts(io_h=1.0, io_kv=2.0, c_h=6.0, c_tok=6.0),
+        LayerCosts(io_h=1.0, io_kv=2.0, c_h=1.0, c_tok=6.0, l3_h=1.0, l3_kv=2.0),
+    ],
+    ids=["GQA", "projection as slow as recomputation", "L3 first"],
+)
+def test_the_closed_form_says_where_it_does_not_apply(costs: LayerCosts) -> None:
+    assert closed_form(costs, 32) is None
+
+
+# ---- profiles and models ----
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelShape:
+    heads = draw(st.sampled_from([8, 16, 32]))
+    hidden = 128 * heads
+    return ModelShape(
+        family="any",
+        layers=draw(st.integers(1, 24)),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=draw(st.sampled_from([1, 2, 8, heads])),
+        head_dim=128,
+        value_dim=128,
+        mlp_width=draw(st.integers(3, 6)) * hidden,
+    )
+
+
+def machine(io: float, compute: float, l3: float | None) -> Profile:
+    """A machine that moves ``io`` GB/s and computes ``compute`` TFLOP/s."""
+    bus, flops = Rate(per_second=io * 1e9), Rate(per_second=compute * 1e12)
+    return Profile(
+        device="any",
+        source="test",
+        dtype="bfloat16",
+        l3=None if l3 is None else Rate(per_second=l3 * 1e9),
+        hidden_copy=bus,
+        kv_load=bus,
+        projection=flops,
+        dense=flops,
+        attention=flops,
+    )
+
+
+rates = st.floats(0.5, 1000)
+lengths = st.sampled_from([64, 1024, 16384])
+
+
+@given(models(), rates, rates, st.floats(1, 20), lengths)
+@settings(max_examples=60)
+def test_faster_io_never_adds_recomputed_layers(
+    model: ModelShape, io: float, compute: float, factor: float, tokens: int
+) -> None:
+    slow = solve(machine(io, compute, None), model, tokens)
+    fast = solve(machine(io * factor, compute, None), model, tokens)
+    assert fast.recompute <= slow.recompute
+
+
+@pytest.mark.parametrize("l3", ["overlapped", "first"])
+@given(model=models(), tokens=lengths)
+@settings(max_examples=20)
+def test_more_ssds_are_never_slower(model: ModelShape, tokens: int, l3: L3Path) -> None:
+    times = []
+    for ssds in (1, 2, 4, 8, 16, 0):  # 0 is DRAM
+        costs = layer_costs(preset_profile("a100-40g", ssds), model, tokens, l3=l3)
+        times.append(makespan(costs, search(costs, model.layers)))
+    assert all(slower >= faster for slower, faster in itertools.pairwise(times))
+
+
+# ---- restores of other lengths ----
+
+
+@given(models(), rates, rates, st.floats(0, 1), st.sampled_from([1, 64, 1024, 16384]))
+@settings(max_examples=60)
+def test_a_restore_recomputes_what_is_best_for_its_length(
+    model: ModelShape, io: float, compute: float, share: float, tokens: int
+) -> None:
+    profile = machine(io, compute, None)
+    stored = round(share * model.layers)
+    partition = Partition(model.layers - stored, stored // 2, stored - stored // 2)
+    first = recompute_layers(profile, model, partition, tokens)
+    assert first >= partition.recompute
+    costs = layer_costs(profile, model, tokens)
+    times = {
+        number: event_simulation(costs, partition.recomputing(number))
+        for number in range(partition.recompute, model.layers + 1)
+    }
+    assert times[first] == pytest.approx(min(times.values()))
+
+
+@given(models(), rates, rates, st.lists(st.integers(1, 10**5), min_size=2, max_size=2))
+@settings(max_examples=60)
+def test_long_restores_and_prefixes_recompute_no_more(
+    model: ModelShape, io: float, compute: float, tokens: list[int]
+) -> None:
+    profile, everything = machine(io, compute, None), Partition(0, model.layers, 0)
+    short, long = sorted(tokens)
+    alone = recompute_layers(profile, model, everything, short)
+    assert recompute_layers(profile, model, everything, long) <= alone
+    assert recompute_layers(profile, model, everything, short, prefix=long) <= alone
+
+
+def test_the_first_layers_are_recomputed_whatever_is_stored_for_them() -> None:
+    partition = Partition(1, 3, 2)
+    assert [partition.method(layer) for layer in range(6)] == (
+        ["recompute"] + 3 * ["hidden"] + 2 * ["kv"]
+    )
+    assert partition.recomputing(1) == partition
+    assert partition.recomputing(3) == Partition(3, 1, 2)
+    assert partition.recomputing(5) == Partition(5, 0, 1)
+    assert partition.recomputing(6) == Partition(6, 0, 0)
