@@ -41,6 +41,7 @@ class HiddenCapture:
         self._layers = len(layers)
         self._step: _Step | None = None
         self._complained = False
+        self._noted_unencodable = False
         for layer in layers:
             layer.projection.register_forward_pre_hook(self._hook(layer.index), with_kwargs=True)
 
@@ -83,13 +84,13 @@ class HiddenCapture:
         return take
 
     def _fits(self, hidden: object, tokens: int) -> bool:
-        rows = self._mirror.rows
+        codec = self._mirror.codec
         return (
             isinstance(hidden, torch.Tensor)
             and hidden.dim() == 2
-            and hidden.dtype == rows.dtype
+            and hidden.dtype == codec.dtype
             and hidden.shape[0] >= tokens
-            and hidden.shape[1] == rows.shape[-1]
+            and hidden.shape[1] == codec.hidden_size
         )
 
     def _end(self) -> None:
@@ -99,8 +100,21 @@ class HiddenCapture:
         if any(seen != 1 for seen in step.layers_seen):
             self._complain(f"a step that showed each layer {step.layers_seen} times")
             return
-        self._mirror.commit(step.slots, step.positions, step.token_ids)
-        metrics.count_tokens("captured", len(step.slots))
+        valid = self._mirror.commit(step.slots, step.positions, step.token_ids)
+        metrics.count_tokens("captured", valid)
+        if valid < len(step.slots):
+            self._note_unencodable(len(step.slots) - valid)
+
+    def _note_unencodable(self, tokens: int) -> None:
+        metrics.count_tokens("not_encodable", tokens)
+        if not self._noted_unencodable:
+            self._noted_unencodable = True
+            logger.warning(
+                "hcache: codec %r cannot hold a row of %d tokens of this step; what they belong to "
+                "is not stored (said once, counted always)",
+                self._mirror.codec.name,
+                tokens,
+            )
 
     def _complain(self, what: str) -> None:
         metrics.count_problem("capture")

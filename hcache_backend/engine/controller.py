@@ -66,7 +66,8 @@ class HiddenStateController(HybridCacheController):
         if self._runtime.distrust is not None:
             return "self-check failed"
         if not self._mirror.all_valid(device_indices):
-            return "rows not valid"
+            unencodable = self._mirror.any_unencodable(device_indices)
+            return "rows not encodable" if unencodable else "rows not valid"
         if not self._mirror.are_consecutive(device_indices, self._pool.page_size):
             return "positions not consecutive"
         return self._sampled_check(device_indices)
@@ -87,10 +88,11 @@ class HiddenStateController(HybridCacheController):
         host_slots = slots.to("cpu")
         positions = self._mirror.positions[host_slots].to(slots.device, torch.int64)
         metrics.count_tokens("checked", size)
+        codec = self._mirror.codec
         for layer in self._layers:
-            hidden = self._mirror.rows[layer.index][host_slots].to(slots.device)
+            hidden = codec.decode(self._mirror.rows[layer.index][host_slots].to(slots.device))
             problem = layer_problem(
-                layer, hidden, positions, slots, self._projector, self.mem_pool_device
+                layer, hidden, positions, slots, self._projector, self.mem_pool_device, codec.name
             )
             if problem is not None:
                 metrics.count_problem("self_check")

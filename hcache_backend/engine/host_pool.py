@@ -141,7 +141,7 @@ class HiddenStatePool(HostKVCache):
         for layer in range(self.layer_num):
             rows = self._mirror.rows[layer].index_select(0, slots)
             segment = self.kv_buffer[:, layout.segment(layer)]
-            segment[page_ids] = rows.view(torch.uint8).view(len(page_ids), -1)
+            segment[page_ids] = rows.view(len(page_ids), -1)
         metrics.count_tokens("backed_up", len(slots))
 
     def load_to_device_per_layer(

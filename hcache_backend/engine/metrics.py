@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 
 
 @cache
@@ -23,6 +23,17 @@ def pages() -> Counter:
 def problems() -> Counter:
     """Problems by kind; each is a cache miss, never an error of a request."""
     return Counter("hcache_problems", "Problems by kind, each a cache miss", ["kind"])
+
+
+@cache
+def codec() -> Gauge:
+    """1 for the codec in which hidden states are stored, by the one that was asked for."""
+    return Gauge(
+        "hcache_codec",
+        "1 for the codec that is used, by the one that was asked for",
+        ["asked", "used"],
+        multiprocess_mode="max",
+    )
 
 
 def count_tokens(event: str, number: int) -> None:

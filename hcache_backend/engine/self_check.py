@@ -99,8 +99,13 @@ def layer_problem(
     slots: torch.Tensor,
     projector: GenericProjector,
     kvcache: Any,
+    codec: str = "none",
 ) -> str | None:
-    """Why projected K and V of ``slots`` are not those in the pool, or None when they are."""
+    """Why projected K and V of ``slots`` are not those in the pool, or None when they are.
+
+    ``hidden`` may have been through ``codec``.
+    """
+    allowed = tolerance(kvcache.dtype, codec)
     try:
         projected = projector.project(layer, hidden, positions)
     except ProjectionFailed as error:
@@ -114,10 +119,10 @@ def layer_problem(
         if kvcache.dtype != got.dtype and scale:
             want = want * scale
         difference = relative_difference(got.to(torch.float32), want)
-        if difference > tolerance(kvcache.dtype):
+        if difference > allowed:
             return (
                 f"projected {name} of {layer.name} differs from the model's by {difference:.2e} "
-                f"(allowed {tolerance(kvcache.dtype):.0e})"
+                f"(allowed {allowed:.1g})"
             )
     return None
 

@@ -22,7 +22,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_memory
 
 from hcache_backend.capture.mirror import HiddenMirror
+from hcache_backend.engine import metrics
 from hcache_backend.engine.capture import HiddenCapture
+from hcache_backend.engine.codec_choice import agree_on_codec
 from hcache_backend.engine.controller import HiddenStateController
 from hcache_backend.engine.host_pool import HiddenStatePool
 from hcache_backend.engine.ranks import on_all_ranks
@@ -33,6 +35,7 @@ from hcache_backend.page import PageLayout
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.generic import GenericProjector, ProjectionBatch
 from hcache_backend.restore.layerwise import LayerwiseRestore
+from hcache_kernels.codecs import Codec
 
 logger = logging.getLogger("hcache")
 
@@ -64,36 +67,45 @@ class HiddenStateStrategy(StackStrategy):
         return False
 
     def build(self, *, kvcache: Any, params: Any, server_args: Any, **kwargs: Any) -> Any:
+        assert self._runtime.config is not None
         reason = self._reason or refusal(self._runtime, kvcache, server_args)
         # Every rank gets to each agreement, whatever it found: one rank's refusal is everyone's,
         # and none may enter the probe's forward pass alone.
         (start,) = on_all_ranks(params.tp_cache_group, reason is None)
-        probe = None
+        probe = codec = None
         projector = GenericProjector(ProjectionBatch(ForwardMode.EXTEND))
         if start:
             try:
                 probe = observe(self._runtime.runner, kvcache)
                 compare(probe, projector, kvcache)
-                self._require_memory(probe, kvcache)
-            except SelfCheckFailed as error:
-                reason = str(error)
             except Exception as error:
-                logger.exception("hcache: the self-check broke")
-                reason = f"the self-check broke: {type(error).__name__}: {error}"
+                reason = _reason(error)
+        codec = agree_on_codec(
+            params.tp_cache_group,
+            self._runtime.config.codec,
+            probe if reason is None else None,
+            projector,
+            kvcache,
+        )
+        if probe is not None and codec is not None:
+            try:
+                self._require_memory(probe, codec, kvcache)
+            except Exception as error:
+                reason = _reason(error)
         (agreed,) = on_all_ranks(params.tp_cache_group, reason is None)
         if not agreed and reason is None:
             reason = "another tensor-parallel rank refused"
-        if reason is not None or probe is None:
+        if reason is not None or probe is None or codec is None:
             self._runtime.use_kv_mode(reason or "no probe")
             return _PlainKvStrategy().build(
                 kvcache=kvcache, params=params, server_args=server_args, **kwargs
             )
-        return self._build_hidden(kvcache, params, probe, projector, **kwargs)
+        return self._build_hidden(kvcache, params, probe, codec, projector, **kwargs)
 
-    def _require_memory(self, probe: Probe, kvcache: Any) -> None:
+    def _require_memory(self, probe: Probe, codec: Codec, kvcache: Any) -> None:
         config, memory = self._runtime.config, get_memory()
         assert config is not None
-        layout = self._page_layout(probe, kvcache)
+        layout = self._page_layout(probe, codec, kvcache)
         kv_bytes = sum(
             kvcache.k_buffer[i][0].nbytes + kvcache.v_buffer[i][0].nbytes
             for i in range(kvcache.layer_num)
@@ -104,7 +116,7 @@ class HiddenStateStrategy(StackStrategy):
                 f"hidden states take {hidden_bytes} bytes a token and KV {kv_bytes}: KV pays more "
                 "(option 'mode': 'hidden' insists)"
             )
-        mirror = self._mirror_bytes(probe, kvcache)
+        mirror = self._mirror_bytes(probe, codec, kvcache)
         if memory.hicache_size > 0 and memory.hicache_size * 1e9 <= mirror:
             raise SelfCheckFailed(
                 f"--hicache-size {memory.hicache_size} GB leaves nothing beside the "
@@ -123,45 +135,47 @@ class HiddenStateStrategy(StackStrategy):
             )
 
     @staticmethod
-    def _page_layout(probe: Probe, kvcache: Any) -> PageLayout:
-        hidden = probe.hidden[0]
-        segment = kvcache.page_size * hidden.shape[1] * hidden.element_size()
+    def _page_layout(probe: Probe, codec: Codec, kvcache: Any) -> PageLayout:
+        segment = kvcache.page_size * codec.row_bytes
         return PageLayout(kvcache.page_size, (segment,) * len(probe.layers))
 
     @staticmethod
-    def _mirror_bytes(probe: Probe, kvcache: Any) -> int:
-        hidden = probe.hidden[0]
-        row: int = hidden.shape[1] * hidden.element_size() * len(probe.layers)
-        return int(kvcache.k_buffer[0].shape[0]) * row
+    def _mirror_bytes(probe: Probe, codec: Codec, kvcache: Any) -> int:
+        return int(kvcache.k_buffer[0].shape[0]) * codec.row_bytes * len(probe.layers)
 
     def _build_hidden(
-        self, kvcache: Any, params: Any, probe: Probe, projector: GenericProjector, **kwargs: Any
+        self,
+        kvcache: Any,
+        params: Any,
+        probe: Probe,
+        codec: Codec,
+        projector: GenericProjector,
+        **kwargs: Any,
     ) -> Any:
         runtime, memory = self._runtime, get_memory()
         assert runtime.config is not None
-        layers, hidden = probe.layers, probe.hidden[0]
+        layers = probe.layers
         runtime.mode = "hidden"
+        metrics.codec().labels(asked=runtime.config.codec, used=codec.name).set(1)
         runtime.page_fields = {
             "kind": "hidden",
             "partition": ["hidden"] * len(layers),
-            "codec": "none",
+            "codec": codec.name,
             "first_layer": kvcache.start_layer,
         }
-        mirror = HiddenMirror(
-            kvcache.k_buffer[0].shape[0], len(layers), hidden.shape[1], hidden.dtype
-        )
+        mirror = HiddenMirror(kvcache.k_buffer[0].shape[0], len(layers), codec)
         invalidate_on_allocation(params.token_to_kv_pool_allocator, mirror)
         runtime.runner.hcache_capture = HiddenCapture(layers, mirror)
         runtime.on_weights_changed.append(mirror.clear)
         # The mirror is paid for from what the user gave to HiCache: pages take half of KV's bytes.
-        host_size = max(0.0, memory.hicache_size - self._mirror_bytes(probe, kvcache) / 1e9)
+        host_size = max(0.0, memory.hicache_size - self._mirror_bytes(probe, codec, kvcache) / 1e9)
         pool = HiddenStatePool(
             kvcache,
             memory.hicache_ratio,
             host_size if memory.hicache_size > 0 else 0,
             params.page_size,
             memory.hicache_mem_layout,
-            page_layout=self._page_layout(probe, kvcache),
+            page_layout=self._page_layout(probe, codec, kvcache),
             mirror=mirror,
             namespace=runtime.page_namespace,
             writer=runtime.writer,
@@ -182,10 +196,11 @@ class HiddenStateStrategy(StackStrategy):
         anchor = PoolEntry(PoolName.KV, pool, kvcache, lambda layer: layer, True)
         group = HostPoolGroup([anchor])
         logger.info(
-            "hcache: hidden mode: %d layers, %d bytes a %d-token page",
+            "hcache: hidden mode: %d layers, %d bytes a %d-token page, codec %s",
             len(layers),
             pool.page_layout.page_bytes,
             params.page_size,
+            codec.name,
         )
         controller = HiddenStateController(
             params.token_to_kv_pool_allocator,
@@ -211,6 +226,14 @@ class HiddenStateStrategy(StackStrategy):
             component_host_pools={ComponentType.FULL: pool},
             pools_desc="hidden states",
         )
+
+
+def _reason(error: Exception) -> str:
+    """What ``error`` has against hidden mode; one that we did not mean goes to the log."""
+    if isinstance(error, SelfCheckFailed):
+        return str(error)
+    logger.error("hcache: the self-check broke", exc_info=error)
+    return f"the self-check broke: {type(error).__name__}: {error}"
 
 
 def invalidate_on_allocation(allocator: Any, mirror: HiddenMirror) -> None:

@@ -27,7 +27,7 @@ class LayerwiseRestore:
         layout: Layout of a page.
         layers: The attention layers of this stage.
         projector: Makes K and V.
-        mirror: Takes the restored rows.
+        mirror: Takes the restored rows; its codec is that of the pages.
         write_kv: Writes to the pool.
         chunk_tokens: Tokens that one projection takes at most; bounds the memory of a restore.
     """
@@ -68,13 +68,13 @@ class LayerwiseRestore:
     def _restore_chunk(self, index: int, page_ids: torch.Tensor, slots: torch.Tensor) -> None:
         layer = self._layers[index]
         segment = self._pages[:, self._layout.segment(index)]
-        width = self._mirror.rows.shape[-1]
-        rows = segment.index_select(0, page_ids).view(self._mirror.rows.dtype).view(-1, width)
+        codec = self._mirror.codec
+        encoded = segment.index_select(0, page_ids).view(-1, codec.row_bytes)
         positions, ids = self._tokens(page_ids)
-        hidden = rows.to(slots.device)
+        hidden = codec.decode(encoded.to(slots.device))
         k, v = self._projector.project(layer, hidden, positions.to(slots.device, torch.int64))
         self._write_kv(layer, slots, k, v)
-        self._mirror.put_layer(index, slots, rows)
+        self._mirror.put_encoded(index, slots, encoded)
         if index == len(self._layers) - 1:
             self._mirror.commit(slots, positions, ids)
 

@@ -111,6 +111,7 @@ class TestServerThatWaitsForABackend:
             ({"dirs": ["/proc/no"]}, "hcache: option 'dirs' is ['/proc/no']:"),
             ({"check_every_pages": -1}, "option 'check_every_pages' is -1: Input should be"),
             ({"mode": "kv"}, "option 'mode' is 'kv' but this server runs with 'hidden'"),
+            ({"codec": "int8"}, "option 'codec' is 'int8' but this server runs with 'none'"),
         ],
         ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
     )

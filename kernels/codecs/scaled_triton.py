@@ -1,0 +1,138 @@
+"""``int8`` and ``fp8`` in Triton; the same bytes as :mod:`hcache_kernels.codecs.scaled`.
+
+Rounding and fp8 are done on the bits of float32: the GPU's own conversion to fp8 begins with sm_89,
+and rounding to nearest even has no portable name.
+"""
+
+# Kernels have no types to state.
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .scaled import FP8_LARGEST, row_bytes
+
+_MOST_VALUES = 4096
+_INFINITY = tl.constexpr(0x7F800000)
+_SMALLEST_BITS = tl.constexpr((127 - 100) << 23)
+_GREATEST_BITS = tl.constexpr((127 + 100) << 23)
+
+
+@triton.jit
+def encode_kernel(
+    rows,  # floats [n, WIDTH]
+    encoded,  # uint8 [n, ROW_BYTES]
+    ok,  # uint8 [n]
+    WIDTH: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    LARGEST: tl.constexpr,
+    FP8: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    rows += row * WIDTH
+    encoded += row * ROW_BYTES
+    most = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, WIDTH, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(rows + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+        # Magnitudes are in the order of their bits; infinity and NaN stand above all others.
+        most = tl.maximum(most, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    bits = tl.max(most, 0)
+    usable = (bits >= _SMALLEST_BITS) & (bits <= _GREATEST_BITS)
+    amax = tl.where(usable, bits, 0).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(amax, LARGEST)
+    inverse = tl.where(usable, tl.div_rn(LARGEST, tl.where(usable, amax, 1.0)), 0.0)
+    for start in range(0, WIDTH, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(rows + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+        scaled = tl.where(usable, value, 0.0) * inverse
+        scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
+        code = _to_fp8(scaled) if FP8 else _to_int8(scaled)
+        tl.store(encoded + at, code.to(tl.uint8), mask=at < WIDTH)
+    gap = WIDTH + tl.arange(0, 16)
+    tl.store(encoded + gap, tl.zeros([16], tl.uint8), mask=gap < ROW_BYTES - 4)
+    tl.store((encoded + ROW_BYTES - 4).to(tl.pointer_type(tl.float32)), scale)
+    tl.store(ok + row, (usable | (bits == 0)).to(tl.uint8))
+
+
+@triton.jit
+def _to_int8(value):
+    """Nearest integer of ``value`` (float32, at most 127), ties to even, in the last 8 bits."""
+    return (value + 12582912.0).to(tl.int32, bitcast=True) & 0xFF  # 1.5 * 2**23
+
+
+@triton.jit
+def _to_fp8(value):
+    """Code of e4m3 nearest to ``value`` (float32, at most 448), ties to even."""
+    bits = value.to(tl.int32, bitcast=True)
+    sign, magnitude = bits >> 24 & 0x80, bits & 0x7FFFFFFF
+    normal = (magnitude + 0x7FFFF + (magnitude >> 20 & 1) >> 20) - (120 << 3)
+    # Below 2**-6 codes are multiples of 2**-9: the unit of the last bit of numbers near 2**14.
+    small = (tl.abs(value) + 16384.0).to(tl.int32, bitcast=True) & 0xF
+    return tl.where(magnitude < (121 << 23), small, normal) | sign
+
+
+@triton.jit
+def decode_kernel(
+    encoded,  # uint8 [n, ROW_BYTES]
+    rows,  # floats [n, WIDTH]
+    WIDTH: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    FP8: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    encoded += row * ROW_BYTES
+    rows += row * WIDTH
+    scale = tl.load((encoded + ROW_BYTES - 4).to(tl.pointer_type(tl.float32)))
+    for start in range(0, WIDTH, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        code = tl.load(encoded + at, mask=at < WIDTH, other=0).to(tl.int32)
+        if FP8:
+            # The fields of e4m3 in those of float32; only the exponents' biases differ.
+            bits = (code & 0x7F) << 20 | (code & 0x80) << 24
+            value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
+        else:
+            value = (code << 24 >> 24).to(tl.float32)
+        value = (value * scale).to(rows.dtype.element_ty)
+        tl.store(rows + at, value, mask=at < WIDTH)
+
+
+def shape(hidden_size: int, largest: float) -> dict[str, int]:
+    """Compile-time arguments of both kernels but ``LARGEST``, and their warps."""
+    block = min(_MOST_VALUES, triton.next_power_of_2(hidden_size))
+    return {
+        "WIDTH": hidden_size,
+        "ROW_BYTES": row_bytes(hidden_size),
+        "FP8": largest == FP8_LARGEST,
+        "BLOCK": block,
+        "num_warps": max(1, min(4, block // 512)),
+    }
+
+
+def encode_into(
+    rows: torch.Tensor, encoded: torch.Tensor, ok: torch.Tensor, largest: float
+) -> None:
+    """Encode contiguous ``rows`` into uint8 ``[n, row_bytes]`` and ``ok``, bool ``[n]``."""
+    n, hidden_size = rows.shape
+    if n:
+        # A product that is fused with the sum which rounds it would be rounded once, not twice.
+        encode_kernel[(n,)](
+            rows,
+            encoded,
+            ok.view(torch.uint8),
+            LARGEST=largest,
+            **shape(hidden_size, largest),
+            enable_fp_fusion=False,
+        )
+
+
+def decode_into(encoded: torch.Tensor, rows: torch.Tensor, largest: float) -> None:
+    """Decode contiguous uint8 ``[n, row_bytes]`` into ``rows``, ``[n, hidden_size]``."""
+    n, hidden_size = rows.shape
+    if n:
+        decode_kernel[(n,)](encoded, rows, **shape(hidden_size, largest))

@@ -1,0 +1,202 @@
+"""Hidden states that are stored encoded: what comes back, and what must never come back."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hcache_backend.store.format import parse_header, parse_name
+from hcache_kernels.codecs import make_codec
+from tests.engine.harness.conversations import Conversation, converse, make_conversations
+from tests.engine.harness.models import HIDDEN, LAYERS
+from tests.engine.harness.ours import (
+    assert_hidden_mode,
+    assert_no_cache_output,
+    assert_no_cache_output_up_to_ties,
+    assert_nothing_went_wrong,
+    assert_restored_from_l3,
+    best_tokens,
+    faulty,
+    our_server,
+    stored_pages,
+)
+from tests.engine.harness.server import Server
+
+pytestmark = pytest.mark.engine
+
+PAGE = 128
+WIDE_TOKEN = 1000
+"""Its embedding is made to overflow exp4; not among the tokens of the self-check."""
+
+
+def change_weights(model: Path, folder: Path, name: str, change: Callable[..., None]) -> Path:
+    """A copy of ``model`` in ``folder``, one of whose weights ``change`` has changed."""
+    copy = folder / "model"
+    shutil.copytree(model, copy)
+    (file,) = copy.glob("*.safetensors")
+    weights = load_file(file)
+    change(weights[name])
+    save_file(weights, file, {"format": "pt"})
+    return copy
+
+
+def segments(path: Path) -> tuple[bytes, torch.Tensor]:
+    """Key of a page file, and its layer segments: uint8 ``[layers * page, row_bytes]``."""
+    name = parse_name(path.name)
+    assert name is not None
+    data = bytearray(path.read_bytes())
+    header = parse_header(memoryview(data))
+    start = header.layout.header_bytes + header.table.segments[0].length
+    end = header.layout.header_bytes + header.layout.payload_bytes
+    return name[1], torch.frombuffer(data, dtype=torch.uint8)[start:end].view(LAYERS * PAGE, -1)
+
+
+def test_exp4_output_and_pages_are_those_of_exact_hidden_states(
+    model: Path, tmp_path: Path
+) -> None:
+    runs, pages = {}, {}
+    for codec in ("none", "exp4"):
+        folder = tmp_path / codec
+        options = our_server(
+            model, folder, hcache={"codec": codec}, dtype="bfloat16", page_size=PAGE
+        )
+        with Server(options) as server:
+            runs[codec] = converse(server, make_conversations(2, turns=3, tokens=300))
+            assert_hidden_mode(server)
+            assert_nothing_went_wrong(server)
+            assert f"codec {codec}" in server.log_text()
+            assert_restored_from_l3(runs[codec], PAGE)
+        pages[codec] = dict(map(segments, stored_pages(folder)))
+    assert [c.outputs for c in runs["exp4"]] == [c.outputs for c in runs["none"]]
+    assert_no_cache_output_up_to_ties(model, tmp_path, runs["exp4"])
+
+    exp4 = make_codec("exp4", HIDDEN, torch.bfloat16)
+    assert len(pages["exp4"]) >= 12
+    assert pages["exp4"].keys() == pages["none"].keys()
+    for key, encoded in pages["exp4"].items():
+        exact = pages["none"][key]
+        assert torch.equal(exp4.decode(encoded).view(torch.uint8), exact)
+        assert encoded.numel() <= 0.77 * exact.numel()
+
+
+@pytest.mark.parametrize(("codec", "share"), [("int8", 0.88), ("fp8", 0.8)])
+def test_a_lossy_codec_serves_and_stays_close(
+    codec: str, share: float, model: Path, tmp_path: Path
+) -> None:
+    with Server(our_server(model, tmp_path, hcache={"codec": codec})) as server:
+        conversations = converse(server, make_conversations(3, turns=3, tokens=300))
+        assert_hidden_mode(server)
+        assert_nothing_went_wrong(server)  # every page was checked, by the codec's tolerance
+        assert_restored_from_l3(conversations, 64)
+    exact_bytes = LAYERS * 64 * HIDDEN * 4
+    assert all(path.stat().st_size <= 0.33 * exact_bytes for path in stored_pages(tmp_path))
+    turns = [turn for c in conversations for turn in c.turns]
+    pairs = [
+        pair for t in turns for pair in zip(t.reply.output_ids, best_tokens(model, t), strict=True)
+    ]
+    assert sum(got == want for got, want in pairs) >= share * len(pairs)
+
+
+def test_pages_of_another_codec_are_misses(model: Path, tmp_path: Path) -> None:
+    """int8 and fp8 have rows of one length: only the namespace keeps them apart."""
+    for codec in ("int8", "fp8", "int8"):
+        options = our_server(
+            model, tmp_path, hcache={"codec": codec}, log=tmp_path / f"{codec}.log"
+        )
+        again = codec == "int8" and bool(stored_pages(tmp_path))
+        with Server(options) as server:
+            conversations = converse(server, make_conversations(2, turns=1, tokens=400))
+            assert_hidden_mode(server)
+        if again:
+            assert all(c.turns[0].cached.storage == 384 for c in conversations)
+        else:
+            assert all(c.turns[0].cached.storage == 0 for c in conversations)
+            assert_no_cache_output(model, conversations)
+
+
+def test_a_row_that_overflows_is_not_stored_and_the_request_is_right(
+    model: Path, tmp_path: Path
+) -> None:
+    def spread(embeddings: torch.Tensor) -> None:
+        """Ten values make the row; all others lie in a window far below them."""
+        embeddings[WIDE_TOKEN] *= 2.0**-30
+        embeddings[WIDE_TOKEN, :10] = 1.0
+
+    served = change_weights(model, tmp_path, "model.embed_tokens.weight", spread)
+    conversations = make_conversations(2, turns=3, tokens=200)
+    for question in (q for c in conversations for q in c.questions):
+        question[:] = [1 if token == WIDE_TOKEN else token for token in question]
+    hit, other = conversations
+    hit.questions[1][100] = WIDE_TOKEN
+    with Server(our_server(served, tmp_path, hcache={"codec": "exp4"}, dtype="bfloat16")) as server:
+        converse(server, conversations)
+        assert_hidden_mode(server)
+        first_turn = (200 + 16) // 64 * 64
+        assert [turn.cached.storage for turn in hit.turns] == [0, first_turn, first_turn]
+        assert_restored_from_l3([other], 64)
+        assert_nothing_went_wrong(server)
+        assert "codec 'exp4' cannot hold a row of 1 tokens of this step" in server.log_text()
+    assert_no_cache_output_up_to_ties(served, tmp_path, conversations)
+
+
+def test_exp4_gives_way_to_none_where_hidden_states_are_not_bfloat16(
+    model: Path, tmp_path: Path
+) -> None:
+    def first_turns(codec: str) -> tuple[list[Conversation], str]:
+        options = our_server(
+            model, tmp_path, hcache={"codec": codec}, log=tmp_path / f"{codec}.log"
+        )
+        with Server(options) as server:
+            conversations = converse(server, make_conversations(2, turns=1, tokens=400))
+            assert_hidden_mode(server)
+            return list(conversations), server.log_text()
+
+    asked, log = first_turns("exp4")
+    assert (
+        "hcache: codec 'exp4' is not used, hidden states are stored as they are (codec 'none'): "
+        "codec 'exp4' takes bfloat16 hidden states, not torch.float32"
+    ) in log
+    # What was written then belongs to the codec that was used.
+    exact, _ = first_turns("none")
+    assert all(c.turns[0].cached.storage == 384 for c in exact)
+    assert_no_cache_output(model, [*asked, *exact])
+
+
+def test_a_codec_that_breaks_the_model_is_refused_at_start_up(model: Path, tmp_path: Path) -> None:
+    """One dimension far above all others, as large models have: int8 rounds the rest away."""
+
+    def tower(norm: torch.Tensor) -> None:
+        norm[7] *= 200
+
+    served = change_weights(model, tmp_path, "model.layers.2.input_layernorm.weight", tower)
+    with Server(our_server(served, tmp_path, hcache={"codec": "int8"})) as server:
+        conversations = converse(server, make_conversations(2, turns=2))
+        assert_hidden_mode(server)
+        assert_restored_from_l3(conversations, 64)
+        assert server.wait_for_log(
+            r"codec 'int8' is not used, hidden states are stored as they are \(codec 'none'\): "
+            r"projected [KV] of model.layers.2.self_attn differs from the model's by"
+        )
+    assert_no_cache_output(served, conversations)
+
+
+def test_a_wrong_projection_in_service_shows_through_the_tolerance_of_a_lossy_codec(
+    model: Path, tmp_path: Path
+) -> None:
+    trigger = tmp_path / "trigger"
+    options = our_server(
+        model, tmp_path, hcache={"codec": "fp8"}, extra_env=faulty("wrong_rope", trigger)
+    )
+    with Server(options) as server:
+        converse(server, make_conversations(1, turns=1, seed=1))
+        assert stored_pages(tmp_path)
+        trigger.touch()
+        converse(server, make_conversations(1, turns=1, seed=2))
+        server.wait_for_log("the self-check in service failed: projected K of model.layers.0")
+        server.wait_for_log(r"\d+ pages that this server wrote were deleted")
+        assert stored_pages(tmp_path) == []

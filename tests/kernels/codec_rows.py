@@ -1,0 +1,67 @@
+"""Rows that are hard on a codec."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from hcache_kernels.codecs.exp4 import WINDOW, most_exceptions
+
+
+def bits_of(rows: torch.Tensor) -> torch.Tensor:
+    """The bits of 16-bit rows: equality that tells NaNs and zeros apart."""
+    return rows.view(torch.int16)
+
+
+def bfloat16(exponents: np.ndarray, seed: int) -> torch.Tensor:
+    """bfloat16 values of these exponents, with random signs and mantissas."""
+    rest = np.random.default_rng(seed).integers(0, 256, exponents.shape)
+    bits = (rest & 0x80) << 8 | exponents.astype(np.int64) << 7 | rest & 0x7F
+    return torch.from_numpy(bits.astype(np.uint16).view(np.int16)).view(torch.bfloat16)
+
+
+def fewest_outside(exponents: np.ndarray) -> int:
+    """Values of a row that the best window leaves outside, by trying every window."""
+    row = exponents[exponents > 0]
+    starts = range(1, 256 - WINDOW + 1)
+    return min(int(((row < start) | (row >= start + WINDOW)).sum()) for start in starts)
+
+
+@st.composite
+def exponent_rows(draw: st.DrawFn, hidden_size: int) -> np.ndarray:
+    """Exponents of one row: most in one window, and about as many outside as the codec holds."""
+    most = most_exceptions(hidden_size)
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    base = draw(st.integers(0, 256 - WINDOW))
+    width = draw(st.integers(1, WINDOW))
+    row = base + rng.integers(0, width, hidden_size)
+    row[rng.random(hidden_size) < draw(st.sampled_from([0.0, 0.1, 1.0]))] = 0
+    outside = draw(st.sampled_from([0, 1, most - 1, most, most + 1, 2 * most, hidden_size // 2]))
+    places = rng.permutation(hidden_size)[: max(0, outside)]
+    kind = draw(st.sampled_from(["ones", "infinities", "anywhere", "just above", "just below"]))
+    row[places] = {
+        "ones": np.ones(len(places), int),
+        "infinities": np.full(len(places), 255),
+        "anywhere": rng.integers(0, 256, len(places)),
+        "just above": np.full(len(places), min(255, base + WINDOW)),
+        "just below": np.full(len(places), max(0, base - 1)),
+    }[kind]
+    return row
+
+
+def float_rows(dtype: torch.dtype, width: int, seed: int) -> torch.Tensor:
+    """Eleven rows: a normal one, and zeros, NaN, infinity, out of range, ties, an outlier."""
+    source = torch.Generator().manual_seed(seed)
+    rows = torch.randn((11, width), generator=source)
+    rows[1] = 0
+    rows[2] *= 2.0**101
+    rows[3] *= 2.0**-130
+    rows[4, ::3] = 0
+    rows[5, width // 2] = float("nan")
+    rows[6, -1] = float("-inf")
+    rows[7] *= torch.logspace(-12, 0, width)
+    rows[8] = torch.arange(width) / 2 - width / 4
+    rows[9, width // 3] = 50.0
+    rows[10] *= 2.0**90
+    return rows.to(dtype)

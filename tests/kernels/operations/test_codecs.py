@@ -1,0 +1,98 @@
+"""Codec kernels give the reference's bytes and values, to the bit, and write nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hcache_kernels.codecs import Codec, make_codec
+from hcache_kernels.codecs.exp4 import most_exceptions
+from tests.kernels.codec_rows import bfloat16, bits_of, exponent_rows, float_rows
+from tests.kernels.operations.conftest import INTERPRETED
+
+POISON = 0xA5
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+def poisoned(n: int, width: int) -> torch.Tensor:
+    return torch.full((n, width), POISON, dtype=torch.uint8, device=DEVICE)
+
+
+def run(codec: Codec, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Encode and decode by the kernels, inside poisoned buffers; results on the CPU."""
+    n, width = rows.shape
+    encoded = poisoned(n + 2, codec.row_bytes)
+    ok = poisoned(1, n + 2)[0]
+    codec.encode_into(rows.to(DEVICE), encoded[1:-1], ok[1:-1].view(torch.bool))
+    decoded = poisoned(n + 2, width * rows.itemsize)
+    codec.decode_into(encoded[1:-1], decoded[1:-1].view(rows.dtype))
+    for buffer in (encoded, ok, decoded):
+        assert (buffer[0] == POISON).all()
+        assert (buffer[-1] == POISON).all()
+    ok, decoded = ok[1:-1].cpu(), decoded[1:-1].view(rows.dtype).cpu()
+    return encoded[1:-1].cpu(), ok.view(torch.bool), decoded
+
+
+def same_as_reference(codec: Codec, rows: torch.Tensor) -> None:
+    encoded, ok, decoded = run(codec, rows)
+    want, want_ok = codec.encode_reference(rows)
+    assert torch.equal(ok, want_ok)
+    assert torch.equal(encoded, want)
+    want_rows = codec.decode_reference(want)
+    assert torch.equal(decoded.view(torch.uint8), want_rows.view(torch.uint8))
+
+
+@pytest.mark.parametrize("width", [16, 256, 272, 784, 4096, 4112])
+def test_exp4(width: int) -> None:
+    codec = make_codec("exp4", width, torch.bfloat16)
+    most = most_exceptions(width)
+    exponents = np.full((4, width), 120)
+    exponents[0, width - most :] = 1
+    exponents[1, width - most - 1 :] = 1
+    exponents[2] = np.random.default_rng(0).integers(0, 256, width)
+    exponents[3, ::2] = 255
+    same_as_reference(codec, bfloat16(exponents, seed=2))
+    same_as_reference(codec, float_rows(torch.bfloat16, width, seed=width))
+
+
+def test_exp4_gives_back_each_of_the_65536_patterns() -> None:
+    codec = make_codec("exp4", 256, torch.bfloat16)
+    rows = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(256, 256).view(torch.bfloat16)
+    _, ok, decoded = run(codec, rows)
+    assert ok.all()
+    assert torch.equal(bits_of(decoded), bits_of(rows))
+
+
+@settings(max_examples=30, deadline=None)
+@given(exponents=exponent_rows(64), seed=st.integers(0, 2**32))
+def test_exp4_of_any_mix_of_exponents(exponents: np.ndarray, seed: int) -> None:
+    same_as_reference(make_codec("exp4", 64, torch.bfloat16), bfloat16(exponents[None], seed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [1, 100, 256, 4112])
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_scaled_codecs(name: str, width: int, dtype: torch.dtype) -> None:
+    same_as_reference(make_codec(name, width, dtype), float_rows(dtype, width, seed=width))
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.binary(min_size=128, max_size=128))
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_scaled_codecs_of_any_bytes(name: str, dtype: torch.dtype, data: bytes) -> None:
+    rows = torch.frombuffer(bytearray(data), dtype=dtype)[None]
+    same_as_reference(make_codec(name, rows.shape[1], dtype), rows)
+
+
+def test_every_code_of_fp8_is_the_nearest() -> None:
+    """Rows whose scale is 1: values around and exactly between all codes."""
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    between = (codes[1:] + codes[:-1]) / 2
+    near = [between.nextafter(codes[1:]), between.nextafter(codes[:-1]), between, codes]
+    values = torch.cat(near)
+    rows = torch.cat([values, -values, torch.tensor([448.0])])[None]
+    same_as_reference(make_codec("fp8", rows.shape[1], torch.float32), rows)

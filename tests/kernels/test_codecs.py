@@ -1,0 +1,195 @@
+"""Codecs in plain torch: what they promise, whatever the rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hcache_kernels.codecs import CODECS, Codec, UnsupportedRows, make_codec
+from hcache_kernels.codecs.exp4 import most_exceptions
+from tests.kernels.codec_rows import bfloat16, bits_of, exponent_rows, fewest_outside, float_rows
+
+WIDTH = 256
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def round_trip(codec: Codec, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    encoded, ok = codec.encode(rows)
+    assert encoded.shape == (len(rows), codec.row_bytes)
+    return codec.decode(encoded), ok
+
+
+def test_exp4_gives_back_each_of_the_65536_patterns() -> None:
+    codec = make_codec("exp4", WIDTH, torch.bfloat16)
+    patterns = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
+    rows = patterns.view(256, 256).view(torch.bfloat16)  # two exponents a row
+    decoded, ok = round_trip(codec, rows)
+    assert ok.all()
+    assert torch.equal(bits_of(decoded), bits_of(rows))
+
+
+@settings(max_examples=300, deadline=None)
+@given(exponents=exponent_rows(WIDTH), seed=st.integers(0, 2**32))
+def test_exp4_gives_back_every_bit_or_says_that_it_cannot(exponents: np.ndarray, seed: int) -> None:
+    codec = make_codec("exp4", WIDTH, torch.bfloat16)
+    rows = bfloat16(exponents[None], seed)
+    decoded, ok = round_trip(codec, rows)
+    assert ok.item() == (fewest_outside(exponents) <= most_exceptions(WIDTH))
+    assert not ok or torch.equal(bits_of(decoded), bits_of(rows))
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.binary(min_size=2 * WIDTH, max_size=2 * WIDTH))
+def test_exp4_of_any_bytes(data: bytes) -> None:
+    rows = torch.frombuffer(bytearray(data), dtype=torch.bfloat16)[None]
+    decoded, ok = round_trip(make_codec("exp4", WIDTH, torch.bfloat16), rows)
+    exponents = np.frombuffer(data, np.uint16) >> 7 & 0xFF
+    assert ok.item() == (fewest_outside(exponents) <= most_exceptions(WIDTH))
+    assert not ok or torch.equal(bits_of(decoded), bits_of(rows))
+
+
+@pytest.mark.parametrize("width", [16, 256, 784, 4096, 65536])
+def test_exp4_holds_as_many_exceptions_as_it_says_and_not_one_more(width: int) -> None:
+    codec = make_codec("exp4", width, torch.bfloat16)
+    most = most_exceptions(width)
+    exponents = np.full((2, width), 120)
+    exponents[0, width - most :] = 1
+    exponents[1, width - most - 1 :] = 1
+    rows = bfloat16(exponents, seed=1)
+    decoded, ok = round_trip(codec, rows)
+    assert ok.tolist() == [True, False]
+    assert torch.equal(bits_of(decoded[0]), bits_of(rows[0]))
+
+
+def test_exp4_holds_any_number_of_zeros() -> None:
+    """They are frequent: a residual stream in bfloat16 often adds up to nothing."""
+    rows = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rows[:, ::5] = 0
+    rows[1, ::3] = -0.0
+    rows[2, 1::3] = 1e-40  # the smallest exponent, and not zero
+    decoded, ok = round_trip(make_codec("exp4", WIDTH, torch.bfloat16), rows)
+    assert ok.all()
+    assert torch.equal(bits_of(decoded), bits_of(rows))
+
+
+def test_exp4_chooses_its_window_for_each_row() -> None:
+    """Attention-sink rows have another scale; with one window for all they would be lost."""
+    codec = make_codec("exp4", WIDTH, torch.bfloat16)
+    rows = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
+    rows *= torch.tensor([[1.0], [2.0**-40], [2.0**60], [1.0]])
+    decoded, ok = round_trip(codec, rows.bfloat16())
+    assert ok.all()
+    assert torch.equal(decoded, rows.bfloat16())
+
+
+def test_exp4_takes_at_most_0_77_of_the_bytes() -> None:
+    for width in range(256, 65536 + 1, 16):
+        size = make_codec("exp4", width, torch.bfloat16).row_bytes
+        assert size <= 0.77 * 2 * width
+        assert size % 8 == 0
+
+
+def test_exp4_row_bytes_are_part_of_the_page_format() -> None:
+    sizes = {width: make_codec("exp4", width, torch.bfloat16).row_bytes for width in (256, 4096)}
+    assert sizes == {256: 392, 4096: 6304}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 100, 256])
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_scaled_codecs_keep_the_error_that_they_state(
+    name: str, width: int, dtype: torch.dtype
+) -> None:
+    codec = make_codec(name, width, dtype)
+    rows = float_rows(dtype, width, seed=width)
+    decoded, ok = round_trip(codec, rows)
+    exact, got = rows[ok].double(), decoded[ok].double()
+    assert got.isfinite().all()
+    amax = exact.abs().amax(1, keepdim=True)
+    bound = amax / 254 if name == "int8" else (exact.abs() / 16).clamp_min(amax / 448 / 1024)
+    rounding = torch.finfo(dtype).eps * exact.abs() + torch.finfo(dtype).smallest_normal
+    assert ((got - exact).abs() <= bound * 1.0001 + rounding).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_scaled_codecs_refuse_rows_that_are_not_finite_or_out_of_range(
+    name: str, dtype: torch.dtype
+) -> None:
+    rows = float_rows(dtype, WIDTH, seed=0)
+    _, ok = make_codec(name, WIDTH, dtype).encode(rows)
+    amax = rows.double().abs().amax(1)
+    in_range = (amax >= 2.0**-100) & (amax <= 2.0**100) | (amax == 0)
+    assert torch.equal(ok, in_range)  # neither for NaN and infinity
+    assert not ok[5] and not ok[6]
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_rows_of_zeros_come_back_as_zeros(name: str) -> None:
+    decoded, ok = round_trip(make_codec(name, WIDTH, torch.float16), torch.zeros(2, WIDTH).half())
+    assert ok.all()
+    assert (decoded == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn])
+def test_none_is_the_bytes_of_the_row(dtype: torch.dtype) -> None:
+    rows = torch.arange(3 * 24 * dtype.itemsize, dtype=torch.uint8).view(dtype).view(3, 24)
+    codec = make_codec("none", 24, dtype)
+    encoded, ok = codec.encode(rows)
+    assert ok.all()
+    assert torch.equal(encoded, rows.view(torch.uint8))
+    assert torch.equal(codec.decode(encoded).view(torch.uint8), encoded)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_row_is_encoded_and_decoded_without_the_others(name: str) -> None:
+    codec = make_codec(name, WIDTH, torch.bfloat16)
+    rows = float_rows(torch.bfloat16, WIDTH, seed=3)
+    encoded, ok = codec.encode(rows)
+    decoded = codec.decode(encoded)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+    for i in order.tolist():
+        alone, alone_ok = codec.encode(rows[i : i + 1])
+        assert torch.equal(alone[0], encoded[i])
+        assert alone_ok.item() == ok[i].item()
+        assert torch.equal(bits_of(codec.decode(alone)[0]), bits_of(decoded[i]))
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_no_rows_are_no_bytes(name: str) -> None:
+    codec = make_codec(name, WIDTH, torch.bfloat16)
+    encoded, ok = codec.encode(torch.empty(0, WIDTH, dtype=torch.bfloat16))
+    assert codec.decode(encoded).shape == (0, WIDTH)
+    assert len(ok) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "dtype", "message"),
+    [
+        ("exp4", 256, torch.float32, "takes bfloat16 hidden states, not torch.float32"),
+        ("exp4", 256, torch.float16, "takes bfloat16 hidden states, not torch.float16"),
+        ("exp4", 264, torch.bfloat16, "a multiple of 16 and at most 65536, not 264"),
+        ("exp4", 65552, torch.bfloat16, "a multiple of 16 and at most 65536, not 65552"),
+        ("int8", 256, torch.float64, "codec 'int8' takes torch.float32, torch.bfloat16"),
+        ("fp8", 256, torch.int8, "codec 'fp8' takes torch.float32, torch.bfloat16"),
+    ],
+)
+def test_rows_that_a_codec_cannot_hold_are_refused(
+    name: str, width: int, dtype: torch.dtype, message: str
+) -> None:
+    with pytest.raises(UnsupportedRows, match="codec") as error:
+        make_codec(name, width, dtype)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_other_rows_than_those_it_was_made_for_are_refused(name: str) -> None:
+    codec = make_codec(name, WIDTH, torch.bfloat16)
+    for rows in (torch.zeros(2, WIDTH), torch.zeros(2, 128).bfloat16(), torch.zeros(WIDTH)):
+        with pytest.raises(ValueError, match=r"takes rows \[n, 256\] of torch.bfloat16, not"):
+            codec.encode(rows)
+    with pytest.raises(ValueError, match="takes encoded rows"):
+        codec.decode(torch.zeros(2, codec.row_bytes + 8, dtype=torch.uint8))
