@@ -66,12 +66,14 @@ class Exp4Codec(Codec):
     def encode_into(self, rows: torch.Tensor, encoded: torch.Tensor, ok: torch.Tensor) -> None:
         from . import exp4_triton
 
-        exp4_triton.encode_into(rows, encoded, ok)
+        if len(rows):
+            exp4_triton.encode_launch(rows, encoded, ok).run()
 
     def decode_into(self, encoded: torch.Tensor, rows: torch.Tensor) -> None:
         from . import exp4_triton
 
-        exp4_triton.decode_into(encoded, rows)
+        if len(rows):
+            exp4_triton.decode_launch(encoded, rows).run()
 
 
 def encode_reference(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,10 +9,13 @@ mantissa and 8 bits of codes, so nothing moves between threads.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from ..launch import Launch
 from .exp4 import most_exceptions, tail_bytes
 
 _ENCODE_PAIRS = 1024  # more take all registers of a thread
@@ -127,43 +130,32 @@ def decode_kernel(
     tl.store(single + position, value.to(tl.uint16), mask=inside)
 
 
-def _configuration(hidden_size: int, most_pairs: int) -> dict[str, int]:
+def encode_launch(rows: torch.Tensor, encoded: torch.Tensor, ok: torch.Tensor) -> Launch:
+    """Encode contiguous bfloat16 rows into uint8 ``[n, row_bytes]`` and ``ok``, bool ``[n]``."""
+    arguments = {
+        "rows": rows.view(torch.int32),
+        "encoded": encoded,
+        "ok": ok.view(torch.uint8),
+    }
+    return _launch(encode_kernel, rows, arguments, _ENCODE_PAIRS)
+
+
+def decode_launch(encoded: torch.Tensor, rows: torch.Tensor) -> Launch:
+    """Decode contiguous uint8 ``[n, row_bytes]`` into bfloat16 ``rows``, ``[n, hidden_size]``."""
+    arguments = {"encoded": encoded, "rows": rows.view(torch.int32)}
+    return _launch(decode_kernel, rows, arguments, _DECODE_PAIRS)
+
+
+def _launch(kernel: Any, rows: torch.Tensor, arguments: dict[str, Any], most_pairs: int) -> Launch:
+    n, hidden_size = rows.shape
     pairs = hidden_size // 2
     block = min(most_pairs, triton.next_power_of_2(pairs))
-    return {
+    sizes = {
         "PAIRS": pairs,
         "ROW_BYTES": 3 * pairs + tail_bytes(hidden_size),
         "MOST": most_exceptions(hidden_size),
         "LIST": triton.next_power_of_2(most_exceptions(hidden_size)),
         "BLOCK": block,
-        "num_warps": max(1, min(4, block // 256)),
     }
-
-
-def encode_configuration(hidden_size: int) -> dict[str, int]:
-    """Compile-time arguments and warps of :func:`encode_kernel`."""
-    return _configuration(hidden_size, _ENCODE_PAIRS)
-
-
-def decode_configuration(hidden_size: int) -> dict[str, int]:
-    """Compile-time arguments and warps of :func:`decode_kernel`."""
-    return _configuration(hidden_size, _DECODE_PAIRS)
-
-
-def encode_into(rows: torch.Tensor, encoded: torch.Tensor, ok: torch.Tensor) -> None:
-    """Encode contiguous bfloat16 rows into uint8 ``[n, row_bytes]`` and ``ok``, bool ``[n]``."""
-    n, hidden_size = rows.shape
-    if n:
-        encode_kernel[(n,)](
-            rows.view(torch.int32),
-            encoded,
-            ok.view(torch.uint8),
-            **encode_configuration(hidden_size),
-        )
-
-
-def decode_into(encoded: torch.Tensor, rows: torch.Tensor) -> None:
-    """Decode contiguous uint8 ``[n, row_bytes]`` into bfloat16 ``rows``, ``[n, hidden_size]``."""
-    n, hidden_size = rows.shape
-    if n:
-        decode_kernel[(n,)](encoded, rows.view(torch.int32), **decode_configuration(hidden_size))
+    warps = max(1, min(4, block // 256))
+    return Launch(kernel, (n,), arguments | sizes, warps, stages=1)

@@ -52,12 +52,14 @@ class ScaledCodec(Codec):
     def encode_into(self, rows: torch.Tensor, encoded: torch.Tensor, ok: torch.Tensor) -> None:
         from . import scaled_triton
 
-        scaled_triton.encode_into(rows, encoded, ok, self.largest)
+        if len(rows):
+            scaled_triton.encode_launch(rows, encoded, ok, self.largest).run()
 
     def decode_into(self, encoded: torch.Tensor, rows: torch.Tensor) -> None:
         from . import scaled_triton
 
-        scaled_triton.decode_into(encoded, rows, self.largest)
+        if len(rows):
+            scaled_triton.decode_launch(encoded, rows, self.largest).run()
 
 
 class Int8Codec(ScaledCodec):

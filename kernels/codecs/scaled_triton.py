@@ -9,10 +9,13 @@ and rounding to nearest even has no portable name.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from ..launch import Launch
 from .scaled import FP8_LARGEST, row_bytes
 
 _MOST_VALUES = 4096
@@ -49,7 +52,7 @@ def encode_kernel(
     for start in range(0, WIDTH, BLOCK):
         at = start + tl.arange(0, BLOCK)
         value = tl.load(rows + at, mask=at < WIDTH, other=0.0).to(tl.float32)
-        scaled = tl.where(usable, value, 0.0) * inverse
+        scaled = tl.where(usable, value, 0.0) * inverse  # clamped, so not fused with what rounds it
         scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
         code = _to_fp8(scaled) if FP8 else _to_int8(scaled)
         tl.store(encoded + at, code.to(tl.uint8), mask=at < WIDTH)
@@ -102,37 +105,32 @@ def decode_kernel(
         tl.store(rows + at, value, mask=at < WIDTH)
 
 
-def shape(hidden_size: int, largest: float) -> dict[str, int]:
-    """Compile-time arguments of both kernels but ``LARGEST``, and their warps."""
+def encode_launch(
+    rows: torch.Tensor, encoded: torch.Tensor, ok: torch.Tensor, largest: float
+) -> Launch:
+    """Encode contiguous ``rows`` into uint8 ``[n, row_bytes]`` and ``ok``, bool ``[n]``."""
+    arguments = {
+        "rows": rows,
+        "encoded": encoded,
+        "ok": ok.view(torch.uint8),
+        "LARGEST": largest,
+    }
+    return _launch(encode_kernel, rows, arguments, largest)
+
+
+def decode_launch(encoded: torch.Tensor, rows: torch.Tensor, largest: float) -> Launch:
+    """Decode contiguous uint8 ``[n, row_bytes]`` into ``rows``, ``[n, hidden_size]``."""
+    return _launch(decode_kernel, rows, {"encoded": encoded, "rows": rows}, largest)
+
+
+def _launch(kernel: Any, rows: torch.Tensor, arguments: dict[str, Any], largest: float) -> Launch:
+    n, hidden_size = rows.shape
     block = min(_MOST_VALUES, triton.next_power_of_2(hidden_size))
-    return {
+    sizes = {
         "WIDTH": hidden_size,
         "ROW_BYTES": row_bytes(hidden_size),
         "FP8": largest == FP8_LARGEST,
         "BLOCK": block,
-        "num_warps": max(1, min(4, block // 512)),
     }
-
-
-def encode_into(
-    rows: torch.Tensor, encoded: torch.Tensor, ok: torch.Tensor, largest: float
-) -> None:
-    """Encode contiguous ``rows`` into uint8 ``[n, row_bytes]`` and ``ok``, bool ``[n]``."""
-    n, hidden_size = rows.shape
-    if n:
-        # A product that is fused with the sum which rounds it would be rounded once, not twice.
-        encode_kernel[(n,)](
-            rows,
-            encoded,
-            ok.view(torch.uint8),
-            LARGEST=largest,
-            **shape(hidden_size, largest),
-            enable_fp_fusion=False,
-        )
-
-
-def decode_into(encoded: torch.Tensor, rows: torch.Tensor, largest: float) -> None:
-    """Decode contiguous uint8 ``[n, row_bytes]`` into ``rows``, ``[n, hidden_size]``."""
-    n, hidden_size = rows.shape
-    if n:
-        decode_kernel[(n,)](encoded, rows, **shape(hidden_size, largest))
+    warps = max(1, min(4, block // 512))
+    return Launch(kernel, (n,), arguments | sizes, warps, stages=1)

@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
+from ..launch import Launch
 from .checks import FP8_TYPES
 from .spec import KVPool, KVProjection
 
-
-@dataclass(frozen=True)
-class Launch:
-    """One kernel launch, complete: what tests compile is what runs.
-
-    Attributes:
-        kernel: The Triton function.
-        grid: Programs.
-        arguments: By name, compile-time ones included.
-        warps: Warps of a program.
-        stages: Depth of the software pipeline.
-    """
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-    warps: int
-    stages: int
-
-    def run(self) -> None:
-        self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
+__all__ = ["Launch", "head_pairs", "key_arguments", "pool_arguments"]
 
 
 def head_pairs(head_dim: int) -> int:

@@ -1,0 +1,60 @@
+"""The page kernels move what the reference moves, and write nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hcache_kernels.pages import gather_pages, scatter_rows
+from hcache_kernels.pages.copies import gather_launch, scatter_launch
+from hcache_kernels.pages.reference import scatter_rows_reference
+from tests.kernels.operations.conftest import INTERPRETED
+
+PAGES = 9
+POISON = 0x5A
+
+
+def host_pages(page_bytes: int) -> torch.Tensor:
+    """Random pages as the host pool holds them."""
+    pages = torch.randint(0, 256, (PAGES, page_bytes), dtype=torch.uint8)
+    return pages if INTERPRETED else pages.pin_memory()
+
+
+@pytest.mark.parametrize("index_type", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("offset", "length"), [(4096, 4096), (4096, 8), (8, 392), (0, 24), (4104, 4 * 392), (0, 40000)]
+)
+def test_gather(device: str, offset: int, length: int, index_type: torch.dtype) -> None:
+    pages = host_pages(offset + length + 24)
+    ids = torch.tensor([8, 0, 3, 3, 5], dtype=index_type)
+    out = torch.full((len(ids) + 2, length), POISON, dtype=torch.uint8, device=device)
+    gather_launch(pages, ids.to(device), offset, out[1:-1]).run()
+    assert torch.equal(out[1:-1].cpu(), gather_pages(pages, ids, offset, length))
+    assert (out[0] == POISON).all()
+    assert (out[-1] == POISON).all()
+
+
+@pytest.mark.parametrize("index_type", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("offset", "row_bytes"), [(4096, 512), (4096, 392), (8, 8), (16, 20000)])
+def test_scatter(device: str, offset: int, row_bytes: int, index_type: torch.dtype) -> None:
+    page_rows = 6
+    pages = host_pages(offset + page_rows * row_bytes + 8)
+    want = pages.clone()
+    places = torch.randperm(PAGES * page_rows)[:20]
+    page_ids = (places // page_rows).to(index_type)
+    row_ids = (places % page_rows).to(index_type)
+    rows = torch.randint(0, 256, (20, row_bytes), dtype=torch.uint8)
+    scatter_rows_reference(rows, want, page_ids, row_ids, offset)
+    scatter_launch(rows.to(device), pages, page_ids.to(device), row_ids.to(device), offset).run()
+    if not INTERPRETED:
+        torch.cuda.synchronize()
+    assert torch.equal(pages, want)
+
+
+def test_nothing_is_moved_for_no_ids(device: str) -> None:
+    pages = host_pages(4096)
+    none = torch.empty(0, dtype=torch.int64, device=device)
+    assert gather_pages(pages, none, 0, 64).shape == (0, 64)
+    before = pages.clone()
+    scatter_rows(torch.empty(0, 64, dtype=torch.uint8, device=device), pages, none, none, 0)
+    assert torch.equal(pages, before)

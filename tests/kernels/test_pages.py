@@ -1,0 +1,103 @@
+"""Gathering and scattering parts of pages in torch, and what is refused whatever does it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hcache_kernels.pages import gather_pages, scatter_rows
+
+PAGES, PAGE_BYTES = 7, 4096 + 64
+
+
+def some_pages() -> torch.Tensor:
+    source = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (PAGES, PAGE_BYTES), dtype=torch.uint8, generator=source)
+
+
+@settings(deadline=None)
+@given(
+    ids=st.lists(st.integers(0, PAGES - 1), max_size=12),
+    offset=st.integers(0, PAGE_BYTES // 8).map(lambda words: 8 * words),
+    data=st.data(),
+)
+def test_gathered_bytes_are_those_of_the_pages(
+    ids: list[int], offset: int, data: st.DataObject
+) -> None:
+    length = 8 * data.draw(st.integers(0, (PAGE_BYTES - offset) // 8))
+    pages = some_pages()
+    for dtype in (torch.int32, torch.int64):
+        got = gather_pages(pages, torch.tensor(ids, dtype=dtype), offset, length)
+        assert got.shape == (len(ids), length)
+        for row, page in zip(got, ids, strict=True):
+            assert torch.equal(row, pages[page, offset : offset + length])
+
+
+@settings(deadline=None)
+@given(
+    places=st.lists(st.tuples(st.integers(0, PAGES - 1), st.integers(0, 9)), unique=True),
+    row_bytes=st.integers(1, 50).map(lambda words: 8 * words),
+    offset=st.integers(0, 8).map(lambda words: 8 * words),
+)
+def test_scattered_rows_are_the_only_change(
+    places: list[tuple[int, int]], row_bytes: int, offset: int
+) -> None:
+    before = some_pages()
+    pages = before.clone()
+    rows = torch.randint(0, 256, (len(places), row_bytes), dtype=torch.uint8)
+    ids = torch.tensor(places, dtype=torch.int64).view(-1, 2)
+    scatter_rows(rows, pages, ids[:, 0].int(), ids[:, 1].contiguous(), offset)
+    want = before.clone()
+    for row, (page, place) in zip(rows, places, strict=True):
+        start = offset + place * row_bytes
+        want[page, start : start + row_bytes] = row
+    assert torch.equal(pages, want)
+
+
+IDS = torch.tensor([1, 2])
+ROWS = torch.zeros(2, 64, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pages": torch.zeros(4, 64)}, "must be contiguous uint8 [pages, page_bytes]"),
+        ({"pages": some_pages()[:, ::2]}, "must be contiguous uint8 [pages, page_bytes]"),
+        ({"pages": torch.zeros(9, 100, dtype=torch.uint8)}, "page_bytes is 100: must be a"),
+        ({"page_ids": torch.tensor([0, PAGES])}, "page_ids go from 0 to 7: must be from 0 to 6"),
+        ({"page_ids": torch.tensor([-1, 0])}, "page_ids go from -1 to 0: must be from 0 to 6"),
+        ({"page_ids": torch.tensor([1.0, 2.0])}, "must be int32 or int64 [2]"),
+        ({"offset": 4}, "offset is 4: must be a multiple of 8"),
+        ({"offset": -8}, "bytes -8 to 56 are not within a page of 4160"),
+        ({"offset": PAGE_BYTES - 56}, "bytes 4104 to 4168 are not within a page of 4160"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict[str, object], message: str) -> None:
+    arguments = {"pages": some_pages(), "page_ids": IDS, "offset": 64} | changes
+    with pytest.raises(ValueError) as error:
+        gather_pages(**arguments, length=64)  # type: ignore[arg-type]
+    assert message in str(error.value)
+    with pytest.raises(ValueError) as error:
+        scatter_rows(rows=ROWS, row_ids=IDS, **arguments)  # type: ignore[arg-type]
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": ROWS.float()}, "must be contiguous uint8 [n, row_bytes]"),
+        ({"rows": torch.zeros(2, 60, dtype=torch.uint8)}, "length is 60: must be a multiple of 8"),
+        ({"rows": ROWS[:1]}, "page_ids are [2] of torch.int64: must be int32 or int64 [1]"),
+        ({"row_ids": torch.tensor([0, 64])}, "row_ids go from 0 to 64: must be from 0 to 63"),
+        ({"row_ids": torch.tensor([0, -1])}, "row_ids go from -1 to 0: must be from 0 to 63"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(changes: dict[str, object], message: str) -> None:
+    arguments = {"rows": ROWS, "page_ids": IDS, "row_ids": IDS} | changes
+    pages = some_pages()
+    with pytest.raises(ValueError) as error:
+        scatter_rows(pages=pages, offset=64, **arguments)  # type: ignore[arg-type]
+    assert message in str(error.value)
+    assert torch.equal(pages, some_pages())
