@@ -211,7 +211,7 @@ def restore_rows(shapes: Shapes) -> Iterator[Row]:
             "exact_us": times["none"] / shapes.layers,
             "exp4_us": times["exp4"] / shapes.layers,
             "times_exact": times["none"] / times["exp4"],
-            "bus_binds": gather_us > product_us,
+            "bus_binds": hidden.is_cuda and gather_us > product_us,
             "right": right,
         }
 
