@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from hcache_backend.cli.demo_codecs import codec_report, codec_steps, codec_table, run_codecs
 from hcache_backend.cli.demo_picture import draw
 from hcache_backend.cli.demo_report import METHODS, MethodRun, build_report, table
 from hcache_backend.cli.demo_run import PAGE_SIZE, POOL_TOKENS, Script, run_method, steps
@@ -34,6 +35,9 @@ def demo(
     ] = False,
     conversations: Annotated[int, typer.Option(min=1, help="Conversations held.")] = 4,
     turns: Annotated[int, typer.Option(min=2, help="Turns of each conversation.")] = 5,
+    codecs: Annotated[
+        bool, typer.Option(help="Also compare the codecs of hidden states (four short servers).")
+    ] = True,
     out: Annotated[
         Path, typer.Option(help="Where the report goes; a picture (.png) goes beside it.")
     ] = DEFAULT_OUT,
@@ -53,7 +57,7 @@ def demo(
         most = POOL_TOKENS // (script.longest_prompt // turns)
         raise typer.BadParameter(f"the device pool holds at most {most}", param_hint="--turns")
     try:
-        report = measure(script, TinyLlama(vocabulary=script.vocabulary))
+        report = measure(script, TinyLlama(vocabulary=script.vocabulary), codecs)
     except (MachineError, ServerError) as error:
         _messages.print(f"hcache demo: {error}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(COULD_NOT_RUN) from None
@@ -71,14 +75,15 @@ def demo(
     raise typer.Exit(exit_status(report))
 
 
-def measure(script: Script, shape: TinyLlama) -> dict[str, Any]:
-    """Run every method; returns the content of ``demo.json``.
+def measure(script: Script, shape: TinyLlama, codecs: bool) -> dict[str, Any]:
+    """Run every method and, where asked for, every codec; returns the content of ``demo.json``.
 
     Raises:
         MachineError: SGLang cannot serve here.
         ServerError: A server did not start, or a request failed.
     """
-    with _progress(len(METHODS) * steps(script) + 1) as advance:
+    number = len(METHODS) * steps(script) + (codec_steps(script) if codecs else 0)
+    with _progress(number + 1) as advance:
         advance("preparing SGLang and a tiny model")
         machine = find_machine()
         with tempfile.TemporaryDirectory(prefix="hcache-demo-") as scratch:
@@ -88,7 +93,13 @@ def measure(script: Script, shape: TinyLlama) -> dict[str, Any]:
                 folder = Path(scratch) / method
                 folder.mkdir()
                 runs[method] = run_method(method, script, model, machine, folder, advance)
-    return build_report(runs, PAGE_SIZE, _about(machine, shape, script))
+            codec_runs = (
+                run_codecs(script, model, machine, Path(scratch), advance) if codecs else {}
+            )
+    about = _about(machine, shape, script)
+    return build_report(
+        runs, PAGE_SIZE, about, codec_report(codec_runs, shape) if codec_runs else None
+    )
 
 
 def exit_status(report: dict[str, Any]) -> int:
@@ -136,6 +147,8 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
 def _show(report: dict[str, Any], out: Path) -> None:
     console = Console(highlight=False)
     console.print(table(report))
+    if "codecs" in report:
+        console.print(codec_table(report["codecs"]))
     note = report["methods"]["hcache"].get("note")
     if note:
         console.print(f"HCache server: {note}", markup=False)

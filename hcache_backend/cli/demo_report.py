@@ -121,25 +121,41 @@ def problems(runs: Mapping[str, MethodRun], page_size: int) -> list[str]:
             where = f"{name}: conversation {turn.conversation}, turn {turn.turn}"
             if turn.output_ids != reference.output_ids:
                 found.append(f"{where}: the reply differs from that without a cache")
-            if turn.turn > 0 and turn.l3_tokens < turn.history_tokens - page_size:
-                found.append(
-                    f"{where}: {turn.l3_tokens} of {turn.history_tokens} history tokens came "
-                    "from L3"
-                )
-            elif turn.turn > 0 and turn.restore is None:
-                found.append(f"{where}: the trace shows no restore")
+        found += [f"{name}: {line}" for line in missing_history(runs[name], page_size)]
+    return found
+
+
+def missing_history(run: MethodRun, page_size: int) -> list[str]:
+    """Turns whose history did not come back from L3, one line each."""
+    found = []
+    for turn in run.turns:
+        where = f"conversation {turn.conversation}, turn {turn.turn}"
+        if turn.turn > 0 and turn.l3_tokens < turn.history_tokens - page_size:
+            found.append(
+                f"{where}: {turn.l3_tokens} of {turn.history_tokens} history tokens came from L3"
+            )
+        elif turn.turn > 0 and turn.restore is None:
+            found.append(f"{where}: the trace shows no restore")
     return found
 
 
 def build_report(
-    runs: Mapping[str, MethodRun], page_size: int, about: Mapping[str, object]
+    runs: Mapping[str, MethodRun],
+    page_size: int,
+    about: Mapping[str, object],
+    codecs: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The content of ``demo.json``; ``about`` comes first in it."""
+    """The content of ``demo.json``; ``about`` comes first in it.
+
+    Args:
+        codecs: What :func:`hcache_backend.cli.demo_codecs.codec_report` says; None if they were
+            not run.
+    """
     turns = [
         _turn_entry(dict(zip(METHODS, row, strict=True)))
         for row in zip(*(runs[name].turns for name in METHODS), strict=True)
     ]
-    found = problems(runs, page_size)
+    found = problems(runs, page_size) + (codecs["problems"] if codecs else [])
     return {
         **about,
         "page_size": page_size,
@@ -147,6 +163,7 @@ def build_report(
         "problems": found,
         "identical_tokens": all(turn["identical_tokens"] for turn in turns),
         "methods": {name: _method_entry(runs[name], runs["recompute"]) for name in METHODS},
+        **({"codecs": dict(codecs)} if codecs else {}),
         "turns": turns,
     }
 

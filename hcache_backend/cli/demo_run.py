@@ -61,6 +61,8 @@ def run_method(
     machine: Machine,
     folder: Path,
     advance: Callable[[str], None],
+    dtype: str = "float32",
+    codec: str = "none",
 ) -> MethodRun:
     """Hold all conversations with a fresh server; L1 and L2 are flushed after every request.
 
@@ -68,18 +70,21 @@ def run_method(
         method: One of ``METHODS``.
         folder: An empty folder for the log, the trace and L3.
         advance: Called :func:`steps` times, with what comes next.
+        dtype: Type that the model is served in.
+        codec: Option ``codec`` of HCache.
 
     Raises:
         ServerError: The server did not start, or a request failed.
     """
-    advance(f"{method}: starting SGLang")
-    command, environment = launch(method, machine, model, folder)
+    name = method if codec == "none" else f"{method}, {codec}"
+    advance(f"{name}: starting SGLang")
+    command, environment = launch(method, machine, model, folder, dtype, codec)
     with ServerProcess(command, environment, folder / "server.log") as server:
         session = _Session(method, script, server, folder / "trace.jsonl")
         turns = []
         for turn in range(script.turns):
             for conversation in range(script.conversations):
-                advance(f"{method}: turn {turn + 1} of conversation {conversation + 1}")
+                advance(f"{name}: turn {turn + 1} of conversation {conversation + 1}")
                 turns.append(session.hold_turn(conversation, turn))
         note = _mode_line(server.log_text()) if method == "hcache" else ""
     stored_tokens, stored_bytes = stored(method, folder / "l3")
@@ -92,13 +97,18 @@ def steps(script: Script) -> int:
 
 
 def launch(
-    method: str, machine: Machine, model: Path, folder: Path
+    method: str,
+    machine: Machine,
+    model: Path,
+    folder: Path,
+    dtype: str = "float32",
+    codec: str = "none",
 ) -> tuple[list[str], dict[str, str]]:
     """Command line and environment of the server of ``method``."""
     command = [
         *machine.launch_command(model),
         # The one backend that computes float32 exactly on every device.
-        *("--attention-backend", "torch_native", "--dtype", "float32"),
+        *("--attention-backend", "torch_native", "--dtype", dtype),
         *("--grammar-backend", "none", "--skip-tokenizer-init", "--skip-server-warmup"),
         *("--page-size", str(PAGE_SIZE), "--max-total-tokens", str(POOL_TOKENS)),
         *("--chunked-prefill-size", str(POOL_TOKENS), "--enable-cache-report"),
@@ -109,7 +119,7 @@ def launch(
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     }
     if method in L3_METHODS:
-        backend, extra = _storage(method, folder / "l3")
+        backend, extra = _storage(method, folder / "l3", codec)
         command += [
             *("--enable-hierarchical-cache", "--hicache-ratio", "2"),
             *("--hicache-write-policy", "write_through"),
@@ -123,7 +133,7 @@ def launch(
     return command, environment
 
 
-def _storage(method: str, folder: Path) -> tuple[str, dict[str, object]]:
+def _storage(method: str, folder: Path, codec: str) -> tuple[str, dict[str, object]]:
     if method == "kv_offload":
         return "file", {"prefetch_threshold": 16}
     return "dynamic", {
@@ -132,7 +142,7 @@ def _storage(method: str, folder: Path) -> tuple[str, dict[str, object]]:
         "class_name": "HCacheStorage",
         "interface_v1": 1,
         "prefetch_threshold": 16,
-        "hcache": {"dirs": [str(folder)]},
+        "hcache": {"dirs": [str(folder)], "codec": codec},
     }
 
 

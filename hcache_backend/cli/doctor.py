@@ -99,6 +99,8 @@ def _last_server(path: Path, report: ServerReport) -> Check:
     parts = [f"{report.model}, started {started}: {report.mode} mode"]
     if report.reason is not None:
         parts.append(report.reason)
+    if report.codec is not None:
+        parts.append(f"codec {report.codec}")
     for group in report.projection:
         how = "by spec" if group.method == "spec" else "by their attention modules"
         parts.append(f"layers {', '.join(map(str, group.layers))} {how}: {group.detail}")

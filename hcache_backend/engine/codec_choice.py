@@ -24,20 +24,21 @@ def agree_on_codec(
 ) -> Codec | None:
     """The codec of this server, the same on every rank; all ranks must call it.
 
+    The K and V that the model wrote during the probe must still be in the pool.
+
     Args:
         group: The tensor-parallel ranks.
         wanted: Option ``codec``.
         probe: None on a rank that refuses hidden mode anyway.
 
     Returns:
-        The wanted codec; the exact one where a rank cannot use that; None without a probe.
+        The wanted codec; the exact one where a rank cannot use that; None where a rank refuses.
     """
-    codec, problem = None, None
-    if probe is not None:
-        codec, problem = _codec_for(wanted, probe, projector, kvcache)
-    (fine,) = on_all_ranks(group, problem is None)
-    if codec is None or probe is None:
+    (start,) = on_all_ranks(group, probe is not None)
+    if probe is None or not start:
         return None
+    codec, problem = _codec_for(wanted, probe, projector, kvcache)
+    (fine,) = on_all_ranks(group, problem is None)
     if not fine:
         codec = _exact(probe)
         logger.warning(
@@ -65,6 +66,7 @@ def _codec_for(
 
 def _problem(codec: Codec, probe: Probe, projector: Projector, kvcache: Any) -> str | None:
     """Project what comes back of the probe's rows; compare with what the model wrote."""
+    problems = []
     fits = torch.ones(len(probe.positions), dtype=torch.bool, device=probe.positions.device)
     for layer, hidden in zip(probe.layers, probe.hidden, strict=True):
         encoded, ok = codec.encode(hidden)
@@ -74,12 +76,12 @@ def _problem(codec: Codec, probe: Probe, projector: Projector, kvcache: Any) -> 
         problem = layer_problem(
             layer, back, probe.positions, probe.slots, projector, kvcache, codec.name
         )
-        if problem is not None:
-            return problem
+        if problem is not None:  # go on: some attention modules talk to the other ranks
+            problems.append(problem)
     lost = int((~fits).sum())
     if lost > _UNENCODABLE_SHARE * len(fits):
-        return f"it cannot hold the hidden states of {lost} of {len(fits)} tokens of the self-check"
-    return None
+        problems.append(f"it cannot hold {lost} of the {len(fits)} tokens of the self-check")
+    return problems[0] if problems else None
 
 
 def _exact(probe: Probe) -> Codec:

@@ -75,6 +75,7 @@ class Runtime:
             model=str(self.runner.model_config.model_path),
             mode="hidden" if self.mode == "hidden" else "kv",
             reason=self.reason,
+            codec=str(self.page_fields["codec"]) if self.mode == "hidden" else None,
             projection=tuple(self.projection),
         )
 

@@ -36,6 +36,7 @@ class ServerReport(BaseModel):
         model: Path or name of the model.
         mode: What its pages hold.
         reason: Why they do not hold hidden states, or None.
+        codec: How its hidden states are encoded; None in KV mode.
         projection: How its layers are projected; empty in KV mode.
     """
 
@@ -45,6 +46,7 @@ class ServerReport(BaseModel):
     model: str
     mode: Literal["hidden", "kv"]
     reason: str | None
+    codec: str | None
     projection: tuple[LayerGroup, ...]
 
 

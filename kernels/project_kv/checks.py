@@ -18,21 +18,20 @@ def check_projection(projection: KVProjection) -> None:
         ValueError: Names the field, its value and what would be right.
     """
     heads, dim, weight = projection.kv_heads, projection.head_dim, projection.weight
-    _require(heads >= 1, "kv_heads", heads, "at least 1")
-    _require(
-        dim % 8 == 0 and 8 <= dim <= HEAD_DIM_LIMIT,
-        "head_dim",
-        dim,
-        f"a multiple of 8, at most {HEAD_DIM_LIMIT}",
-    )
-    _require(
-        weight.ndim == 2 and weight.shape[0] == 2 * heads * dim,
-        "weight",
-        tuple(weight.shape),
-        f"[{2 * heads * dim}, hidden]: 2 * kv_heads * head_dim rows",
-    )
-    _require(weight.dtype in MODEL_TYPES, "weight", weight.dtype, _names(MODEL_TYPES))
-    _require(weight.stride(1) == 1, "weight", f"strides {weight.stride()}", "last stride 1")
+    if heads < 1:
+        raise _wrong("kv_heads", heads, "at least 1")
+    if not (dim % 8 == 0 and 8 <= dim <= HEAD_DIM_LIMIT):
+        raise _wrong("head_dim", dim, f"a multiple of 8, at most {HEAD_DIM_LIMIT}")
+    if not (weight.ndim == 2 and weight.shape[0] == 2 * heads * dim):
+        raise _wrong(
+            "weight",
+            tuple(weight.shape),
+            f"[{2 * heads * dim}, hidden]: 2 * kv_heads * head_dim rows",
+        )
+    if weight.dtype not in MODEL_TYPES:
+        raise _wrong("weight", weight.dtype, _names(MODEL_TYPES))
+    if weight.stride(1) != 1:
+        raise _wrong("weight", f"strides {weight.stride()}", "last stride 1")
     if projection.bias is not None:
         _check_vector("bias", projection.bias, (2 * heads * dim,), weight)
     if projection.norm is not None:
@@ -55,18 +54,21 @@ def check_call(
     """
     check_projection(projection)
     weight = projection.weight
-    _require(
-        hidden.ndim == 2 and hidden.shape[1] == weight.shape[1],
-        "hidden",
-        tuple(hidden.shape),
-        f"[n, {weight.shape[1]}], as wide as the weight",
-    )
-    _require(hidden.dtype == weight.dtype, "hidden", hidden.dtype, f"{weight.dtype}, as the weight")
-    _require(hidden.stride(1) == 1, "hidden", f"strides {hidden.stride()}", "last stride 1")
+    if not (hidden.ndim == 2 and hidden.shape[1] == weight.shape[1]):
+        raise _wrong(
+            "hidden", tuple(hidden.shape), f"[n, {weight.shape[1]}], as wide as the weight"
+        )
+    if hidden.dtype != weight.dtype:
+        raise _wrong("hidden", hidden.dtype, f"{weight.dtype}, as the weight")
+    if hidden.stride(1) != 1:
+        raise _wrong("hidden", f"strides {hidden.stride()}", "last stride 1")
     for name, rows in (("positions", positions), ("slots", slots)):
-        _require(rows.shape == hidden.shape[:1], name, tuple(rows.shape), f"[{len(hidden)}]")
-        _require(rows.dtype in (torch.int32, torch.int64), name, rows.dtype, "int32 or int64")
-        _require(rows.is_contiguous(), name, f"strides {rows.stride()}", "contiguous")
+        if rows.shape != hidden.shape[:1]:
+            raise _wrong(name, tuple(rows.shape), f"[{len(hidden)}]")
+        if rows.dtype not in (torch.int32, torch.int64):
+            raise _wrong(name, rows.dtype, "int32 or int64")
+        if not rows.is_contiguous():
+            raise _wrong(name, f"strides {rows.stride()}", "contiguous")
     _check_pool(pool, projection)
     for name, tensor in (
         ("hidden", hidden),
@@ -75,7 +77,8 @@ def check_call(
         ("pool.k", pool.k),
         ("pool.v", pool.v),
     ):
-        _require(tensor.device == weight.device, name, tensor.device, f"on {weight.device}")
+        if tensor.device != weight.device:
+            raise _wrong(name, tensor.device, f"on {weight.device}")
 
 
 def check_rows(
@@ -111,9 +114,12 @@ def _check_range(name: str, values: torch.Tensor, limit: int, what: str) -> None
 
 def _check_norm(norm: KeyNorm, projection: KVProjection) -> None:
     width = projection.kv_heads * projection.head_dim
-    _require(norm.kind in ("rms", "layer"), "norm.kind", repr(norm.kind), "'rms' or 'layer'")
-    _require(norm.over in ("head", "all"), "norm.over", repr(norm.over), "'head' or 'all'")
-    _require(norm.epsilon >= 0, "norm.epsilon", norm.epsilon, "at least 0")
+    if norm.kind not in ("rms", "layer"):
+        raise _wrong("norm.kind", repr(norm.kind), "'rms' or 'layer'")
+    if norm.over not in ("head", "all"):
+        raise _wrong("norm.over", repr(norm.over), "'head' or 'all'")
+    if not norm.epsilon >= 0:
+        raise _wrong("norm.epsilon", norm.epsilon, "at least 0")
     sizes = (width,) if norm.over == "all" else (projection.head_dim, width)
     for name, parameter in (("norm.weight", norm.weight), ("norm.bias", norm.bias)):
         if parameter is not None:
@@ -122,72 +128,60 @@ def _check_norm(norm: KeyNorm, projection: KVProjection) -> None:
 
 def _check_rotary(rotary: Rotary, projection: KVProjection) -> None:
     dim, cos_sin = rotary.rotary_dim, rotary.cos_sin
-    _require(
-        rotary.style in ("neox", "interleaved"),
-        "rotary.style",
-        repr(rotary.style),
-        "'neox' or 'interleaved'",
-    )
-    _require(
-        dim % 2 == 0 and 2 <= dim <= projection.head_dim,
-        "rotary.rotary_dim",
-        dim,
-        f"even, at most head_dim {projection.head_dim}",
-    )
-    _require(
-        cos_sin.ndim == 2 and cos_sin.shape[1] == dim,
-        "rotary.cos_sin",
-        tuple(cos_sin.shape),
-        f"[positions, {dim}], as wide as rotary_dim",
-    )
-    _require(cos_sin.dtype in MODEL_TYPES, "rotary.cos_sin", cos_sin.dtype, _names(MODEL_TYPES))
-    _require(cos_sin.is_contiguous(), "rotary.cos_sin", f"strides {cos_sin.stride()}", "contiguous")
-    _require(
-        cos_sin.device == projection.weight.device,
-        "rotary.cos_sin",
-        cos_sin.device,
-        f"on {projection.weight.device}",
-    )
+    if rotary.style not in ("neox", "interleaved"):
+        raise _wrong("rotary.style", repr(rotary.style), "'neox' or 'interleaved'")
+    if not (dim % 2 == 0 and 2 <= dim <= projection.head_dim):
+        raise _wrong("rotary.rotary_dim", dim, f"even, at most head_dim {projection.head_dim}")
+    if not (cos_sin.ndim == 2 and cos_sin.shape[1] == dim):
+        raise _wrong(
+            "rotary.cos_sin", tuple(cos_sin.shape), f"[positions, {dim}], as wide as rotary_dim"
+        )
+    if cos_sin.dtype not in MODEL_TYPES:
+        raise _wrong("rotary.cos_sin", cos_sin.dtype, _names(MODEL_TYPES))
+    if not cos_sin.is_contiguous():
+        raise _wrong("rotary.cos_sin", f"strides {cos_sin.stride()}", "contiguous")
+    if cos_sin.device != projection.weight.device:
+        raise _wrong("rotary.cos_sin", cos_sin.device, f"on {projection.weight.device}")
 
 
 def _check_pool(pool: KVPool, projection: KVProjection) -> None:
     heads, dim = projection.kv_heads, projection.head_dim
     types = MODEL_TYPES + FP8_TYPES
     for name, tensor in (("pool.k", pool.k), ("pool.v", pool.v)):
-        _require(
-            tensor.ndim == 3 and tensor.shape[1:] == (heads, dim),
-            name,
-            tuple(tensor.shape),
-            f"[slots, {heads}, {dim}]",
-        )
-        _require(tensor.dtype in types, name, tensor.dtype, _names(types))
-        _require(tensor.stride(2) == 1, name, f"strides {tensor.stride()}", "last stride 1")
-    _require(pool.v.shape == pool.k.shape, "pool.v", tuple(pool.v.shape), f"{tuple(pool.k.shape)}")
-    _require(pool.v.dtype == pool.k.dtype, "pool.v", pool.v.dtype, f"{pool.k.dtype}, as pool.k")
+        if not (tensor.ndim == 3 and tensor.shape[1:] == (heads, dim)):
+            raise _wrong(name, tuple(tensor.shape), f"[slots, {heads}, {dim}]")
+        if tensor.dtype not in types:
+            raise _wrong(name, tensor.dtype, _names(types))
+        if tensor.stride(2) != 1:
+            raise _wrong(name, f"strides {tensor.stride()}", "last stride 1")
+    if pool.v.shape != pool.k.shape:
+        raise _wrong("pool.v", tuple(pool.v.shape), f"{tuple(pool.k.shape)}")
+    if pool.v.dtype != pool.k.dtype:
+        raise _wrong("pool.v", pool.v.dtype, f"{pool.k.dtype}, as pool.k")
     for name, scale in (("pool.k_scale", pool.k_scale), ("pool.v_scale", pool.v_scale)):
-        _require(scale > 0, name, scale, "more than 0")
-        if pool.k.dtype not in FP8_TYPES:
-            _require(scale == 1.0, name, scale, f"1.0 for a pool of {pool.k.dtype}")
+        if not scale > 0:
+            raise _wrong(name, scale, "more than 0")
+        if pool.k.dtype not in FP8_TYPES and scale != 1.0:
+            raise _wrong(name, scale, f"1.0 for a pool of {pool.k.dtype}")
 
 
 def _check_vector(
     name: str, vector: torch.Tensor, sizes: tuple[int, ...], like: torch.Tensor
 ) -> None:
-    _require(
-        vector.ndim == 1 and vector.shape[0] in sizes,
-        name,
-        tuple(vector.shape),
-        " or ".join(f"[{size}]" for size in sizes),
-    )
-    _require(vector.dtype in MODEL_TYPES, name, vector.dtype, _names(MODEL_TYPES))
-    _require(vector.is_contiguous(), name, f"strides {vector.stride()}", "contiguous")
-    _require(vector.device == like.device, name, vector.device, f"on {like.device}")
+    if not (vector.ndim == 1 and vector.shape[0] in sizes):
+        raise _wrong(name, tuple(vector.shape), " or ".join(f"[{size}]" for size in sizes))
+    if vector.dtype not in MODEL_TYPES:
+        raise _wrong(name, vector.dtype, _names(MODEL_TYPES))
+    if not vector.is_contiguous():
+        raise _wrong(name, f"strides {vector.stride()}", "contiguous")
+    if vector.device != like.device:
+        raise _wrong(name, vector.device, f"on {like.device}")
 
 
 def _names(types: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in types)
 
 
-def _require(true: bool, name: str, value: object, right: str) -> None:
-    if not true:
-        raise ValueError(f"{name}: {value} is not {right}")
+def _wrong(name: str, value: object, right: str) -> ValueError:
+    """What to raise. Made only then: texts for what is right would cost more than the checks."""
+    return ValueError(f"{name}: {value} is not {right}")

@@ -90,6 +90,7 @@ def fused_configs(kind: LayerKind, capability: tuple[int, int]) -> tuple[FusedCo
         configs.append(FusedConfig(rows=128, heads=heads, depth=64, warps=8, stages=3))
         if capability in ((8, 0), (9, 0), (10, 0)):  # those with much shared memory
             configs.append(FusedConfig(rows=128, heads=heads, depth=64, warps=8, stages=4))
-    if capability in ((8, 0), (9, 0)) and not norm_and_rope and kind.kv_heads >= 2 * heads:
+    roomy = not norm_and_rope and kind.head_dim == head  # nor masks of columns
+    if capability in ((8, 0), (9, 0)) and roomy and kind.kv_heads >= 2 * heads:
         configs.append(FusedConfig(rows=128, heads=2 * heads, depth=64, warps=8, stages=3))
     return tuple(configs)

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from hcache_backend.cli.demo_codecs import codec_problems, codec_report, codec_table
 from hcache_backend.cli.demo_picture import draw
 from hcache_backend.cli.demo_report import (
     METHODS,
@@ -158,6 +159,62 @@ def test_a_restore_without_a_trace_fails_the_demo() -> None:
     assert problems(runs, PAGE) == ["hcache: conversation 0, turn 1: the trace shows no restore"]
 
 
+def make_codec_runs() -> dict[str, MethodRun]:
+    turns = make_turns([Restore(192, 2.0), Restore(192, 2.0)])
+    sizes = {"none": 2176, "exp4": 1728, "int8": 1216, "fp8": 1216}
+    return {
+        name: MethodRun(turns, 512, 512 * size, f"hidden mode: 4 layers, codec {name}")
+        for name, size in sizes.items()
+    }
+
+
+def test_codecs_are_compared_with_exact_hidden_states_and_with_kv() -> None:
+    runs = make_codec_runs()
+    runs["int8"] = with_turn(runs["int8"], 3, output_ids=(1, 3))
+    codecs = codec_report(runs, TinyLlama())
+    report = json.loads(json.dumps(build_report(make_runs(), PAGE, ABOUT, codecs)))
+    assert report["succeeded"] is True  # int8 may differ
+    assert report["codecs"]["codecs"]["int8"] == {
+        "stored_bytes_per_token": 1216,
+        "share_of_kv": round(1216 / 4096, 4),
+        "l3_tokens": 2 * 192,
+        "same_tokens": 7,
+        "reply_tokens": 8,
+    }
+    console = Console(width=80, record=True, file=StringIO())
+    console.print(codec_table(report["codecs"]))
+    text = console.export_text()
+    for cell in ("none", "exp4", "1,728", "0.42", "8 of 8", "7 of 8"):
+        assert cell in text
+
+
+@pytest.mark.parametrize(
+    ("codec", "changes", "problem"),
+    [
+        ("exp4", {"output_ids": (2, 2)}, "codec exp4: 2 of 8 tokens differ, and it is lossless"),
+        ("fp8", {"l3_tokens": 64}, "codec fp8, conversation 1, turn 1: 64 of 200 history tokens"),
+        ("int8", {"restore": None}, "codec int8, conversation 1, turn 1: the trace shows no"),
+    ],
+)
+def test_a_codec_that_does_not_do_what_it_says_fails_the_demo(
+    codec: str, changes: dict[str, Any], problem: str
+) -> None:
+    runs = make_codec_runs()
+    runs[codec] = with_turn(runs[codec], 3, **changes)
+    report = build_report(make_runs(), PAGE, ABOUT, codec_report(runs, TinyLlama()))
+    (found,) = report["problems"]
+    assert found.startswith(problem)
+    assert report["succeeded"] is False
+
+
+def test_a_codec_that_gave_way_to_another_fails_the_demo() -> None:
+    runs = make_codec_runs()
+    runs["int8"] = replace(runs["int8"], note="hidden mode: 4 layers, codec none")
+    assert codec_problems(runs) == [
+        "codec int8: the server says 'hidden mode: 4 layers, codec none'"
+    ]
+
+
 def test_the_table_fits_a_terminal_of_80_columns() -> None:
     console = Console(width=80, record=True, file=StringIO())
     console.print(table(build_report(make_runs(), PAGE, ABOUT)))
@@ -173,7 +230,7 @@ def test_the_picture_is_a_png(tmp_path: Path) -> None:
 
 
 def fake_demo(monkeypatch: pytest.MonkeyPatch, runs: dict[str, MethodRun]) -> None:
-    def measure(script: Script, shape: TinyLlama) -> dict[str, Any]:
+    def measure(script: Script, shape: TinyLlama, codecs: bool) -> dict[str, Any]:
         return build_report(runs, PAGE, ABOUT)
 
     monkeypatch.setattr("hcache_backend.cli.demo.measure", measure)

@@ -145,9 +145,14 @@ def test_doctor_says_when_a_folder_cannot_work(tmp_path: Path) -> None:
 
 BY_SPEC = LayerGroup(layers=(0, 2), method="spec", detail="fused weight 512x256")
 BY_MODULE = LayerGroup(layers=(1,), method="generic", detail="V is nowhere")
-KV = ServerReport(time=0.0, model="m", mode="kv", reason="LoRA", projection=())
+KV = ServerReport(time=0.0, model="m", mode="kv", reason="LoRA", codec=None, projection=())
 MIXED = ServerReport(
-    time=0.0, model="m", mode="hidden", reason=None, projection=(BY_SPEC, BY_MODULE)
+    time=0.0,
+    model="m",
+    mode="hidden",
+    reason=None,
+    codec="exp4",
+    projection=(BY_SPEC, BY_MODULE),
 )
 BEST = MIXED.model_copy(update={"projection": (BY_SPEC,)})
 
@@ -156,7 +161,7 @@ BEST = MIXED.model_copy(update={"projection": (BY_SPEC,)})
     ("report", "verdict", "said"),
     [
         (KV, "fair", ": kv mode; LoRA"),
-        (BEST, "good", ": hidden mode; layers 0, 2 by spec: fused weight 512x256"),
+        (BEST, "good", ": hidden mode; codec exp4; layers 0, 2 by spec: fused weight 512x256"),
         (MIXED, "fair", "512x256; layers 1 by their attention modules: V is nowhere"),
     ],
 )
