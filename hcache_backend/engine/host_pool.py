@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from hcache_backend.engine import metrics
 from hcache_backend.engine.memory import HostPages
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.pipeline import Restore, RestorePipeline
-from hcache_backend.streams import current_stream
+from hcache_backend.streams import StreamFailed, current_stream
 
 logger = logging.getLogger("hcache")
 
@@ -135,6 +136,9 @@ class HiddenStatePool(HostKVCache):
 
     def clear(self) -> None:
         if self._capture is not None:
+            # Whoever gets a page next may write it at once, so nothing may be on its way there.
+            with contextlib.suppress(StreamFailed):
+                self._capture.transfers().synchronize()
             self._capture.ledger.forget()
         super().clear()
 

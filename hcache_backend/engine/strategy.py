@@ -43,7 +43,7 @@ from hcache_backend.page import PageLayout
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.generic import GenericProjector, ProjectionBatch
 from hcache_backend.projection.projector import Projector
-from hcache_backend.restore.pipeline import RestoredLayer, RestorePipeline
+from hcache_backend.restore.pipeline import RestoredLayer, RestorePipeline, ring_bytes
 from hcache_kernels.codecs import Codec
 
 logger = logging.getLogger("hcache")
@@ -60,11 +60,19 @@ def register(runtime: Runtime, reason: str | None) -> None:
 
 
 class _Plan(NamedTuple):
-    """What pages look like and how many there are."""
+    """What pages look like, how many there are, and what they pass through.
+
+    Attributes:
+        hooks: The capture hooks that CUDA graphs were recorded with, if any.
+        chunk_tokens: Tokens that a projection takes at most.
+    """
 
     codec: Codec
     layout: PageLayout
     pages: HostPages
+    hooks: HiddenCapture | None
+    staging: Staging
+    chunk_tokens: int
 
 
 class HiddenStateStrategy(StackStrategy):
@@ -149,7 +157,20 @@ class HiddenStateStrategy(StackStrategy):
         pages = plan_host_pages(
             kvcache, layout, memory.hicache_size, memory.hicache_ratio, host_memory_budget_bytes()
         )
-        return _Plan(codec, layout, pages)
+        runner = self._runtime.runner
+        hooks: HiddenCapture | None = getattr(runner, "hcache_capture", None)
+        chunk = min(config.restore_chunk_tokens, kvcache.size)
+        try:
+            if hooks is not None and hooks.staging is not None:
+                staging = hooks.staging
+            else:
+                places = staging_places(len(probe.layers), *step_tokens(runner), 0)
+                staging = Staging(len(probe.layers), codec, places, kvcache.device)
+            # Is there room for restores? Freed memory stays in torch's cache until it is needed.
+            torch.empty(ring_bytes(layout, chunk), dtype=torch.uint8, device=kvcache.device)
+        except torch.OutOfMemoryError as error:
+            raise SelfCheckFailed(f"no device memory for staging and restores: {error}") from None
+        return _Plan(codec, layout, pages, hooks, staging, chunk)
 
     def _build_hidden(
         self,
@@ -186,14 +207,14 @@ class HiddenStateStrategy(StackStrategy):
             pool.kv_buffer,
             layout,
             [restored_layer(layer, codec, projector) for layer in layers],
-            min(runtime.config.restore_chunk_tokens, kvcache.size),
+            plan.chunk_tokens,
             kvcache.device,
         )
         pool.use(capture, pipeline)
         logger.info(
             "hcache: restores take %.0f MB of device memory beside one projection of %d tokens",
-            pipeline.device_bytes / 1e6,
-            min(runtime.config.restore_chunk_tokens, kvcache.size),
+            ring_bytes(layout, plan.chunk_tokens) / 1e6,
+            plan.chunk_tokens,
         )
         anchor = PoolEntry(PoolName.KV, pool, kvcache, lambda layer: layer, True)
         group = HostPoolGroup([anchor])
@@ -235,26 +256,21 @@ class HiddenStateStrategy(StackStrategy):
         self, kvcache: Any, params: Any, pool: HiddenStatePool, probe: Probe, plan: _Plan
     ) -> StagedCapture:
         """Start to capture every forward pass."""
-        runner = self._runtime.runner
-        hooks: HiddenCapture | None = getattr(runner, "hcache_capture", None)
-        if hooks is None:  # no CUDA graphs were recorded
+        hooks = plan.hooks
+        if hooks is None:
             hooks = HiddenCapture([(layer.module, [layer.projection]) for layer in probe.layers])
-            places = staging_places(len(probe.layers), *step_tokens(runner), 0)
-            staging = Staging(len(probe.layers), plan.codec, places, kvcache.device)
         else:
-            assert hooks.staging is not None
-            staging = hooks.staging
             hooks.watch_only(layer.projection for layer in probe.layers)
         segments = range(len(probe.layers))
-        capture = StagedCapture(pool.arena, pool.kv_buffer, staging, segments)
+        capture = StagedCapture(pool.arena, pool.kv_buffer, plan.staging, segments)
         hooks.use(capture)
         invalidate_on_allocation(params.token_to_kv_pool_allocator, hooks)
         self._runtime.on_weights_changed.append(capture.ledger.forget)
-        runner.hcache_capture = hooks
+        self._runtime.runner.hcache_capture = hooks
         logger.info(
             "hcache: capture: staging of %d tokens, %.0f MB of device memory",
-            staging.places,
-            staging.device_bytes / 1e6,
+            plan.staging.places,
+            plan.staging.device_bytes / 1e6,
         )
         return capture
 

@@ -160,16 +160,11 @@ class RestorePipeline:
         self._device = torch.device(device)
         self._gather = gather or gather_segments
         self._largest = max(1, *layout.segment_bytes)  # 0: all layers are recomputed
-        size = RUN_AHEAD * self._chunk_pages * self._largest
+        size = ring_bytes(layout, chunk_tokens)
         self._ring = torch.empty(size, dtype=torch.uint8, device=device)
         self._copy = new_stream(device, "copy")
         self._compute = new_stream(device, "compute")
         self._unread: deque[Restore] = deque()
-
-    @property
-    def device_bytes(self) -> int:
-        """Device memory that the ring takes; projections need theirs for one chunk besides."""
-        return self._ring.nbytes
 
     @torch.no_grad()
     def start(self, pages: npt.NDArray[np.int64], slots: torch.Tensor) -> Restore:
@@ -277,6 +272,12 @@ class RestorePipeline:
         while self._unread and self._unread[0].done():
             reports.append(self._unread.popleft().report())
         return reports
+
+
+def ring_bytes(layout: PageLayout, chunk_tokens: int) -> int:
+    """Device memory that a pipeline takes; projections need theirs for one chunk besides."""
+    chunk_pages = max(1, chunk_tokens // layout.page_size)
+    return RUN_AHEAD * chunk_pages * max(1, *layout.segment_bytes)
 
 
 class _Ring:

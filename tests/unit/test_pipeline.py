@@ -16,6 +16,7 @@ from hcache_backend.restore.pipeline import (
     RUN_AHEAD,
     RestoredLayer,
     RestorePipeline,
+    ring_bytes,
 )
 from hcache_backend.streams import StreamFailed, WorkerStream, current_is, new_stream
 
@@ -287,6 +288,7 @@ def test_reports_say_what_each_stream_did() -> None:
 def test_device_memory_is_bounded_by_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(chunk_tokens=2 * SIZE)
     largest = max(server.layout.segment_bytes)
-    assert server.pipeline.device_bytes == RUN_AHEAD * 2 * largest
+    assert ring_bytes(server.layout, 2 * SIZE) == RUN_AHEAD * 2 * largest
+    assert server.pipeline._ring.nbytes == RUN_AHEAD * 2 * largest
     wait(server, *some(PAGES))
     assert max(tokens for _, tokens in server.calls) == 2 * SIZE

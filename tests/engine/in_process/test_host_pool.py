@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -112,6 +113,15 @@ def test_freeing_a_host_page_gives_the_rows_back_to_the_tokens_on_the_device(
     assert pool.arena.problem(slots) == "rows not valid"
     assert pool.available_size() == 6 * PAGE
     pool.arena.check_integrity()
+
+
+def test_a_flush_waits_for_rows_that_are_on_their_way_to_pages(pool: HiddenStatePool) -> None:
+    assert pool._capture is not None
+    pool._capture._transfer.run(lambda: time.sleep(0.1))
+    on_their_way = pool._capture.transfers()
+    assert not on_their_way.query()
+    pool.clear()
+    assert on_their_way.query()
 
 
 def test_shadows_stand_within_the_memory_that_was_given() -> None:
