@@ -4,6 +4,7 @@
 
 - projection: ``project_kv`` both ways, the bare GEMM of the same shape (the faster of both weight
   layouts) and the same operation composed of torch's; medians of CUDA events, cold L2 cache
+- codecs, and gathering and scattering parts of pages in pinned memory: kernels_transfers.py
 - correctness of both ways on the same random data, against float64
 
 Prints tables and whether the goals are met, and writes ``bench/results/DEVICE/kernels.json`` and
@@ -37,6 +38,7 @@ def main() -> int:
 
     import kernels_projection
     import kernels_report
+    import kernels_transfers
     import torch
     import triton
 
@@ -44,8 +46,11 @@ def main() -> int:
         parser.error("no CUDA device; --dry-run does without")
     device = "interpreter" if options.dry_run else torch.cuda.get_device_name()
     projections = kernels_projection.measure(options.dry_run, options.models, options.rows)
+    transfers = kernels_transfers.measure(options.dry_run)
     goals = kernels_report.projection_goals(projections)
+    goals += kernels_transfers.transfer_goals(transfers)
     kernels_report.print_projections(projections)
+    kernels_transfers.print_transfers(transfers)
     kernels_report.print_goals(goals)
 
     folder = options.results
@@ -60,10 +65,11 @@ def main() -> int:
             "triton": triton.__version__,
             "goals": goals,
             "projection": projections,
+            "transfers": transfers,
         }
         (folder / "kernels.json").write_text(json.dumps(content, indent=1))
         kernels_report.draw(device, projections, folder / "kernels.png")
-    wrong = [row for row in projections if not row["right"]]
+    wrong = [row for row in [*projections, *transfers] if not row["right"]]
     return 1 if wrong else 0
 
 

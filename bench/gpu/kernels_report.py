@@ -64,7 +64,7 @@ def at_least(goal: str, bound: float, rows: Iterable[Row], value: Callable[[Row]
     worst = min(((value(row), row) for row in rows), key=lambda pair: pair[0], default=None)
     if worst is None:
         return {"goal": goal, "met": None, "worst": None}
-    where = {name: worst[1][name] for name in ("model", "n") if name in worst[1]}
+    where = {name: worst[1][name] for name in ("model", "n", "what") if name in worst[1]}
     return {"goal": goal, "met": worst[0] >= bound, "worst": {"value": worst[0], **where}}
 
 
@@ -75,7 +75,7 @@ def print_goals(goals: list[Row]) -> None:
         worst = goal["worst"]
         detail = ""
         if worst is not None:
-            where = ", ".join(str(worst[name]) for name in ("model", "n") if name in worst)
+            where = ", ".join(str(worst[name]) for name in ("model", "n", "what") if name in worst)
             detail = f" (worst: {worst['value']:.2f}, {where})"
         print(f"{words[goal['met']]:12} {goal['goal']}{detail}")
 

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from kernels_report import at_least
 
 from hcache_kernels.codecs import Codec, make_codec
 from hcache_kernels.pages import gather_pages, scatter_rows
@@ -28,6 +29,7 @@ Row = dict[str, Any]
 
 PAGE_TOKENS = 64
 HEADER_BYTES = 4096
+CHECKED_ROWS = 256
 GOAL_PAGES = 16
 """From so many pages on a transfer is to reach the speed of a plain copy."""
 
@@ -105,11 +107,13 @@ def codec_speeds(codec: Codec, hidden: torch.Tensor, shapes: Shapes) -> Row:
     decoded = torch.empty_like(hidden)
     codec.encode_into(hidden, encoded, ok)
     codec.decode_into(encoded, decoded)
-    want, want_ok = codec.encode_reference(hidden.cpu())
+    some = slice(0, CHECKED_ROWS)
+    want, want_ok = codec.encode_reference(hidden[some].cpu())
     right = (
-        torch.equal(encoded.cpu(), want)
-        and torch.equal(ok.cpu(), want_ok)
-        and torch.equal(decoded.cpu(), codec.decode_reference(want))
+        torch.equal(encoded[some].cpu(), want)
+        and torch.equal(ok[some].cpu(), want_ok)
+        and torch.equal(decoded[some].cpu(), codec.decode_reference(want))
+        and (not codec.lossless or torch.equal(decoded, hidden))
     )
     times = {
         "encode": shapes.microseconds(partial(codec.encode_into, hidden, encoded, ok)),
@@ -211,7 +215,8 @@ def restore_rows(shapes: Shapes) -> Iterator[Row]:
             "exact_us": times["none"] / shapes.layers,
             "exp4_us": times["exp4"] / shapes.layers,
             "times_exact": times["none"] / times["exp4"],
-            "bus_binds": gather_us > product_us,
+            # Under the interpreter times say nothing.
+            "bus_binds": shapes.device != "cpu" and gather_us > product_us,
             "right": right,
         }
 
@@ -229,9 +234,9 @@ class Restore:
         self._length = PAGE_TOKENS * codec.row_bytes
         device = str(hidden.device)
         self._pages = host_pages(n // PAGE_TOKENS, len(weights), codec.row_bytes, device)
-        encoded, ok = codec.encode_reference(hidden.cpu())
+        encoded, ok = codec.encode(hidden)
         assert ok.all()
-        self._pages[:, HEADER_BYTES:] = encoded.view(-1, self._length).repeat(1, len(weights))
+        self._pages[:, HEADER_BYTES:] = encoded.cpu().view(-1, self._length).repeat(1, len(weights))
         self._ids = torch.arange(n // PAGE_TOKENS, device=hidden.device)
         self._buffers = [
             torch.empty((len(self._ids), self._length), dtype=torch.uint8, device=hidden.device)
@@ -313,27 +318,24 @@ def print_transfers(rows: list[Row]) -> None:
 
 def transfer_goals(rows: list[Row]) -> list[Row]:
     """What transfers and codecs are to reach; met is None where nothing tells."""
-    large = [row for row in rows if row.get("pages", 0) >= GOAL_PAGES]
+    gathers = [row for row in rows if row["kind"] == "gather" and row["pages"] >= GOAL_PAGES]
     bound = [row for row in rows if row.get("bus_binds")]
     return [
-        _at_least(
+        at_least(
             f"gather_pages: 0.90 of a pinned copy's speed from {GOAL_PAGES} pages on",
             0.90,
-            [row["share_of_copy"] for row in large if row["kind"] == "gather"],
+            gathers,
+            lambda row: row["share_of_copy"],
         ),
-        _at_least(
+        at_least(
             "exp4: restores a layer faster than exact hidden states wherever the bus binds",
             1.0,
-            [row["times_exact"] for row in bound],
+            bound,
+            lambda row: row["times_exact"],
         ),
         {
-            "goal": "codecs and transfers: the reference's bytes",
+            "goal": "codecs and transfers: the bytes of the reference",
             "met": all(row["right"] for row in rows),
             "worst": None,
         },
     ]
-
-
-def _at_least(goal: str, bound: float, values: list[float]) -> Row:
-    worst = min(values, default=None)
-    return {"goal": goal, "met": None if worst is None else worst >= bound, "worst": worst}

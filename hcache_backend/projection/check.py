@@ -21,8 +21,8 @@ of five or more. A wrong projection (another RoPE, a missing norm) is off by a t
 
 _CODEC_TOLERANCE = {"none": 0.0, "exp4": 0.0, "int8": 2e-2, "fp8": 6e-2}
 """What a codec adds: twice the largest difference seen in K or V of random models of nine
-architectures (int8 0.8%, fp8 2.8%; ``bench/codecs.py`` measures one of them). Models whose rows have
-large outliers lose more with int8, and are refused it."""
+architectures (int8 0.8%, fp8 2.8%; ``bench/codecs.py`` measures one). Models whose rows have large
+outliers lose more with int8, and are refused it."""
 
 
 def tolerance(dtype: torch.dtype, codec: str = "none") -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 import torch
@@ -92,9 +94,24 @@ def test_exp4_takes_at_most_0_77_of_the_bytes() -> None:
         assert size % 8 == 0
 
 
-def test_exp4_row_bytes_are_part_of_the_page_format() -> None:
-    sizes = {width: make_codec("exp4", width, torch.bfloat16).row_bytes for width in (256, 4096)}
-    assert sizes == {256: 392, 4096: 6304}
+@pytest.mark.parametrize(
+    ("name", "row_bytes", "digest"),
+    [
+        ("none", 512, "2d0a8e7a10a3055e"),
+        ("exp4", 392, "1fb9a806bae4b236"),
+        ("int8", 272, "6fa022fc81f039b3"),
+        ("fp8", 272, "84f1e661ec6c3b8e"),
+    ],
+)
+def test_encoded_rows_are_part_of_the_page_format(name: str, row_bytes: int, digest: str) -> None:
+    """Stored pages hold them: what changes here must change FORMAT_VERSION of the page."""
+    codec = make_codec(name, WIDTH, torch.bfloat16)
+    rows = (torch.arange(WIDTH) - 100).float() * torch.tensor([[1.0], [2.0**-9]])
+    rows[1, ::100] = 2.0**20
+    encoded, _ = codec.encode(rows.bfloat16())
+    assert codec.row_bytes == row_bytes
+    assert make_codec("exp4", 4096, torch.bfloat16).row_bytes == 6304
+    assert hashlib.sha256(encoded.numpy().tobytes()).hexdigest()[:16] == digest
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
