@@ -53,6 +53,9 @@ class HCacheConfig(BaseModel):
             should, gives way to ``none``. It shapes pages. KV pages are not encoded.
         check_every_pages: In service, one in this many backed-up pages is projected and compared
             with the K and V in the pool. 0 turns the check in service off (never the one at start).
+        projection: ``auto``: each layer's K and V by the kernels where its attention module was
+            understood and proven, else by the module itself. ``generic``: always by the modules;
+            for measuring, and for finding faults.
         restore_chunk_tokens: Tokens that one projection call takes at most; bounds the memory of
             a restore.
         durability: When stored pages reach the disks. ``none``: when the kernel likes. ``batch``:
@@ -81,6 +84,7 @@ class HCacheConfig(BaseModel):
     mode: Literal["auto", "hidden", "kv"] = "auto"
     codec: Literal["none", "exp4", "int8", "fp8"] = "none"
     check_every_pages: int = Field(default=64, ge=0)
+    projection: Literal["auto", "generic"] = "auto"
     restore_chunk_tokens: int = Field(default=8192, ge=64)
     durability: Literal["none", "batch", "always"] = "batch"
     sync_seconds: float = Field(default=1.0, gt=0, le=3600)

@@ -21,6 +21,7 @@ from hcache_backend.store.folder import is_store_folder
 from hcache_backend.store.kvikio_ops import kvikio_state
 from hcache_backend.store.lock import try_lock
 from hcache_backend.store.page_io import probe_alignment
+from hcache_backend.store.server_report import ServerReport, read_report
 
 _PROBE_BYTES = 64 << 20
 _PIECE = 4 << 20
@@ -87,6 +88,24 @@ def _look_at_folder(path: Path, config: HCacheConfig) -> Iterator[Check]:
         f"{human_bytes(free)}, of which {human_bytes(config.min_free_bytes)} stay free",
     )
     yield from _try_out(path, place)
+    report = read_report(path)
+    if report is not None:
+        yield _last_server(path, report)
+
+
+def _last_server(path: Path, report: ServerReport) -> Check:
+    """What the server that opened the folder last found out about its model."""
+    started = time.strftime("%Y-%m-%d %H:%M", time.localtime(report.time))
+    parts = [f"{report.model}, started {started}: {report.mode} mode"]
+    if report.reason is not None:
+        parts.append(report.reason)
+    if report.codec is not None:
+        parts.append(f"codec {report.codec}")
+    for group in report.projection:
+        how = "by spec" if group.method == "spec" else "by their attention modules"
+        parts.append(f"layers {', '.join(map(str, group.layers))} {how}: {group.detail}")
+    best = report.mode == "hidden" and all(group.method == "spec" for group in report.projection)
+    return Check(f"{path}: last server", "good" if best else "fair", "; ".join(parts))
 
 
 def _file_system(path: Path, place: Path) -> Check:

@@ -9,7 +9,7 @@ import torch
 
 from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.self_check import Probe, layer_problem
-from hcache_backend.projection.generic import GenericProjector
+from hcache_backend.projection.projector import Projector
 from hcache_kernels.codecs import Codec, ExactCodec, UnsupportedRows, make_codec
 
 logger = logging.getLogger("hcache")
@@ -20,9 +20,11 @@ whole; a few may be tokens that no text holds."""
 
 
 def agree_on_codec(
-    group: Any, wanted: str, probe: Probe | None, projector: GenericProjector, kvcache: Any
+    group: Any, wanted: str, probe: Probe | None, projector: Projector, kvcache: Any
 ) -> Codec | None:
     """The codec of this server, the same on every rank; all ranks must call it.
+
+    The K and V that the model wrote during the probe must still be in the pool.
 
     Args:
         group: The tensor-parallel ranks.
@@ -30,14 +32,13 @@ def agree_on_codec(
         probe: None on a rank that refuses hidden mode anyway.
 
     Returns:
-        The wanted codec; the exact one where a rank cannot use that; None without a probe.
+        The wanted codec; the exact one where a rank cannot use that; None where a rank refuses.
     """
-    codec, problem = None, None
-    if probe is not None:
-        codec, problem = _codec_for(wanted, probe, projector, kvcache)
-    (fine,) = on_all_ranks(group, problem is None)
-    if codec is None or probe is None:
+    (start,) = on_all_ranks(group, probe is not None)
+    if probe is None or not start:
         return None
+    codec, problem = _codec_for(wanted, probe, projector, kvcache)
+    (fine,) = on_all_ranks(group, problem is None)
     if not fine:
         codec = _exact(probe)
         logger.warning(
@@ -49,7 +50,7 @@ def agree_on_codec(
 
 
 def _codec_for(
-    wanted: str, probe: Probe, projector: GenericProjector, kvcache: Any
+    wanted: str, probe: Probe, projector: Projector, kvcache: Any
 ) -> tuple[Codec, str | None]:
     """A codec, and why it must not be used."""
     hidden = probe.hidden[0]
@@ -63,8 +64,9 @@ def _codec_for(
         return _exact(probe), f"it broke: {type(error).__name__}: {error}"
 
 
-def _problem(codec: Codec, probe: Probe, projector: GenericProjector, kvcache: Any) -> str | None:
+def _problem(codec: Codec, probe: Probe, projector: Projector, kvcache: Any) -> str | None:
     """Project what comes back of the probe's rows; compare with what the model wrote."""
+    problems = []
     fits = torch.ones(len(probe.positions), dtype=torch.bool, device=probe.positions.device)
     for layer, hidden in zip(probe.layers, probe.hidden, strict=True):
         encoded, ok = codec.encode(hidden)
@@ -74,12 +76,12 @@ def _problem(codec: Codec, probe: Probe, projector: GenericProjector, kvcache: A
         problem = layer_problem(
             layer, back, probe.positions, probe.slots, projector, kvcache, codec.name
         )
-        if problem is not None:
-            return problem
+        if problem is not None:  # go on: some attention modules talk to the other ranks
+            problems.append(problem)
     lost = int((~fits).sum())
     if lost > _UNENCODABLE_SHARE * len(fits):
-        return f"it cannot hold the hidden states of {lost} of {len(fits)} tokens of the self-check"
-    return None
+        problems.append(f"it cannot hold {lost} of the {len(fits)} tokens of the self-check")
+    return problems[0] if problems else None
 
 
 def _exact(probe: Probe) -> Codec:

@@ -23,7 +23,7 @@ from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.self_check import layer_problem
 from hcache_backend.projection.attention import AttentionLayer
-from hcache_backend.projection.generic import GenericProjector
+from hcache_backend.projection.projector import Projector
 
 logger = logging.getLogger("hcache")
 
@@ -40,7 +40,7 @@ class HiddenStateController(HybridCacheController):
         pool: HiddenStatePool,
         mirror: HiddenMirror,
         layers: Sequence[AttentionLayer],
-        projector: GenericProjector,
+        projector: Projector,
     ) -> None:
         """Give the controller what it works with; called once, before the first request."""
         self._runtime = runtime

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +14,7 @@ from hcache_backend.config import HCacheConfig
 from hcache_backend.engine.arguments import page_size
 from hcache_backend.fingerprint import fingerprint_tensors, model_tensors, namespace
 from hcache_backend.page import FORMAT_VERSION, WRITER_BYTES
+from hcache_backend.store.server_report import LayerGroup, ServerReport
 
 logger = logging.getLogger("hcache")
 
@@ -42,7 +44,9 @@ class Runtime:
         writer: 8 bytes that mark the pages of this server run.
         page_fields: What the namespace of hidden-state pages holds besides the weights.
         on_weights_changed: Called, on the scheduler thread, when captured rows lose their meaning.
+        on_caches_flushed: Called, on the scheduler thread, when L1 and L2 have been emptied.
         on_distrust: Called when projected K and V stop matching those of the model.
+        projection: How the layers are projected; empty in KV mode.
     """
 
     runner: Any
@@ -53,7 +57,9 @@ class Runtime:
     weights: Weights | None = None
     page_fields: dict[str, object] = field(default_factory=dict)
     on_weights_changed: list[Callable[[], None]] = field(default_factory=list)
+    on_caches_flushed: list[Callable[[], None]] = field(default_factory=list)
     on_distrust: list[Callable[[], None]] = field(default_factory=list)
+    projection: list[LayerGroup] = field(default_factory=list)
     distrust: str | None = None
     _namespaces: dict[tuple[bytes, str], bytes] = field(default_factory=dict)
 
@@ -61,6 +67,17 @@ class Runtime:
         """The host pool holds plain KV pages, and this is why."""
         self.mode, self.reason = "kv", reason
         logger.warning("hcache: KV mode (plain KV pages): %s", reason)
+
+    def report(self) -> ServerReport:
+        """What this server says about itself to ``hcache doctor``."""
+        return ServerReport(
+            time=time.time(),
+            model=str(self.runner.model_config.model_path),
+            mode="hidden" if self.mode == "hidden" else "kv",
+            reason=self.reason,
+            codec=str(self.page_fields["codec"]) if self.mode == "hidden" else None,
+            projection=tuple(self.projection),
+        )
 
     def _model_fields(self, weights: Weights) -> dict[str, object]:
         """The part of every namespace that says which model made a page."""
@@ -108,6 +125,8 @@ class Runtime:
 
     def caches_were_flushed(self) -> None:
         """Nothing of the old weights is left in L1, L2 or a queue: L3 may serve again."""
+        for callback in self.on_caches_flushed:
+            callback()
         if self.weights is not None and self.weights.suspended and self.distrust is None:
             self.weights = replace(self.weights, suspended=None)
             logger.info("hcache: L3 serves again, in the namespace of the new weights")

@@ -17,7 +17,8 @@ import torch
 from hcache_backend.engine.arguments import page_size
 from hcache_backend.projection.attention import AttentionLayer, UnknownCall, learn_call
 from hcache_backend.projection.check import relative_difference, tolerance
-from hcache_backend.projection.generic import GenericProjector, ProjectionFailed
+from hcache_backend.projection.generic import ProjectionFailed
+from hcache_backend.projection.projector import Projector
 
 PROBE_TOKENS = 48
 """Enough positions for a wrong RoPE to show in every head, few enough to cost nothing."""
@@ -80,7 +81,7 @@ def observe(runner: Any, kvcache: Any) -> Probe:
     return Probe(tuple(layers), tuple(hidden), slots, positions)
 
 
-def compare(probe: Probe, projector: GenericProjector, kvcache: Any) -> None:
+def compare(probe: Probe, projector: Projector, kvcache: Any) -> None:
     """Project what every layer received and compare with the pool.
 
     Raises:
@@ -97,7 +98,7 @@ def layer_problem(
     hidden: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
-    projector: GenericProjector,
+    projector: Projector,
     kvcache: Any,
     codec: str = "none",
 ) -> str | None:
@@ -112,19 +113,63 @@ def layer_problem(
         return str(error)
     except Exception as error:  # a model's own code, called in a way it was not made for
         return f"{layer.name} cannot be called alone: {type(error).__name__}: {error}"
-    pool = (kvcache.k_buffer, kvcache.v_buffer)
-    for name, got, buffers in zip("KV", projected, pool, strict=True):
-        want = buffers[layer.index][slots].view(kvcache.dtype).to(torch.float32)
-        scale = getattr(layer.kernel, f"{name.lower()}_scale_float", None)
-        if kvcache.dtype != got.dtype and scale:
-            want = want * scale
-        difference = relative_difference(got.to(torch.float32), want)
-        if difference > allowed:
-            return (
-                f"projected {name} of {layer.name} differs from the model's by {difference:.2e} "
-                f"(allowed {allowed:.1g})"
-            )
+    wanted = _pool_rows(layer, slots, kvcache, hidden.dtype)
+    for name, got, want in zip("KV", projected, wanted, strict=True):
+        problem = _difference_problem(f"projected {name} of {layer.name}", got, want, allowed)
+        if problem is not None:
+            return problem
     return None
+
+
+def written_problem(
+    layer: AttentionLayer,
+    hidden: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    projector: Projector,
+    kvcache: Any,
+) -> str | None:
+    """Why what the projector writes to ``slots`` is not what the model wrote there, or None.
+
+    Their K and V are overwritten, in another order than the model's.
+    """
+    wanted = _pool_rows(layer, slots, kvcache, hidden.dtype)
+    for buffers in (kvcache.k_buffer, kvcache.v_buffer):
+        buffers[layer.index][slots] = 0
+    order = torch.arange(len(slots) - 1, -1, -1, device=slots.device)
+    try:
+        projector.project_to_pool(layer, hidden[order], positions[order], slots[order])
+    except Exception as error:
+        return f"its kernel failed: {type(error).__name__}: {error}"
+    written = _pool_rows(layer, slots, kvcache, hidden.dtype)
+    for name, got, want in zip("KV", written, wanted, strict=True):
+        allowed = tolerance(kvcache.dtype)
+        problem = _difference_problem(f"written {name} of {layer.name}", got, want, allowed)
+        if problem is not None:
+            return problem
+    return None
+
+
+def _pool_rows(
+    layer: AttentionLayer, slots: torch.Tensor, kvcache: Any, model_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of ``slots``, float32 ``[n, heads, dim]``."""
+
+    def rows(buffers: Any, name: str) -> torch.Tensor:
+        held: torch.Tensor = buffers[layer.index][slots].view(kvcache.dtype).to(torch.float32)
+        scale = getattr(layer.kernel, f"{name}_scale_float", None)
+        return held * scale if kvcache.dtype != model_dtype and scale else held
+
+    return rows(kvcache.k_buffer, "k"), rows(kvcache.v_buffer, "v")
+
+
+def _difference_problem(
+    what: str, got: torch.Tensor, want: torch.Tensor, allowed: float
+) -> str | None:
+    difference = relative_difference(got.to(torch.float32), want)
+    if difference <= allowed:
+        return None
+    return f"{what} differs from the model's by {difference:.2e} (allowed {allowed:.1g})"
 
 
 def _attention_modules(model: torch.nn.Module) -> list[_Observation]:

@@ -39,6 +39,7 @@ from hcache_backend.engine import hooks, metrics
 from hcache_backend.engine.keys import key_bytes
 from hcache_backend.engine.runtime import Runtime, Weights, current
 from hcache_backend.store.base import EIGHTHS, PageStore, Parts, Segment, SegmentTable
+from hcache_backend.store.server_report import write_report
 from hcache_backend.store.striped import open_store
 
 logger = logging.getLogger("hcache")
@@ -70,6 +71,8 @@ class HCacheStorage(HiCacheStorage):
         self._lock = threading.Lock()
         self._metrics = StorageMetrics()
         self._runtime.on_distrust.append(self._drop_own_pages)
+        if storage_config.tp_rank == storage_config.pp_rank == 0:
+            self._guard("report", partial(_leave_report, config, self._runtime), None)
         logger.info(
             "hcache: L3 in %s, %s mode%s",
             ", ".join(map(str, config.dirs)),
@@ -359,6 +362,12 @@ def _open_store(config: HCacheConfig, writer: bytes) -> PageStore:
             f"hcache: option 'dirs' is {[str(path) for path in config.dirs]}: {error}; "
             "every folder must be one that this user can create and write"
         ) from None
+
+
+def _leave_report(config: HCacheConfig, runtime: Runtime) -> None:
+    report = runtime.report()
+    for folder in config.dirs:
+        write_report(folder, report)
 
 
 def _segment_table(host_pool: Any) -> SegmentTable | None:

@@ -27,13 +27,14 @@ from hcache_backend.engine.capture import HiddenCapture
 from hcache_backend.engine.codec_choice import agree_on_codec
 from hcache_backend.engine.controller import HiddenStateController
 from hcache_backend.engine.host_pool import HiddenStatePool
+from hcache_backend.engine.projection import LayerProjections, PagedPool
 from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.refusal import refusal
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.self_check import Probe, SelfCheckFailed, compare, observe
 from hcache_backend.page import PageLayout
-from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.generic import GenericProjector, ProjectionBatch
+from hcache_backend.projection.projector import Projector
 from hcache_backend.restore.layerwise import LayerwiseRestore
 from hcache_kernels.codecs import Codec
 
@@ -72,8 +73,9 @@ class HiddenStateStrategy(StackStrategy):
         # Every rank gets to each agreement, whatever it found: one rank's refusal is everyone's,
         # and none may enter the probe's forward pass alone.
         (start,) = on_all_ranks(params.tp_cache_group, reason is None)
-        probe = codec = None
-        projector = GenericProjector(ProjectionBatch(ForwardMode.EXTEND))
+        probe = codec = projections = None
+        generic = GenericProjector(ProjectionBatch(ForwardMode.EXTEND))
+        projector = Projector(generic, PagedPool(kvcache), kvcache.layer_num)
         if start:
             try:
                 probe = observe(self._runtime.runner, kvcache)
@@ -90,16 +92,23 @@ class HiddenStateStrategy(StackStrategy):
         if probe is not None and codec is not None:
             try:
                 self._require_memory(probe, codec, kvcache)
+                projections = LayerProjections(
+                    self._runtime, probe, projector, kvcache, params.tp_cache_group
+                )
+                projections.find()
+                projections.check_writing()
             except Exception as error:
                 reason = _reason(error)
         (agreed,) = on_all_ranks(params.tp_cache_group, reason is None)
         if not agreed and reason is None:
             reason = "another tensor-parallel rank refused"
-        if reason is not None or probe is None or codec is None:
+        if reason is not None or probe is None or codec is None or projections is None:
             self._runtime.use_kv_mode(reason or "no probe")
             return _PlainKvStrategy().build(
                 kvcache=kvcache, params=params, server_args=server_args, **kwargs
             )
+        projections.settle()
+        projections.follow_weights()
         return self._build_hidden(kvcache, params, probe, codec, projector, **kwargs)
 
     def _require_memory(self, probe: Probe, codec: Codec, kvcache: Any) -> None:
@@ -149,7 +158,7 @@ class HiddenStateStrategy(StackStrategy):
         params: Any,
         probe: Probe,
         codec: Codec,
-        projector: GenericProjector,
+        projector: Projector,
         **kwargs: Any,
     ) -> Any:
         runtime, memory = self._runtime, get_memory()
@@ -189,7 +198,6 @@ class HiddenStateStrategy(StackStrategy):
                 layers,
                 projector,
                 mirror,
-                _pool_writer(kvcache),
                 runtime.config.restore_chunk_tokens,
             )
         )
@@ -253,11 +261,3 @@ def invalidate_on_allocation(allocator: Any, mirror: HiddenMirror) -> None:
     for name in ("alloc", "alloc_extend", "alloc_decode"):
         if hasattr(allocator, name):
             wrap(name)
-
-
-def _pool_writer(kvcache: Any) -> Any:
-    def write(layer: AttentionLayer, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        kernel = layer.kernel
-        kvcache.set_kv_buffer(kernel, slots, k, v, kernel.k_scale, kernel.v_scale)
-
-    return write

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -10,10 +10,7 @@ import torch
 from hcache_backend.capture.mirror import HiddenMirror
 from hcache_backend.page import PageLayout
 from hcache_backend.projection.attention import AttentionLayer
-from hcache_backend.projection.generic import GenericProjector
-
-WriteKV = Callable[[AttentionLayer, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Writes K and V of a layer to slots of the pool: ``(layer, slots, k, v)``."""
+from hcache_backend.projection.projector import Projector
 
 
 class LayerwiseRestore:
@@ -26,9 +23,8 @@ class LayerwiseRestore:
         pages: The host pool's memory, uint8 ``[pages, page_bytes]``.
         layout: Layout of a page.
         layers: The attention layers of this stage.
-        projector: Makes K and V.
+        projector: Makes K and V, in the pool.
         mirror: Takes the restored rows; its codec is that of the pages.
-        write_kv: Writes to the pool.
         chunk_tokens: Tokens that one projection takes at most; bounds the memory of a restore.
     """
 
@@ -37,9 +33,8 @@ class LayerwiseRestore:
         pages: torch.Tensor,
         layout: PageLayout,
         layers: Sequence[AttentionLayer],
-        projector: GenericProjector,
+        projector: Projector,
         mirror: HiddenMirror,
-        write_kv: WriteKV,
         chunk_tokens: int,
     ) -> None:
         self._pages = pages
@@ -47,7 +42,6 @@ class LayerwiseRestore:
         self._layers = layers
         self._projector = projector
         self._mirror = mirror
-        self._write_kv = write_kv
         self._chunk_pages = max(1, chunk_tokens // layout.page_size)
 
     @torch.no_grad()
@@ -72,8 +66,8 @@ class LayerwiseRestore:
         encoded = segment.index_select(0, page_ids).view(-1, codec.row_bytes)
         positions, ids = self._tokens(page_ids)
         hidden = codec.decode(encoded.to(slots.device))
-        k, v = self._projector.project(layer, hidden, positions.to(slots.device, torch.int64))
-        self._write_kv(layer, slots, k, v)
+        positions_there = positions.to(slots.device, torch.int64)
+        self._projector.project_to_pool(layer, hidden, positions_there, slots)
         self._mirror.put_encoded(index, slots, encoded)
         if index == len(self._layers) - 1:
             self._mirror.commit(slots, positions, ids)

@@ -6,6 +6,7 @@
     <folder>/lock                held by whoever changes index or names
     <folder>/index/              lmdb
     <folder>/pages/<2 digits>/   page files
+    <folder>/server.json         what the last server said about itself
     <folder>/sessions/<token>/   files being written by one open store; its lock file is held
                                  as long as that store lives, so leftovers of the dead are known
 """
@@ -30,6 +31,7 @@ from hcache_backend.store.file_ops import FileOps
 from hcache_backend.store.index import INDEX_FORMAT, Index
 from hcache_backend.store.lock import FolderLock, try_lock
 from hcache_backend.store.page_io import Alignment, probe_alignment
+from hcache_backend.store.server_report import SERVER_REPORT
 
 MARKER = "hcache-store.json"
 FOLDER_FORMAT = 1
@@ -226,8 +228,9 @@ def _check_marker(path: Path, ops: FileOps, root_fd: int, create: bool) -> None:
         return
     # A marker that a power cut tore, or a first opening that was interrupted, is no reason to
     # refuse; anything that no store makes is.
-    own = {MARKER, _LOCK, _INDEX, _PAGES, _SESSIONS} if MARKER in names else set()
-    strangers = [name for name in names if name not in own and not name.startswith(f".{MARKER}.")]
+    own = {MARKER, _LOCK, _INDEX, _PAGES, _SESSIONS, SERVER_REPORT} if MARKER in names else set()
+    unfinished = (f".{MARKER}.", f".{SERVER_REPORT}.")
+    strangers = [name for name in names if name not in own and not name.startswith(unfinished)]
     if strangers:
         what = f"its {MARKER} is damaged" if own else f"it has no {MARKER}"
         reason = f"it is not empty and not a page store's ({what})"

@@ -2,6 +2,7 @@
 
 from .checks import check_projection, check_rows
 from .dispatch import compute_kv, project_kv
+from .reference import finish_keys
 from .spec import KeyNorm, KVPool, KVProjection, Rotary
 
 __all__ = [
@@ -12,5 +13,6 @@ __all__ = [
     "check_projection",
     "check_rows",
     "compute_kv",
+    "finish_keys",
     "project_kv",
 ]

@@ -33,11 +33,27 @@ def compute_kv_reference(
     heads, dim = projection.kv_heads, projection.head_dim
     kv = F.linear(hidden, projection.weight, projection.bias)
     k, v = kv.view(len(hidden), 2, heads, dim).unbind(1)
-    if projection.norm is not None:
-        k = _normalise(k.float(), projection.norm).to(hidden.dtype)
-    if projection.rotary is not None:
-        k = _rotate(k.float(), positions, projection.rotary).to(hidden.dtype)
-    return k, v
+    return finish_keys(k, positions, projection.norm, projection.rotary), v
+
+
+def finish_keys(
+    k: torch.Tensor, positions: torch.Tensor, norm: KeyNorm | None, rotary: Rotary | None
+) -> torch.Tensor:
+    """Norm and RoPE of K that some linear module has made, arguments unchecked.
+
+    Args:
+        k: ``[n, kv_heads, head_dim]``.
+        positions: Positions of the tokens, integers ``[n]``.
+
+    Returns:
+        A tensor like ``k``.
+    """
+    dtype = k.dtype
+    if norm is not None:
+        k = _normalise(k.float(), norm).to(dtype)
+    if rotary is not None:
+        k = _rotate(k.float(), positions, rotary).to(dtype)
+    return k
 
 
 def _normalise(k: torch.Tensor, norm: KeyNorm) -> torch.Tensor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from hcache_backend.cli.main import app
 from tests.engine.harness.conversations import converse, make_conversations
 from tests.engine.harness.models import build_model
 from tests.engine.harness.ours import (
@@ -15,6 +18,7 @@ from tests.engine.harness.ours import (
     assert_nothing_went_wrong,
     assert_restored_from_l3,
     our_server,
+    projections,
     stored_pages,
 )
 from tests.engine.harness.server import Server
@@ -22,21 +26,70 @@ from tests.engine.harness.server import Server
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "opt", "gpt2", "olmo2"])
+SPECS = {
+    "llama": "fused weight 512x256, RoPE neox 64",
+    "qwen2": "fused weight 256x256, bias, RoPE neox 64",
+    "qwen3": "fused weight 256x256, rms norm over a head, RoPE neox 64",
+    "olmo2": "fused weight 512x256, rms norm over all heads, RoPE neox 64",
+    "opt": "fused weight 512x256, bias",
+    "gpt2": "fused weight 512x256, bias",
+    "phi3": "fused weight 512x256, RoPE neox 64",
+    "stablelm": "fused weight 512x256, RoPE neox 16",
+    "olmoe": "fused weight 512x256, rms norm over all heads, RoPE neox 64",
+}
+LONG_CONVERSATIONS = ("llama", "qwen2", "qwen3", "opt", "gpt2", "olmo2")
+
+
+@pytest.mark.parametrize("name", SPECS)
 def test_flushed_conversations_come_back_from_hidden_states_with_the_no_cache_output(
     name: str, model_cache: Path, tmp_path: Path
 ) -> None:
     model = build_model(name, model_cache)
+    turns = 3 if name in LONG_CONVERSATIONS else 2
     # 600-token questions in prefill chunks of 256: the first prompt takes three.
     with Server(our_server(model, tmp_path, chunked_prefill_size=256)) as server:
-        conversations = converse(server, make_conversations(2, turns=3, tokens=600))
+        conversations = converse(server, make_conversations(2, turns=turns, tokens=600))
         assert_hidden_mode(server)
         assert_nothing_went_wrong(server)
         assert_restored_from_l3(conversations, server.options.page_size)
+        assert projections(server) == [f"4 layers by spec ({SPECS[name]})"]
     assert_no_cache_output(model, conversations)
     kv_bytes = 2 * 4 * 256 * 4 * server.options.page_size  # of an MHA model of this size
     sizes = {path.stat().st_size for path in stored_pages(tmp_path)}
     assert sizes and max(sizes) <= 0.52 * kv_bytes
+
+
+def test_layers_that_no_spec_describes_are_projected_by_the_model_and_the_doctor_says_why(
+    model_cache: Path, tmp_path: Path
+) -> None:
+    model = build_model("olmo", model_cache)
+    reason = "V is not a part of what a linear module gives for the hidden states"
+    with Server(our_server(model, tmp_path)) as server:
+        conversations = converse(server, make_conversations(2, turns=2, tokens=300))
+        assert_hidden_mode(server)
+        assert_nothing_went_wrong(server)
+        assert_restored_from_l3(conversations, server.options.page_size)
+        assert projections(server) == [f"layers 0, 1, 2, 3 by their attention modules: {reason}"]
+    assert_no_cache_output(model, conversations)
+    told = CliRunner().invoke(app, ["doctor", "--json", "--dir", str(tmp_path / "l3")])
+    (check,) = [c for c in json.loads(told.stdout)["checks"] if "last server" in c["subject"]]
+    assert check["verdict"] == "fair"
+    assert (
+        f"hidden mode; codec none; layers 0, 1, 2, 3 by their attention modules: {reason}"
+        in check["detail"]
+    )
+
+
+def test_the_option_projection_generic_leaves_every_layer_to_the_model(
+    model: Path, tmp_path: Path
+) -> None:
+    with Server(our_server(model, tmp_path, hcache={"projection": "generic"})) as server:
+        conversations = converse(server, make_conversations(1, turns=2))
+        assert_restored_from_l3(conversations, server.options.page_size)
+        assert projections(server) == [
+            "layers 0, 1, 2, 3 by their attention modules: option 'projection' is 'generic'"
+        ]
+    assert_no_cache_output(model, conversations)
 
 
 def test_bfloat16_output_is_the_no_cache_output_up_to_ties(

@@ -10,8 +10,11 @@ from tests.engine.harness.conversations import converse, make_conversations
 from tests.engine.harness.ours import (
     assert_hidden_mode,
     assert_no_cache_output,
+    assert_nothing_went_wrong,
+    assert_restored_from_l3,
     faulty,
     our_server,
+    projections,
     stored_pages,
 )
 from tests.engine.harness.server import Server
@@ -49,6 +52,25 @@ def test_a_wrong_rope_in_service_ends_backups_and_drops_what_was_written(
         assert old.turns[1].cached.storage == 0
         assert new.turns[1].cached.storage == 0
     assert_no_cache_output(model, [old, new])
+
+
+@pytest.mark.parametrize("fault", ["wrong_spec_rope", "wrong_spec_rows"])
+def test_a_wrong_spec_is_found_out_before_it_serves(
+    fault: str, model: Path, tmp_path: Path
+) -> None:
+    with Server(our_server(model, tmp_path, extra_env=faulty(fault))) as server:
+        conversations = converse(server, make_conversations(1, turns=2))
+        assert_hidden_mode(server)
+        assert_nothing_went_wrong(server)
+        assert_restored_from_l3(conversations, server.options.page_size)
+        right, *refused = projections(server)
+    assert right.startswith("2 layers by spec (")
+    for line, layer in zip(refused, (0, 2), strict=True):
+        module = f"model.layers.{layer}.self_attn"
+        assert line.startswith(
+            f"layers {layer} by their attention modules: written K of {module} differs"
+        )
+    assert_no_cache_output(model, conversations)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from tests.engine.harness.ours import (
     assert_nothing_went_wrong,
     assert_restored_from_l3,
     our_server,
+    projections,
 )
 from tests.engine.harness.reference import assert_equal_tokens, greedy
 from tests.engine.harness.server import Server
@@ -48,6 +49,11 @@ def test_adapters_mean_kv_mode_and_never_share_pages(model_cache: Path, tmp_path
     [
         ("deepseek", "the KV pool is a MLATokenToKVPool (FULL)"),
         ("gemma3", "layers.0.self_attn takes a tensor 'positions' of shape (1, 48)"),
+        (
+            "phi3_longrope",
+            "K of model.layers.0.self_attn at positions 0..47 changes when position 16383 is "
+            "projected with them",
+        ),
     ],
 )
 def test_models_that_hidden_mode_does_not_know(
@@ -97,13 +103,24 @@ def test_other_host_layouts_and_io_backends_in_hidden_mode(
     assert_no_cache_output(model, conversations)
 
 
-def test_two_tensor_parallel_ranks_in_hidden_mode(model_cache: Path, tmp_path: Path) -> None:
-    model = build_model("llama", model_cache)
+@pytest.mark.parametrize(
+    ("name", "projection"),
+    [
+        ("llama", "4 layers by spec (fused weight 256x256, RoPE neox 64)"),
+        # Its norm sees the heads of all ranks: the attention modules talk to each other.
+        ("olmo2", "layers 0, 1, 2, 3 by their attention modules: K is made by no norm and RoPE"),
+    ],
+)
+def test_two_tensor_parallel_ranks_in_hidden_mode(
+    name: str, projection: str, model_cache: Path, tmp_path: Path
+) -> None:
+    model = build_model(name, model_cache)
     with Server(our_server(model, tmp_path, tp=2)) as server:
         conversations = converse(
             server, make_conversations(3, turns=2, tokens=300), concurrent=True
         )
         assert_hidden_mode(server)
+        assert [line.startswith(projection) for line in projections(server)] == [True, True]
         assert_nothing_went_wrong(server)
         assert_restored_from_l3(conversations, 64)
     assert_no_cache_output(model, conversations)

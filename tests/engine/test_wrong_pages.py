@@ -16,6 +16,7 @@ from tests.engine.harness.ours import (
     assert_no_cache_output,
     assert_restored_from_l3,
     our_server,
+    projections,
     stored_pages,
 )
 from tests.engine.harness.server import Server
@@ -143,5 +144,7 @@ def test_weights_updated_in_service_are_another_namespace(
     back = turn()
     assert [c.turns[0].cached.storage for c in under_other] == [0, 384]
     assert back.turns[0].cached.storage == 384  # what these weights wrote before
+    by_spec = "4 layers by spec (fused weight 512x256, RoPE neox 64)"
+    assert projections(server) == 3 * [by_spec]  # proven again for each weights
     assert_no_cache_output(model, [first, back])
     assert_no_cache_output(other, under_other)

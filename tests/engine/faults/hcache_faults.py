@@ -34,14 +34,52 @@ def _active() -> bool:
 
 def _wrong_rope() -> None:
     """Projection believes that every token stands one place further on."""
-    from hcache_backend.projection.generic import GenericProjector
+    from hcache_backend.projection.projector import Projector
 
-    project = GenericProjector.project
+    def wrap(name: str) -> None:
+        project = getattr(Projector, name)
 
-    def wrong(self: Any, layer: Any, hidden: Any, positions: Any) -> Any:
-        return project(self, layer, hidden, positions + 1 if _active() else positions)
+        def wrong(self: Any, layer: Any, hidden: Any, positions: Any, *slots: Any) -> Any:
+            return project(self, layer, hidden, positions + 1 if _active() else positions, *slots)
 
-    GenericProjector.project = wrong  # type: ignore[method-assign]
+        setattr(Projector, name, wrong)
+
+    wrap("project")
+    wrap("project_to_pool")
+
+
+def _wrong_spec(**wrong: Any) -> Callable[[], None]:
+    """The search hands out specs with parts of ``wrong``, as if they had been proven."""
+
+    def inject() -> None:
+        from dataclasses import replace
+
+        from hcache_backend.engine import projection
+
+        find = projection.find_spec
+
+        def faulty(layer: Any, *args: Any) -> Any:
+            spec = find(layer, *args)
+            if layer.index % 2:
+                return spec
+            changes = {name: change(spec) for name, change in wrong.items()}
+            return replace(spec, **changes)
+
+        projection.find_spec = faulty
+
+    return inject
+
+
+def _other_style(spec: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(spec.rotary, style="interleaved")
+
+
+def _rows_of_q(spec: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(spec.k, starts=tuple(start - spec.k.width for start in spec.k.starts))
 
 
 def _reallocate(controller: Any, device_indices: Any) -> None:
@@ -119,6 +157,8 @@ def _report_hooks() -> None:
 
 FAULTS: dict[str, Callable[[], None]] = {
     "wrong_rope": _wrong_rope,
+    "wrong_spec_rope": _wrong_spec(rotary=_other_style),
+    "wrong_spec_rows": _wrong_spec(k=_rows_of_q),
     "slot_reallocated_before_backup": _wrap_write(before=True),
     "slot_reallocated_before_copy": _wrap_write(before=False),
     "layer_not_captured": _skip_a_layer,

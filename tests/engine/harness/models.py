@@ -91,6 +91,21 @@ ARCHITECTURES: dict[str, Architecture] = {
 MORE_ARCHITECTURES: dict[str, Architecture] = {
     # The checkpoint already has q, k and v in one projection.
     "phi3": Architecture("phi3", _gated(HEADS, original_max_position_embeddings=MAX_POSITIONS)),
+    # RoPE is another for all tokens of a batch when one of them stands beyond 4096.
+    "phi3_longrope": Architecture(
+        "phi3",
+        _gated(
+            HEADS,
+            original_max_position_embeddings=4096,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0] * 32,
+                "long_factor": [1.0 + i / 16 for i in range(32)],
+                "original_max_position_embeddings": 4096,
+            },
+        ),
+    ),
     # RoPE on a quarter of each head; LayerNorm.
     "stablelm": Architecture("stablelm", _gated(HEADS)),
     # MQA: hidden states are larger than KV. Norm weights are offsets from one.
@@ -125,6 +140,8 @@ MORE_ARCHITECTURES: dict[str, Architecture] = {
             shared_expert_intermediate_size=256,
         ),
     ),
+    # What the projection makes is cut at a bound: more than a product, norm and RoPE.
+    "olmo": Architecture("olmo", _gated(HEADS, clip_qkv=4.0)),
     # MLA: one compressed vector a token instead of K and V, so there is nothing to project.
     "deepseek": Architecture(
         "deepseek_v3",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,12 @@ def assert_hidden_mode(server: Server) -> None:
     log = server.log_text()
     assert "hcache: hidden mode:" in log
     assert "KV mode" not in log
+
+
+def projections(server: Server) -> list[str]:
+    """What the server said about how it projects, a line for each kind of layers."""
+    found: list[str] = re.findall(r"hcache: projection: (.*)", server.log_text())
+    return found
 
 
 def assert_nothing_went_wrong(server: Server) -> None:

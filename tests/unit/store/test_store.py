@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import threading
@@ -30,9 +31,10 @@ from store_testing import (
 )
 
 from hcache_backend.store.file_ops import FileOps
-from hcache_backend.store.folder import NotOurFolderError
+from hcache_backend.store.folder import MARKER, NotOurFolderError
 from hcache_backend.store.page_io import BUFFERED, probe_alignment
 from hcache_backend.store.rebuild import adopt_unknown_files
+from hcache_backend.store.server_report import SERVER_REPORT
 from hcache_backend.store.striped import StripedPageStore, open_store
 
 FILE = PAGE + 4096
@@ -362,6 +364,17 @@ def test_a_folder_in_use_for_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotOurFolderError, match="not empty and not a page store's"):
         open_quiet(tmp_path)
     assert names(tmp_path) == ["thesis.tex"]
+
+
+def test_a_servers_report_does_not_make_a_folder_with_a_torn_marker_a_strangers(
+    tmp_path: Path,
+) -> None:
+    open_quiet(tmp_path).close()
+    (tmp_path / MARKER).write_text("{")
+    (tmp_path / SERVER_REPORT).write_text("{}")
+    (tmp_path / f".{SERVER_REPORT}.0123abcd").touch()
+    open_quiet(tmp_path).close()
+    assert json.loads((tmp_path / MARKER).read_text())
 
 
 def test_links_inside_are_not_followed(tmp_path: Path) -> None:

@@ -1,0 +1,154 @@
+"""Proof by numbers: does a spec give the K and V of the model's own attention module?
+
+The module is asked about more than the probe shows: large positions, where a RoPE that is no plain
+look-up gives itself away; loud hidden states, which clamped or saturating projections cut; quiet
+ones, beside which biases and epsilons count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hcache_backend.projection.attention import AttentionLayer
+from hcache_backend.projection.check import relative_difference, tolerance
+from hcache_backend.projection.generic import GenericProjector
+from hcache_backend.projection.spec import COS_SIN, LayerSpec
+
+_LOUD = 4096.0
+_QUIET = 1e-3
+"""Largest number of K and V that the loud and the quiet hidden states bring."""
+
+_PLACES = 16
+
+
+class RowsDependOnEachOther(ValueError):
+    """K of a token changes with the positions of the tokens that are projected beside it.
+
+    No page can be restored for such a layer: a page does not say what stood beside its tokens.
+    """
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """K and V that the module made, of tokens that a spec must do the same for.
+
+    Attributes:
+        what: What these tokens are there to show.
+        hidden: ``[n, hidden]``.
+        positions: int64 ``[n]``.
+        k: ``[n, kv_heads, head_dim]``.
+        v: Same shape.
+        group: Tokens that are compared together; divides ``n``.
+    """
+
+    what: str
+    hidden: torch.Tensor
+    positions: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    group: int
+
+
+def spec_tolerance(dtype: torch.dtype) -> float:
+    """Half of what a layer may differ from the pool: both sides round at the same places."""
+    return tolerance(dtype) / 2
+
+
+@torch.no_grad()
+def gather_evidence(
+    layer: AttentionLayer,
+    hidden: torch.Tensor,
+    positions: torch.Tensor,
+    generic: GenericProjector,
+    position_limit: int,
+) -> list[Evidence]:
+    """Ask the attention module; always the same number of calls, on every rank.
+
+    Args:
+        layer: The layer.
+        hidden: What it received during the probe, ``[n, hidden]``.
+        positions: Positions of the probe, int64 ``[n]``.
+        generic: Calls the module.
+        position_limit: The model serves positions below it.
+
+    Raises:
+        RowsDependOnEachOther: Said in the class.
+        ProjectionFailed: The module gave no K and V.
+    """
+
+    def ask(what: str, rows: torch.Tensor, where: torch.Tensor, group: int) -> Evidence:
+        k, v = generic.project(layer, rows, where)
+        return Evidence(what, rows, where, k, v, group)
+
+    n = len(hidden)
+    probe = ask("the probe's tokens", hidden, positions, n)
+    places = _places(min([position_limit, *_table_lengths(layer)]))
+    far = ask(
+        "the probe's tokens at other positions",
+        hidden.repeat(1 + len(places), 1),
+        torch.cat([positions, places.repeat_interleave(n).to(positions.device)]),
+        n,
+    )
+    if relative_difference(far.k[:n].float(), probe.k.float()) > tolerance(hidden.dtype):
+        raise RowsDependOnEachOther(
+            f"K of {layer.name} at positions 0..{n - 1} changes when position {int(places.max())} "
+            "is projected with them"
+        )
+    largest = float(torch.maximum(probe.k.abs().amax(), probe.v.abs().amax()))
+    loud = hidden * min(_LOUD / largest, _room(hidden)) if largest else hidden
+    quiet = hidden * (_QUIET / largest) if largest else hidden
+    return [
+        probe,
+        far,
+        ask("loud hidden states", loud, positions, n),
+        ask("quiet hidden states", quiet, positions, n),
+    ]
+
+
+@torch.no_grad()
+def difference(spec: LayerSpec, evidence: list[Evidence]) -> tuple[float, str]:
+    """The worst relative difference between a spec's K and V and the module's, and where it is."""
+    worst, where = 0.0, ""
+    for piece in evidence:
+        try:
+            made = spec.compute(piece.hidden, piece.positions)
+        except Exception as error:  # a linear module of the model's, or a table that is too short
+            return float("inf"), f"K and V of {piece.what} ({type(error).__name__}: {error})"
+        for name, got, want in zip("KV", made, (piece.k, piece.v), strict=True):
+            groups = zip(got.split(piece.group), want.split(piece.group), strict=True)
+            found = max(relative_difference(a.float(), b.float()) for a, b in groups)
+            if found > worst:
+                worst, where = found, f"{name} of {piece.what}"
+    return worst, where
+
+
+def spec_problem(spec: LayerSpec, evidence: list[Evidence]) -> str | None:
+    """Why a spec is wrong for its layer, or None when its K and V are the module's."""
+    allowed = spec_tolerance(evidence[0].hidden.dtype)
+    worst, where = difference(spec, evidence)
+    if worst <= allowed:
+        return None
+    return f"{where} differ from the module's by {worst:.1e} (allowed {allowed:.0e})"
+
+
+def _places(limit: int) -> torch.Tensor:
+    """Positions of all magnitudes below ``limit``; the same on every rank."""
+    source = torch.Generator().manual_seed(limit)
+    powers = torch.linspace(0, 1, _PLACES) * max(0.0, torch.tensor(float(limit)).log2().item())
+    jitter = 0.5 + 0.5 * torch.rand(_PLACES, generator=source)
+    places = (2**powers * jitter).long().clamp(0, limit - 1)
+    places[-1] = limit - 1
+    return places
+
+
+def _table_lengths(layer: AttentionLayer) -> list[int]:
+    """Rows of the RoPE tables that are in sight: the module may not be asked beyond them."""
+    tables = (getattr(module, COS_SIN, None) for module in layer.module.modules())
+    return [len(table) for table in tables if isinstance(table, torch.Tensor)]
+
+
+def _room(hidden: torch.Tensor) -> float:
+    """How much louder hidden states can get in their type."""
+    return float(torch.finfo(hidden.dtype).max) / 16 / max(float(hidden.abs().amax()), 1e-30)

@@ -1,0 +1,248 @@
+"""Finding a layer's spec: guesses from what the attention module holds, settled by numbers.
+
+Nothing is told by names of classes or of modules. Modules that were fed the hidden states are
+watched; V, which nothing is done to, shows where it stands in their output. K is looked for in the
+same outputs under every norm and RoPE that the attention module could hold. The best guess has to
+prove itself on all evidence (:mod:`hcache_backend.projection.proof`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Literal
+
+import torch
+
+from hcache_backend.projection.attention import AttentionLayer
+from hcache_backend.projection.generic import GenericProjector
+from hcache_backend.projection.proof import Evidence, difference, spec_problem, spec_tolerance
+from hcache_backend.projection.spec import (
+    COS_SIN,
+    Columns,
+    LayerSpec,
+    NormModule,
+    RotaryTable,
+    epsilon_of,
+    linear_output,
+    vector,
+)
+from hcache_kernels.project_kv import KeyNorm, Rotary, check_projection, finish_keys
+
+_NORM_KINDS: tuple[Literal["rms", "layer"], ...] = ("rms", "layer")
+
+
+class NoSpec(Exception):
+    """The layer is projected by its own attention module; the message says why."""
+
+
+@dataclass(frozen=True)
+class _Fed:
+    """A module that received the hidden states, and what it made of them.
+
+    Attributes:
+        module: The module.
+        original: Its output ``[n, width]``; it may have been rotated in place since.
+        output: A copy of the time when it was made.
+    """
+
+    module: torch.nn.Module
+    original: torch.Tensor
+    output: torch.Tensor
+
+    def blocks(self, head_dim: int) -> torch.Tensor:
+        """The output as heads, ``[n, width / head_dim, head_dim]``."""
+        return self.output.view(len(self.output), -1, head_dim)
+
+
+@torch.no_grad()
+def find_spec(
+    layer: AttentionLayer, evidence: list[Evidence], generic: GenericProjector
+) -> LayerSpec:
+    """The spec of a layer, proven on ``evidence``.
+
+    Args:
+        layer: The layer.
+        evidence: From :func:`gather_evidence`; the first piece is the probe.
+        generic: Calls the attention module once more, watched.
+
+    Raises:
+        NoSpec: Nothing that was tried gives the module's K and V.
+    """
+    probe = evidence[0]
+    head_dim = probe.k.shape[-1]
+    if probe.v.shape != probe.k.shape:
+        raise NoSpec(f"K has heads of {head_dim} and V of {probe.v.shape[-1]}")
+    fed = _watch(layer, probe, generic, head_dim)
+    if not fed:
+        raise NoSpec(f"no linear module gives heads of {head_dim} for the hidden states")
+    v = next(filter(None, (_v_columns(one, probe) for one in fed)), None)
+    if v is None:
+        raise NoSpec("V is not a part of what a linear module gives for the hidden states")
+    best: tuple[float, LayerSpec] | None = None
+    for norm, rotary in product(_norms(layer, probe), _rotaries(layer, head_dim)):
+        for one in fed:
+            k = _k_columns(one, probe, norm, rotary)
+            if k is None:
+                continue
+            spec = _fused_if_possible(LayerSpec(k, v, norm, rotary, fused=False), probe)
+            worst = difference(spec, evidence)[0]
+            if best is None or worst < best[0]:
+                best = worst, spec
+    if best is None:
+        raise NoSpec("K is made by no norm and RoPE that its attention module shows")
+    problem = spec_problem(best[1], evidence)
+    if problem is not None:
+        raise NoSpec(problem)
+    return best[1]
+
+
+def _watch(
+    layer: AttentionLayer, probe: Evidence, generic: GenericProjector, head_dim: int
+) -> list[_Fed]:
+    """The modules inside the attention module that receive the hidden states."""
+    fed: dict[int, _Fed] = {}
+
+    def on_output(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
+        given = args[0] if args else next(iter(kwargs.values()), None)
+        output = linear_output(result)
+        if (
+            isinstance(given, torch.Tensor)
+            and isinstance(output, torch.Tensor)
+            and (given.shape, given.dtype) == (probe.hidden.shape, probe.hidden.dtype)
+            and output.dim() == 2
+            and output.shape[1] % head_dim == 0
+            and torch.equal(given, probe.hidden)
+        ):
+            # A module around a linear one ends after it: of the same output, the inner one counts.
+            fed.setdefault(
+                output.data_ptr(),
+                _Fed(module, output, output.clone(memory_format=torch.contiguous_format)),
+            )
+
+    inner = [module for module in layer.module.modules() if module is not layer.module]
+    handles = [one.register_forward_hook(on_output, with_kwargs=True) for one in inner]
+    try:
+        generic.project(layer, probe.hidden, probe.positions)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return list(fed.values())
+
+
+def _v_columns(fed: _Fed, probe: Evidence) -> Columns | None:
+    blocks = fed.blocks(probe.v.shape[-1])
+    return _columns(fed, (_match(blocks, head, False) for head in probe.v.unbind(1)), probe)
+
+
+def _k_columns(
+    fed: _Fed, probe: Evidence, norm: NormModule | None, rotary: RotaryTable | None
+) -> Columns | None:
+    """Where K stands, if ``norm`` and ``rotary`` make it out of parts of this output."""
+    blocks = fed.blocks(probe.k.shape[-1])
+    key_norm = None if norm is None else norm.key_norm()
+    key_rotary = None if rotary is None else rotary.rotary()
+    # A norm over all heads divides each token by a number that depends on where all of K stands:
+    # a block is looked for up to that number, and the proof settles the rest.
+    scale_free = key_norm is not None and key_norm.over == "all"
+
+    def places() -> Iterator[int | None]:
+        for index, head in enumerate(probe.k.unbind(1)):
+            made = _finish(blocks, index, key_norm, key_rotary, probe)
+            yield _match(made, head, scale_free)
+
+    return _columns(fed, places(), probe)
+
+
+def _finish(
+    blocks: torch.Tensor,
+    head: int,
+    norm: KeyNorm | None,
+    rotary: Rotary | None,
+    probe: Evidence,
+) -> torch.Tensor:
+    """Every block as if it were K's head number ``head``."""
+    dim = blocks.shape[-1]
+    if norm is not None:
+        weight, bias = (
+            part if part is None or len(part) == dim else part[head * dim : (head + 1) * dim]
+            for part in (norm.weight, norm.bias)
+        )
+        if norm.over == "all":
+            blocks, norm = (blocks if weight is None else blocks * weight), None
+        else:
+            norm = replace(norm, weight=weight, bias=bias)
+    return finish_keys(blocks, probe.positions, norm, rotary)
+
+
+def _match(blocks: torch.Tensor, head: torch.Tensor, scale_free: bool) -> int | None:
+    """Which of the blocks ``[n, blocks, dim]`` is the head ``[n, dim]``; None for none of them."""
+    allowed = spec_tolerance(head.dtype)
+    blocks, head = blocks.float(), head.float()
+    if scale_free:
+        blocks, head = (torch.nn.functional.normalize(x, dim=-1) for x in (blocks, head))
+    off = (blocks - head.unsqueeze(1)).square().mean((0, 2)).sqrt()
+    place = int(off.argmin())
+    return place if float(off[place]) <= allowed * float(head.square().mean().sqrt()) else None
+
+
+def _columns(fed: _Fed, places: Iterator[int | None], probe: Evidence) -> Columns | None:
+    dim = probe.k.shape[-1]
+    starts = []
+    for place in places:
+        if place is None:
+            return None
+        starts.append(place * dim)
+    return Columns(fed.module, tuple(starts), dim)
+
+
+def _norms(layer: AttentionLayer, probe: Evidence) -> Iterator[NormModule | None]:
+    """No norm, and every reading of every module that could be one."""
+    yield None
+    heads, dim = probe.k.shape[1:]
+    for module in layer.module.modules():
+        if epsilon_of(module) is None:
+            continue
+        weight = vector(module, "weight")
+        size = dim if weight is None else len(weight)
+        for kind, offset in product(_NORM_KINDS, (0,) if weight is None else (0, 1)):
+            if size in (dim, heads * dim):
+                yield NormModule(module, kind, "head", offset)
+            if (weight is None or size == heads * dim) and heads > 1 and kind == "rms":
+                yield NormModule(module, kind, "all", offset)
+
+
+def _rotaries(layer: AttentionLayer, head_dim: int) -> list[RotaryTable | None]:
+    """No RoPE, and both styles of every table in sight."""
+    held = [value for module in layer.module.modules() for value in vars(module).values()]
+    owners = {id(owner): owner for owner in [*layer.module.modules(), *held]}
+    tables: list[RotaryTable | None] = [None]
+    for owner in owners.values():
+        table = getattr(owner, COS_SIN, None)
+        if isinstance(table, torch.Tensor) and table.dim() == 2 and table.shape[1] <= head_dim:
+            tables += [RotaryTable(owner, "neox"), RotaryTable(owner, "interleaved")]
+    return tables
+
+
+def _fused_if_possible(spec: LayerSpec, probe: Evidence) -> LayerSpec:
+    """``spec`` for the kernels, when the linear module's weight is plain and K and V stand so."""
+    linear, start = spec.k.linear, spec.k.starts[0]
+    weight = getattr(linear, "weight", None)
+    if (
+        spec.v.linear is not linear
+        or not (spec.k.contiguous and spec.v.contiguous)
+        or spec.v.starts[0] != start + spec.k.width
+        or not isinstance(weight, torch.Tensor)
+        or weight.dtype != probe.hidden.dtype
+        or weight.dim() != 2
+        or weight.shape[1] != probe.hidden.shape[1]
+    ):
+        return spec
+    fused = replace(spec, fused=True)
+    try:
+        check_projection(fused.projection())
+    except ValueError:
+        return spec
+    # Packed weights look like plain ones, and some modules do more than multiply.
+    return spec if spec_problem(fused, [probe]) else fused

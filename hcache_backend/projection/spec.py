@@ -1,0 +1,204 @@
+"""What one layer's K and V are made of, as found in the model's attention module.
+
+A spec holds modules and the names of their tensors, never tensors: a weight update, or a RoPE table
+that grows, is seen by the next projection.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from hcache_kernels.project_kv import (
+    KeyNorm,
+    KVProjection,
+    Rotary,
+    compute_kv,
+    finish_keys,
+)
+
+COS_SIN = "cos_sin_cache"
+"""The name that SGLang (and vLLM) give a RoPE's table of cosines and sines."""
+
+_EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where the heads of K, or of V, stand in the output of a linear module.
+
+    Attributes:
+        linear: The module; called with hidden states it returns ``[n, width]``, alone or first.
+        starts: First column of each head.
+        head_dim: Columns of a head.
+    """
+
+    linear: torch.nn.Module
+    starts: tuple[int, ...]
+    head_dim: int
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether each head follows the one before it."""
+        wanted = range(self.starts[0], self.starts[0] + self.width, self.head_dim)
+        return self.starts == tuple(wanted)
+
+    @property
+    def width(self) -> int:
+        """Columns of all heads."""
+        return len(self.starts) * self.head_dim
+
+    def pick(self, output: torch.Tensor) -> torch.Tensor:
+        """The heads ``[n, heads, head_dim]`` in the output ``[n, width]`` of the module."""
+        if self.contiguous:
+            rows = output[:, self.starts[0] : self.starts[0] + self.width]
+            return rows.reshape(len(output), len(self.starts), self.head_dim)
+        heads = [output[:, start : start + self.head_dim] for start in self.starts]
+        return torch.stack(heads, 1)
+
+
+@dataclass(frozen=True)
+class NormModule:
+    """A module whose parameters normalise K.
+
+    Attributes:
+        module: Holds ``weight`` and ``bias``, or neither, and an epsilon.
+        kind: As in :class:`KeyNorm`.
+        over: As in :class:`KeyNorm`.
+        offset: What is added to the stored weight: 1 where models store ``w - 1`` (Gemma).
+    """
+
+    module: torch.nn.Module
+    kind: Literal["rms", "layer"]
+    over: Literal["head", "all"]
+    offset: int
+
+    def key_norm(self) -> KeyNorm:
+        """The norm with the weights of this moment."""
+        weight, bias = vector(self.module, "weight"), vector(self.module, "bias")
+        if weight is not None and self.offset:
+            weight = weight.float() + self.offset  # near 1, a half type would lose its digits
+        epsilon = epsilon_of(self.module)
+        assert epsilon is not None
+        return KeyNorm(self.kind, self.over, weight, bias, epsilon)
+
+
+@dataclass(frozen=True)
+class RotaryTable:
+    """An object whose table of cosines and sines rotates K.
+
+    Attributes:
+        owner: Has the table as ``cos_sin_cache``.
+        style: As in :class:`Rotary`.
+    """
+
+    owner: object
+    style: Literal["neox", "interleaved"]
+
+    def rotary(self) -> Rotary:
+        """The RoPE with the table of this moment."""
+        table: torch.Tensor = getattr(self.owner, COS_SIN)
+        return Rotary(table, self.style, table.shape[1])
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """How one layer makes K and V, without its attention module (paper section 3.1).
+
+    Attributes:
+        k: Where K stands before norm and RoPE.
+        v: Where V stands.
+        norm: Norm of K, or None.
+        rotary: RoPE of K, or None.
+        fused: The kernels can do it all. They want rows of K and then of V in one float weight:
+            rows that stand otherwise would have to be copied, and a quantised weight is its
+            module's own affair, so that module is then called.
+    """
+
+    k: Columns
+    v: Columns
+    norm: NormModule | None
+    rotary: RotaryTable | None
+    fused: bool
+
+    def key_norm(self) -> KeyNorm | None:
+        """The norm of K at this moment."""
+        return None if self.norm is None else self.norm.key_norm()
+
+    def key_rotary(self) -> Rotary | None:
+        """The RoPE of K at this moment."""
+        return None if self.rotary is None else self.rotary.rotary()
+
+    def projection(self) -> KVProjection:
+        """The layer for the kernels, when it is ``fused``; weight and bias are views."""
+        weight, bias = self.k.linear.weight, getattr(self.k.linear, "bias", None)
+        assert isinstance(weight, torch.Tensor)
+        rows = slice(self.k.starts[0], self.k.starts[0] + 2 * self.k.width)
+        return KVProjection(
+            weight=weight[rows],
+            bias=None if bias is None else bias[rows],
+            kv_heads=len(self.k.starts),
+            head_dim=self.k.head_dim,
+            norm=self.key_norm(),
+            rotary=self.key_rotary(),
+        )
+
+    def compute(
+        self, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of ``n`` tokens.
+
+        Args:
+            hidden: Input of the QKV projection, ``[n, hidden]``.
+            positions: Positions of the tokens, int64 ``[n]``.
+
+        Returns:
+            K and V ``[n, kv_heads, head_dim]`` in the type of ``hidden``.
+        """
+        if self.fused:
+            return compute_kv(hidden, positions, self.projection())
+        output = linear_output(self.k.linear(hidden))
+        k = finish_keys(self.k.pick(output), positions, self.key_norm(), self.key_rotary())
+        if self.v.linear is not self.k.linear:
+            output = linear_output(self.v.linear(hidden))
+        return k, self.v.pick(output)
+
+    def describe(self) -> str:
+        """What was found, for the log: layers that are alike have the same description."""
+        if self.fused:
+            parts = ["fused weight {}x{}".format(*self.projection().weight.shape)]
+        else:
+            modules = "one module" if self.k.linear is self.v.linear else "two modules"
+            parts = [f"{2 * self.k.width} columns of {modules}"]
+        if getattr(self.k.linear, "bias", None) is not None:
+            parts.append("bias")
+        if self.norm is not None:
+            where = "a head" if self.norm.over == "head" else "all heads"
+            parts.append(f"{self.norm.kind} norm over {where}")
+        if self.rotary is not None:
+            rotary = self.rotary.rotary()
+            parts.append(f"RoPE {rotary.style} {rotary.rotary_dim}")
+        return ", ".join(parts)
+
+
+def linear_output(result: Any) -> torch.Tensor:
+    """The product that a linear module returned: alone, or first of several values."""
+    output: torch.Tensor = result[0] if isinstance(result, tuple) and result else result
+    return output
+
+
+def vector(module: torch.nn.Module, name: str) -> torch.Tensor | None:
+    """A parameter or plain attribute as a vector, or None when there is none."""
+    value = getattr(module, name, None)
+    return value.detach().reshape(-1) if isinstance(value, torch.Tensor) else None
+
+
+def epsilon_of(module: torch.nn.Module) -> float | None:
+    """The epsilon of a norm, under any of its usual names; None for what is no norm."""
+    for name in _EPSILON_NAMES:
+        value = getattr(module, name, None)
+        if isinstance(value, float):
+            return value
+    return None

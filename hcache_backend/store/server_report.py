@@ -1,0 +1,79 @@
+"""What the last server that opened a store folder said about itself, for ``hcache doctor``."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+SERVER_REPORT = "server.json"
+
+
+class LayerGroup(BaseModel):
+    """Layers that are projected alike.
+
+    Attributes:
+        layers: Their numbers within the pipeline stage.
+        method: ``spec``: by the kernels. ``generic``: by the model's own attention modules.
+        detail: What the spec is made of, or why there is none.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    layers: tuple[int, ...]
+    method: Literal["spec", "generic"]
+    detail: str
+
+
+class ServerReport(BaseModel):
+    """One server, as it was when it opened the folder.
+
+    Attributes:
+        time: When that was, in seconds since 1970.
+        model: Path or name of the model.
+        mode: What its pages hold.
+        reason: Why they do not hold hidden states, or None.
+        codec: How its hidden states are encoded; None in KV mode.
+        projection: How its layers are projected; empty in KV mode.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    time: float
+    model: str
+    mode: Literal["hidden", "kv"]
+    reason: str | None
+    codec: str | None
+    projection: tuple[LayerGroup, ...]
+
+
+def write_report(folder: Path, report: ServerReport) -> None:
+    """Replace the report of a store folder; a reader sees the old one or the new one.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    temporary = folder / f".{SERVER_REPORT}.{secrets.token_hex(4)}"
+    try:
+        temporary.touch(mode=0o600)
+        temporary.write_text(report.model_dump_json(indent=2) + "\n")
+        temporary.replace(folder / SERVER_REPORT)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def read_report(folder: Path) -> ServerReport | None:
+    """The report of a store folder; None when no server has left one that can be read.
+
+    Never raises: nothing but an explanation hangs on it.
+    """
+    path = folder / SERVER_REPORT
+    try:
+        return ServerReport.model_validate_json(path.read_bytes()) if path.is_file() else None
+    except (OSError, ValidationError):
+        return None

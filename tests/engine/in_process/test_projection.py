@@ -1,0 +1,183 @@
+"""Specs write to SGLang's own KV pool what its own set_kv_buffer writes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+from hcache_backend.config import HCacheConfig
+from hcache_backend.engine import projection
+from hcache_backend.engine.projection import LayerProjections, PagedPool
+from hcache_backend.engine.runtime import Runtime
+from hcache_backend.engine.self_check import Probe, written_problem
+from hcache_backend.projection.attention import AttentionLayer
+from hcache_backend.projection.check import relative_difference, tolerance
+from hcache_backend.projection.projector import Projector
+from hcache_backend.projection.proof import gather_evidence
+from hcache_backend.projection.search import find_spec
+from tests.unit.attention_modules import (
+    DIM,
+    GENERIC,
+    HEADS,
+    POSITION_LIMIT,
+    Attention,
+    Norm,
+    Rope,
+    SwitchingRope,
+    layer_of,
+    tokens,
+)
+
+
+def pool_of(dtype: torch.dtype) -> MHATokenToKVPool:
+    return MHATokenToKVPool(
+        size=192,
+        page_size=64,
+        dtype=dtype,
+        head_num=HEADS,
+        head_dim=DIM,
+        layer_num=2,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+
+
+def attention_layer(index: int, scales: tuple[float, float] | None) -> AttentionLayer:
+    kernel = RadixAttention(HEADS, DIM, 1.0, HEADS, index)
+    if scales is not None:
+        kernel.k_scale, kernel.v_scale = (torch.tensor(scale) for scale in scales)
+        kernel.k_scale_float, kernel.v_scale_float = scales
+    return replace(layer_of(Attention(rope=Rope(), norm={})), index=index, kernel=kernel)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scales"),
+    [
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        (torch.bfloat16, (0.5, 2.0)),  # set_kv_buffer divides by them when types differ
+        (torch.float8_e4m3fn, None),
+        (torch.float8_e4m3fn, (0.25, 2.0)),
+        (torch.float8_e5m2, (0.25, 2.0)),
+    ],
+)
+def test_a_spec_fills_the_pool_as_the_engine_does(
+    dtype: torch.dtype, scales: tuple[float, float] | None
+) -> None:
+    torch.manual_seed(0)
+    layer = attention_layer(1, scales)
+    hidden, positions = tokens()
+    evidence = gather_evidence(layer, hidden, positions, GENERIC, POSITION_LIMIT)
+    spec = find_spec(layer, evidence, GENERIC)
+    assert spec.fused
+    slots = torch.randperm(192)[: len(hidden)]
+    others = torch.ones(len(pool_of(dtype).k_buffer[1]), dtype=torch.bool)
+    others[slots] = False
+    pools, projectors = [], []
+    for specs in ([None, None], [None, spec]):
+        pool = pool_of(dtype)
+        projector = Projector(GENERIC, PagedPool(pool), 2)
+        projector.use_specs(specs)
+        for buffer in (*pool.k_buffer, *pool.v_buffer):
+            buffer.fill_(1)
+        projector.project_to_pool(layer, hidden, positions, slots)
+        pools.append(pool)
+        projectors.append(projector)
+    for name in ("k_buffer", "v_buffer"):
+        engine, ours = (getattr(pool, name)[1] for pool in pools)
+        want, got = (buffer.view(dtype)[slots].float() for buffer in (engine, ours))
+        assert relative_difference(got, want) <= tolerance(dtype) / 4
+        assert torch.equal(ours[others], engine[others])
+        assert (getattr(pools[1], name)[0] == 1).all()
+    # What the self-check at start does with it, on a pool that the engine filled.
+    pool, projector = pools[0], projectors[0]
+    projector.use_specs([None, spec])
+    check = (layer, hidden, positions, slots, projector, pool)
+    assert written_problem(*check) is None
+    wrong = replace(spec, k=spec.v, v=spec.k)
+    projector.use_specs([None, wrong])
+    assert written_problem(*check) is not None
+
+
+def test_scales_that_are_no_numbers_are_left_to_the_engine() -> None:
+    pool = PagedPool(pool_of(torch.float8_e4m3fn))
+    layer = attention_layer(0, (0.25, 2.0))
+    assert pool.of_layer(layer) is not None
+    kernel = SimpleNamespace(
+        k_scale=torch.tensor(0.5), v_scale=torch.tensor(0.5), k_scale_float=None, v_scale_float=0.5
+    )
+    assert pool.of_layer(replace(layer, kernel=kernel)) is None
+
+
+def projections_of(modules: list[Attention]) -> tuple[Runtime, Projector, LayerProjections]:
+    """Everything between a passed probe and the first request, for a pool of two layers."""
+    layers = [
+        replace(attention_layer(index, None), module=module) for index, module in enumerate(modules)
+    ]
+    runner = SimpleNamespace(model_config=SimpleNamespace(context_len=POSITION_LIMIT))
+    runtime = Runtime(runner, HCacheConfig())
+    pool = pool_of(torch.float32)
+    projector = Projector(GENERIC, PagedPool(pool), 2)
+    hidden, positions = tokens()
+    probe = Probe(tuple(layers), (hidden, hidden), torch.arange(64, 64 + len(hidden)), positions)
+    for layer in layers:  # what the model would have written
+        projector.project_to_pool(layer, hidden, positions, probe.slots)
+    projections = LayerProjections(runtime, probe, projector, pool, None)
+    projections.find()
+    projections.check_writing()
+    return runtime, projector, projections
+
+
+def by_spec(projector: Projector) -> list[bool]:
+    return [spec is not None for spec in projector.specs]
+
+
+def test_a_layer_without_a_spec_on_one_rank_has_none_on_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime, projector, projections = projections_of([Attention(rope=Rope()) for _ in range(2)])
+    monkeypatch.setattr(projection, "on_all_ranks", lambda group, *flags: (flags[0], False))
+    projections.settle()
+    assert by_spec(projector) == [True, False]
+    assert [(group.method, group.detail) for group in runtime.projection] == [
+        ("spec", "fused weight 128x96, RoPE neox 16"),
+        ("generic", "another rank has no spec"),
+    ]
+
+
+def test_no_spec_is_used_between_a_weight_update_and_the_flush() -> None:
+    modules = [Attention(rope=Rope(), norm={}) for _ in range(2)]
+    runtime, projector, projections = projections_of(modules)
+    projections.settle()
+    projections.follow_weights()
+    runtime.caches_were_flushed()
+    assert by_spec(projector) == [True, True]
+    runtime.begin_weight_update()
+    assert by_spec(projector) == [False, False]
+    modules[0].norm_of_k = Norm(8)  # from now on the module cannot even be called
+    modules[1].norm_of_k.kind = "layer"
+    runtime.caches_were_flushed()
+    assert by_spec(projector) == [False, False]
+    assert "after a weight update: RuntimeError" in runtime.projection[0].detail
+    modules[0].norm_of_k = Norm(DIM)
+    runtime.begin_weight_update()
+    runtime.caches_were_flushed()
+    assert [spec and spec.norm and spec.norm.kind for spec in projector.specs] == ["rms", "layer"]
+
+
+def test_trust_ends_when_new_weights_make_tokens_depend_on_each_other() -> None:
+    modules = [Attention(rope=Rope()) for _ in range(2)]
+    runtime, projector, projections = projections_of(modules)
+    projections.settle()
+    projections.follow_weights()
+    runtime.begin_weight_update()
+    modules[1].rope = SwitchingRope(by_batch=True)
+    runtime.caches_were_flushed()
+    assert by_spec(projector) == [False, False]
+    assert runtime.distrust is not None
+    assert "at positions 0..47 changes when position 2047 is projected" in runtime.distrust

@@ -1,0 +1,177 @@
+"""Attention modules of every make that matters to specs, with arithmetic of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hcache_backend.projection.attention import AttentionLayer, CallTemplate
+from hcache_backend.projection.generic import (
+    GenericProjector,
+    ProjectionBatch,
+    ProjectionReached,
+)
+
+HIDDEN = 96
+HEADS = 4
+DIM = 16
+PROBE = 48
+POSITION_LIMIT = 2048
+
+
+class Rope(torch.nn.Module):
+    """RoPE by complex numbers, from a table; rotates the first ``dims`` of a head."""
+
+    def __init__(
+        self,
+        dims: int = DIM,
+        interleaved: bool = False,
+        scale: float = 1.0,
+        base: float = 500.0,
+    ) -> None:
+        super().__init__()
+        angles = torch.arange(POSITION_LIMIT)[:, None] / base ** (torch.arange(0, dims, 2) / dims)
+        self.register_buffer("cos_sin_cache", scale * torch.cat([angles.cos(), angles.sin()], -1))
+        self.dims, self.interleaved = dims, interleaved
+
+    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        cos, sin = self.table(positions)[positions].float().chunk(2, -1)
+        turn = torch.complex(cos, sin).unsqueeze(1)
+        part, rest = x[..., : self.dims].float(), x[..., self.dims :]
+        if self.interleaved:
+            pairs = torch.view_as_complex(part.unflatten(-1, (-1, 2)).contiguous())
+            part = torch.view_as_real(pairs * turn).flatten(-2)
+        else:
+            half = torch.complex(*part.chunk(2, -1)) * turn
+            part = torch.cat([half.real, half.imag], -1)
+        return torch.cat([part.to(x.dtype), rest], -1)
+
+    def table(self, positions: torch.Tensor) -> torch.Tensor:
+        table: torch.Tensor = self.cos_sin_cache
+        return table
+
+
+class SwitchingRope(Rope):
+    """Long prompts get another table, as with Phi-3's longrope: by the batch, or by the token."""
+
+    def __init__(self, by_batch: bool) -> None:
+        super().__init__()
+        self.by_batch = by_batch
+
+    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        long = positions > 512
+        long = long.any().expand_as(long) if self.by_batch else long
+        return torch.where(
+            long[:, None, None], super().forward(positions, 0.9 * x), super().forward(positions, x)
+        )
+
+
+class Norm(torch.nn.Module):
+    """A norm over the last dimension; ``offset`` is added to the stored weight."""
+
+    def __init__(self, *shape: int, kind: str = "rms", offset: int = 0, bias: bool = False) -> None:
+        super().__init__()
+        self.kind, self.offset, self.variance_epsilon = kind, offset, 1e-5
+        self.weight = self.bias = None
+        if shape:
+            self.weight = torch.nn.Parameter(torch.randn(shape) * 0.3 + 1 - offset)
+        if bias:
+            self.bias = torch.nn.Parameter(torch.randn(shape))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        if self.kind == "layer":
+            wide = wide - wide.mean(-1, keepdim=True)
+        wide = wide / (wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon).sqrt()
+        if self.weight is not None:
+            wide = wide * (self.weight.float() + self.offset)
+        return (wide if self.bias is None else wide + self.bias.float()).to(x.dtype)
+
+
+class Attention(torch.nn.Module):
+    """Makes K and V; what stands where is the test's choice.
+
+    Args:
+        layout: ``qkv``, ``kvq``, ``vkq``: one linear module, parts in that order. ``heads``: one
+            linear module, q, k and v of a head together. ``separate``: three. ``q+kv``: two.
+        norm: Of K; q gets its own of the same make.
+        over_all: The norm sees all heads at once.
+        rope: Of q and K.
+    """
+
+    def __init__(
+        self,
+        layout: str = "qkv",
+        *,
+        bias: bool = False,
+        norm: dict[str, Any] | None = None,
+        norm_shape: tuple[int, ...] = (DIM,),
+        over_all: bool = False,
+        rope: Rope | None = None,
+        q_heads: int = HEADS,
+    ) -> None:
+        super().__init__()
+        self.layout, self.over_all, self.q_heads = layout, over_all, q_heads
+        widths = {
+            "separate": {"a": q_heads, "b": HEADS, "c": HEADS},
+            "q+kv": {"a": q_heads, "b": 2 * HEADS},
+        }
+        heads = widths.get(layout, {"a": q_heads + 2 * HEADS})
+        self.linears = torch.nn.ModuleDict(
+            {name: torch.nn.Linear(HIDDEN, n * DIM, bias=bias) for name, n in heads.items()}
+        )
+        make = (lambda: Norm(*norm_shape, **norm)) if norm is not None else lambda: None
+        self.norm_of_q, self.norm_of_k = make(), make()
+        self.rope = rope
+        self.out = torch.nn.Linear(HEADS * DIM, HIDDEN)
+        with torch.no_grad():
+            for linear in self.linears.values():
+                linear.weight.mul_(4)
+
+    def parts(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, K and V ``[n, heads, dim]`` as the linear modules leave them."""
+        made = [linear(hidden) for linear in self.linears.values()]
+        if self.layout == "separate":
+            flat = dict(zip("qkv", made, strict=True))
+        elif self.layout == "q+kv":
+            flat = dict(zip("qkv", [made[0], *made[1].chunk(2, -1)], strict=True))
+        elif self.layout == "heads":
+            q, k, v = made[0].view(len(hidden), HEADS, 3, DIM).unbind(2)
+            return q, k, v
+        else:
+            sizes = [DIM * (self.q_heads if part == "q" else HEADS) for part in self.layout]
+            flat = dict(zip(self.layout, made[0].split(sizes, -1), strict=True))
+        q, k, v = (flat[part].reshape(len(hidden), -1, DIM) for part in "qkv")
+        return q, k, v
+
+    def normed(self, norm: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return norm(x.flatten(1)).view_as(x) if self.over_all else norm(x)
+
+    def keys_and_values(
+        self, positions: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        _, k, v = self.parts(hidden)
+        if self.norm_of_k is not None:
+            k = self.normed(self.norm_of_k, k)
+        if self.rope is not None:
+            k = self.rope(positions, k)
+        return k, v
+
+    def forward(self, positions: torch.Tensor, hidden: torch.Tensor, batch: object) -> None:
+        raise ProjectionReached(*self.keys_and_values(positions, hidden))
+
+
+GENERIC = GenericProjector(ProjectionBatch(None))
+
+
+def layer_of(module: torch.nn.Module, dtype: torch.dtype = torch.float32) -> AttentionLayer:
+    """The layer of an attention module, cast to ``dtype``."""
+    module.to(dtype)
+    call = CallTemplate("hidden", "positions", "batch")
+    return AttentionLayer(0, "layers.0.attn", module, module, module, call)
+
+
+def tokens(n: int = PROBE, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states and positions of ``n`` tokens at the start of a prompt."""
+    return torch.randn(n, HIDDEN).to(dtype), torch.arange(n)

@@ -1,0 +1,417 @@
+"""Specs are found for every make of attention module, and only where they are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hcache_backend.projection.attention import AttentionLayer
+from hcache_backend.projection.projector import Projector
+from hcache_backend.projection.proof import (
+    Evidence,
+    RowsDependOnEachOther,
+    gather_evidence,
+    spec_problem,
+)
+from hcache_backend.projection.search import NoSpec, find_spec
+from hcache_backend.projection.spec import Columns, LayerSpec, RotaryTable
+from hcache_kernels.project_kv import KVPool
+from tests.unit.attention_modules import (
+    DIM,
+    GENERIC,
+    HEADS,
+    HIDDEN,
+    POSITION_LIMIT,
+    Attention,
+    Norm,
+    Rope,
+    SwitchingRope,
+    layer_of,
+    tokens,
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_seed() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def evidence_of(layer: AttentionLayer) -> list[Evidence]:
+    dtype = next(p.dtype for p in layer.module.parameters() if p.is_floating_point())
+    return gather_evidence(layer, *tokens(dtype=dtype), GENERIC, POSITION_LIMIT)
+
+
+def found(module: torch.nn.Module, dtype: torch.dtype = torch.float32) -> LayerSpec:
+    layer = layer_of(module, dtype)
+    return find_spec(layer, evidence_of(layer), GENERIC)
+
+
+MODULES: dict[str, tuple[Callable[[], Attention], str]] = {
+    "Llama": (lambda: Attention(rope=Rope()), "fused weight 128x96, RoPE neox 16"),
+    "Qwen2: bias, GQA": (
+        lambda: Attention(rope=Rope(), bias=True, q_heads=7),
+        "fused weight 128x96, bias, RoPE neox 16",
+    ),
+    "Qwen3: norm of a head": (
+        lambda: Attention(rope=Rope(), norm={}),
+        "fused weight 128x96, rms norm over a head, RoPE neox 16",
+    ),
+    "OLMo2: norm of all heads": (
+        lambda: Attention(rope=Rope(), norm={}, norm_shape=(HEADS * DIM,), over_all=True),
+        "fused weight 128x96, rms norm over all heads, RoPE neox 16",
+    ),
+    "OPT: bias, no RoPE": (lambda: Attention(bias=True), "fused weight 128x96, bias"),
+    "partial RoPE": (lambda: Attention(rope=Rope(4)), "fused weight 128x96, RoPE neox 4"),
+    "interleaved RoPE": (
+        lambda: Attention(rope=Rope(interleaved=True)),
+        "fused weight 128x96, RoPE interleaved 16",
+    ),
+    "partial interleaved RoPE": (
+        lambda: Attention(rope=Rope(8, interleaved=True), bias=True),
+        "fused weight 128x96, bias, RoPE interleaved 8",
+    ),
+    "RoPE whose table is scaled (yarn)": (
+        lambda: Attention(rope=Rope(scale=1.2)),
+        "fused weight 128x96, RoPE neox 16",
+    ),
+    "Gemma: the weight is an offset from 1": (
+        lambda: Attention(rope=Rope(), norm={"offset": 1}),
+        "fused weight 128x96, rms norm over a head, RoPE neox 16",
+    ),
+    "LayerNorm of a head, with bias": (
+        lambda: Attention(rope=Rope(4), norm={"kind": "layer", "bias": True}),
+        "fused weight 128x96, layer norm over a head, RoPE neox 4",
+    ),
+    "Cohere: every head has its norm": (
+        lambda: Attention(norm={"kind": "layer"}, norm_shape=(HEADS, DIM), rope=Rope()),
+        "fused weight 128x96, layer norm over a head, RoPE neox 16",
+    ),
+    "norm without a weight": (
+        lambda: Attention(norm={}, norm_shape=(), rope=Rope()),
+        "fused weight 128x96, rms norm over a head, RoPE neox 16",
+    ),
+    "K and V before q": (
+        lambda: Attention("kvq", rope=Rope(), bias=True),
+        "fused weight 128x96, bias, RoPE neox 16",
+    ),
+    "V before K": (
+        lambda: Attention("vkq", rope=Rope()),
+        "128 columns of one module, RoPE neox 16",
+    ),
+    "a module for q and one for K and V": (
+        lambda: Attention("q+kv", rope=Rope(), norm={}),
+        "fused weight 128x96, rms norm over a head, RoPE neox 16",
+    ),
+    "a module for each": (
+        lambda: Attention("separate", rope=Rope(), bias=True),
+        "128 columns of two modules, bias, RoPE neox 16",
+    ),
+    "GPT-NeoX: q, k and v of a head together": (
+        lambda: Attention("heads", rope=Rope(4), bias=True),
+        "128 columns of one module, bias, RoPE neox 4",
+    ),
+    "q, k and v of a head together, normed over all": (
+        lambda: Attention("heads", rope=Rope(), norm={}, norm_shape=(HEADS * DIM,), over_all=True),
+        "128 columns of one module, rms norm over all heads, RoPE neox 16",
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", MODULES)
+def test_a_spec_is_found_and_gives_the_modules_k_and_v(name: str, dtype: torch.dtype) -> None:
+    module, description = MODULES[name]
+    layer = layer_of(module(), dtype)
+    spec = find_spec(layer, evidence_of(layer), GENERIC)
+    assert spec.describe() == description
+    hidden, _ = tokens(200, dtype)
+    positions = torch.randint(POSITION_LIMIT, (200,))
+    for got, want in zip(
+        spec.compute(hidden, positions), GENERIC.project(layer, hidden, positions), strict=True
+    ):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", MODULES)
+def test_specs_on_the_gpu_use_its_kernels(name: str, dtype: torch.dtype) -> None:
+    module, description = MODULES[name]
+    layer = layer_of(module().to("cuda"), dtype)
+    hidden, positions = (part.to("cuda") for part in tokens(dtype=dtype))
+    evidence = gather_evidence(layer, hidden, positions, GENERIC, POSITION_LIMIT)
+    spec = find_spec(layer, evidence, GENERIC)
+    assert spec.describe() == description
+    assert spec_problem(spec, evidence) is None
+
+
+class Changed(Attention):
+    """Llama, with something done to K or V that no spec can say."""
+
+    def __init__(self, change: Callable[[torch.Tensor, torch.Tensor], Any], **made: Any) -> None:
+        super().__init__(rope=made.pop("rope", Rope()), **made)
+        self.change = change
+
+    def keys_and_values(
+        self, positions: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = self.change(*super().keys_and_values(positions, hidden))
+        return k, v
+
+
+class Clamped(Attention):
+    """Cuts large numbers of the projection (DBRX, OLMo); the probe's are not that large."""
+
+    def parts(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = (part.clamp(-40, 40) for part in super().parts(hidden))
+        return q, k, v
+
+
+class Shifted(Rope):
+    """From position 1000 on, one less."""
+
+    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(positions - (positions >= 1000).long(), x)
+
+
+class NoTable(Rope):
+    """Keeps its table under a name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden_table = self.cos_sin_cache
+        del self.cos_sin_cache
+
+    def table(self, positions: torch.Tensor) -> torch.Tensor:
+        return self.hidden_table
+
+
+K_UNKNOWN = "K is made by no norm and RoPE that its attention module shows"
+V_UNKNOWN = "V is not a part of what a linear module gives for the hidden states"
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (lambda: Changed(lambda k, v: (1.1 * k, v)), K_UNKNOWN),
+        (lambda: Changed(lambda k, v: (k.flip(-1), v)), K_UNKNOWN),
+        (lambda: Changed(lambda k, v: (k, Norm(DIM)(v))), V_UNKNOWN),
+        (lambda: Changed(lambda k, v: (k, v + 0.1)), V_UNKNOWN),
+        (lambda: Changed(lambda k, v: (k, v[..., :8])), "K has heads of 16 and V of 8"),
+        (lambda: Clamped(rope=Rope()), "of loud hidden states differ"),
+        (lambda: Attention(rope=Shifted()), "K of the probe's tokens at other positions differ"),
+        (lambda: Attention(rope=SwitchingRope(by_batch=False)), "at other positions differ"),
+        (lambda: Attention(rope=NoTable()), K_UNKNOWN),
+        (
+            lambda: Changed(lambda k, v: (k + 0.01, v), rope=None, bias=True),
+            "K of quiet hidden states differ",
+        ),
+    ],
+    ids=[
+        "K scaled",
+        "K turned round",
+        "V normed",
+        "V shifted",
+        "V narrower",
+        "clamped",
+        "RoPE shifted far out",
+        "RoPE switched far out",
+        "RoPE without table",
+        "K shifted",
+    ],
+)
+def test_what_no_spec_says_is_left_to_the_module(
+    module: Callable[[], Attention], reason: str
+) -> None:
+    # In bfloat16, where the proof is weakest.
+    with pytest.raises(NoSpec) as refused:
+        found(module(), torch.bfloat16)
+    assert reason in str(refused.value)
+
+
+def test_a_rope_that_is_switched_by_other_tokens_rules_out_restoring_at_all() -> None:
+    layer = layer_of(Attention(rope=SwitchingRope(by_batch=True)))
+    with pytest.raises(RowsDependOnEachOther, match=r"K of layers\.0\.attn at positions 0\.\.47"):
+        evidence_of(layer)
+
+
+def wrong_specs(right: LayerSpec, module: Attention) -> dict[str, LayerSpec]:
+    """Specs that are wrong in one thing each, most of them plausible."""
+    linear, k, v, rotary = right.k.linear, right.k.starts, right.v.starts, right.rotary
+    assert rotary is not None and right.norm is not None
+    other_epsilon = Norm(DIM)
+    other_epsilon.weight, other_epsilon.variance_epsilon = module.norm_of_k.weight, 1e-3
+
+    short_table = Rope()
+    short_table.cos_sin_cache = short_table.cos_sin_cache[:512]
+
+    def norm(**changes: Any) -> LayerSpec:
+        return replace(right, norm=replace(right.norm, **changes))
+
+    return {
+        "K and V swapped": replace(right, k=right.v, v=right.k, fused=False),
+        "q for K": replace(
+            right, k=Columns(linear, tuple(s - HEADS * DIM for s in k), DIM), fused=False
+        ),
+        "heads of K in another order": replace(
+            right, k=Columns(linear, k[1:] + k[:1], DIM), fused=False
+        ),
+        "last two heads of V swapped": replace(
+            right, v=Columns(linear, (*v[:-2], v[-1], v[-2]), DIM), fused=False
+        ),
+        "rows one further": replace(
+            right,
+            k=Columns(linear, tuple(s - 1 for s in k), DIM),
+            v=Columns(linear, tuple(s - 1 for s in v), DIM),
+        ),
+        "no RoPE": replace(right, rotary=None),
+        "the other RoPE style": replace(right, rotary=replace(rotary, style="interleaved")),
+        "RoPE on half a head": replace(right, rotary=RotaryTable(Rope(DIM // 2), "neox")),
+        "RoPE of another base": replace(right, rotary=RotaryTable(Rope(base=501.0), "neox")),
+        "no norm": replace(right, norm=None),
+        "the norm of q": norm(module=module.norm_of_q),
+        "LayerNorm": norm(kind="layer"),
+        "norm over all heads": norm(over="all", module=Norm()),
+        "weight plus one": norm(offset=1),
+        "a table that ends too early": replace(right, rotary=RotaryTable(short_table, "neox")),
+        "another epsilon": norm(module=other_epsilon),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_spec_that_is_wrong_in_one_thing_fails_the_proof(dtype: torch.dtype) -> None:
+    module = Attention(rope=Rope(), norm={})
+    layer = layer_of(module, dtype)
+    evidence = evidence_of(layer)
+    right = find_spec(layer, evidence, GENERIC)
+    assert spec_problem(right, evidence) is None
+    for what, wrong in wrong_specs(right, module).items():
+        for part in (wrong.norm and wrong.norm.module, wrong.rotary and wrong.rotary.owner):
+            if isinstance(part, torch.nn.Module):
+                part.to(dtype)
+        assert spec_problem(wrong, evidence) is not None, what
+
+
+def test_a_quantised_linear_module_is_called_and_its_rows_are_finished() -> None:
+    class Quantised(torch.nn.Module):
+        """Eight bits a weight, as some module of a model may keep them."""
+
+        def __init__(self, linear: torch.nn.Linear) -> None:
+            super().__init__()
+            self.scale = linear.weight.detach().abs().amax() / 127
+            self.weight = torch.nn.Parameter(
+                (linear.weight / self.scale).round().to(torch.int8), requires_grad=False
+            )
+
+        def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return hidden @ (self.weight.to(hidden.dtype) * self.scale).T, None
+
+    class Unwrapping(Attention):
+        def parts(self, hidden: torch.Tensor) -> Any:
+            made, _ = self.linears["a"](hidden)
+            return made.view(len(hidden), 3, HEADS, DIM).unbind(1)
+
+    module = Unwrapping(rope=Rope(), norm={})
+    module.linears["a"] = Quantised(module.linears["a"])  # type: ignore[arg-type]
+    spec = found(module)
+    assert spec.describe() == "128 columns of one module, rms norm over a head, RoPE neox 16"
+
+
+def test_a_weight_that_is_not_what_its_module_multiplies_with_is_not_used() -> None:
+    class Packed(torch.nn.Linear):
+        """Keeps its rows in another order than it gives them, like weights packed for a CPU."""
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden).roll(DIM, -1)
+
+    module = Attention(rope=Rope())
+    module.linears["a"] = Packed(HIDDEN, 3 * HEADS * DIM, bias=False)
+    spec = found(module)
+    assert not spec.fused
+    assert spec.describe() == "128 columns of one module, RoPE neox 16"
+
+
+UPDATES: dict[str, Callable[[torch.nn.Module, str], None]] = {
+    "in place": lambda module, name: getattr(module, name).data.mul_(1.5),
+    "another tensor in the parameter": lambda module, name: setattr(
+        getattr(module, name), "data", getattr(module, name).data * 1.5
+    ),
+    "another parameter": lambda module, name: setattr(
+        module, name, torch.nn.Parameter(getattr(module, name).data * 1.5)
+    ),
+}
+
+
+@pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES.keys())
+@pytest.mark.parametrize(
+    "name", ["Qwen3: norm of a head", "GPT-NeoX: q, k and v of a head together"]
+)
+def test_new_weights_and_longer_tables_are_used_at_once(
+    name: str, update: Callable[[torch.nn.Module, str], None]
+) -> None:
+    module = MODULES[name][0]()
+    layer = layer_of(module)
+    spec = find_spec(layer, evidence_of(layer), GENERIC)
+    hidden, positions = tokens()
+    before = spec.compute(hidden, positions)
+    for linear in module.linears.values():
+        update(linear, "weight")
+    if module.norm_of_k is not None:
+        update(module.norm_of_k, "weight")
+    assert module.rope is not None
+    module.rope.cos_sin_cache = module.rope.cos_sin_cache.repeat(2, 1)
+    positions = positions + POSITION_LIMIT
+    want = GENERIC.project(layer, hidden, positions)
+    for got, right, old in zip(spec.compute(hidden, positions), want, before, strict=True):
+        torch.testing.assert_close(got, right)
+        assert not torch.allclose(got, old)
+
+
+class Pool:
+    """A pool of which one half of the layers can only be written by itself."""
+
+    def __init__(self) -> None:
+        shape = (300, HEADS, DIM)
+        self.pools = [KVPool(torch.full(shape, 7.0), torch.full(shape, 7.0)) for _ in range(2)]
+
+    def of_layer(self, layer: AttentionLayer) -> KVPool | None:
+        return self.pools[0] if layer.index == 0 else None
+
+    def write(
+        self, layer: AttentionLayer, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        self.pools[layer.index].k[slots] = k
+        self.pools[layer.index].v[slots] = v
+
+
+@pytest.mark.parametrize("name", ["Qwen3: norm of a head", "a module for each"])
+@pytest.mark.parametrize("by_spec", [True, False])
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_projector_writes_the_named_slots_and_no_others(
+    name: str, by_spec: bool, index: int
+) -> None:
+    layer = replace(layer_of(MODULES[name][0]()), index=index)
+    pool = Pool()
+    projector = Projector(GENERIC, pool, 2)
+    if by_spec:
+        projector.use_specs([find_spec(layer, evidence_of(layer), GENERIC)] * 2)
+    hidden, positions = tokens()
+    slots = torch.randperm(300)[: len(hidden)]
+    projector.project_to_pool(layer, hidden, positions, slots)
+    others = torch.ones(300, dtype=torch.bool)
+    others[slots] = False
+    want = GENERIC.project(layer, hidden, positions)
+    for buffer, right in zip((pool.pools[index].k, pool.pools[index].v), want, strict=True):
+        torch.testing.assert_close(buffer[slots], right)
+        assert (buffer[others] == 7).all()
+    for got, right in zip(projector.project(layer, hidden, positions), want, strict=True):
+        torch.testing.assert_close(got, right)
