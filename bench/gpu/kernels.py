@@ -4,9 +4,8 @@
 
 - projection: ``project_kv`` both ways, the bare GEMM of the same shape (the faster of both weight
   layouts) and the same operation composed of torch's; medians of CUDA events, cold L2 cache
-- transfers: codecs of stored hidden states, and parts of pages to and from pinned memory against
-  plain copies; a restore with exp4 against an exact one
-- correctness of all of them on the same random data
+- codecs, and gathering and scattering parts of pages in pinned memory: kernels_transfers.py
+- correctness of both ways on the same random data, against float64
 
 Prints tables and whether the goals are met, and writes ``bench/results/DEVICE/kernels.json`` and
 ``kernels.png``. ``--dry-run`` runs everything on tiny shapes under Triton's interpreter instead:
@@ -70,7 +69,7 @@ def main() -> int:
         }
         (folder / "kernels.json").write_text(json.dumps(content, indent=1))
         kernels_report.draw(device, projections, folder / "kernels.png")
-    wrong = [row for row in projections + transfers if not row["right"]]
+    wrong = [row for row in [*projections, *transfers] if not row["right"]]
     return 1 if wrong else 0
 
 

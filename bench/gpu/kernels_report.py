@@ -64,19 +64,19 @@ def at_least(goal: str, bound: float, rows: Iterable[Row], value: Callable[[Row]
     worst = min(((value(row), row) for row in rows), key=lambda pair: pair[0], default=None)
     if worst is None:
         return {"goal": goal, "met": None, "worst": None}
-    where = f"{worst[1]['model']}, {worst[1]['n']} tokens"
-    return {"goal": goal, "met": worst[0] >= bound, "worst": worst[0], "where": where}
+    where = {name: worst[1][name] for name in ("model", "n", "what") if name in worst[1]}
+    return {"goal": goal, "met": worst[0] >= bound, "worst": {"value": worst[0], **where}}
 
 
 def print_goals(goals: list[Row]) -> None:
-    """Which goals are met, and the worst case of each."""
     print("\ngoals")
     words = {True: "met", False: "NOT MET", None: "not measured"}
     for goal in goals:
+        worst = goal["worst"]
         detail = ""
-        if goal["worst"] is not None:
-            where = f", {goal['where']}" if "where" in goal else ""
-            detail = f" (worst: {goal['worst']:.2f}{where})"
+        if worst is not None:
+            where = ", ".join(str(worst[name]) for name in ("model", "n", "what") if name in worst)
+            detail = f" (worst: {worst['value']:.2f}, {where})"
         print(f"{words[goal['met']]:12} {goal['goal']}{detail}")
 
 

@@ -27,10 +27,9 @@ def test_the_dry_run_measures_checks_and_writes(tmp_path: Path) -> None:
     assert len({row["model"] for row in rows}) == 5
     assert all(row["right"] for row in rows)
     assert {way["way"] for row in rows for way in row["ways"]} == {"fused", "library"}
-    kinds = {row["kind"] for row in content["transfers"] if row["right"]}
+    # No speed is told apart from tiny shapes.
+    assert [goal["met"] for goal in content["goals"]] == [None, None, None, True, None, None, True]
+    kinds = {row["kind"] for row in content["transfers"]}
     assert kinds == {"codec", "gather", "scatter", "restore"}
-    # Tiny shapes tell nothing of speed, but what is right is right.
-    met = [goal["met"] for goal in content["goals"]]
-    assert met.count(True) == 2
-    assert False not in met
+    assert all(row["right"] for row in content["transfers"])
     assert (tmp_path / "kernels.png").stat().st_size > 0
