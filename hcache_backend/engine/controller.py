@@ -201,8 +201,15 @@ class HiddenStateController(HybridCacheController):
         if self._runtime.distrust is not None:
             return False
         namespace, layout = self._runtime.page_namespace(), self._pool.page_layout
+        # Kernels look positions up in RoPE tables and cannot check them without stalling the GPU.
+        limit = int(self._runtime.runner.model_config.context_len)
         pages = self._pool.pages_of(host_indices)
-        return all(layout.namespace_of(page) == namespace for page in pages)
+        return all(
+            layout.namespace_of(page) == namespace
+            and layout.positions(page).min() >= 0
+            and layout.positions(page).max() < limit
+            for page in pages
+        )
 
     # ---- host -> storage ----
 

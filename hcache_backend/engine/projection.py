@@ -18,6 +18,8 @@ from hcache_backend.projection.search import NoSpec, find_spec
 from hcache_backend.projection.spec import LayerSpec
 from hcache_backend.store.server_report import LayerGroup
 from hcache_kernels.project_kv import KVPool
+from hcache_kernels.project_kv.choice import measure_choice
+from hcache_kernels.project_kv.configs import kind_of
 
 logger = logging.getLogger("hcache")
 
@@ -137,6 +139,22 @@ class LayerProjections:
         )
         self._report()
         self._stale = False
+
+    def measure(self) -> None:
+        """On a GPU, find the faster way to project each kind of layer.
+
+        It takes seconds, on the first start with a model only: a file of the device keeps the
+        times. What is not measured is projected the library's way.
+        """
+        if not self._probe.hidden[0].is_cuda:
+            return
+        found = (spec.projection() for spec in self._projector.specs if spec and spec.fused)
+        kinds = {kind_of(projection): projection for projection in found}
+        try:
+            for projection in kinds.values():
+                measure_choice(projection, self._kvcache.dtype)
+        except Exception as error:  # no memory left, or a compiler that cannot
+            logger.warning("hcache: the ways to project were not measured: %s", error)
 
     def follow_weights(self) -> None:
         """From now on, forget the specs when weights change, and find them anew."""

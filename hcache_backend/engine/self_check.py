@@ -89,8 +89,12 @@ def compare(probe: Probe, projector: Projector, kvcache: Any) -> None:
     Raises:
         SelfCheckFailed: A layer's K or V differ by more than rounding explains.
     """
-    for layer, hidden in zip(probe.layers, probe.hidden, strict=True):
-        problem = layer_problem(layer, hidden, probe.positions, probe.slots, projector, kvcache)
+    # Every layer, whatever the ones before it gave: some attention modules talk to the other ranks.
+    problems = [
+        layer_problem(layer, hidden, probe.positions, probe.slots, projector, kvcache)
+        for layer, hidden in zip(probe.layers, probe.hidden, strict=True)
+    ]
+    for problem in problems:
         if problem is not None:
             raise SelfCheckFailed(problem)
 

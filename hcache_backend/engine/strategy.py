@@ -132,6 +132,7 @@ class HiddenStateStrategy(StackStrategy):
                 kvcache=kvcache, params=params, server_args=server_args, **kwargs
             )
         projections.settle()
+        projections.measure()
         projections.follow_weights()
         return self._build_hidden(kvcache, params, probe, plan, projector, **kwargs)
 
