@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -27,7 +28,7 @@ def cpu_engine_env() -> dict[str, str]:
         "SGLANG_USE_CPU_ENGINE": "1",
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
-        "TORCH_EXTENSIONS_DIR": str(cache_dir() / "torch_extensions"),
+        "TORCH_EXTENSIONS_DIR": str(cache_dir() / "torch_extensions" / _interpreter_tag()),
         "PYTHONPATH": f"{ENGINE_DIR}{os.pathsep}{path}" if path else str(ENGINE_DIR),
     }
 
@@ -40,7 +41,7 @@ def warm_extensions() -> None:
     ninja or the OpenSSL headers are missing.
     """
     env = cpu_engine_env()
-    stamp = Path(env["TORCH_EXTENSIONS_DIR"]) / f"page_hash_{_interpreter_tag()}.ready"
+    stamp = Path(env["TORCH_EXTENSIONS_DIR"]) / "page_hash.ready"
     if stamp.exists():
         return
     code = (
@@ -54,7 +55,9 @@ def warm_extensions() -> None:
 
 
 def _interpreter_tag() -> str:
+    """Environments that shared a folder would compile anew whenever the other one had."""
     from importlib.metadata import version
 
+    place = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]
     python = f"{sys.version_info.major}{sys.version_info.minor}"
-    return f"py{python}_torch{version('torch')}_sglang{version('sglang')}"
+    return f"py{python}_torch{version('torch')}_sglang{version('sglang')}_{place}"
