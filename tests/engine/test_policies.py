@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tests.engine.harness.ours import (
     assert_no_cache_output,
     assert_nothing_went_wrong,
     assert_restored_from_l3,
+    extra_config,
     our_server,
 )
 from tests.engine.harness.server import Server
@@ -73,7 +75,10 @@ def test_write_back_of_nodes_that_were_restored_and_evicted_again(
 
 @pytest.mark.parametrize("policy", ["timeout", "best_effort"])
 def test_prefetch_policies(policy: str, model: Path, tmp_path: Path) -> None:
-    with Server(our_server(model, tmp_path, prefetch_policy=policy)) as server:
+    options = our_server(model, tmp_path, prefetch_policy=policy)
+    # SGLang's one second would be a miss on a busy machine.
+    patient = extra_config(tmp_path) | {"prefetch_timeout_base": 30}
+    with Server(replace(options, extra_config=patient)) as server:
         conversations = converse(server, make_conversations(2, turns=3, tokens=400))
         assert_nothing_went_wrong(server)
     if policy == "timeout":  # best_effort may stop as soon as prefill could run
