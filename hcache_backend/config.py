@@ -38,15 +38,30 @@ def default_dirs() -> tuple[Path, ...]:
     return (root / "hcache-backend" / "pages",)
 
 
+class PartitionOption(BaseModel):
+    """Numbers of layers by method; the first ones are recomputed, the last ones are KV."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    recompute: int = Field(default=0, ge=0)
+    hidden: int = Field(default=0, ge=0)
+    kv: int = Field(default=0, ge=0)
+
+
 class HCacheConfig(BaseModel):
     """The options of one server. Immutable; the defaults work.
 
     Attributes:
         dirs: Folders of the page store (L3). Created with mode 0700 when missing.
         mode: ``auto``: hidden-state pages where the model allows it, the self-check passes and
-            they are smaller than KV, else KV pages. ``hidden``: the same, even where they are
-            larger (few KV heads). ``kv``: always KV pages. It shapes pages, so it cannot change
-            while a server runs.
+            the partition has hidden states, else KV pages. ``hidden``: hidden states of every
+            layer, even where they do not pay (few KV heads), unless ``partition`` says otherwise.
+            ``kv``: always KV pages. It shapes pages, so it cannot change while a server runs.
+        partition: How each layer comes back. ``auto``: what restores fastest by the profile. Or
+            the numbers of layers that are recomputed, stored as hidden states and stored as KV, in
+            this order, such as ``{"recompute": 1, "hidden": 30, "kv": 1}``. It shapes pages.
+        profile: File that ``hcache profile`` wrote. Without one a server that needs it measures a
+            quick one at its first start, and keeps it beside the pages.
         codec: How hidden states are encoded. ``none``: as they are. ``exp4``: lossless, 0.77 of
             the bytes, for bfloat16 models. ``int8``, ``fp8``: lossy, a byte a value. A codec that
             cannot hold this model's hidden states, or that changes its K and V by more than it
@@ -82,6 +97,8 @@ class HCacheConfig(BaseModel):
 
     dirs: tuple[Path, ...] = Field(default_factory=default_dirs)
     mode: Literal["auto", "hidden", "kv"] = "auto"
+    partition: Literal["auto"] | PartitionOption = "auto"
+    profile: Path | None = None
     codec: Literal["none", "exp4", "int8", "fp8"] = "none"
     check_every_pages: int = Field(default=64, ge=0)
     projection: Literal["auto", "generic"] = "auto"
@@ -115,6 +132,35 @@ class HCacheConfig(BaseModel):
             raise ValueError("every folder may be named once only")
         return tuple(paths)
 
+    @field_validator("partition", mode="before")
+    @classmethod
+    def _numbers(cls, value: object) -> object:
+        if value == "auto" or isinstance(value, PartitionOption):
+            return value
+        if not isinstance(value, Mapping):
+            raise ValueError(
+                'must be "auto" or numbers of layers, such as '
+                '{"recompute": 1, "hidden": 30, "kv": 1}'
+            )
+        try:
+            return PartitionOption.model_validate(dict(value))
+        except ValidationError as error:
+            detail = error.errors()[0]
+            name = ".".join(str(part) for part in detail["loc"])
+            known = ", ".join(PartitionOption.model_fields)
+            raise ValueError(
+                f"{name!r}: {detail['msg']}; the methods are {known}, each a number of layers"
+            ) from None
+
+    @field_validator("profile", mode="before")
+    @classmethod
+    def _file(cls, value: object) -> object:
+        if value is None or isinstance(value, Path):
+            return value
+        if not isinstance(value, str) or not Path(value).expanduser().is_absolute():
+            raise ValueError("must be the absolute path of a file that hcache profile wrote")
+        return Path(value).expanduser()
+
     @model_validator(mode="after")
     def _water_marks(self) -> HCacheConfig:
         if self.low_water > self.high_water:
@@ -126,7 +172,9 @@ class HCacheConfig(BaseModel):
 
     def page_shape(self) -> dict[str, Any]:
         """The options that decide what a page looks like; fixed while a server runs."""
-        return {"mode": self.mode, "codec": self.codec}
+        partition = self.partition
+        shown = partition if isinstance(partition, str) else partition.model_dump()
+        return {"mode": self.mode, "partition": shown, "codec": self.codec}
 
 
 def parse_config(options: object, source: str) -> HCacheConfig:

@@ -5,8 +5,9 @@ A page holds ``page_size`` consecutive tokens of one sequence, all layers:
 - bytes are little-endian; a page is a header, then one layer segment after the other;
 - the header is padded to a multiple of 4096 bytes: direct I/O reads straight into a page, and
   segments keep the alignment of the page;
-- the checksum covers everything behind it, header fields included;
-- a reader believes a page only if magic, version, namespace, key and checksum all agree, whatever
+- the header holds a checksum of every segment, and one of itself: so a reader that wants only some
+  segments believes those without the others;
+- a reader believes a page only if magic, version, namespace, key and checksums all agree, whatever
   storage backend brought it.
 
 ====== ===== ====================================================================
@@ -17,12 +18,13 @@ offset bytes field
 6      2     layers
 8      4     header bytes
 12     4     page size in tokens
-16     16    xxh3-128 of bytes 32 to the end of the page
+16     16    xxh3-128 of bytes 32 to the end of the header
 32     16    namespace (weights, dtypes, page size, format, partition, stage)
 48     32    key: SGLang's chained sha256 over the whole prefix
 80     8     writer: the server run that made the page
 88     4*p   positions of the tokens, int32
 88+4*p 4*p   token ids, int32
+88+8*p 16*l  xxh3-128 of every segment
 ====== ===== ====================================================================
 """
 
@@ -37,7 +39,7 @@ import numpy.typing as npt
 import xxhash
 
 MAGIC = b"HCPG"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 NAMESPACE_BYTES = 16
 KEY_BYTES = 32
 WRITER_BYTES = 8
@@ -50,6 +52,7 @@ _NAMESPACE = slice(32, 48)
 _KEY = slice(48, 80)
 _WRITER = slice(80, 88)
 _TOKENS = 88
+_DIGEST_BYTES = 16
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int32]
@@ -61,7 +64,8 @@ class PageLayout:
 
     Attributes:
         page_size: Tokens a page.
-        segment_bytes: Bytes of every layer segment, first layer first.
+        segment_bytes: Bytes of every layer segment, first layer first; 0 for a layer of which
+            nothing is stored.
     """
 
     page_size: int
@@ -69,7 +73,7 @@ class PageLayout:
 
     @cached_property
     def header_bytes(self) -> int:
-        used = _TOKENS + 8 * self.page_size
+        used = _TOKENS + 8 * self.page_size + _DIGEST_BYTES * len(self.segment_bytes)
         return -(-used // HEADER_ALIGNMENT) * HEADER_ALIGNMENT
 
     @cached_property
@@ -101,6 +105,12 @@ class PageLayout:
         start = _TOKENS + 4 * self.page_size
         return pages[..., start : start + 4 * self.page_size].view(np.int32)
 
+    def _digests(self, page: Bytes) -> Bytes:
+        """View of the checksums of the segments: uint8 ``[layers, 16]``."""
+        start = _TOKENS + 8 * self.page_size
+        table = page[start : start + _DIGEST_BYTES * len(self.segment_bytes)]
+        return table.reshape(-1, _DIGEST_BYTES)
+
     def begin(self, page: Bytes, namespace: bytes, writer: bytes) -> None:
         """Write the header of a fresh page; positions, ids and segments are the caller's.
 
@@ -116,12 +126,19 @@ class PageLayout:
         page[_WRITER] = np.frombuffer(writer, np.uint8)
 
     def seal(self, page: Bytes, key: bytes) -> None:
-        """Stamp key and checksum: from here on the page proves itself."""
+        """Stamp key and checksums: from here on the page proves itself."""
         page[_KEY] = np.frombuffer(key, np.uint8)
-        page[_CHECKSUM] = np.frombuffer(_digest(page), np.uint8)
+        for layer, digest in enumerate(self._digests(page)):
+            digest[:] = np.frombuffer(_digest(page[self.segment(layer)]), np.uint8)
+        page[_CHECKSUM] = np.frombuffer(_digest(page[_COVERED : self.header_bytes]), np.uint8)
 
     def problem(
-        self, page: Bytes, namespace: bytes, key: bytes, token_ids: Ints | None = None
+        self,
+        page: Bytes,
+        namespace: bytes,
+        key: bytes,
+        token_ids: Ints | None = None,
+        first_layer: int = 0,
     ) -> str | None:
         """Why ``page`` (uint8 ``[page_bytes]``) is not the wanted one, or None when it is.
 
@@ -129,6 +146,7 @@ class PageLayout:
             namespace: 16 bytes the page must belong to.
             key: 32 bytes of the page's key.
             token_ids: The page's tokens as the radix tree knows them, when the caller has them.
+            first_layer: The segments of the layers before were not read, and are not looked at.
         """
         if page[: _PREFIX.size].tobytes() != self._prefix:
             return "format"
@@ -136,8 +154,12 @@ class PageLayout:
             return "namespace"
         if page[_KEY].tobytes() != key:
             return "key"
-        if page[_CHECKSUM].tobytes() != _digest(page):
+        if page[_CHECKSUM].tobytes() != _digest(page[_COVERED : self.header_bytes]):
             return "checksum"
+        digests = self._digests(page)
+        for layer in range(first_layer, len(self.segment_bytes)):
+            if digests[layer].tobytes() != _digest(page[self.segment(layer)]):
+                return "checksum"
         if token_ids is not None and not np.array_equal(self.token_ids(page), token_ids):
             return "token ids"
         return None
@@ -147,5 +169,5 @@ class PageLayout:
         return page[_NAMESPACE].tobytes()
 
 
-def _digest(page: Bytes) -> bytes:
-    return xxhash.xxh3_128_digest(page.data[_COVERED:])
+def _digest(part: Bytes) -> bytes:
+    return xxhash.xxh3_128_digest(part.data)

@@ -13,8 +13,10 @@ device page gets the host page's empty memory as its new shadow.
   HiCache frees that while the tokens are still on the device (``write_back`` does), the two entries
   are exchanged once more: the shadow has the rows again, and the page can be backed up again.
 
-This is bookkeeping on the CPU, for the scheduler thread alone, except :meth:`Arena.physical`, which
-any thread may call for pages that it owns.
+- A page that came from L3 may lack the segments of its first layers. It cannot be backed up again.
+
+This is bookkeeping on the CPU, for the scheduler thread alone, except :meth:`Arena.physical` and
+:meth:`Arena.first_layers`, which any thread may use for pages that it owns.
 """
 
 from __future__ import annotations
@@ -111,6 +113,7 @@ class Arena:
         self._token_ids = np.zeros(slots, np.int32)
         self._tenant = np.full(host_pages, -1, np.int64)  # device page whose tokens it holds
         self._home = np.full(device_pages, -1, np.int64)  # the same link from the other side
+        self._first_layer = np.zeros(host_pages + device_pages, np.uint16)  # by physical page
         self._unproven: set[int] = set()  # host pages that wait for the proof of their rows
         self._blank_header = np.empty(layout.header_bytes, np.uint8)
         layout.begin(self._blank_header, NO_NAMESPACE, bytes(WRITER_BYTES))
@@ -190,6 +193,7 @@ class Arena:
         self._host[host_pages], self._shadow[pages] = filled, empty
         self.swapped_pages += len(pages)
         self._move_in(host_pages, pages)
+        self._first_layer[filled] = 0
         self.memory[filled, : self.layout.header_bytes] = self._blank_header
         self.layout.positions(self.memory)[filled] = self._positions[slots].reshape(-1, size)
         self.layout.token_ids(self.memory)[filled] = self._token_ids[slots].reshape(-1, size)
@@ -198,7 +202,10 @@ class Arena:
         return ShadowChanges(pages, empty)
 
     def loaded(self, slots: Ids, host_pages: Ids) -> None:
-        """``slots`` were allocated anew and will hold the tokens of ``host_pages``."""
+        """``slots`` were allocated anew and will hold the tokens of ``host_pages``.
+
+        Their rows are in these pages, unless a page lacks segments.
+        """
         size = self.layout.page_size
         pages = slots[::size] // size
         physical = self._host[host_pages]
@@ -206,7 +213,9 @@ class Arena:
         self._positions[slots] = self.layout.positions(self.memory)[physical].ravel()
         self._token_ids[slots] = self.layout.token_ids(self.memory)[physical].ravel()
         self._move_in(host_pages, pages)
-        self._rows[slots] = _Rows.PROVEN
+        whole = np.repeat(self._first_layer[physical] == 0, size)
+        self._rows[slots[whole]] = _Rows.PROVEN
+        self._void(slots[~whole])
 
     def _finish_unproven(self) -> None:
         """Stamp the pages whose rows are all proven; a page that lost one is never stamped."""
@@ -229,6 +238,14 @@ class Arena:
     def physical(self, host_pages: Ids) -> Ids:
         """Physical pages of ``host_pages``, int64 of the same shape. Any thread."""
         return self._host[host_pages]
+
+    def first_layers(self, host_pages: Ids) -> npt.NDArray[np.uint16]:
+        """Of each host page the first layer whose segment is there (of those that are stored)."""
+        return self._first_layer[self._host[host_pages]]
+
+    def expect(self, host_pages: Ids, first_layer: int) -> None:
+        """The pages are about to be read from L3, without the segments of earlier layers."""
+        self._first_layer[self._host[host_pages]] = first_layer
 
     def host_freed(self, host_pages: Ids) -> ShadowChanges:
         """HiCache freed ``host_pages``: tokens still on the device take their rows back."""

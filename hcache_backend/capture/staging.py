@@ -39,7 +39,7 @@ class Staging:
     It knows no pages, so it exists before CUDA graphs are recorded; they keep its addresses.
 
     Args:
-        layers: Captured layers.
+        layers: Captured layers; 0 where no layer is stored as hidden states.
         codec: Encodes rows.
         places: Rows (of all layers) that it holds. CUDA graphs of larger batches are not captured.
         device: Where the model is.
@@ -336,6 +336,8 @@ class StagedCapture:
 
     def _save(self, rows: torch.Tensor, step: Step, segments: torch.Tensor) -> None:
         size, slots = self.arena.layout.page_size, step.where[0]
+        if not len(segments):
+            return  # only slots, positions and tokens are of interest
         self._transfer.keep(step.where)
         self._transfer.run(
             lambda: save_rows(rows, slots, self._shadows, self._memory, segments, size)

@@ -1,4 +1,4 @@
-"""L2 in page form: SGLang's host pool, holding hidden-state pages in the arena."""
+"""L2 in page form: SGLang's host pool, holding our pages in the arena."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from sglang.srt.mem_cache.pool_host.base import HostKVCache
 from hcache_backend.capture.arena import Arena, Ids
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.engine import metrics
+from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.memory import HostPages
 from hcache_backend.page import PageLayout
-from hcache_backend.restore.pipeline import Restore, RestorePipeline
-from hcache_backend.streams import StreamFailed, current_stream
+from hcache_backend.restore.pipeline import Recompute, Restore, RestorePipeline
+from hcache_backend.streams import StreamFailed, current_stream, held_for_device
 
 logger = logging.getLogger("hcache")
 
 
 class HiddenStatePool(HostKVCache):
-    """Pages of hidden states in host memory; opaque bytes to everything else in HiCache.
+    """Our pages in host memory; opaque bytes to everything else in HiCache.
 
     HiCache's host indices are logical: the arena says which memory a page is in. The memory also
     holds the shadow pages of the device, which HiCache never sees.
@@ -39,6 +40,9 @@ class HiddenStatePool(HostKVCache):
         stamp: Writes the header of a page that is complete.
         pin_memory: Whether the device needs pinned memory to read it.
         allocator_type: SGLang's name of the allocator.
+
+    Attributes:
+        next_recompute: How the first layers of the next restore are recomputed, if they are.
 
     Raises:
         ValueError: The machine has not enough memory.
@@ -63,7 +67,9 @@ class HiddenStatePool(HostKVCache):
         self._stamp = stamp
         self._capture: StagedCapture | None = None
         self._pipeline: RestorePipeline | None = None
+        self._kv: KVSegments | None = None
         self._restore: Restore | None = None
+        self.next_recompute: Recompute | None = None
         self.device_pool = device_pool
         geometry = {
             "device_pool": device_pool,
@@ -88,9 +94,9 @@ class HiddenStatePool(HostKVCache):
         )
         assert self.page_num == host_pages.host
 
-    def use(self, capture: StagedCapture, pipeline: RestorePipeline) -> None:
+    def use(self, capture: StagedCapture, kv: KVSegments, pipeline: RestorePipeline) -> None:
         """Give the pool what fills its pages and what turns them into K and V."""
-        self._capture, self._pipeline = capture, pipeline
+        self._capture, self._kv, self._pipeline = capture, kv, pipeline
 
     # ---- sizes and memory ----
 
@@ -147,8 +153,18 @@ class HiddenStatePool(HostKVCache):
     def backup_from_device_all_layer(
         self, device_pool: Any, host_indices: Any, device_indices: Any, io_backend: str
     ) -> None:
-        """The controller exchanged table entries; wait for the rows that are still on their way."""
-        assert self._capture is not None
+        """The controller exchanged table entries: K and V are missing in the pages, and the rows
+        that are still on their way."""
+        assert self._capture is not None and self._kv is not None
+        if self._kv.layers:
+            device = self._capture.device
+            held = held_for_device(self.arena.physical(self.page_ids(host_indices)), device)
+            self._kv.save(
+                self.page_layout,
+                self.kv_buffer,
+                held.to(device, non_blocking=True),
+                device_indices,
+            )
         current_stream(self._capture.device).wait(self._capture.transfers())
 
     def load_to_device_per_layer(
@@ -165,7 +181,8 @@ class HiddenStatePool(HostKVCache):
         assert self._pipeline is not None and not is_draft
         if layer_id == 0:
             pages = self.arena.physical(self.page_ids(host_indices))
-            self._restore = self._pipeline.start(pages, device_indices)
+            recompute, self.next_recompute = self.next_recompute, None
+            self._restore = self._pipeline.start(pages, device_indices, recompute)
         assert self._restore is not None
         self._restore.wait_for_layer(layer_id)
         if layer_id == self.layer_num - 1:
@@ -188,6 +205,10 @@ class HiddenStatePool(HostKVCache):
                 metrics.count_milliseconds(f"restore_{stream}_idle", report.idle_ms(stream))
 
     # ---- pages as storage backends see them ----
+
+    def first_layer(self, host_indices: torch.Tensor) -> int:
+        """Layers before this one are not wanted from L3 in the pages of these indices."""
+        return int(self.arena.first_layers(self.page_ids(host_indices)).max(initial=0))
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
         """Address and length of every page; a page is one piece."""

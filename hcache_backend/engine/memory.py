@@ -67,11 +67,12 @@ def staging_places(layers: int, step_tokens: int, decode_tokens: int, recorded_t
     """Rows that staging needs.
 
     Args:
-        layers: Captured layers.
+        layers: Captured layers. Without any, places take no memory.
         step_tokens: Tokens of the longest eager forward pass; it uses staging layer by layer, and
             wants two layers to fit.
         decode_tokens: Tokens of the largest decode step; two of them fit, so that one is captured
             while the one before is still on its way.
         recorded_tokens: Tokens of the largest CUDA graph; all its layers must fit.
     """
-    return max(-(-2 * step_tokens // layers), 2 * decode_tokens, recorded_tokens, 1)
+    by_layer = -(-2 * step_tokens // layers) if layers else step_tokens
+    return max(by_layer, 2 * decode_tokens, recorded_tokens, 1)

@@ -27,7 +27,7 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class PagedPool:
-    """SGLang's KV pool, as the projector wants it.
+    """SGLang's KV pool, as the projector and recomputation want it.
 
     Args:
         kvcache: An ``MHATokenToKVPool``.
@@ -48,8 +48,23 @@ class PagedPool:
     def write(
         self, layer: AttentionLayer, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> None:
-        kernel = layer.kernel
+        self.store(layer.kernel, slots, k, v)
+
+    def store(self, kernel: Any, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         self._kvcache.set_kv_buffer(kernel, slots, k, v, kernel.k_scale, kernel.v_scale)
+
+    def fetch(
+        self, kernel: Any, slots: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        pool, index = self._kvcache, kernel.layer_id - self._kvcache.start_layer
+        rows = [
+            buffers[index][slots].view(pool.dtype).to(dtype)
+            for buffers in (pool.k_buffer, pool.v_buffer)
+        ]
+        if pool.dtype in _FP8:
+            scales = (_scale(kernel, name) or 1.0 for name in "kv")
+            rows = [part * scale for part, scale in zip(rows, scales, strict=True)]
+        return rows[0], rows[1]
 
 
 def _scale(kernel: Any, name: str) -> float | None:

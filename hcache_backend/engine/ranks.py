@@ -22,3 +22,17 @@ def on_all_ranks(group: Any, *flags: bool) -> tuple[bool, ...]:
     if group is not None and dist.is_initialized() and dist.get_world_size(group=group) > 1:
         dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=group)
     return tuple(bool(flag) for flag in verdict.tolist())
+
+
+def from_first_rank(group: Any, value: Any) -> Any:
+    """What the group's first rank gave as ``value``, on every rank.
+
+    Args:
+        group: As in :func:`on_all_ranks`.
+        value: Anything that can be pickled; the other ranks' is not looked at.
+    """
+    if group is None or not dist.is_initialized() or dist.get_world_size(group=group) == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    return box[0]

@@ -40,6 +40,8 @@ class ModelShape(BaseModel):
             together.
         gated: Whether the MLP has a gate, and so three matrices instead of two.
         element_bytes: Bytes of one element of hidden states, K and V.
+        hidden_row_bytes: Bytes of a stored hidden state, where a codec makes them fewer.
+        kv_element_bytes: Bytes of one element of K and V, where they differ.
         latent: MLA, or None.
         windowed: Whether some layers attend to a window only; they are planned as if they did not.
     """
@@ -56,6 +58,8 @@ class ModelShape(BaseModel):
     mlp_width: int = Field(gt=0)
     gated: bool = True
     element_bytes: int = Field(default=2, gt=0)
+    hidden_row_bytes: int | None = Field(default=None, gt=0)
+    kv_element_bytes: int | None = Field(default=None, gt=0)
     latent: Latent | None = None
     windowed: bool = False
 
@@ -77,11 +81,11 @@ class ModelShape(BaseModel):
 
     @property
     def hidden_bytes(self) -> int:
-        return self.hidden * self.element_bytes
+        return self.hidden_row_bytes or self.hidden * self.element_bytes
 
     @property
     def kv_bytes(self) -> int:
-        return self.kv_width * self.element_bytes
+        return self.kv_width * (self.kv_element_bytes or self.element_bytes)
 
     @property
     def projection_flops(self) -> int:

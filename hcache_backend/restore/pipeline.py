@@ -2,9 +2,10 @@
 
 Two streams work at once (paper section 4.1). The copy stream brings layer segments to a ring of
 device buffers, as far ahead as the ring allows; the compute stream projects them. Segments that
-hold K and V need no compute and go to the pool on the copy stream; layers that are recomputed need
-no segment, and hold up no copy. Each layer has an event, so the engine's forward pass may start on
-layer 0 while layer 1 is on its way.
+hold K and V need no compute and go to the pool on the copy stream. The first layers may be
+recomputed instead, whatever is stored of them: that runs on the engine's stream, whose state the
+model's code wants, while segments of later layers fill the ring, and before any is projected. Each
+layer has an event, so the engine's forward pass may start on layer 0 while layer 1 is on its way.
 
 Whatever a restore consists of (many nodes, many requests), every layer is one copy and one
 projection, unless it has more tokens than a projection may take at once.
@@ -13,7 +14,7 @@ projection, unless it has more tokens than a projection may take at once.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -49,19 +50,38 @@ class RestoredLayer(NamedTuple):
 
     Attributes:
         method: ``hidden``: ``fill`` projects, on the compute stream. ``kv``: it only stores, on
-            the copy stream. ``recompute``: it needs no segment (its length is 0), and is called
-            once with all tokens, on the compute stream.
-        fill: Writes the layer to the pool.
+            the copy stream. ``recompute``: nothing is stored (the segment's length is 0).
+        fill: Writes the layer to the pool; None for ``recompute``.
     """
 
     method: Literal["hidden", "kv", "recompute"]
-    fill: Fill
+    fill: Fill | None
+
+
+class Recompute(NamedTuple):
+    """How the first layers of one restore are recomputed.
+
+    Attributes:
+        layers: How many, at least those of which nothing is stored.
+        fill: Writes K and V of all of them for all tokens, on the current stream:
+            ``fill(positions, slots)``, int64 ``[pages * page_size]`` each, on the device.
+    """
+
+    layers: int
+    fill: Callable[[torch.Tensor, torch.Tensor], None]
+
+
+StreamName = Literal["copy", "compute"]
 
 
 class Span(NamedTuple):
-    """What a stream did for one layer, in milliseconds since the restore began."""
+    """What a stream did for one layer, in milliseconds since the restore began.
 
-    stream: Literal["copy", "compute"]
+    Recomputation of several layers is one span of the first one's on the compute stream, which
+    waits for it.
+    """
+
+    stream: StreamName
     layer: int
     start: float
     end: float
@@ -108,7 +128,7 @@ class Restore:
         self._tokens = tokens
         self._bytes = size
         self._begin = begin
-        self._timed: list[tuple[Literal["copy", "compute"], int, Event, Event]] = []
+        self._timed: list[tuple[StreamName, int, Event, Event]] = []
 
     def wait_for_layer(self, layer: int) -> None:
         """Let the current stream wait until K and V of ``layer`` are in the pool.
@@ -167,7 +187,12 @@ class RestorePipeline:
         self._unread: deque[Restore] = deque()
 
     @torch.no_grad()
-    def start(self, pages: npt.NDArray[np.int64], slots: torch.Tensor) -> Restore:
+    def start(
+        self,
+        pages: npt.NDArray[np.int64],
+        slots: torch.Tensor,
+        recompute: Recompute | None = None,
+    ) -> Restore:
         """Launch the restore of whole pages, behind the current stream's work of this moment.
 
         The pages must stay as they are until all layers are done.
@@ -175,20 +200,28 @@ class RestorePipeline:
         Args:
             pages: Physical pages of the arena, int64 ``[p]``, any order.
             slots: Slots of their tokens, int64 ``[p * page_size]``, on the device.
+            recompute: For the first layers; None: all segments are there.
 
         Returns:
             The restore. Its layers are in the pool when their events have passed.
+
+        Raises:
+            ValueError: Nothing is stored of a layer, and it is not to be recomputed.
         """
-        size, device = self._layout.page_size, self._device
-        moved: Counter[str] = Counter()
-        for layer, length in zip(self._layers, self._layout.segment_bytes, strict=True):
-            moved[layer.method] += len(pages) * length
+        first = recompute.layers if recompute else 0
+        loaded = range(first, len(self._layers))
+        if any(self._layers[index].fill is None for index in loaded):
+            raise ValueError(f"layers after the first {first} are not stored")
+        device, moved = self._device, Counter[str]()
+        for index in loaded:
+            moved[self._layers[index].method] += len(pages) * self._layout.segment_bytes[index]
         headers = self._layout.positions(self._memory.numpy())
         held_pages = held_for_device(pages, device)
         held_positions = held_for_device(headers[pages].reshape(-1).astype(np.int64), device)
         page_ids = torch.empty(len(pages), dtype=torch.int64, device=device)
         positions = torch.empty(len(slots), dtype=torch.int64, device=device)
-        self._copy.wait(current_stream(device).record())
+        now = current_stream(device)
+        self._copy.wait(now.record())
         self._copy.wait(self._compute.record())  # the restore before may still use the ring
         for stream in (self._copy, self._compute):
             for tensor in (page_ids, positions, slots):
@@ -200,70 +233,76 @@ class RestorePipeline:
 
         restore = Restore(len(slots), moved, self._copy.record(timed=True), device)
         self._copy.run(bring_indices)
-        self._compute.wait(self._copy.record())  # a recomputed layer needs them before any segment
+        ready = self._copy.record()
         ring = _Ring(self._ring, min(len(pages), self._chunk_pages) * self._largest)
-        for index, layer in enumerate(self._layers):
-            step = self._chunk_pages if layer.method != "recompute" else len(pages)
-            for start in range(0, len(pages), step):
-                chunk = slice(start, start + step)
-                tokens = slice(start * size, (start + step) * size)
-                done = self._launch(
-                    restore,
-                    index,
-                    layer,
-                    page_ids[chunk],
-                    positions[tokens],
-                    slots[tokens],
-                    ring,
-                )
-            restore.layers.append(done)
+        parts = deque(self._parts(loaded, page_ids, positions, slots))
+        arrived: deque[_Arrived] = deque()
+        while parts and len(arrived) < ring.parts:
+            arrived.append(self._bring(restore, parts.popleft(), ring))
+        if recompute is not None:
+            now.wait(ready)  # and what restores before it wrote of the prefix
+            start = now.record(timed=True)
+            now.run(lambda: recompute.fill(positions, slots))
+            done = now.record(timed=True)
+            self._compute.wait(done)
+            restore._timed.append(("compute", 0, start, done))
+            restore.layers += [done] * first
+        while arrived:
+            item = arrived.popleft()
+            filled = self._fill(restore, item, ring)
+            if item.part.is_last:
+                restore.layers.append(filled)
+            if parts:
+                arrived.append(self._bring(restore, parts.popleft(), ring))
         self._unread.append(restore)
         return restore
 
-    def _launch(
+    def _parts(
         self,
-        restore: Restore,
-        index: int,
-        layer: RestoredLayer,
+        layers: range,
         page_ids: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        ring: _Ring,
-    ) -> Event:
-        """Copy and fill one chunk of one layer; an event behind both."""
-        offset = self._layout.segment_offsets[index]
-        length = self._layout.segment_bytes[index]
-        if layer.method == "recompute":
-            buffer = self._ring[:0].view(len(page_ids), 0)
-            return self._fill(restore, index, layer, buffer, positions, slots)
-        buffer = ring.next(self._copy)[: len(page_ids) * length].view(-1, length)
+    ) -> Iterator[_Part]:
+        step, size = self._chunk_pages, self._layout.page_size
+        for index in layers:
+            for start in range(0, len(page_ids), step):
+                tokens = slice(start * size, (start + step) * size)
+                yield _Part(
+                    index,
+                    page_ids[start : start + step],
+                    positions[tokens],
+                    slots[tokens],
+                    start + step >= len(page_ids),
+                )
+
+    def _bring(self, restore: Restore, part: _Part, ring: _Ring) -> _Arrived:
+        """Copy a part to the ring; a part of K and V goes on to the pool at once."""
+        offset = self._layout.segment_offsets[part.layer]
+        length = self._layout.segment_bytes[part.layer]
+        buffer = ring.next(self._copy)[: len(part.page_ids) * length].view(-1, length)
+        method, fill = self._layers[part.layer]
         start = self._copy.record(timed=True)
-        self._copy.run(lambda: self._gather(self._memory, page_ids, offset, buffer))
-        if layer.method == "kv":
-            self._copy.run(lambda: layer.fill(buffer, positions, slots))
+        self._copy.run(lambda: self._gather(self._memory, part.page_ids, offset, buffer))
+        if method == "kv" and fill is not None:
+            self._copy.run(lambda: fill(buffer, part.positions, part.slots))
         copied = self._copy.record(timed=True)
-        restore._timed.append(("copy", index, start, copied))
-        if layer.method == "kv":
+        restore._timed.append(("copy", part.layer, start, copied))
+        return _Arrived(part, buffer, copied)
+
+    def _fill(self, restore: Restore, arrived: _Arrived, ring: _Ring) -> Event:
+        """Write a part to the pool; an event behind that."""
+        part, buffer, copied = arrived
+        method, fill = self._layers[part.layer]
+        if method == "kv" or fill is None:
             ring.used(copied)
             return copied
         self._compute.wait(copied)
-        filled = self._fill(restore, index, layer, buffer, positions, slots)
-        ring.used(filled)
-        return filled
-
-    def _fill(
-        self,
-        restore: Restore,
-        index: int,
-        layer: RestoredLayer,
-        buffer: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-    ) -> Event:
         start = self._compute.record(timed=True)
-        self._compute.run(lambda: layer.fill(buffer, positions, slots))
+        self._compute.run(lambda: fill(buffer, part.positions, part.slots))
         filled = self._compute.record(timed=True)
-        restore._timed.append(("compute", index, start, filled))
+        restore._timed.append(("compute", part.layer, start, filled))
+        ring.used(filled)
         return filled
 
     def finished(self) -> list[RestoreReport]:
@@ -280,25 +319,44 @@ def ring_bytes(layout: PageLayout, chunk_tokens: int) -> int:
     return RUN_AHEAD * chunk_pages * max(1, *layout.segment_bytes)
 
 
+class _Part(NamedTuple):
+    """What one copy brings: a layer of some pages."""
+
+    layer: int
+    page_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    is_last: bool
+
+
+class _Arrived(NamedTuple):
+    """A part whose copy was launched, where it goes to, and the event behind the copy."""
+
+    part: _Part
+    buffer: torch.Tensor
+    copied: Event
+
+
 class _Ring:
     """The ring of one restore: equal parts, each free again when its last user is done."""
 
     def __init__(self, memory: torch.Tensor, part_bytes: int) -> None:
         self._memory = memory
         self._part_bytes = part_bytes
-        self._parts = len(memory) // part_bytes
+        self._taken = 0
         self._users: list[Event] = []
+        self.parts = len(memory) // part_bytes
 
     def next(self, stream: Stream) -> torch.Tensor:
         """The next part, uint8 ``[part_bytes]``; ``stream`` waits until it is free."""
-        taken = len(self._users)
-        if taken >= self._parts:
-            stream.wait(self._users[taken - self._parts])
-        start = taken % self._parts * self._part_bytes
+        if self._taken >= self.parts:
+            stream.wait(self._users[self._taken - self.parts])
+        start = self._taken % self.parts * self._part_bytes
+        self._taken += 1
         return self._memory[start : start + self._part_bytes]
 
     def used(self, until: Event) -> None:
-        """The part that was taken last is in use until then."""
+        """The oldest part for which this was not called yet is in use until then."""
         self._users.append(until)
 
 

@@ -14,6 +14,7 @@ import torch
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.pipeline import (
     RUN_AHEAD,
+    Recompute,
     RestoredLayer,
     RestorePipeline,
     ring_bytes,
@@ -170,42 +171,80 @@ def test_segments_of_kv_do_not_wait_for_projections() -> None:
     server.assert_restored(2, pages.tolist(), slots)
 
 
-def test_recomputed_layers_take_no_copy_and_hold_none_up() -> None:
-    server, gate, calls = Server(["hidden", "kv", "hidden"]), threading.Event(), []
-    segments = (0, 0, *server.layout.segment_bytes[1:])
-    layout = PageLayout(SIZE, segments)
+def without_first_layer(server: Server) -> RestorePipeline:
+    """The server's pages as if nothing were stored of layer 0."""
+    layout = PageLayout(SIZE, (0, *server.layout.segment_bytes[1:]))
     memory = torch.zeros((PAGES, layout.page_bytes), dtype=torch.uint8)
     memory[:, layout.header_bytes :] = server.memory[:, server.layout.segment(1).start :]
     layout.positions(memory.numpy())[:] = server.layout.positions(server.memory.numpy())
+    layers = [RestoredLayer("recompute", None), *server.pipeline._layers[1:]]
+    return RestorePipeline(memory, layout, layers, SIZE, "cpu")  # one page a chunk
 
-    def recompute(layer: int) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
-        def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-            gate.wait()
-            calls.append((layer, tuple(segments.shape), positions.tolist(), len(slots)))
 
-        return fill
-
-    recomputed = [RestoredLayer("recompute", recompute(layer)) for layer in range(2)]
-    # One page a chunk, and still every recomputed layer is called once.
-    pipeline = RestorePipeline(
-        memory,
-        layout,
-        [*recomputed, *server.pipeline._layers[1:]],
-        SIZE,
-        "cpu",
-    )
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_recomputed_layers_take_no_copy_and_come_before_projections(first: int) -> None:
+    server, calls = Server(["hidden", "hidden", "kv", "hidden"]), []
+    pipeline = without_first_layer(server)
     pages, slots = some(2)
-    restore = pipeline.start(pages, slots)
-    restore.wait_for_layer(2)  # KV is there, and nothing was computed yet
-    server.assert_restored(1, pages.tolist(), slots)
-    assert not calls
-    gate.set()
-    restore.wait_for_layer(3)
-    server.assert_restored(2, pages.tolist(), slots)
+
+    def fill(positions: torch.Tensor, where: torch.Tensor) -> None:
+        assert not server.calls or server.methods[server.calls[0][0]] == "kv"
+        calls.append((positions.tolist(), where.tolist()))
+
+    restore = pipeline.start(pages, slots, Recompute(first, fill))
+    for layer in range(4):
+        restore.wait_for_layer(layer)
+        if layer >= first:
+            server.assert_restored(layer, pages.tolist(), slots)
     want = [1000 * int(page) + i for page in pages for i in range(SIZE)]
-    assert calls == [(layer, (2, 0), want, 2 * SIZE) for layer in range(2)]
-    copied = {span.layer for span in pipeline.finished()[0].spans if span.stream == "copy"}
-    assert copied == {2, 3}
+    assert calls == [(want, slots.tolist())]  # once, with all tokens
+    (report,) = pipeline.finished()
+    copied = {span.layer for span in report.spans if span.stream == "copy"}
+    assert copied == set(range(first, 4))
+    lengths = zip(server.methods[first:], pipeline._layout.segment_bytes[first:], strict=True)
+    assert sum(report.bytes.values()) == 2 * sum(length for _, length in lengths)
+
+
+def test_segments_arrive_while_the_first_layers_are_recomputed() -> None:
+    server = Server(["hidden", "hidden", "kv", "hidden"])
+    pipeline = without_first_layer(server)
+    pages, slots = some(1)
+
+    def fill(positions: torch.Tensor, where: torch.Tensor) -> None:
+        # KV does not go through the compute stream, which waits for this.
+        until = time.monotonic() + 10
+        while server.k[2, slots].isnan().any() and time.monotonic() < until:
+            time.sleep(0.001)
+        server.assert_restored(2, pages.tolist(), slots)
+
+    restore = pipeline.start(pages, slots, Recompute(1, fill))
+    restore.wait_for_layer(3)
+    server.assert_restored(3, pages.tolist(), slots)
+
+
+def test_layers_of_which_nothing_is_stored_must_be_recomputed() -> None:
+    pipeline = without_first_layer(Server())
+    with pytest.raises(ValueError, match="layers after the first 0 are not stored"):
+        pipeline.start(*some(1))
+
+
+def test_a_recomputation_sees_what_the_restore_before_it_wrote() -> None:
+    server = Server(["hidden"] * 3)
+    first_pages, first_slots = np.array([0, 1]), torch.arange(2 * SIZE)
+    slow = server.pipeline._layers[1].fill
+    assert slow is not None
+    server.pipeline._layers = [
+        server.pipeline._layers[0],
+        RestoredLayer("hidden", lambda *a: (time.sleep(0.1), slow(*a))),
+        server.pipeline._layers[2],
+    ]
+    server.pipeline.start(first_pages, first_slots)
+
+    def fill(positions: torch.Tensor, where: torch.Tensor) -> None:
+        for layer in range(3):
+            server.assert_restored(layer, first_pages.tolist(), first_slots)
+
+    server.pipeline.start(np.array([2]), torch.arange(40, 40 + SIZE), Recompute(1, fill))
 
 
 def test_a_restore_right_behind_another_does_not_disturb_it() -> None:

@@ -1,0 +1,79 @@
+"""Layer segments that hold K and V as they are in SGLang's pool: K of all tokens, then V."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hcache_backend.page import PageLayout
+from hcache_backend.restore.pipeline import RestoredLayer
+from hcache_kernels.pages import scatter_rows
+
+
+class KVSegments:
+    """Copies K and V of some layers between the pool and pages.
+
+    Args:
+        kvcache: SGLang's ``MHATokenToKVPool``.
+        layers: Which layers, as the pool numbers them.
+        page_size: Tokens a page.
+    """
+
+    def __init__(self, kvcache: Any, layers: Sequence[int], page_size: int) -> None:
+        self._kvcache = kvcache
+        self._page_size = page_size
+        self.layers = tuple(layers)
+
+    def segment_bytes(self, layer: int) -> int:
+        """Bytes of K and V of a page of one layer."""
+        return self._page_size * sum(buffer[0].nbytes for buffer in self._planes(layer))
+
+    def save(
+        self, layout: PageLayout, memory: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Copy K and V of whole pages out of the pool, on the current stream.
+
+        Args:
+            layout: Layout of a page.
+            memory: The arena, uint8 ``[all pages, page_bytes]``, which the device can write.
+            pages: Physical pages, int64 ``[p]``, on the device.
+            slots: Slots of their tokens, int64 ``[p * page_size]``, on the device.
+        """
+        only = torch.zeros_like(pages)  # a plane is one row
+        for layer in self.layers:
+            offset = layout.segment_offsets[layer]
+            for buffer in self._planes(layer):
+                rows = buffer[slots].view(len(pages), -1).view(torch.uint8)
+                scatter_rows(rows, memory, pages, only, offset)
+                offset += rows.shape[1]
+
+    def restored_layer(self, layer: int) -> RestoredLayer:
+        """How a layer whose K and V are stored comes back."""
+        planes = self._planes(layer)
+        widths = [self._page_size * buffer[0].nbytes for buffer in planes]
+
+        def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+            for buffer, plane in zip(planes, segments.split(widths, dim=1), strict=True):
+                rows = plane.contiguous().view(buffer.dtype)
+                buffer.index_copy_(0, slots, rows.view(-1, *buffer.shape[1:]))
+
+        return RestoredLayer("kv", fill)
+
+    def differs(self, layout: PageLayout, page: torch.Tensor, slots: torch.Tensor) -> int | None:
+        """The first layer whose segment in ``page`` (uint8 ``[page_bytes]``) is not the pool's.
+
+        Args:
+            layout: Layout of a page.
+            page: A page on the CPU.
+            slots: Slots of its tokens, int64 ``[page_size]``, on the device.
+        """
+        for layer in self.layers:
+            held = [buffer[slots].flatten().view(torch.uint8) for buffer in self._planes(layer)]
+            if not torch.equal(torch.cat(held).cpu(), page[layout.segment(layer)]):
+                return layer
+        return None
+
+    def _planes(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._kvcache.k_buffer[layer], self._kvcache.v_buffer[layer]

@@ -1,0 +1,257 @@
+"""Recomputation of the first layers of a restore (paper section 4.1), for any model.
+
+The model's own forward pass runs over the restored tokens with a batch object of ours. Where it
+calls attention, K and V are written to the pool, and the queries attend to what the pool holds of
+the tokens before them: the prefix that is on the device already, and the restored span itself. It
+is stopped at the last wanted layer, once K and V of that one are written.
+
+Several spans (of several requests) go through one forward pass. Within a layer all their K and V
+are written before anybody attends, so a span may have another one in its prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+import torch
+from torch.nn import functional
+
+_QUERY_ROWS = 1024
+"""Queries that attend at once: bounds the attention mask."""
+
+
+class RestoredSpan(NamedTuple):
+    """Consecutive tokens of one sequence that are restored together.
+
+    Attributes:
+        tokens: How many.
+        prefix: Slots of all tokens before them, in order, int64 ``[m]``, on the device.
+    """
+
+    tokens: int
+    prefix: torch.Tensor
+
+
+class AttentionPool(Protocol):
+    """The engine's KV pool, asked by the engine's attention objects."""
+
+    def store(self, kernel: Any, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store K and V of ``n`` tokens in ``slots`` (int64 ``[n]``)."""
+
+    def fetch(
+        self, kernel: Any, slots: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V in ``slots``, ``[n, kv_heads, head_dim]`` each, as ``dtype``."""
+
+
+class RecomputeRefused(RuntimeError):
+    """The model's attention is not plain causal attention over K and V of its own."""
+
+
+class _LayersDone(Exception):
+    """K and V of the last wanted layer are written."""
+
+
+class _Piece(NamedTuple):
+    """Rows of a forward pass that belong to one span.
+
+    Attributes:
+        rows: Which rows.
+        keys: Slots that the last of them sees: the prefix and the span up to there.
+    """
+
+    rows: slice
+    keys: torch.Tensor
+
+
+class RecomputeBatch:
+    """The batch of a recomputation, for the model and for the engine's hook on attention.
+
+    It has only what models read. One that reads more cannot be recomputed, and the self-check
+    says so.
+
+    Attributes:
+        forward_mode: The engine's value for prefill.
+        input_ids: Token ids, int64 ``[n]``.
+        positions: int64 ``[n]``.
+        out_cache_loc: Slots of the tokens, int64 ``[n]``.
+        can_run_tbo: Two-batch overlap, never.
+    """
+
+    can_run_tbo = False
+
+    def __init__(
+        self,
+        forward_mode: object,
+        pool: AttentionPool,
+        last_layer: int,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        pieces: Sequence[_Piece],
+    ) -> None:
+        self.forward_mode = forward_mode
+        self.input_ids = input_ids
+        self.positions = positions
+        self.out_cache_loc = slots
+        self._pool = pool
+        self._last_layer = last_layer
+        self._pieces = pieces
+
+    def moe_num_token_non_padded(self) -> None:
+        """For experts: no row is padding."""
+
+    def attend(
+        self, kernel: Any, q: torch.Tensor, k: Any, v: Any, *, stored: bool, extra: bool
+    ) -> torch.Tensor:
+        """What the engine's attention does for the model, called in its place.
+
+        Args:
+            kernel: The engine's attention object of the layer.
+            q: Queries, ``[n, heads * head_dim]``.
+            k: Keys, ``[n, kv_heads * head_dim]``; None where a layer uses those of another one.
+            v: Values, likewise.
+            stored: Whether the model has stored K and V itself.
+            extra: Whether the model gave arguments that plain attention does not know.
+
+        Returns:
+            ``[n, heads * value_dim]``.
+
+        Raises:
+            RecomputeRefused: This is no plain causal attention.
+            _LayersDone: It was the last wanted layer.
+        """
+        if extra or k is None or v is None or not _plain(kernel):
+            raise RecomputeRefused(f"layer {kernel.layer_id} has an attention of its own kind")
+        if not stored:
+            k = k.reshape(-1, kernel.tp_k_head_num, kernel.qk_head_dim)
+            v = v.reshape(-1, kernel.tp_v_head_num, kernel.v_head_dim)
+            self._pool.store(kernel, self.out_cache_loc, k, v)
+        if kernel.layer_id >= self._last_layer:
+            self._stop()
+        q = q.reshape(-1, kernel.tp_q_head_num, kernel.qk_head_dim)
+        output = q.new_empty((*q.shape[:2], kernel.v_head_dim))
+        for rows, keys in self._pieces:
+            held = self._pool.fetch(kernel, keys, q.dtype)
+            output[rows] = _attention(q[rows], *held, kernel.scaling)
+        return output.flatten(1)
+
+    def _stop(self) -> NoReturn:
+        raise _LayersDone
+
+
+def _plain(kernel: Any) -> bool:
+    return (
+        not kernel.logit_cap
+        and kernel.sliding_window_size <= 0
+        and not kernel.is_cross_attention
+        and getattr(kernel.attn_type, "value", "decoder") == "decoder"
+        and getattr(kernel, "xai_temperature_len", -1) <= 0
+    )
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention of the last ``n`` of ``m`` tokens.
+
+    Args:
+        q: ``[n, heads, head_dim]``.
+        k: ``[m, kv_heads, head_dim]``.
+        v: ``[m, kv_heads, value_dim]``.
+        scale: What scores are multiplied with.
+
+    Returns:
+        ``[n, heads, value_dim]``.
+    """
+    before, parts = len(k) - len(q), []
+    q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
+    for start in range(0, q.shape[2], _QUERY_ROWS):
+        rows = q[:, :, start : start + _QUERY_ROWS]
+        first, end = before + start, before + start + rows.shape[2]
+        at = torch.arange(end, device=q.device)
+        parts.append(
+            functional.scaled_dot_product_attention(
+                rows,
+                k[:, :, :end],
+                v[:, :, :end],
+                attn_mask=at <= at[first:, None] if first else None,
+                is_causal=not first,
+                scale=scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        )
+    return torch.cat(parts, dim=2)[0].transpose(0, 1)
+
+
+class Recomputer:
+    """Runs the first layers of a model over restored tokens.
+
+    Args:
+        forward: The model: ``forward(input_ids, positions, batch)``.
+        pool: Where K and V are.
+        forward_mode: The engine's value for prefill.
+        first_layer: Number of the model's first layer, as its attention objects count.
+        chunk_tokens: Tokens of one forward pass at most; bounds the memory of activations.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[torch.Tensor, torch.Tensor, RecomputeBatch], object],
+        pool: AttentionPool,
+        forward_mode: object,
+        first_layer: int,
+        chunk_tokens: int,
+    ) -> None:
+        self._forward = forward
+        self._pool = pool
+        self._forward_mode = forward_mode
+        self._first_layer = first_layer
+        self._chunk_tokens = chunk_tokens
+
+    @torch.inference_mode()
+    def run(
+        self,
+        layers: int,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        spans: Sequence[RestoredSpan],
+    ) -> None:
+        """Write K and V of the first ``layers`` layers to the pool.
+
+        Args:
+            layers: At least 1.
+            token_ids: int64 ``[n]`` on the device, span after span; the next two likewise.
+            positions: int64 ``[n]``.
+            slots: int64 ``[n]``.
+            spans: What the tokens belong to; together ``n`` tokens.
+
+        Raises:
+            RecomputeRefused: The model ended without reaching the last layer, or is no plain one.
+        """
+        for start in range(0, len(slots), self._chunk_tokens):
+            chunk = slice(start, min(start + self._chunk_tokens, len(slots)))
+            batch = RecomputeBatch(
+                self._forward_mode,
+                self._pool,
+                self._first_layer + layers - 1,
+                token_ids[chunk],
+                positions[chunk],
+                slots[chunk],
+                list(_pieces(chunk, slots, spans)),
+            )
+            try:
+                self._forward(batch.input_ids, batch.positions, batch)
+            except _LayersDone:
+                continue
+            raise RecomputeRefused(f"the model ended before attention of layer {layers - 1}")
+
+
+def _pieces(chunk: slice, slots: torch.Tensor, spans: Sequence[RestoredSpan]) -> Iterator[_Piece]:
+    begin = 0
+    for span in spans:
+        first, end = max(begin, chunk.start), min(begin + span.tokens, chunk.stop)
+        if first < end:
+            keys = torch.cat((span.prefix, slots[begin:end]))
+            yield _Piece(slice(first - chunk.start, end - chunk.start), keys)
+        begin += span.tokens
