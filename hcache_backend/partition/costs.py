@@ -23,6 +23,8 @@ class LayerCosts(NamedTuple):
         c_tok: Recomputation from the layer's input.
         l3_h: Reading hidden states from L3 before the restore begins.
         l3_kv: Reading K and V from L3 before the restore begins.
+        c_tok_last: Recomputation of the last recomputed layer, where it ends with the layer's K and
+            V; None: as long as the others, as in the paper.
     """
 
     io_h: float
@@ -31,6 +33,13 @@ class LayerCosts(NamedTuple):
     c_tok: float
     l3_h: float = 0.0
     l3_kv: float = 0.0
+    c_tok_last: float | None = None
+
+    def recomputation(self, layers: int) -> float:
+        """Seconds to recompute the first ``layers`` layers."""
+        if layers == 0 or self.c_tok_last is None:
+            return layers * self.c_tok
+        return (layers - 1) * self.c_tok + self.c_tok_last
 
 
 def layer_costs(
@@ -41,6 +50,7 @@ def layer_costs(
     prefix: int = 0,
     tp: int = 1,
     l3: L3Path = "overlapped",
+    early_stop: bool = False,
 ) -> LayerCosts:
     """The costs of one layer.
 
@@ -51,6 +61,9 @@ def layer_costs(
         prefix: Tokens before them that are on the device already; recomputation attends to them.
         tp: Tensor-parallel ranks, each with a device and a bus of the profile's; L3 is shared.
         l3: Where L3 is. It counts only where the profile has one.
+        early_stop: Whether recomputation ends with K and V of its last layer, whose attention and
+            MLP nobody needs, as the engine does it. Without it that layer is computed whole, as the
+            paper counts.
     """
     # A rank holds its share of the KV heads, at least one; a latent is on every rank.
     kv_share = 1.0 if model.latent else -(-model.kv_heads // tp) / model.kv_heads
@@ -61,10 +74,15 @@ def layer_costs(
     pairs = tokens * prefix + tokens * tokens / 2
     c_tok = profile.dense.time(tokens * model.dense_flops / tp)
     c_tok += profile.attention.time(pairs * model.attention_flops / tp)
+    c_tok_last = None
+    if early_stop:
+        flops = model.query_flops / tp + model.projection_flops * kv_share
+        c_tok_last = min(c_tok, profile.projection.time(tokens * flops))
+    costs = LayerCosts(io_h, io_kv, c_h, c_tok, c_tok_last=c_tok_last)
     if profile.l3 is None or l3 == "none":
-        return LayerCosts(io_h, io_kv, c_h, c_tok)
+        return costs
     l3_h = profile.l3.time(tokens * model.hidden_bytes)
     l3_kv = profile.l3.time(tokens * model.kv_bytes)
     if l3 == "overlapped":
-        return LayerCosts(max(io_h, l3_h), max(io_kv, l3_kv), c_h, c_tok)
-    return LayerCosts(io_h, io_kv, c_h, c_tok, l3_h, l3_kv)
+        return costs._replace(io_h=max(io_h, l3_h), io_kv=max(io_kv, l3_kv))
+    return costs._replace(l3_h=l3_h, l3_kv=l3_kv)

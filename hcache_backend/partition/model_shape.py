@@ -93,19 +93,23 @@ class ModelShape(BaseModel):
         return 2 * self.hidden * self.kv_width
 
     @property
+    def query_flops(self) -> int:
+        """The queries, from the hidden state."""
+        queries = self.heads * self.head_dim
+        if self.latent and self.latent.query_rank:
+            return 2 * self.latent.query_rank * (self.hidden + queries)
+        return 2 * self.hidden * queries
+
+    @property
     def dense_flops(self) -> int:
         """A forward pass without attention: the paper's ``24 D^2`` for MHA and an MLP of 4 D."""
-        queries = self.heads * self.head_dim
+        expand = 0
         if self.latent:
-            inner = self.latent.query_rank
-            query = inner * (self.hidden + queries) if inner else self.hidden * queries
             key_dim = self.head_dim - self.latent.rope_dim
             expand = self.latent.rank * self.heads * (key_dim + self.value_dim)
-        else:
-            query, expand = self.hidden * queries, 0
         output = self.heads * self.value_dim * self.hidden
         mlp = self.hidden * self.mlp_width * (3 if self.gated else 2)
-        return 2 * (query + expand + output + mlp) + self.projection_flops
+        return self.query_flops + self.projection_flops + 2 * (expand + output + mlp)
 
     @property
     def attention_flops(self) -> int:

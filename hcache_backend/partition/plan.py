@@ -7,10 +7,10 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypedDict
 
 from hcache_backend.partition.costs import L3Path, LayerCosts, layer_costs
+from hcache_backend.partition.layers import Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile
 from hcache_backend.partition.solver import (
-    Partition,
     closed_form,
     makespan,
     recompute_layers,
@@ -99,7 +99,7 @@ class Plan:
         partition = self.choices[choice]
         bus, l3 = self._costs("none"), self._costs("first")
         return {
-            "compute": bus.c_tok * partition.recompute + bus.c_h * partition.hidden,
+            "compute": bus.recomputation(partition.recompute) + bus.c_h * partition.hidden,
             "bus": bus.io_h * partition.hidden + bus.io_kv * partition.kv,
             "l3": l3.l3_h * partition.hidden + l3.l3_kv * partition.kv,
         }

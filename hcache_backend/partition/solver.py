@@ -1,57 +1,16 @@
-"""Which method restores which layer, so that transfer and computation end together.
-
-Layers stand in this order: recomputed ones first, then hidden states, then KV. Recomputation needs
-nothing from the bus, so the hidden states of later layers arrive meanwhile; KV needs no
-computation, so it fills the bus while the last projections run (paper section 4.1).
-"""
+"""Which method restores which layer, so that transfer and computation end together."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from functools import partial
 
 from hcache_backend.partition.costs import L3Path, LayerCosts, layer_costs
+from hcache_backend.partition.layers import Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile
-
-Method = Literal["recompute", "hidden", "kv"]
-
-
-@dataclass(frozen=True)
-class Partition:
-    """How many layers each method restores, in the order of the layers.
-
-    Attributes:
-        recompute: The first layers; nothing is stored for them.
-        hidden: The next ones: hidden states.
-        kv: The last ones: K and V.
-    """
-
-    recompute: int
-    hidden: int
-    kv: int
-
-    @property
-    def layers(self) -> int:
-        return self.recompute + self.hidden + self.kv
-
-    def method(self, layer: int) -> Method:
-        """The method of ``layer``."""
-        if layer < self.recompute:
-            return "recompute"
-        return "hidden" if layer < self.recompute + self.hidden else "kv"
-
-    def bytes_per_token(self, model: ModelShape) -> int:
-        """Bytes that are stored for a token."""
-        return self.hidden * model.hidden_bytes + self.kv * model.kv_bytes
-
-    def recomputing(self, first: int) -> Partition:
-        """The same, but with the first ``first`` layers recomputed, whatever is stored for them."""
-        hidden = max(0, min(self.hidden, self.recompute + self.hidden - first))
-        return Partition(first, hidden, self.layers - first - hidden)
-
+from hcache_backend.partition.timeline import finish
 
 Objective = Callable[[LayerCosts, Partition], float]
 
@@ -63,7 +22,7 @@ def makespan(costs: LayerCosts, partition: Partition) -> float:
     projections end when the computation does that begins with the first or the last of them.
     """
     transfer = costs.io_h * partition.hidden + costs.io_kv * partition.kv
-    compute = costs.c_tok * partition.recompute + costs.c_h * partition.hidden
+    compute = costs.recomputation(partition.recompute) + costs.c_h * partition.hidden
     end = max(compute, transfer)
     if partition.hidden:
         end = max(
@@ -77,12 +36,17 @@ def makespan(costs: LayerCosts, partition: Partition) -> float:
 def steady_makespan(costs: LayerCosts, partition: Partition) -> float:
     """The paper's objective (section 4.1.2): :func:`makespan` without filling the pipeline."""
     transfer = costs.io_h * partition.hidden + costs.io_kv * partition.kv
-    compute = costs.c_tok * partition.recompute + costs.c_h * partition.hidden
+    compute = costs.recomputation(partition.recompute) + costs.c_h * partition.hidden
     return costs.l3_h * partition.hidden + costs.l3_kv * partition.kv + max(compute, transfer)
 
 
+def objective_with(ring: int | None) -> Objective:
+    """:func:`makespan`, on a device that has room for ``ring`` segments (None: for all)."""
+    return makespan if ring is None else partial(finish, ring=ring)
+
+
 def search(costs: LayerCosts, layers: int, objective: Objective = makespan) -> Partition:
-    """The best of all partitions of ``layers`` layers.
+    """The best of all partitions of ``layers`` layers under an objective.
 
     Of equally fast ones the one that recomputes least, then the one with most hidden states.
     """
@@ -99,10 +63,11 @@ def closed_form(costs: LayerCosts, layers: int) -> Partition | None:
 
     Hidden states with KV where the projection is the slower part, with recomputation otherwise;
     rounded up as in the paper. None where it does not apply: hidden states that take as long to
-    transfer as KV, or as long to project as to recompute, or L3 outside the pipeline.
+    transfer as KV, or as long to project as to recompute; L3 outside the pipeline; a last
+    recomputed layer that ends early.
     """
-    io_h, io_kv, c_h, c_tok, *l3 = costs
-    if io_h >= io_kv or c_h >= c_tok or any(l3):
+    io_h, io_kv, c_h, c_tok, l3_h, l3_kv, c_tok_last = costs
+    if io_h >= io_kv or c_h >= c_tok or l3_h or l3_kv or c_tok_last is not None:
         return None
     if c_h > io_h:
         hidden = math.ceil(layers * io_kv / (io_kv + c_h - io_h))
@@ -118,6 +83,8 @@ def solve(
     *,
     tp: int = 1,
     l3: L3Path = "overlapped",
+    early_stop: bool = False,
+    ring: int | None = None,
 ) -> Partition:
     """The partition that restores ``tokens`` tokens fastest: what to store for every layer.
 
@@ -131,8 +98,11 @@ def solve(
         tokens: Tokens of a restore.
         tp: Tensor-parallel ranks.
         l3: Where L3 is in a restore.
+        early_stop: Whether recomputation ends with K and V of its last layer.
+        ring: Segments that have room on the device; None: all of them.
     """
-    return search(layer_costs(profile, model, tokens, tp=tp, l3=l3), model.layers)
+    costs = layer_costs(profile, model, tokens, tp=tp, l3=l3, early_stop=early_stop)
+    return search(costs, model.layers, objective_with(ring))
 
 
 def recompute_layers(
@@ -144,6 +114,8 @@ def recompute_layers(
     prefix: int = 0,
     tp: int = 1,
     l3: L3Path = "overlapped",
+    early_stop: bool = False,
+    ring: int | None = None,
 ) -> int:
     """How many of the first layers one restore recomputes instead of loading them.
 
@@ -157,9 +129,12 @@ def recompute_layers(
         prefix: Tokens before them that are on the device already.
         tp: Tensor-parallel ranks.
         l3: Where the pages are: ``none`` when host memory has them.
+        early_stop: Whether recomputation ends with K and V of its last layer.
+        ring: Segments that have room on the device; None: all of them.
     """
-    costs = layer_costs(profile, model, tokens, prefix=prefix, tp=tp, l3=l3)
+    costs = layer_costs(profile, model, tokens, prefix=prefix, tp=tp, l3=l3, early_stop=early_stop)
+    objective = objective_with(ring)
     return min(
         range(partition.recompute, partition.layers + 1),
-        key=lambda first: makespan(costs, partition.recomputing(first)),
+        key=lambda first: objective(costs, partition.recomputing(first)),
     )

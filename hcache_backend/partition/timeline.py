@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from hcache_backend.partition.costs import LayerCosts
-from hcache_backend.partition.solver import Method, Partition
+from hcache_backend.partition.layers import Method, Partition
 
 Stream = Literal["l3", "transfer", "compute"]
 
@@ -34,32 +34,64 @@ def simulate(costs: LayerCosts, partition: Partition, ring: int | None = None) -
     Args:
         costs: Seconds of one layer.
         partition: The method of every layer.
-        ring: Layers of hidden states that have room on the device: a transfer waits until the
-            projection of the layer that many before it has ended. None: room for all.
+        ring: Segments that have room on the device: a transfer waits until the segment that many
+            before it has been used, hidden states by their projection, KV by its own transfer.
+            None: room for all.
 
     Returns:
         The tasks, those of a layer in the order in which they run. The last end is the makespan.
     """
+    runs = _Runs(costs, partition, ring)
     tasks: list[Task] = []
-    begin = costs.l3_h * partition.hidden + costs.l3_kv * partition.kv
-    if begin:
-        tasks.append(Task("l3", None, None, 0.0, begin))
-    transfer = compute = begin
-    projected: list[float] = []
+    if runs.begin:
+        tasks.append(Task("l3", None, None, 0.0, runs.begin))
+    computes = iter(runs.computes)
+    transfers = iter(runs.transfers)
     for layer in range(partition.layers):
         method = partition.method(layer)
-        if method == "recompute":
-            tasks.append(Task("compute", layer, method, compute, compute + costs.c_tok))
-            compute += costs.c_tok
-            continue
-        if method == "hidden" and ring is not None and len(projected) >= ring:
-            transfer = max(transfer, projected[-ring])
-        duration = costs.io_h if method == "hidden" else costs.io_kv
-        tasks.append(Task("transfer", layer, method, transfer, transfer + duration))
-        transfer += duration
-        if method == "hidden":
-            start = max(compute, transfer)
-            tasks.append(Task("compute", layer, method, start, start + costs.c_h))
-            compute = start + costs.c_h
-            projected.append(compute)
+        if method != "recompute":
+            tasks.append(Task("transfer", layer, method, *next(transfers)))
+        if method != "kv":
+            tasks.append(Task("compute", layer, method, *next(computes)))
     return tasks
+
+
+def finish(costs: LayerCosts, partition: Partition, ring: int | None = None) -> float:
+    """Seconds until all that :func:`simulate` runs has ended."""
+    return _Runs(costs, partition, ring).end
+
+
+class _Runs:
+    """Starts and ends of what the two streams do.
+
+    Attributes:
+        begin: When both streams begin.
+        transfers: Of layers that are not recomputed, in their order.
+        computes: Of layers that are not loaded as KV, in their order.
+        end: The last end.
+    """
+
+    def __init__(self, costs: LayerCosts, partition: Partition, ring: int | None) -> None:
+        self.begin = costs.l3_h * partition.hidden + costs.l3_kv * partition.kv
+        self.transfers: list[tuple[float, float]] = []
+        self.computes: list[tuple[float, float]] = []
+        compute = transfer = self.begin
+        for layer in range(1, partition.recompute + 1):
+            end = self.begin + costs.recomputation(layer)
+            self.computes.append((compute, end))
+            compute = end
+        room = partition.layers if ring is None else ring
+        used: list[float] = []
+        for index in range(partition.hidden + partition.kv):
+            if index >= room:
+                transfer = max(transfer, used[index - room])
+            hidden = index < partition.hidden
+            arrived = transfer + (costs.io_h if hidden else costs.io_kv)
+            self.transfers.append((transfer, arrived))
+            transfer = arrived
+            if hidden:
+                start = max(compute, arrived)
+                compute = start + costs.c_h
+                self.computes.append((start, compute))
+            used.append(compute if hidden else arrived)
+        self.end = max(compute, transfer)

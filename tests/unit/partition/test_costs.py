@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hcache_backend.partition.costs import layer_costs
+from hcache_backend.partition.layers import Partition
 from hcache_backend.partition.model_config import read_model
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.presets import (
@@ -15,7 +16,8 @@ from hcache_backend.partition.presets import (
     PRESETS,
     preset_profile,
 )
-from hcache_backend.partition.solver import Partition, closed_form, makespan, search, solve
+from hcache_backend.partition.profile import Rate
+from hcache_backend.partition.solver import closed_form, makespan, search, solve
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -52,6 +54,49 @@ def test_recomputation_attends_to_the_prefix() -> None:
     extra = pairs * 4 * model.hidden / (312e12 * COMPUTE_SHARE)
     assert after.c_tok - alone.c_tok == pytest.approx(extra)
     assert after[:3] == alone[:3]
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "of_projection"),
+    [
+        ("llama-2-7b", 1, 3 / 2),  # (heads + 2 KV heads) / (2 KV heads)
+        ("llama-2-7b", 4, 3 / 2),
+        ("llama-3-8b", 1, (32 + 2 * 8) / (2 * 8)),
+        ("llama-3-8b", 16, (2 + 2 * 1) / (2 * 1)),  # a rank has one of 8 KV heads, and 2 queries
+    ],
+)
+def test_the_last_recomputed_layer_can_end_with_its_k_and_v(
+    name: str, tp: int, of_projection: float
+) -> None:
+    model, profile = shape(name), preset_profile("a100-40g")
+    whole = layer_costs(profile, model, 1024, tp=tp)
+    early = layer_costs(profile, model, 1024, tp=tp, early_stop=True)
+    assert whole.c_tok_last is None
+    assert early.c_tok_last == pytest.approx(of_projection * early.c_h)
+    assert early._replace(c_tok_last=None) == whole
+    assert [whole.recomputation(n) for n in (0, 1, 9)] == [0, whole.c_tok, 9 * whole.c_tok]
+    assert early.recomputation(0) == 0
+    assert early.recomputation(1) == early.c_tok_last
+    assert early.recomputation(9) == pytest.approx(8 * early.c_tok + early.c_tok_last)
+    # Attention to what is on the device already is what the last layer leaves out.
+    after = layer_costs(profile, model, 1024, tp=tp, prefix=65536, early_stop=True)
+    assert after.c_tok_last == early.c_tok_last
+
+
+def test_ending_early_is_kept_wherever_l3_is() -> None:
+    model, profile = opt(), preset_profile("a100-40g", ssds=1)
+    none, overlapped, first = (
+        layer_costs(profile, model, 1024, l3=l3, early_stop=True)
+        for l3 in ("none", "overlapped", "first")
+    )
+    assert none.c_tok_last == overlapped.c_tok_last == first.c_tok_last is not None
+
+
+def test_no_layer_takes_longer_for_ending_early() -> None:
+    """Rates are measured apart, so that of the projection may be lower than that of a layer."""
+    slow = preset_profile("a100-40g").model_copy(update={"projection": Rate(per_second=1e12)})
+    costs = layer_costs(slow, opt(), 1024, early_stop=True)
+    assert costs.c_tok_last == costs.c_tok
 
 
 def test_ranks_share_everything_but_l3() -> None:
