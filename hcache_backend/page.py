@@ -44,6 +44,8 @@ NAMESPACE_BYTES = 16
 KEY_BYTES = 32
 WRITER_BYTES = 8
 HEADER_ALIGNMENT = 4096
+NO_NAMESPACE = bytes(NAMESPACE_BYTES)
+"""Of a page whose rows are not all there."""
 
 _PREFIX = struct.Struct("<4sHHII")
 _CHECKSUM = slice(16, 32)

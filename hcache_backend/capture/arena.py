@@ -29,9 +29,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hcache_backend.page import NAMESPACE_BYTES, WRITER_BYTES, PageLayout
-
-NO_NAMESPACE = bytes(NAMESPACE_BYTES)
+from hcache_backend.page import NO_NAMESPACE, WRITER_BYTES, PageLayout
 
 Ids = npt.NDArray[np.int64]
 

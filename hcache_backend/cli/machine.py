@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import platform
 import sys
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
 from hcache_backend.engine.versions import sglang_version
+from hcache_backend.partition.processor import processor_name
 
 _CPU_ENGINE = Path("tests") / "cpu_engine"
 
@@ -60,8 +60,7 @@ def find_machine() -> Machine:
             device="cuda",
             name=torch.cuda.get_device_name(),
             sglang=sglang_version(),
-            # Hidden mode does not support these two on CUDA yet; see the README.
-            arguments=("--disable-cuda-graph", "--disable-overlap-schedule"),
+            arguments=(),
         )
     return _cpu_machine(Path(__file__).resolve().parents[2] / _CPU_ENGINE)
 
@@ -87,13 +86,3 @@ def _cpu_machine(engine: Path) -> Machine:
         ),
         environment={**cpu_engine.cpu_engine_env(), "HCACHE_CPU_ENGINE_FORK": "1"},
     )
-
-
-def processor_name() -> str:
-    """The processor's name where the system tells it, else its architecture."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hcache_backend.engine.ranks import on_all_ranks
+from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.self_check import Probe, layer_problem
 from hcache_backend.projection.projector import Projector
 from hcache_kernels.codecs import Codec, ExactCodec, UnsupportedRows, make_codec
@@ -17,6 +18,16 @@ logger = logging.getLogger("hcache")
 _UNENCODABLE_SHARE = 0.1
 """Of the probe's tokens, chosen from the whole vocabulary. One in ten would leave no conversation
 whole; a few may be tokens that no text holds."""
+
+
+def wanted_codec(runtime: Runtime, runner: Any) -> Codec:
+    """The codec of option ``codec``; whether it serves this model is found out by the probe."""
+    assert runtime.config is not None
+    width, dtype = runner.model_config.hidden_size, runner.dtype
+    try:
+        return make_codec(runtime.config.codec, width, dtype)
+    except UnsupportedRows:
+        return make_codec("none", width, dtype)
 
 
 def agree_on_codec(

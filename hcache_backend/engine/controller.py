@@ -2,32 +2,33 @@
 
 A node is backed up only when every row of it is valid, by exchanging table entries of the arena; a
 page counts as a hit only when its header proves it is the wanted one, whatever storage backend
-brought it; and no page of other weights is ever projected.
+brought it; and no page of other weights is ever projected. How many of the first layers are
+recomputed is decided before pages are read, so that their segments are not, and again at the load.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
-from hcache_backend.capture.arena import NO_NAMESPACE, Ids
+from hcache_backend.capture.arena import Ids
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.engine import metrics
 from hcache_backend.engine.host_pool import HiddenStatePool
 from hcache_backend.engine.keys import key_bytes
+from hcache_backend.engine.loads import LoadPlanner
+from hcache_backend.engine.page_check import PageCheck
 from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.runtime import Runtime
-from hcache_backend.engine.self_check import layer_problem
-from hcache_backend.projection.attention import AttentionLayer
-from hcache_backend.projection.projector import Projector
+from hcache_backend.page import NO_NAMESPACE
 from hcache_backend.streams import Event, StreamFailed
-from hcache_kernels.codecs import Codec
 
 logger = logging.getLogger("hcache")
 
@@ -53,19 +54,22 @@ class HiddenStateController(HybridCacheController):
         runtime: Runtime,
         pool: HiddenStatePool,
         capture: StagedCapture,
-        codec: Codec,
-        layers: Sequence[AttentionLayer],
-        projector: Projector,
+        check: PageCheck,
+        loads: LoadPlanner,
     ) -> None:
         """Give the controller what it works with; called once, before the first request."""
         self._runtime = runtime
         self._pool = pool
         self._capture = capture
-        self._codec = codec
-        self._layers = layers
-        self._projector = projector
+        self._check_page = check
+        self._loads = loads
         self._pages_until_check = 0
         self._due_checks: deque[_DueCheck] = deque()
+        self._writing = self._start_is_due = False
+
+    def reset(self) -> None:
+        super().reset()
+        self._loads.forget()
 
     # ---- indices ----
 
@@ -86,7 +90,11 @@ class HiddenStateController(HybridCacheController):
         if not self._agreed(problem is None):
             self._not_backed_up(problem or "another rank", len(device_indices))
             return None
-        host_indices = super().write(device_indices, *args, **kwargs)
+        self._writing = True
+        try:
+            host_indices = super().write(device_indices, *args, **kwargs)
+        finally:
+            self._writing = False
         if host_indices is None:
             self._not_backed_up("host pool full", len(device_indices))
             return None
@@ -94,7 +102,15 @@ class HiddenStateController(HybridCacheController):
         self._capture.back_up(slots, host_pages)
         self._choose_for_check(device_indices, slots, host_pages)
         metrics.count_tokens("backed_up", len(slots))
+        if self._start_is_due:
+            self.start_writing()
         return host_indices
+
+    def start_writing(self) -> None:
+        """Some versions start within ``write``; K and V must go where the exchange puts them."""
+        self._start_is_due = self._writing
+        if not self._writing:
+            super().start_writing()
 
     def _slots_to_write(self, device_indices: torch.Tensor) -> tuple[Ids, str | None]:
         """Slots of a node, and why it cannot be backed up."""
@@ -149,33 +165,11 @@ class HiddenStateController(HybridCacheController):
             if self._runtime.distrust is None and self._capture.arena.is_home(
                 due.host_page, due.device_page
             ):
-                self._check_page(due)
-
-    def _check_page(self, due: _DueCheck) -> None:
-        layout, size = self._pool.page_layout, self._pool.page_size
-        page = self._pool.kv_buffer[self._capture.arena.physical(np.array([due.host_page]))[0]]
-        if layout.namespace_of(page.numpy()) == NO_NAMESPACE:
-            return  # a row of it was lost: it is no page
-        device = due.slots.device
-        positions = torch.from_numpy(layout.positions(page.numpy())).to(device, torch.int64)
-        metrics.count_tokens("checked", size)
-        problems = []
-        for layer in self._layers:
-            encoded = page[layout.segment(layer.index)].view(size, -1).to(device)
-            problem = layer_problem(
-                layer,
-                self._codec.decode(encoded),
-                positions,
-                due.slots,
-                self._projector,
-                self.mem_pool_device,
-                self._codec.name,
-            )
-            if problem is not None:  # go on: some attention modules talk to the other ranks
-                problems.append(problem)
-        if problems:
-            metrics.count_problem("self_check")
-            self._runtime.lose_trust(f"the self-check in service failed: {problems[0]}")
+                page = self._capture.arena.physical(np.array([due.host_page]))[0]
+                problem = self._check_page(self._pool.kv_buffer[page], due.slots)
+                if problem is not None:
+                    metrics.count_problem("self_check")
+                    self._runtime.lose_trust(f"the self-check in service failed: {problem}")
 
     def _agreed(self, fine: bool) -> bool:
         """Whether all ranks say so; a rank that lost its trust takes the others with it."""
@@ -186,15 +180,41 @@ class HiddenStateController(HybridCacheController):
 
     # ---- host -> device ----
 
+    @contextmanager
+    def loading_behind(self, prefix: Callable[[], torch.Tensor]) -> Iterator[None]:
+        """What is loaded within the block follows the tokens in the slots that ``prefix`` gives."""
+        self._loads.prefix = prefix
+        try:
+            yield
+        finally:
+            self._loads.prefix = None
+
     def load(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Load nodes, or return None (a miss) when a page is not of the present weights."""
-        if not self._agreed(self._may_project(host_indices)):
+        """Load nodes, or return None (a miss) when a page cannot be restored.
+
+        It may be one of other weights, or lack segments of layers that cannot be recomputed.
+        """
+        may, span = self._may_project(host_indices), None
+        if not may:
             metrics.count_problem("stale_host_page")
+        elif host_indices.numel():
+            span = self._loads.span(host_indices)
+            if span is None:
+                metrics.count_problem("layers_not_recomputable")
+                may = False
+        if not self._agreed(may):
             return None
         device_indices = super().load(host_indices, *args, **kwargs)
-        if device_indices is not None and host_indices.numel():
+        if device_indices is not None and span is not None:
             self._capture.ledger.loaded(device_indices, self._pool.page_ids(host_indices))
+            self._loads.add(span)
         return device_indices
+
+    def start_loading(self) -> int:
+        """Launch what was queued, as one restore."""
+        self._pool.next_recompute = self._loads.next_recompute()
+        started: int = super().start_loading()
+        return started
 
     def _may_project(self, host_indices: torch.Tensor) -> bool:
         self._capture.ledger.settle(wait=False)
@@ -229,10 +249,12 @@ class HiddenStateController(HybridCacheController):
         if self._runtime.distrust is not None:
             operation.hash_value = []
         pages = self._pool.pages_of(operation.host_indices)
+        incomplete = self._pool.arena.first_layers(self._pool.page_ids(operation.host_indices)) > 0
         for i, (key, page) in enumerate(zip(operation.hash_value, pages, strict=False)):
             wanted = tokens[i * size : (i + 1) * size]
-            if layout.namespace_of(page) == NO_NAMESPACE:
-                metrics.count_problem("page_with_lost_rows")
+            if layout.namespace_of(page) == NO_NAMESPACE or incomplete[i]:
+                lost = "first_layers" if incomplete[i] else "rows"
+                metrics.count_problem(f"page_with_lost_{lost}")
                 operation.hash_value = operation.hash_value[:i]
                 break
             if layout.namespace_of(page) != namespace:
@@ -251,10 +273,15 @@ class HiddenStateController(HybridCacheController):
     # ---- storage -> host ----
 
     def _page_get_zero_copy(self, operation: Any, hash_values: Any, *args: Any) -> int:
+        wanted = len(operation.hash_value) * self.page_size
+        reads_parts = getattr(self.storage_backend, "reads_parts", False)
+        first = self._loads.first_to_read(wanted) if reads_parts else 0
+        self._pool.arena.expect(self._pool.page_ids(args[0]), first)
         got = super()._page_get_zero_copy(operation, hash_values, *args)
         return self._proven_pages(operation, hash_values, args[0], got)
 
     def _generic_page_get(self, operation: Any, hash_values: Any, *args: Any) -> int:
+        self._pool.arena.expect(self._pool.page_ids(args[0]), 0)
         got = super()._generic_page_get(operation, hash_values, *args)
         return self._proven_pages(operation, hash_values, args[0], got)
 
@@ -267,6 +294,7 @@ class HiddenStateController(HybridCacheController):
         tokens = _token_array(operation.token_ids)
         first = operation.hash_value.index(hash_values[0]) if hash_values else 0
         pages = self._pool.pages_of(host_indices)
+        first_layer = self._pool.first_layer(host_indices)
         for i in range(got):
             start = (first + i) * size
             problem = layout.problem(
@@ -274,6 +302,7 @@ class HiddenStateController(HybridCacheController):
                 namespace,
                 key_bytes(hash_values[i]),
                 tokens[start : start + size],
+                first_layer,
             )
             if problem is not None:
                 metrics.count_problem(f"page_{problem.replace(' ', '_')}")

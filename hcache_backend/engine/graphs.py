@@ -13,11 +13,13 @@ from typing import Any
 from hcache_backend.capture.staging import Staging
 from hcache_backend.engine.arguments import resolved
 from hcache_backend.engine.capture import HiddenCapture
+from hcache_backend.engine.codec_choice import wanted_codec
 from hcache_backend.engine.memory import staging_places
+from hcache_backend.engine.partitioning import partitioning
 from hcache_backend.engine.refusal import graphs_are_off, refusal
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.self_check import attention_modules
-from hcache_kernels.codecs import Codec, UnsupportedRows, make_codec
+from hcache_kernels.codecs import Codec
 
 logger = logging.getLogger("hcache")
 
@@ -42,8 +44,10 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
         kvcache = runner.token_to_kv_pool
         if refusal(runtime, kvcache, runner.server_args) is not None:
             return  # the same question is answered aloud when the host pool is built
-        seen = attention_modules(runner.model)
-        codec = _recorded_codec(runtime, runner)
+        codec = wanted_codec(runtime, runner)
+        hidden = partitioning(runtime, kvcache).layers("hidden")
+        every = attention_modules(runner.model)
+        seen = [every[layer] for layer in hidden]
         places = staging_places(len(seen), *step_tokens(runner), _largest_graph())
         hooks = HiddenCapture([(layer.module, layer.linears.values()) for layer in seen])
         hooks.record_with(Staging(len(seen), codec, places, kvcache.device))
@@ -68,16 +72,6 @@ def recording_problem(runner: Any, codec: Codec) -> str | None:
             f"with codec {codec.name!r}"
         )
     return None
-
-
-def _recorded_codec(runtime: Runtime, runner: Any) -> Codec:
-    """The wanted codec; whether it serves this model is found out after recording."""
-    assert runtime.config is not None
-    width, dtype = runner.model_config.hidden_size, runner.dtype
-    try:
-        return make_codec(runtime.config.codec, width, dtype)
-    except UnsupportedRows:
-        return make_codec("none", width, dtype)
 
 
 def _largest_graph() -> int:

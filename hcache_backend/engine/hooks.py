@@ -7,10 +7,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
+from hcache_backend.restore.recompute import RecomputeBatch
 
 ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention.forward"
 FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 GRAPHS = "sglang.srt.model_executor.model_runner.ModelRunner.init_cuda_graphs"
+LOAD_BACK = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.init_load_back"
 RESET = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.reset"
 _WEIGHTS = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater."
 _WEIGHT_UPDATES = (
@@ -39,6 +41,11 @@ def hidden_mode_hooks() -> list[Hook]:
 def graph_hooks() -> list[Hook]:
     """What capture needs where CUDA graphs are recorded; not every version has the place."""
     return [Hook(GRAPHS, _before_graphs)]
+
+
+def prefix_hooks() -> list[Hook]:
+    """What recomputation needs behind a prefix: which slots hold it."""
+    return [Hook(LOAD_BACK, _around_load_back)]
 
 
 def weight_hooks() -> list[Hook]:
@@ -102,6 +109,8 @@ def _is_applied(hook: Hook) -> bool:
 def _stop_projection(original: Callable[..., Any], kernel: Any, *args: Any, **kwargs: Any) -> Any:
     # Models pass the arguments (q, k, v, forward_batch, ...) by place or by name.
     batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[3]
+    if isinstance(batch, RecomputeBatch):
+        return _attend_again(kernel, batch, *args, **kwargs)
     if not isinstance(batch, ProjectionBatch):
         return original(kernel, *args, **kwargs)
     k = kwargs["k"] if "k" in kwargs else args[1]
@@ -110,6 +119,42 @@ def _stop_projection(original: Callable[..., Any], kernel: Any, *args: Any, **kw
         k = k.reshape(-1, kernel.tp_k_head_num, kernel.qk_head_dim)
         v = v.reshape(-1, kernel.tp_v_head_num, kernel.v_head_dim)
     raise ProjectionReached(k, v)
+
+
+def _attend_again(
+    kernel: Any,
+    batch: RecomputeBatch,
+    q: Any,
+    k: Any,
+    v: Any,
+    forward_batch: Any = None,
+    save_kv_cache: bool = True,
+    key_value_num_tokens: Any = None,
+    **others: Any,
+) -> Any:
+    return batch.attend(
+        kernel,
+        q,
+        k,
+        v,
+        stored=not save_kv_cache,
+        extra=key_value_num_tokens is not None or any(o is not None for o in others.values()),
+    )
+
+
+def _around_load_back(original: Callable[..., Any], cache: Any, params: Any, *a: Any) -> Any:
+    controller = getattr(cache, "cache_controller", None)
+    behind = getattr(controller, "loading_behind", None)
+    if behind is None:
+        return original(cache, params, *a)
+    tree = cache.tree_core
+
+    def prefix() -> Any:
+        root = tree.empty_match_result.last_device_node
+        return tree.collect_full_device_indices(params.req.last_node, root)
+
+    with behind(prefix):
+        return original(cache, params, *a)
 
 
 def _capture_forward(

@@ -206,6 +206,10 @@ class HiddenStatePool(HostKVCache):
 
     # ---- pages as storage backends see them ----
 
+    def planes(self, layer: int) -> int:
+        """How many token-major runs the segment of a layer consists of."""
+        return 2 if self._kv is not None and layer in self._kv.layers else 1
+
     def first_layer(self, host_indices: torch.Tensor) -> int:
         """Layers before this one are not wanted from L3 in the pages of these indices."""
         return int(self.arena.first_layers(self.page_ids(host_indices)).max(initial=0))

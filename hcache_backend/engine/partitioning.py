@@ -14,20 +14,23 @@ from typing import Any
 
 import torch
 
-from hcache_backend.cli.machine import processor_name
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.engine.arguments import resolved
+from hcache_backend.engine.codec_choice import wanted_codec
 from hcache_backend.engine.memory import kv_bytes_per_token
 from hcache_backend.engine.ranks import from_first_rank
 from hcache_backend.engine.runtime import Runtime
-from hcache_backend.partition.costs import L3Path, layer_costs
+from hcache_backend.partition.costs import L3Path, LayerCosts, layer_costs
 from hcache_backend.partition.disk import read_rate
+from hcache_backend.partition.layers import Method, Partition
 from hcache_backend.partition.measure import Bench, measure
 from hcache_backend.partition.model_config import ModelConfigError, shape_from_config
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.plan import describe
+from hcache_backend.partition.processor import processor_name
 from hcache_backend.partition.profile import Profile, ProfileError, Rate, load_profile
-from hcache_backend.partition.solver import Method, Partition, makespan, recompute_layers, search
+from hcache_backend.partition.solver import objective_with, recompute_layers, search
+from hcache_backend.restore.pipeline import RUN_AHEAD
 from hcache_backend.store.kvikio_ops import best_file_ops
 
 logger = logging.getLogger("hcache")
@@ -45,7 +48,7 @@ class Partitioning:
         profile: The machine; None where nobody measured it: then no restore recomputes more than
             it must.
         shape: The model as the cost model sees it; None without a profile.
-        tp: Tensor-parallel ranks.
+        chunk_tokens: Tokens that a projection takes at most; the pipeline's ring goes by it.
         can_recompute: Whether the first layers can be recomputed here.
         reason: Why they cannot, or None.
     """
@@ -53,7 +56,7 @@ class Partitioning:
     partition: Partition
     profile: Profile | None
     shape: ModelShape | None
-    tp: int
+    chunk_tokens: int
     can_recompute: bool = True
     reason: str | None = None
 
@@ -86,7 +89,14 @@ class Partitioning:
         if self.profile is None or self.shape is None or tokens == 0:
             return self.partition.recompute
         return recompute_layers(
-            self.profile, self.shape, self.partition, tokens, prefix=prefix, tp=self.tp, l3=l3
+            self.profile,
+            self.shape,
+            self.partition,
+            tokens,
+            prefix=prefix,
+            l3=l3,
+            early_stop=True,
+            ring=_ring(self.chunk_tokens, tokens),
         )
 
     def describe(self) -> str:
@@ -95,8 +105,27 @@ class Partitioning:
         return describe(counts)
 
 
-def decide(runtime: Runtime, kvcache: Any, row_bytes: int, group: Any) -> Partitioning:
-    """The partition of this server. All ranks must call it; the first one measures.
+def partitioning(runtime: Runtime, kvcache: Any) -> Partitioning:
+    """How each layer of this server is stored. All ranks must ask first at the same point.
+
+    Args:
+        runtime: State of this process.
+        kvcache: The KV pool.
+
+    Raises:
+        ConfigError: Option ``partition`` or ``profile`` is wrong; it stops the server.
+    """
+    if runtime.partitioning is None:
+        from sglang.srt.distributed import get_tp_group
+
+        row_bytes = wanted_codec(runtime, runtime.runner).row_bytes
+        runtime.partitioning = _decide(runtime, kvcache, row_bytes, get_tp_group().cpu_group)
+    decided: Partitioning = runtime.partitioning
+    return decided
+
+
+def _decide(runtime: Runtime, kvcache: Any, row_bytes: int, group: Any) -> Partitioning:
+    """The first rank measures.
 
     Args:
         runtime: State of this process.
@@ -110,10 +139,11 @@ def decide(runtime: Runtime, kvcache: Any, row_bytes: int, group: Any) -> Partit
     config = runtime.config
     assert config is not None
     layers, tp = int(kvcache.layer_num), _ranks(runtime)
+    chunk_tokens = min(config.restore_chunk_tokens, int(kvcache.size))
     fixed = _fixed_partition(config, layers)
     needed = fixed is None or config.profile is not None
     shape = _shape(runtime, kvcache, row_bytes) if needed else None
-    profile, problem = None, None
+    profile: Profile | None = None
     if shape is not None:
         try:
             found: Any = _profile(runtime, kvcache, shape)
@@ -124,22 +154,25 @@ def decide(runtime: Runtime, kvcache: Any, row_bytes: int, group: Any) -> Partit
             raise found
         profile = found
     if fixed is None and (profile is None or shape is None):
-        problem = "without a profile hidden states are taken where they are smaller than KV"
-        logger.warning("hcache: partition: %s", problem)
+        logger.warning(
+            "hcache: partition: without a profile hidden states are taken where they are smaller "
+            "than KV"
+        )
         smaller = layers * row_bytes < kv_bytes_per_token(kvcache)
         fixed = Partition(0, layers, 0) if smaller else Partition(0, 0, layers)
     if fixed is None:
         assert profile is not None and shape is not None
         l3: L3Path = "first" if _has_storage(runtime) else "none"
         tokens = min(int(runtime.runner.model_config.context_len), int(kvcache.size))
-        costs = layer_costs(profile, shape, tokens, tp=tp, l3=l3)
-        fixed = search(
-            costs,
-            layers,
-            lambda costs, partition: (
-                makespan(costs, partition) if tp == 1 or not partition.recompute else float("inf")
-            ),
-        )
+        costs = layer_costs(profile, shape, tokens, tp=tp, l3=l3, early_stop=True)
+        seconds = objective_with(_ring(chunk_tokens, tokens))
+        larger = shape.hidden_bytes >= shape.kv_bytes  # what is measured alike would be a toss
+
+        def objective(costs: LayerCosts, partition: Partition) -> float:
+            out = (tp > 1 and partition.recompute) or (larger and partition.hidden)
+            return float("inf") if out else seconds(costs, partition)
+
+        fixed = search(costs, layers, objective)
         logger.info(
             "hcache: partition: %s; the best for %d tokens by the profile of %s (%s)",
             describe(fixed),
@@ -147,7 +180,7 @@ def decide(runtime: Runtime, kvcache: Any, row_bytes: int, group: Any) -> Partit
             profile.device,
             profile.source,
         )
-    chosen = Partitioning(fixed, profile, shape, tp)
+    chosen = Partitioning(fixed, profile, shape, chunk_tokens)
     if tp > 1:
         return chosen.without_recompute("tensor parallelism")
     return chosen
@@ -177,6 +210,11 @@ def _fixed_partition(config: HCacheConfig, layers: int) -> Partition | None:
             f"layers, and the model has {layers}"
         )
     return partition
+
+
+def _ring(chunk_tokens: int, tokens: int) -> int:
+    """Layers of a restore that the pipeline's ring holds."""
+    return max(1, RUN_AHEAD * chunk_tokens // tokens)
 
 
 def _ranks(runtime: Runtime) -> int:

@@ -14,6 +14,7 @@ from hcache_backend.config import HCacheConfig
 from hcache_backend.engine.arguments import page_size
 from hcache_backend.fingerprint import fingerprint_tensors, model_tensors, namespace
 from hcache_backend.page import FORMAT_VERSION, WRITER_BYTES
+from hcache_backend.partition.profile import Profile
 from hcache_backend.store.server_report import LayerGroup, ServerReport
 
 logger = logging.getLogger("hcache")
@@ -47,6 +48,8 @@ class Runtime:
         on_caches_flushed: Called, on the scheduler thread, when L1 and L2 have been emptied.
         on_distrust: Called when projected K and V stop matching those of the model.
         projection: How the layers are projected; empty in KV mode.
+        partitioning: How each layer is stored; None until it was decided.
+        kept_profile: A profile that was measured at start-up, and its file's name in a store.
     """
 
     runner: Any
@@ -60,6 +63,8 @@ class Runtime:
     on_caches_flushed: list[Callable[[], None]] = field(default_factory=list)
     on_distrust: list[Callable[[], None]] = field(default_factory=list)
     projection: list[LayerGroup] = field(default_factory=list)
+    partitioning: Any = None
+    kept_profile: tuple[str, Profile] | None = None
     distrust: str | None = None
     _namespaces: dict[tuple[bytes, str], bytes] = field(default_factory=dict)
 

@@ -51,6 +51,7 @@ class Probe:
     hidden: tuple[torch.Tensor, ...]
     slots: torch.Tensor
     positions: torch.Tensor
+    token_ids: torch.Tensor
 
 
 def observe(runner: Any, kvcache: Any) -> Probe:
@@ -71,7 +72,7 @@ def observe(runner: Any, kvcache: Any) -> Probe:
         )
     handles = [handle for seen in observations for handle in _watch(seen)]
     try:
-        batch, slots, positions = _forward(runner)
+        batch, slots, positions, token_ids = _forward(runner)
     finally:
         for handle in handles:
             handle.remove()
@@ -80,7 +81,7 @@ def observe(runner: Any, kvcache: Any) -> Probe:
         layers.append(_describe(index, seen, positions, batch))
         assert seen.hidden is not None
         hidden.append(seen.hidden)
-    return Probe(tuple(layers), tuple(hidden), slots, positions)
+    return Probe(tuple(layers), tuple(hidden), slots, positions, token_ids)
 
 
 def compare(probe: Probe, projector: Projector, kvcache: Any) -> None:
@@ -119,9 +120,9 @@ def layer_problem(
         return str(error)
     except Exception as error:  # a model's own code, called in a way it was not made for
         return f"{layer.name} cannot be called alone: {type(error).__name__}: {error}"
-    wanted = _pool_rows(layer, slots, kvcache, hidden.dtype)
+    wanted = pool_rows(layer, slots, kvcache, hidden.dtype)
     for name, got, want in zip("KV", projected, wanted, strict=True):
-        problem = _difference_problem(f"projected {name} of {layer.name}", got, want, allowed)
+        problem = difference_problem(f"projected {name} of {layer.name}", got, want, allowed)
         if problem is not None:
             return problem
     return None
@@ -140,7 +141,7 @@ def written_problem(
     Their K and V are overwritten, in another order than the model's.
     """
     allowed = tolerance(kvcache.dtype)
-    wanted = _pool_rows(layer, slots, kvcache, hidden.dtype)
+    wanted = pool_rows(layer, slots, kvcache, hidden.dtype)
     for buffers in (kvcache.k_buffer, kvcache.v_buffer):
         buffers[layer.index][slots] = 0
     order = torch.arange(len(slots) - 1, -1, -1, device=slots.device)
@@ -148,15 +149,15 @@ def written_problem(
         projector.project_to_pool(layer, hidden[order], positions[order], slots[order])
     except Exception as error:
         return f"its kernel failed: {type(error).__name__}: {error}"
-    written = _pool_rows(layer, slots, kvcache, hidden.dtype)
+    written = pool_rows(layer, slots, kvcache, hidden.dtype)
     for name, got, want in zip("KV", written, wanted, strict=True):
-        problem = _difference_problem(f"written {name} of {layer.name}", got, want, allowed)
+        problem = difference_problem(f"written {name} of {layer.name}", got, want, allowed)
         if problem is not None:
             return problem
     return None
 
 
-def _pool_rows(
+def pool_rows(
     layer: AttentionLayer, slots: torch.Tensor, kvcache: Any, model_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of ``slots``, float32 ``[n, heads, dim]``."""
@@ -169,9 +170,10 @@ def _pool_rows(
     return rows(kvcache.k_buffer, "k"), rows(kvcache.v_buffer, "v")
 
 
-def _difference_problem(
+def difference_problem(
     what: str, got: torch.Tensor, want: torch.Tensor, allowed: float
 ) -> str | None:
+    """Why ``got`` is not ``want`` (``[n, heads, dim]``), or None when rounding explains it."""
     difference = relative_difference(got.to(torch.float32), want)
     if difference <= allowed:
         return None
@@ -248,7 +250,7 @@ def _describe(
 
 
 @torch.no_grad()
-def _forward(runner: Any) -> tuple[object, torch.Tensor, torch.Tensor]:
+def _forward(runner: Any) -> tuple[object, torch.Tensor, torch.Tensor, torch.Tensor]:
     """One prefill through SGLang's own batch objects.
 
     Nothing has been allocated yet when it runs, so both pools are simply emptied afterwards, also
@@ -278,7 +280,9 @@ def _forward(runner: Any) -> tuple[object, torch.Tensor, torch.Tensor]:
         runner.req_to_token_pool.clear()
 
 
-def _run_prefill(runner: Any, request: Any) -> tuple[object, torch.Tensor, torch.Tensor]:
+def _run_prefill(
+    runner: Any, request: Any
+) -> tuple[object, torch.Tensor, torch.Tensor, torch.Tensor]:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -301,9 +305,10 @@ def _run_prefill(runner: Any, request: Any) -> tuple[object, torch.Tensor, torch
         batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
     forward_batch = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
     slots, positions = forward_batch.out_cache_loc.clone(), forward_batch.positions.clone()
+    token_ids = forward_batch.input_ids.clone()
     with _without_prefill_graphs(runner):
         runner.forward(forward_batch)
-    return forward_batch, slots, positions
+    return forward_batch, slots, positions, token_ids
 
 
 @contextmanager

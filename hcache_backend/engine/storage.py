@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -37,8 +37,16 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from hcache_backend.config import ConfigError, HCacheConfig, parse_config
 from hcache_backend.engine import hooks, metrics
 from hcache_backend.engine.keys import key_bytes
+from hcache_backend.engine.partitioning import keep_profile
 from hcache_backend.engine.runtime import Runtime, Weights, current
-from hcache_backend.store.base import EIGHTHS, PageStore, Parts, Segment, SegmentTable
+from hcache_backend.store.base import (
+    EIGHTHS,
+    PageStore,
+    Parts,
+    Segment,
+    SegmentTable,
+    Subset,
+)
 from hcache_backend.store.server_report import write_report
 from hcache_backend.store.striped import open_store
 
@@ -59,6 +67,9 @@ class HCacheStorage(HiCacheStorage):
         ConfigError: An option is wrong, or would change the shape of pages of a running server.
             At start-up it stops the server, at a run-time attach it becomes an HTTP 400.
     """
+
+    # Pages are read without the segments that the host pool does not want.
+    reads_parts = True
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
         extra = storage_config.extra_config or {}
@@ -206,7 +217,9 @@ class HCacheStorage(HiCacheStorage):
     # ---- internals ----
 
     def _get(self, keys: Sequence[str], host_indices: Any, pool: str = PoolName.KV) -> list[bool]:
-        return self._read(keys, self._page_parts(pool, host_indices, len(keys)), pool)
+        parts = self._page_parts(pool, host_indices, len(keys))
+        wanted = _wanted_layers(self._host_pool(pool), host_indices)
+        return self._read(keys, parts, pool, wanted)
 
     def _set(self, keys: Sequence[str], host_indices: Any, pool: str = PoolName.KV) -> None:
         self._write(keys, self._page_parts(pool, host_indices, len(keys)), pool)
@@ -218,14 +231,20 @@ class HCacheStorage(HiCacheStorage):
         return self._store.exists(namespace, [key_bytes(key) for key in keys])
 
     def _read(
-        self, keys: Sequence[str], parts: Sequence[Parts], pool: str = PoolName.KV
+        self,
+        keys: Sequence[str],
+        parts: Sequence[Parts],
+        pool: str = PoolName.KV,
+        wanted: _Wanted | None = None,
     ) -> list[bool]:
         namespace = self._serving_namespace(pool)
         if namespace is None:
             return [False] * len(keys)
         start = time.perf_counter()
-        found = self._store.get(namespace, [key_bytes(key) for key in keys], parts)
-        size = sum(_bytes(page) for page, ok in zip(parts, found, strict=True) if ok)
+        hashes = [key_bytes(key) for key in keys]
+        found = self._store.get(namespace, hashes, parts, subset=wanted and wanted.subset)
+        sizes = [wanted.bytes if wanted else _bytes(page) for page in parts]
+        size = sum(size for size, ok in zip(sizes, found, strict=True) if ok)
         metrics.count_pages("read", sum(found))
         metrics.count_pages("missed", len(found) - sum(found))
         with self._lock:
@@ -368,6 +387,7 @@ def _leave_report(config: HCacheConfig, runtime: Runtime) -> None:
     report = runtime.report()
     for folder in config.dirs:
         write_report(folder, report)
+    keep_profile(runtime, config.dirs[0])
 
 
 def _segment_table(host_pool: Any) -> SegmentTable | None:
@@ -375,8 +395,33 @@ def _segment_table(host_pool: Any) -> SegmentTable | None:
     layout = getattr(host_pool, "page_layout", None)
     if layout is None or layout.page_size % EIGHTHS:
         return None
-    segments = (Segment(length, 1) for length in layout.segment_bytes)
+    segments = (
+        Segment(length, host_pool.planes(layer))
+        for layer, length in enumerate(layout.segment_bytes)
+        if length
+    )
     return SegmentTable((Segment(layout.header_bytes, 0), *segments))
+
+
+class _Wanted(NamedTuple):
+    """The part of a page of ours that is to be read, and its bytes."""
+
+    subset: Subset
+    bytes: int
+
+
+def _wanted_layers(host_pool: Any, host_indices: Any) -> _Wanted | None:
+    """What is to be read into pages of ours; None: all of them, or pages of another kind."""
+    layout = getattr(host_pool, "page_layout", None)
+    if layout is None:
+        return None
+    first = host_pool.first_layer(host_indices)
+    if first == 0:
+        return None
+    stored = [layer for layer, length in enumerate(layout.segment_bytes) if length]
+    segments = frozenset((0, *(1 + i for i, layer in enumerate(stored) if layer >= first)))
+    size = layout.header_bytes + sum(layout.segment_bytes[first:])
+    return _Wanted(Subset(segments), size)
 
 
 def _rank_fields(config: HiCacheStorageConfig) -> dict[str, object]:

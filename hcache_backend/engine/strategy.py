@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,14 +29,14 @@ from hcache_backend.engine.codec_choice import agree_on_codec
 from hcache_backend.engine.controller import HiddenStateController
 from hcache_backend.engine.graphs import recording_problem, step_tokens
 from hcache_backend.engine.host_pool import HiddenStatePool
-from hcache_backend.engine.memory import (
-    HostPages,
-    kv_bytes_per_token,
-    plan_host_pages,
-    staging_places,
-)
+from hcache_backend.engine.kv_segments import KVSegments
+from hcache_backend.engine.loads import LoadPlanner
+from hcache_backend.engine.memory import HostPages, plan_host_pages, staging_places
+from hcache_backend.engine.page_check import PageCheck
+from hcache_backend.engine.partitioning import Partitioning, partitioning
 from hcache_backend.engine.projection import LayerProjections, PagedPool
 from hcache_backend.engine.ranks import on_all_ranks
+from hcache_backend.engine.recompute import check_recompute, make_recomputer
 from hcache_backend.engine.refusal import refusal
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.self_check import Probe, SelfCheckFailed, compare, observe
@@ -44,6 +45,7 @@ from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.generic import GenericProjector, ProjectionBatch
 from hcache_backend.projection.projector import Projector
 from hcache_backend.restore.pipeline import RestoredLayer, RestorePipeline, ring_bytes
+from hcache_backend.restore.recompute import Recomputer
 from hcache_kernels.codecs import Codec
 
 logger = logging.getLogger("hcache")
@@ -63,12 +65,17 @@ class _Plan(NamedTuple):
     """What pages look like, how many there are, and what they pass through.
 
     Attributes:
+        parts: What is stored of each layer.
+        recomputer: Recomputes the first layers; None where it cannot or need not.
         hooks: The capture hooks that CUDA graphs were recorded with, if any.
         chunk_tokens: Tokens that a projection takes at most.
     """
 
+    parts: Partitioning
+    recomputer: Recomputer | None
     codec: Codec
     layout: PageLayout
+    kv: KVSegments
     pages: HostPages
     hooks: HiddenCapture | None
     staging: Staging
@@ -97,6 +104,10 @@ class HiddenStateStrategy(StackStrategy):
         # Every rank gets to each agreement, whatever it found: one rank's refusal is everyone's,
         # and none may enter the probe's forward pass alone.
         (start,) = on_all_ranks(params.tp_cache_group, reason is None)
+        parts = partitioning(self._runtime, kvcache) if start else None
+        if parts is not None and reason is None:
+            reason = self._does_not_pay(parts)  # the same on every rank
+            start = reason is None
         probe = projections = plan = None
         generic = GenericProjector(ProjectionBatch(ForwardMode.EXTEND))
         projector = Projector(generic, PagedPool(kvcache), kvcache.layer_num)
@@ -113,9 +124,9 @@ class HiddenStateStrategy(StackStrategy):
             projector,
             kvcache,
         )
-        if probe is not None and codec is not None:
+        if probe is not None and codec is not None and parts is not None:
             try:
-                plan = self._plan(probe, codec, kvcache)
+                plan = self._plan(probe, codec, kvcache, parts)
                 projections = LayerProjections(
                     self._runtime, probe, projector, kvcache, params.tp_cache_group
                 )
@@ -136,42 +147,63 @@ class HiddenStateStrategy(StackStrategy):
         projections.follow_weights()
         return self._build_hidden(kvcache, params, probe, plan, projector, **kwargs)
 
-    def _plan(self, probe: Probe, codec: Codec, kvcache: Any) -> _Plan:
+    def _does_not_pay(self, parts: Partitioning) -> str | None:
+        """Why plain KV pages are better than what the profile chose, or None."""
+        config = self._runtime.config
+        assert config is not None
+        if config.mode == "hidden" or config.partition != "auto" or parts.layers("hidden"):
+            return None
+        return (
+            f"the partition has no hidden states: {parts.describe()} (options 'mode': 'hidden' and "
+            "'partition' insist)"
+        )
+
+    def _plan(self, probe: Probe, codec: Codec, kvcache: Any, parts: Partitioning) -> _Plan:
         """Page layout and memory.
 
         Raises:
-            SelfCheckFailed: Hidden mode does not pay, or has no room.
+            SelfCheckFailed: There is no room.
         """
         config, memory = self._runtime.config, get_memory()
         assert config is not None
         unrecorded = recording_problem(self._runtime.runner, codec)
         if unrecorded is not None:
             raise SelfCheckFailed(unrecorded)
-        segment = kvcache.page_size * codec.row_bytes
-        layout = PageLayout(kvcache.page_size, (segment,) * len(probe.layers))
-        kv_bytes, hidden_bytes = kv_bytes_per_token(kvcache), len(probe.layers) * codec.row_bytes
-        if config.mode == "auto" and hidden_bytes >= kv_bytes:
-            raise SelfCheckFailed(
-                f"hidden states take {hidden_bytes} bytes a token and KV {kv_bytes}: KV pays more "
-                "(option 'mode': 'hidden' insists)"
-            )
+        chunk = min(config.restore_chunk_tokens, kvcache.size)
+        recomputer = None
+        if parts.can_recompute and (parts.profile is not None or parts.partition.recompute):
+            recomputer = make_recomputer(self._runtime.runner, kvcache, chunk)
+            try:
+                check_recompute(probe, recomputer, kvcache)
+            except SelfCheckFailed as error:
+                recomputer, parts = None, parts.without_recompute(str(error))
+                logger.warning("hcache: layers are not recomputed: %s", error)
+        kv = KVSegments(kvcache, parts.layers("kv"), kvcache.page_size)
+        hidden_bytes = kvcache.page_size * codec.row_bytes
+        length: dict[str, Callable[[int], int]] = {
+            "hidden": lambda _: hidden_bytes,
+            "kv": kv.segment_bytes,
+            "recompute": lambda _: 0,
+        }
+        segments = (length[method](layer) for layer, method in enumerate(parts.methods))
+        layout = PageLayout(kvcache.page_size, tuple(segments))
         pages = plan_host_pages(
             kvcache, layout, memory.hicache_size, memory.hicache_ratio, host_memory_budget_bytes()
         )
         runner = self._runtime.runner
         hooks: HiddenCapture | None = getattr(runner, "hcache_capture", None)
-        chunk = min(config.restore_chunk_tokens, kvcache.size)
         try:
             if hooks is not None and hooks.staging is not None:
                 staging = hooks.staging
             else:
-                places = staging_places(len(probe.layers), *step_tokens(runner), 0)
-                staging = Staging(len(probe.layers), codec, places, kvcache.device)
+                captured = len(parts.layers("hidden"))
+                places = staging_places(captured, *step_tokens(runner), 0)
+                staging = Staging(captured, codec, places, kvcache.device)
             # Is there room for restores? Freed memory stays in torch's cache until it is needed.
             torch.empty(ring_bytes(layout, chunk), dtype=torch.uint8, device=kvcache.device)
         except torch.OutOfMemoryError as error:
             raise SelfCheckFailed(f"no device memory for staging and restores: {error}") from None
-        return _Plan(codec, layout, pages, hooks, staging, chunk)
+        return _Plan(parts, recomputer, codec, layout, kv, pages, hooks, staging, chunk)
 
     def _build_hidden(
         self,
@@ -184,12 +216,13 @@ class HiddenStateStrategy(StackStrategy):
     ) -> Any:
         runtime, memory = self._runtime, get_memory()
         assert runtime.config is not None
-        layers, codec, layout = probe.layers, plan.codec, plan.layout
-        runtime.mode = "hidden"
+        codec, layout, methods = plan.codec, plan.layout, plan.parts.methods
+        hidden = [probe.layers[layer] for layer in plan.parts.layers("hidden")]
+        runtime.mode, runtime.partitioning = "hidden", plan.parts
         metrics.codec().labels(asked=runtime.config.codec, used=codec.name).set(1)
         runtime.page_fields = {
             "kind": "hidden",
-            "partition": ["hidden"] * len(layers),
+            "partition": list(methods),
             "codec": codec.name,
             "first_layer": kvcache.start_layer,
         }
@@ -203,15 +236,20 @@ class HiddenStateStrategy(StackStrategy):
             pin_memory=kvcache.device != "cpu",
             allocator_type=get_allocator_type(),
         )
-        capture = self._capture(kvcache, params, pool, probe, plan)
+        capture = self._capture(kvcache, params, pool, hidden, plan)
+        restored: dict[str, Callable[[int], RestoredLayer]] = {
+            "hidden": lambda i: restored_layer(probe.layers[i], codec, projector),
+            "kv": plan.kv.restored_layer,
+            "recompute": lambda _: RestoredLayer("recompute", None),
+        }
         pipeline = RestorePipeline(
             pool.kv_buffer,
             layout,
-            [restored_layer(layer, codec, projector) for layer in layers],
+            [restored[method](layer) for layer, method in enumerate(methods)],
             plan.chunk_tokens,
             kvcache.device,
         )
-        pool.use(capture, pipeline)
+        pool.use(capture, plan.kv, pipeline)
         logger.info(
             "hcache: restores take %.0f MB of device memory beside one projection of %d tokens",
             ring_bytes(layout, plan.chunk_tokens) / 1e6,
@@ -220,9 +258,9 @@ class HiddenStateStrategy(StackStrategy):
         anchor = PoolEntry(PoolName.KV, pool, kvcache, lambda layer: layer, True)
         group = HostPoolGroup([anchor])
         logger.info(
-            "hcache: hidden mode: %d layers, %d bytes a %d-token page, codec %s, %d host pages, "
+            "hcache: hidden mode: %s, %d bytes a %d-token page, codec %s, %d host pages, "
             "%d shadows",
-            len(layers),
+            plan.parts.describe(),
             layout.page_bytes,
             params.page_size,
             codec.name,
@@ -245,7 +283,9 @@ class HiddenStateStrategy(StackStrategy):
             storage_backend_extra_config=kwargs["storage_backend_extra_config"],
             enable_storage_metrics=kwargs["enable_storage_metrics"],
         )
-        controller.use_hidden_states(runtime, pool, capture, codec, layers, projector)
+        check = PageCheck(layout, codec, hidden, plan.kv, projector, kvcache)
+        loads = LoadPlanner(pool, plan.parts, plan.recomputer, kvcache.device)
+        controller.use_hidden_states(runtime, pool, capture, check, loads)
         return StackBuildResult(
             host_pool_group=group,
             cache_controller=controller,
@@ -254,15 +294,20 @@ class HiddenStateStrategy(StackStrategy):
         )
 
     def _capture(
-        self, kvcache: Any, params: Any, pool: HiddenStatePool, probe: Probe, plan: _Plan
+        self,
+        kvcache: Any,
+        params: Any,
+        pool: HiddenStatePool,
+        layers: Sequence[AttentionLayer],
+        plan: _Plan,
     ) -> StagedCapture:
-        """Start to capture every forward pass."""
+        """Start to capture what ``layers`` receive in every forward pass."""
         hooks = plan.hooks
         if hooks is None:
-            hooks = HiddenCapture([(layer.module, [layer.projection]) for layer in probe.layers])
+            hooks = HiddenCapture([(layer.module, [layer.projection]) for layer in layers])
         else:
-            hooks.watch_only(layer.projection for layer in probe.layers)
-        segments = range(len(probe.layers))
+            hooks.watch_only(layer.projection for layer in layers)
+        segments = [layer.index for layer in layers]
         capture = StagedCapture(pool.arena, pool.kv_buffer, plan.staging, segments)
         hooks.use(capture)
         invalidate_on_allocation(params.token_to_kv_pool_allocator, hooks)

@@ -124,7 +124,8 @@ def projections_of(modules: list[Attention]) -> tuple[Runtime, Projector, LayerP
     pool = pool_of(torch.float32)
     projector = Projector(GENERIC, PagedPool(pool), 2)
     hidden, positions = tokens()
-    probe = Probe(tuple(layers), (hidden, hidden), torch.arange(64, 64 + len(hidden)), positions)
+    slots = torch.arange(64, 64 + len(hidden))
+    probe = Probe(tuple(layers), (hidden, hidden), slots, positions, positions)
     for layer in layers:  # what the model would have written
         projector.project_to_pool(layer, hidden, positions, probe.slots)
     projections = LayerProjections(runtime, probe, projector, pool, None)

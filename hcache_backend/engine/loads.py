@@ -1,0 +1,130 @@
+"""What the loads of one restore have in common: how many of the first layers are recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hcache_backend.engine.host_pool import HiddenStatePool
+from hcache_backend.engine.partitioning import Partitioning
+from hcache_backend.restore.pipeline import Recompute
+from hcache_backend.restore.recompute import Recomputer, RestoredSpan
+from hcache_backend.store.base import EIGHTHS
+
+
+@dataclass(frozen=True)
+class LoadedSpan:
+    """The tokens of one load.
+
+    Attributes:
+        token_ids: int64 ``[n]``.
+        prefix: Slots of the tokens before them, on the device; None where they are not known, and
+            then nothing can be recomputed.
+        missing: The first layers whose segments a page lacks.
+    """
+
+    token_ids: np.ndarray
+    prefix: torch.Tensor | None
+    missing: int
+
+
+class LoadPlanner:
+    """Remembers queued loads until they are launched as one restore. Scheduler thread only, except
+    :meth:`first_to_read`.
+
+    Args:
+        pool: The host pool.
+        partitioning: What is stored, and what decides.
+        recomputer: Runs the model; None where it cannot.
+        device: Where the model is.
+
+    Attributes:
+        prefix: Gives the slots of the tokens before those that are being loaded.
+    """
+
+    def __init__(
+        self,
+        pool: HiddenStatePool,
+        partitioning: Partitioning,
+        recomputer: Recomputer | None,
+        device: torch.device | str,
+    ) -> None:
+        self.prefix: Callable[[], torch.Tensor] | None = None
+        self._pool = pool
+        self._partitioning = partitioning
+        self._recomputer = recomputer
+        self._device = device
+        self._stored_from = len(partitioning.layers("recompute"))
+        self._spans: list[LoadedSpan] = []
+
+    def first_to_read(self, tokens: int) -> int:
+        """Layers of which a restore of ``tokens`` tokens is better off without segments from L3.
+
+        Any thread. 0: all that are stored are to be read.
+        """
+        if self._recomputer is None or self._pool.page_size % EIGHTHS:
+            return 0  # the store only divides pages whose tokens divide
+        first = self._partitioning.first_layers(tokens, 0, "first")
+        return first if first > self._stored_from else 0
+
+    def span(self, host_indices: torch.Tensor) -> LoadedSpan | None:
+        """What is known of the pages of a load; None: they lack layers, and nothing can help."""
+        pool, layout = self._pool, self._pool.page_layout
+        pages = pool.pages_of(host_indices)
+        positions = np.concatenate([layout.positions(page) for page in pages])
+        token_ids = np.concatenate([layout.token_ids(page) for page in pages]).astype(np.int64)
+        missing = max(self._stored_from, pool.first_layer(host_indices))
+        prefix = None
+        if self._recomputer is not None:
+            prefix = self._known_prefix(positions)
+        span = LoadedSpan(token_ids, prefix, missing)
+        # All that is queued becomes one restore, in which the same layers are recomputed.
+        together = [*self._spans, span]
+        if any(one.missing for one in together) and any(one.prefix is None for one in together):
+            return None
+        return span
+
+    def _known_prefix(self, positions: np.ndarray) -> torch.Tensor | None:
+        first = int(positions[0])
+        if not np.array_equal(positions, np.arange(first, first + len(positions))):
+            return None
+        if first == 0:
+            return torch.empty(0, dtype=torch.int64, device=self._device)
+        slots = self.prefix() if self.prefix is not None else None
+        return slots if slots is not None and len(slots) == first else None
+
+    def add(self, span: LoadedSpan) -> None:
+        """The load was queued."""
+        self._spans.append(span)
+
+    def forget(self) -> None:
+        """Queued loads were dropped."""
+        self._spans.clear()
+
+    def next_recompute(self) -> Recompute | None:
+        """How the first layers of what is queued are to be recomputed; None: all are loaded."""
+        spans, self._spans = self._spans, []
+        first = max((span.missing for span in spans), default=0)
+        restored = [
+            RestoredSpan(len(span.token_ids), span.prefix)
+            for span in spans
+            if span.prefix is not None
+        ]
+        recomputer = self._recomputer
+        if not spans or recomputer is None or len(restored) < len(spans):
+            assert first == 0, "pages without their first layers were queued"
+            return None
+        tokens = sum(span.tokens for span in restored)
+        pairs = sum(span.tokens * len(span.prefix) for span in restored)
+        first = max(first, self._partitioning.first_layers(tokens, pairs // tokens, "none"))
+        if first == 0:
+            return None
+        token_ids = torch.from_numpy(np.concatenate([span.token_ids for span in spans]))
+
+        def fill(positions: torch.Tensor, slots: torch.Tensor) -> None:
+            recomputer.run(first, token_ids.to(slots.device), positions, slots, restored)
+
+        return Recompute(first, fill)

@@ -1,0 +1,70 @@
+"""The check in service: is a backed-up page what the model's K and V say?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hcache_backend.engine import metrics
+from hcache_backend.engine.kv_segments import KVSegments
+from hcache_backend.engine.self_check import layer_problem
+from hcache_backend.page import NO_NAMESPACE, PageLayout
+from hcache_backend.projection.attention import AttentionLayer
+from hcache_backend.projection.projector import Projector
+from hcache_kernels.codecs import Codec
+
+
+@dataclass(frozen=True)
+class PageCheck:
+    """Compares a page with the pool.
+
+    Attributes:
+        layout: Layout of a page.
+        codec: How its hidden states are encoded.
+        hidden_layers: Layers that are stored as hidden states.
+        kv: Layers that are stored as K and V.
+        projector: Makes K and V of hidden states.
+        kvcache: The KV pool.
+    """
+
+    layout: PageLayout
+    codec: Codec
+    hidden_layers: Sequence[AttentionLayer]
+    kv: KVSegments
+    projector: Projector
+    kvcache: Any
+
+    def __call__(self, page: torch.Tensor, slots: torch.Tensor) -> str | None:
+        """Why ``page`` is not what the pool says, or None. All ranks must call it.
+
+        Args:
+            page: uint8 ``[page_bytes]``, on the CPU.
+            slots: Slots of its tokens, int64 ``[page_size]``, on the device.
+        """
+        header, device = page.numpy(), slots.device
+        if self.layout.namespace_of(header) == NO_NAMESPACE:
+            return None  # a row of it was lost: it is no page
+        size = self.layout.page_size
+        positions = torch.from_numpy(self.layout.positions(header)).to(device, torch.int64)
+        metrics.count_tokens("checked", size)
+        problems = []
+        for layer in self.hidden_layers:
+            encoded = page[self.layout.segment(layer.index)].view(size, -1).to(device)
+            problem = layer_problem(
+                layer,
+                self.codec.decode(encoded),
+                positions,
+                slots,
+                self.projector,
+                self.kvcache,
+                self.codec.name,
+            )
+            if problem is not None:  # go on: some attention modules talk to the other ranks
+                problems.append(problem)
+        other = self.kv.differs(self.layout, page, slots)
+        if other is not None:
+            problems.append(f"stored K and V of layer {other} are not those of the pool")
+        return problems[0] if problems else None
