@@ -33,12 +33,18 @@ from hcache_backend.streams import Event, StreamFailed
 logger = logging.getLogger("hcache")
 
 
-class _DueCheck(NamedTuple):
-    """A backed-up page that is to be compared with the pool once its rows have arrived."""
+class _ChosenPage(NamedTuple):
+    """A page of a backup that is to be compared with the pool."""
 
     slots: torch.Tensor
     host_page: int
     device_page: int
+
+
+class _DueCheck(NamedTuple):
+    """The same, once its backup was launched; it is whole when ``arrived`` has passed."""
+
+    chosen: _ChosenPage
     arrived: Event
 
 
@@ -64,12 +70,14 @@ class HiddenStateController(HybridCacheController):
         self._check_page = check
         self._loads = loads
         self._pages_until_check = 0
+        self._chosen: list[_ChosenPage] = []
         self._due_checks: deque[_DueCheck] = deque()
         self._writing = self._start_is_due = False
 
     def reset(self) -> None:
         super().reset()
         self._loads.forget()
+        self._chosen.clear()
 
     # ---- indices ----
 
@@ -109,8 +117,13 @@ class HiddenStateController(HybridCacheController):
     def start_writing(self) -> None:
         """Some versions start within ``write``; K and V must go where the exchange puts them."""
         self._start_is_due = self._writing
-        if not self._writing:
-            super().start_writing()
+        if self._writing:
+            return
+        super().start_writing()
+        if self._chosen:
+            arrived = self._pool.backed_up()
+            self._due_checks.extend(_DueCheck(chosen, arrived) for chosen in self._chosen)
+            self._chosen.clear()
 
     def _slots_to_write(self, device_indices: torch.Tensor) -> tuple[Ids, str | None]:
         """Slots of a node, and why it cannot be backed up."""
@@ -144,21 +157,16 @@ class HiddenStateController(HybridCacheController):
             return
         i = self._pages_until_check
         self._pages_until_check = every - 1 - (pages - 1 - i) % every
-        self._due_checks.append(
-            _DueCheck(
-                device_indices[i * size : (i + 1) * size],
-                int(host_pages[i]),
-                int(slots[i * size]) // size,
-                self._capture.transfers(),
-            )
-        )
+        rows = slice(i * size, (i + 1) * size)
+        page = _ChosenPage(device_indices[rows], int(host_pages[i]), int(slots[i * size]) // size)
+        self._chosen.append(page)
 
     def _check(self, number: int) -> None:
         """Compare the oldest ``number`` chosen pages; every rank does so at the same point."""
         for _ in range(number):
-            due = self._due_checks.popleft()
+            due, arrived = self._due_checks.popleft()
             try:
-                due.arrived.synchronize()
+                arrived.synchronize()
             except StreamFailed:
                 continue
             self._capture.ledger.settle()
@@ -237,7 +245,7 @@ class HiddenStateController(HybridCacheController):
         """The backup is done, so its rows have arrived: check, and pass it on to L3."""
         self._capture.ledger.settle()
         stored = set(self._pool.page_ids(host_indices).tolist())
-        due = [i for i, check in enumerate(self._due_checks) if check.host_page in stored]
+        due = [i for i, check in enumerate(self._due_checks) if check.chosen.host_page in stored]
         self._check(due[-1] + 1 if due else 0)
         return super().write_storage(host_indices, *args, **kwargs)
 

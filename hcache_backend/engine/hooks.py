@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
-from hcache_backend.restore.recompute import RecomputeBatch
+from hcache_backend.restore.recompute import RecomputeAttention
 
 ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention.forward"
 FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
@@ -109,8 +109,9 @@ def _is_applied(hook: Hook) -> bool:
 def _stop_projection(original: Callable[..., Any], kernel: Any, *args: Any, **kwargs: Any) -> Any:
     # Models pass the arguments (q, k, v, forward_batch, ...) by place or by name.
     batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[3]
-    if isinstance(batch, RecomputeBatch):
-        return _attend_again(kernel, batch, *args, **kwargs)
+    attention = getattr(batch, "attention", None)
+    if isinstance(attention, RecomputeAttention):
+        return _attend_again(kernel, attention, *args, **kwargs)
     if not isinstance(batch, ProjectionBatch):
         return original(kernel, *args, **kwargs)
     k = kwargs["k"] if "k" in kwargs else args[1]
@@ -123,7 +124,7 @@ def _stop_projection(original: Callable[..., Any], kernel: Any, *args: Any, **kw
 
 def _attend_again(
     kernel: Any,
-    batch: RecomputeBatch,
+    attention: RecomputeAttention,
     q: Any,
     k: Any,
     v: Any,
@@ -132,7 +133,7 @@ def _attend_again(
     key_value_num_tokens: Any = None,
     **others: Any,
 ) -> Any:
-    return batch.attend(
+    return attention.attend(
         kernel,
         q,
         k,

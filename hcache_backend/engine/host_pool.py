@@ -19,7 +19,7 @@ from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.memory import HostPages
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.pipeline import Recompute, Restore, RestorePipeline
-from hcache_backend.streams import StreamFailed, current_stream, held_for_device
+from hcache_backend.streams import Event, StreamFailed, current_stream, held_for_device
 
 logger = logging.getLogger("hcache")
 
@@ -69,6 +69,7 @@ class HiddenStatePool(HostKVCache):
         self._pipeline: RestorePipeline | None = None
         self._kv: KVSegments | None = None
         self._restore: Restore | None = None
+        self._backed_up: Event | None = None
         self.next_recompute: Recompute | None = None
         self.device_pool = device_pool
         geometry = {
@@ -165,7 +166,14 @@ class HiddenStatePool(HostKVCache):
                 held.to(device, non_blocking=True),
                 device_indices,
             )
-        current_stream(self._capture.device).wait(self._capture.transfers())
+        now = current_stream(self._capture.device)
+        now.wait(self._capture.transfers())
+        self._backed_up = now.record()
+
+    def backed_up(self) -> Event:
+        """An event behind the last backup that was launched."""
+        assert self._backed_up is not None
+        return self._backed_up
 
     def load_to_device_per_layer(
         self,

@@ -6,13 +6,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from hcache_backend.engine.projection import PagedPool
 from hcache_backend.engine.self_check import Probe, SelfCheckFailed, difference_problem, pool_rows
 from hcache_backend.projection.check import tolerance
-from hcache_backend.restore.recompute import RecomputeBatch, Recomputer, RestoredSpan
+from hcache_backend.restore.recompute import RecomputeAttention, Recomputer, RestoredSpan
+
+
+class RecomputeBatch(ForwardBatch):
+    """Marks a recomputation: our hook on attention hands it over to ``attention``."""
+
+    attention: RecomputeAttention
 
 
 def make_recomputer(runner: Any, kvcache: Any, chunk_tokens: int) -> Recomputer:
@@ -24,13 +30,31 @@ def make_recomputer(runner: Any, kvcache: Any, chunk_tokens: int) -> Recomputer:
         chunk_tokens: Tokens of one forward pass at most.
     """
 
-    def forward(input_ids: torch.Tensor, positions: torch.Tensor, batch: RecomputeBatch) -> object:
+    def forward(
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        attention: RecomputeAttention,
+    ) -> object:
+        before, tokens = zip(*attention.lengths, strict=True)
+        seen = torch.tensor(before) + torch.tensor(tokens)
+        # What is not said has its default: no feature that a batch may have is in use.
+        batch = RecomputeBatch(
+            forward_mode=ForwardMode.EXTEND,
+            batch_size=len(tokens),
+            input_ids=token_ids,
+            req_pool_indices=torch.zeros(len(tokens), dtype=torch.int64, device=slots.device),
+            seq_lens=seen.to(slots.device, non_blocking=True),
+            out_cache_loc=slots,
+            seq_lens_sum=int(seen.sum()),
+            positions=positions,
+        )
+        batch.attention = attention
         # Some models ask the context for the pool. Nobody else runs the model meanwhile.
         with forward_context(ForwardContext(attn_backend=runner.attn_backend)):
-            return runner.model.forward(input_ids, positions, batch)
+            return runner.model.forward(token_ids, positions, batch)
 
-    pool = PagedPool(kvcache)
-    return Recomputer(forward, pool, ForwardMode.EXTEND, kvcache.start_layer, chunk_tokens)
+    return Recomputer(forward, PagedPool(kvcache), kvcache.start_layer, chunk_tokens)
 
 
 def check_recompute(probe: Probe, recomputer: Recomputer, kvcache: Any) -> None:

@@ -28,6 +28,7 @@ from hcache_backend.engine.capture import HiddenCapture, invalidate_on_allocatio
 from hcache_backend.engine.codec_choice import agree_on_codec
 from hcache_backend.engine.controller import HiddenStateController
 from hcache_backend.engine.graphs import recording_problem, step_tokens
+from hcache_backend.engine.hooks import install, prefix_hooks
 from hcache_backend.engine.host_pool import HiddenStatePool
 from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.loads import LoadPlanner
@@ -175,6 +176,9 @@ class HiddenStateStrategy(StackStrategy):
             recomputer = make_recomputer(self._runtime.runner, kvcache, chunk)
             try:
                 check_recompute(probe, recomputer, kvcache)
+                missing = install(prefix_hooks())
+                if missing is not None:
+                    raise SelfCheckFailed(missing)
             except SelfCheckFailed as error:
                 recomputer, parts = None, parts.without_recompute(str(error))
                 logger.warning("hcache: layers are not recomputed: %s", error)

@@ -1,9 +1,9 @@
 """Recomputation of the first layers of a restore (paper section 4.1), for any model.
 
-The model's own forward pass runs over the restored tokens with a batch object of ours. Where it
-calls attention, K and V are written to the pool, and the queries attend to what the pool holds of
-the tokens before them: the prefix that is on the device already, and the restored span itself. It
-is stopped at the last wanted layer, once K and V of that one are written.
+The model's own forward pass runs over the restored tokens. Where it calls attention, K and V are
+written to the pool, and the queries attend to what the pool holds of the tokens before them: the
+prefix that is on the device already, and the restored span itself. It is stopped at the last wanted
+layer, once K and V of that one are written.
 
 Several spans (of several requests) go through one forward pass. Within a layer all their K and V
 are written before anybody attends, so a span may have another one in its prefix.
@@ -65,47 +65,38 @@ class _Piece(NamedTuple):
     keys: torch.Tensor
 
 
-class RecomputeBatch:
-    """The batch of a recomputation, for the model and for the engine's hook on attention.
+class RecomputeAttention:
+    """The attention of one forward pass, called in the place of the engine's.
 
-    It has only what models read. One that reads more cannot be recomputed, and the self-check
-    says so.
-
-    Attributes:
-        forward_mode: The engine's value for prefill.
-        input_ids: Token ids, int64 ``[n]``.
-        positions: int64 ``[n]``.
-        out_cache_loc: Slots of the tokens, int64 ``[n]``.
-        can_run_tbo: Two-batch overlap, never.
+    Args:
+        pool: Where K and V are.
+        last_layer: The last wanted layer, as the engine's attention objects count.
+        slots: Slots of the tokens, int64 ``[n]``.
+        pieces: What the tokens belong to.
     """
-
-    can_run_tbo = False
 
     def __init__(
         self,
-        forward_mode: object,
         pool: AttentionPool,
         last_layer: int,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
         slots: torch.Tensor,
         pieces: Sequence[_Piece],
     ) -> None:
-        self.forward_mode = forward_mode
-        self.input_ids = input_ids
-        self.positions = positions
-        self.out_cache_loc = slots
         self._pool = pool
         self._last_layer = last_layer
+        self._slots = slots
         self._pieces = pieces
 
-    def moe_num_token_non_padded(self) -> None:
-        """For experts: no row is padding."""
+    @property
+    def lengths(self) -> list[tuple[int, int]]:
+        """Of each sequence in the pass, how many tokens are before it and how many are in it."""
+        counts = ((rows.stop - rows.start, len(keys)) for rows, keys in self._pieces)
+        return [(seen - tokens, tokens) for tokens, seen in counts]
 
     def attend(
         self, kernel: Any, q: torch.Tensor, k: Any, v: Any, *, stored: bool, extra: bool
     ) -> torch.Tensor:
-        """What the engine's attention does for the model, called in its place.
+        """Write K and V, and attend.
 
         Args:
             kernel: The engine's attention object of the layer.
@@ -127,7 +118,7 @@ class RecomputeBatch:
         if not stored:
             k = k.reshape(-1, kernel.tp_k_head_num, kernel.qk_head_dim)
             v = v.reshape(-1, kernel.tp_v_head_num, kernel.v_head_dim)
-            self._pool.store(kernel, self.out_cache_loc, k, v)
+            self._pool.store(kernel, self._slots, k, v)
         if kernel.layer_id >= self._last_layer:
             self._stop()
         q = q.reshape(-1, kernel.tp_q_head_num, kernel.qk_head_dim)
@@ -183,28 +174,30 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) 
     return torch.cat(parts, dim=2)[0].transpose(0, 1)
 
 
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, RecomputeAttention], object]
+"""The model over some tokens: ``forward(token_ids, positions, slots, attention)``, int64 ``[n]``
+three times. Whenever it would call the engine's attention it calls :meth:`attend`."""
+
+
 class Recomputer:
     """Runs the first layers of a model over restored tokens.
 
     Args:
-        forward: The model: ``forward(input_ids, positions, batch)``.
+        forward: The model; see :data:`Forward`.
         pool: Where K and V are.
-        forward_mode: The engine's value for prefill.
         first_layer: Number of the model's first layer, as its attention objects count.
         chunk_tokens: Tokens of one forward pass at most; bounds the memory of activations.
     """
 
     def __init__(
         self,
-        forward: Callable[[torch.Tensor, torch.Tensor, RecomputeBatch], object],
+        forward: Forward,
         pool: AttentionPool,
-        forward_mode: object,
         first_layer: int,
         chunk_tokens: int,
     ) -> None:
         self._forward = forward
         self._pool = pool
-        self._forward_mode = forward_mode
         self._first_layer = first_layer
         self._chunk_tokens = chunk_tokens
 
@@ -231,17 +224,14 @@ class Recomputer:
         """
         for start in range(0, len(slots), self._chunk_tokens):
             chunk = slice(start, min(start + self._chunk_tokens, len(slots)))
-            batch = RecomputeBatch(
-                self._forward_mode,
+            attention = RecomputeAttention(
                 self._pool,
                 self._first_layer + layers - 1,
-                token_ids[chunk],
-                positions[chunk],
                 slots[chunk],
                 list(_pieces(chunk, slots, spans)),
             )
             try:
-                self._forward(batch.input_ids, batch.positions, batch)
+                self._forward(token_ids[chunk], positions[chunk], slots[chunk], attention)
             except _LayersDone:
                 continue
             raise RecomputeRefused(f"the model ended before attention of layer {layers - 1}")

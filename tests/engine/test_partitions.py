@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from tests.engine.harness.conversations import converse, make_conversations
+from hcache_backend.page import PageLayout
+from hcache_backend.partition.layers import Partition
+from hcache_backend.partition.plan import describe
+from hcache_backend.partition.profile import Profile, Rate
+from tests.engine.harness.conversations import (
+    Conversation,
+    converse,
+    make_conversations,
+    random_tokens,
+)
 from tests.engine.harness.models import build_model
 from tests.engine.harness.ours import (
     assert_hidden_mode,
@@ -14,11 +24,13 @@ from tests.engine.harness.ours import (
     assert_nothing_went_wrong,
     assert_restored_from_l3,
     our_server,
+    stored_pages,
 )
 from tests.engine.harness.server import Server
 
 pytestmark = pytest.mark.engine
 
+LAYOUT = PageLayout(64, (64 * 256 * 4,) * 4)
 PARTITIONS = {
     "all hidden": (0, 4, 0),
     "all KV": (0, 0, 4),
@@ -34,6 +46,10 @@ def partition_of(numbers: tuple[int, int, int]) -> dict[str, int]:
     return dict(zip(("recompute", "hidden", "kv"), numbers, strict=True))
 
 
+def said(numbers: tuple[int, int, int]) -> str:
+    return f"hcache: hidden mode: {describe(Partition(*numbers))}, "
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])  # MHA, GQA
 @pytest.mark.parametrize("name", PARTITIONS)
 def test_output_is_that_of_no_cache(
@@ -44,6 +60,161 @@ def test_output_is_that_of_no_cache(
     with Server(our_server(model, tmp_path, hcache=hcache)) as server:
         conversations = converse(server, make_conversations(2, turns=3, tokens=300))
         assert_hidden_mode(server)
+        assert said(PARTITIONS[name]) in server.log_text()  # and nothing was replaced by KV
         assert_nothing_went_wrong(server)
     assert_restored_from_l3(conversations, 64)
     assert_no_cache_output(model, conversations)
+
+
+def slow_profile(folder: Path, **seconds: float) -> Path:
+    """A machine where a layer takes so long, whatever the number of tokens."""
+    rates = {
+        name: Rate(seconds=seconds.get(name, 1e-6), per_second=1e18)
+        for name in ("hidden_copy", "kv_load", "projection", "dense", "attention")
+    }
+    profile = Profile(device="none", source="a test", dtype="float32", l3=None, **rates)
+    profile.save(folder / "profile.json")
+    return folder / "profile.json"
+
+
+def test_spans_behind_a_prefix_and_restores_of_several_requests(
+    model: Path, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace"
+    hcache = {"partition": partition_of((2, 1, 1))}
+    options = our_server(
+        model, tmp_path, hcache=hcache, extra_env={"HCACHE_RESTORE_TRACE": str(trace)}
+    )
+    with Server(options) as server:
+        shared = random_tokens(256, 9)
+        conversations = make_conversations(3, turns=3, tokens=200, prefix=shared)
+        rest = [conversation.questions.pop() for conversation in conversations]
+        converse(server, conversations)
+        # The shared prefix comes back first; what follows it is restored behind it.
+        server.generate([*shared, 1], 1)
+        for conversation, question in zip(conversations, rest, strict=True):
+            conversation.questions.append(question)
+        trace.write_text("")
+        converse(server, conversations, concurrent=True, flush=False)
+        assert_hidden_mode(server)
+        assert_nothing_went_wrong(server)
+    for conversation in conversations:
+        last = conversation.turns[-1]
+        assert last.cached.device >= 256
+        assert last.cached.device + last.cached.storage >= last.history_tokens - 64
+    spans = [c.turns[-1].cached.storage for c in conversations]
+    loads = [json.loads(line) for line in trace.read_text().splitlines()]
+    restored = [load["tokens"] for load in loads if load["stage"] == "load"]
+    assert max(restored) > max(spans), "no restore held two requests"
+    assert_no_cache_output(model, conversations)
+
+
+def damage(path: Path, layer: int) -> None:
+    """Flip a bit in the segment of a layer, as it lies on the disk."""
+    data = bytearray(path.read_bytes())
+    payload = int.from_bytes(data[8:12], "little")
+    data[payload + LAYOUT.segment(layer).start + 1000] ^= 1
+    path.write_bytes(data)
+
+
+def test_segments_that_a_restore_recomputes_are_not_read(model: Path, tmp_path: Path) -> None:
+    # A layer takes as long over the bus as by computation: two of four are recomputed, although
+    # all are stored.
+    hcache = {"profile": str(slow_profile(tmp_path, hidden_copy=1.0, dense=1.0))}
+    options = our_server(model, tmp_path, hcache=hcache, max_total_tokens=1024, hicache_ratio=8.0)
+    with Server(options) as server:
+        conversations = make_conversations(2, turns=4, tokens=150)
+        rest = [[c.questions.pop(), c.questions.pop()] for c in conversations]
+        converse(server, conversations)
+        assert said((0, 4, 0)) in server.log_text()
+        for path in stored_pages(tmp_path):
+            damage(path, 0)
+            damage(path, 1)
+        for conversation, questions in zip(conversations, rest, strict=True):
+            conversation.questions.append(questions.pop())
+        converse(server, conversations, flush=False)
+        assert_restored_from_l3(conversations, 64)
+        # Again, from host memory, where the pages lack these segments.
+        converse(server, [Conversation([random_tokens(900, 77)])], flush=False)
+        for conversation, questions in zip(conversations, rest, strict=True):
+            conversation.questions.append(questions.pop())
+        converse(server, conversations, flush=False)
+        assert all(c.turns[-1].cached.host >= 300 for c in conversations)
+        assert_nothing_went_wrong(server)
+        # What is read is still proven.
+        server.flush_cache()
+        for path in stored_pages(tmp_path):
+            damage(path, 2)
+        again = converse(server, [Conversation([[*c.history, 1]]) for c in conversations])
+        assert all(c.turns[0].cached.storage == 0 for c in again)
+    assert_no_cache_output(model, [*conversations, *again])
+
+
+def test_pools_too_small_for_what_lacks_layers(model: Path, tmp_path: Path) -> None:
+    """write_back, where restored nodes are evicted and would be backed up a second time."""
+    hcache = {
+        "partition": partition_of((1, 2, 1)),
+        "profile": str(slow_profile(tmp_path, hidden_copy=1.0, kv_load=1.0, dense=1.0)),
+    }
+    options = our_server(
+        model,
+        tmp_path,
+        hcache=hcache,
+        write_policy="write_back",
+        page_size=16,
+        max_total_tokens=1536,
+        hicache_ratio=1.34,
+    )
+    with Server(options) as server:
+        conversations = make_conversations(6, turns=3, tokens=120, seed=5)
+        converse(server, conversations, flush=False, concurrent=True)
+        again = make_conversations(6, turns=3, tokens=120, seed=5)
+        converse(server, again, flush=False, concurrent=True)
+        server.flush_cache()
+        last = make_conversations(6, turns=3, tokens=120, seed=5)
+        converse(server, last, flush=False, concurrent=True)
+        assert_hidden_mode(server)
+        assert_nothing_went_wrong(server)
+    assert any(t.cached.host + t.cached.storage > 0 for c in [*again, *last] for t in c.turns)
+    assert_no_cache_output(model, [*conversations, *again, *last])
+
+
+def test_auto_follows_the_profile_that_was_measured_and_keeps_it(
+    model: Path, tmp_path: Path
+) -> None:
+    hcache = {"mode": "auto"}
+    for start in range(2):
+        options = our_server(model, tmp_path, hcache=hcache, log=tmp_path / f"{start}.log")
+        with Server(options) as server:
+            conversations = converse(server, make_conversations(1, turns=2))
+            log = server.log_text()
+        assert ("measuring a quick profile" in log) == (start == 0)
+        assert ("using the profile in" in log) == (start == 1)
+        assert "hcache: partition: " in log
+        assert_restored_from_l3(conversations, 64)
+        assert_no_cache_output(model, conversations)
+    assert len(list((tmp_path / "l3").glob("profile-*.json"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"partition": {"recompute": 1, "hidden": 2, "kv": 2}},
+            "hcache: option 'partition' is {'recompute': 1, 'hidden': 2, 'kv': 2}: that is 5 "
+            "layers, and the model has 4",
+        ),
+        (
+            {"profile": "/nowhere/profile.json"},
+            "hcache: option 'profile': cannot read the profile /nowhere/profile.json",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_does_not_fit_the_model_stops_the_server(
+    options: dict[str, object], message: str, model: Path, tmp_path: Path
+) -> None:
+    server = Server(our_server(model, tmp_path, hcache=options))
+    server.launch()
+    assert server.wait_exit(60) != 0
+    assert message in server.log_text()
