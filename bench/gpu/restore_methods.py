@@ -15,6 +15,7 @@ from restore_models import Layer, Shape
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.pipeline import (
     Fill,
+    Recompute,
     RestoredLayer,
     RestorePipeline,
     RestoreReport,
@@ -163,15 +164,15 @@ class History:
 
         return fill
 
-    def fill_recompute(self, index: int, state: dict[str, torch.Tensor]) -> Fill:
-        """The layer's own forward pass; ``state`` carries its input from layer to layer."""
-        layer, pool = self.layers[index], self.pools[index]
+    def recompute(self, layers: int) -> Recompute:
+        """The forward pass of the first layers."""
 
-        def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-            x = self.ids if index == 0 else state["x"]
-            state["x"], pool.k[slots], pool.v[slots] = layer.forward(x, positions, self.lengths)
+        def fill(positions: torch.Tensor, slots: torch.Tensor) -> None:
+            x = self.ids
+            for layer, pool in zip(self.layers[:layers], self.pools, strict=False):
+                x, pool.k[slots], pool.v[slots] = layer.forward(x, positions, self.lengths)
 
-        return fill
+        return Recompute(layers, fill)
 
     # ---- checking ----
 
@@ -210,7 +211,6 @@ def ways(
         device.spin(size / rate - size / measured_rate)
 
     def through_pipeline(name: str, methods: Sequence[str], codec: int = 0) -> Way:
-        state: dict[str, torch.Tensor] = {}
         restored, segments = [], []
         for i, method in enumerate(methods):
             if method == "hidden":
@@ -222,7 +222,7 @@ def ways(
                 restored.append(RestoredLayer("kv", history.fill_kv(i)))
                 segments.append(3 * i + 2)
             else:
-                restored.append(RestoredLayer("recompute", history.fill_recompute(i, state)))
+                restored.append(RestoredLayer("recompute", None))
                 segments.append(-1)
 
         def gather(
@@ -236,8 +236,11 @@ def ways(
             history.memory, layout, restored, history.tokens, device.kind, gather
         )
 
+        first = methods.count("recompute")
+        recompute = history.recompute(first) if first else None
+
         def restore() -> None:
-            started = pipeline.start(history.pages, history.slots)
+            started = pipeline.start(history.pages, history.slots, recompute)
             for layer in range(n_layers):
                 started.wait_for_layer(layer)
 

@@ -27,7 +27,7 @@ def sealed_page(layout: PageLayout = LAYOUT) -> np.ndarray:
 def test_segments_follow_an_aligned_header_without_gaps(page_size: int) -> None:
     layout = PageLayout(page_size, (1024, 2048, 1024))
     assert layout.header_bytes % 4096 == 0
-    assert layout.header_bytes >= 88 + 8 * page_size
+    assert layout.header_bytes >= 88 + 8 * page_size + 3 * 16
     assert layout.segment(0).start == layout.header_bytes
     assert layout.segment(1) == slice(layout.segment(0).stop, layout.segment(0).stop + 2048)
     assert layout.segment(2).stop == layout.page_bytes
@@ -71,3 +71,20 @@ def test_every_byte_of_the_header_counts() -> None:
         page = sealed_page()
         page[offset] ^= 0xFF
         assert LAYOUT.problem(page, NAMESPACE, KEY, TOKENS) is not None, offset
+
+
+def test_segments_that_were_not_read_are_not_looked_at_and_the_others_are() -> None:
+    for first in range(4):
+        page = sealed_page()
+        page[LAYOUT.header_bytes : LAYOUT.header_bytes + sum(LAYOUT.segment_bytes[:first])] = 0
+        assert LAYOUT.problem(page, NAMESPACE, KEY, TOKENS, first_layer=first) is None
+        for layer in range(first, 3):
+            page = sealed_page()
+            page[LAYOUT.segment(layer).stop - 1] ^= 1
+            assert LAYOUT.problem(page, NAMESPACE, KEY, TOKENS, first_layer=first) == "checksum"
+
+
+def test_layers_of_which_nothing_is_stored_take_no_bytes() -> None:
+    layout = PageLayout(16, (0, 0, 512))
+    assert layout.page_bytes == layout.header_bytes + 512
+    assert layout.problem(sealed_page(layout), NAMESPACE, KEY, TOKENS) is None

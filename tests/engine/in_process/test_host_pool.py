@@ -12,6 +12,7 @@ import torch
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.engine.capture import HiddenCapture
 from hcache_backend.engine.host_pool import HiddenStatePool
+from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.memory import HostPages, plan_host_pages, staging_places
 from hcache_backend.engine.self_check import SelfCheckFailed
 from hcache_backend.page import PageLayout
@@ -54,7 +55,8 @@ def pool() -> HiddenStatePool:
         allocator_type="default",
     )
     capture = StagedCapture(pool.arena, pool.kv_buffer, Staging(LAYERS, CODEC, 32, "cpu"), range(2))
-    pool.use(capture, RestorePipeline(pool.kv_buffer, LAYOUT, [], 64, "cpu"))
+    pipeline = RestorePipeline(pool.kv_buffer, LAYOUT, [], 64, "cpu")
+    pool.use(capture, KVSegments(pool.device_pool, (), PAGE), pipeline)
     return pool
 
 

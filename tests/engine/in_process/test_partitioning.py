@@ -1,0 +1,144 @@
+"""KV segments, queued loads and the choice of a partition, against SGLang's own classes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hcache_backend.config import ConfigError, parse_config
+from hcache_backend.engine.kv_segments import KVSegments
+from hcache_backend.engine.loads import LoadPlanner
+from hcache_backend.engine.partitioning import Partitioning, _fixed_partition
+from hcache_backend.page import PageLayout
+from hcache_backend.partition.layers import Partition
+from tests.engine.in_process.test_host_pool import PAGE, kv_pool
+
+SIZE = PAGE
+
+
+def test_kv_segments_come_back_to_other_slots_bit_for_bit() -> None:
+    pool = kv_pool(8)
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        buffer.copy_(torch.randn(buffer.shape))
+    kv = KVSegments(pool, (1,), SIZE)
+    layout = PageLayout(SIZE, (0, kv.segment_bytes(1)))
+    memory = torch.zeros((5, layout.page_bytes), dtype=torch.uint8)
+    slots = torch.cat((torch.arange(3 * SIZE, 4 * SIZE), torch.arange(SIZE, 2 * SIZE)))
+    pages = torch.tensor([4, 2])
+    kv.save(layout, memory, pages, slots)
+    assert kv.differs(layout, memory[2], slots[SIZE:]) is None
+    assert kv.differs(layout, memory[4], slots[SIZE:]) == 1
+    assert not memory[[0, 1, 3]].any()
+    k, v = pool.k_buffer[1][slots].clone(), pool.v_buffer[1][slots].clone()
+    others = pool.k_buffer[0].clone()
+    target = torch.cat((torch.arange(6 * SIZE, 7 * SIZE), torch.arange(5 * SIZE, 6 * SIZE)))
+    fill = kv.restored_layer(1).fill
+    assert fill is not None
+    fill(memory[pages, layout.segment(1)].contiguous(), target, target)
+    assert torch.equal(pool.k_buffer[1][target], k)
+    assert torch.equal(pool.v_buffer[1][target], v)
+    assert torch.equal(pool.k_buffer[0], others)
+
+
+class HostPages:
+    """What the planner asks of the host pool: page i holds the positions from i * size on."""
+
+    page_size = SIZE
+    page_layout = PageLayout(SIZE, (64,) * 4)
+
+    def __init__(self) -> None:
+        self.memory = np.zeros((8, self.page_layout.page_bytes), np.uint8)
+        for page in range(8):
+            self.page_layout.positions(self.memory)[page] = np.arange(SIZE) + page * SIZE
+        self.first = 0
+
+    def pages_of(self, host_indices: torch.Tensor) -> list[np.ndarray]:
+        return [self.memory[page] for page in host_indices.tolist()]
+
+    def first_layer(self, host_indices: torch.Tensor) -> int:
+        return self.first
+
+
+def planner(
+    host: HostPages, partition: Partition, recomputer: object = None, **fields: Any
+) -> LoadPlanner:
+    parts = Partitioning(partition, None, None, 1024, **fields)
+    return LoadPlanner(host, parts, recomputer, "cpu")  # type: ignore[arg-type]
+
+
+class TestQueuedLoads:
+    def test_whole_pages_are_loaded_whole(self) -> None:
+        loads = planner(HostPages(), Partition(0, 4, 0))
+        span = loads.span(torch.tensor([0, 1]))
+        assert span is not None
+        loads.add(span)
+        assert loads.next_recompute() is None
+
+    def test_layers_that_are_not_stored_need_the_prefix(self) -> None:
+        loads = planner(HostPages(), Partition(2, 2, 0), SimpleNamespace())
+        assert loads.span(torch.tensor([1, 2])) is None  # nobody said what is before page 1
+        loads.prefix = lambda: torch.arange(SIZE - 1)
+        assert loads.span(torch.tensor([1, 2])) is None  # that is not all of it
+        loads.prefix = lambda: torch.arange(SIZE)
+        span = loads.span(torch.tensor([1, 2]))
+        assert span is not None and span.missing == 2
+        loads.add(span)
+        recompute = loads.next_recompute()
+        assert recompute is not None and recompute.layers == 2
+        assert loads.next_recompute() is None  # it was for that restore only
+
+    def test_pages_that_do_not_follow_each_other_are_not_recomputed(self) -> None:
+        loads = planner(HostPages(), Partition(1, 3, 0), SimpleNamespace())
+        assert loads.span(torch.tensor([0, 2])) is None
+
+    def test_pages_without_first_layers_need_somebody_who_recomputes(self) -> None:
+        host = HostPages()
+        host.first = 3
+        assert planner(host, Partition(0, 4, 0)).span(torch.tensor([0])) is None
+        loads = planner(host, Partition(0, 4, 0), SimpleNamespace())
+        span = loads.span(torch.tensor([0]))
+        assert span is not None
+        loads.add(span)
+        recompute = loads.next_recompute()
+        assert recompute is not None and recompute.layers == 3
+
+    def test_one_load_that_cannot_be_recomputed_keeps_out_those_that_must(self) -> None:
+        host = HostPages()
+        loads = planner(host, Partition(0, 4, 0), SimpleNamespace())
+        unknown = loads.span(torch.tensor([2]))
+        assert unknown is not None and unknown.prefix is None
+        loads.add(unknown)
+        host.first = 1
+        assert loads.span(torch.tensor([0])) is None
+        assert loads.next_recompute() is None
+
+    def test_dropped_loads_are_forgotten(self) -> None:
+        loads = planner(HostPages(), Partition(1, 3, 0), SimpleNamespace())
+        span = loads.span(torch.tensor([0]))
+        assert span is not None
+        loads.add(span)
+        loads.forget()
+        assert loads.next_recompute() is None
+
+
+class TestPartition:
+    def test_kv_takes_the_place_of_recomputation_that_is_not_possible(self) -> None:
+        parts = Partitioning(Partition(1, 2, 1), None, None, 1024)
+        assert parts.methods == ("recompute", "hidden", "hidden", "kv")
+        without = parts.without_recompute("tensor parallelism")
+        assert without.methods == ("kv", "hidden", "hidden", "kv")
+        assert without.layers("hidden") == parts.layers("hidden")  # what is captured stays
+        assert without.first_layers(100, 0, "none") == 0
+
+    def test_options_decide_before_the_profile(self) -> None:
+        hidden = parse_config({"mode": "hidden"}, "hcache")
+        assert _fixed_partition(hidden, 4) == Partition(0, 4, 0)
+        assert _fixed_partition(parse_config({}, "hcache"), 4) is None
+        given = parse_config({"partition": {"recompute": 1, "kv": 3}}, "hcache")
+        assert _fixed_partition(given, 4) == Partition(1, 0, 3)
+        with pytest.raises(ConfigError, match="that is 4 layers, and the model has 5"):
+            _fixed_partition(given, 5)

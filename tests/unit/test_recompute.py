@@ -1,0 +1,193 @@
+"""Recomputation: K and V as one pass over the whole sequence gives them, however it is cut."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from hcache_backend.restore.recompute import (
+    RecomputeAttention,
+    Recomputer,
+    RecomputeRefused,
+    RestoredSpan,
+)
+
+WIDTH, HEADS, DIM, LAYERS, SLOTS, FIRST = 16, 4, 4, 3, 200, 5
+
+
+def kernel(layer: int, kv_heads: int, **others: Any) -> SimpleNamespace:
+    """The engine's attention object of a layer; the model's first layer is number 5."""
+    plain = {
+        "layer_id": FIRST + layer,
+        "tp_q_head_num": HEADS,
+        "tp_k_head_num": kv_heads,
+        "tp_v_head_num": kv_heads,
+        "qk_head_dim": DIM,
+        "v_head_dim": DIM,
+        "scaling": 0.4,
+        "logit_cap": 0.0,
+        "sliding_window_size": -1,
+        "is_cross_attention": False,
+        "attn_type": SimpleNamespace(value="decoder"),
+    }
+    return SimpleNamespace(**plain | others)
+
+
+class Pool:
+    """K and V of every slot, poisoned."""
+
+    def __init__(self, kv_heads: int) -> None:
+        self.k = torch.full((LAYERS, SLOTS, kv_heads, DIM), float("nan"), dtype=torch.float64)
+        self.v = self.k.clone()
+
+    def store(self, kernel: Any, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.k[kernel.layer_id - FIRST, slots] = k
+        self.v[kernel.layer_id - FIRST, slots] = v
+
+    def fetch(self, kernel: Any, slots: torch.Tensor, dtype: torch.dtype) -> Any:
+        return self.k[kernel.layer_id - FIRST, slots], self.v[kernel.layer_id - FIRST, slots]
+
+
+class Model:
+    """A transformer whose K depends on positions, and on all tokens before in later layers."""
+
+    def __init__(self, kv_heads: int = HEADS) -> None:
+        torch.manual_seed(0)
+        self.kv_heads = kv_heads
+        self.embedding = torch.randn(50, WIDTH, dtype=torch.float64)
+        shape = (LAYERS, (HEADS + 2 * kv_heads) * DIM, WIDTH)
+        self.qkv = torch.randn(shape, dtype=torch.float64) / 4
+        self.out = torch.randn(LAYERS, WIDTH, HEADS * DIM, dtype=torch.float64) / 4
+        self.kernels = [kernel(layer, kv_heads) for layer in range(LAYERS)]
+        self.layers_run = 0
+        self.tokens_seen: list[int] = []
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        attention: RecomputeAttention,
+    ) -> torch.Tensor:
+        self.tokens_seen.append(len(token_ids))
+        x = self.embedding[token_ids]
+        for layer in range(LAYERS):
+            self.layers_run += 1
+            q, k, v = self.project(layer, x, positions)
+            attended = attention.attend(self.kernels[layer], q, k, v, stored=False, extra=False)
+            x = torch.tanh(x + attended @ self.out[layer].T)
+        return x
+
+    def project(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> Any:
+        rows = x @ self.qkv[layer].T + 0.1 * positions[:, None]
+        return rows.split([HEADS * DIM, *[self.kv_heads * DIM] * 2], dim=1)
+
+    def whole(self, token_ids: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """K and V of every layer of one sequence, by plain causal attention."""
+        x, found = self.embedding[token_ids], []
+        for layer in range(LAYERS):
+            q, k, v = self.project(layer, x, torch.arange(len(x)))
+            k, v = (part.view(len(x), self.kv_heads, DIM) for part in (k, v))
+            found.append((k, v))
+            spread = HEADS // self.kv_heads
+            heads = [
+                part.transpose(0, 1)
+                for part in (
+                    q.view(len(x), HEADS, DIM),
+                    *(part.repeat_interleave(spread, dim=1) for part in (k, v)),
+                )
+            ]
+            attended = functional.scaled_dot_product_attention(*heads, is_causal=True, scale=0.4)
+            x = torch.tanh(x + attended.transpose(0, 1).reshape(len(x), -1) @ self.out[layer].T)
+        return found
+
+
+def sequence(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids, and slots in no order that no other seed below 3 has."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 50, (tokens,), generator=generator)
+    return ids, torch.randperm(60, generator=generator)[:tokens] + 60 * seed
+
+
+def assert_restored(
+    pool: Pool, model: Model, ids: torch.Tensor, slots: torch.Tensor, layers: int
+) -> None:
+    for layer, (k, v) in enumerate(model.whole(ids)[:layers]):
+        torch.testing.assert_close(pool.k[layer, slots], k, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(pool.v[layer, slots], v, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kv_heads", [HEADS, 2, 1])
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_spans_with_and_without_prefix_in_one_pass(layers: int, chunk: int, kv_heads: int) -> None:
+    model, pool = Model(kv_heads), Pool(kv_heads)
+    recomputer = Recomputer(model.forward, pool, FIRST, chunk)
+    (a, a_slots), (b, b_slots) = sequence(20, 0), sequence(33, 1)
+    none = a_slots[:0]
+    recomputer.run(layers, b[:9], torch.arange(9), b_slots[:9], [RestoredSpan(9, none)])
+    # Another sequence, the rest of the first one in two spans: the second has the first before it.
+    spans = [
+        RestoredSpan(20, none),
+        RestoredSpan(11, b_slots[:9]),
+        RestoredSpan(13, b_slots[:20]),
+    ]
+    ids = torch.cat((a, b[9:]))
+    positions = torch.cat((torch.arange(20), torch.arange(9, 33)))
+    recomputer.run(layers, ids, positions, torch.cat((a_slots, b_slots[9:])), spans)
+    assert_restored(pool, model, a, a_slots, layers)
+    assert_restored(pool, model, b, b_slots, layers)
+    assert pool.k[layers:].isnan().all()  # later layers are not touched
+    others = torch.ones(SLOTS, dtype=torch.bool)
+    others[torch.cat((a_slots, b_slots))] = False
+    assert pool.k[:, others].isnan().all()
+    assert max(model.tokens_seen) <= chunk
+
+
+def test_the_model_stops_at_k_and_v_of_the_last_wanted_layer() -> None:
+    model = Model()
+    ids, slots = sequence(5, 0)
+    recomputer = Recomputer(model.forward, Pool(HEADS), FIRST, 64)
+    recomputer.run(2, ids, torch.arange(5), slots, [RestoredSpan(5, slots[:0])])
+    assert model.layers_run == 2
+
+
+def test_many_queries_attend_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hcache_backend.restore.recompute._QUERY_ROWS", 3)
+    model, pool = Model(2), Pool(2)
+    ids, slots = sequence(20, 0)
+    recomputer = Recomputer(model.forward, pool, FIRST, 64)
+    positions = torch.arange(20)
+    recomputer.run(3, ids[:8], positions[:8], slots[:8], [RestoredSpan(8, slots[:0])])
+    recomputer.run(3, ids[8:], positions[8:], slots[8:], [RestoredSpan(12, slots[:8])])
+    assert_restored(pool, model, ids, slots, 3)
+
+
+@pytest.mark.parametrize(
+    "unusual",
+    [
+        {"logit_cap": 30.0},
+        {"sliding_window_size": 4},
+        {"is_cross_attention": True},
+        {"attn_type": SimpleNamespace(value="encoder_only")},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_attention_of_another_kind_is_refused(unusual: dict[str, Any]) -> None:
+    model = Model()
+    model.kernels[1] = kernel(1, HEADS, **unusual)
+    ids, slots = sequence(5, 0)
+    recomputer = Recomputer(model.forward, Pool(HEADS), FIRST, 64)
+    with pytest.raises(RecomputeRefused, match="layer 6 has an attention of its own kind"):
+        recomputer.run(3, ids, torch.arange(5), slots, [RestoredSpan(5, slots[:0])])
+
+
+def test_a_model_that_ends_early_is_refused() -> None:
+    ids, slots = sequence(5, 0)
+    recomputer = Recomputer(lambda *_: None, Pool(HEADS), FIRST, 64)
+    with pytest.raises(RecomputeRefused, match="ended before attention of layer 0"):
+        recomputer.run(1, ids, torch.arange(5), slots, [RestoredSpan(5, slots[:0])])
