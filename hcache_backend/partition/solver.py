@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 from hcache_backend.partition.costs import L3Path, LayerCosts, layer_costs
-from hcache_backend.partition.layers import Partition
+from hcache_backend.partition.layers import METHODS, Method, Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile
 from hcache_backend.partition.timeline import finish
@@ -45,17 +45,31 @@ def objective_with(ring: int | None) -> Objective:
     return makespan if ring is None else partial(finish, ring=ring)
 
 
-def search(costs: LayerCosts, layers: int, objective: Objective = makespan) -> Partition:
+def search(
+    costs: LayerCosts,
+    layers: int,
+    objective: Objective = makespan,
+    methods: Collection[Method] = METHODS,
+) -> Partition:
     """The best of all partitions of ``layers`` layers under an objective.
 
     Of equally fast ones the one that recomputes least, then the one with most hidden states.
+
+    Args:
+        costs: Seconds of one layer.
+        layers: Layers of the model.
+        objective: Seconds of a restore.
+        methods: Those that may be used. Without hidden states it is the paper's naive hybrid
+            (section 6.3.1).
     """
+    usable = set(methods)
     every = (
         Partition(recompute, hidden, layers - recompute - hidden)
         for recompute in range(layers + 1)
         for hidden in range(layers - recompute, -1, -1)
     )
-    return min(every, key=lambda partition: objective(costs, partition))
+    allowed = (partition for partition in every if partition.methods <= usable)
+    return min(allowed, key=lambda partition: objective(costs, partition))
 
 
 def closed_form(costs: LayerCosts, layers: int) -> Partition | None:
