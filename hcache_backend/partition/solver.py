@@ -40,9 +40,14 @@ def steady_makespan(costs: LayerCosts, partition: Partition) -> float:
     return costs.l3_h * partition.hidden + costs.l3_kv * partition.kv + max(compute, transfer)
 
 
-def objective_with(ring: int | None) -> Objective:
-    """:func:`makespan`, on a device that has room for ``ring`` segments (None: for all)."""
-    return makespan if ring is None else partial(finish, ring=ring)
+def objective_with(ring: int | None, chunks: int = 1) -> Objective:
+    """:func:`makespan` where the device has room for ``ring`` segments; None: for all of them.
+
+    A layer consists of ``chunks`` segments.
+    """
+    if ring is None and chunks == 1:
+        return makespan
+    return partial(finish, ring=ring, chunks=chunks)
 
 
 def search(
@@ -99,6 +104,7 @@ def solve(
     l3: L3Path = "overlapped",
     early_stop: bool = False,
     ring: int | None = None,
+    chunks: int = 1,
 ) -> Partition:
     """The partition that restores ``tokens`` tokens fastest: what to store for every layer.
 
@@ -114,9 +120,10 @@ def solve(
         l3: Where L3 is in a restore.
         early_stop: Whether recomputation ends with K and V of its last layer.
         ring: Segments that have room on the device; None: all of them.
+        chunks: Segments of one layer.
     """
     costs = layer_costs(profile, model, tokens, tp=tp, l3=l3, early_stop=early_stop)
-    return search(costs, model.layers, objective_with(ring))
+    return search(costs, model.layers, objective_with(ring, chunks))
 
 
 def recompute_layers(
@@ -130,6 +137,7 @@ def recompute_layers(
     l3: L3Path = "overlapped",
     early_stop: bool = False,
     ring: int | None = None,
+    chunks: int = 1,
 ) -> int:
     """How many of the first layers one restore recomputes instead of loading them.
 
@@ -145,9 +153,10 @@ def recompute_layers(
         l3: Where the pages are: ``none`` when host memory has them.
         early_stop: Whether recomputation ends with K and V of its last layer.
         ring: Segments that have room on the device; None: all of them.
+        chunks: Segments of one layer.
     """
     costs = layer_costs(profile, model, tokens, prefix=prefix, tp=tp, l3=l3, early_stop=early_stop)
-    objective = objective_with(ring)
+    objective = objective_with(ring, chunks)
     return min(
         range(partition.recompute, partition.layers + 1),
         key=lambda first: objective(costs, partition.recomputing(first)),

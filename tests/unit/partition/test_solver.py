@@ -161,6 +161,25 @@ def test_more_room_on_the_device_is_never_slower(
     assert ends[0] >= ends[1] >= ends[2] == ends[3]
 
 
+@given(any_costs(), partitions(), rings, st.integers(1, 4))
+def test_layers_in_parts_are_never_slower_in_the_same_memory(
+    costs: LayerCosts, partition: Partition, ring: int | None, chunks: int
+) -> None:
+    whole = finish(costs, partition, ring)
+    parts = finish(costs, partition, None if ring is None else ring * chunks, chunks)
+    assert parts <= whole * (1 + 1e-9)
+    # Projections and transfers cannot end before their sum, nor begin before L3 is read.
+    assert parts >= steady_makespan(costs, partition) * (1 - 1e-9)
+
+
+def test_parts_of_layers_overlap() -> None:
+    costs = LayerCosts(io_h=2.0, io_kv=4.0, c_h=4.0, c_tok=10.0)
+    assert finish(costs, Partition(0, 2, 0), 3, chunks=2) == 1 + 4 * 2
+    assert finish(costs, Partition(0, 2, 0), 1, chunks=2) == 4 * (1 + 2)
+    assert finish(costs, Partition(1, 2, 0), 3, chunks=2) == 10 + 4 * 2
+    assert finish(costs, Partition(0, 1, 1), 2, chunks=2) == 1 + 2 + 2 + 2
+
+
 def test_kv_waits_for_room_behind_hidden_states() -> None:
     """With room for all it would be there after 7 s, when the projections are done."""
     costs = LayerCosts(io_h=1.0, io_kv=2.0, c_h=2.0, c_tok=10.0)
@@ -414,8 +433,11 @@ def test_little_room_means_little_recomputation() -> None:
         recompute_layers(profile, model, everything, 1024, ring=ring) for ring in (3, 12, 24, None)
     ]
     assert found == [1, 6, 10, 10]
+    halves = recompute_layers(profile, model, everything, 1024, ring=24, chunks=2)
+    assert found[1] <= halves < found[2]
     assert solve(profile, model, 1024, ring=3) == Partition(1, 39, 0)
     assert solve(profile, model, 1024, ring=24) == solve(profile, model, 1024)
+    assert solve(profile, model, 1024, ring=24, chunks=2).recompute == halves
 
 
 def test_a_decision_takes_no_time_that_a_request_would_notice() -> None:
