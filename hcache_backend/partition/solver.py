@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 from hcache_backend.partition.costs import L3Path, LayerCosts, layer_costs
@@ -13,6 +13,7 @@ from hcache_backend.partition.profile import Profile
 from hcache_backend.partition.timeline import finish
 
 Objective = Callable[[LayerCosts, Partition], float]
+"""Seconds of a restore; :func:`steady_makespan` or more."""
 
 
 def makespan(costs: LayerCosts, partition: Partition) -> float:
@@ -74,7 +75,7 @@ def search(
         for hidden in range(layers - recompute, -1, -1)
     )
     allowed = (partition for partition in every if partition.methods <= usable)
-    return min(allowed, key=lambda partition: objective(costs, partition))
+    return _fastest(costs, allowed, objective)
 
 
 def closed_form(costs: LayerCosts, layers: int) -> Partition | None:
@@ -156,8 +157,18 @@ def recompute_layers(
         chunks: Segments of one layer.
     """
     costs = layer_costs(profile, model, tokens, prefix=prefix, tp=tp, l3=l3, early_stop=early_stop)
-    objective = objective_with(ring, chunks)
-    return min(
-        range(partition.recompute, partition.layers + 1),
-        key=lambda first: objective(costs, partition.recomputing(first)),
-    )
+    numbers = range(partition.recompute, partition.layers + 1)
+    choices = (partition.recomputing(first) for first in numbers)
+    return _fastest(costs, choices, objective_with(ring, chunks)).recompute
+
+
+def _fastest(costs: LayerCosts, partitions: Iterable[Partition], objective: Objective) -> Partition:
+    """The first of the fastest, without asking the objective where it cannot be faster."""
+    best, fastest = None, math.inf
+    for partition in partitions:
+        if steady_makespan(costs, partition) < fastest:
+            seconds = objective(costs, partition)
+            if seconds < fastest:
+                best, fastest = partition, seconds
+    assert best is not None
+    return best

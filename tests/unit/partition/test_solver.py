@@ -203,7 +203,7 @@ def test_the_search_equals_brute_force(costs: LayerCosts, layers: int) -> None:
 def test_the_search_knows_how_much_room_there_is(costs: LayerCosts, layers: int, ring: int) -> None:
     found = search(costs, layers, objective_with(ring))
     best = min(finish(costs, partition, ring) for partition in all_partitions(layers))
-    assert finish(costs, found, ring) == best
+    assert finish(costs, found, ring) == pytest.approx(best)
     assert best >= makespan(costs, search(costs, layers)) - 1e-9
 
 
@@ -228,8 +228,9 @@ def test_the_search_uses_the_methods_that_it_may(
     found = search(costs, layers, objective, methods)
     assert found.methods <= methods
     allowed = [each for each in all_partitions(layers) if each.methods <= methods]
-    assert objective(costs, found) == min(objective(costs, each) for each in allowed)
-    assert objective(costs, search(costs, layers, objective)) <= objective(costs, found)
+    seconds = objective(costs, found)
+    assert seconds == pytest.approx(min(objective(costs, each) for each in allowed))
+    assert objective(costs, search(costs, layers, objective)) <= seconds * (1 + 1e-9)
 
 
 @given(any_costs(), layer_counts, st.lists(st.floats(0.1, 1), min_size=6, max_size=6))
@@ -441,7 +442,7 @@ def test_little_room_means_little_recomputation() -> None:
 
 
 def test_a_decision_takes_no_time_that_a_request_would_notice() -> None:
-    """80 layers and a short ring. About 2 ms; the bound leaves room for a busy machine."""
+    """80 layers and a short ring. Far below a millisecond; the bound is for busy machines."""
     model = read_model(Path(__file__).parent / "configs" / "llama-2-13b.json")
     model, profile = model.model_copy(update={"layers": 80}), preset_profile("a100-40g", ssds=1)
     times = []
