@@ -12,7 +12,7 @@ ARGS ?=
 GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 	'import sys, importlib.util as u; u.find_spec("sglang") and print(sys.executable)' 2>/dev/null)
 
-.PHONY: setup demo test test-long lint bench-store bench-codecs
+.PHONY: setup demo test test-long lint bench-store bench-codecs bench-partition-figures
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -72,3 +72,7 @@ bench-store: setup
 # What each codec of hidden states costs: bytes, error of K and V, changed tokens. Ten minutes.
 bench-codecs: setup
 	$(BIN)/python bench/codecs.py $(ARGS)
+
+# The paper's figures of partitions, simulated, beside its numbers. Seconds.
+bench-partition-figures: setup
+	$(BIN)/python -m bench.partition_figures $(ARGS)

@@ -8,11 +8,12 @@ computation, so it fills the bus while the last projections run (paper section 4
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from hcache_backend.partition.model_shape import ModelShape
 
 Method = Literal["recompute", "hidden", "kv"]
+METHODS: tuple[Method, ...] = get_args(Method)
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,11 @@ class Partition:
     @property
     def layers(self) -> int:
         return self.recompute + self.hidden + self.kv
+
+    @property
+    def methods(self) -> set[Method]:
+        """The methods that restore a layer or more."""
+        return {method for method in METHODS if getattr(self, method)}
 
     def method(self, layer: int) -> Method:
         """The method of ``layer``."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 from hcache_backend.partition.costs import L3Path, LayerCosts, layer_costs
-from hcache_backend.partition.layers import Partition
+from hcache_backend.partition.layers import METHODS, Method, Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile
 from hcache_backend.partition.timeline import finish
 
 Objective = Callable[[LayerCosts, Partition], float]
+"""Seconds of a restore; :func:`steady_makespan` or more."""
 
 
 def makespan(costs: LayerCosts, partition: Partition) -> float:
@@ -40,22 +41,41 @@ def steady_makespan(costs: LayerCosts, partition: Partition) -> float:
     return costs.l3_h * partition.hidden + costs.l3_kv * partition.kv + max(compute, transfer)
 
 
-def objective_with(ring: int | None) -> Objective:
-    """:func:`makespan`, on a device that has room for ``ring`` segments (None: for all)."""
-    return makespan if ring is None else partial(finish, ring=ring)
+def objective_with(ring: int | None, chunks: int = 1) -> Objective:
+    """:func:`makespan` where the device has room for ``ring`` segments; None: for all of them.
+
+    A layer consists of ``chunks`` segments.
+    """
+    if ring is None and chunks == 1:
+        return makespan
+    return partial(finish, ring=ring, chunks=chunks)
 
 
-def search(costs: LayerCosts, layers: int, objective: Objective = makespan) -> Partition:
+def search(
+    costs: LayerCosts,
+    layers: int,
+    objective: Objective = makespan,
+    methods: Collection[Method] = METHODS,
+) -> Partition:
     """The best of all partitions of ``layers`` layers under an objective.
 
     Of equally fast ones the one that recomputes least, then the one with most hidden states.
+
+    Args:
+        costs: Seconds of one layer.
+        layers: Layers of the model.
+        objective: Seconds of a restore.
+        methods: Those that may be used. Without hidden states it is the paper's naive hybrid
+            (section 6.3.1).
     """
+    usable = set(methods)
     every = (
         Partition(recompute, hidden, layers - recompute - hidden)
         for recompute in range(layers + 1)
         for hidden in range(layers - recompute, -1, -1)
     )
-    return min(every, key=lambda partition: objective(costs, partition))
+    allowed = (partition for partition in every if partition.methods <= usable)
+    return _fastest(costs, allowed, objective)
 
 
 def closed_form(costs: LayerCosts, layers: int) -> Partition | None:
@@ -85,6 +105,7 @@ def solve(
     l3: L3Path = "overlapped",
     early_stop: bool = False,
     ring: int | None = None,
+    chunks: int = 1,
 ) -> Partition:
     """The partition that restores ``tokens`` tokens fastest: what to store for every layer.
 
@@ -100,9 +121,10 @@ def solve(
         l3: Where L3 is in a restore.
         early_stop: Whether recomputation ends with K and V of its last layer.
         ring: Segments that have room on the device; None: all of them.
+        chunks: Segments of one layer.
     """
     costs = layer_costs(profile, model, tokens, tp=tp, l3=l3, early_stop=early_stop)
-    return search(costs, model.layers, objective_with(ring))
+    return search(costs, model.layers, objective_with(ring, chunks))
 
 
 def recompute_layers(
@@ -116,6 +138,7 @@ def recompute_layers(
     l3: L3Path = "overlapped",
     early_stop: bool = False,
     ring: int | None = None,
+    chunks: int = 1,
 ) -> int:
     """How many of the first layers one restore recomputes instead of loading them.
 
@@ -131,10 +154,21 @@ def recompute_layers(
         l3: Where the pages are: ``none`` when host memory has them.
         early_stop: Whether recomputation ends with K and V of its last layer.
         ring: Segments that have room on the device; None: all of them.
+        chunks: Segments of one layer.
     """
     costs = layer_costs(profile, model, tokens, prefix=prefix, tp=tp, l3=l3, early_stop=early_stop)
-    objective = objective_with(ring)
-    return min(
-        range(partition.recompute, partition.layers + 1),
-        key=lambda first: objective(costs, partition.recomputing(first)),
-    )
+    numbers = range(partition.recompute, partition.layers + 1)
+    choices = (partition.recomputing(first) for first in numbers)
+    return _fastest(costs, choices, objective_with(ring, chunks)).recompute
+
+
+def _fastest(costs: LayerCosts, partitions: Iterable[Partition], objective: Objective) -> Partition:
+    """The first of the fastest, without asking the objective where it cannot be faster."""
+    best, fastest = None, math.inf
+    for partition in partitions:
+        if steady_makespan(costs, partition) < fastest:
+            seconds = objective(costs, partition)
+            if seconds < fastest:
+                best, fastest = partition, seconds
+    assert best is not None
+    return best

@@ -56,8 +56,26 @@ def simulate(costs: LayerCosts, partition: Partition, ring: int | None = None) -
     return tasks
 
 
-def finish(costs: LayerCosts, partition: Partition, ring: int | None = None) -> float:
-    """Seconds until all that :func:`simulate` runs has ended."""
+def finish(
+    costs: LayerCosts, partition: Partition, ring: int | None = None, chunks: int = 1
+) -> float:
+    """Seconds until all that :func:`simulate` runs has ended.
+
+    Args:
+        costs: Seconds of one layer.
+        partition: The method of every layer.
+        ring: Segments that have room on the device, None: all.
+        chunks: Segments of one layer: those of a long restore come, and are projected, in parts.
+    """
+    if chunks > 1:
+        costs = costs._replace(
+            io_h=costs.io_h / chunks,
+            io_kv=costs.io_kv / chunks,
+            c_h=costs.c_h / chunks,
+            l3_h=costs.l3_h / chunks,
+            l3_kv=costs.l3_kv / chunks,
+        )
+        partition = Partition(partition.recompute, partition.hidden * chunks, partition.kv * chunks)
     return _Runs(costs, partition, ring).end
 
 

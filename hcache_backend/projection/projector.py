@@ -52,19 +52,7 @@ class Projector:
     def project(
         self, layer: AttentionLayer, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one layer (paper section 3.1).
-
-        Args:
-            layer: The layer.
-            hidden: Input of the QKV projection, ``[n, hidden]``, on the model's device.
-            positions: Positions of the tokens, int64 ``[n]``, on the model's device.
-
-        Returns:
-            K ``[n, kv_heads, head_dim]`` and V ``[n, kv_heads, v_head_dim]``, model dtype.
-
-        Raises:
-            ProjectionFailed: The attention module gave no K and V.
-        """
+        """As :meth:`GenericProjector.project`, by the layer's spec where it has one."""
         spec = self._specs[layer.index]
         if spec is None:
             return self.generic.project(layer, hidden, positions)

@@ -52,7 +52,8 @@ def stage_rows(
     if rows.is_cuda:
         from . import staging_triton
 
-        staging_triton.stage_rows(rows, ok, places, step, staged, layer)
+        if len(rows):
+            staging_triton.stage_launch(rows, ok, places, step, staged, layer).run()
         return
     staged.rows[layer].index_copy_(0, places, rows)
     mark = step.expand(len(rows))
@@ -82,7 +83,9 @@ def save_rows(
     if staged.is_cuda:
         from . import staging_triton
 
-        staging_triton.save_rows(staged, slots, shadows, arena, segments, page_size)
+        if len(slots):
+            launch = staging_triton.save_launch(staged, slots, shadows, arena, segments, page_size)
+            launch.run()
         return
     row_bytes = staged.shape[-1]
     pages, rows = shadows[slots // page_size], slots % page_size

@@ -74,32 +74,6 @@ def save_kernel(
         tl.store(target + at, words, mask=at < WORDS)
 
 
-def stage_rows(
-    rows: torch.Tensor,
-    ok: torch.Tensor | None,
-    places: torch.Tensor,
-    step: torch.Tensor,
-    staged: StagedRows,
-    layer: int,
-) -> None:
-    """See :func:`hcache_kernels.staging.stage_rows`."""
-    if len(rows):
-        stage_launch(rows, ok, places, step, staged, layer).run()
-
-
-def save_rows(
-    staged: torch.Tensor,
-    slots: torch.Tensor,
-    shadows: torch.Tensor,
-    arena: torch.Tensor,
-    segments: torch.Tensor,
-    page_size: int,
-) -> None:
-    """See :func:`hcache_kernels.staging.save_rows`."""
-    if staged.shape[1]:
-        save_launch(staged, slots, shadows, arena, segments, page_size).run()
-
-
 def stage_launch(
     rows: torch.Tensor,
     ok: torch.Tensor | None,
@@ -108,7 +82,7 @@ def stage_launch(
     staged: StagedRows,
     layer: int,
 ) -> Launch:
-    """The launch of :func:`stage_rows`."""
+    """The launch of :func:`hcache_kernels.staging.stage_rows`; for no rows there is none."""
     n, row_bytes = rows.shape
     # The model's own tensors may be rows of something wider.
     word = _word_bytes(row_bytes, rows.stride(0), rows.storage_offset() * rows.element_size())
@@ -138,7 +112,7 @@ def save_launch(
     segments: torch.Tensor,
     page_size: int,
 ) -> Launch:
-    """The launch of :func:`save_rows`."""
+    """The launch of :func:`hcache_kernels.staging.save_rows`; for no rows there is none."""
     layers, n, row_bytes = staged.shape
     # Segments are multiples of rows behind a header of 4096 bytes, so rows decide alignment.
     word = _word_bytes(row_bytes, staged.stride(0), arena.shape[1])

@@ -78,6 +78,21 @@ class Job:
     launch: Callable[[], Launch]
 
 
+def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """A tensor that has no memory: all that a compilation asks of it."""
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def device_name(capability: tuple[int, int]) -> str:
+    return f"sm_{capability[0]}{capability[1]}"
+
+
+def require_fits(job: Job, usage: Usage) -> None:
+    """Nothing spills, and the job's device has the shared memory that it takes."""
+    assert usage.stack == 0
+    assert usage.shared <= SHARED_MEMORY[job.capability] * 1024
+
+
 def compile_all(jobs: Mapping[str, Job]) -> dict[str, Usage]:
     """Compile every job, without Triton's cache, in a few processes."""
     assert os.environ.get("TRITON_INTERPRET", "0") == "0", "interpreted kernels do not compile"

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernels.compilation import Usage
+from tests.kernels.compilation import Usage, compile_all
 
 USAGES = pytest.StashKey[dict[str, Usage]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[USAGES] = {}
+
+
+@pytest.fixture(scope="module")
+def usages(request: pytest.FixtureRequest) -> dict[str, Usage]:
+    """Of the module's ``JOBS``, all compiled before its first test."""
+    usages = compile_all(request.module.JOBS)
+    request.config.stash[USAGES].update(usages)
+    return usages
 
 
 def pytest_terminal_summary(

@@ -13,8 +13,7 @@ from hcache_kernels.project_kv.configs import FusedConfig, fused_configs, kind_o
 from hcache_kernels.project_kv.fused import fused_launches
 from hcache_kernels.project_kv.launch import Launch, head_pairs
 from hcache_kernels.project_kv.library import epilogue_launch
-from tests.kernels.compilation import SHARED_MEMORY, Job, Usage, compile_all
-from tests.kernels.conftest import USAGES
+from tests.kernels.compilation import SHARED_MEMORY, Job, Usage, device_name, empty, require_fits
 
 N = 4096
 HIDDEN = 4096 + 16  # the last tile of the product is masked
@@ -34,10 +33,6 @@ MANY_ACCUMULATORS = 128
 
 # All of them are compiled before the first test, in two processes.
 pytestmark = pytest.mark.timeout(1800)
-
-
-def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def make_projection(epilogue: str, head_dim: int, dtype: torch.dtype) -> KVProjection:
@@ -91,7 +86,7 @@ def fused_jobs() -> Iterator[tuple[str, Job]]:
                         seen.add(config)
                         tile = f"{config.rows} x {config.heads} heads, {config.stages} stages"
                         yield (
-                            f"{name(capability)} fused {name(dtype)} head {head_dim} "
+                            f"{device_name(capability)} fused {name(dtype)} head {head_dim} "
                             f"{tile}, {config.warps} warps, {epilogue}",
                             Job(
                                 capability, partial(fused_launch, epilogue, head_dim, dtype, config)
@@ -106,28 +101,20 @@ def library_jobs() -> Iterator[tuple[str, Job]]:
             ("norm over all", 128, torch.float8_e5m2),
             ("norm over all", 256, torch.bfloat16),
         ):
+            what = f"{device_name(capability)} library, heads of {head_dim}"
             yield (
-                f"{name(capability)} library, heads of {head_dim} to {name(pool_type)}, {epilogue}",
+                f"{what} to {name(pool_type)}, {epilogue}",
                 Job(capability, partial(library_epilogue, epilogue, head_dim, pool_type)),
             )
 
 
-def name(of: tuple[int, int] | torch.dtype) -> str:
-    return str(of).removeprefix("torch.") if isinstance(of, torch.dtype) else f"sm_{of[0]}{of[1]}"
+def name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 JOBS = dict([*fused_jobs(), *library_jobs()])
 
 
-@pytest.fixture(scope="module")
-def usages(pytestconfig: pytest.Config) -> dict[str, Usage]:
-    usages = compile_all(JOBS)
-    pytestconfig.stash[USAGES].update(usages)
-    return usages
-
-
 @pytest.mark.parametrize("job", JOBS)
 def test_nothing_spills_and_shared_memory_suffices(job: str, usages: dict[str, Usage]) -> None:
-    usage = usages[job]
-    assert usage.stack == 0
-    assert usage.shared <= SHARED_MEMORY[JOBS[job].capability] * 1024
+    require_fits(JOBS[job], usages[job])

@@ -10,16 +10,11 @@ import torch
 
 from hcache_kernels.launch import Launch
 from hcache_kernels.staging import StagedRows, staging_triton
-from tests.kernels.compilation import SHARED_MEMORY, Job, Usage, compile_all
-from tests.kernels.conftest import USAGES
+from tests.kernels.compilation import SHARED_MEMORY, Job, Usage, device_name, empty, require_fits
 
 N, LAYERS, PLACES, PAGE = 64, 4, 512, 64
 ROW_BYTES = (8192, 6304, 392)
 """bfloat16 of a usual width, exp4 of it, and rows that are multiples of 8 bytes only."""
-
-
-def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def ids(*shape: int) -> torch.Tensor:
@@ -40,7 +35,7 @@ def save(row_bytes: int) -> Launch:
 
 def jobs() -> Iterator[tuple[str, Job]]:
     for capability in SHARED_MEMORY:
-        what = f"sm_{capability[0]}{capability[1]}"
+        what = device_name(capability)
         for row_bytes in ROW_BYTES:
             for with_ok in (False, True):
                 name = f"{what} stage {row_bytes}{' with ok' if with_ok else ''}"
@@ -51,15 +46,6 @@ def jobs() -> Iterator[tuple[str, Job]]:
 JOBS = dict(jobs())
 
 
-@pytest.fixture(scope="module")
-def usages(pytestconfig: pytest.Config) -> dict[str, Usage]:
-    usages = compile_all(JOBS)
-    pytestconfig.stash[USAGES].update(usages)
-    return usages
-
-
 @pytest.mark.parametrize("job", JOBS)
 def test_nothing_spills_and_shared_memory_suffices(job: str, usages: dict[str, Usage]) -> None:
-    usage = usages[job]
-    assert usage.stack == 0
-    assert usage.shared <= SHARED_MEMORY[JOBS[job].capability] * 1024
+    require_fits(JOBS[job], usages[job])

@@ -11,16 +11,11 @@ import torch
 from hcache_kernels.codecs import exp4_triton, make_codec, scaled_triton
 from hcache_kernels.launch import Launch
 from hcache_kernels.pages import copies
-from tests.kernels.compilation import SHARED_MEMORY, Job, Usage, compile_all
-from tests.kernels.conftest import USAGES
+from tests.kernels.compilation import SHARED_MEMORY, Job, Usage, device_name, empty, require_fits
 
 N = 1024
 WIDTHS = (256, 4096, 7168)
 """One warp, the usual width, and one whose last block is masked."""
-
-
-def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def exp4_launch(decode: bool, width: int) -> Launch:
@@ -53,7 +48,7 @@ def scatter_launch(row_bytes: int) -> Launch:
 def jobs() -> Iterator[tuple[str, Job]]:
     for capability in SHARED_MEMORY:
         for decode in (False, True):
-            what = f"sm_{capability[0]}{capability[1]} {'decode' if decode else 'encode'}"
+            what = f"{device_name(capability)} {'decode' if decode else 'encode'}"
             for width in WIDTHS:
                 yield f"{what} exp4, {width}", Job(capability, partial(exp4_launch, decode, width))
             for name, dtype in (("int8", torch.bfloat16), ("fp8", torch.float32)):
@@ -61,7 +56,7 @@ def jobs() -> Iterator[tuple[str, Job]]:
                     f"{what} {name} {str(dtype).removeprefix('torch.')}, {WIDTHS[-1]}",
                     Job(capability, partial(scaled_launch, name, decode, WIDTHS[-1], dtype)),
                 )
-        what = f"sm_{capability[0]}{capability[1]}"
+        what = device_name(capability)
         for length in (64 * 8192, 64 * 392 + 8):
             yield f"{what} gather {length}", Job(capability, partial(gather_launch, length))
         for row_bytes in (8192, 392):
@@ -71,15 +66,6 @@ def jobs() -> Iterator[tuple[str, Job]]:
 JOBS = dict(jobs())
 
 
-@pytest.fixture(scope="module")
-def usages(pytestconfig: pytest.Config) -> dict[str, Usage]:
-    usages = compile_all(JOBS)
-    pytestconfig.stash[USAGES].update(usages)
-    return usages
-
-
 @pytest.mark.parametrize("job", JOBS)
 def test_nothing_spills_and_shared_memory_suffices(job: str, usages: dict[str, Usage]) -> None:
-    usage = usages[job]
-    assert usage.stack == 0
-    assert usage.shared <= SHARED_MEMORY[JOBS[job].capability] * 1024
+    require_fits(JOBS[job], usages[job])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hcache_kernels.staging import WRONG_STEP, StagedRows, save_rows, stage_rows, staging_triton
+from hcache_kernels.staging import WRONG_STEP, StagedRows, save_rows, stage_rows
+from hcache_kernels.staging.staging_triton import save_launch, stage_launch
 
 PLACES = 9
 
@@ -27,7 +28,7 @@ def test_stage_rows(device: str, row_bytes: int, with_ok: bool) -> None:
     ok = torch.tensor([True, False, True, True, False], device=device) if with_ok else None
     step = torch.tensor([41], device=device)
     got, want = buffer(2, row_bytes, device), buffer(2, row_bytes, "cpu")
-    staging_triton.stage_rows(rows, ok, places, step, got, 1)
+    stage_launch(rows, ok, places, step, got, 1).run()
     stage_rows(rows.cpu(), None if ok is None else ok.cpu(), places.cpu(), step.cpu(), want, 1)
     assert torch.equal(got.rows.cpu(), want.rows)
     assert torch.equal(got.marks.cpu(), want.marks)
@@ -41,7 +42,7 @@ def test_stage_rows_that_are_part_of_something_wider(device: str, columns: int) 
     rows = wide[:, 3 : 3 + columns].view(torch.uint8)
     got, want = buffer(1, columns * 4, device), buffer(1, columns * 4, "cpu")
     places, step = torch.arange(5, device=device), torch.tensor([7], device=device)
-    staging_triton.stage_rows(rows, None, places, step, got, 0)
+    stage_launch(rows, None, places, step, got, 0).run()
     stage_rows(rows.cpu(), None, places.cpu(), step.cpu(), want, 0)
     assert torch.equal(got.rows.cpu(), want.rows)
 
@@ -67,9 +68,9 @@ def test_save_rows(device: str, row_bytes: int, page_size: int) -> None:
             row = want[shadows[slot // page_size], start : start + row_bytes]
             assert torch.equal(row, staged[layer, i])
     got = arena.pin_memory() if device == "cuda" else arena
-    staging_triton.save_rows(
+    save_launch(
         staged.to(device), slots.to(device), shadows.to(device), got, segments.to(device), page_size
-    )
+    ).run()
     if device == "cuda":
         torch.cuda.synchronize()
     assert torch.equal(got, want)

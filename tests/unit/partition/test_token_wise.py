@@ -1,0 +1,149 @@
+"""Splitting by tokens, and why layers are better."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hcache_backend.partition.costs import L3Path, layer_costs
+from hcache_backend.partition.layers import Partition
+from hcache_backend.partition.model_shape import ModelShape
+from hcache_backend.partition.presets import preset_profile
+from hcache_backend.partition.profile import Profile, Rate
+from hcache_backend.partition.solver import makespan, search, steady_makespan
+from hcache_backend.partition.token_wise import (
+    TILE,
+    TokenSplit,
+    search_tokens,
+    token_wise_costs,
+    token_wise_makespan,
+)
+
+TOKENS = 8 * TILE
+HEADS = 16
+MODEL = ModelShape(
+    family="any",
+    layers=24,
+    hidden=128 * HEADS,
+    heads=HEADS,
+    kv_heads=HEADS,
+    head_dim=128,
+    value_dim=128,
+    mlp_width=4 * 128 * HEADS,
+)
+
+rates = st.builds(
+    lambda seconds, per_second: Rate(seconds=seconds, per_second=per_second),
+    st.just(0.0) | st.floats(0, 1e-4),
+    st.floats(1e9, 1e15),
+)
+profiles = st.builds(
+    lambda l3, *measured: Profile(
+        device="any",
+        source="test",
+        dtype="bfloat16",
+        l3=l3,
+        **dict(
+            zip(
+                ("hidden_copy", "kv_load", "projection", "dense", "attention"),
+                measured,
+                strict=True,
+            )
+        ),
+    ),
+    st.none() | rates,
+    *[rates] * 5,
+)
+l3_paths = st.sampled_from(["overlapped", "first", "none"])
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> TokenSplit:
+    """Hidden states with one other method."""
+    hidden = draw(st.integers(0, TOKENS))
+    if draw(st.booleans()):
+        return TokenSplit(0, hidden, TOKENS - hidden)
+    return TokenSplit(TOKENS - hidden, hidden, 0)
+
+
+@given(profiles, l3_paths, st.booleans())
+def test_one_method_for_all_tokens_is_one_method_for_all_layers(
+    profile: Profile, l3: L3Path, first: bool
+) -> None:
+    costs = layer_costs(profile, MODEL, TOKENS, l3=l3)
+    for split, partition in (
+        (TokenSplit(TOKENS, 0, 0, first), Partition(MODEL.layers, 0, 0)),
+        (TokenSplit(0, TOKENS, 0, first), Partition(0, MODEL.layers, 0)),
+        (TokenSplit(0, 0, TOKENS, first), Partition(0, 0, MODEL.layers)),
+    ):
+        seconds = token_wise_makespan(profile, MODEL, split, l3=l3)
+        assert seconds == pytest.approx(makespan(costs, partition))
+
+
+@given(profiles, l3_paths, splits())
+@settings(max_examples=200)
+def test_no_split_by_tokens_is_faster_than_layers(
+    profile: Profile, l3: L3Path, split: TokenSplit
+) -> None:
+    """Eight tiles of tokens and 24 layers: as tiles can be split, layers can too.
+
+    Except for filling the pipeline, which takes one layer's transfer or projection where a split by
+    tokens has shorter ones.
+    """
+    costs = layer_costs(profile, MODEL, TOKENS, l3=l3)
+    by_layers = steady_makespan(costs, search(costs, MODEL.layers, steady_makespan))
+    assert by_layers <= token_wise_makespan(profile, MODEL, split, l3=l3) * (1 + 1e-9)
+
+
+@given(profiles, splits())
+def test_part_of_a_tile_costs_a_tile(profile: Profile, split: TokenSplit) -> None:
+    costs = token_wise_costs(profile, MODEL, split)
+    hidden, others = (-(-n // TILE) * TILE for n in (split.hidden, split.recompute))
+    whole = token_wise_costs(profile, MODEL, TokenSplit(others, hidden, split.kv))
+    assert costs.c_h == whole.c_h
+    assert costs.io_h <= whole.io_h
+    if split.recompute:  # the tokens before it, which it attends to, are not rounded
+        assert costs.c_tok <= whole.c_tok
+    first, whole_first = (
+        token_wise_costs(profile, MODEL, TokenSplit(n, 0, 0, recompute_first=True))
+        for n in (split.recompute, others)
+    )
+    assert first.c_tok == whole_first.c_tok
+
+
+def test_the_last_tokens_attend_to_all_the_first_ones_to_each_other() -> None:
+    profile = preset_profile("a100-40g", ssds=1)
+    last, first = (
+        token_wise_costs(profile, MODEL, TokenSplit(TILE, TOKENS, 3 * TILE, recompute_first))
+        for recompute_first in (False, True)
+    )
+    assert last.c_tok == layer_costs(profile, MODEL, TILE, prefix=TOKENS + 3 * TILE).c_tok
+    assert first.c_tok == layer_costs(profile, MODEL, TILE).c_tok
+    assert last[:3] == first[:3]
+
+
+@given(profiles, splits())
+def test_the_first_tokens_are_recomputed_faster_than_the_last(
+    profile: Profile, split: TokenSplit
+) -> None:
+    first = TokenSplit(split.recompute, split.hidden, split.kv, recompute_first=True)
+    by_first, by_last = (token_wise_makespan(profile, MODEL, each) for each in (first, split))
+    assert by_first <= by_last * (1 + 1e-9)
+
+
+@given(profiles, st.booleans())
+@settings(max_examples=10)
+def test_the_search_finds_the_best_split(profile: Profile, first: bool) -> None:
+    tokens, tile = 24, 8
+
+    def seconds(split: TokenSplit) -> float:
+        return token_wise_makespan(profile, MODEL, split, tile=tile)
+
+    found = search_tokens(profile, MODEL, tokens, recompute_first=first, tile=tile)
+    assert found.tokens == tokens
+    assert seconds(found) == min(
+        seconds(split)
+        for n in range(tokens + 1)
+        for split in (TokenSplit(0, n, tokens - n), TokenSplit(tokens - n, n, 0, first))
+    )
