@@ -10,7 +10,7 @@ import hashlib
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,7 @@ from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.engine.arguments import resolved
 from hcache_backend.engine.codec_choice import wanted_codec
 from hcache_backend.engine.memory import kv_bytes_per_token
+from hcache_backend.engine.parking import PoolParking
 from hcache_backend.engine.ranks import from_first_rank
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.partition.costs import L3Path, LayerCosts, layer_costs
@@ -49,6 +50,7 @@ class Partitioning:
             it must.
         shape: The model as the cost model sees it; None without a profile.
         chunk_tokens: Tokens that a projection takes at most; the pipeline's ring goes by it.
+        parks: Whether segments can wait in the KV pool.
         can_recompute: Whether the first layers can be recomputed here.
         reason: Why they cannot, or None.
     """
@@ -57,6 +59,7 @@ class Partitioning:
     profile: Profile | None
     shape: ModelShape | None
     chunk_tokens: int
+    parks: bool = False
     can_recompute: bool = True
     reason: str | None = None
 
@@ -88,6 +91,7 @@ class Partitioning:
             return 0
         if self.profile is None or self.shape is None or tokens == 0:
             return self.partition.recompute
+        room = _room(self.chunk_tokens, tokens)
         return recompute_layers(
             self.profile,
             self.shape,
@@ -96,7 +100,9 @@ class Partitioning:
             prefix=prefix,
             l3=l3,
             early_stop=True,
-            ring=_ring(self.chunk_tokens, tokens),
+            ring=room.ring,
+            chunks=room.chunks,
+            parks=self.parks,
         )
 
     def describe(self) -> str:
@@ -143,6 +149,7 @@ def _decide(runtime: Runtime, kvcache: Any, row_bytes: int, group: Any) -> Parti
     fixed = _fixed_partition(config, layers)
     needed = fixed is None or config.profile is not None
     shape = _shape(runtime, kvcache, row_bytes) if needed else None
+    parks = PoolParking.fits(kvcache, row_bytes)
     profile: Profile | None = None
     if shape is not None:
         try:
@@ -165,7 +172,7 @@ def _decide(runtime: Runtime, kvcache: Any, row_bytes: int, group: Any) -> Parti
         l3: L3Path = "first" if _has_storage(runtime) else "none"
         tokens = min(int(runtime.runner.model_config.context_len), int(kvcache.size))
         costs = layer_costs(profile, shape, tokens, tp=tp, l3=l3, early_stop=True)
-        seconds = objective_with(_ring(chunk_tokens, tokens))
+        seconds = objective_with(*_room(chunk_tokens, tokens), parks=parks)
         larger = shape.hidden_bytes >= shape.kv_bytes  # what is measured alike would be a toss
 
         def objective(costs: LayerCosts, partition: Partition) -> float:
@@ -180,7 +187,7 @@ def _decide(runtime: Runtime, kvcache: Any, row_bytes: int, group: Any) -> Parti
             profile.device,
             profile.source,
         )
-    chosen = Partitioning(fixed, profile, shape, chunk_tokens)
+    chosen = Partitioning(fixed, profile, shape, chunk_tokens, parks)
     if tp > 1:
         return chosen.without_recompute("tensor parallelism")
     return chosen
@@ -212,9 +219,16 @@ def _fixed_partition(config: HCacheConfig, layers: int) -> Partition | None:
     return partition
 
 
-def _ring(chunk_tokens: int, tokens: int) -> int:
-    """Layers of a restore that the pipeline's ring holds."""
-    return max(1, RUN_AHEAD * chunk_tokens // tokens)
+class _Room(NamedTuple):
+    """Segments that the pipeline's ring holds, and those that a layer consists of."""
+
+    ring: int
+    chunks: int
+
+
+def _room(chunk_tokens: int, tokens: int) -> _Room:
+    ring = RUN_AHEAD * chunk_tokens // min(tokens, chunk_tokens)
+    return _Room(ring, -(-tokens // chunk_tokens))
 
 
 def _ranks(runtime: Runtime) -> int:

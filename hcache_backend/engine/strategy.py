@@ -34,6 +34,7 @@ from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.loads import LoadPlanner
 from hcache_backend.engine.memory import HostPages, plan_host_pages, staging_places
 from hcache_backend.engine.page_check import PageCheck
+from hcache_backend.engine.parking import PoolParking
 from hcache_backend.engine.partitioning import Partitioning, partitioning
 from hcache_backend.engine.projection import LayerProjections, PagedPool
 from hcache_backend.engine.ranks import on_all_ranks
@@ -241,8 +242,14 @@ class HiddenStateStrategy(StackStrategy):
             allocator_type=get_allocator_type(),
         )
         capture = self._capture(kvcache, params, pool, hidden, plan)
+        parks = PoolParking.fits(kvcache, codec.row_bytes)
         restored: dict[str, Callable[[int], RestoredLayer]] = {
-            "hidden": lambda i: restored_layer(probe.layers[i], codec, projector),
+            "hidden": lambda i: restored_layer(
+                probe.layers[i],
+                codec,
+                projector,
+                PoolParking(kvcache, i, codec.row_bytes) if parks else None,
+            ),
             "kv": plan.kv.restored_layer,
             "recompute": lambda _: RestoredLayer("recompute", None),
         }
@@ -333,11 +340,13 @@ def _reason(error: Exception) -> str:
     return f"the self-check broke: {type(error).__name__}: {error}"
 
 
-def restored_layer(layer: AttentionLayer, codec: Codec, projector: Projector) -> RestoredLayer:
+def restored_layer(
+    layer: AttentionLayer, codec: Codec, projector: Projector, parking: PoolParking | None
+) -> RestoredLayer:
     """How a layer whose hidden states are stored comes back."""
 
     def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         rows = codec.decode(segments.view(-1, codec.row_bytes))
         projector.project_to_pool(layer, rows, positions, slots)
 
-    return RestoredLayer("hidden", fill)
+    return RestoredLayer("hidden", fill, parking)

@@ -41,14 +41,20 @@ def steady_makespan(costs: LayerCosts, partition: Partition) -> float:
     return costs.l3_h * partition.hidden + costs.l3_kv * partition.kv + max(compute, transfer)
 
 
-def objective_with(ring: int | None, chunks: int = 1) -> Objective:
+def objective_with(ring: int | None, chunks: int = 1, *, parks: bool = False) -> Objective:
     """:func:`makespan` where the device has room for ``ring`` segments; None: for all of them.
 
-    A layer consists of ``chunks`` segments.
+    A layer consists of ``chunks`` segments. With ``parks`` they wait elsewhere for the end of a
+    recomputation, so then there is room for all.
     """
     if ring is None and chunks == 1:
         return makespan
-    return partial(finish, ring=ring, chunks=chunks)
+    limited, unlimited = (partial(finish, ring=room, chunks=chunks) for room in (ring, None))
+    if not parks:
+        return limited
+    return lambda costs, partition: (unlimited if partition.recompute else limited)(
+        costs, partition
+    )
 
 
 def search(
@@ -106,6 +112,7 @@ def solve(
     early_stop: bool = False,
     ring: int | None = None,
     chunks: int = 1,
+    parks: bool = False,
 ) -> Partition:
     """The partition that restores ``tokens`` tokens fastest: what to store for every layer.
 
@@ -122,9 +129,10 @@ def solve(
         early_stop: Whether recomputation ends with K and V of its last layer.
         ring: Segments that have room on the device; None: all of them.
         chunks: Segments of one layer.
+        parks: See :func:`objective_with`.
     """
     costs = layer_costs(profile, model, tokens, tp=tp, l3=l3, early_stop=early_stop)
-    return search(costs, model.layers, objective_with(ring, chunks))
+    return search(costs, model.layers, objective_with(ring, chunks, parks=parks))
 
 
 def recompute_layers(
@@ -139,6 +147,7 @@ def recompute_layers(
     early_stop: bool = False,
     ring: int | None = None,
     chunks: int = 1,
+    parks: bool = False,
 ) -> int:
     """How many of the first layers one restore recomputes instead of loading them.
 
@@ -155,11 +164,12 @@ def recompute_layers(
         early_stop: Whether recomputation ends with K and V of its last layer.
         ring: Segments that have room on the device; None: all of them.
         chunks: Segments of one layer.
+        parks: See :func:`objective_with`.
     """
     costs = layer_costs(profile, model, tokens, prefix=prefix, tp=tp, l3=l3, early_stop=early_stop)
     numbers = range(partition.recompute, partition.layers + 1)
     choices = (partition.recomputing(first) for first in numbers)
-    return _fastest(costs, choices, objective_with(ring, chunks)).recompute
+    return _fastest(costs, choices, objective_with(ring, chunks, parks=parks)).recompute
 
 
 def _fastest(costs: LayerCosts, partitions: Iterable[Partition], objective: Objective) -> Partition:

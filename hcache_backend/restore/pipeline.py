@@ -4,8 +4,12 @@ Two streams work at once (paper section 4.1). The copy stream brings layer segme
 device buffers, as far ahead as the ring allows; the compute stream projects them. Segments that
 hold K and V need no compute and go to the pool on the copy stream. The first layers may be
 recomputed instead, whatever is stored of them: that runs on the engine's stream, whose state the
-model's code wants, while segments of later layers fill the ring, and before any is projected. Each
-layer has an event, so the engine's forward pass may start on layer 0 while layer 1 is on its way.
+model's code wants, while segments of later layers arrive, and before any is projected. Each layer
+has an event, so the engine's forward pass may start on layer 0 while layer 1 is on its way.
+
+Where the projection is not to begin at once the ring would soon be full and the bus idle. Segments
+then wait in the pool itself: the slots of their layer have as much room, and nobody reads them
+before the layer is done.
 
 Whatever a restore consists of (many nodes, many requests), every layer is one copy and one
 projection, unless it has more tokens than a projection may take at once.
@@ -16,7 +20,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +49,16 @@ Gather = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], None]
 ``[all pages, page_bytes]``, int64 ``[p]`` on the device, bytes, uint8 ``[p, segment_bytes]``."""
 
 
+class Parking(Protocol):
+    """Room for segments in the slots that their K and V will take."""
+
+    def put(self, segments: torch.Tensor, slots: torch.Tensor) -> None:
+        """Leave ``segments`` (uint8 ``[pages, segment_bytes]``) in ``slots`` (int64 ``[n]``)."""
+
+    def take(self, slots: torch.Tensor) -> torch.Tensor:
+        """What was left in ``slots``, as it was given but for the first dimension."""
+
+
 class RestoredLayer(NamedTuple):
     """How one layer comes back.
 
@@ -52,10 +66,12 @@ class RestoredLayer(NamedTuple):
         method: ``hidden``: ``fill`` projects, on the compute stream. ``kv``: it only stores, on
             the copy stream. ``recompute``: nothing is stored (the segment's length is 0).
         fill: Writes the layer to the pool; None for ``recompute``.
+        parking: Where segments can wait for ``fill``, if they can.
     """
 
     method: Literal["hidden", "kv", "recompute"]
     fill: Fill | None
+    parking: Parking | None = None
 
 
 class Recompute(NamedTuple):
@@ -237,8 +253,13 @@ class RestorePipeline:
         ring = _Ring(self._ring, min(len(pages), self._chunk_pages) * self._largest)
         parts = deque(self._parts(loaded, page_ids, positions, slots))
         arrived: deque[_Arrived] = deque()
-        while parts and len(arrived) < ring.parts:
+        parks = recompute is not None and all(self._can_wait(index) for index in loaded)
+        while parts and len(arrived) < ring.parts - parks:
             arrived.append(self._bring(restore, parts.popleft(), ring))
+        if parks and parts:
+            room = ring.next(self._copy)  # what passes through it is gone before the next comes
+            arrived += [self._park(restore, part, room) for part in parts]
+            parts.clear()
         if recompute is not None:
             now.wait(ready)  # and what restores before it wrote of the prefix
             start = now.record(timed=True)
@@ -276,30 +297,53 @@ class RestorePipeline:
                     start + step >= len(page_ids),
                 )
 
+    def _can_wait(self, layer: int) -> bool:
+        method, _, parking = self._layers[layer]
+        return method == "kv" or parking is not None
+
     def _bring(self, restore: Restore, part: _Part, ring: _Ring) -> _Arrived:
         """Copy a part to the ring; a part of K and V goes on to the pool at once."""
+        return self._copy_part(restore, part, ring.next(self._copy), None)
+
+    def _park(self, restore: Restore, part: _Part, room: torch.Tensor) -> _Arrived:
+        """Copy a part through ``room`` to the pool, where hidden states wait."""
+        return self._copy_part(restore, part, room, self._layers[part.layer].parking)
+
+    def _copy_part(
+        self, restore: Restore, part: _Part, room: torch.Tensor, parking: Parking | None
+    ) -> _Arrived:
         offset = self._layout.segment_offsets[part.layer]
         length = self._layout.segment_bytes[part.layer]
-        buffer = ring.next(self._copy)[: len(part.page_ids) * length].view(-1, length)
-        method, fill = self._layers[part.layer]
+        buffer = room[: len(part.page_ids) * length].view(-1, length)
+        method, fill, _ = self._layers[part.layer]
         start = self._copy.record(timed=True)
         self._copy.run(lambda: self._gather(self._memory, part.page_ids, offset, buffer))
         if method == "kv" and fill is not None:
             self._copy.run(lambda: fill(buffer, part.positions, part.slots))
+        elif parking is not None:
+            self._copy.run(lambda: parking.put(buffer, part.slots))
         copied = self._copy.record(timed=True)
         restore._timed.append(("copy", part.layer, start, copied))
-        return _Arrived(part, buffer, copied)
+        return _Arrived(part, None if parking else buffer, copied)
 
     def _fill(self, restore: Restore, arrived: _Arrived, ring: _Ring) -> Event:
         """Write a part to the pool; an event behind that."""
         part, buffer, copied = arrived
-        method, fill = self._layers[part.layer]
+        method, fill, parking = self._layers[part.layer]
         if method == "kv" or fill is None:
             ring.used(copied)
             return copied
+
+        def project() -> None:
+            segments = buffer
+            if segments is None:
+                assert parking is not None
+                segments = parking.take(part.slots)
+            fill(segments, part.positions, part.slots)
+
         self._compute.wait(copied)
         start = self._compute.record(timed=True)
-        self._compute.run(lambda: fill(buffer, part.positions, part.slots))
+        self._compute.run(project)
         filled = self._compute.record(timed=True)
         restore._timed.append(("compute", part.layer, start, filled))
         ring.used(filled)
@@ -330,10 +374,10 @@ class _Part(NamedTuple):
 
 
 class _Arrived(NamedTuple):
-    """A part whose copy was launched, where it goes to, and the event behind the copy."""
+    """A part whose copy was launched, where it is (None: parked), and the event behind the copy."""
 
     part: _Part
-    buffer: torch.Tensor
+    buffer: torch.Tensor | None
     copied: Event
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hcache_backend.capture.arena import Arena, Verdict
-
-from .test_arena import SIZE, arena, ids, slots_of
+from tests.unit.test_arena import SIZE, arena, ids, slots_of
 
 
 def capture(arena: Arena, page: int) -> np.ndarray:
@@ -35,6 +34,7 @@ def test_of_a_load_only_the_rows_of_whole_pages_are_valid() -> None:
     pool = arena()
     pool.expect(ids(0), 0)
     pool.expect(ids(1), 2)
+    pool.layout.positions(pool.memory)[pool.physical(ids(0, 1))] = np.arange(SIZE)
     pool.loaded(slots_of([2, 3]), ids(0, 1))
     pool.host_freed(ids(0, 1))
     assert pool.problem(slots_of([2])) is None

@@ -222,6 +222,61 @@ def test_segments_arrive_while_the_first_layers_are_recomputed() -> None:
     server.assert_restored(3, pages.tolist(), slots)
 
 
+class Parked:
+    """Segments of a layer in the slots of its V."""
+
+    def __init__(self, server: Server, layer: int) -> None:
+        self.v, self.puts, self.takes = server.v[layer], 0, 0
+
+    def put(self, segments: torch.Tensor, slots: torch.Tensor) -> None:
+        self.v[slots] = segments.view(torch.float32).view(-1, WIDTH)
+        self.puts += 1
+
+    def take(self, slots: torch.Tensor) -> torch.Tensor:
+        self.takes += 1
+        return self.v[slots].view(torch.uint8)
+
+
+@pytest.mark.parametrize("pages", [1, 4])
+def test_nothing_waits_for_room_while_layers_are_recomputed(pages: int) -> None:
+    methods = ["hidden"] * 6 + ["kv", "hidden", "kv"]
+    server = Server(methods, chunk_tokens=2 * SIZE)
+    parking = [Parked(server, layer) for layer in range(len(methods))]
+    server.pipeline._layers = [
+        layer if layer.method == "kv" else layer._replace(parking=parked)
+        for layer, parked in zip(server.pipeline._layers, parking, strict=True)
+    ]
+    chosen, slots = some(pages)
+    slots = slots[: pages * SIZE]
+    arrived = threading.Event()
+
+    def fill(positions: torch.Tensor, where: torch.Tensor) -> None:
+        # The last layer has arrived although nothing was projected yet.
+        until = time.monotonic() + 10
+        while server.k[8, slots].isnan().any() and time.monotonic() < until:
+            time.sleep(0.001)
+        server.assert_restored(8, chosen.tolist(), slots)
+        assert {layer for layer, _ in server.calls} == {6, 8}
+        arrived.set()
+
+    restore = server.pipeline.start(chosen, slots, Recompute(1, fill))
+    for layer in range(1, len(methods)):
+        restore.wait_for_layer(layer)
+        server.assert_restored(layer, chosen.tolist(), slots)
+    assert arrived.is_set()
+    assert [parked.puts for parked in parking] == [parked.takes for parked in parking]
+    assert sum(parked.puts for parked in parking) > 0
+
+
+def test_segments_wait_for_room_where_they_cannot_be_parked() -> None:
+    server = Server(["hidden"] * 6, chunk_tokens=2 * SIZE)
+    chosen, slots = some(2)
+    restore = server.pipeline.start(chosen, slots, Recompute(1, lambda *_: time.sleep(0.05)))
+    for layer in range(1, 6):
+        restore.wait_for_layer(layer)
+        server.assert_restored(layer, chosen.tolist(), slots)
+
+
 def test_layers_of_which_nothing_is_stored_must_be_recomputed() -> None:
     pipeline = without_first_layer(Server())
     with pytest.raises(ValueError, match="layers after the first 0 are not stored"):

@@ -27,10 +27,10 @@ LAYOUT = PageLayout(PAGE, (PAGE * CODEC.row_bytes,) * LAYERS)
 def kv_pool(pages: int) -> SimpleNamespace:
     """What the host pool asks of the device's."""
     slots = (pages + 1) * PAGE
-    buffers = [torch.zeros(slots, 1, WIDTH) for _ in range(LAYERS)]
+    k, v = ([torch.zeros(slots, 1, WIDTH) for _ in range(LAYERS)] for _ in range(2))
     return SimpleNamespace(
-        k_buffer=buffers,
-        v_buffer=buffers,
+        k_buffer=k,
+        v_buffer=v,
         layer_num=LAYERS,
         size=pages * PAGE,
         store_dtype=torch.float32,

@@ -12,6 +12,7 @@ import torch
 from hcache_backend.config import ConfigError, parse_config
 from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.loads import LoadPlanner
+from hcache_backend.engine.parking import PoolParking
 from hcache_backend.engine.partitioning import Partitioning, _fixed_partition
 from hcache_backend.page import PageLayout
 from hcache_backend.partition.layers import Partition
@@ -42,6 +43,23 @@ def test_kv_segments_come_back_to_other_slots_bit_for_bit() -> None:
     assert torch.equal(pool.k_buffer[1][target], k)
     assert torch.equal(pool.v_buffer[1][target], v)
     assert torch.equal(pool.k_buffer[0], others)
+
+
+def test_hidden_states_wait_in_the_slots_of_their_v() -> None:
+    pool = kv_pool(8)
+    row_bytes = pool.v_buffer[1][0].nbytes - 8
+    assert PoolParking.fits(pool, row_bytes)
+    assert not PoolParking.fits(pool, row_bytes + 16)  # as with few KV heads
+    assert not PoolParking.fits(pool, row_bytes - 4)
+    parking = PoolParking(pool, 1, row_bytes)
+    segments = torch.randint(0, 256, (2, SIZE * row_bytes), dtype=torch.uint8)
+    slots = torch.cat((torch.arange(3 * SIZE, 4 * SIZE), torch.arange(SIZE, 2 * SIZE)))
+    others = (*pool.k_buffer, pool.v_buffer[0])
+    for buffer in others:
+        buffer.fill_(1)
+    parking.put(segments, slots)
+    assert torch.equal(parking.take(slots).view(2, -1), segments)
+    assert all((buffer == 1).all() for buffer in others)
 
 
 class HostPages:

@@ -462,3 +462,12 @@ def test_the_first_layers_are_recomputed_whatever_is_stored_for_them() -> None:
     assert partition.recomputing(3) == Partition(3, 1, 2)
     assert partition.recomputing(5) == Partition(5, 0, 1)
     assert partition.recomputing(6) == Partition(6, 0, 0)
+
+
+def test_a_short_ring_does_not_hold_up_what_can_be_parked() -> None:
+    costs = LayerCosts(io_h=1.0, io_kv=2.0, c_h=0.1, c_tok=1.0)
+    mix, none = Partition(10, 22, 0), Partition(0, 32, 0)
+    short, parked = objective_with(3), objective_with(3, parks=True)
+    assert parked(costs, mix) == pytest.approx(makespan(costs, mix))
+    assert short(costs, mix) > 1.1 * parked(costs, mix)
+    assert short(costs, none) == parked(costs, none)
