@@ -12,7 +12,8 @@ ARGS ?=
 GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 	'import sys, importlib.util as u; u.find_spec("sglang") and print(sys.executable)' 2>/dev/null)
 
-.PHONY: setup demo test test-long lint bench-store bench-codecs bench-partition-figures
+.PHONY: setup demo test test-long lint bench-store bench-codecs \
+	bench-partition bench-partition-figures
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -76,3 +77,7 @@ bench-codecs: setup
 # The paper's figures of partitions, simulated, beside its numbers. Seconds.
 bench-partition-figures: setup
 	$(BIN)/python -m bench.partition_figures $(ARGS)
+
+# Every partition on a real server, over a slower and slower bus. A quarter of an hour, alone.
+bench-partition: setup
+	$(BIN)/python bench/partition.py $(ARGS)

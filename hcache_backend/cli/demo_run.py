@@ -142,7 +142,7 @@ def _storage(method: str, folder: Path, codec: str) -> tuple[str, dict[str, obje
         "class_name": "HCacheStorage",
         "interface_v1": 1,
         "prefetch_threshold": 16,
-        "hcache": {"dirs": [str(folder)], "codec": codec},
+        "hcache": {"dirs": [str(folder)], "mode": "hidden", "codec": codec},
     }
 
 

@@ -120,6 +120,11 @@ class ServerProcess:
             )
         _running.add(self)
 
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to all its processes."""
+        if self._process is not None:
+            os.killpg(self._process.pid, number)
+
     def kill(self) -> None:
         """SIGKILL to the whole group; returns when its processes are gone."""
         _running.discard(self)

@@ -5,6 +5,12 @@ SGLang does these with `sgl_kernel` or JIT CUDA kernels. "Device" is CPU memory 
 
 from __future__ import annotations
 
+import functools
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +24,45 @@ def install() -> None:
     for pool in (MHATokenToKVPoolHost, MLATokenToKVPoolHost):
         pool.load_to_device_per_layer = load_to_device_per_layer
         pool.backup_from_device_all_layer = backup_from_device_all_layer
+    if BUS_VARIABLE in os.environ:
+        _slow_down_restores()
+
+
+BUS_VARIABLE = "HCACHE_CPU_BUS_FILE"
+"""Names a file with the bytes a second that copies to the device may reach; 0: no limit."""
+
+
+@contextmanager
+def _bus(size: int) -> Iterator[None]:
+    """What is copied within the block takes as long as the bus of the file would."""
+    start = time.perf_counter()
+    yield
+    rate = float(Path(os.environ[BUS_VARIABLE]).read_text() or 0)
+    if rate:
+        time.sleep(max(0.0, start + size / rate - time.perf_counter()))
+
+
+def _slow_down_restores() -> None:
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+    from hcache_backend.restore import pipeline
+
+    gather, load = pipeline.gather_segments, MHATokenToKVPoolHost.load_to_device_per_layer
+
+    def slow_gather(
+        memory: torch.Tensor, pages: torch.Tensor, offset: int, out: torch.Tensor
+    ) -> None:
+        with _bus(out.nbytes):
+            gather(memory, pages, offset, out)
+
+    @functools.wraps(load)
+    def slow_load(self: Any, device_pool: Any, host: Any, device: Any, *a: Any, **kw: Any) -> None:
+        row_bytes = device_pool.k_buffer[0][0].nbytes + device_pool.v_buffer[0][0].nbytes
+        with _bus(len(device) * row_bytes):
+            load(self, device_pool, host, device, *a, **kw)
+
+    pipeline.gather_segments = slow_gather
+    MHATokenToKVPoolHost.load_to_device_per_layer = slow_load
 
 
 def host_tensors(pool: Any) -> list[torch.Tensor]:
