@@ -1,10 +1,25 @@
-"""Counters of one server process; with ``--enable-metrics`` they stand beside SGLang's."""
+"""Metrics of one server process; with ``--enable-metrics`` they stand beside SGLang's.
+
+SGLang collects from several processes, so every metric here is one that adds up over processes, or
+a gauge whose largest value counts. Their names are used by ``hcache top`` and by the dashboard.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
+
+from hcache_backend.store.base import StoreStats
+
+STAGE_BUCKETS = tuple(base * 10.0**power for power in range(-4, 2) for base in (1, 2.5, 5))
+"""0.1 ms to 50 s."""
+
+_PUBLISH_SECONDS = 1.0
 
 
 @cache
@@ -15,7 +30,7 @@ def tokens() -> Counter:
 
 @cache
 def moved_bytes() -> Counter:
-    """Bytes by what moved them: capture (device to host), restore (host to device)."""
+    """Bytes by what moved them: captured (device to host), restored_METHOD (host to device)."""
     return Counter("hcache_bytes", "Bytes by what moved them", ["event"])
 
 
@@ -26,15 +41,58 @@ def seconds() -> Counter:
 
 
 @cache
+def stage_seconds() -> Histogram:
+    """How long a stage takes: l3_exists, l3_read and l3_write a batch of pages, restore a load to
+    the device, capture_transfer the way to the host of what one step captured."""
+    return Histogram(
+        "hcache_stage_seconds", "How long a stage takes", ["stage"], buckets=STAGE_BUCKETS
+    )
+
+
+@cache
 def pages() -> Counter:
     """Pages by what happened to them between the host pool and L3."""
     return Counter("hcache_pages", "Pages by what happened to them", ["event"])
 
 
 @cache
+def lookups() -> Counter:
+    """Pages that were looked for in L3: found, absent, or suspended (L3 was not asked)."""
+    return Counter("hcache_lookups", "Pages that were looked for in L3, by the answer", ["result"])
+
+
+@cache
+def store() -> Counter:
+    """The page store's own counters: bytes, evictions, drops by reason, damaged pages, errors."""
+    return Counter("hcache_store", "The page store's counters", ["what"])
+
+
+@cache
 def problems() -> Counter:
     """Problems by kind; each is a cache miss, never an error of a request."""
     return Counter("hcache_problems", "Problems by kind, each a cache miss", ["kind"])
+
+
+@cache
+def mode() -> Gauge:
+    """1 for the mode of the server, with the reason when it is KV mode."""
+    return Gauge(
+        "hcache_mode",
+        "1 for the mode (hidden, kv) that the server is in, and why",
+        ["mode", "reason"],
+        multiprocess_mode="max",
+    )
+
+
+@cache
+def suspended() -> Gauge:
+    """1 while L3 neither takes nor gives, with the reason."""
+    return Gauge(
+        "hcache_l3_suspended",
+        "1 while L3 neither takes nor gives, and why",
+        ["reason"],
+        multiprocess_mode="max",
+    )
 
 
 @cache
@@ -46,6 +104,12 @@ def codec() -> Gauge:
         ["asked", "used"],
         multiprocess_mode="max",
     )
+
+
+ALL = (
+    tokens, moved_bytes, seconds, stage_seconds, pages, lookups, store, problems, mode, suspended,
+    codec,
+)  # fmt: skip
 
 
 def count_tokens(event: str, number: int) -> None:
@@ -60,9 +124,74 @@ def count_milliseconds(stage: str, milliseconds: float) -> None:
     seconds().labels(stage=stage).inc(max(0.0, milliseconds) / 1e3)
 
 
+def observe(stage: str, elapsed: float) -> None:
+    """Note that ``stage`` took ``elapsed`` seconds."""
+    stage_seconds().labels(stage=stage).observe(elapsed)
+
+
+@contextmanager
+def timed(stage: str) -> Iterator[None]:
+    """Note how long the body takes."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        observe(stage, time.perf_counter() - start)
+
+
 def count_pages(event: str, number: int = 1) -> None:
     pages().labels(event=event).inc(number)
 
 
+def count_lookups(result: str, number: int) -> None:
+    lookups().labels(result=result).inc(number)
+
+
 def count_problem(kind: str) -> None:
     problems().labels(kind=kind).inc()
+
+
+def set_mode(name: str, reason: str | None) -> None:
+    """The mode that the server is in from now on."""
+    mode().labels(mode=name, reason=reason or "").set(1)
+
+
+class SuspendedGauge:
+    """Says in the metrics whether L3 is suspended."""
+
+    def __init__(self) -> None:
+        self._reason: str | None = None
+
+    def set(self, reason: str | None) -> None:
+        """L3 is suspended for ``reason`` from now on, or serves (None)."""
+        if self._reason is not None:
+            suspended().labels(reason=self._reason).set(0)
+        if reason is not None:
+            suspended().labels(reason=reason).set(1)
+        self._reason = reason
+
+
+class StoreCounters:
+    """Passes on what a page store counted since the last time, at most once a second.
+
+    Args:
+        stats: The counters of the store.
+    """
+
+    def __init__(self, stats: StoreStats) -> None:
+        self._stats = stats
+        self._lock = threading.Lock()
+        self._published = dict.fromkeys(stats.snapshot(), 0)
+        self._next = 0.0
+
+    def publish(self, *, now: bool = False) -> None:
+        """Any thread may call it, as often as it likes; ``now`` waits for no second."""
+        if not now and time.monotonic() < self._next:
+            return
+        with self._lock:
+            self._next = time.monotonic() + _PUBLISH_SECONDS
+            counts = self._stats.snapshot()
+            for what, count in counts.items():
+                if count > self._published[what]:
+                    store().labels(what=what).inc(count - self._published[what])
+            self._published = counts
