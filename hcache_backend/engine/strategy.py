@@ -185,7 +185,7 @@ class HiddenStateStrategy(StackStrategy):
         runtime, memory = self._runtime, get_memory()
         assert runtime.config is not None
         layers, codec, layout = probe.layers, plan.codec, plan.layout
-        runtime.mode = "hidden"
+        runtime.use_hidden_mode()
         metrics.codec().labels(asked=runtime.config.codec, used=codec.name).set(1)
         runtime.page_fields = {
             "kind": "hidden",
