@@ -125,6 +125,10 @@ class Source:
         methods = ((name, self.method(cls, name)) for name in names)
         return {name for name, method in methods if method and _is(method, "abstractmethod")}
 
+    def text(self, path: str) -> str:
+        """A file below the root."""
+        return (self._root / path).read_text()
+
     def called(self, *folders: str) -> set[str]:
         """Names of all methods that the code below ``folders`` calls."""
         return {
