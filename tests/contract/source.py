@@ -36,6 +36,7 @@ class Source:
         self._root = root
         self._modules: dict[str, ast.Module | None] = {}
         self._names: dict[str, dict[str, ast.stmt]] = {}
+        self._attributes: dict[Definition, set[str]] = {}
 
     def __str__(self) -> str:
         return f"SGLang {self.version}"
@@ -73,14 +74,15 @@ class Source:
 
     def attributes(self, cls: Definition) -> set[str]:
         """Methods, fields, and what any method assigns to its first parameter."""
-        found: set[str] = set()
-        for definition in self.classes(cls):
-            for node in _members(definition):
-                found.update(_assigned(node))
-            for node in ast.walk(definition.node):
-                if isinstance(node, ast.FunctionDef) and node.args.args:
-                    found.update(_set_on(node, node.args.args[0].arg))
-        return found
+        if cls not in self._attributes:
+            found = self._attributes[cls] = set()
+            for definition in self.classes(cls):
+                for node in _members(definition):
+                    found.update(_assigned(node))
+                for node in ast.walk(definition.node):
+                    if isinstance(node, ast.FunctionDef) and node.args.args:
+                        found.update(_set_on(node, node.args.args[0].arg))
+        return self._attributes[cls]
 
     def attributes_in(self, package: Definition) -> set[str]:
         """Attributes of every class in a module, or in the modules of a package."""
@@ -129,15 +131,10 @@ class Source:
         """A file below the root."""
         return (self._root / path).read_text()
 
-    def called(self, *folders: str) -> set[str]:
-        """Names of all methods that the code below ``folders`` calls."""
-        return {
-            node.func.attr
-            for folder in folders
-            for path in self._root.joinpath(folder).rglob("*.py")
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-        }
+    def calls(self, method: str, folder: str) -> bool:
+        """Whether the code below ``folder`` calls a method of that name on anything."""
+        files = self._root.joinpath(folder).rglob("*.py")
+        return any(f".{method}(" in file.read_text() for file in files)
 
     # ---- internals ----
 

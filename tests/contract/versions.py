@@ -3,6 +3,7 @@ requirements/versions.sh unpacked."""
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +27,7 @@ def installed() -> Path | None:
     return Path(spec.origin).parents[1] if spec and spec.origin else None
 
 
+@cache
 def source(wanted: str) -> Source:
     """The sources of a version; skips the test, with the reason, where they are not here."""
     here = installed()
