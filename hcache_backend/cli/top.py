@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 import typer
+from rich.columns import Columns
 from rich.console import Group
 from rich.live import Live
 from rich.panel import Panel
@@ -22,7 +23,10 @@ DEFAULT_URL = "http://127.0.0.1:30000"
 
 
 class Line(NamedTuple):
-    """One line of a server's table: counters of one kind that are added up."""
+    """One line of a server's table: counters of one kind that are added up.
+
+    Indented lines are left out while they are 0.
+    """
 
     name: str
     counter: str
@@ -126,14 +130,15 @@ def _watch(pool: ThreadPoolExecutor, watched: Sequence[Watched], interval: float
             pass
 
 
-def picture(watched: Sequence[Watched]) -> Group:
-    """One panel for each server."""
-    return Group(*(_panel(server) for server in watched))
+def picture(watched: Sequence[Watched]) -> Columns:
+    """One panel for each server, side by side where there is room."""
+    return Columns([_panel(server) for server in watched])
 
 
 def _panel(server: Watched) -> Panel:
     if server.page is None:
-        return Panel(Text(server.problem or "", style="red"), title=server.url, title_align="left")
+        problem = Text(server.problem or "", style="red")
+        return Panel(problem, title=server.url, title_align="left", expand=False)
     seen = summary(server.page, server.before)
     parts = Group(
         Text(_state(seen)), Text(), _counts(seen), Text(), _stages(seen), *_problems(seen)
@@ -155,6 +160,8 @@ def _counts(seen: dict[str, Any]) -> Table:
     for line in LINES:
         totals, rates = seen["totals"][line.counter], (seen["per_second"] or {}).get(line.counter)
         total = sum(totals.get(label, 0.0) for label in line.labels)
+        if not total and line.name.startswith(" "):
+            continue
         rate = None if rates is None else sum(rates.get(label, 0.0) for label in line.labels)
         shown.add_row(line.name, _amount(rate, line.unit), _amount(total, line.unit))
     return shown

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
+import termios
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -172,6 +178,26 @@ def test_what_is_wrong_with_a_server_is_said(page: str | int, message: str, serv
     server.pages = [page]
     with pytest.raises(NoMetrics, match=message):
         fetch(address(server))
+
+
+def test_the_live_view_goes_on_until_it_is_interrupted(server: Pages, pages: list[str]) -> None:
+    server.pages = [pages[0], 503, pages[1]]
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(ours, (50, 150))
+    command = [sys.executable, "-m", "hcache_backend.cli.main", "top", "-i", "0.2", address(server)]
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, start_new_session=True) as top:
+        os.close(theirs)
+        seen = ""
+        for wanted in ("64 tokens", "answered 503", "192 tokens"):
+            while wanted not in seen:
+                seen += os.read(ours, 65536).decode(errors="replace")
+        top.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # the terminal's other end is gone
+            while os.read(ours, 65536):
+                pass
+        assert top.wait(20) == 0
+    os.close(ours)
+    assert "Traceback" not in seen
 
 
 def test_addresses(server: Pages, pages: list[str]) -> None:
