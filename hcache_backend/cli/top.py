@@ -23,10 +23,7 @@ DEFAULT_URL = "http://127.0.0.1:30000"
 
 
 class Line(NamedTuple):
-    """One line of a server's table: counters of one kind that are added up.
-
-    Indented lines are left out while they are 0.
-    """
+    """One line of a server's table: counters of one kind, added up; left out while it is 0."""
 
     name: str
     counter: str
@@ -42,19 +39,19 @@ LINES = (
     Line("captured", "tokens", ("captured",)),
     Line("backed up to host memory", "tokens", ("backed_up",)),
     Line("restored to the device", "tokens", ("restored",)),
-    Line("L3 lookups: found", "lookups", ("found",), "pages"),
-    Line("  absent", "lookups", ("absent",), "pages"),
-    Line("  L3 suspended", "lookups", ("suspended",), "pages"),
+    Line("L3 lookups found", "lookups", ("found",), "pages"),
+    Line("L3 lookups absent", "lookups", ("absent",), "pages"),
+    Line("L3 lookups while suspended", "lookups", ("suspended",), "pages"),
     Line("L3 reads", "store", ("bytes_read",), "bytes"),
-    Line("  damaged or unreadable", "store", ("bad_pages", "read_errors"), "pages"),
+    Line("L3 pages damaged or unreadable", "store", ("bad_pages", "read_errors"), "pages"),
     Line("L3 writes", "store", ("bytes_written",), "bytes"),
     Line(
-        "  dropped: full, late, offline",
+        "L3 pages dropped (full, late, offline)",
         "store",
         ("pages_dropped_full", "pages_dropped_late", "pages_dropped_offline"),
         "pages",
     ),
-    Line("  evicted", "store", ("pages_evicted",), "pages"),
+    Line("L3 pages evicted", "store", ("pages_evicted",), "pages"),
 )
 
 
@@ -150,7 +147,8 @@ def _state(seen: dict[str, Any]) -> str:
     said = [f"{seen['mode']} mode" + (f" ({seen['reason']})" if seen["reason"] else "")]
     if seen["codec"] is not None:
         said.append(f"codec {seen['codec']}")
-    said.append(f"L3 suspended: {seen['suspended']}" if seen["suspended"] else "L3 serves")
+    if seen["suspended"] is not None:
+        said.append(f"L3 suspended: {seen['suspended']}")
     said.append(f"{seen['running']} requests running, {seen['queued']} queued")
     return ", ".join(said)
 
@@ -160,7 +158,7 @@ def _counts(seen: dict[str, Any]) -> Table:
     for line in LINES:
         totals, rates = seen["totals"][line.counter], (seen["per_second"] or {}).get(line.counter)
         total = sum(totals.get(label, 0.0) for label in line.labels)
-        if not total and line.name.startswith(" "):
+        if not total:
             continue
         rate = None if rates is None else sum(rates.get(label, 0.0) for label in line.labels)
         shown.add_row(line.name, _amount(rate, line.unit), _amount(total, line.unit))

@@ -142,7 +142,7 @@ def test_one_picture_of_a_server_and_of_one_that_is_not_there(
         nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
         status, output = run("--once", "-i", "0.2", address(server), nobody)
     assert status == 1
-    assert "hidden mode, codec none, L3 serves" in output
+    assert "hidden mode, codec none, 0 requests running" in output
     assert "192 tokens" in output
     assert "page_checksum 1" in output
     assert "the server does not answer" in output and "refused" in output
