@@ -6,15 +6,19 @@ a gauge whose largest value counts. Their names are used by ``hcache top`` and b
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
+from typing import ParamSpec
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from hcache_backend.store.base import StoreStats
+
+logger = logging.getLogger("hcache")
 
 STAGE_BUCKETS = tuple(base * 10.0**power for power in range(-4, 2) for base in (1, 2.5, 5))
 """0.1 ms to 50 s."""
@@ -112,18 +116,41 @@ ALL = (
 )  # fmt: skip
 
 
+_Arguments = ParamSpec("_Arguments")
+_complained = threading.Event()
+
+
+def _harmless(count: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+    """No count is worth a page or a request: they are kept in files, which can fail."""
+
+    @wraps(count)
+    def counted(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+        try:
+            count(*args, **kwargs)
+        except Exception as error:
+            if not _complained.is_set():
+                _complained.set()
+                logger.warning("hcache: metrics cannot be kept (said once): %s", error)
+
+    return counted
+
+
+@_harmless
 def count_tokens(event: str, number: int) -> None:
     tokens().labels(event=event).inc(number)
 
 
+@_harmless
 def count_bytes(event: str, number: int) -> None:
     moved_bytes().labels(event=event).inc(number)
 
 
+@_harmless
 def count_milliseconds(stage: str, milliseconds: float) -> None:
     seconds().labels(stage=stage).inc(max(0.0, milliseconds) / 1e3)
 
 
+@_harmless
 def observe(stage: str, elapsed: float) -> None:
     """Note that ``stage`` took ``elapsed`` seconds."""
     stage_seconds().labels(stage=stage).observe(elapsed)
@@ -139,21 +166,31 @@ def timed(stage: str) -> Iterator[None]:
         observe(stage, time.perf_counter() - start)
 
 
+@_harmless
 def count_pages(event: str, number: int = 1) -> None:
     pages().labels(event=event).inc(number)
 
 
+@_harmless
 def count_lookups(result: str, number: int) -> None:
     lookups().labels(result=result).inc(number)
 
 
+@_harmless
 def count_problem(kind: str) -> None:
     problems().labels(kind=kind).inc()
 
 
+@_harmless
 def set_mode(name: str, reason: str | None) -> None:
     """The mode that the server is in from now on."""
     mode().labels(mode=name, reason=reason or "").set(1)
+
+
+@_harmless
+def set_codec(asked: str, used: str) -> None:
+    """The codec in which hidden states are stored from now on."""
+    codec().labels(asked=asked, used=used).set(1)
 
 
 class SuspendedGauge:
@@ -162,13 +199,14 @@ class SuspendedGauge:
     def __init__(self) -> None:
         self._reason: str | None = None
 
+    @_harmless
     def set(self, reason: str | None) -> None:
         """L3 is suspended for ``reason`` from now on, or serves (None)."""
-        if self._reason is not None:
-            suspended().labels(reason=self._reason).set(0)
+        before, self._reason = self._reason, reason
+        if before is not None:
+            suspended().labels(reason=before).set(0)
         if reason is not None:
             suspended().labels(reason=reason).set(1)
-        self._reason = reason
 
 
 class StoreCounters:
@@ -184,6 +222,7 @@ class StoreCounters:
         self._published = dict.fromkeys(stats.snapshot(), 0)
         self._next = 0.0
 
+    @_harmless
     def publish(self, *, now: bool = False) -> None:
         """Any thread may call it, as often as it likes; ``now`` waits for no second."""
         if not now and time.monotonic() < self._next:

@@ -154,9 +154,9 @@ class Runtime:
             threading.Thread(target=callback, name="hcache-distrust", daemon=True).start()
 
     def _suspend(self, reason: str) -> None:
-        self._suspended.set(reason)
         if self.weights is not None:
             self.weights = replace(self.weights, suspended=reason)
+        self._suspended.set(reason)
 
 
 _runtime: Runtime | None = None

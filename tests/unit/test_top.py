@@ -73,7 +73,7 @@ def run(*arguments: str) -> tuple[int, str]:
 def pages() -> list[str]:
     """Two pages of one server, with work in between."""
     metrics.set_mode("hidden", None)
-    metrics.codec().labels(asked="int8", used="none").set(1)
+    metrics.set_codec("int8", "none")
     counters = metrics.StoreCounters(stats := StoreStats())
     stats.add(bytes_read=1000, pages_evicted=3)
     counters.publish(now=True)
