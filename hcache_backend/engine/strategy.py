@@ -186,7 +186,7 @@ class HiddenStateStrategy(StackStrategy):
         assert runtime.config is not None
         layers, codec, layout = probe.layers, plan.codec, plan.layout
         runtime.use_hidden_mode()
-        metrics.codec().labels(asked=runtime.config.codec, used=codec.name).set(1)
+        metrics.set_codec(runtime.config.codec, codec.name)
         runtime.page_fields = {
             "kind": "hidden",
             "partition": ["hidden"] * len(layers),
