@@ -12,18 +12,31 @@ ARGS ?=
 GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 	'import sys, importlib.util as u; u.find_spec("sglang") and print(sys.executable)' 2>/dev/null)
 
-.PHONY: setup demo test test-long lint bench-store bench-codecs \
+.PHONY: setup versions demo test test-long test-versions lint bench-store bench-codecs \
 	bench-partition bench-partition-figures
 .DELETE_ON_ERROR:
 
 demo: setup
 	$(BIN)/hcache demo $(ARGS)
 
-test: setup
+test: setup versions
 	$(BIN)/python -m pytest -m "not long" $(ARGS)
 
 test-long: setup
 	$(BIN)/python -m pytest -m long $(ARGS)
+
+# The main engine tests with every SGLang that is supported, instead of the installed one.
+test-versions: setup versions
+	@failed=; \
+	for folder in $(CURDIR)/$(VENV)/versions/*/; do \
+		test -d "$$folder/sglang" || continue; \
+		echo "== SGLang $$(basename "$$folder")"; \
+		PYTHONPATH="$$folder$${PYTHONPATH:+:$$PYTHONPATH}" \
+			$(BIN)/python -m pytest -m versions tests/engine $(ARGS) \
+			|| failed="$$failed $$(basename "$$folder")"; \
+	done; \
+	cat $(VENV)/versions/*.missing 2>/dev/null; \
+	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 lint: setup
 	$(BIN)/ruff check .
@@ -64,6 +77,10 @@ else
 	$(PIP) install --editable .
 endif
 	@touch $@
+
+# SGLang's other versions, unpacked and not installed; what cannot be had is skipped with its reason.
+versions: setup
+	@requirements/versions.sh $(BIN)/python $(VENV)/versions
 
 # The page store against the disk's ceiling, SGLang's HiCacheFile and lmdb. BENCH_DIR: where.
 bench-store: setup

@@ -8,6 +8,7 @@ from hcache_backend.cli import doctor, inspect, maintain
 from hcache_backend.cli.demo import demo
 from hcache_backend.cli.plan import plan
 from hcache_backend.cli.profile import profile
+from hcache_backend.cli.top import top
 
 app = typer.Typer(
     name="hcache",
@@ -21,6 +22,7 @@ app.command("plan")(plan)
 app.command("profile")(profile)
 app.command("stats")(inspect.stats)
 app.command("ls")(inspect.list_pages)
+app.command("top")(top)
 app.command("verify")(maintain.verify)
 app.command("gc")(maintain.collect)
 app.command("clear")(maintain.clear)

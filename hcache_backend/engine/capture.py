@@ -146,8 +146,10 @@ class HiddenCapture:
 
     def _publish(self, capture: StagedCapture) -> None:
         ledger = capture.ledger
-        metrics.count_milliseconds("capture_transfer", ledger.transfer_ms - self._transfer_ms)
-        self._transfer_ms = ledger.transfer_ms
+        elapsed, self._transfer_ms = ledger.transfer_ms - self._transfer_ms, ledger.transfer_ms
+        if elapsed:
+            metrics.count_milliseconds("capture_transfer", elapsed)
+            metrics.observe("capture_transfer", elapsed / 1e3)
         missing, self._missing = ledger.tokens_missing - self._missing, ledger.tokens_missing
         if missing:
             metrics.count_tokens("not_written", missing)

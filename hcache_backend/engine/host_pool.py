@@ -208,6 +208,7 @@ class HiddenStatePool(HostKVCache):
             for method, number in report.bytes.items():
                 metrics.count_bytes(f"restored_{method}", number)
             metrics.count_milliseconds("restore", report.total_ms)
+            metrics.observe("restore", report.total_ms / 1e3)
             for stream in ("copy", "compute"):
                 metrics.count_milliseconds(f"restore_{stream}_busy", report.busy_ms(stream))
                 metrics.count_milliseconds(f"restore_{stream}_idle", report.idle_ms(stream))

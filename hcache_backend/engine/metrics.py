@@ -1,10 +1,29 @@
-"""Counters of one server process; with ``--enable-metrics`` they stand beside SGLang's."""
+"""Metrics of one server process; with ``--enable-metrics`` they stand beside SGLang's.
+
+SGLang collects from several processes, so every metric here is one that adds up over processes, or
+a gauge whose largest value counts. Their names are used by ``hcache top`` and by the dashboard.
+"""
 
 from __future__ import annotations
 
-from functools import cache
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, wraps
+from typing import ParamSpec
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
+
+from hcache_backend.store.base import StoreStats
+
+logger = logging.getLogger("hcache")
+
+STAGE_BUCKETS = tuple(base * 10.0**power for power in range(-4, 2) for base in (1, 2.5, 5))
+"""0.1 ms to 50 s."""
+
+_PUBLISH_SECONDS = 1.0
 
 
 @cache
@@ -15,7 +34,7 @@ def tokens() -> Counter:
 
 @cache
 def moved_bytes() -> Counter:
-    """Bytes by what moved them: capture (device to host), restore (host to device)."""
+    """Bytes by what moved them: captured (device to host), restored_METHOD (host to device)."""
     return Counter("hcache_bytes", "Bytes by what moved them", ["event"])
 
 
@@ -26,15 +45,58 @@ def seconds() -> Counter:
 
 
 @cache
+def stage_seconds() -> Histogram:
+    """How long a stage takes: l3_exists, l3_read and l3_write a batch of pages, restore a load to
+    the device, capture_transfer the way to the host of what one step captured."""
+    return Histogram(
+        "hcache_stage_seconds", "How long a stage takes", ["stage"], buckets=STAGE_BUCKETS
+    )
+
+
+@cache
 def pages() -> Counter:
     """Pages by what happened to them between the host pool and L3."""
     return Counter("hcache_pages", "Pages by what happened to them", ["event"])
 
 
 @cache
+def lookups() -> Counter:
+    """Pages that were looked for in L3: found, absent, or suspended (L3 was not asked)."""
+    return Counter("hcache_lookups", "Pages that were looked for in L3, by the answer", ["result"])
+
+
+@cache
+def store() -> Counter:
+    """The page store's own counters: bytes, evictions, drops by reason, damaged pages, errors."""
+    return Counter("hcache_store", "The page store's counters", ["what"])
+
+
+@cache
 def problems() -> Counter:
     """Problems by kind; each is a cache miss, never an error of a request."""
     return Counter("hcache_problems", "Problems by kind, each a cache miss", ["kind"])
+
+
+@cache
+def mode() -> Gauge:
+    """1 for the mode of the server, with the reason when it is KV mode."""
+    return Gauge(
+        "hcache_mode",
+        "1 for the mode (hidden, kv) that the server is in, and why",
+        ["mode", "reason"],
+        multiprocess_mode="max",
+    )
+
+
+@cache
+def suspended() -> Gauge:
+    """1 while L3 neither takes nor gives, with the reason."""
+    return Gauge(
+        "hcache_l3_suspended",
+        "1 while L3 neither takes nor gives, and why",
+        ["reason"],
+        multiprocess_mode="max",
+    )
 
 
 @cache
@@ -48,21 +110,127 @@ def codec() -> Gauge:
     )
 
 
+ALL = (
+    tokens, moved_bytes, seconds, stage_seconds, pages, lookups, store, problems, mode, suspended,
+    codec,
+)  # fmt: skip
+
+
+_Arguments = ParamSpec("_Arguments")
+_complained = threading.Event()
+
+
+def _harmless(count: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+    """No count is worth a page or a request: they are kept in files, which can fail."""
+
+    @wraps(count)
+    def counted(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+        try:
+            count(*args, **kwargs)
+        except Exception as error:
+            if not _complained.is_set():
+                _complained.set()
+                logger.warning("hcache: metrics cannot be kept (said once): %s", error)
+
+    return counted
+
+
+@_harmless
 def count_tokens(event: str, number: int) -> None:
     tokens().labels(event=event).inc(number)
 
 
+@_harmless
 def count_bytes(event: str, number: int) -> None:
     moved_bytes().labels(event=event).inc(number)
 
 
+@_harmless
 def count_milliseconds(stage: str, milliseconds: float) -> None:
     seconds().labels(stage=stage).inc(max(0.0, milliseconds) / 1e3)
 
 
+@_harmless
+def observe(stage: str, elapsed: float) -> None:
+    """Note that ``stage`` took ``elapsed`` seconds."""
+    stage_seconds().labels(stage=stage).observe(elapsed)
+
+
+@contextmanager
+def timed(stage: str) -> Iterator[None]:
+    """Note how long the body takes."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        observe(stage, time.perf_counter() - start)
+
+
+@_harmless
 def count_pages(event: str, number: int = 1) -> None:
     pages().labels(event=event).inc(number)
 
 
+@_harmless
+def count_lookups(result: str, number: int) -> None:
+    lookups().labels(result=result).inc(number)
+
+
+@_harmless
 def count_problem(kind: str) -> None:
     problems().labels(kind=kind).inc()
+
+
+@_harmless
+def set_mode(name: str, reason: str | None) -> None:
+    """The mode that the server is in from now on."""
+    mode().labels(mode=name, reason=reason or "").set(1)
+
+
+@_harmless
+def set_codec(asked: str, used: str) -> None:
+    """The codec in which hidden states are stored from now on."""
+    codec().labels(asked=asked, used=used).set(1)
+
+
+class SuspendedGauge:
+    """Says in the metrics whether L3 is suspended."""
+
+    def __init__(self) -> None:
+        self._reason: str | None = None
+
+    @_harmless
+    def set(self, reason: str | None) -> None:
+        """L3 is suspended for ``reason`` from now on, or serves (None)."""
+        before, self._reason = self._reason, reason
+        if before is not None:
+            suspended().labels(reason=before).set(0)
+        if reason is not None:
+            suspended().labels(reason=reason).set(1)
+
+
+class StoreCounters:
+    """Passes on what a page store counted since the last time, at most once a second.
+
+    Args:
+        stats: The counters of the store.
+    """
+
+    def __init__(self, stats: StoreStats) -> None:
+        self._stats = stats
+        self._lock = threading.Lock()
+        self._published = dict.fromkeys(stats.snapshot(), 0)
+        self._next = 0.0
+
+    @_harmless
+    def publish(self, *, now: bool = False) -> None:
+        """Any thread may call it, as often as it likes; ``now`` waits for no second."""
+        if not now and time.monotonic() < self._next:
+            return
+        with self._lock:
+            self._next = time.monotonic() + _PUBLISH_SECONDS
+            counts = self._stats.snapshot()
+            for what, count in counts.items():
+                if count > self._published[what]:
+                    store().labels(what=what).inc(count - self._published[what])
+            self._published = counts

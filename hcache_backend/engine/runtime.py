@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hcache_backend.config import HCacheConfig
+from hcache_backend.engine import metrics
 from hcache_backend.engine.arguments import page_size
 from hcache_backend.fingerprint import fingerprint_tensors, model_tensors, namespace
 from hcache_backend.page import FORMAT_VERSION, WRITER_BYTES
@@ -67,10 +68,17 @@ class Runtime:
     kept_profile: tuple[str, Profile] | None = None
     distrust: str | None = None
     _namespaces: dict[tuple[bytes, str], bytes] = field(default_factory=dict)
+    _suspended: metrics.SuspendedGauge = field(default_factory=metrics.SuspendedGauge)
+
+    def use_hidden_mode(self) -> None:
+        """The host pool holds pages of hidden states."""
+        self.mode = "hidden"
+        metrics.set_mode("hidden", None)
 
     def use_kv_mode(self, reason: str) -> None:
         """The host pool holds plain KV pages, and this is why."""
         self.mode, self.reason = "kv", reason
+        metrics.set_mode("kv", reason)
         logger.warning("hcache: KV mode (plain KV pages): %s", reason)
 
     def report(self) -> ServerReport:
@@ -134,6 +142,7 @@ class Runtime:
             callback()
         if self.weights is not None and self.weights.suspended and self.distrust is None:
             self.weights = replace(self.weights, suspended=None)
+            self._suspended.set(None)
             logger.info("hcache: L3 serves again, in the namespace of the new weights")
 
     def lose_trust(self, reason: str) -> None:
@@ -152,6 +161,7 @@ class Runtime:
     def _suspend(self, reason: str) -> None:
         if self.weights is not None:
             self.weights = replace(self.weights, suspended=reason)
+        self._suspended.set(reason)
 
 
 _runtime: Runtime | None = None

@@ -37,16 +37,10 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from hcache_backend.config import ConfigError, HCacheConfig, parse_config
 from hcache_backend.engine import hooks, metrics
 from hcache_backend.engine.keys import key_bytes
+from hcache_backend.engine.measured_store import MeasuredStore
 from hcache_backend.engine.partitioning import keep_profile
 from hcache_backend.engine.runtime import Runtime, Weights, current
-from hcache_backend.store.base import (
-    EIGHTHS,
-    PageStore,
-    Parts,
-    Segment,
-    SegmentTable,
-    Subset,
-)
+from hcache_backend.store.base import EIGHTHS, Parts, Segment, SegmentTable, Subset
 from hcache_backend.store.server_report import write_report
 from hcache_backend.store.striped import open_store
 
@@ -78,7 +72,7 @@ class HCacheStorage(HiCacheStorage):
         self._runtime = current()
         _join_running_server(self._runtime, config)
         self._rank = _rank_fields(storage_config)
-        self._store: PageStore = _open_store(config, self._runtime.writer)
+        self._store = _open_store(config, self._runtime.writer)
         self._lock = threading.Lock()
         self._metrics = StorageMetrics()
         self._runtime.on_distrust.append(self._drop_own_pages)
@@ -204,6 +198,7 @@ class HCacheStorage(HiCacheStorage):
 
     def get_stats(self) -> StorageMetrics:
         """Pages and bandwidths since the last call."""
+        self._guard("stats", self._store.counters.publish, None)
         with self._lock:
             taken, self._metrics = self._metrics, StorageMetrics()
         return taken
@@ -227,6 +222,7 @@ class HCacheStorage(HiCacheStorage):
     def _exists(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[bool]:
         namespace = self._serving_namespace(pool)
         if namespace is None:
+            metrics.count_lookups("suspended", len(keys))
             return [False] * len(keys)
         return self._store.exists(namespace, [key_bytes(key) for key in keys])
 
@@ -373,9 +369,9 @@ def _join_running_server(runtime: Runtime, config: HCacheConfig) -> None:
         runtime.read_weights()
 
 
-def _open_store(config: HCacheConfig, writer: bytes) -> PageStore:
+def _open_store(config: HCacheConfig, writer: bytes) -> MeasuredStore:
     try:
-        return open_store(config, writer)
+        return MeasuredStore(open_store(config, writer))
     except OSError as error:
         raise ConfigError(
             f"hcache: option 'dirs' is {[str(path) for path in config.dirs]}: {error}; "

@@ -223,8 +223,9 @@ class HiddenStateStrategy(StackStrategy):
         assert runtime.config is not None
         codec, layout, methods = plan.codec, plan.layout, plan.parts.methods
         hidden = [probe.layers[layer] for layer in plan.parts.layers("hidden")]
-        runtime.mode, runtime.partitioning = "hidden", plan.parts
-        metrics.codec().labels(asked=runtime.config.codec, used=codec.name).set(1)
+        runtime.use_hidden_mode()
+        runtime.partitioning = plan.parts
+        metrics.set_codec(runtime.config.codec, codec.name)
         runtime.page_fields = {
             "kind": "hidden",
             "partition": list(methods),

@@ -40,7 +40,10 @@ SPECS = {
 LONG_CONVERSATIONS = ("llama", "qwen2", "qwen3", "opt", "gpt2", "olmo2")
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.versions) if n == "llama" else n for n in SPECS],
+)
 def test_flushed_conversations_come_back_from_hidden_states_with_the_no_cache_output(
     name: str, model_cache: Path, tmp_path: Path
 ) -> None:

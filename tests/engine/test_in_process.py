@@ -11,7 +11,7 @@ import pytest
 
 from tests.cpu_engine.hcache_cpu_engine import cpu_engine_env
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.versions]
 
 
 def test_classes_against_sglangs_own(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tests.engine.harness.ours import (
 )
 from tests.engine.harness.server import Server, ServerOptions
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.versions]
 
 
 def attach_error(server: Server, config: dict[str, object]) -> str:

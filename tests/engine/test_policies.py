@@ -36,6 +36,7 @@ def test_write_through_selective_backs_up_what_is_used_twice(model: Path, tmp_pa
     assert_no_cache_output(model, again)
 
 
+@pytest.mark.versions
 def test_write_back_of_nodes_that_were_restored_and_evicted_again(
     model: Path, tmp_path: Path
 ) -> None:

@@ -108,6 +108,7 @@ def test_other_host_layouts_and_io_backends_in_hidden_mode(
     assert_no_cache_output(model, conversations)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     ("name", "projection"),
     [

@@ -127,6 +127,7 @@ def test_pages_of_other_weights_or_another_dtype_are_misses_after_a_restart(
     assert_no_cache_output(other, replaced)
 
 
+@pytest.mark.versions
 def test_weights_updated_in_service_are_another_namespace(
     server: Server, model: Path, model_cache: Path
 ) -> None:

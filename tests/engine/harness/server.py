@@ -219,8 +219,9 @@ class Server:
 
         self._until(idle, timeout, "backups to finish")
 
-    def update_weights_from_disk(self, model: Path) -> None:
-        answer = self._admin("POST", "/update_weights_from_disk", json={"model_path": str(model)})
+    def update_weights_from_disk(self, model: Path, *, flush: bool = True) -> None:
+        body = {"model_path": str(model), "flush_cache": flush}
+        answer = self._admin("POST", "/update_weights_from_disk", json=body)
         if answer.status_code != 200 or not answer.json()["success"]:
             raise self._error(f"update_weights_from_disk: {answer.status_code} {answer.text}")
 

@@ -1,0 +1,246 @@
+"""A server's ``/metrics`` page: read it, and tell what happened between two of them."""
+
+from __future__ import annotations
+
+import http.client
+import math
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+TIMEOUT_SECONDS = 5.0
+COUNTERS = {
+    "tokens": ("hcache_tokens_total", "event"),
+    "bytes": ("hcache_bytes_total", "event"),
+    "pages": ("hcache_pages_total", "event"),
+    "lookups": ("hcache_lookups_total", "result"),
+    "store": ("hcache_store_total", "what"),
+    "problems": ("hcache_problems_total", "kind"),
+    "prompt": ("sglang:prefill_effective_tokens_total", "mode"),
+}
+"""Name in what is reported -> metric, and the label that divides it."""
+STAGES = "hcache_stage_seconds"
+
+
+class NoMetrics(Exception):
+    """A server's metrics cannot be had; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How often a stage took how long.
+
+    Attributes:
+        count: How often.
+        seconds: How long in all.
+        below: Upper bounds of the buckets, in seconds and rising, with how many were not above.
+    """
+
+    count: float = 0.0
+    seconds: float = 0.0
+    below: tuple[tuple[float, float], ...] = ()
+
+    def since(self, before: Histogram) -> Histogram:
+        """What was added since ``before``."""
+        earlier = dict(before.below)
+        return Histogram(
+            self.count - before.count,
+            self.seconds - before.seconds,
+            tuple((bound, count - earlier.get(bound, 0.0)) for bound, count in self.below),
+        )
+
+    def quantile(self, share: float) -> float | None:
+        """Seconds that ``share`` of them stayed below, interpolated within a bucket.
+
+        None without any; the largest finite bound where it is not known better.
+        """
+        wanted, bound, count = share * self.count, 0.0, 0.0
+        for upper, below in self.below:
+            if below >= wanted and below > count:
+                if math.isinf(upper):
+                    return bound
+                return bound + (upper - bound) * (wanted - count) / (below - count)
+            bound, count = upper, below
+        return None
+
+
+@dataclass(frozen=True)
+class MetricsPage:
+    """What a server's page said at one time.
+
+    Attributes:
+        time: Of the machine's monotonic clock, in seconds.
+        counters: For each key of `COUNTERS`, the counts by the value of its label.
+        stages: Times by stage.
+        mode: ``hidden`` or ``kv``.
+        reason: Why it is ``kv``, or empty.
+        codec: How hidden states are encoded; None in KV mode.
+        suspended: Why L3 neither takes nor gives, or None.
+        running: Requests that are being served.
+        queued: Requests that wait.
+    """
+
+    time: float
+    counters: Mapping[str, Mapping[str, float]]
+    stages: Mapping[str, Histogram]
+    mode: str
+    reason: str
+    codec: str | None
+    suspended: str | None
+    running: int
+    queued: int
+
+    def follows(self, before: MetricsPage) -> bool:
+        """Whether it is of the same run of the server: nothing has become less."""
+        return all(
+            self.counters[name].get(label, 0.0) >= count
+            for name, counts in before.counters.items()
+            for label, count in counts.items()
+        )
+
+    def since(self, before: MetricsPage) -> dict[str, dict[str, float]]:
+        """Counts a second since ``before``, which it follows."""
+        elapsed = max(self.time - before.time, 1e-9)
+        return {
+            name: {
+                label: (count - before.counters[name].get(label, 0.0)) / elapsed
+                for label, count in counts.items()
+            }
+            for name, counts in self.counters.items()
+        }
+
+
+def fetch(url: str) -> MetricsPage:
+    """Read the metrics of the server at ``url``: ``http://host:port``, or ``host:port``.
+
+    Raises:
+        NoMetrics: They cannot be had.
+    """
+    whole = url if "://" in url else f"http://{url}"
+    if not whole.startswith(("http://", "https://")):
+        raise NoMetrics(f"{url!r} is no address of a server; it must be http://HOST:PORT")
+    address = whole.rstrip("/").removesuffix("/metrics") + "/metrics"
+    try:
+        with urllib.request.urlopen(address, timeout=TIMEOUT_SECONDS) as answer:
+            text = answer.read().decode(errors="replace")
+    except urllib.error.HTTPError as error:
+        if error.code == 404:
+            raise NoMetrics(
+                "the server answers and has no /metrics: start it with --enable-metrics"
+            ) from None
+        raise NoMetrics(f"{address} answered {error.code} {error.reason}") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        why = getattr(error, "reason", error)
+        raise NoMetrics(f"the server does not answer: {why}") from None
+    return parse(text)
+
+
+@dataclass
+class _Stage:
+    count: float = 0.0
+    seconds: float = 0.0
+    below: dict[float, float] = field(default_factory=dict)
+
+
+def parse(text: str) -> MetricsPage:
+    """What a page in Prometheus' text format says about us; ranks are added up.
+
+    Raises:
+        NoMetrics: It is no such page, or there is nothing of ours on it.
+    """
+    counters: dict[str, dict[str, float]] = {name: {} for name in COUNTERS}
+    stages: dict[str, _Stage] = {}
+    on: dict[str, list[dict[str, str]]] = {}
+    requests = {"sglang:num_running_reqs": 0.0, "sglang:num_queue_reqs": 0.0}
+    by_metric = {metric: (name, label) for name, (metric, label) in COUNTERS.items()}
+    for name, labels, value in _samples(text):
+        if name in by_metric:
+            ours, label = by_metric[name]
+            key = labels.get(label, "")
+            counters[ours][key] = counters[ours].get(key, 0.0) + value
+        elif name.startswith(STAGES):
+            stage = stages.setdefault(labels.get("stage", ""), _Stage())
+            if name.endswith("_bucket"):
+                bound = float(labels["le"])
+                stage.below[bound] = stage.below.get(bound, 0.0) + value
+            elif name.endswith("_sum"):
+                stage.seconds += value
+            elif name.endswith("_count"):
+                stage.count += value
+        elif name in requests:
+            requests[name] += value
+        elif value == 1.0:
+            on.setdefault(name, []).append(labels)
+    modes = on.get("hcache_mode")
+    if not modes:
+        raise NoMetrics(
+            "the server has metrics and none of ours: is hcache-backend installed where it runs, "
+            "and its L3 backend ours or HCACHE_ENABLE=1 set?"
+        )
+    codecs = on.get("hcache_codec")
+    suspended = on.get("hcache_l3_suspended")
+    return MetricsPage(
+        time=time.monotonic(),
+        counters=counters,
+        stages={
+            name: Histogram(stage.count, stage.seconds, tuple(sorted(stage.below.items())))
+            for name, stage in stages.items()
+        },
+        mode=modes[0]["mode"],
+        reason=modes[0]["reason"],
+        codec=codecs[0]["used"] if codecs and modes[0]["mode"] == "hidden" else None,
+        suspended=suspended[0]["reason"] if suspended else None,
+        running=int(requests["sglang:num_running_reqs"]),
+        queued=int(requests["sglang:num_queue_reqs"]),
+    )
+
+
+def _samples(text: str) -> list[tuple[str, dict[str, str], float]]:
+    try:
+        return [
+            (sample.name, sample.labels, sample.value)
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        ]
+    except (ValueError, KeyError, IndexError) as error:
+        raise NoMetrics(f"its /metrics is no Prometheus page: {error}") from None
+
+
+def summary(page: MetricsPage, before: MetricsPage | None) -> dict[str, Any]:
+    """What ``hcache top --json`` prints of a server: totals, rates, and times of stages.
+
+    Args:
+        before: An earlier page, which it follows; without one there are no rates. Times are since
+            then, where a stage ran since then, else since the server's start.
+    """
+    stages = {}
+    for name, histogram in sorted(page.stages.items()):
+        recent = histogram.since(before.stages.get(name, Histogram())) if before else histogram
+        times = recent if recent.count > 0 else histogram
+        stages[name] = {
+            "count": histogram.count,
+            "per_second": recent.count / max(page.time - before.time, 1e-9) if before else None,
+            "mean_ms": 1e3 * times.seconds / times.count if times.count else None,
+            "p50_ms": _milliseconds(times.quantile(0.5)),
+            "p99_ms": _milliseconds(times.quantile(0.99)),
+        }
+    return {
+        "mode": page.mode,
+        "reason": page.reason or None,
+        "codec": page.codec,
+        "suspended": page.suspended,
+        "running": page.running,
+        "queued": page.queued,
+        "totals": {name: dict(counts) for name, counts in page.counters.items()},
+        "per_second": page.since(before) if before else None,
+        "stages": stages,
+    }
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds

@@ -1,0 +1,191 @@
+"""``hcache top``: what servers do with hidden states and L3, live."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from rich.columns import Columns
+from rich.console import Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from hcache_backend.cli.common import AsJson, human_bytes, print_json, screen, table
+from hcache_backend.cli.metrics_page import MetricsPage, NoMetrics, fetch, summary
+
+DEFAULT_URL = "http://127.0.0.1:30000"
+
+
+class Line(NamedTuple):
+    """One line of a server's table: counters of one kind, added up; left out while it is 0."""
+
+    name: str
+    counter: str
+    labels: tuple[str, ...]
+    unit: str = "tokens"
+
+
+LINES = (
+    Line("prompt tokens computed", "prompt", ("input",)),
+    Line("  found on the device", "prompt", ("device_hit",)),
+    Line("  found in host memory", "prompt", ("host_hit",)),
+    Line("  found in L3", "prompt", ("storage_hit",)),
+    Line("captured", "tokens", ("captured",)),
+    Line("backed up to host memory", "tokens", ("backed_up",)),
+    Line("restored to the device", "tokens", ("restored",)),
+    Line("L3 lookups found", "lookups", ("found",), "pages"),
+    Line("L3 lookups absent", "lookups", ("absent",), "pages"),
+    Line("L3 lookups while suspended", "lookups", ("suspended",), "pages"),
+    Line("L3 reads", "store", ("bytes_read",), "bytes"),
+    Line("L3 pages damaged or unreadable", "store", ("bad_pages", "read_errors"), "pages"),
+    Line("L3 writes", "store", ("bytes_written",), "bytes"),
+    Line(
+        "L3 pages dropped (full, late, offline)",
+        "store",
+        ("pages_dropped_full", "pages_dropped_late", "pages_dropped_offline"),
+        "pages",
+    ),
+    Line("L3 pages evicted", "store", ("pages_evicted",), "pages"),
+)
+
+
+@dataclass
+class Watched:
+    """A server, with what it last said."""
+
+    url: str
+    page: MetricsPage | None = None
+    before: MetricsPage | None = None
+    problem: str | None = None
+
+    def look(self) -> None:
+        """Ask it again."""
+        try:
+            page = fetch(self.url)
+        except NoMetrics as error:
+            self.page, self.problem = None, str(error)
+            return
+        same_run = self.page is not None and page.follows(self.page)
+        self.page, self.before, self.problem = page, self.page if same_run else None, None
+
+    def as_json(self) -> dict[str, Any]:
+        if self.page is None:
+            return {"url": self.url, "error": self.problem}
+        return {"url": self.url, **summary(self.page, self.before)}
+
+
+def top(
+    urls: Annotated[
+        list[str] | None,
+        typer.Argument(help=f"Servers, as http://HOST:PORT. Default: {DEFAULT_URL}."),
+    ] = None,
+    interval: Annotated[
+        float, typer.Option("--interval", "-i", min=0.2, help="Seconds between two looks.")
+    ] = 2.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="One picture, of one interval, then end.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What servers do with hidden states and L3, live; they need --enable-metrics."""
+    watched = [Watched(url) for url in urls or [DEFAULT_URL]]
+    with ThreadPoolExecutor(len(watched)) as pool:
+        _look(pool, watched)
+        if not (once or as_json):
+            _watch(pool, watched, interval)
+            return
+        if any(server.page is not None for server in watched):
+            time.sleep(interval)
+            _look(pool, watched)
+    if as_json:
+        print_json({"servers": [server.as_json() for server in watched]})
+    else:
+        screen.print(picture(watched))
+    if any(server.problem is not None for server in watched):
+        raise typer.Exit(1)
+
+
+def _look(pool: ThreadPoolExecutor, watched: Sequence[Watched]) -> None:
+    list(pool.map(Watched.look, watched))
+
+
+def _watch(pool: ThreadPoolExecutor, watched: Sequence[Watched], interval: float) -> None:
+    """Until the user interrupts it."""
+    with Live(picture(watched), console=screen, auto_refresh=False) as live:
+        try:
+            while True:
+                time.sleep(interval)
+                _look(pool, watched)
+                live.update(picture(watched), refresh=True)
+        except KeyboardInterrupt:
+            pass
+
+
+def picture(watched: Sequence[Watched]) -> Columns:
+    """One panel for each server, side by side where there is room."""
+    return Columns([_panel(server) for server in watched])
+
+
+def _panel(server: Watched) -> Panel:
+    if server.page is None:
+        problem = Text(server.problem or "", style="red")
+        return Panel(problem, title=server.url, title_align="left", expand=False)
+    seen = summary(server.page, server.before)
+    parts = Group(
+        Text(_state(seen)), Text(), _counts(seen), Text(), _stages(seen), *_problems(seen)
+    )
+    return Panel(parts, title=server.url, title_align="left", expand=False)
+
+
+def _state(seen: dict[str, Any]) -> str:
+    said = [f"{seen['mode']} mode" + (f" ({seen['reason']})" if seen["reason"] else "")]
+    if seen["codec"] is not None:
+        said.append(f"codec {seen['codec']}")
+    if seen["suspended"] is not None:
+        said.append(f"L3 suspended: {seen['suspended']}")
+    said.append(f"{seen['running']} requests running, {seen['queued']} queued")
+    return ", ".join(said)
+
+
+def _counts(seen: dict[str, Any]) -> Table:
+    shown = table("", "", "a second#", "in all#")
+    for line in LINES:
+        totals, rates = seen["totals"][line.counter], (seen["per_second"] or {}).get(line.counter)
+        total = sum(totals.get(label, 0.0) for label in line.labels)
+        if not total:
+            continue
+        rate = None if rates is None else sum(rates.get(label, 0.0) for label in line.labels)
+        shown.add_row(line.name, _amount(rate, line.unit), _amount(total, line.unit))
+    return shown
+
+
+def _stages(seen: dict[str, Any]) -> Table:
+    shown = table("", "stage", "a second#", "mean ms#", "p50 ms#", "p99 ms#", "in all#")
+    for name, stage in seen["stages"].items():
+        times = (stage[key] for key in ("per_second", "mean_ms", "p50_ms", "p99_ms"))
+        shown.add_row(name, *map(_decimal, times), f"{stage['count']:,.0f}")
+    return shown
+
+
+def _problems(seen: dict[str, Any]) -> list[Text]:
+    counted = sorted((kind, count) for kind, count in seen["totals"]["problems"].items() if count)
+    if not counted:
+        return []
+    text = ", ".join(f"{kind} {count:,.0f}" for kind, count in counted)
+    return [Text(), Text(f"problems, each a cache miss: {text}", style="yellow")]
+
+
+def _amount(value: float | None, unit: str) -> str:
+    if value is None:
+        return "-"
+    return human_bytes(int(value)) if unit == "bytes" else f"{value:,.0f} {unit}"
+
+
+def _decimal(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.2f}"

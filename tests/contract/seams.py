@@ -1,0 +1,131 @@
+"""What the sources of ours cannot tell: which of our names stand for which of SGLang's classes.
+
+A parameter of the engine that is annotated ``Any`` must be named here, so that whoever takes in
+another object of SGLang's says what it is; its attributes are then checked like all others.
+"""
+
+from __future__ import annotations
+
+_CACHE = "sglang.srt.mem_cache."
+_ARGUMENTS = ("sglang.srt.arg_groups.fields",)
+_BATCHES = (
+    "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
+    "sglang.srt.managers.schedule_batch.ScheduleBatch",
+)
+_OPERATIONS = (
+    _CACHE + "hybrid_cache.hybrid_cache_controller.PrefetchOperation",
+    "sglang.srt.managers.cache_controller.CacheOperation",
+)
+_KV_POOL = (_CACHE + "memory_pool.MHATokenToKVPool",)
+_ATTENTION = ("sglang.srt.layers.radix_attention.RadixAttention",)
+
+OBJECTS: dict[str, tuple[str, ...]] = {
+    "args": _ARGUMENTS,
+    "batch": _BATCHES,
+    "cache": (_CACHE + "unified_radix_cache.UnifiedRadixCache",),
+    "controller": (_CACHE + "hybrid_cache.hybrid_cache_controller.HybridCacheController",),
+    "device_pool": _KV_POOL,
+    "forward_batch": _BATCHES,
+    "forward_mode": ("sglang.srt.model_executor.forward_batch_info.ForwardMode",),
+    "kernel": _ATTENTION,
+    "kvcache": _KV_POOL,
+    "_kvcache": _KV_POOL,
+    "layer_done_counter": ("sglang.srt.managers.cache_controller.LayerDoneCounter",),
+    "mem_pool_device": _KV_POOL,
+    "memory": ("sglang.srt.arg_groups.fields.memory",),
+    "_metrics": ("sglang.srt.observability.metrics_collector.StorageMetrics",),
+    "model_config": ("sglang.srt.configs.model_config.ModelConfig",),
+    "op": _OPERATIONS,
+    "operation": _OPERATIONS,
+    "output": ("sglang.srt.model_executor.model_runner.ModelRunnerOutput",),
+    "params": (
+        _CACHE + "cache_init_params.CacheInitParams",
+        _CACHE + "base_prefix_cache.InitLoadBackParams",
+    ),
+    "req_to_token_pool": (_CACHE + "memory_pool.ReqToTokenPool",),
+    "request": ("sglang.srt.managers.schedule_batch.Req",),
+    "resolved": _ARGUMENTS,
+    "runner": ("sglang.srt.model_executor.model_runner.ModelRunner",),
+    "server_args": _ARGUMENTS,
+    "storage_config": (_CACHE + "hicache_storage.HiCacheStorageConfig",),
+    "token_to_kv_pool_allocator": (_CACHE + "allocator.paged.PagedTokenToKVPoolAllocator",),
+    "transfer": (_CACHE + "hicache_storage.PoolTransfer",),
+    "updater": ("sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater",),
+}
+"""Name of a variable or attribute in hcache_backend/engine -> the classes of which one must have
+what is read from it; a package or module stands for all its classes."""
+
+NOT_OBJECTS = {
+    "a", "kw", "args", "kwargs", "result", "value", "values", "index", "buffers", "group",
+    "components", "hash_values", "host_indices", "device_indices", "token_ids", "host_pool",
+    "q", "k", "v", "key_value_num_tokens",
+    "allocator", "target_location", "target_locations", "target_sizes",
+}  # fmt: skip
+"""Other parameters annotated ``Any``: tensors, lists, and pools of many classes."""
+
+OURS = {
+    ("runner", "hcache_capture"),
+    ("batch", "attention"),
+    ("controller", "loading_behind"),
+    ("controller", "use_hidden_states"),
+}
+"""What we put there ourselves."""
+
+OVERRIDDEN: dict[str, set[str]] = {
+    "HiddenStateController": {
+        "_generic_page_get",
+        "_move_op_indices",
+        "_move_write_operation",
+        "_page_backup",
+        "_page_get_zero_copy",
+        "load",
+        "reset",
+        "start_loading",
+        "start_writing",
+        "write",
+        "write_storage",
+    },
+    "HiddenStatePool": {
+        "backup_from_device_all_layer",
+        "clear",
+        "free",
+        "get_data_page",
+        "get_dummy_flat_data_page",
+        "get_size_per_token",
+        "init_kv_buffer",
+        "is_stride_page_aligned",
+        "load_to_device_per_layer",
+        "set_from_flat_data_page",
+    },
+    "HiddenStateStrategy": {"build", "matches"},
+    "HCacheStorage": {
+        "batch_exists",
+        "batch_exists_v2",
+        "batch_get",
+        "batch_get_v1",
+        "batch_get_v2",
+        "batch_set",
+        "batch_set_v1",
+        "batch_set_v2",
+        "clear",
+        "exists",
+        "get",
+        "get_stats",
+        "set",
+    },
+}
+"""What our subclasses take over from SGLang's classes."""
+
+CALLED_BY_SGLANG = {
+    "HiddenStatePool": {"get_ksize_per_token", "get_page_buffer_meta", "get_hybrid_pool_buffer"},
+    "HCacheStorage": {"close"},
+}
+"""Methods that no base class has and SGLang calls."""
+
+ONE_OF: tuple[tuple[frozenset[str], ...], ...] = (
+    (
+        frozenset({"Req.set_extend_range"}),  # 0.5.20, 0.5.21
+        frozenset({"Req.extend_end"}),
+    ),
+)
+"""Where versions differ: of each line, all names of one set must be there."""

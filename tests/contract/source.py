@@ -1,0 +1,303 @@
+"""A tree of SGLang's sources, asked without importing or running any of it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Definition:
+    """What a dotted name stands for.
+
+    Attributes:
+        module: Dotted name of the module that defines it.
+        node: A ``ClassDef`` or function; a ``Module`` for a module; else the statement that
+            assigns the name.
+    """
+
+    module: str
+    node: ast.AST
+
+
+class Source:
+    """The package ``sglang`` below ``root``.
+
+    Args:
+        root: The folder that holds the package's folder.
+        version: For messages.
+    """
+
+    def __init__(self, root: Path, version: str) -> None:
+        self.version = version
+        self._root = root
+        self._modules: dict[str, ast.Module | None] = {}
+        self._names: dict[str, dict[str, ast.stmt]] = {}
+        self._attributes: dict[Definition, set[str]] = {}
+
+    def __str__(self) -> str:
+        return f"SGLang {self.version}"
+
+    def find(self, dotted: str) -> Definition | None:
+        """What ``package.module.name`` or ``package.module.Class.name`` is, or None."""
+        parts = dotted.split(".")
+        for end in range(len(parts), 0, -1):
+            module = ".".join(parts[:end])
+            tree = self._module(module)
+            if tree is not None:
+                found: Definition | None = Definition(module, tree)
+                for name in parts[end:]:
+                    found = found and self._member(found, name)
+                return found
+        return None
+
+    def classes(self, found: Definition) -> Iterator[Definition]:
+        """A class and those it inherits from, as far as they are SGLang's."""
+        yield found
+        assert isinstance(found.node, ast.ClassDef), found
+        for base in found.node.bases:
+            name = ast.unparse(base.value if isinstance(base, ast.Subscript) else base)
+            parent = self._lookup(found.module, name)
+            if parent is not None and isinstance(parent.node, ast.ClassDef):
+                yield from self.classes(parent)
+
+    def method(self, cls: Definition, name: str) -> ast.FunctionDef | None:
+        """The method that instances of a class have, inherited ones included."""
+        for definition in self.classes(cls):
+            for node in _members(definition):
+                if isinstance(node, ast.FunctionDef) and node.name == name:
+                    return node
+        return None
+
+    def attributes(self, cls: Definition) -> set[str]:
+        """Methods, fields, and what any method assigns to its first parameter."""
+        if cls not in self._attributes:
+            found = self._attributes[cls] = set()
+            for definition in self.classes(cls):
+                for node in _members(definition):
+                    found.update(_assigned(node))
+                for node in ast.walk(definition.node):
+                    if isinstance(node, ast.FunctionDef) and node.args.args:
+                        found.update(_set_on(node, node.args.args[0].arg))
+        return self._attributes[cls]
+
+    def attributes_in(self, package: Definition) -> set[str]:
+        """Attributes of every class in a module, or in the modules of a package."""
+        folder = self._root.joinpath(*package.module.split("."))
+        modules = (
+            [package.module]
+            if not folder.is_dir()
+            else [f"{package.module}.{path.stem}" for path in folder.glob("*.py")]
+        )
+        return {
+            name
+            for module in modules
+            for node in _top(getattr(self._module(module), "body", ()))
+            if isinstance(node, ast.ClassDef)
+            for name in self.attributes(Definition(module, node))
+        }
+
+    def parameters(self, found: Definition) -> Parameters:
+        """What a function, or the construction of a class, takes (without ``self``)."""
+        if not isinstance(found.node, ast.ClassDef):
+            assert isinstance(found.node, ast.FunctionDef), found
+            return Parameters.of(found.node, bound=_is(found.node, "classmethod"))
+        init = self.method(found, "__init__")
+        if init is not None:
+            return Parameters.of(init, bound=True)
+        fields = [
+            node.target.id
+            for definition in reversed(list(self.classes(found)))
+            for node in _members(definition)
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        ]
+        return Parameters(tuple(dict.fromkeys(fields)), frozenset(), False, False)
+
+    def abstract(self, cls: Definition) -> set[str]:
+        """Methods whose nearest definition is abstract."""
+        names = {
+            node.name
+            for definition in self.classes(cls)
+            for node in _members(definition)
+            if isinstance(node, ast.FunctionDef) and _is(node, "abstractmethod")
+        }
+        methods = ((name, self.method(cls, name)) for name in names)
+        return {name for name, method in methods if method and _is(method, "abstractmethod")}
+
+    def text(self, path: str) -> str:
+        """A file below the root."""
+        return (self._root / path).read_text()
+
+    def calls(self, method: str, folder: str) -> bool:
+        """Whether the code below ``folder`` calls a method of that name on anything."""
+        files = self._root.joinpath(folder).rglob("*.py")
+        return any(f".{method}(" in file.read_text() for file in files)
+
+    # ---- internals ----
+
+    def _module(self, dotted: str) -> ast.Module | None:
+        if dotted not in self._modules:
+            path = self._root.joinpath(*dotted.split("."))
+            file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+            known = file.is_file() or path.is_dir()
+            text = file.read_text() if file.is_file() else ""
+            self._modules[dotted] = ast.parse(text) if known else None
+        return self._modules[dotted]
+
+    def _member(self, owner: Definition, name: str) -> Definition | None:
+        if isinstance(owner.node, ast.Module):
+            return self._lookup(owner.module, name)
+        if isinstance(owner.node, ast.ClassDef):
+            for definition in self.classes(owner):
+                for node in _members(definition):
+                    if name in _assigned(node):
+                        return Definition(definition.module, node)
+            return None
+        return owner  # a variable: whatever it holds is not looked at
+
+    def _lookup(self, module: str, dotted: str) -> Definition | None:
+        """``name`` or ``name.member`` as the code of ``module`` sees it."""
+        name, _, rest = dotted.partition(".")
+        statement = self._names_of(module).get(name)
+        if statement is None:
+            submodule = f"{module}.{name}"
+            found = self.find(submodule) if self._module(submodule) else self._starred(module, name)
+        elif isinstance(statement, ast.ImportFrom):
+            imported = next(a.name for a in statement.names if (a.asname or a.name) == name)
+            found = self.find(f"{self._absolute(module, statement)}.{imported}")
+        elif isinstance(statement, ast.Import):
+            found = self.find(name)
+        else:
+            found = Definition(module, statement)
+        for part in rest.split(".") if rest else []:
+            found = found and self._member(found, part)
+        return found
+
+    def _starred(self, module: str, name: str) -> Definition | None:
+        tree = self._module(module)
+        for node in _top(tree.body if tree else ()):
+            if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+                found = self.find(f"{self._absolute(module, node)}.{name}")
+                if found is not None:
+                    return found
+        return None
+
+    def _absolute(self, module: str, statement: ast.ImportFrom) -> str:
+        if not statement.level:
+            return statement.module or ""
+        package = module.split(".")
+        if not self._root.joinpath(*package).is_dir():
+            package = package[:-1]
+        package = package[: len(package) - statement.level + 1]
+        return ".".join([*package, statement.module] if statement.module else package)
+
+    def _names_of(self, module: str) -> dict[str, ast.stmt]:
+        """Names at the top of a module, under ``if`` and ``try`` too."""
+        if module not in self._names:
+            tree = self._module(module)
+            names: dict[str, ast.stmt] = {}
+            for node in _top(tree.body if tree else ()):
+                for name in _assigned(node):
+                    names.setdefault(name, node)
+            self._names[module] = names
+        return self._names[module]
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """How something may be called.
+
+    Attributes:
+        positional: Names in their order.
+        keyword_only: Names that may only be given by name.
+    """
+
+    positional: tuple[str, ...]
+    keyword_only: frozenset[str]
+    more_positional: bool
+    more_keywords: bool
+
+    @classmethod
+    def of(cls, function: ast.FunctionDef, *, bound: bool) -> Parameters:
+        args = function.args
+        names = [argument.arg for argument in (*args.posonlyargs, *args.args)]
+        return cls(
+            tuple(names[1:] if bound and not _is(function, "staticmethod") else names),
+            frozenset(argument.arg for argument in args.kwonlyargs),
+            args.vararg is not None,
+            args.kwarg is not None,
+        )
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        return frozenset(self.positional) | self.keyword_only
+
+    def problem_of_call(self, positional: int, keywords: Iterable[str]) -> str | None:
+        """Why it cannot be called so, or None. Whether anything is left out is not looked at."""
+        if positional > len(self.positional) and not self.more_positional:
+            return f"takes {len(self.positional)} arguments by place and gets {positional}"
+        unknown = [name for name in keywords if name not in self.names]
+        if unknown and not self.more_keywords:
+            return f"takes no argument {', '.join(unknown)}"
+        return None
+
+    def problem_as_override(self, original: Parameters) -> str | None:
+        """Why it cannot stand for ``original``, or None."""
+        for place, name in enumerate(original.positional):
+            if place < len(self.positional):
+                if self.positional[place] != name:
+                    return f"argument {place} is {name!r} there, {self.positional[place]!r} here"
+            elif not self.more_positional:
+                return f"does not take {name!r}"
+        missing = original.keyword_only - self.names
+        if missing and not self.more_keywords:
+            return f"does not take {', '.join(sorted(missing))}"
+        return None
+
+
+def _top(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try):
+            branches = [node.body, node.orelse]
+            if isinstance(node, ast.Try):
+                branches += [handler.body for handler in node.handlers] + [node.finalbody]
+            for branch in branches:
+                yield from _top(branch)
+
+
+def _members(definition: Definition) -> Iterator[ast.stmt]:
+    assert isinstance(definition.node, ast.ClassDef)
+    return _top(definition.node.body)
+
+
+def _assigned(node: ast.AST) -> list[str]:
+    """Names that a statement binds."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [(alias.asname or alias.name).split(".")[0] for alias in node.names]
+    if isinstance(node, ast.Assign):
+        targets = [t for target in node.targets for t in ast.walk(target)]
+        return [t.id for t in targets if isinstance(t, ast.Name)]
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        return [node.target.id]
+    return []
+
+
+def _set_on(function: ast.FunctionDef, owner: str) -> Iterator[str]:
+    for node in ast.walk(function):
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == owner
+        ):
+            yield node.attr
+
+
+def _is(function: ast.FunctionDef, decorator: str) -> bool:
+    return any(isinstance(d, ast.Name) and d.id == decorator for d in function.decorator_list)

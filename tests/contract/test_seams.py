@@ -1,0 +1,223 @@
+"""Every place where we meet SGLang is there, as we use it, in every supported version.
+
+SGLang's sources are read, not imported, so that all versions can be asked in one run.
+"""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from hcache_backend.engine import hooks
+from tests.contract import seams
+from tests.contract.source import Definition, Parameters, Source
+from tests.contract.uses import Uses
+from tests.contract.versions import ROOT, WANTED, source
+
+ENGINE = sorted((ROOT / "hcache_backend" / "engine").glob("*.py"))
+STAND_INS = [
+    *sorted((ROOT / "tests" / "cpu_engine" / "hcache_cpu_engine").glob("*.py")),
+    ROOT / "tests" / "engine" / "faults" / "hcache_faults.py",
+]
+HINT = "either a mistake, or tests/contract/seams.py wants a word about it"
+ALTERNATIVES = {name for sets in seams.ONE_OF for names in sets for name in names}
+
+
+@pytest.fixture(scope="module", params=WANTED)
+def sglang(request: pytest.FixtureRequest) -> Source:
+    return source(request.param)
+
+
+USES = {path: Uses(path, ROOT) for path in [*ENGINE, *STAND_INS]}
+
+
+def short(dotted: str) -> str:
+    """`Class.name` of a dotted name."""
+    return ".".join(dotted.split(".")[-2:])
+
+
+def found(sglang: Source, dotted: str) -> Definition:
+    definition = sglang.find(dotted)
+    assert definition is not None, f"{sglang} has no {dotted}"
+    return definition
+
+
+def attributes_of(sglang: Source, dotted: str) -> set[str]:
+    definition = found(sglang, dotted)
+    if is_module(definition):
+        return sglang.attributes_in(definition)
+    return sglang.attributes(definition)
+
+
+def attributes_of_objects(sglang: Source) -> dict[str, set[str]]:
+    return {
+        name: set().union(*(attributes_of(sglang, cls) for cls in classes))
+        for name, classes in seams.OBJECTS.items()
+    }
+
+
+def of_class(sglang: Source, dotted: str, name: str) -> bool:
+    definition = found(sglang, dotted)
+    if not isinstance(definition.node, ast.ClassDef):
+        return True  # a variable or a module: whatever it holds is looked up as a name
+    return name in sglang.attributes(definition)
+
+
+def test_names_that_we_import_or_hook_are_there(sglang: Source) -> None:
+    missing = [
+        f"{file.path}: {name}"
+        for file in USES.values()
+        for name in sorted(file.imports() | file.texts())
+        if sglang.find(name) is None and short(name) not in ALTERNATIVES
+    ]
+    assert not missing
+
+
+def test_members_of_imported_classes_are_there(sglang: Source) -> None:
+    missing = [
+        use
+        for file in USES.values()
+        for use in file.members()
+        if not of_class(sglang, use.owner, use.name)
+    ]
+    assert not missing
+
+
+def test_calls_fit(sglang: Source) -> None:
+    problems = []
+    ours = {
+        subclass.name: subclass.base
+        for file in USES.values()
+        for subclass in file.subclasses()
+        if "__init__" not in subclass.methods
+    }
+    for file in USES.values():
+        for call in file.calls(ours):
+            target = found(sglang, call.target)
+            if not isinstance(target.node, ast.ClassDef | ast.FunctionDef):
+                continue
+            owner = sglang.find(call.target.rpartition(".")[0])
+            if isinstance(target.node, ast.FunctionDef) and owner and not is_module(owner):
+                parameters = Parameters.of(target.node, bound=True)
+            else:
+                parameters = sglang.parameters(target)
+            problem = parameters.problem_of_call(call.positional, call.keywords)
+            if problem is not None:
+                problems.append(f"{call.where}: {short(call.target)} {problem}")
+    assert not problems
+
+
+def is_module(definition: Definition) -> bool:
+    return isinstance(definition.node, ast.Module)
+
+
+def test_our_subclasses_override_what_sglang_calls_and_can_take_its_arguments(
+    sglang: Source,
+) -> None:
+    problems = []
+    for file in USES.values():
+        for ours in file.subclasses():
+            base = found(sglang, ours.base)
+            if not isinstance(base.node, ast.ClassDef):
+                continue
+            for name, method in ours.methods.items():
+                original = sglang.method(base, name)
+                if name == "__init__" or original is None:
+                    continue
+                problem = Parameters.of(method, bound=True).problem_as_override(
+                    Parameters.of(original, bound=True)
+                )
+                if problem is not None:
+                    problems.append(f"{ours.name}.{name}: {problem}")
+            known = sglang.attributes(base)
+            problems += [
+                f"{ours.name} uses {name}, {short(ours.base)} has none"
+                for name in sorted(ours.inherited - known)
+            ]
+    assert not problems
+
+
+def test_our_subclasses_override_what_is_written_down_and_nothing_else(sglang: Source) -> None:
+    """A method that SGLang renames is one that it stops calling, without a word."""
+    for file in USES.values():
+        for ours in file.subclasses():
+            base = found(sglang, ours.base)
+            if isinstance(base.node, ast.ClassDef):
+                overridden = {name for name in ours.methods if sglang.method(base, name)}
+                written_down = seams.OVERRIDDEN.get(ours.name, set())
+                assert overridden - {"__init__"} == written_down, f"{ours.name}: {HINT}"
+                assert seams.CALLED_BY_SGLANG.get(ours.name, set()) <= set(ours.methods)
+
+
+def test_methods_that_no_base_class_has_are_called(sglang: Source) -> None:
+    """By duck typing, on a host pool or a storage backend."""
+    for names in seams.CALLED_BY_SGLANG.values():
+        for name in names:
+            folders = ("sglang/srt/mem_cache", "sglang/srt/managers")
+            assert any(sglang.calls(name, folder) for folder in folders), name
+
+
+def test_nothing_that_a_base_class_leaves_open_is_left_open_by_us(sglang: Source) -> None:
+    problems = []
+    for file in USES.values():
+        for ours in file.subclasses():
+            base = found(sglang, ours.base)
+            if isinstance(base.node, ast.ClassDef):
+                missing = sglang.abstract(base) - set(ours.methods)
+                problems += [f"{ours.name} lacks {name}" for name in sorted(missing)]
+    assert not problems
+
+
+def test_what_we_read_from_sglangs_objects_is_there(sglang: Source) -> None:
+    attributes = attributes_of_objects(sglang)
+    problems = []
+    for path in ENGINE:
+        for use in USES[path].attributes():
+            classes = seams.OBJECTS.get(use.owner)
+            if classes is None or (use.owner, use.name) in seams.OURS:
+                continue
+            alternatives = {f"{c.rpartition('.')[2]}.{use.name}" for c in classes}
+            if use.name not in attributes[use.owner] and not alternatives & ALTERNATIVES:
+                problems.append(f"{use.where}: {use.owner}.{use.name}")
+    assert not problems, f"{sglang}: {HINT}"
+
+
+def test_what_we_ask_for_in_case_it_is_there_is_there_in_some_version() -> None:
+    """A misspelt name in a `getattr` would never be missed."""
+    versions = [attributes_of_objects(source(version)) for version in WANTED]
+    unknown = [
+        use
+        for path in ENGINE
+        for use in USES[path].optional_attributes()
+        if use.owner in seams.OBJECTS
+        and (use.owner, use.name) not in seams.OURS
+        and not any(use.name in attributes[use.owner] for attributes in versions)
+    ]
+    assert not unknown
+
+
+def test_the_hooks_on_weight_updates_have_their_places(sglang: Source) -> None:
+    def there(name: str) -> bool:
+        return sglang.find(hooks._WEIGHTS + name) is not None
+
+    assert all(map(there, hooks._WEIGHT_UPDATES))
+    assert any(all(map(there, names)) for names in hooks._WEIGHT_UPDATES_BY_VERSION)
+
+
+def test_where_versions_differ_one_of_the_ways_is_there(sglang: Source) -> None:
+    classes = {name.rpartition(".")[2]: name for names in seams.OBJECTS.values() for name in names}
+    for sets in seams.ONE_OF:
+        assert any(
+            all(
+                of_class(sglang, classes[cls], name)
+                for cls, name in (member.split(".") for member in members)
+            )
+            for members in sets
+        ), f"{sglang} has none of {[sorted(members) for members in sets]}"
+
+
+def test_every_object_of_sglangs_is_named() -> None:
+    known = seams.NOT_OBJECTS | set(seams.OBJECTS)
+    unknown = [use for path in ENGINE for use in USES[path].untyped() if use[1] not in known]
+    assert not unknown, HINT

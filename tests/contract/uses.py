@@ -1,0 +1,215 @@
+"""What our code says about SGLang, found in its sources: imports, calls, overrides, attributes.
+
+Nothing is listed by hand that can be found, so a new use is a use that is checked.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of something that SGLang defines.
+
+    Attributes:
+        target: Dotted name of the function or class.
+        positional: Arguments by place; those after a ``*`` are not counted.
+        keywords: Arguments by name; those after a ``**`` are not known.
+    """
+
+    where: str
+    target: str
+    positional: int
+    keywords: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Subclass:
+    """A class of ours on top of one of SGLang's.
+
+    Attributes:
+        base: Dotted name of SGLang's class.
+        methods: What it defines.
+        inherited: Attributes of ``self`` and ``super()`` that it uses and does not define.
+    """
+
+    where: str
+    name: str
+    base: str
+    methods: dict[str, ast.FunctionDef]
+    inherited: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """``owner.name``, or a chain ``a.owner.name``, with the name of what holds it."""
+
+    where: str
+    owner: str
+    name: str
+
+
+class Uses:
+    """One source file of ours."""
+
+    def __init__(self, path: Path, root: Path) -> None:
+        self.path = str(path.relative_to(root))
+        self._tree = ast.parse(path.read_text(), str(path))
+        self._names: dict[str, str] = {}
+        """Name in this file -> dotted name in SGLang."""
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.ImportFrom) and _is_sglang(node.module or ""):
+                for alias in node.names:
+                    self._names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+
+    def imports(self) -> set[str]:
+        """Dotted names that are imported anywhere in the file."""
+        plain = {
+            alias.name
+            for node in ast.walk(self._tree)
+            if isinstance(node, ast.Import)
+            for alias in node.names
+            if _is_sglang(alias.name)
+        }
+        return plain | set(self._names.values())
+
+    def texts(self) -> set[str]:
+        """Dotted names in texts, such as the targets of hooks; two texts may be added up."""
+        constants: dict[str, str] = {}
+        for node in self._tree.body:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+                for target in node.targets:
+                    if isinstance(target, ast.Name) and isinstance(node.value.value, str):
+                        constants[target.id] = node.value.value
+        found = set()
+        for node in ast.walk(self._tree):
+            text = None
+            if isinstance(node, ast.Constant):
+                text = node.value
+            elif isinstance(node, ast.BinOp) and isinstance(node.left, ast.Name):
+                right = node.right.value if isinstance(node.right, ast.Constant) else None
+                if isinstance(right, str):
+                    text = constants.get(node.left.id, "") + right
+            if isinstance(text, str) and _is_sglang(text) and text.count(".") > 2:
+                found.add(text)
+        prefixes = {text for text in constants.values() if text.endswith(".")}
+        return {text for text in found if text not in prefixes and " " not in text}
+
+    def calls(self, ours: dict[str, str]) -> Iterator[Call]:
+        """Calls of imported names, of their members, of our subclasses, and of ``super()``.
+
+        Args:
+            ours: Names of subclasses that are constructed as their base, with that.
+        """
+        names = self._names | ours
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Call):
+                first, _, rest = ast.unparse(node.func).partition(".")
+                if first in names and "(" not in rest:
+                    yield self._call(node, f"{names[first]}.{rest}" if rest else names[first])
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.ClassDef):
+                bases = [self._names[ast.unparse(b)] for b in node.bases if ast.unparse(b) in names]
+                for call in ast.walk(node) if bases else ():
+                    if isinstance(call, ast.Call):
+                        owner, _, name = ast.unparse(call.func).rpartition(".")
+                        if owner == "super()":
+                            yield self._call(call, f"{bases[0]}.{name}")
+
+    def _call(self, node: ast.Call, target: str) -> Call:
+        return Call(
+            self._where(node),
+            target,
+            sum(not isinstance(argument, ast.Starred) for argument in node.args),
+            tuple(keyword.arg for keyword in node.keywords if keyword.arg),
+        )
+
+    def members(self) -> Iterator[Attribute]:
+        """Attributes of imported names, the names in full."""
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                owner = self._names.get(node.value.id)
+                if owner is not None:
+                    yield Attribute(self._where(node), owner, node.attr)
+
+    def subclasses(self) -> Iterator[Subclass]:
+        for node in ast.walk(self._tree):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            for base in node.bases:
+                if isinstance(base, ast.Name) and base.id in self._names:
+                    methods = {m.name: m for m in node.body if isinstance(m, ast.FunctionDef)}
+                    yield Subclass(
+                        f"{self.path}:{node.lineno}",
+                        node.name,
+                        self._names[base.id],
+                        methods,
+                        frozenset(_of_self(node) - set(methods) - _own_fields(node)),
+                    )
+
+    def attributes(self) -> Iterator[Attribute]:
+        """Every attribute that is read, with the last name before it."""
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                owner = node.value
+                if isinstance(owner, ast.Call):  # resolved(runner.server_args).page_size
+                    owner = owner.func
+                name = getattr(owner, "id", None) or getattr(owner, "attr", None)
+                if name is not None:
+                    yield Attribute(self._where(node), name, node.attr)
+
+    def optional_attributes(self) -> Iterator[Attribute]:
+        """Attributes that are asked for with ``getattr`` or ``hasattr``."""
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in (
+                "getattr",
+                "hasattr",
+            ):
+                owner, name = node.args[0], node.args[1]
+                last = getattr(owner, "id", None) or getattr(owner, "attr", None)
+                if last is not None and isinstance(name, ast.Constant):
+                    yield Attribute(self._where(node), last, str(name.value))
+
+    def untyped(self) -> Iterator[tuple[str, str]]:
+        """Parameters that are annotated ``Any``: where, and their names."""
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.FunctionDef):
+                arguments = node.args
+                for argument in (*arguments.args, *arguments.kwonlyargs):
+                    if getattr(argument.annotation, "id", None) == "Any":
+                        yield self._where(argument), argument.arg
+
+    def _where(self, node: ast.expr | ast.arg) -> str:
+        return f"{self.path}:{node.lineno}"
+
+
+def _is_sglang(dotted: str) -> bool:
+    return dotted == "sglang" or dotted.startswith("sglang.")
+
+
+def _of_self(cls: ast.ClassDef) -> set[str]:
+    """What is read from ``self`` and ``super()``."""
+    found = set()
+    for node in ast.walk(cls):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            value = node.value
+            if isinstance(value, ast.Call):
+                value = value.func
+            if isinstance(value, ast.Name) and value.id in ("self", "super"):
+                found.add(node.attr)
+    return found
+
+
+def _own_fields(cls: ast.ClassDef) -> set[str]:
+    return {
+        node.attr
+        for node in ast.walk(cls)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }

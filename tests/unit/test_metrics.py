@@ -1,0 +1,42 @@
+"""Metrics as a process of several keeps them: in files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+WITHOUT_A_FOLDER = """
+import logging, shutil, sys
+from hcache_backend.engine import metrics
+from hcache_backend.engine.measured_store import MeasuredStore
+from hcache_backend.store.base import StoreStats
+
+class Store:
+    stats = StoreStats()
+    def exists(self, namespace, keys):
+        return [True]
+
+logging.basicConfig(stream=sys.stdout)
+shutil.rmtree(sys.argv[1])
+metrics.set_mode("hidden", None)
+metrics.count_tokens("captured", 1)
+metrics.SuspendedGauge().set("why")
+print(MeasuredStore(Store()).exists(b"", [b""]))
+"""
+
+
+def test_where_metrics_cannot_be_kept_the_work_goes_on_and_one_line_says_so(tmp_path: Path) -> None:
+    folder = tmp_path / "metrics"
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_A_FOLDER, str(folder)],
+        env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("hcache: metrics cannot be kept") == 1
+    assert done.stdout.endswith("[True]\n")

@@ -1,0 +1,210 @@
+"""`hcache top`, on pages that our metrics themselves write and a small server hands out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from prometheus_client import REGISTRY, generate_latest
+from typer.testing import CliRunner
+
+from hcache_backend.cli.main import app
+from hcache_backend.cli.metrics_page import Histogram, NoMetrics, fetch, parse, summary
+from hcache_backend.engine import metrics
+from hcache_backend.store.base import StoreStats
+
+
+class Pages(ThreadingHTTPServer):
+    """Answers every request for /metrics with the next of `pages`, the last one again and again."""
+
+    pages: list[str | int]
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Pages
+
+    def do_GET(self) -> None:
+        pages = self.server.pages
+        page = pages.pop(0) if len(pages) > 1 else pages[0]
+        self.send_response(page if isinstance(page, int) else 200)
+        self.end_headers()
+        if isinstance(page, str):
+            self.wfile.write(page.encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """No line for each request."""
+
+
+@pytest.fixture
+def server() -> Iterator[Pages]:
+    with Pages(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def address(server: Pages) -> str:
+    return f"http://127.0.0.1:{server.server_port}"
+
+
+def written() -> str:
+    """What our metrics are at present."""
+    return generate_latest(REGISTRY).decode()
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["top", *arguments], env={"COLUMNS": "150"})
+    return result.exit_code, result.output
+
+
+@pytest.fixture(scope="module")
+def pages() -> list[str]:
+    """Two pages of one server, with work in between."""
+    metrics.set_mode("hidden", None)
+    metrics.set_codec("int8", "none")
+    counters = metrics.StoreCounters(stats := StoreStats())
+    stats.add(bytes_read=1000, pages_evicted=3)
+    counters.publish(now=True)
+    metrics.count_tokens("captured", 64)
+    metrics.count_problem("page_checksum")
+    for _ in range(90):
+        metrics.observe("restore", 0.002)
+    first = written()
+    metrics.count_tokens("captured", 128)
+    stats.add(bytes_read=500)
+    counters.publish(now=True)
+    for _ in range(10):
+        metrics.observe("restore", 0.09)
+    return [first, written()]
+
+
+def test_a_page_tells_mode_counts_and_stages(pages: list[str]) -> None:
+    page = parse(pages[0])
+    assert (page.mode, page.reason, page.codec, page.suspended) == ("hidden", "", "none", None)
+    assert page.counters["store"] == {"bytes_read": 1000, "pages_evicted": 3}
+    assert page.counters["tokens"]["captured"] == 64
+    assert page.stages["restore"].count == 90
+
+
+def test_rates_and_times_are_those_between_two_pages(pages: list[str]) -> None:
+    before, after = (parse(page) for page in pages)
+    assert after.follows(before) and not before.follows(after)
+    seen = summary(after, before)
+    elapsed = after.time - before.time
+    assert seen["per_second"]["tokens"]["captured"] == pytest.approx(128 / elapsed)
+    assert seen["per_second"]["store"]["bytes_read"] == pytest.approx(500 / elapsed)
+    assert seen["stages"]["restore"]["mean_ms"] == pytest.approx(90)
+    assert 50 < seen["stages"]["restore"]["p50_ms"] <= 100
+    assert summary(after, None)["per_second"] is None
+    assert summary(after, None)["stages"]["restore"]["p50_ms"] < 3
+
+
+def test_quantiles_lie_within_their_bucket() -> None:
+    histogram = Histogram(100, 1.0, ((0.1, 50.0), (0.2, 90.0), (float("inf"), 100.0)))
+    assert histogram.quantile(0.25) == pytest.approx(0.05)
+    assert histogram.quantile(0.7) == pytest.approx(0.15)
+    assert histogram.quantile(0.99) == 0.2  # beyond the last bound nothing more is known
+    assert Histogram().quantile(0.5) is None
+
+
+def test_suspended_l3_and_kv_mode_show_with_their_reasons() -> None:
+    gauge = metrics.SuspendedGauge()
+    gauge.set("the weights were updated")
+    page = parse(written())
+    assert page.suspended == "the weights were updated"
+    gauge.set(None)
+    assert parse(written()).suspended is None
+    metrics.mode().labels(mode="hidden", reason="").set(0)
+    metrics.set_mode("kv", "LoRA adapters")
+    page = parse(written())
+    assert (page.mode, page.reason, page.codec) == ("kv", "LoRA adapters", None)
+    metrics.mode().clear()
+
+
+def test_one_picture_of_a_server_and_of_one_that_is_not_there(
+    server: Pages, pages: list[str]
+) -> None:
+    server.pages = list(pages)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        status, output = run("--once", "-i", "0.2", address(server), nobody)
+    assert status == 1
+    assert "hidden mode, codec none, 0 requests running" in output
+    assert "192 tokens" in output
+    assert "page_checksum 1" in output
+    assert "the server does not answer" in output and "refused" in output
+
+
+def test_json_has_totals_and_rates(server: Pages, pages: list[str]) -> None:
+    server.pages = list(pages)
+    status, output = run("--json", "-i", "0.2", address(server) + "/metrics")
+    assert status == 0
+    (seen,) = json.loads(output)["servers"]
+    assert seen["totals"]["tokens"]["captured"] == 192
+    assert 0 < seen["per_second"]["tokens"]["captured"] <= 128 / 0.2
+
+
+def test_a_server_that_was_started_anew_has_no_rates_at_first(
+    server: Pages, pages: list[str]
+) -> None:
+    server.pages = list(reversed(pages))
+    _, output = run("--json", "-i", "0.2", address(server))
+    assert json.loads(output)["servers"][0]["per_second"] is None
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        (404, "start it with --enable-metrics"),
+        (503, "answered 503"),
+        ("# TYPE up gauge\nup 1\n", "none of ours: is hcache-backend installed"),
+        ("<html>hello</html>", "is no Prometheus page"),
+    ],
+)
+def test_what_is_wrong_with_a_server_is_said(page: str | int, message: str, server: Pages) -> None:
+    server.pages = [page]
+    with pytest.raises(NoMetrics, match=message):
+        fetch(address(server))
+
+
+def test_the_live_view_goes_on_until_it_is_interrupted(server: Pages, pages: list[str]) -> None:
+    server.pages = [pages[0], 503, pages[1]]
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(ours, (50, 150))
+    command = [sys.executable, "-m", "hcache_backend.cli.main", "top", "-i", "0.2", address(server)]
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, start_new_session=True) as top:
+        os.close(theirs)
+        seen = ""
+        for wanted in ("64 tokens", "answered 503", "192 tokens"):
+            while wanted not in seen:
+                seen += os.read(ours, 65536).decode(errors="replace")
+        top.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # the terminal's other end is gone
+            while os.read(ours, 65536):
+                pass
+        assert top.wait(20) == 0
+    os.close(ours)
+    assert "Traceback" not in seen
+
+
+def test_addresses(server: Pages, pages: list[str]) -> None:
+    server.pages = [pages[0]]
+    assert fetch(address(server).removeprefix("http://")).mode == "hidden"
+    for wrong in ("file:///proc/version", "ftp://127.0.0.1"):
+        with pytest.raises(NoMetrics, match="must be http://HOST:PORT"):
+            fetch(wrong)
+    with pytest.raises(NoMetrics, match="does not answer"):
+        fetch("http://127.0.0.1:port")
