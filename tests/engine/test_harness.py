@@ -9,12 +9,11 @@ import pytest
 from tests.engine.harness.conversations import converse, make_conversations, random_tokens
 from tests.engine.harness.lora import build_lora
 from tests.engine.harness.models import ARCHITECTURES, build_model
+from tests.engine.harness.ours import TIE_NATS
 from tests.engine.harness.reference import assert_equal_or_tie, assert_equal_tokens, greedy
 from tests.engine.harness.server import CachedTokens, Server, ServerOptions
 
 pytestmark = pytest.mark.engine
-
-TIE_NATS = 0.1
 
 
 def file_backend(model: Path, folder: Path, **options: object) -> ServerOptions:
