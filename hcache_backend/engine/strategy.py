@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
@@ -16,38 +16,31 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
 )
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.pool_host import HostPoolGroup, PoolEntry
-from sglang.srt.mem_cache.pool_host.base import host_memory_budget_bytes
 from sglang.srt.mem_cache.pool_host.common import get_allocator_type
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_memory
 
-from hcache_backend.capture.staging import StagedCapture, Staging
+from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.engine import metrics
 from hcache_backend.engine.capture import HiddenCapture, invalidate_on_allocation
 from hcache_backend.engine.codec_choice import agree_on_codec
 from hcache_backend.engine.controller import HiddenStateController
-from hcache_backend.engine.graphs import recording_problem, step_tokens
-from hcache_backend.engine.hooks import install, prefix_hooks
 from hcache_backend.engine.host_pool import HiddenStatePool
-from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.loads import LoadPlanner
-from hcache_backend.engine.memory import HostPages, plan_host_pages, staging_places
 from hcache_backend.engine.page_check import PageCheck
+from hcache_backend.engine.page_plan import PagePlan, plan_pages
 from hcache_backend.engine.parking import PoolParking
 from hcache_backend.engine.partitioning import Partitioning, partitioning
 from hcache_backend.engine.projection import LayerProjections, PagedPool
 from hcache_backend.engine.ranks import on_all_ranks
-from hcache_backend.engine.recompute import check_recompute, make_recomputer
 from hcache_backend.engine.refusal import refusal
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.self_check import Probe, SelfCheckFailed, compare, observe
-from hcache_backend.page import PageLayout
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.generic import GenericProjector, ProjectionBatch
 from hcache_backend.projection.projector import Projector
 from hcache_backend.restore.pipeline import RestoredLayer, RestorePipeline, ring_bytes
-from hcache_backend.restore.recompute import Recomputer
 from hcache_kernels.codecs import Codec
 
 logger = logging.getLogger("hcache")
@@ -61,27 +54,6 @@ def register(runtime: Runtime, reason: str | None) -> None:
         reason: Why hidden mode is already out of the question, or None.
     """
     register_stack_strategy(HiddenStateStrategy(runtime, reason))
-
-
-class _Plan(NamedTuple):
-    """What pages look like, how many there are, and what they pass through.
-
-    Attributes:
-        parts: What is stored of each layer.
-        recomputer: Recomputes the first layers; None where it cannot or need not.
-        hooks: The capture hooks that CUDA graphs were recorded with, if any.
-        chunk_tokens: Tokens that a projection takes at most.
-    """
-
-    parts: Partitioning
-    recomputer: Recomputer | None
-    codec: Codec
-    layout: PageLayout
-    kv: KVSegments
-    pages: HostPages
-    hooks: HiddenCapture | None
-    staging: Staging
-    chunk_tokens: int
 
 
 class HiddenStateStrategy(StackStrategy):
@@ -128,7 +100,7 @@ class HiddenStateStrategy(StackStrategy):
         )
         if probe is not None and codec is not None and parts is not None:
             try:
-                plan = self._plan(probe, codec, kvcache, parts)
+                plan = plan_pages(self._runtime, probe, codec, kvcache, parts)
                 projections = LayerProjections(
                     self._runtime, probe, projector, kvcache, params.tp_cache_group
                 )
@@ -160,62 +132,12 @@ class HiddenStateStrategy(StackStrategy):
             "'partition' insist)"
         )
 
-    def _plan(self, probe: Probe, codec: Codec, kvcache: Any, parts: Partitioning) -> _Plan:
-        """Page layout and memory.
-
-        Raises:
-            SelfCheckFailed: There is no room.
-        """
-        config, memory = self._runtime.config, get_memory()
-        assert config is not None
-        unrecorded = recording_problem(self._runtime.runner, codec)
-        if unrecorded is not None:
-            raise SelfCheckFailed(unrecorded)
-        chunk = min(config.restore_chunk_tokens, kvcache.size)
-        recomputer = None
-        if parts.can_recompute and (parts.profile is not None or parts.partition.recompute):
-            recomputer = make_recomputer(self._runtime.runner, kvcache, chunk)
-            try:
-                check_recompute(probe, recomputer, kvcache)
-                missing = install(prefix_hooks())
-                if missing is not None:
-                    raise SelfCheckFailed(missing)
-            except SelfCheckFailed as error:
-                recomputer, parts = None, parts.without_recompute(str(error))
-                logger.warning("hcache: layers are not recomputed: %s", error)
-        kv = KVSegments(kvcache, parts.layers("kv"), kvcache.page_size)
-        hidden_bytes = kvcache.page_size * codec.row_bytes
-        length: dict[str, Callable[[int], int]] = {
-            "hidden": lambda _: hidden_bytes,
-            "kv": kv.segment_bytes,
-            "recompute": lambda _: 0,
-        }
-        segments = (length[method](layer) for layer, method in enumerate(parts.methods))
-        layout = PageLayout(kvcache.page_size, tuple(segments))
-        pages = plan_host_pages(
-            kvcache, layout, memory.hicache_size, memory.hicache_ratio, host_memory_budget_bytes()
-        )
-        runner = self._runtime.runner
-        hooks: HiddenCapture | None = getattr(runner, "hcache_capture", None)
-        try:
-            if hooks is not None and hooks.staging is not None:
-                staging = hooks.staging
-            else:
-                captured = len(parts.layers("hidden"))
-                places = staging_places(captured, *step_tokens(runner), 0)
-                staging = Staging(captured, codec, places, kvcache.device)
-            # Is there room for restores? Freed memory stays in torch's cache until it is needed.
-            torch.empty(ring_bytes(layout, chunk), dtype=torch.uint8, device=kvcache.device)
-        except torch.OutOfMemoryError as error:
-            raise SelfCheckFailed(f"no device memory for staging and restores: {error}") from None
-        return _Plan(parts, recomputer, codec, layout, kv, pages, hooks, staging, chunk)
-
     def _build_hidden(
         self,
         kvcache: Any,
         params: Any,
         probe: Probe,
-        plan: _Plan,
+        plan: PagePlan,
         projector: Projector,
         **kwargs: Any,
     ) -> Any:
@@ -311,7 +233,7 @@ class HiddenStateStrategy(StackStrategy):
         params: Any,
         pool: HiddenStatePool,
         layers: Sequence[AttentionLayer],
-        plan: _Plan,
+        plan: PagePlan,
     ) -> StagedCapture:
         """Start to capture what ``layers`` receive in every forward pass."""
         hooks = plan.hooks

@@ -1,0 +1,119 @@
+"""What pages look like on this server, how many there are, and what they pass through."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.mem_cache.pool_host.base import host_memory_budget_bytes
+from sglang.srt.runtime_context import get_memory
+
+from hcache_backend.capture.staging import Staging
+from hcache_backend.engine.capture import HiddenCapture
+from hcache_backend.engine.graphs import recording_problem, step_tokens
+from hcache_backend.engine.hooks import install, prefix_hooks
+from hcache_backend.engine.kv_segments import KVSegments
+from hcache_backend.engine.memory import HostPages, plan_host_pages, staging_places
+from hcache_backend.engine.partitioning import Partitioning
+from hcache_backend.engine.recompute import check_recompute, make_recomputer
+from hcache_backend.engine.runtime import Runtime
+from hcache_backend.engine.self_check import Probe, SelfCheckFailed
+from hcache_backend.page import PageLayout
+from hcache_backend.restore.pipeline import ring_bytes
+from hcache_backend.restore.recompute import Recomputer
+from hcache_kernels.codecs import Codec
+
+logger = logging.getLogger("hcache")
+
+
+class PagePlan(NamedTuple):
+    """What pages look like, how many there are, and what they pass through.
+
+    Attributes:
+        parts: What is stored of each layer.
+        recomputer: Recomputes the first layers; None where it cannot or need not.
+        hooks: The capture hooks that CUDA graphs were recorded with, if any.
+        chunk_tokens: Tokens that a projection takes at most.
+    """
+
+    parts: Partitioning
+    recomputer: Recomputer | None
+    codec: Codec
+    layout: PageLayout
+    kv: KVSegments
+    pages: HostPages
+    hooks: HiddenCapture | None
+    staging: Staging
+    chunk_tokens: int
+
+
+def plan_pages(
+    runtime: Runtime, probe: Probe, codec: Codec, kvcache: Any, parts: Partitioning
+) -> PagePlan:
+    """Find room for what is stored of each layer.
+
+    The K and V that the model wrote during the probe must still be in the pool.
+
+    Args:
+        runtime: State of this process.
+        probe: The layers, and what they received.
+        codec: Of the hidden states.
+        kvcache: The KV pool.
+        parts: What is to be stored of each layer.
+
+    Raises:
+        SelfCheckFailed: There is no room, or CUDA graphs were recorded for something else.
+    """
+    config, memory = runtime.config, get_memory()
+    assert config is not None
+    unrecorded = recording_problem(runtime.runner, codec)
+    if unrecorded is not None:
+        raise SelfCheckFailed(unrecorded)
+    chunk = min(config.restore_chunk_tokens, kvcache.size)
+    recomputer, parts = _recomputation(runtime, probe, kvcache, parts, chunk)
+    kv = KVSegments(kvcache, parts.layers("kv"), kvcache.page_size)
+    hidden_bytes = kvcache.page_size * codec.row_bytes
+    length: dict[str, Callable[[int], int]] = {
+        "hidden": lambda _: hidden_bytes,
+        "kv": kv.segment_bytes,
+        "recompute": lambda _: 0,
+    }
+    segments = (length[method](layer) for layer, method in enumerate(parts.methods))
+    layout = PageLayout(kvcache.page_size, tuple(segments))
+    pages = plan_host_pages(
+        kvcache, layout, memory.hicache_size, memory.hicache_ratio, host_memory_budget_bytes()
+    )
+    runner = runtime.runner
+    hooks: HiddenCapture | None = getattr(runner, "hcache_capture", None)
+    try:
+        if hooks is not None and hooks.staging is not None:
+            staging = hooks.staging
+        else:
+            captured = len(parts.layers("hidden"))
+            places = staging_places(captured, *step_tokens(runner), 0)
+            staging = Staging(captured, codec, places, kvcache.device)
+        # Is there room for restores? Freed memory stays in torch's cache until it is needed.
+        torch.empty(ring_bytes(layout, chunk), dtype=torch.uint8, device=kvcache.device)
+    except torch.OutOfMemoryError as error:
+        raise SelfCheckFailed(f"no device memory for staging and restores: {error}") from None
+    return PagePlan(parts, recomputer, codec, layout, kv, pages, hooks, staging, chunk)
+
+
+def _recomputation(
+    runtime: Runtime, probe: Probe, kvcache: Any, parts: Partitioning, chunk_tokens: int
+) -> tuple[Recomputer | None, Partitioning]:
+    """What recomputes first layers, if anything is to; and what is stored where it cannot."""
+    if not parts.can_recompute or (parts.profile is None and not parts.partition.recompute):
+        return None, parts
+    recomputer = make_recomputer(runtime.runner, kvcache, chunk_tokens)
+    try:
+        check_recompute(probe, recomputer, kvcache)
+        missing = install(prefix_hooks())
+        if missing is not None:
+            raise SelfCheckFailed(missing)
+    except SelfCheckFailed as error:
+        logger.warning("hcache: layers are not recomputed: %s", error)
+        return None, parts.without_recompute(str(error))
+    return recomputer, parts
