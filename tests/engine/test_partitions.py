@@ -21,6 +21,7 @@ from tests.engine.harness.models import build_model
 from tests.engine.harness.ours import (
     assert_hidden_mode,
     assert_no_cache_output,
+    assert_no_cache_output_up_to_ties,
     assert_nothing_went_wrong,
     assert_restored_from_l3,
     our_server,
@@ -218,3 +219,15 @@ def test_what_does_not_fit_the_model_stops_the_server(
     server.launch()
     assert server.wait_exit(60) != 0
     assert message in server.log_text()
+
+
+def test_every_method_with_encoded_hidden_states(model: Path, tmp_path: Path) -> None:
+    hcache = {"partition": partition_of((1, 2, 1)), "codec": "exp4"}
+    options = our_server(model, tmp_path, hcache=hcache, dtype="bfloat16")
+    with Server(options) as server:
+        conversations = converse(server, make_conversations(2, turns=3, tokens=300))
+        assert said((1, 2, 1)) in server.log_text()
+        assert "codec exp4" in server.log_text()
+        assert_nothing_went_wrong(server)
+    assert_restored_from_l3(conversations, 64)
+    assert_no_cache_output_up_to_ties(model, tmp_path, conversations)
