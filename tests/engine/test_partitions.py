@@ -67,6 +67,20 @@ def test_output_is_that_of_no_cache(
     assert_no_cache_output(model, conversations)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "olmo2", "opt", "gpt2", "phi3", "stablelm", "olmoe"])
+def test_first_layers_of_any_model_are_recomputed(
+    family: str, model_cache: Path, tmp_path: Path
+) -> None:
+    model = build_model(family, model_cache)
+    hcache = {"partition": partition_of((2, 2, 0))}
+    with Server(our_server(model, tmp_path, hcache=hcache)) as server:
+        conversations = converse(server, make_conversations(1, turns=2, tokens=200))
+        assert said((2, 2, 0)) in server.log_text()
+        assert_nothing_went_wrong(server)
+    assert_restored_from_l3(conversations, 64)
+    assert_no_cache_output(model, conversations)
+
+
 def slow_profile(folder: Path, **seconds: float) -> Path:
     """A machine where a layer takes so long, whatever the number of tokens."""
     rates = {
