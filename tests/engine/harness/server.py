@@ -158,6 +158,7 @@ class Server:
         *,
         logprobs: bool = False,
         lora: str | None = None,
+        cache_salt: str | None = None,
         timeout: float = 300.0,
         **sampling: Any,
     ) -> Reply:
@@ -178,6 +179,8 @@ class Server:
             body |= {"return_logprob": True, "top_logprobs_num": 2}
         if lora is not None:
             body["lora_path"] = lora
+        if cache_salt is not None:
+            body["cache_salt"] = cache_salt
         answer = self._request("POST", "/generate", json=body, timeout=timeout)
         if answer.status_code != 200:
             raise self._error(f"/generate answered {answer.status_code}: {answer.text}")
