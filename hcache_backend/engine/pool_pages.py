@@ -47,6 +47,7 @@ class PoolPages:
         shares: How many pages of the store a page of the pool is: more than one where it is
             divided by heads, so that servers with more ranks can read it.
         any_ranks: Whether servers with other numbers of tensor-parallel ranks read these pages.
+        backed_up_in_part: SGLang stores the first rank's part of these pages only.
 
     Raises:
         ConfigError: ``tp_lcm_size`` does not divide the heads.
@@ -73,6 +74,12 @@ class PoolPages:
                     f"{config.tp_size} holds {host_pool.head_num} KV heads, which do not divide "
                     f"by {self.shares}"
                 )
+        divided = name == PoolName.MAMBA or isinstance(host_pool, MHATokenToKVPoolHost)
+        # MLA ranks hold copies of their own pages, not of states and drafts beside them.
+        self._same_on_all_ranks = config.is_mla_model and not divided
+        self.backed_up_in_part = (
+            config.is_mla_model and config.tp_size > 1 and divided and name != PoolName.MAMBA
+        )
         self._config = config
         self._by_copy = False
 
@@ -87,7 +94,7 @@ class PoolPages:
         if self.any_ranks:
             rank["any_ranks"] = True
             rank["tp"] = [config.tp_rank * self.shares + share, config.tp_size * self.shares]
-        elif not self._same_on_all_ranks():
+        elif not self._same_on_all_ranks:
             rank["tp"] = [config.tp_rank, config.tp_size]
         return {
             "kind": "kv",
@@ -97,17 +104,6 @@ class PoolPages:
             "bytes_per_token": pool.size_per_token // self.shares,
             **rank,
         }
-
-    def _same_on_all_ranks(self) -> bool:
-        """Whether tensor-parallel ranks hold copies: what an MLA model makes of its own KV.
-
-        State-space layers beside it are divided, and so is a draft model with heads.
-        """
-        return (
-            self._config.is_mla_model
-            and self.name != PoolName.MAMBA
-            and not isinstance(self.host_pool, MHATokenToKVPoolHost)
-        )
 
     def table(self) -> SegmentTable | None:
         """How a page of hidden states divides; None for pages whose inside we do not know."""

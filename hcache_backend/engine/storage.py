@@ -86,6 +86,15 @@ class HCacheStorage(HiCacheStorage):
                 "--hicache-mem-layout page_head only, and not those of MLA"
             )
 
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        if self._pages_of(host_pool_name).backed_up_in_part:
+            logger.warning(
+                "hcache: pool %s is divided over the ranks and SGLang backs up the first rank's "
+                "part only: prompts that need it do not come back from L3",
+                host_pool_name,
+            )
+
     # ---- zero-copy interface (v1), one pool ----
 
     def batch_get_v1(

@@ -101,6 +101,31 @@ def test_ranks_of_an_mla_model_share_one_copy_of_a_page(model_cache: Path, tmp_p
     assert len(stored_pages(tmp_path)) == 12
 
 
+def test_a_sliding_window_comes_back_with_the_pages_before_it(
+    model_cache: Path, tmp_path: Path
+) -> None:
+    """Two pools, the one of the window with the last two pages of a node only.
+
+    Against the same prompt from the device: on a CPU SGLang's attention takes the window's rows
+    from slots of the other pool (torch_native does not translate them), so that even two cold
+    runs differ when they stand in different slots.
+    """
+    model = build_model("mellum", model_cache)
+    with Server(our_server(model, tmp_path)) as server:
+        assert "the KV pool is a SWAKVPool (FULL, SWA)" in server.log_text()
+        history = random_tokens(650, seed=42)
+        server.generate(history, 2)
+        server.flush_cache()
+        prompt = history + random_tokens(20, seed=43)
+        from_l3 = server.generate(prompt, 16)
+        from_device = server.generate(prompt, 16)
+        assert_nothing_went_wrong(server)
+    assert from_l3.cached.storage == 640
+    assert from_device.cached.device == 640
+    assert from_l3.output_ids == from_device.output_ids
+    assert len(stored_pages(tmp_path)) == 10 + 2
+
+
 def test_salted_and_adapted_requests_and_changed_adapters_never_share_pages(
     model_cache: Path, tmp_path: Path
 ) -> None:

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorageConfig,
-    PoolHitPolicy,
-    PoolName,
-    PoolTransfer,
-)
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hcache_backend import HCacheStorage
 from hcache_backend.config import ConfigError
-from hcache_backend.engine import runtime as runtime_module
 from hcache_backend.engine.keys import key_bytes
 from hcache_backend.engine.runtime import Runtime, Weights
+from tests.engine.in_process.storage_config import PAGE, storage_config
 
-PAGE = 4
 KEYS = [f"{i:064x}" for i in range(8)]
 
 
@@ -46,42 +39,6 @@ class HostPool:
         """Random bytes in ``pages``; returns their host indices."""
         self.data[:, pages.start : pages.stop].random_(0, 255)
         return torch.arange(pages.start * PAGE, pages.stop * PAGE)
-
-
-def storage_config(folder: Path, **options: Any) -> HiCacheStorageConfig:
-    return HiCacheStorageConfig(
-        tp_rank=0,
-        tp_size=1,
-        pp_rank=0,
-        pp_size=1,
-        attn_cp_rank=0,
-        attn_cp_size=1,
-        is_mla_model=False,
-        enable_storage_metrics=True,
-        is_page_first_layout=True,
-        model_name="m",
-        extra_config={
-            "backend_name": "hcache",
-            "module_path": "hcache_backend",
-            "class_name": "HCacheStorage",
-            "interface_v1": 1,
-            "hcache": {"dirs": [str(folder)]} | options,
-        },
-    )
-
-
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    """A process whose model is loaded and that nobody configured."""
-    runner = SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: {"hidden_size": 8})),
-        dtype=torch.bfloat16,
-        kv_cache_dtype=torch.bfloat16,
-        server_args=SimpleNamespace(page_size=PAGE),
-    )
-    state = Runtime(runner, weights=Weights(b"w" * 16))
-    monkeypatch.setattr(runtime_module, "_runtime", state)
-    return state
 
 
 @pytest.fixture
