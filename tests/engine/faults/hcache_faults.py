@@ -129,6 +129,30 @@ def _skip_a_layer() -> None:
     HiddenCapture._take = faulty  # type: ignore[method-assign]
 
 
+def _disk() -> None:
+    """The trigger's text says what is wrong with the disk: slow reads, or failing writes."""
+    from hcache_backend.store.file_ops import FileOps
+
+    trigger = Path(os.environ["HCACHE_TEST_TRIGGER"])
+    read, write = FileOps.read, FileOps.write
+
+    def is_faulty(what: str) -> bool:
+        return trigger.exists() and what in trigger.read_text()
+
+    def faulty_read(self: Any, *args: Any) -> int:
+        if is_faulty("slow reads"):
+            time.sleep(2)
+        return read(self, *args)
+
+    def faulty_write(self: Any, *args: Any) -> int:
+        if is_faulty("failing writes"):
+            raise OSError(5, "Input/output error")
+        return write(self, *args)
+
+    FileOps.read = faulty_read  # type: ignore[method-assign]
+    FileOps.write = faulty_write  # type: ignore[method-assign]
+
+
 def _report(tell: Callable[[], object]) -> Callable[[], None]:
     """No fault: whenever the trigger is there and empty, write what ``tell`` says into it."""
 
@@ -212,6 +236,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "slot_reallocated_before_backup": _wrap_write(before=True),
     "slot_reallocated_after_backup": _wrap_write(before=False),
     "layer_not_captured": _skip_a_layer,
+    "disk": _disk,
     "no_store_on_rank_1": _no_store_on_rank_1,
     "report_hooks": _report(_hooks),
     "report_holdings": _report_holdings,
