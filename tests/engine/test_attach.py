@@ -174,19 +174,16 @@ def test_a_rank_that_cannot_open_the_store_fails_the_attach_on_all_and_blocks_no
     trigger.touch()
     env = faulty("no_store_on_rank_1", trigger)
     with Server(ServerOptions(model, tmp_path / "server.log", tp=2, extra_env=env)) as server:
-        for _ in range(2):
-            answer = server.attach_storage("dynamic", extra_config(tmp_path))
-            assert answer.status_code == 400
-            assert "Permission denied" in answer.text
-            assert "(on tensor-parallel rank 1)" in answer.text
-            assert server.generate([1, 2, 3], 2, timeout=30).output_ids
+        answer = server.attach_storage("dynamic", extra_config(tmp_path))
+        assert answer.status_code == 400
+        assert "Permission denied" in answer.text
+        assert "(on tensor-parallel rank 1)" in answer.text
+        assert server.generate([1, 2, 3], 2, timeout=30).output_ids
+        server.wait_backed_up()
         trigger.unlink()
         attach(server, tmp_path)
-        conversations = converse(server, make_conversations(2, turns=2, tokens=300))
+        conversations = converse(server, make_conversations(1, turns=2, tokens=300))
         assert_restored_from_l3(conversations, 64)
-        server.detach_storage()
-        trigger.touch()
-        assert server.attach_storage("dynamic", extra_config(tmp_path)).status_code == 400
     assert_no_cache_output(model, conversations)
 
 
@@ -200,7 +197,7 @@ def test_a_rank_that_cannot_open_the_store_stops_the_start_of_all(
     assert "(on tensor-parallel rank 1)" in server.log_text()
 
 
-@pytest.mark.parametrize("cycles", [8, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize("cycles", [5, pytest.param(50, marks=pytest.mark.long)])
 def test_cycles_of_attach_and_detach_leak_nothing(cycles: int, model: Path, tmp_path: Path) -> None:
     report = tmp_path / "report"
     env = {

@@ -218,13 +218,13 @@ def test_a_prefetch_waits_as_long_as_its_options_say(
         answer = server.attach_storage("dynamic", config, **policy)
         assert answer.status_code == 200, answer.text
         again = Conversation([conversation.turns[0].prompt])
-        converse(server, [again])
+        with slow_reads(disk, trigger):
+            converse(server, [again])
         assert again.outputs == conversation.outputs
         return again.turns[0].cached.storage
 
     assert_no_cache_output(model, [conversation])
     # 7 pages take 2 s. (With a base of 0 the time is over before SGLang knows how much to fetch.)
-    with slow_reads(disk, trigger):
-        assert hits(0.5, 0.1) == 0
-        assert hits(0.5, 60) == 448
-        assert hits(30, 0) == 448
+    assert hits(0.5, 0.1) == 0
+    assert hits(0.5, 60) == 448
+    assert hits(30, 0) == 448
