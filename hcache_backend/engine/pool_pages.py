@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
@@ -81,7 +81,7 @@ class PoolPages:
             config.is_mla_model and config.tp_size > 1 and divided and name != PoolName.MAMBA
         )
         self._config = config
-        self._by_copy = False
+        self._access: Literal["in place", "copy", "none"] = "in place"
 
     def fields(self, share: int) -> dict[str, object]:
         """What the namespace says about pages of plain KV (of a share of their heads)."""
@@ -113,16 +113,21 @@ class PoolPages:
         segments = (Segment(length, 1) for length in layout.segment_bytes)
         return SegmentTable((Segment(layout.header_bytes, 0), *segments))
 
-    def to_write(self, host_indices: torch.Tensor, pages: int) -> PageMemory:
-        """Memory that holds ``pages`` pages at ``host_indices`` (``[pages * page_size]``)."""
-        return self._in_place(host_indices, pages) or self._copies(
-            [self.host_pool.get_data_page(first) for first in self._first(host_indices, pages)]
-        )
+    def to_write(self, host_indices: torch.Tensor, pages: int) -> PageMemory | None:
+        """Memory that holds ``pages`` pages at ``host_indices`` (``[pages * page_size]``).
 
-    def to_read(self, host_indices: torch.Tensor, pages: int) -> PageMemory:
-        """Memory into which ``pages`` pages at ``host_indices`` are to be read."""
+        None: SGLang offers no way to store pages of this pool.
+        """
         found = self._in_place(host_indices, pages)
-        if found is not None:
+        if found is not None or self._access == "none":
+            return found
+        first = self._first(host_indices, pages)
+        return self._copies([self.host_pool.get_data_page(index) for index in first])
+
+    def to_read(self, host_indices: torch.Tensor, pages: int) -> PageMemory | None:
+        """Memory into which ``pages`` pages at ``host_indices`` are to be read, or None."""
+        found = self._in_place(host_indices, pages)
+        if found is not None or self._access == "none":
             return found
         copies = [self.host_pool.get_dummy_flat_data_page() for _ in range(pages)]
         first = self._first(host_indices, pages)
@@ -136,7 +141,7 @@ class PoolPages:
 
     def _in_place(self, host_indices: torch.Tensor, pages: int) -> PageMemory | None:
         """The pages where they are, or None where the pool has no addresses to offer."""
-        if self._by_copy:
+        if self._access != "in place":
             return None
         if pages == 0:
             return PageMemory([[] for _ in range(self.shares)], _nothing)
@@ -148,8 +153,7 @@ class PoolPages:
             else:
                 pointers, sizes = self.host_pool.get_page_buffer_meta(host_indices)
         except (ValueError, NotImplementedError) as error:
-            logger.info("hcache: pages of pool %s are copied: %s", self.name, error)
-            self._by_copy = True
+            self._access = self._other_access(error)
             return None
         if len(pointers) % (pages * self.shares):
             raise ValueError(
@@ -159,6 +163,16 @@ class PoolPages:
         each = len(pieces) // (pages * self.shares)
         groups: list[Parts] = [pieces[i : i + each] for i in range(0, len(pieces), each)]
         return PageMemory([groups[share :: self.shares] for share in range(self.shares)], _nothing)
+
+    def _other_access(self, refused: Exception) -> Literal["copy", "none"]:
+        """How to get at pages that have no addresses."""
+        try:
+            self.host_pool.get_dummy_flat_data_page()
+        except (ValueError, NotImplementedError):
+            logger.warning("hcache: pages of pool %s cannot be stored: %s", self.name, refused)
+            return "none"
+        logger.info("hcache: pages of pool %s are copied: %s", self.name, refused)
+        return "copy"
 
     def _copies(self, copies: Sequence[torch.Tensor]) -> PageMemory:
         return PageMemory([[tensor_parts(copy.contiguous()) for copy in copies]], _nothing)

@@ -129,16 +129,16 @@ class HCacheStorage(HiCacheStorage):
     ) -> PoolTransferResult:
         pages = self.batch_exists(keys, extra_info)
         hits: dict[str, int] = {PoolName.KV: pages} if pages else {}
-        usable = pages
+        restorable = list(range(1, pages + 1))
         for transfer in pool_transfers or []:
             present = self._guard(
                 "exists", partial(self._exists, keys[:pages], transfer.name), [False] * pages
             )
-            length = _usable_length(present, transfer)
-            if length:
-                hits[transfer.name] = length
-            usable = min(usable, length)
-        return PoolTransferResult(usable, hits)
+            lengths = _usable_lengths(present, transfer)
+            if lengths:
+                hits[transfer.name] = max(lengths)
+            restorable = [length for length in restorable if length in lengths]
+        return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -226,6 +226,8 @@ class HCacheStorage(HiCacheStorage):
         if pages.empty:
             return found
         memory = pages.to_read(host_indices, len(keys))
+        if memory is None:
+            return [False] * len(keys)
         for share, parts in enumerate(memory.shares):
             here = self._read(keys, parts, pool, share)
             found = [before and now for before, now in zip(found, here, strict=True)]
@@ -234,9 +236,9 @@ class HCacheStorage(HiCacheStorage):
 
     def _set(self, keys: Sequence[str], host_indices: Any, pool: str = PoolName.KV) -> None:
         pages = self._pages_of(pool)
-        if not pages.empty:
-            for share, parts in enumerate(pages.to_write(host_indices, len(keys)).shares):
-                self._write(keys, parts, pool, share)
+        memory = None if pages.empty else pages.to_write(host_indices, len(keys))
+        for share, parts in enumerate(memory.shares if memory else ()):
+            self._write(keys, parts, pool, share)
 
     def _exists(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[bool]:
         pages = self._pages_of(pool)
@@ -360,15 +362,16 @@ def _leading(found: Sequence[bool]) -> int:
     return list(found).index(False) if False in found else len(found)
 
 
-def _usable_length(present: Sequence[bool], transfer: PoolTransfer) -> int:
-    """Longest prefix whose pages of this pool, by its policy, are all there."""
+def _usable_lengths(present: Sequence[bool], transfer: PoolTransfer) -> set[int]:
+    """Lengths of prefixes whose pages of this pool, by its policy, are all there."""
     if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-        return _leading(present)
+        return set(range(1, _leading(present) + 1))
     window = max(1, len(transfer.keys or ()))
-    for length in range(len(present), 0, -1):
-        if all(present[max(0, length - window) : length]):
-            return length
-    return 0
+    return {
+        length
+        for length in range(1, len(present) + 1)
+        if all(present[max(0, length - window) : length])
+    }
 
 
 def _gigabytes_a_second(size: int, start: float) -> float:

@@ -209,6 +209,31 @@ def test_heads_that_do_not_divide_are_refused(tmp_path: Path, runtime: Runtime) 
         pass
 
 
+def test_a_pool_that_offers_no_pages_is_named_once_and_never_a_hit(
+    tmp_path: Path,
+    runtime: Runtime,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """MXFP8 pools on a GPU refuse like this; they are no part of the oldest version."""
+
+    def refuse(*args: Any) -> Any:
+        raise NotImplementedError("no flat storage (L3) pages yet")
+
+    pool = mha("page_first")
+    for name in ("get_page_buffer_meta", "get_dummy_flat_data_page", "get_data_page"):
+        monkeypatch.setattr(pool, name, refuse)
+    with opened(tmp_path, pool, PoolName.KV) as storage:
+        for _ in range(2):
+            storage.batch_set_v1(KEYS, pages(pool, 0, 4))
+            assert storage.batch_exists(KEYS) == 0
+            assert storage.batch_get_v1(KEYS, pages(pool, 0, 4)) == [False] * 4
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    [line] = [line for line in told if "cannot be stored" in line]
+    assert "pages of pool kv cannot be stored: no flat storage" in line
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 RANKS = [{"tp_rank": rank, "tp_size": 2} for rank in range(2)]
 
 
