@@ -87,7 +87,6 @@ def test_a_tp_lcm_size_that_does_not_divide_the_heads_is_refused(
         assert answer.status_code == 400
         assert "'tp_lcm_size' is 3 but a rank of 1 holds 4 KV heads" in answer.text
         assert server.generate([1, 2, 3], 2).output_ids
-        server.wait_backed_up()
         answer = server.attach_storage("dynamic", extra_config(tmp_path))
         assert answer.status_code == 200, answer.text
 
