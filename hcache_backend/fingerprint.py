@@ -7,28 +7,84 @@ nothing about that: weights change under a name, and at run time.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import xxhash
 
 from hcache_backend.page import NAMESPACE_BYTES
 
-_CHUNK = 1 << 24
+_CHUNK = 1 << 21
 _MIX_A = -7046029254386353131  # odd 64-bit constants of the golden ratio and of splitmix64
 _MIX_B = -4658895280553007687
+_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.int8))
 
 
-def fingerprint_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
-    """Digest of names, shapes, dtypes and every byte of ``tensors`` (16 bytes).
+class TensorDigest(NamedTuple):
+    """What is in one tensor of one rank.
+
+    Attributes:
+        name: Its name in the model.
+        dtype: Its dtype.
+        shape: Its shape on this rank.
+        row: Elements of one row: of the last dimension, or, where ranks divide that one, of the
+            last but one.
+        exact: Digest of every byte in its place.
+        rows: Sum of the digests of the rows, wherever they stand: ranks that hold different rows
+            of a tensor have parts of its sum. Rows of zeros (padding) add nothing.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    row: int
+    exact: int
+    rows: int
+
+
+def digest_tensors(
+    tensors: Iterable[tuple[str, torch.Tensor]], by_column: Container[str] = ()
+) -> list[TensorDigest]:
+    """Digests of ``tensors``, by name.
 
     The bytes are summed on the device they live on, in wrapping 64-bit integers and each weighted
     by its place, so that a 14 GB model costs a read of its memory and no transfer.
+
+    Args:
+        tensors: Names and tensors of any dtype and shape.
+        by_column: Names of the tensors whose last dimension ranks divide.
     """
+    return [
+        _digest(name, tensor, name in by_column)
+        for name, tensor in sorted(tensors, key=lambda item: item[0])
+    ]
+
+
+def fingerprint(ranks: Sequence[Sequence[TensorDigest]]) -> bytes:
+    """Names, shapes, dtypes and every byte of the tensors of all ranks, in order (16 bytes)."""
     digest = xxhash.xxh3_128()
-    for name, tensor in sorted(tensors, key=lambda item: item[0]):
-        digest.update(f"{name}|{tuple(tensor.shape)}|{tensor.dtype}".encode())
-        digest.update(_sum_bytes(tensor).to_bytes(8, "little", signed=True))
+    for number, tensors in enumerate(ranks):
+        for t in tensors:
+            digest.update(f"{number}|{t.name}|{t.shape}|{t.dtype}|{t.exact}".encode())
+    return digest.digest()
+
+
+def whole_fingerprint(ranks: Sequence[Sequence[TensorDigest]]) -> bytes:
+    """The same for the same model, however many ranks it is divided over (16 bytes).
+
+    Weaker than :func:`fingerprint`: it does not see rows of a tensor that exchange places.
+    Where ranks divide a tensor in a way that is not expected, the model has another fingerprint
+    with another number of ranks.
+    """
+    parts: dict[tuple[str, str, int, int], dict[int, int]] = {}
+    for tensors in ranks:
+        for t in tensors:
+            # Ranks that hold the same part (norms, say) count once.
+            parts.setdefault((t.name, t.dtype, len(t.shape), t.row), {})[t.exact] = t.rows
+    digest = xxhash.xxh3_128()
+    for key, sums in sorted(parts.items()):
+        digest.update(f"{key}|{sum(sums.values()) % (1 << 64)}".encode())
     return digest.digest()
 
 
@@ -45,16 +101,45 @@ def namespace(fields: Mapping[str, object]) -> bytes:
 
 
 @torch.no_grad()
-def _sum_bytes(tensor: torch.Tensor) -> int:
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    total = 0
-    for start in range(0, flat.numel(), _CHUNK):
-        chunk = flat[start : start + _CHUNK]
-        tail = -chunk.numel() % 8
-        if tail or chunk.storage_offset() % 8:
-            chunk = torch.nn.functional.pad(chunk, (0, tail)).clone()
-        words = chunk.view(torch.int64)
-        place = torch.arange(len(words), device=words.device) + start
-        mixed = (words ^ (words >> 29)) * _MIX_A + words * (place * _MIX_B | 1)
-        total += int((mixed ^ (mixed >> 32)).sum()) * (2 * (start // _CHUNK) + 1)
-    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
+def _digest(name: str, tensor: torch.Tensor, by_column: bool) -> TensorDigest:
+    exact = rows = start = 0
+    row = 1
+    for chunk in _chunks(tensor.detach(), by_column):
+        row = chunk.shape[1]
+        sums = _row_sums(chunk)
+        place = torch.arange(start, start + len(sums), device=sums.device)
+        exact += int((sums * (place * _MIX_B | 1)).sum())
+        rows += int(sums.sum())
+        start += len(sums)
+    wrap = 1 << 64
+    return TensorDigest(
+        name, str(tensor.dtype), tuple(tensor.shape), row, exact % wrap, rows % wrap
+    )
+
+
+def _chunks(tensor: torch.Tensor, by_column: bool) -> Iterator[torch.Tensor]:
+    """The rows of ``tensor``, ``[rows, elements]``, a limited number at a time."""
+    if tensor.numel() == 0:
+        return
+    if tensor.dim() < 2:
+        matrices: Iterable[torch.Tensor] = [tensor.reshape(-1, 1)]
+    elif by_column:
+        matrices = (matrix.t() for matrix in tensor.reshape(-1, *tensor.shape[-2:]))
+    else:
+        matrices = [tensor.reshape(-1, tensor.shape[-1])]
+    for matrix in matrices:
+        yield from matrix.split(max(1, _CHUNK // matrix.shape[1]))
+
+
+def _row_sums(rows: torch.Tensor) -> torch.Tensor:
+    """A digest for each row of ``[rows, elements]``; 0 for zeros. int64 ``[rows]``."""
+    rows = rows.contiguous()
+    dtype = next(d for width, d in _WORDS if rows.shape[1] * rows.element_size() % width == 0)
+    if rows.storage_offset() * rows.element_size() % dtype.itemsize:
+        rows = rows.clone()
+    words = rows.view(torch.uint8).view(dtype).to(torch.int64)
+    place = torch.arange(words.shape[1], device=words.device) * _MIX_B | 1
+    mixed = (words ^ (words >> 29)) * _MIX_A + words * place
+    sums = (mixed ^ (mixed >> 32)).sum(1)
+    sums = (sums ^ (sums >> 31)) * _MIX_B
+    return sums ^ (sums >> 29)

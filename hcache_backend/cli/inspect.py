@@ -25,6 +25,7 @@ from hcache_backend.cli.common import (
 from hcache_backend.store.file_ops import FileOps
 from hcache_backend.store.folder import Folder, open_folder
 from hcache_backend.store.index import Entry
+from hcache_backend.store.server_report import ServerReport, read_report
 
 
 @contextmanager
@@ -35,7 +36,7 @@ def opened(path: Path) -> Iterator[Folder]:
 
 
 def stats(dirs: Dirs = None, as_json: AsJson = False) -> None:
-    """How much is stored, for each folder and each namespace."""
+    """How much is stored, for each folder and each namespace, and by which server last."""
     config = existing_store(settings(dirs))
     with explained():
         found = [_folder_stats(path) for path in config.dirs]
@@ -65,6 +66,11 @@ def stats(dirs: Dirs = None, as_json: AsJson = False) -> None:
     if spaces.row_count:
         screen.print()
         screen.print(spaces)
+    for path in config.dirs:
+        report = read_report(path)
+        if report is not None:
+            screen.print()
+            screen.print(_last_server(path, report), highlight=False, soft_wrap=True)
 
 
 def list_pages(
@@ -114,8 +120,10 @@ def _folder_stats(path: Path) -> dict[str, Any]:
             space["pages"] += 1
             space["bytes"] += entry.record.file_bytes
             space["last_used"] = max(space["last_used"], entry.record.stamp / 1e9)
+        report = read_report(path)
         return {
             "folder": str(path),
+            "last_server": report.model_dump(mode="json") if report else None,
             "pages": totals.pages,
             "bytes": totals.bytes,
             "free_bytes": folder.ops.free_bytes(folder.root_fd),
@@ -123,6 +131,14 @@ def _folder_stats(path: Path) -> dict[str, Any]:
             "index_complete": not folder.index_is_partial,
             "namespaces": spaces,
         }
+
+
+def _last_server(path: Path, report: ServerReport) -> str:
+    """Mode of the server that opened the folder last, and why it is not hidden mode."""
+    why = f" ({report.reason})" if report.reason is not None else ""
+    codec = f", codec {report.codec}" if report.codec is not None else ""
+    opened = _when(report.time)
+    return f"Last server of {path}: {report.mode} mode{why}{codec}; {report.model}, {opened}"
 
 
 def _row(path: Path, entry: Entry) -> dict[str, Any]:

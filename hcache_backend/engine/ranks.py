@@ -36,3 +36,29 @@ def from_first_rank(group: Any, value: Any) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
     return box[0]
+
+
+def said_by_all_ranks(own: Any) -> list[Any]:
+    """What every rank that attaches a storage backend together with this one says.
+
+    These are the ranks of one data-parallel group: its tensor-parallel, context-parallel and
+    pipeline-parallel ranks. Data-parallel groups attach one by one.
+
+    Args:
+        own: What this rank says; it is pickled.
+    """
+    if not dist.is_initialized():
+        return [own]
+    from sglang.srt.distributed import parallel_state
+
+    said = [own]
+    for group in (
+        parallel_state.get_attn_tp_group(),
+        parallel_state.get_attn_cp_group(),
+        parallel_state.get_pp_group(),
+    ):
+        if group.world_size > 1:
+            every: list[list[Any]] = [[]] * group.world_size
+            dist.all_gather_object(every, said, group=group.cpu_group)
+            said = [item for part in every for item in part]
+    return said

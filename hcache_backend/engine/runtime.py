@@ -13,7 +13,14 @@ from typing import Any
 from hcache_backend.config import HCacheConfig
 from hcache_backend.engine import metrics
 from hcache_backend.engine.arguments import page_size
-from hcache_backend.fingerprint import fingerprint_tensors, model_tensors, namespace
+from hcache_backend.fingerprint import (
+    TensorDigest,
+    digest_tensors,
+    fingerprint,
+    model_tensors,
+    namespace,
+    whole_fingerprint,
+)
 from hcache_backend.page import FORMAT_VERSION, WRITER_BYTES
 from hcache_backend.partition.profile import Profile
 from hcache_backend.store.server_report import LayerGroup, ServerReport
@@ -28,10 +35,12 @@ class Weights:
     Attributes:
         fingerprint: Digest over all ranks of this tensor-parallel group.
         suspended: Why L3 takes and gives nothing at present, or None.
+        whole: Digest that is the same however many ranks the model is divided over.
     """
 
     fingerprint: bytes
     suspended: str | None = None
+    whole: bytes = b""
 
 
 @dataclass
@@ -92,12 +101,12 @@ class Runtime:
             projection=tuple(self.projection),
         )
 
-    def _model_fields(self, weights: Weights) -> dict[str, object]:
+    def _model_fields(self, weights: bytes) -> dict[str, object]:
         """The part of every namespace that says which model made a page."""
         config = self.runner.model_config
         return {
             "format": FORMAT_VERSION,
-            "weights": weights.fingerprint.hex(),
+            "weights": weights.hex(),
             "model": _settings(config.hf_config.to_dict()),
             "dtype": str(self.runner.dtype),
             "kv_dtype": str(self.runner.kv_cache_dtype),
@@ -105,11 +114,16 @@ class Runtime:
         }
 
     def namespace_of(self, weights: Weights, **shape: object) -> bytes:
-        """Namespace (16 bytes) of pages that ``weights`` made and that look like ``shape``."""
+        """Namespace (16 bytes) of pages that ``weights`` made and that look like ``shape``.
+
+        With ``any_ranks`` in ``shape``, servers with other numbers of tensor-parallel ranks share
+        it.
+        """
+        digest = weights.whole if shape.get("any_ranks") else weights.fingerprint
         # Asked for by every batch of pages; building it walks the model's whole configuration.
-        key = (weights.fingerprint, repr(sorted(shape.items())))
+        key = (digest, repr(sorted(shape.items())))
         if key not in self._namespaces:
-            self._namespaces[key] = namespace({**self._model_fields(weights), **shape})
+            self._namespaces[key] = namespace({**self._model_fields(digest), **shape})
         return self._namespaces[key]
 
     def page_namespace(self) -> bytes:
@@ -118,10 +132,22 @@ class Runtime:
         return self.namespace_of(self.weights, **self.page_fields)
 
     def read_weights(self) -> None:
-        """Fingerprint the loaded weights. Every rank of the group must call it."""
+        """Fingerprint the loaded weights. Every rank of the group must call it.
+
+        Raises:
+            RuntimeError: A rank could not read its weights; raised on all of them.
+        """
         suspended = self.weights.suspended if self.weights else None
-        own = fingerprint_tensors(model_tensors(self.runner.model))
-        self.weights = Weights(_combine_over_ranks(own), suspended)
+        own: list[TensorDigest] | None = None
+        try:
+            own = _digest_model(self.runner.model)
+        except Exception:
+            logger.exception("hcache: the weights could not be read")
+        every = _of_all_ranks(own)
+        ranks = [digests for digests in every if digests is not None]
+        if len(ranks) < len(every):
+            raise RuntimeError("hcache: the weights could not be read")
+        self.weights = Weights(fingerprint(ranks), suspended, whole_fingerprint(ranks))
 
     def begin_weight_update(self) -> None:
         """Weights are about to change: what was captured or queued under the old ones is void."""
@@ -134,7 +160,10 @@ class Runtime:
 
     def end_weight_update(self) -> None:
         """Weights have changed; L3 stays suspended until the caches are flushed."""
-        self.read_weights()
+        try:
+            self.read_weights()
+        except RuntimeError as error:  # under the old fingerprint L3 must not serve again
+            self.lose_trust(str(error))
 
     def caches_were_flushed(self) -> None:
         """Nothing of the old weights is left in L1, L2 or a queue: L3 may serve again."""
@@ -188,16 +217,31 @@ def current() -> Runtime:
     return _runtime
 
 
-def _combine_over_ranks(own: bytes) -> bytes:
+def _of_all_ranks(own: list[TensorDigest] | None) -> list[list[TensorDigest] | None]:
     import torch.distributed as dist
     from sglang.srt.distributed import get_tp_group
 
     group = get_tp_group()
     if group.world_size == 1:
-        return own
-    every: list[bytes] = [b""] * group.world_size
+        return [own]
+    every: list[list[TensorDigest] | None] = [None] * group.world_size
     dist.all_gather_object(every, own, group=group.cpu_group)
-    return namespace({"ranks": [part.hex() for part in every]})
+    return every
+
+
+def _digest_model(model: Any) -> list[TensorDigest]:
+    from sglang.srt.layers.linear import RowParallelLinear
+
+    by_column = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, RowParallelLinear)
+    }
+    # The same of all experts of a layer in one tensor.
+    by_column |= {name for name, _ in model.named_parameters() if name.endswith("w2_weight")}
+    # LoRA wraps layers when it is set up, which must not make other weights of them.
+    tensors = ((name.replace(".base_layer.", "."), t) for name, t in model_tensors(model))
+    return digest_tensors(tensors, {name.replace(".base_layer.", ".") for name in by_column})
 
 
 def _settings(settings: dict[str, Any]) -> dict[str, Any]:

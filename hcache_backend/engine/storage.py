@@ -13,14 +13,12 @@ that was not stored is reported as done and counted, because a False would end t
 
 from __future__ import annotations
 
-import ctypes
-import difflib
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -34,19 +32,14 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
-from hcache_backend.config import ConfigError, HCacheConfig, parse_config
-from hcache_backend.engine import hooks, metrics
+from hcache_backend.engine import attach, metrics
 from hcache_backend.engine.keys import key_bytes
-from hcache_backend.engine.measured_store import MeasuredStore
-from hcache_backend.engine.partitioning import keep_profile
-from hcache_backend.engine.runtime import Runtime, Weights, current
-from hcache_backend.store.base import EIGHTHS, Parts, Segment, SegmentTable, Subset
-from hcache_backend.store.server_report import write_report
-from hcache_backend.store.striped import open_store
+from hcache_backend.engine.pool_pages import PoolPages, Wanted, tensor_parts
+from hcache_backend.engine.runtime import Weights
+from hcache_backend.store.base import Parts
 
 logger = logging.getLogger("hcache")
 
-_OUTER_KEYS = ("backend_name", "module_path", "class_name", "interface_v1", "hcache")
 _Result = TypeVar("_Result")
 
 
@@ -59,31 +52,51 @@ class HCacheStorage(HiCacheStorage):
 
     Raises:
         ConfigError: An option is wrong, or would change the shape of pages of a running server.
-            At start-up it stops the server, at a run-time attach it becomes an HTTP 400.
+            At start-up it stops the server, at a run-time attach it becomes an HTTP 400. All ranks
+            raise, or none.
     """
 
     # Pages are read without the segments that the host pool does not want.
     reads_parts = True
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
-        extra = storage_config.extra_config or {}
-        _check_outer_keys(extra)
-        config = parse_config(extra.get("hcache"), "hcache")
-        self._runtime = current()
-        _join_running_server(self._runtime, config)
-        self._rank = _rank_fields(storage_config)
-        self._store = _open_store(config, self._runtime.writer)
+        joined = attach.join(storage_config)
+        self._runtime, config, self._adapters, self._store = joined
+        self._storage_config = storage_config
+        self._pools: dict[str, PoolPages] = {}
         self._lock = threading.Lock()
         self._metrics = StorageMetrics()
         self._runtime.on_distrust.append(self._drop_own_pages)
         if storage_config.tp_rank == storage_config.pp_rank == 0:
-            self._guard("report", partial(_leave_report, config, self._runtime), None)
+            self._guard("report", partial(attach.leave_report, joined), None)
         logger.info(
             "hcache: L3 in %s, %s mode%s",
             ", ".join(map(str, config.dirs)),
             self._runtime.mode or "kv",
             f" ({self._runtime.reason})" if self._runtime.reason else "",
         )
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Called once, before any page.
+
+        Raises:
+            ConfigError: ``tp_lcm_size`` does not divide the KV heads; on all ranks alike.
+        """
+        super().register_mem_pool_host(mem_pool_host)
+        if self._storage_config.tp_lcm_size and not self._pages_of(PoolName.KV).any_ranks:
+            logger.warning(
+                "hcache: 'tp_lcm_size' does nothing here: KV pages can be divided by heads with "
+                "--hicache-mem-layout page_head only, and not those of MLA"
+            )
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        if self._pages_of(host_pool_name).backed_up_in_part:
+            logger.warning(
+                "hcache: pool %s is divided over the ranks and SGLang backs up the first rank's "
+                "part only: prompts that need it do not come back from L3",
+                host_pool_name,
+            )
 
     # ---- zero-copy interface (v1), one pool ----
 
@@ -119,16 +132,16 @@ class HCacheStorage(HiCacheStorage):
     ) -> PoolTransferResult:
         pages = self.batch_exists(keys, extra_info)
         hits: dict[str, int] = {PoolName.KV: pages} if pages else {}
-        usable = pages
+        restorable = list(range(1, pages + 1))
         for transfer in pool_transfers or []:
             present = self._guard(
                 "exists", partial(self._exists, keys[:pages], transfer.name), [False] * pages
             )
-            length = _usable_length(present, transfer)
-            if length:
-                hits[transfer.name] = length
-            usable = min(usable, length)
-        return PoolTransferResult(usable, hits)
+            lengths = _usable_lengths(present, transfer)
+            if lengths:
+                hits[transfer.name] = max(lengths)
+            restorable = [length for length in restorable if length in lengths]
+        return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -165,7 +178,7 @@ class HCacheStorage(HiCacheStorage):
         targets = list(target_locations or [])
         if len(targets) != len(keys) or any(target is None for target in targets):
             return [None] * len(keys)
-        parts = [_tensor_parts(target) for target in targets]
+        parts = [tensor_parts(target) for target in targets]
         found = self._guard("get", lambda: self._read(keys, parts), [False] * len(keys))
         return [target if ok else None for target, ok in zip(targets, found, strict=True)]
 
@@ -184,7 +197,7 @@ class HCacheStorage(HiCacheStorage):
         values = list(values or [])
         if len(values) != len(keys) or any(value is None for value in values):
             return False
-        parts = [_tensor_parts(value.contiguous()) for value in values]
+        parts = [tensor_parts(value.contiguous()) for value in values]
         self._guard("set", lambda: self._write(keys, parts), None)
         return True
 
@@ -192,13 +205,12 @@ class HCacheStorage(HiCacheStorage):
 
     def clear(self) -> None:
         """Delete the pages of this server's namespaces; other models in the folders stay."""
-        pools = {PoolName.KV, *getattr(self, "registered_pools", {})}
-        for pool in pools:
-            self._guard("clear", partial(self._clear_pool, pool), None)
+        nothing: list[bytes] = []
+        for namespace in self._guard("clear", self._own_namespaces, nothing):
+            self._guard("clear", partial(self._store.clear, namespace), None)
 
     def get_stats(self) -> StorageMetrics:
         """Pages and bandwidths since the last call."""
-        self._guard("stats", self._store.counters.publish, None)
         with self._lock:
             taken, self._metrics = self._metrics, StorageMetrics()
         return taken
@@ -212,28 +224,49 @@ class HCacheStorage(HiCacheStorage):
     # ---- internals ----
 
     def _get(self, keys: Sequence[str], host_indices: Any, pool: str = PoolName.KV) -> list[bool]:
-        parts = self._page_parts(pool, host_indices, len(keys))
-        wanted = _wanted_layers(self._host_pool(pool), host_indices)
-        return self._read(keys, parts, pool, wanted)
+        pages = self._pages_of(pool)
+        found = [True] * len(keys)
+        if pages.empty:
+            return found
+        memory = pages.to_read(host_indices, len(keys))
+        if memory is None:
+            return [False] * len(keys)
+        wanted = pages.wanted(host_indices)
+        for share, parts in enumerate(memory.shares):
+            here = self._read(keys, parts, pool, share, wanted)
+            found = [before and now for before, now in zip(found, here, strict=True)]
+        memory.finish(found)
+        return found
 
     def _set(self, keys: Sequence[str], host_indices: Any, pool: str = PoolName.KV) -> None:
-        self._write(keys, self._page_parts(pool, host_indices, len(keys)), pool)
+        pages = self._pages_of(pool)
+        memory = None if pages.empty else pages.to_write(host_indices, len(keys))
+        for share, parts in enumerate(memory.shares if memory else ()):
+            self._write(keys, parts, pool, share)
 
     def _exists(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[bool]:
-        namespace = self._serving_namespace(pool)
-        if namespace is None:
-            metrics.count_lookups("suspended", len(keys))
-            return [False] * len(keys)
-        return self._store.exists(namespace, [key_bytes(key) for key in keys])
+        pages = self._pages_of(pool)
+        found = [True] * len(keys)
+        if pages.empty:
+            return found
+        for share in range(pages.shares):
+            namespace = self._serving_namespace(pool, share)
+            if namespace is None:
+                metrics.count_lookups("suspended", len(keys))
+                return [False] * len(keys)
+            here = self._store.exists(namespace, [key_bytes(key) for key in keys])
+            found = [before and now for before, now in zip(found, here, strict=True)]
+        return found
 
     def _read(
         self,
         keys: Sequence[str],
         parts: Sequence[Parts],
         pool: str = PoolName.KV,
-        wanted: _Wanted | None = None,
+        share: int = 0,
+        wanted: Wanted | None = None,
     ) -> list[bool]:
-        namespace = self._serving_namespace(pool)
+        namespace = self._serving_namespace(pool, share)
         if namespace is None:
             return [False] * len(keys)
         start = time.perf_counter()
@@ -248,8 +281,14 @@ class HCacheStorage(HiCacheStorage):
             self._metrics.prefetch_bandwidth.append(_gigabytes_a_second(size, start))
         return found
 
-    def _write(self, keys: Sequence[str], parts: Sequence[Parts], pool: str = PoolName.KV) -> None:
-        namespace = self._serving_namespace(pool)
+    def _write(
+        self,
+        keys: Sequence[str],
+        parts: Sequence[Parts],
+        pool: str = PoolName.KV,
+        share: int = 0,
+    ) -> None:
+        namespace = self._serving_namespace(pool, share)
         if namespace is None:
             metrics.count_pages("dropped_suspended", len(keys))
             return
@@ -258,7 +297,7 @@ class HCacheStorage(HiCacheStorage):
             namespace,
             [key_bytes(key) for key in keys],
             parts,
-            table=_segment_table(self._host_pool(pool)),
+            table=self._pages_of(pool).table(),
         )
         size = sum(map(_bytes, parts))
         metrics.count_pages("written", sum(stored))
@@ -267,7 +306,7 @@ class HCacheStorage(HiCacheStorage):
             self._metrics.backup_pgs.append(sum(stored))
             self._metrics.backup_bandwidth.append(_gigabytes_a_second(size, start))
 
-    def _serving_namespace(self, pool: str) -> bytes | None:
+    def _serving_namespace(self, pool: str, share: int) -> bytes | None:
         """Namespace to read and write, or None while L3 is suspended.
 
         The weights are looked at once: an update that begins on the scheduler thread a moment later
@@ -276,46 +315,40 @@ class HCacheStorage(HiCacheStorage):
         weights = self._runtime.weights
         if weights is None or weights.suspended is not None:
             return None
-        return self._namespace(pool, weights)
+        return self._namespace(pool, share, weights)
 
-    def _namespace(self, pool: str, weights: Weights) -> bytes:
+    def _namespace(self, pool: str, share: int, weights: Weights) -> bytes:
         if self._runtime.mode == "hidden" and pool == PoolName.KV:
             return self._runtime.namespace_of(weights, **self._runtime.page_fields)
-        host_pool = self._host_pool(pool)
-        return self._runtime.namespace_of(
-            weights,
-            kind="kv",
-            pool=str(pool),
-            host_pool=type(host_pool).__name__,
-            layout=host_pool.layout,
-            bytes_per_token=host_pool.size_per_token,
-            **self._rank,
-        )
+        fields = self._pages_of(pool).fields(share)
+        if self._adapters:
+            fields["adapters"] = self._adapters
+        return self._runtime.namespace_of(weights, **fields)
 
-    def _host_pool(self, pool: str) -> Any:
-        return getattr(self, "registered_pools", {}).get(pool, self.mem_pool_host)
+    def _pages_of(self, pool: str) -> PoolPages:
+        host_pool = getattr(self, "registered_pools", {}).get(pool, self.mem_pool_host)
+        known = self._pools.get(pool)
+        if known is None or known.host_pool is not host_pool:
+            known = self._pools[pool] = PoolPages(pool, host_pool, self._storage_config)
+        return known
 
-    def _page_parts(self, pool: str, host_indices: Any, pages: int) -> list[Parts]:
-        host_pool = self._host_pool(pool)
-        if pages == 0:
+    def _own_namespaces(self) -> list[bytes]:
+        weights = self._runtime.weights
+        if weights is None:
             return []
-        pointers, sizes = host_pool.get_page_buffer_meta(host_indices)
-        if len(pointers) % pages:
-            raise ValueError(f"{len(pointers)} pieces of memory for {pages} pages of pool {pool}")
-        pieces = [_memory(*piece) for piece in zip(pointers, sizes, strict=True)]
-        per_page = len(pieces) // pages
-        return [pieces[i : i + per_page] for i in range(0, len(pieces), per_page)]
-
-    def _clear_pool(self, pool: str) -> None:
-        if self._runtime.weights is not None:
-            self._store.clear(self._namespace(pool, self._runtime.weights))
+        pools = {PoolName.KV, *getattr(self, "registered_pools", {})}
+        return [
+            self._namespace(pool, share, weights)
+            for pool in pools
+            for share in range(self._pages_of(pool).shares)
+        ]
 
     def _drop_own_pages(self) -> None:
         def drop() -> int:
-            if self._runtime.weights is None:
-                return 0
-            own = self._namespace(PoolName.KV, self._runtime.weights)
-            return self._store.drop_writer(own, self._runtime.writer)
+            return sum(
+                self._store.drop_writer(namespace, self._runtime.writer)
+                for namespace in self._own_namespaces()
+            )
 
         dropped = self._guard("drop", drop, 0)
         logger.error("hcache: %d pages that this server wrote were deleted", dropped)
@@ -329,114 +362,6 @@ class HCacheStorage(HiCacheStorage):
             return otherwise
 
 
-def _check_outer_keys(extra: dict[str, Any]) -> None:
-    for key, value in extra.items():
-        if key not in _OUTER_KEYS:
-            if key in HCacheConfig.model_fields:
-                hint = f'it belongs under the key \'hcache\': {{"hcache": {{"{key}": ...}}}}'
-            else:
-                near = difflib.get_close_matches(key, _OUTER_KEYS, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(_OUTER_KEYS)}"
-            raise ConfigError(f"extra config: unknown key {key!r} (value {value!r}); {hint}")
-    if extra.get("interface_v1") != 1:
-        raise ConfigError(
-            f"extra config: 'interface_v1' is {extra.get('interface_v1')!r}; it must be 1, so that "
-            "SGLang hands over pages without copying them"
-        )
-
-
-def _join_running_server(runtime: Runtime, config: HCacheConfig) -> None:
-    """Check ``config`` against the running server, or become one in KV mode (run-time attach).
-
-    Raises:
-        ConfigError: The options would change the shape of pages.
-    """
-    if runtime.config is not None:
-        running, wanted = runtime.config.page_shape(), config.page_shape()
-        for key, value in wanted.items():
-            if running[key] != value:
-                raise ConfigError(
-                    f"hcache: option {key!r} is {value!r} but this server runs with "
-                    f"{running[key]!r}; it shapes pages, so it can only change at a restart"
-                )
-    else:
-        # The server was started without us: its host pool holds plain KV.
-        missing = hooks.install(hooks.weight_hooks())
-        if missing:
-            raise ConfigError(f"hcache: {missing}; weight updates could not be noticed")
-        runtime.use_kv_mode("the server was started without HCACHE_ENABLE=1")
-    if runtime.weights is None:
-        runtime.read_weights()
-
-
-def _open_store(config: HCacheConfig, writer: bytes) -> MeasuredStore:
-    try:
-        return MeasuredStore(open_store(config, writer))
-    except OSError as error:
-        raise ConfigError(
-            f"hcache: option 'dirs' is {[str(path) for path in config.dirs]}: {error}; "
-            "every folder must be one that this user can create and write"
-        ) from None
-
-
-def _leave_report(config: HCacheConfig, runtime: Runtime) -> None:
-    report = runtime.report()
-    for folder in config.dirs:
-        write_report(folder, report)
-    keep_profile(runtime, config.dirs[0])
-
-
-def _segment_table(host_pool: Any) -> SegmentTable | None:
-    """How a page of hidden states divides; None for pages whose inside we do not know."""
-    layout = getattr(host_pool, "page_layout", None)
-    if layout is None or layout.page_size % EIGHTHS:
-        return None
-    segments = (
-        Segment(length, host_pool.planes(layer))
-        for layer, length in enumerate(layout.segment_bytes)
-        if length
-    )
-    return SegmentTable((Segment(layout.header_bytes, 0), *segments))
-
-
-class _Wanted(NamedTuple):
-    """The part of a page of ours that is to be read, and its bytes."""
-
-    subset: Subset
-    bytes: int
-
-
-def _wanted_layers(host_pool: Any, host_indices: Any) -> _Wanted | None:
-    """What is to be read into pages of ours; None: all of them, or pages of another kind."""
-    layout = getattr(host_pool, "page_layout", None)
-    if layout is None:
-        return None
-    first = host_pool.first_layer(host_indices)
-    if first == 0:
-        return None
-    stored = [layer for layer, length in enumerate(layout.segment_bytes) if length]
-    segments = frozenset((0, *(1 + i for i, layer in enumerate(stored) if layer >= first)))
-    size = layout.header_bytes + sum(layout.segment_bytes[first:])
-    return _Wanted(Subset(segments), size)
-
-
-def _rank_fields(config: HiCacheStorageConfig) -> dict[str, object]:
-    rank: dict[str, object] = {"pp": [config.pp_rank, config.pp_size]}
-    if config.attn_cp_size > 1:
-        rank["cp"] = [config.attn_cp_rank, config.attn_cp_size]
-    if not config.is_mla_model:  # MLA pages are the same on every tensor-parallel rank
-        rank["tp"] = [config.tp_rank, config.tp_size]
-    return rank
-
-
-def _memory(pointer: int, size: int) -> memoryview:
-    return memoryview((ctypes.c_ubyte * size).from_address(pointer)).cast("B")
-
-
-def _tensor_parts(tensor: torch.Tensor) -> Parts:
-    return [memoryview(tensor.view(torch.uint8).numpy()).cast("B")]
-
-
 def _bytes(page: Parts) -> int:
     return sum(part.nbytes for part in page)
 
@@ -445,15 +370,16 @@ def _leading(found: Sequence[bool]) -> int:
     return list(found).index(False) if False in found else len(found)
 
 
-def _usable_length(present: Sequence[bool], transfer: PoolTransfer) -> int:
-    """Longest prefix whose pages of this pool, by its policy, are all there."""
+def _usable_lengths(present: Sequence[bool], transfer: PoolTransfer) -> set[int]:
+    """Lengths of prefixes whose pages of this pool, by its policy, are all there."""
     if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-        return _leading(present)
+        return set(range(1, _leading(present) + 1))
     window = max(1, len(transfer.keys or ()))
-    for length in range(len(present), 0, -1):
-        if all(present[max(0, length - window) : length]):
-            return length
-    return 0
+    return {
+        length
+        for length in range(1, len(present) + 1)
+        if all(present[max(0, length - window) : length])
+    }
 
 
 def _gigabytes_a_second(size: int, start: float) -> float:

@@ -28,7 +28,7 @@ from pathlib import Path
 import lmdb
 
 from hcache_backend.store.file_ops import FileOps
-from hcache_backend.store.index import INDEX_FORMAT, Index
+from hcache_backend.store.index import INDEX_FILE, INDEX_FORMAT, Index
 from hcache_backend.store.lock import FolderLock, try_lock
 from hcache_backend.store.page_io import Alignment, probe_alignment
 from hcache_backend.store.server_report import SERVER_REPORT
@@ -76,6 +76,7 @@ class Folder:
     index_is_partial: bool
     _lock_fds: tuple[int, ...]
     _index_inode: int
+    _index_file_inode: int
 
     def __post_init__(self) -> None:
         self._serial = count()
@@ -126,6 +127,15 @@ class Folder:
             return False
         return os.path.samestat(here, opened) and index.st_ino == self._index_inode
 
+    def index_file_is_gone(self) -> bool:
+        """Whether the index that is open has lost its file: nobody else would find its entries."""
+        try:
+            return (self.path / _INDEX / INDEX_FILE).stat().st_ino != self._index_file_inode
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+
     def mark_index_complete(self) -> None:
         """State that the index knows every page file.
 
@@ -143,7 +153,8 @@ class Folder:
             OSError: It could not be moved.
         """
         with self.lock.held(_OPEN_SECONDS):
-            _set_aside(self.ops, self.root_fd)
+            if self.is_in_place():  # else another process was faster
+                _set_aside(self.ops, self.root_fd)
 
     def close(self) -> None:
         """Remove what is unfinished and let go of everything."""
@@ -194,7 +205,7 @@ def open_folder(path: Path, ops: FileOps, *, create: bool) -> Folder:
             if partial and _holds_no_pages(ops, pages_fd):
                 index.set_meta(complete=INDEX_FORMAT, boot=boot_id())
                 partial = False
-        index_inode = (path / _INDEX).stat().st_ino
+        inodes = [place.stat().st_ino for place in (path / _INDEX, path / _INDEX / INDEX_FILE)]
         undo.pop_all()
     return Folder(
         path,
@@ -208,7 +219,7 @@ def open_folder(path: Path, ops: FileOps, *, create: bool) -> Folder:
         alignment,
         partial,
         (session_lock, lock_fd),
-        index_inode,
+        *inodes,
     )
 
 

@@ -27,6 +27,7 @@ from hcache_backend.store.file_ops import FileOps
 from hcache_backend.store.format import BLOCK, round_up
 
 INDEX_FORMAT = b"1"
+INDEX_FILE = "data.mdb"
 MAP_BYTES = 64 << 30
 """Address space, not disk: room for some 300 million pages."""
 

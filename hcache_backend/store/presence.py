@@ -101,8 +101,12 @@ class Presence:
     def look_after(self) -> None:
         """Notice that the folder vanished or came back. Called now and then; never raises."""
         folder = self._folder
+        if folder is not None and folder.is_in_place() and folder.index_file_is_gone():
+            self._index_is_broken = True
         if folder is not None and self._index_is_broken:
-            self._problems.report("index", f"{self.path}: the index is damaged; it is rebuilt")
+            self._problems.report(
+                "index", f"{self.path}: the index is damaged or gone; it is made anew"
+            )
             try:
                 folder.set_index_aside()
             except OSError as error:

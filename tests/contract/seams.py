@@ -58,6 +58,7 @@ what is read from it; a package or module stands for all its classes."""
 NOT_OBJECTS = {
     "a", "kw", "args", "kwargs", "result", "value", "values", "index", "buffers", "group",
     "components", "hash_values", "host_indices", "device_indices", "token_ids", "host_pool",
+    "host_pool_name", "mem_pool_host", "adapter", "model", "own",
     "q", "k", "v", "key_value_num_tokens",
     "allocator", "target_location", "target_locations", "target_sizes",
 }  # fmt: skip
@@ -68,6 +69,8 @@ OURS = {
     ("batch", "attention"),
     ("controller", "loading_behind"),
     ("controller", "use_hidden_states"),
+    ("memory", "finish"),
+    ("memory", "shares"),
 }
 """What we put there ourselves."""
 
@@ -111,6 +114,8 @@ OVERRIDDEN: dict[str, set[str]] = {
         "exists",
         "get",
         "get_stats",
+        "register_mem_host_pool_v2",
+        "register_mem_pool_host",
         "set",
     },
 }

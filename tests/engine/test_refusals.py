@@ -93,7 +93,8 @@ def test_multi_query_attention_runs_in_kv_mode_unless_hidden_is_insisted_on(
 
 
 @pytest.mark.parametrize(
-    ("layout", "backend"), [("layer_first", "direct"), ("page_first_direct", "direct")]
+    ("layout", "backend"),
+    [("layer_first", "kernel"), ("layer_first", "direct"), ("page_first_direct", "direct")],
 )
 def test_other_host_layouts_and_io_backends_in_hidden_mode(
     layout: str, backend: str, model_cache: Path, tmp_path: Path
@@ -101,7 +102,7 @@ def test_other_host_layouts_and_io_backends_in_hidden_mode(
     model = build_model("llama", model_cache)
     options = our_server(model, tmp_path, mem_layout=layout, io_backend=backend)
     with Server(options) as server:
-        conversations = converse(server, make_conversations(2, turns=2, tokens=300))
+        conversations = converse(server, make_conversations(1, turns=2, tokens=768))
         assert_hidden_mode(server)
         assert_nothing_went_wrong(server)
         assert_restored_from_l3(conversations, 64)

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hcache_backend.fingerprint import fingerprint_tensors, model_tensors, namespace
+from hcache_backend.fingerprint import (
+    digest_tensors,
+    fingerprint,
+    model_tensors,
+    namespace,
+    whole_fingerprint,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn]
+
+
+def fingerprint_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
+    return fingerprint([digest_tensors(tensors)])
 
 
 def one(tensor: torch.Tensor, name: str = "w") -> bytes:
@@ -54,6 +66,42 @@ def test_a_model_is_its_parameters_and_buffers() -> None:
     assert model.running_mean is not None
     model.running_mean[0] = 1.0
     assert before != fingerprint_tensors(model_tensors(model))
+
+
+def whole(*ranks: dict[str, torch.Tensor]) -> bytes:
+    return whole_fingerprint([digest_tensors(rank.items(), {"o.weight"}) for rank in ranks])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_model_that_is_divided_over_ranks_has_the_fingerprint_of_the_whole(
+    dtype: torch.dtype,
+) -> None:
+    weights = {
+        "norm": torch.randn(6, dtype=dtype),
+        "qkv.weight": torch.randn(8, 6, dtype=dtype),
+        "qkv.bias": torch.randn(8, dtype=dtype),
+        "o.weight": torch.randn(6, 10, dtype=dtype),
+        "embedding": torch.randn(11, 6, dtype=dtype),
+    }
+
+    def rank(number: int) -> dict[str, torch.Tensor]:
+        padded = torch.cat([weights["embedding"], torch.zeros(1, 6, dtype=dtype)])
+        return {
+            "norm": weights["norm"],
+            "qkv.weight": weights["qkv.weight"][number::2],
+            "qkv.bias": weights["qkv.bias"][number::2],
+            "o.weight": weights["o.weight"].chunk(2, dim=1)[number],
+            "embedding": padded.chunk(2)[number],
+        }
+
+    assert whole(rank(0), rank(1)) == whole(weights)
+    for name in weights:
+        changed = {key: value.clone() for key, value in weights.items()}
+        changed[name].view(-1)[3] += 1
+        assert whole(changed) != whole(weights), name
+    experts = torch.randn(3, 6, 10, dtype=dtype)
+    halves = [{"o.weight": half} for half in experts.chunk(2, dim=2)]
+    assert whole(*halves) == whole({"o.weight": experts})
 
 
 def test_any_field_makes_another_namespace() -> None:

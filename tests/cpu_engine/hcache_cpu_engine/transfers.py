@@ -89,6 +89,8 @@ def layer_rows(pool: Any, tensor: torch.Tensor, layer: int, indices: torch.Tenso
         return (indices, layer)
     if pool.layout == "page_first_direct":
         return (indices // pool.page_size, layer, indices % pool.page_size)
+    if pool.layout == "page_head":
+        return (indices // pool.page_size, slice(None), indices % pool.page_size, layer)
     raise ValueError(f"the CPU engine has no copies for host layout {pool.layout!r}")
 
 

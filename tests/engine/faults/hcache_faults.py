@@ -129,25 +129,104 @@ def _skip_a_layer() -> None:
     HiddenCapture._take = faulty  # type: ignore[method-assign]
 
 
-def _report_hooks() -> None:
-    """No fault: when the trigger appears, write the targets of our hooks into it."""
+def _disk() -> None:
+    """The trigger's text says what is wrong with the disk: slow reads, or failing writes."""
+    from hcache_backend.store.file_ops import FileOps
 
-    def wait() -> None:
+    trigger = Path(os.environ["HCACHE_TEST_TRIGGER"])
+    read, write = FileOps.read, FileOps.write
+
+    def is_faulty(what: str) -> bool:
+        return trigger.exists() and what in trigger.read_text()
+
+    def faulty_read(self: Any, *args: Any) -> int:
+        if is_faulty("slow reads"):
+            time.sleep(2)
+        return read(self, *args)
+
+    def faulty_write(self: Any, *args: Any) -> int:
+        if is_faulty("failing writes"):
+            raise OSError(5, "Input/output error")
+        return write(self, *args)
+
+    FileOps.read = faulty_read  # type: ignore[method-assign]
+    FileOps.write = faulty_write  # type: ignore[method-assign]
+
+
+def _report(tell: Callable[[], object]) -> Callable[[], None]:
+    """No fault: whenever the trigger is there and empty, write what ``tell`` says into it."""
+
+    def answer() -> None:
         trigger = Path(os.environ["HCACHE_TEST_TRIGGER"])
-        while not trigger.exists():
+        while True:
             time.sleep(0.05)
-        from sglang.srt.plugins.hook_registry import HookRegistry
+            if trigger.exists() and not trigger.stat().st_size:
+                report = trigger.with_suffix(".new")
+                report.write_text(json.dumps(tell()))
+                report.replace(trigger)
 
-        ours = [
-            target
-            for target, hooks in HookRegistry._hooks.items()
-            if any(hook.__module__.startswith("hcache_backend") for _, hook, _ in hooks)
-        ]
-        report = trigger.with_suffix(".new")
-        report.write_text(json.dumps(sorted(ours)))
-        report.replace(trigger)
+    return lambda: threading.Thread(target=answer, daemon=True).start()
 
-    threading.Thread(target=wait, daemon=True).start()
+
+def _hooks() -> list[str]:
+    """The targets of our hooks."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    return sorted(
+        target
+        for target, hooks in HookRegistry._hooks.items()
+        if any(hook.__module__.startswith("hcache_backend") for _, hook, _ in hooks)
+    )
+
+
+_trees: list[Any] = []
+
+
+def _report_holdings() -> None:
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    build = UnifiedRadixCache.__init__
+
+    def remembered(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        _trees.append(self)
+
+    UnifiedRadixCache.__init__ = remembered
+    _report(_holdings)()
+
+
+def _holdings() -> dict[str, int]:
+    """What this process holds; needs the radix tree's core in Python."""
+    [tree] = _trees
+    pool = tree.cache_controller.mem_pool_host
+    host_values = [
+        data.host_value
+        for node in tree.tree_core._collect_all_nodes()
+        for data in [node.component_data[0]]
+        if data.host_value is not None
+    ]
+    return {
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "host_tokens": pool.logical_size - pool.available_size(),
+        "host_tokens_in_tree": sum(len(value) for value in host_values),
+    }
+
+
+def _no_store_on_rank_1() -> None:
+    """The folders of the store cannot be used on the second tensor-parallel rank."""
+    from hcache_backend.engine import attach
+
+    open_store = attach.open_store
+
+    def faulty(config: Any, writer: bytes) -> Any:
+        from sglang.srt.distributed import get_tp_group
+
+        if _active() and get_tp_group().rank_in_group == 1:
+            raise PermissionError(13, "Permission denied", str(config.dirs[0]))
+        return open_store(config, writer)
+
+    attach.open_store = faulty
 
 
 FAULTS: dict[str, Callable[[], None]] = {
@@ -157,5 +236,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "slot_reallocated_before_backup": _wrap_write(before=True),
     "slot_reallocated_after_backup": _wrap_write(before=False),
     "layer_not_captured": _skip_a_layer,
-    "report_hooks": _report_hooks,
+    "disk": _disk,
+    "no_store_on_rank_1": _no_store_on_rank_1,
+    "report_hooks": _report(_hooks),
+    "report_holdings": _report_holdings,
 }

@@ -142,6 +142,19 @@ MORE_ARCHITECTURES: dict[str, Architecture] = {
     ),
     # What the projection makes is cut at a bound: more than a product, norm and RoPE.
     "olmo": Architecture("olmo", _gated(HEADS, clip_qkv=4.0)),
+    # A pool of its own for layers with a sliding window.
+    "mellum": Architecture(
+        "mellum",
+        _gated(
+            2,
+            head_dim=64,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=128,
+            sliding_window=128,
+            layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
+        ),
+    ),
     # MLA: one compressed vector a token instead of K and V, so there is nothing to project.
     "deepseek": Architecture(
         "deepseek_v3",

@@ -158,6 +158,7 @@ class Server:
         *,
         logprobs: bool = False,
         lora: str | None = None,
+        cache_salt: str | None = None,
         timeout: float = 300.0,
         **sampling: Any,
     ) -> Reply:
@@ -178,6 +179,8 @@ class Server:
             body |= {"return_logprob": True, "top_logprobs_num": 2}
         if lora is not None:
             body["lora_path"] = lora
+        if cache_salt is not None:
+            body["cache_salt"] = cache_salt
         answer = self._request("POST", "/generate", json=body, timeout=timeout)
         if answer.status_code != 200:
             raise self._error(f"/generate answered {answer.status_code}: {answer.text}")
@@ -212,7 +215,12 @@ class Server:
         """
 
         def idle() -> bool:
-            answer = self.attach_storage("file", hicache_storage_prefetch_policy="idle-probe")
+            answer = self._put_storage(
+                {
+                    "hicache_storage_backend": "file",
+                    "hicache_storage_prefetch_policy": "idle-probe",
+                }
+            )
             if "idle-probe" not in answer.text and "not idle" not in answer.text:
                 raise self._error(f"idle probe answered {answer.status_code}: {answer.text}")
             return "not idle" not in answer.text
@@ -236,11 +244,18 @@ class Server:
     def attach_storage(
         self, backend: str, extra_config: Mapping[str, Any] | str | None = None, **body: Any
     ) -> requests.Response:
-        """PUT /hicache/storage-backend. Policies go in `body`, by SGLang's names."""
+        """PUT /hicache/storage-backend. Policies go in `body`, by SGLang's names.
+
+        A reply comes before the scheduler is idle again, so this waits until it is.
+        """
         body["hicache_storage_backend"] = backend
         if extra_config is not None:
             body["hicache_storage_backend_extra_config_json"] = as_text(extra_config)
-        return self._admin("PUT", "/hicache/storage-backend", json=body)
+        self.wait_backed_up()
+        return self._put_storage(body)
+
+    def _put_storage(self, body: Mapping[str, Any]) -> requests.Response:
+        return self._admin("PUT", "/hicache/storage-backend", json=dict(body))
 
     def storage_info(self) -> requests.Response:
         return self._admin("GET", "/hicache/storage-backend")

@@ -110,7 +110,7 @@ def test_an_unsupported_version_means_kv_mode_with_that_reason(
     monkeypatch.setenv("HCACHE_ENABLE", "1")
     monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
     monkeypatch.setattr(bootstrap_module, "unsupported_reason", lambda: "SGLang 9 is not one")
-    monkeypatch.setattr("hcache_backend.engine.runtime._combine_over_ranks", lambda own: own)
+    monkeypatch.setattr("hcache_backend.engine.runtime._of_all_ranks", lambda own: [own])
     monkeypatch.setattr(
         "hcache_backend.engine.strategy.register", lambda runtime, reason: reasons.append(reason)
     )
@@ -125,7 +125,7 @@ def test_weights_that_could_change_unnoticed_mean_no_l3_at_all(
     monkeypatch.setenv("HCACHE_ENABLE", "1")
     monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
     monkeypatch.setattr(hooks, "RESET", hooks.RESET + "_gone")
-    monkeypatch.setattr("hcache_backend.engine.runtime._combine_over_ranks", lambda own: own)
+    monkeypatch.setattr("hcache_backend.engine.runtime._of_all_ranks", lambda own: [own])
     monkeypatch.setattr("hcache_backend.engine.strategy.register", lambda runtime, reason: None)
     bootstrap(runner())
     weights = current().weights

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorageConfig,
-    PoolHitPolicy,
-    PoolName,
-    PoolTransfer,
-)
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hcache_backend import HCacheStorage
 from hcache_backend.config import ConfigError
-from hcache_backend.engine import runtime as runtime_module
 from hcache_backend.engine.keys import key_bytes
 from hcache_backend.engine.runtime import Runtime, Weights
+from tests.engine.in_process.storage_config import PAGE, storage_config
 
-PAGE = 4
 KEYS = [f"{i:064x}" for i in range(8)]
 
 
@@ -46,42 +39,6 @@ class HostPool:
         """Random bytes in ``pages``; returns their host indices."""
         self.data[:, pages.start : pages.stop].random_(0, 255)
         return torch.arange(pages.start * PAGE, pages.stop * PAGE)
-
-
-def storage_config(folder: Path, **options: Any) -> HiCacheStorageConfig:
-    return HiCacheStorageConfig(
-        tp_rank=0,
-        tp_size=1,
-        pp_rank=0,
-        pp_size=1,
-        attn_cp_rank=0,
-        attn_cp_size=1,
-        is_mla_model=False,
-        enable_storage_metrics=True,
-        is_page_first_layout=True,
-        model_name="m",
-        extra_config={
-            "backend_name": "hcache",
-            "module_path": "hcache_backend",
-            "class_name": "HCacheStorage",
-            "interface_v1": 1,
-            "hcache": {"dirs": [str(folder)]} | options,
-        },
-    )
-
-
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    """A process whose model is loaded and that nobody configured."""
-    runner = SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: {"hidden_size": 8})),
-        dtype=torch.bfloat16,
-        kv_cache_dtype=torch.bfloat16,
-        server_args=SimpleNamespace(page_size=PAGE),
-    )
-    state = Runtime(runner, weights=Weights(b"w" * 16))
-    monkeypatch.setattr(runtime_module, "_runtime", state)
-    return state
 
 
 @pytest.fixture
@@ -133,6 +90,27 @@ def test_pools_do_not_share_pages_and_policies_decide_the_usable_prefix(
     into = PoolTransfer(PoolName.SWA, host_indices=torch.arange(8, 20), keys=KEYS[2:5])
     assert storage.batch_get_v2([into]) == {PoolName.SWA: [True, True, False]}
     assert torch.equal(side.data[:, 2:4], given)
+
+
+def test_prefixes_that_every_pool_can_end_are_listed(
+    storage: HCacheStorage, pool: HostPool
+) -> None:
+    """Two pools with windows: the longest prefix of one may be none that the other can end."""
+    sides = {PoolName.SWA: (2, [0, 1, 4, 5]), PoolName.MAMBA: (1, [1, 3])}
+    storage.batch_set_v1(KEYS[:6], pool.fill(range(0, 6)))
+    transfers = []
+    for name, (window, stored) in sides.items():
+        side = HostPool(8)
+        storage.register_mem_host_pool_v2(side, name)
+        for page in stored:
+            indices = side.fill(range(page, page + 1))
+            storage.batch_set_v2([PoolTransfer(name, host_indices=indices, keys=[KEYS[page]])])
+        policy = PoolHitPolicy.TRAILING_PAGES
+        transfers.append(PoolTransfer(name, keys=KEYS[:window], hit_policy=policy))
+    result = storage.batch_exists_v2(KEYS, transfers)
+    assert result.extra_pool_hit_pages == {PoolName.KV: 6, PoolName.SWA: 6, PoolName.MAMBA: 4}
+    assert result.restorable_prefix_pages == [2]
+    assert result.kv_hit_pages == 2
 
 
 def test_single_values(storage: HCacheStorage) -> None:
@@ -226,6 +204,57 @@ def test_a_plain_server_that_is_attached_to_runs_in_kv_mode(
 ) -> None:
     assert runtime.mode == "kv"
     assert runtime.reason == "the server was started without HCACHE_ENABLE=1"
+
+
+def test_a_plain_server_with_data_parallel_attention_has_to_be_started_for_us(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime.weights = None
+    runtime.runner.server_args.enable_dp_attention = True
+    monkeypatch.setattr("hcache_backend.engine.attach.resolved", lambda args: args)
+    with pytest.raises(ConfigError, match="HCACHE_ENABLE=1; with --enable-dp-attention it has to"):
+        HCacheStorage(storage_config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "prefetch_threshold",
+        "prefetch_timeout_base",
+        "prefetch_timeout_per_ki_token",
+        "prefetch_timeout_max",
+        "hicache_storage_pass_prefix_keys",
+        "tp_lcm_size",
+    ],
+)
+def test_keys_that_some_version_of_sglang_takes_out_itself_are_let_through(
+    key: str, tmp_path: Path, runtime: Runtime
+) -> None:
+    config = storage_config(tmp_path)
+    assert config.extra_config is not None
+    config.extra_config[key] = 1
+    HCacheStorage(config).close()
+    config.extra_config[key[:-1]] = config.extra_config.pop(key)
+    with pytest.raises(ConfigError, match=f"unknown key '{key[:-1]}'.*did you mean '{key}'"):
+        HCacheStorage(config)
+
+
+def test_weights_that_cannot_be_read_end_l3_for_good(
+    storage: HCacheStorage, pool: HostPool, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(model: Any) -> Any:
+        raise MemoryError("no")
+
+    monkeypatch.setattr("hcache_backend.engine.runtime._digest_model", fail)
+    monkeypatch.setattr("hcache_backend.engine.runtime._of_all_ranks", lambda own: [own])
+    runtime.runner.model = None
+    indices = pool.fill(range(0, 1))
+    storage.batch_set_v1(KEYS[:1], indices)
+    runtime.begin_weight_update()
+    runtime.end_weight_update()
+    runtime.caches_were_flushed()
+    assert storage.batch_exists(KEYS[:1]) == 0
+    assert runtime.distrust == "hcache: the weights could not be read"
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, runtime: Runtime) -> None:

@@ -68,6 +68,15 @@ def test_stats_counts_pages(folder: Path, store: StripedPageStore) -> None:
     assert "6" in hcache("stats", "-d", folder)
 
 
+def test_stats_says_what_mode_the_last_server_was_in(folder: Path, store: StripedPageStore) -> None:
+    assert hcache_json("stats", "-d", folder)["folders"][0]["last_server"] is None
+    assert "Last server" not in hcache("stats", "-d", folder)
+    write_report(folder, KV)
+    last = hcache_json("stats", "-d", folder)["folders"][0]["last_server"]
+    assert (last["mode"], last["reason"]) == ("kv", "LoRA")
+    assert f"Last server of {folder}: kv mode (LoRA); m, " in hcache("stats", "-d", folder)
+
+
 def test_ls_lists_page_files(folder: Path, store: StripedPageStore) -> None:
     pages = hcache_json("ls", "-d", folder)["pages"]
     assert {page["key"] for page in pages} == {key(number).hex() for number in range(6)}

@@ -434,6 +434,25 @@ def test_a_lost_index_is_rebuilt_from_the_files(tmp_path: Path) -> None:
     store.close()
 
 
+def test_an_index_whose_file_is_deleted_under_two_stores_is_made_anew_once(tmp_path: Path) -> None:
+    stores = [open_quiet(tmp_path / "store") for _ in range(2)]
+    put(stores[0], *range(5))
+    (tmp_path / "store" / "index" / "data.mdb").unlink()
+    assert put(stores[1], 5) == [True], "until it is noticed, the open index works on"
+    for store in stores:
+        store.look_after()
+    volume = stores[0].volumes[0]
+    with volume.use() as folder:
+        assert adopt_unknown_files(folder, volume.io).pages == 6
+    for store in stores:
+        store.look_after()
+        assert all(get(store, number) == content(key(number)) for number in range(6))
+        assert_sound(store)
+    assert len(list((tmp_path / "store").glob("index-broken-*"))) == 1
+    for store in stores:
+        store.close()
+
+
 def test_an_entry_without_file_is_removed_and_the_page_stored_again(tmp_path: Path) -> None:
     store = open_quiet(tmp_path / "store")
     put(store, 1)

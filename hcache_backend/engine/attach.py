@@ -1,0 +1,188 @@
+"""Joining a server: options are checked, the store is opened, and all ranks agree that they could.
+
+At start-up and at a run-time attach alike. Every rank says how it went before any of them raises:
+a rank that failed alone would leave the others waiting in HiCache's next collective.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+
+from hcache_backend.config import ConfigError, HCacheConfig, parse_config
+from hcache_backend.engine import hooks
+from hcache_backend.engine.adapters import adapter_digests
+from hcache_backend.engine.arguments import resolved
+from hcache_backend.engine.measured_store import MeasuredStore
+from hcache_backend.engine.partitioning import keep_profile
+from hcache_backend.engine.ranks import said_by_all_ranks
+from hcache_backend.engine.runtime import Runtime, current
+from hcache_backend.store.server_report import write_report
+from hcache_backend.store.striped import open_store
+
+logger = logging.getLogger("hcache")
+
+STARTED_WITHOUT_US = "the server was started without HCACHE_ENABLE=1"
+
+_OUR_KEYS = ("backend_name", "module_path", "class_name", "interface_v1", "hcache")
+_SGLANG_KEYS = (
+    # SGLang takes these out before it builds a backend; which of them, its versions differ in.
+    "prefetch_threshold",
+    "prefetch_timeout_base",
+    "prefetch_timeout_per_ki_token",
+    "prefetch_timeout_max",
+    "hicache_storage_pass_prefix_keys",
+    "tp_lcm_size",
+)
+
+
+class Joined(NamedTuple):
+    """What a backend instance works with.
+
+    Attributes:
+        adapters: Digests of LoRA adapters, by identity.
+    """
+
+    runtime: Runtime
+    config: HCacheConfig
+    adapters: dict[str, str]
+    store: MeasuredStore
+
+
+class _Verdict(NamedTuple):
+    """What a rank says: who it is, what went wrong, and whether it knows its weights."""
+
+    rank: str
+    problem: str | None
+    knows_weights: bool
+
+
+def join(storage_config: HiCacheStorageConfig) -> Joined:
+    """Open the store for the running server; called on all ranks of a server at the same point.
+
+    Raises:
+        ConfigError: An option is wrong, or would change the pages of a running server, or a folder
+            cannot be used. It is raised on every rank, whichever rank found it.
+    """
+    joined: Joined | None = None
+    error: Exception | None = None
+    try:
+        joined = _join_here(storage_config)
+    except Exception as caught:
+        error = caught
+    try:
+        _agree(_verdict(storage_config, joined, error), error)
+        assert joined is not None
+        if joined.runtime.config is None:
+            joined.runtime.use_kv_mode(STARTED_WITHOUT_US)
+    except BaseException:
+        if joined is not None:
+            joined.store.close()
+        raise
+    return joined
+
+
+def leave_report(joined: Joined) -> None:
+    """Say in every folder of the store which server opened it and how.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    report = joined.runtime.report()
+    for folder in joined.config.dirs:
+        write_report(folder, report)
+    keep_profile(joined.runtime, joined.config.dirs[0])
+
+
+def _join_here(storage_config: HiCacheStorageConfig) -> Joined:
+    extra = storage_config.extra_config or {}
+    _check_outer_keys(extra)
+    config = parse_config(extra.get("hcache"), "hcache")
+    runtime = current()
+    if runtime.config is not None:
+        _check_page_shape(runtime.config, config)
+    else:
+        _check_late_start(runtime)
+    adapters = adapter_digests(runtime.runner)
+    return Joined(runtime, config, adapters, _open(config, runtime.writer))
+
+
+def _check_outer_keys(extra: Mapping[str, Any]) -> None:
+    for key, value in extra.items():
+        if key not in _OUR_KEYS + _SGLANG_KEYS:
+            if key in HCacheConfig.model_fields:
+                hint = f'it belongs under the key \'hcache\': {{"hcache": {{"{key}": ...}}}}'
+            else:
+                near = difflib.get_close_matches(key, _OUR_KEYS + _SGLANG_KEYS, n=1)
+                known = ", ".join(_OUR_KEYS + _SGLANG_KEYS)
+                hint = f"did you mean {near[0]!r}?" if near else f"known: {known}"
+            raise ConfigError(f"extra config: unknown key {key!r} (value {value!r}); {hint}")
+    if extra.get("interface_v1") != 1:
+        raise ConfigError(
+            f"extra config: 'interface_v1' is {extra.get('interface_v1')!r}; it must be 1, so that "
+            "SGLang hands over pages without copying them"
+        )
+
+
+def _check_page_shape(running: HCacheConfig, wanted: HCacheConfig) -> None:
+    now = running.page_shape()
+    for key, value in wanted.page_shape().items():
+        if now[key] != value:
+            raise ConfigError(
+                f"hcache: option {key!r} is {value!r} but this server runs with {now[key]!r}; "
+                "it shapes pages, so it can only change at a restart"
+            )
+
+
+def _check_late_start(runtime: Runtime) -> None:
+    """Can pages of a server that was started without us be kept apart from those of others?"""
+    if runtime.weights is None and resolved(runtime.runner.server_args).enable_dp_attention:
+        # Ranks of one data-parallel group attach alone; the weights are those of all groups.
+        raise ConfigError(
+            f"hcache: {STARTED_WITHOUT_US}; with --enable-dp-attention it has to be started with it"
+        )
+    missing = hooks.install(hooks.weight_hooks())
+    if missing:
+        raise ConfigError(f"hcache: {missing}; weight updates could not be noticed")
+
+
+def _open(config: HCacheConfig, writer: bytes) -> MeasuredStore:
+    try:
+        return MeasuredStore(open_store(config, writer))
+    except OSError as error:
+        raise ConfigError(
+            f"hcache: option 'dirs' is {[str(path) for path in config.dirs]}: {error}; "
+            "every folder must be one that this user can create and write"
+        ) from None
+
+
+def _verdict(
+    storage_config: HiCacheStorageConfig, joined: Joined | None, error: Exception | None
+) -> _Verdict:
+    problem = None
+    if error is not None:
+        known = isinstance(error, ConfigError)
+        problem = str(error) if known else f"hcache: {type(error).__name__}: {error}"
+    rank = f"tensor-parallel rank {storage_config.tp_rank}"
+    if storage_config.pp_size > 1:
+        rank += f" of pipeline stage {storage_config.pp_rank}"
+    return _Verdict(rank, problem, joined is not None and joined.runtime.weights is not None)
+
+
+def _agree(own: _Verdict, error: Exception | None) -> None:
+    """Raise on every rank when one of them found a problem; then read the weights together."""
+    verdicts: list[_Verdict] = said_by_all_ranks(own)
+    if own.problem is not None:
+        raise ConfigError(own.problem) from error
+    for verdict in verdicts:
+        if verdict.problem is not None:
+            raise ConfigError(f"{verdict.problem} (on {verdict.rank})")
+    if not all(verdict.knows_weights for verdict in verdicts):
+        try:
+            current().read_weights()
+        except RuntimeError as failed:
+            raise ConfigError(str(failed)) from failed

@@ -1,0 +1,221 @@
+"""How the pages of one of SGLang's host pools look to the store.
+
+Hidden-state pages are one piece that says itself what it is. Pages of SGLang's own pools (plain
+KV, MLA, sliding window, state space, indexers, drafts) are named by pool, layout and rank, and are
+read and written where they are, or, where a pool has no addresses to offer, by way of a copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+from hcache_backend.config import ConfigError
+from hcache_backend.store.base import EIGHTHS, Parts, Segment, SegmentTable, Subset
+
+logger = logging.getLogger("hcache")
+
+
+class PageMemory(NamedTuple):
+    """Memory of some pages.
+
+    Attributes:
+        shares: For each share of the heads, the pieces of every page.
+        finish: Called, when pages were read into it, with whether each page was found.
+    """
+
+    shares: list[list[Parts]]
+    finish: Callable[[Sequence[bool]], None]
+
+
+class Wanted(NamedTuple):
+    """The part of a page of ours that is to be read, and its bytes."""
+
+    subset: Subset
+    bytes: int
+
+
+class PoolPages:
+    """The pages of one host pool.
+
+    Args:
+        name: SGLang's name of the pool.
+        host_pool: The pool.
+        config: SGLang's description of this rank.
+
+    Attributes:
+        empty: The pool only counts tokens (the anchor of pools that hold the data).
+        shares: How many pages of the store a page of the pool is: more than one where it is
+            divided by heads, so that servers with more ranks can read it.
+        any_ranks: Whether servers with other numbers of tensor-parallel ranks read these pages.
+        backed_up_in_part: SGLang stores the first rank's part of these pages only.
+
+    Raises:
+        ConfigError: ``tp_lcm_size`` does not divide the heads.
+    """
+
+    def __init__(self, name: str, host_pool: Any, config: HiCacheStorageConfig) -> None:
+        self.name = name
+        self.host_pool = host_pool
+        self.empty = host_pool.size_per_token == 0
+        self.any_ranks = bool(
+            config.tp_lcm_size
+            and name == PoolName.KV
+            and host_pool.layout == "page_head"
+            and not hasattr(host_pool, "page_layout")  # hidden states do not divide by heads
+            and not config.is_mla_model
+        )
+        self.shares = 1
+        if self.any_ranks:
+            assert config.tp_lcm_size is not None
+            self.shares = config.tp_lcm_size // config.tp_size
+            if host_pool.head_num % self.shares:
+                raise ConfigError(
+                    f"extra config: 'tp_lcm_size' is {config.tp_lcm_size} but a rank of "
+                    f"{config.tp_size} holds {host_pool.head_num} KV heads, which do not divide "
+                    f"by {self.shares}"
+                )
+        divided = name == PoolName.MAMBA or isinstance(host_pool, MHATokenToKVPoolHost)
+        # MLA ranks hold copies of their own pages, not of states and drafts beside them.
+        self._same_on_all_ranks = config.is_mla_model and not divided
+        self.backed_up_in_part = (
+            config.is_mla_model and config.tp_size > 1 and divided and name != PoolName.MAMBA
+        )
+        self._config = config
+        self._access: Literal["in place", "copy", "none"] = "in place"
+
+    def fields(self, share: int) -> dict[str, object]:
+        """What the namespace says about pages of plain KV (of a share of their heads)."""
+        pool, config = self.host_pool, self._config
+        rank: dict[str, object] = {"pp": [config.pp_rank, config.pp_size]}
+        if config.attn_cp_size > 1:
+            rank["cp"] = [config.attn_cp_rank, config.attn_cp_size]
+        if getattr(pool, "dcp_size", 1) > 1:
+            rank["dcp"] = [pool.dcp_rank, pool.dcp_size]
+        if self.any_ranks:
+            rank["any_ranks"] = True
+            rank["tp"] = [config.tp_rank * self.shares + share, config.tp_size * self.shares]
+        elif not self._same_on_all_ranks:
+            rank["tp"] = [config.tp_rank, config.tp_size]
+        return {
+            "kind": "kv",
+            "pool": str(self.name),
+            "host_pool": type(pool).__name__,
+            "layout": pool.layout,
+            "bytes_per_token": pool.size_per_token // self.shares,
+            **rank,
+        }
+
+    def table(self) -> SegmentTable | None:
+        """How a page of hidden states divides; None for pages whose inside we do not know."""
+        layout = getattr(self.host_pool, "page_layout", None)
+        if layout is None or layout.page_size % EIGHTHS:
+            return None
+        segments = (
+            Segment(length, self.host_pool.planes(layer))
+            for layer, length in enumerate(layout.segment_bytes)
+            if length
+        )
+        return SegmentTable((Segment(layout.header_bytes, 0), *segments))
+
+    def wanted(self, host_indices: torch.Tensor) -> Wanted | None:
+        """What is to be read into pages of ours; None: all of them, or pages of another kind."""
+        layout = getattr(self.host_pool, "page_layout", None)
+        if layout is None:
+            return None
+        first = self.host_pool.first_layer(host_indices)
+        if first == 0:
+            return None
+        stored = [layer for layer, length in enumerate(layout.segment_bytes) if length]
+        segments = frozenset((0, *(1 + i for i, layer in enumerate(stored) if layer >= first)))
+        size = layout.header_bytes + sum(layout.segment_bytes[first:])
+        return Wanted(Subset(segments), size)
+
+    def to_write(self, host_indices: torch.Tensor, pages: int) -> PageMemory | None:
+        """Memory that holds ``pages`` pages at ``host_indices`` (``[pages * page_size]``).
+
+        None: SGLang offers no way to store pages of this pool.
+        """
+        found = self._in_place(host_indices, pages)
+        if found is not None or self._access == "none":
+            return found
+        first = self._first(host_indices, pages)
+        return self._copies([self.host_pool.get_data_page(index) for index in first])
+
+    def to_read(self, host_indices: torch.Tensor, pages: int) -> PageMemory | None:
+        """Memory into which ``pages`` pages at ``host_indices`` are to be read, or None."""
+        found = self._in_place(host_indices, pages)
+        if found is not None or self._access == "none":
+            return found
+        copies = [self.host_pool.get_dummy_flat_data_page() for _ in range(pages)]
+        first = self._first(host_indices, pages)
+
+        def finish(arrived: Sequence[bool]) -> None:
+            for index, copy, ok in zip(first, copies, arrived, strict=True):
+                if ok:
+                    self.host_pool.set_from_flat_data_page(index, copy)
+
+        return self._copies(copies)._replace(finish=finish)
+
+    def _in_place(self, host_indices: torch.Tensor, pages: int) -> PageMemory | None:
+        """The pages where they are, or None where the pool has no addresses to offer."""
+        if self._access != "in place":
+            return None
+        if pages == 0:
+            return PageMemory([[] for _ in range(self.shares)], _nothing)
+        try:
+            if self.shares > 1:
+                pointers, sizes = self.host_pool.get_split_heads_page_buffer_meta(
+                    host_indices, self.shares
+                )
+            else:
+                pointers, sizes = self.host_pool.get_page_buffer_meta(host_indices)
+        except (ValueError, NotImplementedError) as error:
+            self._access = self._other_access(error)
+            return None
+        if len(pointers) % (pages * self.shares):
+            raise ValueError(
+                f"{len(pointers)} pieces of memory for {pages} pages of pool {self.name}"
+            )
+        pieces = [_memory(*piece) for piece in zip(pointers, sizes, strict=True)]
+        each = len(pieces) // (pages * self.shares)
+        groups: list[Parts] = [pieces[i : i + each] for i in range(0, len(pieces), each)]
+        return PageMemory([groups[share :: self.shares] for share in range(self.shares)], _nothing)
+
+    def _other_access(self, refused: Exception) -> Literal["copy", "none"]:
+        """How to get at pages that have no addresses."""
+        try:
+            self.host_pool.get_dummy_flat_data_page()
+        except (ValueError, NotImplementedError):
+            logger.warning("hcache: pages of pool %s cannot be stored: %s", self.name, refused)
+            return "none"
+        logger.info("hcache: pages of pool %s are copied: %s", self.name, refused)
+        return "copy"
+
+    def _copies(self, copies: Sequence[torch.Tensor]) -> PageMemory:
+        return PageMemory([[tensor_parts(copy.contiguous()) for copy in copies]], _nothing)
+
+    def _first(self, host_indices: torch.Tensor, pages: int) -> list[int]:
+        size = self.host_pool.page_size
+        if len(host_indices) != pages * size:
+            raise ValueError(f"{len(host_indices)} indices for {pages} pages of pool {self.name}")
+        return [int(index) for index in host_indices[::size]]
+
+
+def tensor_parts(tensor: torch.Tensor) -> Parts:
+    """The bytes of a contiguous tensor on the CPU, as one piece of memory."""
+    return [memoryview(tensor.reshape(-1).view(torch.uint8).numpy()).cast("B")]
+
+
+def _memory(pointer: int, size: int) -> memoryview:
+    return memoryview((ctypes.c_ubyte * size).from_address(pointer)).cast("B")
+
+
+def _nothing(found: Sequence[bool]) -> None:
+    pass

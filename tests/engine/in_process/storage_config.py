@@ -1,0 +1,55 @@
+"""What SGLang tells a storage backend about a rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+
+from hcache_backend.engine.runtime import Runtime, Weights
+
+PAGE = 4
+
+
+def storage_config(
+    folder: Path, hcache: dict[str, Any] | None = None, **rank: Any
+) -> HiCacheStorageConfig:
+    """The only rank of a server, unless ``rank`` says otherwise, with the options ``hcache``."""
+    extra_config = {
+        "backend_name": "hcache",
+        "module_path": "hcache_backend",
+        "class_name": "HCacheStorage",
+        "interface_v1": 1,
+        "hcache": {"dirs": [str(folder)]} | (hcache or {}),
+    }
+    alone: dict[str, Any] = {
+        "tp_rank": 0,
+        "tp_size": 1,
+        "pp_rank": 0,
+        "pp_size": 1,
+        "attn_cp_rank": 0,
+        "attn_cp_size": 1,
+        "is_mla_model": False,
+        "enable_storage_metrics": True,
+        "is_page_first_layout": True,
+        "model_name": "m",
+        "extra_config": extra_config,
+    }
+    return HiCacheStorageConfig(**{**alone, **rank})
+
+
+def unconfigured_runtime() -> Runtime:
+    """A process whose model is loaded and that nobody configured."""
+    model_config = SimpleNamespace(
+        hf_config=SimpleNamespace(to_dict=lambda: {"hidden_size": 8}), model_path="m"
+    )
+    runner = SimpleNamespace(
+        model_config=model_config,
+        dtype=torch.bfloat16,
+        kv_cache_dtype=torch.bfloat16,
+        server_args=SimpleNamespace(page_size=PAGE),
+    )
+    return Runtime(runner, weights=Weights(b"w" * 16))

@@ -1,0 +1,312 @@
+"""Pages of SGLang's own host pools through the store: every kind, every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
+from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
+from sglang.srt.mem_cache.pool_host.mha import (
+    AsymmetricMHATokenToKVPoolHost,
+    MHATokenToKVPoolHost,
+)
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
+from hcache_backend import HCacheStorage
+from hcache_backend.config import ConfigError
+from hcache_backend.engine.runtime import Runtime
+from tests.engine.in_process.storage_config import PAGE, storage_config
+
+LAYERS, TOKENS = 2, 16 * PAGE
+KEYS = [f"{i:064x}" for i in range(4)]
+
+
+def mha_device(heads: int = 4, v_head_dim: int = 8) -> MHATokenToKVPool:
+    return MHATokenToKVPool(
+        TOKENS,
+        PAGE,
+        torch.bfloat16,
+        heads,
+        8,
+        LAYERS,
+        "cpu",
+        enable_memory_saver=False,
+        v_head_dim=v_head_dim,
+    )
+
+
+def mha(layout: str, heads: int = 4) -> MHATokenToKVPoolHost:
+    return MHATokenToKVPoolHost(mha_device(heads), 2.0, 0, PAGE, layout, pin_memory=False)
+
+
+def asymmetric(layout: str) -> AsymmetricMHATokenToKVPoolHost:
+    return AsymmetricMHATokenToKVPoolHost(
+        mha_device(v_head_dim=4), 2.0, 0, PAGE, layout, pin_memory=False
+    )
+
+
+def mla_device() -> MLATokenToKVPool:
+    return MLATokenToKVPool(
+        TOKENS, PAGE, torch.bfloat16, 16, 8, LAYERS, "cpu", enable_memory_saver=False
+    )
+
+
+def mla(layout: str) -> MLATokenToKVPoolHost:
+    return MLATokenToKVPoolHost(mla_device(), 2.0, 0, PAGE, layout, pin_memory=False)
+
+
+def indexer(layout: str) -> DSAIndexerPoolHost:
+    device = SimpleNamespace(
+        device="cpu",
+        store_dtype=torch.bfloat16,
+        start_layer=0,
+        end_layer=LAYERS - 1,
+        layer_num=LAYERS,
+        layer_shard_enabled=False,
+        index_head_dim=128,
+        quant_block_size=128,
+        index_k_with_scale_buffer=[
+            torch.zeros((TOKENS // PAGE, PAGE * 132), dtype=torch.uint8) for _ in range(LAYERS)
+        ],
+    )
+    return DSAIndexerPoolHost(device, mla(layout), layout, pin_memory=False)
+
+
+def mamba(layout: str, temporal: int = 6) -> MambaPoolHost:
+    state = SimpleNamespace(
+        conv=[torch.zeros((LAYERS, 8, 5, 3), dtype=torch.bfloat16)],
+        temporal=torch.zeros((LAYERS, 8, temporal), dtype=torch.float32),
+    )
+    device = SimpleNamespace(device="cpu", size=8, num_mamba_layers=LAYERS, mamba_cache=state)
+    return MambaPoolHost(device, 2.0, 0, pin_memory=False, layout=layout)
+
+
+POOLS: list[tuple[str, Callable[[], Any], PoolName]] = [
+    *(
+        (f"mha-{layout}", lambda layout=layout: mha(layout), PoolName.KV)
+        for layout in ("layer_first", "page_first", "page_first_direct", "page_head")
+    ),
+    ("asymmetric", lambda: asymmetric("page_first"), PoolName.KV),
+    *(
+        (f"mla-{layout}", lambda layout=layout: mla(layout), PoolName.KV)
+        for layout in ("layer_first", "page_first", "page_first_direct")
+    ),
+    ("swa", lambda: mha("page_first", heads=2), PoolName.SWA),
+    ("indexer", lambda: indexer("page_first"), PoolName.INDEXER),
+    ("indexer-copied", lambda: indexer("layer_first"), PoolName.INDEXER),
+    ("mamba", lambda: mamba("page_first"), PoolName.MAMBA),
+    ("conv-only", lambda: mamba("page_first", temporal=0), PoolName.MAMBA),
+]
+
+
+def buffers(pool: Any) -> list[torch.Tensor]:
+    """Where a host pool has its data."""
+    if isinstance(pool, MambaPoolHost):
+        return [pool.temporal_buffer, *pool.conv_buffer]
+    if isinstance(pool, DSAIndexerPoolHost):
+        return [pool.index_k_with_scale_buffer]
+    if isinstance(pool, AsymmetricMHATokenToKVPoolHost):
+        return [pool.k_buffer, pool.v_buffer]
+    return [pool.kv_buffer]
+
+
+def fill(pool: Any) -> None:
+    for buffer in buffers(pool):
+        if buffer.numel():
+            buffer.view(torch.uint8).random_(0, 100)
+
+
+def pages(pool: Any, first: int, count: int) -> torch.Tensor:
+    """Host indices of ``count`` pages from page ``first`` on."""
+    return torch.arange(first * pool.page_size, (first + count) * pool.page_size)
+
+
+def content(pool: Any, first: int, count: int) -> list[torch.Tensor]:
+    if isinstance(pool, AsymmetricMHATokenToKVPoolHost):  # has no flat pages
+        span = slice(first * pool.page_size, (first + count) * pool.page_size)
+        return [pool.k_buffer[span].clone(), pool.v_buffer[span].clone()]
+    starts = pages(pool, first, count)[:: pool.page_size].tolist()
+    return [pool.get_data_page(start).clone() for start in starts]
+
+
+@contextmanager
+def opened(folder: Path, pool: Any, name: str, **rank: Any) -> Iterator[HCacheStorage]:
+    storage = HCacheStorage(storage_config(folder, **rank))
+    try:
+        # Beside the pool of the model itself, if it is not that one.
+        storage.register_mem_pool_host(pool if name == PoolName.KV else mla("page_first"))
+        storage.register_mem_host_pool_v2(pool, name)
+        yield storage
+    finally:
+        storage.close()
+
+
+@pytest.mark.parametrize(
+    ("build", "name"), [(b, n) for _, b, n in POOLS], ids=[p[0] for p in POOLS]
+)
+def test_pages_come_back_byte_for_byte_through_both_interfaces(
+    build: Callable[[], Any], name: str, tmp_path: Path, runtime: Runtime
+) -> None:
+    pool = build()
+    fill(pool)
+    with opened(tmp_path, pool, name) as storage:
+        wrote = [PoolTransfer(PoolName(name), host_indices=pages(pool, 1, 3), keys=KEYS[:3])]
+        if name == PoolName.KV:
+            storage.batch_set_v1(KEYS[:3], pages(pool, 1, 3))
+        else:
+            storage.batch_set_v2(wrote)
+        given = content(pool, 1, 3)
+        fill(pool)
+        asked = PoolTransfer(PoolName(name), host_indices=pages(pool, 4, 4), keys=KEYS)
+        assert storage.batch_get_v2([asked]) == {name: [True, True, True, False]}
+        assert all(map(torch.equal, content(pool, 4, 3), given))
+        if name == PoolName.KV:
+            fill(pool)
+            assert storage.batch_get_v1(KEYS, pages(pool, 3, 4)) == [True, True, True, False]
+            assert all(map(torch.equal, content(pool, 3, 3), given))
+
+
+def test_halves_of_the_heads_that_one_rank_wrote_are_what_two_ranks_read(
+    tmp_path: Path, runtime: Runtime
+) -> None:
+    whole = mha("page_head")
+    fill(whole)
+    lcm = {"tp_lcm_size": 2}
+    with opened(tmp_path, whole, PoolName.KV, **lcm) as storage:
+        storage.batch_set_v1(KEYS[:2], pages(whole, 1, 2))
+        assert storage.batch_exists(KEYS) == 2
+    halves = []
+    for rank in range(2):
+        half = mha("page_head", heads=2)
+        with opened(tmp_path, half, PoolName.KV, tp_rank=rank, tp_size=2, **lcm) as storage:
+            assert storage.batch_get_v1(KEYS[:3], pages(half, 0, 3)) == [True, True, False]
+            storage.batch_set_v1(KEYS[2:], pages(half, 2, 2))
+        halves.append(half.kv_buffer[:, :2])
+    assert torch.equal(torch.cat(halves, dim=2), whole.kv_buffer[:, 1:3])
+    with opened(tmp_path, whole, PoolName.KV, **lcm) as storage:
+        assert storage.batch_exists(KEYS) == 4
+        for page in (tmp_path).glob("**/*.page"):
+            page.unlink()
+            break  # one half of one page
+        found = storage.batch_get_v1(KEYS, pages(whole, 4, 4))
+        assert sorted(found) == [False, True, True, True]
+
+
+def test_heads_that_do_not_divide_are_refused(tmp_path: Path, runtime: Runtime) -> None:
+    with (
+        pytest.raises(ConfigError, match="'tp_lcm_size' is 3 but a rank of 1 holds 4 KV heads"),
+        opened(tmp_path, mha("page_head"), PoolName.KV, tp_lcm_size=3),
+    ):
+        pass
+
+
+def test_a_pool_that_offers_no_pages_is_named_once_and_never_a_hit(
+    tmp_path: Path,
+    runtime: Runtime,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """MXFP8 pools on a GPU refuse like this; they are no part of the oldest version."""
+
+    def refuse(*args: Any) -> Any:
+        raise NotImplementedError("no flat storage (L3) pages yet")
+
+    pool = mha("page_first")
+    for name in ("get_page_buffer_meta", "get_dummy_flat_data_page", "get_data_page"):
+        monkeypatch.setattr(pool, name, refuse)
+    with opened(tmp_path, pool, PoolName.KV) as storage:
+        for _ in range(2):
+            storage.batch_set_v1(KEYS, pages(pool, 0, 4))
+            assert storage.batch_exists(KEYS) == 0
+            assert storage.batch_get_v1(KEYS, pages(pool, 0, 4)) == [False] * 4
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    [line] = [line for line in told if "cannot be stored" in line]
+    assert "pages of pool kv cannot be stored: no flat storage" in line
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+RANKS = [{"tp_rank": rank, "tp_size": 2} for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("build", "name", "ranks", "shared"),
+    [
+        (lambda: mha("page_first"), PoolName.KV, RANKS, False),
+        (lambda: mla("page_first"), PoolName.KV, [r | {"is_mla_model": True} for r in RANKS], True),
+        # Divided over the ranks beside MLA pages, which are not.
+        (
+            lambda: mamba("page_first"),
+            PoolName.MAMBA,
+            [r | {"is_mla_model": True} for r in RANKS],
+            False,
+        ),
+        (
+            lambda: mha("page_first"),
+            PoolName.DRAFT,
+            [r | {"is_mla_model": True} for r in RANKS],
+            False,
+        ),
+        # Data-parallel attention: the ranks of a group are counted from 0 in each of them.
+        (
+            lambda: mha("page_first"),
+            PoolName.KV,
+            [{"dp_rank": rank} for rank in range(2)],
+            True,
+        ),
+        (
+            lambda: mla("page_first"),
+            PoolName.KV,
+            [{"is_mla_model": True, "attn_cp_rank": rank, "attn_cp_size": 2} for rank in range(2)],
+            False,
+        ),
+        (
+            lambda: mha("page_first"),
+            PoolName.KV,
+            [{"pp_rank": rank, "pp_size": 2} for rank in range(2)],
+            False,
+        ),
+    ],
+    ids=["tp", "tp-mla", "tp-mla-mamba", "tp-mla-draft", "dp", "cp", "pp"],
+)
+def test_ranks_share_pages_only_where_they_hold_the_same(
+    build: Callable[[], Any],
+    name: str,
+    ranks: list[dict[str, Any]],
+    shared: bool,
+    tmp_path: Path,
+    runtime: Runtime,
+) -> None:
+    pool = build()
+    transfer = PoolTransfer(PoolName(name), host_indices=pages(pool, 0, 2), keys=KEYS[:2])
+    with opened(tmp_path, pool, name, **ranks[0]) as storage:
+        storage.batch_set_v2([transfer])
+    with opened(tmp_path, pool, name, **ranks[1]) as storage:
+        assert storage.batch_get_v2([transfer]) == {name: [shared, shared]}
+
+
+def test_an_anchor_that_only_counts_tokens_takes_part_in_every_hit(
+    tmp_path: Path, runtime: Runtime
+) -> None:
+    """DeepSeek V4: all data is in pools beside it."""
+    anchor = LogicalHostPool(TOKENS, PAGE)
+    side = indexer("page_first")
+    fill(side)
+    with opened(tmp_path, anchor, PoolName.KV) as storage:
+        storage.register_mem_host_pool_v2(side, PoolName.INDEXER)
+        transfer = PoolTransfer(PoolName.INDEXER, host_indices=pages(side, 0, 2), keys=KEYS[:2])
+        storage.batch_set_v2([transfer])
+        assert storage.batch_set_v1(KEYS[:2], torch.arange(2 * PAGE)) == [True, True]
+        wanted = PoolTransfer(PoolName.INDEXER, hit_policy=PoolHitPolicy.ALL_PAGES)
+        assert storage.batch_exists_v2(KEYS, [wanted]).kv_hit_pages == 2
+        assert storage.batch_get_v1(KEYS[:2], torch.arange(2 * PAGE)) == [True, True]
+        storage.clear()
+        assert storage.batch_exists_v2(KEYS, [wanted]).kv_hit_pages == 0

@@ -1,0 +1,242 @@
+"""Run-time attach and detach by the admin API: every answer of it, and what must not change."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from typer.testing import CliRunner
+
+from hcache_backend.cli.main import app
+from tests.engine.harness.conversations import (
+    Conversation,
+    converse,
+    make_conversations,
+    random_tokens,
+)
+from tests.engine.harness.models import build_model
+from tests.engine.harness.ours import (
+    assert_no_cache_output,
+    assert_nothing_went_wrong,
+    assert_restored_from_l3,
+    extra_config,
+    faulty,
+    our_server,
+    stored_pages,
+)
+from tests.engine.harness.server import Server, ServerOptions
+
+pytestmark = pytest.mark.engine
+
+PATH = "/hicache/storage-backend"
+WITHOUT_US = "the server was started without HCACHE_ENABLE=1"
+
+
+@pytest.fixture(scope="module", params=["hidden", "kv"])
+def server(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """Started for us and hence in hidden mode, or without us, so that its pages are plain KV."""
+    folder = tmp_path_factory.mktemp(request.param)
+    env = {"HCACHE_ENABLE": "1", "HCACHE_CONFIG": '{"mode": "hidden", "check_every_pages": 1}'}
+    options = ServerOptions(
+        model, folder / "server.log", extra_env=env if request.param == "hidden" else {}
+    )
+    with Server(options) as server:
+        yield server
+        assert_nothing_went_wrong(server)
+
+
+@pytest.fixture(autouse=True)
+def detached(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests leave the shared server without a backend."""
+    yield
+    if "server" in request.fixturenames:
+        request.getfixturevalue("server").detach_storage()
+
+
+def attach(server: Server, folder: Path, **body: Any) -> None:
+    answer = server.attach_storage("dynamic", extra_config(folder), **body)
+    assert answer.status_code == 200, answer.text
+
+
+def storage_hits(server: Server, conversation: Conversation) -> int:
+    """Tokens of the first prompt that come from L3 when it is sent again."""
+    again = Conversation([conversation.turns[0].prompt])
+    converse(server, [again])
+    return again.turns[0].cached.storage
+
+
+def test_status_policies_and_refusals(server: Server, tmp_path: Path) -> None:
+    for method in ("PUT", "GET", "DELETE"):
+        assert requests.request(method, server.url + PATH, json={}).status_code == 401
+    assert server.storage_info().json()["hicache_storage_backend"] is None
+    attach(server, tmp_path, hicache_storage_prefetch_policy="timeout")
+    info = server.storage_info().json()
+    assert info["hicache_storage_backend"] == "dynamic"
+    assert str(tmp_path) in info["hicache_storage_backend_extra_config"]
+    assert info["hicache_storage_prefetch_policy"] == "timeout"
+    attach(
+        server,
+        tmp_path,
+        hicache_storage_prefetch_policy="wait_complete",
+        hicache_write_policy="write_through",
+    )
+    assert server.storage_info().json()["hicache_storage_prefetch_policy"] == "wait_complete"
+    refused = server.attach_storage("file")
+    assert refused.status_code == 400
+    assert "already enabled with backend 'dynamic'" in refused.text
+    refused = server.attach_storage("dynamic", hicache_write_policy="write_sometimes")
+    assert refused.status_code == 400
+    for _ in range(2):  # it is idempotent
+        server.detach_storage()
+        assert server.storage_info().json()["hicache_storage_backend"] is None
+
+
+def test_data_survives_a_detach_and_ends_with_clear(
+    server: Server, model: Path, tmp_path: Path
+) -> None:
+    attach(server, tmp_path)
+    conversation = Conversation([random_tokens(768, seed=31)])
+    converse(server, [conversation])
+    assert storage_hits(server, conversation) > 700
+    server.detach_storage()
+    assert len(stored_pages(tmp_path)) >= 12
+    assert storage_hits(server, conversation) == 0
+    attach(server, tmp_path / "elsewhere")
+    assert storage_hits(server, conversation) == 0
+    server.detach_storage()
+    attach(server, tmp_path)
+    assert storage_hits(server, conversation) > 700
+    assert server.clear_storage().status_code == 200
+    assert stored_pages(tmp_path) == []
+    assert storage_hits(server, conversation) == 0  # which stores it again
+    assert storage_hits(server, conversation) > 700
+    assert_no_cache_output(model, [conversation])
+    told = CliRunner().invoke(app, ["stats", "--dir", str(tmp_path / "l3")]).stdout
+    hidden = "hcache: hidden mode" in server.log_text()
+    expected = "hidden mode, codec none; " if hidden else f"kv mode ({WITHOUT_US}); "
+    assert f"Last server of {tmp_path / 'l3'}: {expected}{model}" in told
+
+
+def test_pages_of_other_weights_are_misses_after_an_attach(
+    server: Server, model: Path, model_cache: Path, tmp_path: Path
+) -> None:
+    attach(server, tmp_path)
+    conversation = Conversation([random_tokens(300, seed=32)])
+    converse(server, [conversation])
+    server.detach_storage()
+    other = build_model("llama", model_cache, seed=1)
+    server.update_weights_from_disk(other)
+    attach(server, tmp_path)
+    under_other = [Conversation(conversation.questions) for _ in range(2)]
+    for again in under_other:
+        converse(server, [again])
+    assert [c.turns[0].cached.storage for c in under_other] == [0, 256]
+    server.detach_storage()
+    server.update_weights_from_disk(model)
+    attach(server, tmp_path)
+    assert storage_hits(server, conversation) == 256
+    assert_no_cache_output(model, [conversation])
+    assert_no_cache_output(other, under_other)
+
+
+def test_pages_behind_nodes_that_predate_the_attach_have_the_keys_of_the_whole_prefix(
+    server: Server, model: Path, tmp_path: Path
+) -> None:
+    old = Conversation([random_tokens(320, seed=33)])
+    converse(server, [old], flush=False)
+    attach(server, tmp_path)
+    old.questions.append(random_tokens(320, seed=34))
+    converse(server, [old])
+    assert old.turns[1].cached.device > 0
+    behind = {path.name for path in stored_pages(tmp_path)}
+    assert behind
+    # The same text from its beginning: other keys would make other files of the same pages.
+    again = Conversation([old.turns[1].prompt])
+    converse(server, [again])
+    every = {path.name for path in stored_pages(tmp_path)}
+    assert behind < every
+    assert len(every) == (len(old.history) - 1) // server.options.page_size
+    assert storage_hits(server, again) >= len(again.turns[0].prompt) - 64
+    assert_no_cache_output(model, [old, again])
+
+
+def test_a_rank_that_cannot_open_the_store_fails_the_attach_on_all_and_blocks_none(
+    model: Path, tmp_path: Path
+) -> None:
+    trigger = tmp_path / "trigger"
+    trigger.touch()
+    env = faulty("no_store_on_rank_1", trigger)
+    with Server(ServerOptions(model, tmp_path / "server.log", tp=2, extra_env=env)) as server:
+        answer = server.attach_storage("dynamic", extra_config(tmp_path))
+        assert answer.status_code == 400
+        assert "Permission denied" in answer.text
+        assert "(on tensor-parallel rank 1)" in answer.text
+        assert server.generate([1, 2, 3], 2, timeout=30).output_ids
+        trigger.unlink()
+        attach(server, tmp_path)
+        conversations = converse(server, make_conversations(1, turns=2, tokens=300))
+        assert_restored_from_l3(conversations, 64)
+    assert_no_cache_output(model, conversations)
+
+
+def test_a_rank_that_cannot_open_the_store_stops_the_start_of_all(
+    model: Path, tmp_path: Path
+) -> None:
+    env = faulty("no_store_on_rank_1")
+    server = Server(our_server(model, tmp_path, tp=2, extra_env=env))
+    server.launch()
+    assert server.wait_exit(60) != 0
+    assert "(on tensor-parallel rank 1)" in server.log_text()
+
+
+@pytest.mark.parametrize("cycles", [5, pytest.param(50, marks=pytest.mark.long)])
+def test_cycles_of_attach_and_detach_leak_nothing(cycles: int, model: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report"
+    env = {
+        "HCACHE_ENABLE": "1",
+        "HCACHE_CONFIG": '{"mode": "hidden", "check_every_pages": 1}',
+        "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",  # the one that can be looked into
+        **faulty("report_holdings", report),
+    }
+    # Three conversations fill the device pool, so that loads and evictions go on all the time.
+    options = ServerOptions(
+        model, tmp_path / "server.log", page_size=16, max_total_tokens=1536, extra_env=env
+    )
+    seen = []
+    conversations = []
+    with Server(options) as server:
+        for cycle in range(cycles):
+            attach(server, tmp_path)
+            load = make_conversations(3, turns=2, tokens=150, seed=cycle % 3)
+            converse(server, load, flush=cycle % 2 == 0, concurrent=cycle % 4 < 2)
+            conversations += load
+            server.detach_storage()
+            seen.append(holdings(report))
+        assert_nothing_went_wrong(server)
+    assert any(turn.cached.storage for c in conversations for turn in c.turns)
+    assert any(told["host_tokens"] for told in seen)
+    for told in seen:
+        assert told["host_tokens"] == told["host_tokens_in_tree"]
+    for what in ("threads", "descriptors"):
+        assert max(told[what] for told in seen[-3:]) <= max(told[what] for told in seen[:3]), seen
+    assert_no_cache_output(model, conversations[-6:])
+
+
+def holdings(report: Path) -> dict[str, int]:
+    """What the scheduler holds, once what a detach ends has ended."""
+    time.sleep(0.5)
+    report.touch()
+    deadline = time.monotonic() + 10
+    while not (text := report.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    report.unlink()
+    found: dict[str, int] = json.loads(text)
+    return found

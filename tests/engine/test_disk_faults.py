@@ -1,0 +1,244 @@
+"""Disks that fail under a server that goes on serving: no request notices, and L3 comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.engine.harness.conversations import (
+    Conversation,
+    converse,
+    make_conversations,
+    random_tokens,
+)
+from tests.engine.harness.ours import (
+    assert_hidden_mode,
+    assert_no_cache_output,
+    assert_nothing_went_wrong,
+    assert_restored_from_l3,
+    extra_config,
+    faulty,
+    our_server,
+    stored_pages,
+)
+from tests.engine.harness.server import Server
+
+pytestmark = pytest.mark.engine
+
+STORE = {"min_free_bytes": 0}  # else it would stop long before the disk is full
+DISK_BYTES = 64 << 20
+PAGE_FILE_BYTES = 266_240
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A small file system of its own, where this user may mount one."""
+    folder = tmp_path_factory.mktemp("disk")
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(folder)]
+    mounted = not subprocess.run(mount, capture_output=True, check=False).returncode
+    yield folder
+    if mounted:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture(scope="module")
+def trigger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trigger") / "trigger"
+
+
+@pytest.fixture(scope="module")
+def server(
+    model: Path, disk: Path, trigger: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    env = faulty("disk", trigger)
+    with Server(our_server(model, disk, log=log, hcache=STORE, extra_env=env)) as server:
+        yield server
+        assert_hidden_mode(server)
+        assert_nothing_went_wrong(server)
+
+
+Fault = Callable[[Path, Path], AbstractContextManager[None]]
+
+
+@contextmanager
+def read_only(disk: Path, trigger: Path) -> Iterator[None]:
+    """Nothing can be made, changed or deleted. Modes do not stop root; this does."""
+    as_root = os.geteuid() == 0
+    forbid, allow = (["chattr", "-R", sign] for sign in ("+i", "-i"))
+    if not as_root:
+        forbid, allow = (["chmod", "-R", sign] for sign in ("a-w", "u+w"))
+    if shutil.which(forbid[0]) is None:
+        pytest.skip(f"needs {forbid[0]}")
+    subprocess.run([*forbid, str(disk / "l3")], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*allow, str(disk / "l3")], check=True)
+
+
+@contextmanager
+def full(disk: Path, trigger: Path) -> Iterator[None]:
+    """Somebody else takes every byte, those too that the store frees for itself."""
+    if not disk.is_mount():
+        pytest.skip("needs the right to mount a file system")
+    filler, over = disk / "filler", threading.Event()
+
+    def fill() -> None:
+        with filler.open("wb", buffering=0) as file:
+            while not over.is_set():
+                for size in (1 << 20, 1 << 12, 1):
+                    with contextlib.suppress(OSError):
+                        while file.write(bytes(size)) and not over.is_set():
+                            pass
+                time.sleep(0.001)
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    while shutil.disk_usage(disk).free:
+        time.sleep(0.01)
+    yield
+    over.set()
+    thread.join()
+    filler.unlink()
+
+
+@contextmanager
+def removed(disk: Path, trigger: Path) -> Iterator[None]:
+    shutil.rmtree(disk / "l3")
+    yield
+
+
+@contextmanager
+def index_deleted(disk: Path, trigger: Path) -> Iterator[None]:
+    index = disk / "l3" / "index" / "data.mdb"
+    index.unlink()
+    yield
+    deadline = time.monotonic() + 10
+    while not index.exists():  # else no other server would find these pages
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@contextmanager
+def slow_reads(disk: Path, trigger: Path) -> Iterator[None]:
+    trigger.write_text("slow reads")
+    yield
+    trigger.unlink()
+
+
+@contextmanager
+def failing_writes(disk: Path, trigger: Path) -> Iterator[None]:
+    trigger.write_text("failing writes")
+    yield
+    trigger.unlink()
+
+
+FAULTS: list[Fault] = [slow_reads, failing_writes, read_only, full, index_deleted, removed]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_requests_go_on_without_notice_and_l3_is_back_when_the_fault_is_over(
+    fault: Fault, server: Server, model: Path, disk: Path, trigger: Path
+) -> None:
+    old, new = make_conversations(2, turns=2, tokens=200, seed=200 + FAULTS.index(fault))
+    converse(server, [old])
+    assert_restored_from_l3([old], 64)
+    before = set(stored_pages(disk))
+    old.questions.append(random_tokens(100, seed=FAULTS.index(fault)))
+    with fault(disk, trigger):
+        begin = time.monotonic()
+        converse(server, [old, new], concurrent=True)
+        took = time.monotonic() - begin
+        written = set(stored_pages(disk)) - before
+        free = shutil.disk_usage(disk).free
+    # The fault was one.
+    if fault is slow_reads:
+        assert took > 2
+        assert old.turns[2].cached.storage > 0
+    elif fault in (failing_writes, read_only):
+        assert written == set()
+    elif fault is full:
+        assert free < PAGE_FILE_BYTES
+    after = wait_for_l3(server, seed=300 + FAULTS.index(fault))
+    assert_no_cache_output(model, [old, new, after])
+
+
+def wait_for_l3(server: Server, seed: int) -> Conversation:
+    """The first conversation that is restored from L3, out of as many as it takes."""
+    deadline = time.monotonic() + 20  # a folder that kept failing rests for 5 s
+    while True:
+        (conversation,) = make_conversations(1, turns=2, tokens=200, seed=seed)
+        converse(server, [conversation])
+        if conversation.turns[1].cached.storage >= 192:
+            return conversation
+        assert time.monotonic() < deadline
+        seed += 1000
+
+
+def test_a_neighbour_that_is_killed_in_the_middle_of_its_work(
+    server: Server, model: Path, disk: Path, tmp_path: Path
+) -> None:
+    prompts = [random_tokens(300, seed=400 + i) for i in range(24)]
+    options = our_server(model, disk, log=tmp_path / "neighbour.log", hcache=STORE)
+    before = len(stored_pages(disk))
+    with Server(options) as neighbour:
+
+        def work() -> None:
+            with contextlib.suppress(Exception):  # it dies in one of them
+                for prompt in prompts:
+                    neighbour.generate(prompt, 2)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        conversations = converse(server, make_conversations(2, turns=2, tokens=200, seed=401))
+        while len(stored_pages(disk)) < before + 4 * 12:
+            time.sleep(0.01)
+        neighbour.kill()
+        thread.join()
+    assert_restored_from_l3(conversations, 64)
+    # What it had finished serves here.
+    replies = [Conversation([prompt]) for prompt in prompts[:6]]
+    converse(server, replies)
+    assert any(reply.turns[0].cached.storage == 256 for reply in replies)
+    after = wait_for_l3(server, seed=402)
+    assert_no_cache_output(model, [*conversations, *replies, after])
+
+
+def test_a_prefetch_waits_as_long_as_its_options_say(
+    server: Server, model: Path, disk: Path, trigger: Path
+) -> None:
+    """Policy `timeout`: prefetch_timeout_base + prefetch_timeout_per_ki_token a 1024 tokens."""
+    conversation = Conversation([random_tokens(512, seed=500)])
+    converse(server, [conversation])
+
+    def hits(base: float, per_ki_token: float) -> int:
+        server.detach_storage()
+        config = extra_config(disk, **STORE)
+        config |= {
+            "prefetch_timeout_base": base,
+            "prefetch_timeout_per_ki_token": per_ki_token,
+        }
+        policy = {"hicache_storage_prefetch_policy": "timeout"}
+        answer = server.attach_storage("dynamic", config, **policy)
+        assert answer.status_code == 200, answer.text
+        again = Conversation([conversation.turns[0].prompt])
+        with slow_reads(disk, trigger):
+            converse(server, [again])
+        assert again.outputs == conversation.outputs
+        return again.turns[0].cached.storage
+
+    assert_no_cache_output(model, [conversation])
+    # 7 pages take 2 s. (With a base of 0 the time is over before SGLang knows how much to fetch.)
+    assert hits(0.5, 0.1) == 0
+    assert hits(0.5, 60) == 448
+    assert hits(30, 0) == 448

@@ -1,0 +1,168 @@
+"""Plain KV pages through our store: layouts, ranks, and requests that must not share."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.engine.harness.conversations import Conversation, converse, random_tokens
+from tests.engine.harness.lora import build_lora
+from tests.engine.harness.models import build_model
+from tests.engine.harness.ours import (
+    assert_no_cache_output,
+    assert_nothing_went_wrong,
+    extra_config,
+    our_server,
+    stored_pages,
+)
+from tests.engine.harness.server import Server, ServerOptions
+
+pytestmark = pytest.mark.engine
+
+
+def resent(server: Server, seed: int = 40) -> list[Conversation]:
+    """A prompt of 768 tokens, flushed, and the same prompt once more."""
+    prompt = random_tokens(768, seed=seed)
+    return [converse(server, [Conversation([prompt])])[0] for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "backend"),
+    [("layer_first", "kernel"), ("layer_first", "direct"), ("page_first_direct", "direct")],
+)
+def test_a_prompt_of_768_tokens_comes_back_in_every_host_layout(
+    layout: str, backend: str, model: Path, tmp_path: Path
+) -> None:
+    kv = {"mode": "kv"}
+    options = our_server(model, tmp_path, hcache=kv, mem_layout=layout, io_backend=backend)
+    with Server(options) as server:
+        first, second = resent(server)
+        assert_nothing_went_wrong(server)
+    assert first.turns[0].cached.storage == 0
+    assert second.turns[0].cached.storage > 700
+    assert_no_cache_output(model, [first, second])
+
+
+def test_pages_that_are_divided_by_heads_serve_other_numbers_of_ranks(
+    model: Path, tmp_path: Path
+) -> None:
+    def hits(tp: int, tp_lcm_size: int) -> int:
+        options = our_server(
+            model,
+            tmp_path,
+            hcache={"mode": "kv"},
+            mem_layout="page_head",
+            tp=tp,
+            log=tmp_path / f"{tp}-{tp_lcm_size}-{len(logs)}.log",
+        )
+        options.extra_config = {**extra_config(tmp_path, mode="kv"), "tp_lcm_size": tp_lcm_size}
+        logs.append(options.log)
+        with Server(options) as server:
+            first, second = resent(server)
+            assert_nothing_went_wrong(server)
+        conversations.extend([first, second])
+        assert second.turns[0].cached.storage > 700
+        return first.turns[0].cached.storage
+
+    logs: list[Path] = []
+    conversations: list[Conversation] = []
+    assert hits(1, 2) == 0
+    files = len(stored_pages(tmp_path))
+    assert files == 2 * 12  # each half of the heads by itself
+    assert hits(2, 2) > 700  # a rank reads its half
+    assert len(stored_pages(tmp_path)) == files
+    assert hits(1, 4) == 0  # quarters are other pages
+    assert_no_cache_output(model, conversations)
+
+
+def test_a_tp_lcm_size_that_does_not_divide_the_heads_is_refused(
+    model: Path, tmp_path: Path
+) -> None:
+    options = ServerOptions(model, tmp_path / "server.log", mem_layout="page_head")
+    config = {**extra_config(tmp_path), "tp_lcm_size": 3}
+    with Server(options) as server:
+        answer = server.attach_storage("dynamic", config)
+        assert answer.status_code == 400
+        assert "'tp_lcm_size' is 3 but a rank of 1 holds 4 KV heads" in answer.text
+        assert server.generate([1, 2, 3], 2).output_ids
+        answer = server.attach_storage("dynamic", extra_config(tmp_path))
+        assert answer.status_code == 200, answer.text
+
+
+def test_ranks_of_an_mla_model_share_one_copy_of_a_page(model_cache: Path, tmp_path: Path) -> None:
+    model = build_model("deepseek", model_cache)
+    with Server(our_server(model, tmp_path, tp=2)) as server:
+        _, second = resent(server)
+        assert_nothing_went_wrong(server)
+    assert second.turns[0].cached.storage > 700
+    assert len(stored_pages(tmp_path)) == 12
+
+
+def test_a_sliding_window_comes_back_with_the_pages_before_it(
+    model_cache: Path, tmp_path: Path
+) -> None:
+    """Two pools, the one of the window with the last two pages of a node only.
+
+    Against the same prompt from the device: on a CPU SGLang's attention takes the window's rows
+    from slots of the other pool (torch_native does not translate them), so that even two cold
+    runs differ when they stand in different slots.
+    """
+    model = build_model("mellum", model_cache)
+    with Server(our_server(model, tmp_path)) as server:
+        assert "the KV pool is a SWAKVPool (FULL, SWA)" in server.log_text()
+        history = random_tokens(650, seed=42)
+        server.generate(history, 2)
+        server.flush_cache()
+        prompt = history + random_tokens(20, seed=43)
+        from_l3 = server.generate(prompt, 16)
+        from_device = server.generate(prompt, 16)
+        assert_nothing_went_wrong(server)
+    assert from_l3.cached.storage == 640
+    assert from_device.cached.device == 640
+    assert from_l3.output_ids == from_device.output_ids
+    assert len(stored_pages(tmp_path)) == 10 + 2
+
+
+def test_salted_and_adapted_requests_and_changed_adapters_never_share_pages(
+    model_cache: Path, tmp_path: Path
+) -> None:
+    model = build_model("llama", model_cache)
+    adapter = tmp_path / "adapter"
+    shutil.copytree(build_lora(model, model_cache), adapter)
+    args = ["--enable-lora", "--lora-backend", "torch_native", "--lora-paths", f"tiny={adapter}"]
+    prompt = random_tokens(300, seed=41)
+    options = our_server(model, tmp_path, extra_args=args)
+
+    def hits(server: Server, **request: str) -> int:
+        reply = server.generate(prompt, 4, **request)
+        server.flush_cache()
+        replies.setdefault(str(request), []).append(reply.output_ids)
+        return reply.cached.storage
+
+    replies: dict[str, list[list[int]]] = {}
+    kinds: list[dict[str, str]] = [
+        {},
+        {"lora": "tiny"},
+        {"cache_salt": "a"},
+        {"cache_salt": "b"},
+        {"lora": "tiny", "cache_salt": "a"},
+    ]
+    with Server(options) as server:
+        assert [hits(server, **kind) for kind in kinds] == [0] * len(kinds)
+        assert [hits(server, **kind) for kind in kinds] == [256] * len(kinds)
+    assert all(first == second for first, second in replies.values())
+    assert replies[str(kinds[0])] != replies[str(kinds[1])]
+    options.log = tmp_path / "restarted.log"
+    with Server(options) as server:
+        assert [hits(server, **kind) for kind in kinds[:2]] == [256, 256]
+    # An adapter has the same name and path in every run, whatever was trained into it since.
+    shutil.rmtree(adapter)
+    shutil.copytree(build_lora(model, model_cache, seed=1), adapter)
+    options.log = tmp_path / "changed.log"
+    with Server(options) as server:
+        assert hits(server, lora="tiny") == 0
+        assert hits(server, lora="tiny") == 256
+    before, *_, cold, restored = replies[str(kinds[1])]
+    assert before != cold == restored
