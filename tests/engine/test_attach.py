@@ -192,8 +192,8 @@ def test_a_rank_that_cannot_open_the_store_stops_the_start_of_all(
     env = faulty("no_store_on_rank_1")
     server = Server(our_server(model, tmp_path, tp=2, extra_env=env))
     server.launch()
-    assert server.wait_exit(60) != 0
-    assert "(on tensor-parallel rank 1)" in server.log_text()
+    assert server.wait_exit(60) != 0  # the first rank that ends takes the other with it
+    assert "Permission denied" in server.log_text()
 
 
 @pytest.mark.parametrize("cycles", [5, pytest.param(50, marks=pytest.mark.long)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +39,9 @@ def storage_config(
         "model_name": "m",
         "extra_config": extra_config,
     }
-    return HiCacheStorageConfig(**{**alone, **rank})
+    known = {field.name for field in fields(HiCacheStorageConfig)}  # no dp_rank in the oldest
+    given = {**alone, **rank}
+    return HiCacheStorageConfig(**{name: given[name] for name in given if name in known})
 
 
 def unconfigured_runtime() -> Runtime:
