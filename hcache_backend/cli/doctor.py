@@ -104,6 +104,8 @@ def _last_server(path: Path, report: ServerReport) -> Check:
     for group in report.projection:
         how = "by spec" if group.method == "spec" else "by their attention modules"
         parts.append(f"layers {', '.join(map(str, group.layers))} {how}: {group.detail}")
+    if report.partition is not None:
+        parts.append(f"stored: {report.partition}")
     best = report.mode == "hidden" and all(group.method == "spec" for group in report.projection)
     return Check(f"{path}: last server", "good" if best else "fair", "; ".join(parts))
 

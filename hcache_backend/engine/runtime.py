@@ -98,6 +98,7 @@ class Runtime:
             mode="hidden" if self.mode == "hidden" else "kv",
             reason=self.reason,
             codec=str(self.page_fields["codec"]) if self.mode == "hidden" else None,
+            partition=self.partitioning.describe() if self.mode == "hidden" else None,
             projection=tuple(self.projection),
         )
 

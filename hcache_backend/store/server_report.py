@@ -37,6 +37,7 @@ class ServerReport(BaseModel):
         mode: What its pages hold.
         reason: Why they do not hold hidden states, or None.
         codec: How its hidden states are encoded; None in KV mode.
+        partition: What it stores of its layers, in words; None in KV mode.
         projection: How its layers are projected; empty in KV mode.
     """
 
@@ -47,6 +48,7 @@ class ServerReport(BaseModel):
     mode: Literal["hidden", "kv"]
     reason: str | None
     codec: str | None
+    partition: str | None = None
     projection: tuple[LayerGroup, ...]
 
 

@@ -81,6 +81,7 @@ def test_layers_that_no_spec_describes_are_projected_by_the_model_and_the_doctor
         f"hidden mode; codec none; layers 0, 1, 2, 3 by their attention modules: {reason}"
         in check["detail"]
     )
+    assert check["detail"].endswith("; stored: 4 layers from hidden states")
 
 
 def test_the_option_projection_generic_leaves_every_layer_to_the_model(

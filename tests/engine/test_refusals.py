@@ -79,7 +79,7 @@ def test_multi_query_attention_runs_in_kv_mode_unless_hidden_is_insisted_on(
 ) -> None:
     model = build_model("gemma", model_cache)
     with Server(our_server(model, tmp_path / "auto", hcache={"mode": "auto"})) as server:
-        assert KV_MODE + "hidden states take" in server.log_text()
+        assert KV_MODE + "the partition has no hidden states" in server.log_text()
     insist = {"mode": "hidden"}
     with Server(our_server(model, tmp_path / "small", hcache=insist)) as server:
         # Twice the KV pool's memory is what the tokens on the device alone take here.
