@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from sglang.srt.distributed import get_tp_group
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
     StackBuildResult,
@@ -154,6 +155,10 @@ class HiddenStateStrategy(StackStrategy):
             "codec": codec.name,
             "first_layer": kvcache.start_layer,
         }
+        ranks = get_tp_group()
+        if plan.kv.layers and ranks.world_size > 1:
+            # Hidden states are the same on every rank; K and V are those of its own heads.
+            runtime.page_fields["tp"] = [ranks.rank_in_group, ranks.world_size]
         pool = HiddenStatePool(
             kvcache,
             params.page_size,
