@@ -14,6 +14,9 @@ from hcache_backend.engine import metrics
 
 logger = logging.getLogger("hcache")
 
+_EMBEDDINGS = ("input_embeds", "replace_embeds")
+"""What a batch has where a request brings embeddings of its own."""
+
 
 class HiddenCapture:
     """Forward pre-hooks that hand each layer's projection input to the staged capture.
@@ -29,6 +32,7 @@ class HiddenCapture:
     def __init__(self, layers: Sequence[tuple[torch.nn.Module, Iterable[torch.nn.Module]]]) -> None:
         self._staging: Staging | None = None
         self._capture: StagedCapture | None = None
+        self._tokens_only = False
         self._thread = threading.get_ident()
         self._called = [False] * len(layers)
         self._hooks: list[tuple[torch.nn.Module, Any]] = []
@@ -58,9 +62,14 @@ class HiddenCapture:
         """What recorded graphs copy to, or None when none was recorded with us."""
         return self._staging
 
-    def use(self, capture: StagedCapture) -> None:
-        """Capture every forward pass from now on."""
-        self._capture = capture
+    def use(self, capture: StagedCapture, *, tokens_only: bool) -> None:
+        """Capture every forward pass from now on.
+
+        Args:
+            capture: Takes what the projections receive.
+            tokens_only: Leave out what cannot be recomputed from token ids.
+        """
+        self._capture, self._tokens_only = capture, tokens_only
 
     def allocated(self, slots: torch.Tensor) -> None:
         """Slots of the KV pool were allocated: whatever was captured for them is void."""
@@ -101,6 +110,8 @@ class HiddenCapture:
             problem = "a step without token ids or positions"
         elif positions.dim() != 1:
             problem = "a step with positions of several dimensions"
+        elif self._tokens_only and any(getattr(batch, n) is not None for n in _EMBEDDINGS):
+            problem = "a step whose embeddings are not those of its tokens"
         elif not len(ids) == len(positions) == len(slots):
             problem = "a step without one token id and position for each slot"
         if problem is not None:

@@ -109,6 +109,8 @@ def _recomputation(
         return None, parts
     recomputer = make_recomputer(runtime.runner, kvcache, chunk_tokens)
     try:
+        if runtime.runner.model_config.is_multimodal:
+            raise SelfCheckFailed("the model's embeddings are not those of token ids alone")
         check_recompute(probe, recomputer, kvcache)
         missing = install(prefix_hooks())
         if missing is not None:

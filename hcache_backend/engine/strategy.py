@@ -248,7 +248,7 @@ class HiddenStateStrategy(StackStrategy):
             hooks.watch_only(layer.projection for layer in layers)
         segments = [layer.index for layer in layers]
         capture = StagedCapture(pool.arena, pool.kv_buffer, plan.staging, segments)
-        hooks.use(capture)
+        hooks.use(capture, tokens_only=plan.recomputer is not None)
         invalidate_on_allocation(params.token_to_kv_pool_allocator, hooks)
         self._runtime.on_weights_changed.append(capture.ledger.forget)
         self._runtime.runner.hcache_capture = hooks

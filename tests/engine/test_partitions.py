@@ -246,9 +246,11 @@ def test_what_does_not_fit_the_model_stops_the_server(
     assert message in server.log_text()
 
 
-def test_every_method_with_encoded_hidden_states(model: Path, tmp_path: Path) -> None:
+def test_every_method_with_encoded_hidden_states_and_overlap_scheduling(
+    model: Path, tmp_path: Path
+) -> None:
     hcache = {"partition": partition_of((1, 2, 1)), "codec": "exp4"}
-    options = our_server(model, tmp_path, hcache=hcache, dtype="bfloat16")
+    options = our_server(model, tmp_path, hcache=hcache, dtype="bfloat16", overlap=True)
     with Server(options) as server:
         conversations = converse(server, make_conversations(2, turns=3, tokens=300))
         assert said((1, 2, 1)) in server.log_text()

@@ -159,7 +159,7 @@ def test_capture_finds_the_projection_without_having_seen_a_forward_pass(
     model = [Attention() for _ in range(LAYERS)]
     capture = HiddenCapture([(layer, [layer.out, layer.qkv]) for layer in model])
     assert pool._capture is not None
-    capture.use(pool._capture)
+    capture.use(pool._capture, tokens_only=False)
     hidden = torch.randn(PAGE, WIDTH)
     where = torch.arange(PAGE, 2 * PAGE)
     batch = SimpleNamespace(out_cache_loc=where, input_ids=where, positions=where)
@@ -180,3 +180,33 @@ def test_capture_finds_the_projection_without_having_seen_a_forward_pass(
     for layer in range(LAYERS):
         stored = page[LAYOUT.segment(layer)].view(np.float32).reshape(PAGE, WIDTH)
         assert np.array_equal(stored, hidden.numpy())
+
+
+@pytest.mark.parametrize("tokens_only", [False, True])
+def test_embeddings_that_tokens_do_not_tell_are_not_backed_up_where_layers_are_recomputed(
+    tokens_only: bool, pool: HiddenStatePool
+) -> None:
+    model = [torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH)) for _ in range(LAYERS)]
+    capture = HiddenCapture([(layer, [layer[0]]) for layer in model])
+    assert pool._capture is not None
+    capture.use(pool._capture, tokens_only=tokens_only)
+    where, hidden = torch.arange(PAGE, 2 * PAGE), torch.randn(PAGE, WIDTH)
+    batch = SimpleNamespace(
+        out_cache_loc=where,
+        input_ids=where,
+        positions=where,
+        input_embeds=hidden,
+        replace_embeds=None,
+    )
+
+    def forward() -> SimpleNamespace:
+        for layer in model:
+            layer(hidden)
+        return SimpleNamespace(can_run_graph=False)
+
+    with torch.no_grad():
+        capture.forward(batch, forward)
+    pool._capture.transfers().synchronize()
+    pool._capture.ledger.settle()
+    problem = "rows not valid" if tokens_only else None
+    assert pool.arena.problem(where.numpy()) == problem
