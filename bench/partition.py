@@ -1,6 +1,6 @@
 """Partitions on a real server, over a bus that is made slower and slower.
 
-    python bench/partition.py [--rates 20 50 100 ... 0] [--rounds 5]
+    python bench/partition.py [--rates 20 50 100 ... 0] [--rounds 3]
 
 SGLang serves a random Llama on the CPU. Two long prompts take turns, and the device's KV pool has
 room for one: so each request brings its history back from host memory. Copies to the device are
@@ -87,7 +87,7 @@ def running(server: ServerProcess) -> Iterator[None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="MB/s; 0: no limit")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3, help="each restores both prompts once")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a restore")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
