@@ -74,6 +74,12 @@ class HiddenStateController(HybridCacheController):
         self._due_checks: deque[_DueCheck] = deque()
         self._writing = self._start_is_due = False
 
+    def attach_storage_backend(self, storage_backend: str, *args: Any, **kwargs: Any) -> None:
+        # SGLang's own zero-copy backends name two values a page, for K and V: they get halves.
+        pool = self.mem_pool_host.anchor_entry.host_pool  # also while SGLang constructs us
+        pool.pieces_per_page = 1 if storage_backend == "dynamic" else 2
+        super().attach_storage_backend(storage_backend, *args, **kwargs)
+
     def reset(self) -> None:
         super().reset()
         self._loads.forget()

@@ -43,6 +43,7 @@ class HiddenStatePool(HostKVCache):
 
     Attributes:
         next_recompute: How the first layers of the next restore are recomputed, if they are.
+        pieces_per_page: As how many pieces of memory storage backends see a page.
 
     Raises:
         ValueError: The machine has not enough memory.
@@ -71,6 +72,7 @@ class HiddenStatePool(HostKVCache):
         self._restore: Restore | None = None
         self._backed_up: Event | None = None
         self.next_recompute: Recompute | None = None
+        self.pieces_per_page = 1
         self.device_pool = device_pool
         geometry = {
             "device_pool": device_pool,
@@ -224,11 +226,14 @@ class HiddenStatePool(HostKVCache):
         return int(self.arena.first_layers(self.page_ids(host_indices)).max(initial=0))
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Address and length of every page; a page is one piece."""
+        """Address and length of every piece of every page, page by page."""
         base, length = self.kv_buffer.data_ptr(), self.page_layout.page_bytes
-        physical = self.arena.physical(self.page_ids(indices))
-        pointers = [base + page * length for page in physical.tolist()]
-        return pointers, [length] * len(pointers)
+        cuts = [length * piece // self.pieces_per_page for piece in range(self.pieces_per_page)]
+        sizes = [end - cut for cut, end in zip(cuts, [*cuts[1:], length], strict=True)]
+        physical = self.arena.physical(self.page_ids(indices)).tolist()
+        return [base + page * length + cut for page in physical for cut in cuts], sizes * len(
+            physical
+        )
 
     def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:
         return [self.kv_buffer]

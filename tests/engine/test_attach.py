@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from tests.engine.harness.ours import (
     assert_restored_from_l3,
     extra_config,
     faulty,
+    holdings,
     our_server,
     stored_pages,
 )
@@ -227,16 +226,3 @@ def test_cycles_of_attach_and_detach_leak_nothing(cycles: int, model: Path, tmp_
     for what in ("threads", "descriptors"):
         assert max(told[what] for told in seen[-3:]) <= max(told[what] for told in seen[:3]), seen
     assert_no_cache_output(model, conversations[-6:])
-
-
-def holdings(report: Path) -> dict[str, int]:
-    """What the scheduler holds, once what a detach ends has ended."""
-    time.sleep(0.5)
-    report.touch()
-    deadline = time.monotonic() + 10
-    while not (text := report.read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    report.unlink()
-    found: dict[str, int] = json.loads(text)
-    return found

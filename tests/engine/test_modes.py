@@ -143,9 +143,11 @@ def test_a_wrong_option_at_start_up_stops_the_server_with_its_message(
     ) in server.log_text()
 
 
+@pytest.mark.parametrize("layers", [(0, 4, 0), (1, 2, 1)], ids=["hidden", "all three"])
 def test_hidden_pages_travel_through_sglangs_own_file_backend_and_still_prove_themselves(
-    model: Path, tmp_path: Path
+    layers: tuple[int, int, int], model: Path, tmp_path: Path
 ) -> None:
+    partition = dict(zip(("recompute", "hidden", "kv"), layers, strict=True))
     l3 = tmp_path / "l3"
     options = ServerOptions(
         model,
@@ -154,7 +156,9 @@ def test_hidden_pages_travel_through_sglangs_own_file_backend_and_still_prove_th
         extra_config={"prefetch_threshold": 16},
         extra_env={
             "HCACHE_ENABLE": "1",
-            "HCACHE_CONFIG": '{"mode": "hidden", "check_every_pages": 1}',
+            "HCACHE_CONFIG": json.dumps(
+                {"mode": "hidden", "check_every_pages": 1, "partition": partition}
+            ),
             "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(l3),
         },
     )

@@ -199,17 +199,21 @@ def _holdings() -> dict[str, int]:
     """What this process holds; needs the radix tree's core in Python."""
     [tree] = _trees
     pool = tree.cache_controller.mem_pool_host
-    host_values = [
-        data.host_value
+    nodes = [
+        node.component_data[0]
         for node in tree.tree_core._collect_all_nodes()
-        for data in [node.component_data[0]]
-        if data.host_value is not None
+        if node is not tree.tree_core.root_node
     ]
+    pages_in_memory = int(Path("/proc/self/statm").read_text().split()[1])
     return {
         "threads": len(list(Path("/proc/self/task").iterdir())),
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
         "host_tokens": pool.logical_size - pool.available_size(),
-        "host_tokens_in_tree": sum(len(value) for value in host_values),
+        "host_tokens_in_tree": sum(
+            len(node.host_value) for node in nodes if node.host_value is not None
+        ),
+        "locked_nodes": sum(node.lock_ref > 0 or node.host_lock_ref > 0 for node in nodes),
+        "memory_bytes": pages_in_memory * os.sysconf("SC_PAGE_SIZE"),
     }
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,9 @@ from .server import Server, ServerOptions
 TIE_NATS = 0.126
 """In bfloat16 a token may differ where the two best of the no-cache run are closer than this: their
 logits are neighbours, an eighth apart between 16 and 32."""
+TIE_FLOAT32 = 1e-4
+"""Logits of two engines differ by about 1e-5 in float32: among tens of thousands of tokens of a
+random model some are closer to the best one than this, and either may win."""
 
 
 def extra_config(folder: Path, **options: Any) -> dict[str, Any]:
@@ -92,17 +97,31 @@ def assert_no_cache_output_up_to_ties(
             assert_equal_or_tie(turn.reply.output_ids, want.output_ids, want.top2, TIE_NATS)
 
 
+def assert_no_cache_reply_up_to_ties(model: Path, turn: Turn) -> None:
+    """Each token of a float32 reply is the best one without any cache, up to `TIE_FLOAT32`."""
+    logits, reply = _logits(model, turn), turn.reply.output_ids
+    behind = logits.max(-1).values - logits[range(len(reply)), reply]
+    assert behind.max() <= TIE_FLOAT32, (
+        f"token {int(behind.argmax())} of {len(reply)} is {float(behind.max())} behind the best "
+        f"one without a cache; {turn.cached}"
+    )
+
+
 def best_tokens(model: Path, turn: Turn) -> list[int]:
     """For each place of the reply, the best token after the prompt and the reply before it."""
+    best: list[int] = _logits(model, turn).argmax(-1).tolist()
+    return best
+
+
+def _logits(model: Path, turn: Turn) -> Any:
+    """Logits of each place of the reply, by transformers: float32 `[tokens, vocabulary]`."""
     import torch
 
     reply = turn.reply.output_ids
     with torch.inference_mode():
-        logits = load_reference(model)(
+        return load_reference(model)(
             input_ids=torch.tensor([turn.prompt + reply[:-1]]), logits_to_keep=len(reply)
-        ).logits
-    best: list[int] = logits[0].argmax(-1).tolist()
-    return best
+        ).logits[0]
 
 
 def assert_restored_from_l3(conversations: Sequence[Conversation], page_size: int) -> None:
@@ -118,3 +137,16 @@ def faulty(name: str, trigger: Path | None = None) -> dict[str, str]:
     paths = [str(Path(__file__).parents[1] / "faults"), cpu_engine_env()["PYTHONPATH"]]
     env = {"HCACHE_TEST_FAULT": name, "PYTHONPATH": os.pathsep.join(paths)}
     return env if trigger is None else {**env, "HCACHE_TEST_TRIGGER": str(trigger)}
+
+
+def holdings(report: Path) -> dict[str, int]:
+    """What the scheduler holds, once what a detach ends has ended."""
+    time.sleep(0.5)
+    report.touch()
+    deadline = time.monotonic() + 10
+    while not (text := report.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    report.unlink()
+    found: dict[str, int] = json.loads(text)
+    return found

@@ -196,6 +196,12 @@ class Server:
                 pool.map(lambda prompt: self.generate(prompt, max_new_tokens, **options), prompts)
             )
 
+    def abort_request(self, rid: str) -> None:
+        """POST /abort_request; SGLang does not say whether there was such a request."""
+        answer = self._admin("POST", "/abort_request", json={"rid": rid})
+        if answer.status_code != 200:
+            raise self._error(f"/abort_request answered {answer.status_code}: {answer.text}")
+
     def flush_cache(self, timeout: float = 30.0) -> None:
         """Empty device and host caches once the server is idle; L3 is not touched.
 

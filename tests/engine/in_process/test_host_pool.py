@@ -100,6 +100,17 @@ def test_a_logical_index_stays_while_its_memory_moves(pool: HiddenStatePool) -> 
     assert torch.equal(pool.get_data_page(int(indices[0])), other)
 
 
+def test_pieces_of_a_page_follow_each_other(pool: HiddenStatePool) -> None:
+    indices = pool.alloc(2 * PAGE)
+    assert indices is not None
+    whole, _ = pool.get_page_buffer_meta(indices)
+    pool.pieces_per_page = 2
+    pointers, sizes = pool.get_page_buffer_meta(indices)
+    assert pointers[::2] == whole
+    assert pointers[1::2] == [page + size for page, size in zip(whole, sizes[::2], strict=True)]
+    assert [sum(sizes[:2]), sum(sizes[2:])] == [LAYOUT.page_bytes] * 2
+
+
 def test_freeing_a_host_page_gives_the_rows_back_to_the_tokens_on_the_device(
     pool: HiddenStatePool,
 ) -> None:

@@ -1,0 +1,68 @@
+"""Hidden-state pages in a Mooncake cluster: another server's pages are used, if they prove it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.engine.harness import mooncake
+from tests.engine.harness.conversations import Conversation, converse, make_conversations
+from tests.engine.harness.ours import (
+    assert_hidden_mode,
+    assert_no_cache_output,
+    assert_nothing_went_wrong,
+)
+from tests.engine.harness.server import Server, ServerOptions
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(mooncake.missing() is not None, reason=f"no Mooncake: {mooncake.missing()}"),
+]
+
+
+@pytest.mark.parametrize(
+    "partition",
+    [{"recompute": 0, "hidden": 4, "kv": 0}, {"recompute": 1, "hidden": 2, "kv": 1}],
+    ids=["hidden", "all three"],
+)
+def test_what_one_server_wrote_another_one_reads_and_believes_nothing_else(
+    partition: dict[str, int], model: Path, tmp_path: Path
+) -> None:
+    def server(name: str) -> Server:
+        return Server(
+            ServerOptions(
+                model,
+                tmp_path / f"{name}.log",
+                storage_backend="mooncake",
+                extra_config=mooncake.store_config(cluster),
+                extra_env={
+                    "HCACHE_ENABLE": "1",
+                    "HCACHE_CONFIG": json.dumps(
+                        {"mode": "hidden", "check_every_pages": 1, "partition": partition}
+                    ),
+                },
+            )
+        )
+
+    with mooncake.cluster(tmp_path) as cluster:
+        first, second = make_conversations(2, turns=1, tokens=300)
+        with server("writer") as writer:
+            converse(writer, [first, second])
+            assert_hidden_mode(writer)
+            assert_nothing_went_wrong(writer)
+        with server("reader") as reader:
+            again = [Conversation([first.turns[0].prompt]), Conversation([second.turns[0].prompt])]
+            converse(reader, again)
+            assert [c.turns[0].cached.storage for c in again] == [256, 256]
+            assert [c.outputs for c in again] == [first.outputs, second.outputs]
+            for key in mooncake.keys(cluster):
+                if key.endswith("_v"):  # the second half of a page
+                    mooncake.damage(cluster, key)
+            once_more = [Conversation(c.questions) for c in again]
+            converse(reader, once_more)
+            assert [c.turns[0].cached.storage for c in once_more] == [0, 0]
+            assert "is not ours (checksum): a miss" in reader.log_text()
+            assert_nothing_went_wrong(reader)
+    assert_no_cache_output(model, [first, second, *once_more])

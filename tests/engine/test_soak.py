@@ -1,0 +1,86 @@
+"""Many clients for a long time, in pools that are too small: nothing is wrong and nothing leaks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.engine.harness.clients import Clients
+from tests.engine.harness.ours import (
+    assert_hidden_mode,
+    assert_no_cache_reply_up_to_ties,
+    assert_nothing_went_wrong,
+    faulty,
+    holdings,
+    our_server,
+)
+from tests.engine.harness.server import Server
+
+pytestmark = pytest.mark.engine
+
+LONG_S = float(os.environ.get("HCACHE_TEST_SOAK_SECONDS", "600"))
+"""How long each of the long forms talks."""
+GROWTH = 1.05
+"""Memory at the end may be so much of what it was after the warm-up."""
+PARTITIONS = {
+    "hidden": {"recompute": 0, "hidden": 4, "kv": 0},
+    "all three": {"recompute": 1, "hidden": 2, "kv": 1},
+}
+
+
+@pytest.mark.timeout(LONG_S + 600)
+@pytest.mark.parametrize(
+    ("name", "seconds", "rounds", "samples"),
+    [
+        ("all three", 16.0, 3, 40),
+        pytest.param("hidden", LONG_S, 10, 200, marks=pytest.mark.long),
+        pytest.param("all three", LONG_S, 10, 200, marks=pytest.mark.long),
+    ],
+)
+def test_soak(
+    name: str, seconds: float, rounds: int, samples: int, model: Path, tmp_path: Path
+) -> None:
+    report = tmp_path / "report"
+    options = our_server(
+        model,
+        tmp_path,
+        hcache={"partition": PARTITIONS[name], "quota_bytes": 64 << 20},
+        page_size=16,
+        max_total_tokens=2048,
+        hicache_ratio=1.5,
+        extra_env={
+            # The core that can be looked into.
+            "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
+            # What SGLang checks when it is idle it checks between batches too.
+            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+            **faulty("report_holdings", report),
+        },
+    )
+    seen = []
+    with Server(options) as server:
+        clients = Clients(server, 16, aborted=0.2, kept=samples)
+        for _ in range(rounds):
+            clients.talk(seconds / rounds)
+            # SGLang checks its pools whenever it is idle, and ends itself when one leaks.
+            server.wait_backed_up()
+            seen.append(holdings(report))
+        print(f"{name}, {seconds:.0f} s: {dict(clients.counts)}")
+        print(*seen, sep="\n")
+        assert server.generate([1, 2, 3], 2).output_ids
+        assert_hidden_mode(server)
+        assert_nothing_went_wrong(server)
+        assert "leak detected" not in server.log_text()
+    for what in ("replied", "aborted", "disconnected", "device", "host", "storage"):
+        assert clients.counts[what], what
+    for told in seen:
+        assert told["locked_nodes"] == 0, seen
+        assert told["host_tokens"] == told["host_tokens_in_tree"], seen
+    warm = seen[: max(rounds // 3, 1)]
+    for what in ("threads", "descriptors"):
+        assert seen[-1][what] <= max(told[what] for told in warm), seen
+    assert seen[-1]["memory_bytes"] <= GROWTH * max(told["memory_bytes"] for told in warm), seen
+    assert len(clients.turns) == samples
+    for turn in clients.turns:
+        assert_no_cache_reply_up_to_ties(model, turn)
