@@ -126,12 +126,11 @@ class Ledger:
                 the last forward pass, not behind its end. Proofs are never waited for.
         """
         try:
+            # Proofs first: the next entry may give their slots to other tokens.
+            self._apply_proofs()
             while self._entries and (wait or self._entries[0].read.event.query()):
                 self._apply(self._entries.popleft())
-            while self._proofs and self._proofs[0].done.query():
-                if self._proofs[0].step.ticket is None:
-                    break
-                self._apply_proof(self._proofs.popleft())
+                self._apply_proofs()
         except StreamFailed as error:
             self.broken = f"capture broke: {error}"
             self.forget()
@@ -172,6 +171,12 @@ class Ledger:
             entry.ticket = self._arena.begin(slots, positions, token_ids)
             if entry.promised:
                 self._arena.promise(slots, entry.ticket)
+
+    def _apply_proofs(self) -> None:
+        while self._proofs and self._proofs[0].done.query():
+            if self._proofs[0].step.ticket is None:
+                break
+            self._apply_proof(self._proofs.popleft())
 
     def _apply_proof(self, proof: Proof) -> None:
         assert proof.step.ticket is not None

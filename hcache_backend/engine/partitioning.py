@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -131,7 +132,7 @@ def partitioning(runtime: Runtime, kvcache: Any) -> Partitioning:
 
 
 def _decide(runtime: Runtime, kvcache: Any, row_bytes: int, group: Any) -> Partitioning:
-    """The first rank measures.
+    """Only the first rank measures.
 
     Args:
         runtime: State of this process.
@@ -152,11 +153,7 @@ def _decide(runtime: Runtime, kvcache: Any, row_bytes: int, group: Any) -> Parti
     parks = PoolParking.fits(kvcache, row_bytes)
     profile: Profile | None = None
     if shape is not None:
-        try:
-            found: Any = _profile(runtime, kvcache, shape)
-        except ConfigError as error:
-            found = error
-        found = from_first_rank(group, found)
+        found = from_first_rank(group, partial(_profile, runtime, kvcache, shape))
         if isinstance(found, ConfigError):
             raise found
         profile = found
@@ -257,11 +254,12 @@ def _shape(runtime: Runtime, kvcache: Any, row_bytes: int) -> ModelShape | None:
     )
 
 
-def _profile(runtime: Runtime, kvcache: Any, shape: ModelShape) -> Profile | None:
+def _profile(runtime: Runtime, kvcache: Any, shape: ModelShape) -> Profile | ConfigError | None:
     """The profile of option ``profile``, the one that was kept, or a new quick one.
 
-    Raises:
-        ConfigError: Option ``profile`` names no usable file.
+    Returns:
+        None where the machine could not be measured; an error where the option names no usable
+        file: all ranks are to raise it.
     """
     config = runtime.config
     assert config is not None
@@ -269,7 +267,7 @@ def _profile(runtime: Runtime, kvcache: Any, shape: ModelShape) -> Profile | Non
         try:
             return load_profile(config.profile)
         except ProfileError as error:
-            raise ConfigError(f"hcache: option 'profile': {error}") from None
+            return ConfigError(f"hcache: option 'profile': {error}")
     device = torch.device(kvcache.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
     digest = hashlib.sha256(f"{name} {shape.model_dump_json()}".encode()).hexdigest()

@@ -6,10 +6,13 @@ ranks take.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+_Value = TypeVar("_Value")
 
 
 def on_all_ranks(group: Any, *flags: bool) -> tuple[bool, ...]:
@@ -24,18 +27,20 @@ def on_all_ranks(group: Any, *flags: bool) -> tuple[bool, ...]:
     return tuple(bool(flag) for flag in verdict.tolist())
 
 
-def from_first_rank(group: Any, value: Any) -> Any:
-    """What the group's first rank gave as ``value``, on every rank.
+def from_first_rank(group: Any, make: Callable[[], _Value]) -> _Value:
+    """What ``make`` gives on the group's first rank, on every rank; only that one calls it.
 
     Args:
         group: As in :func:`on_all_ranks`.
-        value: Anything that can be pickled; the other ranks' is not looked at.
+        make: Gives something that can be pickled, and does not raise.
     """
     if group is None or not dist.is_initialized() or dist.get_world_size(group=group) == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
-    return box[0]
+        return make()
+    first = dist.get_global_rank(group, 0)
+    box: list[Any] = [make() if dist.get_rank() == first else None]
+    dist.broadcast_object_list(box, src=first, group=group)
+    value: _Value = box[0]
+    return value
 
 
 def said_by_all_ranks(own: Any) -> list[Any]:

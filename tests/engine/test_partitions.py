@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,17 @@ def test_ranks_keep_their_own_heads_apart(model: Path, tmp_path: Path) -> None:
         assert "2 layers from hidden states, 2 layers loaded as KV, " in server.log_text()
         assert_nothing_went_wrong(server)
     assert_restored_from_l3(conversations, 64)
+    assert_no_cache_output(model, conversations)
+
+
+def test_one_rank_measures_for_all(model: Path, tmp_path: Path) -> None:
+    with Server(our_server(model, tmp_path, hcache={"mode": "auto"}, tp=2)) as server:
+        log = server.log_text()
+        assert log.count("measuring a quick profile") == 1
+        chosen = re.findall(r"hcache: partition: (.*);", log)
+        assert len(chosen) == 2 and len(set(chosen)) == 1
+        conversations = converse(server, make_conversations(1, turns=2))
+        assert_nothing_went_wrong(server)
     assert_no_cache_output(model, conversations)
 
 

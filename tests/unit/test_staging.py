@@ -265,11 +265,33 @@ def test_rows_that_the_codec_cannot_hold_are_not_proven(device: WorkerStream, pa
     assert (machine.capture.ledger.tokens_missing, machine.capture.ledger.tokens_unfit) == (0, 1)
 
 
+def test_a_backup_whose_rows_arrived_is_whole_although_its_slots_were_given_away_since(
+    machine: Machine,
+) -> None:
+    gate = threading.Event()
+    machine.capture._transfer.run(gate.wait)
+    where = slots(1)
+    assert machine.forward(where)
+    machine.capture.ledger.settle()
+    machine.capture.back_up(np.array(where), np.array([0]))
+    gate.set()
+    machine.capture.transfers().synchronize()  # HiCache evicts the node after that
+    machine.capture.ledger.allocated(torch.tensor(where))
+    machine.capture.ledger.settle()
+    page = machine.arena.memory[machine.arena.physical(np.array([0]))[0]]
+    assert LAYOUT.namespace_of(page) == NAMESPACE
+    assert not machine.proven(where)
+
+
 def test_slots_that_are_allocated_again_lose_rows_that_are_still_on_their_way(
     machine: Machine,
 ) -> None:
+    gate = threading.Event()
+    machine.capture._transfer.run(gate.wait)
     assert machine.forward(slots(1))
     machine.capture.ledger.allocated(torch.tensor(slots(1)[:1]))
+    machine.capture.ledger.settle()
+    gate.set()
     machine.settle()
     assert not machine.proven(slots(1)[:1])
     assert machine.proven(slots(1)[1:])
