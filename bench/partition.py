@@ -5,8 +5,9 @@
 SGLang serves a random Llama on the CPU. Two long prompts take turns, and the device's KV pool has
 room for one: so each request brings its history back from host memory. Copies to the device are
 slowed down to a rate (MB/s; 0: not at all). For every rate four servers take turns, the others
-stopped meanwhile: all layers stored as hidden states, all as KV, all recomputed, and the automatic
-partition, which goes by a profile that was measured on this machine and has the rate for its bus.
+stopped meanwhile: all layers stored as hidden states, all as KV (KV mode), all recomputed, and the
+automatic partition, which goes by a profile that was measured on this machine and has the rate for
+its bus.
 
 What is timed is the restore itself, from its launch to the last layer in the pool; medians.
 """
@@ -44,7 +45,7 @@ RATES = (20, 50, 100, 200, 400, 800, 0)
 SHAPE = TinyLlama(layers=8, hidden=1024, heads=8, kv_heads=8, intermediate=2816)
 METHODS = {
     "hidden": {"partition": {"hidden": SHAPE.layers}},
-    "kv": {"partition": {"kv": SHAPE.layers}},
+    "kv": {"mode": "kv"},  # as a server that chooses KV for every layer serves
     "recompute": {"partition": {"recompute": SHAPE.layers}},
 }
 HOW = ("recomputed", "from hidden states", "loaded as KV")
