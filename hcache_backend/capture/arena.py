@@ -15,8 +15,9 @@ device page gets the host page's empty memory as its new shadow.
 
 - A page that came from L3 may lack the segments of its first layers. It cannot be backed up again.
 
-This is bookkeeping on the CPU, for the scheduler thread alone, except :meth:`Arena.physical` and
-:meth:`Arena.first_layers`, which any thread may use for pages that it owns.
+This is bookkeeping on the CPU, for the scheduler thread alone, except :meth:`Arena.physical`,
+:meth:`Arena.first_layers` and :meth:`Arena.expect`, which any thread may use for pages that it
+owns.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from hcache_backend.engine.partitioning import Partitioning
 from hcache_backend.restore.pipeline import Recompute
 from hcache_backend.restore.recompute import Recomputer, RestoredSpan
 from hcache_backend.store.base import EIGHTHS
+from hcache_backend.streams import held_for_device
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class LoadedSpan:
     """The tokens of one load.
 
     Attributes:
-        token_ids: int64 ``[n]``.
+        token_ids: int64 ``[n]``; empty where nothing can be recomputed on this server.
         prefix: Slots of the tokens before them, on the device; None where they are not known, and
             then nothing can be recomputed.
         missing: The first layers whose segments a page lacks.
@@ -72,20 +73,22 @@ class LoadPlanner:
 
     def span(self, host_indices: torch.Tensor) -> LoadedSpan | None:
         """What is known of the pages of a load; None: they lack layers, and nothing can help."""
-        pool, layout = self._pool, self._pool.page_layout
-        pages = pool.pages_of(host_indices)
-        positions = np.concatenate([layout.positions(page) for page in pages])
-        token_ids = np.concatenate([layout.token_ids(page) for page in pages]).astype(np.int64)
-        missing = max(self._stored_from, pool.first_layer(host_indices))
-        prefix = None
-        if self._recomputer is not None:
-            prefix = self._known_prefix(positions)
-        span = LoadedSpan(token_ids, prefix, missing)
+        span = self._span(
+            host_indices, max(self._stored_from, self._pool.first_layer(host_indices))
+        )
         # All that is queued becomes one restore, in which the same layers are recomputed.
         together = [*self._spans, span]
         if any(one.missing for one in together) and any(one.prefix is None for one in together):
             return None
         return span
+
+    def _span(self, host_indices: torch.Tensor, missing: int) -> LoadedSpan:
+        if self._recomputer is None:  # nobody will ask which tokens they are
+            return LoadedSpan(np.empty(0, np.int64), None, missing)
+        layout, pages = self._pool.page_layout, self._pool.pages_of(host_indices)
+        positions = np.concatenate([layout.positions(page) for page in pages])
+        token_ids = np.concatenate([layout.token_ids(page) for page in pages]).astype(np.int64)
+        return LoadedSpan(token_ids, self._known_prefix(positions), missing)
 
     def _known_prefix(self, positions: np.ndarray) -> torch.Tensor | None:
         first = int(positions[0])
@@ -122,9 +125,10 @@ class LoadPlanner:
         first = max(first, self._partitioning.first_layers(tokens, pairs // tokens, "none"))
         if first == 0:
             return None
-        token_ids = torch.from_numpy(np.concatenate([span.token_ids for span in spans]))
+        held = held_for_device(np.concatenate([span.token_ids for span in spans]), self._device)
 
         def fill(positions: torch.Tensor, slots: torch.Tensor) -> None:
-            recomputer.run(first, token_ids.to(slots.device), positions, slots, restored)
+            token_ids = held.to(slots.device, non_blocking=True)
+            recomputer.run(first, token_ids, positions, slots, restored)
 
         return Recompute(first, fill)

@@ -35,7 +35,6 @@ class PagePlan(NamedTuple):
         parts: What is stored of each layer.
         recomputer: Recomputes the first layers; None where it cannot or need not.
         hooks: The capture hooks that CUDA graphs were recorded with, if any.
-        chunk_tokens: Tokens that a projection takes at most.
     """
 
     parts: Partitioning
@@ -46,7 +45,6 @@ class PagePlan(NamedTuple):
     pages: HostPages
     hooks: HiddenCapture | None
     staging: Staging
-    chunk_tokens: int
 
 
 def plan_pages(
@@ -66,13 +64,11 @@ def plan_pages(
     Raises:
         SelfCheckFailed: There is no room, or CUDA graphs were recorded for something else.
     """
-    config, memory = runtime.config, get_memory()
-    assert config is not None
+    memory = get_memory()
     unrecorded = recording_problem(runtime.runner, codec)
     if unrecorded is not None:
         raise SelfCheckFailed(unrecorded)
-    chunk = min(config.restore_chunk_tokens, kvcache.size)
-    recomputer, parts = _recomputation(runtime, probe, kvcache, parts, chunk)
+    recomputer, parts = _recomputation(runtime, probe, kvcache, parts)
     kv = KVSegments(kvcache, parts.layers("kv"), kvcache.page_size)
     hidden_bytes = kvcache.page_size * codec.row_bytes
     length: dict[str, Callable[[int], int]] = {
@@ -95,19 +91,21 @@ def plan_pages(
             places = staging_places(captured, *step_tokens(runner), 0)
             staging = Staging(captured, codec, places, kvcache.device)
         # Is there room for restores? Freed memory stays in torch's cache until it is needed.
-        torch.empty(ring_bytes(layout, chunk), dtype=torch.uint8, device=kvcache.device)
+        torch.empty(
+            ring_bytes(layout, parts.chunk_tokens), dtype=torch.uint8, device=kvcache.device
+        )
     except torch.OutOfMemoryError as error:
         raise SelfCheckFailed(f"no device memory for staging and restores: {error}") from None
-    return PagePlan(parts, recomputer, codec, layout, kv, pages, hooks, staging, chunk)
+    return PagePlan(parts, recomputer, codec, layout, kv, pages, hooks, staging)
 
 
 def _recomputation(
-    runtime: Runtime, probe: Probe, kvcache: Any, parts: Partitioning, chunk_tokens: int
+    runtime: Runtime, probe: Probe, kvcache: Any, parts: Partitioning
 ) -> tuple[Recomputer | None, Partitioning]:
     """What recomputes first layers, if anything is to; and what is stored where it cannot."""
     if not parts.can_recompute or (parts.profile is None and not parts.partition.recompute):
         return None, parts
-    recomputer = make_recomputer(runtime.runner, kvcache, chunk_tokens)
+    recomputer = make_recomputer(runtime.runner, kvcache, parts.chunk_tokens)
     try:
         if runtime.runner.model_config.is_multimodal:
             raise SelfCheckFailed("the model's embeddings are not those of token ids alone")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
@@ -13,6 +14,7 @@ from hcache_backend.engine.projection import PagedPool
 from hcache_backend.engine.self_check import Probe, SelfCheckFailed, difference_problem, pool_rows
 from hcache_backend.projection.check import tolerance
 from hcache_backend.restore.recompute import RecomputeAttention, Recomputer, RestoredSpan
+from hcache_backend.streams import held_for_device
 
 
 class RecomputeBatch(ForwardBatch):
@@ -37,14 +39,14 @@ def make_recomputer(runner: Any, kvcache: Any, chunk_tokens: int) -> Recomputer:
         attention: RecomputeAttention,
     ) -> object:
         before, tokens = zip(*attention.lengths, strict=True)
-        seen = torch.tensor(before) + torch.tensor(tokens)
+        seen = np.add(before, tokens, dtype=np.int64)
         # What is not said has its default: no feature that a batch may have is in use.
         batch = RecomputeBatch(
             forward_mode=ForwardMode.EXTEND,
             batch_size=len(tokens),
             input_ids=token_ids,
             req_pool_indices=torch.zeros(len(tokens), dtype=torch.int64, device=slots.device),
-            seq_lens=seen.to(slots.device, non_blocking=True),
+            seq_lens=held_for_device(seen, slots.device).to(slots.device, non_blocking=True),
             out_cache_loc=slots,
             seq_lens_sum=int(seen.sum()),
             positions=positions,

@@ -80,7 +80,7 @@ class HiddenStateStrategy(StackStrategy):
         # and none may enter the probe's forward pass alone.
         (start,) = on_all_ranks(params.tp_cache_group, reason is None)
         parts = partitioning(self._runtime, kvcache) if start else None
-        if parts is not None and reason is None:
+        if parts is not None:
             reason = self._does_not_pay(parts)  # the same on every rank
             start = reason is None
         probe = projections = plan = None
@@ -185,14 +185,14 @@ class HiddenStateStrategy(StackStrategy):
             pool.kv_buffer,
             layout,
             [restored[method](layer) for layer, method in enumerate(methods)],
-            plan.chunk_tokens,
+            plan.parts.chunk_tokens,
             kvcache.device,
         )
         pool.use(capture, plan.kv, pipeline)
         logger.info(
             "hcache: restores take %.0f MB of device memory beside one projection of %d tokens",
-            ring_bytes(layout, plan.chunk_tokens) / 1e6,
-            plan.chunk_tokens,
+            ring_bytes(layout, plan.parts.chunk_tokens) / 1e6,
+            plan.parts.chunk_tokens,
         )
         anchor = PoolEntry(PoolName.KV, pool, kvcache, lambda layer: layer, True)
         group = HostPoolGroup([anchor])
