@@ -101,8 +101,9 @@ REASONS = {
         " fast as one by layers, and for long contexts {long_context:.0%} faster (16K tokens).",
     ),
     "ring": (
-        "The paper's streams have room for every layer. Here a transfer waits for it while layers"
-        " are recomputed, and KV behind hidden states: both streams keep the order of the layers.",
+        "The paper's streams have room for every layer. With a ring alone a transfer waits for room"
+        " while layers are recomputed, and KV behind hidden states. So the server lets segments"
+        " wait in the KV pool meanwhile, where their rows fit there; these rows are without that.",
     ),
 }
 
