@@ -5,10 +5,12 @@ A page holds ``page_size`` consecutive tokens of one sequence, all layers:
 - bytes are little-endian; a page is a header, then one layer segment after the other;
 - the header is padded to a multiple of 4096 bytes: direct I/O reads straight into a page, and
   segments keep the alignment of the page;
-- the header holds a checksum of every segment, and one of itself: so a reader that wants only some
-  segments believes those without the others;
+- where tensor-parallel ranks share the tokens of a page (paper section 5), each rank's page has the
+  hidden states of its own tokens only; all that the header says of tokens it says of all of them;
+- the header holds a checksum of every segment, and one of itself;
 - a reader believes a page only if magic, version, namespace, key and checksums all agree, whatever
-  storage backend brought it.
+  storage backend brought it. A backend that verifies what it reads by itself may put a page
+  together from the shares of others: then the header tells nothing of the segments.
 
 ====== ===== ====================================================================
 offset bytes field
@@ -22,9 +24,12 @@ offset bytes field
 32     16    namespace (weights, dtypes, page size, format, partition, stage)
 48     32    key: SGLang's chained sha256 over the whole prefix
 80     8     writer: the server run that made the page
-88     4*p   positions of the tokens, int32
-88+4*p 4*p   token ids, int32
-88+8*p 16*l  xxh3-128 of every segment
+88     1     number of the share
+89     1     number of shares
+90     6     0
+96     4*p   positions of the tokens, int32
+96+4*p 4*p   token ids, int32
+96+8*p 16*l  xxh3-128 of every segment
 ====== ===== ====================================================================
 """
 
@@ -39,7 +44,7 @@ import numpy.typing as npt
 import xxhash
 
 MAGIC = b"HCPG"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 NAMESPACE_BYTES = 16
 KEY_BYTES = 32
 WRITER_BYTES = 8
@@ -53,7 +58,8 @@ _COVERED = 32
 _NAMESPACE = slice(32, 48)
 _KEY = slice(48, 80)
 _WRITER = slice(80, 88)
-_TOKENS = 88
+_SHARE = slice(88, 90)
+_TOKENS = 96
 _DIGEST_BYTES = 16
 
 Bytes = npt.NDArray[np.uint8]
@@ -67,11 +73,21 @@ class PageLayout:
     Attributes:
         page_size: Tokens a page.
         segment_bytes: Bytes of every layer segment, first layer first; 0 for a layer of which
-            nothing is stored.
+            nothing is stored. With several shares, of what this share holds.
+        share: Number of the share of the tokens whose hidden states the page holds.
+        shares: How many there are; divides ``page_size``.
     """
 
     page_size: int
     segment_bytes: tuple[int, ...]
+    share: int = 0
+    shares: int = 1
+
+    @property
+    def kept(self) -> range:
+        """The tokens of a page whose hidden states it holds."""
+        rows = self.page_size // self.shares
+        return range(self.share * rows, (self.share + 1) * rows)
 
     @cached_property
     def header_bytes(self) -> int:
@@ -120,6 +136,7 @@ class PageLayout:
         """
         page[: self.header_bytes] = 0
         page[: _PREFIX.size] = np.frombuffer(self._prefix, np.uint8)
+        page[_SHARE] = self.share, self.shares
         self.stamp(page, namespace, writer)
 
     def stamp(self, page: Bytes, namespace: bytes, writer: bytes) -> None:
@@ -129,6 +146,7 @@ class PageLayout:
 
     def seal(self, page: Bytes, key: bytes) -> None:
         """Stamp key and checksums: from here on the page proves itself."""
+        page[_SHARE] = self.share, self.shares  # the header may have come with another share
         page[_KEY] = np.frombuffer(key, np.uint8)
         for layer, digest in enumerate(self._digests(page)):
             digest[:] = np.frombuffer(_digest(page[self.segment(layer)]), np.uint8)
@@ -140,7 +158,8 @@ class PageLayout:
         namespace: bytes,
         key: bytes,
         token_ids: Ints | None = None,
-        first_layer: int = 0,
+        *,
+        segments: bool = True,
     ) -> str | None:
         """Why ``page`` (uint8 ``[page_bytes]``) is not the wanted one, or None when it is.
 
@@ -148,7 +167,7 @@ class PageLayout:
             namespace: 16 bytes the page must belong to.
             key: 32 bytes of the page's key.
             token_ids: The page's tokens as the radix tree knows them, when the caller has them.
-            first_layer: The segments of the layers before were not read, and are not looked at.
+            segments: Look at share and segments too; not where the storage verified what it read.
         """
         if page[: _PREFIX.size].tobytes() != self._prefix:
             return "format"
@@ -158,10 +177,13 @@ class PageLayout:
             return "key"
         if page[_CHECKSUM].tobytes() != _digest(page[_COVERED : self.header_bytes]):
             return "checksum"
-        digests = self._digests(page)
-        for layer in range(first_layer, len(self.segment_bytes)):
-            if digests[layer].tobytes() != _digest(page[self.segment(layer)]):
-                return "checksum"
+        if segments and page[_SHARE].tolist() != [self.share, self.shares]:
+            return "share"
+        if segments and any(
+            digest.tobytes() != _digest(page[self.segment(layer)])
+            for layer, digest in enumerate(self._digests(page))
+        ):
+            return "checksum"
         if token_ids is not None and not np.array_equal(self.token_ids(page), token_ids):
             return "token ids"
         return None

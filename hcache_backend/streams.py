@@ -225,6 +225,35 @@ class _InlineStream(Stream):
         """See :class:`WorkerStream`."""
 
 
+class CallerStream(Stream):
+    """The calling thread as a stream of its own: what is given is done on return, or never.
+
+    Nothing raises into the caller; after an error it is like a :class:`WorkerStream`.
+    """
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+
+    def run(self, work: Work) -> None:
+        if self._error is None:
+            try:
+                with torch.inference_mode():
+                    work()
+            except Exception as error:
+                self._error = error
+
+    def record(self, *, timed: bool = False) -> Event:
+        event = _ThreadEvent()
+        event.pass_now(self._error)
+        return event
+
+    def wait(self, event: Event) -> None:
+        self.run(event.synchronize)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """See :class:`WorkerStream`."""
+
+
 _INLINE = _InlineStream()
 _current: contextvars.ContextVar[Stream | None] = contextvars.ContextVar("stream", default=None)
 

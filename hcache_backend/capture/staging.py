@@ -335,12 +335,14 @@ class StagedCapture:
         return True
 
     def _save(self, rows: torch.Tensor, step: Step, segments: torch.Tensor) -> None:
-        size, slots = self.arena.layout.page_size, step.where[0]
+        layout, slots = self.arena.layout, step.where[0]
         if not len(segments):
             return  # only slots, positions and tokens are of interest
         self._transfer.keep(step.where)
         self._transfer.run(
-            lambda: save_rows(rows, slots, self._shadows, self._memory, segments, size)
+            lambda: save_rows(
+                rows, slots, self._shadows, self._memory, segments, layout.page_size, layout.kept
+            )
         )
 
     # ---- backup ----

@@ -11,6 +11,7 @@ import torch
 
 from hcache_backend.capture.staging import StagedCapture, Staging, Step
 from hcache_backend.engine import metrics
+from hcache_backend.restore.exchange import CollectiveOrder
 
 logger = logging.getLogger("hcache")
 
@@ -33,6 +34,7 @@ class HiddenCapture:
         self._staging: Staging | None = None
         self._capture: StagedCapture | None = None
         self._tokens_only = False
+        self._order: CollectiveOrder | None = None
         self._thread = threading.get_ident()
         self._called = [False] * len(layers)
         self._hooks: list[tuple[torch.nn.Module, Any]] = []
@@ -62,14 +64,17 @@ class HiddenCapture:
         """What recorded graphs copy to, or None when none was recorded with us."""
         return self._staging
 
-    def use(self, capture: StagedCapture, *, tokens_only: bool) -> None:
+    def use(
+        self, capture: StagedCapture, *, tokens_only: bool, order: CollectiveOrder | None
+    ) -> None:
         """Capture every forward pass from now on.
 
         Args:
             capture: Takes what the projections receive.
             tokens_only: Leave out what cannot be recomputed from token ids.
+            order: Keeps collectives of forward passes apart from those of restores, if need be.
         """
-        self._capture, self._tokens_only = capture, tokens_only
+        self._capture, self._tokens_only, self._order = capture, tokens_only, order
 
     def allocated(self, slots: torch.Tensor) -> None:
         """Slots of the KV pool were allocated: whatever was captured for them is void."""
@@ -81,6 +86,8 @@ class HiddenCapture:
         if self._capture is None:
             return run()
         self._thread = threading.get_ident()
+        if self._order is not None:
+            self._order.forward_begins()
         step = self._guarded(lambda capture: self._begin(capture, batch))
         output = run()
         if step is not None:

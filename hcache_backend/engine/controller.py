@@ -28,6 +28,7 @@ from hcache_backend.engine.page_check import PageCheck
 from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.page import NO_NAMESPACE
+from hcache_backend.restore.exchange import ExchangeFailed
 from hcache_backend.streams import Event, StreamFailed
 
 logger = logging.getLogger("hcache")
@@ -170,20 +171,39 @@ class HiddenStateController(HybridCacheController):
     def _check(self, number: int) -> None:
         """Compare the oldest ``number`` chosen pages; every rank does so at the same point."""
         for _ in range(number):
-            due, arrived = self._due_checks.popleft()
-            try:
-                arrived.synchronize()
-            except StreamFailed:
+            due = self._due_checks.popleft()
+            page = self._page_to_check(due)
+            (everywhere,) = on_all_ranks(self.tp_group, page is not None)
+            if page is None or not everywhere:
                 continue
-            self._capture.ledger.settle()
-            if self._runtime.distrust is None and self._capture.arena.is_home(
-                due.host_page, due.device_page
-            ):
-                page = self._capture.arena.physical(np.array([due.host_page]))[0]
-                problem = self._check_page(self._pool.kv_buffer[page], due.slots)
-                if problem is not None:
-                    metrics.count_problem("self_check")
-                    self._runtime.lose_trust(f"the self-check in service failed: {problem}")
+            try:
+                problem = self._check_page(page, due.chosen.slots)
+            except ExchangeFailed as error:  # on all ranks
+                logger.warning("hcache: a page was not checked: %s", error)
+                continue
+            if problem is not None:
+                metrics.count_problem("self_check")
+                self._runtime.lose_trust(f"the self-check in service failed: {problem}")
+
+    def _page_to_check(self, due: _DueCheck) -> torch.Tensor | None:
+        """The page (uint8 ``[page_bytes]``), if it is one and its tokens are still on the device.
+
+        None also where it cannot be read any more.
+        """
+        chosen, arrived = due
+        try:
+            arrived.synchronize()
+        except StreamFailed:
+            return None
+        self._capture.ledger.settle()
+        arena = self._capture.arena
+        if self._runtime.distrust is not None or not arena.is_home(
+            chosen.host_page, chosen.device_page
+        ):
+            return None
+        physical = arena.physical(np.array([chosen.host_page]))[0]
+        page: torch.Tensor = self._pool.kv_buffer[physical]
+        return page if self._check_page.is_page(page) else None
 
     def _agreed(self, fine: bool) -> bool:
         """Whether all ranks say so; a rank that lost its trust takes the others with it."""
@@ -288,8 +308,7 @@ class HiddenStateController(HybridCacheController):
 
     def _page_get_zero_copy(self, operation: Any, hash_values: Any, *args: Any) -> int:
         wanted = len(operation.hash_value) * self.page_size
-        reads_parts = getattr(self.storage_backend, "reads_parts", False)
-        first = self._loads.first_to_read(wanted) if reads_parts else 0
+        first = self._loads.first_to_read(wanted) if self._storage_verifies() else 0
         self._pool.arena.expect(self._pool.page_ids(args[0]), first)
         got = super()._page_get_zero_copy(operation, hash_values, *args)
         return self._proven_pages(operation, hash_values, args[0], got)
@@ -298,6 +317,10 @@ class HiddenStateController(HybridCacheController):
         self._pool.arena.expect(self._pool.page_ids(args[0]), 0)
         got = super()._generic_page_get(operation, hash_values, *args)
         return self._proven_pages(operation, hash_values, args[0], got)
+
+    def _storage_verifies(self) -> bool:
+        """Whether L3 is our own store, which verifies each segment it reads, and reads parts."""
+        return getattr(self.storage_backend, "verifies_segments", False)
 
     def _proven_pages(
         self, operation: Any, hash_values: Sequence[str], host_indices: torch.Tensor, got: int
@@ -308,7 +331,7 @@ class HiddenStateController(HybridCacheController):
         tokens = _token_array(operation.token_ids)
         first = operation.hash_value.index(hash_values[0]) if hash_values else 0
         pages = self._pool.pages_of(host_indices)
-        first_layer = self._pool.first_layer(host_indices)
+        segments = not self._storage_verifies()
         for i in range(got):
             start = (first + i) * size
             problem = layout.problem(
@@ -316,7 +339,7 @@ class HiddenStateController(HybridCacheController):
                 namespace,
                 key_bytes(hash_values[i]),
                 tokens[start : start + size],
-                first_layer,
+                segments=segments,
             )
             if problem is not None:
                 metrics.count_problem(f"page_{problem.replace(' ', '_')}")

@@ -217,6 +217,11 @@ class HiddenStatePool(HostKVCache):
 
     # ---- pages as storage backends see them ----
 
+    @property
+    def holds_kv(self) -> bool:
+        """Whether pages hold K and V of some layers."""
+        return self._kv is not None and bool(self._kv.layers)
+
     def planes(self, layer: int) -> int:
         """How many token-major runs the segment of a layer consists of."""
         return 2 if self._kv is not None and layer in self._kv.layers else 1

@@ -14,6 +14,7 @@ from hcache_backend.engine.self_check import layer_problem
 from hcache_backend.page import NO_NAMESPACE, PageLayout
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.projector import Projector
+from hcache_backend.restore.exchange import Exchange
 from hcache_kernels.codecs import Codec
 
 
@@ -28,6 +29,7 @@ class PageCheck:
         kv: Layers that are stored as K and V.
         projector: Makes K and V of hidden states.
         kvcache: The KV pool.
+        exchange: Between the ranks that share the tokens of every page; None: pages are whole.
     """
 
     layout: PageLayout
@@ -36,23 +38,32 @@ class PageCheck:
     kv: KVSegments
     projector: Projector
     kvcache: Any
+    exchange: Exchange | None
+
+    def is_page(self, page: torch.Tensor) -> bool:
+        """Whether ``page`` (uint8 ``[page_bytes]``) can be checked: no row of it was lost."""
+        return self.layout.namespace_of(page.numpy()) != NO_NAMESPACE
 
     def __call__(self, page: torch.Tensor, slots: torch.Tensor) -> str | None:
         """Why ``page`` is not what the pool says, or None. All ranks must call it.
 
         Args:
-            page: uint8 ``[page_bytes]``, on the CPU.
+            page: uint8 ``[page_bytes]``, on the CPU; see :meth:`is_page`.
             slots: Slots of its tokens, int64 ``[page_size]``, on the device.
+
+        Raises:
+            ExchangeFailed: Another rank has no page to show.
         """
         header, device = page.numpy(), slots.device
-        if self.layout.namespace_of(header) == NO_NAMESPACE:
-            return None  # a row of it was lost: it is no page
         size = self.layout.page_size
         positions = torch.from_numpy(self.layout.positions(header)).to(device, torch.int64)
         metrics.count_tokens("checked", size)
         problems = []
         for layer in self.hidden_layers:
-            encoded = page[self.layout.segment(layer.index)].view(size, -1).to(device)
+            segment = page[self.layout.segment(layer.index)]
+            if self.exchange is not None:
+                segment = self.exchange.whole(segment)
+            encoded = segment.view(size, -1).to(device)
             problem = layer_problem(
                 layer,
                 self.codec.decode(encoded),

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+import xxhash
+from sglang.srt.distributed import get_tp_group
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_bytes
 from sglang.srt.runtime_context import get_memory
 
@@ -17,12 +20,14 @@ from hcache_backend.engine.hooks import install, prefix_hooks
 from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.memory import HostPages, plan_host_pages, staging_places
 from hcache_backend.engine.partitioning import Partitioning
+from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.recompute import check_recompute, make_recomputer
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.self_check import Probe, SelfCheckFailed
 from hcache_backend.page import PageLayout
-from hcache_backend.restore.pipeline import ring_bytes
+from hcache_backend.restore.exchange import Exchange, share_of_rank
 from hcache_backend.restore.recompute import Recomputer
+from hcache_backend.restore.ring import ring_bytes
 from hcache_kernels.codecs import Codec
 
 logger = logging.getLogger("hcache")
@@ -35,6 +40,7 @@ class PagePlan(NamedTuple):
         parts: What is stored of each layer.
         recomputer: Recomputes the first layers; None where it cannot or need not.
         hooks: The capture hooks that CUDA graphs were recorded with, if any.
+        exchange: Between the ranks that share the tokens of every page; None: pages are whole.
     """
 
     parts: Partitioning
@@ -45,10 +51,16 @@ class PagePlan(NamedTuple):
     pages: HostPages
     hooks: HiddenCapture | None
     staging: Staging
+    exchange: Exchange | None
 
 
 def plan_pages(
-    runtime: Runtime, probe: Probe, codec: Codec, kvcache: Any, parts: Partitioning
+    runtime: Runtime,
+    probe: Probe,
+    codec: Codec,
+    kvcache: Any,
+    parts: Partitioning,
+    exchange: Exchange | None,
 ) -> PagePlan:
     """Find room for what is stored of each layer.
 
@@ -60,6 +72,7 @@ def plan_pages(
         codec: Of the hidden states.
         kvcache: The KV pool.
         parts: What is to be stored of each layer.
+        exchange: Between the ranks that share the tokens of every page, if any do.
 
     Raises:
         SelfCheckFailed: There is no room, or CUDA graphs were recorded for something else.
@@ -69,15 +82,19 @@ def plan_pages(
     if unrecorded is not None:
         raise SelfCheckFailed(unrecorded)
     recomputer, parts = _recomputation(runtime, probe, kvcache, parts)
+    (recomputed,) = on_all_ranks(get_tp_group().cpu_group, recomputer is not None)
+    if recomputer is not None and not recomputed:
+        recomputer, parts = None, parts.without_recompute("another tensor-parallel rank cannot")
     kv = KVSegments(kvcache, parts.layers("kv"), kvcache.page_size)
-    hidden_bytes = kvcache.page_size * codec.row_bytes
+    number, shares = (exchange.number, exchange.shares) if exchange else (0, 1)
+    hidden_bytes = kvcache.page_size // shares * codec.row_bytes
     length: dict[str, Callable[[int], int]] = {
         "hidden": lambda _: hidden_bytes,
         "kv": kv.segment_bytes,
         "recompute": lambda _: 0,
     }
     segments = (length[method](layer) for layer, method in enumerate(parts.methods))
-    layout = PageLayout(kvcache.page_size, tuple(segments))
+    layout = PageLayout(kvcache.page_size, tuple(segments), number, shares)
     pages = plan_host_pages(
         kvcache, layout, memory.hicache_size, memory.hicache_ratio, host_memory_budget_bytes()
     )
@@ -92,11 +109,43 @@ def plan_pages(
             staging = Staging(captured, codec, places, kvcache.device)
         # Is there room for restores? Freed memory stays in torch's cache until it is needed.
         torch.empty(
-            ring_bytes(layout, parts.chunk_tokens), dtype=torch.uint8, device=kvcache.device
+            ring_bytes(layout, parts.chunk_tokens, parts.layers("hidden")),
+            dtype=torch.uint8,
+            device=kvcache.device,
         )
     except torch.OutOfMemoryError as error:
         raise SelfCheckFailed(f"no device memory for staging and restores: {error}") from None
-    return PagePlan(parts, recomputer, codec, layout, kv, pages, hooks, staging)
+    return PagePlan(parts, recomputer, codec, layout, kv, pages, hooks, staging, exchange)
+
+
+def make_exchange(probe: Probe, page_size: int) -> Exchange | None:
+    """What brings the shares of a page's tokens together; all ranks must call it at one point.
+
+    Returns:
+        None where there is nothing to share: one rank, or pages that do not divide.
+
+    Raises:
+        SelfCheckFailed: On every rank: hidden states differ between ranks, or do not get across.
+    """
+    ranks = get_tp_group()
+    number, shares = share_of_rank(ranks.rank_in_group, ranks.world_size, page_size)
+    if shares == 1:
+        return None
+    device = probe.slots.device
+    first = ranks.rank_in_group - number
+    exchange = Exchange.between(ranks.ranks[first : first + shares], device)
+    problem = exchange.check(device)
+    digest = xxhash.xxh3_64_intdigest(
+        torch.cat([rows.flatten() for rows in probe.hidden]).view(torch.uint8).cpu().numpy().data
+    )
+    every: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(every, (problem, digest), group=ranks.cpu_group)
+    for other, _ in every:
+        if other is not None:
+            raise SelfCheckFailed(other)
+    if len({digest for _, digest in every}) > 1:
+        raise SelfCheckFailed("hidden states differ between tensor-parallel ranks")
+    return exchange
 
 
 def _recomputation(

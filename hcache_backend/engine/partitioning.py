@@ -32,7 +32,8 @@ from hcache_backend.partition.plan import describe
 from hcache_backend.partition.processor import processor_name
 from hcache_backend.partition.profile import Profile, ProfileError, Rate, load_profile
 from hcache_backend.partition.solver import objective_with, recompute_layers, search
-from hcache_backend.restore.pipeline import RUN_AHEAD
+from hcache_backend.restore.exchange import share_of_rank
+from hcache_backend.restore.ring import RUN_AHEAD
 from hcache_backend.store.kvikio_ops import best_file_ops
 
 logger = logging.getLogger("hcache")
@@ -54,6 +55,8 @@ class Partitioning:
         parks: Whether segments can wait in the KV pool.
         can_recompute: Whether the first layers can be recomputed here.
         reason: Why they cannot, or None.
+        ranks: Tensor-parallel ranks. With several, recomputation and transfers are not at work at
+            once, because both talk to the other ranks: no more is recomputed than must be.
     """
 
     partition: Partition
@@ -63,6 +66,7 @@ class Partitioning:
     parks: bool = False
     can_recompute: bool = True
     reason: str | None = None
+    ranks: int = 1
 
     @property
     def methods(self) -> tuple[Method, ...]:
@@ -90,7 +94,7 @@ class Partitioning:
         """
         if not self.can_recompute:
             return 0
-        if self.profile is None or self.shape is None or tokens == 0:
+        if self.profile is None or self.shape is None or tokens == 0 or self.ranks > 1:
             return self.partition.recompute
         room = _room(self.chunk_tokens, tokens)
         return recompute_layers(
@@ -157,6 +161,9 @@ def _decide(runtime: Runtime, kvcache: Any, row_bytes: int, group: Any) -> Parti
         if isinstance(found, ConfigError):
             raise found
         profile = found
+    _, shares = share_of_rank(0, tp, int(kvcache.page_size))
+    if profile is not None and shares > 1:
+        profile = profile.model_copy(update={"gathers": True})
     if fixed is None and (profile is None or shape is None):
         logger.warning(
             "hcache: partition: without a profile hidden states are taken where they are smaller "
@@ -184,10 +191,7 @@ def _decide(runtime: Runtime, kvcache: Any, row_bytes: int, group: Any) -> Parti
             profile.device,
             profile.source,
         )
-    chosen = Partitioning(fixed, profile, shape, chunk_tokens, parks)
-    if tp > 1:
-        return chosen.without_recompute("tensor parallelism")
-    return chosen
+    return Partitioning(fixed, profile, shape, chunk_tokens, parks, ranks=tp)
 
 
 def keep_profile(runtime: Runtime, folder: Path) -> None:

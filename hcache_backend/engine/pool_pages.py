@@ -17,7 +17,15 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from hcache_backend.config import ConfigError
-from hcache_backend.store.base import EIGHTHS, Parts, Segment, SegmentTable, Subset
+from hcache_backend.store.base import (
+    EIGHTHS,
+    WHOLE,
+    Parts,
+    Segment,
+    SegmentTable,
+    Share,
+    Subset,
+)
 
 logger = logging.getLogger("hcache")
 
@@ -113,16 +121,28 @@ class PoolPages:
         }
 
     def table(self) -> SegmentTable | None:
-        """How a page of hidden states divides; None for pages whose inside we do not know."""
+        """How a whole page of hidden states divides; None: nobody knows what is inside."""
         layout = getattr(self.host_pool, "page_layout", None)
         if layout is None or layout.page_size % EIGHTHS:
             return None
+        shares = self.share_of_tokens.of
         segments = (
-            Segment(length, self.host_pool.planes(layer))
+            Segment(length * shares, self.host_pool.planes(layer))
             for layer, length in enumerate(layout.segment_bytes)
             if length
         )
         return SegmentTable((Segment(layout.header_bytes, 0), *segments))
+
+    @property
+    def share_of_tokens(self) -> Share:
+        """The share of its tokens that a page holds, as other ranks can complete it.
+
+        Pages with K and V of this rank's heads are nobody else's: they are whole.
+        """
+        layout = getattr(self.host_pool, "page_layout", None)
+        if layout is None or self.host_pool.holds_kv:
+            return WHOLE
+        return Share(layout.share, layout.shares)
 
     def wanted(self, host_indices: torch.Tensor) -> Wanted | None:
         """What is to be read into pages of ours; None: all of them, or pages of another kind."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.runtime import Runtime
@@ -155,6 +156,22 @@ class LayerProjections:
         self._report()
         self._stale = False
 
+    def racing(self, layers: Iterable[int]) -> str | None:
+        """Why projections of ``layers`` could get in the way of forward passes; on all ranks alike.
+
+        A layer without a spec is projected by its attention module, which may talk to the other
+        ranks. On a GPU it would do so while a forward pass does.
+        """
+        if not self._probe.hidden[0].is_cuda or dist.get_world_size(group=self._group) == 1:
+            return None
+        generic = [layer for layer in layers if self._projector.specs[layer] is None]
+        if not generic:
+            return None
+        return (
+            f"layers {', '.join(map(str, generic))} have no spec, and on a GPU their attention "
+            "modules must not run beside forward passes of several tensor-parallel ranks"
+        )
+
     def measure(self) -> None:
         """On a GPU, find the faster way to project each kind of layer.
 
@@ -194,6 +211,9 @@ class LayerProjections:
             else:
                 logger.exception("hcache: the search for specs broke")
         self.settle()
+        racing = self.racing(self._runtime.partitioning.layers("hidden"))
+        if racing is not None:
+            self._runtime.lose_trust(f"after a weight update: {racing}")
 
     def _report(self) -> None:
         specs = self._projector.specs

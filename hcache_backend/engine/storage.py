@@ -56,8 +56,9 @@ class HCacheStorage(HiCacheStorage):
             raise, or none.
     """
 
-    # Pages are read without the segments that the host pool does not want.
-    reads_parts = True
+    # What the store gives is verified block by block, and it may be put together from the shares
+    # of several ranks; segments that the host pool does not want are not read.
+    verifies_segments = True
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
         joined = attach.join(storage_config)
@@ -254,7 +255,9 @@ class HCacheStorage(HiCacheStorage):
             if namespace is None:
                 metrics.count_lookups("suspended", len(keys))
                 return [False] * len(keys)
-            here = self._store.exists(namespace, [key_bytes(key) for key in keys])
+            here = self._store.exists(
+                namespace, [key_bytes(key) for key in keys], share=pages.share_of_tokens
+            )
             found = [before and now for before, now in zip(found, here, strict=True)]
         return found
 
@@ -271,7 +274,13 @@ class HCacheStorage(HiCacheStorage):
             return [False] * len(keys)
         start = time.perf_counter()
         hashes = [key_bytes(key) for key in keys]
-        found = self._store.get(namespace, hashes, parts, subset=wanted and wanted.subset)
+        found = self._store.get(
+            namespace,
+            hashes,
+            parts,
+            subset=wanted and wanted.subset,
+            share=self._pages_of(pool).share_of_tokens,
+        )
         sizes = [wanted.bytes if wanted else _bytes(page) for page in parts]
         size = sum(size for size, ok in zip(sizes, found, strict=True) if ok)
         metrics.count_pages("read", sum(found))
@@ -293,11 +302,13 @@ class HCacheStorage(HiCacheStorage):
             metrics.count_pages("dropped_suspended", len(keys))
             return
         start = time.perf_counter()
+        pages = self._pages_of(pool)
         stored = self._store.put(
             namespace,
             [key_bytes(key) for key in keys],
             parts,
-            table=self._pages_of(pool).table(),
+            share=pages.share_of_tokens,
+            table=pages.table(),
         )
         size = sum(map(_bytes, parts))
         metrics.count_pages("written", sum(stored))

@@ -30,7 +30,7 @@ from hcache_backend.engine.controller import HiddenStateController
 from hcache_backend.engine.host_pool import HiddenStatePool
 from hcache_backend.engine.loads import LoadPlanner
 from hcache_backend.engine.page_check import PageCheck
-from hcache_backend.engine.page_plan import PagePlan, plan_pages
+from hcache_backend.engine.page_plan import PagePlan, make_exchange, plan_pages
 from hcache_backend.engine.parking import PoolParking
 from hcache_backend.engine.partitioning import Partitioning, partitioning
 from hcache_backend.engine.projection import LayerProjections, PagedPool
@@ -41,7 +41,9 @@ from hcache_backend.engine.self_check import Probe, SelfCheckFailed, compare, ob
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.generic import GenericProjector, ProjectionBatch
 from hcache_backend.projection.projector import Projector
-from hcache_backend.restore.pipeline import RestoredLayer, RestorePipeline, ring_bytes
+from hcache_backend.restore.exchange import CollectiveOrder
+from hcache_backend.restore.pipeline import RestoredLayer, RestorePipeline
+from hcache_backend.restore.ring import ring_bytes
 from hcache_kernels.codecs import Codec
 
 logger = logging.getLogger("hcache")
@@ -83,7 +85,7 @@ class HiddenStateStrategy(StackStrategy):
         if parts is not None:
             reason = self._does_not_pay(parts)  # the same on every rank
             start = reason is None
-        probe = projections = plan = None
+        probe = projections = plan = exchange = None
         generic = GenericProjector(ProjectionBatch(ForwardMode.EXTEND))
         projector = Projector(generic, PagedPool(kvcache), kvcache.layer_num)
         if start:
@@ -101,23 +103,31 @@ class HiddenStateStrategy(StackStrategy):
         )
         if probe is not None and codec is not None and parts is not None:
             try:
-                plan = plan_pages(self._runtime, probe, codec, kvcache, parts)
-                projections = LayerProjections(
-                    self._runtime, probe, projector, kvcache, params.tp_cache_group
-                )
+                exchange = make_exchange(probe, kvcache.page_size)
+                plan = plan_pages(self._runtime, probe, codec, kvcache, parts, exchange)
+            except Exception as error:
+                reason = _reason(error)
+        (planned,) = on_all_ranks(params.tp_cache_group, plan is not None)
+        if planned and probe is not None:
+            projections = LayerProjections(
+                self._runtime, probe, projector, kvcache, params.tp_cache_group
+            )
+            try:
                 projections.find()
                 projections.check_writing()
             except Exception as error:
                 reason = _reason(error)
         (agreed,) = on_all_ranks(params.tp_cache_group, reason is None)
-        if not agreed and reason is None:
+        if agreed and projections is not None and parts is not None:
+            projections.settle()
+            reason = projections.racing(parts.layers("hidden"))
+        elif reason is None:
             reason = "another tensor-parallel rank refused"
         if reason is not None or probe is None or projections is None or plan is None:
             self._runtime.use_kv_mode(reason or "no probe")
             return _PlainKvStrategy().build(
                 kvcache=kvcache, params=params, server_args=server_args, **kwargs
             )
-        projections.settle()
         projections.measure()
         projections.follow_weights()
         return self._build_hidden(kvcache, params, probe, plan, projector, **kwargs)
@@ -156,7 +166,10 @@ class HiddenStateStrategy(StackStrategy):
             "first_layer": kvcache.start_layer,
         }
         ranks = get_tp_group()
-        if plan.kv.layers and ranks.world_size > 1:
+        order = CollectiveOrder(kvcache.device) if ranks.world_size > 1 else None
+        if not plan.kv.layers:
+            runtime.page_fields["any_ranks"] = True
+        elif ranks.world_size > 1:
             # Hidden states are the same on every rank; K and V are those of its own heads.
             runtime.page_fields["tp"] = [ranks.rank_in_group, ranks.world_size]
         pool = HiddenStatePool(
@@ -169,7 +182,7 @@ class HiddenStateStrategy(StackStrategy):
             pin_memory=kvcache.device != "cpu",
             allocator_type=get_allocator_type(),
         )
-        capture = self._capture(kvcache, params, pool, hidden, plan)
+        capture = self._capture(kvcache, params, pool, hidden, plan, order)
         parks = PoolParking.fits(kvcache, codec.row_bytes)
         restored: dict[str, Callable[[int], RestoredLayer]] = {
             "hidden": lambda i: restored_layer(
@@ -187,11 +200,13 @@ class HiddenStateStrategy(StackStrategy):
             [restored[method](layer) for layer, method in enumerate(methods)],
             plan.parts.chunk_tokens,
             kvcache.device,
+            exchange=plan.exchange,
+            order=order,
         )
         pool.use(capture, plan.kv, pipeline)
         logger.info(
             "hcache: restores take %.0f MB of device memory beside one projection of %d tokens",
-            ring_bytes(layout, plan.parts.chunk_tokens) / 1e6,
+            ring_bytes(layout, plan.parts.chunk_tokens, plan.parts.layers("hidden")) / 1e6,
             plan.parts.chunk_tokens,
         )
         anchor = PoolEntry(PoolName.KV, pool, kvcache, lambda layer: layer, True)
@@ -222,7 +237,7 @@ class HiddenStateStrategy(StackStrategy):
             storage_backend_extra_config=kwargs["storage_backend_extra_config"],
             enable_storage_metrics=kwargs["enable_storage_metrics"],
         )
-        check = PageCheck(layout, codec, hidden, plan.kv, projector, kvcache)
+        check = PageCheck(layout, codec, hidden, plan.kv, projector, kvcache, plan.exchange)
         loads = LoadPlanner(pool, plan.parts, plan.recomputer, kvcache.device)
         controller.use_hidden_states(runtime, pool, capture, check, loads)
         return StackBuildResult(
@@ -239,6 +254,7 @@ class HiddenStateStrategy(StackStrategy):
         pool: HiddenStatePool,
         layers: Sequence[AttentionLayer],
         plan: PagePlan,
+        order: CollectiveOrder | None,
     ) -> StagedCapture:
         """Start to capture what ``layers`` receive in every forward pass."""
         hooks = plan.hooks
@@ -248,7 +264,7 @@ class HiddenStateStrategy(StackStrategy):
             hooks.watch_only(layer.projection for layer in layers)
         segments = [layer.index for layer in layers]
         capture = StagedCapture(pool.arena, pool.kv_buffer, plan.staging, segments)
-        hooks.use(capture, tokens_only=plan.recomputer is not None)
+        hooks.use(capture, tokens_only=plan.recomputer is not None, order=order)
         invalidate_on_allocation(params.token_to_kv_pool_allocator, hooks)
         self._runtime.on_weights_changed.append(capture.ledger.forget)
         self._runtime.runner.hcache_capture = hooks

@@ -13,13 +13,17 @@ before the layer is done.
 
 Whatever a restore consists of (many nodes, many requests), every layer is one copy and one
 projection, unless it has more tokens than a projection may take at once.
+
+Where tensor-parallel ranks share the tokens of every page, a copy brings the rank's own share and
+gathers the others' (paper section 5). What arrives then is in the order of the shares, and not of
+the pages; positions and slots are put in the same order.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -27,18 +31,17 @@ import numpy.typing as npt
 import torch
 
 from hcache_backend.page import PageLayout
+from hcache_backend.restore.exchange import CollectiveOrder, Exchange
+from hcache_backend.restore.report import Restore, RestoreReport
+from hcache_backend.restore.ring import Ring, largest_segment, ring_bytes
 from hcache_backend.streams import (
+    CallerStream,
     Event,
-    Stream,
     current_stream,
     held_for_device,
     new_stream,
 )
 from hcache_kernels.pages import gather_pages
-
-RUN_AHEAD = 3
-"""Segments of the longest restore that the ring holds: one is projected, one has arrived, and one
-is arriving. A shorter restore runs further ahead in the same memory."""
 
 Fill = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Writes K and V of one layer to the pool: ``fill(segments, positions, slots)`` with uint8
@@ -87,87 +90,6 @@ class Recompute(NamedTuple):
     fill: Callable[[torch.Tensor, torch.Tensor], None]
 
 
-StreamName = Literal["copy", "compute"]
-
-
-class Span(NamedTuple):
-    """What a stream did for one layer, in milliseconds since the restore began.
-
-    Recomputation of several layers is one span of the first one's on the compute stream, which
-    waits for it.
-    """
-
-    stream: StreamName
-    layer: int
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class RestoreReport:
-    """One finished restore.
-
-    Attributes:
-        tokens: How many were restored.
-        bytes: What crossed the bus, by method.
-        spans: What the streams did.
-    """
-
-    tokens: int
-    bytes: Mapping[str, int]
-    spans: tuple[Span, ...]
-
-    @property
-    def total_ms(self) -> float:
-        return max(span.end for span in self.spans)
-
-    def busy_ms(self, stream: str) -> float:
-        return sum(span.end - span.start for span in self.spans if span.stream == stream)
-
-    def idle_ms(self, stream: str) -> float:
-        """The stream's bubbles."""
-        return self.total_ms - self.busy_ms(stream)
-
-
-class Restore:
-    """A restore that was launched.
-
-    Attributes:
-        layers: For each layer, an event behind the last of its K and V.
-    """
-
-    def __init__(
-        self, tokens: int, size: Mapping[str, int], begin: Event, device: torch.device
-    ) -> None:
-        self.layers: list[Event] = []
-        self._device = device
-        self._tokens = tokens
-        self._bytes = size
-        self._begin = begin
-        self._timed: list[tuple[StreamName, int, Event, Event]] = []
-
-    def wait_for_layer(self, layer: int) -> None:
-        """Let the current stream wait until K and V of ``layer`` are in the pool.
-
-        Raises:
-            StreamFailed: On a CPU, when they could not be restored: they must not be used.
-        """
-        current_stream(self._device).wait(self.layers[layer])
-
-    def done(self) -> bool:
-        """Whether all layers are in the pool."""
-        return all(event.query() for event in self.layers)
-
-    def report(self) -> RestoreReport:
-        """Times of a restore that is done."""
-        first = self._begin
-        spans = (
-            Span(stream, layer, start.milliseconds_since(first), end.milliseconds_since(first))
-            for stream, layer, start, end in self._timed
-        )
-        return RestoreReport(self._tokens, self._bytes, tuple(spans))
-
-
 class RestorePipeline:
     """Launches restores. Only the scheduler thread may use it.
 
@@ -178,6 +100,8 @@ class RestorePipeline:
         chunk_tokens: Tokens that one projection takes at most.
         device: Where the model is.
         gather: Copies segments to the device; None: :func:`gather_segments`.
+        exchange: Brings the shares of hidden states together; None: pages have all of them.
+        order: Keeps collectives apart from those of forward passes; None: there are none.
     """
 
     def __init__(
@@ -188,6 +112,8 @@ class RestorePipeline:
         chunk_tokens: int,
         device: torch.device | str,
         gather: Gather | None = None,
+        exchange: Exchange | None = None,
+        order: CollectiveOrder | None = None,
     ) -> None:
         self._memory = memory
         self._layout = layout
@@ -195,11 +121,16 @@ class RestorePipeline:
         self._chunk_pages = max(1, chunk_tokens // layout.page_size)
         self._device = torch.device(device)
         self._gather = gather or gather_segments
-        self._largest = max(1, *layout.segment_bytes)  # 0: all layers are recomputed
-        size = ring_bytes(layout, chunk_tokens)
+        self._exchange = exchange
+        self._order = order
+        hidden = [i for i, layer in enumerate(layers) if layer.method == "hidden"]
+        self._largest = largest_segment(layout, hidden)
+        size = ring_bytes(layout, chunk_tokens, hidden)
         self._ring = torch.empty(size, dtype=torch.uint8, device=device)
         self._copy = new_stream(device, "copy")
-        self._compute = new_stream(device, "compute")
+        # On a CPU, projections that talk to other ranks must do so in turn with forward passes.
+        in_turn = order is not None and self._device.type == "cpu"
+        self._compute = CallerStream() if in_turn else new_stream(device, "compute")
         self._unread: deque[Restore] = deque()
 
     @torch.no_grad()
@@ -236,37 +167,49 @@ class RestorePipeline:
         held_positions = held_for_device(headers[pages].reshape(-1).astype(np.int64), device)
         page_ids = torch.empty(len(pages), dtype=torch.int64, device=device)
         positions = torch.empty(len(slots), dtype=torch.int64, device=device)
+        rows = _Rows(positions, slots)
+        shared = rows if self._exchange is None else _Rows(*map(torch.empty_like, rows))
+        parts = deque(self._parts(loaded, page_ids, rows, shared))
+        bring = self._exchanged(parts, held_pages) if self._exchange else self._bring_own
         now = current_stream(device)
         self._copy.wait(now.record())
         self._copy.wait(self._compute.record())  # the restore before may still use the ring
         for stream in (self._copy, self._compute):
-            for tensor in (page_ids, positions, slots):
+            for tensor in (page_ids, *rows, *shared):
                 stream.keep(tensor)
+        talking = (self._copy, now) if recompute else (self._copy,)
+        if self._order is not None:
+            self._order.restore_begins(*talking)
 
         def bring_indices() -> None:
             page_ids.copy_(held_pages, non_blocking=True)
             positions.copy_(held_positions, non_blocking=True)
+            if shared is not rows:
+                for source, target in zip(rows, shared, strict=True):
+                    self._order_by_share(source, target)
 
         restore = Restore(len(slots), moved, self._copy.record(timed=True), device)
         self._copy.run(bring_indices)
         ready = self._copy.record()
-        ring = _Ring(self._ring, min(len(pages), self._chunk_pages) * self._largest)
-        parts = deque(self._parts(loaded, page_ids, positions, slots))
+        ring = Ring(self._ring, min(len(pages), self._chunk_pages) * self._largest)
         arrived: deque[_Arrived] = deque()
         parks = recompute is not None and all(self._can_wait(index) for index in loaded)
         while parts and len(arrived) < ring.parts - parks:
-            arrived.append(self._bring(restore, parts.popleft(), ring))
+            arrived.append(self._copy_part(restore, parts.popleft(), ring.next(self._copy), bring))
         if parks and parts:
             room = ring.next(self._copy)  # what passes through it is gone before the next comes
-            arrived += [self._park(restore, part, room) for part in parts]
+            arrived += [self._copy_part(restore, part, room, bring, park=True) for part in parts]
             parts.clear()
         if recompute is not None:
-            now.wait(ready)  # and what restores before it wrote of the prefix
+            # Behind what restores before it wrote of the prefix, and never beside collectives.
+            now.wait(ready if self._order is None else self._copy.record())
             start = now.record(timed=True)
             now.run(lambda: recompute.fill(positions, slots))
             done = now.record(timed=True)
             self._compute.wait(done)
-            restore._timed.append(("compute", 0, start, done))
+            if self._order is not None:
+                self._copy.wait(done)
+            restore.timed.append(("compute", 0, start, done))
             restore.layers += [done] * first
         while arrived:
             item = arrived.popleft()
@@ -274,59 +217,118 @@ class RestorePipeline:
             if item.part.is_last:
                 restore.layers.append(filled)
             if parts:
-                arrived.append(self._bring(restore, parts.popleft(), ring))
+                room = ring.next(self._copy)
+                arrived.append(self._copy_part(restore, parts.popleft(), room, bring))
+        if self._order is not None:
+            self._order.restore_launched(*talking)
         self._unread.append(restore)
         return restore
 
     def _parts(
-        self,
-        layers: range,
-        page_ids: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
+        self, layers: range, page_ids: torch.Tensor, rows: _Rows, shared: _Rows
     ) -> Iterator[_Part]:
         step, size = self._chunk_pages, self._layout.page_size
         for index in layers:
+            positions, slots = shared if self._layers[index].method == "hidden" else rows
             for start in range(0, len(page_ids), step):
                 tokens = slice(start * size, (start + step) * size)
                 yield _Part(
                     index,
+                    slice(start, start + step),
                     page_ids[start : start + step],
                     positions[tokens],
                     slots[tokens],
                     start + step >= len(page_ids),
                 )
 
+    # ---- shares ----
+
+    def _exchanged(self, parts: Sequence[_Part], pages: torch.Tensor) -> _Bring:
+        """How parts are brought where ranks have shares. ``pages``: physical, on the CPU."""
+        exchange = self._exchange
+        assert exchange is not None
+        if not exchange.on_scheduler_thread:
+
+            def gather(part: _Part, out: torch.Tensor) -> None:
+                if self._layers[part.layer].method != "hidden":
+                    self._bring_own(part, out)
+                else:
+                    shares = out.view(exchange.shares, -1)
+                    exchange.gather(shares, lambda own: self._bring_own(part, own))
+
+            return gather
+        here: dict[tuple[int, int], torch.Tensor] = {}
+        wanted = []
+        for part in parts:
+            if self._layers[part.layer].method == "hidden":
+                own_part = part._replace(page_ids=pages[part.pages])
+                size = len(own_part.page_ids) * self._layout.segment_bytes[part.layer]
+                shares = torch.empty((exchange.shares, size), dtype=torch.uint8)
+                here[part.layer, part.pages.start] = shares
+                wanted.append((shares, partial(self._bring_own, own_part)))
+        failed: Exception | None = None
+        try:
+            exchange.gather_now(wanted)
+        except Exception as error:
+            failed = error
+
+        def copy(part: _Part, out: torch.Tensor) -> None:
+            if failed is not None:
+                raise failed
+            shares = here.get((part.layer, part.pages.start))
+            if shares is None:
+                self._bring_own(part, out)
+            else:
+                out.view(-1).copy_(shares.view(-1))
+
+        return copy
+
+    def _order_by_share(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Put rows (``[n]``) into the order in which the shares of every chunk of pages arrive."""
+        assert self._exchange is not None
+        size, shares = self._layout.page_size, self._exchange.shares
+        for start in range(0, len(source), self._chunk_pages * size):
+            chunk = source[start : start + self._chunk_pages * size]
+            by_share = chunk.view(-1, shares, size // shares).transpose(0, 1)
+            target[start : start + len(chunk)] = by_share.reshape(-1)
+
+    # ---- parts ----
+
+    def _bring_own(self, part: _Part, out: torch.Tensor) -> None:
+        """Copy what this rank's pages hold of a part to ``out`` (uint8, as long as that)."""
+        offset = self._layout.segment_offsets[part.layer]
+        self._gather(self._memory, part.page_ids, offset, out.view(len(part.page_ids), -1))
+
     def _can_wait(self, layer: int) -> bool:
         method, _, parking = self._layers[layer]
         return method == "kv" or parking is not None
 
-    def _bring(self, restore: Restore, part: _Part, ring: _Ring) -> _Arrived:
-        """Copy a part to the ring; a part of K and V goes on to the pool at once."""
-        return self._copy_part(restore, part, ring.next(self._copy), None)
-
-    def _park(self, restore: Restore, part: _Part, room: torch.Tensor) -> _Arrived:
-        """Copy a part through ``room`` to the pool, where hidden states wait."""
-        return self._copy_part(restore, part, room, self._layers[part.layer].parking)
-
     def _copy_part(
-        self, restore: Restore, part: _Part, room: torch.Tensor, parking: Parking | None
+        self,
+        restore: Restore,
+        part: _Part,
+        room: torch.Tensor,
+        bring: _Bring,
+        *,
+        park: bool = False,
     ) -> _Arrived:
-        offset = self._layout.segment_offsets[part.layer]
+        """Bring a part to ``room``; K and V, and what is parked, go on to the pool at once."""
         length = self._layout.segment_bytes[part.layer]
+        method, fill, parking = self._layers[part.layer]
+        if method == "hidden" and self._exchange is not None:
+            length *= self._exchange.shares
         buffer = room[: len(part.page_ids) * length].view(-1, length)
-        method, fill, _ = self._layers[part.layer]
         start = self._copy.record(timed=True)
-        self._copy.run(lambda: self._gather(self._memory, part.page_ids, offset, buffer))
+        self._copy.run(lambda: bring(part, buffer))
         if method == "kv" and fill is not None:
             self._copy.run(lambda: fill(buffer, part.positions, part.slots))
-        elif parking is not None:
+        elif park and parking is not None:
             self._copy.run(lambda: parking.put(buffer, part.slots))
         copied = self._copy.record(timed=True)
-        restore._timed.append(("copy", part.layer, start, copied))
-        return _Arrived(part, None if parking else buffer, copied)
+        restore.timed.append(("copy", part.layer, start, copied))
+        return _Arrived(part, None if park and parking else buffer, copied)
 
-    def _fill(self, restore: Restore, arrived: _Arrived, ring: _Ring) -> Event:
+    def _fill(self, restore: Restore, arrived: _Arrived, ring: Ring) -> Event:
         """Write a part to the pool; an event behind that."""
         part, buffer, copied = arrived
         method, fill, parking = self._layers[part.layer]
@@ -345,7 +347,7 @@ class RestorePipeline:
         start = self._compute.record(timed=True)
         self._compute.run(project)
         filled = self._compute.record(timed=True)
-        restore._timed.append(("compute", part.layer, start, filled))
+        restore.timed.append(("compute", part.layer, start, filled))
         ring.used(filled)
         return filled
 
@@ -357,20 +359,26 @@ class RestorePipeline:
         return reports
 
 
-def ring_bytes(layout: PageLayout, chunk_tokens: int) -> int:
-    """Device memory that a pipeline takes; projections need theirs for one chunk besides."""
-    chunk_pages = max(1, chunk_tokens // layout.page_size)
-    return RUN_AHEAD * chunk_pages * max(1, *layout.segment_bytes)
+class _Rows(NamedTuple):
+    """Positions and slots of the tokens of a restore, int64 ``[n]`` each, on the device."""
+
+    positions: torch.Tensor
+    slots: torch.Tensor
 
 
 class _Part(NamedTuple):
-    """What one copy brings: a layer of some pages."""
+    """What one copy brings: a layer of some pages. Rows are in the order in which they arrive."""
 
     layer: int
+    pages: slice
     page_ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     is_last: bool
+
+
+_Bring = Callable[[_Part, torch.Tensor], None]
+"""Copies a part to the device memory that it is given (uint8, contiguous)."""
 
 
 class _Arrived(NamedTuple):
@@ -379,29 +387,6 @@ class _Arrived(NamedTuple):
     part: _Part
     buffer: torch.Tensor | None
     copied: Event
-
-
-class _Ring:
-    """The ring of one restore: equal parts, each free again when its last user is done."""
-
-    def __init__(self, memory: torch.Tensor, part_bytes: int) -> None:
-        self._memory = memory
-        self._part_bytes = part_bytes
-        self._taken = 0
-        self._users: list[Event] = []
-        self.parts = len(memory) // part_bytes
-
-    def next(self, stream: Stream) -> torch.Tensor:
-        """The next part, uint8 ``[part_bytes]``; ``stream`` waits until it is free."""
-        if self._taken >= self.parts:
-            stream.wait(self._users[self._taken - self.parts])
-        start = self._taken % self.parts * self._part_bytes
-        self._taken += 1
-        return self._memory[start : start + self._part_bytes]
-
-    def used(self, until: Event) -> None:
-        """The oldest part for which this was not called yet is in use until then."""
-        self._users.append(until)
 
 
 def gather_segments(

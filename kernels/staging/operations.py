@@ -69,6 +69,7 @@ def save_rows(
     arena: torch.Tensor,
     segments: torch.Tensor,
     page_size: int,
+    kept: range | None = None,
 ) -> None:
     """Stage two: copy staged rows to the shadow pages of their slots.
 
@@ -79,16 +80,23 @@ def save_rows(
         arena: uint8 ``[pages, page_bytes]``, memory that the device can write (pinned).
         segments: Offset in a page of each layer's segment, int64 ``[layers]``, on the device.
         page_size: Tokens a page.
+        kept: The tokens of a page whose rows its segments hold, consecutive; None: all. The others
+            are left out.
     """
+    kept = kept or range(page_size)
     if staged.is_cuda:
         from . import staging_triton
 
         if len(slots):
-            launch = staging_triton.save_launch(staged, slots, shadows, arena, segments, page_size)
+            launch = staging_triton.save_launch(
+                staged, slots, shadows, arena, segments, page_size, kept
+            )
             launch.run()
         return
     row_bytes = staged.shape[-1]
-    pages, rows = shadows[slots // page_size], slots % page_size
+    pages, rows = shadows[slots // page_size], slots % page_size - kept.start
+    mine = (rows >= 0) & (rows < len(kept))
+    pages, rows = pages[mine], rows[mine]
     for layer, start in enumerate(segments.tolist()):
-        segment = arena[:, start : start + page_size * row_bytes]
-        segment.unflatten(1, (page_size, row_bytes))[pages, rows] = staged[layer]
+        segment = arena[:, start : start + len(kept) * row_bytes]
+        segment.unflatten(1, (len(kept), row_bytes))[pages, rows] = staged[layer, mine]

@@ -57,6 +57,8 @@ def save_kernel(
     layer_stride,
     page_words,
     PAGE_SIZE: tl.constexpr,
+    FIRST: tl.constexpr,
+    KEPT: tl.constexpr,
     WORDS: tl.constexpr,
     WORD_BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -66,12 +68,14 @@ def save_kernel(
     slot = tl.load(slots + row)
     page = tl.load(shadows + slot // PAGE_SIZE)
     segment = tl.load(segments + layer) // WORD_BYTES
-    target = arena + page * page_words + segment + (slot % PAGE_SIZE) * WORDS
+    in_page = slot % PAGE_SIZE - FIRST
+    mine = (in_page >= 0) & (in_page < KEPT)
+    target = arena + page * page_words + segment + in_page * WORDS
     source = staged + layer * layer_stride + row * WORDS
     for start in range(0, WORDS, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        words = tl.load(source + at, mask=at < WORDS)
-        tl.store(target + at, words, mask=at < WORDS)
+        words = tl.load(source + at, mask=(at < WORDS) & mine)
+        tl.store(target + at, words, mask=(at < WORDS) & mine)
 
 
 def stage_launch(
@@ -111,6 +115,7 @@ def save_launch(
     arena: torch.Tensor,
     segments: torch.Tensor,
     page_size: int,
+    kept: range,
 ) -> Launch:
     """The launch of :func:`hcache_kernels.staging.save_rows`; for no rows there is none."""
     layers, n, row_bytes = staged.shape
@@ -127,6 +132,8 @@ def save_launch(
         "layer_stride": staged.stride(0) // word,
         "page_words": arena.shape[1] // word,
         "PAGE_SIZE": page_size,
+        "FIRST": kept.start,
+        "KEPT": len(kept),
         "WORDS": words,
         "WORD_BYTES": word,
         "BLOCK": block,

@@ -29,8 +29,8 @@ def stage(row_bytes: int, with_ok: bool) -> Launch:
 
 def save(row_bytes: int) -> Launch:
     staged = empty(LAYERS, PLACES + 1, row_bytes)[:, :N]
-    arena = empty(256, 4096 + LAYERS * PAGE * row_bytes)
-    return staging_triton.save_launch(staged, ids(N), ids(128), arena, ids(LAYERS), PAGE)
+    arena, kept = empty(256, 4096 + LAYERS * PAGE * row_bytes), range(PAGE // 2, PAGE)
+    return staging_triton.save_launch(staged, ids(N), ids(128), arena, ids(LAYERS), PAGE, kept)
 
 
 def jobs() -> Iterator[tuple[str, Job]]:

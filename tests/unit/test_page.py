@@ -73,15 +73,29 @@ def test_every_byte_of_the_header_counts() -> None:
         assert LAYOUT.problem(page, NAMESPACE, KEY, TOKENS) is not None, offset
 
 
-def test_segments_that_were_not_read_are_not_looked_at_and_the_others_are() -> None:
-    for first in range(4):
+def test_only_the_header_counts_where_the_storage_verifies_segments() -> None:
+    page = sealed_page()
+    page[LAYOUT.header_bytes :] ^= 0xFF
+    assert LAYOUT.problem(page, NAMESPACE, KEY, TOKENS, segments=False) is None
+    assert LAYOUT.problem(page, NAMESPACE, KEY, TOKENS) == "checksum"
+    for offset in range(LAYOUT.header_bytes):
         page = sealed_page()
-        page[LAYOUT.header_bytes : LAYOUT.header_bytes + sum(LAYOUT.segment_bytes[:first])] = 0
-        assert LAYOUT.problem(page, NAMESPACE, KEY, TOKENS, first_layer=first) is None
-        for layer in range(first, 3):
-            page = sealed_page()
-            page[LAYOUT.segment(layer).stop - 1] ^= 1
-            assert LAYOUT.problem(page, NAMESPACE, KEY, TOKENS, first_layer=first) == "checksum"
+        page[offset] ^= 0xFF
+        assert LAYOUT.problem(page, NAMESPACE, KEY, TOKENS, segments=False) is not None, offset
+
+
+def test_a_share_is_not_taken_for_another() -> None:
+    first, second = (PageLayout(16, LAYOUT.segment_bytes, share, 2) for share in range(2))
+    assert [*first.kept, *second.kept] == [*range(16)]
+    assert first.page_bytes == LAYOUT.page_bytes
+    page = sealed_page(first)
+    assert first.problem(page, NAMESPACE, KEY, TOKENS) is None
+    assert second.problem(page, NAMESPACE, KEY, TOKENS) == "share"
+    assert LAYOUT.problem(page, NAMESPACE, KEY, TOKENS) == "share"
+    # The store verifies by itself, and may take the header from any share.
+    assert second.problem(page, NAMESPACE, KEY, TOKENS, segments=False) is None
+    second.seal(page, KEY)
+    assert second.problem(page, NAMESPACE, KEY, TOKENS) is None
 
 
 def test_layers_of_which_nothing_is_stored_take_no_bytes() -> None:

@@ -12,13 +12,8 @@ import pytest
 import torch
 
 from hcache_backend.page import PageLayout
-from hcache_backend.restore.pipeline import (
-    RUN_AHEAD,
-    Recompute,
-    RestoredLayer,
-    RestorePipeline,
-    ring_bytes,
-)
+from hcache_backend.restore.pipeline import Recompute, RestoredLayer, RestorePipeline
+from hcache_backend.restore.ring import RUN_AHEAD, ring_bytes
 from hcache_backend.streams import StreamFailed, WorkerStream, current_is, new_stream
 
 SIZE, WIDTH, PAGES, SLOTS = 4, 6, 20, 160
@@ -382,7 +377,7 @@ def test_reports_say_what_each_stream_did() -> None:
 def test_device_memory_is_bounded_by_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(chunk_tokens=2 * SIZE)
     largest = max(server.layout.segment_bytes)
-    assert ring_bytes(server.layout, 2 * SIZE) == RUN_AHEAD * 2 * largest
+    assert ring_bytes(server.layout, 2 * SIZE, [0]) == RUN_AHEAD * 2 * largest
     assert server.pipeline._ring.nbytes == RUN_AHEAD * 2 * largest
     wait(server, *some(PAGES))
     assert max(tokens for _, tokens in server.calls) == 2 * SIZE

@@ -233,6 +233,40 @@ def _no_store_on_rank_1() -> None:
     attach.open_store = faulty
 
 
+def _misses_on_rank_1() -> None:
+    """Now and then the second tensor-parallel rank lacks something, wherever it can lack it."""
+    import random
+
+    from hcache_backend.engine.controller import HiddenStateController
+    from hcache_backend.engine.storage import HCacheStorage
+
+    dice = random.Random(7)
+
+    def unlucky() -> bool:
+        from sglang.srt.distributed import get_tp_group
+
+        return _active() and get_tp_group().rank_in_group == 1 and dice.random() < 0.2
+
+    def wrap(owner: Any, name: str, spoil: Callable[[Any], Any]) -> None:
+        original = getattr(owner, name)
+
+        def faulty(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            return spoil(result) if unlucky() else result
+
+        setattr(owner, name, faulty)
+
+    def lose_some(found: list[bool]) -> list[bool]:
+        return [ok and dice.random() < 0.7 for ok in found]
+
+    wrap(HCacheStorage, "_exists", lose_some)  # a share is not on this rank's disk
+    wrap(HCacheStorage, "_get", lose_some)  # or it cannot be read
+    wrap(HiddenStateController, "_proven_pages", lambda proven: max(0, proven - 1))
+    wrap(HiddenStateController, "_may_project", lambda may: False)
+    wrap(HiddenStateController, "_slots_to_write", lambda found: (found[0], "rows not valid"))
+    wrap(HiddenStateController, "_page_to_check", lambda page: None)
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "wrong_rope": _wrong_rope,
     "wrong_spec_rope": _wrong_spec(rotary=_other_style),
@@ -242,6 +276,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "layer_not_captured": _skip_a_layer,
     "disk": _disk,
     "no_store_on_rank_1": _no_store_on_rank_1,
+    "misses_on_rank_1": _misses_on_rank_1,
     "report_hooks": _report(_hooks),
     "report_holdings": _report_holdings,
 }

@@ -69,7 +69,48 @@ def test_save_rows(device: str, row_bytes: int, page_size: int) -> None:
             assert torch.equal(row, staged[layer, i])
     got = arena.pin_memory() if device == "cuda" else arena
     save_launch(
-        staged.to(device), slots.to(device), shadows.to(device), got, segments.to(device), page_size
+        staged.to(device),
+        slots.to(device),
+        shadows.to(device),
+        got,
+        segments.to(device),
+        page_size,
+        range(page_size),
+    ).run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("kept", [range(0, 4), range(4, 8), range(6, 8), range(3, 4)])
+def test_save_rows_of_a_share(device: str, kept: range) -> None:
+    """Rows of other tokens of a page go nowhere; the segments are as short as the share."""
+    torch.manual_seed(kept.start)
+    layers, pages, device_pages, page_size, row_bytes = 2, 6, 4, 8, 24
+    segment = len(kept) * row_bytes
+    segments = torch.tensor([16, 16 + segment])
+    arena = torch.full((pages, 16 + 2 * segment), 0xEE, dtype=torch.uint8)
+    slots = torch.randperm(device_pages * page_size)[:20]
+    staged = torch.randint(0, 256, (layers, len(slots), row_bytes), dtype=torch.uint8)
+    shadows = torch.randperm(pages)[:device_pages]
+    expected = arena.clone()
+    for layer in range(layers):
+        for i, slot in enumerate(slots.tolist()):
+            if slot % page_size in kept:
+                start = int(segments[layer]) + (slot % page_size - kept.start) * row_bytes
+                expected[shadows[slot // page_size], start : start + row_bytes] = staged[layer, i]
+    want = arena.clone()
+    save_rows(staged, slots, shadows, want, segments, page_size, kept)
+    assert torch.equal(want, expected)
+    got = arena.pin_memory() if device == "cuda" else arena
+    save_launch(
+        staged.to(device),
+        slots.to(device),
+        shadows.to(device),
+        got,
+        segments.to(device),
+        page_size,
+        kept,
     ).run()
     if device == "cuda":
         torch.cuda.synchronize()

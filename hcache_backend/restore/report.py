@@ -1,0 +1,91 @@
+"""A restore that was launched, and what it took."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from hcache_backend.streams import Event, current_stream
+
+StreamName = Literal["copy", "compute"]
+
+
+class Span(NamedTuple):
+    """What a stream did for one layer, in milliseconds since the restore began.
+
+    Recomputation of several layers is one span of the first one's on the compute stream, which
+    waits for it.
+    """
+
+    stream: StreamName
+    layer: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    """One finished restore.
+
+    Attributes:
+        tokens: How many were restored.
+        bytes: What crossed the bus, by method.
+        spans: What the streams did.
+    """
+
+    tokens: int
+    bytes: Mapping[str, int]
+    spans: tuple[Span, ...]
+
+    @property
+    def total_ms(self) -> float:
+        return max(span.end for span in self.spans)
+
+    def busy_ms(self, stream: str) -> float:
+        return sum(span.end - span.start for span in self.spans if span.stream == stream)
+
+    def idle_ms(self, stream: str) -> float:
+        """The stream's bubbles."""
+        return self.total_ms - self.busy_ms(stream)
+
+
+class Restore:
+    """A restore that was launched.
+
+    Attributes:
+        layers: For each layer, an event behind the last of its K and V.
+    """
+
+    def __init__(
+        self, tokens: int, size: Mapping[str, int], begin: Event, device: torch.device
+    ) -> None:
+        self.layers: list[Event] = []
+        self._device = device
+        self._tokens = tokens
+        self._bytes = size
+        self._begin = begin
+        self.timed: list[tuple[StreamName, int, Event, Event]] = []
+
+    def wait_for_layer(self, layer: int) -> None:
+        """Let the current stream wait until K and V of ``layer`` are in the pool.
+
+        Raises:
+            StreamFailed: On a CPU, when they could not be restored: they must not be used.
+        """
+        current_stream(self._device).wait(self.layers[layer])
+
+    def done(self) -> bool:
+        """Whether all layers are in the pool."""
+        return all(event.query() for event in self.layers)
+
+    def report(self) -> RestoreReport:
+        """Times of a restore that is done."""
+        first = self._begin
+        spans = (
+            Span(stream, layer, start.milliseconds_since(first), end.milliseconds_since(first))
+            for stream, layer, start, end in self.timed
+        )
+        return RestoreReport(self._tokens, self._bytes, tuple(spans))

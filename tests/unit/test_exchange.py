@@ -1,0 +1,210 @@
+"""Ranks that share the tokens of every page: real processes, a real process group."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+
+from hcache_backend.page import PageLayout
+from hcache_backend.restore.exchange import (
+    CollectiveOrder,
+    Exchange,
+    ExchangeFailed,
+    share_of_rank,
+)
+from hcache_backend.restore.pipeline import Recompute, RestoredLayer, RestorePipeline
+from hcache_backend.streams import StreamFailed, WorkerStream, current_is
+
+SIZE, ROW, PAGES, SLOTS, LAYERS = 8, 16, 12, 96, 3
+METHODS = ("hidden", "kv", "hidden")
+Ranked = Callable[[Exchange], Any]
+
+
+def run_ranks(work: Ranked, ranks: int) -> list[Any]:
+    """What ``work`` gives on each of ``ranks`` processes that exchange shares."""
+    with tempfile.TemporaryDirectory() as folder:
+        processes.spawn(_rank, (work, ranks, folder), nprocs=ranks)
+        return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(ranks)]
+
+
+def _rank(rank: int, work: Ranked, ranks: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(os.path.join(folder, "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    exchange = Exchange.between(range(ranks), "cpu")
+    torch.save(work(exchange), Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "page_size", "shares"),
+    [(1, 64, 1), (2, 64, 2), (3, 64, 1), (4, 16, 4), (6, 64, 2), (8, 8, 8), (16, 64, 8), (2, 4, 1)],
+)
+def test_shares_of_ranks(ranks: int, page_size: int, shares: int) -> None:
+    found = [share_of_rank(rank, ranks, page_size) for rank in range(ranks)]
+    assert {one.shares for one in found} == {shares}
+    # Consecutive ranks make whole pages.
+    assert [one.number for one in found] == [*range(shares)] * (ranks // shares)
+
+
+def whole_rows(layer: int, page: int) -> torch.Tensor:
+    """What all ranks together hold: hidden states ``[SIZE, ROW]`` of a layer of a page."""
+    generator = torch.Generator().manual_seed(100 * layer + page)
+    return torch.randint(0, 256, (SIZE, ROW), dtype=torch.uint8, generator=generator)
+
+
+class Rank:
+    """Pages of one rank, and where their rows arrive."""
+
+    def __init__(self, exchange: Exchange, chunk_pages: int) -> None:
+        number, shares = exchange.number, exchange.shares
+        whole = (SIZE * ROW, 2 * SIZE * ROW, SIZE * ROW)
+        own = (whole[0] // shares, whole[1], whole[2] // shares)
+        self.layout = PageLayout(SIZE, own, number, shares)
+        self.memory = torch.zeros((PAGES, self.layout.page_bytes), dtype=torch.uint8)
+        for page in range(PAGES):
+            self.layout.positions(self.memory.numpy())[page] = np.arange(SIZE) + SIZE * page
+            for layer in range(LAYERS):
+                rows = whole_rows(layer, page)
+                kept = rows[list(self.layout.kept)] if METHODS[layer] == "hidden" else rows
+                content = kept.flatten()
+                if METHODS[layer] == "kv":
+                    content = torch.cat((content, content + number))  # K and V of its own heads
+                self.memory[page, self.layout.segment(layer)] = content
+        self.rows = torch.zeros((LAYERS, SLOTS, ROW), dtype=torch.uint8)
+        self.positions = torch.full((LAYERS, SLOTS), -1, dtype=torch.int64)
+        self.pipeline = RestorePipeline(
+            self.memory,
+            self.layout,
+            [RestoredLayer(method, self.fill(i)) for i, method in enumerate(METHODS)],
+            chunk_pages * SIZE,
+            "cpu",
+            exchange=exchange,
+            order=CollectiveOrder("cpu"),
+        )
+
+    def fill(self, layer: int) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+        def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+            rows = segments.reshape(-1, ROW)
+            if METHODS[layer] == "kv":
+                rows = segments.view(-1, 2, SIZE, ROW)[:, 0].reshape(-1, ROW)
+            self.rows[layer, slots] = rows
+            self.positions[layer, slots] = positions
+
+        return fill
+
+    def assert_restored(self, pages: np.ndarray, slots: torch.Tensor, first: int = 0) -> None:
+        for layer in range(first, LAYERS):
+            for page, where in zip(pages.tolist(), slots.view(-1, SIZE), strict=True):
+                assert torch.equal(self.rows[layer, where], whole_rows(layer, page)), (layer, page)
+                want = torch.arange(SIZE) + SIZE * page
+                assert torch.equal(self.positions[layer, where], want)
+
+
+def restore_random_pages(exchange: Exchange) -> int:
+    """Several restores, of one or many chunks; returns how many were right."""
+    for chunk_pages in (1, 3, 16):
+        rank = Rank(exchange, chunk_pages)
+        for seed in range(4):  # the same on every rank
+            random = np.random.default_rng(seed)
+            pages = random.permutation(PAGES)[: 1 + 3 * seed].astype(np.int64)
+            slots = torch.from_numpy(random.permutation(PAGES)[: len(pages)])
+            slots = (slots[:, None] * SIZE + torch.arange(SIZE)).flatten()
+            with current_is(WorkerStream("engine")):
+                restore = rank.pipeline.start(pages, slots)
+                for layer in range(LAYERS):
+                    restore.layers[layer].synchronize()
+            rank.assert_restored(pages, slots)
+    return exchange.number
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_rank_gets_the_rows_of_all(ranks: int) -> None:
+    assert run_ranks(restore_random_pages, ranks) == [*range(ranks)]
+
+
+def recompute_and_restore(exchange: Exchange) -> bool:
+    rank, seen = Rank(exchange, 4), []
+
+    def fill(positions: torch.Tensor, slots: torch.Tensor) -> None:
+        seen.append((positions.clone(), slots.clone()))
+        dist.all_reduce(torch.ones(1))  # as the model's own layers do
+
+    pages = np.array([5, 2, 7], np.int64)
+    slots = torch.arange(3 * SIZE)
+    restore = rank.pipeline.start(pages, slots, Recompute(1, fill))
+    for event in restore.layers:
+        event.synchronize()
+    rank.assert_restored(pages, slots, first=1)
+    positions = torch.from_numpy((pages[:, None] * SIZE + np.arange(SIZE)).ravel())
+    # Recomputation is given the tokens in the order of the sequence.
+    return len(seen) == 1 and torch.equal(seen[0][0], positions) and torch.equal(seen[0][1], slots)
+
+
+def test_first_layers_are_recomputed_beside_an_exchange() -> None:
+    assert run_ranks(recompute_and_restore, 2) == [True, True]
+
+
+def fail_on_one_rank(exchange: Exchange) -> list[str]:
+    """Rank 1 cannot read its pages in the first restore; the second restore is fine."""
+    rank = Rank(exchange, 16)
+    whole = rank.pipeline._gather
+
+    def broken(*arguments: Any) -> None:
+        raise OSError("no such page")
+
+    told = []
+    for gather in (broken if exchange.number == 1 else whole, whole):
+        rank.pipeline._gather = gather
+        restore = rank.pipeline.start(np.arange(4), torch.arange(4 * SIZE))
+        try:
+            restore.layers[-1].synchronize()
+            told.append("restored")
+        except StreamFailed as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_restore_that_fails_on_one_rank_fails_on_all_and_nobody_waits_for_ever() -> None:
+    healthy, failed = run_ranks(fail_on_one_rank, 2)
+    assert "ExchangeFailed" in healthy[0] and "another rank failed" in healthy[0]
+    assert "ExchangeFailed" in failed[0] and "no such page" in failed[0]
+
+
+def whole_and_check(exchange: Exchange) -> list[Any]:
+    own = torch.full((3,), exchange.number, dtype=torch.uint8)
+    swapped = Exchange(1 - exchange.number, exchange._cpu_group)
+    return [exchange.whole(own).tolist(), exchange.check("cpu"), swapped.check("cpu")]
+
+
+def test_whole_and_the_check_at_start() -> None:
+    for whole, fine, swapped in run_ranks(whole_and_check, 2):
+        assert whole == [0, 0, 0, 1, 1, 1]
+        assert fine is None
+        assert "another order" in swapped
+
+
+def refuse(exchange: Exchange) -> str:
+    def fetch(own: torch.Tensor) -> None:
+        if exchange.number == 0:
+            raise ValueError("lost")
+
+    with pytest.raises(ExchangeFailed) as failed:
+        exchange.gather_now([(torch.zeros((2, 4), dtype=torch.uint8), fetch)] * 3)
+    assert exchange.check("cpu") is None  # nobody is left in a collective
+    return str(failed.value)
+
+
+def test_nobody_gets_what_one_could_not_fetch() -> None:
+    first, second = run_ranks(refuse, 2)
+    assert "ValueError: lost" in first and "another rank failed" in second
