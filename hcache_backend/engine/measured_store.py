@@ -20,9 +20,11 @@ class MeasuredStore(PageStore):
         self.stats = store.stats
         self.counters = metrics.StoreCounters(store.stats)
 
-    def exists(self, namespace: bytes, keys: Sequence[bytes]) -> list[bool]:
+    def exists(
+        self, namespace: bytes, keys: Sequence[bytes], *, share: Share = WHOLE
+    ) -> list[bool]:
         with metrics.timed("l3_exists"):
-            found = self._store.exists(namespace, keys)
+            found = self._store.exists(namespace, keys, share=share)
         metrics.count_lookups("found", sum(found))
         metrics.count_lookups("absent", len(found) - sum(found))
         return found
@@ -48,9 +50,10 @@ class MeasuredStore(PageStore):
         pages: Sequence[Parts],
         *,
         subset: Subset | None = None,
+        share: Share = WHOLE,
     ) -> list[bool]:
         with metrics.timed("l3_read"):
-            found = self._store.get(namespace, keys, pages, subset=subset)
+            found = self._store.get(namespace, keys, pages, subset=subset, share=share)
         self.counters.publish(now=True)
         return found
 

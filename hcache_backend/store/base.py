@@ -139,8 +139,13 @@ class PageStore(Protocol):
 
     stats: StoreStats
 
-    def exists(self, namespace: bytes, keys: Sequence[bytes]) -> list[bool]:
-        """Whether each page is there (it may still turn out to be damaged when read)."""
+    def exists(
+        self, namespace: bytes, keys: Sequence[bytes], *, share: Share = WHOLE
+    ) -> list[bool]:
+        """Whether the share of each page is there, in files of whatever shares.
+
+        It may still turn out to be damaged when it is read.
+        """
         ...
 
     def put(
@@ -152,17 +157,24 @@ class PageStore(Protocol):
         share: Share = WHOLE,
         table: SegmentTable | None = None,
     ) -> list[bool]:
-        """Store pages; False for a page that was not stored (the counters say why).
+        """Store a share of pages; False for a page that was not stored (the counters say why).
 
-        When it returns, the memory of ``pages`` may change.
+        When it returns, the memory of ``pages`` may change. What is there already, in files of
+        whatever shares, is not written again.
 
         Args:
             namespace: 16 bytes.
             keys: 32 bytes each, in the order of the sequence: neighbours go to different folders.
-            pages: The memory of the whole page, whatever the share.
-            share: The tokens of every page to be stored by this call.
-            table: How the pages divide; needed for shares and for reading parts of a layer.
+            pages: The memory of the payload of the share: segments that do not divide, and of the
+                others the blocks of the share's eighths, in the order of the page, with nothing
+                between. The payload of the whole page is the page.
+            share: The tokens of every page that the caller has.
+            table: How the whole page divides; a must for shares and for reading parts of a layer.
                 Without it every part is one segment.
+
+        Raises:
+            ValueError: Names of a wrong length, no such share, a share without a table, or memory
+                of another length than that of the payload.
         """
         ...
 
@@ -173,11 +185,23 @@ class PageStore(Protocol):
         pages: Sequence[Parts],
         *,
         subset: Subset | None = None,
+        share: Share = WHOLE,
     ) -> list[bool]:
-        """Read pages into the given memory, whose length must be that of the whole page.
+        """Read a share of pages, from files of whatever shares.
 
         False is a miss; the memory of that page then holds anything. With ``subset`` only the
-        memory of the wanted segments and eighths is written.
+        memory of the wanted segments and eighths is written. Where neither the share nor the
+        subset leaves an eighth, there is nothing to be had: a miss.
+
+        Args:
+            namespace: 16 bytes.
+            keys: 32 bytes each.
+            pages: The memory of the payload of the share (see :meth:`put`), of just that length.
+            subset: What is wanted of the share; None means all.
+            share: The tokens of every page that the caller has memory for.
+
+        Raises:
+            ValueError: Names of a wrong length, or no such share.
         """
         ...
 

@@ -15,7 +15,9 @@ import lmdb
 Buffer = memoryview | bytearray | bytes
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_MAX_VECTORS = 1024
+MAX_VECTORS = 1024
+"""The pieces of memory that one system call takes; the rest is for the next."""
+
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -35,11 +37,11 @@ class FileOps:
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """``preadv``; may read less than asked for."""
-        return os.preadv(fd, buffers[:_MAX_VECTORS], offset)
+        return os.preadv(fd, buffers[:MAX_VECTORS], offset)
 
     def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         """``pwritev``; may write less than asked for."""
-        return os.pwritev(fd, buffers[:_MAX_VECTORS], offset)
+        return os.pwritev(fd, buffers[:MAX_VECTORS], offset)
 
     def rename(self, source: str, source_fd: int, target: str, target_fd: int) -> None:
         """Rename, replacing what stands there."""

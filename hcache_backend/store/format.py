@@ -127,8 +127,7 @@ def file_layout(table: SegmentTable, share: Share) -> FileLayout:
     Raises:
         ValueError: No such share, or a share of a page with segments that do not divide only.
     """
-    if share.of not in SHARE_COUNTS or not 0 <= share.number < share.of:
-        raise ValueError(f"share {share.number} of {share.of}: there are 1, 2, 4 or 8")
+    check_share(share)
     blocks = []
     page_offset = payload_offset = 0
     for number, (length, planes) in enumerate(table.segments):
@@ -143,6 +142,26 @@ def file_layout(table: SegmentTable, share: Share) -> FileLayout:
         page_offset += length
     used = _SEGMENTS + _SEGMENT.size * len(table.segments) + 8 * len(blocks)
     return FileLayout(round_up(used), payload_offset, tuple(blocks))
+
+
+def check_share(share: Share) -> None:
+    """Refuse what is no share.
+
+    Raises:
+        ValueError: Not a number below 1, 2, 4 or 8.
+    """
+    if share.of not in SHARE_COUNTS or not 0 <= share.number < share.of:
+        raise ValueError(f"share {share.number} of {share.of}: there are 1, 2, 4 or 8")
+
+
+@lru_cache(maxsize=256)
+def payload_offsets(table: SegmentTable, share: Share) -> dict[int, int]:
+    """Where in the payload of ``share`` every block of it begins, by its offset in the page.
+
+    Raises:
+        ValueError: As :func:`file_layout`.
+    """
+    return {block.page_offset: block.payload_offset for block in file_layout(table, share).blocks}
 
 
 def pack_header(

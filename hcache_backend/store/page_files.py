@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from hcache_backend.store.base import (
-    ALL_EIGHTHS,
-    WHOLE,
-    SegmentTable,
-    Share,
-    Subset,
-)
+from hcache_backend.store.base import ALL_EIGHTHS, SegmentTable
 from hcache_backend.store.folder import Folder
 from hcache_backend.store.format import (
     BLOCK,
@@ -26,10 +21,34 @@ from hcache_backend.store.format import (
     header_length,
     pack_header,
     parse_header,
+    payload_offsets,
     round_up,
 )
 from hcache_backend.store.index import Entry, Record
 from hcache_backend.store.page_io import PageIO, PageMemory
+
+
+class Wanted(NamedTuple):
+    """What is wanted of one page file.
+
+    Attributes:
+        segments: Numbers of the segments; None means all.
+        eighths: Bit mask of the eighths of those that divide by tokens.
+        undivided: Whether those that do not divide are wanted of this file: every file of a page
+            has them, and one of them is enough.
+    """
+
+    segments: frozenset[int] | None
+    eighths: int
+    undivided: bool
+
+    def has(self, block: Block) -> bool:
+        """Whether a block is wanted."""
+        if self.segments is not None and block.segment not in self.segments:
+            return False
+        if block.eighths == ALL_EIGHTHS:
+            return self.undivided
+        return bool(block.eighths & self.eighths)
 
 
 class Outcome(Enum):
@@ -93,10 +112,9 @@ def write_page(
     names: tuple[bytes, bytes, bytes],
     memory: PageMemory,
     table: SegmentTable,
-    share: Share,
     stamp: int,
 ) -> Written:
-    """Write a share of a page to a file in the session folder.
+    """Write the share of a page that is in ``memory`` to a file in the session folder.
 
     Args:
         names: Namespace, key, writer.
@@ -105,6 +123,7 @@ def write_page(
         OSError: It could not be written; nothing is left of it.
     """
     namespace, key, writer = names
+    share = memory.share
     layout = file_layout(table, share)
     header = io.scratch.header(layout.header_bytes)
     pack_header(
@@ -114,12 +133,9 @@ def write_page(
         namespace,
         key,
         writer,
-        lambda block: memory.digest(block.page_offset, block.length),
+        lambda block: memory.digest(block.payload_offset, block.length),
     )
-    if share == WHOLE:
-        pieces = memory.pieces(0, memory.length)
-    else:
-        pieces = [piece for run in _runs(layout.blocks) for piece in memory.pieces(*_span(run))]
+    pieces = memory.pieces(0, memory.length)
     temporary = folder.temporary_name()
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | folder.alignment.flags
     try:
@@ -148,9 +164,13 @@ def read_page(
     io: PageIO,
     entry: Entry,
     memory: PageMemory,
-    subset: Subset | None,
+    wanted: Wanted,
 ) -> Reading:
-    """Read and verify what ``subset`` wants (None: everything) of a page file."""
+    """Read and verify what is wanted of a page file, into the memory of the same or another share.
+
+    Args:
+        wanted: No other eighths than those of the memory's share.
+    """
     shard, name = file_name(entry.namespace, entry.key, entry.record.share)
     identity = None
     try:
@@ -163,9 +183,10 @@ def read_page(
                 raise DamagedFileError(
                     f"it has {status.st_size} bytes, not {entry.record.file_bytes}"
                 )
-            if subset is None and entry.record.share == WHOLE:
-                return _read_whole(folder, io, fd, entry, memory, identity)
-            return _read_blocks(folder, io, fd, entry, memory, subset or Subset(), identity)
+            share = entry.record.share
+            if share == memory.share and wanted == Wanted(None, share.eighths, True):
+                return _read_all(folder, io, fd, entry, memory, identity)
+            return _read_blocks(folder, io, fd, entry, memory, wanted, identity)
         finally:
             folder.ops.close(fd)
     except FileNotFoundError as error:
@@ -206,15 +227,13 @@ def check_names(header: Header, entry: Entry) -> None:
         raise DamagedFileError("it is the file of something else")
 
 
-def _read_whole(
+def _read_all(
     folder: Folder, io: PageIO, fd: int, entry: Entry, memory: PageMemory, identity: Identity
 ) -> Reading:
+    """Read a file whose payload is just what the memory is for, in one go."""
     record = entry.record
     if record.payload_bytes != memory.length:
-        return Reading(
-            Outcome.OTHER_SIZE,
-            reason=f"it has {record.payload_bytes} bytes, the memory {memory.length}",
-        )
+        return _other_size(record.payload_bytes, memory, identity)
     header_memory = io.scratch.header(record.header_bytes)
     padding = round_up(record.payload_bytes) - record.payload_bytes
     pieces = [header_memory, *memory.pieces(0, memory.length)]
@@ -225,8 +244,7 @@ def _read_whole(
     header = parse_header(header_memory)
     check_names(header, entry)
     for block, digest in zip(header.layout.blocks, header.digests, strict=True):
-        if memory.digest(block.page_offset, block.length) != digest:
-            raise DamagedFileError(f"checksum of segment {block.segment}")
+        _verify(memory, block, block.payload_offset, digest)
     return Reading(Outcome.HIT, memory.length, copied, identity=identity)
 
 
@@ -236,59 +254,69 @@ def _read_blocks(
     fd: int,
     entry: Entry,
     memory: PageMemory,
-    subset: Subset,
+    wanted: Wanted,
     identity: Identity,
 ) -> Reading:
+    """Read the wanted blocks of a file to where the memory has them."""
     header = read_header(folder, io, fd)
     check_names(header, entry)
-    if header.table.page_bytes != memory.length:
-        return Reading(
-            Outcome.OTHER_SIZE,
-            reason=f"it has {header.table.page_bytes} bytes, the memory {memory.length}",
-        )
+    payload_bytes = file_layout(header.table, memory.share).payload_bytes
+    if payload_bytes != memory.length:
+        return _other_size(payload_bytes, memory, identity)
     digests = dict(zip(header.layout.blocks, header.digests, strict=True))
-    wanted = [block for block in header.layout.blocks if _is_wanted(block, subset)]
+    places = payload_offsets(header.table, memory.share)
     read = copied = 0
-    for run in _runs(wanted):
+    for run in _runs([block for block in header.layout.blocks if wanted.has(block)]):
         offset = header.layout.header_bytes + run[0].payload_offset
-        pieces = memory.pieces(*_span(run))
+        pieces = [
+            piece
+            for start, length in _stretches(run, places)
+            for piece in memory.pieces(start, length)
+        ]
         filled, run_copied = io.read(fd, offset, pieces, folder.alignment)
         _must_fill((filled, run_copied))
         for block in run:
-            if memory.digest(block.page_offset, block.length) != digests[block]:
-                raise DamagedFileError(f"checksum of segment {block.segment}")
-        read += _span(run)[1]
+            _verify(memory, block, places[block.page_offset], digests[block])
+            read += block.length
         copied += run_copied
     return Reading(Outcome.HIT, read, copied, identity=identity)
 
 
-def _is_wanted(block: Block, subset: Subset) -> bool:
-    if subset.segments is not None and block.segment not in subset.segments:
-        return False
-    # A block that does not divide by tokens is wanted by whoever wants its segment.
-    return block.eighths == ALL_EIGHTHS or bool(block.eighths & subset.eighths)
+def _other_size(payload_bytes: int, memory: PageMemory, identity: Identity) -> Reading:
+    share = memory.share
+    reason = (
+        f"share {share.number} of {share.of} has {payload_bytes} bytes, the memory {memory.length}"
+    )
+    return Reading(Outcome.OTHER_SIZE, reason=reason, identity=identity)
 
 
-def _runs(blocks: tuple[Block, ...] | list[Block]) -> list[list[Block]]:
-    """Blocks that follow each other both in the page and in the file, together."""
+def _verify(memory: PageMemory, block: Block, start: int, digest: int) -> None:
+    if memory.digest(start, block.length) != digest:
+        raise DamagedFileError(f"checksum of segment {block.segment}")
+
+
+def _runs(blocks: Sequence[Block]) -> list[list[Block]]:
+    """Blocks that follow each other in the file, together: one reading each."""
     runs: list[list[Block]] = []
     for block in blocks:
-        last = runs[-1][-1] if runs else None
-        if (
-            last is not None
-            and last.page_offset + last.length == block.page_offset
-            and last.payload_offset + last.length == block.payload_offset
-        ):
+        if runs and runs[-1][-1].payload_offset + runs[-1][-1].length == block.payload_offset:
             runs[-1].append(block)
         else:
             runs.append([block])
     return runs
 
 
-def _span(run: list[Block]) -> tuple[int, int]:
-    """Where a run begins in the page, and its length."""
-    start = run[0].page_offset
-    return start, run[-1].page_offset + run[-1].length - start
+def _stretches(run: Sequence[Block], places: dict[int, int]) -> list[tuple[int, int]]:
+    """Where the blocks of a run go in the memory, as few stretches: their starts and lengths."""
+    stretches: list[tuple[int, int]] = []
+    for block in run:
+        place = places[block.page_offset]
+        if stretches and sum(stretches[-1]) == place:
+            start, length = stretches[-1]
+            stretches[-1] = (start, length + block.length)
+        else:
+            stretches.append((place, block.length))
+    return stretches
 
 
 def _must_fill(result: tuple[bool, int]) -> None:

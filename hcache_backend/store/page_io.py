@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from hcache_backend.store.base import Parts
-from hcache_backend.store.file_ops import FileOps
+from hcache_backend.store.base import WHOLE, Parts, Share
+from hcache_backend.store.file_ops import MAX_VECTORS, FileOps
 from hcache_backend.store.format import BLOCK, round_up
 
 
@@ -43,15 +43,21 @@ BUFFERED = Alignment(0, 1, 1)
 
 
 class PageMemory:
-    """The memory of one page, addressed by offsets in the page."""
+    """The memory of a share of one page, addressed by offsets in the payload of the share.
 
-    def __init__(self, parts: Parts) -> None:
+    Args:
+        parts: The memory.
+        share: The share; of the whole page the payload is the page itself.
+    """
+
+    def __init__(self, parts: Parts, share: Share = WHOLE) -> None:
+        self.share = share
         self._parts = [part for part in parts if part.nbytes]
         self._ends = list(accumulate(part.nbytes for part in self._parts))
         self.length = self._ends[-1] if self._ends else 0
 
     def pieces(self, start: int, length: int) -> list[memoryview]:
-        """The memory of ``length`` bytes of the page from ``start`` on."""
+        """The memory of ``length`` bytes of the payload from ``start`` on."""
         if len(self._parts) == 1:
             return [self._parts[0][start : start + length]]
         found = []
@@ -67,7 +73,7 @@ class PageMemory:
         return found
 
     def digest(self, start: int, length: int) -> int:
-        """xxh3-64 of a stretch of the page."""
+        """xxh3-64 of a stretch of the payload."""
         pieces = self.pieces(start, length)
         if len(pieces) == 1:
             return xxhash.xxh3_64_intdigest(pieces[0])
@@ -173,12 +179,13 @@ class PageIO:
         """Bytes read until the pieces were full or the file ended."""
         done = 0
         while pieces:
+            asked = sum(piece.nbytes for piece in pieces[:MAX_VECTORS])
             got = self._ops.read(fd, pieces, offset + done)
             if got <= 0:
                 break
             done += got
             pieces = _advance(pieces, got)
-            if pieces and done % BLOCK:
+            if got < asked and done % BLOCK:
                 break  # a file that ends within a block has ended
         return done
 

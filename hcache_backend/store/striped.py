@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.store.base import (
-    ALL_EIGHTHS,
     WHOLE,
     PageStore,
     Parts,
@@ -27,12 +26,13 @@ from hcache_backend.store.base import (
 )
 from hcache_backend.store.batch import Batch
 from hcache_backend.store.caretaker import Caretaker
+from hcache_backend.store.cover import cover
 from hcache_backend.store.file_ops import FileOps
 from hcache_backend.store.folder import NotOurFolderError
-from hcache_backend.store.format import check_names, check_writer, file_layout
+from hcache_backend.store.format import check_names, check_share, check_writer, file_layout
 from hcache_backend.store.index import Record
 from hcache_backend.store.kvikio_ops import best_file_ops
-from hcache_backend.store.page_files import Written
+from hcache_backend.store.page_files import Wanted, Written
 from hcache_backend.store.page_io import PageMemory
 from hcache_backend.store.problems import ProblemLog
 from hcache_backend.store.volume import Volume
@@ -57,6 +57,10 @@ class _Write(NamedTuple):
     memory: PageMemory
     table: SegmentTable
 
+    @property
+    def file_bytes(self) -> int:
+        return file_layout(self.table, self.memory.share).file_bytes
+
 
 class _Read(NamedTuple):
     """A page file on its way to memory."""
@@ -65,6 +69,7 @@ class _Read(NamedTuple):
     key: bytes
     record: Record
     memory: PageMemory
+    wanted: Wanted
 
 
 class StripedPageStore(PageStore):
@@ -111,10 +116,21 @@ class StripedPageStore(PageStore):
             [Caretaker(volume, config) for volume in self.volumes] if background else []
         )
 
-    def exists(self, namespace: bytes, keys: Sequence[bytes]) -> list[bool]:
+    def exists(
+        self, namespace: bytes, keys: Sequence[bytes], *, share: Share = WHOLE
+    ) -> list[bool]:
         keys = list(keys)
         check_names(namespace, keys)
-        return [mask == ALL_EIGHTHS for mask in self._coverage(namespace, keys)]
+        check_share(share)
+        missing = [share.eighths] * len(keys)
+        for volume in self.volumes:
+            numbers = [number for number, mask in enumerate(missing) if mask]
+            if not numbers:
+                break
+            masks = volume.coverage(namespace, [keys[number] for number in numbers])
+            for number, mask in zip(numbers, masks, strict=True):
+                missing[number] &= ~mask
+        return [not mask for mask in missing]
 
     def put(
         self,
@@ -127,6 +143,7 @@ class StripedPageStore(PageStore):
     ) -> list[bool]:
         keys = list(keys)
         check_names(namespace, keys)
+        check_share(share)
         if len(pages) != len(keys):
             raise ValueError(f"{len(pages)} pages for {len(keys)} keys")
         deadline = time.monotonic() + self._config.write_seconds
@@ -147,7 +164,7 @@ class StripedPageStore(PageStore):
                 # By its place in the sequence, so that what is stored already keeps its turn.
                 placed.setdefault((start + item.number) % len(volumes), []).append(item)
             placed_on = [(volumes[place], items) for place, items in placed.items()]
-            finish = self._begin(namespace, placed_on, share, deadline, done)
+            finish = self._begin(namespace, placed_on, deadline, done)
             if before is not None:
                 before()
             before = finish
@@ -164,17 +181,19 @@ class StripedPageStore(PageStore):
         pages: Sequence[Parts],
         *,
         subset: Subset | None = None,
+        share: Share = WHOLE,
     ) -> list[bool]:
         keys = list(keys)
         check_names(namespace, keys)
+        check_share(share)
         if len(pages) != len(keys):
             raise ValueError(f"{len(pages)} pages for {len(keys)} keys")
-        plan = self._plan(namespace, keys, pages, subset)
+        plan = self._plan(namespace, keys, pages, subset or Subset(), share)
         planned = {item.number for items in plan.values() for item in items}
         found = [number in planned for number in range(len(keys))]
         batches = []
         for place, items in plan.items():
-            batch = self._start_reading(self.volumes[place], namespace, items, subset)
+            batch = self._start_reading(self.volumes[place], namespace, items)
             batches.append((items, batch))
         deadline = time.monotonic() + self._config.read_seconds
         for items, batch in batches:
@@ -230,28 +249,13 @@ class StripedPageStore(PageStore):
         if len(failures) == len(self.volumes):
             raise failures[0]
 
-    def _coverage(self, namespace: bytes, keys: Sequence[bytes]) -> list[int]:
-        first, *others = self.volumes
-        masks = first.coverage(namespace, keys)
-        for volume in others:
-            missing = [number for number, mask in enumerate(masks) if mask != ALL_EIGHTHS]
-            if not missing:
-                break
-            more = volume.coverage(namespace, [keys[number] for number in missing])
-            for number, mask in zip(missing, more, strict=True):
-                masks[number] |= mask
-        return masks
-
     def _already_stored(self, namespace: bytes, keys: Sequence[bytes], share: Share) -> list[bool]:
         """Which pages need not be written again; their files are looked for, not only entries."""
-        stored = [False] * len(keys)
-        for volume in self.volumes:
-            for number, records in enumerate(volume.lookup(namespace, keys)):
-                for record in records:
-                    name = (namespace, keys[number], record.share)
-                    if record.share in (share, WHOLE) and volume.holds_file(name):
-                        stored[number] = True
-                        volume.touch(name)
+        covers = cover(self.volumes, namespace, keys, share.eighths, Volume.holds_file)
+        for key, pieces in zip(keys, covers, strict=True):
+            for piece in pieces:
+                self.volumes[piece.place].touch((namespace, key, piece.record.share))
+        stored = [bool(pieces) for pieces in covers]
         self.stats.add(pages_already_stored=sum(stored))
         return stored
 
@@ -269,21 +273,20 @@ class StripedPageStore(PageStore):
         self,
         namespace: bytes,
         placed: Sequence[tuple[Volume, list[_Write]]],
-        share: Share,
         deadline: float,
         done: list[bool],
     ) -> Callable[[], None]:
         """Start writing a group; what is returned waits for it and names the pages."""
         started: list[tuple[Volume, list[_Write], Batch[_Write, Written | None]]] = []
         for volume, items in placed:
-            incoming = sum(file_layout(item.table, share).file_bytes for item in items)
+            incoming = sum(item.file_bytes for item in items)
             if not volume.make_room(incoming, deadline - time.monotonic()):
                 self.stats.add(pages_dropped_full=len(items))
                 self._problems.report("full", f"{volume.path} is full; pages are not stored")
                 continue
 
             def work(item: _Write, volume: Volume = volume) -> Written | None:
-                return volume.write(namespace, item.key, item.memory, item.table, share)
+                return volume.write(namespace, item.key, item.memory, item.table)
 
             batch = Batch(items, work, volume.abandon)
             batch.start(volume.writers, self._config.io_threads)
@@ -319,36 +322,26 @@ class StripedPageStore(PageStore):
         namespace: bytes,
         keys: Sequence[bytes],
         pages: Sequence[Parts],
-        subset: Subset | None,
+        subset: Subset,
+        share: Share,
     ) -> dict[int, list[_Read]]:
         """Which page files to read, by folder; pages that are not there are left out."""
-        wanted = subset.eighths if subset else ALL_EIGHTHS
-        missing = [wanted] * len(keys)
-        chosen: list[list[tuple[int, Record]]] = [[] for _ in keys]
-        for place, volume in enumerate(self.volumes):
-            numbers = [number for number, mask in enumerate(missing) if mask]
-            if not numbers:
-                break
-            found = volume.lookup(namespace, [keys[number] for number in numbers])
-            for number, records in zip(numbers, found, strict=True):
-                for record in sorted(records, key=lambda record: record.share.of):
-                    if record.share.eighths & missing[number]:
-                        chosen[number].append((place, record))
-                        missing[number] &= ~record.share.eighths
         plan: dict[int, list[_Read]] = {}
-        for number, files in enumerate(chosen):
-            if not missing[number]:
-                memory = PageMemory(pages[number])
-                for place, record in files:
-                    item = _Read(number, keys[number], record, memory)
-                    plan.setdefault(place, []).append(item)
+        covers = cover(self.volumes, namespace, keys, subset.eighths & share.eighths)
+        for number, pieces in enumerate(covers):
+            memory = PageMemory(pages[number], share)
+            for order, (place, record, eighths) in enumerate(pieces):
+                # What every share repeats comes from one file: two would race for its memory.
+                wanted = Wanted(subset.segments, eighths, undivided=order == 0)
+                item = _Read(number, keys[number], record, memory, wanted)
+                plan.setdefault(place, []).append(item)
         return plan
 
     def _start_reading(
-        self, volume: Volume, namespace: bytes, items: list[_Read], subset: Subset | None
+        self, volume: Volume, namespace: bytes, items: list[_Read]
     ) -> Batch[_Read, bool]:
         def work(item: _Read) -> bool:
-            return volume.read(namespace, item.key, item.record, item.memory, subset)
+            return volume.read(namespace, item.key, item.record, item.memory, item.wanted)
 
         batch = Batch(items, work)
         batch.start(volume.readers, self._config.io_threads)
@@ -372,12 +365,17 @@ def open_store(config: HCacheConfig, writer: bytes) -> PageStore:
 def _write(
     number: int, key: bytes, parts: Parts, table: SegmentTable | None, share: Share
 ) -> _Write:
-    memory = PageMemory(parts)
+    memory = PageMemory(parts, share)
     if table is None:
+        if share != WHOLE:
+            raise ValueError(f"share {share.number} of {share.of} without a table of the page")
         table = SegmentTable.of_parts(parts)
-    if table.page_bytes != memory.length:
-        raise ValueError(f"a page of {memory.length} bytes, a table of {table.page_bytes}")
-    file_layout(table, share)
+    payload_bytes = file_layout(table, share).payload_bytes
+    if payload_bytes != memory.length:
+        raise ValueError(
+            f"memory of {memory.length} bytes for share {share.number} of {share.of} of a page; "
+            f"by its table it has {payload_bytes}"
+        )
     return _Write(number, key, memory, table)
 
 

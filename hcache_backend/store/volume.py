@@ -17,7 +17,7 @@ from typing import TypeVar
 import lmdb
 
 from hcache_backend.config import HCacheConfig
-from hcache_backend.store.base import SegmentTable, Share, StoreStats, Subset
+from hcache_backend.store.base import SegmentTable, Share, StoreStats
 from hcache_backend.store.bounds import Bounds, evict
 from hcache_backend.store.file_ops import FileOps
 from hcache_backend.store.folder import Folder
@@ -27,6 +27,7 @@ from hcache_backend.store.page_files import (
     Identity,
     Outcome,
     Reading,
+    Wanted,
     Written,
     read_page,
     remove_temporary,
@@ -100,13 +101,13 @@ class Volume(Presence):
         key: bytes,
         record: Record,
         memory: PageMemory,
-        subset: Subset | None,
+        wanted: Wanted,
     ) -> bool:
-        """Read a page file into ``memory``; False is a miss."""
+        """Read what is wanted of a page file into ``memory``; False is a miss."""
         entry = Entry(namespace, key, record)
         try:
             with self.use() as folder:
-                reading = read_page(folder, self.io, entry, memory, subset)
+                reading = read_page(folder, self.io, entry, memory, wanted)
                 if reading.outcome in (Outcome.DAMAGED, Outcome.GONE):
                     self._discard(folder, entry, reading)
         except OSError:
@@ -128,18 +129,13 @@ class Volume(Presence):
         return False
 
     def write(
-        self,
-        namespace: bytes,
-        key: bytes,
-        memory: PageMemory,
-        table: SegmentTable,
-        share: Share,
+        self, namespace: bytes, key: bytes, memory: PageMemory, table: SegmentTable
     ) -> Written | None:
-        """Write a page to a nameless file; None when that fails. :meth:`commit` names it."""
+        """Write a share to a nameless file; None when that fails. :meth:`commit` names it."""
         names = (namespace, key, self._writer)
         try:
             with self.use() as folder:
-                written = write_page(folder, self.io, names, memory, table, share, time.time_ns())
+                written = write_page(folder, self.io, names, memory, table, time.time_ns())
         except OfflineError:
             self._stats.add(pages_dropped_offline=1)
             return None

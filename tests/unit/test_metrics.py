@@ -15,7 +15,7 @@ from hcache_backend.store.base import StoreStats
 
 class Store:
     stats = StoreStats()
-    def exists(self, namespace, keys):
+    def exists(self, namespace, keys, *, share):
         return [True]
 
 logging.basicConfig(stream=sys.stdout)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from hcache_backend.config import HCacheConfig, parse_config
+from hcache_backend.store.base import SegmentTable, Share
 from hcache_backend.store.file_ops import FileOps
 from hcache_backend.store.format import parse_name
 from hcache_backend.store.striped import StripedPageStore
@@ -26,6 +27,19 @@ def key(number: int) -> bytes:
 def content(name: bytes, size: int = PAGE, version: int = 0) -> bytes:
     """What the page with this key holds."""
     return np.random.default_rng([*name[:8], version]).bytes(size)
+
+
+def payload(page: bytes, table: SegmentTable, share: Share) -> bytes:
+    """The bytes of a page that a share has."""
+    found, start = [], 0
+    for length, planes in table.segments:
+        segment = np.frombuffer(page, np.uint8, length, start)
+        if planes:
+            shares = segment.reshape(planes, share.of, -1)
+            segment = shares[:, share.number].reshape(-1)
+        found.append(segment.tobytes())
+        start += length
+    return b"".join(found)
 
 
 def memory(data: bytes | int, shift: int = 0) -> memoryview:

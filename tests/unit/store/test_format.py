@@ -16,6 +16,7 @@ from store_testing import (
     memory,
     open_quiet,
     page_files,
+    payload,
     put,
 )
 
@@ -170,7 +171,8 @@ def test_a_page_exists_when_its_shares_cover_it(store: StripedPageStore, count: 
     for number in range(count):
         assert store.exists(NAMESPACE, [key(1)]) == [False]
         share = Share(number, count)
-        stored = store.put(NAMESPACE, [key(1)], [[memory(original)]], share=share, table=LAYERS)
+        mine = memory(payload(original, LAYERS, share))
+        stored = store.put(NAMESPACE, [key(1)], [[mine]], share=share, table=LAYERS)
         assert stored == [True]
     assert store.exists(NAMESPACE, [key(1)]) == [True]
     target = memory(LAYERS.page_bytes)
@@ -181,13 +183,16 @@ def test_a_page_exists_when_its_shares_cover_it(store: StripedPageStore, count: 
 def test_shares_of_different_counts_cover_together(store: StripedPageStore) -> None:
     original = content(key(1), LAYERS.page_bytes)
     for share in (Share(0, 2), Share(2, 4), Share(6, 8)):
-        store.put(NAMESPACE, [key(1)], [[memory(original)]], share=share, table=LAYERS)
+        mine = memory(payload(original, LAYERS, share))
+        store.put(NAMESPACE, [key(1)], [[mine]], share=share, table=LAYERS)
     target = memory(LAYERS.page_bytes)
     assert store.exists(NAMESPACE, [key(1)]) == [False]
     assert store.get(NAMESPACE, [key(1)], [[target]]) == [False]
     first_seven = Subset(eighths=0b0111_1111)
     assert store.get(NAMESPACE, [key(1)], [[target]], subset=first_seven) == [True]
-    store.put(NAMESPACE, [key(1)], [[memory(original)]], share=Share(7, 8), table=LAYERS)
+    last = Share(7, 8)
+    mine = memory(payload(original, LAYERS, last))
+    store.put(NAMESPACE, [key(1)], [[mine]], share=last, table=LAYERS)
     assert store.exists(NAMESPACE, [key(1)]) == [True]
     assert store.get(NAMESPACE, [key(1)], [[target]]) == [True]
     assert bytes(target) == original

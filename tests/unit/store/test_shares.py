@@ -1,0 +1,342 @@
+"""Shares of pages: every rank has the memory of its own share, and reads what others wrote."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from store_testing import NAMESPACE, content, key, memory, open_quiet, page_files, payload
+
+from hcache_backend.store.base import (
+    ALL_EIGHTHS,
+    WHOLE,
+    Segment,
+    SegmentTable,
+    Share,
+    Subset,
+)
+from hcache_backend.store.file_ops import MAX_VECTORS, FileOps
+from hcache_backend.store.format import file_layout
+from hcache_backend.store.striped import StripedPageStore
+
+LAYERS = SegmentTable(
+    (Segment(4096, 0), Segment(32768, 1), Segment(65536, 2), Segment(4096, 0), Segment(32768, 1))
+)
+UNTOUCHED = 0xEE
+
+COUNTS = (1, 2, 4, 8)
+SHARES = [Share(number, of) for of in COUNTS for number in range(of)]
+
+segments = st.builds(
+    lambda planes, unit: Segment(unit * 8 * max(planes, 1), planes),
+    st.integers(0, 2),
+    st.sampled_from([1, 3, 64, 511, 512, 4096]),
+)
+tables = st.lists(segments, min_size=1, max_size=5).map(lambda found: SegmentTable(tuple(found)))
+some_shares = st.sampled_from(SHARES)
+
+
+@pytest.fixture(scope="module")
+def shared_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StripedPageStore]:
+    """A store for many examples: opening one for each would take the time."""
+    folder = tmp_path_factory.mktemp("shares")
+    store = open_quiet(folder / "a", folder / "b", buffer_bytes=8192)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[StripedPageStore]:
+    store = open_quiet(tmp_path / "store")
+    yield store
+    store.close()
+
+
+def split(view: memoryview, cut: int) -> list[memoryview]:
+    """A page's memory in two parts."""
+    cut = min(cut, len(view))
+    return [view[:cut], view[cut:]]
+
+
+def put_share(
+    store: StripedPageStore,
+    share: Share,
+    table: SegmentTable = LAYERS,
+    *,
+    page: bytes | None = None,
+    cut: int = 0,
+    shift: int = 0,
+) -> bool:
+    """Store a share of page 1, from the memory that a rank has."""
+    page = content(key(1), table.page_bytes) if page is None else page
+    view = memory(payload(page, table, share), shift)
+    [stored] = store.put(NAMESPACE, [key(1)], [split(view, cut)], share=share, table=table)
+    view[:] = bytes(len(view))
+    return stored
+
+
+def get_share(
+    store: StripedPageStore,
+    share: Share,
+    table: SegmentTable = LAYERS,
+    subset: Subset | None = None,
+    *,
+    cut: int = 0,
+    shift: int = 0,
+) -> bytes | None:
+    """What a rank finds of page 1; None is a miss."""
+    target = memory(len(payload(bytes(table.page_bytes), table, share)), shift)
+    target[:] = bytes([UNTOUCHED]) * len(target)
+    [found] = store.get(NAMESPACE, [key(1)], [split(target, cut)], subset=subset, share=share)
+    return bytes(target) if found else None
+
+
+def page_with(table: SegmentTable, wanted: Callable[[int, int], bool]) -> bytes:
+    """Page 1, with only the wanted (segment, eighths) and other bytes left alone."""
+    page = content(key(1), table.page_bytes)
+    shown = bytearray([UNTOUCHED]) * len(page)
+    for block in file_layout(table, WHOLE).blocks:
+        if wanted(block.segment, block.eighths):
+            span = slice(block.page_offset, block.page_offset + block.length)
+            shown[span] = page[span]
+    return bytes(shown)
+
+
+def union(shares: Sequence[Share]) -> int:
+    mask = 0
+    for share in shares:
+        mask |= share.eighths
+    return mask
+
+
+@pytest.mark.parametrize("writers", COUNTS)
+@pytest.mark.parametrize("readers", COUNTS)
+def test_any_number_of_ranks_reads_what_any_number_wrote(
+    store: StripedPageStore, writers: int, readers: int
+) -> None:
+    for number in range(writers):
+        assert store.exists(NAMESPACE, [key(1)]) == [False]
+        assert put_share(store, Share(number, writers))
+    for number in range(readers):
+        share = Share(number, readers)
+        assert store.exists(NAMESPACE, [key(1)], share=share) == [True]
+        page = content(key(1), LAYERS.page_bytes)
+        assert get_share(store, share) == payload(page, LAYERS, share)
+
+
+@settings(deadline=None, max_examples=400, suppress_health_check=list(HealthCheck))
+@given(
+    table=tables,
+    written=st.lists(some_shares, max_size=6),
+    share=some_shares,
+    wanted_segments=st.none() | st.frozensets(st.integers(0, 4)),
+    eighths=st.just(ALL_EIGHTHS) | st.integers(0, ALL_EIGHTHS),
+    cut=st.integers(0, 5000),
+    shift=st.sampled_from([0, 0, 8, 512]),
+)
+def test_what_was_written_is_found_and_nothing_else_touched(
+    shared_store: StripedPageStore,
+    table: SegmentTable,
+    written: list[Share],
+    share: Share,
+    wanted_segments: frozenset[int] | None,
+    eighths: int,
+    cut: int,
+    shift: int,
+) -> None:
+    store = shared_store
+    store.clear(NAMESPACE)
+    there = 0
+    for one in written:
+        before = store.stats.pages_written
+        assert put_share(store, one, table, cut=cut, shift=shift)
+        news = bool(one.eighths & ~there)
+        assert store.stats.pages_written - before == news, "what is covered is not written again"
+        there |= one.eighths
+    assert store.exists(NAMESPACE, [key(1)], share=share) == [not share.eighths & ~there]
+    subset = Subset(wanted_segments, eighths)
+    wanted = share.eighths & eighths
+    found = get_share(store, share, table, subset, cut=cut, shift=shift)
+    if not wanted or wanted & ~there:
+        assert found is None
+        return
+
+    def is_wanted(segment: int, block: int) -> bool:
+        named = wanted_segments is None or segment in wanted_segments
+        return named and bool(block & wanted)
+
+    assert found == payload(page_with(table, is_wanted), table, share)
+
+
+@settings(deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))
+@given(
+    writers=st.sampled_from(COUNTS),
+    share=some_shares,
+    data=st.data(),
+    how=st.sampled_from(["bit", "cut", "gone"]),
+)
+def test_a_lost_share_is_a_miss_for_the_ranks_that_need_it(
+    shared_store: StripedPageStore, writers: int, share: Share, data: st.DataObject, how: str
+) -> None:
+    store = shared_store
+    store.clear(NAMESPACE)
+    for number in range(writers):
+        put_share(store, Share(number, writers))
+    lost = Share(data.draw(st.integers(0, writers - 1)), writers)
+    [path] = [
+        path
+        for path in page_files(*(volume.path for volume in store.volumes))
+        if path.name.endswith(f".{lost.number}of{lost.of}.page")
+    ]
+    missing = lost.eighths
+    if how == "bit":
+        layout = file_layout(LAYERS, lost)
+        blocks = [block for block in layout.blocks if block.eighths != ALL_EIGHTHS]
+        block = data.draw(st.sampled_from(blocks))
+        missing = block.eighths
+        changed = bytearray(path.read_bytes())
+        changed[layout.header_bytes + block.payload_offset + block.length - 1] ^= 1
+        path.write_bytes(changed)
+    elif how == "cut":
+        path.write_bytes(path.read_bytes()[:-4096])
+    else:
+        path.unlink()
+    found = get_share(store, share)
+    page = content(key(1), LAYERS.page_bytes)
+    assert found == (None if share.eighths & missing else payload(page, LAYERS, share))
+    if found is None:
+        assert get_share(store, share) is None
+        assert not store.exists(NAMESPACE, [key(1)], share=share)[0], "it is known to be gone"
+
+
+def test_a_damaged_header_segment_costs_the_ranks_that_have_it_of_that_file(
+    store: StripedPageStore,
+) -> None:
+    for number in range(2):
+        put_share(store, Share(number, 2))
+    [path] = [path for path in page_files(store.volumes[0].path) if "1of2" in path.name]
+    changed = bytearray(path.read_bytes())
+    changed[4096 + 100] ^= 1
+    path.write_bytes(changed)
+    page = content(key(1), LAYERS.page_bytes)
+    for share in (Share(0, 1), Share(0, 2), Share(1, 4), Share(2, 4)):
+        found = get_share(store, share)
+        assert found is None or found == payload(page, LAYERS, share)
+        assert share == WHOLE or (found is None) == bool(share.eighths & Share(1, 2).eighths)
+
+
+def test_what_every_share_repeats_is_read_once_and_of_one_file(store: StripedPageStore) -> None:
+    """Two servers may have written other headers; nothing of a page is then half of each."""
+    for number in range(2):
+        page = bytes([number]) * LAYERS.page_bytes
+        assert put_share(store, Share(number, 2), page=page)
+    found = get_share(store, WHOLE)
+    assert found is not None
+    header = found[:4096]
+    assert header in (bytes(4096), bytes([1]) * 4096)
+    assert found[4096 + 32768 + 65536 :][:4096] == header, "both of one file"
+    assert store.stats.bad_pages == 0
+
+
+def test_what_is_covered_is_not_written_again(store: StripedPageStore) -> None:
+    folder = store.volumes[0].path
+    for share in (Share(0, 2), Share(1, 2), WHOLE, Share(3, 4), Share(7, 8)):
+        assert put_share(store, share)
+    assert len(page_files(folder)) == 2
+    assert store.stats.pages_already_stored == 3
+    page_files(folder)[1].unlink()
+    assert put_share(store, Share(1, 4))
+    assert store.stats.pages_already_stored == 4, "the file of the other half is still there"
+    assert put_share(store, Share(3, 4))
+    assert store.stats.pages_written == 3, "an entry without file covers nothing"
+    assert len(page_files(folder)) == 2
+
+
+class CountingOps(FileOps):
+    """Counts the readings of more than a header."""
+
+    def __init__(self) -> None:
+        self.readings: list[int] = []
+
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if sum(map(len, buffers)) > 4096:
+            self.readings.append(len(buffers))
+        return super().read(fd, buffers, offset)
+
+
+def test_aligned_shares_go_straight_between_memory_and_disk(tmp_path: Path) -> None:
+    ops = CountingOps()
+    store = open_quiet(tmp_path / "store", ops=ops)
+    with store.volumes[0].use() as folder:
+        if not folder.alignment.flags:
+            pytest.skip("the file system has no direct I/O")
+    for number in range(2):
+        put_share(store, Share(number, 2))
+    page = content(key(1), LAYERS.page_bytes)
+    ops.readings.clear()
+    assert get_share(store, Share(1, 2)) == payload(page, LAYERS, Share(1, 2))
+    assert ops.readings == [2], "header and payload in one reading, each one piece of memory"
+    ops.readings.clear()
+    assert get_share(store, WHOLE) == page
+    assert ops.readings == [4, 3, 1], "a file in one reading, but for what the other has brought"
+    assert get_share(store, Share(1, 4)) == payload(page, LAYERS, Share(1, 4))
+    assert store.stats.bytes_copied == 0
+    assert get_share(store, Share(1, 2), shift=8) == payload(page, LAYERS, Share(1, 2))
+    assert store.stats.bytes_copied > 0
+    store.close()
+
+
+def test_a_page_in_more_pieces_than_a_system_call_takes_is_read(tmp_path: Path) -> None:
+    class NoDirectOps(FileOps):
+        def open(self, name: str, flags: int, dir_fd: int) -> int:
+            if flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return super().open(name, flags, dir_fd)
+
+    store = open_quiet(tmp_path / "store", ops=NoDirectOps())
+    lengths = [100] * (MAX_VECTORS + 500)
+    data = content(key(1), sum(lengths))
+
+    def pieces(view: memoryview) -> list[memoryview]:
+        return [view[start : start + 100] for start in range(0, len(view), 100)]
+
+    assert store.put(NAMESPACE, [key(1)], [pieces(memory(data))]) == [True]
+    target = memory(len(data))
+    assert store.get(NAMESPACE, [key(1)], [pieces(target)]) == [True]
+    assert bytes(target) == data
+    store.close()
+
+
+@pytest.mark.parametrize("wrong", [Share(2, 2), Share(0, 3), Share(-1, 4), Share(0, 0)])
+def test_what_is_no_share_is_refused(store: StripedPageStore, wrong: Share) -> None:
+    view = memory(LAYERS.page_bytes)
+    calls: list[Callable[[], Any]] = [
+        lambda: store.exists(NAMESPACE, [key(1)], share=wrong),
+        lambda: store.get(NAMESPACE, [key(1)], [[view]], share=wrong),
+        lambda: store.put(NAMESPACE, [key(1)], [[view]], share=wrong, table=LAYERS),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="there are 1, 2, 4 or 8"):
+            call()
+
+
+def test_memory_that_is_not_that_of_the_share_is_refused(store: StripedPageStore) -> None:
+    whole = memory(LAYERS.page_bytes)
+    half = Share(0, 2)
+    with pytest.raises(ValueError, match=r"memory of 139264 bytes for share 0 of 2 .* 73728"):
+        store.put(NAMESPACE, [key(1)], [[whole]], share=half, table=LAYERS)
+    with pytest.raises(ValueError, match="share 0 of 2 without a table"):
+        store.put(NAMESPACE, [key(1)], [[whole]], share=half)
+    for written in (WHOLE, half):
+        put_share(store, written)
+        assert store.get(NAMESPACE, [key(1)], [[whole]], share=half) == [False]
+        assert store.get(NAMESPACE, [key(1)], [[whole[:-8]]]) == [False]
+        page = content(key(1), LAYERS.page_bytes)
+        assert get_share(store, half) == payload(page, LAYERS, half), "the page itself is fine"
+        store.clear(NAMESPACE)
