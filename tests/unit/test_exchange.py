@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +37,7 @@ def run_ranks(work: Ranked, ranks: int) -> list[Any]:
 
 def _rank(rank: int, work: Ranked, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(os.path.join(folder, "store"), ranks)
+    store = dist.FileStore(str(Path(folder) / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     exchange = Exchange.between(range(ranks), "cpu")
     torch.save(work(exchange), Path(folder) / f"{rank}.pt")
