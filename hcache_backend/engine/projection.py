@@ -156,15 +156,15 @@ class LayerProjections:
         self._report()
         self._stale = False
 
-    def racing(self, layers: Iterable[int]) -> str | None:
-        """Why projections of ``layers`` could get in the way of forward passes; on all ranks alike.
+    def racing(self) -> str | None:
+        """Why projections could get in the way of forward passes; the same on all ranks.
 
         A layer without a spec is projected by its attention module, which may talk to the other
         ranks. On a GPU it would do so while a forward pass does.
         """
         if not self._probe.hidden[0].is_cuda or dist.get_world_size(group=self._group) == 1:
             return None
-        generic = [layer for layer in layers if self._projector.specs[layer] is None]
+        generic = [layer for layer, spec in enumerate(self._projector.specs) if spec is None]
         if not generic:
             return None
         return (
@@ -211,7 +211,7 @@ class LayerProjections:
             else:
                 logger.exception("hcache: the search for specs broke")
         self.settle()
-        racing = self.racing(self._runtime.partitioning.layers("hidden"))
+        racing = self.racing()
         if racing is not None:
             self._runtime.lose_trust(f"after a weight update: {racing}")
 

@@ -118,9 +118,9 @@ class HiddenStateStrategy(StackStrategy):
             except Exception as error:
                 reason = _reason(error)
         (agreed,) = on_all_ranks(params.tp_cache_group, reason is None)
-        if agreed and projections is not None and parts is not None:
+        if agreed and projections is not None:
             projections.settle()
-            reason = projections.racing(parts.layers("hidden"))
+            reason = projections.racing()
         elif reason is None:
             reason = "another tensor-parallel rank refused"
         if reason is not None or probe is None or projections is None or plan is None:

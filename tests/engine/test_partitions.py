@@ -133,17 +133,6 @@ def damage(path: Path, layer: int) -> None:
     path.write_bytes(data)
 
 
-def test_ranks_keep_their_own_heads_apart(model: Path, tmp_path: Path) -> None:
-    """K and V differ from rank to rank, hidden states do not; recomputation gives way to KV."""
-    hcache = {"partition": partition_of((1, 2, 1))}
-    with Server(our_server(model, tmp_path, hcache=hcache, tp=2)) as server:
-        conversations = converse(server, make_conversations(2, turns=3, tokens=200))
-        assert "2 layers from hidden states, 2 layers loaded as KV, " in server.log_text()
-        assert_nothing_went_wrong(server)
-    assert_restored_from_l3(conversations, 64)
-    assert_no_cache_output(model, conversations)
-
-
 def test_one_rank_measures_for_all(model: Path, tmp_path: Path) -> None:
     with Server(our_server(model, tmp_path, hcache={"mode": "auto"}, tp=2)) as server:
         log = server.log_text()
