@@ -1,4 +1,7 @@
-"""Ranks that share the tokens of every page: real processes, a real process group."""
+"""Ranks that share the tokens of every page: real processes, a real process group.
+
+With as many GPUs as ranks the same runs over their links.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +31,25 @@ METHODS = ("hidden", "kv", "hidden")
 Ranked = Callable[[Exchange], Any]
 
 
-def run_ranks(work: Ranked, ranks: int) -> list[Any]:
+def run_ranks(work: Ranked, ranks: int, kind: str = "cpu") -> list[Any]:
     """What ``work`` gives on each of ``ranks`` processes that exchange shares."""
+    if kind == "cuda" and torch.cuda.device_count() < ranks:
+        pytest.skip(f"{ranks} GPUs are needed")
     with tempfile.TemporaryDirectory() as folder:
-        processes.spawn(_rank, (work, ranks, folder), nprocs=ranks)
+        processes.spawn(_rank, (work, ranks, folder, kind), nprocs=ranks)
         return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(ranks)]
 
 
-def _rank(rank: int, work: Ranked, ranks: int, folder: str) -> None:
+def _rank(rank: int, work: Ranked, ranks: int, folder: str, kind: str) -> None:
     torch.set_num_threads(1)
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    exchange = Exchange.between(range(ranks), "cpu")
+    backend = "cuda:nccl,cpu:gloo" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+    exchange = Exchange.between(range(ranks), device)
+    assert exchange.check(device) is None
     torch.save(work(exchange), Path(folder) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -66,11 +76,14 @@ class Rank:
     """Pages of one rank, and where their rows arrive."""
 
     def __init__(self, exchange: Exchange, chunk_pages: int) -> None:
+        gpu = not exchange.on_scheduler_thread
+        self.device = torch.device("cuda", torch.cuda.current_device()) if gpu else "cpu"
         number, shares = exchange.number, exchange.shares
         whole = (SIZE * ROW, 2 * SIZE * ROW, SIZE * ROW)
         own = (whole[0] // shares, whole[1], whole[2] // shares)
         self.layout = PageLayout(SIZE, own, number, shares)
-        self.memory = torch.zeros((PAGES, self.layout.page_bytes), dtype=torch.uint8)
+        size = (PAGES, self.layout.page_bytes)
+        self.memory = torch.zeros(size, dtype=torch.uint8, pin_memory=gpu)
         for page in range(PAGES):
             self.layout.positions(self.memory.numpy())[page] = np.arange(SIZE) + SIZE * page
             for layer in range(LAYERS):
@@ -80,16 +93,17 @@ class Rank:
                 if METHODS[layer] == "kv":
                     content = torch.cat((content, content + number))  # K and V of its own heads
                 self.memory[page, self.layout.segment(layer)] = content
-        self.rows = torch.zeros((LAYERS, SLOTS, ROW), dtype=torch.uint8)
-        self.positions = torch.full((LAYERS, SLOTS), -1, dtype=torch.int64)
+        self.rows = torch.zeros((LAYERS, SLOTS, ROW), dtype=torch.uint8, device=self.device)
+        self.positions = torch.full((LAYERS, SLOTS), -1, dtype=torch.int64, device=self.device)
+        self.order = CollectiveOrder(self.device)
         self.pipeline = RestorePipeline(
             self.memory,
             self.layout,
             [RestoredLayer(method, self.fill(i)) for i, method in enumerate(METHODS)],
             chunk_pages * SIZE,
-            "cpu",
+            self.device,
             exchange=exchange,
-            order=CollectiveOrder("cpu"),
+            order=self.order,
         )
 
     def fill(self, layer: int) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
@@ -105,9 +119,10 @@ class Rank:
     def assert_restored(self, pages: np.ndarray, slots: torch.Tensor, first: int = 0) -> None:
         for layer in range(first, LAYERS):
             for page, where in zip(pages.tolist(), slots.view(-1, SIZE), strict=True):
-                assert torch.equal(self.rows[layer, where], whole_rows(layer, page)), (layer, page)
+                rows = self.rows[layer, where].cpu()
+                assert torch.equal(rows, whole_rows(layer, page)), (layer, page)
                 want = torch.arange(SIZE) + SIZE * page
-                assert torch.equal(self.positions[layer, where], want)
+                assert torch.equal(self.positions[layer, where].cpu(), want)
 
 
 def restore_random_pages(exchange: Exchange) -> int:
@@ -130,6 +145,32 @@ def restore_random_pages(exchange: Exchange) -> int:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_rank_gets_the_rows_of_all(ranks: int) -> None:
     assert run_ranks(restore_random_pages, ranks) == [*range(ranks)]
+
+
+def forward_passes_and_restores(exchange: Exchange) -> bool:
+    """Both talk to the other ranks; the restores are launched while forward passes may run."""
+    rank = Rank(exchange, 3)
+    value = torch.ones(1 << 16, device=rank.device)
+    random = np.random.default_rng(0)
+    for _ in range(30):
+        pages = random.permutation(PAGES)[:7].astype(np.int64)
+        slots = torch.from_numpy(random.permutation(PAGES)[:7])
+        slots = (slots[:, None] * SIZE + torch.arange(SIZE)).flatten()
+        restore = rank.pipeline.start(pages, slots.to(rank.device))
+        rank.order.forward_begins()
+        for layer in range(LAYERS):
+            restore.wait_for_layer(layer)
+            dist.all_reduce(value)
+            value /= exchange.shares
+        if random.random() < 0.3:
+            restore.layers[-1].synchronize()
+            rank.assert_restored(pages, slots)
+    return bool((value == 1).all())
+
+
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_restores_between_forward_passes(kind: str) -> None:
+    assert run_ranks(forward_passes_and_restores, 2, kind) == [True, True]
 
 
 def recompute_and_restore(exchange: Exchange) -> bool:
