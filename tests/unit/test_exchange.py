@@ -29,6 +29,8 @@ from hcache_backend.streams import StreamFailed, WorkerStream, current_is
 SIZE, ROW, PAGES, SLOTS, LAYERS = 8, 16, 12, 96, 3
 METHODS = ("hidden", "kv", "hidden")
 Ranked = Callable[[Exchange], Any]
+Results = Callable[[Ranked], list[Any]]
+"""What something gave on each of two ranks."""
 
 
 def run_ranks(work: Ranked, ranks: int, kind: str = "cpu") -> list[Any]:
@@ -142,9 +144,12 @@ def restore_random_pages(exchange: Exchange) -> int:
     return exchange.number
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_rank_gets_the_rows_of_all(ranks: int) -> None:
-    assert run_ranks(restore_random_pages, ranks) == [*range(ranks)]
+def test_every_one_of_four_ranks_gets_the_rows_of_all() -> None:
+    assert run_ranks(restore_random_pages, 4) == [*range(4)]
+
+
+def test_every_rank_gets_the_rows_of_all(two_ranks: Results) -> None:
+    assert two_ranks(restore_random_pages) == [0, 1]
 
 
 def forward_passes_and_restores(exchange: Exchange) -> bool:
@@ -168,9 +173,14 @@ def forward_passes_and_restores(exchange: Exchange) -> bool:
     return bool((value == 1).all())
 
 
-@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_restores_between_forward_passes(kind: str) -> None:
-    assert run_ranks(forward_passes_and_restores, 2, kind) == [True, True]
+def test_restores_between_forward_passes(two_ranks: Results) -> None:
+    assert two_ranks(forward_passes_and_restores) == [True, True]
+
+
+@pytest.mark.gpu
+def test_restores_between_forward_passes_on_gpus() -> None:
+    assert run_ranks(restore_random_pages, 2, "cuda") == [0, 1]
+    assert run_ranks(forward_passes_and_restores, 2, "cuda") == [True, True]
 
 
 def recompute_and_restore(exchange: Exchange) -> bool:
@@ -191,8 +201,8 @@ def recompute_and_restore(exchange: Exchange) -> bool:
     return len(seen) == 1 and torch.equal(seen[0][0], positions) and torch.equal(seen[0][1], slots)
 
 
-def test_first_layers_are_recomputed_beside_an_exchange() -> None:
-    assert run_ranks(recompute_and_restore, 2) == [True, True]
+def test_first_layers_are_recomputed_beside_an_exchange(two_ranks: Results) -> None:
+    assert two_ranks(recompute_and_restore) == [True, True]
 
 
 def fail_on_one_rank(exchange: Exchange) -> list[str]:
@@ -215,8 +225,10 @@ def fail_on_one_rank(exchange: Exchange) -> list[str]:
     return told
 
 
-def test_a_restore_that_fails_on_one_rank_fails_on_all_and_nobody_waits_for_ever() -> None:
-    healthy, failed = run_ranks(fail_on_one_rank, 2)
+def test_a_restore_that_fails_on_one_rank_fails_on_all_and_nobody_waits_for_ever(
+    two_ranks: Results,
+) -> None:
+    healthy, failed = two_ranks(fail_on_one_rank)
     assert "ExchangeFailed" in healthy[0] and "another rank failed" in healthy[0]
     assert "ExchangeFailed" in failed[0] and "no such page" in failed[0]
 
@@ -227,8 +239,8 @@ def whole_and_check(exchange: Exchange) -> list[Any]:
     return [exchange.whole(own).tolist(), exchange.check("cpu"), swapped.check("cpu")]
 
 
-def test_whole_and_the_check_at_start() -> None:
-    for whole, fine, swapped in run_ranks(whole_and_check, 2):
+def test_whole_and_the_check_at_start(two_ranks: Results) -> None:
+    for whole, fine, swapped in two_ranks(whole_and_check):
         assert whole == [0, 0, 0, 1, 1, 1]
         assert fine is None
         assert "another order" in swapped
@@ -245,6 +257,27 @@ def refuse(exchange: Exchange) -> str:
     return str(failed.value)
 
 
-def test_nobody_gets_what_one_could_not_fetch() -> None:
-    first, second = run_ranks(refuse, 2)
+def test_nobody_gets_what_one_could_not_fetch(two_ranks: Results) -> None:
+    first, second = two_ranks(refuse)
     assert "ValueError: lost" in first and "another rank failed" in second
+
+
+ALL = (
+    restore_random_pages,
+    forward_passes_and_restores,
+    recompute_and_restore,
+    fail_on_one_rank,
+    whole_and_check,
+    refuse,
+)
+
+
+def one_after_the_other(exchange: Exchange) -> list[Any]:
+    return [work(exchange) for work in ALL]
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Results:
+    """Two processes do all of it; starting them takes longer than that."""
+    given = run_ranks(one_after_the_other, 2)
+    return lambda work: [results[ALL.index(work)] for results in given]
