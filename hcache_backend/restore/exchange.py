@@ -171,7 +171,8 @@ class CollectiveOrder:
     """Keeps the collectives of restores and of the engine's forward passes apart, on the device.
 
     Forward pass, restore, forward pass: in the order in which the scheduler launched them, which is
-    the same on every rank, and never two of them at once. Only events are waited for.
+    the same on every rank, and never two of them at once. Only events are waited for. On a CPU
+    there is nothing to do: collectives of both block the scheduler thread.
 
     Args:
         device: Where the model is.
@@ -191,7 +192,7 @@ class CollectiveOrder:
 
     def restore_begins(self, *streams: Stream) -> None:
         """``streams`` are about to be given collectives of a restore."""
-        if self._forward is None:
+        if self._forward is None or self._device.type == "cpu":
             return
         launched = self._forward.record()
         for stream in streams:
@@ -199,4 +200,5 @@ class CollectiveOrder:
 
     def restore_launched(self, *streams: Stream) -> None:
         """They were given all of them."""
-        self._restores += [stream.record() for stream in streams]
+        if self._device.type != "cpu":
+            self._restores += [stream.record() for stream in streams]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +19,12 @@ from hcache_backend.engine.parking import PoolParking
 from hcache_backend.engine.partitioning import Partitioning, _fixed_partition
 from hcache_backend.page import PageLayout
 from hcache_backend.partition.layers import Partition
+from hcache_backend.partition.model_config import shape_from_config
+from hcache_backend.partition.profile import Profile, Rate
 from tests.engine.in_process.test_host_pool import PAGE, kv_pool
 
 SIZE = PAGE
+CONFIGS = Path(__file__).parents[2] / "unit" / "partition" / "configs"
 
 
 def test_kv_segments_come_back_to_other_slots_bit_for_bit() -> None:
@@ -151,6 +157,20 @@ class TestPartition:
         assert without.methods == ("kv", "hidden", "hidden", "kv")
         assert without.layers("hidden") == parts.layers("hidden")  # what is captured stays
         assert without.first_layers(100, 0, "none") == 0
+
+    def test_ranks_recompute_what_they_must_and_no_more(self) -> None:
+        """A bus so slow that one rank recomputes everything it may."""
+        slow, fast = Rate(per_second=1.0), Rate(per_second=1e18)
+        rates = {"hidden_copy": slow, "kv_load": slow, "projection": fast, "dense": fast}
+        profile = Profile(
+            device="none", source="a test", dtype="float32", l3=None, attention=fast, **rates
+        )
+        config = json.loads((CONFIGS / "gpt2.json").read_text())
+        shape = shape_from_config(config, "a test")
+        stored = Partition(1, shape.layers - 1, 0)
+        alone = Partitioning(stored, profile, shape, 1024)
+        assert alone.first_layers(100, 0, "none") == shape.layers
+        assert replace(alone, ranks=2).first_layers(100, 0, "none") == 1
 
     def test_options_decide_before_the_profile(self) -> None:
         hidden = parse_config({"mode": "hidden"}, "hcache")
