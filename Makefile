@@ -22,8 +22,9 @@ demo: setup
 test: setup versions
 	$(BIN)/python -m pytest -m "not long" $(ARGS)
 
+# Hours. What it finds is committed.
 test-long: setup
-	$(BIN)/python -m pytest -m long $(ARGS)
+	$(BIN)/python -m pytest -m long --long-results bench/results/long.json $(ARGS)
 
 # The main engine tests with every SGLang that is supported, instead of the installed one.
 test-versions: setup versions

@@ -88,6 +88,14 @@ def whole_fingerprint(ranks: Sequence[Sequence[TensorDigest]]) -> bytes:
     return digest.digest()
 
 
+def of_all_stages(stages: Sequence[bytes]) -> bytes:
+    """One digest (16 bytes) for those of all pipeline stages, in their order.
+
+    What a stage computes depends on the weights of every stage before it.
+    """
+    return stages[0] if len(stages) == 1 else xxhash.xxh3_128_digest(b"".join(stages))
+
+
 def model_tensors(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     """Parameters and buffers of ``model``; buffers hold the tables of rotary embeddings."""
     yield from model.named_parameters()

@@ -1,12 +1,31 @@
 """Settings of all tests."""
 
 import os
+from pathlib import Path
 
 # Tiny tensors on few cores: threads only wait for each other. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 from hypothesis import settings
+
+from tests.long_results import LongResults
 
 # An example that waits for a busy machine is not a slow one; pytest's timeout ends those that hang.
 settings.register_profile("busy machine", deadline=None)
 settings.load_profile("busy machine")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--long-results",
+        type=Path,
+        metavar="FILE",
+        help="JSON file that keeps what tests marked long found",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--long-results")
+    if path is not None:
+        config.pluginmanager.register(LongResults(path))

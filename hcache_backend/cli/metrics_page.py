@@ -19,6 +19,7 @@ COUNTERS = {
     "bytes": ("hcache_bytes_total", "event"),
     "pages": ("hcache_pages_total", "event"),
     "lookups": ("hcache_lookups_total", "result"),
+    "l3_tokens": ("hcache_l3_tokens_total", "result"),
     "store": ("hcache_store_total", "what"),
     "problems": ("hcache_problems_total", "kind"),
     "prompt": ("sglang:prefill_effective_tokens_total", "mode"),

@@ -228,15 +228,18 @@ class HiddenStateController(HybridCacheController):
 
         It may be one of other weights, or lack segments of layers that cannot be recomputed.
         """
-        may, span = self._may_project(host_indices), None
+        may, span, problem = self._may_project(host_indices), None, "another_rank"
         if not may:
-            metrics.count_problem("stale_host_page")
+            problem = "stale_host_page"
+            metrics.count_problem(problem)
         elif host_indices.numel():
             span = self._loads.span(host_indices)
             if span is None:
-                metrics.count_problem("layers_not_recomputable")
+                problem = "layers_not_recomputable"
+                metrics.count_problem(problem)
                 may = False
         if not self._agreed(may):
+            metrics.count_tokens(f"not_restored_{problem}", len(host_indices))
             return None
         device_indices = super().load(host_indices, *args, **kwargs)
         if device_indices is not None and span is not None:
@@ -342,7 +345,9 @@ class HiddenStateController(HybridCacheController):
                 segments=segments,
             )
             if problem is not None:
-                metrics.count_problem(f"page_{problem.replace(' ', '_')}")
+                why = problem.replace(" ", "_")
+                metrics.count_problem(f"page_{why}")
+                metrics.count_l3_tokens(f"refused_{why}", (got - i) * size)
                 logger.warning(
                     "hcache: page %s from storage is not ours (%s): a miss",
                     hash_values[i][:12],

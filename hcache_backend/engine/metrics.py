@@ -66,6 +66,24 @@ def lookups() -> Counter:
 
 
 @cache
+def l3_tokens() -> Counter:
+    """Tokens that were looked for in L3, by how it ended.
+
+    - ``absent``: their page, or one before it, is not stored (new text, mostly);
+    - ``suspended``: L3 was not asked;
+    - ``other_pool``: KV is stored and what other pools of the model need for it is not;
+    - ``found``: stored. Of these SGLang fetches all that are enough of them
+      (``prefetch_threshold``), that have room in the host pool and that their request waits for:
+    - ``hit``: read;
+    - ``unreadable``: their page, or one before it, was damaged, gone or too slow when it was read;
+    - ``refused_PROBLEM``: read, and their page or one before it is not the one that was asked for.
+    """
+    return Counter(
+        "hcache_l3_tokens", "Tokens that were looked for in L3, by how it ended", ["result"]
+    )
+
+
+@cache
 def store() -> Counter:
     """The page store's own counters: bytes, evictions, drops by reason, damaged pages, errors."""
     return Counter("hcache_store", "The page store's counters", ["what"])
@@ -111,8 +129,8 @@ def codec() -> Gauge:
 
 
 ALL = (
-    tokens, moved_bytes, seconds, stage_seconds, pages, lookups, store, problems, mode, suspended,
-    codec,
+    tokens, moved_bytes, seconds, stage_seconds, pages, lookups, l3_tokens, store, problems, mode,
+    suspended, codec,
 )  # fmt: skip
 
 
@@ -174,6 +192,12 @@ def count_pages(event: str, number: int = 1) -> None:
 @_harmless
 def count_lookups(result: str, number: int) -> None:
     lookups().labels(result=result).inc(number)
+
+
+@_harmless
+def count_l3_tokens(result: str, number: int) -> None:
+    if number:
+        l3_tokens().labels(result=result).inc(number)
 
 
 @_harmless

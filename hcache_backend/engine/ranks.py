@@ -1,4 +1,4 @@
-"""Agreement between tensor-parallel ranks.
+"""Agreement between tensor-parallel ranks, and what pipeline stages tell each other.
 
 Every rank must reach every collective: nothing here may be called from a branch that only some
 ranks take.
@@ -6,7 +6,10 @@ ranks take.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -67,3 +70,53 @@ def said_by_all_ranks(own: Any) -> list[Any]:
             dist.all_gather_object(every, said, group=group.cpu_group)
             said = [item for part in every for item in part]
     return said
+
+
+class PipelineStages:
+    """What every pipeline stage says, gathered while the scheduler goes on.
+
+    A stage passes a request on when it is done with it. So what a request makes it say (new
+    weights) must not be waited for on the scheduler thread: the next stage would never hear of it.
+    The exchanges have a process group and a thread of their own, and end in the order in which
+    they began, which is the same on every stage.
+
+    All stages must construct it at the same point.
+    """
+
+    def __init__(self) -> None:
+        self._group: Any = None
+        self._said: SimpleQueue[tuple[Any, Future[list[Any]]]] = SimpleQueue()
+        if not dist.is_initialized():
+            return
+        from sglang.srt.distributed.parallel_state import get_pp_group
+
+        group = get_pp_group()
+        if group.world_size > 1:
+            self._group = dist.new_group(
+                group.ranks, backend="gloo", use_local_synchronization=True
+            )
+            threading.Thread(target=self._exchange, name="hcache-stages", daemon=True).start()
+
+    def say(self, own: Any) -> Future[list[Any]]:
+        """What all stages said, in their order, once they did; every stage must say something.
+
+        Args:
+            own: What this stage says; it is pickled.
+        """
+        future: Future[list[Any]] = Future()
+        if self._group is None:
+            future.set_result([own])
+        else:
+            self._said.put((own, future))
+        return future
+
+    def _exchange(self) -> None:
+        while True:
+            own, future = self._said.get()
+            every: list[Any] = [None] * dist.get_world_size(group=self._group)
+            try:
+                dist.all_gather_object(every, own, group=self._group)
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(every)

@@ -7,18 +7,21 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.engine import metrics
 from hcache_backend.engine.arguments import page_size
+from hcache_backend.engine.ranks import PipelineStages
 from hcache_backend.fingerprint import (
     TensorDigest,
     digest_tensors,
     fingerprint,
     model_tensors,
     namespace,
+    of_all_stages,
     whole_fingerprint,
 )
 from hcache_backend.page import FORMAT_VERSION, WRITER_BYTES
@@ -33,7 +36,7 @@ class Weights:
     """The weights of this moment. Replaced as a whole, so that other threads see one or the other.
 
     Attributes:
-        fingerprint: Digest over all ranks of this tensor-parallel group.
+        fingerprint: Digest over all tensor-parallel ranks of all pipeline stages.
         suspended: Why L3 takes and gives nothing at present, or None.
         whole: Digest that is the same however many ranks the model is divided over.
     """
@@ -43,9 +46,17 @@ class Weights:
     whole: bytes = b""
 
 
+class StageWeights(NamedTuple):
+    """Digests of the weights of one pipeline stage, as in :class:`Weights`."""
+
+    fingerprint: bytes
+    whole: bytes
+
+
 @dataclass
 class Runtime:
-    """State of one scheduler process. Attributes change on the scheduler thread only.
+    """State of one scheduler process. Attributes change on the scheduler thread only, but for
+    ``weights``, which changes when the other pipeline stages have said theirs.
 
     Attributes:
         runner: SGLang's ModelRunner.
@@ -78,6 +89,10 @@ class Runtime:
     distrust: str | None = None
     _namespaces: dict[tuple[bytes, str], bytes] = field(default_factory=dict)
     _suspended: metrics.SuspendedGauge = field(default_factory=metrics.SuspendedGauge)
+    _stages: PipelineStages | None = None
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _flush_due: bool = False
+    _updates_untold: int = 0
 
     def use_hidden_mode(self) -> None:
         """The host pool holds pages of hidden states."""
@@ -133,12 +148,48 @@ class Runtime:
         return self.namespace_of(self.weights, **self.page_fields)
 
     def read_weights(self) -> None:
-        """Fingerprint the loaded weights. Every rank of the group must call it.
+        """Fingerprint the loaded weights. Every rank of every stage must call it at one point.
 
         Raises:
             RuntimeError: A rank could not read its weights; raised on all of them.
         """
-        suspended = self.weights.suspended if self.weights else None
+        if self._stages is None:
+            self._stages = PipelineStages()
+        self._use_weights(self._stages.say(self._stage_weights()))
+
+    def begin_weight_update(self) -> None:
+        """Weights are about to change: what was captured or queued under the old ones is void."""
+        if self.weights is not None and self.weights.suspended is None:
+            logger.warning("hcache: weights change: L3 is off until the caches are flushed")
+        with self._lock:
+            self._flush_due = True
+            if self.distrust is None:
+                self._suspend("the weights were updated and the caches not flushed yet")
+        for callback in self.on_weights_changed:
+            callback()
+
+    def end_weight_update(self) -> None:
+        """Weights have changed.
+
+        L3 stays suspended until the caches are flushed and every pipeline stage has said what its
+        weights are now.
+        """
+        if self._stages is None:
+            self._stages = PipelineStages()
+        with self._lock:
+            self._updates_untold += 1
+        self._stages.say(self._stage_weights()).add_done_callback(self._all_stages_told)
+
+    def caches_were_flushed(self) -> None:
+        """Nothing of the old weights is left in L1, L2 or a queue: L3 may serve again."""
+        for callback in self.on_caches_flushed:
+            callback()
+        with self._lock:
+            self._flush_due = False
+            self._serve_again()
+
+    def _stage_weights(self) -> StageWeights | None:
+        """Of this stage's weights, or None when a rank of it could not read its own."""
         own: list[TensorDigest] | None = None
         try:
             own = _digest_model(self.runner.model)
@@ -147,40 +198,45 @@ class Runtime:
         every = _of_all_ranks(own)
         ranks = [digests for digests in every if digests is not None]
         if len(ranks) < len(every):
+            return None
+        return StageWeights(fingerprint(ranks), whole_fingerprint(ranks))
+
+    def _use_weights(self, said: Future[list[StageWeights | None]]) -> None:
+        every = said.result()
+        stages = [weights for weights in every if weights is not None]
+        if len(stages) < len(every):
             raise RuntimeError("hcache: the weights could not be read")
-        self.weights = Weights(fingerprint(ranks), suspended, whole_fingerprint(ranks))
+        with self._lock:
+            self.weights = Weights(
+                of_all_stages([stage.fingerprint for stage in stages]),
+                self.weights.suspended if self.weights else None,
+                of_all_stages([stage.whole for stage in stages]),
+            )
 
-    def begin_weight_update(self) -> None:
-        """Weights are about to change: what was captured or queued under the old ones is void."""
-        if self.weights is not None and self.weights.suspended is None:
-            logger.warning("hcache: weights change: L3 is off until the caches are flushed")
-        if self.distrust is None:
-            self._suspend("the weights were updated and the caches not flushed yet")
-        for callback in self.on_weights_changed:
-            callback()
+    def _all_stages_told(self, said: Future[list[StageWeights | None]]) -> None:
+        with self._lock:
+            try:
+                self._use_weights(said)
+            except Exception as error:  # under the old fingerprint L3 must not serve again
+                self.lose_trust(str(error))
+            self._updates_untold -= 1
+            self._serve_again()
 
-    def end_weight_update(self) -> None:
-        """Weights have changed; L3 stays suspended until the caches are flushed."""
-        try:
-            self.read_weights()
-        except RuntimeError as error:  # under the old fingerprint L3 must not serve again
-            self.lose_trust(str(error))
-
-    def caches_were_flushed(self) -> None:
-        """Nothing of the old weights is left in L1, L2 or a queue: L3 may serve again."""
-        for callback in self.on_caches_flushed:
-            callback()
-        if self.weights is not None and self.weights.suspended and self.distrust is None:
+    def _serve_again(self) -> None:
+        if self._flush_due or self._updates_untold or self.distrust is not None:
+            return
+        if self.weights is not None and self.weights.suspended:
             self.weights = replace(self.weights, suspended=None)
             self._suspended.set(None)
             logger.info("hcache: L3 serves again, in the namespace of the new weights")
 
     def lose_trust(self, reason: str) -> None:
         """Projected K and V differ from the model's: stop saving and serving, for good."""
-        if self.distrust is not None:
-            return
-        self.distrust = reason
-        self._suspend(reason)
+        with self._lock:
+            if self.distrust is not None:
+                return
+            self.distrust = reason
+            self._suspend(reason)
         logger.error(
             "hcache: %s. Backups end, what this server wrote is dropped, every L3 lookup is a miss",
             reason,

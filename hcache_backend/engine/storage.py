@@ -107,7 +107,10 @@ class HCacheStorage(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        return self._guard("get", lambda: self._get(keys, host_indices), [False] * len(keys))
+        found = self._guard("get", lambda: self._get(keys, host_indices), [False] * len(keys))
+        pages = _leading(found)
+        self._count_tokens(hit=pages, unreadable=len(keys) - pages)
+        return found
 
     def batch_set_v1(
         self,
@@ -121,7 +124,9 @@ class HCacheStorage(HiCacheStorage):
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        return _leading(self._guard("exists", lambda: self._exists(keys), [False] * len(keys)))
+        pages = self._stored(keys)
+        self._count_tokens(found=pages, absent=len(keys) - pages)
+        return pages
 
     # ---- several pools (v2) ----
 
@@ -131,7 +136,7 @@ class HCacheStorage(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        pages = self.batch_exists(keys, extra_info)
+        pages = self._stored(keys)
         hits: dict[str, int] = {PoolName.KV: pages} if pages else {}
         restorable = list(range(1, pages + 1))
         for transfer in pool_transfers or []:
@@ -142,7 +147,9 @@ class HCacheStorage(HiCacheStorage):
             if lengths:
                 hits[transfer.name] = max(lengths)
             restorable = [length for length in restorable if length in lengths]
-        return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
+        usable = restorable[-1] if restorable else 0
+        self._count_tokens(found=usable, other_pool=pages - usable, absent=len(keys) - pages)
+        return PoolTransferResult(usable, hits, restorable)
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -316,6 +323,16 @@ class HCacheStorage(HiCacheStorage):
         with self._lock:
             self._metrics.backup_pgs.append(sum(stored))
             self._metrics.backup_bandwidth.append(_gigabytes_a_second(size, start))
+
+    def _stored(self, keys: Sequence[str]) -> int:
+        """How many of the first ``keys`` have their page."""
+        return _leading(self._guard("exists", lambda: self._exists(keys), [False] * len(keys)))
+
+    def _count_tokens(self, **pages: int) -> None:
+        weights, size = self._runtime.weights, self.mem_pool_host.page_size
+        suspended = weights is None or weights.suspended is not None
+        for result, number in pages.items():
+            metrics.count_l3_tokens("suspended" if suspended else result, number * size)
 
     def _serving_namespace(self, pool: str, share: int) -> bytes | None:
         """Namespace to read and write, or None while L3 is suspended.

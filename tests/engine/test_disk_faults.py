@@ -36,11 +36,19 @@ pytestmark = pytest.mark.engine
 
 STORE = {"min_free_bytes": 0}  # else it would stop long before the disk is full
 DISK_BYTES = 64 << 20
-PAGE_FILE_BYTES = 266_240
+PAGE_FILE_BYTES, KV_PAGE_FILE_BYTES = 266_240, 528_384
+LONG = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def mode(request: pytest.FixtureRequest) -> str:
+    """What the host pool and the store hold."""
+    chosen: str = getattr(request, "param", "hidden")
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def disk(mode: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A small file system of its own, where this user may mount one."""
     folder = tmp_path_factory.mktemp("disk")
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(folder)]
@@ -57,13 +65,15 @@ def trigger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(
-    model: Path, disk: Path, trigger: Path, tmp_path_factory: pytest.TempPathFactory
+    mode: str, model: Path, disk: Path, trigger: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("log") / "server.log"
     env = faulty("disk", trigger)
-    with Server(our_server(model, disk, log=log, hcache=STORE, extra_env=env)) as server:
+    options = our_server(model, disk, log=log, hcache={**STORE, "mode": mode}, extra_env=env)
+    with Server(options) as server:
         yield server
-        assert_hidden_mode(server)
+        if mode == "hidden":
+            assert_hidden_mode(server)
         assert_nothing_went_wrong(server)
 
 
@@ -146,9 +156,29 @@ def failing_writes(disk: Path, trigger: Path) -> Iterator[None]:
 FAULTS: list[Fault] = [slow_reads, failing_writes, read_only, full, index_deleted, removed]
 
 
+KV_FAULTS = [
+    pytest.param(fault, marks=() if fault in (failing_writes, index_deleted, removed) else LONG)
+    for fault in FAULTS
+]
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_requests_go_on_without_notice_and_l3_is_back_when_the_fault_is_over(
     fault: Fault, server: Server, model: Path, disk: Path, trigger: Path
+) -> None:
+    go_on_through(fault, server, model, disk, trigger, PAGE_FILE_BYTES)
+
+
+@pytest.mark.parametrize("mode", ["kv"], indirect=True)
+@pytest.mark.parametrize("fault", KV_FAULTS, ids=lambda fault: fault.__name__)
+def test_the_same_in_kv_mode(
+    fault: Fault, mode: str, server: Server, model: Path, disk: Path, trigger: Path
+) -> None:
+    go_on_through(fault, server, model, disk, trigger, KV_PAGE_FILE_BYTES)
+
+
+def go_on_through(
+    fault: Fault, server: Server, model: Path, disk: Path, trigger: Path, page_file_bytes: int
 ) -> None:
     old, new = make_conversations(2, turns=2, tokens=200, seed=200 + FAULTS.index(fault))
     converse(server, [old])
@@ -168,7 +198,7 @@ def test_requests_go_on_without_notice_and_l3_is_back_when_the_fault_is_over(
     elif fault in (failing_writes, read_only):
         assert written == set()
     elif fault is full:
-        assert free < PAGE_FILE_BYTES
+        assert free < page_file_bytes
     after = wait_for_l3(server, seed=300 + FAULTS.index(fault))
     assert_no_cache_output(model, [old, new, after])
 

@@ -79,6 +79,12 @@ def test_a_conversation_shows_in_the_metrics(server: Server) -> None:
     assert store["bytes_written"] == files * (FILE_BYTES - 4096)
     assert page.counters["lookups"]["found"] == restored // PAGE
     assert page.counters["lookups"]["absent"] > 0
+    l3 = page.counters["l3_tokens"]
+    assert l3 == {
+        "found": restored,
+        "hit": restored,
+        "absent": sum(len(turn.prompt) // PAGE * PAGE for turn in turns) - restored,
+    }
     assert page.counters["problems"] == {}
     for stage in ("l3_exists", "l3_read", "l3_write", "restore", "capture_transfer"):
         histogram = page.stages[stage]
@@ -116,10 +122,15 @@ def test_a_damaged_page_is_counted_as_one(server: Server) -> None:
     data[-100] ^= 1
     newest.write_bytes(data)
     conversation.questions.append(last)
+    before = fetch(server.url).counters["l3_tokens"]
     converse(server, conversations)
     page = until(server, lambda page: page.counters["store"].get("bad_pages", 0) > 0)
     assert page.counters["store"]["bad_pages"] == 1
     assert page.counters["pages"]["missed"] >= 1
+    turn, l3 = conversation.turns[1], page.counters["l3_tokens"]
+    assert l3["found"] - before["found"] == turn.history_tokens // PAGE * PAGE
+    assert l3["hit"] - before["hit"] == turn.cached.storage
+    assert l3["unreadable"] == turn.history_tokens // PAGE * PAGE - turn.cached.storage > 0
 
 
 def test_suspended_l3_shows_until_the_flush(server: Server, model: Path) -> None:
@@ -128,6 +139,7 @@ def test_suspended_l3_shows_until_the_flush(server: Server, model: Path) -> None
     page = until(server, lambda page: page.suspended is not None)
     assert page.suspended == "the weights were updated and the caches not flushed yet"
     assert page.counters["lookups"]["suspended"] == 3
+    assert page.counters["l3_tokens"]["suspended"] == 3 * PAGE
     server.flush_cache()
     assert until(server, lambda page: page.suspended is None).suspended is None
 

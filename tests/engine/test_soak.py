@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,13 +35,19 @@ PARTITIONS = {
 @pytest.mark.parametrize(
     ("name", "seconds", "rounds", "samples"),
     [
-        ("all three", 16.0, 3, 40),
-        pytest.param("hidden", LONG_S, 10, 200, marks=pytest.mark.long),
-        pytest.param("all three", LONG_S, 10, 200, marks=pytest.mark.long),
+        pytest.param("all three", 16.0, 3, 40, id="short"),
+        pytest.param("hidden", LONG_S, 10, 200, marks=pytest.mark.long, id="hidden"),
+        pytest.param("all three", LONG_S, 10, 200, marks=pytest.mark.long, id="all three"),
     ],
 )
 def test_soak(
-    name: str, seconds: float, rounds: int, samples: int, model: Path, tmp_path: Path
+    name: str,
+    seconds: float,
+    rounds: int,
+    samples: int,
+    model: Path,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
     report = tmp_path / "report"
     options = our_server(
@@ -66,8 +73,9 @@ def test_soak(
             # SGLang checks its pools whenever it is idle, and ends itself when one leaks.
             server.wait_backed_up()
             seen.append(holdings(report))
-        print(f"{name}, {seconds:.0f} s: {dict(clients.counts)}")
-        print(*seen, sep="\n")
+        record_property("talked_seconds", seconds)
+        record_property("requests_and_tokens", dict(clients.counts))
+        record_property("held_after_each_round", seen)
         assert server.generate([1, 2, 3], 2).output_ids
         assert_hidden_mode(server)
         assert_nothing_went_wrong(server)
@@ -84,3 +92,4 @@ def test_soak(
     assert len(clients.turns) == samples
     for turn in clients.turns:
         assert_no_cache_reply_up_to_ties(model, turn)
+    record_property("replies_equal_to_no_cache", samples)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -215,6 +215,20 @@ def replace_weights(model: Path, other: Path) -> None:
         fresh = model / f"{weights.name}.new"
         shutil.copyfile(weights, fresh)
         fresh.replace(model / weights.name)
+
+
+def with_changed_layers(model: Path, folder: Path, layers: Sequence[int]) -> Path:
+    """A copy of the Llama-like `model` in `folder` with other weights in some of its layers."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    for layer in layers:
+        for name in weights:
+            if name.startswith(f"model.layers.{layer}."):
+                weights[name] *= 1.3
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def _publish(scratch: Path, folder: Path) -> None:

@@ -39,6 +39,8 @@ class ServerOptions:
     storage_backend: str | None = None
     extra_config: Mapping[str, Any] | str | None = None
     tp: int = 1
+    pp: int = 1
+    dp: int = 1
     extra_args: Sequence[str] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
     fork: bool = True
@@ -59,6 +61,10 @@ class ServerOptions:
             *("--dtype", self.dtype, "--page-size", self.page_size, "--tp", self.tp),
             *("--skip-server-warmup", "--enable-cache-report"),
         ]
+        if self.pp > 1:
+            args += ["--pp-size", self.pp]
+        if self.dp > 1:
+            args += ["--dp-size", self.dp]
         if not self.overlap:
             args += ["--disable-overlap-schedule"]
         if self.chunked_prefill_size is not None:
@@ -86,8 +92,10 @@ class ServerOptions:
 
     def environment(self) -> dict[str, str]:
         env = base_environment() | {"HCACHE_CPU_ENGINE_FORK": str(int(self.fork))}
-        if self.tp > 1:
-            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(r) for r in range(self.tp))
+        ranks = self.tp * self.pp * self.dp
+        if ranks > 1:
+            cores = os.cpu_count() or 1
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(r % cores) for r in range(ranks))
         return {**env, **self.extra_env}
 
 

@@ -159,12 +159,13 @@ class Server:
         logprobs: bool = False,
         lora: str | None = None,
         cache_salt: str | None = None,
+        replica: int | None = None,
         timeout: float = 300.0,
         **sampling: Any,
     ) -> Reply:
         """One request, greedy unless `sampling` says otherwise; never stops at a token.
 
-        `lora` names an adapter of `--lora-paths`.
+        `lora` names an adapter of `--lora-paths`, `replica` the one of `dp` that is to answer.
         """
         body: dict[str, Any] = {
             "input_ids": list(input_ids),
@@ -181,6 +182,8 @@ class Server:
             body["lora_path"] = lora
         if cache_salt is not None:
             body["cache_salt"] = cache_salt
+        if replica is not None:
+            body["routed_dp_rank"] = replica
         answer = self._request("POST", "/generate", json=body, timeout=timeout)
         if answer.status_code != 200:
             raise self._error(f"/generate answered {answer.status_code}: {answer.text}")

@@ -5,89 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import (
     AsymmetricMHATokenToKVPoolHost,
-    MHATokenToKVPoolHost,
 )
-from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from hcache_backend import HCacheStorage
 from hcache_backend.config import ConfigError
 from hcache_backend.engine.runtime import Runtime
+from tests.engine.in_process.host_pools import (
+    TOKENS,
+    asymmetric,
+    indexer,
+    mamba,
+    mha,
+    mla,
+)
 from tests.engine.in_process.storage_config import PAGE, storage_config
 
-LAYERS, TOKENS = 2, 16 * PAGE
 KEYS = [f"{i:064x}" for i in range(4)]
-
-
-def mha_device(heads: int = 4, v_head_dim: int = 8) -> MHATokenToKVPool:
-    return MHATokenToKVPool(
-        TOKENS,
-        PAGE,
-        torch.bfloat16,
-        heads,
-        8,
-        LAYERS,
-        "cpu",
-        enable_memory_saver=False,
-        v_head_dim=v_head_dim,
-    )
-
-
-def mha(layout: str, heads: int = 4) -> MHATokenToKVPoolHost:
-    return MHATokenToKVPoolHost(mha_device(heads), 2.0, 0, PAGE, layout, pin_memory=False)
-
-
-def asymmetric(layout: str) -> AsymmetricMHATokenToKVPoolHost:
-    return AsymmetricMHATokenToKVPoolHost(
-        mha_device(v_head_dim=4), 2.0, 0, PAGE, layout, pin_memory=False
-    )
-
-
-def mla_device() -> MLATokenToKVPool:
-    return MLATokenToKVPool(
-        TOKENS, PAGE, torch.bfloat16, 16, 8, LAYERS, "cpu", enable_memory_saver=False
-    )
-
-
-def mla(layout: str) -> MLATokenToKVPoolHost:
-    return MLATokenToKVPoolHost(mla_device(), 2.0, 0, PAGE, layout, pin_memory=False)
-
-
-def indexer(layout: str) -> DSAIndexerPoolHost:
-    device = SimpleNamespace(
-        device="cpu",
-        store_dtype=torch.bfloat16,
-        start_layer=0,
-        end_layer=LAYERS - 1,
-        layer_num=LAYERS,
-        layer_shard_enabled=False,
-        index_head_dim=128,
-        quant_block_size=128,
-        index_k_with_scale_buffer=[
-            torch.zeros((TOKENS // PAGE, PAGE * 132), dtype=torch.uint8) for _ in range(LAYERS)
-        ],
-    )
-    return DSAIndexerPoolHost(device, mla(layout), layout, pin_memory=False)
-
-
-def mamba(layout: str, temporal: int = 6) -> MambaPoolHost:
-    state = SimpleNamespace(
-        conv=[torch.zeros((LAYERS, 8, 5, 3), dtype=torch.bfloat16)],
-        temporal=torch.zeros((LAYERS, 8, temporal), dtype=torch.float32),
-    )
-    device = SimpleNamespace(device="cpu", size=8, num_mamba_layers=LAYERS, mamba_cache=state)
-    return MambaPoolHost(device, 2.0, 0, pin_memory=False, layout=layout)
 
 
 POOLS: list[tuple[str, Callable[[], Any], PoolName]] = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from hcache_backend import HCacheStorage
 from hcache_backend.config import ConfigError
 from hcache_backend.engine.keys import key_bytes
-from hcache_backend.engine.runtime import Runtime, Weights
+from hcache_backend.engine.runtime import Runtime, StageWeights, Weights
 from tests.engine.in_process.storage_config import PAGE, storage_config
 
 KEYS = [f"{i:064x}" for i in range(8)]
@@ -254,6 +255,69 @@ def test_weights_that_cannot_be_read_end_l3_for_good(
     runtime.end_weight_update()
     runtime.caches_were_flushed()
     assert storage.batch_exists(KEYS[:1]) == 0
+    assert runtime.distrust == "hcache: the weights could not be read"
+
+
+class SlowStages:
+    """Pipeline stages that say their weights when the test says so."""
+
+    def __init__(self) -> None:
+        self.futures: list[Future[Any]] = []
+
+    def say(self, own: Any) -> Future[Any]:
+        self.futures.append(Future())
+        return self.futures[-1]
+
+
+def test_after_a_weight_update_l3_waits_for_the_weights_of_every_pipeline_stage(
+    storage: HCacheStorage, pool: HostPool, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a stage computes depends on the weights of the stages before it."""
+    stages = SlowStages()
+    monkeypatch.setattr(runtime, "_stages", stages)
+    monkeypatch.setattr("hcache_backend.engine.runtime._digest_model", lambda model: [])
+    monkeypatch.setattr("hcache_backend.engine.runtime._of_all_ranks", lambda own: [own])
+    runtime.runner.model = None
+    indices = pool.fill(range(0, 2))
+
+    def update() -> None:
+        runtime.begin_weight_update()
+        runtime.end_weight_update()
+        runtime.caches_were_flushed()
+
+    def told(update: int, other: bytes) -> None:
+        stages.futures[update].set_result(
+            [StageWeights(b"own", b"own"), StageWeights(other, other)]
+        )
+
+    update()
+    storage.batch_set_v1(KEYS[:1], indices[:PAGE])
+    assert storage.batch_exists(KEYS[:1]) == 0
+    told(0, b"first")
+    storage.batch_set_v1(KEYS[:1], indices[:PAGE])
+    assert storage.batch_exists(KEYS[:1]) == 1
+    update()
+    update()
+    told(1, b"first")  # of an update that is over
+    assert storage.batch_exists(KEYS[:1]) == 0
+    told(2, b"second")
+    assert storage.batch_exists(KEYS[:1]) == 0  # the same here, another stage before it
+    storage.batch_set_v1(KEYS[1:2], indices[PAGE:])
+    assert storage.batch_exists(KEYS[1:2]) == 1
+
+
+def test_a_pipeline_stage_that_cannot_read_its_weights_ends_l3_on_all(
+    storage: HCacheStorage, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = SlowStages()
+    monkeypatch.setattr(runtime, "_stages", stages)
+    monkeypatch.setattr("hcache_backend.engine.runtime._digest_model", lambda model: [])
+    monkeypatch.setattr("hcache_backend.engine.runtime._of_all_ranks", lambda own: [own])
+    runtime.runner.model = None
+    runtime.begin_weight_update()
+    runtime.end_weight_update()
+    runtime.caches_were_flushed()
+    stages.futures[0].set_result([StageWeights(b"own", b"own"), None])
     assert runtime.distrust == "hcache: the weights could not be read"
 
 
