@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from hcache_backend.cli import doctor, inspect, maintain
+from hcache_backend.cli.bench import bench
 from hcache_backend.cli.demo import demo
 from hcache_backend.cli.plan import plan
 from hcache_backend.cli.profile import profile
@@ -18,6 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("demo")(demo)
+app.add_typer(bench, name="bench")
 app.command("plan")(plan)
 app.command("profile")(profile)
 app.command("stats")(inspect.stats)
