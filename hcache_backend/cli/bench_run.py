@@ -118,7 +118,7 @@ async def _measure(target: Target, plan: Plan, bar: Progress) -> list[Measured]:
         for number, rate in enumerate(plan.rates):
             if plan.flush:
                 await client.flush()
-            before = await _metrics(target.url)
+            before = await metrics(target.url)
             pace = replace(plan.pace, rate=rate)
             task = bar.add_task(f"{rate:g} a second", total=plan.workload.requests)
             result = await run(
@@ -131,7 +131,7 @@ async def _measure(target: Target, plan: Plan, bar: Progress) -> list[Measured]:
             )
             if isinstance(before, MetricsPage):
                 await asyncio.sleep(METRICS_LAG_S)
-            after = await _metrics(target.url)
+            after = await metrics(target.url)
             measured.append(_measured(plan, pace, result, server, before, after))
         return measured
 
@@ -162,7 +162,7 @@ def check_length(workload: Workload, server: Mapping[str, Any]) -> None:
         )
 
 
-async def _metrics(url: str) -> MetricsPage | NoMetrics:
+async def metrics(url: str) -> MetricsPage | NoMetrics:
     """Our metrics, or why there are none."""
     try:
         return await asyncio.to_thread(fetch, url)
@@ -213,6 +213,7 @@ def moved(before: MetricsPage | NoMetrics, after: MetricsPage | NoMetrics) -> di
         "bytes_read": grown("store", "bytes_read"),
         "bytes_written": grown("store", "bytes_written"),
         "bytes_restored": sum(grown("bytes", label) for label in restored),
+        "pages_evicted": grown("store", "pages_evicted"),
         "pages_dropped": sum(grown("store", label) for label in dropped),
         "problems": sum(grown("problems", kind) for kind in after.counters["problems"]),
     }

@@ -7,6 +7,7 @@ import typer
 from hcache_backend.cli import doctor, inspect, maintain
 from hcache_backend.cli.bench import bench
 from hcache_backend.cli.demo import demo
+from hcache_backend.cli.ingest import ingest
 from hcache_backend.cli.plan import plan
 from hcache_backend.cli.profile import profile
 from hcache_backend.cli.top import top
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.command("demo")(demo)
 app.add_typer(bench, name="bench")
+app.command("ingest")(ingest)
 app.command("plan")(plan)
 app.command("profile")(profile)
 app.command("stats")(inspect.stats)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from hcache_backend.benchmark.client import Cached, Client, Reply
 from hcache_backend.cli.bench_multiturn import Where, target
 from hcache_backend.cli.bench_run import Target
 from hcache_backend.cli.main import app
@@ -157,3 +159,53 @@ def test_a_history_that_is_too_long_for_the_server_is_refused(server: Target) ->
     assert done.exit_code == 2
     assert "takes fewer than 8," in done.output
     assert "--scale 0.3" in done.output
+
+
+def test_ingested_documents_are_found_in_l3_and_not_sent_again(
+    server: Target, tmp_path: Path
+) -> None:
+    document = [n * 7 % 1000 for n in range(300)]
+    path = tmp_path / "documents.jsonl"
+    path.write_text(json.dumps({"id": "long", "input_ids": document}) + "\n")
+
+    def ingest() -> dict[str, Any]:
+        done = CliRunner().invoke(
+            app,
+            [
+                *("ingest", str(path), "--url", server.url, "--api-key", server.key or ""),
+                *("--journal", str(tmp_path / "journal.jsonl"), "--json"),
+            ],
+        )
+        assert done.exit_code == 0, done.output
+        said: dict[str, Any] = json.loads(done.stdout)
+        return said
+
+    first = ingest()
+    assert (first["stored"], first["tokens"], first["tokens_found_in_l3"]) == (1, 300, 0)
+    assert first["l3"]["bytes_written"] >= 256 * HIDDEN_BYTES
+    assert first["failed"] == {}
+
+    async def question() -> Reply:
+        async with Client(server.url, server.key) as client:
+            return await client.generate([*document, 1, 2, 3], 1)
+
+    assert asyncio.run(question()).cached == Cached(storage=256)
+
+    again = ingest()
+    assert (again["stored"], again["already_stored"]) == (0, 1)
+    assert again["l3"]["bytes_written"] == 0
+
+
+def test_a_document_that_the_server_refuses_is_named(server: Target, tmp_path: Path) -> None:
+    path = tmp_path / "documents.jsonl"
+    path.write_text(json.dumps({"id": "huge", "input_ids": [1] * 9000}) + "\n")
+    done = CliRunner().invoke(
+        app,
+        [
+            *("ingest", str(path), "--url", server.url, "--api-key", server.key or ""),
+            *("--journal", str(tmp_path / "journal.jsonl")),
+        ],
+    )
+    assert done.exit_code == 1
+    assert "documents.jsonl:1 (huge): " in done.output
+    assert not (tmp_path / "journal.jsonl").read_text()
