@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Literal
 
 import typer
 
-from hcache_backend.cli.bench_server import METHODS
-from hcache_backend.cli.bench_workloads import Name, WorkloadOptions
+from hcache_backend.cli.bench_server import METHODS, need_aiohttp
+from hcache_backend.cli.bench_workloads import VOCABULARY, Name, WorkloadOptions
 from hcache_backend.cli.common import AsJson, fail
+from hcache_backend.cli.compare import compare
 
 RATES = (16, 14, 12, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1)
 """Of ``--auto-run``, as in SGLang's benchmark."""
@@ -19,13 +19,13 @@ DEFAULT_HOST, DEFAULT_PORT = "localhost", 30000
 CLIENTS, TINY_CLIENTS = 256, 8
 PARALLEL = 128
 POOL_TOKENS = 16_384
-VOCABULARY = 1000
 SERVER, SENDING, WORKLOAD = "Server", "When requests are sent", "What is asked"
 
 bench = typer.Typer(
     help="How fast a server brings histories back: TTFT, time between tokens, hits.",
     no_args_is_help=True,
 )
+bench.command("compare")(compare)
 
 
 @bench.command("multiturn")
@@ -254,9 +254,13 @@ def multiturn(
         fail(f"--method {method!r}: must be one of {', '.join(METHODS)}")
     if not request_rate > 0:
         fail(f"--request-rate {request_rate:g}: must be above 0, or inf for all at once")
-    parts = bench_parts()
-    parts.report_multiturn(
-        parts.Where(url, api_key, model_path, method, shlex.split(server_args), server_dir),
+    need_aiohttp()
+    from hcache_backend.cli import bench_multiturn
+
+    bench_multiturn.report_multiturn(
+        bench_multiturn.Where(
+            url, api_key, model_path, method, shlex.split(server_args), server_dir
+        ),
         pool_tokens,
         WorkloadOptions(
             workload="sharegpt" if sharegpt and workload == "multiturn" else workload,
@@ -277,7 +281,7 @@ def multiturn(
             scale=scale,
             max_context=max_context,
         ),
-        parts.Sending(
+        bench_multiturn.Sending(
             rates=RATES if auto_run else (request_rate,),
             distribution=distribution,
             policy=ready_queue_policy,
@@ -287,16 +291,5 @@ def multiturn(
             flush=flush,
             vocabulary=vocabulary,
         ),
-        parts.Output(log_file, requests_file, tag, as_json),
+        bench_multiturn.Output(log_file, requests_file, tag, as_json),
     )
-
-
-def bench_parts() -> ModuleType:
-    """What needs aiohttp; ends the command where it is not installed."""
-    try:
-        from hcache_backend.cli import bench_multiturn
-    except ImportError as error:
-        if error.name != "aiohttp":
-            raise
-        fail("this command needs aiohttp: pip install 'hcache-backend[bench]'")
-    return bench_multiturn

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from hcache_backend.cli.common import fail
 from hcache_backend.cli.machine import Machine
 from hcache_backend.config import TRACE_VARIABLE
 
@@ -43,6 +45,12 @@ METHODS = {
     "hcache-kv": Method("HCache, KV pages", storage="dynamic", hcache={"mode": "kv"}),
     "hcache": Method("HCache, automatic", storage="dynamic", hcache={"mode": "auto"}),
 }
+
+
+def need_aiohttp() -> None:
+    """End a command that asks servers when what it asks with is not installed."""
+    if find_spec("aiohttp") is None:
+        fail("this command needs aiohttp: pip install 'hcache-backend[bench]'")
 
 
 def launch(
@@ -81,6 +89,8 @@ def launch(
     if machine.device == "cpu":
         command += ["--attention-backend", "torch_native", "--dtype", "float32"]
         command += ["--grammar-backend", "none", "--skip-server-warmup"]
+        # torch_native pads what it computes to the whole sequence, chunk by chunk.
+        command += ["--chunked-prefill-size", str(pool_tokens)]
         # A forked worker has prometheus-client from before SGLang names its folder.
         variables["HCACHE_CPU_ENGINE_FORK"] = "0"
     if Path(model).is_dir() and not any((Path(model) / name).exists() for name in _TOKENIZERS):

@@ -13,6 +13,8 @@ from hcache_backend.workload.paper import ZIPF_CONTEXTS, leval, sharegpt4, zipf_
 from hcache_backend.workload.sharegpt import Tokenizer, sharegpt_file
 from hcache_backend.workload.synthetic import RAG_DOCUMENTS, agent, multiturn, rag
 
+VOCABULARY = 1000
+"""Random token ids are below it: any model has more."""
 Name = Literal["multiturn", "sharegpt4", "leval", "zipf", "agent", "rag", "sharegpt"]
 
 

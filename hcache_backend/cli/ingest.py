@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hcache_backend.cli.bench_server import need_aiohttp
 from hcache_backend.cli.common import (
     AsJson,
     errors,
@@ -68,16 +69,13 @@ def ingest(
     Questions then find them in L3, if they begin with the same text: the prefix file, then the
     document. Exit status: 0; 1 when the server refused documents; 2 when it could not run.
     """
-    try:
-        from hcache_backend.benchmark.client import BenchError, Client
-        from hcache_backend.benchmark.documents import DocumentError, find_documents
-        from hcache_backend.benchmark.ingest import Journal
-        from hcache_backend.benchmark.ingest import ingest as store
-        from hcache_backend.cli.bench_run import METRICS_LAG_S, metrics, moved
-    except ImportError as error:
-        if error.name != "aiohttp":
-            raise
-        fail("this command needs aiohttp: pip install 'hcache-backend[bench]'")
+    need_aiohttp()
+    from hcache_backend.benchmark.client import BenchError, Client
+    from hcache_backend.benchmark.documents import DocumentError, find_documents
+    from hcache_backend.benchmark.ingest import Journal
+    from hcache_backend.benchmark.ingest import ingest as store
+    from hcache_backend.cli.bench_run import METRICS_LAG_S, metrics, moved
+
     with explained():
         prefix = prefix_file.read_text(encoding="utf-8") if prefix_file is not None else ""
 
