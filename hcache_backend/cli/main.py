@@ -5,7 +5,9 @@ from __future__ import annotations
 import typer
 
 from hcache_backend.cli import doctor, inspect, maintain
+from hcache_backend.cli.bench import bench
 from hcache_backend.cli.demo import demo
+from hcache_backend.cli.ingest import ingest
 from hcache_backend.cli.plan import plan
 from hcache_backend.cli.profile import profile
 from hcache_backend.cli.top import top
@@ -18,6 +20,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("demo")(demo)
+app.add_typer(bench, name="bench")
+app.command("ingest")(ingest)
 app.command("plan")(plan)
 app.command("profile")(profile)
 app.command("stats")(inspect.stats)

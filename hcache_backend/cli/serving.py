@@ -84,6 +84,16 @@ class ServerProcess:
         self._admin_key = secrets.token_hex(16)
         self._process: subprocess.Popen[bytes] | None = None
 
+    @property
+    def url(self) -> str:
+        """Where it answers, once it was started."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def admin_key(self) -> str:
+        """What its administrative requests need as bearer token."""
+        return self._admin_key
+
     def __enter__(self) -> ServerProcess:
         self.start()
         return self
@@ -175,7 +185,7 @@ class ServerProcess:
             ServerError: There was no answer at all.
         """
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}",
+            f"{self.url}{path}",
             data=None if body is None else json.dumps(body).encode(),
             headers={
                 "Content-Type": "application/json",

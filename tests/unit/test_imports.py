@@ -20,6 +20,8 @@ RANKS = {
     "page": 0,
     "fingerprint": 1,
     "streams": 1,
+    "workload": 1,
+    "benchmark": 2,
     "store": 1,
     "projection": 2,
     "partition": 2,
@@ -94,7 +96,7 @@ def test_kernels_import_nothing_of_the_backend() -> None:
         assert not tops_of(path) & {"hcache_backend", "sglang"}, path
 
 
-LIGHT = ("", "config", "page", "store")
+LIGHT = ("", "config", "page", "store", "workload", "benchmark")
 
 WITHOUT = """
 import importlib, sys
@@ -128,5 +130,5 @@ def test_everything_but_the_engine_imports_without_sglang() -> None:
     import_all([dotted(p) for p in modules() if part_of(p) != "engine"], {"sglang"})
 
 
-def test_store_page_and_options_import_without_torch() -> None:
+def test_what_needs_no_tensors_imports_without_torch() -> None:
     import_all([dotted(p) for p in modules() if part_of(p) in LIGHT], {"sglang", "torch"})

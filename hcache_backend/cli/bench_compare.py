@@ -1,0 +1,159 @@
+"""``hcache bench compare``: the same histories and the same workload, method by method."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from rich.progress import Progress
+
+from hcache_backend.benchmark.driver import Pace
+from hcache_backend.cli import compare_load, compare_restore
+from hcache_backend.cli.bench_multiturn import PARALLEL, failing, load_tokenizer
+from hcache_backend.cli.bench_server import METHODS
+from hcache_backend.cli.bench_workloads import WorkloadOptions, choose
+from hcache_backend.cli.common import errors, explained, print_json, progress_bar, screen
+from hcache_backend.cli.compare_report import draw, markdown
+from hcache_backend.cli.machine import Machine, find_machine
+from hcache_backend.cli.tiny_model import TinyLlama, build
+
+REFERENCE = TinyLlama(layers=8, hidden=1024, heads=8, kv_heads=8, intermediate=2816)
+"""Large enough that restoring matters, small enough for two cores."""
+
+
+class Comparison(NamedTuple):
+    """The options of the command.
+
+    Attributes:
+        model: None: the reference model with random weights.
+        parts: ``restore``, ``load``, or both.
+        tokens: Of each history that is restored.
+        rounds: Histories that are timed.
+        scratch: Where L3 folders are while it runs; None: the system's place for such.
+    """
+
+    model: str | None
+    methods: Sequence[str]
+    parts: Sequence[str]
+    tokens: int
+    rounds: int
+    workload: WorkloadOptions
+    rates: Sequence[float]
+    max_parallel: int | None
+    pool_tokens: int | None
+    vocabulary: int
+    server_args: Sequence[str]
+    scratch: Path | None
+    out: Path
+    as_json: bool
+
+
+def report_comparison(asked: Comparison) -> None:
+    """Run, write the files, print the tables."""
+    with failing(), explained():
+        options = dataclasses.replace(asked.workload, tokenizer=lambda: load_tokenizer(asked.model))
+        workload = choose(options)
+        machine = find_machine()
+        with TemporaryDirectory(prefix="hcache-compare-", dir=asked.scratch) as scratch:
+            model = asked.model or str(build(REFERENCE, Path(scratch) / "model"))
+            found = _about(asked, machine)
+            if "restore" in asked.parts:
+                found["restore"] = _restore(asked, machine, model, Path(scratch) / "restore")
+            if "load" in asked.parts:
+                plan = compare_load.LoadPlan(
+                    machine=machine,
+                    model=model,
+                    workload=workload,
+                    rates=asked.rates,
+                    pace=Pace(
+                        max_parallel=asked.max_parallel or workload.max_parallel or PARALLEL,
+                        seed=asked.workload.seed,
+                    ),
+                    vocabulary=asked.vocabulary,
+                    pool_tokens=asked.pool_tokens,
+                    server_args=asked.server_args,
+                    folder=Path(scratch) / "load",
+                )
+                found["load"] = _load(plan, asked.methods)
+    with explained():
+        _write(found, asked.out)
+    if asked.as_json:
+        print_json(found)
+    else:
+        screen.print(markdown(found), markup=False, highlight=False, soft_wrap=True)
+        screen.print(f"Report: {asked.out}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _restore(asked: Comparison, machine: Machine, model: str, folder: Path) -> dict[str, Any]:
+    methods = [name for name in compare_restore.METHODS_RESTORED if name in asked.methods]
+    plan = compare_restore.RestorePlan(
+        machine=machine,
+        model=model,
+        tokens=asked.tokens,
+        rounds=asked.rounds,
+        vocabulary=asked.vocabulary,
+        server_args=asked.server_args,
+        folder=folder,
+        seed=asked.workload.seed,
+    )
+    with _steps(compare_restore.steps(plan, methods)) as (_, advance):
+        rows, balance = compare_restore.restore_all(plan, methods, advance)
+    return compare_restore.report(rows, asked.tokens, balance)
+
+
+def _load(plan: compare_load.LoadPlan, methods: Sequence[str]) -> dict[str, Any]:
+    with _steps(len(methods)) as (bar, advance):
+        return compare_load.load_all(plan, methods, bar, advance)
+
+
+@contextmanager
+def _steps(total: int) -> Iterator[tuple[Progress, Callable[[str], None]]]:
+    """A progress bar, and what to call with the name of each next step."""
+    with progress_bar(hidden=False) as bar:
+        task = bar.add_task("", total=total, completed=-1)  # the first step has only begun
+
+        def advance(step: str) -> None:
+            bar.update(task, advance=1, description=step)
+
+        yield bar, advance
+
+
+def _about(asked: Comparison, machine: Machine) -> dict[str, Any]:
+    shape = REFERENCE
+    model = asked.model or (
+        f"random Llama, {shape.layers} layers, hidden size {shape.hidden}, {shape.heads} heads"
+    )
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": machine.name,
+        "device_type": machine.device,
+        "sglang_version": machine.sglang,
+        "model": model,
+        "methods": {name: METHODS[name].title for name in asked.methods},
+    }
+
+
+def _write(found: dict[str, Any], out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(_finite(found), indent=2) + "\n")
+    out.with_suffix(".md").write_text(markdown(found))
+    try:
+        draw(found, out.with_suffix(""))
+    except ImportError:
+        errors.print("no pictures were drawn: pip install matplotlib")
+
+
+def _finite(value: Any) -> Any:
+    """``value`` as JSON can hold it."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

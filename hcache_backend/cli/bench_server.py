@@ -1,0 +1,129 @@
+"""Servers that benchmarks start: one way to bring a history back each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hcache_backend.cli.common import fail
+from hcache_backend.cli.machine import Machine
+from hcache_backend.config import TRACE_VARIABLE
+
+PAGE_SIZE = 64
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to bring histories back.
+
+    Attributes:
+        title: Its name for people.
+        hierarchical: HiCache is on: there is host memory behind the device.
+        storage: SGLang's name of the L3 backend; None: there is none.
+        hcache: Options of ours, where ``storage`` is ``dynamic``.
+        radix: Prefixes that are on the device are used again.
+    """
+
+    title: str
+    hierarchical: bool = True
+    storage: str | None = None
+    hcache: dict[str, Any] = field(default_factory=dict)
+    radix: bool = True
+
+
+METHODS = {
+    "ideal": Method("everything still on the device", hierarchical=False),
+    "recompute": Method("recompute", hierarchical=False, radix=False),
+    "file": Method("KV, SGLang file L3", storage="file"),
+    "host": Method("KV, HiCache host memory"),
+    "hcache-hidden": Method("HCache, hidden states", storage="dynamic", hcache={"mode": "hidden"}),
+    "hcache-kv": Method("HCache, KV pages", storage="dynamic", hcache={"mode": "kv"}),
+    "hcache": Method("HCache, automatic", storage="dynamic", hcache={"mode": "auto"}),
+}
+
+
+def need_aiohttp() -> None:
+    """End a command that asks servers when what it asks with is not installed."""
+    if find_spec("aiohttp") is None:
+        fail("this command needs aiohttp: pip install 'hcache-backend[bench]'")
+
+
+def launch(
+    method: Method,
+    machine: Machine,
+    model: str,
+    folder: Path,
+    *,
+    pool_tokens: int,
+    host_ratio: float = 2.0,
+    trace: bool = False,
+    extra: Sequence[str] = (),
+    environment: dict[str, str] | None = None,
+) -> tuple[list[str], dict[str, str]]:
+    """Command line and environment of a server; metrics and cache reports are on.
+
+    Args:
+        model: A folder, or a name that SGLang knows.
+        folder: For L3 (``l3``) and the trace (``trace.jsonl``).
+        trace: Write the trace: every restore then waits for the device, to time itself.
+        pool_tokens: Tokens of the device's KV pool.
+        host_ratio: Host memory as a multiple of the pool.
+        extra: More arguments, which come last.
+        environment: More variables.
+    """
+    command = [
+        *machine.launch_command(Path(model)),
+        *("--page-size", str(PAGE_SIZE), "--max-total-tokens", str(pool_tokens)),
+        *("--enable-cache-report", "--enable-metrics"),
+    ]
+    variables = {
+        **machine.environment,
+        **({TRACE_VARIABLE: str(folder / "trace.jsonl")} if trace else {}),
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+    }
+    if machine.device == "cpu":
+        command += ["--attention-backend", "torch_native", "--dtype", "float32"]
+        command += ["--grammar-backend", "none", "--skip-server-warmup"]
+        # torch_native pads what it computes to the whole sequence, chunk by chunk.
+        command += ["--chunked-prefill-size", str(pool_tokens)]
+        # A forked worker has prometheus-client from before SGLang names its folder.
+        variables["HCACHE_CPU_ENGINE_FORK"] = "0"
+    if Path(model).is_dir() and not any((Path(model) / name).exists() for name in _TOKENIZERS):
+        command += ["--skip-tokenizer-init"]
+    if not method.radix:
+        command += ["--disable-radix-cache"]
+    if method.hierarchical:
+        command += _hierarchical(method, folder / "l3", host_ratio)
+    if method.storage == "file":
+        variables["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(folder / "l3")
+    return [*command, *extra], {**variables, **(environment or {})}
+
+
+def _hierarchical(method: Method, folder: Path, host_ratio: float) -> list[str]:
+    options = [
+        *("--enable-hierarchical-cache", "--hicache-ratio", f"{host_ratio:g}"),
+        *("--hicache-write-policy", "write_through"),
+        *("--hicache-mem-layout", "page_first", "--hicache-io-backend", "kernel"),
+    ]
+    if method.storage is None:
+        return options
+    extra: dict[str, Any] = {"prefetch_threshold": PAGE_SIZE}
+    if method.storage == "dynamic":
+        extra |= {
+            "backend_name": "hcache",
+            "module_path": "hcache_backend",
+            "class_name": "HCacheStorage",
+            "interface_v1": 1,
+            "hcache": {"dirs": [str(folder)], **method.hcache},
+        }
+    return [
+        *options,
+        *("--hicache-storage-prefetch-policy", "wait_complete"),
+        *("--hicache-storage-backend", method.storage),
+        *("--hicache-storage-backend-extra-config", json.dumps(extra)),
+    ]

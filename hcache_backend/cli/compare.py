@@ -1,0 +1,138 @@
+"""``hcache bench compare``: its options."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from hcache_backend.cli.bench_server import METHODS, PAGE_SIZE, need_aiohttp
+from hcache_backend.cli.bench_workloads import VOCABULARY, Name, WorkloadOptions
+from hcache_backend.cli.common import AsJson, fail
+
+
+def compare(
+    methods: Annotated[
+        str, typer.Option(help="Which, with commas between them. Default: all.")
+    ] = ",".join(METHODS),
+    part: Annotated[
+        Literal["all", "restore", "load"],
+        typer.Option(
+            help="restore: one history at a time, timed in the server; load: a workload at rates."
+        ),
+    ] = "all",
+    model_path: Annotated[
+        str | None,
+        typer.Option(help="Model. Default: a random Llama with 8 layers, hidden size 1024."),
+    ] = None,
+    server_args: Annotated[
+        str, typer.Option(help="More arguments of every server, as --load-format dummy.")
+    ] = "",
+    tokens: Annotated[
+        int, typer.Option(min=64, help="restore: tokens of a history, whole pages of 64.")
+    ] = 4096,
+    rounds: Annotated[int, typer.Option(min=1, help="restore: histories that are timed.")] = 5,
+    workload: Annotated[Name, typer.Option(help="load: what is asked.")] = "sharegpt4",
+    num_clients: Annotated[int, typer.Option(min=1, help="load: sessions.")] = 8,
+    max_rounds: Annotated[
+        int | None, typer.Option(min=1, help="load: rounds of a session, at most.")
+    ] = 6,
+    scale: Annotated[
+        float | None,
+        typer.Option(
+            help="load: multiplies lengths and intervals. Default: 1; with the random Llama 0.2."
+        ),
+    ] = None,
+    interval: Annotated[
+        float | None, typer.Option(min=0, help="load: seconds between rounds of a session.")
+    ] = None,
+    max_context: Annotated[
+        int | None, typer.Option(min=1, help="load: tokens of a history.")
+    ] = None,
+    rates: Annotated[
+        str, typer.Option(help="load: requests or sessions a second, with commas between them.")
+    ] = "0.2,0.5,1",
+    max_parallel: Annotated[
+        int | None, typer.Option(min=1, help="load: requests in flight at most.")
+    ] = None,
+    pool_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=256, help="load: tokens of the device's KV pool. Default: a sixth of all histories."
+        ),
+    ] = None,
+    sharegpt: Annotated[
+        Path | None, typer.Option(help="load: JSON file of conversations (sharegpt).")
+    ] = None,
+    vocabulary: Annotated[int, typer.Option(min=2, help="Random ids are below it.")] = VOCABULARY,
+    seed: Annotated[int, typer.Option(min=0, help="Of lengths, tokens and times.")] = 1,
+    scratch_dir: Annotated[
+        Path | None,
+        typer.Option(help="Disk for the L3 folders, which are removed. Default: that of TMPDIR."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The report; .md and pictures go beside it.")] = Path(
+        "bench"
+    )
+    / "results"
+    / "compare.json",
+    as_json: AsJson = False,
+) -> None:
+    """The same histories and the same workload with every method, each with a server of its own.
+
+    Methods: ideal (everything still on the device), recompute, file (SGLang's file L3), host
+    (HiCache without L3), hcache-hidden, hcache-kv, hcache (automatic).
+    """
+    chosen = [name.strip() for name in methods.split(",")]
+    for name in chosen:
+        if name not in METHODS:
+            fail(f"--methods {name!r}: must be of {', '.join(METHODS)}")
+    if tokens % PAGE_SIZE:
+        whole = tokens // PAGE_SIZE * PAGE_SIZE
+        fail(f"--tokens {tokens}: must be whole pages of {PAGE_SIZE}, as {whole}")
+    small = 0.2 if model_path is None else 1.0
+    need_aiohttp()
+    from hcache_backend.cli import bench_compare
+
+    bench_compare.report_comparison(
+        bench_compare.Comparison(
+            model=model_path,
+            methods=chosen,
+            parts=("restore", "load") if part == "all" else (part,),
+            tokens=tokens,
+            rounds=rounds,
+            workload=WorkloadOptions(
+                workload="sharegpt" if sharegpt else workload,
+                num_clients=num_clients,
+                seed=seed,
+                max_rounds=max_rounds,
+                sharegpt=sharegpt,
+                interval=interval,
+                scale=small if scale is None else scale,
+                max_context=max_context,
+            ),
+            rates=_numbers(rates),
+            max_parallel=max_parallel,
+            pool_tokens=pool_tokens,
+            vocabulary=vocabulary,
+            server_args=shlex.split(server_args),
+            scratch=scratch_dir,
+            out=out,
+            as_json=as_json,
+        )
+    )
+
+
+def _numbers(rates: str) -> list[float]:
+    found = []
+    for text in rates.split(","):
+        try:
+            rate = float(text)
+        except ValueError:
+            rate = 0.0
+        if not 0 < rate < math.inf:
+            fail(f"--rates {text.strip()!r}: must be numbers above 0, as 0.5,1,2")
+        found.append(rate)
+    return found

@@ -1,0 +1,176 @@
+"""``hcache ingest``: pages of documents, made offline through a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hcache_backend.cli.bench_server import need_aiohttp
+from hcache_backend.cli.common import (
+    AsJson,
+    errors,
+    explained,
+    fail,
+    human_bytes,
+    print_json,
+    progress_bar,
+    screen,
+    table,
+)
+
+if TYPE_CHECKING:
+    from hcache_backend.benchmark.ingest import Ingested
+
+FAILED = 1
+SHOWN_FAILURES = 10
+
+
+def ingest(
+    documents: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Text files, folders of them, or .jsonl files: an object with 'text' or "
+            "'input_ids' in each line."
+        ),
+    ],
+    url: Annotated[
+        str, typer.Option(help="The server; its L3 gets the pages.")
+    ] = "http://127.0.0.1:30000",
+    api_key: Annotated[str | None, typer.Option(help="Its (admin) API key.")] = None,
+    prefix_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text that stands before the document in every question: system prompt, template."
+        ),
+    ] = None,
+    journal: Annotated[
+        Path, typer.Option(help="What is in L3; the command goes on where it ends.")
+    ] = Path("hcache-ingest.jsonl"),
+    max_parallel: Annotated[int, typer.Option(min=1, help="Documents at a time.")] = 4,
+    group: Annotated[
+        int, typer.Option(min=1, help="Documents between two notes in the journal.")
+    ] = 32,
+    settle: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="For a server that is in use: before each note wait so many seconds for L3. "
+            "Default: flush device and host caches, which needs an idle server, and is certain.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Have a server compute documents and store their pages, before anybody asks about them.
+
+    Questions then find them in L3, if they begin with the same text: the prefix file, then the
+    document. Exit status: 0; 1 when the server refused documents; 2 when it could not run.
+    """
+    need_aiohttp()
+    from hcache_backend.benchmark.client import BenchError, Client
+    from hcache_backend.benchmark.documents import DocumentError, find_documents
+    from hcache_backend.benchmark.ingest import Journal
+    from hcache_backend.benchmark.ingest import ingest as store
+    from hcache_backend.cli.bench_run import METRICS_LAG_S, metrics, moved
+
+    with explained():
+        prefix = prefix_file.read_text(encoding="utf-8") if prefix_file is not None else ""
+
+    async def run() -> dict[str, Any]:
+        found = find_documents(documents, bool(prefix))
+        async with Client(url, api_key) as client:
+            server = await client.server()
+            if not server.get("hicache_storage_backend"):
+                errors.print(
+                    "the server was started without an L3 backend: unless one was attached since, "
+                    "what it stores is gone when it ends",
+                    style="yellow",
+                    soft_wrap=True,
+                )
+            notes = Journal(journal, server, prefix)
+            missing = sum(document not in notes for document in found)
+            before, begun = await metrics(url), time.monotonic()
+            with progress_bar(hidden=False) as bar:
+                task = bar.add_task("documents", total=len(found), completed=len(found) - missing)
+                result = await store(
+                    client,
+                    found,
+                    notes,
+                    prefix=prefix,
+                    page_size=int(server.get("page_size") or 1),
+                    max_parallel=max_parallel,
+                    group=group,
+                    settle_s=settle,
+                    done=lambda: bar.advance(task),
+                )
+            seconds = time.monotonic() - begun
+            if missing:
+                await asyncio.sleep(METRICS_LAG_S)
+            l3 = moved(before, await metrics(url))
+        return report(result, len(found) - missing, seconds, l3)
+
+    try:
+        with explained():
+            said = asyncio.run(run())
+    except (BenchError, DocumentError) as error:
+        fail(str(error))
+    if as_json:
+        print_json(said)
+    else:
+        show(said)
+    if said["failed"]:
+        raise typer.Exit(FAILED)
+
+
+def report(result: Ingested, known: int, seconds: float, l3: dict[str, Any]) -> dict[str, Any]:
+    """What ``--json`` prints.
+
+    Args:
+        known: Documents that the journal named.
+        l3: What moved meanwhile.
+    """
+    return {
+        "stored": result.stored,
+        "already_stored": known,
+        "failed": result.failed,
+        "shorter_than_a_page": result.short,
+        "tokens": result.tokens,
+        "tokens_found_in_l3": result.found_tokens,
+        "seconds": seconds,
+        "tokens_per_second": result.tokens / seconds if seconds else 0.0,
+        "l3": l3,
+    }
+
+
+def show(said: dict[str, Any]) -> None:
+    """The report for a terminal."""
+    shown = table("", "", "#")
+    shown.add_row("documents stored", f"{said['stored']:,}")
+    shown.add_row("stored before, by the journal", f"{said['already_stored']:,}")
+    shown.add_row("refused", f"{len(said['failed']):,}")
+    shown.add_row("tokens", f"{said['tokens']:,}")
+    shown.add_row("of them already in L3", f"{said['tokens_found_in_l3']:,}")
+    shown.add_row("tokens a second", f"{said['tokens_per_second']:,.0f}")
+    if "bytes_written" in said["l3"]:
+        shown.add_row("L3 writes", human_bytes(said["l3"]["bytes_written"]))
+    screen.print(shown)
+    if said["shorter_than_a_page"]:
+        _note(f"{said['shorter_than_a_page']} documents are shorter than a page: L3 has none of it")
+    if said["l3"].get("pages_dropped"):
+        _note(f"L3 dropped {said['l3']['pages_dropped']:,} pages: see hcache top and its quota")
+    if said["l3"].get("pages_evicted"):
+        _note(
+            f"L3 evicted {said['l3']['pages_evicted']:,} pages to stay within its quota: it may be "
+            "too small for all documents"
+        )
+    for name, why in list(said["failed"].items())[:SHOWN_FAILURES]:
+        _note(f"{name}: {why}")
+    if len(said["failed"]) > SHOWN_FAILURES:
+        _note(f"and {len(said['failed']) - SHOWN_FAILURES} more")
+
+
+def _note(text: str) -> None:
+    screen.print(f"- {text}", style="yellow", highlight=False, soft_wrap=True, markup=False)

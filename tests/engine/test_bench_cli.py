@@ -1,0 +1,211 @@
+"""``hcache bench`` and every workload, short, on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hcache_backend.benchmark.client import Cached, Client, Reply
+from hcache_backend.cli.bench_multiturn import Where, target
+from hcache_backend.cli.bench_run import Target
+from hcache_backend.cli.main import app
+
+pytestmark = pytest.mark.engine
+
+HIDDEN_BYTES = 4 * 256 * 4
+"""Of a token of the tiny model: four layers of 256 float32."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    """The one that the command starts where none is named."""
+    where = Where(None, None, None, "hcache-hidden", (), tmp_path_factory.mktemp("bench"))
+    with target(where, pool_tokens=8192) as found:
+        yield found
+
+
+def bench(server: Target, folder: Path, *arguments: str) -> dict[str, Any]:
+    """Run the command against the server; the line of its only run."""
+    log = folder / "log.jsonl"
+    done = CliRunner().invoke(
+        app,
+        [
+            *("bench", "multiturn", "--url", server.url, "--api-key", server.key or ""),
+            *("--request-rate", "inf", "--log-file", str(log), *arguments),
+        ],
+    )
+    assert done.exit_code == 0, done.output
+    (line,) = [json.loads(text) for text in log.read_text().splitlines()]
+    summary = line["summary"]
+    assert summary["failed_requests"] == 0
+    assert summary["total_requests"] == line["workload"]["requests"]
+    assert 0 < summary["median_ttft"] <= summary["p90_ttft"] <= summary["p99_ttft"]
+    found: dict[str, Any] = line
+    return found
+
+
+def test_histories_come_from_l3_where_rounds_are_flushed(server: Target, tmp_path: Path) -> None:
+    line = bench(
+        *(server, tmp_path, "--num-clients", "3", "--num-rounds", "3", "--request-length", "128"),
+        *("--output-length", "8", "--flush-between-rounds", "--tag", "short"),
+        *("--requests-file", str(tmp_path / "requests.jsonl")),
+    )
+    assert line["tag"] == "short"
+    summary, rounds, l3 = line["summary"], line["round"], line["l3"]
+    assert (summary["total_requests"], summary["average_output_len"]) == (9, 8)
+    # Prompts of 128, 264 and 400 tokens; whole pages of 64 of the history before came back.
+    assert rounds["round_0"]["cache_hit_rate"] == 0
+    assert rounds["round_1"]["storage_hit_rate"] == pytest.approx(128 / 264)
+    assert rounds["round_2"]["storage_hit_rate"] == pytest.approx(256 / 400)
+    assert summary["device_hit_rate"] == summary["host_hit_rate"] == 0
+    assert l3["mode"] == "hidden"
+    assert l3["bytes_restored"] == 3 * (128 + 256) * HIDDEN_BYTES
+    assert l3["bytes_read"] >= l3["bytes_restored"]
+    assert l3["bytes_written"] > 0
+    assert 0 < summary["median_itl"] <= summary["p99_itl"]
+    requests = [json.loads(text) for text in (tmp_path / "requests.jsonl").open()]
+    assert [request["output_tokens"] for request in requests] == [8] * 9
+    assert {len(request["gaps_s"]) for request in requests} == {7}
+
+
+def test_sharegpt4(server: Target, tmp_path: Path) -> None:
+    line = bench(
+        *(server, tmp_path, "--workload", "sharegpt4", "--num-clients", "4", "--scale", "0.1"),
+        *("--max-rounds", "3", "--interval", "0"),
+    )
+    assert line["workload"]["arrivals"] == "sessions"
+    assert line["summary"]["device_hit_rate"] > 0.3
+
+
+@pytest.mark.parametrize("task", ["paper", "gsm", "quality", "mixed"])
+def test_leval_restores_contexts_from_l3(server: Target, tmp_path: Path, task: str) -> None:
+    line = bench(
+        *(server, tmp_path, "--workload", "leval", "--leval-task", task, "--num-clients", "2"),
+        *("--scale", "0.05"),
+    )
+    assert line["pace"]["max_parallel"] == 1
+    assert line["summary"]["storage_hit_rate"] > 0.7
+
+
+def test_zipf_hits_favourites_on_the_device(server: Target, tmp_path: Path) -> None:
+    line = bench(
+        *(server, tmp_path, "--workload", "zipf", "--num-clients", "10", "--scale", "0.02"),
+        *("--zipf-skew", "2", "--num-documents", "4"),
+    )
+    assert line["summary"]["device_hit_rate"] > 0.3
+    assert line["summary"]["storage_hit_rate"] > 0
+
+
+def test_agents_share_their_system_prompt(server: Target, tmp_path: Path) -> None:
+    line = bench(
+        *(server, tmp_path, "--workload", "agent", "--num-clients", "3", "--scale", "0.05"),
+        *("--max-rounds", "4", "--interval", "0", "--max-parallel", "1"),
+    )
+    assert line["summary"]["device_hit_rate"] > 0.7
+
+
+def test_rag_finds_documents_that_were_prefilled(server: Target, tmp_path: Path) -> None:
+    line = bench(
+        *(server, tmp_path, "--workload", "rag", "--num-clients", "4", "--scale", "0.1"),
+        *("--num-documents", "3"),
+    )
+    assert line["summary"]["storage_hit_rate"] > 0.3
+    assert line["summary"]["cache_hit_rate"] > 0.7
+
+
+def test_conversations_of_a_file(server: Target, tmp_path: Path) -> None:
+    words = {"[UNK]": 0, **{f"w{n}": n for n in range(1, 50)}}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "[UNK]"},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    )
+    talk = [
+        {"from": who, "value": " ".join(f"w{(7 * n + start) % 50}" for n in range(length))}
+        for start, (who, length) in enumerate(
+            [("human", 90), ("gpt", 4), ("human", 80), ("gpt", 6)]
+        )
+    ]
+    path = tmp_path / "talks.json"
+    path.write_text(json.dumps([{"id": "1", "conversations": talk}]))
+    line = bench(
+        *(server, tmp_path, "--sharegpt", str(path), "--model-path", str(tmp_path)),
+        *("--num-clients", "1", "--interval", "0"),
+    )
+    assert line["workload"]["name"] == "sharegpt"
+    assert line["summary"]["average_prompt_len"] == (90 + 174) / 2
+    assert line["summary"]["average_output_len"] == 5
+
+
+def test_a_history_that_is_too_long_for_the_server_is_refused(server: Target) -> None:
+    done = CliRunner().invoke(
+        app,
+        [
+            *("bench", "multiturn", "--url", server.url, "--api-key", server.key or ""),
+            *("--num-clients", "1", "--request-length", "4000"),
+        ],
+    )
+    assert done.exit_code == 2
+    assert "takes fewer than 8," in done.output
+    assert "--scale 0.3" in done.output
+
+
+def test_ingested_documents_are_found_in_l3_and_not_sent_again(
+    server: Target, tmp_path: Path
+) -> None:
+    document = [n * 7 % 1000 for n in range(300)]
+    path = tmp_path / "documents.jsonl"
+    path.write_text(json.dumps({"id": "long", "input_ids": document}) + "\n")
+
+    def ingest() -> dict[str, Any]:
+        done = CliRunner().invoke(
+            app,
+            [
+                *("ingest", str(path), "--url", server.url, "--api-key", server.key or ""),
+                *("--journal", str(tmp_path / "journal.jsonl"), "--json"),
+            ],
+        )
+        assert done.exit_code == 0, done.output
+        said: dict[str, Any] = json.loads(done.stdout)
+        return said
+
+    first = ingest()
+    assert (first["stored"], first["tokens"], first["tokens_found_in_l3"]) == (1, 300, 0)
+    assert first["l3"]["bytes_written"] >= 256 * HIDDEN_BYTES
+    assert first["failed"] == {}
+
+    async def question() -> Reply:
+        async with Client(server.url, server.key) as client:
+            return await client.generate([*document, 1, 2, 3], 1)
+
+    assert asyncio.run(question()).cached == Cached(storage=256)
+
+    again = ingest()
+    assert (again["stored"], again["already_stored"]) == (0, 1)
+    assert again["l3"]["bytes_written"] == 0
+
+
+def test_a_document_that_the_server_refuses_is_named(server: Target, tmp_path: Path) -> None:
+    path = tmp_path / "documents.jsonl"
+    path.write_text(json.dumps({"id": "huge", "input_ids": [1] * 9000}) + "\n")
+    done = CliRunner().invoke(
+        app,
+        [
+            *("ingest", str(path), "--url", server.url, "--api-key", server.key or ""),
+            *("--journal", str(tmp_path / "journal.jsonl")),
+        ],
+    )
+    assert done.exit_code == 1
+    assert "documents.jsonl:1 (huge): " in done.output
+    assert not (tmp_path / "journal.jsonl").read_text()

@@ -1,0 +1,169 @@
+"""Options of ``hcache bench multiturn`` that are wrong, and what a running server may lack."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hcache_backend.benchmark.client import BenchError
+from hcache_backend.cli import bench_multiturn
+from hcache_backend.cli.bench_multiturn import load_tokenizer, notes
+from hcache_backend.cli.bench_run import Measured, check_length, moved
+from hcache_backend.cli.bench_server import METHODS, launch
+from hcache_backend.cli.bench_workloads import WorkloadOptions, choose
+from hcache_backend.cli.machine import Machine
+from hcache_backend.cli.main import app
+from hcache_backend.cli.metrics_page import MetricsPage, NoMetrics, parse
+from hcache_backend.workload.base import Session, Turn, Workload, WorkloadError
+
+NOBODY = "http://127.0.0.1:9"
+
+
+def refused(*arguments: str) -> str:
+    """What the command says when it ends with status 2, in one line."""
+    done = CliRunner().invoke(app, ["bench", "multiturn", *arguments])
+    assert done.exit_code == 2, done.output
+    assert "Traceback" not in done.output
+    return " ".join(done.output.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--method", "magic"], "--method 'magic': must be one of ideal, recompute"),
+        (["--request-rate", "0"], "--request-rate 0: must be above 0"),
+        (["--scale", "0"], "--scale 0: must be a number above 0"),
+        (["--url", NOBODY, "--port", "3"], "give it, or --host and --port, and not both"),
+        (["--url", "localhost:30000"], "--url localhost:30000: must be http://HOST:PORT"),
+        (["--url", NOBODY], f"--url {NOBODY}: no SGLang server answers there"),
+        (["--host", "127.0.0.1", "--port", "9"], f"--url {NOBODY}: no SGLang server answers"),
+        (
+            ["--workload", "rag", "--request-length", "5"],
+            "--request-length 5: is for --workload multiturn; rag has its own",
+        ),
+        (["--zipf-skew", "1"], "--zipf-skew 1.0: is for --workload zipf and rag"),
+        (["--workload", "zipf", "--zipf-skew", "3"], "--zipf-skew 3: must be from 0"),
+        (["--workload", "leval", "--leval-task", "law"], "--leval-task 'law': must be one of"),
+        (["--workload", "sharegpt"], "--workload sharegpt: needs --sharegpt FILE"),
+        (["--sharegpt", "talks.json"], "--sharegpt: needs --model-path, whose tokenizer"),
+        (["--max-context", "10"], "--max-context 10: a question and its reply of workload"),
+        (["--min-rounds", "3", "--max-rounds", "2"], "--min-rounds 3: must be at most"),
+        (["--num-clients", "0"], "Invalid value for '--num-clients'"),
+        (["--ready-queue-policy", "lifo"], "Invalid value for '--ready-queue-policy'"),
+    ],
+)
+def test_a_wrong_option_is_named_with_what_would_be_right(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_starts(*_: object) -> None:
+        raise AssertionError("a server was started")
+
+    monkeypatch.setattr(bench_multiturn, "own_server", none_starts)
+    # A terminal of any width breaks the line elsewhere, and draws a frame around some.
+    said = refused(*arguments).replace("│ ", "")
+    assert message in said
+
+
+def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WorkloadError, match=r"--model-path .*: has no tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+
+def options(**given: Any) -> WorkloadOptions:
+    return WorkloadOptions(**{"workload": "multiturn", "num_clients": 2, "seed": 0, **given})
+
+
+def test_rounds_mean_what_they_mean_in_sglangs_benchmark() -> None:
+    def rounds(**given: Any) -> list[int]:
+        return [len(session.turns) for session in choose(options(**given)).sessions]
+
+    assert rounds() == [5, 5]
+    assert rounds(num_rounds=3) == [3, 3]
+    assert rounds(min_rounds=2) == rounds(max_rounds=2) == [2, 2]
+    assert set(rounds(num_clients=50, min_rounds=2, max_rounds=3)) == {2, 3}
+
+
+def test_the_interval_is_not_scaled_where_it_is_given() -> None:
+    assert choose(options(workload="sharegpt4", scale=0.1)).interval_s == pytest.approx(3)
+    assert choose(options(workload="sharegpt4", scale=0.1, interval=4.0)).interval_s == 4
+
+
+def test_a_workload_that_the_server_would_refuse_is_refused_before() -> None:
+    workload = Workload("test", (Session((Turn(90, 10),)),))
+    check_length(workload, {"max_req_input_len": 101})
+    check_length(workload, {})
+    with pytest.raises(BenchError, match=r"100 tokens .* fewer than 100: give --max-context 99"):
+        check_length(workload, {"max_req_input_len": 100})
+
+
+MODE = 'hcache_mode{mode="hidden",reason=""} 1.0\n'
+
+
+def page(read: int, restored: int, dropped: int = 0) -> MetricsPage:
+    return parse(
+        MODE
+        + f'hcache_store_total{{what="bytes_read"}} {read}\n'
+        + f'hcache_store_total{{what="pages_dropped_full"}} {dropped}\n'
+        + f'hcache_bytes_total{{event="restored_hidden"}} {restored}\n'
+        + 'hcache_bytes_total{event="restored_kv"} 5\n'
+        + 'hcache_bytes_total{event="captured"} 1000\n'
+    )
+
+
+def test_bytes_are_those_of_the_run() -> None:
+    found = moved(page(10, 100), page(30, 400, dropped=2))
+    assert (found["bytes_read"], found["bytes_restored"]) == (20, 300)
+    assert (found["bytes_written"], found["pages_dropped"]) == (0, 2)
+
+
+def test_bytes_are_missing_with_a_reason() -> None:
+    assert moved(NoMetrics("start it with --enable-metrics"), page(0, 0)) == {
+        "missing": "start it with --enable-metrics"
+    }
+    assert "anew" in moved(page(10, 0), page(0, 0))["missing"]
+
+
+def test_notes_say_what_a_reader_has_to_know() -> None:
+    parts = {
+        "errors": {"400: too long": 3},
+        "l3": {"missing": "no metrics"},
+        "summary": {"storage_hit_rate": None},
+    }
+    assert notes([Measured(parts, []), Measured(parts, [])]) == [
+        "3 requests failed: 400: too long",
+        "no bytes of L3: no metrics",
+        "the server does not say where hits were: start it with --enable-cache-report",
+    ]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_differ_in_what_brings_histories_back(name: str, tmp_path: Path) -> None:
+    machine = Machine("cuda", "a GPU", "0", ("--machine",), {"MACHINE": "1"})
+    command, environment = launch(
+        METHODS[name], machine, "org/model", tmp_path, pool_tokens=512, extra=["--last", "1"]
+    )
+    assert command[-2:] == ["--last", "1"]
+    assert "--enable-cache-report" in command
+    assert "--skip-tokenizer-init" not in command
+    assert environment["MACHINE"] == "1"
+    assert "HCACHE_RESTORE_TRACE" not in environment
+    assert ("--enable-hierarchical-cache" in command) == (name not in ("ideal", "recompute"))
+    assert ("--disable-radix-cache" in command) == (name == "recompute")
+    assert ("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR" in environment) == (name == "file")
+    if name.startswith("hcache"):
+        extra = json.loads(command[command.index("--hicache-storage-backend-extra-config") + 1])
+        mode = {"hcache": "auto", "hcache-kv": "kv", "hcache-hidden": "hidden"}[name]
+        assert extra["hcache"] == {"dirs": [str(tmp_path / "l3")], "mode": mode}
+
+
+def test_a_model_without_a_tokenizer_is_served_without_one(tmp_path: Path) -> None:
+    machine = Machine("cpu", "a CPU", "0", (), {})
+    command, _ = launch(METHODS["host"], machine, str(tmp_path), tmp_path, pool_tokens=512)
+    assert "--skip-tokenizer-init" in command
+    (tmp_path / "tokenizer.json").touch()
+    command, _ = launch(METHODS["host"], machine, str(tmp_path), tmp_path, pool_tokens=512)
+    assert "--skip-tokenizer-init" not in command

@@ -1,0 +1,225 @@
+"""The client against servers that answer as SGLang does, or do not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from hcache_backend.benchmark.client import BenchError, Cached, Client, Reply, RequestError
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def chunk(ids: Sequence[int], count: int, finished: bool = False, **meta: Any) -> dict[str, Any]:
+    return {
+        "output_ids": list(ids),
+        "meta_info": {
+            "prompt_tokens": 5,
+            "completion_tokens": count,
+            "cached_tokens": 0,
+            "finish_reason": {"type": "length"} if finished else None,
+            **meta,
+        },
+    }
+
+
+def streams(*events: dict[str, Any], seen: list[Any] | None = None) -> Handler:
+    """A ``/generate`` that sends ``events``; what it was asked goes to ``seen``."""
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        if seen is not None:
+            seen.append((await request.json(), request.headers.get("Authorization")))
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for event in events:
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    return handler
+
+
+def answers(status: int, body: str) -> Handler:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=status, text=body)
+
+    return handler
+
+
+async def ask(
+    path: str, handler: Handler, what: Callable[[Client], Awaitable[Any]], key: str | None = None
+) -> Any:
+    """What a client does with a server that has ``handler`` at ``path``."""
+    app = web.Application()
+    app.router.add_route("*", path, handler)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        port = runner.addresses[0][1]
+        async with Client(f"http://127.0.0.1:{port}/", key) as client:
+            return await what(client)
+    finally:
+        await runner.cleanup()
+
+
+def generate(
+    handler: Handler, prompt: Sequence[int] | str = (1, 2), key: str | None = None
+) -> Reply:
+    async def one(client: Client) -> Reply:
+        return await client.generate(prompt, 3)
+
+    reply = asyncio.run(ask("/generate", handler, one, key))
+    assert isinstance(reply, Reply)
+    return reply
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [chunk([7], 1), chunk([7, 8], 2), chunk([7, 8, 9], 3, True)],
+        [chunk([7], 1), chunk([8], 2), chunk([9], 3, True)],
+    ],
+    ids=["all so far", "only the new ones"],
+)
+def test_a_stream_is_put_together(events: list[dict[str, Any]]) -> None:
+    reply = generate(streams(*events))
+    assert reply.output_ids == [7, 8, 9]
+    assert reply.prompt_tokens == 5
+    assert len(reply.gaps_s) == 2
+    assert reply.ttft_s + sum(reply.gaps_s) == pytest.approx(reply.latency_s)
+
+
+def test_tokens_that_come_together_share_the_time_since_those_before() -> None:
+    reply = generate(streams(chunk([1], 1), chunk([1, 2, 3], 3, True)))
+    assert len(reply.gaps_s) == 2
+    assert reply.gaps_s[0] == reply.gaps_s[1] > 0
+
+
+def test_an_event_without_a_new_token_is_no_token() -> None:
+    reply = generate(streams(chunk([], 0), chunk([4], 1), chunk([4], 1, True)))
+    assert reply.output_ids == [4]
+    assert reply.gaps_s == []
+
+
+def test_a_request_asks_for_exactly_so_many_tokens() -> None:
+    seen: list[Any] = []
+    generate(streams(chunk([1], 1, True), seen=seen), [3, 4], key="secret")
+    generate(streams(chunk([1], 1, True), seen=seen), "a text")
+    (body, header), (text_body, no_header) = seen
+    assert body["input_ids"] == [3, 4]
+    assert body["stream"] is True
+    assert body["sampling_params"] == {
+        "temperature": 0.0,
+        "max_new_tokens": 3,
+        "ignore_eos": True,
+    }
+    assert (header, no_header) == ("Bearer secret", None)
+    assert text_body["text"] == "a text"
+    assert "input_ids" not in text_body
+
+
+@pytest.mark.parametrize(
+    ("meta", "cached"),
+    [
+        ({}, Cached()),
+        ({"cached_tokens": 4}, Cached(unsplit=4)),
+        (
+            {"cached_tokens": 6, "cached_tokens_details": {"device": 1, "host": 2, "storage": 3}},
+            Cached(1, 2, 3),
+        ),
+        ({"cached_tokens": 3, "cached_tokens_details": {"device": 1, "host": 2}}, Cached(1, 2)),
+    ],
+)
+def test_hits_are_split_where_the_server_says_so(meta: dict[str, Any], cached: Cached) -> None:
+    reply = generate(streams(chunk([1], 1, True, **meta)))
+    assert reply.cached == cached
+    assert reply.cached.total == meta.get("cached_tokens", 0)
+
+
+@pytest.mark.parametrize(
+    ("handler", "message"),
+    [
+        (answers(400, '{"error": {"message": "too long"}}'), "400: too long"),
+        (answers(500, "boom"), "500: boom"),
+        (streams({"error": {"message": "no room", "code": 400}}), "no room"),
+        (
+            streams(chunk([1], 1, finish_reason={"type": "abort", "message": "cut"})),
+            "cut",
+        ),
+        (streams(chunk([1], 1)), "the stream ended after 1 tokens"),
+        (streams(), "the stream ended after 0 tokens"),
+    ],
+)
+def test_a_request_that_fails_says_why(handler: Handler, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        generate(handler)
+
+
+def test_a_server_that_is_gone_fails_the_request() -> None:
+    async def gone(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    with pytest.raises(RequestError, match="isconnected"):
+        generate(gone)
+
+
+def test_what_a_server_says_of_itself() -> None:
+    found = asyncio.run(ask("/server_info", answers_json({"page_size": 64}), Client.server))
+    assert found == {"page_size": 64}
+
+
+def answers_json(body: object) -> Handler:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return web.json_response(body)
+
+    return handler
+
+
+@pytest.mark.parametrize(
+    ("path", "handler", "message"),
+    [
+        ("/server_info", answers(401, ""), "answered 401; give its --api-key"),
+        ("/other", answers(200, ""), "/server_info answered 404: is it an SGLang server?"),
+        ("/server_info", answers(200, "<html>"), "no SGLang server answers there"),
+    ],
+)
+def test_what_is_no_server_is_named(path: str, handler: Handler, message: str) -> None:
+    with pytest.raises(BenchError, match=message.replace("?", r"\?")):
+        asyncio.run(ask(path, handler, Client.server))
+
+
+def test_an_unreachable_server_is_named() -> None:
+    async def look() -> None:
+        async with Client("http://127.0.0.1:9") as client:
+            await client.server()
+
+    with pytest.raises(BenchError, match=r"--url http://127.0.0.1:9: no SGLang server .* --url"):
+        asyncio.run(look())
+
+
+@pytest.mark.parametrize(
+    ("status", "message"), [(400, "answered 400: not idle"), (401, "give its --api-key")]
+)
+def test_a_flush_that_is_refused_says_why(status: int, message: str) -> None:
+    with pytest.raises(BenchError, match=message):
+        asyncio.run(ask("/flush_cache", answers(status, "not idle"), Client.flush))
+
+
+def test_a_flush_waits_for_an_idle_server() -> None:
+    seen: list[str] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        seen.append(f"{request.method} {request.query['timeout']}")
+        return web.Response()
+
+    asyncio.run(ask("/flush_cache", handler, Client.flush))
+    assert seen == ["POST 120"]

@@ -1,0 +1,216 @@
+"""What is sent when: with a client that only takes notes."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+
+from hcache_backend.benchmark.client import BenchError, Cached, Client, Reply, RequestError
+from hcache_backend.benchmark.driver import Pace, RunResult, prefill, run
+from hcache_backend.workload.base import Session, Turn, Workload
+from hcache_backend.workload.synthetic import multiturn
+
+VOCABULARY = 1000
+AT_ONCE = Pace(rate=math.inf)
+
+
+@dataclass
+class Notes:
+    """A client: every reply is as many times 7 as asked for.
+
+    Attributes:
+        refuse: Prompts of this length fail.
+        seen: Prompts, and ``flush``, in the order in which they came.
+        most: Requests that were in flight at once.
+    """
+
+    refuse: int | None = None
+    flush_error: bool = False
+    seen: list[Any] = field(default_factory=list)
+    in_flight: int = 0
+    most: int = 0
+
+    async def generate(self, prompt: Sequence[int], output_tokens: int) -> Reply:
+        self.seen.append(list(prompt))
+        self.in_flight += 1
+        self.most = max(self.most, self.in_flight)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        self.in_flight -= 1
+        if len(prompt) == self.refuse:
+            raise RequestError("refused")
+        return Reply([7] * output_tokens, len(prompt), Cached(), 0.1, 0.2, [0.1])
+
+    async def flush(self) -> None:
+        assert not self.in_flight
+        if self.flush_error:
+            raise BenchError("not idle")
+        self.seen.append("flush")
+
+
+def ask(notes: Notes, workload: Workload, pace: Pace = AT_ONCE, number: int = 0) -> RunResult:
+    client = cast(Client, notes)
+    return asyncio.run(run(client, workload, pace, VOCABULARY, number))
+
+
+def flat(lengths: Sequence[Sequence[int]], **options: Any) -> Workload:
+    """Sessions with questions of these lengths and replies of two tokens."""
+    return Workload(
+        "test",
+        tuple(Session(tuple(Turn(n, 2) for n in session)) for session in lengths),
+        **options,
+    )
+
+
+def test_each_round_sends_the_whole_history() -> None:
+    notes, workload = Notes(), flat([[3, 4, 5]])
+    result = ask(notes, workload)
+    first, second, third = notes.seen
+    assert first == workload.prompt_ids(0, 0, VOCABULARY)
+    assert second == [*first, 7, 7, *workload.prompt_ids(0, 1, VOCABULARY)]
+    assert third == [*second, 7, 7, *workload.prompt_ids(0, 2, VOCABULARY)]
+    assert [(r.session, r.round, r.prompt_tokens) for r in result.records] == [
+        (0, 0, 3),
+        (0, 1, 9),
+        (0, 2, 16),
+    ]
+
+
+def test_a_document_comes_before_the_first_question() -> None:
+    workload = Workload("test", (Session((Turn(3, 1),), document=1),), (10, 20))
+    notes = Notes()
+    ask(notes, workload)
+    assert notes.seen[0][:20] == workload.document_ids(1, VOCABULARY)
+    assert len(notes.seen[0]) == 23
+
+
+@pytest.mark.parametrize("arrivals", ["requests", "sessions"])
+def test_no_more_are_in_flight_than_allowed(arrivals: str) -> None:
+    workload = flat([[3, 3]] * 20, arrivals=arrivals)
+    notes = Notes()
+    result = ask(notes, workload, Pace(rate=math.inf, max_parallel=4))
+    assert notes.most == 4
+    assert len(result.records) == 40
+
+
+def test_fifo_asks_in_order_and_random_in_an_order_of_the_seed() -> None:
+    lengths = [[n] for n in range(3, 23)]
+
+    def order(policy: Any, seed: int) -> list[int]:
+        notes = Notes()
+        pace = Pace(rate=math.inf, policy=policy, max_parallel=1, seed=seed)
+        ask(notes, flat(lengths), pace)
+        return [len(prompt) for prompt in notes.seen]
+
+    assert order("fifo", 1) == list(range(3, 23))
+    assert order("random", 1) == order("random", 1) != order("random", 2)
+    assert sorted(order("random", 1)) == list(range(3, 23))
+
+
+def rounds_of(notes: Notes, workload: Workload) -> list[Any]:
+    """For everything that came: the round it was of, or ``flush``."""
+    first = workload.sessions[0].turns[0].prompt
+    step = workload.sessions[0].turns[0].output + workload.sessions[0].turns[1].prompt
+    return [seen if seen == "flush" else (len(seen) - first) // step for seen in notes.seen]
+
+
+def test_a_barrier_ends_a_round_before_the_next_and_flushes_between() -> None:
+    workload = flat([[3, 3, 3]] * 4)
+    notes = Notes()
+    ask(notes, workload, Pace(rate=math.inf, barrier=True, flush=True))
+    assert rounds_of(notes, workload) == [0] * 4 + ["flush"] + [1] * 4 + ["flush"] + [2] * 4
+
+
+def test_a_barrier_does_not_wait_for_sessions_that_have_ended_or_failed() -> None:
+    workload = flat([[3, 3, 3], [3], [5, 3, 3]])
+    notes = Notes(refuse=5)
+    result = ask(notes, workload, Pace(rate=math.inf, barrier=True))
+    assert [len(prompt) for prompt in notes.seen[3:]] == [8, 13]
+    assert [r.session for r in result.records if r.error] == [2]
+
+
+def test_a_session_ends_with_a_request_that_fails_and_the_others_go_on() -> None:
+    workload = flat([[3, 3], [4, 3, 3]])
+    ended: list[int] = []
+    notes = Notes(refuse=4)
+    client = cast(Client, notes)
+    result = asyncio.run(run(client, workload, AT_ONCE, VOCABULARY, 0, ended.append))
+    failed = [record for record in result.records if record.error]
+    assert [(r.session, r.round, r.error) for r in failed] == [(1, 0, "refused")]
+    assert sum(ended) == workload.requests == 5
+    assert [r.round for r in result.records if r.session == 0] == [0, 1]
+
+
+def test_another_run_asks_other_questions() -> None:
+    workload = multiturn(2, 0, request_length=8, output_length=2, rounds=(1, 1))
+    first, second = Notes(), Notes()
+    ask(first, workload, number=0)
+    ask(second, workload, number=1)
+    assert not {tuple(p) for p in first.seen} & {tuple(p) for p in second.seen}
+
+
+def test_a_flush_that_fails_ends_the_run_with_its_reason() -> None:
+    pace = Pace(rate=math.inf, barrier=True, flush=True)
+    with pytest.raises(BenchError, match="not idle"):
+        ask(Notes(flush_error=True), flat([[3, 3]]), pace)
+
+
+@pytest.mark.parametrize("distribution", ["poisson", "uniform"])
+@pytest.mark.parametrize("arrivals", ["requests", "sessions"])
+def test_requests_come_at_the_rate(
+    distribution: Any, arrivals: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    sleep = asyncio.sleep
+
+    async def note(seconds: float) -> None:
+        waited.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", note)
+    workload = flat([[3]] * 2000, arrivals=arrivals)
+    ask(Notes(), workload, Pace(rate=4.0, distribution=distribution))
+    gaps = [seconds for seconds in waited if seconds]
+    assert len(gaps) == 2000
+    assert sum(gaps) / len(gaps) == pytest.approx(0.25, rel=0.05)
+    squares = sum(gap**2 for gap in gaps) / len(gaps)
+    # Of an exponential variable twice the squared mean, of a uniform one four thirds.
+    expected = {"poisson": 2.0, "uniform": 4 / 3}[distribution]
+    assert squares == pytest.approx(expected * 0.25**2, rel=0.15)
+
+
+def test_a_session_waits_between_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    sleep = asyncio.sleep
+
+    async def note(seconds: float) -> None:
+        waited.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", note)
+    workload = flat([[3, 3, 3]], arrivals="sessions", interval_s=30.0)
+    ask(Notes(), workload)
+    assert waited.count(30.0) == 2
+
+
+def test_documents_that_are_asked_about_are_prefilled_once() -> None:
+    sessions = tuple(Session((Turn(3, 1),), document=place) for place in (2, 0, 2))
+    workload = Workload("test", sessions, (10, 20, 30), prefilled=True)
+    notes, done = Notes(), list[int]()
+    client = cast(Client, notes)
+    tokens = asyncio.run(prefill(client, workload, VOCABULARY, 2, lambda: done.append(1)))
+    assert tokens == 40
+    assert len(done) == 2
+    assert sorted(map(len, notes.seen)) == [10, 30]
+
+
+def test_a_document_that_is_refused_ends_the_prefill() -> None:
+    workload = Workload("test", (Session((Turn(3, 1),), document=0),), (10,), prefilled=True)
+    client = cast(Client, Notes(refuse=10))
+    with pytest.raises(RequestError, match="refused"):
+        asyncio.run(prefill(client, workload, VOCABULARY, 2, lambda: None))

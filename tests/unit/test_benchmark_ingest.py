@@ -1,0 +1,241 @@
+"""Documents in files, the journal, and what is sent in which order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from hcache_backend.benchmark.client import BenchError, Cached, Client, Reply, RequestError
+from hcache_backend.benchmark.documents import Document, DocumentError, find_documents
+from hcache_backend.benchmark.ingest import Ingested, Journal, ingest
+
+SERVER = {"model_path": "m", "weight_version": "1", "page_size": 64}
+
+
+def lines(path: Path, *entries: Any) -> Path:
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return path
+
+
+def prompts(paths: Sequence[Path], prefix: str = "") -> list[Any]:
+    return [document.prompt(prefix) for document in find_documents(paths, bool(prefix))]
+
+
+def test_a_folder_is_searched_for_files(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "two.md").write_text("second")
+    (tmp_path / "a.txt").write_text("première")
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("hidden")
+    found = find_documents([tmp_path], False)
+    assert [document.name for document in found] == [
+        str(tmp_path / "a.txt"),
+        str(tmp_path / "b" / "two.md"),
+    ]
+    assert [document.prompt("> ") for document in found] == ["> première", "> second"]
+
+
+def test_a_jsonl_file_has_a_document_in_each_line(tmp_path: Path) -> None:
+    path = lines(tmp_path / "d.jsonl", {"text": "one"}, {"input_ids": [1, 2], "id": "x"})
+    path.write_text(path.read_text() + "\n")
+    found = find_documents([path], False)
+    assert [document.name for document in found] == [f"{path}:1", f"{path}:2 (x)"]
+    assert prompts([path]) == ["one", [1, 2]]
+
+
+def test_the_same_content_twice_is_one_document(tmp_path: Path) -> None:
+    path = lines(tmp_path / "d.jsonl", {"text": "same"}, {"text": "same"}, {"text": "other"})
+    (tmp_path / "e.txt").write_text("same")
+    assert prompts([tmp_path]) == ["same", "other"]
+    assert prompts([path]) == ["same", "other"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"txt": "x"}, r"d.jsonl:1: must be an object with 'text', or with 'input_ids'"),
+        (["text"], r"d.jsonl:1: must be an object"),
+        ({"text": ""}, r"d.jsonl:1: must be an object"),
+        ({"input_ids": []}, r"d.jsonl:1: must be an object"),
+        ({"input_ids": [1, "2"]}, r"d.jsonl:1: must be an object"),
+        ({"text": "x", "input_ids": [1]}, r"d.jsonl:1: must be an object"),
+    ],
+)
+def test_a_line_of_another_form_is_named(tmp_path: Path, entry: Any, message: str) -> None:
+    with pytest.raises(DocumentError, match=message):
+        find_documents([lines(tmp_path / "d.jsonl", entry)], False)
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DocumentError, match=r"none.txt: No such file"):
+        find_documents([tmp_path / "none.txt"], False)
+    with pytest.raises(DocumentError, match="no document is there"):
+        find_documents([tmp_path], False)
+    (tmp_path / "a.bin").write_bytes(b"ab\xff")
+    with pytest.raises(DocumentError, match=r"a.bin: not UTF-8 text at byte 2"):
+        find_documents([tmp_path], False)
+    (tmp_path / "a.bin").unlink()
+    (tmp_path / "b.jsonl").write_text("{")
+    with pytest.raises(DocumentError, match=r"b.jsonl:1: not JSON"):
+        find_documents([tmp_path], False)
+
+
+def test_token_ids_have_no_place_for_a_prefix(tmp_path: Path) -> None:
+    path = lines(tmp_path / "d.jsonl", {"input_ids": [1]})
+    with pytest.raises(DocumentError, match="--prefix-file is a text"):
+        find_documents([path], True)
+
+
+def test_a_document_that_changed_is_not_sent(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("before")
+    (document,) = find_documents([path], False)
+    path.write_text("after")
+    with pytest.raises(DocumentError, match="changed while it was being ingested"):
+        document.prompt("")
+
+
+@dataclass
+class Notes:
+    """A client that computes everything but documents with ``bad`` in them.
+
+    Attributes:
+        seen: Prompts, and ``flush`` with the journal's lines at that time.
+        gone_after: Prompts after which the server is gone.
+    """
+
+    journal: Path
+    seen: list[str] = field(default_factory=list)
+    gone_after: int = 10**9
+    in_flight: int = 0
+    most: int = 0
+
+    async def generate(self, prompt: Any, output_tokens: int) -> Reply:
+        assert output_tokens == 1
+        if len([seen for seen in self.seen if seen[0] != "f"]) >= self.gone_after:
+            raise RequestError("refused")
+        self.seen.append(prompt)
+        self.in_flight += 1
+        self.most = max(self.most, self.in_flight)
+        await asyncio.sleep(0)
+        self.in_flight -= 1
+        if "bad" in prompt:
+            raise RequestError("too long")
+        return Reply([1], len(prompt), Cached(storage=1), 0.1, 0.1, [])
+
+    async def flush(self) -> None:
+        assert not self.in_flight
+        noted = self.journal.read_text().count("\n") if self.journal.exists() else 0
+        self.seen.append(f"flush {noted}")
+
+    async def server(self) -> dict[str, Any]:
+        if len(self.seen) > self.gone_after:
+            raise BenchError("nobody")
+        return SERVER
+
+    @property
+    def url(self) -> str:
+        return "http://server"
+
+
+def store(notes: Notes, documents: Sequence[Document], **options: Any) -> Ingested:
+    journal = Journal(notes.journal, SERVER, options.get("prefix", ""))
+    return asyncio.run(ingest(cast(Client, notes), documents, journal, **options))
+
+
+def texts(folder: Path, *contents: str) -> list[Document]:
+    path = lines(folder / "texts.jsonl", *({"text": text} for text in contents))
+    return find_documents([path], False)
+
+
+def test_the_journal_names_documents_only_after_the_flush(tmp_path: Path) -> None:
+    notes = Notes(tmp_path / "journal")
+    documents = texts(tmp_path, *"abcde")
+    result = store(notes, documents, group=2, prefix="> ")
+    assert [seen for seen in notes.seen if seen[0] == "f"] == ["flush 0", "flush 2", "flush 4"]
+    assert sorted(seen for seen in notes.seen if seen[0] == ">") == [f"> {c}" for c in "abcde"]
+    assert (result.stored, result.tokens, result.found_tokens) == (5, 15, 5)
+    assert notes.journal.read_text().count("\n") == 5
+
+
+def test_it_goes_on_where_the_journal_ends(tmp_path: Path) -> None:
+    documents = texts(tmp_path, *"abcdef")
+    store(Notes(tmp_path / "journal"), documents[:4])
+    again = Notes(tmp_path / "journal")
+    result = store(again, documents)
+    assert sorted(again.seen[:2]) == ["e", "f"]
+    assert result.stored == 2
+    assert store(Notes(tmp_path / "journal"), documents).stored == 0
+
+
+@pytest.mark.parametrize("what", ["server", "prefix"])
+def test_another_server_or_prefix_has_nothing_yet(tmp_path: Path, what: str) -> None:
+    documents = texts(tmp_path, "a")
+    store(Notes(tmp_path / "journal"), documents)
+    server = {**SERVER, "weight_version": "2"} if what == "server" else SERVER
+    journal = Journal(tmp_path / "journal", server, "p" if what == "prefix" else "")
+    assert documents[0] not in journal
+    assert documents[0] in Journal(tmp_path / "journal", SERVER, "")
+
+
+def test_a_last_line_that_a_kill_cut_is_dropped(tmp_path: Path) -> None:
+    path, documents = tmp_path / "journal", texts(tmp_path, "a", "b")
+    store(Notes(path), documents[:1])
+    whole = path.read_text()
+    path.write_text(whole + '{"key": "12')
+    assert documents[0] in Journal(path, SERVER, "")
+    assert path.read_text() == whole
+    store(Notes(path), documents)
+    assert documents[1] in Journal(path, SERVER, "")
+
+
+def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    path.write_text("first\nsecond\n")
+    with pytest.raises(BenchError, match="line 1 is none of a journal"):
+        Journal(path, SERVER, "")
+    assert path.read_text() == "first\nsecond\n"
+
+
+def test_a_document_that_is_refused_is_left_out(tmp_path: Path) -> None:
+    notes = Notes(tmp_path / "journal")
+    documents = texts(tmp_path, "a", "bad", "c")
+    result = store(notes, documents)
+    assert result.failed == {documents[1].name: "too long"}
+    assert result.stored == 2
+    assert documents[1] not in Journal(notes.journal, SERVER, "")
+
+
+def test_a_server_that_goes_away_ends_it_with_what_to_do(tmp_path: Path) -> None:
+    notes = Notes(tmp_path / "journal", gone_after=3)
+    documents = texts(tmp_path, *"abcde")
+    with pytest.raises(BenchError, match="run the command again"):
+        store(notes, documents, group=2, max_parallel=1)
+    journal = Journal(notes.journal, SERVER, "")
+    assert [document in journal for document in documents] == [True, True, False, False, False]
+
+
+def test_no_more_documents_are_in_flight_than_allowed(tmp_path: Path) -> None:
+    notes = Notes(tmp_path / "journal")
+    done: list[int] = []
+    store(notes, texts(tmp_path, *"abcdefgh"), max_parallel=3, done=lambda: done.append(notes.most))
+    assert notes.most == 3
+    assert len(done) == 8
+
+
+def test_a_server_in_use_is_not_flushed(tmp_path: Path) -> None:
+    notes = Notes(tmp_path / "journal")
+    assert store(notes, texts(tmp_path, "a"), settle_s=0.0).stored == 1
+    assert notes.seen == ["a"]
+
+
+def test_documents_shorter_than_a_page_are_counted(tmp_path: Path) -> None:
+    result = store(Notes(tmp_path / "journal"), texts(tmp_path, "abc", "abcd"), page_size=4)
+    assert (result.stored, result.short) == (2, 1)

@@ -1,0 +1,196 @@
+"""Workloads have the statistics they claim, the same for a seed, and can be made smaller."""
+
+from __future__ import annotations
+
+from statistics import mean, median
+
+import pytest
+
+from hcache_backend.workload.base import Session, Turn, Workload, WorkloadError
+from hcache_backend.workload.paper import LEVAL, leval, sharegpt4, zipf_contexts
+from hcache_backend.workload.statistics import describe
+from hcache_backend.workload.synthetic import agent, multiturn, rag
+
+WITHIN = 0.05
+SEEDS = (0, 1, 2)
+
+
+def turns_of(workload: Workload) -> list[Turn]:
+    return [turn for session in workload.sessions for turn in session.turns]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sharegpt4_has_the_papers_statistics(seed: int) -> None:
+    workload = sharegpt4(6000, seed)
+    turns = turns_of(workload)
+    histories = [workload.history(session) for session in workload.sessions]
+    assert mean(turn.prompt for turn in turns) == pytest.approx(66.8, rel=WITHIN)
+    assert mean(turn.output for turn in turns) == pytest.approx(358.8, rel=WITHIN)
+    assert median(histories) == pytest.approx(2500, rel=WITHIN)
+    assert 0.9 * 16384 < max(histories) <= 16384
+    assert workload.interval_s == 30
+    assert workload.arrivals == "sessions"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("task", LEVAL)
+def test_leval_has_the_means_of_table_1(task: str, seed: int) -> None:
+    workload = leval(3000, seed, task)
+    context, prompt, output = {
+        "paper": (10603.5, 142.7, 404.8),
+        "gsm": (5451.7, 77.4, 4.3),
+        "quality": (7053.9, 92.4, 19.2),
+        "mixed": (16340.2, 44.7, 50.2),
+    }[task]
+    assert mean(workload.documents) == pytest.approx(context, rel=WITHIN)
+    assert mean(turn.prompt for turn in turns_of(workload)) == pytest.approx(prompt, rel=WITHIN)
+    assert mean(turn.output for turn in turns_of(workload)) == pytest.approx(output, rel=WITHIN)
+    assert workload.prefilled
+    assert workload.max_parallel == 1
+
+
+def test_every_context_of_leval_is_asked_once() -> None:
+    workload = leval(50, 0)
+    assert [session.document for session in workload.sessions] == list(range(50))
+    assert {len(session.turns) for session in workload.sessions} == {1}
+
+
+@pytest.mark.parametrize("skew", [0.0, 0.5, 1.0, 1.5, 2.0])
+def test_zipf_asks_for_contexts_by_their_rank(skew: float) -> None:
+    workload = zipf_contexts(40_000, 0, skew, contexts=20)
+    asked = [session.document for session in workload.sessions]
+    weights = [(place + 1) ** -skew for place in range(20)]
+    for place in (0, 1, 4):
+        share = asked.count(place) / len(asked)
+        assert share == pytest.approx(weights[place] / sum(weights), rel=WITHIN)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_device_cache_hits_uniform_contexts_about_as_often_as_in_the_paper(seed: int) -> None:
+    workload = zipf_contexts(20_000, seed, skew=0).limited(max_tokens=16_384)
+    room, kept, hits = 48_000, dict[int, int](), 0
+    for session in workload.sessions:
+        assert session.document is not None
+        hits += session.document in kept
+        kept.pop(session.document, None)
+        kept[session.document] = workload.documents[session.document]
+        while sum(kept.values()) > room:
+            del kept[next(iter(kept))]
+    assert hits / len(workload.sessions) == pytest.approx(0.15, abs=0.04)
+
+
+@pytest.mark.parametrize("skew", [-0.1, 2.1])
+def test_a_skew_out_of_the_papers_range_is_refused(skew: float) -> None:
+    with pytest.raises(WorkloadError, match=r"--zipf-skew .* from 0 \(uniform\) to 2"):
+        zipf_contexts(10, 0, skew)
+
+
+def test_agents_share_a_long_prompt_and_have_many_short_turns() -> None:
+    workload = agent(2000, 0)
+    turns = turns_of(workload)
+    assert workload.documents == (6000,)
+    assert {session.document for session in workload.sessions} == {0}
+    assert not workload.prefilled
+    assert mean(turn.prompt for turn in turns) == pytest.approx(200, rel=WITHIN)
+    assert mean(turn.output for turn in turns) == pytest.approx(60, rel=WITHIN)
+    assert mean(len(session.turns) for session in workload.sessions) == pytest.approx(
+        20, rel=WITHIN
+    )
+
+
+def test_rag_asks_about_documents_that_were_prefilled() -> None:
+    workload = rag(5000, 0, documents=3000)
+    turns = turns_of(workload)
+    assert workload.prefilled
+    assert mean(workload.documents) == pytest.approx(3000, rel=WITHIN)
+    assert mean(turn.prompt for turn in turns) == pytest.approx(40, rel=WITHIN)
+    assert mean(turn.output for turn in turns) == pytest.approx(150, rel=WITHIN)
+
+
+def test_multiturn_means_what_sglangs_benchmark_means() -> None:
+    workload = multiturn(
+        3, 0, request_length=100, output_length=7, rounds=(4, 4), sub_question_input_length=20
+    )
+    expected = (Turn(100, 7), Turn(20, 7), Turn(20, 7), Turn(20, 7))
+    assert [session.turns for session in workload.sessions] == [expected] * 3
+    assert workload.arrivals == "requests"
+
+
+def test_multiturn_draws_rounds_and_lengths_between_their_bounds() -> None:
+    workload = multiturn(500, 0, request_length=100, rounds=(2, 5), range_ratio=0.5)
+    assert {len(session.turns) for session in workload.sessions} == {2, 3, 4, 5}
+    prompts = [turn.prompt for turn in turns_of(workload)]
+    assert (min(prompts), max(prompts)) == (50, 100)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rounds": (4, 2)}, "--min-rounds 4: must be at most --max-rounds, 2"),
+        ({"range_ratio": 0.0}, "--range-ratio 0: must be above 0 and at most 1"),
+    ],
+)
+def test_wrong_options_of_multiturn_are_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(WorkloadError, match=message):
+        multiturn(2, 0, **options)  # type: ignore[arg-type]
+
+
+def test_an_unknown_task_is_named() -> None:
+    with pytest.raises(WorkloadError, match="--leval-task 'law': must be one of paper, gsm"):
+        leval(1, 0, "law")
+
+
+@pytest.mark.parametrize("make", [sharegpt4, leval, zipf_contexts, agent, rag, multiturn])
+def test_a_seed_decides_everything(make: object) -> None:
+    assert callable(make)
+    first, again, other = make(20, 5), make(20, 5), make(20, 6)
+    assert first == again
+    assert first.prompt_ids(3, 0, 1000) == again.prompt_ids(3, 0, 1000)
+    assert first.prompt_ids(3, 0, 1000) != other.prompt_ids(3, 0, 1000)
+
+
+def test_questions_differ_between_runs_and_documents_do_not() -> None:
+    workload = rag(4, 0)
+    assert workload.prompt_ids(0, 0, 1000, run=0) != workload.prompt_ids(0, 0, 1000, run=1)
+    assert len(workload.prompt_ids(0, 0, 1000)) == workload.sessions[0].turns[0].prompt
+    ids = workload.document_ids(0, 1000)
+    assert ids == workload.document_ids(0, 1000) != workload.document_ids(1, 1000)
+    assert len(ids) == workload.documents[0]
+    assert set(ids) <= set(range(1000))
+
+
+def test_a_scale_multiplies_lengths_and_waiting_times() -> None:
+    workload = sharegpt4(300, 0)
+    small = workload.scaled(0.1)
+    assert describe(small)["output_mean"] == pytest.approx(35.9, rel=WITHIN)
+    assert small.interval_s == pytest.approx(3)
+    assert small.requests == workload.requests
+    assert min(turn.prompt for turn in turns_of(small)) == 1
+
+
+def test_a_limit_leaves_out_turns_and_cuts_documents() -> None:
+    talk = Session((Turn(10, 10), Turn(10, 10), Turn(10, 10)))
+    about = Session((Turn(5, 5), Turn(5, 5)), document=0)
+    workload = Workload("test", (talk, about), (100,))
+    limited = workload.limited(max_tokens=50)
+    assert [len(session.turns) for session in limited.sessions] == [2, 1]
+    assert limited.documents == (40,)
+    assert limited.longest == 50
+    rounds = workload.limited(max_rounds=1)
+    assert [len(session.turns) for session in rounds.sessions] == [1, 1]
+    assert rounds.documents == (100,)
+
+
+def test_a_limit_below_a_question_is_refused() -> None:
+    workload = Workload("test", (Session((Turn(10, 10),)),))
+    with pytest.raises(WorkloadError, match=r"--max-context 19: .* take 20 tokens"):
+        workload.limited(max_tokens=19)
+
+
+def test_a_description_counts_tokens() -> None:
+    sessions = (Session((Turn(4, 6),), document=1), Session((Turn(2, 2), Turn(3, 1)), document=1))
+    found = describe(Workload("test", sessions, (100, 50), interval_s=2.0))
+    assert found["requests"] == 3
+    assert (found["prompt_mean"], found["output_mean"]) == (3, 3)
+    assert (found["history_median"], found["history_max"]) == (59, 60)
+    assert (found["documents"], found["documents_asked"], found["context_mean"]) == (2, 1, 50)
