@@ -200,6 +200,14 @@ class Arena:
         self._finish_unproven()
         return ShadowChanges(pages, empty)
 
+    def spoil(self, host_pages: Ids) -> None:
+        """HiCache allocated ``host_pages`` for tokens whose rows are not there."""
+        self.memory[self._host[host_pages], : self.layout.header_bytes] = self._blank_header
+
+    def waits_for_proof(self, host_pages: Ids) -> bool:
+        """Whether it is not known yet if all rows of ``host_pages`` are there."""
+        return not self._unproven.isdisjoint(host_pages.tolist())
+
     def loaded(self, slots: Ids, host_pages: Ids) -> None:
         """``slots`` were allocated anew and will hold the tokens of ``host_pages``.
 

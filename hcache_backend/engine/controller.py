@@ -27,6 +27,7 @@ from hcache_backend.engine.loads import LoadPlanner
 from hcache_backend.engine.page_check import PageCheck
 from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.runtime import Runtime
+from hcache_backend.engine.stage_pages import StagePages
 from hcache_backend.page import NO_NAMESPACE
 from hcache_backend.restore.exchange import ExchangeFailed
 from hcache_backend.streams import Event, StreamFailed
@@ -63,6 +64,7 @@ class HiddenStateController(HybridCacheController):
         capture: StagedCapture,
         check: PageCheck,
         loads: LoadPlanner,
+        stages: StagePages,
     ) -> None:
         """Give the controller what it works with; called once, before the first request."""
         self._runtime = runtime
@@ -70,6 +72,7 @@ class HiddenStateController(HybridCacheController):
         self._capture = capture
         self._check_page = check
         self._loads = loads
+        self._stages = stages
         self._pages_until_check = 0
         self._chosen: list[_ChosenPage] = []
         self._due_checks: deque[_DueCheck] = deque()
@@ -99,12 +102,18 @@ class HiddenStateController(HybridCacheController):
     # ---- device -> host ----
 
     def write(self, device_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Back up a node, or return None on every rank when a row of it is not valid."""
+        """Back up a node, or return None on every rank when a row of it is not valid.
+
+        Pipeline stages cannot agree: they back it up whether its rows are valid or not.
+        """
         self._check(len(self._due_checks))
+        self._stages.talk()
         slots, problem = self._slots_to_write(device_indices)
-        if not self._agreed(problem is None):
+        valid = self._agreed(problem is None)
+        if not valid:
             self._not_backed_up(problem or "another rank", len(device_indices))
-            return None
+            if self._stages.alone:
+                return None
         self._writing = True
         try:
             host_indices = super().write(device_indices, *args, **kwargs)
@@ -114,9 +123,11 @@ class HiddenStateController(HybridCacheController):
             self._not_backed_up("host pool full", len(device_indices))
             return None
         host_pages = self._pool.page_ids(host_indices)
-        self._capture.back_up(slots, host_pages)
-        self._choose_for_check(device_indices, slots, host_pages)
-        metrics.count_tokens("backed_up", len(slots))
+        if valid:
+            self._capture.back_up(slots, host_pages)
+            self._choose_for_check(device_indices, slots, host_pages)
+            metrics.count_tokens("backed_up", len(slots))
+        self._stages.backed_up(host_pages, whole=valid)
         if self._start_is_due:
             self.start_writing()
         return host_indices
@@ -238,9 +249,15 @@ class HiddenStateController(HybridCacheController):
                 problem = "layers_not_recomputable"
                 metrics.count_problem(problem)
                 may = False
-        if not self._agreed(may):
+        self._stages.talk()
+        if not self._stages.have(self._pool.page_ids(host_indices)):
+            may, problem = False, "another_stage"
+        fine = self._agreed(may)
+        if not self._stages.decide(fine):
             metrics.count_tokens(f"not_restored_{problem}", len(host_indices))
             return None
+        if not fine:  # the first stage knew that it is: a mistake of ours
+            self._runtime.lose_trust("a page is not what the first pipeline stage took it for")
         device_indices = super().load(host_indices, *args, **kwargs)
         if device_indices is not None and span is not None:
             self._capture.ledger.loaded(device_indices, self._pool.page_ids(host_indices))
@@ -257,12 +274,12 @@ class HiddenStateController(HybridCacheController):
         self._capture.ledger.settle(wait=False)
         if self._runtime.distrust is not None:
             return False
-        namespace, layout = self._runtime.page_namespace(), self._pool.page_layout
+        namespaces, layout = self._runtime.page_namespaces(), self._pool.page_layout
         # Kernels look positions up in RoPE tables and cannot check them without stalling the GPU.
         limit = int(self._runtime.runner.model_config.context_len)
         pages = self._pool.pages_of(host_indices)
         return all(
-            layout.namespace_of(page) == namespace
+            layout.namespace_of(page) in namespaces
             and layout.positions(page).min() >= 0
             and layout.positions(page).max() < limit
             for page in pages
@@ -276,6 +293,7 @@ class HiddenStateController(HybridCacheController):
         stored = set(self._pool.page_ids(host_indices).tolist())
         due = [i for i, check in enumerate(self._due_checks) if check.chosen.host_page in stored]
         self._check(due[-1] + 1 if due else 0)
+        self._stages.talk()
         return super().write_storage(host_indices, *args, **kwargs)
 
     def _page_backup(self, operation: Any) -> Any:
@@ -312,14 +330,20 @@ class HiddenStateController(HybridCacheController):
     def _page_get_zero_copy(self, operation: Any, hash_values: Any, *args: Any) -> int:
         wanted = len(operation.hash_value) * self.page_size
         first = self._loads.first_to_read(wanted) if self._storage_verifies() else 0
-        self._pool.arena.expect(self._pool.page_ids(args[0]), first)
+        self._expect(args[0], first)
         got = super()._page_get_zero_copy(operation, hash_values, *args)
         return self._proven_pages(operation, hash_values, args[0], got)
 
     def _generic_page_get(self, operation: Any, hash_values: Any, *args: Any) -> int:
-        self._pool.arena.expect(self._pool.page_ids(args[0]), 0)
+        self._expect(args[0], 0)
         got = super()._generic_page_get(operation, hash_values, *args)
         return self._proven_pages(operation, hash_values, args[0], got)
+
+    def _expect(self, host_indices: torch.Tensor, first_layer: int) -> None:
+        """L3 is about to fill these pages, from ``first_layer`` on."""
+        host_pages = self._pool.page_ids(host_indices)
+        self._pool.arena.expect(host_pages, first_layer)
+        self._stages.brought(host_pages)
 
     def _storage_verifies(self) -> bool:
         """Whether L3 is our own store, which verifies each segment it reads, and reads parts."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -28,6 +29,14 @@ def on_all_ranks(group: Any, *flags: bool) -> tuple[bool, ...]:
     if group is not None and dist.is_initialized() and dist.get_world_size(group=group) > 1:
         dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=group)
     return tuple(bool(flag) for flag in verdict.tolist())
+
+
+def smallest(group: Any, number: int) -> int:
+    """The smallest ``number`` of all ranks of ``group`` (as in :func:`on_all_ranks`)."""
+    least = torch.tensor(number, dtype=torch.int64)
+    if group is not None and dist.is_initialized() and dist.get_world_size(group=group) > 1:
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    return int(least)
 
 
 def from_first_rank(group: Any, make: Callable[[], _Value]) -> _Value:
@@ -84,18 +93,15 @@ class PipelineStages:
     """
 
     def __init__(self) -> None:
-        self._group: Any = None
+        self._group = _new_stage_group()
         self._said: SimpleQueue[tuple[Any, Future[list[Any]]]] = SimpleQueue()
-        if not dist.is_initialized():
-            return
-        from sglang.srt.distributed.parallel_state import get_pp_group
-
-        group = get_pp_group()
-        if group.world_size > 1:
-            self._group = dist.new_group(
-                group.ranks, backend="gloo", use_local_synchronization=True
-            )
+        if self._group is not None:
             threading.Thread(target=self._exchange, name="hcache-stages", daemon=True).start()
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one stage only."""
+        return self._group is None
 
     def say(self, own: Any) -> Future[list[Any]]:
         """What all stages said, in their order, once they did; every stage must say something.
@@ -120,3 +126,54 @@ class PipelineStages:
                 future.set_exception(error)
             else:
                 future.set_result(every)
+
+
+class FirstStage:
+    """What the first pipeline stage decides, on every stage. All must construct it at one point.
+
+    To be asked while a step is being put together: the first stage begins that before the others
+    do, so what they wait for is under way. It never waits itself: they may still be busy with the
+    step before, until it has gone on with this one.
+    """
+
+    def __init__(self) -> None:
+        self._group = _new_stage_group()
+        self._decided: SimpleQueue[bool] = SimpleQueue()
+        if self._group is not None and self.is_here:
+            threading.Thread(target=self._tell, name="hcache-first-stage", daemon=True).start()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the first stage, or the only one."""
+        return self._group is None or dist.get_rank(group=self._group) == 0
+
+    def decide(self, verdict: bool) -> bool:
+        """``verdict`` of the first stage; what the others say is not looked at."""
+        if self._group is None:
+            return verdict
+        if self.is_here:
+            self._decided.put(verdict)
+            return verdict
+        message = torch.empty((), dtype=torch.int32)
+        dist.recv(message, group_src=0, group=self._group)
+        return bool(message)
+
+    def _tell(self) -> None:
+        while True:
+            message = torch.tensor(self._decided.get(), dtype=torch.int32)
+            for stage in range(1, dist.get_world_size(group=self._group)):
+                dist.send(message, group_dst=stage, group=self._group)
+
+
+def _new_stage_group() -> Any:
+    """A process group of this rank's pipeline stages (gloo), or None where there is one stage."""
+    if not dist.is_initialized():
+        return None
+    from sglang.srt.distributed.parallel_state import get_pp_group
+
+    group = get_pp_group()
+    if group.world_size == 1:
+        return None
+    # One stage may say a thing hours after another one, when its next request comes.
+    patience = timedelta(days=20)
+    return dist.new_group(group.ranks, patience, backend="gloo", use_local_synchronization=True)

@@ -24,7 +24,6 @@ def refusal(runtime: Runtime, kvcache: Any, server_args: Any) -> str | None:
     checks = (
         (args.enable_lora or args.lora_paths, "LoRA adapters change the projection per request"),
         (args.speculative_algorithm, "speculative decoding keeps tokens that are taken back"),
-        (args.pp_size > 1, "pipeline parallelism"),
         (args.enable_dp_attention, "data-parallel attention"),
         (
             args.hicache_host_memory_mode == "buffer_only",

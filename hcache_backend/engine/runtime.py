@@ -91,6 +91,7 @@ class Runtime:
     _suspended: metrics.SuspendedGauge = field(default_factory=metrics.SuspendedGauge)
     _stages: PipelineStages | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
+    _stand_in: Weights | None = None
     _flush_due: bool = False
     _updates_untold: int = 0
 
@@ -147,6 +148,14 @@ class Runtime:
         assert self.weights is not None
         return self.namespace_of(self.weights, **self.page_fields)
 
+    def page_namespaces(self) -> tuple[bytes, ...]:
+        """Namespaces of all hidden-state pages that the weights of this moment made.
+
+        Until all pipeline stages have said what their new weights are, another name stands in.
+        """
+        made = (weights for weights in (self.weights, self._stand_in) if weights is not None)
+        return tuple(self.namespace_of(weights, **self.page_fields) for weights in made)
+
     def read_weights(self) -> None:
         """Fingerprint the loaded weights. Every rank of every stage must call it at one point.
 
@@ -178,6 +187,10 @@ class Runtime:
             self._stages = PipelineStages()
         with self._lock:
             self._updates_untold += 1
+            if self.weights is not None:  # whatever they are, they are not the old ones
+                unknown = os.urandom(16)
+                self._stand_in = Weights(unknown, self.weights.suspended, unknown)
+                self.weights = self._stand_in
         self._stages.say(self._stage_weights()).add_done_callback(self._all_stages_told)
 
     def caches_were_flushed(self) -> None:

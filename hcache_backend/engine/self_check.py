@@ -273,15 +273,17 @@ def _forward(runner: Any) -> tuple[object, torch.Tensor, torch.Tensor, torch.Ten
         request.set_extend_range(0, len(ids))
     else:  # 0.5.22 and later
         request.extend_end = len(ids)
+    stages = _Stages()
     try:
-        return _run_prefill(runner, request)
+        return _run_prefill(runner, request, stages)
     finally:
+        stages.pass_on()
         runner.token_to_kv_pool_allocator.clear()
         runner.req_to_token_pool.clear()
 
 
 def _run_prefill(
-    runner: Any, request: Any
+    runner: Any, request: Any, stages: _Stages
 ) -> tuple[object, torch.Tensor, torch.Tensor, torch.Tensor]:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -307,8 +309,43 @@ def _run_prefill(
     slots, positions = forward_batch.out_cache_loc.clone(), forward_batch.positions.clone()
     token_ids = forward_batch.input_ids.clone()
     with _without_prefill_graphs(runner):
-        runner.forward(forward_batch)
+        stages.output = runner.forward(forward_batch, pp_proxy_tensors=stages.input()).logits_output
     return forward_batch, slots, positions, token_ids
+
+
+class _Stages:
+    """What pipeline stages hand on in the probe; the first and the only one receive nothing.
+
+    Attributes:
+        output: What the model returned.
+    """
+
+    def __init__(self) -> None:
+        from sglang.srt.distributed import parallel_state
+
+        self._group = parallel_state.get_pp_group()
+        self.output: Any = None
+        # Before anything can fail: the stage before this one waits until it is received.
+        self._received = None if self._group.is_first_rank else self._group.recv_tensor_dict()
+
+    def input(self) -> Any:
+        """What the model of this stage begins with, or None at the first one.
+
+        Raises:
+            SelfCheckFailed: The stage before this one has nothing to hand on.
+        """
+        from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
+
+        if self._received is None:
+            return None
+        if not self._received:
+            raise SelfCheckFailed("the pipeline stage before this one failed its self-check")
+        return PPProxyTensors(self._received)
+
+    def pass_on(self) -> None:
+        """Hand the output to the next stage, or nothing when this one failed."""
+        if not self._group.is_last_rank:
+            self._group.send_tensor_dict(getattr(self.output, "tensors", {}))
 
 
 @contextmanager

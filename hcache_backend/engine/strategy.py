@@ -34,10 +34,11 @@ from hcache_backend.engine.page_plan import PagePlan, make_exchange, plan_pages
 from hcache_backend.engine.parking import PoolParking
 from hcache_backend.engine.partitioning import Partitioning, partitioning
 from hcache_backend.engine.projection import LayerProjections, PagedPool
-from hcache_backend.engine.ranks import on_all_ranks
+from hcache_backend.engine.ranks import on_all_ranks, smallest
 from hcache_backend.engine.refusal import refusal
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.self_check import Probe, SelfCheckFailed, compare, observe
+from hcache_backend.engine.stage_pages import StagePages
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.generic import GenericProjector, ProjectionBatch
 from hcache_backend.projection.projector import Projector
@@ -85,6 +86,9 @@ class HiddenStateStrategy(StackStrategy):
         if parts is not None:
             reason = self._does_not_pay(parts)  # the same on every rank
             start = reason is None
+        (start,) = on_all_ranks(params.pp_cache_group, start)
+        if params.pp_size > 1 and parts is not None:
+            parts = parts.without_recompute("first layers are in another pipeline stage")
         probe = projections = plan = exchange = None
         generic = GenericProjector(ProjectionBatch(ForwardMode.EXTEND))
         projector = Projector(generic, PagedPool(kvcache), kvcache.layer_num)
@@ -117,12 +121,18 @@ class HiddenStateStrategy(StackStrategy):
                 projections.check_writing()
             except Exception as error:
                 reason = _reason(error)
-        (agreed,) = on_all_ranks(params.tp_cache_group, reason is None)
+        (agreed,) = on_all_ranks(params.tp_cache_group, start and reason is None)
+        (agreed,) = on_all_ranks(params.pp_cache_group, agreed)
         if agreed and projections is not None:
             projections.settle()
             reason = projections.racing()
         elif reason is None:
-            reason = "another tensor-parallel rank refused"
+            reason = "another tensor-parallel rank or pipeline stage refused"
+        # Only now, and on every stage: from here on they must do the same.
+        (agreed,) = on_all_ranks(params.pp_cache_group, reason is None)
+        if not agreed and reason is None:
+            reason = "another pipeline stage refused"
+        host_pages = smallest(params.pp_cache_group, plan.pages.host if plan else 0)
         if reason is not None or probe is None or projections is None or plan is None:
             self._runtime.use_kv_mode(reason or "no probe")
             return _PlainKvStrategy().build(
@@ -130,6 +140,7 @@ class HiddenStateStrategy(StackStrategy):
             )
         projections.measure()
         projections.follow_weights()
+        plan = plan._replace(pages=plan.pages._replace(host=host_pages))
         return self._build_hidden(kvcache, params, probe, plan, projector, **kwargs)
 
     def _does_not_pay(self, parts: Partitioning) -> str | None:
@@ -239,7 +250,10 @@ class HiddenStateStrategy(StackStrategy):
         )
         check = PageCheck(layout, codec, hidden, plan.kv, projector, kvcache, plan.exchange)
         loads = LoadPlanner(pool, plan.parts, plan.recomputer, kvcache.device)
-        controller.use_hidden_states(runtime, pool, capture, check, loads)
+        stages = StagePages(
+            pool.arena, plan.pages.host, lambda: runtime.distrust is None, runtime.lose_trust
+        )
+        controller.use_hidden_states(runtime, pool, capture, check, loads, stages)
         return StackBuildResult(
             host_pool_group=group,
             cache_controller=controller,

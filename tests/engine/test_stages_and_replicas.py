@@ -6,11 +6,13 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from hcache_backend.cli.main import app
+from tests.engine.harness.clients import Clients
 from tests.engine.harness.conversations import (
     Conversation,
     Turn,
@@ -22,12 +24,14 @@ from tests.engine.harness.models import with_changed_layers
 from tests.engine.harness.ours import (
     assert_hidden_mode,
     assert_no_cache_output,
+    assert_no_cache_reply_up_to_ties,
     assert_nothing_went_wrong,
     assert_restored_from_l3,
+    faulty,
     our_server,
     stored_pages,
 )
-from tests.engine.harness.server import Server
+from tests.engine.harness.server import Server, ServerOptions
 
 pytestmark = pytest.mark.engine
 
@@ -36,13 +40,15 @@ PAGE_FILE_BYTES = 266_240
 
 
 @pytest.mark.versions
+@pytest.mark.parametrize("mode", ["hidden", "kv"])
 def test_stages_store_their_own_layers_and_know_the_weights_of_the_others(
-    model: Path, tmp_path: Path
+    mode: str, model: Path, tmp_path: Path
 ) -> None:
     """The second stage's weights stay the same in the update; what they compute does not."""
     other = with_changed_layers(model, tmp_path / "other", layers=[0])
-    with Server(our_server(model, tmp_path, pp=STAGES)) as server:
-        assert "KV mode (plain KV pages): pipeline parallelism" in server.log_text()
+    with Server(our_server(model, tmp_path, pp=STAGES, hcache={"mode": mode})) as server:
+        if mode == "hidden":
+            assert_hidden_mode(server)
 
         def turn() -> Conversation:
             return converse(server, make_conversations(1, turns=1, tokens=400, seed=90))[0]
@@ -67,6 +73,64 @@ def test_stages_store_their_own_layers_and_know_the_weights_of_the_others(
     assert [c.turns[0].cached.storage for c in [first, *under_other, back]] == [0, 0, 384, 384]
     assert_no_cache_output(other, under_other)
     assert_no_cache_output(model, [*conversations, first, back])
+
+
+def small_pools(model: Path, folder: Path, **options: Any) -> ServerOptions:
+    """Two stages whose device pool holds two conversations of the tests below."""
+    sizes = {"page_size": 16, "max_total_tokens": 1024, "hicache_ratio": 6.0}
+    return our_server(model, folder, pp=STAGES, **sizes, **options)
+
+
+def abreast(seed: int) -> list[Conversation]:
+    return make_conversations(6, turns=3, tokens=100, seed=seed)
+
+
+def from_host(conversations: list[Conversation]) -> int:
+    return sum(turn.cached.host for c in conversations for turn in c.turns)
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_stages_restore_from_host_memory_what_all_of_them_have(
+    policy: str, model: Path, tmp_path: Path
+) -> None:
+    with Server(small_pools(model, tmp_path, write_policy=policy)) as server:
+        clients = Clients(server, 16, aborted=0.2, kept=30)
+        clients.talk(6)
+        server.wait_backed_up()
+        assert_hidden_mode(server)
+        assert_nothing_went_wrong(server)
+    assert clients.counts["host"] > 100, clients.counts
+    for turn in clients.turns:
+        assert_no_cache_reply_up_to_ties(model, turn)
+
+
+def test_what_one_stage_lost_is_a_miss_on_all(model: Path, tmp_path: Path) -> None:
+    trigger = tmp_path / "trigger"
+    env = faulty("rows_lost", trigger, stage=1)
+    with Server(small_pools(model, tmp_path, extra_env=env)) as server:
+        trigger.touch()
+        lost = list(converse(server, abreast(1), flush=False, concurrent=True))
+        trigger.unlink()
+        again = [Conversation([c.turns[-1].prompt]) for c in lost]
+        converse(server, again)
+        kept = list(converse(server, abreast(2), flush=False, concurrent=True))
+        assert_hidden_mode(server)
+    assert from_host(lost) == 0
+    assert all(turn.cached.storage == 0 for c in [*lost, *again] for turn in c.turns)
+    assert from_host(kept) > 500
+    assert_no_cache_output(model, [*lost, *again, *kept])
+
+
+def test_a_stage_that_loses_its_trust_takes_the_others_with_it(model: Path, tmp_path: Path) -> None:
+    trigger = tmp_path / "trigger"
+    env = faulty("wrong_rope", trigger, stage=1)
+    with Server(our_server(model, tmp_path, pp=STAGES, extra_env=env)) as server:
+        converse(server, make_conversations(1, turns=1, tokens=200, seed=1))
+        trigger.touch()
+        conversations = list(converse(server, make_conversations(3, turns=2, tokens=200, seed=2)))
+        assert "the self-check in service failed" in server.log_text()
+        assert "another pipeline stage failed its self-check" in server.log_text()
+    assert_no_cache_output(model, conversations)
 
 
 @pytest.mark.versions

@@ -1,7 +1,8 @@
 """Faults that a test injects into a server's scheduler process, as an SGLang plugin of its own.
 
 ``HCACHE_TEST_FAULT`` names the fault. With ``HCACHE_TEST_TRIGGER`` it only works while that file
-exists, so that a server can start, and serve for a while, in good order.
+exists, so that a server can start, and serve for a while, in good order. With ``HCACHE_TEST_STAGE``
+it only works in that pipeline stage.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ def _inject(*args: Any, **kwargs: Any) -> None:
 
 
 def _active() -> bool:
-    trigger = os.environ.get("HCACHE_TEST_TRIGGER")
+    trigger, stage = (os.environ.get(f"HCACHE_TEST_{name}") for name in ("TRIGGER", "STAGE"))
+    if stage is not None:
+        from sglang.srt.distributed.parallel_state import get_pp_group
+
+        if get_pp_group().rank_in_group != int(stage):
+            return False
     return trigger is None or Path(trigger).exists()
 
 
@@ -179,6 +185,20 @@ def _hooks() -> list[str]:
     )
 
 
+def _rows_lost() -> None:
+    """Rows turn out not to have been written."""
+    from hcache_backend.capture.arena import Arena, Verdict
+
+    prove = Arena.prove
+
+    def faulty(self: Any, slots: Any, ticket: int, verdicts: Any) -> Any:
+        if _active():
+            verdicts[:] = Verdict.MISSING
+        return prove(self, slots, ticket, verdicts)
+
+    Arena.prove = faulty
+
+
 _trees: list[Any] = []
 
 
@@ -274,6 +294,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "slot_reallocated_before_backup": _wrap_write(before=True),
     "slot_reallocated_after_backup": _wrap_write(before=False),
     "layer_not_captured": _skip_a_layer,
+    "rows_lost": _rows_lost,
     "disk": _disk,
     "no_store_on_rank_1": _no_store_on_rank_1,
     "misses_on_rank_1": _misses_on_rank_1,
