@@ -127,22 +127,26 @@ def partitioning(runtime: Runtime, kvcache: Any) -> Partitioning:
         ConfigError: Option ``partition`` or ``profile`` is wrong; it stops the server.
     """
     if runtime.partitioning is None:
-        from sglang.srt.distributed import get_tp_group
+        from sglang.srt.distributed.parallel_state import get_pp_group, get_tp_group
 
         row_bytes = wanted_codec(runtime, runtime.runner).row_bytes
-        runtime.partitioning = _decide(runtime, kvcache, row_bytes, get_tp_group().cpu_group)
+        groups = get_pp_group().cpu_group, get_tp_group().cpu_group
+        runtime.partitioning = _decide(runtime, kvcache, row_bytes, *groups)
     decided: Partitioning = runtime.partitioning
     return decided
 
 
-def _decide(runtime: Runtime, kvcache: Any, row_bytes: int, group: Any) -> Partitioning:
-    """Only the first rank measures.
+def _decide(
+    runtime: Runtime, kvcache: Any, row_bytes: int, stages: Any, ranks: Any
+) -> Partitioning:
+    """Only the first rank of the first pipeline stage measures.
 
     Args:
         runtime: State of this process.
         kvcache: The KV pool.
         row_bytes: Bytes of one stored hidden state.
-        group: Process group of the tensor-parallel ranks, on the CPU.
+        stages: Process group of the pipeline stages, on the CPU.
+        ranks: Process group of the tensor-parallel ranks, on the CPU.
 
     Raises:
         ConfigError: Option ``partition`` or ``profile`` is wrong; it stops the server.
@@ -157,7 +161,8 @@ def _decide(runtime: Runtime, kvcache: Any, row_bytes: int, group: Any) -> Parti
     parks = PoolParking.fits(kvcache, row_bytes)
     profile: Profile | None = None
     if shape is not None:
-        found = from_first_rank(group, partial(_profile, runtime, kvcache, shape))
+        measured = partial(from_first_rank, ranks, partial(_profile, runtime, kvcache, shape))
+        found = from_first_rank(stages, measured)
         if isinstance(found, ConfigError):
             raise found
         profile = found

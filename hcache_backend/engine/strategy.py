@@ -82,6 +82,7 @@ class HiddenStateStrategy(StackStrategy):
         # Every rank gets to each agreement, whatever it found: one rank's refusal is everyone's,
         # and none may enter the probe's forward pass alone.
         (start,) = on_all_ranks(params.tp_cache_group, reason is None)
+        (start,) = on_all_ranks(params.pp_cache_group, start)
         parts = partitioning(self._runtime, kvcache) if start else None
         if parts is not None:
             reason = self._does_not_pay(parts)  # the same on every rank
