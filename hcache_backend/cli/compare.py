@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from hcache_backend.cli.bench_server import METHODS, PAGE_SIZE, need_aiohttp
+from hcache_backend.cli.bench_server import METHODS, PAGE_SIZE, check_model, need_aiohttp
 from hcache_backend.cli.bench_workloads import VOCABULARY, Name, WorkloadOptions
 from hcache_backend.cli.common import AsJson, fail
 
@@ -93,6 +93,7 @@ def compare(
         whole = tokens // PAGE_SIZE * PAGE_SIZE
         fail(f"--tokens {tokens}: must be whole pages of {PAGE_SIZE}, as {whole}")
     small = 0.2 if model_path is None else 1.0
+    check_model(model_path)
     need_aiohttp()
     from hcache_backend.cli import bench_compare
 

@@ -55,7 +55,6 @@ class LoadPlan:
         histories = sum(map(self.workload.history, self.workload.sessions))
         longest = self.workload.longest + PAGE_SIZE
         if method == "ideal":
-            # Every run of the sweep leaves its histories behind, and they are flushed only between.
             return _pages(max(histories + longest, 2 * longest))
         if self.pool_tokens is not None:
             return _pages(self.pool_tokens)
