@@ -48,6 +48,7 @@ class Comparison(NamedTuple):
     rates: Sequence[float]
     max_parallel: int | None
     pool_tokens: int | None
+    host_ratio: float
     vocabulary: int
     server_args: Sequence[str]
     scratch: Path | None
@@ -79,6 +80,7 @@ def report_comparison(asked: Comparison) -> None:
                     ),
                     vocabulary=asked.vocabulary,
                     pool_tokens=asked.pool_tokens,
+                    host_ratio=asked.host_ratio,
                     server_args=asked.server_args,
                     folder=Path(scratch) / "load",
                 )

@@ -274,4 +274,7 @@ def test_all_methods_are_compared(model: Path, tmp_path: Path) -> None:
     assert all(run["cache_hit_rate"] == 0 for run in loads["recompute"]["runs"])
     assert all(run["device_hit_rate"] > 0 for run in loads["ideal"]["runs"])
     assert all(run["storage_hit_rate"] == 0 for run in loads["host"]["runs"])
+    for name in ("file", "hcache-kv", "hcache-hidden", "hcache"):
+        assert any(run["storage_hit_rate"] > 0 for run in loads[name]["runs"])
+        assert loads[name]["l3_bytes"] > 0
     assert (tmp_path / "compare_load.png").exists()

@@ -39,6 +39,7 @@ def restore_plan(folder: Path, rounds: int = 2) -> RestorePlan:
     [
         (["--methods", "file,magic"], "--methods 'magic': must be of ideal, recompute"),
         (["--tokens", "100"], "--tokens 100: must be whole pages of 64, as 64"),
+        (["--host-ratio", "1"], "--host-ratio 1: must be above 1"),
         (["--rates", "1,fast"], "--rates 'fast': must be numbers above 0"),
         (["--rates", "0"], "--rates '0': must be numbers above 0"),
         (["--rates", "inf"], "--rates 'inf': must be numbers above 0"),
@@ -82,13 +83,13 @@ def test_medians_and_bytes(tmp_path: Path) -> None:
 def load_plan(pool_tokens: int | None = None) -> LoadPlan:
     sessions = (Session((Turn(500, 100), Turn(300, 100))),) * 12
     workload = Workload("test", sessions)
-    return LoadPlan(CPU, "m", workload, [1.0], Pace(), 1000, pool_tokens, (), Path())
+    return LoadPlan(CPU, "m", workload, [1.0], Pace(), 1000, pool_tokens, 1.25, (), Path())
 
 
-def test_the_ideal_pool_holds_all_histories_and_others_a_sixth() -> None:
+def test_the_ideal_pool_holds_all_histories_and_others_an_eighth() -> None:
     plan = load_plan()
     assert plan.pool_of("ideal") >= 12 * 1000 + 1064
-    assert plan.pool_of("hcache") == 2048  # 12,000 / 6, in whole pages
+    assert plan.pool_of("hcache") == 1536  # 12,000 / 8, in whole pages
     assert load_plan(pool_tokens=4000).pool_of("file") == 4032
     assert load_plan(pool_tokens=4000).pool_of("ideal") == plan.pool_of("ideal")
 
