@@ -247,20 +247,10 @@ def test_restores_are_timed_in_the_server(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)  # twelve servers
 def test_all_methods_are_compared(model: Path, tmp_path: Path) -> None:
     found = compare(
-        *(
-            model,
-            tmp_path,
-            "--tokens",
-            "512",
-            "--rounds",
-            "2",
-            "--num-clients",
-            "4",
-            "--scale",
-            "0.2",
-        ),
+        *(model, tmp_path, "--tokens", "512", "--rounds", "2", "--scale", "0.2"),
         *("--max-rounds", "3", "--interval", "0.2", "--rates", "4,8"),
     )
     restores, loads = found["restore"]["methods"], found["load"]["methods"]
