@@ -66,7 +66,7 @@ class Record:
 
 @dataclass(frozen=True)
 class RunResult:
-    """The requests of a run in the order in which they ended, and how long all took."""
+    """The requests of a run in the order in which they ended, and when the last one did."""
 
     records: Sequence[Record]
     duration_s: float
@@ -160,11 +160,12 @@ class _Run:
         self._records: list[Record] = []
         self._changed = asyncio.Event()
         self._start = time.perf_counter()
+        self._ended_s = 0.0  # when the last request ended; the sender may wait beyond it
 
     async def all(self) -> RunResult:
         self._start = time.perf_counter()
         await _together([self._send()])
-        return RunResult(self._records, time.perf_counter() - self._start)
+        return RunResult(self._records, self._ended_s)
 
     async def _send(self) -> None:
         by_session = self._workload.arrivals == "sessions"
@@ -186,9 +187,10 @@ class _Run:
 
     async def _arrive(self) -> None:
         """Sessions come one after the other."""
-        for talk in self._talks:
+        for place, talk in enumerate(self._talks):
+            if place:
+                await asyncio.sleep(self._gap())
             self._make_ready([talk])
-            await asyncio.sleep(self._gap())
 
     async def _ask(self, talk: _Talk) -> None:
         """One round of a session, then what follows from it."""
@@ -208,6 +210,7 @@ class _Run:
             self._records.append(_record(talk, sent, reply))
             ended = 1
             talk.round += 1
+        self._ended_s = time.perf_counter() - self._start
         self._in_flight -= 1
         self._left -= ended
         self._done(ended)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from hcache_backend.cli.bench_server import METHODS, need_aiohttp
+from hcache_backend.cli.bench_server import METHODS, check_model, need_aiohttp
 from hcache_backend.cli.bench_workloads import VOCABULARY, Name, WorkloadOptions
 from hcache_backend.cli.common import AsJson, fail
 from hcache_backend.cli.compare import compare
@@ -254,6 +254,7 @@ def multiturn(
         fail(f"--method {method!r}: must be one of {', '.join(METHODS)}")
     if not request_rate > 0:
         fail(f"--request-rate {request_rate:g}: must be above 0, or inf for all at once")
+    check_model(model_path)
     need_aiohttp()
     from hcache_backend.cli import bench_multiturn
 

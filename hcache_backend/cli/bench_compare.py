@@ -17,7 +17,7 @@ from rich.progress import Progress
 from hcache_backend.benchmark.driver import Pace
 from hcache_backend.cli import compare_load, compare_restore
 from hcache_backend.cli.bench_multiturn import PARALLEL, failing, load_tokenizer
-from hcache_backend.cli.bench_server import METHODS
+from hcache_backend.cli.bench_server import METHODS, unwind_when_terminated
 from hcache_backend.cli.bench_workloads import WorkloadOptions, choose
 from hcache_backend.cli.common import errors, explained, print_json, progress_bar, screen
 from hcache_backend.cli.compare_report import draw, markdown
@@ -48,6 +48,7 @@ class Comparison(NamedTuple):
     rates: Sequence[float]
     max_parallel: int | None
     pool_tokens: int | None
+    host_ratio: float
     vocabulary: int
     server_args: Sequence[str]
     scratch: Path | None
@@ -60,6 +61,7 @@ def report_comparison(asked: Comparison) -> None:
     with failing(), explained():
         options = dataclasses.replace(asked.workload, tokenizer=lambda: load_tokenizer(asked.model))
         workload = choose(options)
+        unwind_when_terminated()
         machine = find_machine()
         with TemporaryDirectory(prefix="hcache-compare-", dir=asked.scratch) as scratch:
             model = asked.model or str(build(REFERENCE, Path(scratch) / "model"))
@@ -78,6 +80,7 @@ def report_comparison(asked: Comparison) -> None:
                     ),
                     vocabulary=asked.vocabulary,
                     pool_tokens=asked.pool_tokens,
+                    host_ratio=asked.host_ratio,
                     server_args=asked.server_args,
                     folder=Path(scratch) / "load",
                 )

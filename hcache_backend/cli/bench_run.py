@@ -16,7 +16,7 @@ from rich.progress import Progress
 from hcache_backend.benchmark.client import BenchError, Client
 from hcache_backend.benchmark.driver import Pace, Record, RunResult, prefill, run
 from hcache_backend.benchmark.summary import by_round, errors, summarise
-from hcache_backend.cli.bench_server import Method, launch
+from hcache_backend.cli.bench_server import Method, launch, unwind_when_terminated
 from hcache_backend.cli.machine import find_machine
 from hcache_backend.cli.metrics_page import MetricsPage, NoMetrics, fetch
 from hcache_backend.cli.serving import ServerProcess
@@ -84,6 +84,7 @@ def own_server(
         MachineError: SGLang cannot serve here.
         ServerError: The server did not start.
     """
+    unwind_when_terminated()
     machine = find_machine()
     with TemporaryDirectory(prefix="hcache-bench-") as scratch:
         place = folder or Path(scratch)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hcache_backend.cli.common import fail
 from hcache_backend.cli.machine import Machine
@@ -45,6 +46,21 @@ METHODS = {
     "hcache-kv": Method("HCache, KV pages", storage="dynamic", hcache={"mode": "kv"}),
     "hcache": Method("HCache, automatic", storage="dynamic", hcache={"mode": "auto"}),
 }
+
+
+def unwind_when_terminated() -> None:
+    """On SIGTERM leave blocks as on an error, so that servers that were started end too."""
+
+    def unwind(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, unwind)
+
+
+def check_model(model: str | None) -> None:
+    """End a command whose ``--model-path`` is a path at which nothing is; SGLang says it later."""
+    if model and model.startswith(("/", "./", "../", "~")) and not Path(model).exists():
+        fail(f"--model-path {model}: there is nothing; it must be a model's folder, or its name")
 
 
 def need_aiohttp() -> None:

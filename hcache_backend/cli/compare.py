@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from hcache_backend.cli.bench_server import METHODS, PAGE_SIZE, need_aiohttp
+from hcache_backend.cli.bench_server import METHODS, PAGE_SIZE, check_model, need_aiohttp
 from hcache_backend.cli.bench_workloads import VOCABULARY, Name, WorkloadOptions
 from hcache_backend.cli.common import AsJson, fail
 
@@ -36,7 +36,7 @@ def compare(
     ] = 4096,
     rounds: Annotated[int, typer.Option(min=1, help="restore: histories that are timed.")] = 5,
     workload: Annotated[Name, typer.Option(help="load: what is asked.")] = "sharegpt4",
-    num_clients: Annotated[int, typer.Option(min=1, help="load: sessions.")] = 8,
+    num_clients: Annotated[int, typer.Option(min=1, help="load: sessions.")] = 12,
     max_rounds: Annotated[
         int | None, typer.Option(min=1, help="load: rounds of a session, at most.")
     ] = 6,
@@ -61,9 +61,13 @@ def compare(
     pool_tokens: Annotated[
         int | None,
         typer.Option(
-            min=256, help="load: tokens of the device's KV pool. Default: a sixth of all histories."
+            min=256,
+            help="load: tokens of the device's KV pool. Default: an eighth of all histories.",
         ),
     ] = None,
+    host_ratio: Annotated[
+        float, typer.Option(help="load: host memory, as a multiple of that; above 1.")
+    ] = 1.25,
     sharegpt: Annotated[
         Path | None, typer.Option(help="load: JSON file of conversations (sharegpt).")
     ] = None,
@@ -92,7 +96,10 @@ def compare(
     if tokens % PAGE_SIZE:
         whole = tokens // PAGE_SIZE * PAGE_SIZE
         fail(f"--tokens {tokens}: must be whole pages of {PAGE_SIZE}, as {whole}")
+    if not 1 < host_ratio < math.inf:
+        fail(f"--host-ratio {host_ratio:g}: must be above 1: HiCache wants more host than device")
     small = 0.2 if model_path is None else 1.0
+    check_model(model_path)
     need_aiohttp()
     from hcache_backend.cli import bench_compare
 
@@ -116,6 +123,7 @@ def compare(
             rates=_numbers(rates),
             max_parallel=max_parallel,
             pool_tokens=pool_tokens,
+            host_ratio=host_ratio,
             vocabulary=vocabulary,
             server_args=shlex.split(server_args),
             scratch=scratch_dir,

@@ -19,8 +19,6 @@ from hcache_backend.cli.serving import ServerProcess
 from hcache_backend.workload.base import Workload
 from hcache_backend.workload.statistics import describe
 
-HOST_RATIO = 2.0
-"""Host memory for as many tokens as twice the device's; what is beyond both is in L3 or gone."""
 _SUMMARY = (
     *("total_requests", "failed_requests", "request_rate", "throughput"),
     *("average_ttft", "median_ttft", "p90_ttft", "p99_ttft"),
@@ -35,8 +33,9 @@ class LoadPlan:
 
     Attributes:
         rates: Requests or sessions a second, one run each.
-        pool_tokens: Tokens of the device's pool; None: a sixth of all histories, so that most of
-            them have to leave it. The ideal method has room for all.
+        pool_tokens: Tokens of the device's pool; None: an eighth of all histories, so that most of
+            them have to leave it, and more than the longest. The ideal method has room for all.
+        host_ratio: Host memory, as a multiple of the pool.
         folder: For L3 and logs; a folder below it for each method.
     """
 
@@ -47,6 +46,7 @@ class LoadPlan:
     pace: Pace
     vocabulary: int
     pool_tokens: int | None
+    host_ratio: float
     server_args: Sequence[str]
     folder: Path
 
@@ -55,11 +55,10 @@ class LoadPlan:
         histories = sum(map(self.workload.history, self.workload.sessions))
         longest = self.workload.longest + PAGE_SIZE
         if method == "ideal":
-            # Every run of the sweep leaves its histories behind, and they are flushed only between.
             return _pages(max(histories + longest, 2 * longest))
         if self.pool_tokens is not None:
             return _pages(self.pool_tokens)
-        return _pages(max(histories / 6, 1.25 * longest))
+        return _pages(max(histories / 8, 1.25 * longest))
 
 
 def load_all(
@@ -86,7 +85,7 @@ def load_all(
             plan.model,
             folder,
             pool_tokens=plan.pool_of(name),
-            host_ratio=HOST_RATIO,
+            host_ratio=plan.host_ratio,
             extra=plan.server_args,
         )
         asked = Plan(plan.workload, plan.rates, plan.pace, plan.vocabulary)

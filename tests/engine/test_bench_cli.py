@@ -14,12 +14,13 @@ from typer.testing import CliRunner
 from hcache_backend.benchmark.client import Cached, Client, Reply
 from hcache_backend.cli.bench_multiturn import Where, target
 from hcache_backend.cli.bench_run import Target
+from hcache_backend.cli.bench_server import METHODS
 from hcache_backend.cli.main import app
 
 pytestmark = pytest.mark.engine
 
 HIDDEN_BYTES = 4 * 256 * 4
-"""Of a token of the tiny model: four layers of 256 float32."""
+"""Of a token of the tiny models: four layers of 256 float32."""
 
 
 @pytest.fixture(scope="module")
@@ -209,3 +210,61 @@ def test_a_document_that_the_server_refuses_is_named(server: Target, tmp_path: P
     assert done.exit_code == 1
     assert "documents.jsonl:1 (huge): " in done.output
     assert not (tmp_path / "journal.jsonl").read_text()
+
+
+def compare(model: Path, folder: Path, *arguments: str) -> dict[str, Any]:
+    """The report of a comparison."""
+    out = folder / "compare.json"
+    done = CliRunner().invoke(
+        app,
+        [
+            *("bench", "compare", "--model-path", str(model), "--out", str(out)),
+            *("--scratch-dir", str(folder), *arguments),
+        ],
+    )
+    assert done.exit_code == 0, done.output
+    assert out.with_suffix(".md").read_text() in done.output
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def test_restores_are_timed_in_the_server(model: Path, tmp_path: Path) -> None:
+    found = compare(
+        *(model, tmp_path, "--part", "restore", "--methods", "hcache-hidden"),
+        *("--tokens", "256", "--rounds", "1"),
+    )
+    row = found["restore"]["methods"]["hcache-hidden"]
+    assert row["said"].startswith("hidden mode")
+    # Beside the hidden states a page has headers.
+    assert HIDDEN_BYTES < row["bytes_per_token"] < 1.1 * HIDDEN_BYTES
+    for setting in ("disk", "balanced"):
+        assert 0 < row[setting]["l3_ms"] < row[setting]["ms"]
+        assert 0 < row[setting]["load_ms"] < row[setting]["ms"]
+        assert len(row[setting]["all_ms"]) == 1
+    assert found["restore"]["balanced_bus_bytes_per_second"] > 0
+    assert (tmp_path / "compare_restore.png").exists()
+    assert not list(tmp_path.glob("hcache-compare-*"))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)  # twelve servers
+def test_all_methods_are_compared(model: Path, tmp_path: Path) -> None:
+    found = compare(
+        *(model, tmp_path, "--tokens", "512", "--rounds", "2", "--scale", "0.2"),
+        *("--max-rounds", "3", "--interval", "0.2", "--rates", "4,8"),
+    )
+    restores, loads = found["restore"]["methods"], found["load"]["methods"]
+    assert set(restores) == set(METHODS) - {"ideal", "host"}
+    assert restores["file"]["bytes_per_token"] == 2 * HIDDEN_BYTES
+    assert restores["hcache-kv"]["bytes_per_token"] > 1.9 * HIDDEN_BYTES
+    assert set(loads) == set(METHODS)
+    for row in loads.values():
+        assert [run["request_rate"] for run in row["runs"]] == [4, 8]
+        assert all(not run["failed_requests"] for run in row["runs"])
+    assert all(run["cache_hit_rate"] == 0 for run in loads["recompute"]["runs"])
+    assert all(run["device_hit_rate"] > 0 for run in loads["ideal"]["runs"])
+    assert all(run["storage_hit_rate"] == 0 for run in loads["host"]["runs"])
+    for name in ("file", "hcache-kv", "hcache-hidden", "hcache"):
+        assert any(run["storage_hit_rate"] > 0 for run in loads[name]["runs"])
+        assert loads[name]["l3_bytes"] > 0
+    assert (tmp_path / "compare_load.png").exists()

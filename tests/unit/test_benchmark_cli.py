@@ -52,6 +52,7 @@ def refused(*arguments: str) -> str:
         (["--sharegpt", "talks.json"], "--sharegpt: needs --model-path, whose tokenizer"),
         (["--max-context", "10"], "--max-context 10: a question and its reply of workload"),
         (["--min-rounds", "3", "--max-rounds", "2"], "--min-rounds 3: must be at most"),
+        (["--model-path", "/no/model"], "--model-path /no/model: there is nothing"),
         (["--num-clients", "0"], "Invalid value for '--num-clients'"),
         (["--ready-queue-policy", "lifo"], "Invalid value for '--ready-queue-policy'"),
     ],
