@@ -28,7 +28,7 @@ _CALL = re.compile(r"(?:^|[\s`(/$])hcache[ \t]+([^|;&<>\n`]+)")
 _OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 _VARIABLE = re.compile(r"\bHCACHE_[A-Z_]+\b")
 _METRIC = re.compile(r"\b(hcache_[a-z0-9_]+)(?:\{([^}]*)\})?")
-_LABEL = re.compile(r'(\w+)(?:=~?"([^"]*)")?')
+_LABEL = re.compile(r'(\w+)(?:[=!][=~]?"([^"]*)")?')
 _MODULES = {"hcache_backend", "hcache_kernels"}
 _FILE = re.compile(
     r"(?:bench|dashboards|docs|hcache_backend|kernels|requirements|tests)/[\w./-]*|\.ci/\w+"
@@ -176,8 +176,10 @@ def _configs(text: str) -> Iterator[str]:
 
 
 def _toml(text: str) -> Iterator[str]:
+    """A file for SGLang, with a table of ours, or one for the environment, which is the table."""
     try:
-        parse_config(tomllib.loads(text).get("hcache"), "hcache")
+        table = tomllib.loads(text)
+        parse_config(table.get("hcache", table), "hcache")
     except (tomllib.TOMLDecodeError, ConfigError) as error:
         yield f"configuration: {error}"
 

@@ -108,6 +108,7 @@ def test_names_that_exist(text: str, page: MakePage) -> None:
         ('```json\n{"hcache": {"dir": []}}\n```', "did you mean 'dirs'?"),
         ('```sh\nHCACHE_CONFIG=\'{"codec": "zip"}\'\n```', "option 'codec' is 'zip'"),
         ("```toml\n[hcache]\nquota_bytes = 'all'\n```", "option 'quota_bytes' is 'all'"),
+        ("```toml\nquota = 1\n```", "unknown option 'quota'"),
         ('| option | default |\n|-|-|\n| `mode` | `"kv"` |', "default of 'mode' is \"auto\""),
         ("| option | default |\n|-|-|\n| `speed` | none |", "'speed' is no option"),
         ("| option | default |\n|-|-|\n| `quota_bytes` | none |", "not in the table: dirs, mode"),
