@@ -21,7 +21,7 @@ MARK = "runnable"
 ANYTHING = "..."
 """A line of expected output that stands for any number of lines."""
 
-SECONDS = 60.0
+SECONDS = 120.0
 _COLUMNS = 100
 _SHOWN_LINES = 8
 
