@@ -10,7 +10,7 @@ import typer
 
 from tests.docs.blocks import block_findings, runnable
 from tests.docs.links import link_findings
-from tests.docs.names import name_findings
+from tests.docs.names import name_findings, unmentioned
 from tests.docs.pages import Finding, read_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,8 +29,10 @@ def check(
 ) -> None:
     """Check links, names and runnable blocks."""
     findings: list[Finding] = []
-    for path in pages or pages_of(ROOT):
-        page = read_page(path.resolve())
+    every = [read_page(path.resolve()) for path in pages or pages_of(ROOT)]
+    if not pages:
+        findings += [Finding(every[0].path, 1, problem) for problem in unmentioned(every)]
+    for page in every:
         found = [*link_findings(page, ROOT), *name_findings(page)]
         name = page.path.relative_to(ROOT) if page.path.is_relative_to(ROOT) else page.path
         typer.echo(f"{name}: {len(page.links)} links, {len(runnable(page))} runnable blocks")

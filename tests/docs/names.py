@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -58,6 +58,20 @@ def name_findings(page: Page) -> Iterator[Finding]:
         }
         for line, problem in checks.get(table.header[0].lower(), _no_check)(table):
             yield Finding(page.path, line, problem)
+
+
+def unmentioned(pages: Sequence[Page]) -> Iterator[str]:
+    """Commands and metrics of ours that none of ``pages`` speaks of."""
+    text = "\n".join(piece.text for page in pages for piece in _all_code(page))
+
+    def leaves(command: Any, name: str) -> Iterator[str]:
+        for child, below in getattr(command, "commands", {}).items():
+            yield from leaves(below, f"{name} {child}")
+        if not hasattr(command, "commands"):
+            yield name
+
+    names = [*leaves(_root(), "hcache"), *_families()]
+    yield from (f"no page speaks of {name}" for name in names if name not in text)
 
 
 def _all_code(page: Page) -> Iterator[Piece]:
@@ -230,6 +244,11 @@ def _variables_table(table: Table) -> Iterator[tuple[int, str]]:
     missing = VARIABLES - {name for row in table.rows for name in row.codes[0]}
     if missing:
         yield table.line, f"variables that are not in the table: {', '.join(sorted(missing))}"
+
+
+def _families() -> list[str]:
+    """Names of our metrics, without endings."""
+    return [family.name for make in metrics.ALL for family in make().describe()]
 
 
 @cache

@@ -13,7 +13,7 @@ from tests.docs import blocks
 from tests.docs.__main__ import ROOT, pages_of
 from tests.docs.blocks import block_findings, runnable
 from tests.docs.links import link_findings
-from tests.docs.names import name_findings
+from tests.docs.names import name_findings, unmentioned
 from tests.docs.pages import Page, read_page
 
 MakePage = Callable[[str], Page]
@@ -38,6 +38,14 @@ def page(tmp_path: Path) -> MakePage:
 def test_links_and_names_of_our_pages(path: Path) -> None:
     page = read_page(path)
     assert [*map(str, link_findings(page, ROOT)), *map(str, name_findings(page))] == []
+
+
+def test_every_command_and_metric_stands_in_our_pages(page: MakePage) -> None:
+    assert list(unmentioned([read_page(path) for path in pages_of(ROOT)])) == []
+    missing = list(unmentioned([page("`hcache plan`, `hcache_pages_total`")]))
+    assert "no page speaks of hcache bench multiturn" in missing
+    assert "no page speaks of hcache_store" in missing
+    assert not any(found.endswith(("hcache plan", "hcache_pages")) for found in missing)
 
 
 @pytest.mark.parametrize(
