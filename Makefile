@@ -12,7 +12,7 @@ ARGS ?=
 GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 	'import sys, importlib.util as u; u.find_spec("sglang") and print(sys.executable)' 2>/dev/null)
 
-.PHONY: setup versions demo test test-long test-versions lint bench-store bench-codecs \
+.PHONY: setup versions demo test test-long test-versions lint docs bench-store bench-codecs \
 	bench-partition bench-partition-figures
 .DELETE_ON_ERROR:
 
@@ -43,6 +43,10 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Links and names in README, changelog and docs; runs the blocks that are marked runnable. A minute.
+docs: setup
+	$(BIN)/python -m tests.docs $(ARGS)
 
 setup: $(VENV)/.package
 	@requirements/system-packages.sh

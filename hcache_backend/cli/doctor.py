@@ -212,7 +212,7 @@ def _sglang() -> Iterator[Check]:
     yield Check(
         ENABLE_VARIABLE,
         "good",
-        f"{enabled}; a server started from here would "
-        + ("have hidden mode" if enabled == "1" else "have KV mode at most")
+        f"{enabled}; a server started from here can have hidden mode "
+        + ("whatever its L3 is" if enabled == "1" else "if it is started with our L3")
         + (f"; {CONFIG_VARIABLE} is set" if os.environ.get(CONFIG_VARIABLE) else ""),
     )

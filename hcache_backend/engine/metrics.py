@@ -28,7 +28,7 @@ _PUBLISH_SECONDS = 1.0
 
 @cache
 def tokens() -> Counter:
-    """Tokens by what happened to them: captured, backed_up, restored_hidden, checked, ..."""
+    """Tokens by what happened to them: captured, backed_up, restored, checked, ..."""
     return Counter("hcache_tokens", "Tokens by what happened to them", ["event"])
 
 

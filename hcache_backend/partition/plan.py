@@ -144,7 +144,10 @@ class Plan:
                 f"{measured.hidden}): its rates are taken over"
             )
         if self.tp > 1 and not self.profile.gathers:
-            found.append("without NVLink every rank loads whole hidden states over its own bus")
+            found.append(
+                "without NVLink the ranks' shares are gathered over their buses: planned as if "
+                "every rank loaded whole hidden states"
+            )
         if self.profile.l3 is not None and self.l3 == "overlapped":
             first = makespan(self._costs("first"), partition) * 1e3
             found.append(

@@ -47,8 +47,8 @@ class Profile(BaseModel):
         source: Where the numbers come from.
         dtype: Data type that was computed with.
         gathers: Whether tensor-parallel ranks load a share of every hidden state each and gather
-            the rest from each other at no cost (NVLink; paper section 5). Without it every rank
-            loads all of it over its own bus.
+            the rest from each other at no cost (NVLink; paper section 5). Without it as much
+            comes over every rank's own bus as if the rank loaded all.
         l3: Reading from L3, all folders together, bytes; None where everything is in host memory.
         hidden_copy: Host memory to device, the hidden states of one layer, bytes.
         kv_load: Host memory to the slots of the KV pool, K and V of one layer, bytes.

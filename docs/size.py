@@ -1,0 +1,170 @@
+"""How much host memory (L2) and disk (L3) so many conversations take.
+
+::
+
+    hcache plan --model config.json --hardware a100-40g --json \\
+      | python docs/size.py --device-tokens 40000 --histories 200 --tokens 8000
+
+It goes by the partition of the plan, and by the page and file formats themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from hcache_backend.config import HCacheConfig
+from hcache_backend.page import PageLayout
+from hcache_backend.restore.exchange import share_of_rank
+from hcache_backend.store.base import WHOLE, Segment, SegmentTable, Share
+from hcache_backend.store.format import file_layout
+from hcache_kernels.codecs import CODECS, UnsupportedRows, make_codec
+
+_DTYPES = {2: torch.bfloat16, 4: torch.float32}
+
+
+@dataclass(frozen=True)
+class PageSize:
+    """What a page takes.
+
+    Attributes:
+        rank_bytes: Host memory of a page on one rank.
+        files: Files of a page in L3, all ranks together.
+        file_bytes: Of each of them.
+        has_shadows: Whether the pages of the device's KV pool take host memory too.
+    """
+
+    rank_bytes: int
+    files: int
+    file_bytes: int
+    has_shadows: bool
+
+
+def page_size(plan: dict[str, Any], tokens: int, codec: str, kv_mode: bool) -> PageSize:
+    """The size of pages of ``tokens`` tokens, by the output of ``hcache plan --json``.
+
+    Raises:
+        UnsupportedRows: The codec cannot hold this model's hidden states.
+    """
+    model, ranks = plan["model"], plan["tp"]
+    heads = -(-model["kv_heads"] // ranks) / model["kv_heads"]
+    kv_bytes = tokens * int(plan["bytes_per_token_and_layer"]["kv"] * heads)
+    if kv_mode:
+        plane = Segment(model["layers"] * kv_bytes // 2, 0)
+        file = file_layout(SegmentTable((plane, plane)), WHOLE)
+        return PageSize(2 * plane.length, ranks, file.file_bytes, has_shadows=False)
+    number, shares = share_of_rank(0, ranks, tokens)
+    row_bytes = make_codec(codec, model["hidden"], _DTYPES[model["element_bytes"]]).row_bytes
+    lengths = {"recompute": 0, "hidden": tokens // shares * row_bytes, "kv": kv_bytes}
+    methods = [m for m in ("recompute", "hidden", "kv") for _ in range(plan["layers"][m])]
+    layout = PageLayout(tokens, tuple(lengths[m] for m in methods), number, shares)
+    # K and V are those of a rank's own heads, so pages that have some are each rank's own.
+    share = WHOLE if "kv" in methods else Share(number, shares)
+    table = SegmentTable(
+        (
+            Segment(layout.header_bytes, 0),
+            *(Segment(lengths[m] * share.of, 2 if m == "kv" else 1) for m in methods if lengths[m]),
+        )
+    )
+    files = ranks if "kv" in methods else shares
+    return PageSize(layout.page_bytes, files, file_layout(table, share).file_bytes, True)
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """What conversations take.
+
+    Attributes:
+        page: A page.
+        pages: Of all conversations.
+        shadows: Pages of host memory for what is on the device.
+        host_bytes: Host memory that HiCache is to get on every rank.
+        ratio: The same as a multiple of the device's KV pool.
+        files: Page files in L3, all ranks together.
+        disk_bytes: Their bytes.
+    """
+
+    page: PageSize
+    pages: int
+    shadows: int
+    host_bytes: int
+    ratio: float
+    files: int
+    disk_bytes: int
+
+
+def size(
+    plan: dict[str, Any],
+    *,
+    device_tokens: int,
+    histories: int,
+    tokens: int,
+    page_tokens: int = 64,
+    codec: str = "none",
+    kv_mode: bool = False,
+) -> Sizing:
+    """Room for ``histories`` conversations of ``tokens`` tokens, of which full pages are kept.
+
+    Args:
+        plan: The output of ``hcache plan --json``.
+        device_tokens: Tokens in the device's KV pool.
+
+    Raises:
+        UnsupportedRows: The codec cannot hold this model's hidden states.
+    """
+    page = page_size(plan, page_tokens, codec, kv_mode)
+    pages = histories * (tokens // page_tokens)
+    # SGLang's pool has a page more than it gives out.
+    shadows = (device_tokens // page_tokens + 1) * page.has_shadows
+    host_bytes = (pages + shadows) * page.rank_bytes
+    device_bytes = device_tokens * page_size(plan, page_tokens, "none", True).rank_bytes
+    files = pages * page.files
+    ratio = host_bytes / (device_bytes / page_tokens)
+    return Sizing(page, pages, shadows, host_bytes, ratio, files, files * page.file_bytes)
+
+
+def main(
+    device_tokens: Annotated[int, typer.Option(min=1, help="SGLang's max_total_num_tokens.")],
+    histories: Annotated[int, typer.Option(min=1, help="Conversations to keep.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each.")],
+    page_tokens: Annotated[int, typer.Option("--page-size", min=1, help="SGLang's.")] = 64,
+    codec: Annotated[str, typer.Option(help=", ".join(CODECS))] = "none",
+    kv_mode: Annotated[bool, typer.Option("--kv-mode", help="Plain KV pages.")] = False,
+    folders: Annotated[int, typer.Option(min=1, help="Folders of the store.")] = 1,
+) -> None:
+    """Read `hcache plan --json` from standard input; print what to give to SGLang and to us."""
+    if codec not in CODECS:
+        raise typer.BadParameter(f"codec {codec!r}: there are {', '.join(CODECS)}")
+    try:
+        found = size(
+            json.load(sys.stdin),
+            device_tokens=device_tokens,
+            histories=histories,
+            tokens=tokens,
+            page_tokens=page_tokens,
+            codec=codec,
+            kv_mode=kv_mode,
+        )
+    except UnsupportedRows as error:
+        raise typer.BadParameter(f"codec {codec!r}: {error}") from None
+    page, gigabytes = found.page, found.host_bytes / 1e9
+    quota = math.ceil(found.disk_bytes / folders / HCacheConfig().high_water)
+    print(
+        f"page of {page_tokens} tokens: {page.rank_bytes:,} bytes of host memory on each rank,\n"
+        f"  in L3 {page.files} x {page.file_bytes:,} bytes\n"
+        f"L2, each rank: {found.pages:,} pages + {found.shadows:,} shadows = {gigabytes:,.1f} GB: "
+        f"--hicache-size {math.ceil(gigabytes)}\n"
+        f"  or --hicache-ratio {math.ceil(found.ratio * 10) / 10}\n"
+        f"L3: {found.files:,} files = {found.disk_bytes / 1e9:,.1f} GB: "
+        f"quota_bytes {quota:,} for each of {folders} folder(s)"
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,54 @@
+"""``python -m tests.docs``: check README, changelog and docs; ends with 1 when one is wrong."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tests.docs.blocks import block_findings, runnable
+from tests.docs.links import link_findings
+from tests.docs.names import name_findings, unmentioned
+from tests.docs.pages import Finding, read_page
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def pages_of(root: Path) -> list[Path]:
+    """README, changelog and docs of a checkout."""
+    return [root / "README.md", root / "CHANGELOG.md", *sorted((root / "docs").glob("**/*.md"))]
+
+
+def check(
+    pages: Annotated[
+        list[Path] | None, typer.Argument(help="Pages; default: README, changelog, docs.")
+    ] = None,
+    run: Annotated[bool, typer.Option(help="Run the blocks that are marked runnable.")] = True,
+) -> None:
+    """Check links, names and runnable blocks."""
+    findings: list[Finding] = []
+    every = [read_page(path.resolve()) for path in pages or pages_of(ROOT)]
+    if not pages:
+        findings += [Finding(every[0].path, 1, problem) for problem in unmentioned(every)]
+    for page in every:
+        found = [*link_findings(page, ROOT), *name_findings(page)]
+        name = page.path.relative_to(ROOT) if page.path.is_relative_to(ROOT) else page.path
+        typer.echo(f"{name}: {len(page.links)} links, {len(runnable(page))} runnable blocks")
+        for block in runnable(page) if run else ():
+            start = time.monotonic()
+            wrong = list(block_findings(page, block, ROOT))
+            found += wrong
+            took = time.monotonic() - start
+            typer.echo(f"{name}:{block.line}: {'failed' if wrong else 'ran'}, {took:.1f} s")
+        findings += found
+    for finding in findings:
+        typer.secho(str(finding), fg="red", err=True)
+    if findings:
+        typer.secho(f"{len(findings)} wrong", fg="red", err=True)
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(check)

@@ -1,0 +1,174 @@
+"""Runs the blocks that are marked ``runnable``, each with a home and a folder of its own.
+
+The folder shows everything in the checkout, by links; what a block writes stays in the folder.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.docs.pages import Block, Finding, Page
+
+MARK = "runnable"
+ANYTHING = "..."
+"""A line of expected output that stands for any number of lines."""
+
+SECONDS = 120.0
+_COLUMNS = 100
+_SHOWN_LINES = 8
+
+
+class Step(NamedTuple):
+    """A command of a block, and the output that stands below it (None: whatever it is)."""
+
+    line: int
+    command: str
+    output: tuple[str, ...] | None
+
+
+class Ended(NamedTuple):
+    status: int | None
+    output: str
+
+
+def runnable(page: Page) -> list[Block]:
+    """The marked blocks of ``page``."""
+    return [block for block in page.blocks if MARK in block.info[1:]]
+
+
+def block_findings(page: Page, block: Block, root: Path) -> Iterator[Finding]:
+    """Run ``block``; what is wrong with it, which is the first thing only.
+
+    Args:
+        root: The checkout that it is about.
+    """
+    if block.language not in ("sh", "console"):
+        message = f"a runnable block is sh or console, not {block.language!r}"
+        yield Finding(page.path, block.line, message)
+        return
+    try:
+        steps = _steps(block)
+    except ValueError as error:
+        yield Finding(page.path, block.line, str(error))
+        return
+    with tempfile.TemporaryDirectory(prefix="docs-") as temporary:
+        folder, home = Path(temporary, "checkout"), Path(temporary, "home")
+        folder.mkdir()
+        home.mkdir()
+        for item in root.resolve().iterdir():
+            if item.name != ".git":
+                (folder / item.name).symlink_to(item)
+        for step in steps:
+            problem = _run(step, folder, home)
+            if problem is not None:
+                yield Finding(page.path, *problem)
+                return
+
+
+def _steps(block: Block) -> list[Step]:
+    """The commands of a block.
+
+    Raises:
+        ValueError: A console block that does not begin with a command.
+    """
+    if block.language == "sh":
+        return [Step(block.line, block.text, None)]
+    steps: list[Step] = []
+    output: list[str] = []
+    for line, text in enumerate(block.text.splitlines(), start=block.line):
+        if text.startswith("$ "):
+            output = []
+            steps.append(Step(line, text[2:], ()))
+        elif not steps:
+            raise ValueError("a console block begins with `$ ` and a command")
+        elif text.startswith("> ") and not output:
+            steps[-1] = steps[-1]._replace(command=f"{steps[-1].command}\n{text[2:]}")
+        else:
+            output.append(text.rstrip())
+            steps[-1] = steps[-1]._replace(output=tuple(output))
+    return steps
+
+
+def _run(step: Step, folder: Path, home: Path) -> tuple[int, str] | None:
+    """Line and message of what went wrong, or None."""
+    ended = _execute(step.command, folder, home)
+    lines = [line.rstrip() for line in ended.output.rstrip().splitlines()]
+    first = step.command.strip().splitlines()[0]
+    if ended.status is None:
+        return step.line, f"`{first}` took longer than {SECONDS:.0f} s"
+    if ended.status != 0:
+        shown = "\n    ".join(lines[-_SHOWN_LINES:])
+        return step.line, f"`{first}` ended with status {ended.status}\n    {shown}"
+    if step.output is None:
+        return None
+    expected = list(step.output)
+    while expected and not expected[-1]:
+        expected.pop()
+    differs = _difference(expected, lines)
+    if differs is None:
+        return None
+    number, wanted, got = differs
+    below = step.command.count("\n") + 1
+    return step.line + below + number, f"`{first}` prints another line: {got!r}, not {wanted!r}"
+
+
+def _difference(
+    expected: Sequence[str], lines: Sequence[str]
+) -> tuple[int, str | None, str | None] | None:
+    """The first expected line that is not printed: its number, it, and what is printed there."""
+    for number, (wanted, got) in enumerate(zip_longest(expected, lines)):
+        if wanted == ANYTHING:
+            rest = expected[number + 1 :]
+            starts = range(number, len(lines) + 1)
+            if not rest or any(_difference(rest, lines[start:]) is None for start in starts):
+                return None
+            after = [n for n in starts if list(lines[n : n + 1]) == [rest[0]]]
+            if not after:
+                return number + 1, rest[0], None
+            deeper = _difference(rest, lines[after[0] :])
+            assert deeper is not None
+            return number + 1 + deeper[0], *deeper[1:]
+        if wanted != got:
+            return number, wanted, got
+    return None
+
+
+def _execute(command: str, folder: Path, home: Path) -> Ended:
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("HCACHE_", "XDG_")) and name != "NO_COLOR"
+    }
+    tools = str(Path(sys.executable).parent)
+    environment = {
+        **kept,
+        "HOME": str(home),
+        "PATH": os.pathsep.join((tools, os.environ.get("PATH", os.defpath))),
+        "COLUMNS": str(_COLUMNS),
+        "TERM": "dumb",
+    }
+    process = subprocess.Popen(
+        ["bash", "-euo", "pipefail", "-c", command],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=SECONDS)
+        return Ended(process.returncode, output)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        return Ended(None, output)

@@ -1,0 +1,304 @@
+"""Do the names exist that pages speak of? Options, configuration, variables, metrics, files."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from hcache_backend import config
+from hcache_backend.cli.main import app
+from hcache_backend.config import ConfigError, HCacheConfig, parse_config
+from hcache_backend.engine import metrics
+from hcache_backend.store.base import StoreStats
+from tests.docs.pages import Finding, Page, Piece, Table
+
+ROOT = Path(__file__).resolve().parents[2]
+VARIABLES = {value for name, value in vars(config).items() if name.endswith("_VARIABLE")}
+
+_SHELL = ("sh", "console", "bash")
+_CALL = re.compile(r"(?:^|[\s`(/$])hcache[ \t]+([^|;&<>\n`]+)")
+_OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+_VARIABLE = re.compile(r"\bHCACHE_[A-Z_]+\b")
+_METRIC = re.compile(r"\b(hcache_[a-z0-9_]+)(?:\{([^}]*)\})?")
+_LABEL = re.compile(r'(\w+)(?:[=!][=~]?"([^"]*)")?')
+_MODULES = {"hcache_backend", "hcache_kernels"}
+_FILE = re.compile(
+    r"(?:bench|dashboards|docs|hcache_backend|kernels|requirements|tests)/[\w./-]*|\.ci/\w+"
+)
+_PLACEHOLDER = re.compile(r"[A-Z]{3,}")
+_TARGET = re.compile(r"make ([a-z][\w-]*)")
+
+
+def name_findings(page: Page) -> Iterator[Finding]:
+    """What ``page`` names and nobody knows."""
+    for piece in _all_code(page):
+        for look in (_commands, _variables, _metrics):
+            for problem in look(piece.text):
+                yield Finding(page.path, piece.line, problem)
+    for piece in page.codes:
+        for look in (_lone_option, _file, _target):
+            for problem in look(piece.text):
+                yield Finding(page.path, piece.line, problem)
+    for block in page.blocks:
+        check = _toml if block.language == "toml" else _configs
+        for problem in check(block.text):
+            yield Finding(page.path, block.line, problem)
+    for table in page.tables:
+        checks: dict[str, Callable[[Table], Iterator[tuple[int, str]]]] = {
+            "option": _options_table,
+            "environment variable": _variables_table,
+        }
+        for line, problem in checks.get(table.header[0].lower(), _no_check)(table):
+            yield Finding(page.path, line, problem)
+
+
+def unmentioned(pages: Sequence[Page]) -> Iterator[str]:
+    """Commands and metrics of ours that none of ``pages`` speaks of."""
+    text = "\n".join(piece.text for page in pages for piece in _all_code(page))
+
+    def leaves(command: Any, name: str) -> Iterator[str]:
+        for child, below in getattr(command, "commands", {}).items():
+            yield from leaves(below, f"{name} {child}")
+        if not hasattr(command, "commands"):
+            yield name
+
+    names = [*leaves(_root(), "hcache"), *_families()]
+    yield from (f"no page speaks of {name}" for name in names if name not in text)
+
+
+def _all_code(page: Page) -> Iterator[Piece]:
+    """Inline code, and the logical lines of blocks (a block of another language as a whole)."""
+    yield from page.codes
+    for block in page.blocks:
+        if block.language not in _SHELL:
+            yield Piece(block.line, block.text)
+            continue
+        lines = block.text.splitlines()
+        start = 0
+        for number, line in enumerate(lines):
+            if not line.endswith("\\"):
+                yield Piece(block.line + start, "\n".join(lines[start : number + 1]))
+                start = number + 1
+
+
+# ---- commands and their options ----
+
+
+@cache
+def _root() -> Any:
+    """``hcache`` as a command; those that have commands below them list them in ``commands``."""
+    return typer.main.get_command(app)
+
+
+def _options_of(command: Any) -> set[str]:
+    names = {"--help"}
+    for parameter in command.params:
+        names |= {*parameter.opts, *parameter.secondary_opts}
+    return names
+
+
+@cache
+def _every_option() -> frozenset[str]:
+    """Of all commands of ours, of SGLang's server, and of the programs in ``bench``."""
+    found: set[str] = set()
+
+    def walk(command: Any) -> None:
+        found.update(_options_of(command))
+        for child in getattr(command, "commands", {}).values():
+            walk(child)
+
+    walk(_root())
+    for file in (ROOT / "bench").glob("**/*"):
+        if file.suffix in (".py", ".sh"):
+            found |= set(re.findall(r'"(--[a-z][\w-]*)"', file.read_text()))
+    return frozenset(found)
+
+
+@cache
+def _sglang_arguments() -> str | None:
+    """The text that declares the arguments of SGLang's server; None where there is no SGLang."""
+    spec = find_spec("sglang")
+    if spec is None or spec.origin is None:
+        return None
+    folder = Path(spec.origin).with_name("srt")
+    files = [folder / "server_args.py", *sorted((folder / "arg_groups").glob("**/*.py"))]
+    return "\n".join(file.read_text() for file in files)
+
+
+def _is_known_option(option: str) -> bool:
+    if option in _every_option():
+        return True
+    text = _sglang_arguments()
+    if text is None:
+        return True
+    field = re.escape(option[2:].replace("-", "_"))
+    declared = rf"^    (?:{field}\s*:|\"{field}\",)"
+    return f'"{option}"' in text or re.search(declared, text, re.M) is not None
+
+
+def _commands(text: str) -> Iterator[str]:
+    joined = text.replace("\\\n", " ")
+    for rest in _CALL.findall(joined):
+        words = re.findall(r"[^\s\[\]()'\"]+", rest)
+        command = _root()
+        name = "hcache"
+        while words and hasattr(command, "commands") and not words[0].startswith("-"):
+            child = command.commands.get(words[0])
+            if child is None:
+                yield f"`{name}` has no command {words[0]!r}; it has {', '.join(command.commands)}"
+                return
+            name, command = f"{name} {words.pop(0)}", child
+        known = _options_of(command)
+        for word in words:
+            option = word.split("=")[0].rstrip(".,:")
+            if re.fullmatch(r"--?[a-zA-Z][\w-]*", option) and option not in known:
+                yield f"`{name}` has no option {option}; it has {', '.join(sorted(known))}"
+    if "sglang.launch_server" in joined:
+        for option in _OPTION.findall(joined):
+            if not _is_known_option(option):
+                yield f"SGLang's server has no option {option}"
+
+
+def _lone_option(text: str) -> Iterator[str]:
+    match = _OPTION.match(text)
+    if match is not None and not _is_known_option(match[0]):
+        yield f"neither hcache nor SGLang's server has an option {match[0]}"
+
+
+# ---- configuration ----
+
+
+def _configs(text: str) -> Iterator[str]:
+    """Tables of options of ours inside of JSON, as SGLang or the environment gets them."""
+    plain = text.replace('\\"', '"')
+    starts = [m.end() for m in re.finditer(r'"hcache":\s*(?=\{)', plain)]
+    starts += [m.end() for m in re.finditer(rf"{config.CONFIG_VARIABLE}='(?=\{{)", plain)]
+    for start in starts:
+        try:
+            options, _ = json.JSONDecoder().raw_decode(plain, start)
+            parse_config(options, "hcache")
+        except (json.JSONDecodeError, ConfigError) as error:
+            yield f"configuration {plain[start : start + 60]!r}: {error}"
+
+
+def _toml(text: str) -> Iterator[str]:
+    """A file for SGLang, with a table of ours, or one for the environment, which is the table."""
+    try:
+        table = tomllib.loads(text)
+        parse_config(table.get("hcache", table), "hcache")
+    except (tomllib.TOMLDecodeError, ConfigError) as error:
+        yield f"configuration: {error}"
+
+
+def _options_table(table: Table) -> Iterator[tuple[int, str]]:
+    """Every option stands in the table, with its default."""
+    missing = dict(HCacheConfig.model_fields)
+    for row in table.rows:
+        names, defaults = row.codes[0], row.codes[1] or (row.cells[1],)
+        if len(names) != len(defaults):
+            yield row.line, f"{len(names)} options and {len(defaults)} defaults"
+        for name, shown in zip(names, defaults, strict=False):
+            if missing.pop(name, None) is None:
+                yield row.line, f"{name!r} is no option, or stands here twice"
+                continue
+            default = _plain(getattr(HCacheConfig(), name))
+            if _value(shown) != default:
+                yield row.line, f"the default of {name!r} is {json.dumps(default)}, not {shown}"
+    if missing:
+        yield table.line, f"options that are not in the table: {', '.join(missing)}"
+
+
+def _plain(value: Any) -> Any:
+    """A default as JSON has it; the home folder as ``~``."""
+    if isinstance(value, tuple):
+        return [str(item).replace(str(Path.home()), "~") for item in value]
+    return value
+
+
+def _value(shown: str) -> Any:
+    if shown.strip() == "none":
+        return None
+    try:
+        return json.loads(shown)
+    except json.JSONDecodeError:
+        return f"unreadable: {shown}"
+
+
+# ---- variables, metrics, files ----
+
+
+def _variables(text: str) -> Iterator[str]:
+    for name in sorted(set(_VARIABLE.findall(text)) - VARIABLES):
+        yield f"{name} is no variable of ours; they are {', '.join(sorted(VARIABLES))}"
+
+
+def _variables_table(table: Table) -> Iterator[tuple[int, str]]:
+    missing = VARIABLES - {name for row in table.rows for name in row.codes[0]}
+    if missing:
+        yield table.line, f"variables that are not in the table: {', '.join(sorted(missing))}"
+
+
+def _families() -> list[str]:
+    """Names of our metrics, without endings."""
+    return [family.name for make in metrics.ALL for family in make().describe()]
+
+
+@cache
+def _known_metrics() -> dict[str, set[str]]:
+    """Names as a server shows them -> labels."""
+    known: dict[str, set[str]] = {}
+    for make in metrics.ALL:
+        metric = make()
+        for family in metric.describe():
+            endings = {"counter": ("_total",), "histogram": ("", "_bucket", "_sum", "_count")}
+            for ending in endings.get(family.type, ("",)):
+                known[f"{family.name}{ending}"] = {*metric._labelnames, "le"}
+    return known
+
+
+def _metrics(text: str) -> Iterator[str]:
+    known = _known_metrics()
+    for name, braces in _METRIC.findall(text):
+        if name in _MODULES or f"{name}/" in text or f"{name}." in text:
+            continue
+        if name not in known:
+            yield f"{name} is no metric; they are {', '.join(sorted(known))}"
+            continue
+        for label, value in _LABEL.findall(braces):
+            if label not in known[name] | {"instance"}:
+                yield f"{name} has no label {label}; it has {', '.join(sorted(known[name]))}"
+            elif label == "what" and not _counts(value):
+                yield f"the store counts no {value}; it counts {', '.join(StoreStats().snapshot())}"
+
+
+def _counts(pattern: str) -> bool:
+    if not pattern:
+        return True
+    return all(
+        any(re.fullmatch(part, counter) for counter in StoreStats().snapshot())
+        for part in pattern.split("|")
+    )
+
+
+def _file(text: str) -> Iterator[str]:
+    if _FILE.fullmatch(text) and not _PLACEHOLDER.search(text) and not (ROOT / text).exists():
+        yield f"there is no {text}"
+
+
+def _target(text: str) -> Iterator[str]:
+    match = _TARGET.match(text)
+    rules = (ROOT / "Makefile").read_text()
+    if match is not None and re.search(rf"^{re.escape(match[1])}:", rules, re.M) is None:
+        yield f"the Makefile has no target {match[1]}"
+
+
+def _no_check(table: Table) -> Iterator[tuple[int, str]]:
+    return iter(())

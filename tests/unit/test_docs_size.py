@@ -1,0 +1,64 @@
+"""The guide's arithmetic is that of pages that servers wrote."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZE = runpy.run_path(str(ROOT / "docs" / "size.py"))
+MEASURED = json.loads((ROOT / "bench" / "results" / "codecs.json").read_text())["codecs"]
+DEMO = json.loads((ROOT / "bench" / "results" / "demo.json").read_text())
+
+
+def plan(element_bytes: int, layers: dict[str, int], ranks: int = 1) -> dict[str, Any]:
+    """What ``hcache plan --json`` says of the demo's model: hidden size 256, 4 heads."""
+    model = {"layers": 4, "hidden": 256, "kv_heads": 4, "element_bytes": element_bytes}
+    a_layer = {"hidden": 256 * element_bytes, "kv": 512 * element_bytes}
+    return {"model": model, "tp": ranks, "layers": layers, "bytes_per_token_and_layer": a_layer}
+
+
+ALL_HIDDEN = {"recompute": 0, "hidden": 4, "kv": 0}
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['codec']}-{row['dtype']}")
+def test_files_are_as_large_as_those_of_servers(row: dict[str, Any]) -> None:
+    width = {"float32": 4, "bfloat16": 2}[row["dtype"]]
+    page = SIZE["page_size"](plan(width, ALL_HIDDEN), 64, row["codec"], False)
+    assert page.file_bytes == 64 * row["stored_bytes_per_token"]
+
+
+def test_pages_and_shadows_are_those_of_the_demo() -> None:
+    found = SIZE["size"](
+        plan(4, ALL_HIDDEN),
+        device_tokens=DEMO["model"]["positions"],
+        histories=751,
+        tokens=64 + 63,  # what is no full page is not kept
+    )
+    said = f"{found.page.rank_bytes} bytes a 64-token page"
+    assert said in DEMO["methods"]["hcache"]["note"]
+    assert DEMO["methods"]["hcache"]["note"].endswith(
+        f"{found.pages} host pages, {found.shadows} shadows"
+    )
+
+
+def test_ranks_share_hidden_states_and_have_kv_of_their_own() -> None:
+    whole, half = (SIZE["page_size"](plan(4, ALL_HIDDEN, n), 64, "none", False) for n in (1, 2))
+    assert half.rank_bytes - 4096 == (whole.rank_bytes - 4096) // 2
+    assert (whole.files, half.files) == (1, 2)
+    mixed = {"recompute": 1, "hidden": 2, "kv": 1}
+    page = SIZE["page_size"](plan(4, mixed, 2), 64, "none", False)
+    assert page.rank_bytes == 4096 + 2 * 64 * 1024 // 2 + 64 * 2048 // 2
+    assert page.file_bytes == 4096 + page.rank_bytes
+
+
+def test_kv_mode_has_no_shadows_and_no_page_header() -> None:
+    given = {"device_tokens": 640, "histories": 3, "tokens": 128}
+    found = SIZE["size"](plan(4, ALL_HIDDEN), kv_mode=True, **given)
+    assert (found.pages, found.shadows, found.host_bytes) == (6, 0, 6 * 64 * 8192)
+    assert found.disk_bytes == 6 * (64 * 8192 + 4096)
+    assert found.ratio == 6 / 10
