@@ -7,7 +7,9 @@ followed: nothing inside a store folder can lead out of it. Every method raises 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
+import struct
 from collections.abc import Sequence
 
 import lmdb
@@ -18,6 +20,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 MAX_VECTORS = 1024
 """The pieces of memory that one system call takes; the rest is for the next."""
 
+_GET_FLAGS, _SET_FLAGS = (
+    direction << 30 | struct.calcsize("l") << 16 | ord("f") << 8 | number
+    for direction, number in ((2, 1), (1, 2))
+)
+_TOP_OF_HIERARCHIES = 0x20000
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -53,6 +60,14 @@ class FileOps:
     def make_folder(self, name: str, dir_fd: int) -> None:
         """Make a folder that only the owner may use."""
         os.mkdir(name, 0o700, dir_fd=dir_fd)
+
+    def spread_folders(self, fd: int) -> None:
+        """Ask for the folders in this one to be put in places apart (``chattr +T``)."""
+        flags = bytearray(struct.calcsize("l"))
+        fcntl.ioctl(fd, _GET_FLAGS, flags)
+        [known] = struct.unpack_from("i", flags)
+        struct.pack_into("i", flags, 0, known | _TOP_OF_HIERARCHIES)
+        fcntl.ioctl(fd, _SET_FLAGS, flags)
 
     def remove_folder(self, name: str, dir_fd: int) -> None:
         os.rmdir(name, dir_fd=dir_fd)

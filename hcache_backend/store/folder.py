@@ -7,8 +7,7 @@
     <folder>/index/              lmdb
     <folder>/pages/<2 digits>/   page files
     <folder>/server.json         what the last server said about itself
-    <folder>/sessions/<token>/   files being written by one open store; its lock file is held
-                                 as long as that store lives, so leftovers of the dead are known
+    <folder>/sessions/<token>/   files being written by one open store
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
 import lmdb
 
 from hcache_backend.store.file_ops import FileOps
 from hcache_backend.store.index import INDEX_FILE, INDEX_FORMAT, Index
-from hcache_backend.store.lock import FolderLock, try_lock
+from hcache_backend.store.lock import FolderLock
 from hcache_backend.store.page_io import Alignment, probe_alignment
 from hcache_backend.store.server_report import SERVER_REPORT
+from hcache_backend.store.session import SESSIONS, Session, remove_dead_sessions, start_session
 
 MARKER = "hcache-store.json"
 FOLDER_FORMAT = 1
@@ -39,7 +38,6 @@ SHARDS = frozenset(f"{number:02x}" for number in range(256))
 _LOCK = "lock"
 _INDEX = "index"
 _PAGES = "pages"
-_SESSIONS = "sessions"
 _OPEN_SECONDS = 30.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -57,7 +55,7 @@ class Folder:
         ops: The file operations.
         root_fd: The folder.
         pages_fd: Its ``pages``.
-        session_fd: Where this store writes files before they get their names.
+        session: Where this store writes files before they get their names.
         lock: The folder's lock.
         index: The index.
         alignment: What direct I/O wants here.
@@ -68,22 +66,14 @@ class Folder:
     ops: FileOps
     root_fd: int
     pages_fd: int
-    session_fd: int
-    session: str
+    session: Session
     lock: FolderLock
     index: Index
     alignment: Alignment
     index_is_partial: bool
-    _lock_fds: tuple[int, ...]
+    _lock_fd: int
     _index_inode: int
     _index_file_inode: int
-
-    def __post_init__(self) -> None:
-        self._serial = count()
-
-    def temporary_name(self) -> str:
-        """A fresh name for a file in the session folder."""
-        return str(next(self._serial))
 
     @contextmanager
     def shard(self, name: str, *, make: bool = False) -> Iterator[int]:
@@ -158,10 +148,9 @@ class Folder:
 
     def close(self) -> None:
         """Remove what is unfinished and let go of everything."""
-        with contextlib.suppress(OSError):
-            _remove_session(self.ops, self.root_fd, self.session)
+        self.session.close(self.root_fd)
         self.index.close()
-        for fd in (self.session_fd, *self._lock_fds, self.pages_fd, self.root_fd):
+        for fd in (self._lock_fd, self.pages_fd, self.root_fd):
             with contextlib.suppress(OSError):
                 os.close(fd)
 
@@ -192,15 +181,15 @@ def open_folder(path: Path, ops: FileOps, *, create: bool) -> Folder:
         lock_fd = _opened(undo, ops.open(_LOCK, os.O_RDWR | os.O_CREAT, root_fd))
         lock = FolderLock(lock_fd)
         with lock.held(_OPEN_SECONDS):
-            for name in (_INDEX, _PAGES, _SESSIONS):
+            for name in (_INDEX, _PAGES, SESSIONS):
                 _ensure_folder(ops, name, root_fd)
             pages_fd = _opened(undo, ops.open_folder(_PAGES, root_fd))
-            _remove_dead_sessions(ops, root_fd)
-            session = secrets.token_hex(8)
-            session_fd, session_lock = _start_session(undo, ops, root_fd, session)
+            remove_dead_sessions(ops, root_fd)
+            session = start_session(ops, root_fd)
+            undo.callback(session.let_go)
             index = _open_index(path, ops, root_fd)
             undo.callback(index.close)
-            alignment = probe_alignment(ops, session_fd, "probe")
+            alignment = probe_alignment(ops, session.fd, "probe")
             partial = index.meta(b"complete") != INDEX_FORMAT or index.meta(b"boot") != boot_id()
             if partial and _holds_no_pages(ops, pages_fd):
                 index.set_meta(complete=INDEX_FORMAT, boot=boot_id())
@@ -212,13 +201,12 @@ def open_folder(path: Path, ops: FileOps, *, create: bool) -> Folder:
         ops,
         root_fd,
         pages_fd,
-        session_fd,
         session,
         lock,
         index,
         alignment,
         partial,
-        (session_lock, lock_fd),
+        lock_fd,
         *inodes,
     )
 
@@ -239,7 +227,7 @@ def _check_marker(path: Path, ops: FileOps, root_fd: int, create: bool) -> None:
         return
     # A marker that a power cut tore, or a first opening that was interrupted, is no reason to
     # refuse; anything that no store makes is.
-    own = {MARKER, _LOCK, _INDEX, _PAGES, _SESSIONS, SERVER_REPORT} if MARKER in names else set()
+    own = {MARKER, _LOCK, _INDEX, _PAGES, SESSIONS, SERVER_REPORT} if MARKER in names else set()
     unfinished = (f".{MARKER}.", f".{SERVER_REPORT}.")
     strangers = [name for name in names if name not in own and not name.startswith(unfinished)]
     if strangers:
@@ -289,67 +277,6 @@ def _ensure_folder(ops: FileOps, name: str, dir_fd: int) -> None:
 
 def _shards(ops: FileOps, pages_fd: int) -> list[str]:
     return sorted(SHARDS.intersection(ops.list(pages_fd)))
-
-
-def _start_session(
-    undo: contextlib.ExitStack, ops: FileOps, root_fd: int, session: str
-) -> tuple[int, int]:
-    sessions_fd = ops.open_folder(_SESSIONS, root_fd)
-    try:
-        ops.make_folder(session, sessions_fd)
-        session_fd = _opened(undo, ops.open_folder(session, sessions_fd))
-    finally:
-        ops.close(sessions_fd)
-    lock_fd = _opened(undo, ops.open(_LOCK, os.O_RDWR | os.O_CREAT, session_fd))
-    if not try_lock(lock_fd):
-        raise BlockingIOError(errno.EAGAIN, "a fresh session is locked", session)
-    return session_fd, lock_fd
-
-
-def _remove_dead_sessions(ops: FileOps, root_fd: int) -> None:
-    sessions_fd = ops.open_folder(_SESSIONS, root_fd)
-    try:
-        names = ops.list(sessions_fd)
-    finally:
-        ops.close(sessions_fd)
-    for name in names:
-        # One that cannot be removed is tried again at the next opening.
-        with contextlib.suppress(OSError):
-            if _is_dead(ops, root_fd, name):
-                _remove_session(ops, root_fd, name)
-
-
-def _is_dead(ops: FileOps, root_fd: int, session: str) -> bool:
-    with _session_folder(ops, root_fd, session) as (_, session_fd):
-        try:
-            fd = ops.open(_LOCK, os.O_RDWR, session_fd)
-        except FileNotFoundError:
-            return True  # sessions start under the folder's lock, so nobody is about to make it
-        try:
-            return try_lock(fd)
-        finally:
-            ops.close(fd)
-
-
-def _remove_session(ops: FileOps, root_fd: int, session: str) -> None:
-    with _session_folder(ops, root_fd, session) as (sessions_fd, session_fd):
-        # The lock file goes last: what is left is then still recognised.
-        for name in sorted(ops.list(session_fd), key=lambda name: name == _LOCK):
-            ops.unlink(name, session_fd)
-        ops.remove_folder(session, sessions_fd)
-
-
-@contextmanager
-def _session_folder(ops: FileOps, root_fd: int, session: str) -> Iterator[tuple[int, int]]:
-    sessions_fd = ops.open_folder(_SESSIONS, root_fd)
-    try:
-        session_fd = ops.open_folder(session, sessions_fd)
-        try:
-            yield sessions_fd, session_fd
-        finally:
-            ops.close(session_fd)
-    finally:
-        ops.close(sessions_fd)
 
 
 def _open_index(path: Path, ops: FileOps, root_fd: int) -> Index:

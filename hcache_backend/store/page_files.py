@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Sequence
@@ -96,12 +97,12 @@ class Written(NamedTuple):
     """A page file that has no name yet.
 
     Attributes:
-        temporary: Its name in the session folder.
+        number: Which file of the session it is.
         entry: What the index will say of it.
         copied: Bytes that went through aligned memory.
     """
 
-    temporary: str
+    number: int
     entry: Entry
     copied: int
 
@@ -114,7 +115,7 @@ def write_page(
     table: SegmentTable,
     stamp: int,
 ) -> Written:
-    """Write the share of a page that is in ``memory`` to a file in the session folder.
+    """Write the share of a page that is in ``memory`` to a file of the session.
 
     Args:
         names: Namespace, key, writer.
@@ -136,27 +137,27 @@ def write_page(
         lambda block: memory.digest(block.payload_offset, block.length),
     )
     pieces = memory.pieces(0, memory.length)
-    temporary = folder.temporary_name()
+    number = folder.session.new_file()
+    dir_fd, name = folder.session.place(number)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | folder.alignment.flags
     try:
-        fd = folder.ops.open(temporary, flags, folder.session_fd)
+        fd = folder.ops.open(name, flags, dir_fd)
         try:
             copied = io.write(fd, [header, *pieces], folder.alignment)
         finally:
             folder.ops.close(fd)
     except OSError:
-        remove_temporary(folder, temporary)
+        remove_nameless(folder, number)
         raise
     record = Record(share, layout.header_bytes, layout.payload_bytes, writer, stamp)
-    return Written(temporary, Entry(namespace, key, record), copied)
+    return Written(number, Entry(namespace, key, record), copied)
 
 
-def remove_temporary(folder: Folder, temporary: str) -> None:
-    """Remove a file of the session folder; what cannot be removed goes at the next opening."""
-    try:
-        folder.ops.unlink(temporary, folder.session_fd)
-    except OSError:
-        return
+def remove_nameless(folder: Folder, number: int) -> None:
+    """Remove a file of the session; what cannot be removed goes at the next opening."""
+    with contextlib.suppress(OSError):
+        dir_fd, name = folder.session.place(number)
+        folder.ops.unlink(name, dir_fd)
 
 
 def read_page(

@@ -30,7 +30,7 @@ from hcache_backend.store.page_files import (
     Wanted,
     Written,
     read_page,
-    remove_temporary,
+    remove_nameless,
     write_page,
 )
 from hcache_backend.store.page_io import PageIO, PageMemory
@@ -170,7 +170,7 @@ class Volume(Presence):
                 finally:
                     for written, ok in zip(batch, done, strict=True):
                         if not ok:
-                            remove_temporary(folder, written.temporary)
+                            remove_nameless(folder, written.number)
         except OfflineError:
             self._stats.add(pages_dropped_offline=len(batch))
         except TimeoutError as error:
@@ -184,8 +184,8 @@ class Volume(Presence):
     def abandon(self, written: Written | None) -> None:
         """Remove a nameless file that nobody waits for."""
         if written is not None:
-            temporary = written.temporary
-            self._ask(lambda folder: remove_temporary(folder, temporary), None)
+            number = written.number
+            self._ask(lambda folder: remove_nameless(folder, number), None)
 
     def touch(self, name: Name) -> None:
         """Note that a page was used; the index learns it later."""
@@ -282,7 +282,7 @@ class Volume(Presence):
             known = any(record.share == entry.record.share for record in records)
             if known and _file_exists(folder, name):
                 # Another process was faster.
-                remove_temporary(folder, written.temporary)
+                remove_nameless(folder, written.number)
                 self._stats.add(pages_already_stored=1)
                 done[number] = True
             else:
@@ -372,4 +372,5 @@ def _give_name(folder: Folder, written: Written) -> None:
     entry = written.entry
     shard, file = file_name(entry.namespace, entry.key, entry.record.share)
     with folder.shard(shard, make=True) as shard_fd:
-        folder.ops.rename(written.temporary, folder.session_fd, file, shard_fd)
+        source_fd, source = folder.session.place(written.number)
+        folder.ops.rename(source, source_fd, file, shard_fd)

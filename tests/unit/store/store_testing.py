@@ -110,8 +110,9 @@ def assert_sound(store: StripedPageStore) -> None:
                 name = parse_name(path.name)
                 assert name in known, f"{path} is not in the index"
             sessions = names(folder.path / "sessions")
-            assert folder.session in sessions
-            assert names(folder.path / "sessions" / folder.session) == ["lock"]
+            assert folder.session.token in sessions
+            session = folder.path / "sessions" / folder.session.token
+            assert [path.name for path in session.rglob("*") if path.is_file()] == ["lock"]
 
 
 def names(folder: Path) -> list[str]:

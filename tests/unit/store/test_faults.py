@@ -119,6 +119,9 @@ class FaultyOps(FileOps):
     def make_folder(self, name: str, dir_fd: int) -> None:
         return self._do("make_folder", lambda: super(FaultyOps, self).make_folder(name, dir_fd))
 
+    def spread_folders(self, fd: int) -> None:
+        return self._do("spread_folders", lambda: super(FaultyOps, self).spread_folders(fd))
+
     def remove_folder(self, name: str, dir_fd: int) -> None:
         return self._do("remove_folder", lambda: super(FaultyOps, self).remove_folder(name, dir_fd))
 

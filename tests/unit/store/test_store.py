@@ -334,7 +334,7 @@ def test_a_file_system_without_direct_io_is_used_without(tmp_path: Path) -> None
     store = open_quiet(tmp_path / "store", ops=NoDirectOps())
     with store.volumes[0].use() as folder:
         assert folder.alignment == BUFFERED
-        assert probe_alignment(NoDirectOps(), folder.session_fd, "probe") == BUFFERED
+        assert probe_alignment(NoDirectOps(), folder.session.fd, "probe") == BUFFERED
     put(store, 1)
     assert get(store, 1) == content(key(1))
     store.close()
