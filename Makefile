@@ -44,7 +44,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Links and names in README, changelog and docs; runs the blocks that are marked runnable. A minute.
+# Links and names in README, changelog and docs; runs blocks that are marked runnable. Two minutes.
 docs: setup
 	$(BIN)/python -m tests.docs $(ARGS)
 

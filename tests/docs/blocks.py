@@ -21,7 +21,11 @@ MARK = "runnable"
 ANYTHING = "..."
 """A line of expected output that stands for any number of lines."""
 
-SECONDS = 120.0
+SECONDS = 300.0
+"""Far more than a command takes: this is for one that hangs."""
+
+GRACE_SECONDS = 10.0
+"""For a command that hangs to end what it started."""
 _COLUMNS = 100
 _SHOWN_LINES = 8
 
@@ -169,6 +173,10 @@ def _execute(command: str, folder: Path, home: Path) -> Ended:
         output, _ = process.communicate(timeout=SECONDS)
         return Ended(process.returncode, output)
     except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGINT)
+    try:
+        output, _ = process.communicate(timeout=GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        return Ended(None, output)
+    return Ended(None, output)

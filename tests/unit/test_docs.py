@@ -167,6 +167,7 @@ def test_a_block_that_hangs_ends(
     page: MakePage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocks, "SECONDS", 0.2)
+    monkeypatch.setattr(blocks, "GRACE_SECONDS", 0.2)
     [found] = run(page("```sh runnable\nsleep 600 & sleep 600\n```\n"), tmp_path)
     assert "took longer than" in found
 
