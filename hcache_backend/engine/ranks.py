@@ -138,9 +138,14 @@ class FirstStage:
 
     def __init__(self) -> None:
         self._group = _new_stage_group()
-        self._decided: SimpleQueue[bool] = SimpleQueue()
+        self._decided: list[SimpleQueue[bool]] = []
         if self._group is not None and self.is_here:
-            threading.Thread(target=self._tell, name="hcache-first-stage", daemon=True).start()
+            # A thread for each: one stage may be waiting for another that waits for a decision.
+            for stage in range(1, dist.get_world_size(group=self._group)):
+                self._decided.append(SimpleQueue())
+                threading.Thread(
+                    target=self._tell, args=(stage,), name=f"hcache-stage-{stage}", daemon=True
+                ).start()
 
     @property
     def is_here(self) -> bool:
@@ -152,17 +157,17 @@ class FirstStage:
         if self._group is None:
             return verdict
         if self.is_here:
-            self._decided.put(verdict)
+            for decided in self._decided:
+                decided.put(verdict)
             return verdict
         message = torch.empty((), dtype=torch.int32)
         dist.recv(message, group_src=0, group=self._group)
         return bool(message)
 
-    def _tell(self) -> None:
+    def _tell(self, stage: int) -> None:
         while True:
-            message = torch.tensor(self._decided.get(), dtype=torch.int32)
-            for stage in range(1, dist.get_world_size(group=self._group)):
-                dist.send(message, group_dst=stage, group=self._group)
+            message = torch.tensor(self._decided[stage - 1].get(), dtype=torch.int32)
+            dist.send(message, group_dst=stage, group=self._group)
 
 
 def _new_stage_group() -> Any:
