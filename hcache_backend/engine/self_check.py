@@ -309,7 +309,9 @@ def _run_prefill(
     slots, positions = forward_batch.out_cache_loc.clone(), forward_batch.positions.clone()
     token_ids = forward_batch.input_ids.clone()
     with _without_prefill_graphs(runner):
-        stages.output = runner.forward(forward_batch, pp_proxy_tensors=stages.input()).logits_output
+        stages.outcome = runner.forward(
+            forward_batch, pp_proxy_tensors=stages.input()
+        ).logits_output
     return forward_batch, slots, positions, token_ids
 
 
@@ -317,14 +319,14 @@ class _Stages:
     """What pipeline stages hand on in the probe; the first and the only one receive nothing.
 
     Attributes:
-        output: What the model returned.
+        outcome: What the model returned.
     """
 
     def __init__(self) -> None:
         from sglang.srt.distributed import parallel_state
 
         self._group = parallel_state.get_pp_group()
-        self.output: Any = None
+        self.outcome: Any = None
         # Before anything can fail: the stage before this one waits until it is received.
         self._received = None if self._group.is_first_rank else self._group.recv_tensor_dict()
 
@@ -345,7 +347,7 @@ class _Stages:
     def pass_on(self) -> None:
         """Hand the output to the next stage, or nothing when this one failed."""
         if not self._group.is_last_rank:
-            self._group.send_tensor_dict(getattr(self.output, "tensors", {}))
+            self._group.send_tensor_dict(getattr(self.outcome, "tensors", {}))
 
 
 @contextmanager
