@@ -35,6 +35,17 @@ from hcache_backend.streams import StreamFailed
 
 Ids = npt.NDArray[np.int64]
 
+READ_BATCHES = 8
+"""A prefetch is read in about so many batches. What the last one brings is not restored eagerly."""
+
+_LEAST_BATCH = 4
+"""Pages that are read at a time at least, if there are so many: disks want company."""
+
+
+def batch_pages(pages: int) -> int:
+    """How many pages of a prefetch of ``pages`` pages are read at a time."""
+    return max(_LEAST_BATCH, -(-pages // READ_BATCHES))
+
 
 class FreePages(Protocol):
     """The device's free pages, without the reserved ones."""
@@ -217,7 +228,7 @@ class EagerRestores:
 
     def host_freed(self, host_pages: Ids) -> None:
         """Host pages will hold something else."""
-        freed = host_pages.tolist()
+        freed = dict.fromkeys(host_pages.tolist())
         self._give_back([self._places[page] for page in freed if page in self._places])
 
     # ---- allocation ----
