@@ -73,6 +73,12 @@ class HCacheConfig(BaseModel):
             for measuring, and for finding faults.
         restore_chunk_tokens: Tokens that one projection call takes at most; bounds the memory of
             a restore.
+        restore: When pages from L3 become K and V in the device's KV pool. ``layerwise``: when the
+            whole prefetch has been read and the request is admitted, layer by layer. ``eager``:
+            while the rest of the prefetch is still being read, in device pages that are free;
+            what is recomputed is so at the load. It holds from the server's start.
+        restore_share: With ``eager``, the share of the device's pages that may be used for that
+            at a time. They count as free, and whoever needs them gets them.
         durability: When stored pages reach the disks. ``none``: when the kernel likes. ``batch``:
             within ``sync_seconds``, in batches. ``always``: before a page counts as stored.
             Whatever it is, after a kill or a power cut a page is whole or absent.
@@ -103,6 +109,8 @@ class HCacheConfig(BaseModel):
     check_every_pages: int = Field(default=64, ge=0)
     projection: Literal["auto", "generic"] = "auto"
     restore_chunk_tokens: int = Field(default=8192, ge=64)
+    restore: Literal["layerwise", "eager"] = "layerwise"
+    restore_share: float = Field(default=0.5, gt=0, le=1)
     durability: Literal["none", "batch", "always"] = "batch"
     sync_seconds: float = Field(default=1.0, gt=0, le=3600)
     quota_bytes: int | None = Field(default=None, ge=1)

@@ -12,20 +12,24 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from sglang.srt.managers.cache_controller import PrefetchAck
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
 from hcache_backend.capture.arena import Ids
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.engine import metrics
+from hcache_backend.engine.eager import EagerLoads
 from hcache_backend.engine.host_pool import HiddenStatePool
 from hcache_backend.engine.keys import key_bytes
 from hcache_backend.engine.loads import LoadPlanner
 from hcache_backend.engine.page_check import PageCheck
 from hcache_backend.engine.ranks import on_all_ranks
+from hcache_backend.engine.read_batches import BatchedReads
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.stage_pages import StagePages
 from hcache_backend.page import NO_NAMESPACE
@@ -65,6 +69,7 @@ class HiddenStateController(HybridCacheController):
         check: PageCheck,
         loads: LoadPlanner,
         stages: StagePages,
+        eager: EagerLoads | None,
     ) -> None:
         """Give the controller what it works with; called once, before the first request."""
         self._runtime = runtime
@@ -73,6 +78,10 @@ class HiddenStateController(HybridCacheController):
         self._check_page = check
         self._loads = loads
         self._stages = stages
+        self.eager = eager
+        self._batches: BatchedReads | None = None
+        if eager is not None:
+            self._batches = BatchedReads(self.page_size, self._report)
         self._pages_until_check = 0
         self._chosen: list[_ChosenPage] = []
         self._due_checks: deque[_DueCheck] = deque()
@@ -88,6 +97,9 @@ class HiddenStateController(HybridCacheController):
         super().reset()
         self._loads.forget()
         self._chosen.clear()
+        if self.eager is not None:
+            self.eager.forget_loads()
+            self.eager.give_back()
 
     # ---- indices ----
 
@@ -258,7 +270,8 @@ class HiddenStateController(HybridCacheController):
             return None
         if not fine:  # the first stage knew that it is: a mistake of ours
             self._runtime.lose_trust("a page is not what the first pipeline stage took it for")
-        device_indices = super().load(host_indices, *args, **kwargs)
+        load = partial(super().load, host_indices, *args, **kwargs)
+        device_indices = load() if self.eager is None else self.eager.load(host_indices, load)
         if device_indices is not None and span is not None:
             self._capture.ledger.loaded(device_indices, self._pool.page_ids(host_indices))
             self._loads.add(span)
@@ -266,7 +279,9 @@ class HiddenStateController(HybridCacheController):
 
     def start_loading(self) -> int:
         """Launch what was queued, as one restore."""
-        self._pool.next_recompute = self._loads.next_recompute()
+        any_ready = self.eager is not None and self.eager.any_ready
+        self._pool.next_recompute = self._loads.next_recompute(any_ready=any_ready)
+        self._pool.next_ready = self.eager.next_ready() if self.eager is not None else None
         started: int = super().start_loading()
         return started
 
@@ -327,7 +342,21 @@ class HiddenStateController(HybridCacheController):
 
     # ---- storage -> host ----
 
+    def _report(self, ack: PrefetchAck) -> None:
+        self.prefetch_sync_queue.put(ack)
+
+    def _page_transfer(self, operation: Any) -> Any:
+        transfer = partial(super()._page_transfer, operation)
+        if self._batches is None or self.page_get_func != self._page_get_zero_copy:
+            return transfer()
+        return self._batches.transfer(operation, transfer)
+
     def _page_get_zero_copy(self, operation: Any, hash_values: Any, *args: Any) -> int:
+        if self._batches is None:
+            return self._read_pages(operation, hash_values, *args)
+        return self._batches.read(self._read_pages, operation, hash_values, *args)
+
+    def _read_pages(self, operation: Any, hash_values: Any, *args: Any) -> int:
         wanted = len(operation.hash_value) * self.page_size
         first = self._loads.first_to_read(wanted) if self._storage_verifies() else 0
         self._expect(args[0], first)
@@ -359,6 +388,7 @@ class HiddenStateController(HybridCacheController):
         first = operation.hash_value.index(hash_values[0]) if hash_values else 0
         pages = self._pool.pages_of(host_indices)
         segments = not self._storage_verifies()
+        limit = int(self._runtime.runner.model_config.context_len)
         for i in range(got):
             start = (first + i) * size
             problem = layout.problem(
@@ -368,6 +398,9 @@ class HiddenStateController(HybridCacheController):
                 tokens[start : start + size],
                 segments=segments,
             )
+            positions = layout.positions(pages[i])
+            if problem is None and not 0 <= positions.min() <= positions.max() < limit:
+                problem = "positions"
             if problem is not None:
                 why = problem.replace(" ", "_")
                 metrics.count_problem(f"page_{why}")

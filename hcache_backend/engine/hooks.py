@@ -12,6 +12,7 @@ from hcache_backend.restore.recompute import RecomputeAttention
 ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention.forward"
 FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 GRAPHS = "sglang.srt.model_executor.model_runner.ModelRunner.init_cuda_graphs"
+EVENTS = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.check_hicache_events"
 LOAD_BACK = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.init_load_back"
 RESET = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.reset"
 _WEIGHTS = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater."
@@ -46,6 +47,11 @@ def graph_hooks() -> list[Hook]:
 def prefix_hooks() -> list[Hook]:
     """What recomputation needs behind a prefix: which slots hold it."""
     return [Hook(LOAD_BACK, _around_load_back)]
+
+
+def eager_hooks() -> list[Hook]:
+    """What eager restores need: HiCache's turn in every turn of the scheduler."""
+    return [Hook(EVENTS, _after_events)]
 
 
 def weight_hooks() -> list[Hook]:
@@ -156,6 +162,14 @@ def _around_load_back(original: Callable[..., Any], cache: Any, params: Any, *a:
 
     with behind(prefix):
         return original(cache, params, *a)
+
+
+def _after_events(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
+    result = original(cache, *a, **kw)
+    eager = getattr(getattr(cache, "cache_controller", None), "eager", None)
+    if eager is not None:
+        eager.turn(cache)
+    return result
 
 
 def _capture_forward(

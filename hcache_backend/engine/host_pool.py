@@ -6,9 +6,10 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from sglang.srt.mem_cache.pool_host.base import HostKVCache
 
@@ -18,10 +19,23 @@ from hcache_backend.engine import metrics
 from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.memory import HostPages
 from hcache_backend.page import PageLayout
-from hcache_backend.restore.pipeline import Recompute, Restore, RestorePipeline
+from hcache_backend.restore.eager import StartedRestore
+from hcache_backend.restore.pipeline import Recompute, RestorePipeline
 from hcache_backend.streams import Event, StreamFailed, current_stream, held_for_device
 
 logger = logging.getLogger("hcache")
+
+
+class Ready(NamedTuple):
+    """What of the next restore others have launched already.
+
+    Attributes:
+        pages: Which of its pages, bool ``[pages]``: but for first layers that are recomputed.
+        restores: What writes them.
+    """
+
+    pages: npt.NDArray[np.bool_]
+    restores: tuple[StartedRestore, ...]
 
 
 class HiddenStatePool(HostKVCache):
@@ -43,6 +57,8 @@ class HiddenStatePool(HostKVCache):
 
     Attributes:
         next_recompute: How the first layers of the next restore are recomputed, if they are.
+        next_ready: What of the next restore is restored already, if anything is.
+        on_freed: Told of pages (int64 ``[n]``) that HiCache has freed, if anybody wants to know.
         pieces_per_page: As how many pieces of memory storage backends see a page.
 
     Raises:
@@ -69,9 +85,11 @@ class HiddenStatePool(HostKVCache):
         self._capture: StagedCapture | None = None
         self._pipeline: RestorePipeline | None = None
         self._kv: KVSegments | None = None
-        self._restore: Restore | None = None
+        self._restores: tuple[StartedRestore, ...] = ()
         self._backed_up: Event | None = None
         self.next_recompute: Recompute | None = None
+        self.next_ready: Ready | None = None
+        self.on_freed: Callable[[Ids], None] | None = None
         self.pieces_per_page = 1
         self.device_pool = device_pool
         geometry = {
@@ -140,6 +158,8 @@ class HiddenStatePool(HostKVCache):
     def free(self, indices: torch.Tensor) -> int:
         if self._capture is not None and indices.numel():
             self._capture.host_freed(self.page_ids(indices))
+            if self.on_freed is not None:
+                self.on_freed(self.page_ids(indices))
         freed: int = super().free(indices)
         return freed
 
@@ -191,12 +211,41 @@ class HiddenStatePool(HostKVCache):
         assert self._pipeline is not None and not is_draft
         if layer_id == 0:
             pages = self.arena.physical(self.page_ids(host_indices))
-            recompute, self.next_recompute = self.next_recompute, None
-            self._restore = self._pipeline.start(pages, device_indices, recompute)
-        assert self._restore is not None
-        self._restore.wait_for_layer(layer_id)
+            self._restores = self._start(self._pipeline, pages, device_indices)
+        for restore in self._restores:
+            restore.wait_for_layer(layer_id)
         if layer_id == self.layer_num - 1:
             self._publish(self._pipeline)
+
+    def _start(
+        self, pipeline: RestorePipeline, pages: Ids, slots: torch.Tensor
+    ) -> tuple[StartedRestore, ...]:
+        """Launch what is missing of a restore of ``pages`` (physical) to ``slots``."""
+        recompute, self.next_recompute = self.next_recompute, None
+        ready, self.next_ready = self.next_ready, None
+        if ready is None or not ready.pages.any():
+            return (pipeline.start(pages, slots, recompute),)
+        assert len(ready.pages) == len(pages)
+        if recompute is not None:
+            recompute = self._of_all(recompute, ready, pages, slots)
+        missing = np.flatnonzero(~ready.pages)
+        if recompute is None and not len(missing):
+            return ready.restores
+        by_page = slots.split(self.page_size)
+        rest = torch.cat([slots[:0], *(by_page[i] for i in missing.tolist())])
+        return (*ready.restores, pipeline.start(pages[missing], rest, recompute))
+
+    def _of_all(
+        self, recompute: Recompute, ready: Ready, pages: Ids, slots: torch.Tensor
+    ) -> Recompute:
+        """Recompute the first layers of all pages, and not only of those that are transferred."""
+        for restore in ready.restores:  # it may have restored some of these layers
+            for layer in range(recompute.layers):
+                restore.wait_for_layer(layer)
+        positions = self.page_layout.positions(self.arena.memory)[pages].reshape(-1)
+        held = held_for_device(positions.astype(np.int64), slots.device)
+        there = held.to(slots.device, non_blocking=True)
+        return Recompute(recompute.layers, lambda *_: recompute.fill(there, slots))
 
     def _publish(self, pipeline: RestorePipeline) -> None:
         """Count the restores that are done by now; no count is worth a restore."""

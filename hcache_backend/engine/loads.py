@@ -107,8 +107,11 @@ class LoadPlanner:
         """Queued loads were dropped."""
         self._spans.clear()
 
-    def next_recompute(self) -> Recompute | None:
-        """How the first layers of what is queued are to be recomputed; None: all are loaded."""
+    def next_recompute(self, *, any_ready: bool = False) -> Recompute | None:
+        """How the first layers of what is queued are to be recomputed; None: all are loaded.
+
+        With ``any_ready`` only those that must be: all others of some pages are restored already.
+        """
         spans, self._spans = self._spans, []
         first = max((span.missing for span in spans), default=0)
         restored = [
@@ -122,7 +125,8 @@ class LoadPlanner:
             return None
         tokens = sum(span.tokens for span in restored)
         pairs = sum(span.tokens * len(span.prefix) for span in restored)
-        first = max(first, self._partitioning.first_layers(tokens, pairs // tokens, "none"))
+        if not any_ready:
+            first = max(first, self._partitioning.first_layers(tokens, pairs // tokens, "none"))
         if first == 0:
             return None
         held = held_for_device(np.concatenate([span.token_ids for span in spans]), self._device)

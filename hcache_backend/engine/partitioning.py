@@ -55,6 +55,8 @@ class Partitioning:
         parks: Whether segments can wait in the KV pool.
         can_recompute: Whether the first layers can be recomputed here.
         reason: Why they cannot, or None.
+        eager: Whether layers are projected while L3 is being read. Layers are not recomputed
+            before the end of it, so of pages from there no more are than must be.
         ranks: Tensor-parallel ranks. With several, recomputation and transfers are not at work at
             once, because both talk to the other ranks: no more is recomputed than must be.
     """
@@ -67,6 +69,7 @@ class Partitioning:
     can_recompute: bool = True
     reason: str | None = None
     ranks: int = 1
+    eager: bool = False
 
     @property
     def methods(self) -> tuple[Method, ...]:
@@ -95,6 +98,8 @@ class Partitioning:
         if not self.can_recompute:
             return 0
         if self.profile is None or self.shape is None or tokens == 0 or self.ranks > 1:
+            return self.partition.recompute
+        if self.eager and l3 != "none":
             return self.partition.recompute
         room = _room(self.chunk_tokens, tokens)
         return recompute_layers(
@@ -153,7 +158,7 @@ def _decide(
     """
     config = runtime.config
     assert config is not None
-    layers, tp = int(kvcache.layer_num), _ranks(runtime)
+    layers, tp, eager = int(kvcache.layer_num), _ranks(runtime), config.restore == "eager"
     chunk_tokens = min(config.restore_chunk_tokens, int(kvcache.size))
     fixed = _fixed_partition(config, layers)
     needed = fixed is None or config.profile is not None
@@ -178,14 +183,15 @@ def _decide(
         fixed = Partition(0, layers, 0) if smaller else Partition(0, 0, layers)
     if fixed is None:
         assert profile is not None and shape is not None
-        l3: L3Path = "first" if _has_storage(runtime) else "none"
+        from_l3: L3Path = "overlapped" if eager else "first"
+        l3: L3Path = from_l3 if _has_storage(runtime) else "none"
         tokens = min(int(runtime.runner.model_config.context_len), int(kvcache.size))
         costs = layer_costs(profile, shape, tokens, tp=tp, l3=l3, early_stop=True)
         seconds = objective_with(*_room(chunk_tokens, tokens), parks=parks)
         larger = shape.hidden_bytes >= shape.kv_bytes  # what is measured alike would be a toss
 
         def objective(costs: LayerCosts, partition: Partition) -> float:
-            out = (tp > 1 and partition.recompute) or (larger and partition.hidden)
+            out = ((tp > 1 or eager) and partition.recompute) or (larger and partition.hidden)
             return float("inf") if out else seconds(costs, partition)
 
         fixed = search(costs, layers, objective)
@@ -196,7 +202,7 @@ def _decide(
             profile.device,
             profile.source,
         )
-    return Partitioning(fixed, profile, shape, chunk_tokens, parks, ranks=tp)
+    return Partitioning(fixed, profile, shape, chunk_tokens, parks, ranks=tp, eager=eager)
 
 
 def keep_profile(runtime: Runtime, folder: Path) -> None:

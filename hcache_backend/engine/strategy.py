@@ -24,9 +24,11 @@ from sglang.srt.runtime_context import get_memory
 
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.engine import metrics
+from hcache_backend.engine.arguments import resolved
 from hcache_backend.engine.capture import HiddenCapture, invalidate_on_allocation
 from hcache_backend.engine.codec_choice import agree_on_codec
 from hcache_backend.engine.controller import HiddenStateController
+from hcache_backend.engine.eager import EagerLoads, ReservablePages, why_not_eager
 from hcache_backend.engine.host_pool import HiddenStatePool
 from hcache_backend.engine.loads import LoadPlanner
 from hcache_backend.engine.page_check import PageCheck
@@ -194,6 +196,7 @@ class HiddenStateStrategy(StackStrategy):
             pin_memory=kvcache.device != "cpu",
             allocator_type=get_allocator_type(),
         )
+        reservable = self._reservable(params.token_to_kv_pool_allocator)
         capture = self._capture(kvcache, params, pool, hidden, plan, order)
         parks = PoolParking.fits(kvcache, codec.row_bytes)
         restored: dict[str, Callable[[int], RestoredLayer]] = {
@@ -254,13 +257,30 @@ class HiddenStateStrategy(StackStrategy):
         stages = StagePages(
             pool.arena, plan.pages.host, lambda: runtime.distrust is None, runtime.lose_trust
         )
-        controller.use_hidden_states(runtime, pool, capture, check, loads, stages)
+        eager = None
+        if reservable is not None:
+            most = max(1, int(plan.pages.device * runtime.config.restore_share))
+            first = len(plan.parts.layers("recompute"))
+            eager = EagerLoads(reservable, pool, pipeline, first, most)
+            runtime.on_weights_changed.append(eager.give_back)
+        controller.use_hidden_states(runtime, pool, capture, check, loads, stages, eager)
         return StackBuildResult(
             host_pool_group=group,
             cache_controller=controller,
             component_host_pools={ComponentType.FULL: pool},
             pools_desc="hidden states",
         )
+
+    def _reservable(self, allocator: Any) -> ReservablePages | None:
+        """The device's pages, some of which are to be reserved; None: restores are layer-wise."""
+        assert self._runtime.config is not None
+        if self._runtime.config.restore == "layerwise":
+            return None
+        problem = why_not_eager(allocator, resolved(self._runtime.runner.server_args))
+        if problem is None:
+            return ReservablePages(allocator)
+        logger.warning("hcache: restores are layer-wise, not eager: %s", problem)
+        return None
 
     def _capture(
         self,

@@ -139,15 +139,18 @@ class RestorePipeline:
         pages: npt.NDArray[np.int64],
         slots: torch.Tensor,
         recompute: Recompute | None = None,
+        first_layer: int = 0,
     ) -> Restore:
         """Launch the restore of whole pages, behind the current stream's work of this moment.
 
         The pages must stay as they are until all layers are done.
 
         Args:
-            pages: Physical pages of the arena, int64 ``[p]``, any order.
+            pages: Physical pages of the arena, int64 ``[p]``, any order; none where only
+                ``recompute`` has something to do.
             slots: Slots of their tokens, int64 ``[p * page_size]``, on the device.
             recompute: For the first layers; None: all segments are there.
+            first_layer: Without ``recompute``, layers before this one are somebody else's.
 
         Returns:
             The restore. Its layers are in the pool when their events have passed.
@@ -155,7 +158,7 @@ class RestorePipeline:
         Raises:
             ValueError: Nothing is stored of a layer, and it is not to be recomputed.
         """
-        first = recompute.layers if recompute else 0
+        first = recompute.layers if recompute else first_layer
         loaded = range(first, len(self._layers))
         if any(self._layers[index].fill is None for index in loaded):
             raise ValueError(f"layers after the first {first} are not stored")
@@ -191,7 +194,7 @@ class RestorePipeline:
         restore = Restore(len(slots), moved, self._copy.record(timed=True), device)
         self._copy.run(bring_indices)
         ready = self._copy.record()
-        ring = Ring(self._ring, min(len(pages), self._chunk_pages) * self._largest)
+        ring = Ring(self._ring, max(1, min(len(pages), self._chunk_pages)) * self._largest)
         arrived: deque[_Arrived] = deque()
         parks = recompute is not None and all(self._can_wait(index) for index in loaded)
         while parts and len(arrived) < ring.parts - parks:
@@ -211,6 +214,10 @@ class RestorePipeline:
                 self._copy.wait(done)
             restore.timed.append(("compute", 0, start, done))
             restore.layers += [done] * first
+        else:
+            restore.layers += [ready] * first
+        if not len(pages):
+            restore.layers += [ready] * len(loaded)
         while arrived:
             item = arrived.popleft()
             filled = self._fill(restore, item, ring)

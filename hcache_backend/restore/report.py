@@ -77,6 +77,15 @@ class Restore:
         """
         current_stream(self._device).wait(self.layers[layer])
 
+    def wait(self) -> None:
+        """Let the current stream wait until all layers are in the pool.
+
+        Raises:
+            StreamFailed: On a CPU, when they could not be restored.
+        """
+        for event in dict.fromkeys(self.layers):
+            current_stream(self._device).wait(event)
+
     def done(self) -> bool:
         """Whether all layers are in the pool."""
         return all(event.query() for event in self.layers)

@@ -81,6 +81,7 @@ OVERRIDDEN: dict[str, set[str]] = {
         "_move_write_operation",
         "_page_backup",
         "_page_get_zero_copy",
+        "_page_transfer",
         "attach_storage_backend",
         "load",
         "reset",

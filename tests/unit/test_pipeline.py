@@ -278,6 +278,49 @@ def test_layers_of_which_nothing_is_stored_must_be_recomputed() -> None:
         pipeline.start(*some(1))
 
 
+def test_layers_that_are_somebody_elses_are_left_alone() -> None:
+    server = Server(["hidden", "hidden", "kv", "hidden"])
+    pipeline = without_first_layer(server)
+    pages, slots = some(3)
+    restore = pipeline.start(pages, slots, first_layer=2)
+    restore.wait()
+    for layer in (2, 3):
+        server.assert_restored(layer, pages.tolist(), slots)
+    assert server.k[:2].isnan().all()
+    assert len(restore.layers) == 4
+
+
+def test_waiting_for_a_restore_is_waiting_for_every_layer() -> None:
+    server, gate = Server(["kv", "hidden", "kv"]), threading.Event()
+    slow = server.pipeline._layers[1].fill
+    assert slow is not None
+    server.pipeline._layers = [
+        server.pipeline._layers[0],
+        RestoredLayer("hidden", lambda *a: (gate.wait(), slow(*a))),
+        server.pipeline._layers[2],
+    ]
+    pages, slots = some(2)
+    restore = server.pipeline.start(pages, slots)
+    threading.Timer(0.05, gate.set).start()
+    restore.wait()
+    for layer in range(3):
+        server.assert_restored(layer, pages.tolist(), slots)
+
+
+def test_a_restore_may_have_nothing_to_do_but_to_recompute() -> None:
+    server, calls = Server(["hidden"] * 3), []
+    restore = server.pipeline.start(
+        np.empty(0, np.int64),
+        torch.empty(0, dtype=torch.int64),
+        Recompute(2, lambda positions, slots: calls.append(len(slots))),
+    )
+    restore.wait()
+    assert (calls, server.calls) == ([0], [])
+    assert len(restore.layers) == 3
+    (report,) = server.pipeline.finished()
+    assert report.tokens == 0
+
+
 def test_a_recomputation_sees_what_the_restore_before_it_wrote() -> None:
     server = Server(["hidden"] * 3)
     first_pages, first_slots = np.array([0, 1]), torch.arange(2 * SIZE)

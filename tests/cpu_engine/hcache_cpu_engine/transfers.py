@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +27,13 @@ def install() -> None:
         pool.backup_from_device_all_layer = backup_from_device_all_layer
     if BUS_VARIABLE in os.environ:
         _slow_down_restores()
+    if L3_VARIABLE in os.environ:
+        _slow_down_store()
 
+
+L3_VARIABLE = "HCACHE_CPU_L3_FILE"
+"""Names a file with the bytes a second that all reads of page files together may reach; 0: no
+limit."""
 
 BUS_VARIABLE = "HCACHE_CPU_BUS_FILE"
 """Names a file with the bytes a second that copies to the device may reach; 0: no limit."""
@@ -63,6 +70,25 @@ def _slow_down_restores() -> None:
 
     pipeline.gather_segments = slow_gather
     MHATokenToKVPoolHost.load_to_device_per_layer = slow_load
+
+
+def _slow_down_store() -> None:
+    from hcache_backend.store.file_ops import FileOps
+
+    read, lock, free_at = FileOps.read, threading.Lock(), 0.0
+
+    def slow_read(self: Any, fd: int, buffers: Any, offset: int) -> int:
+        nonlocal free_at
+        done = read(self, fd, buffers, offset)
+        rate = float(Path(os.environ[L3_VARIABLE]).read_text() or 0)
+        if rate:
+            with lock:
+                free_at = max(free_at, time.perf_counter()) + done / rate
+                until = free_at
+            time.sleep(max(0.0, until - time.perf_counter()))
+        return done
+
+    FileOps.read = slow_read  # type: ignore[method-assign]
 
 
 def host_tensors(pool: Any) -> list[torch.Tensor]:

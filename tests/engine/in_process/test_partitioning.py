@@ -102,6 +102,16 @@ class TestQueuedLoads:
         loads.add(span)
         assert loads.next_recompute() is None
 
+    def test_what_is_restored_already_is_not_recomputed(self) -> None:
+        loads = planner(HostPages(), Partition(2, 2, 0), SimpleNamespace(), can_recompute=True)
+        loads._partitioning = SimpleNamespace(first_layers=lambda *_: 4)  # type: ignore[assignment]
+        for any_ready, layers in ((False, 4), (True, 2)):
+            span = loads.span(torch.tensor([0, 1]))
+            assert span is not None
+            loads.add(span)
+            recompute = loads.next_recompute(any_ready=any_ready)
+            assert recompute is not None and recompute.layers == layers
+
     def test_layers_that_are_not_stored_need_the_prefix(self) -> None:
         loads = planner(HostPages(), Partition(2, 2, 0), SimpleNamespace())
         assert loads.span(torch.tensor([1, 2])) is None  # nobody said what is before page 1
@@ -171,6 +181,23 @@ class TestPartition:
         alone = Partitioning(stored, profile, shape, 1024)
         assert alone.first_layers(100, 0, "none") == shape.layers
         assert replace(alone, ranks=2).first_layers(100, 0, "none") == 1
+
+    def test_nothing_more_is_recomputed_where_layers_are_projected_during_the_prefetch(
+        self,
+    ) -> None:
+        """Recomputation begins when the prefetch has ended; what L2 has, all can be recomputed."""
+        slow, fast = Rate(per_second=1.0), Rate(per_second=1e18)
+        rates = {"hidden_copy": slow, "kv_load": slow, "projection": fast, "dense": fast}
+        profile = Profile(
+            device="none", source="a test", dtype="float32", l3=slow, attention=fast, **rates
+        )
+        config = json.loads((CONFIGS / "gpt2.json").read_text())
+        shape = shape_from_config(config, "a test")
+        layerwise = Partitioning(Partition(1, shape.layers - 1, 0), profile, shape, 1024)
+        eager = replace(layerwise, eager=True)
+        assert layerwise.first_layers(100, 0, "first") == shape.layers
+        assert eager.first_layers(100, 0, "first") == 1
+        assert eager.first_layers(100, 0, "none") == shape.layers
 
     def test_options_decide_before_the_profile(self) -> None:
         hidden = parse_config({"mode": "hidden"}, "hcache")

@@ -1,0 +1,249 @@
+"""Eager restores on a server: its prefetches, its allocator, its loads (see restore/eager.py).
+
+Once in every turn of the scheduler, where HiCache has just looked at what its storage threads
+brought, running prefetches are looked at: for a new one device pages are reserved, and pages that
+have arrived since the last turn are copied and projected. What HiCache knows of a prefetch there,
+all tensor-parallel ranks have agreed on. So they all decide the same, and nothing more has to be
+agreed on.
+
+Reserved device pages are out of the allocator's lists but count as available: whoever allocates
+gets them, so that admission and eviction go on as if there were no reservations.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from hcache_backend.engine import metrics
+from hcache_backend.engine.hooks import eager_hooks, install
+from hcache_backend.engine.host_pool import HiddenStatePool, Ready
+from hcache_backend.restore.eager import EagerRestores, HandOut, Ids, batch_pages
+from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_backend.restore.report import Restore
+
+logger = logging.getLogger("hcache")
+
+
+class ReservablePages:
+    """The free pages of SGLang's allocator, some of which may be reserved.
+
+    Replaces methods of ``allocator``, as others may who come later.
+
+    Attributes:
+        eager: What reserves pages; None: nothing does yet.
+        cache: The radix cache, whose pages can be evicted; None until it is known.
+        on_gpu: Whether the device is one.
+    """
+
+    def __init__(self, allocator: PagedTokenToKVPoolAllocator) -> None:
+        self.eager: EagerRestores | None = None
+        self.cache: Any = None
+        self._allocator = allocator
+        self._size: int = allocator.page_size
+        self.on_gpu = torch.device(allocator.device).type == "cuda"
+        self._loading: Ids | None = None
+        self._handed: HandOut | None = None
+        self._available = allocator.available_size
+        self._alloc = allocator.alloc
+        extend, decode, clear = allocator.alloc_extend, allocator.alloc_decode, allocator.clear
+        parameters = inspect.signature(extend)
+
+        def alloc_extend(*args: Any, **kwargs: Any) -> Any:
+            given = parameters.bind(*args, **kwargs).arguments
+            self._make_free(given["extend_num_tokens"] // self._size + len(given["seq_lens"]) + 1)
+            return extend(*args, **kwargs)
+
+        def alloc_decode(seq_lens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._make_free(len(seq_lens))
+            return decode(seq_lens, *args, **kwargs)
+
+        def clear_all() -> None:
+            if self.eager is not None:
+                self.eager.all_freed()
+            clear()
+
+        allocator.available_size = self._available_size
+        allocator.alloc = self._allocate
+        allocator.alloc_extend = alloc_extend
+        allocator.alloc_decode = alloc_decode
+        allocator.clear = clear_all
+
+    @contextmanager
+    def loading(self, host_pages: Ids) -> Iterator[None]:
+        """The next allocation is for a load of ``host_pages``; see :meth:`take_handed`."""
+        self._loading = host_pages
+        try:
+            yield
+        finally:
+            self._loading = None
+
+    def take_handed(self) -> HandOut | None:
+        """What the load was given; None: it did not allocate, or there was not enough."""
+        handed, self._handed = self._handed, None
+        return handed
+
+    # ---- free pages (see FreePages) ----
+
+    def count(self) -> int:
+        return int(self._available()) // self._size
+
+    def make_room(self, pages: int) -> None:
+        short = pages - self.count()
+        if self.cache is not None and short > 0:
+            self.cache.evict_for_alloc(EvictParams(num_tokens=short * self._size))
+
+    def take(self, pages: int) -> torch.Tensor:
+        slots: torch.Tensor = self._alloc(pages * self._size)
+        return slots
+
+    def give(self, slots: torch.Tensor) -> None:
+        # At once, also while the scheduler collects what a step frees.
+        self._allocator._release_page_ids(slots[:: self._size] // self._size)
+
+    # ---- the allocator's methods ----
+
+    def _available_size(self) -> int:
+        reserved = self.eager.pages if self.eager is not None else 0
+        return int(self._available()) + reserved * self._size
+
+    def _allocate(self, need_size: int) -> Any:
+        if self._loading is not None and self.eager is not None:
+            host_pages, self._loading = self._loading, None
+            assert need_size == len(host_pages) * self._size
+            self._handed = self.eager.hand_out(host_pages)
+            return self._handed.slots if self._handed is not None else None
+        self._make_free(-(-need_size // self._size))
+        return self._alloc(need_size)
+
+    def _make_free(self, pages: int) -> None:
+        if self.eager is not None and self.eager.pages:
+            self.eager.make_free(pages)
+
+
+class EagerLoads:
+    """What the controller asks for: pages of running prefetches are restored, loads get them.
+
+    Args:
+        pages: The device's free pages.
+        pool: The host pool.
+        pipeline: Launches restores.
+        stored_from: Nothing is stored of the layers before this one.
+        limit: Device pages that are reserved at most.
+    """
+
+    def __init__(
+        self,
+        pages: ReservablePages,
+        pool: HiddenStatePool,
+        pipeline: RestorePipeline,
+        stored_from: int,
+        limit: int,
+    ) -> None:
+        self._pages = pages
+        self._pool = pool
+        self._pipeline = pipeline
+        self._stored_from = stored_from
+        self._handed: list[HandOut] = []
+        self._stream: Any = None  # on a GPU: what the first launch waits for was given to it
+        self._restores = EagerRestores(pool.page_size, pages, self._launch, limit)
+        pages.eager = self._restores
+        pool.on_freed = self._restores.host_freed
+
+    def turn(self, cache: Any) -> None:
+        """The scheduler's turn: HiCache has just seen what its storage threads brought."""
+        restores, size = self._restores, self._pool.page_size
+        self._pages.cache = cache
+        running = [
+            info.operation
+            for info in cache.ongoing_prefetch.values()
+            if info.operation.host_indices is not None
+        ]
+        for operation in restores.running():
+            if operation not in running:
+                restores.end(operation)
+        for operation in running:
+            if not restores.knows(operation):
+                self._begin(cache.cache_controller, operation)
+            arrived = restores.arrived(operation, operation.completed_tokens // size)
+            if arrived:
+                metrics.count_tokens("eager", arrived * size)
+
+    def _begin(self, controller: Any, operation: Any) -> None:
+        host_pages = self._pool.page_ids(operation.host_indices)
+        keys = operation.hash_value[: len(host_pages)]
+        if len(keys) <= batch_pages(len(keys)):
+            keys = []  # it comes in one piece
+        self._restores.reserve(operation, keys, host_pages[: len(keys)])
+        # Forward passes that were launched may still use pages that are free already.
+        if self._pages.on_gpu:
+            self._stream = controller.l2_transfer_engine.host_to_device_stream
+            self._stream.wait_stream(torch.cuda.current_stream())
+            if controller.load_fence_stream is not None:
+                self._stream.wait_stream(controller.load_fence_stream)
+
+    def _launch(self, host_pages: Ids, slots: torch.Tensor) -> Restore:
+        arena = self._pool.arena
+        first = max(self._stored_from, int(arena.first_layers(host_pages).max()))
+        physical = arena.physical(host_pages)
+        with torch.cuda.stream(self._stream) if self._pages.on_gpu else nullcontext():
+            return self._pipeline.start(physical, slots, first_layer=first)
+
+    def load(self, host_indices: torch.Tensor, load: Callable[[], Any]) -> Any:
+        """What ``load`` returns, SGLang's load of these pages, with device pages of ours."""
+        if not host_indices.numel():
+            return load()
+        with self._pages.loading(self._pool.page_ids(host_indices)):
+            device_indices = load()
+        handed = self._pages.take_handed()
+        if handed is None:
+            return device_indices
+        if device_indices is None:  # what was allocated is free again
+            for restore in handed.restores:
+                restore.wait()
+            return None
+        self._handed.append(handed)
+        size, ready = self._pool.page_size, int(handed.ready.sum())
+        metrics.count_tokens("ready_at_load", ready * size)
+        metrics.count_tokens("not_ready_at_load", (len(handed.ready) - ready) * size)
+        return device_indices
+
+    @property
+    def any_ready(self) -> bool:
+        """Whether pages of queued loads are restored already, or are being restored."""
+        return any(handed.ready.any() for handed in self._handed)
+
+    def next_ready(self) -> Ready | None:
+        """What of the queued loads is restored by others; they are launched as one restore."""
+        handed, self._handed = self._handed, []
+        if not handed:
+            return None
+        restores = {id(one): one for each in handed for one in each.restores}
+        return Ready(np.concatenate([each.ready for each in handed]), tuple(restores.values()))
+
+    def forget_loads(self) -> None:
+        """Queued loads were dropped."""
+        self._handed.clear()
+
+    def give_back(self) -> None:
+        """What was restored and not handed out yet means nothing any more."""
+        self._restores.clear()
+
+
+def why_not_eager(allocator: Any, server_args: Any) -> str | None:
+    """What speaks against eager restores on this server, or None; hooks it if nothing does."""
+    if type(allocator) is not PagedTokenToKVPoolAllocator:
+        return f"the device's pages are managed by a {type(allocator).__name__}"
+    if not hasattr(allocator, "_release_page_ids"):
+        return "this version's allocator has no place to give pages back"
+    if server_args.pp_size > 1 or server_args.enable_dp_attention:
+        return "pipeline stages and data-parallel attention are not supported"
+    return install(eager_hooks())

@@ -1,0 +1,342 @@
+"""Eager restores: pages become K and V while the rest of their prefetch is still being read.
+
+A prefetch brings pages from storage to host memory, first pages first. For the pages that it will
+bring, free device pages are reserved; whenever some have arrived they are copied and projected. The
+engine's load of these host pages then gets the device pages that were prepared for them, and
+transfers only the others.
+
+What is reserved stays free for everybody else: it is only a guess that the pages will be wanted.
+So the engine counts it as free, and whoever allocates may have it. The rules:
+
+- A device page is either free, or reserved for one host page, or handed out, never two of these.
+- It is launched for a host page once, after that page has arrived and was proven.
+- It is handed out for the host page that it was launched for, once, together with the restore that
+  writes it: whoever reads it waits for that restore first.
+- It is free for others only behind the restore that writes it.
+- When the host page is freed, what was made of it is worth nothing and is given back.
+
+This is bookkeeping for the scheduler thread. It depends on nothing that differs between
+tensor-parallel ranks, such as whether an event has passed: they all decide the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hcache_backend.streams import StreamFailed
+
+Ids = npt.NDArray[np.int64]
+
+READ_BATCHES = 8
+"""A prefetch is read in about so many batches. What the last one brings is not restored eagerly."""
+
+_LEAST_BATCH = 4
+"""Pages that are read at a time at least, if there are so many: disks want company."""
+
+
+def batch_pages(pages: int) -> int:
+    """How many pages of a prefetch of ``pages`` pages are read at a time."""
+    return max(_LEAST_BATCH, -(-pages // READ_BATCHES))
+
+
+class FreePages(Protocol):
+    """The device's free pages, without the reserved ones."""
+
+    def count(self) -> int:
+        """How many there are."""
+
+    def make_room(self, pages: int) -> None:
+        """Try to have ``pages`` of them, at the cost of what is cached on the device."""
+
+    def take(self, pages: int) -> torch.Tensor:
+        """Take ``pages`` of them, which are there: their slots, int64 ``[pages * page_size]``."""
+
+    def give(self, slots: torch.Tensor) -> None:
+        """Make the whole pages of ``slots`` free, for whoever comes next on the current stream."""
+
+
+class StartedRestore(Protocol):
+    """A restore that was launched."""
+
+    def wait_for_layer(self, layer: int) -> None:
+        """Let the current stream wait until K and V of ``layer`` are in the pool."""
+
+    def wait(self) -> None:
+        """Let the current stream wait for all layers.
+
+        Raises:
+            StreamFailed: On a CPU, when it did not work; nothing is written any more.
+        """
+
+
+Launch = Callable[[Ids, torch.Tensor], StartedRestore]
+"""Launches the restore of whole pages: ``launch(host_pages, slots)``."""
+
+
+class HandOut(NamedTuple):
+    """Device pages for a load.
+
+    Attributes:
+        slots: Of all pages of the load, int64 ``[pages * page_size]``.
+        ready: Which pages have, or will have, their K and V; bool ``[pages]``.
+        restores: What writes the ready ones.
+    """
+
+    slots: torch.Tensor
+    ready: npt.NDArray[np.bool_]
+    restores: tuple[StartedRestore, ...]
+
+
+@dataclass(eq=False)
+class _Reservation:
+    """Device pages for consecutive pages of one prefetch.
+
+    Attributes:
+        host_pages: The host page of each.
+        slots: Their slots, page by page.
+        keys: The storage key of each.
+        first: Number, in the prefetch, of the first one.
+        held: Numbers, here, of those that are neither given back nor handed out.
+        restores: What was launched, by number.
+    """
+
+    host_pages: list[int]
+    slots: torch.Tensor
+    keys: Sequence[Hashable]
+    first: int = 0
+    held: set[int] = field(default_factory=set)
+    restores: dict[int, StartedRestore] = field(default_factory=dict)
+
+    def waiting(self) -> list[int]:
+        """Held pages that were not launched, in order."""
+        return sorted(self.held - self.restores.keys())
+
+    def launched(self) -> list[int]:
+        """Held pages that were launched, in order."""
+        return sorted(self.held & self.restores.keys())
+
+
+_Place = tuple[_Reservation, int]
+
+
+class EagerRestores:
+    """Which free device pages are reserved, and for what. Scheduler thread only.
+
+    Args:
+        page_size: Tokens a page.
+        free: The device's free pages.
+        launch: Launches restores.
+        limit: Device pages that are reserved at most.
+    """
+
+    def __init__(self, page_size: int, free: FreePages, launch: Launch, limit: int) -> None:
+        self._size = page_size
+        self._free = free
+        self._launch = launch
+        self._limit = limit
+        self._reservations: list[_Reservation] = []  # in the order in which they were made
+        self._running: dict[Hashable, _Reservation] = {}  # by prefetch
+        self._places: dict[int, _Place] = {}  # by host page
+
+    @property
+    def pages(self) -> int:
+        """Device pages that are reserved at present; nobody else's."""
+        return len(self._places)
+
+    # ---- prefetches ----
+
+    def knows(self, prefetch: Hashable) -> bool:
+        """Whether :meth:`reserve` was called for ``prefetch``, and :meth:`end` was not."""
+        return prefetch in self._running
+
+    def running(self) -> list[Hashable]:
+        """The prefetches that this is true of, oldest first."""
+        return list(self._running)
+
+    def wanted(self, keys: Sequence[Hashable]) -> range:
+        """Which pages of a prefetch :meth:`reserve` would have device pages for.
+
+        Not those that a running prefetch brings already, and not more than the limit.
+        """
+        coming = {key for other in self._running.values() for key in other.keys}
+        first = next((i for i, key in enumerate(keys) if key not in coming), len(keys))
+        return range(first, min(len(keys), first + self._room(len(keys) - first)))
+
+    def reserve(self, prefetch: Hashable, keys: Sequence[Hashable], host_pages: Ids) -> int:
+        """A prefetch begins: reserve free device pages for as many of its pages as possible.
+
+        What ended prefetches left is given back for it, the oldest first.
+
+        Args:
+            prefetch: Names it.
+            keys: Of its pages in storage.
+            host_pages: Where they will arrive, int64 ``[pages]``. Nobody else uses these.
+
+        Returns:
+            How many device pages were reserved.
+        """
+        chosen = self.wanted(keys)
+        spare = self._limit - self.pages
+        if spare < len(chosen):
+            self._give_back(self._left_behind()[: len(chosen) - spare])
+        if self._free.count() < len(chosen):
+            self._free.make_room(len(chosen))
+        chosen = chosen[: self._free.count()]
+        ids = host_pages[chosen.start : chosen.stop].tolist()
+        slots = self._free.take(len(chosen)) if ids else torch.empty(0, dtype=torch.int64)
+        reservation = _Reservation(ids, slots, keys[chosen.start : chosen.stop], chosen.start)
+        reservation.held = set(range(len(ids)))
+        self._running[prefetch] = reservation
+        self._reservations.append(reservation)
+        self._places.update({page: (reservation, i) for i, page in enumerate(ids)})
+        return len(ids)
+
+    def arrived(self, prefetch: Hashable, pages: int) -> int:
+        """The first ``pages`` pages of a prefetch are there, and proven, on all ranks.
+
+        Returns:
+            Of how many pages a restore was launched.
+        """
+        reservation = self._running[prefetch]
+        due = [i for i in reservation.waiting() if i < pages - reservation.first]
+        for run in _runs(due):
+            ids = np.array(reservation.host_pages[run.start : run.stop], dtype=np.int64)
+            restore = self._launch(ids, self._slots(reservation, run))
+            reservation.restores.update(dict.fromkeys(run, restore))
+        return len(due)
+
+    def end(self, prefetch: Hashable) -> int:
+        """No more pages come: what none was launched into is given back.
+
+        The others stay for a load, until somebody needs the room.
+
+        Returns:
+            How many device pages were given back.
+        """
+        reservation = self._running.pop(prefetch)
+        waiting = [(reservation, i) for i in reservation.waiting()]
+        self._give_back(waiting)
+        return len(waiting)
+
+    def host_freed(self, host_pages: Ids) -> None:
+        """Host pages will hold something else."""
+        freed = dict.fromkeys(host_pages.tolist())
+        self._give_back([self._places[page] for page in freed if page in self._places])
+
+    # ---- allocation ----
+
+    def make_free(self, pages: int) -> None:
+        """See to it that ``pages`` device pages are free, if so many are free or reserved.
+
+        Pages go first that were not launched, those of the newest prefetch and of its end before
+        others; then launched ones, the oldest first.
+        """
+        short = pages - self._free.count()
+        if short > 0:
+            newest = reversed(self._reservations)
+            waiting = [(one, i) for one in newest for i in reversed(one.waiting())]
+            launched = [(one, i) for one in self._reservations for i in reversed(one.launched())]
+            self._give_back([*waiting, *launched][:short])
+
+    def hand_out(self, host_pages: Ids) -> HandOut | None:
+        """Device pages for a load of ``host_pages`` (int64 ``[pages]``), each of them once.
+
+        Returns:
+            None, and nothing has changed, when there are not enough free and reserved pages.
+        """
+        if len(host_pages) > self._free.count() + self.pages:
+            return None
+        found = [self._places.get(page) for page in host_pages.tolist()]
+        places = [place for place in found if place is not None]
+        ready = np.array([p is not None and p[1] in p[0].restores for p in found], dtype=np.bool_)
+        writing = (one.restores[i] for one, i in places if i in one.restores)
+        restores = tuple({id(restore): restore for restore in writing}.values())
+        self._forget(places)
+        missing = len(found) - len(places)
+        self.make_free(missing)
+        fresh = iter(self._free.take(missing).split(self._size) if missing else ())
+        parts = [
+            next(fresh) if place is None else self._slots(place[0], range(place[1], place[1] + 1))
+            for place in found
+        ]
+        return HandOut(torch.cat(parts), ready, restores)
+
+    # ---- the end ----
+
+    def clear(self) -> None:
+        """Give back everything: what was made of the pages is not wanted any more.
+
+        Prefetches that run go on without device pages.
+        """
+        self._give_back(list(self._places.values()))
+
+    def all_freed(self) -> None:
+        """Somebody made every page of the device free: forget what was reserved."""
+        self._wait(self._places.values())
+        self._forget(list(self._places.values()))
+
+    # ---- internals ----
+
+    def _room(self, pages: int) -> int:
+        """How many of ``pages`` may be reserved, if what ended prefetches left makes room."""
+        return max(0, min(pages, self._limit - self.pages + len(self._left_behind())))
+
+    def _left_behind(self) -> list[_Place]:
+        running = {id(reservation) for reservation in self._running.values()}
+        ended = (one for one in self._reservations if id(one) not in running)
+        return [(one, i) for one in ended for i in reversed(one.launched())]
+
+    def _slots(self, reservation: _Reservation, pages: range) -> torch.Tensor:
+        return reservation.slots[pages.start * self._size : pages.stop * self._size]
+
+    def _give_back(self, places: Sequence[_Place]) -> None:
+        self._wait(places)
+        self._forget(places)
+        of: dict[int, tuple[_Reservation, list[int]]] = {}
+        for reservation, i in places:
+            of.setdefault(id(reservation), (reservation, []))[1].append(i)
+        for reservation, numbers in of.values():
+            for run in _runs(sorted(numbers)):
+                self._free.give(self._slots(reservation, run))
+
+    def _wait(self, places: Iterable[_Place]) -> None:
+        """Let the current stream wait for whatever is written to pages."""
+        restores = (one.restores[i] for one, i in places if i in one.restores)
+        for restore in {id(restore): restore for restore in restores}.values():
+            with contextlib.suppress(StreamFailed):  # then nothing is written any more
+                restore.wait()
+
+    def _forget(self, places: Iterable[_Place]) -> None:
+        for reservation, i in places:
+            reservation.held.remove(i)
+            del self._places[reservation.host_pages[i]]
+        running = {id(reservation) for reservation in self._running.values()}
+        self._reservations = [one for one in self._reservations if one.held or id(one) in running]
+
+    def check_integrity(self) -> None:
+        """Prove the invariants; for tests.
+
+        Raises:
+            AssertionError: A page is held twice, or by nobody, or there are more than allowed.
+        """
+        held = [(one, i) for one in self._reservations for i in one.held]
+        assert len(held) == len(self._places) <= self._limit
+        assert all(self._places[one.host_pages[i]] == (one, i) for one, i in held)
+        slots = [slot for one, i in held for slot in self._slots(one, range(i, i + 1)).tolist()]
+        assert len(set(slots)) == len(slots) == self._size * len(held)
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[range]:
+    """Ascending numbers as ranges without gaps."""
+    cuts = [0, *(i for i, (a, b) in enumerate(pairwise(numbers), 1) if b != a + 1), len(numbers)]
+    for start, stop in pairwise(cuts):
+        if start < stop:
+            yield range(numbers[start], numbers[stop - 1] + 1)

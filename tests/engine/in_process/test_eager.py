@@ -1,0 +1,183 @@
+"""Reservations in SGLang's own allocator, and smaller batches in its prefetches."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hcache_cpu_engine import plugin
+from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE, PrefetchAck
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+
+from hcache_backend.engine.eager import ReservablePages, why_not_eager
+from hcache_backend.engine.read_batches import BatchedReads
+from hcache_backend.restore.eager import EagerRestores, batch_pages
+
+SIZE, PAGES = 4, 10
+plugin._replace_allocator_kernels()
+
+
+class Restore:
+    def __init__(self) -> None:
+        self.waited = False
+
+    def wait_for_layer(self, layer: int) -> None:
+        self.waited = True
+
+    def wait(self) -> None:
+        self.waited = True
+
+
+class Scene:
+    """An allocator with reservations."""
+
+    def __init__(self, *, need_sort: bool) -> None:
+        self.allocator = PagedTokenToKVPoolAllocator(
+            PAGES * SIZE, SIZE, torch.float32, "cpu", SimpleNamespace(), need_sort
+        )
+        self.pages = ReservablePages(self.allocator)
+        self.restores: list[Restore] = []
+        self.eager = EagerRestores(SIZE, self.pages, self._launch, PAGES)
+        self.pages.eager = self.eager
+
+    def _launch(self, host_pages: np.ndarray, slots: torch.Tensor) -> Restore:
+        self.restores.append(Restore())
+        return self.restores[-1]
+
+    def reserve(self, *host_pages: int, arrived: int = 0) -> None:
+        self.eager.reserve("prefetch", host_pages, np.array(host_pages))
+        self.eager.arrived("prefetch", arrived)
+
+
+@pytest.fixture(params=[False, True], ids=["unsorted", "sorted"])
+def scene(request: pytest.FixtureRequest) -> Scene:
+    return Scene(need_sort=request.param)
+
+
+def pages_in(slots: torch.Tensor) -> set[int]:
+    return set((slots // SIZE).tolist())
+
+
+def test_reserved_pages_count_as_available_and_go_to_whoever_needs_them(scene: Scene) -> None:
+    scene.reserve(1, 2, 3, 4, arrived=2)
+    assert scene.allocator.available_size() == PAGES * SIZE
+    first = scene.allocator.alloc(6 * SIZE)
+    assert scene.eager.pages == 4
+    second = scene.allocator.alloc(3 * SIZE)
+    assert scene.eager.pages == 1
+    assert scene.allocator.available_size() == SIZE
+    assert not pages_in(first) & pages_in(second)
+    assert scene.allocator.alloc(2 * SIZE) is None
+    assert scene.restores[0].waited
+
+
+def test_extending_and_decoding_get_reserved_pages_too(scene: Scene) -> None:
+    scene.reserve(*range(8))
+    nothing, tokens = torch.tensor([0]), torch.tensor([5 * SIZE])
+    slots = scene.allocator.alloc_extend(
+        nothing, nothing, tokens, tokens, torch.tensor([-1]), 5 * SIZE
+    )
+    assert len(pages_in(slots)) == 5
+    for page in range(5, PAGES):
+        lengths = torch.tensor([page * SIZE + 1])
+        assert scene.allocator.alloc_decode(lengths, lengths, torch.tensor([-1])) is not None
+    assert (scene.eager.pages, scene.allocator.available_size()) == (0, 0)
+
+
+def test_a_load_gets_what_was_restored_for_it(scene: Scene) -> None:
+    scene.reserve(1, 2, 3, arrived=2)
+    with scene.pages.loading(np.array([2, 3, 7])):
+        slots = scene.allocator.alloc(3 * SIZE)
+    handed = scene.pages.take_handed()
+    assert handed is not None
+    assert torch.equal(handed.slots, slots)
+    assert handed.ready.tolist() == [True, False, False]
+    assert scene.pages.take_handed() is None
+    assert scene.allocator.available_size() == (PAGES - 3) * SIZE
+    scene.eager.end("prefetch")
+    scene.allocator.free(slots)
+    assert scene.allocator.available_size() == PAGES * SIZE
+
+
+def test_pages_are_free_at_once_while_the_scheduler_collects_what_it_frees(scene: Scene) -> None:
+    scene.reserve(*range(PAGES))
+    scene.allocator.free_group_begin()
+    assert len(pages_in(scene.allocator.alloc(PAGES * SIZE))) == PAGES
+    scene.allocator.free_group_end()
+
+
+def test_clearing_the_allocator_forgets_reservations(scene: Scene) -> None:
+    scene.reserve(1, 2, arrived=1)
+    scene.allocator.clear()
+    assert scene.restores[0].waited
+    assert scene.eager.pages == 0
+    assert len(pages_in(scene.allocator.alloc(PAGES * SIZE))) == PAGES
+
+
+def test_an_allocator_of_another_kind_speaks_against_it() -> None:
+    class Other(PagedTokenToKVPoolAllocator):
+        pass
+
+    problem = why_not_eager(object.__new__(Other), SimpleNamespace())
+    assert problem == "the device's pages are managed by a Other"
+
+
+class Rank:
+    """A storage thread, as SGLang's reads a prefetch, of which some pages are missing."""
+
+    def __init__(self, pages: int, missing: set[int], stop_at: int | None = None) -> None:
+        self.acks: list[PrefetchAck] = []
+        self.batches: list[int] = []
+        self.missing, self.stop_at = missing, stop_at
+        self.operation: Any = SimpleNamespace(
+            hash_value=[str(page) for page in range(pages)],
+            request_id="r",
+            is_terminated=lambda: stop_at is not None and len(self.batches) >= stop_at,
+        )
+        reads = BatchedReads(SIZE, self.acks.append)
+
+        def transfer() -> int:
+            fine, there = True, 0
+            for start in range(0, pages, STORAGE_BATCH_SIZE):
+                keys = self.operation.hash_value[start : start + STORAGE_BATCH_SIZE]
+                if fine:
+                    indices = torch.arange(start * SIZE, (start + len(keys)) * SIZE)
+                    got = reads.read(self.read, self.operation, keys, indices)
+                    fine, there = got == len(keys), there + got
+                ack = PrefetchAck("r", self.operation, completed_tokens=there * SIZE)
+                self.acks.append(ack)
+            return there
+
+        self.pages = reads.transfer(self.operation, transfer)
+
+    def read(self, operation: Any, keys: list[str], host_indices: torch.Tensor) -> int:
+        assert [int(key) for key in keys] == (host_indices[::SIZE] // SIZE).tolist()
+        self.batches.append(len(keys))
+        return next((i for i, key in enumerate(keys) if int(key) in self.missing), len(keys))
+
+    @property
+    def reports(self) -> list[int]:
+        return [ack.completed_tokens // SIZE for ack in self.acks]
+
+
+@pytest.mark.parametrize("pages", [1, 4, 5, 33, 64, 128, 129, 300, 1000])
+def test_every_page_is_read_once_and_every_batch_reported(pages: int) -> None:
+    rank = Rank(pages, set())
+    assert rank.pages == sum(rank.batches) == pages
+    assert max(rank.batches) <= batch_pages(pages)
+    assert rank.reports == list(np.cumsum(rank.batches))
+
+
+@pytest.mark.parametrize("pages", [5, 64, 129, 300])
+def test_ranks_make_as_many_reports_however_far_they_get(pages: int) -> None:
+    whole = Rank(pages, set())
+    others = [Rank(pages, {page}) for page in range(0, pages, 3)]
+    others += [Rank(pages, set(), stop_at=batches) for batches in range(len(whole.batches) + 1)]
+    for rank in others:
+        assert len(rank.reports) == len(whole.reports)
+        agreed = [min(pair) for pair in zip(rank.reports, whole.reports, strict=True)]
+        assert agreed == sorted(agreed)  # SGLang insists on it
+        assert agreed[-1] == rank.pages

@@ -1,0 +1,127 @@
+"""A load of pages of which some are restored already: the host pool launches what is missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hcache_backend.engine.host_pool import HiddenStatePool, Ready
+from hcache_backend.engine.memory import HostPages
+from hcache_backend.page import PageLayout
+from hcache_backend.restore.pipeline import Recompute
+from tests.engine.in_process.test_host_pool import LAYERS, LAYOUT, PAGE, kv_pool
+
+
+class Restore:
+    """Notes which layers somebody waited for."""
+
+    def __init__(self) -> None:
+        self.waited: list[int] = []
+
+    def wait_for_layer(self, layer: int) -> None:
+        self.waited.append(layer)
+
+
+class Pipeline:
+    """Notes what it was to restore."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[list[int], list[int], Recompute | None]] = []
+        self.restore = Restore()
+
+    def start(self, pages: Any, slots: torch.Tensor, recompute: Recompute | None) -> Restore:
+        self.started.append((pages.tolist(), (slots[::PAGE] // PAGE).tolist(), recompute))
+        assert len(slots) == PAGE * len(pages)
+        return self.restore
+
+    def finished(self) -> list[Any]:
+        return []
+
+
+@pytest.fixture
+def pool() -> HiddenStatePool:
+    layout: PageLayout = LAYOUT
+    pool = HiddenStatePool(
+        kv_pool(8),
+        PAGE,
+        "page_first",
+        page_layout=layout,
+        host_pages=HostPages(host=6, device=9),
+        stamp=lambda page: layout.stamp(page, b"n" * 16, b"w" * 8),
+        pin_memory=False,
+        allocator_type="default",
+    )
+    pool._pipeline = Pipeline()  # type: ignore[assignment]
+    return pool
+
+
+def slots_of(*pages: int) -> torch.Tensor:
+    return torch.cat([torch.arange(PAGE) + PAGE * page for page in pages])
+
+
+def load(pool: HiddenStatePool, host: torch.Tensor, device: torch.Tensor) -> Pipeline:
+    for layer in range(LAYERS):
+        pool.load_to_device_per_layer(pool.device_pool, host, device, layer, "kernel")
+    assert pool.next_ready is None
+    pipeline: Any = pool._pipeline
+    return pipeline
+
+
+def test_only_missing_pages_are_transferred_and_all_restores_waited_for(
+    pool: HiddenStatePool,
+) -> None:
+    early = Restore()
+    pool.next_ready = Ready(np.array([False, True, False]), (early,))
+    pipeline = load(pool, slots_of(3, 1, 4), slots_of(5, 6, 2))
+    assert pipeline.started == [([3, 4], [5, 2], None)]
+    assert early.waited == pipeline.restore.waited == list(range(LAYERS))
+
+
+def test_nothing_is_launched_where_nothing_is_missing(pool: HiddenStatePool) -> None:
+    early = [Restore(), Restore()]
+    pool.next_ready = Ready(np.array([True, True]), tuple(early))
+    pipeline = load(pool, slots_of(3, 1), slots_of(5, 6))
+    assert pipeline.started == []
+    assert all(restore.waited == list(range(LAYERS)) for restore in early)
+
+
+def test_first_layers_are_recomputed_for_all_pages_behind_what_is_restored(
+    pool: HiddenStatePool,
+) -> None:
+    LAYOUT.positions(pool.arena.memory)[:] = np.arange(len(pool.arena.memory))[:, None]
+    early, seen = Restore(), []
+
+    def fill(positions: torch.Tensor, slots: torch.Tensor) -> None:
+        seen.append((positions[::PAGE].tolist(), (slots[::PAGE] // PAGE).tolist()))
+
+    pool.next_recompute = Recompute(1, fill)
+    pool.next_ready = Ready(np.array([True, True]), (early,))
+    pipeline = load(pool, slots_of(3, 1), slots_of(5, 6))
+    [(pages, _, recompute)] = pipeline.started
+    assert pages == []
+    assert early.waited[0] == 0 and len(early.waited) == 1 + LAYERS
+    assert recompute is not None and recompute.layers == 1
+    recompute.fill(torch.empty(0), torch.empty(0))
+    assert seen == [([3, 1], [5, 6])]
+
+
+def test_a_pool_without_eager_restores_launches_everything(pool: HiddenStatePool) -> None:
+    pipeline = load(pool, slots_of(3, 1), slots_of(5, 6))
+    assert pipeline.started == [([3, 1], [5, 6], None)]
+
+
+def test_who_restored_a_page_hears_that_it_was_freed(pool: HiddenStatePool) -> None:
+    class Capture:
+        def host_freed(self, pages: np.ndarray) -> None:
+            pass
+
+    freed: list[int] = []
+    pool._capture = Capture()  # type: ignore[assignment]
+    pool.on_freed = lambda pages: freed.extend(pages.tolist())
+    indices = pool.alloc(2 * PAGE)
+    assert indices is not None
+    pool.free(indices)
+    assert freed == pool.page_ids(indices).tolist()

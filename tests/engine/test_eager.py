@@ -1,0 +1,285 @@
+"""Pages that become K and V while the rest of their prefetch is still being read."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hcache_backend.cli.metrics_page import fetch
+from tests.engine.harness.conversations import (
+    Conversation,
+    Turn,
+    converse,
+    make_conversations,
+    random_tokens,
+)
+from tests.engine.harness.ours import (
+    assert_hidden_mode,
+    assert_no_cache_output,
+    assert_no_cache_reply_up_to_ties,
+    assert_nothing_went_wrong,
+    assert_restored_from_l3,
+    extra_config,
+    faulty,
+    our_server,
+    stored_pages,
+)
+from tests.engine.harness.server import Reply, Server, ServerOptions
+
+pytestmark = pytest.mark.engine
+
+PAGE = 16
+SLOW = 2_000_000
+"""Bytes a second: fifty pages of 70 KB take two."""
+REQUESTS = int(os.environ.get("HCACHE_TEST_EAGER_REQUESTS", "32"))
+
+
+def eager_server(
+    model: Path, folder: Path, *, hcache: dict[str, Any] | None = None, **options: Any
+) -> ServerOptions:
+    """A server whose L3 is as fast as the file ``l3-rate`` says, to begin with as fast as it can.
+
+    It checks in every turn that no page of the device is lost.
+    """
+    link = folder / "l3-rate"
+    link.write_text("0")
+    env = {"HCACHE_CPU_L3_FILE": str(link), "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+    return our_server(
+        model,
+        folder,
+        hcache={"restore": "eager"} | (hcache or {}),
+        extra_args=("--enable-metrics", "--watchdog-timeout", "60"),
+        extra_env=env | options.pop("extra_env", {}),
+        page_size=PAGE,
+        **options,
+    )
+
+
+def l3_rate(server: Server, rate: int) -> None:
+    """Bytes a second; 0: no limit."""
+    (server.options.log.parent / "l3-rate").write_text(str(rate))
+
+
+def tokens(server: Server, event: str) -> float:
+    """Tokens that ``event`` happened to, so far."""
+    return fetch(server.url).counters["tokens"].get(event, 0)
+
+
+def assert_fine(server: Server) -> None:
+    assert_hidden_mode(server)
+    assert_nothing_went_wrong(server)
+    assert "layer-wise, not eager" not in server.log_text()
+    assert "eak" not in server.log_text().replace("peak", "").replace("Peak", "")
+
+
+def asked(server: Server, prompt: list[int], **options: Any) -> Conversation:
+    """A conversation of one turn."""
+    conversation = Conversation([prompt])
+    conversation.turns.append(Turn(prompt, server.generate(prompt, 8, **options), 0))
+    return conversation
+
+
+def stored(server: Server, seed: int, count: int = 800) -> list[int]:
+    """A prompt that is in L3, and nowhere else."""
+    prompt = random_tokens(count, seed)
+    server.generate(prompt, 1)
+    server.flush_cache()
+    return prompt
+
+
+@pytest.fixture(scope="module")
+def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Server(eager_server(model, tmp_path_factory.mktemp("eager"))) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared: Server) -> Iterator[Server]:
+    l3_rate(shared, 0)
+    shared.flush_cache()
+    yield shared
+    l3_rate(shared, 0)
+    assert_fine(shared)
+
+
+def test_a_request_gets_what_was_restored_while_it_waited(model: Path, server: Server) -> None:
+    l3_rate(server, 4 * SLOW)
+    conversations = converse(server, make_conversations(2, turns=3, tokens=300))
+    assert tokens(server, "ready_at_load") > 2 * tokens(server, "not_ready_at_load") > 0
+    assert tokens(server, "eager") == tokens(server, "ready_at_load")  # nothing in vain
+    assert_restored_from_l3(conversations, PAGE)
+    assert_no_cache_output(model, conversations)
+
+
+def test_without_a_slow_l3_it_is_right_as_well(model: Path, server: Server) -> None:
+    conversations = make_conversations(4, turns=3, tokens=200, seed=2)
+    converse(server, conversations, concurrent=True)
+    assert_restored_from_l3(conversations, PAGE)
+    assert_no_cache_output(model, conversations)
+
+
+def test_an_aborted_request_leaves_nothing_wrong_behind(model: Path, server: Server) -> None:
+    prompt = stored(server, seed=3)
+    l3_rate(server, SLOW)
+    for wait in (0.3, 0.7, 1.0):
+        rid, before = uuid.uuid4().hex, tokens(server, "eager")
+        gone = threading.Thread(target=_may_fail, args=(server, prompt, rid))
+        gone.start()
+        time.sleep(wait)
+        server.abort_request(rid)
+        gone.join()
+    assert tokens(server, "eager") > before  # it was aborted after restores had been launched
+    server.flush_cache()
+    again = asked(server, prompt)
+    assert again.turns[0].cached.storage >= 800 - 2 * PAGE
+    assert_no_cache_output(model, [again])
+
+
+def _may_fail(server: Server, prompt: list[int], rid: str) -> None:
+    body = {"rid": rid, "input_ids": prompt, "sampling_params": {"max_new_tokens": 4}}
+    server._request("POST", "/generate", json=body, timeout=60)
+
+
+def test_two_requests_with_one_prefix(model: Path, server: Server) -> None:
+    prefix = stored(server, seed=4, count=640)
+    l3_rate(server, SLOW)
+    prompts = [[*prefix, *random_tokens(50, seed)] for seed in (5, 6)]
+    before = tokens(server, "eager")
+    replies = server.generate_many(prompts, 8)
+    assert tokens(server, "eager") - before <= 640  # and not twice as many
+    assert all(reply.cached.storage + reply.cached.device >= 640 for reply in replies)
+    assert_no_cache_output(model, [_one(p, r) for p, r in zip(prompts, replies, strict=True)])
+
+
+def _one(prompt: list[int], reply: Reply) -> Conversation:
+    return Conversation([prompt], turns=[Turn(prompt, reply, 0)])
+
+
+def test_a_bad_page_in_the_middle_ends_what_is_used(model: Path, server: Server) -> None:
+    before = set(stored_pages(server.options.log.parent))
+    prompt = stored(server, seed=7, count=400)
+    fresh = sorted(set(stored_pages(server.options.log.parent)) - before, key=_written)
+    path = fresh[len(fresh) // 2]
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 1
+    path.write_bytes(data)
+    l3_rate(server, SLOW)
+    again = asked(server, prompt)
+    assert 0 < again.turns[0].cached.storage < 400 - 2 * PAGE
+    assert_no_cache_output(model, [again])
+
+
+def _written(path: Path) -> int:
+    return path.stat().st_mtime_ns
+
+
+def test_a_flush_while_pages_are_restored(model: Path, server: Server) -> None:
+    prompt = stored(server, seed=8)
+    l3_rate(server, SLOW)
+    replies: list[Conversation] = []
+    waiting = threading.Thread(target=lambda: replies.append(asked(server, prompt)))
+    waiting.start()
+    time.sleep(0.5)
+    server.flush_cache()  # waits for the request
+    waiting.join()
+    replies.append(asked(server, prompt))
+    assert replies[1].turns[0].cached.storage >= 800 - 2 * PAGE
+    assert_no_cache_output(model, replies)
+
+
+@pytest.mark.parametrize("policy", ["best_effort", "timeout"])
+def test_prefetches_that_end_early(policy: str, model: Path, server: Server) -> None:
+    """Detached meanwhile, and attached with another policy."""
+    prompts = [stored(server, seed=seed) for seed in (9, 10)]
+    server.detach_storage()
+    config = extra_config(server.options.log.parent, restore="eager")
+    if policy == "timeout":
+        config |= {"prefetch_timeout_base": 1, "prefetch_timeout_per_ki_token": 0.1}
+    answer = server.attach_storage("dynamic", config, hicache_storage_prefetch_policy=policy)
+    assert answer.status_code == 200, answer.text
+    l3_rate(server, SLOW)
+    replies = server.generate_many(prompts, 8)
+    conversations = [_one(p, r) for p, r in zip(prompts, replies, strict=True)]
+    if policy == "timeout":
+        assert any(0 < reply.cached.storage < 800 - 2 * PAGE for reply in replies)
+    l3_rate(server, 0)
+    conversations += [asked(server, prompt) for prompt in prompts]
+    assert_no_cache_output(model, conversations)
+    server.detach_storage()
+    config = extra_config(server.options.log.parent, restore="eager")
+    answer = server.attach_storage(
+        "dynamic", config, hicache_storage_prefetch_policy="wait_complete"
+    )
+    assert answer.status_code == 200, answer.text
+
+
+def test_pressure_on_a_small_device_pool(model: Path, tmp_path: Path) -> None:
+    """Prompts that wait, and requests that run, want the same pages."""
+    options = eager_server(model, tmp_path, max_total_tokens=1280, hicache_ratio=8.0)
+    with Server(options) as server:
+        conversations = make_conversations(5, turns=2, tokens=200)
+        l3_rate(server, 10 * SLOW)
+        converse(server, conversations, concurrent=True)
+        server.flush_cache()
+        again = [Conversation([c.history]) for c in conversations]
+        converse(server, again, concurrent=True)
+        assert tokens(server, "ready_at_load") > 0
+        assert_fine(server)
+    assert_no_cache_output(model, [*conversations, *again])
+
+
+@pytest.mark.parametrize("name", ["mixed", pytest.param("recompute", marks=pytest.mark.long)])
+def test_first_layers_are_recomputed_at_the_load(name: str, model: Path, tmp_path: Path) -> None:
+    partition = {
+        "recompute": {"recompute": 1, "hidden": 3, "kv": 0},
+        "mixed": {"recompute": 1, "hidden": 2, "kv": 1},
+    }[name]
+    with Server(eager_server(model, tmp_path, hcache={"partition": partition})) as server:
+        l3_rate(server, 2 * SLOW)
+        conversations = converse(server, make_conversations(2, turns=3, tokens=250))
+        assert tokens(server, "ready_at_load") > tokens(server, "not_ready_at_load")
+        assert "layers are not recomputed" not in server.log_text()
+        assert_fine(server)
+    assert_restored_from_l3(conversations, PAGE)
+    assert_no_cache_output(model, conversations)
+
+
+def test_two_ranks_of_which_one_has_misses_decide_the_same(model: Path, tmp_path: Path) -> None:
+    options = eager_server(
+        model,
+        tmp_path,
+        tp=2,
+        max_total_tokens=2048,
+        hicache_ratio=4.0,
+        extra_env=faulty("misses_on_rank_1"),
+    )
+    dice = random.Random(1)
+    conversations = make_conversations(8, turns=REQUESTS // 8, tokens=60)
+    with Server(options) as server:
+        l3_rate(server, 4 * SLOW)
+        served = 0
+        while served < REQUESTS // 8 * 8:
+            waiting = [c for c in conversations if len(c.turns) < len(c.questions)]
+            chosen = dice.sample(waiting, min(len(waiting), dice.randint(1, 4)))
+            prompts = [conversation.next_prompt() for conversation in chosen]
+            replies = server.generate_many(prompts, 4)
+            for conversation, prompt, reply in zip(chosen, prompts, replies, strict=True):
+                conversation.add(prompt, reply)
+            served += len(chosen)
+            if dice.random() < 0.5:
+                server.flush_cache()
+        assert tokens(server, "ready_at_load") > 0
+        assert_hidden_mode(server)
+        log = server.log_text()
+        assert "self-check" not in log and "Exception in thread" not in log
+    for conversation in conversations:
+        for turn in conversation.turns:
+            assert_no_cache_reply_up_to_ties(model, turn)
