@@ -246,4 +246,6 @@ def why_not_eager(allocator: Any, server_args: Any) -> str | None:
         return "this version's allocator has no place to give pages back"
     if server_args.pp_size > 1 or server_args.enable_dp_attention:
         return "pipeline stages and data-parallel attention are not supported"
+    if server_args.tp_size > 1 and torch.device(allocator.device).type == "cuda":
+        return "ranks would exchange shares while a batch runs, and forward passes wait for that"
     return install(eager_hooks())
