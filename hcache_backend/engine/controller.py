@@ -9,11 +9,10 @@ recomputed is decided before pages are read, so that their segments are not, and
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,31 +26,15 @@ from hcache_backend.engine.eager import EagerLoads
 from hcache_backend.engine.host_pool import HiddenStatePool
 from hcache_backend.engine.keys import key_bytes
 from hcache_backend.engine.loads import LoadPlanner
-from hcache_backend.engine.page_check import PageCheck
 from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.read_batches import BatchedReads
 from hcache_backend.engine.runtime import Runtime
+from hcache_backend.engine.service_check import ServiceChecks
 from hcache_backend.engine.stage_pages import StagePages
 from hcache_backend.page import NO_NAMESPACE
-from hcache_backend.restore.exchange import ExchangeFailed
-from hcache_backend.streams import Event, StreamFailed
+from hcache_backend.streams import StreamFailed
 
 logger = logging.getLogger("hcache")
-
-
-class _ChosenPage(NamedTuple):
-    """A page of a backup that is to be compared with the pool."""
-
-    slots: torch.Tensor
-    host_page: int
-    device_page: int
-
-
-class _DueCheck(NamedTuple):
-    """The same, once its backup was launched; it is whole when ``arrived`` has passed."""
-
-    chosen: _ChosenPage
-    arrived: Event
 
 
 class HiddenStateController(HybridCacheController):
@@ -66,7 +49,7 @@ class HiddenStateController(HybridCacheController):
         runtime: Runtime,
         pool: HiddenStatePool,
         capture: StagedCapture,
-        check: PageCheck,
+        checks: ServiceChecks,
         loads: LoadPlanner,
         stages: StagePages,
         eager: EagerLoads | None,
@@ -75,16 +58,13 @@ class HiddenStateController(HybridCacheController):
         self._runtime = runtime
         self._pool = pool
         self._capture = capture
-        self._check_page = check
+        self._checks = checks
         self._loads = loads
         self._stages = stages
         self.eager = eager
         self._batches: BatchedReads | None = None
         if eager is not None:
             self._batches = BatchedReads(self.page_size, self._report)
-        self._pages_until_check = 0
-        self._chosen: list[_ChosenPage] = []
-        self._due_checks: deque[_DueCheck] = deque()
         self._writing = self._start_is_due = False
 
     def attach_storage_backend(self, storage_backend: str, *args: Any, **kwargs: Any) -> None:
@@ -96,7 +76,7 @@ class HiddenStateController(HybridCacheController):
     def reset(self) -> None:
         super().reset()
         self._loads.forget()
-        self._chosen.clear()
+        self._checks.forget_chosen()
         if self.eager is not None:
             self.eager.forget_loads()
             self.eager.give_back()
@@ -118,7 +98,7 @@ class HiddenStateController(HybridCacheController):
 
         Pipeline stages cannot agree: they back it up whether its rows are valid or not.
         """
-        self._check(len(self._due_checks))
+        self._checks.run_due()
         self._stages.talk()
         slots, problem = self._slots_to_write(device_indices)
         valid = self._agreed(problem is None)
@@ -137,7 +117,7 @@ class HiddenStateController(HybridCacheController):
         host_pages = self._pool.page_ids(host_indices)
         if valid:
             self._capture.back_up(slots, host_pages)
-            self._choose_for_check(device_indices, slots, host_pages)
+            self._checks.choose(device_indices, slots, host_pages)
             metrics.count_tokens("backed_up", len(slots))
         self._stages.backed_up(host_pages, whole=valid)
         if self._start_is_due:
@@ -150,10 +130,7 @@ class HiddenStateController(HybridCacheController):
         if self._writing:
             return
         super().start_writing()
-        if self._chosen:
-            arrived = self._pool.backed_up()
-            self._due_checks.extend(_DueCheck(chosen, arrived) for chosen in self._chosen)
-            self._chosen.clear()
+        self._checks.backups_launched()
 
     def _slots_to_write(self, device_indices: torch.Tensor) -> tuple[Ids, str | None]:
         """Slots of a node, and why it cannot be backed up."""
@@ -171,62 +148,6 @@ class HiddenStateController(HybridCacheController):
     def _not_backed_up(self, problem: str, tokens: int) -> None:
         metrics.count_tokens(f"not_backed_up_{problem.replace(' ', '_')}", tokens)
         logger.debug("hcache: %d tokens not backed up: %s", tokens, problem)
-
-    def _choose_for_check(self, device_indices: torch.Tensor, slots: Ids, host_pages: Ids) -> None:
-        """One page in ``check_every_pages`` will be projected and compared with the pool."""
-        assert self._runtime.config is not None
-        every, size, pages = (
-            self._runtime.config.check_every_pages,
-            self._pool.page_size,
-            len(host_pages),
-        )
-        if every == 0:
-            return
-        if self._pages_until_check >= pages:
-            self._pages_until_check -= pages
-            return
-        i = self._pages_until_check
-        self._pages_until_check = every - 1 - (pages - 1 - i) % every
-        rows = slice(i * size, (i + 1) * size)
-        page = _ChosenPage(device_indices[rows], int(host_pages[i]), int(slots[i * size]) // size)
-        self._chosen.append(page)
-
-    def _check(self, number: int) -> None:
-        """Compare the oldest ``number`` chosen pages; every rank does so at the same point."""
-        for _ in range(number):
-            due = self._due_checks.popleft()
-            page = self._page_to_check(due)
-            (everywhere,) = on_all_ranks(self.tp_group, page is not None)
-            if page is None or not everywhere:
-                continue
-            try:
-                problem = self._check_page(page, due.chosen.slots)
-            except ExchangeFailed as error:  # on all ranks
-                logger.warning("hcache: a page was not checked: %s", error)
-                continue
-            if problem is not None:
-                metrics.count_problem("self_check")
-                self._runtime.lose_trust(f"the self-check in service failed: {problem}")
-
-    def _page_to_check(self, due: _DueCheck) -> torch.Tensor | None:
-        """The page (uint8 ``[page_bytes]``), if it is one and its tokens are still on the device.
-
-        None also where it cannot be read any more.
-        """
-        chosen, arrived = due
-        try:
-            arrived.synchronize()
-        except StreamFailed:
-            return None
-        self._capture.ledger.settle()
-        arena = self._capture.arena
-        if self._runtime.distrust is not None or not arena.is_home(
-            chosen.host_page, chosen.device_page
-        ):
-            return None
-        physical = arena.physical(np.array([chosen.host_page]))[0]
-        page: torch.Tensor = self._pool.kv_buffer[physical]
-        return page if self._check_page.is_page(page) else None
 
     def _agreed(self, fine: bool) -> bool:
         """Whether all ranks say so; a rank that lost its trust takes the others with it."""
@@ -305,9 +226,7 @@ class HiddenStateController(HybridCacheController):
     def write_storage(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The backup is done, so its rows have arrived: check, and pass it on to L3."""
         self._capture.ledger.settle()
-        stored = set(self._pool.page_ids(host_indices).tolist())
-        due = [i for i, check in enumerate(self._due_checks) if check.chosen.host_page in stored]
-        self._check(due[-1] + 1 if due else 0)
+        self._checks.run_until(self._pool.page_ids(host_indices))
         self._stages.talk()
         return super().write_storage(host_indices, *args, **kwargs)
 

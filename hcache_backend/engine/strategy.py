@@ -40,6 +40,7 @@ from hcache_backend.engine.ranks import on_all_ranks, smallest
 from hcache_backend.engine.refusal import refusal
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.self_check import Probe, SelfCheckFailed, compare, observe
+from hcache_backend.engine.service_check import ServiceChecks
 from hcache_backend.engine.stage_pages import StagePages
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.generic import GenericProjector, ProjectionBatch
@@ -253,6 +254,7 @@ class HiddenStateStrategy(StackStrategy):
             enable_storage_metrics=kwargs["enable_storage_metrics"],
         )
         check = PageCheck(layout, codec, hidden, plan.kv, projector, kvcache, plan.exchange)
+        checks = ServiceChecks(runtime, pool, capture, check, params.tp_cache_group)
         loads = LoadPlanner(pool, plan.parts, plan.recomputer, kvcache.device)
         stages = StagePages(
             pool.arena, plan.pages.host, lambda: runtime.distrust is None, runtime.lose_trust
@@ -263,7 +265,7 @@ class HiddenStateStrategy(StackStrategy):
             first = len(plan.parts.layers("recompute"))
             eager = EagerLoads(reservable, pool, pipeline, first, most)
             runtime.on_weights_changed.append(eager.give_back)
-        controller.use_hidden_states(runtime, pool, capture, check, loads, stages, eager)
+        controller.use_hidden_states(runtime, pool, capture, checks, loads, stages, eager)
         return StackBuildResult(
             host_pool_group=group,
             cache_controller=controller,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hcache_backend.config import HCacheConfig
 from tests.engine.harness.clients import Clients
 from tests.engine.harness.ours import (
     assert_hidden_mode,
@@ -21,6 +22,7 @@ from tests.engine.harness.server import Server
 
 pytestmark = pytest.mark.engine
 
+IO_THREADS = HCacheConfig().io_threads
 LONG_S = float(os.environ.get("HCACHE_TEST_SOAK_SECONDS", "600"))
 """How long each of the long forms talks."""
 GROWTH = 1.05
@@ -85,9 +87,12 @@ def test_soak(
     for told in seen:
         assert told["locked_nodes"] == 0, seen
         assert told["host_tokens"] == told["host_tokens_in_tree"], seen
+        # They are started when they are needed: as many as there are requests at once.
+        assert told["store_threads"] <= 2 * IO_THREADS, seen
     warm = seen[: max(rounds // 3, 1)]
-    for what in ("threads", "descriptors"):
-        assert seen[-1][what] <= max(told[what] for told in warm), seen
+    threads = [told["threads"] - told["store_threads"] for told in seen]
+    assert threads[-1] <= max(threads[: len(warm)]), seen
+    assert seen[-1]["descriptors"] <= max(told["descriptors"] for told in warm), seen
     assert seen[-1]["memory_bytes"] <= GROWTH * max(told["memory_bytes"] for told in warm), seen
     assert len(clients.turns) == samples
     for turn in clients.turns:

@@ -227,6 +227,10 @@ def _holdings() -> dict[str, int]:
     pages_in_memory = int(Path("/proc/self/statm").read_text().split()[1])
     return {
         "threads": len(list(Path("/proc/self/task").iterdir())),
+        "store_threads": sum(
+            thread.name.startswith(("hcache-read-", "hcache-write-"))
+            for thread in threading.enumerate()
+        ),
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
         "host_tokens": pool.logical_size - pool.available_size(),
         "host_tokens_in_tree": sum(
@@ -258,6 +262,7 @@ def _misses_on_rank_1() -> None:
     import random
 
     from hcache_backend.engine.controller import HiddenStateController
+    from hcache_backend.engine.service_check import ServiceChecks
     from hcache_backend.engine.storage import HCacheStorage
 
     dice = random.Random(7)
@@ -284,7 +289,7 @@ def _misses_on_rank_1() -> None:
     wrap(HiddenStateController, "_proven_pages", lambda proven: max(0, proven - 1))
     wrap(HiddenStateController, "_may_project", lambda may: False)
     wrap(HiddenStateController, "_slots_to_write", lambda found: (found[0], "rows not valid"))
-    wrap(HiddenStateController, "_page_to_check", lambda page: None)
+    wrap(ServiceChecks, "_page_to_check", lambda page: None)
 
 
 FAULTS: dict[str, Callable[[], None]] = {

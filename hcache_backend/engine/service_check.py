@@ -1,0 +1,153 @@
+"""When pages are checked in service: a sample of every backup, once it has arrived.
+
+A check talks to the other tensor-parallel ranks, so every rank has to get to it at the same point;
+what one of them cannot show is checked by none.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hcache_backend.capture.arena import Ids
+from hcache_backend.capture.staging import StagedCapture
+from hcache_backend.engine import metrics
+from hcache_backend.engine.host_pool import HiddenStatePool
+from hcache_backend.engine.page_check import PageCheck
+from hcache_backend.engine.ranks import on_all_ranks
+from hcache_backend.engine.runtime import Runtime
+from hcache_backend.restore.exchange import ExchangeFailed
+from hcache_backend.streams import Event, StreamFailed
+
+logger = logging.getLogger("hcache")
+
+
+class _ChosenPage(NamedTuple):
+    """A page of a backup that is to be compared with the pool."""
+
+    slots: torch.Tensor
+    host_page: int
+    device_page: int
+
+
+class _DueCheck(NamedTuple):
+    """The same, once its backup was launched; it is whole when ``arrived`` has passed."""
+
+    chosen: _ChosenPage
+    arrived: Event
+
+
+class ServiceChecks:
+    """Chosen pages of backups, and what is due. Scheduler thread only.
+
+    Args:
+        runtime: State of this process; loses its trust when a page is wrong.
+        pool: The host pool.
+        capture: Knows which tokens are still on the device.
+        check_page: Compares a page.
+        group: Process group of the tensor-parallel ranks.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        pool: HiddenStatePool,
+        capture: StagedCapture,
+        check_page: PageCheck,
+        group: Any,
+    ) -> None:
+        self._runtime = runtime
+        self._pool = pool
+        self._capture = capture
+        self._check_page = check_page
+        self._group = group
+        self._pages_until_check = 0
+        self._chosen: list[_ChosenPage] = []
+        self._due: deque[_DueCheck] = deque()
+
+    def choose(self, device_indices: torch.Tensor, slots: Ids, host_pages: Ids) -> None:
+        """One page in ``check_every_pages`` of a backup will be compared.
+
+        Args:
+            device_indices: Slots of its tokens, int64 ``[n]``, on the device.
+            slots: The same on the CPU.
+            host_pages: Where they are backed up to, int64 ``[n / page_size]``.
+        """
+        assert self._runtime.config is not None
+        every, size, pages = (
+            self._runtime.config.check_every_pages,
+            self._pool.page_size,
+            len(host_pages),
+        )
+        if every == 0:
+            return
+        if self._pages_until_check >= pages:
+            self._pages_until_check -= pages
+            return
+        i = self._pages_until_check
+        self._pages_until_check = every - 1 - (pages - 1 - i) % every
+        rows = slice(i * size, (i + 1) * size)
+        page = _ChosenPage(device_indices[rows], int(host_pages[i]), int(slots[i * size]) // size)
+        self._chosen.append(page)
+
+    def backups_launched(self) -> None:
+        """The backups that pages were chosen of are on their way."""
+        if self._chosen:
+            arrived = self._pool.backed_up()
+            self._due.extend(_DueCheck(chosen, arrived) for chosen in self._chosen)
+            self._chosen.clear()
+
+    def forget_chosen(self) -> None:
+        """Backups that were not launched yet were dropped."""
+        self._chosen.clear()
+
+    def run_due(self) -> None:
+        """Compare all that is due."""
+        self._run(len(self._due))
+
+    def run_until(self, host_pages: Ids) -> None:
+        """Compare what is due of ``host_pages`` (int64 ``[n]``), and of backups before them."""
+        wanted = set(host_pages.tolist())
+        due = [i for i, check in enumerate(self._due) if check.chosen.host_page in wanted]
+        self._run(due[-1] + 1 if due else 0)
+
+    def _run(self, number: int) -> None:
+        """Compare the oldest ``number`` chosen pages; every rank does so at the same point."""
+        for _ in range(number):
+            due = self._due.popleft()
+            page = self._page_to_check(due)
+            (everywhere,) = on_all_ranks(self._group, page is not None)
+            if page is None or not everywhere:
+                continue
+            try:
+                problem = self._check_page(page, due.chosen.slots)
+            except ExchangeFailed as error:  # on all ranks
+                logger.warning("hcache: a page was not checked: %s", error)
+                continue
+            if problem is not None:
+                metrics.count_problem("self_check")
+                self._runtime.lose_trust(f"the self-check in service failed: {problem}")
+
+    def _page_to_check(self, due: _DueCheck) -> torch.Tensor | None:
+        """The page (uint8 ``[page_bytes]``), if it is one and its tokens are still on the device.
+
+        None also where it cannot be read any more.
+        """
+        chosen, arrived = due
+        try:
+            arrived.synchronize()
+        except StreamFailed:
+            return None
+        self._capture.ledger.settle()
+        arena = self._capture.arena
+        if self._runtime.distrust is not None or not arena.is_home(
+            chosen.host_page, chosen.device_page
+        ):
+            return None
+        physical = arena.physical(np.array([chosen.host_page]))[0]
+        page: torch.Tensor = self._pool.kv_buffer[physical]
+        return page if self._check_page.is_page(page) else None
