@@ -29,6 +29,7 @@ def install() -> None:
         _slow_down_restores()
     if L3_VARIABLE in os.environ:
         _slow_down_store()
+        _wait_without_a_core()
 
 
 L3_VARIABLE = "HCACHE_CPU_L3_FILE"
@@ -89,6 +90,21 @@ def _slow_down_store() -> None:
         return done
 
     FileOps.read = slow_read  # type: ignore[method-assign]
+
+
+def _wait_without_a_core() -> None:
+    """A scheduler that waits for L3 polls all the time. The device is threads of its process here:
+    it leaves them its core and the interpreter."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    on_idle = Scheduler.on_idle
+
+    @functools.wraps(on_idle)
+    def idle(self: Any) -> None:
+        on_idle(self)
+        time.sleep(0.001)
+
+    Scheduler.on_idle = idle
 
 
 def host_tensors(pool: Any) -> list[torch.Tensor]:
