@@ -48,6 +48,10 @@ class PartitionOption(BaseModel):
     kv: int = Field(default=0, ge=0)
 
 
+FIXED_AT_START = frozenset({"projection", "restore", "restore_chunk_tokens", "restore_share"})
+"""Options besides those that shape pages that a running server does not change."""
+
+
 class HCacheConfig(BaseModel):
     """The options of one server. Immutable; the defaults work.
 

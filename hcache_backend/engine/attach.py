@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
-from hcache_backend.config import ConfigError, HCacheConfig, parse_config
+from hcache_backend.config import FIXED_AT_START, ConfigError, HCacheConfig, parse_config
 from hcache_backend.engine import hooks
 from hcache_backend.engine.adapters import adapter_digests
 from hcache_backend.engine.arguments import resolved
@@ -135,6 +135,13 @@ def _check_page_shape(running: HCacheConfig, wanted: HCacheConfig) -> None:
             raise ConfigError(
                 f"hcache: option {key!r} is {value!r} but this server runs with {now[key]!r}; "
                 "it shapes pages, so it can only change at a restart"
+            )
+    for key in wanted.model_fields_set & FIXED_AT_START:
+        asked, used = getattr(wanted, key), getattr(running, key)
+        if asked != used:
+            raise ConfigError(
+                f"hcache: option {key!r} is {asked!r} but this server was started with {used!r}; "
+                "it can only change at a restart"
             )
 
 

@@ -228,6 +228,7 @@ def compare(model: Path, folder: Path, *arguments: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_restores_are_timed_in_the_server(model: Path, tmp_path: Path) -> None:
     found = compare(
         *(model, tmp_path, "--part", "restore", "--methods", "hcache-hidden"),

@@ -112,6 +112,10 @@ class TestServerThatWaitsForABackend:
             ({"check_every_pages": -1}, "option 'check_every_pages' is -1: Input should be"),
             ({"mode": "kv"}, "option 'mode' is 'kv' but this server runs with 'hidden'"),
             ({"codec": "int8"}, "option 'codec' is 'int8' but this server runs with 'none'"),
+            (
+                {"restore": "eager"},
+                "option 'restore' is 'eager' but this server was started with 'layerwise'",
+            ),
         ],
         ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
     )
