@@ -56,6 +56,7 @@ class _Pieces:
 
     def __init__(self, whole: PageLayout, segments: Sequence[int]) -> None:
         self.page_size = whole.page_size
+        self.shares = 1  # what another rank would bring is not there to be gathered
         self.positions = whole.positions
         self.segment_bytes = tuple(whole.segment_bytes[s] if s >= 0 else 0 for s in segments)
         self.segment_offsets = tuple(whole.segment_offsets[s] if s >= 0 else 0 for s in segments)
