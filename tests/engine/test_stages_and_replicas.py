@@ -164,7 +164,8 @@ def test_replicas_share_one_store(model: Path, tmp_path: Path) -> None:
     quota = 40 * PAGE_FILE_BYTES
     with Server(our_server(model, tmp_path, dp=REPLICAS, hcache={"quota_bytes": quota})) as server:
         both = [random_tokens(400, seed=700 + number) for number in range(2)]
-        assert ask(server, [*both, *both], [0, 0, 1, 1]) == [0, 0, 0, 0]
+        # One that comes late may find what the other one has just written.
+        assert set(ask(server, [*both, *both], [0, 0, 1, 1])) <= {0, 384}
         assert len(stored_pages(tmp_path)) == 2 * 6
         new = random_tokens(400, seed=710)
         assert ask(server, [new], [0]) == [0]
