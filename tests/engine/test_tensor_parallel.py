@@ -54,6 +54,7 @@ def size(paths: Sequence[Path]) -> int:
     return sum(path.stat().st_size for path in paths)
 
 
+@pytest.mark.versions
 def test_each_rank_stores_half_and_any_number_of_ranks_reads_it(
     model: Path, tmp_path: Path
 ) -> None:
