@@ -31,8 +31,9 @@ from typing import Any, NamedTuple
 
 import requests
 
-from bench.partition import running
+from bench.partition import Line, draw_by_rate, running
 from hcache_backend.cli.common import progress_bar, screen, table
+from hcache_backend.cli.demo_report import Restore, read_trace, restored_from_l3
 from hcache_backend.cli.demo_run import launch
 from hcache_backend.cli.machine import Machine, find_machine
 from hcache_backend.cli.serving import ServerProcess
@@ -55,20 +56,6 @@ _BYTES_A_TOKEN = SHAPE.layers * SHAPE.hidden * 4
 Row = dict[str, Any]
 
 
-class Times(NamedTuple):
-    """One restore, in milliseconds.
-
-    Attributes:
-        total: From the begin of the prefetch to the last layer in the pool.
-        l3: The prefetch.
-        load: The load to the device.
-    """
-
-    total: float
-    l3: float
-    load: float
-
-
 class Runner(NamedTuple):
     """One server, and its trace."""
 
@@ -76,22 +63,17 @@ class Runner(NamedTuple):
     trace: Path
     tokens: int
 
-    def restore(self) -> Times:
+    def restore(self) -> Restore:
         """Ask for a token after the prompt, which is in L3 only, and forget it again."""
         with running(self.server):
-            offset = self.trace.stat().st_size
+            _, offset = read_trace(self.trace)
             self.server.generate(prompt(self.tokens), 1)
             self.server.flush_cache()
-        with self.trace.open() as lines:
-            lines.seek(offset)
-            events = [json.loads(line) for line in lines]
-        l3, load = (
-            next(event for event in events if event["stage"] == stage) for stage in ("l3", "load")
-        )
-        if load["tokens"] < self.tokens:
-            raise SystemExit(f"only {load['tokens']} of {self.tokens} tokens came back from L3")
-        total = load["start_ms"] + load["ms"] - l3["start_ms"]
-        return Times(total, l3["ms"], load["ms"])
+        restored = restored_from_l3(read_trace(self.trace, offset)[0])
+        tokens = restored.tokens if restored else 0
+        if restored is None or tokens < self.tokens:
+            raise SystemExit(f"only {tokens} of {self.tokens} tokens came back from L3")
+        return restored
 
     def token_gaps(self, number: int) -> list[float]:
         """Milliseconds between the tokens of another request while the prompt is restored."""
@@ -140,7 +122,7 @@ def main() -> None:
         link.write_text("0")
         start = Starter(machine, model, folder, link, options.tokens)
         runners = {name: stack.enter_context(start(name, how)) for name, how in METHODS.items()}
-        alone = statistics.median(runners["layerwise"].restore().load for _ in range(3))
+        alone = statistics.median(runners["layerwise"].restore().load_ms for _ in range(3))
         balanced = round(options.tokens * _BYTES_A_TOKEN / alone / 1e3, 1)
         rates = sorted({*options.rates, balanced}, key=lambda rate: rate or float("inf"))
         rows = []
@@ -205,15 +187,15 @@ def prompt(tokens: int, seed: int = 0) -> Sequence[int]:
 
 def measure_rate(rate: float, runners: dict[str, Runner], rounds: int) -> Row:
     """Rounds of one restore by every server, in changing order."""
-    times: dict[str, list[Times]] = {name: [] for name in runners}
+    times: dict[str, list[Restore]] = {name: [] for name in runners}
     for number in range(rounds):
         order = list(runners)
         random.Random(number).shuffle(order)
         for name in order:
             times[name].append(runners[name].restore())
-    ms = {name: statistics.median(t.total for t in found) for name, found in times.items()}
+    ms = {name: statistics.median(t.ms for t in found) for name, found in times.items()}
     parts = {
-        part: statistics.median(getattr(t, part) for t in times["layerwise"])
+        part: statistics.median(getattr(t, f"{part}_ms") for t in times["layerwise"])
         for part in ("l3", "load")
     }
     return {
@@ -223,7 +205,7 @@ def measure_rate(rate: float, runners: dict[str, Runner], rounds: int) -> Row:
         "eager_vs_layerwise": ms["eager"] / ms["layerwise"],
         "eager_vs_larger_part": ms["eager"] / max(parts.values()),
         "kv_vs_eager": ms["kv"] / ms["eager"],
-        "rounds": {name: [round(t.total, 1) for t in found] for name, found in times.items()},
+        "rounds": {name: [round(t.ms, 1) for t in found] for name, found in times.items()},
     }
 
 
@@ -286,28 +268,14 @@ def report(rows: list[Row], balanced: float, gaps: Row, device: str, options: An
 
 def draw(rows: list[Row], balanced: float, device: str, path: Path) -> None:
     """Restore time by the rate of L3."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    places = range(len(rows))
-    labels = [f"{row['mb_per_s']:g}" if row["mb_per_s"] else "no limit" for row in rows]
-    for name, style in {"kv": "--", "layerwise": "--", "eager": "-"}.items():
-        axes.plot(places, [row["ms"][name] for row in rows], style, marker="o", label=LABELS[name])
-    axes.axvline(
-        [row["mb_per_s"] for row in rows].index(balanced), color="grey", alpha=0.5, linestyle=":"
+    styles = {"kv": "--", "layerwise": "--", "eager": "-"}
+    lines = {name: Line(LABELS[name], style) for name, style in styles.items()}
+    words = (
+        "L3, MB/s (dotted: reading takes as long as projecting)",
+        "prefetch to last layer, ms",
+        f"Restores from L3, {device}",
     )
-    axes.set_yscale("log")
-    axes.set_xticks(list(places), labels)
-    axes.set_xlabel("L3, MB/s (dotted: reading takes as long as projecting)")
-    axes.set_ylabel("prefetch to last layer, ms")
-    axes.set_title(f"Restores from L3, {device}")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    draw_by_rate(rows, lines, words, path, mark=balanced)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hcache_backend.cli.common import progress_bar, screen, table
+from hcache_backend.cli.demo_report import read_trace
 from hcache_backend.cli.demo_run import launch
 from hcache_backend.cli.machine import Machine, find_machine
 from hcache_backend.cli.serving import ServerProcess
@@ -62,13 +63,11 @@ class Runner(NamedTuple):
         """Ask for a token after ``prompt``; how much of it came back from host memory, and how
         long that took."""
         with running(self.server):
-            offset = self.trace.stat().st_size if self.trace.exists() else 0
+            _, offset = read_trace(self.trace)
             self.server.generate(prompt, 1)
-        with self.trace.open() as lines:
-            lines.seek(offset)
-            events = [json.loads(line) for line in lines]
-        loads = [event for event in events if event["stage"] == "load"]
-        return sum(load["tokens"] for load in loads), sum(float(load["ms"]) for load in loads)
+        events, _ = read_trace(self.trace, offset)
+        loads = [event for event in events if event.stage == "load"]
+        return sum(load.tokens for load in loads), sum(load.ms for load in loads)
 
 
 @contextmanager
@@ -239,6 +238,39 @@ def report(rows: list[Row], device: str, options: Any) -> None:
 
 def draw(rows: list[Row], device: str, path: Path) -> None:
     """Restore time by the rate of the bus."""
+    lines = {
+        name: Line(name, style)
+        for name, style in {"hidden": "--", "kv": "--", "recompute": ":"}.items()
+    }
+    lines["auto"] = Line("auto", "-", 2.5)
+    words = ("copy to the device, MB/s", "restore, ms", f"Restores by method, {device}")
+    draw_by_rate(rows, lines, words, path)
+
+
+class Line(NamedTuple):
+    """How one method is drawn."""
+
+    label: str
+    style: str
+    width: float = 1.5
+
+
+def draw_by_rate(
+    rows: list[Row],
+    lines: dict[str, Line],
+    words: tuple[str, str, str],
+    path: Path,
+    mark: float | None = None,
+) -> None:
+    """Draw the time (``ms`` of each row, by method) over the rate (``mb_per_s``; None: no limit).
+
+    Args:
+        rows: What was measured.
+        lines: Which methods, and how.
+        words: Below the axis of rates, beside that of times, and above.
+        path: The PNG.
+        mark: The rate of a row that gets a dotted line.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -247,22 +279,18 @@ def draw(rows: list[Row], device: str, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     places = range(len(rows))
     labels = [f"{row['mb_per_s']:g}" if row["mb_per_s"] else "no limit" for row in rows]
-    styles = {"hidden": "--", "kv": "--", "recompute": ":", "auto": "-"}
-    for name, style in styles.items():
-        width = 2.5 if name == "auto" else 1.5
-        axes.plot(
-            places,
-            [row["ms"][name] for row in rows],
-            style,
-            marker="o",
-            linewidth=width,
-            label=name,
-        )
+    for name, (label, style, width) in lines.items():
+        times = [row["ms"][name] for row in rows]
+        axes.plot(places, times, style, marker="o", linewidth=width, label=label)
+    if mark is not None:
+        place = [row["mb_per_s"] for row in rows].index(mark)
+        axes.axvline(place, color="grey", alpha=0.5, linestyle=":")
     axes.set_yscale("log")
     axes.set_xticks(list(places), labels)
-    axes.set_xlabel("copy to the device, MB/s")
-    axes.set_ylabel("restore, ms")
-    axes.set_title(f"Restores by method, {device}")
+    below, beside, above = words
+    axes.set_xlabel(below)
+    axes.set_ylabel(beside)
+    axes.set_title(above)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.tight_layout()

@@ -192,6 +192,10 @@ class PageLayout:
         """The namespace in the header of ``page``."""
         return page[_NAMESPACE].tobytes()
 
+    def is_stamped(self, page: Bytes) -> bool:
+        """Whether ``page`` was stamped: no row of it was lost, or is still on its way."""
+        return self.namespace_of(page) != NO_NAMESPACE
+
 
 def _digest(part: Bytes) -> bytes:
     return xxhash.xxh3_128_digest(part.data)

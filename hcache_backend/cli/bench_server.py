@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hcache_backend.cli.common import fail
+from hcache_backend.cli.hicache_options import hicache_options, l3_options
 from hcache_backend.cli.machine import Machine
 from hcache_backend.config import TRACE_VARIABLE
 
@@ -114,32 +114,8 @@ def launch(
     if not method.radix:
         command += ["--disable-radix-cache"]
     if method.hierarchical:
-        command += _hierarchical(method, folder / "l3", host_ratio)
-    if method.storage == "file":
-        variables["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(folder / "l3")
+        command += hicache_options(host_ratio)
+    if method.storage is not None:
+        options, where = l3_options(method.storage, PAGE_SIZE, folder / "l3", method.hcache)
+        command, variables = [*command, *options], variables | where
     return [*command, *extra], {**variables, **(environment or {})}
-
-
-def _hierarchical(method: Method, folder: Path, host_ratio: float) -> list[str]:
-    options = [
-        *("--enable-hierarchical-cache", "--hicache-ratio", f"{host_ratio:g}"),
-        *("--hicache-write-policy", "write_through"),
-        *("--hicache-mem-layout", "page_first", "--hicache-io-backend", "kernel"),
-    ]
-    if method.storage is None:
-        return options
-    extra: dict[str, Any] = {"prefetch_threshold": PAGE_SIZE}
-    if method.storage == "dynamic":
-        extra |= {
-            "backend_name": "hcache",
-            "module_path": "hcache_backend",
-            "class_name": "HCacheStorage",
-            "interface_v1": 1,
-            "hcache": {"dirs": [str(folder)], **method.hcache},
-        }
-    return [
-        *options,
-        *("--hicache-storage-prefetch-policy", "wait_complete"),
-        *("--hicache-storage-backend", method.storage),
-        *("--hicache-storage-backend-extra-config", json.dumps(extra)),
-    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Callable
@@ -19,12 +18,15 @@ from hcache_backend.cli.demo_report import (
     recomputed,
     restored_from_l3,
 )
+from hcache_backend.cli.hicache_options import hicache_options, l3_options
 from hcache_backend.cli.machine import Machine
 from hcache_backend.cli.serving import Reply, ServerProcess
 from hcache_backend.config import TRACE_VARIABLE
 
 PAGE_SIZE = 64
 POOL_TOKENS = 16384
+_BACKENDS = {"kv_offload": "file", "hcache": "dynamic"}
+_THRESHOLD = 16
 _PAGE_FILES = {"kv_offload": "*.bin", "hcache": "*.page"}
 
 
@@ -119,31 +121,12 @@ def launch(
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     }
     if method in L3_METHODS:
-        backend, extra = _storage(method, folder / "l3", codec)
-        command += [
-            *("--enable-hierarchical-cache", "--hicache-ratio", "2"),
-            *("--hicache-write-policy", "write_through"),
-            *("--hicache-mem-layout", "page_first", "--hicache-io-backend", "kernel"),
-            *("--hicache-storage-prefetch-policy", "wait_complete"),
-            *("--hicache-storage-backend", backend),
-            *("--hicache-storage-backend-extra-config", json.dumps(extra)),
-        ]
-    if method == "kv_offload":
-        environment["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(folder / "l3")
+        options, where = l3_options(
+            _BACKENDS[method], _THRESHOLD, folder / "l3", {"mode": "hidden", "codec": codec}
+        )
+        command += [*hicache_options(2), *options]
+        environment |= where
     return command, environment
-
-
-def _storage(method: str, folder: Path, codec: str) -> tuple[str, dict[str, object]]:
-    if method == "kv_offload":
-        return "file", {"prefetch_threshold": 16}
-    return "dynamic", {
-        "backend_name": "hcache",
-        "module_path": "hcache_backend",
-        "class_name": "HCacheStorage",
-        "interface_v1": 1,
-        "prefetch_threshold": 16,
-        "hcache": {"dirs": [str(folder)], "mode": "hidden", "codec": codec},
-    }
 
 
 class _Session:

@@ -31,7 +31,6 @@ from hcache_backend.engine.read_batches import BatchedReads
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.service_check import ServiceChecks
 from hcache_backend.engine.stage_pages import StagePages
-from hcache_backend.page import NO_NAMESPACE
 from hcache_backend.streams import StreamFailed
 
 logger = logging.getLogger("hcache")
@@ -241,7 +240,7 @@ class HiddenStateController(HybridCacheController):
         incomplete = self._pool.arena.first_layers(self._pool.page_ids(operation.host_indices)) > 0
         for i, (key, page) in enumerate(zip(operation.hash_value, pages, strict=False)):
             wanted = tokens[i * size : (i + 1) * size]
-            if layout.namespace_of(page) == NO_NAMESPACE or incomplete[i]:
+            if not layout.is_stamped(page) or incomplete[i]:
                 lost = "first_layers" if incomplete[i] else "rows"
                 metrics.count_problem(f"page_with_lost_{lost}")
                 operation.hash_value = operation.hash_value[:i]

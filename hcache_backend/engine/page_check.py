@@ -11,7 +11,7 @@ import torch
 from hcache_backend.engine import metrics
 from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.self_check import layer_problem
-from hcache_backend.page import NO_NAMESPACE, PageLayout
+from hcache_backend.page import PageLayout
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.projector import Projector
 from hcache_backend.restore.exchange import Exchange
@@ -40,15 +40,11 @@ class PageCheck:
     kvcache: Any
     exchange: Exchange | None
 
-    def is_page(self, page: torch.Tensor) -> bool:
-        """Whether ``page`` (uint8 ``[page_bytes]``) can be checked: no row of it was lost."""
-        return self.layout.namespace_of(page.numpy()) != NO_NAMESPACE
-
     def __call__(self, page: torch.Tensor, slots: torch.Tensor) -> str | None:
         """Why ``page`` is not what the pool says, or None. All ranks must call it.
 
         Args:
-            page: uint8 ``[page_bytes]``, on the CPU; see :meth:`is_page`.
+            page: uint8 ``[page_bytes]``, on the CPU; no row of it was lost.
             slots: Slots of its tokens, int64 ``[page_size]``, on the device.
 
         Raises:

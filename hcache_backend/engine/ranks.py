@@ -25,18 +25,16 @@ def on_all_ranks(group: Any, *flags: bool) -> tuple[bool, ...]:
     Args:
         group: A process group on the CPU (gloo), or None for a single rank.
     """
-    verdict = torch.tensor(flags, dtype=torch.int32)
-    if group is not None and dist.is_initialized() and dist.get_world_size(group=group) > 1:
-        dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=group)
-    return tuple(bool(flag) for flag in verdict.tolist())
+    return tuple(bool(flag) for flag in smallest(group, *flags))
 
 
-def smallest(group: Any, number: int) -> int:
-    """The smallest ``number`` of all ranks of ``group`` (as in :func:`on_all_ranks`)."""
-    least = torch.tensor(number, dtype=torch.int64)
+def smallest(group: Any, *numbers: int) -> list[int]:
+    """The smallest on all ranks of ``group``, for each of ``numbers``; see :func:`on_all_ranks`."""
+    least = torch.tensor(numbers, dtype=torch.int64)
     if group is not None and dist.is_initialized() and dist.get_world_size(group=group) > 1:
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
-    return int(least)
+    found: list[int] = least.tolist()
+    return found
 
 
 def from_first_rank(group: Any, make: Callable[[], _Value]) -> _Value:

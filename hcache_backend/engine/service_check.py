@@ -149,5 +149,5 @@ class ServiceChecks:
         ):
             return None
         physical = arena.physical(np.array([chosen.host_page]))[0]
-        page: torch.Tensor = self._pool.kv_buffer[physical]
-        return page if self._check_page.is_page(page) else None
+        whole = arena.layout.is_stamped(arena.memory[physical])
+        return self._pool.kv_buffer[physical] if whole else None

@@ -20,7 +20,6 @@ import numpy.typing as npt
 
 from hcache_backend.capture.arena import Arena, Ids
 from hcache_backend.engine.ranks import FirstStage, PipelineStages
-from hcache_backend.page import NO_NAMESPACE
 
 logger = logging.getLogger("hcache")
 
@@ -110,8 +109,8 @@ class StagePages:
         return self._first.decide(verdict)
 
     def _is_whole(self, host_pages: Ids) -> bool:
-        pages = self._arena.memory[self._arena.physical(host_pages)]
-        return all(self._arena.layout.namespace_of(page) != NO_NAMESPACE for page in pages)
+        memory, layout = self._arena.memory, self._arena.layout
+        return all(layout.is_stamped(memory[page]) for page in self._arena.physical(host_pages))
 
     def _hear(self, number: int, heard: Future[list[_Said]]) -> None:
         try:

@@ -136,7 +136,7 @@ class HiddenStateStrategy(StackStrategy):
         (agreed,) = on_all_ranks(params.pp_cache_group, reason is None)
         if not agreed and reason is None:
             reason = "another pipeline stage refused"
-        host_pages = smallest(params.pp_cache_group, plan.pages.host if plan else 0)
+        [host_pages] = smallest(params.pp_cache_group, plan.pages.host if plan else 0)
         if reason is not None or probe is None or projections is None or plan is None:
             self._runtime.use_kv_mode(reason or "no probe")
             return _PlainKvStrategy().build(

@@ -47,6 +47,26 @@ def test_stage_rows_that_are_part_of_something_wider(device: str, columns: int) 
     assert torch.equal(got.rows.cpu(), want.rows)
 
 
+def saved_by_kernel(
+    device: str,
+    arena: torch.Tensor,
+    staged: torch.Tensor,
+    slots: torch.Tensor,
+    shadows: torch.Tensor,
+    segments: torch.Tensor,
+    page_size: int,
+    kept: range,
+) -> torch.Tensor:
+    """The arena once the kernel has run."""
+    got = arena.pin_memory() if device == "cuda" else arena
+    places = (slots.to(device), shadows.to(device))
+    launch = save_launch(staged.to(device), *places, got, segments.to(device), page_size, kept)
+    launch.run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return got
+
+
 @pytest.mark.parametrize("row_bytes", [1, 6, 160, 3000])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_save_rows(device: str, row_bytes: int, page_size: int) -> None:
@@ -67,18 +87,9 @@ def test_save_rows(device: str, row_bytes: int, page_size: int) -> None:
             start = int(segments[layer]) + slot % page_size * row_bytes
             row = want[shadows[slot // page_size], start : start + row_bytes]
             assert torch.equal(row, staged[layer, i])
-    got = arena.pin_memory() if device == "cuda" else arena
-    save_launch(
-        staged.to(device),
-        slots.to(device),
-        shadows.to(device),
-        got,
-        segments.to(device),
-        page_size,
-        range(page_size),
-    ).run()
-    if device == "cuda":
-        torch.cuda.synchronize()
+    got = saved_by_kernel(
+        device, arena, staged, slots, shadows, segments, page_size, range(page_size)
+    )
     assert torch.equal(got, want)
 
 
@@ -102,16 +113,5 @@ def test_save_rows_of_a_share(device: str, kept: range) -> None:
     want = arena.clone()
     save_rows(staged, slots, shadows, want, segments, page_size, kept)
     assert torch.equal(want, expected)
-    got = arena.pin_memory() if device == "cuda" else arena
-    save_launch(
-        staged.to(device),
-        slots.to(device),
-        shadows.to(device),
-        got,
-        segments.to(device),
-        page_size,
-        kept,
-    ).run()
-    if device == "cuda":
-        torch.cuda.synchronize()
+    got = saved_by_kernel(device, arena, staged, slots, shadows, segments, page_size, kept)
     assert torch.equal(got, want)
