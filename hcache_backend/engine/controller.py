@@ -191,10 +191,12 @@ class HiddenStateController(HybridCacheController):
         if not fine:  # the first stage knew that it is: a mistake of ours
             self._runtime.lose_trust("a page is not what the first pipeline stage took it for")
         load = partial(super().load, host_indices, *args, **kwargs)
-        device_indices = load() if self.eager is None else self.eager.load(host_indices, load)
+        device_indices, whole = (
+            (load(), None) if self.eager is None else self.eager.load(host_indices, load)
+        )
         if device_indices is not None and span is not None:
             self._capture.ledger.loaded(device_indices, self._pool.page_ids(host_indices))
-            self._loads.add(span)
+            self._loads.add(span, device_indices, whole)
         return device_indices
 
     def start_loading(self) -> int:

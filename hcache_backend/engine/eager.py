@@ -15,10 +15,11 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -26,9 +27,10 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from hcache_backend.engine import metrics
 from hcache_backend.engine.hooks import eager_hooks, install
 from hcache_backend.engine.host_pool import HiddenStatePool, Ready
-from hcache_backend.restore.eager import EagerRestores, HandOut, Ids, batch_pages
+from hcache_backend.engine.loads import LoadPlanner
+from hcache_backend.restore.eager import EagerRestores, HandOut, Ids, Launched, batch_pages
 from hcache_backend.restore.pipeline import RestorePipeline
-from hcache_backend.restore.report import Restore
+from hcache_backend.streams import StreamFailed
 
 logger = logging.getLogger("hcache")
 
@@ -136,6 +138,7 @@ class EagerLoads:
         pages: The device's free pages.
         pool: The host pool.
         pipeline: Launches restores.
+        loads: Knows how first layers are recomputed.
         stored_from: Nothing is stored of the layers before this one.
         limit: Device pages that are reserved at most.
     """
@@ -145,15 +148,18 @@ class EagerLoads:
         pages: ReservablePages,
         pool: HiddenStatePool,
         pipeline: RestorePipeline,
+        loads: LoadPlanner,
         stored_from: int,
         limit: int,
     ) -> None:
         self._pages = pages
         self._pool = pool
         self._pipeline = pipeline
+        self._loads = loads
         self._stored_from = stored_from
         self._handed: list[HandOut] = []
-        self._stream: Any = None  # on a GPU: what the first launch waits for was given to it
+        self._controller: Any = None
+        self._anchors: dict[Any, Any] = {}  # of running prefetches: the node before them
         self._restores = EagerRestores(pool.page_size, pages, self._launch, limit)
         pages.eager = self._restores
         pool.on_freed = self._restores.host_freed
@@ -161,60 +167,99 @@ class EagerLoads:
     def turn(self, cache: Any) -> None:
         """The scheduler's turn: HiCache has just seen what its storage threads brought."""
         restores, size = self._restores, self._pool.page_size
-        self._pages.cache = cache
-        running = [
-            info.operation
+        self._pages.cache, self._controller = cache, cache.cache_controller
+        self._anchors = {
+            info.operation: info.anchor_node_id
             for info in cache.ongoing_prefetch.values()
             if info.operation.host_indices is not None
-        ]
+        }
+        running = list(self._anchors)
         for operation in restores.running():
             if operation not in running:
                 restores.end(operation)
         for operation in running:
             if not restores.knows(operation):
-                self._begin(cache.cache_controller, operation)
+                self._begin(operation)
             arrived = restores.arrived(operation, operation.completed_tokens // size)
             if arrived:
                 metrics.count_tokens("eager", arrived * size)
 
-    def _begin(self, controller: Any, operation: Any) -> None:
+    def _begin(self, operation: Any) -> None:
         host_pages = self._pool.page_ids(operation.host_indices)
         keys = operation.hash_value[: len(host_pages)]
         if len(keys) <= batch_pages(len(keys)):
             keys = []  # it comes in one piece
         self._restores.reserve(operation, keys, host_pages[: len(keys)])
         # Forward passes that were launched may still use pages that are free already.
+        self._wait_for_forwards()
+
+    def _wait_for_forwards(self) -> None:
+        """Let restores wait for the forward passes that were launched."""
         if self._pages.on_gpu:
-            self._stream = controller.l2_transfer_engine.host_to_device_stream
-            self._stream.wait_stream(torch.cuda.current_stream())
-            if controller.load_fence_stream is not None:
-                self._stream.wait_stream(controller.load_fence_stream)
+            stream = self._controller.l2_transfer_engine.host_to_device_stream
+            stream.wait_stream(torch.cuda.current_stream())
+            if self._controller.load_fence_stream is not None:
+                stream.wait_stream(self._controller.load_fence_stream)
 
-    def _launch(self, host_pages: Ids, slots: torch.Tensor) -> Restore:
-        arena = self._pool.arena
+    def _launch(
+        self, prefetch: Any, host_pages: Ids, slots: torch.Tensor, before: torch.Tensor | None
+    ) -> Launched:
+        arena, recompute, reads_others = self._pool.arena, None, False
         first = max(self._stored_from, int(arena.first_layers(host_pages).max()))
-        physical = arena.physical(host_pages)
-        with torch.cuda.stream(self._stream) if self._pages.on_gpu else nullcontext():
-            return self._pipeline.start(physical, slots, first_layer=first)
+        if first and before is not None:
+            others = self._before_prefetch(prefetch)
+            if others is not None:
+                prefix = torch.cat((others, before))
+                recompute = self._loads.recompute_of(host_pages, first, lambda: prefix)
+                reads_others = recompute is not None and len(others) > 0
+        if reads_others:
+            self._wait_for_forwards()  # they may be writing what is before the prefetch
+        on_gpu, engine = self._pages.on_gpu, self._controller.l2_transfer_engine
+        with torch.cuda.stream(engine.host_to_device_stream) if on_gpu else nullcontext():
+            restore = self._pipeline.start(arena.physical(host_pages), slots, recompute, first)
+        if reads_others:
+            # Nobody keeps these: the next forward pass may write there.
+            with suppress(StreamFailed):
+                restore.wait_for_layer(0)
+        if recompute is not None:
+            metrics.count_tokens("eager_recomputed", len(slots))
+        return Launched(restore, not first or recompute is not None, recompute is not None)
 
-    def load(self, host_indices: torch.Tensor, load: Callable[[], Any]) -> Any:
-        """What ``load`` returns, SGLang's load of these pages, with device pages of ours."""
+    def _before_prefetch(self, prefetch: Any) -> torch.Tensor | None:
+        """Slots of the tokens before a prefetch, int64 ``[n]``; None: not all are on the device."""
+        tree = self._pages.cache.tree_core
+        root = tree.empty_match_result.last_device_node
+        try:
+            slots: torch.Tensor = tree.collect_full_device_indices(self._anchors[prefetch], root)
+        except Exception:  # it was made for paths that are on the device
+            return None
+        return slots
+
+    def load(
+        self, host_indices: torch.Tensor, load: Callable[[], Any]
+    ) -> tuple[Any, npt.NDArray[np.bool_] | None]:
+        """SGLang's load of these pages, with device pages of ours.
+
+        Returns:
+            What ``load`` returns, and which pages lack no layer, bool ``[pages]`` (None: nothing
+            was loaded).
+        """
         if not host_indices.numel():
-            return load()
+            return load(), None
         with self._pages.loading(self._pool.page_ids(host_indices)):
             device_indices = load()
         handed = self._pages.take_handed()
         if handed is None:
-            return device_indices
+            return device_indices, None
         if device_indices is None:  # what was allocated is free again
             for restore in handed.restores:
                 restore.wait()
-            return None
+            return None, None
         self._handed.append(handed)
         size, ready = self._pool.page_size, int(handed.ready.sum())
         metrics.count_tokens("ready_at_load", ready * size)
         metrics.count_tokens("not_ready_at_load", (len(handed.ready) - ready) * size)
-        return device_indices
+        return device_indices, handed.whole
 
     @property
     def any_ready(self) -> bool:
@@ -227,7 +272,10 @@ class EagerLoads:
         if not handed:
             return None
         restores = {id(one): one for each in handed for one in each.restores}
-        return Ready(np.concatenate([each.ready for each in handed]), tuple(restores.values()))
+        ready, whole = (
+            np.concatenate([getattr(each, part) for each in handed]) for part in ("ready", "whole")
+        )
+        return Ready(ready, whole, tuple(restores.values()))
 
     def forget_loads(self) -> None:
         """Queued loads were dropped."""

@@ -30,11 +30,13 @@ class Ready(NamedTuple):
     """What of the next restore others have launched already.
 
     Attributes:
-        pages: Which of its pages, bool ``[pages]``: but for first layers that are recomputed.
-        restores: What writes them.
+        pages: Which of its pages, bool ``[pages]``, with the layers that are stored.
+        whole: Which of these with all layers, bool ``[pages]``.
+        restores: What writes them, or still reads them.
     """
 
     pages: npt.NDArray[np.bool_]
+    whole: npt.NDArray[np.bool_]
     restores: tuple[StartedRestore, ...]
 
 
@@ -227,19 +229,22 @@ class HiddenStatePool(HostKVCache):
             return (pipeline.start(pages, slots, recompute),)
         assert len(ready.pages) == len(pages)
         if recompute is not None:
-            recompute = self._of_all(recompute, ready, pages, slots)
-        missing = np.flatnonzero(~ready.pages)
-        if recompute is None and not len(missing):
+            lack = ~ready.whole
+            recompute = self._of(recompute, ready, pages[lack], self._slots(slots, lack))
+        missing = ~ready.pages
+        if recompute is None and not missing.any():
             return ready.restores
-        by_page = slots.split(self.page_size)
-        rest = torch.cat([slots[:0], *(by_page[i] for i in missing.tolist())])
+        rest = self._slots(slots, missing)
         return (*ready.restores, pipeline.start(pages[missing], rest, recompute))
 
-    def _of_all(
-        self, recompute: Recompute, ready: Ready, pages: Ids, slots: torch.Tensor
-    ) -> Recompute:
-        """Recompute the first layers of all pages, and not only of those that are transferred."""
-        for restore in ready.restores:  # it may have restored some of these layers
+    def _slots(self, slots: torch.Tensor, pages: npt.NDArray[np.bool_]) -> torch.Tensor:
+        """The slots (of all ``slots``, page by page) of the chosen ``pages``."""
+        by_page = slots.split(self.page_size)
+        return torch.cat([slots[:0], *(by_page[i] for i in np.flatnonzero(pages).tolist())])
+
+    def _of(self, recompute: Recompute, ready: Ready, pages: Ids, slots: torch.Tensor) -> Recompute:
+        """Recompute the first layers of ``pages``, and not only of those that are transferred."""
+        for restore in ready.restores:  # it may have restored some of these layers, or those before
             for layer in range(recompute.layers):
                 restore.wait_for_layer(layer)
         positions = self.page_layout.positions(self.arena.memory)[pages].reshape(-1)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from hcache_backend.capture.arena import Ids
 from hcache_backend.engine.host_pool import HiddenStatePool
 from hcache_backend.engine.partitioning import Partitioning
+from hcache_backend.restore.eager import runs
 from hcache_backend.restore.pipeline import Recompute
 from hcache_backend.restore.recompute import Recomputer, RestoredSpan
 from hcache_backend.store.base import EIGHTHS
@@ -71,6 +73,25 @@ class LoadPlanner:
         first = self._partitioning.first_layers(tokens, 0, "first")
         return first if first > self._stored_from else 0
 
+    def recompute_of(
+        self, host_pages: Ids, layers: int, prefix: Callable[[], torch.Tensor | None]
+    ) -> Recompute | None:
+        """How ``layers`` first layers of consecutive pages are recomputed; None: they cannot be.
+
+        Args:
+            host_pages: The host page of each, int64 ``[p]``.
+            layers: At least 1.
+            prefix: Gives the slots of all tokens before them, where K and V of these layers are.
+        """
+        recomputer = self._recomputer
+        if recomputer is None:
+            return None
+        physical = self._pool.arena.physical(host_pages)
+        token_ids, behind = self._tokens([self._pool.arena.memory[i] for i in physical], prefix)
+        if behind is None:
+            return None
+        return self._recompute(layers, [LoadedSpan(token_ids, behind, layers)], recomputer)
+
     def span(self, host_indices: torch.Tensor) -> LoadedSpan | None:
         """What is known of the pages of a load; None: they lack layers, and nothing can help."""
         span = self._span(
@@ -85,23 +106,41 @@ class LoadPlanner:
     def _span(self, host_indices: torch.Tensor, missing: int) -> LoadedSpan:
         if self._recomputer is None:  # nobody will ask which tokens they are
             return LoadedSpan(np.empty(0, np.int64), None, missing)
-        layout, pages = self._pool.page_layout, self._pool.pages_of(host_indices)
+        pages = self._pool.pages_of(host_indices)
+        token_ids, prefix = self._tokens(pages, self.prefix or (lambda: None))
+        return LoadedSpan(token_ids, prefix, missing)
+
+    def _tokens(
+        self, pages: Sequence[np.ndarray], prefix: Callable[[], torch.Tensor | None]
+    ) -> tuple[np.ndarray, torch.Tensor | None]:
+        """Token ids of pages, int64 ``[n]``, and the prefix if it is known and theirs."""
+        layout = self._pool.page_layout
         positions = np.concatenate([layout.positions(page) for page in pages])
         token_ids = np.concatenate([layout.token_ids(page) for page in pages]).astype(np.int64)
-        return LoadedSpan(token_ids, self._known_prefix(positions), missing)
-
-    def _known_prefix(self, positions: np.ndarray) -> torch.Tensor | None:
         first = int(positions[0])
         if not np.array_equal(positions, np.arange(first, first + len(positions))):
-            return None
+            return token_ids, None
         if first == 0:
-            return torch.empty(0, dtype=torch.int64, device=self._device)
-        slots = self.prefix() if self.prefix is not None else None
-        return slots if slots is not None and len(slots) == first else None
+            return token_ids, torch.empty(0, dtype=torch.int64, device=self._device)
+        slots = prefix()
+        return token_ids, slots if slots is not None and len(slots) == first else None
 
-    def add(self, span: LoadedSpan) -> None:
-        """The load was queued."""
-        self._spans.append(span)
+    def add(self, span: LoadedSpan, slots: torch.Tensor, whole: np.ndarray | None = None) -> None:
+        """The load was queued.
+
+        Args:
+            span: Its tokens.
+            slots: Where they go, int64 ``[n]``.
+            whole: Pages that lack no layer any more, bool ``[pages]``; None: there are none.
+        """
+        if whole is None or not whole.any():
+            self._spans.append(span)
+            return
+        size = self._pool.page_size
+        for run in runs(np.flatnonzero(~whole).tolist()):
+            start, stop = run.start * size, run.stop * size
+            behind = None if span.prefix is None else torch.cat((span.prefix, slots[:start]))
+            self._spans.append(LoadedSpan(span.token_ids[start:stop], behind, span.missing))
 
     def forget(self) -> None:
         """Queued loads were dropped."""
@@ -114,11 +153,7 @@ class LoadPlanner:
         """
         spans, self._spans = self._spans, []
         first = max((span.missing for span in spans), default=0)
-        restored = [
-            RestoredSpan(len(span.token_ids), span.prefix)
-            for span in spans
-            if span.prefix is not None
-        ]
+        restored = _restored(spans)
         recomputer = self._recomputer
         if not spans or recomputer is None or len(restored) < len(spans):
             assert first == 0, "pages without their first layers were queued"
@@ -127,12 +162,23 @@ class LoadPlanner:
         pairs = sum(span.tokens * len(span.prefix) for span in restored)
         if not any_ready:
             first = max(first, self._partitioning.first_layers(tokens, pairs // tokens, "none"))
-        if first == 0:
-            return None
+        return self._recompute(first, spans, recomputer) if first else None
+
+    def _recompute(
+        self, layers: int, spans: Sequence[LoadedSpan], recomputer: Recomputer
+    ) -> Recompute:
+        restored = _restored(spans)
         held = held_for_device(np.concatenate([span.token_ids for span in spans]), self._device)
 
         def fill(positions: torch.Tensor, slots: torch.Tensor) -> None:
             token_ids = held.to(slots.device, non_blocking=True)
-            recomputer.run(first, token_ids, positions, slots, restored)
+            recomputer.run(layers, token_ids, positions, slots, restored)
 
-        return Recompute(first, fill)
+        return Recompute(layers, fill)
+
+
+def _restored(spans: Iterable[LoadedSpan]) -> list[RestoredSpan]:
+    """Those whose prefix is known."""
+    return [
+        RestoredSpan(len(span.token_ids), span.prefix) for span in spans if span.prefix is not None
+    ]

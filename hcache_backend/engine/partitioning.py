@@ -55,8 +55,8 @@ class Partitioning:
         parks: Whether segments can wait in the KV pool.
         can_recompute: Whether the first layers can be recomputed here.
         reason: Why they cannot, or None.
-        eager: Whether layers are projected while L3 is being read. Layers are not recomputed
-            before the end of it, so of pages from there no more are than must be.
+        eager: Whether pages are restored while L3 is being read: of those from there the same
+            layers are recomputed however many they are.
         ranks: Tensor-parallel ranks. With several, recomputation and transfers are not at work at
             once, because both talk to the other ranks: no more is recomputed than must be.
     """
@@ -191,7 +191,7 @@ def _decide(
         larger = shape.hidden_bytes >= shape.kv_bytes  # what is measured alike would be a toss
 
         def objective(costs: LayerCosts, partition: Partition) -> float:
-            out = ((tp > 1 or eager) and partition.recompute) or (larger and partition.hidden)
+            out = (tp > 1 and partition.recompute) or (larger and partition.hidden)
             return float("inf") if out else seconds(costs, partition)
 
         fixed = search(costs, layers, objective)

@@ -263,7 +263,7 @@ class HiddenStateStrategy(StackStrategy):
         if reservable is not None:
             most = max(1, int(plan.pages.device * runtime.config.restore_share))
             first = len(plan.parts.layers("recompute"))
-            eager = EagerLoads(reservable, pool, pipeline, first, most)
+            eager = EagerLoads(reservable, pool, pipeline, loads, first, most)
             runtime.on_weights_changed.append(eager.give_back)
         controller.use_hidden_states(runtime, pool, capture, checks, loads, stages, eager)
         return StackBuildResult(

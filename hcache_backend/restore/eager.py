@@ -10,9 +10,10 @@ So the engine counts it as free, and whoever allocates may have it. The rules:
 
 - A device page is either free, or reserved for one host page, or handed out, never two of these.
 - It is launched for a host page once, after that page has arrived and was proven.
+- Its first layers are recomputed with it only where those of all pages before it were.
 - It is handed out for the host page that it was launched for, once, together with the restore that
   writes it: whoever reads it waits for that restore first.
-- It is free for others only behind the restore that writes it.
+- It is free for others only behind the restore that writes it, and those that recompute from it.
 - When the host page is freed, what was made of it is worth nothing and is given back.
 
 This is bookkeeping for the scheduler thread. It depends on nothing that differs between
@@ -22,7 +23,7 @@ tensor-parallel ranks, such as whether an event has passed: they all decide the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple, Protocol
@@ -77,8 +78,40 @@ class StartedRestore(Protocol):
         """
 
 
-Launch = Callable[[Ids, torch.Tensor], StartedRestore]
-"""Launches the restore of whole pages: ``launch(host_pages, slots)``."""
+class Launched(NamedTuple):
+    """What was launched for some pages.
+
+    Attributes:
+        restore: Writes K and V of their layers.
+        whole: Of all of them. Otherwise the first ones have to be recomputed yet.
+        reads_before: It reads K and V of the pages before these.
+    """
+
+    restore: StartedRestore
+    whole: bool
+    reads_before: bool
+
+
+class Launch(Protocol):
+    """Launches the restore of consecutive pages of a prefetch."""
+
+    def __call__(
+        self,
+        prefetch: Hashable,
+        host_pages: Ids,
+        slots: torch.Tensor,
+        before: torch.Tensor | None,
+    ) -> Launched:
+        """Launch it.
+
+        Args:
+            prefetch: Names it.
+            host_pages: Host pages, int64 ``[p]``.
+            slots: Slots of their tokens, int64 ``[p * page_size]``.
+            before: Slots of all tokens of the prefetch before them, int64 ``[n]``, where K and V of
+                all layers are, or will be behind restores that were launched; None: of some pages
+                they are not there.
+        """
 
 
 class HandOut(NamedTuple):
@@ -86,12 +119,15 @@ class HandOut(NamedTuple):
 
     Attributes:
         slots: Of all pages of the load, int64 ``[pages * page_size]``.
-        ready: Which pages have, or will have, their K and V; bool ``[pages]``.
-        restores: What writes the ready ones.
+        ready: Which pages have, or will have, K and V of the layers that are stored; bool
+            ``[pages]``.
+        whole: Which of them have those of all layers; bool ``[pages]``.
+        restores: What writes the ready ones, or still reads them.
     """
 
     slots: torch.Tensor
     ready: npt.NDArray[np.bool_]
+    whole: npt.NDArray[np.bool_]
     restores: tuple[StartedRestore, ...]
 
 
@@ -106,6 +142,8 @@ class _Reservation:
         first: Number, in the prefetch, of the first one.
         held: Numbers, here, of those that are neither given back nor handed out.
         restores: What was launched, by number.
+        whole: Numbers of those of which all layers were launched.
+        reading: Numbers of those whose restores read the pages before them.
     """
 
     host_pages: list[int]
@@ -114,6 +152,8 @@ class _Reservation:
     first: int = 0
     held: set[int] = field(default_factory=set)
     restores: dict[int, StartedRestore] = field(default_factory=dict)
+    whole: set[int] = field(default_factory=set)
+    reading: set[int] = field(default_factory=set)
 
     def waiting(self) -> list[int]:
         """Held pages that were not launched, in order."""
@@ -122,6 +162,16 @@ class _Reservation:
     def launched(self) -> list[int]:
         """Held pages that were launched, in order."""
         return sorted(self.held & self.restores.keys())
+
+    def using(self, numbers: set[int]) -> list[StartedRestore]:
+        """What was launched that writes one of these pages, or reads it."""
+        first = min(numbers, default=len(self.host_pages))
+        using = (
+            restore
+            for i, restore in self.restores.items()
+            if i in numbers or (i in self.reading and i > first)
+        )
+        return list({id(restore): restore for restore in using}.values())
 
 
 _Place = tuple[_Reservation, int]
@@ -207,10 +257,15 @@ class EagerRestores:
         """
         reservation = self._running[prefetch]
         due = [i for i in reservation.waiting() if i < pages - reservation.first]
-        for run in _runs(due):
+        for run in runs(due):
             ids = np.array(reservation.host_pages[run.start : run.stop], dtype=np.int64)
-            restore = self._launch(ids, self._slots(reservation, run))
-            reservation.restores.update(dict.fromkeys(run, restore))
+            before = self._before(reservation, run.start)
+            launched = self._launch(prefetch, ids, self._slots(reservation, run), before)
+            reservation.restores.update(dict.fromkeys(run, launched.restore))
+            if launched.whole:
+                reservation.whole.update(run)
+            if launched.reads_before:
+                reservation.reading.update(run)
         return len(due)
 
     def end(self, prefetch: Hashable) -> int:
@@ -257,8 +312,8 @@ class EagerRestores:
         found = [self._places.get(page) for page in host_pages.tolist()]
         places = [place for place in found if place is not None]
         ready = np.array([p is not None and p[1] in p[0].restores for p in found], dtype=np.bool_)
-        writing = (one.restores[i] for one, i in places if i in one.restores)
-        restores = tuple({id(restore): restore for restore in writing}.values())
+        whole = np.array([p is not None and p[1] in p[0].whole for p in found], dtype=np.bool_)
+        restores = tuple(_using(places))
         self._forget(places)
         missing = len(found) - len(places)
         self.make_free(missing)
@@ -267,7 +322,7 @@ class EagerRestores:
             next(fresh) if place is None else self._slots(place[0], range(place[1], place[1] + 1))
             for place in found
         ]
-        return HandOut(torch.cat(parts), ready, restores)
+        return HandOut(torch.cat(parts), ready, whole, restores)
 
     # ---- the end ----
 
@@ -297,20 +352,23 @@ class EagerRestores:
     def _slots(self, reservation: _Reservation, pages: range) -> torch.Tensor:
         return reservation.slots[pages.start * self._size : pages.stop * self._size]
 
+    def _before(self, reservation: _Reservation, page: int) -> torch.Tensor | None:
+        """Slots of the prefetch's pages before ``page``; None where not all are held and whole."""
+        pages = range(page)
+        if reservation.first or not reservation.held & reservation.whole >= set(pages):
+            return None
+        return self._slots(reservation, pages)
+
     def _give_back(self, places: Sequence[_Place]) -> None:
         self._wait(places)
         self._forget(places)
-        of: dict[int, tuple[_Reservation, list[int]]] = {}
-        for reservation, i in places:
-            of.setdefault(id(reservation), (reservation, []))[1].append(i)
-        for reservation, numbers in of.values():
-            for run in _runs(sorted(numbers)):
+        for reservation, numbers in _by_reservation(places):
+            for run in runs(sorted(numbers)):
                 self._free.give(self._slots(reservation, run))
 
     def _wait(self, places: Iterable[_Place]) -> None:
-        """Let the current stream wait for whatever is written to pages."""
-        restores = (one.restores[i] for one, i in places if i in one.restores)
-        for restore in {id(restore): restore for restore in restores}.values():
+        """Let the current stream wait for whatever writes or reads these pages."""
+        for restore in _using(places):
             with contextlib.suppress(StreamFailed):  # then nothing is written any more
                 restore.wait()
 
@@ -334,7 +392,19 @@ class EagerRestores:
         assert len(set(slots)) == len(slots) == self._size * len(held)
 
 
-def _runs(numbers: Sequence[int]) -> Iterator[range]:
+def _by_reservation(places: Iterable[_Place]) -> Iterable[tuple[_Reservation, set[int]]]:
+    numbers: dict[int, tuple[_Reservation, set[int]]] = {}
+    for reservation, i in places:
+        numbers.setdefault(id(reservation), (reservation, set()))[1].add(i)
+    return numbers.values()
+
+
+def _using(places: Iterable[_Place]) -> Iterator[StartedRestore]:
+    for reservation, numbers in _by_reservation(places):
+        yield from reservation.using(numbers)
+
+
+def runs(numbers: Sequence[int]) -> Iterator[range]:
     """Ascending numbers as ranges without gaps."""
     cuts = [0, *(i for i, (a, b) in enumerate(pairwise(numbers), 1) if b != a + 1), len(numbers)]
     for start, stop in pairwise(cuts):

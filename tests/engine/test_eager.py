@@ -27,7 +27,6 @@ from tests.engine.harness.ours import (
     assert_no_cache_reply_up_to_ties,
     assert_nothing_went_wrong,
     assert_restored_from_l3,
-    extra_config,
     faulty,
     our_server,
     stored_pages,
@@ -39,6 +38,11 @@ pytestmark = pytest.mark.engine
 PAGE = 16
 SLOW = 2_000_000
 """Bytes a second: fifty pages of 70 KB take two."""
+PARTITIONS = {
+    "hidden": {"recompute": 0, "hidden": 4, "kv": 0},
+    "recompute": {"recompute": 1, "hidden": 3, "kv": 0},
+    "mixed": {"recompute": 1, "hidden": 2, "kv": 1},
+}
 REQUESTS = int(os.environ.get("HCACHE_TEST_EAGER_REQUESTS", "32"))
 
 
@@ -95,9 +99,12 @@ def stored(server: Server, seed: int, count: int = 800) -> list[int]:
     return prompt
 
 
-@pytest.fixture(scope="module")
-def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(eager_server(model, tmp_path_factory.mktemp("eager"))) as server:
+@pytest.fixture(scope="module", params=["hidden", pytest.param("mixed", marks=pytest.mark.long)])
+def shared(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    folder, partition = tmp_path_factory.mktemp("eager"), PARTITIONS[request.param]
+    with Server(eager_server(model, folder, hcache={"partition": partition})) as server:
         yield server
 
 
@@ -200,9 +207,10 @@ def test_prefetches_that_end_early(policy: str, model: Path, server: Server) -> 
     """Detached meanwhile, and attached with another policy."""
     prompts = [stored(server, seed=seed) for seed in (9, 10)]
     server.detach_storage()
-    config = extra_config(server.options.log.parent, restore="eager")
+    config = server.options.extra_config
+    assert isinstance(config, dict)
     if policy == "timeout":
-        config |= {"prefetch_timeout_base": 1, "prefetch_timeout_per_ki_token": 0.1}
+        config = config | {"prefetch_timeout_base": 1, "prefetch_timeout_per_ki_token": 0.1}
     answer = server.attach_storage("dynamic", config, hicache_storage_prefetch_policy=policy)
     assert answer.status_code == 200, answer.text
     l3_rate(server, SLOW)
@@ -214,16 +222,17 @@ def test_prefetches_that_end_early(policy: str, model: Path, server: Server) -> 
     conversations += [asked(server, prompt) for prompt in prompts]
     assert_no_cache_output(model, conversations)
     server.detach_storage()
-    config = extra_config(server.options.log.parent, restore="eager")
     answer = server.attach_storage(
-        "dynamic", config, hicache_storage_prefetch_policy="wait_complete"
+        "dynamic", server.options.extra_config, hicache_storage_prefetch_policy="wait_complete"
     )
     assert answer.status_code == 200, answer.text
 
 
-def test_pressure_on_a_small_device_pool(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["mixed", pytest.param("hidden", marks=pytest.mark.long)])
+def test_pressure_on_a_small_device_pool(name: str, model: Path, tmp_path: Path) -> None:
     """Prompts that wait, and requests that run, want the same pages."""
-    options = eager_server(model, tmp_path, max_total_tokens=1280, hicache_ratio=8.0)
+    hcache = {"partition": PARTITIONS[name]}
+    options = eager_server(model, tmp_path, hcache=hcache, max_total_tokens=1280, hicache_ratio=8.0)
     with Server(options) as server:
         conversations = make_conversations(5, turns=2, tokens=200)
         l3_rate(server, 10 * SLOW)
@@ -237,25 +246,52 @@ def test_pressure_on_a_small_device_pool(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["mixed", pytest.param("recompute", marks=pytest.mark.long)])
-def test_first_layers_are_recomputed_at_the_load(name: str, model: Path, tmp_path: Path) -> None:
-    partition = {
-        "recompute": {"recompute": 1, "hidden": 3, "kv": 0},
-        "mixed": {"recompute": 1, "hidden": 2, "kv": 1},
-    }[name]
-    with Server(eager_server(model, tmp_path, hcache={"partition": partition})) as server:
+def test_first_layers_are_recomputed_while_others_are_read(
+    name: str, model: Path, tmp_path: Path
+) -> None:
+    hcache = {"partition": PARTITIONS[name]}
+    with Server(eager_server(model, tmp_path, hcache=hcache)) as server:
         l3_rate(server, 2 * SLOW)
         conversations = converse(server, make_conversations(2, turns=3, tokens=250))
         assert tokens(server, "ready_at_load") > tokens(server, "not_ready_at_load")
+        assert tokens(server, "eager_recomputed") == tokens(server, "eager")
         assert "layers are not recomputed" not in server.log_text()
         assert_fine(server)
     assert_restored_from_l3(conversations, PAGE)
     assert_no_cache_output(model, conversations)
 
 
-def test_two_ranks_of_which_one_has_misses_decide_the_same(model: Path, tmp_path: Path) -> None:
+def test_first_layers_are_recomputed_behind_what_is_on_the_device(
+    model: Path, tmp_path: Path
+) -> None:
+    """Of two prompts one part is the same: the first brings it back, the second what is left."""
+    partition = {"recompute": 2, "hidden": 2, "kv": 0}
+    options = eager_server(model, tmp_path, hcache={"partition": partition})
+    with Server(options) as server:
+        same, rest = random_tokens(400, 1), [random_tokens(400, seed) for seed in (2, 3)]
+        for tokens_of in rest:
+            server.generate(same + tokens_of, 1)
+        server.flush_cache()
+        l3_rate(server, 2 * SLOW)
+        conversations = [asked(server, same + rest[0])]
+        before = tokens(server, "eager_recomputed")
+        conversations.append(asked(server, same + rest[1]))
+        cached = conversations[1].turns[0].reply.cached
+        assert cached.device == 400 and cached.storage > 300
+        assert tokens(server, "eager_recomputed") > before + 200
+        assert tokens(server, "eager_recomputed") == tokens(server, "eager")
+        assert_fine(server)
+    assert_no_cache_output(model, conversations)
+
+
+@pytest.mark.parametrize("name", ["hidden", pytest.param("recompute", marks=pytest.mark.long)])
+def test_two_ranks_of_which_one_has_misses_decide_the_same(
+    name: str, model: Path, tmp_path: Path
+) -> None:
     options = eager_server(
         model,
         tmp_path,
+        hcache={"partition": PARTITIONS[name]},
         tp=2,
         max_total_tokens=2048,
         hicache_ratio=4.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from hcache_backend.restore.eager import EagerRestores, HandOut
+from hcache_backend.restore.eager import EagerRestores, HandOut, Launched
 from hcache_backend.streams import StreamFailed
 
 SIZE, DEVICE_PAGES, HOST_PAGES = 2, 12, 24
@@ -27,8 +28,9 @@ SIZE, DEVICE_PAGES, HOST_PAGES = 2, 12, 24
 class Restore:
     """A restore that ends when somebody waits for it, and not before."""
 
-    def __init__(self, pages: list[int]) -> None:
+    def __init__(self, pages: list[int], reads: list[int] | None = None) -> None:
         self.pages = pages
+        self.reads = reads or []  # device pages from which it recomputes
         self.done = False
 
     def wait_for_layer(self, layer: int) -> None:
@@ -45,7 +47,9 @@ class Device:
         self.free = list(range(DEVICE_PAGES - cached))
         self.cached = list(range(DEVICE_PAGES - cached, DEVICE_PAGES))
         self.writers: dict[int, Restore] = {}
+        self.readers: list[Restore] = []
         self.made: dict[int, tuple[int, int]] = {}  # of which host page, and which content of it
+        self.whole: set[int] = set()  # those that lack no layer
 
     def count(self) -> int:
         return len(self.free)
@@ -65,11 +69,17 @@ class Device:
         for page in pages:
             assert page not in self.writers or self.writers[page].done, "still written"
             self.made.pop(page, None)
+            self.whole.discard(page)
+        assert not set(pages) & self.being_read(), "still read"
         self.free += pages
+
+    def being_read(self) -> set[int]:
+        return {page for reader in self.readers if not reader.done for page in reader.reads}
 
 
 def slots_of(pages: list[int]) -> torch.Tensor:
-    return torch.tensor([SIZE * page + i for page in pages for i in range(SIZE)])
+    slots = [SIZE * page + i for page in pages for i in range(SIZE)]
+    return torch.tensor(slots, dtype=torch.int64)
 
 
 def pages_of(slots: torch.Tensor) -> list[int]:
@@ -93,28 +103,45 @@ class ScriptedScheduler(RuleBasedStateMachine):
         self.host_free = list(range(HOST_PAGES))
         self.content = Counter[int]()  # what a host page holds: a number that grows
         self.readable: set[int] = set()  # host pages whose content has arrived
-        self.running: dict[int, Prefetch] = {}
+        self.running: dict[Hashable, Prefetch] = {}
+        self.recomputes: dict[Hashable, bool] = {}  # whether what is before it is on the device
         self.stale: list[list[int]] = []  # host pages of ended prefetches, not freed yet
         self.tree: list[int] = []
         self.used: list[int] = []
         self.number = 0
 
-    def launch(self, host_pages: np.ndarray, slots: torch.Tensor) -> Restore:
+    def launch(
+        self,
+        prefetch: Hashable,
+        host_pages: np.ndarray,
+        slots: torch.Tensor,
+        before: torch.Tensor | None,
+    ) -> Launched:
         pages = pages_of(slots)
-        restore = Restore(pages)
-        assert len(host_pages) == len(pages)
+        recomputes = before is not None and self.recomputes[prefetch]
+        restore = Restore(pages, pages_of(before) if recomputes and before is not None else [])
+        self.device.readers.append(restore)
+        host = self.running[prefetch].host
+        at = host.index(int(host_pages[0]))
+        assert host[at : at + len(pages)] == host_pages.tolist()
+        if before is not None:
+            sources = [self.device.made.get(page) for page in pages_of(before)]
+            assert sources == [(page, self.content[page]) for page in host[:at]], "of other pages"
+            assert set(pages_of(before)) <= self.device.whole, "they lack layers themselves"
         for page, host in zip(pages, host_pages.tolist(), strict=True):
             assert page not in self.device.free and page not in self.used
             assert host in self.readable, "launched before it arrived"
             assert page not in self.device.made, "launched twice"
             self.device.made[page] = host, self.content[host]
             self.device.writers[page] = restore
-        return restore
+        if recomputes:
+            self.device.whole.update(pages)
+        return Launched(restore, recomputes, recomputes)
 
     # ---- prefetches ----
 
-    @rule(pages=st.integers(1, 8), prefix=st.integers(0, 3))
-    def begin(self, pages: int, prefix: int) -> None:
+    @rule(pages=st.integers(1, 8), prefix=st.integers(0, 3), recomputes=st.booleans())
+    def begin(self, pages: int, prefix: int, recomputes: bool = True) -> None:
         if len(self.host_free) < pages:
             return
         host, self.host_free = self.host_free[:pages], self.host_free[pages:]
@@ -123,6 +150,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
         self.number += 1
         keys = [f"{0 if i < prefix else self.number}/{i}" for i in range(pages)]
         self.running[self.number] = Prefetch(keys, host)
+        self.recomputes[self.number] = recomputes
         before = self.eager.pages
         reserved = self.eager.reserve(self.number, keys, np.array(host))
         assert reserved <= pages and self.eager.pages <= max(before, self.eager._limit)
@@ -216,6 +244,14 @@ class ScriptedScheduler(RuleBasedStateMachine):
         assert len(set(pages)) == len(pages) == len(host)
         assert not set(pages) & (set(self.device.free) | set(self.used))
         writers = {id(restore) for restore in handed.restores}
+        assert {page for page, whole in zip(pages, handed.whole, strict=True) if whole} == (
+            set(pages) & self.device.whole
+        )
+        assert not handed.whole[~handed.ready].any()
+        for reader in self.device.readers:
+            if not reader.done and set(reader.reads) & set(pages):
+                assert id(reader) in writers, "nobody waits for who reads it"
+        self.device.whole.difference_update(pages)
         for page, ready, source in zip(pages, handed.ready, host, strict=True):
             if ready:
                 assert self.device.made.pop(page) == (source, self.content[source]), (
@@ -243,6 +279,8 @@ class ScriptedScheduler(RuleBasedStateMachine):
         for page in freed:  # the engine frees behind its own work, which waited for the restore
             if page in self.device.writers:
                 self.device.writers[page].done = True
+            for reader in self.device.readers:
+                reader.done = reader.done or page in reader.reads
         self.device.give(slots_of(freed))
 
     @rule()
@@ -256,10 +294,12 @@ class ScriptedScheduler(RuleBasedStateMachine):
         assert all(
             writer.done for page, writer in self.device.writers.items() if page in self.device.made
         )
+        assert self.device.being_read() <= set(self.used)
         for number in sorted(self.running):
             self.eager.end(number)
         self.device.free, self.device.cached = list(range(DEVICE_PAGES)), []
         self.device.made, self.used, self.device.writers = {}, [], {}
+        self.device.readers, self.device.whole = [], set()
         self.running, self.stale, self.tree, self.readable = {}, [], [], set()
         self.host_free = list(range(HOST_PAGES))
 
@@ -287,16 +327,24 @@ TestScriptedScheduler = ScriptedScheduler.TestCase
 class Scene:
     """Eager restores with a device of their own, and the restores that were launched."""
 
-    def __init__(self, limit: int = DEVICE_PAGES, cached: int = 0) -> None:
+    def __init__(self, limit: int = DEVICE_PAGES, cached: int = 0, lack: int = 0) -> None:
         self.device = Device(cached)
         self.launched: list[tuple[list[int], Restore]] = []
+        self.lack = lack  # of so many launches first layers cannot be recomputed
         self.eager = EagerRestores(SIZE, self.device, self._launch, limit)
 
-    def _launch(self, host_pages: np.ndarray, slots: torch.Tensor) -> Restore:
-        restore = Restore(pages_of(slots))
+    def _launch(
+        self,
+        prefetch: Hashable,
+        host_pages: np.ndarray,
+        slots: torch.Tensor,
+        before: torch.Tensor | None,
+    ) -> Launched:
+        whole = before is not None and len(self.launched) >= self.lack
+        restore = Restore(pages_of(slots), pages_of(before) if before is not None else [])
         self.launched.append((host_pages.tolist(), restore))
         self.device.writers.update(dict.fromkeys(restore.pages, restore))
-        return restore
+        return Launched(restore, whole, whole)
 
     def begin(self, name: str, host: list[int], keys: list[str] | None = None) -> int:
         return self.eager.reserve(name, keys or [f"{name}{i}" for i in host], np.array(host))
@@ -398,3 +446,59 @@ def test_a_restore_that_failed_is_waited_for_like_any_other(
     monkeypatch.setattr(Restore, "wait", fail)
     scene.eager.clear()
     assert scene.device.count() == DEVICE_PAGES
+
+
+def whole(scene: Scene, host: list[int]) -> list[bool]:
+    handed = scene.eager.hand_out(np.array(host))
+    assert handed is not None
+    return list(handed.whole)
+
+
+def test_first_layers_are_recomputed_behind_pages_that_lack_none() -> None:
+    scene = Scene()
+    scene.begin("a", [0, 1, 2, 3])
+    scene.eager.arrived("a", 1)
+    scene.eager.arrived("a", 3)
+    [(_, first), (_, second)] = scene.launched
+    assert (first.reads, second.reads) == ([], first.pages)
+    assert whole(scene, [0, 1, 2, 3]) == [True, True, True, False]
+
+
+def test_nothing_is_recomputed_behind_a_page_that_lacks_layers_or_is_somebody_elses() -> None:
+    scene = Scene(lack=1)
+    scene.begin("a", [0, 1], ["x", "y"])
+    scene.begin("b", [2, 3, 4], ["x", "y", "z"])
+    for prefetch, pages in (("a", 1), ("a", 2), ("b", 3)):
+        scene.eager.arrived(prefetch, pages)
+    assert [restore.reads for _, restore in scene.launched] == [[], [], []]
+    assert whole(scene, [0, 1, 4]) == [False, False, False]
+
+
+def test_a_page_that_is_given_back_waits_for_who_recomputes_from_it() -> None:
+    scene = Scene()
+    scene.begin("a", [0, 1])
+    scene.eager.arrived("a", 1)
+    scene.eager.arrived("a", 2)
+    scene.eager.host_freed(np.array([0]))
+    assert all(restore.done for _, restore in scene.launched)
+    assert whole(scene, [1]) == [True]
+
+
+def test_who_gets_a_page_hears_of_who_recomputes_from_it() -> None:
+    scene = Scene()
+    scene.begin("a", [0, 1])
+    scene.eager.arrived("a", 1)
+    scene.eager.arrived("a", 2)
+    handed = scene.eager.hand_out(np.array([0]))
+    assert handed is not None
+    assert handed.restores == tuple(restore for _, restore in scene.launched)
+
+
+def test_nothing_is_recomputed_behind_a_page_that_was_taken_away() -> None:
+    scene = Scene()
+    scene.begin("a", [0, 1, 2])
+    scene.eager.arrived("a", 1)
+    scene.eager.host_freed(np.array([0]))
+    scene.eager.arrived("a", 2)
+    assert [restore.reads for _, restore in scene.launched] == [[], []]
+    assert whole(scene, [1]) == [False]

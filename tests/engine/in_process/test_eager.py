@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
 from hcache_backend.engine.eager import ReservablePages, why_not_eager
 from hcache_backend.engine.read_batches import BatchedReads
-from hcache_backend.restore.eager import EagerRestores, batch_pages
+from hcache_backend.restore.eager import EagerRestores, Launched, batch_pages
 
 SIZE, PAGES = 4, 10
 plugin._replace_allocator_kernels()
@@ -43,9 +43,9 @@ class Scene:
         self.eager = EagerRestores(SIZE, self.pages, self._launch, PAGES)
         self.pages.eager = self.eager
 
-    def _launch(self, host_pages: np.ndarray, slots: torch.Tensor) -> Restore:
+    def _launch(self, *_: Any) -> Launched:
         self.restores.append(Restore())
-        return self.restores[-1]
+        return Launched(self.restores[-1], whole=True, reads_before=False)
 
     def reserve(self, *host_pages: int, arrived: int = 0) -> None:
         self.eager.reserve("prefetch", host_pages, np.array(host_pages))

@@ -74,7 +74,7 @@ def test_only_missing_pages_are_transferred_and_all_restores_waited_for(
     pool: HiddenStatePool,
 ) -> None:
     early = Restore()
-    pool.next_ready = Ready(np.array([False, True, False]), (early,))
+    pool.next_ready = Ready(*2 * [np.array([False, True, False])], (early,))
     pipeline = load(pool, slots_of(3, 1, 4), slots_of(5, 6, 2))
     assert pipeline.started == [([3, 4], [5, 2], None)]
     assert early.waited == pipeline.restore.waited == list(range(LAYERS))
@@ -82,13 +82,13 @@ def test_only_missing_pages_are_transferred_and_all_restores_waited_for(
 
 def test_nothing_is_launched_where_nothing_is_missing(pool: HiddenStatePool) -> None:
     early = [Restore(), Restore()]
-    pool.next_ready = Ready(np.array([True, True]), tuple(early))
+    pool.next_ready = Ready(*2 * [np.array([True, True])], tuple(early))
     pipeline = load(pool, slots_of(3, 1), slots_of(5, 6))
     assert pipeline.started == []
     assert all(restore.waited == list(range(LAYERS)) for restore in early)
 
 
-def test_first_layers_are_recomputed_for_all_pages_behind_what_is_restored(
+def test_first_layers_are_recomputed_for_pages_that_lack_them_behind_what_is_restored(
     pool: HiddenStatePool,
 ) -> None:
     LAYOUT.positions(pool.arena.memory)[:] = np.arange(len(pool.arena.memory))[:, None]
@@ -98,14 +98,14 @@ def test_first_layers_are_recomputed_for_all_pages_behind_what_is_restored(
         seen.append((positions[::PAGE].tolist(), (slots[::PAGE] // PAGE).tolist()))
 
     pool.next_recompute = Recompute(1, fill)
-    pool.next_ready = Ready(np.array([True, True]), (early,))
-    pipeline = load(pool, slots_of(3, 1), slots_of(5, 6))
+    pool.next_ready = Ready(np.array([True, True, False]), np.array([False, True, False]), (early,))
+    pipeline = load(pool, slots_of(3, 1, 4), slots_of(5, 6, 2))
     [(pages, _, recompute)] = pipeline.started
-    assert pages == []
+    assert pages == [4]
     assert early.waited[0] == 0 and len(early.waited) == 1 + LAYERS
     assert recompute is not None and recompute.layers == 1
     recompute.fill(torch.empty(0), torch.empty(0))
-    assert seen == [([3, 1], [5, 6])]
+    assert seen == [([3, 4], [5, 2])]
 
 
 def test_a_pool_without_eager_restores_launches_everything(pool: HiddenStatePool) -> None:
