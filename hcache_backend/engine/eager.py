@@ -227,12 +227,11 @@ class EagerLoads:
 
     def _before_prefetch(self, prefetch: Any) -> torch.Tensor | None:
         """Slots of the tokens before a prefetch, int64 ``[n]``; None: not all are on the device."""
-        tree = self._pages.cache.tree_core
+        tree, anchor = self._pages.cache.tree_core, self._anchors[prefetch]
         root = tree.empty_match_result.last_device_node
-        try:
-            slots: torch.Tensor = tree.collect_full_device_indices(self._anchors[prefetch], root)
-        except Exception:  # it was made for paths that are on the device
+        if anchor != root and tree.is_full_device_evicted(anchor):
             return None
+        slots: torch.Tensor = tree.collect_full_device_indices(anchor, root)
         return slots
 
     def load(

@@ -40,8 +40,8 @@ SLOW = 2_000_000
 """Bytes a second: fifty pages of 70 KB take two."""
 PARTITIONS = {
     "hidden": {"recompute": 0, "hidden": 4, "kv": 0},
-    "recompute": {"recompute": 1, "hidden": 3, "kv": 0},
-    "mixed": {"recompute": 1, "hidden": 2, "kv": 1},
+    "recompute": {"recompute": 2, "hidden": 2, "kv": 0},
+    "mixed": {"recompute": 2, "hidden": 1, "kv": 1},
 }
 REQUESTS = int(os.environ.get("HCACHE_TEST_EAGER_REQUESTS", "32"))
 
@@ -265,8 +265,7 @@ def test_first_layers_are_recomputed_behind_what_is_on_the_device(
     model: Path, tmp_path: Path
 ) -> None:
     """Of two prompts one part is the same: the first brings it back, the second what is left."""
-    partition = {"recompute": 2, "hidden": 2, "kv": 0}
-    options = eager_server(model, tmp_path, hcache={"partition": partition})
+    options = eager_server(model, tmp_path, hcache={"partition": PARTITIONS["recompute"]})
     with Server(options) as server:
         same, rest = random_tokens(400, 1), [random_tokens(400, seed) for seed in (2, 3)]
         for tokens_of in rest:
@@ -282,6 +281,27 @@ def test_first_layers_are_recomputed_behind_what_is_on_the_device(
         assert tokens(server, "eager_recomputed") == tokens(server, "eager")
         assert_fine(server)
     assert_no_cache_output(model, conversations)
+
+
+def test_first_layers_are_recomputed_at_the_load_behind_what_is_on_the_host(
+    model: Path, tmp_path: Path
+) -> None:
+    hcache = {"partition": PARTITIONS["recompute"]}
+    options = eager_server(model, tmp_path, hcache=hcache, max_total_tokens=1280, hicache_ratio=8.0)
+    with Server(options) as server:
+        prompt = stored(server, seed=1)
+        l3_rate(server, 2 * SLOW)
+        server.generate(prompt[:400], 1)
+        for seed in (2, 3):
+            server.generate(random_tokens(1000, seed), 1)  # the device has no room for both
+        before = tokens(server, "eager"), tokens(server, "eager_recomputed")
+        conversation = asked(server, prompt)
+        cached = conversation.turns[0].reply.cached
+        assert cached.device == 0 and cached.host > 300 and cached.storage > 300
+        assert tokens(server, "eager") > before[0]
+        assert tokens(server, "eager_recomputed") == before[1]
+        assert_fine(server)
+    assert_no_cache_output(model, [conversation])
 
 
 @pytest.mark.parametrize("name", ["hidden", pytest.param("recompute", marks=pytest.mark.long)])
