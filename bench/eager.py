@@ -9,7 +9,9 @@ prefetch, and plain KV pages. One rate is found by measuring: where reading and 
 hidden states take equally long.
 
 What is timed is the restore: from the begin of the prefetch to the last layer in the pool; medians.
-At the balanced rate another request generates meanwhile, too: its time between tokens.
+At the balanced rate another request generates meanwhile, too: its time between tokens, of as many
+tokens whatever restores, from the moment on at which the prompt was sent. So the time in which the
+engine computes only the prompt's last token counts wherever it falls.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ from hcache_backend.cli.serving import ServerProcess
 from hcache_backend.cli.tiny_model import TinyLlama, build
 
 RESULTS = Path(__file__).parent / "results"
+GAPS = 128
+"""Tokens of the other request that are timed: they last longer than any of the restores."""
 RATES = (10, 25, 100, 200, 400, 0)
 SHAPE = TinyLlama(layers=4, hidden=1024, heads=8, kv_heads=8, intermediate=2816)
 METHODS = {
@@ -75,13 +79,18 @@ class Runner(NamedTuple):
             raise SystemExit(f"only {tokens} of {self.tokens} tokens came back from L3")
         return restored
 
-    def token_gaps(self, number: int) -> list[float]:
-        """Milliseconds between the tokens of another request while the prompt is restored."""
+    def token_gaps(self, number: int, *, restore: bool = True) -> list[float]:
+        """Milliseconds between tokens of another request, from when the prompt is asked for.
+
+        Args:
+            number: Another request for each.
+            restore: False: the prompt is not asked for.
+        """
         with running(self.server):
             begun, stamps = threading.Event(), []
             body = {
                 "input_ids": prompt(64, seed=number),
-                "sampling_params": {"max_new_tokens": 192, "ignore_eos": True},
+                "sampling_params": {"max_new_tokens": GAPS + 32, "ignore_eos": True},
                 "stream": True,
             }
             url = f"http://127.0.0.1:{self.server.port}/generate"
@@ -97,12 +106,16 @@ class Runner(NamedTuple):
             other.start()
             begun.wait()
             start = time.monotonic()
-            self.server.generate(prompt(self.tokens), 1)
-            end = time.monotonic()
+            if restore:
+                self.server.generate(prompt(self.tokens), 1)
+                restored = time.monotonic()
             other.join()
             self.server.flush_cache()
-        within = [stamp for stamp in stamps if start <= stamp <= end]
-        return [1e3 * (b - a) for a, b in pairwise(within)]
+        last = sum(stamp < start for stamp in stamps) - 1
+        timed = stamps[last : last + GAPS + 1]
+        if len(timed) <= GAPS or (restore and timed[-1] < restored):
+            raise SystemExit("the other request ended before the restore")
+        return [1e3 * (b - a) for a, b in pairwise(timed)]
 
 
 def main() -> None:
@@ -210,17 +223,19 @@ def measure_rate(rate: float, runners: dict[str, Runner], rounds: int) -> Row:
 
 
 def measure_gaps(runners: dict[str, Runner], rounds: int) -> Row:
-    """Time between tokens of another request while each server restores."""
-    found: dict[str, list[float]] = {name: [] for name in runners}
+    """Time between tokens of another request while each server restores; ``none``: nothing."""
+    found: dict[str, list[list[float]]] = {name: [] for name in (*runners, "none")}
     for number in range(rounds):
         for name, runner in runners.items():
-            found[name] += runner.token_gaps(number + 1)
+            found[name].append(runner.token_gaps(number + 1))
+        found["none"].append(runners["layerwise"].token_gaps(number + 1, restore=False))
     return {
         name: {
-            "tokens": len(gaps),
-            "mean_ms": statistics.fmean(gaps),
-            "p99_ms": statistics.quantiles(gaps, n=100, method="inclusive")[98],
-            "longest_ms": max(gaps),
+            "tokens": GAPS,
+            "mean_ms": statistics.median(map(statistics.fmean, gaps)),
+            "median_ms": statistics.median(map(statistics.median, gaps)),
+            "longest_ms": statistics.median(map(max, gaps)),
+            "rounds_mean_ms": [round(statistics.fmean(one), 1) for one in gaps],
         }
         for name, gaps in found.items()
     }
@@ -260,8 +275,9 @@ def report(rows: list[Row], balanced: float, gaps: Row, device: str, options: An
     screen.print(shown)
     for name, found in gaps.items():
         screen.print(
-            f"{LABELS[name]}: {found['mean_ms']:.1f} ms between tokens of another request "
-            f"(99%: {found['p99_ms']:.1f}, longest: {found['longest_ms']:.1f})"
+            f"{LABELS.get(name, 'no restore')}: {found['mean_ms']:.1f} ms between {GAPS} tokens of "
+            f"another request (median: {found['median_ms']:.1f}, longest: "
+            f"{found['longest_ms']:.0f})"
         )
     draw(rows, balanced, device, options.results / "eager.png")
 

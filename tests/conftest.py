@@ -1,6 +1,7 @@
 """Settings of all tests."""
 
 import os
+import signal
 from pathlib import Path
 
 # Tiny tensors on few cores: threads only wait for each other. Before torch is imported.
@@ -10,6 +11,10 @@ import pytest
 from hypothesis import settings
 
 from tests.long_results import LongResults
+
+# A shell has its background jobs ignore it, and so would the commands that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # An example that waits for a busy machine is not a slow one; pytest's timeout ends those that hang.
 settings.register_profile("busy machine", deadline=None)

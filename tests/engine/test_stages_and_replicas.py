@@ -98,7 +98,7 @@ def from_host(conversations: list[Conversation]) -> int:
 
 @pytest.mark.parametrize(
     ("stages", "policy"),
-    [(3, "write_through"), pytest.param(2, "write_back", marks=pytest.mark.long)],
+    [pytest.param(3, "write_through", marks=pytest.mark.long), (2, "write_back")],
 )
 def test_stages_restore_from_host_memory_what_all_of_them_have(
     stages: int, policy: str, model: Path, tmp_path: Path

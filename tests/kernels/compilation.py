@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -27,6 +28,9 @@ SHARED_MEMORY = {(8, 0): 163, (8, 9): 99, (9, 0): 227}
 
 if (TOOLS / "ptxas-blackwell").exists():
     SHARED_MEMORY[10, 0] = 227
+
+IN_EVERY_RUN = ((8, 0), (9, 0))
+"""The others are compiled for in long runs only."""
 
 _NAMES = {
     torch.float32: "fp32",
@@ -91,6 +95,14 @@ def require_fits(job: Job, usage: Usage) -> None:
     """Nothing spills, and the job's device has the shared memory that it takes."""
     assert usage.stack == 0
     assert usage.shared <= SHARED_MEMORY[job.capability] * 1024
+
+
+def cases(jobs: Mapping[str, Job]) -> list[Any]:
+    """The names of jobs, as parameters of a test."""
+    return [
+        pytest.param(name, marks=() if job.capability in IN_EVERY_RUN else pytest.mark.long)
+        for name, job in jobs.items()
+    ]
 
 
 def compile_all(jobs: Mapping[str, Job]) -> dict[str, Usage]:

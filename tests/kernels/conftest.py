@@ -15,8 +15,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="module")
 def usages(request: pytest.FixtureRequest) -> dict[str, Usage]:
-    """Of the module's ``JOBS``, all compiled before its first test."""
-    usages = compile_all(request.module.JOBS)
+    """Of the module's ``JOBS`` that are tested, all compiled before its first test."""
+    tests = (item for item in request.session.items if isinstance(item, pytest.Function))
+    names = {test.callspec.params["job"] for test in tests if test.module is request.module}
+    usages = compile_all(
+        {name: request.module.JOBS[name] for name in request.module.JOBS if name in names}
+    )
     request.config.stash[USAGES].update(usages)
     return usages
 

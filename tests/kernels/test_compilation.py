@@ -13,7 +13,15 @@ from hcache_kernels.project_kv.configs import FusedConfig, fused_configs, kind_o
 from hcache_kernels.project_kv.fused import fused_launches
 from hcache_kernels.project_kv.launch import Launch, head_pairs
 from hcache_kernels.project_kv.library import epilogue_launch
-from tests.kernels.compilation import SHARED_MEMORY, Job, Usage, device_name, empty, require_fits
+from tests.kernels.compilation import (
+    SHARED_MEMORY,
+    Job,
+    Usage,
+    cases,
+    device_name,
+    empty,
+    require_fits,
+)
 
 N = 4096
 HIDDEN = 4096 + 16  # the last tile of the product is masked
@@ -115,6 +123,6 @@ def name(dtype: torch.dtype) -> str:
 JOBS = dict([*fused_jobs(), *library_jobs()])
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", cases(JOBS))
 def test_nothing_spills_and_shared_memory_suffices(job: str, usages: dict[str, Usage]) -> None:
     require_fits(JOBS[job], usages[job])

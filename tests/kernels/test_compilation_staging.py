@@ -10,7 +10,15 @@ import torch
 
 from hcache_kernels.launch import Launch
 from hcache_kernels.staging import StagedRows, staging_triton
-from tests.kernels.compilation import SHARED_MEMORY, Job, Usage, device_name, empty, require_fits
+from tests.kernels.compilation import (
+    SHARED_MEMORY,
+    Job,
+    Usage,
+    cases,
+    device_name,
+    empty,
+    require_fits,
+)
 
 N, LAYERS, PLACES, PAGE = 64, 4, 512, 64
 ROW_BYTES = (8192, 6304, 392)
@@ -46,6 +54,6 @@ def jobs() -> Iterator[tuple[str, Job]]:
 JOBS = dict(jobs())
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", cases(JOBS))
 def test_nothing_spills_and_shared_memory_suffices(job: str, usages: dict[str, Usage]) -> None:
     require_fits(JOBS[job], usages[job])

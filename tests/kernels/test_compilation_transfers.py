@@ -11,7 +11,15 @@ import torch
 from hcache_kernels.codecs import exp4_triton, make_codec, scaled_triton
 from hcache_kernels.launch import Launch
 from hcache_kernels.pages import copies
-from tests.kernels.compilation import SHARED_MEMORY, Job, Usage, device_name, empty, require_fits
+from tests.kernels.compilation import (
+    SHARED_MEMORY,
+    Job,
+    Usage,
+    cases,
+    device_name,
+    empty,
+    require_fits,
+)
 
 N = 1024
 WIDTHS = (256, 4096, 7168)
@@ -66,6 +74,6 @@ def jobs() -> Iterator[tuple[str, Job]]:
 JOBS = dict(jobs())
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", cases(JOBS))
 def test_nothing_spills_and_shared_memory_suffices(job: str, usages: dict[str, Usage]) -> None:
     require_fits(JOBS[job], usages[job])
