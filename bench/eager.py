@@ -255,6 +255,7 @@ def report(rows: list[Row], balanced: float, gaps: Row, device: str, options: An
     }
     (options.results / "eager.json").write_text(json.dumps(result, indent=2) + "\n")
     shown = table(
+        "",
         "L3, MB/s#",
         "eager, ms#",
         "layer-wise, ms#",

@@ -28,8 +28,9 @@ from hcache_backend.engine import metrics
 from hcache_backend.engine.hooks import eager_hooks, install
 from hcache_backend.engine.host_pool import HiddenStatePool, Ready
 from hcache_backend.engine.loads import LoadPlanner
-from hcache_backend.restore.eager import EagerRestores, HandOut, Ids, Launched, batch_pages
+from hcache_backend.restore.eager import EagerRestores, HandOut, batch_pages
 from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_backend.restore.reservation import Ids, Launched
 from hcache_backend.streams import StreamFailed
 
 logger = logging.getLogger("hcache")

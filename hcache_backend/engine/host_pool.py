@@ -19,8 +19,8 @@ from hcache_backend.engine import metrics
 from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.memory import HostPages
 from hcache_backend.page import PageLayout
-from hcache_backend.restore.eager import StartedRestore
 from hcache_backend.restore.pipeline import Recompute, RestorePipeline
+from hcache_backend.restore.reservation import StartedRestore
 from hcache_backend.streams import Event, StreamFailed, current_stream, held_for_device
 
 logger = logging.getLogger("hcache")

@@ -11,9 +11,9 @@ import torch
 from hcache_backend.capture.arena import Ids
 from hcache_backend.engine.host_pool import HiddenStatePool
 from hcache_backend.engine.partitioning import Partitioning
-from hcache_backend.restore.eager import runs
 from hcache_backend.restore.pipeline import Recompute
 from hcache_backend.restore.recompute import Recomputer, RestoredSpan
+from hcache_backend.restore.reservation import runs
 from hcache_backend.store.base import EIGHTHS
 from hcache_backend.streams import held_for_device
 

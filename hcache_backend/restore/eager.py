@@ -23,18 +23,24 @@ tensor-parallel ranks, such as whether an event has passed: they all decide the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from hcache_backend.restore.reservation import (
+    Ids,
+    Launch,
+    Place,
+    Reservation,
+    StartedRestore,
+    by_reservation,
+    runs,
+    using,
+)
 from hcache_backend.streams import StreamFailed
-
-Ids = npt.NDArray[np.int64]
 
 READ_BATCHES = 8
 """A prefetch is read in about so many batches. What the last one brings is not restored eagerly."""
@@ -64,56 +70,6 @@ class FreePages(Protocol):
         """Make the whole pages of ``slots`` free, for whoever comes next on the current stream."""
 
 
-class StartedRestore(Protocol):
-    """A restore that was launched."""
-
-    def wait_for_layer(self, layer: int) -> None:
-        """Let the current stream wait until K and V of ``layer`` are in the pool."""
-
-    def wait(self) -> None:
-        """Let the current stream wait for all layers.
-
-        Raises:
-            StreamFailed: On a CPU, when it did not work; nothing is written any more.
-        """
-
-
-class Launched(NamedTuple):
-    """What was launched for some pages.
-
-    Attributes:
-        restore: Writes K and V of their layers.
-        whole: Of all of them. Otherwise the first ones have to be recomputed yet.
-        reads_before: It reads K and V of the pages before these.
-    """
-
-    restore: StartedRestore
-    whole: bool
-    reads_before: bool
-
-
-class Launch(Protocol):
-    """Launches the restore of consecutive pages of a prefetch."""
-
-    def __call__(
-        self,
-        prefetch: Hashable,
-        host_pages: Ids,
-        slots: torch.Tensor,
-        before: torch.Tensor | None,
-    ) -> Launched:
-        """Launch it.
-
-        Args:
-            prefetch: Names it.
-            host_pages: Host pages, int64 ``[p]``.
-            slots: Slots of their tokens, int64 ``[p * page_size]``.
-            before: Slots of all tokens of the prefetch before them, int64 ``[n]``, where K and V of
-                all layers are, or will be behind restores that were launched; None: of some pages
-                they are not there.
-        """
-
-
 class HandOut(NamedTuple):
     """Device pages for a load.
 
@@ -131,52 +87,6 @@ class HandOut(NamedTuple):
     restores: tuple[StartedRestore, ...]
 
 
-@dataclass(eq=False)
-class _Reservation:
-    """Device pages for consecutive pages of one prefetch.
-
-    Attributes:
-        host_pages: The host page of each.
-        slots: Their slots, page by page.
-        keys: The storage key of each.
-        first: Number, in the prefetch, of the first one.
-        held: Numbers, here, of those that are neither given back nor handed out.
-        restores: What was launched, by number.
-        whole: Numbers of those of which all layers were launched.
-        reading: Numbers of those whose restores read the pages before them.
-    """
-
-    host_pages: list[int]
-    slots: torch.Tensor
-    keys: Sequence[Hashable]
-    first: int = 0
-    held: set[int] = field(default_factory=set)
-    restores: dict[int, StartedRestore] = field(default_factory=dict)
-    whole: set[int] = field(default_factory=set)
-    reading: set[int] = field(default_factory=set)
-
-    def waiting(self) -> list[int]:
-        """Held pages that were not launched, in order."""
-        return sorted(self.held - self.restores.keys())
-
-    def launched(self) -> list[int]:
-        """Held pages that were launched, in order."""
-        return sorted(self.held & self.restores.keys())
-
-    def using(self, numbers: set[int]) -> list[StartedRestore]:
-        """What was launched that writes one of these pages, or reads it."""
-        first = min(numbers, default=len(self.host_pages))
-        using = (
-            restore
-            for i, restore in self.restores.items()
-            if i in numbers or (i in self.reading and i > first)
-        )
-        return list({id(restore): restore for restore in using}.values())
-
-
-_Place = tuple[_Reservation, int]
-
-
 class EagerRestores:
     """Which free device pages are reserved, and for what. Scheduler thread only.
 
@@ -192,9 +102,9 @@ class EagerRestores:
         self._free = free
         self._launch = launch
         self._limit = limit
-        self._reservations: list[_Reservation] = []  # in the order in which they were made
-        self._running: dict[Hashable, _Reservation] = {}  # by prefetch
-        self._places: dict[int, _Place] = {}  # by host page
+        self._reservations: list[Reservation] = []  # in the order in which they were made
+        self._running: dict[Hashable, Reservation] = {}  # by prefetch
+        self._places: dict[int, Place] = {}  # by host page
 
     @property
     def pages(self) -> int:
@@ -242,7 +152,7 @@ class EagerRestores:
         chosen = chosen[: self._free.count()]
         ids = host_pages[chosen.start : chosen.stop].tolist()
         slots = self._free.take(len(chosen)) if ids else torch.empty(0, dtype=torch.int64)
-        reservation = _Reservation(ids, slots, keys[chosen.start : chosen.stop], chosen.start)
+        reservation = Reservation(ids, slots, keys[chosen.start : chosen.stop], chosen.start)
         reservation.held = set(range(len(ids)))
         self._running[prefetch] = reservation
         self._reservations.append(reservation)
@@ -313,7 +223,7 @@ class EagerRestores:
         places = [place for place in found if place is not None]
         ready = np.array([p is not None and p[1] in p[0].restores for p in found], dtype=np.bool_)
         whole = np.array([p is not None and p[1] in p[0].whole for p in found], dtype=np.bool_)
-        restores = tuple(_using(places))
+        restores = tuple(using(places))
         self._forget(places)
         missing = len(found) - len(places)
         self.make_free(missing)
@@ -344,35 +254,35 @@ class EagerRestores:
         """How many of ``pages`` may be reserved, if what ended prefetches left makes room."""
         return max(0, min(pages, self._limit - self.pages + len(self._left_behind())))
 
-    def _left_behind(self) -> list[_Place]:
+    def _left_behind(self) -> list[Place]:
         running = {id(reservation) for reservation in self._running.values()}
         ended = (one for one in self._reservations if id(one) not in running)
         return [(one, i) for one in ended for i in reversed(one.launched())]
 
-    def _slots(self, reservation: _Reservation, pages: range) -> torch.Tensor:
+    def _slots(self, reservation: Reservation, pages: range) -> torch.Tensor:
         return reservation.slots[pages.start * self._size : pages.stop * self._size]
 
-    def _before(self, reservation: _Reservation, page: int) -> torch.Tensor | None:
+    def _before(self, reservation: Reservation, page: int) -> torch.Tensor | None:
         """Slots of the prefetch's pages before ``page``; None where not all are held and whole."""
         pages = range(page)
         if reservation.first or not reservation.held & reservation.whole >= set(pages):
             return None
         return self._slots(reservation, pages)
 
-    def _give_back(self, places: Sequence[_Place]) -> None:
+    def _give_back(self, places: Sequence[Place]) -> None:
         self._wait(places)
         self._forget(places)
-        for reservation, numbers in _by_reservation(places):
+        for reservation, numbers in by_reservation(places):
             for run in runs(sorted(numbers)):
                 self._free.give(self._slots(reservation, run))
 
-    def _wait(self, places: Iterable[_Place]) -> None:
+    def _wait(self, places: Iterable[Place]) -> None:
         """Let the current stream wait for whatever writes or reads these pages."""
-        for restore in _using(places):
+        for restore in using(places):
             with contextlib.suppress(StreamFailed):  # then nothing is written any more
                 restore.wait()
 
-    def _forget(self, places: Iterable[_Place]) -> None:
+    def _forget(self, places: Iterable[Place]) -> None:
         for reservation, i in places:
             reservation.held.remove(i)
             del self._places[reservation.host_pages[i]]
@@ -390,23 +300,3 @@ class EagerRestores:
         assert all(self._places[one.host_pages[i]] == (one, i) for one, i in held)
         slots = [slot for one, i in held for slot in self._slots(one, range(i, i + 1)).tolist()]
         assert len(set(slots)) == len(slots) == self._size * len(held)
-
-
-def _by_reservation(places: Iterable[_Place]) -> Iterable[tuple[_Reservation, set[int]]]:
-    numbers: dict[int, tuple[_Reservation, set[int]]] = {}
-    for reservation, i in places:
-        numbers.setdefault(id(reservation), (reservation, set()))[1].add(i)
-    return numbers.values()
-
-
-def _using(places: Iterable[_Place]) -> Iterator[StartedRestore]:
-    for reservation, numbers in _by_reservation(places):
-        yield from reservation.using(numbers)
-
-
-def runs(numbers: Sequence[int]) -> Iterator[range]:
-    """Ascending numbers as ranges without gaps."""
-    cuts = [0, *(i for i, (a, b) in enumerate(pairwise(numbers), 1) if b != a + 1), len(numbers)]
-    for start, stop in pairwise(cuts):
-        if start < stop:
-            yield range(numbers[start], numbers[stop - 1] + 1)

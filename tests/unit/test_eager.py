@@ -19,7 +19,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from hcache_backend.restore.eager import EagerRestores, HandOut, Launched
+from hcache_backend.restore.eager import EagerRestores, HandOut
+from hcache_backend.restore.reservation import Launched
 from hcache_backend.streams import StreamFailed
 
 SIZE, DEVICE_PAGES, HOST_PAGES = 2, 12, 24

@@ -14,7 +14,8 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
 from hcache_backend.engine.eager import ReservablePages, why_not_eager
 from hcache_backend.engine.read_batches import BatchedReads
-from hcache_backend.restore.eager import EagerRestores, Launched, batch_pages
+from hcache_backend.restore.eager import EagerRestores, batch_pages
+from hcache_backend.restore.reservation import Launched
 
 SIZE, PAGES = 4, 10
 plugin._replace_allocator_kernels()

@@ -1,0 +1,133 @@
+"""What is reserved for one prefetch on the device, and what was launched for it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Ids = npt.NDArray[np.int64]
+
+
+class StartedRestore(Protocol):
+    """A restore that was launched."""
+
+    def wait_for_layer(self, layer: int) -> None:
+        """Let the current stream wait until K and V of ``layer`` are in the pool."""
+
+    def wait(self) -> None:
+        """Let the current stream wait for all layers.
+
+        Raises:
+            StreamFailed: On a CPU, when it did not work; nothing is written any more.
+        """
+
+
+class Launched(NamedTuple):
+    """What was launched for some pages.
+
+    Attributes:
+        restore: Writes K and V of their layers.
+        whole: Of all of them. Otherwise the first ones have to be recomputed yet.
+        reads_before: It reads K and V of the pages before these.
+    """
+
+    restore: StartedRestore
+    whole: bool
+    reads_before: bool
+
+
+class Launch(Protocol):
+    """Launches the restore of consecutive pages of a prefetch."""
+
+    def __call__(
+        self,
+        prefetch: Hashable,
+        host_pages: Ids,
+        slots: torch.Tensor,
+        before: torch.Tensor | None,
+    ) -> Launched:
+        """Launch it.
+
+        Args:
+            prefetch: Names it.
+            host_pages: Host pages, int64 ``[p]``.
+            slots: Slots of their tokens, int64 ``[p * page_size]``.
+            before: Slots of all tokens of the prefetch before them, int64 ``[n]``, where K and V of
+                all layers are, or will be behind restores that were launched; None: of some pages
+                they are not there.
+        """
+
+
+@dataclass(eq=False)
+class Reservation:
+    """Device pages for consecutive pages of one prefetch.
+
+    Attributes:
+        host_pages: The host page of each.
+        slots: Their slots, page by page.
+        keys: The storage key of each.
+        first: Number, in the prefetch, of the first one.
+        held: Numbers, here, of those that are neither given back nor handed out.
+        restores: What was launched, by number.
+        whole: Numbers of those of which all layers were launched.
+        reading: Numbers of those whose restores read the pages before them.
+    """
+
+    host_pages: list[int]
+    slots: torch.Tensor
+    keys: Sequence[Hashable]
+    first: int = 0
+    held: set[int] = field(default_factory=set)
+    restores: dict[int, StartedRestore] = field(default_factory=dict)
+    whole: set[int] = field(default_factory=set)
+    reading: set[int] = field(default_factory=set)
+
+    def waiting(self) -> list[int]:
+        """Held pages that were not launched, in order."""
+        return sorted(self.held - self.restores.keys())
+
+    def launched(self) -> list[int]:
+        """Held pages that were launched, in order."""
+        return sorted(self.held & self.restores.keys())
+
+    def using(self, numbers: set[int]) -> list[StartedRestore]:
+        """What was launched that writes one of these pages, or reads it."""
+        first = min(numbers, default=len(self.host_pages))
+        using = (
+            restore
+            for i, restore in self.restores.items()
+            if i in numbers or (i in self.reading and i > first)
+        )
+        return list({id(restore): restore for restore in using}.values())
+
+
+Place = tuple[Reservation, int]
+"""A page of a reservation, by number."""
+
+
+def by_reservation(places: Iterable[Place]) -> Iterable[tuple[Reservation, set[int]]]:
+    """Each reservation once, with the numbers of its pages."""
+    numbers: dict[int, tuple[Reservation, set[int]]] = {}
+    for reservation, i in places:
+        numbers.setdefault(id(reservation), (reservation, set()))[1].add(i)
+    return numbers.values()
+
+
+def using(places: Iterable[Place]) -> Iterator[StartedRestore]:
+    """Each restore that writes one of these pages, or reads it."""
+    for reservation, numbers in by_reservation(places):
+        yield from reservation.using(numbers)
+
+
+def runs(numbers: Sequence[int]) -> Iterator[range]:
+    """Ascending numbers as ranges without gaps."""
+    cuts = [0, *(i for i, (a, b) in enumerate(pairwise(numbers), 1) if b != a + 1), len(numbers)]
+    for start, stop in pairwise(cuts):
+        if start < stop:
+            yield range(numbers[start], numbers[stop - 1] + 1)
