@@ -196,7 +196,10 @@ class HiddenStateController(HybridCacheController):
         )
         if device_indices is not None and span is not None:
             self._capture.ledger.loaded(device_indices, self._pool.page_ids(host_indices))
-            self._loads.add(span, device_indices, whole)
+            if whole is None:
+                self._loads.add(span)
+            else:
+                self._loads.add_lacking(span, device_indices, whole)
         return device_indices
 
     def start_loading(self) -> int:

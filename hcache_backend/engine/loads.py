@@ -125,17 +125,18 @@ class LoadPlanner:
         slots = prefix()
         return token_ids, slots if slots is not None and len(slots) == first else None
 
-    def add(self, span: LoadedSpan, slots: torch.Tensor, whole: np.ndarray | None = None) -> None:
-        """The load was queued.
+    def add(self, span: LoadedSpan) -> None:
+        """The load was queued."""
+        self._spans.append(span)
+
+    def add_lacking(self, span: LoadedSpan, slots: torch.Tensor, whole: np.ndarray) -> None:
+        """The load was queued, and of some of its pages all layers are launched already.
 
         Args:
             span: Its tokens.
             slots: Where they go, int64 ``[n]``.
-            whole: Pages that lack no layer any more, bool ``[pages]``; None: there are none.
+            whole: Those pages, bool ``[pages]``.
         """
-        if whole is None or not whole.any():
-            self._spans.append(span)
-            return
         size = self._pool.page_size
         for run in runs(np.flatnonzero(~whole).tolist()):
             start, stop = run.start * size, run.stop * size

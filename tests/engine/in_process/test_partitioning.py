@@ -75,13 +75,18 @@ class HostPages:
     page_layout = PageLayout(SIZE, (64,) * 4)
 
     def __init__(self) -> None:
+        self.arena = self
         self.memory = np.zeros((8, self.page_layout.page_bytes), np.uint8)
         for page in range(8):
             self.page_layout.positions(self.memory)[page] = np.arange(SIZE) + page * SIZE
+            self.page_layout.token_ids(self.memory)[page] = page
         self.first = 0
 
     def pages_of(self, host_indices: torch.Tensor) -> list[np.ndarray]:
         return [self.memory[page] for page in host_indices.tolist()]
+
+    def physical(self, host_pages: np.ndarray) -> np.ndarray:
+        return host_pages
 
     def first_layer(self, host_indices: torch.Tensor) -> int:
         return self.first
@@ -92,6 +97,16 @@ def planner(
 ) -> LoadPlanner:
     parts = Partitioning(partition, None, None, 1024, **fields)
     return LoadPlanner(host, parts, recomputer, "cpu")  # type: ignore[arg-type]
+
+
+class Recomputer:
+    """Notes what it was to recompute."""
+
+    def run(
+        self, layers: int, token_ids: torch.Tensor, positions: Any, slots: Any, spans: Any
+    ) -> None:
+        self.tokens = token_ids.tolist()
+        self.spans = [(span.tokens, span.prefix.tolist()) for span in spans]
 
 
 class TestQueuedLoads:
@@ -150,6 +165,41 @@ class TestQueuedLoads:
         assert loads.span(torch.tensor([0])) is None
         assert loads.next_recompute() is None
 
+    def test_only_pages_that_lack_layers_are_recomputed_behind_all_before_them(self) -> None:
+        loads = planner(HostPages(), Partition(2, 2, 0), recomputer := Recomputer())
+        loads.prefix = lambda: torch.arange(SIZE)
+        span = loads.span(torch.tensor([1, 2, 3, 4]))
+        assert span is not None
+        slots = torch.cat([torch.arange(SIZE) + SIZE * page for page in (7, 3, 5, 2)])
+        loads.add_lacking(span, slots, np.array([False, True, True, False]))
+        recompute = loads.next_recompute(any_ready=True)
+        assert recompute is not None and recompute.layers == 2
+        recompute.fill(torch.empty(0), torch.empty(0))
+        assert recomputer.spans == [
+            (SIZE, list(range(SIZE))),
+            (SIZE, [*range(SIZE), *slots[: 3 * SIZE].tolist()]),
+        ]
+        assert recomputer.tokens == [1] * SIZE + [4] * SIZE
+
+    def test_nothing_is_recomputed_where_no_page_lacks_layers(self) -> None:
+        loads = planner(HostPages(), Partition(2, 2, 0), Recomputer())
+        span = loads.span(torch.tensor([0]))
+        assert span is not None
+        loads.add_lacking(span, torch.arange(SIZE), np.array([True]))
+        assert loads.next_recompute(any_ready=True) is None
+
+    def test_pages_of_a_prefetch_are_recomputed_behind_what_is_known(self) -> None:
+        loads = planner(HostPages(), Partition(1, 3, 0), recomputer := Recomputer())
+        pages, known = np.array([2, 3]), torch.arange(2 * SIZE) + 9
+        assert loads.recompute_of(pages, 1, lambda: None) is None
+        assert loads.recompute_of(pages, 1, lambda: known[1:]) is None  # that is not all of it
+        assert loads.recompute_of(np.array([2, 4]), 1, lambda: known) is None
+        recompute = loads.recompute_of(pages, 1, lambda: known)
+        assert recompute is not None and recompute.layers == 1
+        recompute.fill(torch.empty(0), torch.empty(0))
+        assert recomputer.spans == [(2 * SIZE, known.tolist())]
+        assert recomputer.tokens == [2] * SIZE + [3] * SIZE
+
     def test_dropped_loads_are_forgotten(self) -> None:
         loads = planner(HostPages(), Partition(1, 3, 0), SimpleNamespace())
         span = loads.span(torch.tensor([0]))
@@ -185,7 +235,7 @@ class TestPartition:
     def test_nothing_more_is_recomputed_where_layers_are_projected_during_the_prefetch(
         self,
     ) -> None:
-        """Recomputation begins when the prefetch has ended; what L2 has, all can be recomputed."""
+        """What is recomputed is known before it is read; what L2 has, all can be recomputed."""
         slow, fast = Rate(per_second=1.0), Rate(per_second=1e18)
         rates = {"hidden_copy": slow, "kv_load": slow, "projection": fast, "dense": fast}
         profile = Profile(
