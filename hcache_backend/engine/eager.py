@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -160,7 +160,7 @@ class EagerLoads:
         self._stored_from = stored_from
         self._handed: list[HandOut] = []
         self._controller: Any = None
-        self._anchors: dict[Any, Any] = {}  # of running prefetches: the node before them
+        self._anchors: dict[Hashable, Any] = {}  # of running prefetches: the node before them
         self._restores = EagerRestores(pool.page_size, pages, self._launch, limit)
         pages.eager = self._restores
         pool.on_freed = self._restores.host_freed
@@ -203,7 +203,11 @@ class EagerLoads:
                 stream.wait_stream(self._controller.load_fence_stream)
 
     def _launch(
-        self, prefetch: Any, host_pages: Ids, slots: torch.Tensor, before: torch.Tensor | None
+        self,
+        prefetch: Hashable,
+        host_pages: Ids,
+        slots: torch.Tensor,
+        before: torch.Tensor | None,
     ) -> Launched:
         arena, recompute, reads_others = self._pool.arena, None, False
         first = max(self._stored_from, int(arena.first_layers(host_pages).max()))
@@ -226,7 +230,7 @@ class EagerLoads:
             metrics.count_tokens("eager_recomputed", len(slots))
         return Launched(restore, not first or recompute is not None, recompute is not None)
 
-    def _before_prefetch(self, prefetch: Any) -> torch.Tensor | None:
+    def _before_prefetch(self, prefetch: Hashable) -> torch.Tensor | None:
         """Slots of the tokens before a prefetch, int64 ``[n]``; None: not all are on the device."""
         tree, anchor = self._pages.cache.tree_core, self._anchors[prefetch]
         root = tree.empty_match_result.last_device_node
