@@ -160,7 +160,7 @@ class EagerLoads:
         self._stored_from = stored_from
         self._handed: list[HandOut] = []
         self._controller: Any = None
-        self._anchors: dict[Hashable, Any] = {}  # of running prefetches: the node before them
+        self._anchors: dict[Any, Any] = {}  # of running prefetches: the node before them
         self._restores = EagerRestores(pool.page_size, pages, self._launch, limit)
         pages.eager = self._restores
         pool.on_freed = self._restores.host_freed
