@@ -113,9 +113,11 @@ def gds_state() -> tuple[bool, str]:
     """
     if find_spec("kvikio") is None:
         return False, "kvikio is not installed"
-    import kvikio.cufile_driver
-    import kvikio.defaults
-
+    try:
+        import kvikio.cufile_driver
+        import kvikio.defaults
+    except (ImportError, OSError, RuntimeError) as error:
+        return False, f"kvikio cannot be imported: {error}"
     if kvikio.defaults.is_compat_mode_preferred():
         return True, "compat: KvikIO without cuFile"
     if not kvikio.cufile_driver.get("is_gds_available"):

@@ -100,6 +100,15 @@ def test_the_row_says_how_bytes_come_to_the_device(bench: Any, kvikio: SimpleNam
     assert files.gds_state() == (True, "compat: KvikIO without cuFile")
 
 
+def test_a_kvikio_that_does_not_load_is_no_reason_to_stop(
+    bench: Any, kvikio: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "kvikio.defaults", None)
+    usable, why = bench("eager_files").gds_state()
+    assert not usable
+    assert why.startswith("kvikio cannot be imported: ")
+
+
 def scene(bench: Any, folder: Path) -> Any:
     """One that takes itself for a GPU's."""
     device = bench("devices").Device(dry_run=True)
