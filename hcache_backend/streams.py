@@ -76,7 +76,10 @@ def new_stream(device: torch.device | str, name: str) -> Stream:
     """A stream of its own on ``device``; ``name`` is for debuggers."""
     device = torch.device(device)
     if device.type == "cuda":
-        return _CudaStream(torch.cuda.Stream(device))
+        # Behind forward passes there is nothing: SGLang's streams have priority 0 as well (0.5.20
+        # to 0.5.23), and that is the lowest that CUDA knows. A restore holds them up by the length
+        # of its launches at most, which option restore_chunk_tokens bounds.
+        return _CudaStream(torch.cuda.Stream(device, priority=0))
     return WorkerStream(name)
 
 

@@ -1,10 +1,14 @@
-"""What the benchmarks of restore and capture ask of the device, and how they keep results."""
+"""What the benchmarks of restore and capture ask of the device, and how they keep results.
+
+As a program it prints the folder for the GPU's results; exit status 1: there is no GPU.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -98,13 +102,18 @@ class Device:
             The folder, or None when nothing was kept.
         """
         if folder is None and not self.dry_run:
-            slug = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
-            folder = ROOT / "bench" / "results" / slug
+            folder = results_folder(self.name)
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             head = {"device": self.name, "torch": torch.__version__, "dry_run": self.dry_run}
             (folder / f"{name}.json").write_text(json.dumps({**head, **content}, indent=1))
         return folder
+
+
+def results_folder(device: str) -> Path:
+    """Where results of the device of this name are kept."""
+    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return ROOT / "bench" / "results" / slug
 
 
 def at_least(goal: str, bound: float, values: list[tuple[float, str]]) -> dict[str, Any]:
@@ -123,3 +132,9 @@ def print_goals(goals: list[dict[str, Any]]) -> None:
         worst = goal["worst"]
         detail = "" if worst is None else f" (worst: {worst['value']:.3f}, {worst['of']})"
         print(f"{words[goal['met']]:12} {goal['goal']}{detail}")
+
+
+if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        sys.exit(1)
+    print(results_folder(torch.cuda.get_device_name()))

@@ -14,7 +14,7 @@ from hcache_backend.cli import plan_picture
 from hcache_backend.cli.common import AsJson, explained, fail, print_json, screen, table
 from hcache_backend.partition.model_config import ModelConfigError, read_model
 from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.plan import LENGTHS, Plan, describe
+from hcache_backend.partition.plan import LENGTHS, Plan, RestorePath, describe
 from hcache_backend.partition.presets import PRESETS, preset_profile
 from hcache_backend.partition.profile import Profile, ProfileError, load_profile
 
@@ -53,13 +53,21 @@ def plan(
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens of a restore.")] = 1024,
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")] = 1,
     l3: Annotated[
-        Literal["overlapped", "first"],
+        Literal["overlapped", "first"] | None,
         typer.Option(
             "--l3",
-            help="overlapped: L3 is read while layers are restored (the paper); first: before "
-            "(HiCache's prefetch).",
+            help="overlapped: L3 is read while layers are restored (the paper, the default); "
+            "first: before (HiCache's prefetch).",
         ),
-    ] = "overlapped",
+    ] = None,
+    restore: Annotated[
+        RestorePath | None,
+        typer.Option(
+            "--restore",
+            help="Instead of --l3, as a server with this option restore plans. layerwise: L3 is "
+            "read first; eager: meanwhile, and no layer is recomputed.",
+        ),
+    ] = None,
     as_json: AsJson = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Write a picture of the pipelines, as PNG.")
@@ -75,7 +83,11 @@ def plan(
     halved = is_preset and shape.element_bytes == 4
     if halved:
         shape = shape.model_copy(update={"element_bytes": 2})
-    result = Plan(profile, shape, tokens, tp, l3)
+    if l3 is not None and restore is not None:
+        fail(f"--l3 {l3}: --restore {restore} says where L3 is; leave one of them out")
+    if restore is not None:
+        l3 = "overlapped" if restore == "eager" else "first"
+    result = Plan(profile, shape, tokens, tp, l3 or "overlapped", restore)
     extra = ["float32 is planned as 16 bits: so SGLang serves it on a GPU"] if halved else []
     if plot is not None:
         try:

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypedDict
 
 from hcache_backend.partition.costs import L3Path, LayerCosts, layer_costs
-from hcache_backend.partition.layers import Partition
+from hcache_backend.partition.layers import METHODS, Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile
 from hcache_backend.partition.solver import (
@@ -19,6 +19,8 @@ from hcache_backend.partition.solver import (
 from hcache_backend.partition.timeline import Task, simulate
 
 Resource = Literal["compute", "bus", "l3"]
+RestorePath = Literal["eager", "layerwise"]
+"""Option ``restore`` of a server: L3 ``overlapped`` or ``first``, in the terms of costs."""
 LENGTHS = (256, 1024, 4096, 16384)
 """Tokens of the restores that a plan compares with the one it was solved for."""
 
@@ -54,6 +56,8 @@ class Plan:
         tokens: Tokens of the restore that it was solved for.
         tp: Tensor-parallel ranks.
         l3: Where L3 is in a restore.
+        restore: Plan as a server with this option ``restore`` does, which does not choose to
+            recompute in eager restores, nor with several ranks; None: any method may be used.
     """
 
     profile: Profile
@@ -61,6 +65,7 @@ class Plan:
     tokens: int
     tp: int
     l3: L3Path
+    restore: RestorePath | None = None
 
     @cached_property
     def costs(self) -> LayerCosts:
@@ -68,12 +73,13 @@ class Plan:
 
     @cached_property
     def partition(self) -> Partition:
-        return search(self.costs, self.model.layers)
+        return self._best(self.costs)
 
     @cached_property
     def closed_form(self) -> Partition | None:
-        """The paper's own answer, where it has one."""
-        return closed_form(self.costs, self.model.layers)
+        """The paper's own answer, where it has one that this plan may give."""
+        found = closed_form(self.costs, self.model.layers)
+        return found if self._may_recompute or found is None or not found.recompute else None
 
     @cached_property
     def choices(self) -> dict[str, Partition]:
@@ -113,8 +119,10 @@ class Plan:
         """How a restore of ``tokens`` tokens goes once this partition is stored."""
         options: _Options = {"tp": self.tp, "l3": self.l3}
         costs = layer_costs(self.profile, self.model, tokens, **options)
-        first = recompute_layers(self.profile, self.model, self.partition, tokens, **options)
-        best = search(costs, self.model.layers)
+        first = 0
+        if self._may_recompute:
+            first = recompute_layers(self.profile, self.model, self.partition, tokens, **options)
+        best = self._best(costs)
         seconds = makespan(costs, self.partition.recomputing(first))
         return AtLength(first, seconds, best, makespan(costs, best))
 
@@ -148,13 +156,30 @@ class Plan:
                 "without NVLink the ranks' shares are gathered over their buses: planned as if "
                 "every rank loaded whole hidden states"
             )
-        if self.profile.l3 is not None and self.l3 == "overlapped":
-            first = makespan(self._costs("first"), partition) * 1e3
-            found.append(
-                f"L3 is read while layers are restored; read first (HiCache's prefetch, "
-                f"--l3 first) this partition takes {first:,.1f} ms"
-            )
+        if self.profile.l3 is not None:
+            found += self._other_path()
+        if self.restore == "eager" and self.tp > 1:
+            found.append("on GPUs of several tensor-parallel ranks the server restores layer-wise")
         return found
+
+    def _other_path(self) -> list[str]:
+        """What this partition takes where L3 is elsewhere in the restore."""
+        first, overlapped = (
+            f"{makespan(self._costs(l3), self.partition) * 1e3:,.1f} ms"
+            for l3 in ("first", "overlapped")
+        )
+        if self.restore == "layerwise":
+            return [
+                f"L3 is read before layers are restored; read meanwhile (--restore eager) this "
+                f"partition takes {overlapped}"
+            ]
+        if self.l3 == "first":
+            return []
+        read_first = f"HiCache's prefetch, --{'restore layerwise' if self.restore else 'l3 first'}"
+        return [
+            f"L3 is read while layers are restored; read first ({read_first}) this partition "
+            f"takes {first}"
+        ]
 
     def report(self) -> dict[str, Any]:
         """The plan as JSON."""
@@ -164,6 +189,7 @@ class Plan:
             "tokens": self.tokens,
             "tp": self.tp,
             "l3": self.l3 if self.profile.l3 else "none",
+            "restore": self.restore,
             "layers": _counts(self.partition),
             "closed_form": _counts(self.closed_form) if self.closed_form else None,
             "bytes_per_token": self.partition.bytes_per_token(self.model),
@@ -178,6 +204,14 @@ class Plan:
             "at_length": {str(tokens): _at_length(self.at_length(tokens)) for tokens in LENGTHS},
             "notes": self.notes(),
         }
+
+    @property
+    def _may_recompute(self) -> bool:
+        return self.restore is None or (self.restore == "layerwise" and self.tp == 1)
+
+    def _best(self, costs: LayerCosts) -> Partition:
+        methods = METHODS if self._may_recompute else ("hidden", "kv")
+        return search(costs, self.model.layers, methods=methods)
 
     def _costs(self, l3: L3Path) -> LayerCosts:
         return layer_costs(self.profile, self.model, self.tokens, tp=self.tp, l3=l3)

@@ -21,6 +21,7 @@ from tests.engine.harness.conversations import (
     make_conversations,
     random_tokens,
 )
+from tests.engine.harness.models import build_model
 from tests.engine.harness.ours import (
     assert_hidden_mode,
     assert_no_cache_output,
@@ -200,6 +201,39 @@ def test_a_flush_while_pages_are_restored(model: Path, server: Server) -> None:
     replies.append(asked(server, prompt))
     assert replies[1].turns[0].cached.storage >= 800 - 2 * PAGE
     assert_no_cache_output(model, replies)
+
+
+def test_other_weights_while_pages_are_restored(
+    model: Path, model_cache: Path, server: Server
+) -> None:
+    """An update waits for requests, but not for those that are paused; nothing is flushed."""
+    other = build_model("llama", model_cache, seed=1)
+    prompt = stored(server, seed=11)
+    l3_rate(server, SLOW)
+    eager, ready = tokens(server, "eager"), tokens(server, "ready_at_load")
+    replies: list[Conversation] = []
+    waiting = threading.Thread(target=lambda: replies.append(asked(server, prompt)))
+    waiting.start()
+    time.sleep(0.8)
+    _generation(server, "pause", mode="in_place")
+    before = tokens(server, "eager") - eager
+    assert 0 < before < 800 - 2 * PAGE  # some pages are K and V of the old weights, others come
+    server.update_weights_from_disk(other, flush=False)
+    _generation(server, "continue")
+    waiting.join()
+    assert_no_cache_output(other, replies)
+    assert tokens(server, "ready_at_load") == ready
+    assert tokens(server, "not_restored_stale_host_page") > 0  # what had come was offered, in vain
+    server.update_weights_from_disk(model)
+    l3_rate(server, 0)
+    back = asked(server, prompt)
+    assert back.turns[0].cached.storage >= 800 - 2 * PAGE
+    assert_no_cache_output(model, [back])
+
+
+def _generation(server: Server, what: str, **body: Any) -> None:
+    answer = server._admin("POST", f"/{what}_generation", json=body)
+    assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize("policy", ["best_effort", "timeout"])

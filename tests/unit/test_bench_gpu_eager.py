@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
-from tests.unit.test_bench_gpu import dry_run
+import pytest
+import torch
+
+from tests.unit.test_bench_gpu import ROOT, dry_run
+
+METHODS = {"layer-wise", "eager", "eager, GDS", "kv"}
+COMPAT = "compat: cuFile without the driver nvidia-fs"
 
 
 def test_pages_are_read_and_restored_every_way(tmp_path: Path) -> None:
@@ -12,7 +23,133 @@ def test_pages_are_read_and_restored_every_way(tmp_path: Path) -> None:
     rates = {row["gb_s"] for row in rows}
     assert len(rates) == 2 and None in rates  # no limit, and the balanced one
     cases = {(row["gb_s"], row["method"]) for row in rows}
-    assert len(rows) == len(cases) == len(rates) * 3
+    assert len(rows) == len(cases) == len(rates) * len(METHODS)
+    assert {row["method"] for row in rows} == METHODS
     size = {row["method"]: row["bytes"] for row in rows}
     header = 20 * 4096
     assert size["kv"] - header == 2 * 32 / 64 * (size["eager"] - header)
+    assert size["eager, GDS"] == size["eager"]
+    straight = {row["gds"] for row in rows if row["method"] == "eager, GDS"}
+    assert straight == {"dry run: a stand-in for KvikIO"}
+    assert all(row["gds"] is None for row in rows if row["method"] != "eager, GDS")
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports modules of bench/gpu by name."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench" / "gpu"))
+    return importlib.import_module
+
+
+class CuFile:
+    """What KvikIO's class of this name promises to those who read; it may read too little."""
+
+    lost = 0
+
+    def __init__(self, path: Path, flags: str) -> None:
+        assert flags == "r"
+        self.data = path.read_bytes()
+
+    def pread(self, buffer: torch.Tensor, size: int) -> SimpleNamespace:
+        there = len(self.data) - self.lost
+
+        def get() -> int:
+            buffer[:there] = torch.frombuffer(bytearray(self.data[:there]), dtype=torch.uint8)
+            return there
+
+        return SimpleNamespace(get=get)
+
+    def close(self) -> None:
+        self.data = b""
+
+
+@pytest.fixture
+def kvikio(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A KvikIO on a machine with a driver; its attributes are what it finds there."""
+    found = SimpleNamespace(compat=False, gds=True, allow_compat=False, threads=1)
+    package, defaults, driver = (
+        ModuleType(name) for name in ("kvikio", "kvikio.defaults", "kvikio.cufile_driver")
+    )
+    package.__spec__ = ModuleSpec("kvikio", None)
+    options: dict[str, Any] = {
+        "is_compat_mode_preferred": lambda: found.compat,
+        "get": lambda name: {"num_threads": found.threads}[name],
+        "set": lambda name, value: setattr(found, {"num_threads": "threads"}[name], value),
+    }
+    vars(defaults).update(options)
+    vars(driver)["get"] = lambda name: {
+        "is_gds_available": found.gds,
+        "allow_compat_mode": found.allow_compat,
+    }[name]
+    vars(package).update(defaults=defaults, cufile_driver=driver, CuFile=CuFile)
+    for module in (package, defaults, driver):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(CuFile, "lost", 0)
+    return found
+
+
+def test_the_row_says_how_bytes_come_to_the_device(bench: Any, kvikio: SimpleNamespace) -> None:
+    files = bench("eager_files")
+    assert files.gds_state() == (True, "GDS")
+    kvikio.allow_compat = True
+    usable, state = files.gds_state()
+    assert usable and state.startswith("GDS, or compat")
+    kvikio.gds = False
+    assert files.gds_state() == (True, COMPAT)
+    kvikio.compat = True
+    assert files.gds_state() == (True, "compat: KvikIO without cuFile")
+
+
+def test_a_kvikio_that_does_not_load_is_no_reason_to_stop(
+    bench: Any, kvikio: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "kvikio.defaults", None)
+    usable, why = bench("eager_files").gds_state()
+    assert not usable
+    assert why.startswith("kvikio cannot be imported: ")
+
+
+def scene(bench: Any, folder: Path) -> Any:
+    """One that takes itself for a GPU's."""
+    device = bench("devices").Device(dry_run=True)
+    shape = bench("restore_models").SHAPES[0].tiny()
+    with torch.inference_mode():
+        made = bench("eager_methods").Scene(device, shape, 6 * 64, "hidden", folder / "pages")
+    device.dry_run = False
+    return made
+
+
+def test_without_kvikio_it_is_skipped_with_the_reason(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "kvikio", None)
+    found, why = bench("eager_methods").with_gds(scene(bench, tmp_path))
+    assert (found, why) == (None, "kvikio is not installed")
+    report, row = (
+        bench("eager_report"),
+        {"gb_s": None, "balanced": False, "tokens": 64, "gds": None},
+    )
+    done = {"skipped": None, "right": True, "ms": 2.0, "read_ms": 1.0, "restore_ms": 1.0}
+    rows = [{**row, "method": "eager", **done}, {**row, "method": "eager, GDS", "skipped": why}]
+    report.show(rows)
+    assert "eager, GDS skipped: kvikio is not installed" in capsys.readouterr().out
+    report.draw("a GPU", rows, tmp_path / "it.png")
+    assert [goal["met"] for goal in report.goals(rows, dry_run=True)][-1] is True
+
+
+def test_pages_that_kvikio_reads_are_restored(
+    bench: Any, kvikio: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    kvikio.gds = False
+    restores, state = bench("eager_methods").with_gds(scene(bench, tmp_path))
+    assert (state, kvikio.threads) == (COMPAT, 8)
+    with torch.inference_mode():
+        restores.poison()
+        assert not restores.scene.is_right()
+        restores.timed(restores.eager)
+        assert restores.scene.is_right()
+    monkeypatch.setattr(CuFile, "lost", 8)
+    found, why = bench("eager_methods").with_gds(restores.scene)
+    assert found is None
+    assert "bytes were read" in why

@@ -137,6 +137,45 @@ def test_l3_first_is_slower_and_pictured(tmp_path: Path) -> None:
     assert " l3 |LLL" in done.stdout
 
 
+@pytest.mark.parametrize(("restore", "l3"), [("eager", "overlapped"), ("layerwise", "first")])
+def test_option_restore_plans_as_the_server_does(restore: str, l3: str) -> None:
+    options = ("--ssds", 1, "--tokens", 16384)
+    found = plan("llama-2-13b", "h100", *options, "--restore", restore)
+    by_l3 = plan("llama-2-13b", "h100", *options, "--l3", l3)
+    assert (found["restore"], found["l3"], by_l3["restore"]) == (restore, l3, None)
+    pure = ("hidden", "kv", "recompute")
+    assert [found["predicted_ms"][name] for name in pure] == pytest.approx(
+        [by_l3["predicted_ms"][name] for name in pure]
+    )
+    assert by_l3["layers"]["recompute"] > 0
+    recomputed = {at["recompute_layers"] for at in found["at_length"].values()}
+    recomputed |= {at["best"]["recompute"] for at in found["at_length"].values()}
+    if restore == "layerwise":
+        assert found["layers"] == by_l3["layers"]
+        assert max(recomputed) > 0
+    else:
+        assert found["layers"]["recompute"] == 0
+        assert recomputed == {0}
+        assert found["closed_form"] is None
+    on_two = plan("llama-2-13b", "h100", *options, "--restore", restore, "--tp", 2)
+    assert on_two["layers"]["recompute"] == 0
+    assert any("restores layer-wise" in note for note in on_two["notes"]) == (restore == "eager")
+
+
+def test_either_path_tells_what_the_other_takes() -> None:
+    options = ("--ssds", 4, "--tp", 2)  # nothing is recomputed: both choose the same partition
+    eager, layerwise = (
+        plan("llama-2-7b", "a100-40g", *options, "--restore", restore)
+        for restore in ("eager", "layerwise")
+    )
+    assert eager["layers"] == layerwise["layers"]
+    for mine, other in ((eager, layerwise), (layerwise, eager)):
+        (note,) = (note for note in mine["notes"] if "this partition takes" in note)
+        assert f"--restore {other['restore']}" in note
+        assert note.endswith(f"takes {other['predicted_ms']['mix']:,.1f} ms")
+    assert eager["predicted_ms"]["mix"] < layerwise["predicted_ms"]["mix"]
+
+
 def test_the_text_shows_the_pipeline() -> None:
     model = CONFIGS / "llama-2-13b.json"
     text = hcache("plan", "-m", model, "-w", "a100-40g", "--ssds", 1).stdout
@@ -181,6 +220,9 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     assert "cannot read nowhere" in said("plan", "--model", "nowhere", "--hardware", "h100")
     for option, value in (("--tokens", 0), ("--tp", 0), ("--ssds", -1), ("--l3", "later")):
         assert option in said(*model, "--hardware", "h100", option, value)
+    both = said(*model, "--hardware", "h100", "--l3", "first", "--restore", "eager")
+    assert "--l3 first: --restore eager says where L3 is" in both
+    assert "--restore" in said(*model, "--hardware", "h100", "--restore", "lazy")
     path = tmp_path / "profile.json"
     path.write_text("{}")
     assert "field 'device'" in said(*model, "--hardware", path)
