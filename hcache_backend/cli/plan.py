@@ -65,7 +65,7 @@ def plan(
         typer.Option(
             "--restore",
             help="Instead of --l3, as a server with this option restore plans. layerwise: L3 is "
-            "read first; eager: meanwhile, and no layer is recomputed.",
+            "read first; eager: meanwhile.",
         ),
     ] = None,
     as_json: AsJson = False,

@@ -57,7 +57,7 @@ class Plan:
         tp: Tensor-parallel ranks.
         l3: Where L3 is in a restore.
         restore: Plan as a server with this option ``restore`` does, which does not choose to
-            recompute in eager restores, nor with several ranks; None: any method may be used.
+            recompute with several ranks; None: any method may be used.
     """
 
     profile: Profile
@@ -119,8 +119,8 @@ class Plan:
         """How a restore of ``tokens`` tokens goes once this partition is stored."""
         options: _Options = {"tp": self.tp, "l3": self.l3}
         costs = layer_costs(self.profile, self.model, tokens, **options)
-        first = 0
-        if self._may_recompute:
+        first = self.partition.recompute
+        if self._may_recompute and self.restore != "eager":  # those are chosen before it is known
             first = recompute_layers(self.profile, self.model, self.partition, tokens, **options)
         best = self._best(costs)
         seconds = makespan(costs, self.partition.recomputing(first))
@@ -207,7 +207,7 @@ class Plan:
 
     @property
     def _may_recompute(self) -> bool:
-        return self.restore is None or (self.restore == "layerwise" and self.tp == 1)
+        return self.restore is None or self.tp == 1
 
     def _best(self, costs: LayerCosts) -> Partition:
         methods = METHODS if self._may_recompute else ("hidden", "kv")
