@@ -153,7 +153,7 @@ def test_option_restore_plans_as_the_server_does(restore: str, l3: str) -> None:
     if restore == "eager":
         assert recomputed == {found["layers"]["recompute"]}  # chosen before a length is known
     else:
-        assert len(recomputed) > 1
+        assert max(recomputed) > 0
     on_two = plan("llama-2-13b", "h100", *options, "--restore", restore, "--tp", 2)
     assert on_two["layers"]["recompute"] == 0
     assert any("restores layer-wise" in note for note in on_two["notes"]) == (restore == "eager")
