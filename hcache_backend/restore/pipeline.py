@@ -12,7 +12,8 @@ then wait in the pool itself: the slots of their layer have as much room, and no
 before the layer is done.
 
 Whatever a restore consists of (many nodes, many requests), every layer is one copy and one
-projection, unless it has more tokens than a projection may take at once.
+projection, unless it has more tokens than a projection may take at once. Only the first layer comes
+in a few pieces: until its first piece has arrived there is nothing to project.
 
 Where tensor-parallel ranks share the tokens of every page, a copy brings the rank's own share and
 gathers the others' (paper section 5). What arrives then is in the order of the shares, and not of
@@ -46,6 +47,11 @@ from hcache_kernels.pages import gather_pages
 Fill = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Writes K and V of one layer to the pool: ``fill(segments, positions, slots)`` with uint8
 ``[pages, segment_bytes]`` and int64 ``[pages * page_size]`` twice, all on the device."""
+
+FIRST_PIECES = 4
+"""Pieces that the first layer of a restore comes in, if each has..."""
+FIRST_PIECE_TOKENS = 1024
+"""...so many tokens: a projection of fewer would not be worth its launch."""
 
 Gather = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], None]
 """Copies a segment of many pages: ``gather(memory, pages, offset, out)`` with uint8
@@ -172,7 +178,8 @@ class RestorePipeline:
         positions = torch.empty(len(slots), dtype=torch.int64, device=device)
         rows = _Rows(positions, slots)
         shared = rows if self._exchange is None else _Rows(*map(torch.empty_like, rows))
-        parts = deque(self._parts(loaded, page_ids, rows, shared))
+        pieces = FIRST_PIECES if recompute is None and self._exchange is None else 1
+        parts = deque(self._parts(loaded, page_ids, rows, shared, pieces))
         bring = self._exchanged(parts, held_pages) if self._exchange else self._bring_own
         now = current_stream(device)
         self._copy.wait(now.record())
@@ -232,12 +239,15 @@ class RestorePipeline:
         return restore
 
     def _parts(
-        self, layers: range, page_ids: torch.Tensor, rows: _Rows, shared: _Rows
+        self, layers: range, page_ids: torch.Tensor, rows: _Rows, shared: _Rows, pieces: int
     ) -> Iterator[_Part]:
-        step, size = self._chunk_pages, self._layout.page_size
+        size, pages = self._layout.page_size, len(page_ids)
         for index in layers:
+            step = self._chunk_pages
+            if index == layers.start:
+                step = min(step, max(-(-pages // pieces), FIRST_PIECE_TOKENS // size, 1))
             positions, slots = shared if self._layers[index].method == "hidden" else rows
-            for start in range(0, len(page_ids), step):
+            for start in range(0, pages, step):
                 tokens = slice(start * size, (start + step) * size)
                 yield _Part(
                     index,
@@ -245,7 +255,7 @@ class RestorePipeline:
                     page_ids[start : start + step],
                     positions[tokens],
                     slots[tokens],
-                    start + step >= len(page_ids),
+                    start + step >= pages,
                 )
 
     # ---- shares ----

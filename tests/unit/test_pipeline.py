@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hcache_backend.page import PageLayout
+from hcache_backend.restore import pipeline
 from hcache_backend.restore.pipeline import Recompute, RestoredLayer, RestorePipeline
 from hcache_backend.restore.ring import RUN_AHEAD, ring_bytes
 from hcache_backend.streams import StreamFailed, WorkerStream, current_is, new_stream
@@ -103,6 +104,23 @@ def test_many_pages_are_one_copy_and_one_projection_a_layer() -> None:
     server = Server()
     wait(server, *some(PAGES))
     assert sorted(server.calls) == [(layer, PAGES * SIZE) for layer in range(5)]
+
+
+@pytest.mark.parametrize("pages", [1, 2, 7, PAGES])
+def test_projection_begins_when_a_piece_of_the_first_layer_is_there(
+    pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "FIRST_PIECE_TOKENS", 2 * SIZE)
+    server, (chosen, slots) = Server(["hidden"] * 3), some(pages)
+    wait(server, chosen, slots)
+    piece = max(2, -(-pages // 4))
+    pieces = [min(piece, pages - start) * SIZE for start in range(0, pages, piece)]
+    assert server.calls == [*((0, n) for n in pieces), (1, pages * SIZE), (2, pages * SIZE)]
+    # Others wait for the first layers anyway.
+    server.calls.clear()
+    recompute = Recompute(1, lambda positions, slots: None)
+    server.pipeline.start(chosen, slots, recompute).wait()
+    assert server.calls == [(1, pages * SIZE), (2, pages * SIZE)]
 
 
 def test_layer_0_is_ready_while_later_layers_are_still_on_their_way() -> None:
