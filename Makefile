@@ -13,7 +13,7 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 	'import sys, importlib.util as u; u.find_spec("sglang") and print(sys.executable)' 2>/dev/null)
 
 .PHONY: setup versions demo test test-long test-versions lint docs bench-store bench-codecs \
-	bench-partition bench-partition-figures
+	bench-partition bench-partition-figures bench-eager bench-compare
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -103,3 +103,11 @@ bench-partition-figures: setup
 # Every partition on a real server, over a slower and slower bus. A quarter of an hour, alone.
 bench-partition: setup
 	$(BIN)/python bench/partition.py $(ARGS)
+
+# Restores while L3 is being read, from a slower and slower L3. A quarter of an hour, alone.
+bench-eager: setup
+	$(BIN)/python -m bench.eager $(ARGS)
+
+# Every method on real servers: restores, and what saving costs. Half an hour, alone.
+bench-compare: setup
+	$(BIN)/hcache bench compare $(or $(ARGS),--part restore)
