@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 from rich.progress import Progress
 
 from hcache_backend.benchmark.driver import Pace
-from hcache_backend.cli import compare_load, compare_restore
+from hcache_backend.cli import compare_load, compare_restore, compare_saving
 from hcache_backend.cli.bench_multiturn import PARALLEL, failing, load_tokenizer
 from hcache_backend.cli.bench_server import METHODS, unwind_when_terminated
 from hcache_backend.cli.bench_workloads import WorkloadOptions, choose
 from hcache_backend.cli.common import errors, explained, print_json, progress_bar, screen
-from hcache_backend.cli.compare_report import draw, markdown
+from hcache_backend.cli.compare_pictures import draw
+from hcache_backend.cli.compare_report import markdown
 from hcache_backend.cli.machine import Machine, find_machine
 from hcache_backend.cli.tiny_model import TinyLlama, build
 
@@ -33,15 +34,18 @@ class Comparison(NamedTuple):
 
     Attributes:
         model: None: the reference model with random weights.
-        parts: ``restore``, ``load``, or both.
-        tokens: Of each history that is restored.
-        rounds: Histories that are timed.
+        methods: Those of parts ``restore`` and ``load``; some are known in one of them only.
+        parts: Of ``restore``, ``saving`` and ``load``.
+        settings: Of restores.
+        tokens: Of the history that is restored.
+        rounds: How often anything is timed that is timed by itself.
         scratch: Where L3 folders are while it runs; None: the system's place for such.
     """
 
     model: str | None
     methods: Sequence[str]
     parts: Sequence[str]
+    settings: Sequence[str]
     tokens: int
     rounds: int
     workload: WorkloadOptions
@@ -68,6 +72,8 @@ def report_comparison(asked: Comparison) -> None:
             found = _about(asked, machine)
             if "restore" in asked.parts:
                 found["restore"] = _restore(asked, machine, model, Path(scratch) / "restore")
+            if "saving" in asked.parts:
+                found["saving"] = _saving(asked, machine, model, Path(scratch) / "saving")
             if "load" in asked.parts:
                 plan = compare_load.LoadPlan(
                     machine=machine,
@@ -101,17 +107,33 @@ def _restore(asked: Comparison, machine: Machine, model: str, folder: Path) -> d
         model=model,
         tokens=asked.tokens,
         rounds=asked.rounds,
+        settings=asked.settings,
         vocabulary=asked.vocabulary,
         server_args=asked.server_args,
         folder=folder,
         seed=asked.workload.seed,
     )
     with _steps(compare_restore.steps(plan, methods)) as (_, advance):
-        rows, balance = compare_restore.restore_all(plan, methods, advance)
-    return compare_restore.report(rows, asked.tokens, balance)
+        found = compare_restore.restore_all(plan, methods, advance)
+    return compare_restore.report(found, asked.tokens)
 
 
-def _load(plan: compare_load.LoadPlan, methods: Sequence[str]) -> dict[str, Any]:
+def _saving(asked: Comparison, machine: Machine, model: str, folder: Path) -> dict[str, Any]:
+    plan = compare_saving.SavingPlan(
+        machine=machine,
+        model=model,
+        rounds=asked.rounds,
+        vocabulary=asked.vocabulary,
+        server_args=asked.server_args,
+        folder=folder,
+        seed=asked.workload.seed,
+    )
+    with _steps(compare_saving.steps(plan)) as (_, advance):
+        return compare_saving.save_all(plan, advance)
+
+
+def _load(plan: compare_load.LoadPlan, asked: Sequence[str]) -> dict[str, Any]:
+    methods = [name for name in asked if name in METHODS]
     with _steps(len(methods)) as (bar, advance):
         return compare_load.load_all(plan, methods, bar, advance)
 
@@ -139,7 +161,7 @@ def _about(asked: Comparison, machine: Machine) -> dict[str, Any]:
         "device_type": machine.device,
         "sglang_version": machine.sglang,
         "model": model,
-        "methods": {name: METHODS[name].title for name in asked.methods},
+        "methods": {name: compare_restore.title(name) for name in asked.methods},
     }
 
 
