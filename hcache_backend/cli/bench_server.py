@@ -96,8 +96,9 @@ def launch(
     environment: dict[str, str] | None = None,
     l3: Path | None = None,
     hcache: Mapping[str, Any] | None = None,
+    metrics: bool = True,
 ) -> tuple[list[str], dict[str, str]]:
-    """Command line and environment of a server; metrics and cache reports are on.
+    """Command line and environment of a server; cache reports are on.
 
     Args:
         model: A folder, or a name that SGLang knows.
@@ -109,11 +110,13 @@ def launch(
         environment: More variables.
         l3: Another folder for L3.
         hcache: More options of ours.
+        metrics: Metrics are on too. A CPU server starts faster without.
     """
     command = [
         *machine.launch_command(Path(model)),
         *("--page-size", str(PAGE_SIZE), "--max-total-tokens", str(pool_tokens)),
-        *("--enable-cache-report", "--enable-metrics"),
+        "--enable-cache-report",
+        *(["--enable-metrics"] if metrics else []),
     ]
     variables = {
         **machine.environment,
@@ -125,8 +128,9 @@ def launch(
         command += ["--grammar-backend", "none", "--skip-server-warmup"]
         # torch_native pads what it computes to the whole sequence, chunk by chunk.
         command += ["--chunked-prefill-size", str(pool_tokens)]
-        # A forked worker has prometheus-client from before SGLang names its folder.
-        variables["HCACHE_CPU_ENGINE_FORK"] = "0"
+        if metrics:
+            # A forked worker has prometheus-client from before SGLang names its folder.
+            variables["HCACHE_CPU_ENGINE_FORK"] = "0"
     if Path(model).is_dir() and not any((Path(model) / name).exists() for name in _TOKENIZERS):
         command += ["--skip-tokenizer-init"]
     if not method.radix:

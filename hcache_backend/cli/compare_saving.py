@@ -116,6 +116,7 @@ def _save(plan: SavingPlan, name: str, advance: Callable[[str], None]) -> dict[s
         # Recorded graphs would not call what writes within the step.
         extra=["--disable-cuda-graph", *plan.server_args],
         environment=environment,
+        metrics=False,
     )
     advance(f"{way.title}: starting")
     with ServerProcess(command, variables, folder / "server.log") as server:

@@ -150,6 +150,7 @@ def serving(
         trace=True,
         extra=place.server_args,
         environment=environment,
+        metrics=False,
         l3=l3,
         hcache=hcache,
     )
