@@ -15,7 +15,12 @@ from typing import Any, NamedTuple
 from rich.progress import Progress
 
 from hcache_backend.benchmark.driver import Pace
-from hcache_backend.cli import compare_load, compare_restore, compare_saving
+from hcache_backend.cli import (
+    compare_estimate,
+    compare_load,
+    compare_restore,
+    compare_saving,
+)
 from hcache_backend.cli.bench_multiturn import PARALLEL, failing, load_tokenizer
 from hcache_backend.cli.bench_server import METHODS, unwind_when_terminated
 from hcache_backend.cli.bench_workloads import WorkloadOptions, choose
@@ -113,8 +118,15 @@ def _restore(asked: Comparison, machine: Machine, model: str, folder: Path) -> d
         folder=folder,
         seed=asked.workload.seed,
     )
+    profile = compare_restore.find_profile(plan, methods)
+    served = list(compare_restore.servers(plan, methods))
+    about = f"restore: {len(served)} servers"
+    if profile is not None:
+        took = compare_estimate.seconds(plan, served, profile, plan.shape())
+        about += f", about {math.ceil(took / 60)} minutes"
+    errors.print(about, highlight=False)
     with _steps(compare_restore.steps(plan, methods)) as (_, advance):
-        found = compare_restore.restore_all(plan, methods, advance)
+        found = compare_restore.restore_all(plan, methods, profile, advance)
     return compare_restore.report(found, asked.tokens)
 
 

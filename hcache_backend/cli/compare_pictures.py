@@ -82,7 +82,7 @@ def _draw_restore(report: Mapping[str, Any], path: Path) -> Path:
             storage.barh(place, kib, color=COLOURS[name])
             storage.annotate(f" {kib:,.1f}", (kib, place), va="center", fontsize=9)
     storage.set_xlabel("KiB a token")
-    storage.set_title("L3, as it is", fontsize=10)
+    storage.set_title("stored in L3", fontsize=10)
     storage.margins(x=0.18)
     panels[0][0].set_yticks(
         range(len(methods)), [restore["methods"][name]["title"] for name in methods]
@@ -98,23 +98,20 @@ def _bytes_per_token(row: Mapping[str, Any]) -> float:
     )
 
 
-def _ablated(report: Mapping[str, Any]) -> str | None:
-    """The setting in which methods stand beside the naive hybrid."""
-    if not report.get("restore"):
-        return None
-    restore = report["restore"]
-    found = [setting for setting in ("balanced", "slow") if HYBRID in tried(restore, setting)]
-    return found[0] if found else None
+def _ablated(report: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Rows of the setting in which methods stand beside the naive hybrid, if that was tried."""
+    rows = tried(report["restore"], "balanced") if report.get("restore") else {}
+    return rows if HYBRID in rows else {}
 
 
 def _draw_ablations(report: Mapping[str, Any], path: Path) -> Path:
     from matplotlib import pyplot
 
-    setting, saving = _ablated(report), report.get("saving")
-    number = bool(setting) + bool(saving)
+    rows, saving = _ablated(report), report.get("saving")
+    number = bool(rows) + bool(saving)
     figure, panels = pyplot.subplots(1, number, figsize=(6.2 * number, 4), squeeze=False)
-    if setting:
-        axes, rows = panels[0][0], tried(report["restore"], setting)
+    if rows:
+        axes = panels[0][0]
         shown = [name for name in _ABLATIONS if name in rows]
         for place, name in enumerate(shown):
             took = rows[name]["load_ms"] or rows[name]["ms"]
@@ -123,7 +120,7 @@ def _draw_ablations(report: Mapping[str, Any], path: Path) -> Path:
         axes.set_yticks(range(len(shown)), [_ABLATIONS[name] for name in shown])
         axes.invert_yaxis()
         axes.set_xlabel("host memory to the last layer on the device, ms")
-        axes.set_title(f"Methods for layers ({SETTING_TITLES[setting]})", fontsize=10)
+        axes.set_title(f"Methods of layers ({SETTING_TITLES['balanced']})", fontsize=10)
         axes.margins(x=0.15)
         axes.set_xlim(left=0)
     if saving:

@@ -27,6 +27,7 @@ from hcache_backend.cli.compare_server import Place, Server, l3_bytes, pool_toke
 from hcache_backend.cli.demo_report import Restore
 from hcache_backend.cli.machine import Machine
 from hcache_backend.partition.model_config import read_model
+from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile
 
 SETTINGS = ("disk", "balanced", "slow")
@@ -37,7 +38,7 @@ _WHERE: dict[str, tuple[str, ...]] = {
     "file": SETTINGS,
     "hcache": SETTINGS,
     "hcache-eager": ("disk", "slow"),
-    HYBRID: ("balanced", "slow"),
+    HYBRID: ("balanced",),
     "recompute": ("disk",),
 }
 """Which settings a method is tried in. Eager restores hide L3, not the bus; recomputation knows
@@ -87,6 +88,11 @@ class RestorePlan:
     def place(self) -> Place:
         """For servers that have room for one history at a time."""
         return Place(self.machine, self.model, self.server_args, pool_tokens(self.tokens))
+
+    def shape(self) -> ModelShape:
+        """Of the model, as its servers compute with it; the model must be a folder."""
+        shape = read_model(Path(self.model))
+        return compare_plan.float32(shape) if self.machine.device == "cpu" else shape
 
     def hcache(self) -> dict[str, Any]:
         """Options of all servers of ours.
@@ -142,24 +148,35 @@ class Comparison(NamedTuple):
     left_out: tuple[str, ...]
 
 
+def find_profile(plan: RestorePlan, methods: Sequence[str]) -> Profile | None:
+    """Measure what planned methods go by; None: there are none, or servers measure their own.
+
+    Raises:
+        MachineError: It could not be measured.
+    """
+    if not compare_plan.has_shape(plan.model) or not set(methods) & set(PLANNED):
+        return None
+    return compare_plan.measure_profile(
+        plan.machine, plan.model, plan.folder / "profile", plan.profile_seconds
+    )
+
+
 def restore_all(
-    plan: RestorePlan, methods: Sequence[str], advance: Callable[[str], None]
+    plan: RestorePlan,
+    methods: Sequence[str],
+    profile: Profile | None,
+    advance: Callable[[str], None],
 ) -> Comparison:
     """Restore with each method in each setting.
 
     Args:
+        profile: What :func:`find_profile` found.
         advance: Called :func:`steps` times, with what comes next.
 
     Raises:
-        MachineError: The machine's profile could not be measured.
         ServerError: A server did not start, a request failed, or a history did not come back.
     """
-    runs = _Runs(plan, advance)
-    if _is_planned(plan, methods):
-        advance("profile of this machine")
-        runs.profile = compare_plan.measure_profile(
-            plan.machine, plan.model, plan.folder / "profile", plan.profile_seconds
-        )
+    runs = _Runs(plan, profile, advance)
     for served in servers(plan, methods):
         runs.run(served)
     return Comparison(runs.rows, runs.rates, tuple(_left_out(plan, methods)))
@@ -182,7 +199,7 @@ def servers(plan: RestorePlan, methods: Sequence[str]) -> Iterator[Served]:
 
 def steps(plan: RestorePlan, methods: Sequence[str]) -> int:
     """How often :func:`restore_all` calls ``advance``."""
-    total = int(_is_planned(plan, methods))
+    total = 0
     for method, settings in servers(plan, methods):
         total += 2 + len(settings) * plan.rounds  # starting, the restore before
         total += method != "recompute"  # storing
@@ -235,11 +252,12 @@ def _medians(row: Restored, setting: str) -> dict[str, Any]:
 class _Runs:
     """Starts servers, one after the other, and restores in each of their settings."""
 
-    def __init__(self, plan: RestorePlan, advance: Callable[[str], None]) -> None:
+    def __init__(
+        self, plan: RestorePlan, profile: Profile | None, advance: Callable[[str], None]
+    ) -> None:
         self.rows: dict[str, Restored] = {}
         self.rates: Rates | None = None
-        self.profile: Profile | None = None
-        self._plan, self._advance = plan, advance
+        self._plan, self._profile, self._advance = plan, profile, advance
         self._history = plan.history()
 
     def run(self, served: Served) -> None:
@@ -282,14 +300,11 @@ class _Runs:
         plan = self._plan
         if _method(served.method).storage != "dynamic":
             return {}
-        if served.method not in PLANNED or self.profile is None:
+        if served.method not in PLANNED or self._profile is None:
             return plan.hcache()
-        profile = compare_plan.in_setting(self.profile, served.settings[0], self.rates)
+        profile = compare_plan.in_setting(self._profile, served.settings[0], self.rates)
         if served.method == HYBRID:
-            shape = read_model(Path(plan.model))
-            if plan.machine.device == "cpu":
-                shape = compare_plan.float32(shape)
-            partition = compare_plan.naive_hybrid(profile, shape, plan.tokens)
+            partition = compare_plan.naive_hybrid(profile, plan.shape(), plan.tokens)
             return {**plan.hcache(), "partition": compare_plan.options(partition)}
         path = plan.folder / f"{served.name}-profile.json"
         profile.save(path)
@@ -305,11 +320,6 @@ def _settings(plan: RestorePlan, methods: Sequence[str]) -> tuple[str, ...]:
     if plan.machine.device != "cpu" or DECIDES not in methods:
         return tuple(setting for setting in plan.settings if setting == "disk")
     return tuple(setting for setting in SETTINGS if setting in plan.settings)
-
-
-def _is_planned(plan: RestorePlan, methods: Sequence[str]) -> bool:
-    """Whether a profile of the machine is measured; without one each server measures its own."""
-    return compare_plan.has_shape(plan.model) and any(name in PLANNED for name in methods)
 
 
 def _left_out(plan: RestorePlan, methods: Sequence[str]) -> Iterator[str]:
