@@ -127,7 +127,7 @@ def _restore(asked: Comparison, machine: Machine, model: str, folder: Path) -> d
     errors.print(about, highlight=False)
     with _steps(compare_restore.steps(plan, methods)) as (_, advance):
         found = compare_restore.restore_all(plan, methods, profile, advance)
-    return compare_restore.report(found, asked.tokens)
+    return compare_restore.report(found, plan)
 
 
 def _saving(asked: Comparison, machine: Machine, model: str, folder: Path) -> dict[str, Any]:

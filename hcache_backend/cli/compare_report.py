@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from hcache_backend.cli.compare_saving import over_none
+
 SETTING_TITLES = {
     "disk": "L3 as it is",
     "balanced": "bus: copy = projection",
@@ -52,10 +54,12 @@ def _anywhere(name: str, row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _restores(restore: Mapping[str, Any]) -> Iterator[str]:
+    options = ", ".join(f"`{name}` {value}" for name, value in restore["hcache_options"].items())
     yield (
         f"## Restoring a history of {restore['tokens']:,} tokens\n\n"
-        "Milliseconds in the server, medians: from the start of the prefetch to the last layer on "
-        "the device. L3 is read from a cold page cache."
+        f"Milliseconds in the server, medians of {restore['rounds']}: from the start of the "
+        "prefetch to the last layer on the device. L3 is read from a cold page cache. Options of "
+        f"all servers of ours: {options}."
     )
     for setting in SETTING_TITLES:
         rows = tried(restore, setting)
@@ -121,20 +125,20 @@ def _row(restore: Mapping[str, Any], name: str, setting: str) -> Sequence[str]:
 def _saving(saving: Mapping[str, Any]) -> Iterator[str]:
     yield (
         "## Saving hidden states while requests run\n\nMilliseconds between tokens of sequences "
-        f"that run together, each with a history of {saving['history']:,} tokens: median (99%)."
+        f"that run together, each with a history of {saving['history']:,} tokens: median (99%), "
+        "and how many times the median without saving that is."
     )
-    batches = [str(batch) for batch in saving["batches"]]
     rows = [
-        (
-            way["title"],
-            *(
-                f"{way['gaps_ms'][b]['median']:,.1f} ({way['gaps_ms'][b]['p99']:,.1f})"
-                for b in batches
-            ),
-        )
-        for way in saving["ways"].values()
+        (way["title"], *(_gap(saving, name, batch) for batch in saving["batches"]))
+        for name, way in saving["ways"].items()
     ]
-    yield _table(("", *(f"{b} sequence{'s' if b != '1' else ''}" for b in batches)), rows)
+    yield _table(("", *(f"{n} sequence{'s' if n > 1 else ''}" for n in saving["batches"])), rows)
+
+
+def _gap(saving: Mapping[str, Any], way: str, batch: int) -> str:
+    found = saving["ways"][way]["gaps_ms"][str(batch)]
+    shown = f"{found['median']:,.1f} ({found['p99']:,.1f})"
+    return shown if way == "none" else f"{shown}, {over_none(saving, way, batch):.2f}x"
 
 
 def _load_table(load: Mapping[str, Any]) -> Iterator[str]:

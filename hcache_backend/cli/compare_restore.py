@@ -216,7 +216,7 @@ def title(method: str) -> str:
     return _method(method).title
 
 
-def report(found: Comparison, tokens: int) -> dict[str, Any]:
+def report(found: Comparison, plan: RestorePlan) -> dict[str, Any]:
     """What ``compare.json`` says of restores; times are medians, in milliseconds."""
     rates = found.rates
     methods = {
@@ -230,7 +230,9 @@ def report(found: Comparison, tokens: int) -> dict[str, Any]:
         for name, row in found.rows.items()
     }
     return {
-        "tokens": tokens,
+        "tokens": plan.tokens,
+        "rounds": plan.rounds,
+        "hcache_options": plan.hcache(),
         "balanced_bus_bytes_per_second": rates.bus if rates else None,
         "slow_l3_bytes_per_second": rates.l3 if rates else None,
         "goals": goals(methods),

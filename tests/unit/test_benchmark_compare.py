@@ -218,7 +218,7 @@ def comparison() -> dict[str, Any]:
         "device": "a CPU",
         "sglang_version": "0.5.21",
         "model": "a model",
-        "restore": report(found, 4096),
+        "restore": report(found, dataclasses.replace(restore_plan(Path()), tokens=4096)),
         "saving": {
             "history": 512,
             "batches": [1, 16],
@@ -259,10 +259,12 @@ def test_the_tables_have_a_row_for_each_method() -> None:
     assert text.count("| recompute | - | 9,000 | - | - | - |") == 2
     assert "| recompute | - | 9,000 | - | - | 0.18 |" in text
     assert text.count("| HCache, hidden states, eager | 2,048 |") == 2
+    assert "medians of 2: from the start" in text
+    assert "all servers of ours: `restore_share` 1.0, `restore_chunk_tokens` 1024." in text
     assert "slowed down to 66 MB/s" in text
     assert "slowed down to 22 MB/s" in text
     assert "Left out: setting x: y." in text
-    assert "| HCache: two stages | 5.0 (7.0) | 9.0 (30.0) |" in text
+    assert "| HCache: two stages | 5.0 (7.0), 1.00x | 9.0 (30.0), 1.12x |" in text
     assert "| recompute | 2.0 | 400 | 800 | 50.0 | 1.50 | 25 / ? / 50 |" in text
     assert "8 sessions, 30 requests" in text
 
@@ -279,7 +281,7 @@ def test_goals_are_met_or_not() -> None:
 
 def test_goals_of_methods_that_were_not_tried_are_left_out() -> None:
     rows = {"file": Restored({"disk": [Restore(64, 2.0, 1.0, 1.0)]}, {"disk": 1.0}, {"disk": ""})}
-    found = report(Comparison(rows, None, ()), 64)
+    found = report(Comparison(rows, None, ()), restore_plan(Path()))
     assert found["goals"] == []
     assert found["methods"]["file"]["slow"] is None
 
