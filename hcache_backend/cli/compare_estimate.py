@@ -10,7 +10,7 @@ from hcache_backend.partition.costs import layer_costs
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile
 
-_START_SECONDS = 20.0
+_START_SECONDS = 12.0
 """Of a server with a small model."""
 _KV = ("file", "hcache-kv")
 
