@@ -26,9 +26,11 @@ from hcache_backend.cli.bench_server import METHODS, unwind_when_terminated
 from hcache_backend.cli.bench_workloads import WorkloadOptions, choose
 from hcache_backend.cli.common import errors, explained, print_json, progress_bar, screen
 from hcache_backend.cli.compare_pictures import draw
+from hcache_backend.cli.compare_plan import has_shape
 from hcache_backend.cli.compare_report import markdown
 from hcache_backend.cli.machine import Machine, find_machine
 from hcache_backend.cli.tiny_model import TinyLlama, build
+from hcache_backend.partition.model_config import read_model
 
 REFERENCE = TinyLlama(layers=8, hidden=1024, heads=8, kv_heads=8, intermediate=2816)
 """Large enough that restoring matters, small enough for two cores."""
@@ -163,18 +165,28 @@ def _steps(total: int) -> Iterator[tuple[Progress, Callable[[str], None]]]:
 
 
 def _about(asked: Comparison, machine: Machine) -> dict[str, Any]:
-    shape = REFERENCE
-    model = asked.model or (
-        f"random Llama, {shape.layers} layers, hidden size {shape.hidden}, {shape.heads} heads"
-    )
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": machine.name,
         "device_type": machine.device,
         "sglang_version": machine.sglang,
-        "model": model,
+        "model": _described(asked.model),
         "methods": {name: compare_restore.title(name) for name in asked.methods},
     }
+
+
+def _described(model: str | None) -> str:
+    """The model in a line: a folder by its own name and its shape."""
+    if model is None:
+        name, shape = "random Llama", REFERENCE
+        return f"{name}, {shape.layers} layers, hidden size {shape.hidden}, {shape.heads} heads"
+    if not has_shape(model):
+        return model
+    name, found = Path(model).resolve().name, read_model(Path(model))
+    return (
+        f"{name} ({found.family}, {found.layers} layers, hidden size {found.hidden}, "
+        f"{found.heads} heads)"
+    )
 
 
 def _write(found: dict[str, Any], out: Path) -> None:

@@ -160,13 +160,21 @@ def _draw_load(report: Mapping[str, Any], path: Path) -> Path:
                 color=COLOURS[name],
                 label=row["title"],
             )
+        axes.set_xticks(sorted({float(run["request_rate"]) for run in runs}))
         axes.set_xlabel(f"{load['workload']['arrivals']} a second")
         axes.set_ylabel(title)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-    ttft.legend(fontsize=8)
     _draw_hits(hits, methods)
-    return _save(figure, f"Workload {load['workload']['name']}", report, path)
+    # Above all panels: there is no place in one that no curve may go through.
+    figure.legend(
+        *ttft.get_legend_handles_labels(),
+        fontsize=8,
+        ncols=5,
+        loc="upper center",
+        bbox_to_anchor=(0.5, 0.955),
+    )
+    return _save(figure, f"Workload {load['workload']['name']}", report, path, top=0.91)
 
 
 def _draw_hits(axes: Any, methods: Mapping[str, Mapping[str, Any]]) -> None:
@@ -186,11 +194,11 @@ def _draw_hits(axes: Any, methods: Mapping[str, Mapping[str, Any]]) -> None:
     axes.legend(fontsize=8)
 
 
-def _save(figure: Any, title: str, report: Mapping[str, Any], path: Path) -> Path:
+def _save(figure: Any, title: str, report: Mapping[str, Any], path: Path, top: float = 1.0) -> Path:
     from matplotlib import pyplot
 
     figure.suptitle(f"{title}: {report['device']}, {report['model']}", fontsize=11)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0, 1, top))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
     return path

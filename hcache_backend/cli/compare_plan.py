@@ -11,6 +11,7 @@ from typing import NamedTuple
 from hcache_backend.cli.machine import Machine, MachineError
 from hcache_backend.partition.costs import layer_costs
 from hcache_backend.partition.layers import Partition
+from hcache_backend.partition.model_config import ModelConfigError, read_model
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile, Rate, load_profile
 from hcache_backend.partition.solver import search
@@ -32,8 +33,12 @@ class Rates(NamedTuple):
 
 
 def has_shape(model: str) -> bool:
-    """Whether the model's shape can be read: it is a folder, not a name that SGLang looks up."""
-    return (Path(model) / "config.json").is_file()
+    """Whether the model's shape can be read: it is a folder, of a family that plans know."""
+    try:
+        read_model(Path(model))
+    except ModelConfigError:
+        return False
+    return True
 
 
 def measure_profile(machine: Machine, model: str, folder: Path, seconds: float) -> Profile:

@@ -332,4 +332,4 @@ def _left_out(plan: RestorePlan, methods: Sequence[str]) -> Iterator[str]:
             why = f"it needs method {DECIDES}" if cpu else "only the CPU engine can be slowed down"
             yield f"setting {setting}: {why}"
     if HYBRID in methods and not compare_plan.has_shape(plan.model):
-        yield f"method {HYBRID}: --model-path must be a folder, whose config.json says its shape"
+        yield f"method {HYBRID}: --model-path must be a folder with a config.json that plans know"

@@ -58,7 +58,8 @@ def restore_plan(folder: Path, machine: Machine = CPU, model: str = "model") -> 
 
 
 def folder_model(folder: Path) -> str:
-    (folder / "config.json").write_text("{}")
+    known = Path(__file__).parent / "partition" / "configs" / "llama-2-7b.json"
+    (folder / "config.json").write_text(known.read_text())
     return str(folder)
 
 
@@ -153,6 +154,13 @@ def test_profiles_of_settings_differ_in_what_is_slowed_down() -> None:
     assert slow.l3 is not None
     assert slow.l3.per_second == 1e8
     assert slow.hidden_copy == profile.hidden_copy
+
+
+def test_a_model_that_plans_do_not_know_has_no_shape(tmp_path: Path) -> None:
+    assert not compare_plan.has_shape("org/model")
+    (tmp_path / "config.json").write_text("{}")
+    assert not compare_plan.has_shape(str(tmp_path))
+    assert compare_plan.has_shape(folder_model(tmp_path))
 
 
 def test_the_naive_hybrid_has_no_hidden_states() -> None:
