@@ -15,14 +15,22 @@ from typing import Any, NamedTuple
 from rich.progress import Progress
 
 from hcache_backend.benchmark.driver import Pace
-from hcache_backend.cli import compare_load, compare_restore
+from hcache_backend.cli import (
+    compare_estimate,
+    compare_load,
+    compare_restore,
+    compare_saving,
+)
 from hcache_backend.cli.bench_multiturn import PARALLEL, failing, load_tokenizer
 from hcache_backend.cli.bench_server import METHODS, unwind_when_terminated
 from hcache_backend.cli.bench_workloads import WorkloadOptions, choose
 from hcache_backend.cli.common import errors, explained, print_json, progress_bar, screen
-from hcache_backend.cli.compare_report import draw, markdown
+from hcache_backend.cli.compare_pictures import draw
+from hcache_backend.cli.compare_plan import has_shape
+from hcache_backend.cli.compare_report import markdown
 from hcache_backend.cli.machine import Machine, find_machine
 from hcache_backend.cli.tiny_model import TinyLlama, build
+from hcache_backend.partition.model_config import read_model
 
 REFERENCE = TinyLlama(layers=8, hidden=1024, heads=8, kv_heads=8, intermediate=2816)
 """Large enough that restoring matters, small enough for two cores."""
@@ -33,15 +41,18 @@ class Comparison(NamedTuple):
 
     Attributes:
         model: None: the reference model with random weights.
-        parts: ``restore``, ``load``, or both.
-        tokens: Of each history that is restored.
-        rounds: Histories that are timed.
+        methods: Those of parts ``restore`` and ``load``; some are known in one of them only.
+        parts: Of ``restore``, ``saving`` and ``load``.
+        settings: Of restores.
+        tokens: Of the history that is restored.
+        rounds: How often anything is timed that is timed by itself.
         scratch: Where L3 folders are while it runs; None: the system's place for such.
     """
 
     model: str | None
     methods: Sequence[str]
     parts: Sequence[str]
+    settings: Sequence[str]
     tokens: int
     rounds: int
     workload: WorkloadOptions
@@ -68,6 +79,8 @@ def report_comparison(asked: Comparison) -> None:
             found = _about(asked, machine)
             if "restore" in asked.parts:
                 found["restore"] = _restore(asked, machine, model, Path(scratch) / "restore")
+            if "saving" in asked.parts:
+                found["saving"] = _saving(asked, machine, model, Path(scratch) / "saving")
             if "load" in asked.parts:
                 plan = compare_load.LoadPlan(
                     machine=machine,
@@ -101,17 +114,40 @@ def _restore(asked: Comparison, machine: Machine, model: str, folder: Path) -> d
         model=model,
         tokens=asked.tokens,
         rounds=asked.rounds,
+        settings=asked.settings,
         vocabulary=asked.vocabulary,
         server_args=asked.server_args,
         folder=folder,
         seed=asked.workload.seed,
     )
+    profile = compare_restore.find_profile(plan, methods)
+    served = list(compare_restore.servers(plan, methods))
+    about = f"restore: {len(served)} servers"
+    if profile is not None:
+        took = compare_estimate.seconds(plan, served, profile, plan.shape())
+        about += f", about {math.ceil(took / 60)} minutes"
+    errors.print(about, highlight=False)
     with _steps(compare_restore.steps(plan, methods)) as (_, advance):
-        rows, balance = compare_restore.restore_all(plan, methods, advance)
-    return compare_restore.report(rows, asked.tokens, balance)
+        found = compare_restore.restore_all(plan, methods, profile, advance)
+    return compare_restore.report(found, plan)
 
 
-def _load(plan: compare_load.LoadPlan, methods: Sequence[str]) -> dict[str, Any]:
+def _saving(asked: Comparison, machine: Machine, model: str, folder: Path) -> dict[str, Any]:
+    plan = compare_saving.SavingPlan(
+        machine=machine,
+        model=model,
+        rounds=asked.rounds,
+        vocabulary=asked.vocabulary,
+        server_args=asked.server_args,
+        folder=folder,
+        seed=asked.workload.seed,
+    )
+    with _steps(compare_saving.steps(plan)) as (_, advance):
+        return compare_saving.save_all(plan, advance)
+
+
+def _load(plan: compare_load.LoadPlan, asked: Sequence[str]) -> dict[str, Any]:
+    methods = [name for name in asked if name in METHODS]
     with _steps(len(methods)) as (bar, advance):
         return compare_load.load_all(plan, methods, bar, advance)
 
@@ -129,18 +165,28 @@ def _steps(total: int) -> Iterator[tuple[Progress, Callable[[str], None]]]:
 
 
 def _about(asked: Comparison, machine: Machine) -> dict[str, Any]:
-    shape = REFERENCE
-    model = asked.model or (
-        f"random Llama, {shape.layers} layers, hidden size {shape.hidden}, {shape.heads} heads"
-    )
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": machine.name,
         "device_type": machine.device,
         "sglang_version": machine.sglang,
-        "model": model,
-        "methods": {name: METHODS[name].title for name in asked.methods},
+        "model": _described(asked.model),
+        "methods": {name: compare_restore.title(name) for name in asked.methods},
     }
+
+
+def _described(model: str | None) -> str:
+    """The model in a line: a folder by its own name and its shape."""
+    if model is None:
+        name, shape = "random Llama", REFERENCE
+        return f"{name}, {shape.layers} layers, hidden size {shape.hidden}, {shape.heads} heads"
+    if not has_shape(model):
+        return model
+    name, found = Path(model).resolve().name, read_model(Path(model))
+    return (
+        f"{name} ({found.family}, {found.layers} layers, hidden size {found.hidden}, "
+        f"{found.heads} heads)"
+    )
 
 
 def _write(found: dict[str, Any], out: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +28,7 @@ class Method:
         storage: SGLang's name of the L3 backend; None: there is none.
         hcache: Options of ours, where ``storage`` is ``dynamic``.
         radix: Prefixes that are on the device are used again.
+        pages_of: The method whose L3 pages it can use, having the same; None: it has its own.
     """
 
     title: str
@@ -35,6 +36,7 @@ class Method:
     storage: str | None = None
     hcache: dict[str, Any] = field(default_factory=dict)
     radix: bool = True
+    pages_of: str | None = None
 
 
 METHODS = {
@@ -43,9 +45,21 @@ METHODS = {
     "file": Method("KV, SGLang file L3", storage="file"),
     "host": Method("KV, HiCache host memory"),
     "hcache-hidden": Method("HCache, hidden states", storage="dynamic", hcache={"mode": "hidden"}),
+    "hcache-hidden-eager": Method(
+        "HCache, hidden states, eager",
+        storage="dynamic",
+        hcache={"mode": "hidden", "restore": "eager"},
+        pages_of="hcache-hidden",
+    ),
     "hcache-kv": Method("HCache, KV pages", storage="dynamic", hcache={"mode": "kv"}),
     "hcache": Method("HCache, automatic", storage="dynamic", hcache={"mode": "auto"}),
+    "hcache-eager": Method(
+        "HCache, automatic, eager", storage="dynamic", hcache={"mode": "auto", "restore": "eager"}
+    ),
 }
+HYBRID = "hybrid"
+"""The paper's ablation without hidden states (section 6.3.1). What it recomputes is planned from a
+profile, so only ``hcache bench compare`` knows it, and only where it has one."""
 
 
 def unwind_when_terminated() -> None:
@@ -80,22 +94,29 @@ def launch(
     trace: bool = False,
     extra: Sequence[str] = (),
     environment: dict[str, str] | None = None,
+    l3: Path | None = None,
+    hcache: Mapping[str, Any] | None = None,
+    metrics: bool = True,
 ) -> tuple[list[str], dict[str, str]]:
-    """Command line and environment of a server; metrics and cache reports are on.
+    """Command line and environment of a server; cache reports are on.
 
     Args:
         model: A folder, or a name that SGLang knows.
-        folder: For L3 (``l3``) and the trace (``trace.jsonl``).
+        folder: For L3 (``l3``), unless another folder is given, and the trace (``trace.jsonl``).
         trace: Write the trace: every restore then waits for the device, to time itself.
         pool_tokens: Tokens of the device's KV pool.
         host_ratio: Host memory as a multiple of the pool.
         extra: More arguments, which come last.
         environment: More variables.
+        l3: Another folder for L3.
+        hcache: More options of ours.
+        metrics: Metrics are on too. A CPU server starts faster without.
     """
     command = [
         *machine.launch_command(Path(model)),
         *("--page-size", str(PAGE_SIZE), "--max-total-tokens", str(pool_tokens)),
-        *("--enable-cache-report", "--enable-metrics"),
+        "--enable-cache-report",
+        *(["--enable-metrics"] if metrics else []),
     ]
     variables = {
         **machine.environment,
@@ -107,8 +128,9 @@ def launch(
         command += ["--grammar-backend", "none", "--skip-server-warmup"]
         # torch_native pads what it computes to the whole sequence, chunk by chunk.
         command += ["--chunked-prefill-size", str(pool_tokens)]
-        # A forked worker has prometheus-client from before SGLang names its folder.
-        variables["HCACHE_CPU_ENGINE_FORK"] = "0"
+        if metrics:
+            # A forked worker has prometheus-client from before SGLang names its folder.
+            variables["HCACHE_CPU_ENGINE_FORK"] = "0"
     if Path(model).is_dir() and not any((Path(model) / name).exists() for name in _TOKENIZERS):
         command += ["--skip-tokenizer-init"]
     if not method.radix:
@@ -116,6 +138,7 @@ def launch(
     if method.hierarchical:
         command += hicache_options(host_ratio)
     if method.storage is not None:
-        options, where = l3_options(method.storage, PAGE_SIZE, folder / "l3", method.hcache)
+        ours = {**method.hcache, **(hcache or {})}
+        options, where = l3_options(method.storage, PAGE_SIZE, l3 or folder / "l3", ours)
         command, variables = [*command, *options], variables | where
     return [*command, *extra], {**variables, **(environment or {})}

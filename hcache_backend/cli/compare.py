@@ -4,26 +4,42 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from hcache_backend.cli.bench_server import METHODS, PAGE_SIZE, check_model, need_aiohttp
+from hcache_backend.cli.bench_server import (
+    HYBRID,
+    METHODS,
+    PAGE_SIZE,
+    check_model,
+    need_aiohttp,
+)
 from hcache_backend.cli.bench_workloads import VOCABULARY, Name, WorkloadOptions
 from hcache_backend.cli.common import AsJson, fail
+from hcache_backend.cli.compare_restore import METHODS_RESTORED, SETTINGS
 
 
 def compare(
     methods: Annotated[
         str, typer.Option(help="Which, with commas between them. Default: all.")
-    ] = ",".join(METHODS),
+    ] = ",".join((*METHODS, HYBRID)),
     part: Annotated[
-        Literal["all", "restore", "load"],
+        Literal["all", "restore", "saving", "load"],
         typer.Option(
-            help="restore: one history at a time, timed in the server; load: a workload at rates."
+            help="restore: one history at a time, timed in the server; saving: time between tokens "
+            "while hidden states are saved; load: a workload at rates."
         ),
     ] = "all",
+    settings: Annotated[
+        str,
+        typer.Option(
+            help="restore: disk (L3 as it is); with the CPU engine also balanced (a bus on which "
+            "copying takes as long as projecting) and slow (an L3 of a third of that rate)."
+        ),
+    ] = ",".join(SETTINGS),
     model_path: Annotated[
         str | None,
         typer.Option(help="Model. Default: a random Llama with 8 layers, hidden size 1024."),
@@ -32,9 +48,11 @@ def compare(
         str, typer.Option(help="More arguments of every server, as --load-format dummy.")
     ] = "",
     tokens: Annotated[
-        int, typer.Option(min=64, help="restore: tokens of a history, whole pages of 64.")
+        int, typer.Option(min=64, help="restore: tokens of the history, whole pages of 64.")
     ] = 4096,
-    rounds: Annotated[int, typer.Option(min=1, help="restore: histories that are timed.")] = 5,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="restore and saving: how often each is timed.")
+    ] = 5,
     workload: Annotated[Name, typer.Option(help="load: what is asked.")] = "sharegpt4",
     num_clients: Annotated[int, typer.Option(min=1, help="load: sessions.")] = 12,
     max_rounds: Annotated[
@@ -87,12 +105,15 @@ def compare(
     """The same histories and the same workload with every method, each with a server of its own.
 
     Methods: ideal (everything still on the device), recompute, file (SGLang's file L3), host
-    (HiCache without L3), hcache-hidden, hcache-kv, hcache (automatic).
+    (HiCache without L3), hcache-hidden, hcache-kv, hcache (automatic); hcache-hidden-eager and
+    hcache-eager restore while L3 is being read; hybrid (restore only): KV and recomputation without
+    hidden states.
     """
-    chosen = [name.strip() for name in methods.split(",")]
-    for name in chosen:
-        if name not in METHODS:
-            fail(f"--methods {name!r}: must be of {', '.join(METHODS)}")
+    chosen = _names("--methods", methods, (*METHODS, HYBRID))
+    tried = _names("--settings", settings, SETTINGS)
+    for name, known in (("restore", METHODS_RESTORED), ("load", tuple(METHODS))):
+        if part in ("all", name) and not set(chosen) & set(known):
+            fail(f"--methods {methods}: part {name} knows none of them, but {', '.join(known)}")
     if tokens % PAGE_SIZE:
         whole = tokens // PAGE_SIZE * PAGE_SIZE
         fail(f"--tokens {tokens}: must be whole pages of {PAGE_SIZE}, as {whole}")
@@ -107,7 +128,8 @@ def compare(
         bench_compare.Comparison(
             model=model_path,
             methods=chosen,
-            parts=("restore", "load") if part == "all" else (part,),
+            parts=("restore", "saving", "load") if part == "all" else (part,),
+            settings=tried,
             tokens=tokens,
             rounds=rounds,
             workload=WorkloadOptions(
@@ -131,6 +153,14 @@ def compare(
             as_json=as_json,
         )
     )
+
+
+def _names(option: str, text: str, known: Sequence[str]) -> list[str]:
+    found = [name.strip() for name in text.split(",")]
+    for name in found:
+        if name not in known:
+            fail(f"{option} {name!r}: must be of {', '.join(known)}")
+    return list(dict.fromkeys(found))
 
 
 def _numbers(rates: str) -> list[float]:

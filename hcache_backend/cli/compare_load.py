@@ -13,7 +13,7 @@ from rich.progress import Progress
 from hcache_backend.benchmark.driver import Pace
 from hcache_backend.cli.bench_run import Plan, Target, measure
 from hcache_backend.cli.bench_server import METHODS, PAGE_SIZE, launch
-from hcache_backend.cli.compare_restore import l3_bytes
+from hcache_backend.cli.compare_server import l3_bytes
 from hcache_backend.cli.machine import Machine
 from hcache_backend.cli.serving import ServerProcess
 from hcache_backend.workload.base import Workload

@@ -2,28 +2,55 @@
 
 TTFT also holds the question's prefill, and on a CPU attention hides the rest; so the server's own
 trace is read: from the start of the prefetch to the last layer on the device, one at a time.
+
+There are up to three settings. ``disk``: L3 as it is, from a cold page cache. On the CPU engine
+also two in which a device or a disk is imitated by waiting: ``balanced``, where hidden states take
+as long to copy to the device as to project (where the paper's A100 with four SSDs stands), and
+``slow``, where they take three times as long to read from L3.
 """
 
 from __future__ import annotations
 
-import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
-from hcache_backend.cli.bench_server import METHODS, PAGE_SIZE, launch
-from hcache_backend.cli.demo_report import Restore, read_trace, recomputed, restored_from_l3
+from hcache_backend.cli import compare_plan
+from hcache_backend.cli.bench_server import HYBRID, METHODS, Method
+from hcache_backend.cli.compare_goals import goals
+from hcache_backend.cli.compare_plan import Rates
+from hcache_backend.cli.compare_server import Place, Server, l3_bytes, pool_tokens, serving
+from hcache_backend.cli.demo_report import Restore
 from hcache_backend.cli.machine import Machine
-from hcache_backend.cli.serving import ServerProcess
+from hcache_backend.partition.model_config import read_model
+from hcache_backend.partition.model_shape import ModelShape
+from hcache_backend.partition.profile import Profile
 
-METHODS_RESTORED = ("hcache-hidden", "hcache-kv", "hcache", "file", "recompute")
-"""The one that decides what a balanced bus is comes first."""
-BALANCED = ("hcache-hidden", "hcache-kv", "file")
-_BUS_VARIABLE = "HCACHE_CPU_BUS_FILE"
-"""Of the CPU engine: a file with the bytes a second that copies to the device may reach."""
+SETTINGS = ("disk", "balanced", "slow")
+_WHERE: dict[str, tuple[str, ...]] = {
+    "hcache-hidden": SETTINGS,
+    "hcache-hidden-eager": ("disk", "slow"),
+    "hcache-kv": SETTINGS,
+    "file": SETTINGS,
+    "hcache": SETTINGS,
+    "hcache-eager": ("disk", "slow"),
+    HYBRID: ("balanced",),
+    "recompute": ("disk",),
+}
+"""Which settings a method is tried in. Eager restores hide L3, not the bus; recomputation knows
+neither."""
+METHODS_RESTORED = tuple(_WHERE)
+"""The one that decides at which rates the others are slowed down comes first."""
+DECIDES = METHODS_RESTORED[0]
+PLANNED = ("hcache", "hcache-eager", HYBRID)
+"""What they store goes by the machine's profile: a server for each setting."""
+_HYBRID = Method("KV + recomputation (naive hybrid)", storage="dynamic")
+_CHUNKS = 4
+_PROFILE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -33,28 +60,51 @@ class RestorePlan:
     Attributes:
         model: A folder, or a name that SGLang knows.
         tokens: Of a history; whole pages.
-        rounds: Histories that are timed; one more is restored before.
+        rounds: How often each method restores it in each setting, to be timed; it does so once
+            more before the first.
+        settings: Of :data:`SETTINGS`.
         vocabulary: Random tokens are below it.
         server_args: More arguments of SGLang.
-        folder: For L3, logs and traces; a folder below it for each method.
+        folder: For L3, logs and traces; a folder below it for each server.
+        profile_seconds: About so long is each operation of the machine's profile measured.
     """
 
     machine: Machine
     model: str
     tokens: int
     rounds: int
+    settings: Sequence[str]
     vocabulary: int
     server_args: Sequence[str]
     folder: Path
     seed: int = 1
+    profile_seconds: float = _PROFILE_SECONDS
 
-    def histories(self) -> list[list[int]]:
-        """The first is restored to warm up."""
+    def history(self) -> list[int]:
+        """The tokens that are restored."""
         source = random.Random(self.seed)
-        return [
-            [source.randrange(self.vocabulary) for _ in range(self.tokens)]
-            for _ in range(self.rounds + 1)
-        ]
+        return [source.randrange(self.vocabulary) for _ in range(self.tokens)]
+
+    def place(self) -> Place:
+        """For servers that have room for one history at a time."""
+        return Place(self.machine, self.model, self.server_args, pool_tokens(self.tokens))
+
+    def shape(self) -> ModelShape:
+        """Of the model, as its servers compute with it; the model must be a folder."""
+        shape = read_model(Path(self.model))
+        return compare_plan.float32(shape) if self.machine.device == "cpu" else shape
+
+    def hcache(self) -> dict[str, Any]:
+        """Options of all servers of ours.
+
+        There is one restore at a time, so it may use the whole device. On a CPU the model has few
+        layers, and the first copy, which no projection overlaps, would be a large part of all: so
+        layers are restored in pieces.
+        """
+        options: dict[str, Any] = {"restore_share": 1.0}
+        if self.machine.device == "cpu":
+            options["restore_chunk_tokens"] = max(64, self.tokens // _CHUNKS)
+        return options
 
 
 @dataclass
@@ -62,195 +112,224 @@ class Restored:
     """Restores of one method.
 
     Attributes:
-        disk: With L3 as it is, from a cold page cache.
-        balanced: Over a bus at which hidden states take as long to copy as to project; empty where
-            it was not tried.
-        bytes_per_token: In L3.
-        said: The mode and partition that the server logged; empty where it is not ours.
+        times: By setting; those in which it was not tried are missing.
+        bytes_per_token: In L3, by setting.
+        said: The mode and partition that the server logged, by setting; empty where it is not ours.
     """
 
-    disk: list[Restore] = field(default_factory=list)
-    balanced: list[Restore] = field(default_factory=list)
-    bytes_per_token: float = 0.0
-    said: str = ""
+    times: dict[str, list[Restore]] = field(default_factory=dict)
+    bytes_per_token: dict[str, float] = field(default_factory=dict)
+    said: dict[str, str] = field(default_factory=dict)
+
+
+class Served(NamedTuple):
+    """A server: a method, and the settings that it goes through."""
+
+    method: str
+    settings: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"{self.method}-{self.settings[0]}"
+
+
+class Comparison(NamedTuple):
+    """What was found.
+
+    Attributes:
+        rows: By method, in the order of :data:`METHODS_RESTORED`.
+        rates: At which something was slowed down; None where nothing was.
+        left_out: Methods and settings that were asked for and not tried, and why.
+    """
+
+    rows: dict[str, Restored]
+    rates: Rates | None
+    left_out: tuple[str, ...]
+
+
+def find_profile(plan: RestorePlan, methods: Sequence[str]) -> Profile | None:
+    """Measure what planned methods go by; None: there are none, or servers measure their own.
+
+    Raises:
+        MachineError: It could not be measured.
+    """
+    if not compare_plan.has_shape(plan.model) or not set(methods) & set(PLANNED):
+        return None
+    return compare_plan.measure_profile(
+        plan.machine, plan.model, plan.folder / "profile", plan.profile_seconds
+    )
 
 
 def restore_all(
-    plan: RestorePlan, methods: Sequence[str], advance: Callable[[str], None]
-) -> tuple[dict[str, Restored], float | None]:
-    """Restore with each method; also the bytes a second of the balanced bus, where it was tried.
+    plan: RestorePlan,
+    methods: Sequence[str],
+    profile: Profile | None,
+    advance: Callable[[str], None],
+) -> Comparison:
+    """Restore with each method in each setting.
 
     Args:
+        profile: What :func:`find_profile` found.
         advance: Called :func:`steps` times, with what comes next.
 
     Raises:
         ServerError: A server did not start, a request failed, or a history did not come back.
     """
-    rows: dict[str, Restored] = {}
-    balance: float | None = None
-    for name in sorted(methods, key=METHODS_RESTORED.index):
-        advance(f"{METHODS[name].title}: starting")
-        with _server(plan, name) as (server, bus):
-            times = _Times(plan, name, server)
-            row = rows[name] = Restored()
-            if name == "recompute":
-                row.disk = times.recompute(advance)
-                continue
-            times.store(advance)
-            row.bytes_per_token = l3_bytes(times.l3) / (plan.tokens * (plan.rounds + 1))
-            row.said = times.said()
-            row.disk = times.restore(advance)
-            if bus is None or name not in BALANCED:
-                continue
-            if name == BALANCED[0]:
-                copied = row.bytes_per_token * plan.tokens
-                balance = copied / (1e-3 * median_of(row.disk, "load_ms"))
-            if balance is not None:
-                bus.write_text(f"{balance}")
-                row.balanced = times.restore(advance)
-    return rows, balance
+    runs = _Runs(plan, profile, advance)
+    for served in servers(plan, methods):
+        runs.run(served)
+    return Comparison(runs.rows, runs.rates, tuple(_left_out(plan, methods)))
+
+
+def servers(plan: RestorePlan, methods: Sequence[str]) -> Iterator[Served]:
+    """The servers of a comparison, in order."""
+    settings = _settings(plan, methods)
+    for method in sorted(methods, key=METHODS_RESTORED.index):
+        found = tuple(setting for setting in settings if setting in _WHERE[method])
+        if method == DECIDES and "disk" not in found:
+            found = ("disk", *found)  # by which the others are slowed down
+        if not found or (method == HYBRID and not compare_plan.has_shape(plan.model)):
+            continue
+        if method in PLANNED:
+            yield from (Served(method, (setting,)) for setting in found)
+        else:
+            yield Served(method, found)
 
 
 def steps(plan: RestorePlan, methods: Sequence[str]) -> int:
     """How often :func:`restore_all` calls ``advance``."""
-    each = plan.rounds + 1
     total = 0
-    for name in methods:
-        total += 1 + each
-        if name != "recompute":
-            total += each
-        if name in BALANCED and BALANCED[0] in methods and plan.machine.device == "cpu":
-            total += each
+    for method, settings in servers(plan, methods):
+        total += 2 + len(settings) * plan.rounds  # starting, the restore before
+        total += method != "recompute"  # storing
     return total
 
 
 def median_of(restores: Sequence[Restore], part: str) -> float:
     """Median milliseconds of ``ms``, ``l3_ms`` or ``load_ms``."""
-    values = sorted(getattr(restore, part) for restore in restores)
-    middle = len(values) // 2
-    return values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
+    return median(getattr(restore, part) for restore in restores)
 
 
-def l3_bytes(folder: Path) -> int:
-    """Bytes of the files of pages in an L3 folder, ours or SGLang's."""
-    pages = [path for kind in ("*.page", "*.bin") for path in folder.rglob(kind)]
-    return sum(path.stat().st_size for path in pages)
+def title(method: str) -> str:
+    """A method's name for people."""
+    return _method(method).title
 
 
-def report(rows: Mapping[str, Restored], tokens: int, balance: float | None) -> dict[str, Any]:
+def report(found: Comparison, plan: RestorePlan) -> dict[str, Any]:
     """What ``compare.json`` says of restores; times are medians, in milliseconds."""
+    rates = found.rates
+    methods = {
+        name: {
+            "title": title(name),
+            **{
+                setting: _medians(row, setting) if setting in row.times else None
+                for setting in SETTINGS
+            },
+        }
+        for name, row in found.rows.items()
+    }
     return {
-        "tokens": tokens,
-        "balanced_bus_bytes_per_second": balance,
-        "methods": {
-            name: {
-                "title": METHODS[name].title,
-                "bytes_per_token": row.bytes_per_token,
-                "said": row.said,
-                "disk": _medians(row.disk),
-                "balanced": _medians(row.balanced) if row.balanced else None,
-            }
-            for name, row in rows.items()
-        },
+        "tokens": plan.tokens,
+        "rounds": plan.rounds,
+        "hcache_options": plan.hcache(),
+        "balanced_bus_bytes_per_second": rates.bus if rates else None,
+        "slow_l3_bytes_per_second": rates.l3 if rates else None,
+        "goals": goals(methods),
+        "left_out": list(found.left_out),
+        "methods": methods,
     }
 
 
-def _medians(restores: Sequence[Restore]) -> dict[str, Any]:
+def _medians(row: Restored, setting: str) -> dict[str, Any]:
+    restores = row.times[setting]
     return {
         **{part: round(median_of(restores, part), 2) for part in ("ms", "l3_ms", "load_ms")},
         "all_ms": [round(restore.ms, 2) for restore in restores],
+        "bytes_per_token": row.bytes_per_token.get(setting, 0.0),
+        "said": row.said.get(setting, ""),
     }
 
 
-@contextmanager
-def _server(plan: RestorePlan, name: str) -> Iterator[tuple[ServerProcess, Path | None]]:
-    """A server of a method, and the file with its bus's rate where there is one."""
-    folder = plan.folder / name
-    folder.mkdir(parents=True)
-    bus = folder / "bus" if plan.machine.device == "cpu" else None
-    environment = {}
-    if bus is not None:
-        bus.write_text("0")
-        environment[_BUS_VARIABLE] = str(bus)
-    command, variables = launch(
-        METHODS[name],
-        plan.machine,
-        plan.model,
-        folder,
-        pool_tokens=plan.tokens + 4 * PAGE_SIZE,
-        trace=True,
-        extra=plan.server_args,
-        environment=environment,
-    )
-    with ServerProcess(command, variables, folder / "server.log") as server:
-        yield server, bus
+class _Runs:
+    """Starts servers, one after the other, and restores in each of their settings."""
+
+    def __init__(
+        self, plan: RestorePlan, profile: Profile | None, advance: Callable[[str], None]
+    ) -> None:
+        self.rows: dict[str, Restored] = {}
+        self.rates: Rates | None = None
+        self._plan, self._profile, self._advance = plan, profile, advance
+        self._history = plan.history()
+
+    def run(self, served: Served) -> None:
+        plan, name = self._plan, served.method
+        method = _method(name)
+        row = self.rows.setdefault(name, Restored())
+        folder = plan.folder / served.name
+        shared = plan.folder / f"{method.pages_of}-disk" / "l3"
+        l3 = shared if method.pages_of and shared.exists() else folder / "l3"
+        self._advance(f"{method.title}: starting")
+        with serving(plan.place(), method, folder, l3, self._options(served)) as server:
+            if method.storage is None:
+                times = 1 + plan.rounds
+                row.times["disk"] = server.recompute(self._history, times, self._advance)[1:]
+                return
+            server.store(self._history, self._advance)
+            server.restore(self._history, 1, self._advance)  # what is done once only
+            for setting in served.settings:
+                self._restore(server, row, setting)
+                if name == DECIDES and setting == "disk":
+                    copied = row.bytes_per_token["disk"] * plan.tokens
+                    balanced = copied / (1e-3 * median_of(row.times["disk"], "load_ms"))
+                    self.rates = Rates(bus=balanced, l3=balanced * compare_plan.SLOW_SHARE)
+        if not any(other.pages_of == name for other in METHODS.values()):
+            shutil.rmtree(l3)
+
+    def _restore(self, server: Server, row: Restored, setting: str) -> None:
+        if self._plan.machine.device == "cpu":
+            slowed = self.rates or Rates(0, 0)
+            server.slow_down(
+                bus=slowed.bus if setting == "balanced" else 0,
+                l3=slowed.l3 if setting == "slow" else 0,
+            )
+        row.times[setting] = server.restore(self._history, self._plan.rounds, self._advance)
+        row.bytes_per_token[setting] = l3_bytes(server.l3) / self._plan.tokens
+        row.said[setting] = server.said()
+
+    def _options(self, served: Served) -> dict[str, Any]:
+        """Options of ours beside the method's own; none where the server is not ours."""
+        plan = self._plan
+        if _method(served.method).storage != "dynamic":
+            return {}
+        if served.method not in PLANNED or self._profile is None:
+            return plan.hcache()
+        profile = compare_plan.in_setting(self._profile, served.settings[0], self.rates)
+        if served.method == HYBRID:
+            partition = compare_plan.naive_hybrid(profile, plan.shape(), plan.tokens)
+            return {**plan.hcache(), "partition": compare_plan.options(partition)}
+        path = plan.folder / f"{served.name}-profile.json"
+        profile.save(path)
+        return {**plan.hcache(), "profile": str(path)}
 
 
-class _Times:
-    """Asks one server, and reads its trace."""
-
-    def __init__(self, plan: RestorePlan, name: str, server: ServerProcess) -> None:
-        self.l3 = plan.folder / name / "l3"
-        self._plan, self._server = plan, server
-        self._title = METHODS[name].title
-        self._trace, self._offset = plan.folder / name / "trace.jsonl", 0
-
-    def store(self, advance: Callable[[str], None]) -> None:
-        """Have every history computed and written to L3."""
-        for history in self._plan.histories():
-            advance(f"{self._title}: storing a history")
-            self._server.generate(history, 1)
-            self._server.flush_cache()
-
-    def restore(self, advance: Callable[[str], None]) -> list[Restore]:
-        """Bring every history back from L3, with the page cache empty."""
-        found = []
-        for history in self._plan.histories():
-            advance(f"{self._title}: restoring")
-            forget_files(self.l3)
-            self._skip_trace()
-            self._server.generate([*history, 0], 1)
-            events, self._offset = read_trace(self._trace, self._offset)
-            restore = restored_from_l3(events)
-            if restore is None or restore.tokens < len(history):
-                came = restore.tokens if restore else 0
-                raise self._server.error(f"only {came} of {len(history)} tokens came from L3")
-            found.append(restore)
-            self._server.flush_cache()
-        return found[1:]
-
-    def recompute(self, advance: Callable[[str], None]) -> list[Restore]:
-        """Have every history computed."""
-        found = []
-        for history in self._plan.histories():
-            advance(f"{self._title}: computing a history")
-            self._skip_trace()
-            self._server.generate(history, 1)
-            events, self._offset = read_trace(self._trace, self._offset)
-            restore = recomputed(events)
-            if restore is None:
-                raise self._server.error("the trace shows no prefill")
-            found.append(restore)
-        return found[1:]
-
-    def said(self) -> str:
-        """What our plugin logged about how it stores."""
-        lines = self._server.log_text().splitlines()
-        signs = ("hcache: hidden mode", "hcache: KV mode", "hcache: partition:")
-        found = [line.split("hcache: ", 1)[1] for line in lines if any(s in line for s in signs)]
-        return "; ".join(dict.fromkeys(found))
-
-    def _skip_trace(self) -> None:
-        self._offset = self._trace.stat().st_size if self._trace.exists() else 0
+def _method(name: str) -> Method:
+    return _HYBRID if name == HYBRID else METHODS[name]
 
 
-def forget_files(folder: Path) -> None:
-    """Take the files of an L3 folder out of the kernel's page cache."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)  # what is not on disk yet cannot be forgotten
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
+def _settings(plan: RestorePlan, methods: Sequence[str]) -> tuple[str, ...]:
+    """Those that can be tried: only the CPU engine can slow a device down."""
+    if plan.machine.device != "cpu" or DECIDES not in methods:
+        return tuple(setting for setting in plan.settings if setting == "disk")
+    return tuple(setting for setting in SETTINGS if setting in plan.settings)
+
+
+def _left_out(plan: RestorePlan, methods: Sequence[str]) -> Iterator[str]:
+    possible = _settings(plan, methods)
+    for setting in plan.settings:
+        if setting not in possible:
+            cpu = plan.machine.device == "cpu"
+            why = f"it needs method {DECIDES}" if cpu else "only the CPU engine can be slowed down"
+            yield f"setting {setting}: {why}"
+    if HYBRID in methods and not compare_plan.has_shape(plan.model):
+        yield f"method {HYBRID}: --model-path must be a folder with a config.json that plans know"

@@ -157,8 +157,30 @@ def test_methods_differ_in_what_brings_histories_back(name: str, tmp_path: Path)
     assert ("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR" in environment) == (name == "file")
     if name.startswith("hcache"):
         extra = json.loads(command[command.index("--hicache-storage-backend-extra-config") + 1])
-        mode = {"hcache": "auto", "hcache-kv": "kv", "hcache-hidden": "hidden"}[name]
-        assert extra["hcache"] == {"dirs": [str(tmp_path / "l3")], "mode": mode}
+        eager = {"restore": "eager"} if name.endswith("-eager") else {}
+        modes = {"hcache": "auto", "hcache-kv": "kv", "hcache-hidden": "hidden"}
+        mode = modes[name.removesuffix("-eager")]
+        assert extra["hcache"] == {"dirs": [str(tmp_path / "l3")], "mode": mode, **eager}
+
+
+def test_a_server_may_use_the_l3_of_another_and_have_more_options(tmp_path: Path) -> None:
+    machine = Machine("cpu", "a CPU", "0", (), {})
+    command, _ = launch(
+        METHODS["hcache-hidden-eager"],
+        machine,
+        "org/model",
+        tmp_path / "own",
+        pool_tokens=512,
+        l3=tmp_path / "shared",
+        hcache={"restore_share": 1.0},
+    )
+    extra = json.loads(command[command.index("--hicache-storage-backend-extra-config") + 1])
+    assert extra["hcache"] == {
+        "dirs": [str(tmp_path / "shared")],
+        "mode": "hidden",
+        "restore": "eager",
+        "restore_share": 1.0,
+    }
 
 
 def test_a_model_without_a_tokenizer_is_served_without_one(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,35 +10,66 @@ import pytest
 from typer.testing import CliRunner
 
 from hcache_backend.benchmark.driver import Pace
-from hcache_backend.cli.bench_server import METHODS
+from hcache_backend.cli import compare_estimate, compare_plan
+from hcache_backend.cli.bench_server import HYBRID, METHODS
 from hcache_backend.cli.compare_load import LoadPlan
-from hcache_backend.cli.compare_report import COLOURS, draw, markdown
+from hcache_backend.cli.compare_pictures import COLOURS, draw
+from hcache_backend.cli.compare_plan import Rates
+from hcache_backend.cli.compare_report import layers, markdown
 from hcache_backend.cli.compare_restore import (
     METHODS_RESTORED,
+    SETTINGS,
+    Comparison,
     Restored,
     RestorePlan,
-    forget_files,
-    l3_bytes,
+    Served,
     median_of,
     report,
+    restore_all,
+    servers,
     steps,
 )
+from hcache_backend.cli.compare_saving import WAYS, SavingPlan, over_none
+from hcache_backend.cli.compare_saving import steps as saving_steps
+from hcache_backend.cli.compare_server import forget_files, l3_bytes
 from hcache_backend.cli.demo_report import Restore
 from hcache_backend.cli.machine import Machine
 from hcache_backend.cli.main import app
+from hcache_backend.partition.layers import Partition
+from hcache_backend.partition.model_shape import ModelShape
+from hcache_backend.partition.presets import preset_profile
 from hcache_backend.workload.base import Session, Turn, Workload
 
-CPU = Machine("cpu", "a CPU", "0", ())
+CPU, GPU = Machine("cpu", "a CPU", "0", ()), Machine("cuda", "a GPU", "0", ())
+LLAMA = ModelShape(
+    family="llama",
+    layers=32,
+    hidden=4096,
+    heads=32,
+    kv_heads=32,
+    head_dim=128,
+    value_dim=128,
+    mlp_width=11008,
+)
 
 
-def restore_plan(folder: Path, rounds: int = 2) -> RestorePlan:
-    return RestorePlan(CPU, "model", 128, rounds, 1000, (), folder)
+def restore_plan(folder: Path, machine: Machine = CPU, model: str = "model") -> RestorePlan:
+    return RestorePlan(machine, model, 128, 2, SETTINGS, 1000, (), folder)
+
+
+def folder_model(folder: Path) -> str:
+    known = Path(__file__).parent / "partition" / "configs" / "llama-2-7b.json"
+    (folder / "config.json").write_text(known.read_text())
+    return str(folder)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--methods", "file,magic"], "--methods 'magic': must be of ideal, recompute"),
+        (["--settings", "disk,fast"], "--settings 'fast': must be of disk, balanced, slow"),
+        (["--part", "load", "--methods", "hybrid"], "part load knows none of them, but ideal"),
+        (["--methods", "ideal,host"], "part restore knows none of them, but hcache-hidden"),
         (["--tokens", "100"], "--tokens 100: must be whole pages of 64, as 64"),
         (["--host-ratio", "1"], "--host-ratio 1: must be above 1"),
         (["--rates", "1,fast"], "--rates 'fast': must be numbers above 0"),
@@ -53,19 +85,90 @@ def test_a_wrong_option_is_named_before_a_server_starts(arguments: list[str], me
     assert message in " ".join(done.output.split())
 
 
-def test_histories_are_those_of_the_seed_and_one_warms_up(tmp_path: Path) -> None:
-    histories = restore_plan(tmp_path).histories()
-    assert histories == restore_plan(tmp_path).histories()
-    assert [len(history) for history in histories] == [128] * 3
-    assert len({tuple(history) for history in histories}) == 3
+def test_the_history_is_that_of_the_seed(tmp_path: Path) -> None:
+    history = restore_plan(tmp_path).history()
+    assert history == restore_plan(tmp_path).history()
+    assert len(history) == 128
+    assert max(history) < 1000
+
+
+def test_what_is_planned_has_a_server_for_each_setting(tmp_path: Path) -> None:
+    plan = restore_plan(tmp_path, model=folder_model(tmp_path))
+    assert list(servers(plan, METHODS_RESTORED)) == [
+        ("hcache-hidden", ("disk", "balanced", "slow")),
+        ("hcache-hidden-eager", ("disk", "slow")),
+        ("hcache-kv", ("disk", "balanced", "slow")),
+        ("file", ("disk", "balanced", "slow")),
+        *(("hcache", (setting,)) for setting in SETTINGS),
+        *(("hcache-eager", (setting,)) for setting in ("disk", "slow")),
+        (HYBRID, ("balanced",)),
+        ("recompute", ("disk",)),
+    ]
+
+
+def test_without_a_cpu_engine_nothing_is_slowed_down(tmp_path: Path) -> None:
+    plan = restore_plan(tmp_path, GPU)
+    assert list(servers(plan, ["file", "hcache-hidden", HYBRID])) == [
+        ("hcache-hidden", ("disk",)),
+        ("file", ("disk",)),
+    ]
+
+
+def test_the_disk_as_it_is_decides_how_slow_others_are_made(tmp_path: Path) -> None:
+    plan = dataclasses.replace(restore_plan(tmp_path), settings=("slow",))
+    assert list(servers(plan, ["hcache-hidden", "file"])) == [
+        ("hcache-hidden", ("disk", "slow")),
+        ("file", ("slow",)),
+    ]
+    assert list(servers(plan, ["file"])) == []  # nothing says how slow
+
+
+def test_what_cannot_be_tried_is_said(tmp_path: Path) -> None:
+    found = restore_all(restore_plan(tmp_path, GPU), [], None, lambda step: None)
+    assert found.left_out == (
+        "setting balanced: only the CPU engine can be slowed down",
+        "setting slow: only the CPU engine can be slowed down",
+    )
+    plan = dataclasses.replace(restore_plan(tmp_path), settings=("disk", "slow"))
+    assert restore_all(plan, [], None, lambda step: None).left_out == (
+        "setting slow: it needs method hcache-hidden",
+    )
 
 
 def test_steps_are_counted_as_they_come(tmp_path: Path) -> None:
     plan = restore_plan(tmp_path)
     assert steps(plan, ["recompute"]) == 1 + 3
-    assert steps(plan, ["hcache"]) == 1 + 3 + 3
-    assert steps(plan, ["hcache-hidden", "file"]) == 2 * (1 + 3 + 3 + 3)
-    assert steps(plan, ["file"]) == 1 + 3 + 3  # nothing says which bus is balanced
+    assert steps(plan, ["hcache"]) == 1 + 1 + 1 + 2
+    assert steps(plan, ["hcache-hidden"]) == 1 + 1 + 1 + 3 * 2
+    assert steps(plan, ["hcache-hidden", "file"]) == 2 * (1 + 1 + 1 + 3 * 2)
+
+
+def test_profiles_of_settings_differ_in_what_is_slowed_down() -> None:
+    profile, rates = preset_profile("a100-40g", 4), Rates(bus=1e9, l3=1e8)
+    assert compare_plan.in_setting(profile, "disk", None) is profile
+    balanced = compare_plan.in_setting(profile, "balanced", rates)
+    assert balanced.hidden_copy.per_second == pytest.approx(1e9)
+    assert balanced.kv_load.per_second <= 1e9
+    assert balanced.l3 == profile.l3
+    slow = compare_plan.in_setting(profile, "slow", rates)
+    assert slow.l3 is not None
+    assert slow.l3.per_second == 1e8
+    assert slow.hidden_copy == profile.hidden_copy
+
+
+def test_a_model_that_plans_do_not_know_has_no_shape(tmp_path: Path) -> None:
+    assert not compare_plan.has_shape("org/model")
+    (tmp_path / "config.json").write_text("{}")
+    assert not compare_plan.has_shape(str(tmp_path))
+    assert compare_plan.has_shape(folder_model(tmp_path))
+
+
+def test_the_naive_hybrid_has_no_hidden_states() -> None:
+    partition = compare_plan.naive_hybrid(preset_profile("a100-40g", 0), LLAMA, 1024)
+    assert partition.hidden == 0
+    assert partition.recompute > 0
+    assert partition.kv > 0
+    assert compare_plan.options(Partition(2, 0, 6)) == {"recompute": 2, "hidden": 0, "kv": 6}
 
 
 def test_medians_and_bytes(tmp_path: Path) -> None:
@@ -108,18 +211,36 @@ def run(rate: float, ttft: float) -> dict[str, Any]:
 
 
 def comparison() -> dict[str, Any]:
-    rows = {
-        name: Restored([Restore(4096, 1000.0, 400.0, 580.0)] * 3, bytes_per_token=2048.0)
-        for name in METHODS_RESTORED
-    }
-    rows["hcache-kv"].balanced = [Restore(4096, 2000.0, 400.0, 1590.0)]
-    rows["recompute"] = Restored([Restore(4096, 9000.0)])
+    rows = {}
+    for name in METHODS_RESTORED:
+        times = {setting: [Restore(4096, 1000.0, 400.0, 580.0)] * 3 for setting in SETTINGS}
+        rows[name] = Restored(times, dict.fromkeys(SETTINGS, 2048.0), dict.fromkeys(SETTINGS, ""))
+    rows["hcache-kv"].times["balanced"] = [Restore(4096, 2000.0, 400.0, 1590.0)]
+    rows["hcache"].said["slow"] = "hidden mode: 1 layer recomputed, 7 layers kept, 9 bytes a page"
+    rows["file"].times["disk"] = [Restore(4096, 1200.0, 500.0, 580.0)]
+    rows["recompute"] = Restored({"disk": [Restore(4096, 9000.0)]})
+    rows["hcache-hidden-eager"].times.pop("balanced")
+    found = Comparison(rows, Rates(66e6, 22e6), ("setting x: y",))
     return {
         "date": "2026-01-01",
         "device": "a CPU",
         "sglang_version": "0.5.21",
         "model": "a model",
-        "restore": report(rows, 4096, 66e6),
+        "restore": report(found, dataclasses.replace(restore_plan(Path()), tokens=4096)),
+        "saving": {
+            "history": 512,
+            "batches": [1, 16],
+            "ways": {
+                name: {
+                    "title": way.title,
+                    "gaps_ms": {
+                        "1": {"mean": 5.0, "median": 5.0, "p99": 7.0},
+                        "16": {"mean": 9.0, "median": 8.0 + number, "p99": 30.0},
+                    },
+                }
+                for number, (name, way) in enumerate(WAYS.items())
+            },
+        },
         "load": {
             "workload": {
                 "name": "sharegpt4",
@@ -139,11 +260,55 @@ def comparison() -> dict[str, Any]:
 
 def test_the_tables_have_a_row_for_each_method() -> None:
     text = markdown(comparison())
-    assert "| HCache, KV pages | 2,048 | 1,000 | 400 | 580 | 1,590 |" in text
-    assert "| recompute | - | 9,000 | - | - | - |" in text
+    assert "| HCache, KV pages | 2,048 | 1,000 | 400 | 580 | - |" in text
+    assert "| HCache, KV pages | 2,048 | 2,000 | 400 | 1,590 | 1.00 |" in text
+    assert "| HCache, hidden states | 2,048 | 1,000 | 400 | 580 | 2.74 |" in text
+    assert "| HCache, automatic | 2,048 | 1,000 | 400 | 580 | 1 layer recomputed, 7 la" in text
+    assert text.count("| recompute | - | 9,000 | - | - | - |") == 2
+    assert "| recompute | - | 9,000 | - | - | 0.18 |" in text
+    assert text.count("| HCache, hidden states, eager | 2,048 |") == 2
+    assert "medians of 2: from the start" in text
+    assert "all servers of ours: `restore_share` 1.0, `restore_chunk_tokens` 1024." in text
     assert "slowed down to 66 MB/s" in text
+    assert "slowed down to 22 MB/s" in text
+    assert "Left out: setting x: y." in text
+    assert "| HCache: two stages | 5.0 (7.0), 1.00x | 9.0 (30.0), 1.12x |" in text
     assert "| recompute | 2.0 | 400 | 800 | 50.0 | 1.50 | 25 / ? / 50 |" in text
     assert "8 sessions, 30 requests" in text
+
+
+def test_goals_are_met_or_not() -> None:
+    text = markdown(comparison())
+    assert (
+        "| L3 as it is: automatic is never slower than SGLang's file L3 | 1 | 1.20 | met |" in text
+    )
+    assert "SGLang's file L3 | 1.3 | 1.25 | NOT MET |" in text
+    assert "| balanced bus: hidden states load faster than KV pages | 1.7 | 2.74 | met |" in text
+    assert "than recomputation | 5 | 15.52 | met |" in text
+
+
+def test_goals_of_methods_that_were_not_tried_are_left_out() -> None:
+    rows = {"file": Restored({"disk": [Restore(64, 2.0, 1.0, 1.0)]}, {"disk": 1.0}, {"disk": ""})}
+    found = report(Comparison(rows, None, ()), restore_plan(Path()))
+    assert found["goals"] == []
+    assert found["methods"]["file"]["slow"] is None
+
+
+def test_what_a_server_said_of_its_layers() -> None:
+    said = "partition: 8 layers loaded as KV; the best; KV mode (plain KV pages): no hidden states"
+    assert layers(said) == "KV pages"
+    assert layers("hidden mode: 2 layers recomputed, 6 layers x, 64 bytes a 64-token page") == (
+        "2 layers recomputed, 6 layers x"
+    )
+    assert layers("") == ""
+
+
+def test_what_saving_costs() -> None:
+    saving = comparison()["saving"]
+    assert over_none(saving, "direct", 16) == 10 / 8
+    plan = SavingPlan(CPU, "m", 3, 100, (), Path(), batches=(1, 4), history=64)
+    assert saving_steps(plan) == 3 * (2 + 2 * 3)
+    assert [len(history) for history in plan.histories()] == [64] * 4
 
 
 def test_a_part_that_did_not_run_has_no_table() -> None:
@@ -155,11 +320,28 @@ def test_a_part_that_did_not_run_has_no_table() -> None:
 def test_pictures_are_drawn(tmp_path: Path) -> None:
     found = comparison()
     paths = draw(found, tmp_path / "compare")
-    assert [path.name for path in paths] == ["compare_restore.png", "compare_load.png"]
+    names = ["compare_restore.png", "compare_ablations.png", "compare_load.png"]
+    assert [path.name for path in paths] == names
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
-    del found["restore"]
+    del found["restore"], found["saving"]
     assert [path.name for path in draw(found, tmp_path / "other")] == ["other_load.png"]
 
 
 def test_every_method_has_a_colour() -> None:
-    assert set(COLOURS) == set(METHODS)
+    assert set(COLOURS) == {*METHODS, HYBRID} >= set(METHODS_RESTORED)
+
+
+def test_more_settings_and_rounds_take_longer(tmp_path: Path) -> None:
+    profile = preset_profile("a100-40g", 4)
+    servers_of = [Served("hcache-hidden", ("disk",)), Served("hcache-kv", ("disk", "slow"))]
+    plan = restore_plan(tmp_path)
+
+    def estimate(plan: RestorePlan, served: list[Served]) -> float:
+        return compare_estimate.seconds(plan, served, profile, LLAMA)
+
+    one = estimate(plan, servers_of[:1])
+    assert (
+        one < estimate(plan, servers_of) < estimate(dataclasses.replace(plan, rounds=9), servers_of)
+    )
+    assert estimate(plan, [Served("recompute", ("disk",))]) > 12
+    assert estimate(restore_plan(tmp_path, GPU), servers_of) < estimate(plan, servers_of)

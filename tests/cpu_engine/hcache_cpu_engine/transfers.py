@@ -34,7 +34,7 @@ def install() -> None:
 
 L3_VARIABLE = "HCACHE_CPU_L3_FILE"
 """Names a file with the bytes a second that all reads of page files together may reach; 0: no
-limit."""
+limit. Page files are those of our store and of SGLang's `file` backend."""
 
 BUS_VARIABLE = "HCACHE_CPU_BUS_FILE"
 """Names a file with the bytes a second that copies to the device may reach; 0: no limit."""
@@ -74,22 +74,38 @@ def _slow_down_restores() -> None:
 
 
 def _slow_down_store() -> None:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+
     from hcache_backend.store.file_ops import FileOps
 
-    read, lock, free_at = FileOps.read, threading.Lock(), 0.0
+    read, get, lock, free_at = FileOps.read, HiCacheFile.get, threading.Lock(), 0.0
 
-    def slow_read(self: Any, fd: int, buffers: Any, offset: int) -> int:
+    def wait_for(size: int, start: float) -> None:
+        """Return when the link would have brought what was asked for at ``start``."""
         nonlocal free_at
-        done = read(self, fd, buffers, offset)
         rate = float(Path(os.environ[L3_VARIABLE]).read_text() or 0)
         if rate:
             with lock:
-                free_at = max(free_at, time.perf_counter()) + done / rate
+                free_at = max(free_at, start) + size / rate
                 until = free_at
             time.sleep(max(0.0, until - time.perf_counter()))
+
+    def slow_read(self: Any, fd: int, buffers: Any, offset: int) -> int:
+        start = time.perf_counter()
+        done = read(self, fd, buffers, offset)
+        wait_for(done, start)
         return done
 
+    @functools.wraps(get)
+    def slow_get(self: Any, key: str, target: torch.Tensor, *args: Any) -> Any:
+        start = time.perf_counter()
+        found = get(self, key, target, *args)
+        if found is not None:
+            wait_for(target.nbytes, start)
+        return found
+
     FileOps.read = slow_read  # type: ignore[method-assign]
+    HiCacheFile.get = slow_get
 
 
 def _wait_without_a_core() -> None:
