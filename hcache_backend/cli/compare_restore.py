@@ -49,7 +49,6 @@ DECIDES = METHODS_RESTORED[0]
 PLANNED = ("hcache", "hcache-eager", HYBRID)
 """What they store goes by the machine's profile: a server for each setting."""
 _HYBRID = Method("KV + recomputation (naive hybrid)", storage="dynamic")
-_CHUNKS = 4
 _PROFILE_SECONDS = 2.0
 
 
@@ -95,16 +94,8 @@ class RestorePlan:
         return compare_plan.float32(shape) if self.machine.device == "cpu" else shape
 
     def hcache(self) -> dict[str, Any]:
-        """Options of all servers of ours.
-
-        There is one restore at a time, so it may use the whole device. On a CPU the model has few
-        layers, and the first copy, which no projection overlaps, would be a large part of all: so
-        layers are restored in pieces.
-        """
-        options: dict[str, Any] = {"restore_share": 1.0}
-        if self.machine.device == "cpu":
-            options["restore_chunk_tokens"] = max(64, self.tokens // _CHUNKS)
-        return options
+        """Options of all servers of ours: one restore at a time, which may use the whole device."""
+        return {"restore_share": 1.0}
 
 
 @dataclass
