@@ -33,6 +33,7 @@ from hcache_backend.partition.processor import processor_name
 from hcache_backend.partition.profile import Profile, ProfileError, Rate, load_profile
 from hcache_backend.partition.solver import objective_with, recompute_layers, search
 from hcache_backend.restore.exchange import share_of_rank
+from hcache_backend.restore.pipeline import FIRST_PIECE_TOKENS, FIRST_PIECES
 from hcache_backend.restore.ring import RUN_AHEAD
 from hcache_backend.store.kvikio_ops import best_file_ops
 
@@ -101,7 +102,7 @@ class Partitioning:
             return self.partition.recompute
         if self.eager and l3 != "none":
             return self.partition.recompute
-        room = _room(self.chunk_tokens, tokens)
+        room = _room(self.chunk_tokens, tokens, self.ranks)
         return recompute_layers(
             self.profile,
             self.shape,
@@ -112,6 +113,7 @@ class Partitioning:
             early_stop=True,
             ring=room.ring,
             chunks=room.chunks,
+            pieces=room.pieces,
             parks=self.parks,
         )
 
@@ -187,7 +189,7 @@ def _decide(
         l3: L3Path = from_l3 if _has_storage(runtime) else "none"
         tokens = min(int(runtime.runner.model_config.context_len), int(kvcache.size))
         costs = layer_costs(profile, shape, tokens, tp=tp, l3=l3, early_stop=True)
-        seconds = objective_with(*_room(chunk_tokens, tokens), parks=parks)
+        seconds = objective_with(*_room(chunk_tokens, tokens, tp), parks=parks)
         larger = shape.hidden_bytes >= shape.kv_bytes  # what is measured alike would be a toss
 
         def objective(costs: LayerCosts, partition: Partition) -> float:
@@ -232,15 +234,17 @@ def _fixed_partition(config: HCacheConfig, layers: int) -> Partition | None:
 
 
 class _Room(NamedTuple):
-    """Segments that the pipeline's ring holds, and those that a layer consists of."""
+    """Segments that the pipeline's ring holds, those of a layer, and pieces of the first layer."""
 
     ring: int
     chunks: int
+    pieces: int
 
 
-def _room(chunk_tokens: int, tokens: int) -> _Room:
+def _room(chunk_tokens: int, tokens: int, ranks: int) -> _Room:
     ring = RUN_AHEAD * chunk_tokens // min(tokens, chunk_tokens)
-    return _Room(ring, -(-tokens // chunk_tokens))
+    pieces = min(FIRST_PIECES, tokens // FIRST_PIECE_TOKENS) if ranks == 1 else 1
+    return _Room(ring, -(-tokens // chunk_tokens), max(1, pieces))
 
 
 def _ranks(runtime: Runtime) -> int:

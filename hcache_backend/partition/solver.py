@@ -41,15 +41,20 @@ def steady_makespan(costs: LayerCosts, partition: Partition) -> float:
     return costs.l3_h * partition.hidden + costs.l3_kv * partition.kv + max(compute, transfer)
 
 
-def objective_with(ring: int | None, chunks: int = 1, *, parks: bool = False) -> Objective:
+def objective_with(
+    ring: int | None, chunks: int = 1, pieces: int = 1, *, parks: bool = False
+) -> Objective:
     """:func:`makespan` where the device has room for ``ring`` segments; None: for all of them.
 
-    A layer consists of ``chunks`` segments. With ``parks`` they wait elsewhere for the end of a
+    A layer consists of ``chunks`` segments, and the first layer comes in ``pieces`` where none is
+    recomputed before. With ``parks`` segments wait elsewhere for the end of a
     recomputation, so then there is room for all.
     """
-    if ring is None and chunks == 1:
+    if ring is None and chunks == 1 and pieces == 1:
         return makespan
-    limited, unlimited = (partial(finish, ring=room, chunks=chunks) for room in (ring, None))
+    limited, unlimited = (
+        partial(finish, ring=room, chunks=chunks, pieces=pieces) for room in (ring, None)
+    )
     if not parks:
         return limited
     return lambda costs, partition: (unlimited if partition.recompute else limited)(
@@ -147,6 +152,7 @@ def recompute_layers(
     early_stop: bool = False,
     ring: int | None = None,
     chunks: int = 1,
+    pieces: int = 1,
     parks: bool = False,
 ) -> int:
     """How many of the first layers one restore recomputes instead of loading them.
@@ -164,12 +170,13 @@ def recompute_layers(
         early_stop: Whether recomputation ends with K and V of its last layer.
         ring: Segments that have room on the device; None: all of them.
         chunks: Segments of one layer.
+        pieces: Parts of the first layer, where none is recomputed.
         parks: See :func:`objective_with`.
     """
     costs = layer_costs(profile, model, tokens, prefix=prefix, tp=tp, l3=l3, early_stop=early_stop)
     numbers = range(partition.recompute, partition.layers + 1)
     choices = (partition.recomputing(first) for first in numbers)
-    return _fastest(costs, choices, objective_with(ring, chunks, parks=parks)).recompute
+    return _fastest(costs, choices, objective_with(ring, chunks, pieces, parks=parks)).recompute
 
 
 def _fastest(costs: LayerCosts, partitions: Iterable[Partition], objective: Objective) -> Partition:

@@ -57,7 +57,11 @@ def simulate(costs: LayerCosts, partition: Partition, ring: int | None = None) -
 
 
 def finish(
-    costs: LayerCosts, partition: Partition, ring: int | None = None, chunks: int = 1
+    costs: LayerCosts,
+    partition: Partition,
+    ring: int | None = None,
+    chunks: int = 1,
+    pieces: int = 1,
 ) -> float:
     """Seconds until all that :func:`simulate` runs has ended.
 
@@ -66,7 +70,10 @@ def finish(
         partition: The method of every layer.
         ring: Segments that have room on the device, None: all.
         chunks: Segments of one layer: those of a long restore come, and are projected, in parts.
+        pieces: Parts of the first layer, where no layer is recomputed before.
     """
+    if partition.recompute:
+        pieces = 1
     if chunks > 1:
         costs = costs._replace(
             io_h=costs.io_h / chunks,
@@ -76,7 +83,7 @@ def finish(
             l3_kv=costs.l3_kv / chunks,
         )
         partition = Partition(partition.recompute, partition.hidden * chunks, partition.kv * chunks)
-    return _Runs(costs, partition, ring).end
+    return _Runs(costs, partition, ring, -(-pieces // chunks)).end
 
 
 class _Runs:
@@ -89,7 +96,9 @@ class _Runs:
         end: The last end.
     """
 
-    def __init__(self, costs: LayerCosts, partition: Partition, ring: int | None) -> None:
+    def __init__(
+        self, costs: LayerCosts, partition: Partition, ring: int | None, pieces: int = 1
+    ) -> None:
         self.begin = costs.l3_h * partition.hidden + costs.l3_kv * partition.kv
         self.transfers: list[tuple[float, float]] = []
         self.computes: list[tuple[float, float]] = []
@@ -108,8 +117,10 @@ class _Runs:
             self.transfers.append((transfer, arrived))
             transfer = arrived
             if hidden:
-                start = max(compute, arrived)
-                compute = start + costs.c_h
+                parts = 1 if index else pieces  # of the first segment
+                start = max(compute, arrived - costs.io_h * (1 - 1 / parts))
+                # One piece after the other, whichever of the two streams is the slower one.
+                compute = max(start + costs.c_h, arrived + costs.c_h / parts)
                 self.computes.append((start, compute))
             used.append(compute if hidden else arrived)
         self.end = max(compute, transfer)

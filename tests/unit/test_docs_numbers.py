@@ -127,3 +127,62 @@ def test_the_papers_partitions(readme: Page) -> None:
         (short(row["paper"], names), short(row["ours"]), short(row["closed_form"]))
         for row in results("partition_figures")["table_3"]
     ]
+
+
+def test_eager_restores(readme: Page) -> None:
+    found = results("eager")
+
+    def label(rate: float | None) -> str:
+        if rate is None:
+            return "no limit"
+        return f"{rate:g}" + (" (balanced)" if rate == found["balanced_mb_per_s"] else "")
+
+    assert cells(table(readme, "L3, MB/s")) == [
+        (
+            label(row["mb_per_s"]),
+            *(f"{row['ms'][how]:,.0f}" for how in ("eager", "layerwise", "kv")),
+            *(
+                f"{row[ratio]:.2f}"
+                for ratio in ("eager_vs_layerwise", "eager_vs_larger_part", "kv_vs_eager")
+            ),
+        )
+        for row in found["rates"]
+    ]
+    gaps = found["time_between_tokens"]
+    said = [f"{gaps[how]['mean_ms']:.0f} ms" for how in ("eager", "layerwise", "kv", "none")]
+    text = " ".join(readme.path.read_text().split())
+    assert (
+        "{} with eager restores, {} with layer-wise ones, {} with KV, {} without".format(*said)
+        in text
+    )
+
+
+def test_methods_compared(readme: Page) -> None:
+    methods = results("compare")["restore"]["methods"]
+
+    def shown(row: dict[str, Any], setting: str, part: str) -> str:
+        return f"{row[setting][part]:,.0f}" if row[setting] and row[setting][part] else "-"
+
+    assert cells(table(readme, "method", "bytes a token")) == [
+        (
+            row["title"],
+            next((f"{row[s]['bytes_per_token']:,.0f}" for s in SETTINGS if has_l3(row[s])), "-"),
+            shown(row, "disk", "ms"),
+            shown(row, "disk", "l3_ms"),
+            shown(row, "balanced", "load_ms"),
+            shown(row, "slow", "ms"),
+        )
+        for row in methods.values()
+    ]
+    ways = results("compare_saving")["saving"]["ways"]
+    assert cells(table(readme, "ms between tokens")) == [
+        (way["title"], *(f"{gap['median']:,.1f}" for gap in way["gaps_ms"].values()))
+        for way in ways.values()
+    ]
+
+
+SETTINGS = ("disk", "balanced", "slow")
+
+
+def has_l3(row: dict[str, Any] | None) -> bool:
+    return row is not None and bool(row["bytes_per_token"])

@@ -172,6 +172,27 @@ def test_layers_in_parts_are_never_slower_in_the_same_memory(
     assert parts >= steady_makespan(costs, partition) * (1 - 1e-9)
 
 
+@given(any_costs(), partitions(), st.integers(1, 6))
+def test_a_first_layer_in_pieces_is_projected_piece_by_piece(
+    costs: LayerCosts, partition: Partition, pieces: int
+) -> None:
+    in_pieces = finish(costs, partition, pieces=pieces)
+    assert in_pieces <= finish(costs, partition) * (1 + 1e-9)
+    if partition.recompute:
+        assert in_pieces == finish(costs, partition)
+        return
+    begin = costs.l3_h * partition.hidden + costs.l3_kv * partition.kv
+    segments = [(costs.io_h, costs.c_h)] * partition.hidden + [(costs.io_kv, 0.0)] * partition.kv
+    if partition.hidden:
+        segments[:1] = [(costs.io_h / pieces, costs.c_h / pieces)] * pieces
+    transfer = compute = begin
+    for io, projection in segments:
+        transfer += io
+        if projection:
+            compute = max(compute, transfer) + projection
+    assert in_pieces == pytest.approx(max(transfer, compute))
+
+
 def test_parts_of_layers_overlap() -> None:
     costs = LayerCosts(io_h=2.0, io_kv=4.0, c_h=4.0, c_tok=10.0)
     assert finish(costs, Partition(0, 2, 0), 3, chunks=2) == 1 + 4 * 2
