@@ -108,6 +108,9 @@ bench-partition: setup
 bench-eager: setup
 	$(BIN)/python -m bench.eager $(ARGS)
 
-# Every method on real servers: restores, and what saving costs. Half an hour, alone.
+# Every method on real servers: restores, what saving costs, a workload. Half an hour, alone.
 bench-compare: setup
-	$(BIN)/hcache bench compare $(or $(ARGS),--part restore)
+	$(BIN)/hcache bench compare --part restore --rounds 3 --out bench/results/compare.json
+	$(BIN)/hcache bench compare --part saving --rounds 3 --out bench/results/compare_saving.json
+	$(BIN)/hcache bench compare --part load --workload multiturn --num-clients 4 --max-rounds 3 \
+		--scale 0.5 --pool-tokens 1024 --rates 1,3 --out bench/results/compare_load.json

@@ -34,13 +34,15 @@ from hcache_backend.partition.model_config import read_model
 
 REFERENCE = TinyLlama(layers=8, hidden=1024, heads=8, kv_heads=8, intermediate=2816)
 """Large enough that restoring matters, small enough for two cores."""
+SMALLER = TinyLlama(layers=4, hidden=512, heads=4, kv_heads=4, intermediate=1408)
+"""For the part ``load``: many requests by every method."""
 
 
 class Comparison(NamedTuple):
     """The options of the command.
 
     Attributes:
-        model: None: the reference model with random weights.
+        model: None: the reference models with random weights.
         methods: Those of parts ``restore`` and ``load``; some are known in one of them only.
         parts: Of ``restore``, ``saving`` and ``load``.
         settings: Of restores.
@@ -75,8 +77,10 @@ def report_comparison(asked: Comparison) -> None:
         unwind_when_terminated()
         machine = find_machine()
         with TemporaryDirectory(prefix="hcache-compare-", dir=asked.scratch) as scratch:
-            model = asked.model or str(build(REFERENCE, Path(scratch) / "model"))
             found = _about(asked, machine)
+            model = asked.model or ""
+            if not model and asked.parts != ("load",):
+                model = str(build(REFERENCE, Path(scratch) / "model"))
             if "restore" in asked.parts:
                 found["restore"] = _restore(asked, machine, model, Path(scratch) / "restore")
             if "saving" in asked.parts:
@@ -84,7 +88,7 @@ def report_comparison(asked: Comparison) -> None:
             if "load" in asked.parts:
                 plan = compare_load.LoadPlan(
                     machine=machine,
-                    model=model,
+                    model=asked.model or str(build(SMALLER, Path(scratch) / "smaller")),
                     workload=workload,
                     rates=asked.rates,
                     pace=Pace(
@@ -97,7 +101,8 @@ def report_comparison(asked: Comparison) -> None:
                     server_args=asked.server_args,
                     folder=Path(scratch) / "load",
                 )
-                found["load"] = _load(plan, asked.methods)
+                described = _described(asked.model, SMALLER)
+                found["load"] = {"model": described, **_load(plan, asked.methods)}
     with explained():
         _write(found, asked.out)
     if asked.as_json:
@@ -170,15 +175,15 @@ def _about(asked: Comparison, machine: Machine) -> dict[str, Any]:
         "device": machine.name,
         "device_type": machine.device,
         "sglang_version": machine.sglang,
-        "model": _described(asked.model),
+        "model": _described(asked.model, REFERENCE if asked.parts != ("load",) else SMALLER),
         "methods": {name: compare_restore.title(name) for name in asked.methods},
     }
 
 
-def _described(model: str | None) -> str:
-    """The model in a line: a folder by its own name and its shape."""
+def _described(model: str | None, shape: TinyLlama) -> str:
+    """The model in a line: a folder by its own name and its shape; None: one of our own."""
     if model is None:
-        name, shape = "random Llama", REFERENCE
+        name = "random Llama"
         return f"{name}, {shape.layers} layers, hidden size {shape.hidden}, {shape.heads} heads"
     if not has_shape(model):
         return model

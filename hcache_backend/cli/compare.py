@@ -42,7 +42,9 @@ def compare(
     ] = ",".join(SETTINGS),
     model_path: Annotated[
         str | None,
-        typer.Option(help="Model. Default: a random Llama with 8 layers, hidden size 1024."),
+        typer.Option(
+            help="Model. Default: a random Llama with 8 layers, hidden size 1024; load: 4 and 512."
+        ),
     ] = None,
     server_args: Annotated[
         str, typer.Option(help="More arguments of every server, as --load-format dummy.")

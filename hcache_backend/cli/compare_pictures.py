@@ -72,6 +72,7 @@ def _draw_restore(report: Mapping[str, Any], path: Path) -> Path:
             axes.barh(place, row["ms"] - reading, left=reading, color=COLOURS[name])
             axes.annotate(f" {row['ms']:,.0f}", (row["ms"], place), va="center", fontsize=9)
         axes.set_xlabel("ms (hatched: until L3 is read)")
+        axes.locator_params(axis="x", nbins=4)
         axes.set_title(SETTING_TITLES[setting], fontsize=10)
         axes.margins(x=0.18)
         axes.set_xlim(left=0)

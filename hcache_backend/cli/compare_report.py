@@ -160,8 +160,8 @@ def _load_table(load: Mapping[str, Any]) -> Iterator[str]:
     asked = load["workload"]
     yield (
         f"## Workload {asked['name']}: {asked['sessions']} sessions, {asked['requests']} requests\n"
-        f"\nHistories of {asked['history_median']:,.0f} tokens (median; at most "
-        f"{asked['history_max']:,}). Times in milliseconds, hits in % of prompt tokens."
+        f"\nModel: {load['model']}. Histories of {asked['history_median']:,.0f} tokens (median; "
+        f"at most {asked['history_max']:,}). Times in milliseconds, hits in % of prompt tokens."
     )
     head = (
         "",

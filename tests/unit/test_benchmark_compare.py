@@ -242,6 +242,7 @@ def comparison() -> dict[str, Any]:
             },
         },
         "load": {
+            "model": "a small one",
             "workload": {
                 "name": "sharegpt4",
                 "sessions": 8,
