@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hcache_backend.cli.common import progress_bar, screen, table
+from hcache_backend.cli.compare_plan import with_bus
 from hcache_backend.cli.demo_report import read_trace
 from hcache_backend.cli.demo_run import launch
 from hcache_backend.cli.machine import Machine, find_machine
@@ -39,7 +40,6 @@ from hcache_backend.cli.serving import ServerProcess
 from hcache_backend.cli.tiny_model import TinyLlama, build
 from hcache_backend.partition.measure import Bench, measure
 from hcache_backend.partition.model_config import read_model
-from hcache_backend.partition.profile import Profile, Rate
 
 RESULTS = Path(__file__).parent / "results"
 RATES = (20, 50, 100, 200, 400, 800, 0)
@@ -104,7 +104,8 @@ def main() -> None:
             for rate in options.rates:
                 progress.update(task, description=f"{rate or 'no limit of'} MB/s")
                 bus.write_text(str(rate * 1e6))
-                over_bus(profile, rate * 1e6).save(folder / "profile.json")
+                slower = with_bus(profile, rate * 1e6) if rate else profile
+                slower.save(folder / "profile.json")
                 how = {"mode": "auto", "profile": str(folder / "profile.json")}
                 with start(f"auto-{rate:g}", how) as auto:
                     rows.append(measure_rate(rate, {**pure, "auto": auto}, options))
@@ -158,21 +159,6 @@ def prompts(tokens: int) -> list[list[int]]:
     """Two prompts of a whole number of pages and one token."""
     chosen = random.Random(0)
     return [[chosen.randrange(SHAPE.vocabulary) for _ in range(tokens + 1)] for _ in range(2)]
-
-
-def over_bus(profile: Profile, rate: float) -> Profile:
-    """The profile of the same machine with a bus of ``rate`` bytes a second (0: its own)."""
-    if not rate:
-        return profile
-    copy, load = profile.hidden_copy, profile.kv_load
-    slower = 1 / min(rate, copy.per_second)
-    writing = max(0.0, 1 / load.per_second - 1 / copy.per_second)
-    return profile.model_copy(
-        update={
-            "hidden_copy": Rate(seconds=copy.seconds, per_second=1 / slower),
-            "kv_load": Rate(seconds=load.seconds, per_second=1 / (slower + writing)),
-        }
-    )
 
 
 def measure_rate(rate: float, runners: dict[str, Runner], options: Any) -> Row:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -78,17 +79,18 @@ def report_comparison(asked: Comparison) -> None:
         machine = find_machine()
         with TemporaryDirectory(prefix="hcache-compare-", dir=asked.scratch) as scratch:
             found = _about(asked, machine)
-            model = asked.model or ""
-            if not model and asked.parts != ("load",):
-                model = str(build(REFERENCE, Path(scratch) / "model"))
-            if "restore" in asked.parts:
-                found["restore"] = _restore(asked, machine, model, Path(scratch) / "restore")
-            if "saving" in asked.parts:
-                found["saving"] = _saving(asked, machine, model, Path(scratch) / "saving")
+
+            @cache
+            def model(shape: TinyLlama) -> str:
+                return asked.model or str(build(shape, Path(scratch) / f"{shape.layers}-layers"))
+
+            for part, run in (("restore", _restore), ("saving", _saving)):
+                if part in asked.parts:
+                    found[part] = run(asked, machine, model(REFERENCE), Path(scratch) / part)
             if "load" in asked.parts:
                 plan = compare_load.LoadPlan(
                     machine=machine,
-                    model=asked.model or str(build(SMALLER, Path(scratch) / "smaller")),
+                    model=model(SMALLER),
                     workload=workload,
                     rates=asked.rates,
                     pace=Pace(

@@ -12,7 +12,7 @@ from typing import Any
 from hcache_backend.cli.bench_server import PAGE_SIZE, Method, launch
 from hcache_backend.cli.demo_report import Restore, read_trace, recomputed, restored_from_l3
 from hcache_backend.cli.machine import Machine
-from hcache_backend.cli.serving import ServerError, ServerProcess
+from hcache_backend.cli.serving import ServerProcess
 
 _BUS_VARIABLE, _L3_VARIABLE = "HCACHE_CPU_BUS_FILE", "HCACHE_CPU_L3_FILE"
 """Of the CPU engine: files with the bytes a second that copies to the device and reads of L3 may
@@ -117,10 +117,6 @@ class Server:
         lines = self._process.log_text().splitlines()
         found = [line.split("hcache: ", 1)[1] for line in lines if any(s in line for s in _SIGNS)]
         return "; ".join(dict.fromkeys(found))
-
-    def error(self, message: str) -> ServerError:
-        """An error with the end of the log."""
-        return self._process.error(message)
 
     def _skip_trace(self) -> None:
         self._offset = self._trace.stat().st_size if self._trace.exists() else 0

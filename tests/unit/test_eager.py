@@ -351,10 +351,18 @@ class Scene:
         return self.eager.reserve(name, keys or [f"{name}{i}" for i in host], np.array(host))
 
 
-def ready(scene: Scene, host: list[int]) -> list[bool]:
+def hand_out(scene: Scene, host: list[int]) -> HandOut:
     handed = scene.eager.hand_out(np.array(host))
     assert handed is not None
-    return list(handed.ready)
+    return handed
+
+
+def ready(scene: Scene, host: list[int]) -> list[bool]:
+    return list(hand_out(scene, host).ready)
+
+
+def whole(scene: Scene, host: list[int]) -> list[bool]:
+    return list(hand_out(scene, host).whole)
 
 
 def test_pages_are_restored_once_as_they_arrive_and_handed_out_at_the_load() -> None:
@@ -449,12 +457,6 @@ def test_a_restore_that_failed_is_waited_for_like_any_other(
     assert scene.device.count() == DEVICE_PAGES
 
 
-def whole(scene: Scene, host: list[int]) -> list[bool]:
-    handed = scene.eager.hand_out(np.array(host))
-    assert handed is not None
-    return list(handed.whole)
-
-
 def test_first_layers_are_recomputed_behind_pages_that_lack_none() -> None:
     scene = Scene()
     scene.begin("a", [0, 1, 2, 3])
@@ -490,9 +492,7 @@ def test_who_gets_a_page_hears_of_who_recomputes_from_it() -> None:
     scene.begin("a", [0, 1])
     scene.eager.arrived("a", 1)
     scene.eager.arrived("a", 2)
-    handed = scene.eager.hand_out(np.array([0]))
-    assert handed is not None
-    assert handed.restores == tuple(restore for _, restore in scene.launched)
+    assert hand_out(scene, [0]).restores == tuple(restore for _, restore in scene.launched)
 
 
 def test_nothing_is_recomputed_behind_a_page_that_was_taken_away() -> None:
