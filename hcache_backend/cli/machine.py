@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from hcache_backend.engine.versions import sglang_version
+from hcache_backend.engine.startup.versions import sglang_version
 from hcache_backend.partition.processor import processor_name
 
 _CPU_ENGINE = Path("tests") / "cpu_engine"

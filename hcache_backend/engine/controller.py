@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCach
 from hcache_backend.capture.arena import Ids
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.engine import metrics
-from hcache_backend.engine.eager import EagerLoads
+from hcache_backend.engine.eager_loads import EagerLoads
 from hcache_backend.engine.host_pool import HiddenStatePool
 from hcache_backend.engine.keys import key_bytes
 from hcache_backend.engine.loads import LoadPlanner

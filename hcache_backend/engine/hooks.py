@@ -182,8 +182,8 @@ def _capture_forward(
 
 
 def _before_graphs(original: Callable[..., Any], runner: Any, *a: Any, **kw: Any) -> Any:
-    from hcache_backend.engine.graphs import record_copies
     from hcache_backend.engine.runtime import current
+    from hcache_backend.engine.startup.graphs import record_copies
 
     record_copies(current(), runner)
     return original(runner, *a, **kw)

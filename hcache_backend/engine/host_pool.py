@@ -17,7 +17,7 @@ from hcache_backend.capture.arena import Arena, Ids
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.engine import metrics
 from hcache_backend.engine.kv_segments import KVSegments
-from hcache_backend.engine.memory import HostPages
+from hcache_backend.engine.startup.memory import HostPages
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.pipeline import Recompute, RestorePipeline
 from hcache_backend.restore.reservation import StartedRestore

@@ -10,7 +10,7 @@ import torch
 
 from hcache_backend.capture.arena import Ids
 from hcache_backend.engine.host_pool import HiddenStatePool
-from hcache_backend.engine.partitioning import Partitioning
+from hcache_backend.engine.startup.partitioning import Partitioning
 from hcache_backend.restore.pipeline import Recompute
 from hcache_backend.restore.recompute import Recomputer, RestoredSpan
 from hcache_backend.restore.reservation import runs

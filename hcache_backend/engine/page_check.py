@@ -10,7 +10,7 @@ import torch
 
 from hcache_backend.engine import metrics
 from hcache_backend.engine.kv_segments import KVSegments
-from hcache_backend.engine.self_check import layer_problem
+from hcache_backend.engine.startup.self_check import layer_problem
 from hcache_backend.page import PageLayout
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.projector import Projector

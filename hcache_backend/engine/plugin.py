@@ -1,6 +1,6 @@
 """Entry point ``sglang.srt.plugins``: runs in every SGLang process, before its arguments exist.
 
-It registers one bootstrap hook and nothing else; see :mod:`hcache_backend.engine.bootstrap`.
+It registers one bootstrap hook and nothing else; see :mod:`hcache_backend.engine.startup.bootstrap`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def activate() -> None:
 
 
 def _after_load_model(result: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
-    from hcache_backend.engine.bootstrap import bootstrap
+    from hcache_backend.engine.startup.bootstrap import bootstrap
 
     if not runner.is_draft_worker:
         bootstrap(runner)

@@ -10,8 +10,13 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-from hcache_backend.engine.projection import PagedPool
-from hcache_backend.engine.self_check import Probe, SelfCheckFailed, difference_problem, pool_rows
+from hcache_backend.engine.startup.layer_projections import PagedPool
+from hcache_backend.engine.startup.self_check import (
+    Probe,
+    SelfCheckFailed,
+    difference_problem,
+    pool_rows,
+)
 from hcache_backend.projection.check import tolerance
 from hcache_backend.restore.recompute import RecomputeAttention, Recomputer, RestoredSpan
 from hcache_backend.streams import held_for_device

@@ -60,8 +60,6 @@ def _wrong_spec(**wrong: Any) -> Callable[[], None]:
     def inject() -> None:
         from dataclasses import replace
 
-        from hcache_backend.engine import projection
-
         find = projection.find_spec
 
         def faulty(layer: Any, *args: Any) -> Any:
@@ -243,7 +241,7 @@ def _holdings() -> dict[str, int]:
 
 def _no_store_on_rank_1() -> None:
     """The folders of the store cannot be used on the second tensor-parallel rank."""
-    from hcache_backend.engine import attach
+    from hcache_backend.engine.startup import attach
 
     open_store = attach.open_store
 

@@ -12,7 +12,7 @@ from hcache_cpu_engine import plugin
 from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE, PrefetchAck
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
-from hcache_backend.engine.eager import ReservablePages, why_not_eager
+from hcache_backend.engine.eager_loads import ReservablePages, why_not_eager
 from hcache_backend.engine.read_batches import BatchedReads
 from hcache_backend.restore.eager import EagerRestores, batch_pages
 from hcache_backend.restore.reservation import Launched

@@ -12,12 +12,12 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from hcache_backend.engine import bootstrap as bootstrap_module
 from hcache_backend.engine import hooks
-from hcache_backend.engine.bootstrap import bootstrap
 from hcache_backend.engine.hooks import Hook, install
 from hcache_backend.engine.runtime import current
-from hcache_backend.engine.versions import unsupported_reason
+from hcache_backend.engine.startup import bootstrap as bootstrap_module
+from hcache_backend.engine.startup.bootstrap import bootstrap
+from hcache_backend.engine.startup.versions import unsupported_reason
 from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
 
 
@@ -112,7 +112,8 @@ def test_an_unsupported_version_means_kv_mode_with_that_reason(
     monkeypatch.setattr(bootstrap_module, "unsupported_reason", lambda: "SGLang 9 is not one")
     monkeypatch.setattr("hcache_backend.engine.runtime._of_all_ranks", lambda own: [own])
     monkeypatch.setattr(
-        "hcache_backend.engine.strategy.register", lambda runtime, reason: reasons.append(reason)
+        "hcache_backend.engine.startup.strategy.register",
+        lambda runtime, reason: reasons.append(reason),
     )
     bootstrap(runner())
     assert reasons == ["SGLang 9 is not one"]
@@ -126,7 +127,9 @@ def test_weights_that_could_change_unnoticed_mean_no_l3_at_all(
     monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
     monkeypatch.setattr(hooks, "RESET", hooks.RESET + "_gone")
     monkeypatch.setattr("hcache_backend.engine.runtime._of_all_ranks", lambda own: [own])
-    monkeypatch.setattr("hcache_backend.engine.strategy.register", lambda runtime, reason: None)
+    monkeypatch.setattr(
+        "hcache_backend.engine.startup.strategy.register", lambda runtime, reason: None
+    )
     bootstrap(runner())
     weights = current().weights
     assert weights is not None

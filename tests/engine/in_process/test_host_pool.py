@@ -13,8 +13,8 @@ from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.engine.capture import HiddenCapture
 from hcache_backend.engine.host_pool import HiddenStatePool
 from hcache_backend.engine.kv_segments import KVSegments
-from hcache_backend.engine.memory import HostPages, plan_host_pages, staging_places
-from hcache_backend.engine.self_check import SelfCheckFailed
+from hcache_backend.engine.startup.memory import HostPages, plan_host_pages, staging_places
+from hcache_backend.engine.startup.self_check import SelfCheckFailed
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_kernels.codecs import ExactCodec

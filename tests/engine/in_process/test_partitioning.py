@@ -16,7 +16,7 @@ from hcache_backend.config import ConfigError, parse_config
 from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.loads import LoadPlanner
 from hcache_backend.engine.parking import PoolParking
-from hcache_backend.engine.partitioning import Partitioning, _fixed_partition
+from hcache_backend.engine.startup.partitioning import Partitioning, _fixed_partition
 from hcache_backend.page import PageLayout
 from hcache_backend.partition.layers import Partition
 from hcache_backend.partition.model_config import shape_from_config

@@ -11,10 +11,9 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from hcache_backend.config import HCacheConfig
-from hcache_backend.engine import projection
-from hcache_backend.engine.projection import LayerProjections, PagedPool
 from hcache_backend.engine.runtime import Runtime
-from hcache_backend.engine.self_check import Probe, written_problem
+from hcache_backend.engine.startup.layer_projections import LayerProjections, PagedPool
+from hcache_backend.engine.startup.self_check import Probe, written_problem
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.check import relative_difference, tolerance
 from hcache_backend.projection.projector import Projector

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hcache_backend.engine.host_pool import HiddenStatePool, Ready
-from hcache_backend.engine.memory import HostPages
+from hcache_backend.engine.startup.memory import HostPages
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.pipeline import Recompute
 from tests.engine.in_process.test_host_pool import LAYERS, LAYOUT, PAGE, kv_pool

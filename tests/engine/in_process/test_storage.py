@@ -212,7 +212,7 @@ def test_a_plain_server_with_data_parallel_attention_has_to_be_started_for_us(
 ) -> None:
     runtime.weights = None
     runtime.runner.server_args.enable_dp_attention = True
-    monkeypatch.setattr("hcache_backend.engine.attach.resolved", lambda args: args)
+    monkeypatch.setattr("hcache_backend.engine.startup.attach.resolved", lambda args: args)
     with pytest.raises(ConfigError, match="HCACHE_ENABLE=1; with --enable-dp-attention it has to"):
         HCacheStorage(storage_config(tmp_path))
 

@@ -9,7 +9,7 @@ import torch
 
 from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.runtime import Runtime
-from hcache_backend.engine.self_check import Probe, layer_problem
+from hcache_backend.engine.startup.self_check import Probe, layer_problem
 from hcache_backend.projection.projector import Projector
 from hcache_kernels.codecs import Codec, ExactCodec, UnsupportedRows, make_codec
 

@@ -13,12 +13,12 @@ from typing import Any
 from hcache_backend.capture.staging import Staging
 from hcache_backend.engine.arguments import resolved
 from hcache_backend.engine.capture import HiddenCapture
-from hcache_backend.engine.codec_choice import wanted_codec
-from hcache_backend.engine.memory import staging_places
-from hcache_backend.engine.partitioning import partitioning
-from hcache_backend.engine.refusal import graphs_are_off, refusal
 from hcache_backend.engine.runtime import Runtime
-from hcache_backend.engine.self_check import attention_modules
+from hcache_backend.engine.startup.codec_choice import wanted_codec
+from hcache_backend.engine.startup.memory import staging_places
+from hcache_backend.engine.startup.partitioning import partitioning
+from hcache_backend.engine.startup.refusal import graphs_are_off, refusal
+from hcache_backend.engine.startup.self_check import attention_modules
 from hcache_kernels.codecs import Codec
 
 logger = logging.getLogger("hcache")

@@ -15,12 +15,12 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
 from hcache_backend.config import FIXED_AT_START, ConfigError, HCacheConfig, parse_config
 from hcache_backend.engine import hooks
-from hcache_backend.engine.adapters import adapter_digests
 from hcache_backend.engine.arguments import resolved
 from hcache_backend.engine.measured_store import MeasuredStore
-from hcache_backend.engine.partitioning import keep_profile
 from hcache_backend.engine.ranks import said_by_all_ranks
 from hcache_backend.engine.runtime import Runtime, current
+from hcache_backend.engine.startup.adapters import adapter_digests
+from hcache_backend.engine.startup.partitioning import keep_profile
 from hcache_backend.store.server_report import write_report
 from hcache_backend.store.striped import open_store
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from hcache_backend.engine.self_check import SelfCheckFailed
+from hcache_backend.engine.startup.self_check import SelfCheckFailed
 from hcache_backend.page import PageLayout
 
 

@@ -26,22 +26,22 @@ from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.engine import metrics
 from hcache_backend.engine.arguments import resolved
 from hcache_backend.engine.capture import HiddenCapture, invalidate_on_allocation
-from hcache_backend.engine.codec_choice import agree_on_codec
 from hcache_backend.engine.controller import HiddenStateController
-from hcache_backend.engine.eager import EagerLoads, ReservablePages, why_not_eager
+from hcache_backend.engine.eager_loads import EagerLoads, ReservablePages, why_not_eager
 from hcache_backend.engine.host_pool import HiddenStatePool
 from hcache_backend.engine.loads import LoadPlanner
 from hcache_backend.engine.page_check import PageCheck
-from hcache_backend.engine.page_plan import PagePlan, make_exchange, plan_pages
 from hcache_backend.engine.parking import PoolParking
-from hcache_backend.engine.partitioning import Partitioning, partitioning
-from hcache_backend.engine.projection import LayerProjections, PagedPool
 from hcache_backend.engine.ranks import on_all_ranks, smallest
-from hcache_backend.engine.refusal import refusal
 from hcache_backend.engine.runtime import Runtime
-from hcache_backend.engine.self_check import Probe, SelfCheckFailed, compare, observe
 from hcache_backend.engine.service_check import ServiceChecks
 from hcache_backend.engine.stage_pages import StagePages
+from hcache_backend.engine.startup.codec_choice import agree_on_codec
+from hcache_backend.engine.startup.layer_projections import LayerProjections, PagedPool
+from hcache_backend.engine.startup.page_plan import PagePlan, make_exchange, plan_pages
+from hcache_backend.engine.startup.partitioning import Partitioning, partitioning
+from hcache_backend.engine.startup.refusal import refusal
+from hcache_backend.engine.startup.self_check import Probe, SelfCheckFailed, compare, observe
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.generic import GenericProjector, ProjectionBatch
 from hcache_backend.projection.projector import Projector

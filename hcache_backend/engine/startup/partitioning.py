@@ -17,11 +17,11 @@ import torch
 
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.engine.arguments import resolved
-from hcache_backend.engine.codec_choice import wanted_codec
-from hcache_backend.engine.memory import kv_bytes_per_token
 from hcache_backend.engine.parking import PoolParking
 from hcache_backend.engine.ranks import from_first_rank
 from hcache_backend.engine.runtime import Runtime
+from hcache_backend.engine.startup.codec_choice import wanted_codec
+from hcache_backend.engine.startup.memory import kv_bytes_per_token
 from hcache_backend.partition.costs import L3Path, LayerCosts, layer_costs
 from hcache_backend.partition.disk import read_rate
 from hcache_backend.partition.layers import Method, Partition

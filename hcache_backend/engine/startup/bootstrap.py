@@ -10,7 +10,7 @@ from hcache_backend.engine import hooks
 from hcache_backend.engine.arguments import resolved
 from hcache_backend.engine.restore_trace import install_if_asked
 from hcache_backend.engine.runtime import remember
-from hcache_backend.engine.versions import unsupported_reason
+from hcache_backend.engine.startup.versions import unsupported_reason
 
 logger = logging.getLogger("hcache")
 
@@ -54,7 +54,7 @@ def _join(runner: Any) -> None:
         if no_graphs is not None:
             logger.debug("hcache: %s", no_graphs)  # hidden mode says so where graphs are recorded
     try:
-        from hcache_backend.engine.strategy import register
+        from hcache_backend.engine.startup.strategy import register
     except ImportError as error:
         runtime.use_kv_mode(reason or f"this SGLang lacks a seam: {error}")
     else:

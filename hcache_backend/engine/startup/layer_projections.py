@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.runtime import Runtime
-from hcache_backend.engine.self_check import Probe, SelfCheckFailed, written_problem
+from hcache_backend.engine.startup.self_check import Probe, SelfCheckFailed, written_problem
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.projector import Projector
 from hcache_backend.projection.proof import RowsDependOnEachOther, gather_evidence
