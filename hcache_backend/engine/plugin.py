@@ -1,6 +1,6 @@
 """Entry point ``sglang.srt.plugins``: runs in every SGLang process, before its arguments exist.
 
-It registers one bootstrap hook and nothing else; see :mod:`hcache_backend.engine.startup.bootstrap`.
+It registers one bootstrap hook and nothing else; see ``startup/bootstrap.py``.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def _wrong_spec(**wrong: Any) -> Callable[[], None]:
     def inject() -> None:
         from dataclasses import replace
 
-        find = projection.find_spec
+        find = layer_projections.find_spec
 
         def faulty(layer: Any, *args: Any) -> Any:
             spec = find(layer, *args)
@@ -69,7 +69,7 @@ def _wrong_spec(**wrong: Any) -> Callable[[], None]:
             changes = {name: change(spec) for name, change in wrong.items()}
             return replace(spec, **changes)
 
-        projection.find_spec = faulty
+        layer_projections.find_spec = faulty
 
     return inject
 
