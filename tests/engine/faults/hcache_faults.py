@@ -60,6 +60,8 @@ def _wrong_spec(**wrong: Any) -> Callable[[], None]:
     def inject() -> None:
         from dataclasses import replace
 
+        from hcache_backend.engine.startup import layer_projections
+
         find = layer_projections.find_spec
 
         def faulty(layer: Any, *args: Any) -> Any:

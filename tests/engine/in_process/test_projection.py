@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.engine.runtime import Runtime
+from hcache_backend.engine.startup import layer_projections
 from hcache_backend.engine.startup.layer_projections import LayerProjections, PagedPool
 from hcache_backend.engine.startup.self_check import Probe, written_problem
 from hcache_backend.projection.attention import AttentionLayer
