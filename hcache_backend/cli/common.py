@@ -1,4 +1,4 @@
-"""What the commands share: which folders, how to print, how to fail."""
+"""Shared by the commands: options and folders, printed tables, failures."""
 
 from __future__ import annotations
 
@@ -26,19 +26,16 @@ from hcache_backend.config import (
 )
 from hcache_backend.store.folder import is_store_folder
 
-WRITER = b"hcachcli"
-"""The writer of page files that commands make: none, but a store has one."""
-
 Dirs = Annotated[
     list[Path] | None,
     typer.Option(
         "--dir",
         "-d",
-        help="Folder of the store; once for each. Default: those of HCACHE_CONFIG, else of a "
-        "server without options.",
+        help="Folder of the store; repeat it for more folders. Default: the folders in "
+        "HCACHE_CONFIG, else a server's default folder.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 NamespaceDigits = Annotated[
     str | None,
     typer.Option("--namespace", "-n", help="Only this namespace (first hexadecimal digits)."),
@@ -55,11 +52,11 @@ def fail(message: str) -> NoReturn:
 
 
 def settings(dirs: Sequence[Path] | None, **options: object) -> HCacheConfig:
-    """The options of a command; ends the command when they are wrong.
+    """The options of a command; wrong ones end it.
 
     Args:
         dirs: Folders from the command line; None for those of the environment.
-        options: Options that go before those of the environment.
+        options: Options that override those of the environment.
     """
     try:
         environment = {**os.environ, ENABLE_VARIABLE: "1"}
@@ -76,7 +73,7 @@ def settings(dirs: Sequence[Path] | None, **options: object) -> HCacheConfig:
 
 
 def existing_store(config: HCacheConfig) -> HCacheConfig:
-    """``config``, when all of its folders are stores; ends the command otherwise."""
+    """``config`` if all of its folders are stores; otherwise the command ends."""
     for path in config.dirs:
         if not is_store_folder(path):
             fail(f"{path} is no page store; name its folders with --dir")
@@ -85,7 +82,7 @@ def existing_store(config: HCacheConfig) -> HCacheConfig:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """End the command with a line instead of a traceback when a folder cannot be used."""
+    """End the command with one line instead of a traceback if a folder cannot be used."""
     try:
         yield
     except (OSError, lmdb.Error) as error:

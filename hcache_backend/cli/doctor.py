@@ -1,4 +1,4 @@
-"""``hcache doctor``: whether this machine and its installation are fit for the store."""
+"""``hcache doctor``: check that this machine and this installation can run the store."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _PLUGIN_GROUP = "sglang.srt.plugins"
 
 
 class Check(NamedTuple):
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        subject: What was looked at.
-        verdict: ``good``; ``fair``: works, with a loss; ``bad``: does not work.
+        subject: What was checked.
+        verdict: ``good``; ``fair``: works, but slower or with less; ``bad``: does not work.
         detail: What was found, and what to do about it.
     """
 
@@ -45,7 +45,7 @@ class Check(NamedTuple):
 
 
 def doctor(dirs: Dirs = None, as_json: AsJson = False) -> None:
-    """Look at folders, disks, KvikIO and SGLang. Ends with 1 when something cannot work."""
+    """Check folders, disks, KvikIO and SGLang. Exit status 1: something cannot work."""
     config = settings(dirs)
     checks = [check for path in config.dirs for check in _look_at_folder(path, config)]
     checks += [_kvikio(config), *_sglang()]
@@ -94,7 +94,7 @@ def _look_at_folder(path: Path, config: HCacheConfig) -> Iterator[Check]:
 
 
 def _last_server(path: Path, report: ServerReport) -> Check:
-    """What the server that opened the folder last found out about its model."""
+    """How the last server that opened the folder stores and projects its layers."""
     started = time.strftime("%Y-%m-%d %H:%M", time.localtime(report.time))
     parts = [f"{report.model}, started {started}: {report.mode} mode"]
     if report.reason is not None:
@@ -130,7 +130,7 @@ def _file_system_type(place: Path) -> str:
 
 
 def _try_out(path: Path, place: Path) -> Iterator[Check]:
-    """Write, read, lock: in a temporary folder that is gone afterwards."""
+    """Write, read and lock in a temporary folder."""
     try:
         with tempfile.TemporaryDirectory(prefix=".hcache-doctor-", dir=place) as folder:
             yield from _probe(path, Path(folder))

@@ -1,4 +1,4 @@
-"""A server's ``/metrics`` page: read it, and tell what happened between two of them."""
+"""A server's ``/metrics`` page: fetch and parse it, and compute rates between two pages."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ COUNTERS = {
     "problems": ("hcache_problems_total", "kind"),
     "prompt": ("sglang:prefill_effective_tokens_total", "mode"),
 }
-"""Name in what is reported -> metric, and the label that divides it."""
+"""Name in reports -> metric, and the label that tells its counters apart."""
 STAGES = "hcache_stage_seconds"
 
 
 class NoMetrics(Exception):
-    """A server's metrics cannot be had; the message says why and what to do."""
+    """A server's metrics cannot be read; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """How often a stage took how long.
+    """The durations of a stage.
 
     Attributes:
-        count: How often.
-        seconds: How long in all.
-        below: Upper bounds of the buckets, in seconds and rising, with how many were not above.
+        count: Number of durations.
+        seconds: Their sum.
+        below: For each bucket its upper bound in seconds, rising, and the number of durations up
+            to that bound.
     """
 
     count: float = 0.0
@@ -47,7 +48,7 @@ class Histogram:
     below: tuple[tuple[float, float], ...] = ()
 
     def since(self, before: Histogram) -> Histogram:
-        """What was added since ``before``."""
+        """The durations that were added after ``before``."""
         earlier = dict(before.below)
         return Histogram(
             self.count - before.count,
@@ -56,9 +57,9 @@ class Histogram:
         )
 
     def quantile(self, share: float) -> float | None:
-        """Seconds that ``share`` of them stayed below, interpolated within a bucket.
+        """Seconds that ``share`` of the durations do not exceed, interpolated within a bucket.
 
-        None without any; the largest finite bound where it is not known better.
+        None if there are no durations; the largest finite bound if the bucket has no upper one.
         """
         wanted, bound, count = share * self.count, 0.0, 0.0
         for upper, below in self.below:
@@ -72,18 +73,18 @@ class Histogram:
 
 @dataclass(frozen=True)
 class MetricsPage:
-    """What a server's page said at one time.
+    """The content of a server's page at one time.
 
     Attributes:
-        time: Of the machine's monotonic clock, in seconds.
+        time: When the page was read: seconds of the monotonic clock.
         counters: For each key of `COUNTERS`, the counts by the value of its label.
-        stages: Times by stage.
+        stages: Durations by stage.
         mode: ``hidden`` or ``kv``.
         reason: Why it is ``kv``, or empty.
         codec: How hidden states are encoded; None in KV mode.
-        suspended: Why L3 neither takes nor gives, or None.
-        running: Requests that are being served.
-        queued: Requests that wait.
+        suspended: Why L3 is neither read nor written, or None.
+        running: Requests in a batch.
+        queued: Requests waiting for a batch.
     """
 
     time: float
@@ -97,7 +98,7 @@ class MetricsPage:
     queued: int
 
     def follows(self, before: MetricsPage) -> bool:
-        """Whether it is of the same run of the server: nothing has become less."""
+        """Whether both pages are of the same run of the server: no counter has decreased."""
         return all(
             self.counters[name].get(label, 0.0) >= count
             for name, counts in before.counters.items()
@@ -105,7 +106,7 @@ class MetricsPage:
         )
 
     def since(self, before: MetricsPage) -> dict[str, dict[str, float]]:
-        """Counts a second since ``before``, which it follows."""
+        """Counts per second since ``before``, an earlier page of the same run."""
         elapsed = max(self.time - before.time, 1e-9)
         return {
             name: {
@@ -120,7 +121,7 @@ def fetch(url: str) -> MetricsPage:
     """Read the metrics of the server at ``url``: ``http://host:port``, or ``host:port``.
 
     Raises:
-        NoMetrics: They cannot be had.
+        NoMetrics: The server does not answer, or its page has none of our metrics.
     """
     whole = url if "://" in url else f"http://{url}"
     if not whole.startswith(("http://", "https://")):
@@ -149,10 +150,10 @@ class _Stage:
 
 
 def parse(text: str) -> MetricsPage:
-    """What a page in Prometheus' text format says about us; ranks are added up.
+    """Parse a page in Prometheus' text format; the counts of all ranks are added up.
 
     Raises:
-        NoMetrics: It is no such page, or there is nothing of ours on it.
+        NoMetrics: The text is no such page, or has none of our metrics.
     """
     counters: dict[str, dict[str, float]] = {name: {} for name in COUNTERS}
     stages: dict[str, _Stage] = {}
@@ -213,11 +214,11 @@ def _samples(text: str) -> list[tuple[str, dict[str, str], float]]:
 
 
 def summary(page: MetricsPage, before: MetricsPage | None) -> dict[str, Any]:
-    """What ``hcache top --json`` prints of a server: totals, rates, and times of stages.
+    """The output of ``hcache top --json`` for a server: totals, rates and stage durations.
 
     Args:
-        before: An earlier page, which it follows; without one there are no rates. Times are since
-            then, where a stage ran since then, else since the server's start.
+        before: An earlier page of the same run; without it there are no rates. Durations are those
+            after ``before`` for stages that ran since then, else all since the server's start.
     """
     stages = {}
     for name, histogram in sorted(page.stages.items()):

@@ -1,36 +1,49 @@
-"""``hcache plan``: which layer should come back how, for a model on a machine."""
+"""``hcache plan``: which layers to restore by which method, for a model on a machine."""
 
 from __future__ import annotations
 
 import difflib
 from dataclasses import astuple
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import typer
 from rich.text import Text
 
-from hcache_backend.cli import plan_picture
 from hcache_backend.cli.common import AsJson, explained, fail, print_json, screen, table
+from hcache_backend.partition.layers import Method
 from hcache_backend.partition.model_config import ModelConfigError, read_model
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.plan import LENGTHS, Plan, RestorePath, describe
 from hcache_backend.partition.presets import PRESETS, preset_profile
 from hcache_backend.partition.profile import Profile, ProfileError, load_profile
 
-TITLES = {
+_TITLES = {
     "mix": "this partition",
     "hidden": "hidden states",
     "kv": "KV offload",
     "recompute": "recompute",
 }
-_LETTERS = {
-    "recompute": ("R", "magenta"),
-    "hidden": ("H", "blue"),
-    "kv": ("K", "yellow"),
-    None: ("L", ""),
-}
 _WIDTH = 64
+_MIN_LABEL = 0.02  # of the picture's width; narrower bars have no number
+
+
+class _Look(NamedTuple):
+    """How the tasks of a method are drawn: in the terminal, and in the PNG."""
+
+    label: str
+    letter: str
+    style: str
+    colour: str
+
+
+_LOOKS: dict[Method | None, _Look] = {  # None: reading L3 before the restore
+    "recompute": _Look("recompute", "R", "magenta", "#b05fa8"),
+    "hidden": _Look("hidden states", "H", "blue", "#2a7ab9"),
+    "kv": _Look("KV", "K", "yellow", "#e8a33d"),
+    None: _Look("L3", "L", "", "#9aa0a6"),
+}
+_IDLE = _Look("idle", " ", "", "white")
 
 
 def plan(
@@ -46,26 +59,26 @@ def plan(
         typer.Option(
             "--ssds",
             min=0,
-            help="SSDs of L3 (6.9 GB/s each, as in the paper); 0: host memory, the default of a "
-            "preset. A profile has its own L3; 0 leaves it out.",
+            help="SSDs of L3, 6.9 GB/s each as in the paper. 0: pages in host memory (the default "
+            "for presets). A profile has its own L3; 0 ignores it.",
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens of a restore.")] = 1024,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to restore.")] = 1024,
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")] = 1,
     l3: Annotated[
         Literal["overlapped", "first"] | None,
         typer.Option(
             "--l3",
-            help="overlapped: L3 is read while layers are restored (the paper, the default); "
-            "first: before (HiCache's prefetch).",
+            help="overlapped: L3 is read during the restore (the paper; the default); first: "
+            "before it (HiCache's prefetch).",
         ),
     ] = None,
     restore: Annotated[
         RestorePath | None,
         typer.Option(
             "--restore",
-            help="Instead of --l3, as a server with this option restore plans. layerwise: L3 is "
-            "read first; eager: meanwhile.",
+            help="Plan as a server with this option `restore` does, instead of --l3. layerwise: "
+            "L3 is read before the restore; eager: during it.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -73,7 +86,7 @@ def plan(
         Path | None, typer.Option("--plot", help="Write a picture of the pipelines, as PNG.")
     ] = None,
 ) -> None:
-    """Which layers to store as hidden states, as KV, or not at all, and how fast that restores."""
+    """Plan which layers to store as hidden states, as KV, or not at all; predict restore times."""
     try:
         shape = read_model(model)
     except ModelConfigError as error:
@@ -92,7 +105,7 @@ def plan(
     if plot is not None:
         try:
             with explained():
-                plan_picture.draw(result, TITLES, plot)
+                _draw(result, plot)
         except ImportError:
             fail("--plot needs matplotlib: pip install matplotlib")
     if as_json:
@@ -131,11 +144,11 @@ def _check_ranks(shape: ModelShape, tp: int) -> None:
 
 
 def _show(result: Plan, path: Path, extra: list[str]) -> None:
-    model, profile = result.model, result.profile
+    model = result.model
     screen.print(
         f"{path}: {model.family}, {model.layers} layers, hidden size {model.hidden}, "
         f"{model.attention} ({model.heads} heads, {model.kv_heads} of KV)\n"
-        f"{profile.device}{f' x {result.tp}' if result.tp > 1 else ''} ({profile.source}), "
+        f"{_devices(result)} ({result.profile.source}), "
         f"{_l3(result)}, {result.tokens:,} tokens\n",
         highlight=False,
         soft_wrap=True,
@@ -145,13 +158,13 @@ def _show(result: Plan, path: Path, extra: list[str]) -> None:
     if closed:
         screen.print(f"(the paper's closed form: {describe(closed)})", highlight=False)
     screen.print()
-    shown = table("", "", "bytes a token#", "of KV#", "restore, ms#", "slower, x#", "binds")
+    shown = table("", "", "bytes/token#", "of KV#", "restore, ms#", "slower, x#", "binds")
     kv_bytes = model.layers * model.kv_bytes
     best = result.seconds("mix")
     for name, partition in result.choices.items():
         size, seconds = partition.bytes_per_token(model), result.seconds(name)
         shown.add_row(
-            TITLES[name],
+            _TITLES[name],
             f"{size:,}",
             f"{size / kv_bytes:.2f}",
             f"{seconds * 1e3:,.1f}",
@@ -160,10 +173,10 @@ def _show(result: Plan, path: Path, extra: list[str]) -> None:
         )
     screen.print(shown)
     screen.print()
-    for line in picture(result):
+    for line in _pipelines(result):
         screen.print(line, soft_wrap=True)
     screen.print(
-        f"A token and layer takes {model.hidden_bytes:,} bytes as hidden states, "
+        f"Bytes per token and layer: {model.hidden_bytes:,} as hidden states, "
         f"{model.kv_bytes:,} as KV.\n",
         highlight=False,
     )
@@ -182,6 +195,10 @@ def _show(result: Plan, path: Path, extra: list[str]) -> None:
         screen.print(f"- {note}", highlight=False, soft_wrap=True)
 
 
+def _devices(result: Plan) -> str:
+    return result.profile.device + (f" x {result.tp}" if result.tp > 1 else "")
+
+
 def _l3(result: Plan) -> str:
     if result.profile.l3 is None:
         return "pages in host memory"
@@ -189,8 +206,8 @@ def _l3(result: Plan) -> str:
     return f"L3 at {rate:.1f} GB/s, {'read first' if result.l3 == 'first' else 'overlapped'}"
 
 
-def picture(result: Plan) -> list[Text]:
-    """The pipeline of the partition, a line for every stream, a column for a share of the time."""
+def _pipelines(result: Plan) -> list[Text]:
+    """The pipeline of the partition: one line per stream, time from left to right."""
     tasks = result.timeline("mix")
     total = max(task.end for task in tasks)
     lines = []
@@ -202,10 +219,55 @@ def picture(result: Plan) -> list[Text]:
         for column in range(_WIDTH):
             moment = (column + 0.5) / _WIDTH * total
             task = next((task for task in mine if task.start <= moment < task.end), None)
-            letter, style = _LETTERS[task.method] if task else (" ", "")
-            line.append(letter, style)
+            look = _LOOKS[task.method] if task else _IDLE
+            line.append(look.letter, look.style)
         line.append("|")
         lines.append(line)
     legend = "R recompute, H hidden states, K KV" + (", L reading L3" if len(lines) > 2 else "")
     lines.append(Text(f"{'':>9} {legend}; {total * 1e3:,.1f} ms in all\n", style="dim"))
     return lines
+
+
+def _draw(plan: Plan, path: Path) -> None:
+    """Write the pipelines of the partition and of every pure method as a PNG.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        OSError: The file cannot be written.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    streams = ["compute", "transfer"] + ["l3"] * (plan.l3 == "first")
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    panels = figure.subplots(len(plan.choices), 1, height_ratios=(3, 2, 2, 2))
+    longest = max(plan.seconds(name) for name in plan.choices)
+    for axes, name in zip(panels, plan.choices, strict=True):
+        # The partition alone fills its panel; the pure methods share one axis.
+        end = 1e3 * (plan.seconds(name) if name == "mix" else longest)
+        for task in plan.timeline(name):
+            start, width = task.start * 1e3, (task.end - task.start) * 1e3
+            row, colour = streams.index(task.stream), _LOOKS[task.method].colour
+            axes.barh(row, width, 0.8, start, color=colour, edgecolor="white", linewidth=0.4)
+            label = "all" if task.layer is None else str(task.layer)
+            if width > _MIN_LABEL * end:
+                axes.text(start + width / 2, row, label, ha="center", va="center", fontsize=6)
+        axes.set_yticks(range(len(streams)), streams)
+        axes.set_xlim(0, end)
+        axes.set_ylim(-0.5, len(streams) - 0.5)
+        heading = f"{_TITLES[name]}: {plan.seconds(name) * 1e3:,.1f} ms"
+        axes.set_title(heading, loc="left", fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xlabel("ms")
+    handles = [
+        Patch(color=look.colour, label=look.label)
+        for method, look in _LOOKS.items()
+        if method is not None or plan.l3 == "first"
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
+    figure.suptitle(
+        f"{plan.model.family}, {plan.model.layers} layers, hidden size {plan.model.hidden}: "
+        f"{plan.tokens:,} tokens on {_devices(plan)}",
+        fontsize=10,
+    )
+    figure.savefig(path, dpi=130, format="png")

@@ -1,4 +1,4 @@
-"""``hcache profile``: what this machine does in a second, for ``hcache plan``."""
+"""``hcache profile``: measure this machine's rates for ``hcache plan``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def profile(
     ] = None,
     dirs: Dirs = None,
     seconds: Annotated[
-        float, typer.Option("--seconds", min=0.01, max=600, help="About so long for each part.")
+        float, typer.Option("--seconds", min=0.01, max=600, help="Approximate time for each part.")
     ] = 2.0,
     as_json: AsJson = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""``hcache top``: what servers do with hidden states and L3, live."""
+"""``hcache top``: a live view of what servers do with hidden states and L3."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEFAULT_URL = "http://127.0.0.1:30000"
 
 
 class Line(NamedTuple):
-    """One line of a server's table: counters of one kind, added up; left out while it is 0."""
+    """One line of a server's table: the sum of some counters; not shown while it is 0."""
 
     name: str
     counter: str
@@ -59,7 +59,7 @@ LINES = (
 
 @dataclass
 class Watched:
-    """A server, with what it last said."""
+    """A server and its last two metrics pages."""
 
     url: str
     page: MetricsPage | None = None
@@ -67,7 +67,7 @@ class Watched:
     problem: str | None = None
 
     def look(self) -> None:
-        """Ask it again."""
+        """Fetch the server's page."""
         try:
             page = fetch(self.url)
         except NoMetrics as error:
@@ -85,17 +85,15 @@ class Watched:
 def top(
     urls: Annotated[
         list[str] | None,
-        typer.Argument(help=f"Servers, as http://HOST:PORT. Default: {DEFAULT_URL}."),
+        typer.Argument(help=f"Servers, as http://HOST:PORT; default {DEFAULT_URL}."),
     ] = None,
     interval: Annotated[
-        float, typer.Option("--interval", "-i", min=0.2, help="Seconds between two looks.")
+        float, typer.Option("--interval", "-i", min=0.2, help="Seconds between two fetches.")
     ] = 2.0,
-    once: Annotated[
-        bool, typer.Option("--once", help="One picture, of one interval, then end.")
-    ] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one interval, then end.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """What servers do with hidden states and L3, live; they need --enable-metrics."""
+    """Watch what servers do with hidden states and L3. The servers need --enable-metrics."""
     watched = [Watched(url) for url in urls or [DEFAULT_URL]]
     with ThreadPoolExecutor(len(watched)) as pool:
         _look(pool, watched)
@@ -118,7 +116,7 @@ def _look(pool: ThreadPoolExecutor, watched: Sequence[Watched]) -> None:
 
 
 def _watch(pool: ThreadPoolExecutor, watched: Sequence[Watched], interval: float) -> None:
-    """Until the user interrupts it."""
+    """Show the servers until the user interrupts."""
     with Live(picture(watched), console=screen, auto_refresh=False) as live:
         try:
             while True:
@@ -130,7 +128,7 @@ def _watch(pool: ThreadPoolExecutor, watched: Sequence[Watched], interval: float
 
 
 def picture(watched: Sequence[Watched]) -> Columns:
-    """One panel for each server, side by side where there is room."""
+    """One panel per server, side by side if they fit."""
     return Columns([_panel(server) for server in watched])
 
 
@@ -156,7 +154,7 @@ def _state(seen: dict[str, Any]) -> str:
 
 
 def _counts(seen: dict[str, Any]) -> Table:
-    shown = table("", "", "a second#", "in all#")
+    shown = table("", "", "per second#", "total#")
     for line in LINES:
         totals, rates = seen["totals"][line.counter], (seen["per_second"] or {}).get(line.counter)
         total = sum(totals.get(label, 0.0) for label in line.labels)
@@ -168,7 +166,7 @@ def _counts(seen: dict[str, Any]) -> Table:
 
 
 def _stages(seen: dict[str, Any]) -> Table:
-    shown = table("", "stage", "a second#", "mean ms#", "p50 ms#", "p99 ms#", "in all#")
+    shown = table("", "stage", "per second#", "mean ms#", "p50 ms#", "p99 ms#", "total#")
     for name, stage in seen["stages"].items():
         times = (stage[key] for key in ("per_second", "mean_ms", "p50_ms", "p99_ms"))
         shown.add_row(name, *map(_decimal, times), f"{stage['count']:,.0f}")

@@ -132,7 +132,7 @@ class Plan:
         found = []
         if not partition.hidden:
             reason = (
-                f"they take {model.hidden_bytes:,} bytes a token and layer, KV takes "
+                f"they take {model.hidden_bytes:,} bytes per token and layer, KV takes "
                 f"{model.kv_bytes:,} ({model.attention})"
                 if model.hidden_bytes >= model.kv_bytes
                 else "other methods are faster on this machine"

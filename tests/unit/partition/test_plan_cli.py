@@ -102,7 +102,7 @@ def test_gqa_says_that_hidden_states_do_not_pay(name: str) -> None:
     assert found["layers"]["kv"] > 0
     assert found["layers"]["recompute"] > 0
     (note,) = (note for note in found["notes"] if "do not pay" in note)
-    assert "8,192 bytes a token and layer, KV takes 4,096 (GQA)" in note
+    assert "8,192 bytes per token and layer, KV takes 4,096 (GQA)" in note
     assert f"{found['layers']['kv']} layers loaded as KV" in note
     text = hcache("plan", "-m", CONFIGS / f"{name}.json", "-w", "h200").stdout
     assert note in text.replace("\n", " ")
@@ -110,7 +110,7 @@ def test_gqa_says_that_hidden_states_do_not_pay(name: str) -> None:
 
 def test_mla_says_what_the_server_does_instead() -> None:
     notes = " ".join(plan("deepseek-v3", "h200", "--tp", 8)["notes"])
-    assert "14,336 bytes a token and layer, KV takes 1,152 (MLA)" in notes
+    assert "14,336 bytes per token and layer, KV takes 1,152 (MLA)" in notes
     assert "served in KV mode" in notes
 
 

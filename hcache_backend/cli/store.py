@@ -1,0 +1,304 @@
+"""``hcache stats``, ``ls``, ``verify``, ``gc`` and ``clear``: all may run beside a live server."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hcache_backend.cli.common import (
+    AsJson,
+    Dirs,
+    NamespaceDigits,
+    existing_store,
+    explained,
+    fail,
+    human_bytes,
+    print_json,
+    progress_bar,
+    screen,
+    settings,
+    table,
+)
+from hcache_backend.config import HCacheConfig
+from hcache_backend.store.file_ops import FileOps
+from hcache_backend.store.folder import Folder, open_folder
+from hcache_backend.store.index import Entry
+from hcache_backend.store.page_io import PageIO
+from hcache_backend.store.rebuild import adopt_unknown_files
+from hcache_backend.store.server_report import ServerReport, read_report
+from hcache_backend.store.striped import StripedPageStore
+from hcache_backend.store.verify import verify_folder
+
+_WRITER = b"hcachcli"  # a store has a writer; these commands write no pages
+_SHOWN_AT_MOST = 20
+
+
+def stats(dirs: Dirs = None, as_json: AsJson = False) -> None:
+    """Show how much each folder and each namespace holds, and which server was the last."""
+    config = existing_store(settings(dirs))
+    with explained():
+        found = [_folder_stats(path) for path in config.dirs]
+    if as_json:
+        print_json({"folders": found})
+        return
+    folders = table("Folders", "pages#", "bytes#", "free#", "direct I/O", "index", "folder")
+    spaces = table("Namespaces", "namespace", "pages#", "bytes#", "last used", "folder")
+    for folder in found:
+        folders.add_row(
+            f"{folder['pages']:,}",
+            human_bytes(folder["bytes"]),
+            human_bytes(folder["free_bytes"]),
+            "yes" if folder["direct_io"] else "no",
+            "complete" if folder["index_complete"] else "being completed",
+            folder["folder"],
+        )
+        for name, space in folder["namespaces"].items():
+            spaces.add_row(
+                name[:8],
+                f"{space['pages']:,}",
+                human_bytes(space["bytes"]),
+                _when(space["last_used"]),
+                folder["folder"],
+            )
+    screen.print(folders)
+    if spaces.row_count:
+        screen.print()
+        screen.print(spaces)
+    for path in config.dirs:
+        report = read_report(path)
+        if report is not None:
+            screen.print()
+            screen.print(_last_server(path, report), highlight=False, soft_wrap=True)
+
+
+def list_pages(
+    dirs: Dirs = None,
+    namespace: NamespaceDigits = None,
+    limit: Annotated[int, typer.Option(min=1, help="Largest number of page files shown.")] = 50,
+    as_json: AsJson = False,
+) -> None:
+    """List the page files by namespace and key."""
+    config = existing_store(settings(dirs))
+    rows: list[dict[str, Any]] = []
+    with explained():
+        for path in config.dirs:
+            with _opened(path) as folder:
+                found = islice(_entries(folder, namespace), limit - len(rows))
+                rows += [_row(path, entry) for entry in found]
+    if as_json:
+        print_json({"pages": rows})
+        return
+    shown = table("", "namespace", "key", "share", "bytes#", "writer", "last used", "folder")
+    for row in rows:
+        shown.add_row(
+            row["namespace"][:8],
+            row["key"][:12],
+            row["share"],
+            human_bytes(row["bytes"]),
+            row["writer"][:8],
+            _when(row["last_used"]),
+            row["folder"],
+        )
+    screen.print(shown)
+    if len(rows) == limit:
+        screen.print(f"(the first {limit}; more with --limit)")
+
+
+def verify(
+    dirs: Dirs = None,
+    rebuild: Annotated[
+        bool, typer.Option("--rebuild", help="First rebuild the index from the page files.")
+    ] = False,
+    repair: Annotated[
+        bool,
+        typer.Option("--repair", help="Delete damaged pages and index entries without a file."),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Read and verify every page. Exit status 1: problems were found and not repaired."""
+    config = existing_store(settings(dirs))
+    results: dict[str, dict[str, Any]] = {}
+    with explained(), progress_bar(hidden=as_json) as progress:
+        for path in config.dirs:
+            task = progress.add_task(str(path), total=None)
+
+            def report(done: int, total: int, task: Any = task) -> None:
+                progress.update(task, completed=done, total=total)
+
+            adopted = 0
+            if rebuild:
+                with _opened(path) as folder:
+                    folder.set_index_aside()
+            with _opened(path) as folder:
+                io = PageIO(folder.ops, config.buffer_bytes)
+                if rebuild or (repair and folder.index_is_partial):
+                    adopted = adopt_unknown_files(folder, io, progress=report).pages
+                    folder.mark_index_complete()
+                found = verify_folder(folder, io, repair=repair, progress=report)
+            results[str(path)] = {
+                **asdict(found),
+                "adopted": adopted,
+                "problems": found.problems,
+            }
+    if as_json:
+        print_json({"folders": results})
+    else:
+        _show_findings(results)
+    if any(result["problems"] > result["repaired"] for result in results.values()):
+        raise typer.Exit(1)
+
+
+def collect(
+    dirs: Dirs = None,
+    quota_bytes: Annotated[
+        int | None, typer.Option(min=1, help="Bytes of page files that each folder may hold.")
+    ] = None,
+    min_free_bytes: Annotated[
+        int | None, typer.Option(min=0, help="Bytes that must stay free on each file system.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Evict least recently used pages until every folder is within its bounds.
+
+    Bounds that are not given here are those of HCACHE_CONFIG. Temporary files of killed servers
+    are deleted too.
+    """
+    config = existing_store(settings(dirs, quota_bytes=quota_bytes, min_free_bytes=min_free_bytes))
+    with explained(), closing(_store(config)) as store:
+        for volume in store.volumes:
+            volume.make_room(0, seconds=60.0)
+        result = {
+            "pages": store.stats.pages_evicted,
+            "bytes": store.stats.bytes_evicted,
+            "not_removable": store.stats.evict_errors,
+        }
+    if as_json:
+        print_json(result)
+    else:
+        screen.print(f"{result['pages']:,} pages evicted, {human_bytes(result['bytes'])}")
+
+
+def clear(
+    dirs: Dirs = None,
+    namespace: NamespaceDigits = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete all pages, or those of one namespace."""
+    config = existing_store(settings(dirs))
+    with explained():
+        doomed: Counter[bytes] = Counter()
+        for path in config.dirs:
+            with _opened(path) as folder:
+                doomed.update(entry.namespace for entry in _entries(folder, namespace))
+    if namespace is not None and len(doomed) > 1:
+        fail(f"namespace {namespace!r} could be {len(doomed)} of them; give more digits")
+    count = doomed.total()
+    if count and not yes:
+        where = ", ".join(map(str, config.dirs))
+        typer.confirm(f"Delete {count:,} pages in {where}?", abort=True, err=True)
+    dropped = 0
+    with explained(), closing(_store(config)) as store, progress_bar(hidden=as_json) as progress:
+        for name in progress.track(sorted(doomed), description="deleting"):
+            dropped += sum(volume.drop(name) for volume in store.volumes)
+    if as_json:
+        print_json({"pages": dropped})
+    else:
+        screen.print(f"{dropped:,} pages deleted")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Folder]:
+    """A store folder, opened beside the servers that use it."""
+    with closing(open_folder(path, FileOps(), create=False)) as folder:
+        yield folder
+
+
+def _entries(folder: Folder, namespace: str | None) -> Iterator[Entry]:
+    """The entries of ``folder`` whose namespace begins with these hexadecimal digits."""
+    digits = (namespace or "").lower()
+    return (entry for entry in folder.index.entries() if entry.namespace.hex().startswith(digits))
+
+
+def _folder_stats(path: Path) -> dict[str, Any]:
+    with _opened(path) as folder:
+        totals = folder.index.totals()
+        spaces: dict[str, dict[str, Any]] = {}
+        for entry in folder.index.entries():
+            space = spaces.setdefault(
+                entry.namespace.hex(), {"pages": 0, "bytes": 0, "last_used": 0.0}
+            )
+            space["pages"] += 1
+            space["bytes"] += entry.record.file_bytes
+            space["last_used"] = max(space["last_used"], entry.record.stamp / 1e9)
+        report = read_report(path)
+        return {
+            "folder": str(path),
+            "last_server": report.model_dump(mode="json") if report else None,
+            "pages": totals.pages,
+            "bytes": totals.bytes,
+            "free_bytes": folder.ops.free_bytes(folder.root_fd),
+            "direct_io": bool(folder.alignment.flags),
+            "index_complete": not folder.index_is_partial,
+            "namespaces": spaces,
+        }
+
+
+def _last_server(path: Path, report: ServerReport) -> str:
+    """Mode of the server that opened the folder last, and why it is not hidden mode."""
+    why = f" ({report.reason})" if report.reason is not None else ""
+    codec = f", codec {report.codec}" if report.codec is not None else ""
+    opened = _when(report.time)
+    return f"Last server of {path}: {report.mode} mode{why}{codec}; {report.model}, {opened}"
+
+
+def _row(path: Path, entry: Entry) -> dict[str, Any]:
+    record = entry.record
+    return {
+        "folder": str(path),
+        "namespace": entry.namespace.hex(),
+        "key": entry.key.hex(),
+        "share": f"{record.share.number} of {record.share.of}",
+        "bytes": record.file_bytes,
+        "writer": record.writer.hex(),
+        "last_used": record.stamp / 1e9,
+    }
+
+
+def _when(stamp: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stamp))
+
+
+def _store(config: HCacheConfig) -> StripedPageStore:
+    return StripedPageStore(config, _WRITER, background=False)
+
+
+def _show_findings(results: dict[str, dict[str, Any]]) -> None:
+    shown = table(
+        "", "right#", "bytes#", "damaged#", "missing#", "unknown#", "index#", "repaired#", "folder"
+    )
+    for path, found in results.items():
+        counts = [len(found[kind]) for kind in ("damaged", "missing", "unknown", "index")]
+        shown.add_row(
+            f"{found['pages']:,}",
+            human_bytes(found["bytes"]),
+            *(f"[red]{count:,}[/red]" if count else "0" for count in counts),
+            f"{found['repaired']:,}",
+            path,
+        )
+    screen.print(shown)
+    for path, found in results.items():
+        lines = [f"{name}: {reason}" for name, reason in found["damaged"] + found["unknown"]]
+        lines += [f"{name}: no such file" for name in found["missing"]] + found["index"]
+        for line in lines[:_SHOWN_AT_MOST]:
+            screen.print(f"{path}: {line}", highlight=False, soft_wrap=True)
+        if len(lines) > _SHOWN_AT_MOST:
+            screen.print(f"{path}: and {len(lines) - _SHOWN_AT_MOST} more (see --json)")
