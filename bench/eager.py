@@ -35,11 +35,11 @@ import requests
 
 from bench.partition import Line, draw_by_rate, running
 from hcache_backend.cli.common import progress_bar, screen, table
-from hcache_backend.cli.demo_report import Restore, read_trace, restored_from_l3
 from hcache_backend.cli.demo_run import launch
 from hcache_backend.cli.machine import Machine, find_machine
 from hcache_backend.cli.serving import ServerProcess
 from hcache_backend.cli.tiny_model import TinyLlama, build
+from hcache_backend.trace import Restore, read_trace, restored_from_l3
 
 RESULTS = Path(__file__).parent / "results"
 GAPS = 128

@@ -33,13 +33,13 @@ import torch
 
 from hcache_backend.cli.common import progress_bar, screen, table
 from hcache_backend.cli.compare_plan import with_bus
-from hcache_backend.cli.demo_report import read_trace
 from hcache_backend.cli.demo_run import launch
 from hcache_backend.cli.machine import Machine, find_machine
 from hcache_backend.cli.serving import ServerProcess
 from hcache_backend.cli.tiny_model import TinyLlama, build
 from hcache_backend.partition.measure import Bench, measure
 from hcache_backend.partition.model_config import read_model
+from hcache_backend.trace import read_trace
 
 RESULTS = Path(__file__).parent / "results"
 RATES = (20, 50, 100, 200, 400, 800, 0)

@@ -20,7 +20,6 @@ from pydantic_core import ErrorDetails
 
 ENABLE_VARIABLE = "HCACHE_ENABLE"
 CONFIG_VARIABLE = "HCACHE_CONFIG"
-TRACE_VARIABLE = "HCACHE_RESTORE_TRACE"
 
 
 class ConfigError(ValueError):

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from hcache_backend.cli.common import fail
 from hcache_backend.cli.hicache_options import hicache_options, l3_options
 from hcache_backend.cli.machine import Machine
-from hcache_backend.config import TRACE_VARIABLE
+from hcache_backend.trace import TRACE_VARIABLE
 
 PAGE_SIZE = 64
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")

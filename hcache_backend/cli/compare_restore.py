@@ -24,11 +24,11 @@ from hcache_backend.cli.bench_server import HYBRID, METHODS, Method
 from hcache_backend.cli.compare_goals import goals
 from hcache_backend.cli.compare_plan import Rates
 from hcache_backend.cli.compare_server import Place, Server, l3_bytes, pool_tokens, serving
-from hcache_backend.cli.demo_report import Restore
 from hcache_backend.cli.machine import Machine
 from hcache_backend.partition.model_config import read_model
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile
+from hcache_backend.trace import Restore
 
 SETTINGS = ("disk", "balanced", "slow")
 _WHERE: dict[str, tuple[str, ...]] = {

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hcache_backend.cli.bench_server import PAGE_SIZE, Method, launch
-from hcache_backend.cli.demo_report import Restore, read_trace, recomputed, restored_from_l3
 from hcache_backend.cli.machine import Machine
 from hcache_backend.cli.serving import ServerProcess
+from hcache_backend.trace import Restore, read_trace, recomputed, restored_from_l3
 
 _BUS_VARIABLE, _L3_VARIABLE = "HCACHE_CPU_BUS_FILE", "HCACHE_CPU_L3_FILE"
 """Of the CPU engine: files with the bytes a second that copies to the device and reads of L3 may

@@ -2,44 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich import box
 from rich.table import Table
 
+from hcache_backend.trace import Restore
+
 L3_METHODS = ("kv_offload", "hcache")
 METHODS = ("recompute", *L3_METHODS)
-
-
-class TraceEvent(NamedTuple):
-    """One line of ``HCACHE_RESTORE_TRACE``."""
-
-    stage: str
-    tokens: int
-    start_ms: float
-    ms: float
-
-
-@dataclass(frozen=True)
-class Restore:
-    """How long the history of one turn took to come back.
-
-    Attributes:
-        tokens: Tokens that came back.
-        ms: From the start of the prefetch to the last layer done; for recomputation, the prefill.
-        l3_ms: L3 -> host part; 0 for recomputation.
-        load_ms: Host -> K and V on the device part; 0 for recomputation.
-    """
-
-    tokens: int
-    ms: float
-    l3_ms: float = 0.0
-    load_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -75,42 +49,6 @@ class MethodRun:
     stored_tokens: int = 0
     stored_bytes: int = 0
     note: str = ""
-
-
-def read_trace(path: Path, offset: int = 0) -> tuple[list[TraceEvent], int]:
-    """Events from byte ``offset`` on, and the offset to continue from."""
-    if not path.exists():
-        return [], offset
-    with path.open("rb") as file:
-        file.seek(offset)
-        text = file.read()
-    return [TraceEvent(**json.loads(line)) for line in text.splitlines()], offset + len(text)
-
-
-def restored_from_l3(events: Sequence[TraceEvent]) -> Restore | None:
-    """The restore that one request's ``events`` show; None when nothing was loaded."""
-    reads = [event for event in events if event.stage == "l3"]
-    loads = [event for event in events if event.stage == "load"]
-    if not reads or not loads:
-        return None
-    start = min(event.start_ms for event in reads)
-    end = max(event.start_ms + event.ms for event in loads)
-    return Restore(
-        tokens=sum(event.tokens for event in loads),
-        ms=end - start,
-        l3_ms=sum(event.ms for event in reads),
-        load_ms=sum(event.ms for event in loads),
-    )
-
-
-def recomputed(events: Sequence[TraceEvent]) -> Restore | None:
-    """The prefill that ``events`` show, chunks added up; None when there was none."""
-    prefills = [event for event in events if event.stage == "prefill"]
-    if not prefills:
-        return None
-    return Restore(
-        tokens=sum(event.tokens for event in prefills), ms=sum(event.ms for event in prefills)
-    )
 
 
 def problems(runs: Mapping[str, MethodRun], page_size: int) -> list[str]:

@@ -8,20 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hcache_backend.cli.demo_report import (
-    L3_METHODS,
-    MethodRun,
+from hcache_backend.cli.demo_report import L3_METHODS, MethodRun, Turn
+from hcache_backend.cli.hicache_options import hicache_options, l3_options
+from hcache_backend.cli.machine import Machine
+from hcache_backend.cli.serving import Reply, ServerProcess
+from hcache_backend.trace import (
+    TRACE_VARIABLE,
     Restore,
     TraceEvent,
-    Turn,
     read_trace,
     recomputed,
     restored_from_l3,
 )
-from hcache_backend.cli.hicache_options import hicache_options, l3_options
-from hcache_backend.cli.machine import Machine
-from hcache_backend.cli.serving import Reply, ServerProcess
-from hcache_backend.config import TRACE_VARIABLE
 
 PAGE_SIZE = 64
 POOL_TOKENS = 16384

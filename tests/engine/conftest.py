@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.harness.models import build_model
+from bench.harness.models import build_model
 
 
 @pytest.fixture(scope="session")

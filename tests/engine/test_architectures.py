@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from bench.harness.models import build_model
+from bench.harness.server import Server
 from hcache_backend.cli.main import app
 from tests.engine.harness.conversations import converse, make_conversations
-from tests.engine.harness.models import build_model
 from tests.engine.harness.ours import (
     assert_hidden_mode,
     assert_no_cache_output,
@@ -21,7 +22,6 @@ from tests.engine.harness.ours import (
     projections,
     stored_pages,
 )
-from tests.engine.harness.server import Server
 
 pytestmark = pytest.mark.engine
 

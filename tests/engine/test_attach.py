@@ -10,6 +10,8 @@ import pytest
 import requests
 from typer.testing import CliRunner
 
+from bench.harness.models import build_model
+from bench.harness.server import Server, ServerOptions
 from hcache_backend.cli.main import app
 from tests.engine.harness.conversations import (
     Conversation,
@@ -17,7 +19,6 @@ from tests.engine.harness.conversations import (
     make_conversations,
     random_tokens,
 )
-from tests.engine.harness.models import build_model
 from tests.engine.harness.ours import (
     assert_no_cache_output,
     assert_nothing_went_wrong,
@@ -28,7 +29,6 @@ from tests.engine.harness.ours import (
     our_server,
     stored_pages,
 )
-from tests.engine.harness.server import Server, ServerOptions
 
 pytestmark = pytest.mark.engine
 

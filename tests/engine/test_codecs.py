@@ -10,10 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bench.harness.models import HIDDEN, LAYERS
+from bench.harness.server import Server
 from hcache_backend.store.format import parse_header, parse_name
 from hcache_kernels.codecs import make_codec
 from tests.engine.harness.conversations import Conversation, converse, make_conversations
-from tests.engine.harness.models import HIDDEN, LAYERS
 from tests.engine.harness.ours import (
     assert_hidden_mode,
     assert_no_cache_output,
@@ -25,7 +26,6 @@ from tests.engine.harness.ours import (
     our_server,
     stored_pages,
 )
-from tests.engine.harness.server import Server
 
 pytestmark = pytest.mark.engine
 

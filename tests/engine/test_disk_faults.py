@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.harness.server import Server
 from tests.engine.harness.conversations import (
     Conversation,
     converse,
@@ -30,7 +31,6 @@ from tests.engine.harness.ours import (
     our_server,
     stored_pages,
 )
-from tests.engine.harness.server import Server
 
 pytestmark = pytest.mark.engine
 

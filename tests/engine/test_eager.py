@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.harness.models import build_model
+from bench.harness.server import Reply, Server, ServerOptions
 from hcache_backend.cli.metrics_page import fetch
 from tests.engine.harness.conversations import (
     Conversation,
@@ -22,7 +24,6 @@ from tests.engine.harness.conversations import (
     make_conversations,
     random_tokens,
 )
-from tests.engine.harness.models import build_model
 from tests.engine.harness.ours import (
     assert_hidden_mode,
     assert_no_cache_output,
@@ -33,7 +34,6 @@ from tests.engine.harness.ours import (
     our_server,
     stored_pages,
 )
-from tests.engine.harness.server import Reply, Server, ServerOptions
 
 pytestmark = pytest.mark.engine
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from bench.harness.models import ARCHITECTURES, build_model
+from bench.harness.server import CachedTokens, Server, ServerOptions
 from tests.engine.harness.conversations import converse, make_conversations, random_tokens
 from tests.engine.harness.lora import build_lora
-from tests.engine.harness.models import ARCHITECTURES, build_model
 from tests.engine.harness.ours import TIE_NATS
 from tests.engine.harness.reference import assert_equal_or_tie, assert_equal_tokens, greedy
-from tests.engine.harness.server import CachedTokens, Server, ServerOptions
 
 pytestmark = pytest.mark.engine
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.harness.server import Server
 from tests.engine.harness.conversations import converse, make_conversations
 from tests.engine.harness.ours import (
     assert_hidden_mode,
@@ -17,7 +18,6 @@ from tests.engine.harness.ours import (
     projections,
     stored_pages,
 )
-from tests.engine.harness.server import Server
 
 pytestmark = pytest.mark.engine
 

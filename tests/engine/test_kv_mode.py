@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from bench.harness.models import build_model
+from bench.harness.server import Server, ServerOptions
 from tests.engine.harness.conversations import Conversation, converse, random_tokens
 from tests.engine.harness.lora import build_lora
-from tests.engine.harness.models import build_model
 from tests.engine.harness.ours import (
     assert_no_cache_output,
     assert_nothing_went_wrong,
@@ -17,7 +18,6 @@ from tests.engine.harness.ours import (
     our_server,
     stored_pages,
 )
-from tests.engine.harness.server import Server, ServerOptions
 
 pytestmark = pytest.mark.engine
 

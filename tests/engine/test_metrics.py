@@ -11,6 +11,7 @@ import pytest
 import requests
 from typer.testing import CliRunner
 
+from bench.harness.server import Server
 from hcache_backend.cli.main import app
 from hcache_backend.cli.metrics_page import MetricsPage, fetch
 from tests.engine.harness.conversations import converse, make_conversations
@@ -20,7 +21,6 @@ from tests.engine.harness.ours import (
     our_server,
     stored_pages,
 )
-from tests.engine.harness.server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.versions]
 
@@ -37,8 +37,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         model,
         folder,
         hcache={"quota_bytes": QUOTA_PAGES * FILE_BYTES},
-        extra_args=["--enable-metrics"],
-        fork=False,  # prometheus-client must not be imported before SGLang names its folder
+        metrics=True,
     )
     with Server(options) as server:
         yield server

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.harness.server import Server, ServerOptions
 from tests.engine.harness import mooncake
 from tests.engine.harness.conversations import Conversation, converse, make_conversations
 from tests.engine.harness.ours import (
@@ -14,7 +15,6 @@ from tests.engine.harness.ours import (
     assert_no_cache_output,
     assert_nothing_went_wrong,
 )
-from tests.engine.harness.server import Server, ServerOptions
 
 pytestmark = [
     pytest.mark.engine,

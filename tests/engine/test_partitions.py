@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.harness.models import build_model
+from bench.harness.server import Server
 from hcache_backend.page import PageLayout
 from hcache_backend.partition.layers import Partition
 from hcache_backend.partition.plan import describe
@@ -18,7 +20,6 @@ from tests.engine.harness.conversations import (
     make_conversations,
     random_tokens,
 )
-from tests.engine.harness.models import build_model
 from tests.engine.harness.ours import (
     assert_hidden_mode,
     assert_no_cache_output,
@@ -28,7 +29,6 @@ from tests.engine.harness.ours import (
     our_server,
     stored_pages,
 )
-from tests.engine.harness.server import Server
 
 pytestmark = pytest.mark.engine
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.harness.server import Server
 from tests.engine.harness.conversations import converse, make_conversations
 from tests.engine.harness.ours import (
     assert_hidden_mode,
@@ -16,7 +17,6 @@ from tests.engine.harness.ours import (
     extra_config,
     our_server,
 )
-from tests.engine.harness.server import Server
 
 pytestmark = pytest.mark.engine
 

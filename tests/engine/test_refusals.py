@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from bench.harness.models import build_model
+from bench.harness.server import Server
 from tests.engine.harness.conversations import converse, make_conversations, random_tokens
 from tests.engine.harness.lora import build_lora
-from tests.engine.harness.models import build_model
 from tests.engine.harness.ours import (
     assert_hidden_mode,
     assert_no_cache_output,
@@ -18,7 +19,6 @@ from tests.engine.harness.ours import (
     projections,
 )
 from tests.engine.harness.reference import assert_equal_tokens, greedy
-from tests.engine.harness.server import Server
 
 pytestmark = pytest.mark.engine
 

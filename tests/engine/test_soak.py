@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.harness.server import Server
 from hcache_backend.config import HCacheConfig
 from tests.engine.harness.clients import Clients
 from tests.engine.harness.ours import (
@@ -18,7 +19,6 @@ from tests.engine.harness.ours import (
     holdings,
     our_server,
 )
-from tests.engine.harness.server import Server
 
 pytestmark = pytest.mark.engine
 

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from bench.harness.models import with_changed_layers
+from bench.harness.server import Server, ServerOptions
 from hcache_backend.cli.main import app
 from tests.engine.harness.clients import Clients
 from tests.engine.harness.conversations import (
@@ -21,7 +23,6 @@ from tests.engine.harness.conversations import (
     make_conversations,
     random_tokens,
 )
-from tests.engine.harness.models import with_changed_layers
 from tests.engine.harness.ours import (
     assert_hidden_mode,
     assert_no_cache_output,
@@ -32,7 +33,6 @@ from tests.engine.harness.ours import (
     our_server,
     stored_pages,
 )
-from tests.engine.harness.server import Server, ServerOptions
 
 pytestmark = pytest.mark.engine
 

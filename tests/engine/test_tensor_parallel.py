@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.harness.models import build_model
+from bench.harness.server import Server
 from tests.engine.harness.conversations import Conversation, converse, make_conversations
-from tests.engine.harness.models import build_model
 from tests.engine.harness.ours import (
     assert_hidden_mode,
     assert_no_cache_output,
@@ -21,7 +22,6 @@ from tests.engine.harness.ours import (
     our_server,
     stored_pages,
 )
-from tests.engine.harness.server import Server
 
 pytestmark = pytest.mark.engine
 

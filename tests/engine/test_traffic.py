@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.harness.server import Server
 from tests.engine.harness.conversations import (
     Conversation,
     converse,
@@ -20,7 +21,6 @@ from tests.engine.harness.ours import (
     assert_restored_from_l3,
     our_server,
 )
-from tests.engine.harness.server import Server
 
 pytestmark = pytest.mark.engine
 

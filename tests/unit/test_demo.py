@@ -18,20 +18,16 @@ from hcache_backend.cli.demo_picture import draw
 from hcache_backend.cli.demo_report import (
     METHODS,
     MethodRun,
-    Restore,
-    TraceEvent,
     Turn,
     build_report,
     problems,
-    read_trace,
-    recomputed,
-    restored_from_l3,
     table,
 )
 from hcache_backend.cli.demo_run import POOL_TOKENS, Script, launch, steps, stored
 from hcache_backend.cli.machine import Machine
 from hcache_backend.cli.main import app
 from hcache_backend.cli.tiny_model import TinyLlama
+from hcache_backend.trace import Restore
 
 PAGE = 64
 ABOUT: dict[str, object] = {
@@ -70,39 +66,6 @@ def with_turn(run: MethodRun, index: int, **changes: Any) -> MethodRun:
     turns = list(run.turns)
     turns[index] = replace(turns[index], **changes)
     return replace(run, turns=turns)
-
-
-def test_restore_lasts_from_the_start_of_the_prefetch_to_the_last_layer() -> None:
-    events = [
-        TraceEvent("l3", 1984, 100.0, 13.0),
-        TraceEvent("load", 1984, 120.0, 70.0),
-        TraceEvent("prefill", 16, 191.0, 150.0),
-    ]
-    assert restored_from_l3(events) == Restore(tokens=1984, ms=90.0, l3_ms=13.0, load_ms=70.0)
-
-
-def test_a_request_without_load_restored_nothing() -> None:
-    assert restored_from_l3([TraceEvent("prefill", 16, 0.0, 1.0)]) is None
-    assert restored_from_l3([TraceEvent("l3", 64, 0.0, 1.0)]) is None
-
-
-def test_chunks_of_a_recomputation_add_up() -> None:
-    events = [TraceEvent("prefill", 2048, 0.0, 300.0), TraceEvent("prefill", 952, 310.0, 200.0)]
-    assert recomputed(events) == Restore(tokens=3000, ms=500.0)
-    assert recomputed([]) is None
-
-
-def test_the_trace_is_read_on_from_where_it_was_left(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    assert read_trace(path) == ([], 0)
-    line = '{"stage": "l3", "tokens": 64, "start_ms": 1.5, "ms": 2.5}\n'
-    path.write_text(line)
-    events, offset = read_trace(path)
-    assert events == [TraceEvent("l3", 64, 1.5, 2.5)]
-    assert read_trace(path, offset) == ([], offset)
-    with path.open("a") as file:
-        file.write(line.replace("l3", "load"))
-    assert [event.stage for event in read_trace(path, offset)[0]] == ["load"]
 
 
 def test_report_has_every_turn_and_the_medians_of_every_method() -> None:

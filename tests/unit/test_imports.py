@@ -18,6 +18,7 @@ KERNELS = ROOT / "kernels"
 RANKS = {
     "config": 0,
     "page": 0,
+    "trace": 0,
     "fingerprint": 1,
     "streams": 1,
     "workload": 1,

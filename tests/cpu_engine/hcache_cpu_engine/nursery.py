@@ -1,7 +1,7 @@
 """A process that has SGLang imported and forks a server off itself for every order it gets.
 
 Nearly all of a CPU server's start-up is imports. `python -m hcache_cpu_engine.nursery FD` does
-them once, then reads orders from the Unix socket FD (`tests/engine/harness/processes.py` is its
+them once, then reads orders from the Unix socket FD (`bench/harness/processes.py` is its
 other end). What makes a forked server the same as a fresh one:
 
 - The nursery has one thread and no ports, and has neither loaded SGLang's plugins nor read server

@@ -13,8 +13,9 @@ from typing import Any
 
 import requests
 
+from bench.harness.server import Reply, Server, ServerError
+
 from .conversations import Turn, random_tokens
-from .server import Reply, Server, ServerError
 
 PREFIXES = [random_tokens(160, 900 + number) for number in range(4)]
 LONGEST_PROMPT = 700

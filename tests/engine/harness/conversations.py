@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .models import VOCAB
-from .server import CachedTokens, Reply, Server
+from bench.harness.models import VOCAB
+from bench.harness.server import CachedTokens, Reply, Server
 
 
 @dataclass

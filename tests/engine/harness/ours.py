@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.harness.options import hcache_config
+from bench.harness.server import Server, ServerOptions
 from tests.cpu_engine.hcache_cpu_engine import cpu_engine_env
 
 from .conversations import Conversation, Turn
 from .reference import assert_equal_or_tie, assert_equal_tokens, load_reference
-from .server import Server, ServerOptions
 
 TIE_NATS = 0.126
 """In bfloat16 a token may differ where the two best of the no-cache run are closer than this: their
@@ -26,15 +27,8 @@ random model some are closer to the best one than this, and either may win."""
 
 def extra_config(folder: Path, **options: Any) -> dict[str, Any]:
     """Extra config that loads our backend with the options `hcache`; every page is checked."""
-    return {
-        "backend_name": "hcache",
-        "module_path": "hcache_backend",
-        "class_name": "HCacheStorage",
-        "interface_v1": 1,
-        "prefetch_threshold": 16,
-        "hcache": {"dirs": [str(folder / "l3")], "mode": "hidden", "check_every_pages": 1}
-        | options,
-    }
+    checked = {"mode": "hidden", "check_every_pages": 1}
+    return hcache_config(folder / "l3", **(checked | options))
 
 
 def our_server(

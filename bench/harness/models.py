@@ -209,6 +209,44 @@ def build_model(name: str, cache_dir: Path, *, seed: int = 0, **overrides: Any) 
     return folder
 
 
+@dataclass(frozen=True)
+class TinyLlama:
+    """Shape of a Llama with random float32 weights.
+
+    As many KV heads as heads means multi-head attention (MHA), where hidden states are half the
+    size of KV.
+    """
+
+    layers: int = LAYERS
+    hidden: int = HIDDEN
+    heads: int = HEADS
+    kv_heads: int = HEADS
+    intermediate: int = 512
+    vocabulary: int = VOCAB
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V of one token over all layers, in float32."""
+        return 2 * 4 * self.layers * self.kv_heads * (self.hidden // self.heads)
+
+    def describe(self) -> dict[str, object]:
+        """What a report says about the model."""
+        return {"architecture": "llama", "dtype": "float32", "weights": "random", **asdict(self)}
+
+    def build(self, folder: Path) -> Path:
+        """Folder of the model below ``folder``, built unless it is there already."""
+        return build_model(
+            "llama",
+            folder,
+            num_hidden_layers=self.layers,
+            hidden_size=self.hidden,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            intermediate_size=self.intermediate,
+            vocab_size=self.vocabulary,
+        )
+
+
 def replace_weights(model: Path, other: Path) -> None:
     """Give the folder `model` the weights of `other` (same architecture, another seed)."""
     for weights in other.glob("*.safetensors"):

@@ -1,10 +1,16 @@
-"""A real SGLang server in a process of its own, with the options that our tests vary."""
+"""SGLang servers: the one way in which tests and programs that measure start one.
+
+A server is ordered from the nursery (see :mod:`.processes`), on the CPU engine and on a GPU alike,
+so none outlives the program that started it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import re
+import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,14 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import requests
 
+from bench.harness.options import ADMIN_KEY, MODULE, ServerOptions, as_text, base_environment
+from bench.harness.processes import ServerProcess, nursery
 from tests.cpu_engine.hcache_cpu_engine import warm_extensions
-
-from .options import ADMIN_KEY, MODULE, ServerOptions, as_text, base_environment
-from .processes import ServerProcess, nursery
 
 POLL_S = 0.05
 PORTS = (12000, 32000)
@@ -70,7 +75,6 @@ class Server:
         self.options = options
         self.port = 0
         self.process: ServerProcess | None = None
-        self.startup_s = 0.0
 
     def __enter__(self) -> Server:
         self.start()
@@ -88,26 +92,25 @@ class Server:
 
     def start(self) -> None:
         """Start and wait until requests are answered; raises ServerError with the log's end."""
-        warm_extensions()
-        begin = time.monotonic()
+        if self.options.device == "cpu":
+            warm_extensions()
         self.launch()
         try:
-            self._wait_ready(begin + self.options.ready_timeout_s)
+            self._wait_ready(time.monotonic() + self.options.ready_timeout_s)
         except BaseException:
             self.kill()
             raise
-        self.startup_s = time.monotonic() - begin
 
     def launch(self) -> None:
         """Start the process without waiting for it (a server that is expected to refuse)."""
         self.port = _free_port()
         self.options.log.parent.mkdir(parents=True, exist_ok=True)
-        self.process = nursery(base_environment()).launch(
+        self.process = nursery(base_environment("cpu")).launch(
             MODULE,
             self.options.arguments(self.port),
             self.options.environment(),
             self.options.log,
-            fresh=not self.options.fork,
+            fresh=not self.options.forks,
         )
 
     def wait_exit(self, timeout: float) -> int:
@@ -116,7 +119,7 @@ class Server:
         try:
             return self.process.wait(timeout)
         except TimeoutError:
-            raise self._error(f"still running after {timeout:.0f} s") from None
+            raise self.error(f"still running after {timeout:.0f} s") from None
         finally:
             self.kill()
 
@@ -125,6 +128,11 @@ class Server:
         if self.process is not None:
             self.process.kill_group()
             self.process = None
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to all processes of the server."""
+        assert self.process is not None
+        os.killpg(self.process.pid, number)
 
     def stop(self, timeout: float = 10.0) -> None:
         """SIGTERM, as an operator stops a server; what is left after `timeout` is killed."""
@@ -138,12 +146,12 @@ class Server:
         assert self.process is not None
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                raise self._error(f"exited with {self.process.returncode} while starting")
+                raise self.error(f"exited with {self.process.returncode} while starting")
             with contextlib.suppress(requests.RequestException):
                 if requests.get(f"{self.url}/health", timeout=5).status_code == 200:
                     return
             time.sleep(POLL_S)
-        raise self._error(f"not ready after {self.options.ready_timeout_s:.0f} s")
+        raise self.error(f"not ready after {self.options.ready_timeout_s:.0f} s")
 
     # -- requests
 
@@ -160,7 +168,7 @@ class Server:
         lora: str | None = None,
         cache_salt: str | None = None,
         replica: int | None = None,
-        timeout: float = 300.0,
+        timeout: float = 600.0,
         **sampling: Any,
     ) -> Reply:
         """One request, greedy unless `sampling` says otherwise; never stops at a token.
@@ -186,7 +194,7 @@ class Server:
             body["routed_dp_rank"] = replica
         answer = self._request("POST", "/generate", json=body, timeout=timeout)
         if answer.status_code != 200:
-            raise self._error(f"/generate answered {answer.status_code}: {answer.text}")
+            raise self.error(f"/generate answered {answer.status_code}: {answer.text}")
         reply = answer.json()
         return Reply(reply["output_ids"], reply["meta_info"])
 
@@ -203,17 +211,19 @@ class Server:
         """POST /abort_request; SGLang does not say whether there was such a request."""
         answer = self._admin("POST", "/abort_request", json={"rid": rid})
         if answer.status_code != 200:
-            raise self._error(f"/abort_request answered {answer.status_code}: {answer.text}")
+            raise self.error(f"/abort_request answered {answer.status_code}: {answer.text}")
 
-    def flush_cache(self, timeout: float = 30.0) -> None:
+    def flush_cache(self, timeout: float = 60.0) -> None:
         """Empty device and host caches once the server is idle; L3 is not touched.
 
         SGLang counts write-through and L3 backups in flight as work, so everything that was to be
         backed up is in L3 when this returns.
         """
-        answer = self._admin("POST", "/flush_cache", params={"timeout": timeout})
+        answer = self._admin(
+            "POST", "/flush_cache", params={"timeout": timeout}, timeout=timeout + 60
+        )
         if answer.status_code != 200:
-            raise self._error(f"/flush_cache answered {answer.status_code}: {answer.text}")
+            raise self.error(f"/flush_cache answered {answer.status_code}: {answer.text}")
 
     def wait_backed_up(self, timeout: float = 30.0) -> None:
         """Wait until the write-through to host and L3 is finished, without flushing anything.
@@ -231,7 +241,7 @@ class Server:
                 }
             )
             if "idle-probe" not in answer.text and "not idle" not in answer.text:
-                raise self._error(f"idle probe answered {answer.status_code}: {answer.text}")
+                raise self.error(f"idle probe answered {answer.status_code}: {answer.text}")
             return "not idle" not in answer.text
 
         self._until(idle, timeout, "backups to finish")
@@ -240,13 +250,13 @@ class Server:
         body = {"model_path": str(model), "flush_cache": flush}
         answer = self._admin("POST", "/update_weights_from_disk", json=body)
         if answer.status_code != 200 or not answer.json()["success"]:
-            raise self._error(f"update_weights_from_disk: {answer.status_code} {answer.text}")
+            raise self.error(f"update_weights_from_disk: {answer.status_code} {answer.text}")
 
     def _request(self, method: str, path: str, **options: Any) -> requests.Response:
         try:
             return requests.request(method, self.url + path, **options)
         except requests.RequestException as error:
-            raise self._error(f"{method} {path}: {error}") from error
+            raise self.error(f"{method} {path}: {error}") from error
 
     # -- storage administration (answers are returned: tests look at refusals too)
 
@@ -280,9 +290,11 @@ class Server:
     def clear_storage(self) -> requests.Response:
         return self._admin("POST", "/hicache/storage-backend/clear")
 
-    def _admin(self, method: str, path: str, **options: Any) -> requests.Response:
+    def _admin(
+        self, method: str, path: str, timeout: float = 120.0, **options: Any
+    ) -> requests.Response:
         headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
-        return self._request(method, path, headers=headers, timeout=120, **options)
+        return self._request(method, path, headers=headers, timeout=timeout, **options)
 
     # -- waiting
 
@@ -305,14 +317,24 @@ class Server:
         deadline = time.monotonic() + timeout
         while not done():
             if self.process is None or self.process.poll() is not None:
-                raise self._error(f"died while waiting for {what}")
+                raise self.error(f"died while waiting for {what}")
             if time.monotonic() > deadline:
-                raise self._error(f"waited {timeout:.0f} s for {what}")
+                raise self.error(f"waited {timeout:.0f} s for {what}")
             time.sleep(POLL_S)
 
-    def _error(self, message: str) -> ServerError:
+    def error(self, message: str) -> ServerError:
+        """A ServerError with the end of the log."""
         tail = "\n".join(self.log_text().splitlines()[-60:])
         return ServerError(f"SGLang server: {message}\n--- end of {self.options.log}\n{tail}")
+
+
+def unwind_when_terminated() -> None:
+    """On SIGTERM leave blocks as on an error, so that temporary folders are removed too."""
+
+    def unwind(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, unwind)
 
 
 def _free_port() -> int:

@@ -1,4 +1,4 @@
-"""Server processes, started by the session's nursery and ended no later than this interpreter.
+"""Server processes, started by this interpreter's nursery and ended no later than it.
 
 The nursery (see `hcache_cpu_engine/nursery.py`) is started with the first server and lives as long
 as this process: nothing imported by it outlives a test run.
@@ -105,12 +105,16 @@ class NurseryClient:
     def launch(
         self, module: str, args: Sequence[str], env: Mapping[str, str], log: Path, *, fresh: bool
     ) -> ServerProcess:
-        """Start `python -m module args`, forked off the nursery or `fresh`, writing to `log`."""
+        """Start `python -m module args`, forked off the nursery or `fresh`, writing to `log`.
+
+        It runs in the log's folder: a working directory is a place to import from, and the
+        repository's has a folder `kernels`, which is also the name of a package of SGLang's.
+        """
         order = {
             "module": module,
             "args": list(args),
             "env": dict(env),
-            "cwd": str(Path.cwd()),
+            "cwd": str(log.parent.absolute()),
             "fresh": fresh,
         }
         ours, theirs = os.pipe()

@@ -1,0 +1,1 @@
+"""What programs that measure and engine tests share: servers, models, methods."""

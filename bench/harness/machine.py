@@ -1,0 +1,43 @@
+"""Where servers run on this machine: on a GPU, or on the CPU engine of the tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from bench.harness.options import Device
+from hcache_backend.engine.startup.versions import sglang_version
+from hcache_backend.partition.processor import processor_name
+
+
+class MachineError(RuntimeError):
+    """SGLang cannot serve here; one line that says what is missing."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a program's servers run.
+
+    Attributes:
+        name: The GPU's or the processor's name.
+        sglang: Version of SGLang.
+    """
+
+    device: Device
+    name: str
+    sglang: str
+
+
+def find_machine() -> Machine:
+    """The GPU when there is one, else the CPU engine.
+
+    Raises:
+        MachineError: SGLang is not installed.
+    """
+    if find_spec("sglang") is None:
+        raise MachineError("SGLang is not installed in this Python: run `make setup`")
+    import torch
+
+    if torch.cuda.is_available():
+        return Machine("cuda", torch.cuda.get_device_name(), sglang_version())
+    return Machine("cpu", processor_name(), sglang_version())

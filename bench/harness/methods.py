@@ -1,0 +1,125 @@
+"""Ways to bring a history back, which the programs that measure compare with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from bench.harness.machine import Machine
+from bench.harness.options import ServerOptions, hcache_config
+from hcache_backend.trace import TRACE_VARIABLE
+
+PAGE_SIZE = 64
+HYBRID = "hybrid"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to bring histories back.
+
+    Attributes:
+        title: Its name for people.
+        cache: As in :class:`ServerOptions`.
+        storage: SGLang's name of the L3 backend: ``file`` is SGLang's own, ``dynamic`` ours; None:
+            there is none.
+        hcache: Options of ours, where ``storage`` is ``dynamic``.
+        pages_of: The method whose L3 pages it can use, having the same; None: it has its own.
+    """
+
+    title: str
+    cache: Literal["hicache", "radix", "none"] = "hicache"
+    storage: str | None = None
+    hcache: Mapping[str, Any] = field(default_factory=dict)
+    pages_of: str | None = None
+
+
+METHODS = {
+    "ideal": Method("everything still on the device", "radix"),
+    "recompute": Method("recompute", "none"),
+    "file": Method("KV, SGLang file L3", storage="file"),
+    "host": Method("KV, HiCache host memory"),
+    "hcache-hidden": Method("HCache, hidden states", storage="dynamic", hcache={"mode": "hidden"}),
+    "hcache-hidden-eager": Method(
+        "HCache, hidden states, eager",
+        storage="dynamic",
+        hcache={"mode": "hidden", "restore": "eager"},
+        pages_of="hcache-hidden",
+    ),
+    "hcache-kv": Method("HCache, KV pages", storage="dynamic", hcache={"mode": "kv"}),
+    "hcache": Method("HCache, automatic", storage="dynamic", hcache={"mode": "auto"}),
+    "hcache-eager": Method(
+        "HCache, automatic, eager", storage="dynamic", hcache={"mode": "auto", "restore": "eager"}
+    ),
+    # The paper's ablation without hidden states (section 6.3.1). What it recomputes is planned from
+    # a profile, so its option `partition` comes from the program.
+    HYBRID: Method("KV + recomputation (naive hybrid)", storage="dynamic"),
+}
+
+
+def server_options(
+    method: Method,
+    machine: Machine,
+    model: Path | str,
+    folder: Path,
+    *,
+    pool_tokens: int,
+    l3: Path | None = None,
+    hcache: Mapping[str, Any] | None = None,
+    trace: bool = False,
+    **options: Any,
+) -> ServerOptions:
+    """Options of a server of a method, with its log (``server.log``) and files in ``folder``.
+
+    Args:
+        model: A folder, or a name that SGLang knows.
+        folder: For log, L3 (``l3``), unless another folder is given, and trace (``trace.jsonl``).
+        pool_tokens: Tokens of the device's KV pool.
+        l3: Another folder for L3.
+        hcache: More options of ours.
+        trace: Write the trace: every restore then waits for the device, to time itself.
+        options: Further fields of :class:`ServerOptions`.
+    """
+    pages = l3 or folder / "l3"
+    environment = dict(options.pop("extra_env", {}))
+    if trace:
+        environment[TRACE_VARIABLE] = str(folder / "trace.jsonl")
+    config: dict[str, Any] | None = None
+    if method.storage == "file":
+        config = {"prefetch_threshold": PAGE_SIZE}
+        environment["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(pages)
+    elif method.storage is not None:
+        ours = {**method.hcache, **(hcache or {})}
+        config = hcache_config(pages, prefetch_threshold=PAGE_SIZE, **ours)
+    if machine.device == "cpu":
+        # torch_native pads what it computes to the whole sequence, chunk by chunk.
+        options.setdefault("chunked_prefill_size", pool_tokens)
+    else:
+        options = {"dtype": None, "attention_backend": None, **options}
+    return ServerOptions(
+        model=model,
+        log=folder / "server.log",
+        device=machine.device,
+        cache=method.cache,
+        page_size=PAGE_SIZE,
+        max_total_tokens=pool_tokens,
+        storage_backend=method.storage,
+        extra_config=config,
+        extra_env=environment,
+        ready_timeout_s=600.0,
+        **options,
+    )
+
+
+def names(option: str, text: str, known: Sequence[str]) -> list[str]:
+    """The names in ``text``, which has commas between them, each once.
+
+    Raises:
+        ValueError: One is not known; the message names the option.
+    """
+    found = [name.strip() for name in text.split(",")]
+    for name in found:
+        if name not in known:
+            raise ValueError(f"{option} {name!r}: must be of {', '.join(known)}")
+    return list(dict.fromkeys(found))

@@ -1,0 +1,103 @@
+"""The trace of restores: times of a server's prefills, reads of L3 and loads to the device.
+
+With ``HCACHE_RESTORE_TRACE=/path/file.jsonl`` every rank adds one line per event to the file::
+
+    {"stage": "prefill" | "l3" | "load", "tokens": n, "start_ms": t, "ms": d}
+
+``start_ms`` is on the machine's monotonic clock. ``l3`` starts when HiCache queues the prefetch and
+counts the tokens that were found. ``load`` is timed to the end of its last layer. The stages are
+SGLang's, so servers with any L3, or with none, write a trace.
+
+This module writes and reads the file; :mod:`hcache_backend.engine.startup.restore_trace` hooks the
+stages of a server.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+TRACE_VARIABLE = "HCACHE_RESTORE_TRACE"
+"""Names the file that a server writes its trace to."""
+
+
+class TraceEvent(NamedTuple):
+    """One line of the file; see the module."""
+
+    stage: str
+    tokens: int
+    start_ms: float
+    ms: float
+
+
+class TraceWriter:
+    """Appends events to a file, a line at a time.
+
+    Raises:
+        OSError: The file cannot be opened for appending.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def add(self, stage: str, tokens: int, start_s: float) -> None:
+        """Write an event that began at ``start_s`` (``time.monotonic``) and ends now."""
+        event = TraceEvent(stage, tokens, 1e3 * start_s, 1e3 * (time.monotonic() - start_s))
+        self._file.write(json.dumps(event._asdict()) + "\n")
+
+
+def read_trace(path: Path, offset: int = 0) -> tuple[list[TraceEvent], int]:
+    """Events from byte ``offset`` on, and the offset to continue from."""
+    if not path.exists():
+        return [], offset
+    with path.open("rb") as file:
+        file.seek(offset)
+        text = file.read()
+    return [TraceEvent(**json.loads(line)) for line in text.splitlines()], offset + len(text)
+
+
+@dataclass(frozen=True)
+class Restore:
+    """How long a history took to come back.
+
+    Attributes:
+        tokens: Tokens that came back.
+        ms: From the start of the prefetch to the last layer done; for recomputation, the prefill.
+        l3_ms: L3 -> host part; 0 for recomputation.
+        load_ms: Host -> K and V on the device part; 0 for recomputation.
+    """
+
+    tokens: int
+    ms: float
+    l3_ms: float = 0.0
+    load_ms: float = 0.0
+
+
+def restored_from_l3(events: Sequence[TraceEvent]) -> Restore | None:
+    """The restore that one request's ``events`` show; None when nothing was loaded."""
+    reads = [event for event in events if event.stage == "l3"]
+    loads = [event for event in events if event.stage == "load"]
+    if not reads or not loads:
+        return None
+    start = min(event.start_ms for event in reads)
+    end = max(event.start_ms + event.ms for event in loads)
+    return Restore(
+        tokens=sum(event.tokens for event in loads),
+        ms=end - start,
+        l3_ms=sum(event.ms for event in reads),
+        load_ms=sum(event.ms for event in loads),
+    )
+
+
+def recomputed(events: Sequence[TraceEvent]) -> Restore | None:
+    """The prefill that ``events`` show, chunks added up; None when there was none."""
+    prefills = [event for event in events if event.stage == "prefill"]
+    if not prefills:
+        return None
+    return Restore(
+        tokens=sum(event.tokens for event in prefills), ms=sum(event.ms for event in prefills)
+    )
