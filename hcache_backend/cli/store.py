@@ -28,12 +28,12 @@ from hcache_backend.cli.common import (
     table,
 )
 from hcache_backend.config import HCacheConfig
+from hcache_backend.server_report import ServerReport, read_report
 from hcache_backend.store.file_ops import FileOps
 from hcache_backend.store.folder import Folder, open_folder
 from hcache_backend.store.index import Entry
 from hcache_backend.store.page_io import PageIO
 from hcache_backend.store.rebuild import adopt_unknown_files
-from hcache_backend.store.server_report import ServerReport, read_report
 from hcache_backend.store.striped import StripedPageStore
 from hcache_backend.store.verify import verify_folder
 

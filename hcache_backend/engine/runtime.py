@@ -26,7 +26,7 @@ from hcache_backend.fingerprint import (
 )
 from hcache_backend.page import FORMAT_VERSION, WRITER_BYTES
 from hcache_backend.partition.profile import Profile
-from hcache_backend.store.server_report import LayerGroup, ServerReport
+from hcache_backend.server_report import LayerGroup, ServerReport
 
 logger = logging.getLogger("hcache")
 

@@ -29,10 +29,10 @@ from hcache_backend.store.file_ops import FileOps
 from hcache_backend.store.index import INDEX_FILE, INDEX_FORMAT, Index
 from hcache_backend.store.lock import FolderLock
 from hcache_backend.store.page_io import Alignment, probe_alignment
-from hcache_backend.store.server_report import SERVER_REPORT
 from hcache_backend.store.session import SESSIONS, Session, remove_dead_sessions, start_session
 
 MARKER = "hcache-store.json"
+SERVER_REPORT = "server.json"
 FOLDER_FORMAT = 1
 SHARDS = frozenset(f"{number:02x}" for number in range(256))
 _LOCK = "lock"

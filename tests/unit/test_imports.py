@@ -24,6 +24,7 @@ RANKS = {
     "workload": 1,
     "benchmark": 2,
     "store": 1,
+    "server_report": 2,
     "projection": 2,
     "partition": 2,
     "capture": 3,

@@ -17,7 +17,7 @@ from hcache_backend.projection.projector import Projector
 from hcache_backend.projection.proof import RowsDependOnEachOther, gather_evidence
 from hcache_backend.projection.search import NoSpec, find_spec
 from hcache_backend.projection.spec import LayerSpec
-from hcache_backend.store.server_report import LayerGroup
+from hcache_backend.server_report import LayerGroup
 from hcache_kernels.project_kv import KVPool
 from hcache_kernels.project_kv.choice import measure_choice
 from hcache_kernels.project_kv.configs import kind_of

@@ -23,13 +23,13 @@ from store_testing import (
 from typer.testing import CliRunner
 
 from hcache_backend.cli.main import app
-from hcache_backend.store.server_report import (
-    SERVER_REPORT,
+from hcache_backend.server_report import (
     LayerGroup,
     ServerReport,
     read_report,
     write_report,
 )
+from hcache_backend.store.folder import SERVER_REPORT
 from hcache_backend.store.striped import StripedPageStore
 
 FILE = 4096 + 16384

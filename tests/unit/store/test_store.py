@@ -31,10 +31,9 @@ from store_testing import (
 )
 
 from hcache_backend.store.file_ops import FileOps
-from hcache_backend.store.folder import MARKER, NotOurFolderError
+from hcache_backend.store.folder import MARKER, SERVER_REPORT, NotOurFolderError
 from hcache_backend.store.page_io import BUFFERED, probe_alignment
 from hcache_backend.store.rebuild import adopt_unknown_files
-from hcache_backend.store.server_report import SERVER_REPORT
 from hcache_backend.store.striped import StripedPageStore, open_store
 
 FILE = PAGE + 4096

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-SERVER_REPORT = "server.json"
+from hcache_backend.store.folder import SERVER_REPORT
 
 
 class LayerGroup(BaseModel):
