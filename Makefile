@@ -13,7 +13,7 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 	'import sys, importlib.util as u; u.find_spec("sglang") and print(sys.executable)' 2>/dev/null)
 
 .PHONY: setup versions demo test test-long test-versions lint docs bench-store bench-codecs \
-	bench-partition bench-partition-figures bench-eager bench-compare
+	bench-partition bench-paper bench-eager bench-compare
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -96,9 +96,9 @@ bench-store: setup
 bench-codecs: setup
 	$(BIN)/python bench/codecs.py $(ARGS)
 
-# The paper's figures of partitions, simulated, beside its numbers. Seconds.
-bench-partition-figures: setup
-	$(BIN)/python -m bench.partition_figures $(ARGS)
+# The paper's Table 3 and figures 11 to 13, simulated, beside its numbers. Seconds.
+bench-paper: setup
+	$(BIN)/python -m bench.paper $(ARGS)
 
 # Every partition on a real server, over a slower and slower bus. A quarter of an hour, alone.
 bench-partition: setup

@@ -125,7 +125,7 @@ def test_the_papers_partitions(readme: Page) -> None:
     names = ("hidden", "KV", "recomputed")
     assert [row[1:] for row in cells(table(readme, "", "the paper"))] == [
         (short(row["paper"], names), short(row["ours"]), short(row["closed_form"]))
-        for row in results("partition_figures")["table_3"]
+        for row in results("paper")["table_3"]
     ]
 
 

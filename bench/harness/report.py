@@ -1,0 +1,73 @@
+"""What programs write about their results: Markdown tables, NAME.json and NAME.png."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+OUT = Path("out")
+"""Folder that programs write to unless told otherwise; git ignores it."""
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
+    """A table; cells other than strings are written by :func:`cell`."""
+    lines = ["| " + " | ".join(map(cell, row)) + " |" for row in (heads, *rows)]
+    return "\n".join((lines[0], "|---" * len(heads) + "|", *lines[1:]))
+
+
+def cell(value: object) -> str:
+    """Text of a number, of layers by method (``3 recompute + 5 hidden``) or of a range."""
+    if isinstance(value, Mapping):
+        return " + ".join(f"{count} {name}" for name, count in value.items() if count)
+    if isinstance(value, tuple):
+        return " to ".join(map(cell, value))
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    return "-" if value is None else str(value)
+
+
+def write(folder: Path, name: str, results: Any, draw: Callable[[Any], Figure]) -> None:
+    """Write ``NAME.json`` and, if matplotlib is installed, ``NAME.png``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        print("matplotlib is not installed: no picture")
+        return
+    draw(results).savefig(folder / f"{name}.png", dpi=130)
+
+
+def grouped_bars(
+    axes: Axes,
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    name: str,
+    series: Mapping[str, str],
+    form: str = "%.2f",
+) -> None:
+    """Bars side by side for each row, with their values above them.
+
+    Args:
+        name: Key of the rows' names.
+        series: Key of the height, by label; a row without a value has no bar.
+        form: Of the values.
+    """
+    width = 1 / (len(series) + 0.5)
+    for number, (label, key) in enumerate(series.items()):
+        shift = (number - (len(series) - 1) / 2) * width
+        shown = [(place + shift, row[key]) for place, row in enumerate(rows) if row.get(key)]
+        bars = axes.bar(*zip(*shown, strict=True), 0.95 * width, label=label)
+        axes.bar_label(bars, fmt=form, fontsize=7, padding=1)
+    axes.set_title(title, fontsize=10)
+    axes.set_xticks(range(len(rows)), [row[name].replace(", ", "\n") for row in rows], fontsize=7)
+    axes.margins(y=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    if len(series) > 1:
+        axes.legend(fontsize=7)

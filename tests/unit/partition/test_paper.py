@@ -1,0 +1,142 @@
+"""The simulated figures of the paper: what they reproduce of it, and what they do not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.paper import A30, FIGURE_13, MODELS, ONE_SSD, Setting
+from hcache_backend.partition.model_config import read_model
+from hcache_backend.partition.presets import COMPUTE_SHARE
+from hcache_backend.partition.solver import objective_with, search
+from hcache_backend.partition.timeline import finish
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Four digits are what another machine's arithmetic agrees on, and more than is printed."""
+    content: dict[str, Any] = json.loads(
+        path.read_text(), parse_float=lambda text: float(f"{float(text):.4g}")
+    )
+    return content
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("paper")
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.paper", "--out", folder],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (folder / "paper.png").stat().st_size > 0
+    found = load(folder / "paper.json")
+    assert all(f"\n{name}\n" in done.stdout for name in found)
+    return found
+
+
+def ranges(content: dict[str, Any]) -> dict[tuple[str, str], dict[str, tuple[float, float]]]:
+    return {(row["figure"], row["ratio"]): row for row in content["ranges"]}
+
+
+def test_the_committed_figures_are_those_of_this_code(content: dict[str, Any]) -> None:
+    assert load(ROOT / "bench" / "results" / "paper.json") == content
+
+
+def test_the_models_are_the_public_ones() -> None:
+    for name, shape in MODELS.items():
+        config = Path(__file__).parent / "configs" / f"{name.lower()}.json"
+        assert shape == read_model(config)
+
+
+def test_table_3(content: dict[str, Any]) -> None:
+    for row in content["table_3"]:
+        for method, layers in row["paper"].items():
+            assert abs(row["ours"][method] - layers) <= 1
+            assert abs(row["closed_form"][method] - layers) <= 1
+        if row["paper_kv_over_stored"]:
+            assert row["kv_over_stored"] == pytest.approx(row["paper_kv_over_stored"], rel=0.07)
+
+
+def test_platforms_are_up_to_a_seventh_faster_than_the_papers(content: dict[str, Any]) -> None:
+    ours = {row["setting"]: row["over_kv"] for row in content["platforms"]}
+    for row in content["implied"]:
+        assert 1 < ours[row["setting"]] / row["paper"] < 1.15
+        assert row["compute_share"] < COMPUTE_SHARE
+    assert all(ratio > 1.25 for ratio in ours.values())
+
+
+def test_ranges_of_figure_11(content: dict[str, Any]) -> None:
+    for part in ("platforms", "SSDs"):
+        over_kv, over_recompute = (
+            ranges(content)[part, f"over_{method}"] for method in ("kv", "recompute")
+        )
+        assert 0.9 * over_kv["paper"][0] < over_kv["ours"][0]
+        assert over_kv["ours"][1] < 1.2 * over_kv["paper"][1]
+        # Not reproduced: docs/paper.md says that the paper's recomputation is faster than its FLOPs
+        # allow.
+        assert over_recompute["ours"][1] > 1.3 * over_recompute["paper"][1]
+    assert over_recompute["ours"][0] == pytest.approx(2.3, rel=0.02)
+
+
+def test_recomputation_suffers_from_length_as_in_the_paper(content: dict[str, Any]) -> None:
+    """Section 6.2.3: 7B recomputes tokens of 16K more slowly than those of 1K."""
+    rows = [row for row in content["lengths"] if "7B" in row["setting"]]
+    speeds = {row["tokens"]: row["tokens"] / row["recompute_ms"] for row in rows}
+    assert 1 - speeds[16384] / speeds[1024] == pytest.approx(0.28, abs=0.06)
+
+
+def test_ablations_of_the_scheduler(content: dict[str, Any]) -> None:
+    for (figure, _), row in ranges(content).items():
+        if figure in ("ablations", "skewed"):
+            (low, high), ours = row["paper"], row["ours"]
+            assert 0.98 * low < ours[0]
+            assert ours[1] < 1.1 * high
+    for row in content["ablations"]:
+        assert all(ratio >= 1 for name, ratio in row.items() if name.startswith("over_"))
+
+
+def test_splitting_by_tokens(content: dict[str, Any]) -> None:
+    usual_last, usual_first, last, first, _, long_first = content["by_tokens"]
+    for hidden, paper in FIGURE_13.items():
+        name = f"slower_{hidden}"
+        assert first[name] < paper < last[name]
+        assert abs(first[name] - paper) < 0.03
+        assert abs(last[name] - paper) < 0.03
+        assert usual_last[name] > 0.02
+    assert last["layers"]["hidden"] == 31
+    # Not as in the paper: with the share of the other figures, whole tiles split as well as layers,
+    # and long contexts better.
+    assert abs(usual_first["best_slower"]) < 0.01
+    assert long_first["best_slower"] < -0.04
+
+
+@pytest.mark.parametrize("setting", [ONE_SSD, ONE_SSD._replace(ssds=4), A30], ids=str)
+def test_a_ring_of_few_segments_is_slower_even_if_planned_for(setting: Setting) -> None:
+    plan = setting.plan()
+    fastest = finish(plan.costs, plan.partition)
+
+    def slower(ring: int) -> tuple[float, float]:
+        """Than with room for all, as the paper has it: planned for that, or for ``ring``."""
+        planned = search(plan.costs, plan.model.layers, objective_with(ring))
+        both = (finish(plan.costs, partition, ring) for partition in (plan.partition, planned))
+        unaware, aware = (seconds / fastest - 1 for seconds in both)
+        return unaware, aware
+
+    for ring in (2, 3, 4, 8, 12, 16, 24):
+        unaware, aware = slower(ring)
+        assert unaware >= aware >= 0
+    assert slower(3)[1] > 0.1
+    assert slower(24)[0] < 0.001
