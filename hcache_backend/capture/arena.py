@@ -16,8 +16,8 @@ device page gets the host page's empty memory as its new shadow.
 - A page that came from L3 may lack the segments of its first layers. It cannot be backed up again.
 
 This is bookkeeping on the CPU, for the scheduler thread alone, except :meth:`Arena.physical`,
-:meth:`Arena.first_layers` and :meth:`Arena.expect`, which any thread may use for pages that it
-owns.
+:meth:`Arena.pages`, :meth:`Arena.first_layers` and :meth:`Arena.expect`, which any thread may use
+for pages that it owns.
 """
 
 from __future__ import annotations
@@ -245,6 +245,10 @@ class Arena:
     def physical(self, host_pages: Ids) -> Ids:
         """Physical pages of ``host_pages``, int64 of the same shape. Any thread."""
         return self._host[host_pages]
+
+    def pages(self, host_pages: Ids) -> list[npt.NDArray[np.uint8]]:
+        """Views of ``host_pages``, uint8 ``[page_bytes]`` each. Any thread."""
+        return [self.memory[page] for page in self._host[host_pages].tolist()]
 
     def first_layers(self, host_pages: Ids) -> npt.NDArray[np.uint16]:
         """Of each host page the first layer whose segment is there (of those that are stored)."""

@@ -9,7 +9,7 @@ recomputed is decided before pages are read, so that their segments are not, and
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from hcache_backend.engine import metrics
 from hcache_backend.engine.eager_loads import EagerLoads
 from hcache_backend.engine.host_pool import HiddenStatePool
 from hcache_backend.engine.keys import key_bytes
-from hcache_backend.engine.loads import LoadPlanner
+from hcache_backend.engine.loads import LoadQueue, Prefix, QueuedLoad
 from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.read_batches import BatchedReads
 from hcache_backend.engine.runtime import Runtime
@@ -49,7 +49,7 @@ class HiddenStateController(HybridCacheController):
         pool: HiddenStatePool,
         capture: StagedCapture,
         checks: ServiceChecks,
-        loads: LoadPlanner,
+        loads: LoadQueue,
         stages: StagePages,
         eager: EagerLoads | None,
     ) -> None:
@@ -64,7 +64,8 @@ class HiddenStateController(HybridCacheController):
         self._batches: BatchedReads | None = None
         if eager is not None:
             self._batches = BatchedReads(self.page_size, self._report)
-        self._writing = self._start_is_due = False
+        self._prefix: Prefix = _unknown
+        self._writing = False
 
     def attach_storage_backend(self, storage_backend: str, *args: Any, **kwargs: Any) -> None:
         # SGLang's own zero-copy backends name two values a page, for K and V: they get halves.
@@ -77,7 +78,6 @@ class HiddenStateController(HybridCacheController):
         self._loads.forget()
         self._checks.forget_chosen()
         if self.eager is not None:
-            self.eager.forget_loads()
             self.eager.give_back()
 
     # ---- indices ----
@@ -119,15 +119,13 @@ class HiddenStateController(HybridCacheController):
             self._checks.choose(device_indices, slots, host_pages)
             metrics.count_tokens("backed_up", len(slots))
         self._stages.backed_up(host_pages, whole=valid)
-        if self._start_is_due:
+        if kwargs.get("flush", True):
             self.start_writing()
         return host_indices
 
     def start_writing(self) -> None:
-        """Some versions start within ``write``; K and V must go where the exchange puts them."""
-        self._start_is_due = self._writing
         if self._writing:
-            return
+            return  # not within ``write``: K and V must go where the exchange puts them
         super().start_writing()
         self._checks.backups_launched()
 
@@ -158,72 +156,66 @@ class HiddenStateController(HybridCacheController):
     # ---- host -> device ----
 
     @contextmanager
-    def loading_behind(self, prefix: Callable[[], torch.Tensor]) -> Iterator[None]:
+    def loading_behind(self, prefix: Prefix) -> Iterator[None]:
         """What is loaded within the block follows the tokens in the slots that ``prefix`` gives."""
-        self._loads.prefix = prefix
+        self._prefix = prefix
         try:
             yield
         finally:
-            self._loads.prefix = None
+            self._prefix = _unknown
 
     def load(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Load nodes, or return None (a miss) when a page cannot be restored.
 
         It may be one of other weights, or lack segments of layers that cannot be recomputed.
         """
-        may, span, problem = self._may_project(host_indices), None, "another_rank"
-        if not may:
+        host_pages = self._pool.page_ids(host_indices)
+        load, problem = QueuedLoad(host_pages), None
+        if not self._may_project(host_pages):
             problem = "stale_host_page"
             metrics.count_problem(problem)
-        elif host_indices.numel():
-            span = self._loads.span(host_indices)
-            if span is None:
+        elif len(host_pages):
+            planned = self._loads.plan(host_pages, self._prefix)
+            if planned is None:
                 problem = "layers_not_recomputable"
                 metrics.count_problem(problem)
-                may = False
+            load = planned or load
         self._stages.talk()
-        if not self._stages.have(self._pool.page_ids(host_indices)):
-            may, problem = False, "another_stage"
-        fine = self._agreed(may)
+        if not self._stages.have(host_pages):
+            problem = "another_stage"
+        fine = self._agreed(problem is None)
         if not self._stages.decide(fine):
-            metrics.count_tokens(f"not_restored_{problem}", len(host_indices))
+            metrics.count_tokens(f"not_restored_{problem or 'another_rank'}", len(host_indices))
             return None
         if not fine:  # the first stage knew that it is: a mistake of ours
             self._runtime.lose_trust("a page is not what the first pipeline stage took it for")
-        load = partial(super().load, host_indices, *args, **kwargs)
-        device_indices, whole = (
-            (load(), None) if self.eager is None else self.eager.load(host_indices, load)
-        )
-        if device_indices is not None and span is not None:
-            self._capture.ledger.loaded(device_indices, self._pool.page_ids(host_indices))
-            if whole is None:
-                self._loads.add(span)
-            else:
-                self._loads.add_lacking(span, device_indices, whole)
+        ask = partial(super().load, host_indices, *args, **kwargs)
+        if not len(host_pages):
+            return ask()
+        device_indices = ask() if self.eager is None else self.eager.load(load, ask)
+        if device_indices is not None:
+            self._capture.ledger.loaded(device_indices, host_pages)
+            self._loads.add(load, device_indices)
         return device_indices
 
-    def start_loading(self) -> int:
-        """Launch what was queued, as one restore."""
-        any_ready = self.eager is not None and self.eager.any_ready
-        self._pool.next_recompute = self._loads.next_recompute(any_ready=any_ready)
-        self._pool.next_ready = self.eager.next_ready() if self.eager is not None else None
-        started: int = super().start_loading()
-        return started
-
-    def _may_project(self, host_indices: torch.Tensor) -> bool:
+    def _may_project(self, host_pages: Ids) -> bool:
         self._capture.ledger.settle(wait=False)
         if self._runtime.distrust is not None:
             return False
         namespaces, layout = self._runtime.page_namespaces(), self._pool.page_layout
-        # Kernels look positions up in RoPE tables and cannot check them without stalling the GPU.
-        limit = int(self._runtime.runner.model_config.context_len)
-        pages = self._pool.pages_of(host_indices)
         return all(
-            layout.namespace_of(page) in namespaces
-            and layout.positions(page).min() >= 0
-            and layout.positions(page).max() < limit
-            for page in pages
+            layout.namespace_of(page) in namespaces and self._has_known_positions(page)
+            for page in self._pool.arena.pages(host_pages)
         )
+
+    def _has_known_positions(self, page: np.ndarray) -> bool:
+        """Whether RoPE tables have the positions of ``page`` (uint8 ``[page_bytes]``).
+
+        Kernels look them up there, and cannot check them without stalling the GPU.
+        """
+        positions = self._pool.page_layout.positions(page)
+        limit = int(self._runtime.runner.model_config.context_len)
+        return bool(0 <= positions.min() <= positions.max() < limit)
 
     # ---- host -> storage ----
 
@@ -236,29 +228,30 @@ class HiddenStateController(HybridCacheController):
 
     def _page_backup(self, operation: Any) -> Any:
         """Seal the pages of a node; the first one that must not be stored ends the backup."""
-        tokens, size = _token_array(operation.token_ids), self.page_size
-        namespace = self._runtime.page_namespace()
-        layout = self._pool.page_layout
         if self._runtime.distrust is not None:
             operation.hash_value = []
-        pages = self._pool.pages_of(operation.host_indices)
-        incomplete = self._pool.arena.first_layers(self._pool.page_ids(operation.host_indices)) > 0
-        for i, (key, page) in enumerate(zip(operation.hash_value, pages, strict=False)):
+        arena, layout = self._pool.arena, self._pool.page_layout
+        host_pages = self._pool.page_ids(operation.host_indices)
+        tokens, size = _token_array(operation.token_ids), self.page_size
+        namespace = self._runtime.page_namespace()
+        incomplete = arena.first_layers(host_pages) > 0
+        pages = zip(operation.hash_value, arena.pages(host_pages), strict=False)
+        for i, (key, page) in enumerate(pages):
             wanted = tokens[i * size : (i + 1) * size]
-            if not layout.is_stamped(page) or incomplete[i]:
-                lost = "first_layers" if incomplete[i] else "rows"
-                metrics.count_problem(f"page_with_lost_{lost}")
-                operation.hash_value = operation.hash_value[:i]
-                break
-            if layout.namespace_of(page) != namespace:
-                problem = "namespace"
+            if incomplete[i]:
+                problem = "page_with_lost_first_layers"
+            elif not layout.is_stamped(page):
+                problem = "page_with_lost_rows"
+            elif layout.namespace_of(page) != namespace:
+                problem = "host_page_of_other_namespace"
             elif not np.array_equal(layout.token_ids(page), wanted):
-                problem = "tokens"
+                problem = "host_page_of_other_tokens"
             else:
                 layout.seal(page, key_bytes(key))
                 continue
-            metrics.count_problem(f"host_page_of_other_{problem}")
-            logger.warning("hcache: a host page of other %s than its node; not stored", problem)
+            metrics.count_problem(problem)
+            if "other" in problem:
+                logger.warning("hcache: %s: not stored", problem.replace("_", " "))
             operation.hash_value = operation.hash_value[:i]
             break
         return super()._page_backup(operation)
@@ -279,59 +272,54 @@ class HiddenStateController(HybridCacheController):
             return self._read_pages(operation, hash_values, *args)
         return self._batches.read(self._read_pages, operation, hash_values, *args)
 
-    def _read_pages(self, operation: Any, hash_values: Any, *args: Any) -> int:
+    def _read_pages(
+        self, operation: Any, hash_values: Any, host_indices: torch.Tensor, *others: Any
+    ) -> int:
         wanted = len(operation.hash_value) * self.page_size
         first = self._loads.first_to_read(wanted) if self._storage_verifies() else 0
-        self._expect(args[0], first)
-        got = super()._page_get_zero_copy(operation, hash_values, *args)
-        return self._proven_pages(operation, hash_values, args[0], got)
+        host_pages = self._expect(host_indices, first)
+        got = super()._page_get_zero_copy(operation, hash_values, host_indices, *others)
+        return self._proven_pages(operation, hash_values, host_pages, got)
 
-    def _generic_page_get(self, operation: Any, hash_values: Any, *args: Any) -> int:
-        self._expect(args[0], 0)
-        got = super()._generic_page_get(operation, hash_values, *args)
-        return self._proven_pages(operation, hash_values, args[0], got)
+    def _generic_page_get(
+        self, operation: Any, hash_values: Any, host_indices: torch.Tensor, *others: Any
+    ) -> int:
+        host_pages = self._expect(host_indices, 0)
+        got = super()._generic_page_get(operation, hash_values, host_indices, *others)
+        return self._proven_pages(operation, hash_values, host_pages, got)
 
-    def _expect(self, host_indices: torch.Tensor, first_layer: int) -> None:
-        """L3 is about to fill these pages, from ``first_layer`` on."""
+    def _expect(self, host_indices: torch.Tensor, first_layer: int) -> Ids:
+        """L3 is about to fill these pages, from ``first_layer`` on; int64 ``[pages]``."""
         host_pages = self._pool.page_ids(host_indices)
         self._pool.arena.expect(host_pages, first_layer)
         self._stages.brought(host_pages)
+        return host_pages
 
     def _storage_verifies(self) -> bool:
         """Whether L3 is our own store, which verifies each segment it reads, and reads parts."""
         return getattr(self.storage_backend, "verifies_segments", False)
 
     def _proven_pages(
-        self, operation: Any, hash_values: Sequence[str], host_indices: torch.Tensor, got: int
+        self, operation: Any, hash_values: Sequence[str], host_pages: Ids, got: int
     ) -> int:
         """How many of the first ``got`` pages are what the radix tree asked for."""
         namespace, layout = self._runtime.page_namespace(), self._pool.page_layout
         size = self.page_size
         tokens = _token_array(operation.token_ids)
         first = operation.hash_value.index(hash_values[0]) if hash_values else 0
-        pages = self._pool.pages_of(host_indices)
         segments = not self._storage_verifies()
-        limit = int(self._runtime.runner.model_config.context_len)
-        for i in range(got):
-            start = (first + i) * size
-            problem = layout.problem(
-                pages[i],
-                namespace,
-                key_bytes(hash_values[i]),
-                tokens[start : start + size],
-                segments=segments,
-            )
-            positions = layout.positions(pages[i])
-            if problem is None and not 0 <= positions.min() <= positions.max() < limit:
+        for i, page in enumerate(self._pool.arena.pages(host_pages[:got])):
+            key, start = hash_values[i], (first + i) * size
+            wanted = tokens[start : start + size]
+            problem = layout.problem(page, namespace, key_bytes(key), wanted, segments=segments)
+            if problem is None and not self._has_known_positions(page):
                 problem = "positions"
             if problem is not None:
                 why = problem.replace(" ", "_")
                 metrics.count_problem(f"page_{why}")
                 metrics.count_l3_tokens(f"refused_{why}", (got - i) * size)
                 logger.warning(
-                    "hcache: page %s from storage is not ours (%s): a miss",
-                    hash_values[i][:12],
-                    problem,
+                    "hcache: page %s from storage is not ours (%s): a miss", key[:12], problem
                 )
                 return i
         return got
@@ -340,3 +328,7 @@ class HiddenStateController(HybridCacheController):
 def _token_array(token_ids: Any) -> np.ndarray:
     """Token ids of a storage operation (a key, a list or an array) as int32 ``[n]``."""
     return np.asarray(getattr(token_ids, "token_ids", token_ids), dtype=np.int64).astype(np.int32)
+
+
+def _unknown() -> None:
+    """:data:`Prefix` of loads that nothing is known of."""

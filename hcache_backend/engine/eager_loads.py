@@ -18,17 +18,15 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from hcache_backend.engine import metrics
 from hcache_backend.engine.hooks import eager_hooks, install
-from hcache_backend.engine.host_pool import HiddenStatePool, Ready
-from hcache_backend.engine.loads import LoadPlanner
-from hcache_backend.restore.eager import EagerRestores, HandOut, batch_pages
+from hcache_backend.engine.host_pool import HiddenStatePool
+from hcache_backend.engine.loads import LoadQueue, QueuedLoad
+from hcache_backend.restore.eager import EagerRestores, batch_pages
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.reservation import Ids, Launched
 from hcache_backend.streams import StreamFailed
@@ -53,8 +51,7 @@ class ReservablePages:
         self._allocator = allocator
         self._size: int = allocator.page_size
         self.on_gpu = torch.device(allocator.device).type == "cuda"
-        self._loading: Ids | None = None
-        self._handed: HandOut | None = None
+        self._load: QueuedLoad | None = None
         self._available = allocator.available_size
         self._alloc = allocator.alloc
         extend, decode, clear = allocator.alloc_extend, allocator.alloc_decode, allocator.clear
@@ -81,18 +78,13 @@ class ReservablePages:
         allocator.clear = clear_all
 
     @contextmanager
-    def loading(self, host_pages: Ids) -> Iterator[None]:
-        """The next allocation is for a load of ``host_pages``; see :meth:`take_handed`."""
-        self._loading = host_pages
+    def given_to(self, load: QueuedLoad) -> Iterator[None]:
+        """What is allocated within the block is for ``load``: it is what was prepared for it."""
+        self._load = load
         try:
             yield
         finally:
-            self._loading = None
-
-    def take_handed(self) -> HandOut | None:
-        """What the load was given; None: it did not allocate, or there was not enough."""
-        handed, self._handed = self._handed, None
-        return handed
+            self._load = None
 
     # ---- free pages (see FreePages) ----
 
@@ -119,11 +111,11 @@ class ReservablePages:
         return int(self._available()) + reserved * self._size
 
     def _allocate(self, need_size: int) -> Any:
-        if self._loading is not None and self.eager is not None:
-            host_pages, self._loading = self._loading, None
-            assert need_size == len(host_pages) * self._size
-            self._handed = self.eager.hand_out(host_pages)
-            return self._handed.slots if self._handed is not None else None
+        load = self._load
+        if load is not None and load.handed is None and self.eager is not None:
+            assert need_size == len(load.host_pages) * self._size
+            load.handed = self.eager.hand_out(load.host_pages)
+            return load.handed.slots if load.handed is not None else None
         self._make_free(-(-need_size // self._size))
         return self._alloc(need_size)
 
@@ -140,7 +132,6 @@ class EagerLoads:
         pool: The host pool.
         pipeline: Launches restores.
         loads: Knows how first layers are recomputed.
-        stored_from: Nothing is stored of the layers before this one.
         limit: Device pages that are reserved at most.
     """
 
@@ -149,16 +140,13 @@ class EagerLoads:
         pages: ReservablePages,
         pool: HiddenStatePool,
         pipeline: RestorePipeline,
-        loads: LoadPlanner,
-        stored_from: int,
+        loads: LoadQueue,
         limit: int,
     ) -> None:
         self._pages = pages
         self._pool = pool
         self._pipeline = pipeline
         self._loads = loads
-        self._stored_from = stored_from
-        self._handed: list[HandOut] = []
         self._controller: Any = None
         self._anchors: dict[Any, Any] = {}  # of running prefetches: the node before them
         self._restores = EagerRestores(pool.page_size, pages, self._launch, limit)
@@ -210,7 +198,7 @@ class EagerLoads:
         before: torch.Tensor | None,
     ) -> Launched:
         arena, recompute, reads_others = self._pool.arena, None, False
-        first = max(self._stored_from, int(arena.first_layers(host_pages).max()))
+        first = max(self._loads.stored_from, int(arena.first_layers(host_pages).max()))
         if first and before is not None:
             others = self._before_prefetch(prefetch)
             if others is not None:
@@ -239,51 +227,29 @@ class EagerLoads:
         slots: torch.Tensor = tree.collect_full_device_indices(anchor, root)
         return slots
 
-    def load(
-        self, host_indices: torch.Tensor, load: Callable[[], Any]
-    ) -> tuple[Any, npt.NDArray[np.bool_] | None]:
-        """SGLang's load of these pages, with device pages of ours.
+    def load(self, load: QueuedLoad, ask: Callable[[], Any]) -> Any:
+        """Let SGLang queue ``load`` with device pages of ours.
+
+        Args:
+            load: At least one page; told what was prepared for it.
+            ask: Has SGLang allocate device pages and queue the load.
 
         Returns:
-            What ``load`` returns, and which pages lack no layer, bool ``[pages]`` (None: nothing
-            was loaded).
+            What ``ask`` returns.
         """
-        if not host_indices.numel():
-            return load(), None
-        with self._pages.loading(self._pool.page_ids(host_indices)):
-            device_indices = load()
-        handed = self._pages.take_handed()
+        with self._pages.given_to(load):
+            device_indices = ask()
+        handed = load.handed
         if handed is None:
-            return device_indices, None
+            return device_indices
         if device_indices is None:  # what was allocated is free again
             for restore in handed.restores:
                 restore.wait()
-            return None, None
-        self._handed.append(handed)
+            return None
         size, ready = self._pool.page_size, int(handed.ready.sum())
         metrics.count_tokens("ready_at_load", ready * size)
         metrics.count_tokens("not_ready_at_load", (len(handed.ready) - ready) * size)
-        return device_indices, handed.whole
-
-    @property
-    def any_ready(self) -> bool:
-        """Whether pages of queued loads are restored already, or are being restored."""
-        return any(handed.ready.any() for handed in self._handed)
-
-    def next_ready(self) -> Ready | None:
-        """What of the queued loads is restored by others; they are launched as one restore."""
-        handed, self._handed = self._handed, []
-        if not handed:
-            return None
-        restores = {id(one): one for each in handed for one in each.restores}
-        ready, whole = (
-            np.concatenate([getattr(each, part) for each in handed]) for part in ("ready", "whole")
-        )
-        return Ready(ready, whole, tuple(restores.values()))
-
-    def forget_loads(self) -> None:
-        """Queued loads were dropped."""
-        self._handed.clear()
+        return device_indices
 
     def give_back(self) -> None:
         """What was restored and not handed out yet means nothing any more."""

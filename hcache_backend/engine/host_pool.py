@@ -4,40 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from sglang.srt.mem_cache.pool_host.base import HostKVCache
 
 from hcache_backend.capture.arena import Arena, Ids
 from hcache_backend.capture.staging import StagedCapture
-from hcache_backend.engine import metrics
 from hcache_backend.engine.kv_segments import KVSegments
+from hcache_backend.engine.loads import LoadQueue
 from hcache_backend.engine.startup.memory import HostPages
 from hcache_backend.page import PageLayout
-from hcache_backend.restore.pipeline import Recompute, RestorePipeline
 from hcache_backend.restore.reservation import StartedRestore
 from hcache_backend.streams import Event, StreamFailed, current_stream, held_for_device
-
-logger = logging.getLogger("hcache")
-
-
-class Ready(NamedTuple):
-    """What of the next restore others have launched already.
-
-    Attributes:
-        pages: Which of its pages, bool ``[pages]``, with the layers that are stored.
-        whole: Which of these with all layers, bool ``[pages]``.
-        restores: What writes them, or still reads them.
-    """
-
-    pages: npt.NDArray[np.bool_]
-    whole: npt.NDArray[np.bool_]
-    restores: tuple[StartedRestore, ...]
 
 
 class HiddenStatePool(HostKVCache):
@@ -58,8 +39,6 @@ class HiddenStatePool(HostKVCache):
         allocator_type: SGLang's name of the allocator.
 
     Attributes:
-        next_recompute: How the first layers of the next restore are recomputed, if they are.
-        next_ready: What of the next restore is restored already, if anything is.
         on_freed: Told of pages (int64 ``[n]``) that HiCache has freed, if anybody wants to know.
         pieces_per_page: As how many pieces of memory storage backends see a page.
 
@@ -85,12 +64,10 @@ class HiddenStatePool(HostKVCache):
         self._host_pages = host_pages
         self._stamp = stamp
         self._capture: StagedCapture | None = None
-        self._pipeline: RestorePipeline | None = None
+        self._loads: LoadQueue | None = None
         self._kv: KVSegments | None = None
         self._restores: tuple[StartedRestore, ...] = ()
         self._backed_up: Event | None = None
-        self.next_recompute: Recompute | None = None
-        self.next_ready: Ready | None = None
         self.on_freed: Callable[[Ids], None] | None = None
         self.pieces_per_page = 1
         self.device_pool = device_pool
@@ -117,9 +94,9 @@ class HiddenStatePool(HostKVCache):
         )
         assert self.page_num == host_pages.host
 
-    def use(self, capture: StagedCapture, kv: KVSegments, pipeline: RestorePipeline) -> None:
+    def use(self, capture: StagedCapture, kv: KVSegments, loads: LoadQueue) -> None:
         """Give the pool what fills its pages and what turns them into K and V."""
-        self._capture, self._kv, self._pipeline = capture, kv, pipeline
+        self._capture, self._kv, self._loads = capture, kv, loads
 
     # ---- sizes and memory ----
 
@@ -150,18 +127,14 @@ class HiddenStatePool(HostKVCache):
         ids: Ids = host_indices[:: self.page_size].to("cpu").numpy() // self.page_size
         return ids
 
-    def pages_of(self, host_indices: torch.Tensor) -> list[np.ndarray]:
-        """The pages of host indices, uint8 ``[page_bytes]`` each; views."""
-        physical = self.arena.physical(self.page_ids(host_indices))
-        return [self.arena.memory[page] for page in physical.tolist()]
-
     # ---- what HiCache does with its indices ----
 
     def free(self, indices: torch.Tensor) -> int:
         if self._capture is not None and indices.numel():
-            self._capture.host_freed(self.page_ids(indices))
+            host_pages = self.page_ids(indices)
+            self._capture.host_freed(host_pages)
             if self.on_freed is not None:
-                self.on_freed(self.page_ids(indices))
+                self.on_freed(host_pages)
         freed: int = super().free(indices)
         return freed
 
@@ -209,65 +182,14 @@ class HiddenStatePool(HostKVCache):
         *,
         is_draft: bool = False,
     ) -> None:
-        """Restore whole pages: all layers are launched with the first one."""
-        assert self._pipeline is not None and not is_draft
+        """Restore whole pages: all layers of all queued loads are launched with the first one."""
+        assert self._loads is not None and not is_draft
         if layer_id == 0:
-            pages = self.arena.physical(self.page_ids(host_indices))
-            self._restores = self._start(self._pipeline, pages, device_indices)
+            self._restores = self._loads.launch(device_indices)
         for restore in self._restores:
             restore.wait_for_layer(layer_id)
         if layer_id == self.layer_num - 1:
-            self._publish(self._pipeline)
-
-    def _start(
-        self, pipeline: RestorePipeline, pages: Ids, slots: torch.Tensor
-    ) -> tuple[StartedRestore, ...]:
-        """Launch what is missing of a restore of ``pages`` (physical) to ``slots``."""
-        recompute, self.next_recompute = self.next_recompute, None
-        ready, self.next_ready = self.next_ready, None
-        if ready is None or not ready.pages.any():
-            return (pipeline.start(pages, slots, recompute),)
-        assert len(ready.pages) == len(pages)
-        if recompute is not None:
-            lack = ~ready.whole
-            recompute = self._of(recompute, ready, pages[lack], self._slots(slots, lack))
-        missing = ~ready.pages
-        if recompute is None and not missing.any():
-            return ready.restores
-        rest = self._slots(slots, missing)
-        return (*ready.restores, pipeline.start(pages[missing], rest, recompute))
-
-    def _slots(self, slots: torch.Tensor, pages: npt.NDArray[np.bool_]) -> torch.Tensor:
-        """The slots (of all ``slots``, page by page) of the chosen ``pages``."""
-        by_page = slots.split(self.page_size)
-        return torch.cat([slots[:0], *(by_page[i] for i in np.flatnonzero(pages).tolist())])
-
-    def _of(self, recompute: Recompute, ready: Ready, pages: Ids, slots: torch.Tensor) -> Recompute:
-        """Recompute the first layers of ``pages``, and not only of those that are transferred."""
-        for restore in ready.restores:  # it may have restored some of these layers, or those before
-            for layer in range(recompute.layers):
-                restore.wait_for_layer(layer)
-        positions = self.page_layout.positions(self.arena.memory)[pages].reshape(-1)
-        held = held_for_device(positions.astype(np.int64), slots.device)
-        there = held.to(slots.device, non_blocking=True)
-        return Recompute(recompute.layers, lambda *_: recompute.fill(there, slots))
-
-    def _publish(self, pipeline: RestorePipeline) -> None:
-        """Count the restores that are done by now; no count is worth a restore."""
-        try:
-            reports = pipeline.finished()
-        except Exception:
-            logger.exception("hcache: restores could not be counted")
-            return
-        for report in reports:
-            metrics.count_tokens("restored", report.tokens)
-            for method, number in report.bytes.items():
-                metrics.count_bytes(f"restored_{method}", number)
-            metrics.count_milliseconds("restore", report.total_ms)
-            metrics.observe("restore", report.total_ms / 1e3)
-            for stream in ("copy", "compute"):
-                metrics.count_milliseconds(f"restore_{stream}_busy", report.busy_ms(stream))
-                metrics.count_milliseconds(f"restore_{stream}_idle", report.idle_ms(stream))
+            self._loads.count_finished()
 
     # ---- pages as storage backends see them ----
 

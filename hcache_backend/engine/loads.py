@@ -1,81 +1,198 @@
-"""What the loads of one restore have in common: how many of the first layers are recomputed."""
+"""Loads from host memory, from where SGLang asks for one to where it starts all that it has queued.
+
+All that are queued become one restore: what lacks is transferred together, and the same number of
+first layers is recomputed in all of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from hcache_backend.capture.arena import Ids
-from hcache_backend.engine.host_pool import HiddenStatePool
+from hcache_backend.capture.arena import Arena, Ids
+from hcache_backend.engine import metrics
 from hcache_backend.engine.startup.partitioning import Partitioning
-from hcache_backend.restore.pipeline import Recompute
+from hcache_backend.restore.eager import HandOut
+from hcache_backend.restore.pipeline import Recompute, RestorePipeline
 from hcache_backend.restore.recompute import Recomputer, RestoredSpan
-from hcache_backend.restore.reservation import runs
+from hcache_backend.restore.reservation import StartedRestore, runs
 from hcache_backend.store.base import EIGHTHS
 from hcache_backend.streams import held_for_device
 
+logger = logging.getLogger("hcache")
 
-@dataclass(frozen=True)
-class LoadedSpan:
-    """The tokens of one load.
+Prefix = Callable[[], torch.Tensor | None]
+"""Gives the slots of all tokens before some others; None: not all are on the device."""
+
+
+class LoadedSpan(NamedTuple):
+    """Consecutive tokens of a load.
 
     Attributes:
         token_ids: int64 ``[n]``; empty where nothing can be recomputed on this server.
         prefix: Slots of the tokens before them, on the device; None where they are not known, and
             then nothing can be recomputed.
-        missing: The first layers whose segments a page lacks.
     """
 
     token_ids: np.ndarray
     prefix: torch.Tensor | None
-    missing: int
 
 
-class LoadPlanner:
-    """Remembers queued loads until they are launched as one restore. Scheduler thread only, except
+@dataclass(eq=False)
+class QueuedLoad:
+    """A load of whole pages.
+
+    Attributes:
+        host_pages: int64 ``[pages]``.
+        missing: The first layers whose segments a page lacks.
+        spans: The tokens of which not all layers are launched yet.
+        handed: The device pages that eager restores prepared; None: there are no eager restores.
+    """
+
+    host_pages: Ids
+    missing: int = 0
+    spans: Sequence[LoadedSpan] = ()
+    handed: HandOut | None = None
+
+    @property
+    def ready(self) -> npt.NDArray[np.bool_]:
+        """Of which pages the stored layers are launched already, bool ``[pages]``."""
+        return self.handed.ready if self.handed else np.zeros(len(self.host_pages), np.bool_)
+
+    @property
+    def whole(self) -> npt.NDArray[np.bool_]:
+        """Of which pages all layers are launched already, bool ``[pages]``."""
+        return self.handed.whole if self.handed else np.zeros(len(self.host_pages), np.bool_)
+
+
+class LoadQueue:
+    """Plans loads, and launches those that were queued. Scheduler thread only, except
     :meth:`first_to_read`.
 
     Args:
-        pool: The host pool.
+        arena: The host pages.
+        pipeline: Launches restores.
         partitioning: What is stored, and what decides.
         recomputer: Runs the model; None where it cannot.
         device: Where the model is.
 
     Attributes:
-        prefix: Gives the slots of the tokens before those that are being loaded.
+        stored_from: Nothing is stored of the layers before this one.
     """
 
     def __init__(
         self,
-        pool: HiddenStatePool,
+        arena: Arena,
+        pipeline: RestorePipeline,
         partitioning: Partitioning,
         recomputer: Recomputer | None,
         device: torch.device | str,
     ) -> None:
-        self.prefix: Callable[[], torch.Tensor] | None = None
-        self._pool = pool
+        self.stored_from = len(partitioning.layers("recompute"))
+        self._arena = arena
+        self._layout = arena.layout
+        self._pipeline = pipeline
         self._partitioning = partitioning
         self._recomputer = recomputer
         self._device = device
-        self._stored_from = len(partitioning.layers("recompute"))
-        self._spans: list[LoadedSpan] = []
+        self._queued: list[QueuedLoad] = []
 
     def first_to_read(self, tokens: int) -> int:
         """Layers of which a restore of ``tokens`` tokens is better off without segments from L3.
 
         Any thread. 0: all that are stored are to be read.
         """
-        if self._recomputer is None or self._pool.page_size % EIGHTHS:
+        if self._recomputer is None or self._layout.page_size % EIGHTHS:
             return 0  # the store only divides pages whose tokens divide
         first = self._partitioning.first_layers(tokens, 0, "first")
-        return first if first > self._stored_from else 0
+        return first if first > self.stored_from else 0
 
-    def recompute_of(
-        self, host_pages: Ids, layers: int, prefix: Callable[[], torch.Tensor | None]
-    ) -> Recompute | None:
+    # ---- from asking to launching ----
+
+    def plan(self, host_pages: Ids, prefix: Prefix) -> QueuedLoad | None:
+        """A load of ``host_pages`` (int64 ``[p]``); None: they lack layers, and nothing can help.
+
+        Args:
+            host_pages: At least one.
+            prefix: Gives the slots of the tokens before them.
+        """
+        first = int(self._arena.first_layers(host_pages).max())
+        load = QueuedLoad(
+            host_pages, max(self.stored_from, first), [self._span(host_pages, prefix)]
+        )
+        # In one restore the same layers of all that is queued are recomputed.
+        together = [one for one in (*self._queued, load) if one.spans]
+        behind = (span.prefix for one in together for span in one.spans)
+        if any(one.missing for one in together) and any(slots is None for slots in behind):
+            return None
+        return load
+
+    def add(self, load: QueuedLoad, slots: torch.Tensor) -> None:
+        """SGLang queued ``load``, to ``slots`` (int64 ``[pages * page_size]``, on the device)."""
+        if load.handed is not None and load.spans:
+            [span] = load.spans
+            lacking = runs(np.flatnonzero(~load.whole).tolist())
+            load.spans = [self._part(span, slots, pages) for pages in lacking]
+        self._queued.append(load)
+
+    def forget(self) -> None:
+        """Queued loads were dropped."""
+        self._queued.clear()
+
+    def launch(self, slots: torch.Tensor) -> tuple[StartedRestore, ...]:
+        """Launch what is queued as one restore, on the current stream.
+
+        Args:
+            slots: Those of all queued loads, in their order, int64 ``[n]``, on the device.
+
+        Returns:
+            What writes K and V of these slots, or still reads them.
+        """
+        loads, self._queued = self._queued, []
+        pages = self._arena.physical(np.concatenate([load.host_pages for load in loads]))
+        ready = np.concatenate([load.ready for load in loads])
+        recompute = self._recompute_queued(loads, any_ready=bool(ready.any()))
+        if not ready.any():
+            return (self._pipeline.start(pages, slots, recompute),)
+        handed = [load.handed for load in loads if load.handed is not None]
+        restores = tuple({id(one): one for each in handed for one in each.restores}.values())
+        if recompute is not None:
+            lack = ~np.concatenate([load.whole for load in loads])
+            there = self._slots(slots, lack)
+            recompute = self._only_for(recompute, pages[lack], there, behind=restores)
+        missing = ~ready
+        if recompute is None and not missing.any():
+            return restores
+        rest = self._slots(slots, missing)
+        return (*restores, self._pipeline.start(pages[missing], rest, recompute))
+
+    def count_finished(self) -> None:
+        """Count the restores that are done by now; no count is worth a restore."""
+        try:
+            reports = self._pipeline.finished()
+        except Exception:
+            logger.exception("hcache: restores could not be counted")
+            return
+        for report in reports:
+            metrics.count_tokens("restored", report.tokens)
+            for method, number in report.bytes.items():
+                metrics.count_bytes(f"restored_{method}", number)
+            metrics.count_milliseconds("restore", report.total_ms)
+            metrics.observe("restore", report.total_ms / 1e3)
+            for stream in ("copy", "compute"):
+                metrics.count_milliseconds(f"restore_{stream}_busy", report.busy_ms(stream))
+                metrics.count_milliseconds(f"restore_{stream}_idle", report.idle_ms(stream))
+
+    # ---- recomputation ----
+
+    def recompute_of(self, host_pages: Ids, layers: int, prefix: Prefix) -> Recompute | None:
         """How ``layers`` first layers of consecutive pages are recomputed; None: they cannot be.
 
         Args:
@@ -83,103 +200,81 @@ class LoadPlanner:
             layers: At least 1.
             prefix: Gives the slots of all tokens before them, where K and V of these layers are.
         """
-        recomputer = self._recomputer
-        if recomputer is None:
-            return None
-        physical = self._pool.arena.physical(host_pages)
-        token_ids, behind = self._tokens([self._pool.arena.memory[i] for i in physical], prefix)
-        if behind is None:
-            return None
-        return self._recompute(layers, [LoadedSpan(token_ids, behind, layers)], recomputer)
+        span = self._span(host_pages, prefix)
+        return None if span.prefix is None else self._recompute(layers, [span])
 
-    def span(self, host_indices: torch.Tensor) -> LoadedSpan | None:
-        """What is known of the pages of a load; None: they lack layers, and nothing can help."""
-        span = self._span(
-            host_indices, max(self._stored_from, self._pool.first_layer(host_indices))
-        )
-        # All that is queued becomes one restore, in which the same layers are recomputed.
-        together = [*self._spans, span]
-        if any(one.missing for one in together) and any(one.prefix is None for one in together):
-            return None
-        return span
-
-    def _span(self, host_indices: torch.Tensor, missing: int) -> LoadedSpan:
-        if self._recomputer is None:  # nobody will ask which tokens they are
-            return LoadedSpan(np.empty(0, np.int64), None, missing)
-        pages = self._pool.pages_of(host_indices)
-        token_ids, prefix = self._tokens(pages, self.prefix or (lambda: None))
-        return LoadedSpan(token_ids, prefix, missing)
-
-    def _tokens(
-        self, pages: Sequence[np.ndarray], prefix: Callable[[], torch.Tensor | None]
-    ) -> tuple[np.ndarray, torch.Tensor | None]:
-        """Token ids of pages, int64 ``[n]``, and the prefix if it is known and theirs."""
-        layout = self._pool.page_layout
-        positions = np.concatenate([layout.positions(page) for page in pages])
-        token_ids = np.concatenate([layout.token_ids(page) for page in pages]).astype(np.int64)
-        first = int(positions[0])
-        if not np.array_equal(positions, np.arange(first, first + len(positions))):
-            return token_ids, None
-        if first == 0:
-            return token_ids, torch.empty(0, dtype=torch.int64, device=self._device)
-        slots = prefix()
-        return token_ids, slots if slots is not None and len(slots) == first else None
-
-    def add(self, span: LoadedSpan) -> None:
-        """The load was queued."""
-        self._spans.append(span)
-
-    def add_lacking(self, span: LoadedSpan, slots: torch.Tensor, whole: np.ndarray) -> None:
-        """The load was queued, and of some of its pages all layers are launched already.
-
-        Args:
-            span: Its tokens.
-            slots: Where they go, int64 ``[n]``.
-            whole: Those pages, bool ``[pages]``.
-        """
-        size = self._pool.page_size
-        for run in runs(np.flatnonzero(~whole).tolist()):
-            start, stop = run.start * size, run.stop * size
-            behind = None if span.prefix is None else torch.cat((span.prefix, slots[:start]))
-            self._spans.append(LoadedSpan(span.token_ids[start:stop], behind, span.missing))
-
-    def forget(self) -> None:
-        """Queued loads were dropped."""
-        self._spans.clear()
-
-    def next_recompute(self, *, any_ready: bool = False) -> Recompute | None:
-        """How the first layers of what is queued are to be recomputed; None: all are loaded.
+    def _recompute_queued(
+        self, loads: Sequence[QueuedLoad], *, any_ready: bool
+    ) -> Recompute | None:
+        """How the first layers of ``loads`` are recomputed; None: all are loaded.
 
         With ``any_ready`` only those that must be: all others of some pages are restored already.
         """
-        spans, self._spans = self._spans, []
-        first = max((span.missing for span in spans), default=0)
-        restored = _restored(spans)
-        recomputer = self._recomputer
-        if not spans or recomputer is None or len(restored) < len(spans):
+        spans = [span for load in loads for span in load.spans]
+        first = max((load.missing for load in loads if load.spans), default=0)
+        before = [len(span.prefix) for span in spans if span.prefix is not None]
+        if not spans or self._recomputer is None or len(before) < len(spans):
             assert first == 0, "pages without their first layers were queued"
             return None
-        tokens = sum(span.tokens for span in restored)
-        pairs = sum(span.tokens * len(span.prefix) for span in restored)
         if not any_ready:
+            lengths = [len(span.token_ids) for span in spans]
+            tokens, pairs = sum(lengths), sum(map(int.__mul__, lengths, before))
             first = max(first, self._partitioning.first_layers(tokens, pairs // tokens, "none"))
-        return self._recompute(first, spans, recomputer) if first else None
+        return self._recompute(first, spans) if first else None
 
-    def _recompute(
-        self, layers: int, spans: Sequence[LoadedSpan], recomputer: Recomputer
-    ) -> Recompute:
-        restored = _restored(spans)
+    def _recompute(self, layers: int, spans: Sequence[LoadedSpan]) -> Recompute:
+        recomputer = self._recomputer
+        assert recomputer is not None
+        known = [RestoredSpan(len(ids), prefix) for ids, prefix in spans if prefix is not None]
         held = held_for_device(np.concatenate([span.token_ids for span in spans]), self._device)
 
         def fill(positions: torch.Tensor, slots: torch.Tensor) -> None:
             token_ids = held.to(slots.device, non_blocking=True)
-            recomputer.run(layers, token_ids, positions, slots, restored)
+            recomputer.run(layers, token_ids, positions, slots, known)
 
         return Recompute(layers, fill)
 
+    def _only_for(
+        self,
+        recompute: Recompute,
+        pages: Ids,
+        slots: torch.Tensor,
+        behind: Sequence[StartedRestore],
+    ) -> Recompute:
+        """The same for all tokens of ``pages`` (physical), whichever of them are transferred."""
+        for restore in behind:  # it may have restored some of these layers, or those before
+            for layer in range(recompute.layers):
+                restore.wait_for_layer(layer)
+        positions = self._layout.positions(self._arena.memory)[pages].reshape(-1)
+        held = held_for_device(positions.astype(np.int64), slots.device)
+        there = held.to(slots.device, non_blocking=True)
+        return Recompute(recompute.layers, lambda *_: recompute.fill(there, slots))
 
-def _restored(spans: Iterable[LoadedSpan]) -> list[RestoredSpan]:
-    """Those whose prefix is known."""
-    return [
-        RestoredSpan(len(span.token_ids), span.prefix) for span in spans if span.prefix is not None
-    ]
+    # ---- tokens and slots ----
+
+    def _span(self, host_pages: Ids, prefix: Prefix) -> LoadedSpan:
+        """The tokens of pages, with the prefix if it is known and theirs."""
+        if self._recomputer is None:  # nobody will ask which tokens they are
+            return LoadedSpan(np.empty(0, np.int64), None)
+        pages = self._arena.pages(host_pages)
+        positions = np.concatenate([self._layout.positions(page) for page in pages])
+        token_ids = np.concatenate([self._layout.token_ids(page) for page in pages])
+        first, slots = int(positions[0]), None
+        if np.array_equal(positions, np.arange(first, first + len(positions))):
+            nothing = partial(torch.empty, 0, dtype=torch.int64, device=self._device)
+            slots = prefix() if first else nothing()
+        if slots is not None and len(slots) != first:
+            slots = None
+        return LoadedSpan(token_ids.astype(np.int64), slots)
+
+    def _part(self, span: LoadedSpan, slots: torch.Tensor, pages: range) -> LoadedSpan:
+        """Some pages of a span whose tokens go to ``slots``."""
+        size = self._layout.page_size
+        start, stop = pages.start * size, pages.stop * size
+        behind = None if span.prefix is None else torch.cat((span.prefix, slots[:start]))
+        return LoadedSpan(span.token_ids[start:stop], behind)
+
+    def _slots(self, slots: torch.Tensor, pages: npt.NDArray[np.bool_]) -> torch.Tensor:
+        """The slots (of all ``slots``, page by page) of the chosen ``pages``."""
+        by_page = slots.split(self._layout.page_size)
+        return torch.cat([slots[:0], *(by_page[i] for i in np.flatnonzero(pages).tolist())])

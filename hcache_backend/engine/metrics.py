@@ -23,8 +23,6 @@ logger = logging.getLogger("hcache")
 STAGE_BUCKETS = tuple(base * 10.0**power for power in range(-4, 2) for base in (1, 2.5, 5))
 """0.1 ms to 50 s."""
 
-_PUBLISH_SECONDS = 1.0
-
 
 @cache
 def tokens() -> Counter:
@@ -234,7 +232,7 @@ class SuspendedGauge:
 
 
 class StoreCounters:
-    """Passes on what a page store counted since the last time, at most once a second.
+    """Passes on what a page store counted since the last time.
 
     Args:
         stats: The counters of the store.
@@ -244,15 +242,11 @@ class StoreCounters:
         self._stats = stats
         self._lock = threading.Lock()
         self._published = dict.fromkeys(stats.snapshot(), 0)
-        self._next = 0.0
 
     @_harmless
-    def publish(self, *, now: bool = False) -> None:
-        """Any thread may call it, as often as it likes; ``now`` waits for no second."""
-        if not now and time.monotonic() < self._next:
-            return
+    def publish(self) -> None:
+        """Any thread may call it."""
         with self._lock:
-            self._next = time.monotonic() + _PUBLISH_SECONDS
             counts = self._stats.snapshot()
             for what, count in counts.items():
                 if count > self._published[what]:

@@ -64,6 +64,7 @@ class HCacheStorage(HiCacheStorage):
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
         joined = attach.join(storage_config)
         self._runtime, config, self._adapters, self._store = joined
+        self._store_counters = metrics.StoreCounters(self._store.stats)
         self._storage_config = storage_config
         self._pools: dict[str, PoolPages] = {}
         self._lock = threading.Lock()
@@ -229,6 +230,7 @@ class HCacheStorage(HiCacheStorage):
         if self._drop_own_pages in self._runtime.on_distrust:
             self._runtime.on_distrust.remove(self._drop_own_pages)
         self._store.close()
+        self._store_counters.publish()
 
     # ---- internals ----
 
@@ -263,9 +265,11 @@ class HCacheStorage(HiCacheStorage):
             if namespace is None:
                 metrics.count_lookups("suspended", len(keys))
                 return [False] * len(keys)
-            here = self._store.exists(
-                namespace, [key_bytes(key) for key in keys], share=pages.share_of_tokens
-            )
+            hashes = [key_bytes(key) for key in keys]
+            with metrics.timed("l3_exists"):
+                here = self._store.exists(namespace, hashes, share=pages.share_of_tokens)
+            metrics.count_lookups("found", sum(here))
+            metrics.count_lookups("absent", len(here) - sum(here))
             found = [before and now for before, now in zip(found, here, strict=True)]
         return found
 
@@ -282,13 +286,10 @@ class HCacheStorage(HiCacheStorage):
             return [False] * len(keys)
         start = time.perf_counter()
         hashes = [key_bytes(key) for key in keys]
-        found = self._store.get(
-            namespace,
-            hashes,
-            parts,
-            subset=wanted and wanted.subset,
-            share=self._pages_of(pool).share_of_tokens,
-        )
+        share_of_tokens, subset = self._pages_of(pool).share_of_tokens, wanted and wanted.subset
+        with metrics.timed("l3_read"):
+            found = self._store.get(namespace, hashes, parts, subset=subset, share=share_of_tokens)
+        self._store_counters.publish()
         sizes = [wanted.bytes if wanted else _bytes(page) for page in parts]
         size = sum(size for size, ok in zip(sizes, found, strict=True) if ok)
         metrics.count_pages("read", sum(found))
@@ -310,14 +311,12 @@ class HCacheStorage(HiCacheStorage):
             metrics.count_pages("dropped_suspended", len(keys))
             return
         start = time.perf_counter()
-        pages = self._pages_of(pool)
-        stored = self._store.put(
-            namespace,
-            [key_bytes(key) for key in keys],
-            parts,
-            share=pages.share_of_tokens,
-            table=pages.table(),
-        )
+        pages, hashes = self._pages_of(pool), [key_bytes(key) for key in keys]
+        with metrics.timed("l3_write"):
+            stored = self._store.put(
+                namespace, hashes, parts, share=pages.share_of_tokens, table=pages.table()
+            )
+        self._store_counters.publish()
         size = sum(map(_bytes, parts))
         metrics.count_pages("written", sum(stored))
         metrics.count_pages("dropped_error", len(stored) - sum(stored))

@@ -10,20 +10,18 @@ from pathlib import Path
 WITHOUT_A_FOLDER = """
 import logging, shutil, sys
 from hcache_backend.engine import metrics
-from hcache_backend.engine.measured_store import MeasuredStore
 from hcache_backend.store.base import StoreStats
-
-class Store:
-    stats = StoreStats()
-    def exists(self, namespace, keys, *, share):
-        return [True]
 
 logging.basicConfig(stream=sys.stdout)
 shutil.rmtree(sys.argv[1])
 metrics.set_mode("hidden", None)
 metrics.count_tokens("captured", 1)
 metrics.SuspendedGauge().set("why")
-print(MeasuredStore(Store()).exists(b"", [b""]))
+counters = metrics.StoreCounters(stats := StoreStats())
+stats.add(bytes_read=1)
+counters.publish()
+with metrics.timed("l3_read"):
+    print([True])
 """
 
 

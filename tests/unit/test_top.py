@@ -76,7 +76,7 @@ def pages() -> list[str]:
     metrics.set_codec("int8", "none")
     counters = metrics.StoreCounters(stats := StoreStats())
     stats.add(bytes_read=1000, pages_evicted=3)
-    counters.publish(now=True)
+    counters.publish()
     metrics.count_tokens("captured", 64)
     metrics.count_problem("page_checksum")
     for _ in range(90):
@@ -84,7 +84,7 @@ def pages() -> list[str]:
     first = written()
     metrics.count_tokens("captured", 128)
     stats.add(bytes_read=500)
-    counters.publish(now=True)
+    counters.publish()
     for _ in range(10):
         metrics.observe("restore", 0.09)
     return [first, written()]

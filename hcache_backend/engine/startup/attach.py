@@ -16,12 +16,12 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from hcache_backend.config import FIXED_AT_START, ConfigError, HCacheConfig, parse_config
 from hcache_backend.engine import hooks
 from hcache_backend.engine.arguments import resolved
-from hcache_backend.engine.measured_store import MeasuredStore
 from hcache_backend.engine.ranks import said_by_all_ranks
 from hcache_backend.engine.runtime import Runtime, current
 from hcache_backend.engine.startup.adapters import adapter_digests
 from hcache_backend.engine.startup.partitioning import keep_profile
 from hcache_backend.server_report import write_report
+from hcache_backend.store.base import PageStore
 from hcache_backend.store.striped import open_store
 
 logger = logging.getLogger("hcache")
@@ -50,7 +50,7 @@ class Joined(NamedTuple):
     runtime: Runtime
     config: HCacheConfig
     adapters: dict[str, str]
-    store: MeasuredStore
+    store: PageStore
 
 
 class _Verdict(NamedTuple):
@@ -157,9 +157,9 @@ def _check_late_start(runtime: Runtime) -> None:
         raise ConfigError(f"hcache: {missing}; weight updates could not be noticed")
 
 
-def _open(config: HCacheConfig, writer: bytes) -> MeasuredStore:
+def _open(config: HCacheConfig, writer: bytes) -> PageStore:
     try:
-        return MeasuredStore(open_store(config, writer))
+        return open_store(config, writer)
     except OSError as error:
         raise ConfigError(
             f"hcache: option 'dirs' is {[str(path) for path in config.dirs]}: {error}; "

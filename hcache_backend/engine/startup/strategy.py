@@ -29,7 +29,7 @@ from hcache_backend.engine.capture import HiddenCapture, invalidate_on_allocatio
 from hcache_backend.engine.controller import HiddenStateController
 from hcache_backend.engine.eager_loads import EagerLoads, ReservablePages, why_not_eager
 from hcache_backend.engine.host_pool import HiddenStatePool
-from hcache_backend.engine.loads import LoadPlanner
+from hcache_backend.engine.loads import LoadQueue
 from hcache_backend.engine.page_check import PageCheck
 from hcache_backend.engine.parking import PoolParking
 from hcache_backend.engine.ranks import on_all_ranks, smallest
@@ -219,7 +219,8 @@ class HiddenStateStrategy(StackStrategy):
             exchange=plan.exchange,
             order=order,
         )
-        pool.use(capture, plan.kv, pipeline)
+        loads = LoadQueue(pool.arena, pipeline, plan.parts, plan.recomputer, kvcache.device)
+        pool.use(capture, plan.kv, loads)
         logger.info(
             "hcache: restores take %.0f MB of device memory beside one projection of %d tokens",
             ring_bytes(layout, plan.parts.chunk_tokens, plan.parts.layers("hidden")) / 1e6,
@@ -255,15 +256,13 @@ class HiddenStateStrategy(StackStrategy):
         )
         check = PageCheck(layout, codec, hidden, plan.kv, projector, kvcache, plan.exchange)
         checks = ServiceChecks(runtime, pool, capture, check, params.tp_cache_group)
-        loads = LoadPlanner(pool, plan.parts, plan.recomputer, kvcache.device)
         stages = StagePages(
             pool.arena, plan.pages.host, lambda: runtime.distrust is None, runtime.lose_trust
         )
         eager = None
         if reservable is not None:
             most = max(1, int(plan.pages.device * runtime.config.restore_share))
-            first = len(plan.parts.layers("recompute"))
-            eager = EagerLoads(reservable, pool, pipeline, loads, first, most)
+            eager = EagerLoads(reservable, pool, pipeline, loads, most)
             runtime.on_weights_changed.append(eager.give_back)
         controller.use_hidden_states(runtime, pool, capture, checks, loads, stages, eager)
         return StackBuildResult(

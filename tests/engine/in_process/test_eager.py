@@ -13,6 +13,7 @@ from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE, PrefetchAck
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
 from hcache_backend.engine.eager_loads import ReservablePages, why_not_eager
+from hcache_backend.engine.loads import QueuedLoad
 from hcache_backend.engine.read_batches import BatchedReads
 from hcache_backend.restore.eager import EagerRestores, batch_pages
 from hcache_backend.restore.reservation import Launched
@@ -90,13 +91,14 @@ def test_extending_and_decoding_get_reserved_pages_too(scene: Scene) -> None:
 
 def test_a_load_gets_what_was_restored_for_it(scene: Scene) -> None:
     scene.reserve(1, 2, 3, arrived=2)
-    with scene.pages.loading(np.array([2, 3, 7])):
+    load = QueuedLoad(np.array([2, 3, 7]))
+    with scene.pages.given_to(load):
         slots = scene.allocator.alloc(3 * SIZE)
-    handed = scene.pages.take_handed()
+    handed = load.handed
     assert handed is not None
     assert torch.equal(handed.slots, slots)
     assert handed.ready.tolist() == [True, False, False]
-    assert scene.pages.take_handed() is None
+    assert scene.pages._load is None
     assert scene.allocator.available_size() == (PAGES - 3) * SIZE
     scene.eager.end("prefetch")
     scene.allocator.free(slots)

@@ -12,11 +12,9 @@ import torch
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.engine.capture import HiddenCapture
 from hcache_backend.engine.host_pool import HiddenStatePool
-from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.startup.memory import HostPages, plan_host_pages, staging_places
 from hcache_backend.engine.startup.self_check import SelfCheckFailed
 from hcache_backend.page import PageLayout
-from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_kernels.codecs import ExactCodec
 
 PAGE, WIDTH, LAYERS = 16, 8, 2
@@ -55,8 +53,7 @@ def pool() -> HiddenStatePool:
         allocator_type="default",
     )
     capture = StagedCapture(pool.arena, pool.kv_buffer, Staging(LAYERS, CODEC, 32, "cpu"), range(2))
-    pipeline = RestorePipeline(pool.kv_buffer, LAYOUT, [], 64, "cpu")
-    pool.use(capture, KVSegments(pool.device_pool, (), PAGE), pipeline)
+    pool._capture = capture
     return pool
 
 

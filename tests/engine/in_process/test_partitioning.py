@@ -14,13 +14,15 @@ import torch
 
 from hcache_backend.config import ConfigError, parse_config
 from hcache_backend.engine.kv_segments import KVSegments
-from hcache_backend.engine.loads import LoadPlanner
+from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.engine.parking import PoolParking
 from hcache_backend.engine.startup.partitioning import Partitioning, _fixed_partition
 from hcache_backend.page import PageLayout
 from hcache_backend.partition.layers import Partition
 from hcache_backend.partition.model_config import shape_from_config
 from hcache_backend.partition.profile import Profile, Rate
+from hcache_backend.restore.eager import HandOut
+from hcache_backend.restore.pipeline import Recompute
 from tests.engine.in_process.test_host_pool import PAGE, kv_pool
 
 SIZE = PAGE
@@ -69,34 +71,35 @@ def test_hidden_states_wait_in_the_slots_of_their_v() -> None:
 
 
 class HostPages:
-    """What the planner asks of the host pool: page i holds the positions from i * size on."""
+    """What the queue asks of the arena: page i holds the positions from i * size on."""
 
-    page_size = SIZE
-    page_layout = PageLayout(SIZE, (64,) * 4)
+    layout = PageLayout(SIZE, (64,) * 4)
 
     def __init__(self) -> None:
-        self.arena = self
-        self.memory = np.zeros((8, self.page_layout.page_bytes), np.uint8)
+        self.memory = np.zeros((8, self.layout.page_bytes), np.uint8)
         for page in range(8):
-            self.page_layout.positions(self.memory)[page] = np.arange(SIZE) + page * SIZE
-            self.page_layout.token_ids(self.memory)[page] = page
+            self.layout.positions(self.memory)[page] = np.arange(SIZE) + page * SIZE
+            self.layout.token_ids(self.memory)[page] = page
         self.first = 0
 
-    def pages_of(self, host_indices: torch.Tensor) -> list[np.ndarray]:
-        return [self.memory[page] for page in host_indices.tolist()]
+    def pages(self, host_pages: np.ndarray) -> list[np.ndarray]:
+        return [self.memory[page] for page in host_pages]
 
     def physical(self, host_pages: np.ndarray) -> np.ndarray:
         return host_pages
 
-    def first_layer(self, host_indices: torch.Tensor) -> int:
-        return self.first
+    def first_layers(self, host_pages: np.ndarray) -> np.ndarray:
+        return np.full(len(host_pages), self.first)
 
 
-def planner(
-    host: HostPages, partition: Partition, recomputer: object = None, **fields: Any
-) -> LoadPlanner:
-    parts = Partitioning(partition, None, None, 1024, **fields)
-    return LoadPlanner(host, parts, recomputer, "cpu")  # type: ignore[arg-type]
+class Pipeline:
+    """Notes how what it restores is recomputed."""
+
+    def __init__(self) -> None:
+        self.recomputed: list[Recompute | None] = []
+
+    def start(self, pages: Any, slots: Any, recompute: Recompute | None) -> None:
+        self.recomputed.append(recompute)
 
 
 class Recomputer:
@@ -109,70 +112,89 @@ class Recomputer:
         self.spans = [(span.tokens, span.prefix.tolist()) for span in spans]
 
 
+def queue(
+    host: HostPages, partition: Partition, recomputer: object = None, **fields: Any
+) -> LoadQueue:
+    parts = Partitioning(partition, None, None, 1024, **fields)
+    return LoadQueue(host, Pipeline(), parts, recomputer, "cpu")  # type: ignore[arg-type]
+
+
+def plan(loads: LoadQueue, *pages: int, known: int | None = None) -> QueuedLoad | None:
+    """A load of ``pages``, of which the slots of ``known`` tokens before them are known."""
+    return loads.plan(np.array(pages), lambda: None if known is None else torch.arange(known))
+
+
+def add(loads: LoadQueue, load: QueuedLoad | None, *whole: bool) -> torch.Tensor:
+    """Queue ``load``; other restores wrote the ``whole`` ones of its pages. Its slots."""
+    assert load is not None
+    slots = torch.arange(SIZE * len(load.host_pages)).flip(0)
+    if whole:
+        load.handed = HandOut(slots, np.array(whole), np.array(whole), (SimpleNamespace(),))
+    loads.add(load, slots)
+    return slots
+
+
+def recomputed(loads: LoadQueue, *, any_ready: bool = False) -> Recompute | None:
+    """How the queued loads are recomputed, which are queued no more."""
+    loads_now, loads._queued = loads._queued, []
+    return loads._recompute_queued(loads_now, any_ready=any_ready)
+
+
 class TestQueuedLoads:
     def test_whole_pages_are_loaded_whole(self) -> None:
-        loads = planner(HostPages(), Partition(0, 4, 0))
-        span = loads.span(torch.tensor([0, 1]))
-        assert span is not None
-        loads.add(span)
-        assert loads.next_recompute() is None
+        loads = queue(HostPages(), Partition(0, 4, 0))
+        add(loads, plan(loads, 0, 1))
+        assert recomputed(loads) is None
 
     def test_what_is_restored_already_is_not_recomputed(self) -> None:
-        loads = planner(HostPages(), Partition(2, 2, 0), SimpleNamespace(), can_recompute=True)
+        loads = queue(HostPages(), Partition(2, 2, 0), SimpleNamespace(), can_recompute=True)
         loads._partitioning = SimpleNamespace(first_layers=lambda *_: 4)  # type: ignore[assignment]
         for any_ready, layers in ((False, 4), (True, 2)):
-            span = loads.span(torch.tensor([0, 1]))
-            assert span is not None
-            loads.add(span)
-            recompute = loads.next_recompute(any_ready=any_ready)
+            add(loads, plan(loads, 0, 1))
+            recompute = recomputed(loads, any_ready=any_ready)
             assert recompute is not None and recompute.layers == layers
 
     def test_layers_that_are_not_stored_need_the_prefix(self) -> None:
-        loads = planner(HostPages(), Partition(2, 2, 0), SimpleNamespace())
-        assert loads.span(torch.tensor([1, 2])) is None  # nobody said what is before page 1
-        loads.prefix = lambda: torch.arange(SIZE - 1)
-        assert loads.span(torch.tensor([1, 2])) is None  # that is not all of it
-        loads.prefix = lambda: torch.arange(SIZE)
-        span = loads.span(torch.tensor([1, 2]))
-        assert span is not None and span.missing == 2
-        loads.add(span)
-        recompute = loads.next_recompute()
+        loads = queue(HostPages(), Partition(2, 2, 0), SimpleNamespace())
+        assert plan(loads, 1, 2) is None  # nobody said what is before page 1
+        assert plan(loads, 1, 2, known=SIZE - 1) is None  # that is not all of it
+        load = plan(loads, 1, 2, known=SIZE)
+        assert load is not None and load.missing == 2
+        slots = add(loads, load)
+        pipeline: Any = loads._pipeline
+        loads.launch(slots)
+        [recompute] = pipeline.recomputed
         assert recompute is not None and recompute.layers == 2
-        assert loads.next_recompute() is None  # it was for that restore only
+        assert not loads._queued  # it was for that restore only
 
     def test_pages_that_do_not_follow_each_other_are_not_recomputed(self) -> None:
-        loads = planner(HostPages(), Partition(1, 3, 0), SimpleNamespace())
-        assert loads.span(torch.tensor([0, 2])) is None
+        loads = queue(HostPages(), Partition(1, 3, 0), SimpleNamespace())
+        assert plan(loads, 0, 2) is None
 
     def test_pages_without_first_layers_need_somebody_who_recomputes(self) -> None:
         host = HostPages()
         host.first = 3
-        assert planner(host, Partition(0, 4, 0)).span(torch.tensor([0])) is None
-        loads = planner(host, Partition(0, 4, 0), SimpleNamespace())
-        span = loads.span(torch.tensor([0]))
-        assert span is not None
-        loads.add(span)
-        recompute = loads.next_recompute()
+        assert plan(queue(host, Partition(0, 4, 0)), 0) is None
+        loads = queue(host, Partition(0, 4, 0), SimpleNamespace())
+        add(loads, plan(loads, 0))
+        recompute = recomputed(loads)
         assert recompute is not None and recompute.layers == 3
 
     def test_one_load_that_cannot_be_recomputed_keeps_out_those_that_must(self) -> None:
         host = HostPages()
-        loads = planner(host, Partition(0, 4, 0), SimpleNamespace())
-        unknown = loads.span(torch.tensor([2]))
-        assert unknown is not None and unknown.prefix is None
-        loads.add(unknown)
+        loads = queue(host, Partition(0, 4, 0), SimpleNamespace())
+        unknown = plan(loads, 2)
+        assert unknown is not None and [span.prefix for span in unknown.spans] == [None]
+        add(loads, unknown)
         host.first = 1
-        assert loads.span(torch.tensor([0])) is None
-        assert loads.next_recompute() is None
+        assert plan(loads, 0) is None
+        assert plan(loads, 0) is None
+        assert recomputed(loads) is None
 
     def test_only_pages_that_lack_layers_are_recomputed_behind_all_before_them(self) -> None:
-        loads = planner(HostPages(), Partition(2, 2, 0), recomputer := Recomputer())
-        loads.prefix = lambda: torch.arange(SIZE)
-        span = loads.span(torch.tensor([1, 2, 3, 4]))
-        assert span is not None
-        slots = torch.cat([torch.arange(SIZE) + SIZE * page for page in (7, 3, 5, 2)])
-        loads.add_lacking(span, slots, np.array([False, True, True, False]))
-        recompute = loads.next_recompute(any_ready=True)
+        loads = queue(HostPages(), Partition(2, 2, 0), recomputer := Recomputer())
+        slots = add(loads, plan(loads, 1, 2, 3, 4, known=SIZE), False, True, True, False)
+        recompute = recomputed(loads, any_ready=True)
         assert recompute is not None and recompute.layers == 2
         recompute.fill(torch.empty(0), torch.empty(0))
         assert recomputer.spans == [
@@ -182,14 +204,14 @@ class TestQueuedLoads:
         assert recomputer.tokens == [1] * SIZE + [4] * SIZE
 
     def test_nothing_is_recomputed_where_no_page_lacks_layers(self) -> None:
-        loads = planner(HostPages(), Partition(2, 2, 0), Recomputer())
-        span = loads.span(torch.tensor([0]))
-        assert span is not None
-        loads.add_lacking(span, torch.arange(SIZE), np.array([True]))
-        assert loads.next_recompute(any_ready=True) is None
+        loads = queue(HostPages(), Partition(2, 2, 0), Recomputer())
+        slots = add(loads, plan(loads, 0), True)
+        assert len(loads.launch(slots)) == 1  # what was handed out
+        pipeline: Any = loads._pipeline
+        assert pipeline.recomputed == []
 
     def test_pages_of_a_prefetch_are_recomputed_behind_what_is_known(self) -> None:
-        loads = planner(HostPages(), Partition(1, 3, 0), recomputer := Recomputer())
+        loads = queue(HostPages(), Partition(1, 3, 0), recomputer := Recomputer())
         pages, known = np.array([2, 3]), torch.arange(2 * SIZE) + 9
         assert loads.recompute_of(pages, 1, lambda: None) is None
         assert loads.recompute_of(pages, 1, lambda: known[1:]) is None  # that is not all of it
@@ -201,12 +223,10 @@ class TestQueuedLoads:
         assert recomputer.tokens == [2] * SIZE + [3] * SIZE
 
     def test_dropped_loads_are_forgotten(self) -> None:
-        loads = planner(HostPages(), Partition(1, 3, 0), SimpleNamespace())
-        span = loads.span(torch.tensor([0]))
-        assert span is not None
-        loads.add(span)
+        loads = queue(HostPages(), Partition(1, 3, 0), SimpleNamespace())
+        add(loads, plan(loads, 0))
         loads.forget()
-        assert loads.next_recompute() is None
+        assert recomputed(loads) is None
 
 
 class TestPartition:

@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.engine.host_pool import HiddenStatePool, Ready
+from hcache_backend.engine.host_pool import HiddenStatePool
+from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.engine.startup.memory import HostPages
+from hcache_backend.engine.startup.partitioning import Partitioning
 from hcache_backend.page import PageLayout
+from hcache_backend.partition.layers import Partition
+from hcache_backend.restore.eager import HandOut
 from hcache_backend.restore.pipeline import Recompute
 from tests.engine.in_process.test_host_pool import LAYERS, LAYOUT, PAGE, kv_pool
 
@@ -41,6 +45,13 @@ class Pipeline:
         return []
 
 
+class Capture:
+    """Is told of freed pages."""
+
+    def host_freed(self, host_pages: np.ndarray) -> None:
+        pass
+
+
 @pytest.fixture
 def pool() -> HiddenStatePool:
     layout: PageLayout = LAYOUT
@@ -54,7 +65,9 @@ def pool() -> HiddenStatePool:
         pin_memory=False,
         allocator_type="default",
     )
-    pool._pipeline = Pipeline()  # type: ignore[assignment]
+    parts = Partitioning(Partition(0, LAYERS, 0), None, None, 64)
+    loads = LoadQueue(pool.arena, Pipeline(), parts, None, "cpu")  # type: ignore[arg-type]
+    pool.use(Capture(), None, loads)  # type: ignore[arg-type]
     return pool
 
 
@@ -62,34 +75,43 @@ def slots_of(*pages: int) -> torch.Tensor:
     return torch.cat([torch.arange(PAGE) + PAGE * page for page in pages])
 
 
-def load(pool: HiddenStatePool, host: torch.Tensor, device: torch.Tensor) -> Pipeline:
+def load(
+    pool: HiddenStatePool, host: list[int], device: list[int], handed: HandOut | None = None
+) -> Pipeline:
+    """Load host pages to device pages; others made what was ``handed`` out of it."""
+    loads: Any = pool._loads
+    loads.add(QueuedLoad(np.array(host), handed=handed), slots_of(*device))
+    indices = slots_of(*host), slots_of(*device)
     for layer in range(LAYERS):
-        pool.load_to_device_per_layer(pool.device_pool, host, device, layer, "kernel")
-    assert pool.next_ready is None
-    pipeline: Any = pool._pipeline
+        pool.load_to_device_per_layer(pool.device_pool, *indices, layer, "kernel")
+    assert not loads._queued
+    pipeline: Any = loads._pipeline
     return pipeline
+
+
+def handed_out(device: list[int], ready: list[bool], whole: list[bool], *made: Any) -> HandOut:
+    return HandOut(slots_of(*device), np.array(ready), np.array(whole), made)
 
 
 def test_only_missing_pages_are_transferred_and_all_restores_waited_for(
     pool: HiddenStatePool,
 ) -> None:
     early = Restore()
-    pool.next_ready = Ready(*2 * [np.array([False, True, False])], (early,))
-    pipeline = load(pool, slots_of(3, 1, 4), slots_of(5, 6, 2))
+    handed = handed_out([5, 6, 2], *2 * [[False, True, False]], early)
+    pipeline = load(pool, [3, 1, 4], [5, 6, 2], handed)
     assert pipeline.started == [([3, 4], [5, 2], None)]
     assert early.waited == pipeline.restore.waited == list(range(LAYERS))
 
 
 def test_nothing_is_launched_where_nothing_is_missing(pool: HiddenStatePool) -> None:
     early = [Restore(), Restore()]
-    pool.next_ready = Ready(*2 * [np.array([True, True])], tuple(early))
-    pipeline = load(pool, slots_of(3, 1), slots_of(5, 6))
+    pipeline = load(pool, [3, 1], [5, 6], handed_out([5, 6], *2 * [[True, True]], *early))
     assert pipeline.started == []
     assert all(restore.waited == list(range(LAYERS)) for restore in early)
 
 
 def test_first_layers_are_recomputed_for_pages_that_lack_them_behind_what_is_restored(
-    pool: HiddenStatePool,
+    pool: HiddenStatePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     LAYOUT.positions(pool.arena.memory)[:] = np.arange(len(pool.arena.memory))[:, None]
     early, seen = Restore(), []
@@ -97,9 +119,9 @@ def test_first_layers_are_recomputed_for_pages_that_lack_them_behind_what_is_res
     def fill(positions: torch.Tensor, slots: torch.Tensor) -> None:
         seen.append((positions[::PAGE].tolist(), (slots[::PAGE] // PAGE).tolist()))
 
-    pool.next_recompute = Recompute(1, fill)
-    pool.next_ready = Ready(np.array([True, True, False]), np.array([False, True, False]), (early,))
-    pipeline = load(pool, slots_of(3, 1, 4), slots_of(5, 6, 2))
+    monkeypatch.setattr(LoadQueue, "_recompute_queued", lambda *_, **kw: Recompute(1, fill))
+    handed = handed_out([5, 6, 2], [True, True, False], [False, True, False], early)
+    pipeline = load(pool, [3, 1, 4], [5, 6, 2], handed)
     [(pages, _, recompute)] = pipeline.started
     assert pages == [4]
     assert early.waited[0] == 0 and len(early.waited) == 1 + LAYERS
@@ -109,17 +131,12 @@ def test_first_layers_are_recomputed_for_pages_that_lack_them_behind_what_is_res
 
 
 def test_a_pool_without_eager_restores_launches_everything(pool: HiddenStatePool) -> None:
-    pipeline = load(pool, slots_of(3, 1), slots_of(5, 6))
+    pipeline = load(pool, [3, 1], [5, 6])
     assert pipeline.started == [([3, 1], [5, 6], None)]
 
 
 def test_who_restored_a_page_hears_that_it_was_freed(pool: HiddenStatePool) -> None:
-    class Capture:
-        def host_freed(self, pages: np.ndarray) -> None:
-            pass
-
     freed: list[int] = []
-    pool._capture = Capture()  # type: ignore[assignment]
     pool.on_freed = lambda pages: freed.extend(pages.tolist())
     indices = pool.alloc(2 * PAGE)
     assert indices is not None
