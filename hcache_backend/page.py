@@ -35,6 +35,8 @@ offset bytes field
 
 from __future__ import annotations
 
+import hashlib
+import re
 import struct
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,6 +54,7 @@ HEADER_ALIGNMENT = 4096
 NO_NAMESPACE = bytes(NAMESPACE_BYTES)
 """Of a page whose rows are not all there."""
 
+_SHA256_HEX = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
 _PREFIX = struct.Struct("<4sHHII")
 _CHECKSUM = slice(16, 32)
 _COVERED = 32
@@ -195,6 +198,16 @@ class PageLayout:
     def is_stamped(self, page: Bytes) -> bool:
         """Whether ``page`` was stamped: no row of it was lost, or is still on its way."""
         return self.namespace_of(page) != NO_NAMESPACE
+
+
+def key_bytes(key: str) -> bytes:
+    """32 bytes for a key: SGLang's sha256 itself, or the sha256 of any other text.
+
+    Whatever the text is, no path can be built from it.
+    """
+    if _SHA256_HEX.fullmatch(key):
+        return bytes.fromhex(key)
+    return hashlib.sha256(b"text:" + key.encode()).digest()
 
 
 def _digest(part: Bytes) -> bytes:

@@ -24,13 +24,13 @@ from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.engine import metrics
 from hcache_backend.engine.eager_loads import EagerLoads
 from hcache_backend.engine.host_pool import HiddenStatePool
-from hcache_backend.engine.keys import key_bytes
 from hcache_backend.engine.loads import LoadQueue, Prefix, QueuedLoad
 from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.read_batches import BatchedReads
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.service_check import ServiceChecks
 from hcache_backend.engine.stage_pages import StagePages
+from hcache_backend.page import key_bytes
 from hcache_backend.streams import StreamFailed
 
 logger = logging.getLogger("hcache")

@@ -1,4 +1,4 @@
-"""Layer segments that hold K and V as they are in SGLang's pool: K of all tokens, then V."""
+"""Layer segments in SGLang's KV pool: K and V, and hidden states that wait for their projection."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from hcache_backend.page import PageLayout
 from hcache_backend.restore.pipeline import RestoredLayer
 from hcache_kernels.pages import scatter_rows
 
+_WORD = torch.int64
+
 
 class KVSegments:
-    """Copies K and V of some layers between the pool and pages.
+    """Copies K and V of some layers between the pool and pages, which hold them as the pool does.
+
+    A segment has K of all tokens of its page, then V.
 
     Args:
         kvcache: SGLang's ``MHATokenToKVPool``.
@@ -77,3 +81,37 @@ class KVSegments:
 
     def _planes(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._kvcache.k_buffer[layer], self._kvcache.v_buffer[layer]
+
+
+class PoolParking:
+    """Room for the hidden states of one layer in the slots that its V will take.
+
+    With multi-head attention V has as many bytes.
+
+    Args:
+        kvcache: SGLang's ``MHATokenToKVPool``; rows of V must hold a row (see :meth:`fits`).
+        layer: Layer, as the pool numbers them.
+        row_bytes: Bytes of one stored hidden state.
+    """
+
+    def __init__(self, kvcache: Any, layer: int, row_bytes: int) -> None:
+        buffer = kvcache.v_buffer[layer]
+        self._words = buffer.view(len(buffer), -1).view(_WORD)[:, : row_bytes // _WORD.itemsize]
+
+    @staticmethod
+    def fits(kvcache: Any, row_bytes: int) -> bool:
+        """Whether every row of V has room for a hidden state of ``row_bytes`` bytes."""
+        return row_bytes % _WORD.itemsize == 0 and all(
+            buffer.is_contiguous()
+            and buffer[0].nbytes >= row_bytes
+            and buffer[0].nbytes % _WORD.itemsize == 0
+            for buffer in kvcache.v_buffer
+        )
+
+    def put(self, segments: torch.Tensor, slots: torch.Tensor) -> None:
+        """See :class:`~hcache_backend.restore.pipeline.Parking`."""
+        self._words.index_copy_(0, slots, segments.view(_WORD).view(len(slots), -1))
+
+    def take(self, slots: torch.Tensor) -> torch.Tensor:
+        """uint8 ``[n, row_bytes]``."""
+        return self._words.index_select(0, slots).view(torch.uint8)

@@ -33,10 +33,10 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hcache_backend.engine import metrics
-from hcache_backend.engine.keys import key_bytes
 from hcache_backend.engine.pool_pages import PoolPages, Wanted, tensor_parts
 from hcache_backend.engine.runtime import Weights
 from hcache_backend.engine.startup import attach
+from hcache_backend.page import key_bytes
 from hcache_backend.store.base import Parts
 
 logger = logging.getLogger("hcache")

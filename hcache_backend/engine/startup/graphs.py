@@ -12,7 +12,7 @@ from typing import Any
 
 from hcache_backend.capture.staging import Staging
 from hcache_backend.engine.arguments import resolved
-from hcache_backend.engine.capture import HiddenCapture
+from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.codec_choice import wanted_codec
 from hcache_backend.engine.startup.memory import staging_places

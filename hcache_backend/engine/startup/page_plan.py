@@ -14,15 +14,15 @@ from sglang.srt.mem_cache.pool_host.base import host_memory_budget_bytes
 from sglang.srt.runtime_context import get_memory
 
 from hcache_backend.capture.staging import Staging
-from hcache_backend.engine.capture import HiddenCapture
+from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.engine.hooks import install, prefix_hooks
 from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.ranks import on_all_ranks
-from hcache_backend.engine.recompute import check_recompute, make_recomputer
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.graphs import recording_problem, step_tokens
 from hcache_backend.engine.startup.memory import HostPages, plan_host_pages, staging_places
 from hcache_backend.engine.startup.partitioning import Partitioning
+from hcache_backend.engine.startup.recomputer import check_recompute, make_recomputer
 from hcache_backend.engine.startup.self_check import Probe, SelfCheckFailed
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.exchange import Exchange, share_of_rank

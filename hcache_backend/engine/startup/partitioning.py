@@ -17,7 +17,7 @@ import torch
 
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.engine.arguments import resolved
-from hcache_backend.engine.parking import PoolParking
+from hcache_backend.engine.kv_segments import PoolParking
 from hcache_backend.engine.ranks import from_first_rank
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.codec_choice import wanted_codec

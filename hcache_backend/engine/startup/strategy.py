@@ -25,16 +25,15 @@ from sglang.srt.runtime_context import get_memory
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.engine import metrics
 from hcache_backend.engine.arguments import resolved
-from hcache_backend.engine.capture import HiddenCapture, invalidate_on_allocation
+from hcache_backend.engine.capture_hooks import HiddenCapture, invalidate_on_allocation
 from hcache_backend.engine.controller import HiddenStateController
 from hcache_backend.engine.eager_loads import EagerLoads, ReservablePages, why_not_eager
 from hcache_backend.engine.host_pool import HiddenStatePool
+from hcache_backend.engine.kv_segments import PoolParking
 from hcache_backend.engine.loads import LoadQueue
-from hcache_backend.engine.page_check import PageCheck
-from hcache_backend.engine.parking import PoolParking
 from hcache_backend.engine.ranks import on_all_ranks, smallest
 from hcache_backend.engine.runtime import Runtime
-from hcache_backend.engine.service_check import ServiceChecks
+from hcache_backend.engine.service_check import PageCheck, ServiceChecks
 from hcache_backend.engine.stage_pages import StagePages
 from hcache_backend.engine.startup.codec_choice import agree_on_codec
 from hcache_backend.engine.startup.layer_projections import LayerProjections, PagedPool

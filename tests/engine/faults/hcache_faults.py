@@ -124,7 +124,7 @@ def _wrap_write(before: bool) -> Callable[[], None]:
 
 def _skip_a_layer() -> None:
     """Capture misses the last layer: its hook does not fire."""
-    from hcache_backend.engine.capture import HiddenCapture
+    from hcache_backend.engine.capture_hooks import HiddenCapture
 
     take = HiddenCapture._take
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hcache_backend.capture.staging import StagedCapture, Staging
-from hcache_backend.engine.capture import HiddenCapture
+from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.engine.host_pool import HiddenStatePool
 from hcache_backend.engine.startup.memory import HostPages, plan_host_pages, staging_places
 from hcache_backend.engine.startup.self_check import SelfCheckFailed

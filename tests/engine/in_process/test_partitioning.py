@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from hcache_backend.config import ConfigError, parse_config
-from hcache_backend.engine.kv_segments import KVSegments
+from hcache_backend.engine.kv_segments import KVSegments, PoolParking
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
-from hcache_backend.engine.parking import PoolParking
 from hcache_backend.engine.startup.partitioning import Partitioning, _fixed_partition
 from hcache_backend.page import PageLayout
 from hcache_backend.partition.layers import Partition
