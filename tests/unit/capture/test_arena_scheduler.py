@@ -6,37 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hcache_backend.capture.arena import NO_NAMESPACE, Arena, ShadowChanges, Verdict
-from hcache_backend.page import PageLayout
-
-SIZE = 4
-LAYOUT = PageLayout(SIZE, (SIZE * 8, SIZE * 8))
-HOST_PAGES, DEVICE_PAGES = 6, 5
-NAMESPACE, WRITER = b"n" * 16, b"w" * 8
-
-
-def arena(host_pages: int = HOST_PAGES, device_pages: int = DEVICE_PAGES) -> Arena:
-    memory = np.full((host_pages + device_pages, LAYOUT.page_bytes), 0xEE, np.uint8)
-    return Arena(
-        memory,
-        LAYOUT,
-        host_pages,
-        device_pages,
-        lambda page: LAYOUT.stamp(page, NAMESPACE, WRITER),
-    )
-
-
-def slots_of(pages: list[int]) -> np.ndarray:
-    return (np.array(pages, np.int64)[:, None] * SIZE + np.arange(SIZE)).ravel()
-
-
-def ids(*pages: int) -> np.ndarray:
-    return np.array(pages, np.int64)
+from hcache_backend.capture.arena import ShadowChanges
+from tests.unit.capture.small_arena import (
+    DEVICE_PAGES,
+    HOST_PAGES,
+    LAYOUT,
+    NAMESPACE,
+    SIZE,
+    WRITER,
+    arena,
+    ids,
+    slots_of,
+)
 
 
 @dataclass
@@ -278,129 +263,3 @@ TestScriptedScheduler = ScriptedScheduler.TestCase
 TestScriptedScheduler.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
 )
-
-
-# ---- single facts ----
-
-
-def captured(a: Arena, pages: list[int], first: int = 0) -> np.ndarray:
-    slots = slots_of(pages)
-    positions = np.arange(first, first + len(slots))
-    ticket = a.begin(slots, positions, positions + 500)
-    a.promise(slots, ticket)
-    assert a.prove(slots, ticket, np.ones(len(slots), np.uint8)) == (0, 0)
-    return slots
-
-
-def test_a_backup_exchanges_table_entries_and_counts_pages() -> None:
-    a = arena()
-    slots = captured(a, [1, 3])
-    shadows = a.shadows[[1, 3]]
-    changes = a.swap(slots, ids(2, 0))
-    assert a.physical(ids(2, 0)).tolist() == shadows.tolist()
-    assert changes.device_pages.tolist() == [1, 3]
-    assert a.shadows[[1, 3]].tolist() == changes.physical.tolist() == [2, 0]
-    assert a.swapped_pages == 2
-
-
-def test_rows_are_valid_from_the_promise_on_and_stamped_with_the_proof() -> None:
-    a = arena()
-    slots = slots_of([2])
-    ticket = a.begin(slots, np.arange(4), np.arange(4))
-    assert a.problem(slots) == "rows not valid"
-    a.promise(slots, ticket)
-    assert a.problem(slots) is None
-    a.swap(slots, ids(0))
-    page = a.memory[a.physical(ids(0))[0]]
-    assert LAYOUT.namespace_of(page) == NO_NAMESPACE
-    a.prove(slots, ticket, np.ones(4, np.uint8))
-    assert LAYOUT.namespace_of(page) == NAMESPACE
-    assert a.problem(slots) == "rows backed up already"
-
-
-@pytest.mark.parametrize(("verdict", "lost"), [(Verdict.MISSING, (1, 0)), (Verdict.UNFIT, (0, 1))])
-def test_a_page_with_a_row_that_was_not_written_is_never_stamped(
-    verdict: Verdict, lost: tuple[int, int]
-) -> None:
-    a = arena()
-    slots = slots_of([2])
-    ticket = a.begin(slots, np.arange(4), np.arange(4))
-    a.promise(slots, ticket)
-    a.swap(slots, ids(0))
-    assert a.prove(slots, ticket, np.array([1, 1, verdict, 1], np.uint8)) == lost
-    a.prove(slots, ticket, np.ones(4, np.uint8))
-    assert LAYOUT.namespace_of(a.memory[a.physical(ids(0))[0]]) == NO_NAMESPACE
-
-
-def test_rows_that_the_codec_cannot_hold_are_told_apart_from_missing_ones() -> None:
-    a = arena()
-    slots = slots_of([2])
-    ticket = a.begin(slots, np.arange(4), np.arange(4))
-    a.promise(slots, ticket)
-    a.prove(slots, ticket, np.array([1, 2, 0, 1], np.uint8))
-    assert a.problem(slots) == "rows not encodable"
-    captured(a, [2])
-    assert a.problem(slots) is None
-
-
-def test_the_proof_of_an_older_allocation_counts_for_nothing() -> None:
-    a = arena()
-    slots = slots_of([2])
-    ticket = a.begin(slots, np.arange(4), np.arange(4))
-    a.promise(slots, ticket)
-    a.allocated(slots[2:3])
-    a.prove(slots, ticket, np.ones(4, np.uint8))
-    assert a.problem(slots) == "rows not valid"
-
-
-def test_the_proof_of_an_older_allocation_is_no_proof_of_the_newer_one() -> None:
-    a = arena()
-    slots = slots_of([2])
-    old = a.begin(slots, np.arange(4), np.arange(4))
-    a.promise(slots, old)
-    new = a.begin(slots, np.arange(4), np.arange(4))
-    a.promise(slots, new)
-    a.swap(slots, ids(0))
-    a.prove(slots, old, np.ones(4, np.uint8))
-    assert LAYOUT.namespace_of(a.memory[a.physical(ids(0))[0]]) == NO_NAMESPACE
-    a.prove(slots, new, np.ones(4, np.uint8))
-    assert LAYOUT.namespace_of(a.memory[a.physical(ids(0))[0]]) == NAMESPACE
-
-
-def test_a_freed_host_page_gives_nothing_to_the_next_owner_of_its_device_page() -> None:
-    a = arena()
-    a.swap(captured(a, [2]), ids(0))
-    captured(a, [2], first=64)
-    shadow = a.shadows[2]
-    assert len(a.host_freed(ids(0)).device_pages) == 0
-    assert a.shadows[2] == shadow
-
-
-def test_a_host_page_that_is_freed_before_the_proof_leaves_no_valid_rows() -> None:
-    a = arena()
-    slots = slots_of([2])
-    ticket = a.begin(slots, np.arange(4), np.arange(4))
-    a.promise(slots, ticket)
-    a.swap(slots, ids(0))
-    assert len(a.host_freed(ids(0)).device_pages) == 0
-    a.prove(slots, ticket, np.ones(4, np.uint8))
-    assert a.problem(slots) == "rows not valid"
-
-
-@pytest.mark.parametrize("positions", [[1, 2, 3, 4], [0, 1, 3, 2], [4, 5, 6, 8]])
-def test_positions_must_follow_each_other_from_a_page_boundary(positions: list[int]) -> None:
-    a = arena()
-    slots = slots_of([1])
-    a.promise(slots, a.begin(slots, np.array(positions), np.arange(4)))
-    assert a.problem(slots) == "positions not consecutive"
-
-
-def test_slots_that_are_no_whole_pages_are_refused() -> None:
-    a = arena()
-    captured(a, [1, 2])
-    assert a.problem(np.array([5, 4, 6, 7])) == "slots are not whole pages"
-
-
-def test_the_memory_must_have_a_page_for_every_entry() -> None:
-    with pytest.raises(ValueError, match=r"the arena needs \(11, "):
-        Arena(np.zeros((10, LAYOUT.page_bytes), np.uint8), LAYOUT, 6, 5, lambda page: None)

@@ -1,0 +1,32 @@
+"""An arena of a few small pages."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hcache_backend.capture.arena import Arena
+from hcache_backend.page import PageLayout
+
+SIZE = 4
+LAYOUT = PageLayout(SIZE, (SIZE * 8, SIZE * 8))
+HOST_PAGES, DEVICE_PAGES = 6, 5
+NAMESPACE, WRITER = b"n" * 16, b"w" * 8
+
+
+def arena(host_pages: int = HOST_PAGES, device_pages: int = DEVICE_PAGES) -> Arena:
+    memory = np.full((host_pages + device_pages, LAYOUT.page_bytes), 0xEE, np.uint8)
+    return Arena(
+        memory,
+        LAYOUT,
+        host_pages,
+        device_pages,
+        lambda page: LAYOUT.stamp(page, NAMESPACE, WRITER),
+    )
+
+
+def slots_of(pages: list[int]) -> np.ndarray:
+    return (np.array(pages, np.int64)[:, None] * SIZE + np.arange(SIZE)).ravel()
+
+
+def ids(*pages: int) -> np.ndarray:
+    return np.array(pages, np.int64)

@@ -1,0 +1,86 @@
+"""Pages, a pool and a restore pipeline between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from hcache_backend.page import PageLayout
+from hcache_backend.restore.pipeline import RestoredLayer, RestorePipeline
+
+SIZE, WIDTH, PAGES, SLOTS = 4, 6, 20, 160
+METHODS = ("hidden", "kv", "hidden", "hidden", "kv")
+
+
+class Server:
+    """Pages with random content, a pool that starts poisoned, and a pipeline between them."""
+
+    def __init__(self, methods: Sequence[str] = METHODS, chunk_tokens: int = 1024) -> None:
+        row = 4 * WIDTH
+        segments = tuple(SIZE * row * (2 if method == "kv" else 1) for method in methods)
+        self.layout = PageLayout(SIZE, segments)
+        self.memory = torch.zeros((PAGES, self.layout.page_bytes), dtype=torch.uint8)
+        self.methods = methods
+        for page in range(PAGES):
+            for layer in range(len(methods)):
+                values = torch.randn(segments[layer] // 4)
+                self.memory[page, self.layout.segment(layer)] = values.view(torch.uint8)
+            self.layout.positions(self.memory.numpy())[page] = np.arange(SIZE) + 1000 * page
+        self.k = torch.full((len(methods), SLOTS, WIDTH), float("nan"))
+        self.v = torch.full((len(methods), SLOTS, WIDTH), float("nan"))
+        self.calls: list[tuple[int, int]] = []  # layer, tokens
+        layers = [RestoredLayer(method, self.fill(i)) for i, method in enumerate(methods)]
+        self.pipeline = RestorePipeline(self.memory, self.layout, layers, chunk_tokens, "cpu")
+
+    def fill(self, layer: int) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+        def hidden(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+            rows = segments.view(torch.float32).view(-1, WIDTH)
+            self.k[layer, slots] = rows + positions[:, None]
+            self.v[layer, slots] = rows * 2
+            self.calls.append((layer, len(slots)))
+
+        def kv(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+            k, v = segments.view(torch.float32).view(-1, 2, SIZE, WIDTH).unbind(1)
+            self.k[layer, slots] = k.reshape(-1, WIDTH)
+            self.v[layer, slots] = v.reshape(-1, WIDTH)
+            self.calls.append((layer, len(slots)))
+
+        return hidden if self.methods[layer] == "hidden" else kv
+
+    def assert_restored(self, layer: int, pages: Sequence[int], slots: torch.Tensor) -> None:
+        for page, at in zip(pages, slots.view(-1, SIZE), strict=True):
+            segment = self.memory[page, self.layout.segment(layer)].clone().view(torch.float32)
+            if self.methods[layer] == "kv":
+                want_k, want_v = segment.view(2, SIZE, WIDTH)
+            else:
+                rows = segment.view(SIZE, WIDTH)
+                want_k = rows + (torch.arange(SIZE)[:, None] + 1000 * page)
+                want_v = rows * 2
+            assert torch.equal(self.k[layer, at], want_k), (layer, page)
+            assert torch.equal(self.v[layer, at], want_v), (layer, page)
+
+
+def some(pages: int, seed: int = 0) -> tuple[np.ndarray, torch.Tensor]:
+    """Pages in any order, and as many slots, in any order too."""
+    rng = np.random.default_rng(seed)
+    chosen = rng.permutation(PAGES)[:pages].astype(np.int64)
+    return chosen, torch.from_numpy(rng.permutation(SLOTS)[: pages * SIZE])
+
+
+def wait(server: Server, pages: np.ndarray, slots: torch.Tensor) -> None:
+    restore = server.pipeline.start(pages, slots)
+    for layer in range(len(server.methods)):
+        restore.wait_for_layer(layer)
+        server.assert_restored(layer, pages.tolist(), slots)
+
+
+def without_first_layer(server: Server) -> RestorePipeline:
+    """The server's pages as if nothing were stored of layer 0."""
+    layout = PageLayout(SIZE, (0, *server.layout.segment_bytes[1:]))
+    memory = torch.zeros((PAGES, layout.page_bytes), dtype=torch.uint8)
+    memory[:, layout.header_bytes :] = server.memory[:, server.layout.segment(1).start :]
+    layout.positions(memory.numpy())[:] = server.layout.positions(server.memory.numpy())
+    layers = [RestoredLayer("recompute", None), *server.pipeline._layers[1:]]
+    return RestorePipeline(memory, layout, layers, SIZE, "cpu")  # one page a chunk

@@ -1,0 +1,200 @@
+"""Eager restores: what is reserved, launched, handed out and given back, one fact at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import numpy as np
+import pytest
+import torch
+
+from hcache_backend.restore.eager import EagerRestores, HandOut
+from hcache_backend.restore.reservation import Launched
+from hcache_backend.streams import StreamFailed
+from tests.unit.restore.eager_device import (
+    DEVICE_PAGES,
+    SIZE,
+    Device,
+    Restore,
+    pages_of,
+)
+
+
+class Scene:
+    """Eager restores with a device of their own, and the restores that were launched."""
+
+    def __init__(self, limit: int = DEVICE_PAGES, cached: int = 0, lack: int = 0) -> None:
+        self.device = Device(cached)
+        self.launched: list[tuple[list[int], Restore]] = []
+        self.lack = lack  # of so many launches first layers cannot be recomputed
+        self.eager = EagerRestores(SIZE, self.device, self._launch, limit)
+
+    def _launch(
+        self,
+        prefetch: Hashable,
+        host_pages: np.ndarray,
+        slots: torch.Tensor,
+        before: torch.Tensor | None,
+    ) -> Launched:
+        whole = before is not None and len(self.launched) >= self.lack
+        restore = Restore(pages_of(slots), pages_of(before) if before is not None else [])
+        self.launched.append((host_pages.tolist(), restore))
+        self.device.writers.update(dict.fromkeys(restore.pages, restore))
+        return Launched(restore, whole, whole)
+
+    def begin(self, name: str, host: list[int], keys: list[str] | None = None) -> int:
+        return self.eager.reserve(name, keys or [f"{name}{i}" for i in host], np.array(host))
+
+
+def hand_out(scene: Scene, host: list[int]) -> HandOut:
+    handed = scene.eager.hand_out(np.array(host))
+    assert handed is not None
+    return handed
+
+
+def ready(scene: Scene, host: list[int]) -> list[bool]:
+    return list(hand_out(scene, host).ready)
+
+
+def whole(scene: Scene, host: list[int]) -> list[bool]:
+    return list(hand_out(scene, host).whole)
+
+
+def test_pages_are_restored_once_as_they_arrive_and_handed_out_at_the_load() -> None:
+    scene = Scene()
+    assert scene.begin("a", [5, 6, 7, 8]) == 4
+    assert [scene.eager.arrived("a", n) for n in (0, 2, 2, 3)] == [0, 2, 0, 1]
+    assert [host for host, _ in scene.launched] == [[5, 6], [7]]
+    handed = scene.eager.hand_out(np.array([6, 7, 8, 9]))
+    assert handed is not None
+    assert handed.ready.tolist() == [True, True, False, False]
+    assert handed.restores == tuple(restore for _, restore in scene.launched)
+    assert pages_of(handed.slots)[:2] == [
+        scene.launched[0][1].pages[1],
+        *scene.launched[1][1].pages,
+    ]
+    assert scene.eager.pages == 1  # page 5
+
+
+def test_what_is_reserved_is_there_for_everybody_unlaunched_and_new_pages_first() -> None:
+    scene = Scene()
+    scene.begin("a", [0, 1, 2])
+    scene.begin("b", [3, 4, 5])
+    scene.eager.arrived("a", 3)
+    scene.eager.arrived("b", 1)
+    scene.eager.make_free(DEVICE_PAGES - 4)
+    assert scene.eager.pages == 4
+    assert not any(restore.done for _, restore in scene.launched)  # nobody had to wait
+    scene.eager.make_free(DEVICE_PAGES - 3)
+    assert scene.launched[0][1].done
+    scene.eager.end("b")
+    assert ready(scene, [0, 1, 2, 3]) == [True, True, False, True]
+
+
+def test_nothing_is_launched_into_pages_that_were_given_back() -> None:
+    scene = Scene()
+    scene.begin("a", [0, 1, 2])
+    scene.eager.make_free(DEVICE_PAGES - 1)
+    scene.eager.arrived("a", 3)
+    assert [host for host, _ in scene.launched] == [[0]]
+
+
+def test_an_ended_prefetch_gives_back_what_did_not_arrive_and_keeps_the_rest() -> None:
+    scene = Scene()
+    scene.begin("a", [0, 1, 2])
+    scene.eager.arrived("a", 2)
+    assert scene.eager.end("a") == 1
+    assert scene.eager.pages == 2
+    scene.eager.host_freed(np.array([0, 2]))
+    assert scene.eager.pages == 1
+    assert ready(scene, [1]) == [True]
+
+
+def test_two_prefetches_of_the_same_pages_restore_them_once() -> None:
+    scene = Scene()
+    assert scene.begin("a", [0, 1], ["x", "y"]) == 2
+    assert scene.begin("b", [2, 3, 4], ["x", "y", "z"]) == 1
+    scene.eager.arrived("b", 3)
+    assert [host for host, _ in scene.launched] == [[4]]
+
+
+def test_no_more_than_the_limit_and_leftovers_make_room() -> None:
+    scene = Scene(limit=3)
+    assert scene.begin("a", [0, 1, 2, 3]) == 3
+    assert scene.begin("b", [4, 5]) == 0
+    scene.eager.arrived("a", 4)
+    scene.eager.end("a")
+    scene.eager.end("b")
+    assert scene.eager.pages == 3
+    assert scene.begin("c", [6, 7]) == 2
+    assert ready(scene, [0, 1, 2]) == [True, False, False]
+
+
+def test_the_device_cache_makes_room_for_what_may_be_reserved() -> None:
+    scene = Scene(limit=5, cached=DEVICE_PAGES - 1)
+    assert scene.begin("a", list(range(8))) == 5
+    assert len(scene.device.cached) == DEVICE_PAGES - 5
+
+
+def test_a_restore_that_failed_is_waited_for_like_any_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene()
+    scene.begin("a", [0])
+    scene.eager.arrived("a", 1)
+
+    def fail(restore: Restore) -> None:
+        restore.done = True
+        raise StreamFailed("no such weights")
+
+    monkeypatch.setattr(Restore, "wait", fail)
+    scene.eager.clear()
+    assert scene.device.count() == DEVICE_PAGES
+
+
+def test_first_layers_are_recomputed_behind_pages_that_lack_none() -> None:
+    scene = Scene()
+    scene.begin("a", [0, 1, 2, 3])
+    scene.eager.arrived("a", 1)
+    scene.eager.arrived("a", 3)
+    [(_, first), (_, second)] = scene.launched
+    assert (first.reads, second.reads) == ([], first.pages)
+    assert whole(scene, [0, 1, 2, 3]) == [True, True, True, False]
+
+
+def test_nothing_is_recomputed_behind_a_page_that_lacks_layers_or_is_somebody_elses() -> None:
+    scene = Scene(lack=1)
+    scene.begin("a", [0, 1], ["x", "y"])
+    scene.begin("b", [2, 3, 4], ["x", "y", "z"])
+    for prefetch, pages in (("a", 1), ("a", 2), ("b", 3)):
+        scene.eager.arrived(prefetch, pages)
+    assert [restore.reads for _, restore in scene.launched] == [[], [], []]
+    assert whole(scene, [0, 1, 4]) == [False, False, False]
+
+
+def test_a_page_that_is_given_back_waits_for_who_recomputes_from_it() -> None:
+    scene = Scene()
+    scene.begin("a", [0, 1])
+    scene.eager.arrived("a", 1)
+    scene.eager.arrived("a", 2)
+    scene.eager.host_freed(np.array([0]))
+    assert all(restore.done for _, restore in scene.launched)
+    assert whole(scene, [1]) == [True]
+
+
+def test_who_gets_a_page_hears_of_who_recomputes_from_it() -> None:
+    scene = Scene()
+    scene.begin("a", [0, 1])
+    scene.eager.arrived("a", 1)
+    scene.eager.arrived("a", 2)
+    assert hand_out(scene, [0]).restores == tuple(restore for _, restore in scene.launched)
+
+
+def test_nothing_is_recomputed_behind_a_page_that_was_taken_away() -> None:
+    scene = Scene()
+    scene.begin("a", [0, 1, 2])
+    scene.eager.arrived("a", 1)
+    scene.eager.host_freed(np.array([0]))
+    scene.eager.arrived("a", 2)
+    assert [restore.reads for _, restore in scene.launched] == [[], []]
+    assert whole(scene, [1]) == [False]
