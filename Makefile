@@ -11,6 +11,7 @@ ARGS ?=
 # Where there is a GPU and the active Python has SGLang, that SGLang is used as it is.
 GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 	'import sys, importlib.util as u; u.find_spec("sglang") and print(sys.executable)' 2>/dev/null)
+export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
 .PHONY: setup versions demo test test-long test-versions lint docs bench-store bench-codecs \
 	bench-partition bench-paper bench-eager bench-compare
@@ -19,8 +20,9 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 demo: setup
 	$(BIN)/hcache demo $(ARGS)
 
+# Two files at a time: a server's start and its waits leave a core idle. ARGS="-n 0": one at a time.
 test: setup versions
-	$(BIN)/python -m pytest -m "not long" $(ARGS)
+	$(BIN)/python -m pytest -m "not long" --numprocesses 2 --dist loadfile $(ARGS)
 
 # Hours. What it finds is committed.
 test-long: setup
@@ -72,9 +74,10 @@ ifeq ($(GPU_PYTHON),)
 endif
 	@touch $@
 
-$(VENV)/.package: $(VENV)/.engine requirements/package.txt requirements/dev.txt requirements/kernels-cpu.txt pyproject.toml
+$(VENV)/.package: $(VENV)/.engine requirements/package.txt requirements/dev.txt \
+		requirements/kernels-cpu.txt requirements/mooncake.txt pyproject.toml
 ifeq ($(GPU_PYTHON),)
-	$(PIP) install -r requirements/package.txt -r requirements/dev.txt
+	$(PIP) install -r requirements/package.txt -r requirements/dev.txt -r requirements/mooncake.txt
 	$(PIP) install --no-deps -r requirements/kernels-cpu.txt
 	$(PIP) install --no-deps --editable .
 else

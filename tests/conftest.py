@@ -32,5 +32,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--long-results")
-    if path is not None:
+    if path is not None and not hasattr(config, "workerinput"):  # one process writes the file
         config.pluginmanager.register(LongResults(path))

@@ -124,5 +124,5 @@ JOBS = dict([*fused_jobs(), *library_jobs()])
 
 
 @pytest.mark.parametrize("job", cases(JOBS))
-def test_nothing_spills_and_shared_memory_suffices(job: str, usages: dict[str, Usage]) -> None:
-    require_fits(JOBS[job], usages[job])
+def test_nothing_spills_and_shared_memory_suffices(job: str, usage: Usage) -> None:
+    require_fits(JOBS[job], usage)

@@ -55,5 +55,5 @@ JOBS = dict(jobs())
 
 
 @pytest.mark.parametrize("job", cases(JOBS))
-def test_nothing_spills_and_shared_memory_suffices(job: str, usages: dict[str, Usage]) -> None:
-    require_fits(JOBS[job], usages[job])
+def test_nothing_spills_and_shared_memory_suffices(job: str, usage: Usage) -> None:
+    require_fits(JOBS[job], usage)
