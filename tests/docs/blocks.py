@@ -1,6 +1,6 @@
 """Runs the blocks that are marked ``runnable``, each with a home and a folder of its own.
 
-The folder shows everything in the checkout, by links; what a block writes stays in the folder.
+The folder has links to everything in the checkout; new files of a block stay in the folder.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,16 +21,16 @@ ANYTHING = "..."
 """A line of expected output that stands for any number of lines."""
 
 SECONDS = 300.0
-"""Far more than a command takes: this is for one that hangs."""
+"""Time limit of a command, for one that hangs."""
 
 GRACE_SECONDS = 10.0
-"""For a command that hangs to end what it started."""
+"""Time that a command has to end after SIGINT."""
 _COLUMNS = 100
 _SHOWN_LINES = 8
 
 
 class Step(NamedTuple):
-    """A command of a block, and the output that stands below it (None: whatever it is)."""
+    """A command of a block, and the output that it has to print (None: any)."""
 
     line: int
     command: str
@@ -49,11 +48,7 @@ def runnable(page: Page) -> list[Block]:
 
 
 def block_findings(page: Page, block: Block, root: Path) -> Iterator[Finding]:
-    """Run ``block``; what is wrong with it, which is the first thing only.
-
-    Args:
-        root: The checkout that it is about.
-    """
+    """Run ``block`` in a copy of the checkout ``root``; the first thing that is wrong."""
     if block.language not in ("sh", "console"):
         message = f"a runnable block is sh or console, not {block.language!r}"
         yield Finding(page.path, block.line, message)
@@ -68,7 +63,7 @@ def block_findings(page: Page, block: Block, root: Path) -> Iterator[Finding]:
         folder.mkdir()
         home.mkdir()
         for item in root.resolve().iterdir():
-            if item.name != ".git":
+            if item.name not in (".git", "out"):
                 (folder / item.name).symlink_to(item)
         for step in steps:
             problem = _run(step, folder, home)
@@ -113,10 +108,7 @@ def _run(step: Step, folder: Path, home: Path) -> tuple[int, str] | None:
         return step.line, f"`{first}` ended with status {ended.status}\n    {shown}"
     if step.output is None:
         return None
-    expected = list(step.output)
-    while expected and not expected[-1]:
-        expected.pop()
-    differs = _difference(expected, lines)
+    differs = _difference(step.output, lines)
     if differs is None:
         return None
     number, wanted, got = differs
@@ -127,22 +119,22 @@ def _run(step: Step, folder: Path, home: Path) -> tuple[int, str] | None:
 def _difference(
     expected: Sequence[str], lines: Sequence[str]
 ) -> tuple[int, str | None, str | None] | None:
-    """The first expected line that is not printed: its number, it, and what is printed there."""
-    for number, (wanted, got) in enumerate(zip_longest(expected, lines)):
+    """The first expected line that is not printed: its number, it, and what is printed there.
+
+    `ANYTHING` stands for all lines up to the first one that is equal to the next expected line.
+    """
+    at, skips = 0, False
+    for number, wanted in enumerate(expected):
         if wanted == ANYTHING:
-            rest = expected[number + 1 :]
-            starts = range(number, len(lines) + 1)
-            if not rest or any(_difference(rest, lines[start:]) is None for start in starts):
-                return None
-            after = [n for n in starts if list(lines[n : n + 1]) == [rest[0]]]
-            if not after:
-                return number + 1, rest[0], None
-            deeper = _difference(rest, lines[after[0] :])
-            assert deeper is not None
-            return number + 1 + deeper[0], *deeper[1:]
-        if wanted != got:
+            skips = True
+            continue
+        if skips:
+            at = next((n for n in range(at, len(lines)) if lines[n] == wanted), len(lines))
+        got = lines[at] if at < len(lines) else None
+        if got != wanted:
             return number, wanted, got
-    return None
+        at, skips = at + 1, False
+    return None if skips or at >= len(lines) else (len(expected), None, lines[at])
 
 
 def _execute(command: str, folder: Path, home: Path) -> Ended:

@@ -1,19 +1,21 @@
-"""Do the names exist that pages speak of? Options, configuration, variables, metrics, files."""
+"""Whether names in pages exist: options, configuration, variables, metrics, files, functions."""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from hcache_backend import config
+from hcache_backend import config, trace
 from hcache_backend.cli.main import app
 from hcache_backend.config import ConfigError, HCacheConfig, parse_config
 from hcache_backend.engine import metrics
@@ -21,7 +23,7 @@ from hcache_backend.store.base import StoreStats
 from tests.docs.pages import Finding, Page, Piece, Table
 
 ROOT = Path(__file__).resolve().parents[2]
-VARIABLES = {value for name, value in vars(config).items() if name.endswith("_VARIABLE")}
+VARIABLES = {config.ENABLE_VARIABLE, config.CONFIG_VARIABLE, trace.TRACE_VARIABLE}
 
 _SHELL = ("sh", "console", "bash")
 _CALL = re.compile(r"(?:^|[\s`(/$])hcache[ \t]+([^|;&<>\n`]+)")
@@ -31,16 +33,17 @@ _METRIC = re.compile(r"\b(hcache_[a-z0-9_]+)(?:\{([^}]*)\})?")
 _LABEL = re.compile(r'(\w+)(?:[=!][=~]?"([^"]*)")?')
 _MODULES = {"hcache_backend", "hcache_kernels"}
 _FILE = re.compile(
-    r"(?:bench|dashboards|docs|hcache_backend|kernels|requirements|tests)/[\w./-]*|\.ci/\w+"
+    r"((?:bench|dashboards|docs|hcache_backend|kernels|requirements|tests)/[\w./-]*)(?::([\w.]+))?"
 )
 _PLACEHOLDER = re.compile(r"[A-Z]{3,}")
 _TARGET = re.compile(r"make ([a-z][\w-]*)")
+_PROGRAM = re.compile(r"python -m ((?:bench|tests)[\w.]*)")
 
 
 def name_findings(page: Page) -> Iterator[Finding]:
-    """What ``page`` names and nobody knows."""
+    """The names in ``page`` that do not exist."""
     for piece in _all_code(page):
-        for look in (_commands, _variables, _metrics):
+        for look in (_commands, _variables, _metrics, _programs):
             for problem in look(piece.text):
                 yield Finding(page.path, piece.line, problem)
     for piece in page.codes:
@@ -52,26 +55,19 @@ def name_findings(page: Page) -> Iterator[Finding]:
         for problem in check(block.text):
             yield Finding(page.path, block.line, problem)
     for table in page.tables:
-        checks: dict[str, Callable[[Table], Iterator[tuple[int, str]]]] = {
-            "option": _options_table,
-            "environment variable": _variables_table,
-        }
-        for line, problem in checks.get(table.header[0].lower(), _no_check)(table):
-            yield Finding(page.path, line, problem)
+        if table.header[0] == "option":
+            for line, problem in _defaults(table):
+                yield Finding(page.path, line, problem)
 
 
 def unmentioned(pages: Sequence[Page]) -> Iterator[str]:
-    """Commands and metrics of ours that none of ``pages`` speaks of."""
+    """Commands, metrics, options and variables of ours that are not in ``pages``."""
     text = "\n".join(piece.text for page in pages for piece in _all_code(page))
-
-    def leaves(command: Any, name: str) -> Iterator[str]:
-        for child, below in getattr(command, "commands", {}).items():
-            yield from leaves(below, f"{name} {child}")
-        if not hasattr(command, "commands"):
-            yield name
-
-    names = [*leaves(_root(), "hcache"), *_families()]
-    yield from (f"no page speaks of {name}" for name in names if name not in text)
+    codes = {code.text for page in pages for code in page.codes}
+    commands = [f"hcache {name}" for name in _root().commands]
+    yield from (f"no page speaks of {n}" for n in (*commands, *_families()) if n not in text)
+    options = (*VARIABLES, *HCacheConfig.model_fields)
+    yield from (f"no page speaks of {name}" for name in options if name not in codes)
 
 
 def _all_code(page: Page) -> Iterator[Piece]:
@@ -198,22 +194,17 @@ def _toml(text: str) -> Iterator[str]:
         yield f"configuration: {error}"
 
 
-def _options_table(table: Table) -> Iterator[tuple[int, str]]:
-    """Every option stands in the table, with its default."""
-    missing = dict(HCacheConfig.model_fields)
+def _defaults(table: Table) -> Iterator[tuple[int, str]]:
+    """The options of a table exist, and have the defaults that it says."""
     for row in table.rows:
         names, defaults = row.codes[0], row.codes[1] or (row.cells[1],)
-        if len(names) != len(defaults):
-            yield row.line, f"{len(names)} options and {len(defaults)} defaults"
-        for name, shown in zip(names, defaults, strict=False):
-            if missing.pop(name, None) is None:
-                yield row.line, f"{name!r} is no option, or stands here twice"
+        for name, shown in zip_longest(names, defaults):
+            if name not in HCacheConfig.model_fields:
+                yield row.line, f"{name!r} is no option"
                 continue
             default = _plain(getattr(HCacheConfig(), name))
             if _value(shown) != default:
                 yield row.line, f"the default of {name!r} is {json.dumps(default)}, not {shown}"
-    if missing:
-        yield table.line, f"options that are not in the table: {', '.join(missing)}"
 
 
 def _plain(value: Any) -> Any:
@@ -238,12 +229,6 @@ def _value(shown: str) -> Any:
 def _variables(text: str) -> Iterator[str]:
     for name in sorted(set(_VARIABLE.findall(text)) - VARIABLES):
         yield f"{name} is no variable of ours; they are {', '.join(sorted(VARIABLES))}"
-
-
-def _variables_table(table: Table) -> Iterator[tuple[int, str]]:
-    missing = VARIABLES - {name for row in table.rows for name in row.codes[0]}
-    if missing:
-        yield table.line, f"variables that are not in the table: {', '.join(sorted(missing))}"
 
 
 def _families() -> list[str]:
@@ -289,8 +274,38 @@ def _counts(pattern: str) -> bool:
 
 
 def _file(text: str) -> Iterator[str]:
-    if _FILE.fullmatch(text) and not _PLACEHOLDER.search(text) and not (ROOT / text).exists():
-        yield f"there is no {text}"
+    """A path of this repository, or a definition: ``path.py:name``, ``path.py:Class.name``."""
+    match = _FILE.fullmatch(text)
+    if match is None or _PLACEHOLDER.search(text):
+        return
+    path = ROOT / match[1]
+    if not path.exists():
+        yield f"there is no {match[1]}"
+    elif match[2] and match[2] not in _definitions(path):
+        yield f"{match[1]} defines no {match[2]}"
+
+
+@cache
+def _definitions(path: Path) -> frozenset[str]:
+    """Functions, classes and ``Class.method`` of a Python file, nested functions included."""
+
+    def walk(node: ast.AST, prefix: str) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            inner = prefix
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield prefix + child.name
+                inner = f"{child.name}." if isinstance(child, ast.ClassDef) else prefix
+            yield from walk(child, inner)
+
+    return frozenset(walk(ast.parse(path.read_text()), ""))
+
+
+def _programs(text: str) -> Iterator[str]:
+    """``python -m bench.NAME``: a module or a package of this repository, and its options."""
+    for name in _PROGRAM.findall(text):
+        path = ROOT / name.replace(".", "/")
+        if not (path.with_suffix(".py").exists() or (path / "__main__.py").exists()):
+            yield f"there is no program {name}"
 
 
 def _target(text: str) -> Iterator[str]:
@@ -298,7 +313,3 @@ def _target(text: str) -> Iterator[str]:
     rules = (ROOT / "Makefile").read_text()
     if match is not None and re.search(rf"^{re.escape(match[1])}:", rules, re.M) is None:
         yield f"the Makefile has no target {match[1]}"
-
-
-def _no_check(table: Table) -> Iterator[tuple[int, str]]:
-    return iter(())

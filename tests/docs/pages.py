@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,7 +15,6 @@ from markdown_it.token import Token
 
 _PARSER = MarkdownIt("commonmark").enable("table")
 _HTML_LINK = re.compile(r"""(?:href|src)\s*=\s*["']([^"']*)["']""")
-_HTML_ANCHOR = re.compile(r"""\b(?:id|name)\s*=\s*["']([^"']*)["']""")
 
 
 class Finding(NamedTuple):
@@ -91,7 +91,7 @@ def read_page(path: Path) -> Page:
     tokens = _PARSER.parse(path.read_text())
     links: list[Piece] = []
     codes: list[Piece] = []
-    anchors: dict[str, None] = {}
+    anchors: set[str] = set()
     for line, token in _inlines(tokens):
         for child_line, child in _children(line, token):
             target = child.attrGet("href") or child.attrGet("src")
@@ -101,16 +101,15 @@ def read_page(path: Path) -> Page:
                 codes.append(Piece(child_line, child.content))
             elif child.type == "html_inline":
                 links += [Piece(child_line, found) for found in _HTML_LINK.findall(child.content)]
-                anchors |= dict.fromkeys(_HTML_ANCHOR.findall(child.content))
+    counts: Counter[str] = Counter()
     for before, token in pairwise(tokens):
         if before.type == "heading_open":
             slug = _slug(token)
-            number = sum(known == slug or _is_copy(known, slug) for known in anchors)
-            anchors[f"{slug}-{number}" if number else slug] = None
+            anchors.add(f"{slug}-{counts[slug]}" if counts[slug] else slug)
+            counts[slug] += 1
     for token in tokens:
         if token.type == "html_block" and token.map is not None:
             links += [Piece(token.map[0] + 1, text) for text in _HTML_LINK.findall(token.content)]
-            anchors |= dict.fromkeys(_HTML_ANCHOR.findall(token.content))
     blocks = tuple(
         Block(token.map[0] + 2, tuple(token.info.split()), token.content)
         for token in tokens
@@ -145,10 +144,6 @@ def _slug(heading: Token) -> str:
         if child.type in ("text", "code_inline", "softbreak")
     )
     return re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
-
-
-def _is_copy(known: str, slug: str) -> bool:
-    return re.fullmatch(re.escape(slug) + r"-\d+", known) is not None
 
 
 def _tables(tokens: Sequence[Token]) -> Iterator[Table]:
