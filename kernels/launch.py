@@ -25,4 +25,6 @@ class Launch:
     stages: int
 
     def run(self) -> None:
-        self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
+        """Launch it on the current stream; a grid without programs is left alone."""
+        if 0 not in self.grid:
+            self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from hcache_kernels.project_kv import KeyNorm, KVPool, KVProjection, Rotary
-from hcache_kernels.project_kv.choice import LIBRARY, Choice, choices
-from hcache_kernels.project_kv.configs import kind_of
 from hcache_kernels.project_kv.reference import compute_kv_reference, project_kv_reference
+from hcache_kernels.project_kv.spec import kind_of
+from hcache_kernels.project_kv.ways import LIBRARY, possible_ways
 from hcache_kernels.timing import gpu_microseconds
 
 ROWS = (256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -113,13 +113,13 @@ def measure_one(projection: KVProjection, n: int, dry_run: bool) -> dict[str, An
     composed_us = microseconds(composed)
 
     ways = []
-    for choice in choices(kind_of(projection), dtype, capability):
-        run = partial(choice.run, *arguments)
+    for way in possible_ways(kind_of(projection), dtype, capability):
+        run = partial(way.run, *arguments)
         error, untouched = error_of(run, *arguments)
         ways.append(
             {
-                "way": "library" if choice == LIBRARY else "fused",
-                "config": config_of(choice),
+                "way": "library" if way == LIBRARY else "fused",
+                "config": asdict(way.config) if way.config else None,
                 "microseconds": microseconds(run),
                 "error": error,
                 # Two right results differ in how values halfway between two numbers round.
@@ -144,10 +144,6 @@ def measure_one(projection: KVProjection, n: int, dry_run: bool) -> dict[str, An
         "right": all(way["right"] for way in ways),
         "ways": ways,
     }
-
-
-def config_of(choice: Choice) -> dict[str, int] | None:
-    return asdict(choice.config) if choice.config is not None else None
 
 
 def error_of(

@@ -21,8 +21,7 @@ import torch
 from kernels_report import at_least
 
 from hcache_kernels.codecs import Codec, make_codec
-from hcache_kernels.pages import gather_pages, scatter_rows
-from hcache_kernels.pages.copies import gather_launch, scatter_launch
+from hcache_kernels.pages import gather_launch, gather_pages, scatter_launch, scatter_rows
 from hcache_kernels.timing import gpu_microseconds
 
 Row = dict[str, Any]

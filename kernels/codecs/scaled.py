@@ -10,25 +10,33 @@ of 16. A value comes back as ``code * scale``.
 
 A row of zeros has scale 0. A row is not ok when a value is not finite, or when its largest
 magnitude is neither 0 nor between 2**-100 and 2**100: scale or product would leave float32.
+
+The kernels give the same bytes as the reference. They round, and make fp8, on the bits of float32:
+the GPU's own conversion to fp8 begins with sm_89, and rounding to nearest even has no portable
+name.
 """
+
+# Kernels have no types to state.
+# mypy: disallow-untyped-defs=False
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+import triton
+import triton.language as tl
 
+from ..launch import Launch
 from .base import Codec, UnsupportedRows
 
 SMALLEST, GREATEST = 2.0**-100, 2.0**100
+_SMALLEST_BITS = tl.constexpr((127 - 100) << 23)
+_GREATEST_BITS = tl.constexpr((127 + 100) << 23)
 INT8_LARGEST = 127.0
 FP8_LARGEST = 448.0
+_MOST_VALUES = 4096
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def row_bytes(hidden_size: int) -> int:
-    """Length of an encoded row."""
-    return (hidden_size + 4 + 15) // 16 * 16
 
 
 class ScaledCodec(Codec):
@@ -41,25 +49,38 @@ class ScaledCodec(Codec):
         if self.dtype not in _DTYPES:
             names = ", ".join(str(dtype) for dtype in _DTYPES)
             raise UnsupportedRows(f"codec {self.name!r} takes {names}, not {self.dtype}")
-        return row_bytes(self.hidden_size)
+        return (self.hidden_size + 4 + 15) // 16 * 16
 
     def encode_reference(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return encode_reference(rows, self.largest)
+        values = rows.float()
+        amax = values.abs().amax(1)
+        usable = (amax >= SMALLEST) & (amax <= GREATEST)  # neither of them for a NaN
+        amax = torch.where(usable, amax, 0.0)
+        # A tensor: torch multiplies by reciprocals of Python's floats.
+        limit = torch.full_like(amax, self.largest)
+        inverse = torch.where(usable, limit / amax, 0.0)
+        values = torch.where(usable[:, None], values, 0.0)
+        scaled = (values * inverse[:, None]).clamp(-self.largest, self.largest)
+        if self.largest == INT8_LARGEST:
+            codes = scaled.round().to(torch.int8)
+        else:
+            codes = scaled.to(torch.float8_e4m3fn)
+        encoded = torch.zeros((len(rows), self.row_bytes), dtype=torch.uint8)
+        encoded[:, : self.hidden_size] = codes.view(torch.uint8)
+        encoded[:, -4:] = (amax / limit)[:, None].view(torch.uint8)
+        return encoded, usable | (rows == 0).all(1)
 
     def decode_reference(self, encoded: torch.Tensor) -> torch.Tensor:
-        return decode_reference(encoded, self.hidden_size, self.dtype, self.largest)
+        kind = torch.int8 if self.largest == INT8_LARGEST else torch.float8_e4m3fn
+        codes = encoded[:, : self.hidden_size].contiguous().view(kind)
+        scale = encoded[:, -4:].contiguous().view(torch.float32)
+        return (codes.float() * scale).to(self.dtype)
 
     def encode_into(self, rows: torch.Tensor, encoded: torch.Tensor, ok: torch.Tensor) -> None:
-        from . import scaled_triton
-
-        if len(rows):
-            scaled_triton.encode_launch(rows, encoded, ok, self.largest).run()
+        encode_launch(rows, encoded, ok, self.largest).run()
 
     def decode_into(self, encoded: torch.Tensor, rows: torch.Tensor) -> None:
-        from . import scaled_triton
-
-        if len(rows):
-            scaled_triton.decode_launch(encoded, rows, self.largest).run()
+        decode_launch(encoded, rows, self.largest).run()
 
 
 class Int8Codec(ScaledCodec):
@@ -72,35 +93,112 @@ class Fp8Codec(ScaledCodec):
     largest = FP8_LARGEST
 
 
-def encode_reference(rows: torch.Tensor, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encode ``rows`` (``[n, d]``): uint8 ``[n, row_bytes]`` and ok, bool ``[n]``.
-
-    Args:
-        largest: Value of the largest code; it tells the two codecs apart.
-    """
-    values = rows.float()
-    amax = values.abs().amax(1)
-    usable = (amax >= SMALLEST) & (amax <= GREATEST)  # neither of them for a NaN
-    amax = torch.where(usable, amax, 0.0)
-    limit = torch.full_like(amax, largest)  # torch multiplies by reciprocals of Python's floats
-    inverse = torch.where(usable, limit / amax, 0.0)
-    values = torch.where(usable[:, None], values, 0.0)
-    scaled = (values * inverse[:, None]).clamp(-largest, largest)
-    if largest == INT8_LARGEST:
-        codes = scaled.round().to(torch.int8)
-    else:
-        codes = scaled.to(torch.float8_e4m3fn)
-    encoded = torch.zeros((len(rows), row_bytes(rows.shape[1])), dtype=torch.uint8)
-    encoded[:, : rows.shape[1]] = codes.view(torch.uint8)
-    encoded[:, -4:] = (amax / limit)[:, None].view(torch.uint8)
-    return encoded, usable | (rows == 0).all(1)
+def encode_launch(
+    rows: torch.Tensor, encoded: torch.Tensor, ok: torch.Tensor, largest: float
+) -> Launch:
+    """Encode contiguous ``rows`` into uint8 ``[n, row_bytes]`` and ``ok``, bool ``[n]``."""
+    only = {"ok": ok.view(torch.uint8), "LARGEST": largest}
+    return _launch(encode_kernel, rows, encoded, largest, only)
 
 
-def decode_reference(
-    encoded: torch.Tensor, hidden_size: int, dtype: torch.dtype, largest: float
-) -> torch.Tensor:
-    """Decode uint8 ``[n, row_bytes]`` to ``dtype`` ``[n, hidden_size]``."""
-    kind = torch.int8 if largest == INT8_LARGEST else torch.float8_e4m3fn
-    codes = encoded[:, :hidden_size].contiguous().view(kind)
-    scale = encoded[:, -4:].contiguous().view(torch.float32)
-    return (codes.float() * scale).to(dtype)
+def decode_launch(encoded: torch.Tensor, rows: torch.Tensor, largest: float) -> Launch:
+    """Decode contiguous uint8 ``[n, row_bytes]`` into ``rows``, ``[n, hidden_size]``."""
+    return _launch(decode_kernel, rows, encoded, largest, {})
+
+
+def _launch(
+    kernel: Any, rows: torch.Tensor, encoded: torch.Tensor, largest: float, only: dict[str, Any]
+) -> Launch:
+    n, hidden_size = rows.shape
+    block = min(_MOST_VALUES, triton.next_power_of_2(hidden_size))
+    arguments = {
+        "rows": rows,
+        "encoded": encoded,
+        "WIDTH": hidden_size,
+        "ROW_BYTES": encoded.shape[1],
+        "FP8": largest == FP8_LARGEST,
+        "BLOCK": block,
+    }
+    warps = max(1, min(4, block // 512))
+    return Launch(kernel, (n,), arguments | only, warps, stages=1)
+
+
+@triton.jit
+def encode_kernel(
+    rows,  # floats [n, WIDTH]
+    encoded,  # uint8 [n, ROW_BYTES]
+    ok,  # uint8 [n]
+    WIDTH: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    LARGEST: tl.constexpr,
+    FP8: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    rows += row * WIDTH
+    encoded += row * ROW_BYTES
+    most = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, WIDTH, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(rows + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+        # Magnitudes are in the order of their bits; infinity and NaN stand above all others.
+        most = tl.maximum(most, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    bits = tl.max(most, 0)
+    usable = (bits >= _SMALLEST_BITS) & (bits <= _GREATEST_BITS)
+    amax = tl.where(usable, bits, 0).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(amax, LARGEST)
+    inverse = tl.where(usable, tl.div_rn(LARGEST, tl.where(usable, amax, 1.0)), 0.0)
+    for start in range(0, WIDTH, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(rows + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+        scaled = tl.where(usable, value, 0.0) * inverse  # clamped, so not fused with what rounds it
+        scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
+        code = _to_fp8(scaled) if FP8 else _to_int8(scaled)
+        tl.store(encoded + at, code.to(tl.uint8), mask=at < WIDTH)
+    gap = WIDTH + tl.arange(0, 16)
+    tl.store(encoded + gap, tl.zeros([16], tl.uint8), mask=gap < ROW_BYTES - 4)
+    tl.store((encoded + ROW_BYTES - 4).to(tl.pointer_type(tl.float32)), scale)
+    tl.store(ok + row, (usable | (bits == 0)).to(tl.uint8))
+
+
+@triton.jit
+def _to_int8(value):
+    """Nearest integer of ``value`` (float32, at most 127), ties to even, in the last 8 bits."""
+    return (value + 12582912.0).to(tl.int32, bitcast=True) & 0xFF  # 1.5 * 2**23
+
+
+@triton.jit
+def _to_fp8(value):
+    """Code of e4m3 nearest to ``value`` (float32, at most 448), ties to even."""
+    bits = value.to(tl.int32, bitcast=True)
+    sign, magnitude = bits >> 24 & 0x80, bits & 0x7FFFFFFF
+    normal = (magnitude + 0x7FFFF + (magnitude >> 20 & 1) >> 20) - (120 << 3)
+    # Below 2**-6 codes are multiples of 2**-9: the unit of the last bit of numbers near 2**14.
+    small = (tl.abs(value) + 16384.0).to(tl.int32, bitcast=True) & 0xF
+    return tl.where(magnitude < (121 << 23), small, normal) | sign
+
+
+@triton.jit
+def decode_kernel(
+    encoded,  # uint8 [n, ROW_BYTES]
+    rows,  # floats [n, WIDTH]
+    WIDTH: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    FP8: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    encoded += row * ROW_BYTES
+    rows += row * WIDTH
+    scale = tl.load((encoded + ROW_BYTES - 4).to(tl.pointer_type(tl.float32)))
+    for start in range(0, WIDTH, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        code = tl.load(encoded + at, mask=at < WIDTH, other=0).to(tl.int32)
+        if FP8:
+            # The fields of e4m3 in those of float32; only the exponents' biases differ.
+            bits = (code & 0x7F) << 20 | (code & 0x80) << 24
+            value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
+        else:
+            value = (code << 24 >> 24).to(tl.float32)
+        value = (value * scale).to(rows.dtype.element_ty)
+        tl.store(rows + at, value, mask=at < WIDTH)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from .checks import FP8_TYPES
-from .spec import KeyNorm, KVPool, KVProjection, Rotary
+from .spec import FP8_TYPES, KeyNorm, KVPool, KVProjection, Rotary
 
 
 def project_kv_reference(

@@ -8,11 +8,16 @@ from functools import partial
 import pytest
 import torch
 
+from hcache_kernels.launch import Launch
 from hcache_kernels.project_kv import KeyNorm, KVPool, KVProjection, Rotary
-from hcache_kernels.project_kv.configs import FusedConfig, fused_configs, kind_of
-from hcache_kernels.project_kv.fused import fused_launches
-from hcache_kernels.project_kv.launch import Launch, head_pairs
-from hcache_kernels.project_kv.library import epilogue_launch
+from hcache_kernels.project_kv.spec import kind_of
+from hcache_kernels.project_kv.ways import (
+    TileConfig,
+    epilogue_launch,
+    fused_configs,
+    fused_launches,
+    head_pairs,
+)
 from tests.kernels.compilation import (
     SHARED_MEMORY,
     Job,
@@ -67,7 +72,7 @@ def make_arguments(
     return indices, indices, projection, KVPool(k, k)
 
 
-def fused_launch(epilogue: str, head_dim: int, dtype: torch.dtype, config: FusedConfig) -> Launch:
+def fused_launch(epilogue: str, head_dim: int, dtype: torch.dtype, config: TileConfig) -> Launch:
     pool_type = EPILOGUES[epilogue][-1] or dtype
     arguments = make_arguments(make_projection(epilogue, head_dim, dtype), pool_type)
     return fused_launches(empty(N, HIDDEN, dtype=dtype), *arguments, config)[0]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hcache_kernels.launch import Launch
-from hcache_kernels.staging import StagedRows, staging_triton
+from hcache_kernels.staging import StagedRows, save_launch, stage_launch
 from tests.kernels.compilation import (
     SHARED_MEMORY,
     Job,
@@ -32,13 +32,13 @@ def ids(*shape: int) -> torch.Tensor:
 def stage(row_bytes: int, with_ok: bool) -> Launch:
     staged = StagedRows(empty(LAYERS, PLACES + 1, row_bytes), ids(LAYERS, PLACES + 1))
     ok = empty(N, dtype=torch.bool) if with_ok else None
-    return staging_triton.stage_launch(empty(N, row_bytes), ok, ids(N), ids(1), staged, 0)
+    return stage_launch(empty(N, row_bytes), ok, ids(N), ids(1), staged, 0)
 
 
 def save(row_bytes: int) -> Launch:
     staged = empty(LAYERS, PLACES + 1, row_bytes)[:, :N]
     arena, kept = empty(256, 4096 + LAYERS * PAGE * row_bytes), range(PAGE // 2, PAGE)
-    return staging_triton.save_launch(staged, ids(N), ids(128), arena, ids(LAYERS), PAGE, kept)
+    return save_launch(staged, ids(N), ids(128), arena, ids(LAYERS), PAGE, kept)
 
 
 def jobs() -> Iterator[tuple[str, Job]]:

@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 import torch
 
-from hcache_kernels.codecs import exp4_triton, make_codec, scaled_triton
+from hcache_kernels import pages
+from hcache_kernels.codecs import exp4, make_codec, scaled
 from hcache_kernels.launch import Launch
-from hcache_kernels.pages import copies
 from tests.kernels.compilation import (
     SHARED_MEMORY,
     Job,
@@ -30,27 +30,27 @@ def exp4_launch(decode: bool, width: int) -> Launch:
     rows = empty(N, width, dtype=torch.bfloat16)
     encoded = empty(N, make_codec("exp4", width, torch.bfloat16).row_bytes)
     if decode:
-        return exp4_triton.decode_launch(encoded, rows)
-    return exp4_triton.encode_launch(rows, encoded, empty(N))
+        return exp4.decode_launch(encoded, rows)
+    return exp4.encode_launch(rows, encoded, empty(N))
 
 
 def scaled_launch(name: str, decode: bool, width: int, dtype: torch.dtype) -> Launch:
     codec = make_codec(name, width, dtype)
     rows, encoded = empty(N, width, dtype=dtype), empty(N, codec.row_bytes)
     if decode:
-        return scaled_triton.decode_launch(encoded, rows, codec.largest)
-    return scaled_triton.encode_launch(rows, encoded, empty(N), codec.largest)
+        return scaled.decode_launch(encoded, rows, codec.largest)
+    return scaled.encode_launch(rows, encoded, empty(N), codec.largest)
 
 
 def gather_launch(length: int) -> Launch:
-    pages, ids = empty(N, 4096 + 4 * length), empty(N, dtype=torch.int64)
-    return copies.gather_launch(pages, ids, 4096, empty(N, length))
+    memory, ids = empty(N, 4096 + 4 * length), empty(N, dtype=torch.int64)
+    return pages.gather_launch(memory, ids, 4096, empty(N, length))
 
 
 def scatter_launch(row_bytes: int) -> Launch:
     ids = empty(N, dtype=torch.int64)
-    pages = empty(N, 4096 + 64 * row_bytes)
-    return copies.scatter_launch(empty(N, row_bytes), pages, ids, ids, 4096)
+    memory = empty(N, 4096 + 64 * row_bytes)
+    return pages.scatter_launch(empty(N, row_bytes), memory, ids, ids, 4096)
 
 
 def jobs() -> Iterator[tuple[str, Job]]:

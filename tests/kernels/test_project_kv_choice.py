@@ -13,20 +13,24 @@ import torch
 
 from hcache_kernels.project_kv import choice as choice_module
 from hcache_kernels.project_kv.choice import (
-    LIBRARY,
-    Choice,
     ChoiceTable,
-    choices,
     choose,
     measure_choice,
     table_path,
 )
-from hcache_kernels.project_kv.configs import FusedConfig, LayerKind, fused_configs, kind_of
+from hcache_kernels.project_kv.spec import LayerKind, kind_of
+from hcache_kernels.project_kv.ways import (
+    LIBRARY,
+    TileConfig,
+    Way,
+    fused_configs,
+    possible_ways,
+)
 from tests.kernels.projection_cases import make_call
 
 HOPPER = (9, 0)
 LLAMA = LayerKind(4096, 32, 128, torch.bfloat16, "none", "neox")
-FUSED = Choice(fused_configs(LLAMA, HOPPER)[0])
+FUSED = Way(fused_configs(LLAMA, HOPPER)[0])
 CPU = torch.device("cpu")
 
 
@@ -121,7 +125,7 @@ def test_a_failed_write_leaves_the_old_file(
 def test_only_what_is_missing_is_measured_and_the_faster_way_is_taken(table: ChoiceTable) -> None:
     projection = make_call(kv_heads=4, rope=("neox", None)).projection
     kind = kind_of(projection)
-    possible = choices(kind, torch.bfloat16, HOPPER)
+    possible = possible_ways(kind, torch.bfloat16, HOPPER)
     assert len(possible) > 2
     times = {possible[0]: 7.0, possible[1]: 8.0, possible[2]: 3.0}
     timed = []
@@ -136,24 +140,22 @@ def test_only_what_is_missing_is_measured_and_the_faster_way_is_taken(table: Cho
 
     measure_choice(projection, torch.bfloat16, (16, 32, 64), microseconds=microseconds)
     assert len(timed) == 3 * len(possible)
-    measure_choice(projection, torch.bfloat16, (16,), again=True, microseconds=microseconds)
-    assert len(timed) == 4 * len(possible)
     assert ChoiceTable(table.path).measured(kind) == {16, 32, 64}
 
 
 def test_a_configuration_that_is_gone_is_not_taken(table: ChoiceTable) -> None:
-    gone = Choice(FusedConfig(rows=512, heads=1, depth=64, warps=4, stages=9))
+    gone = Way(TileConfig(rows=512, heads=1, depth=64, warps=4, stages=9))
     table.add(LLAMA, 256, {gone: 1.0})
     assert choose(LLAMA, torch.bfloat16, 256, CPU) == LIBRARY
 
 
 def test_what_no_kernel_can_do_is_left_to_torch() -> None:
-    assert choices(LLAMA, torch.float8_e4m3fn, (8, 0)) == ()
-    assert choices(LLAMA, torch.float8_e5m2, (8, 0))[0] == LIBRARY
-    assert choices(LLAMA, torch.float8_e4m3fn, (8, 9))[0] == LIBRARY
-    assert choices(LLAMA, torch.bfloat16, (7, 5)) == ()
+    assert possible_ways(LLAMA, torch.float8_e4m3fn, (8, 0)) == ()
+    assert possible_ways(LLAMA, torch.float8_e5m2, (8, 0))[0] == LIBRARY
+    assert possible_ways(LLAMA, torch.float8_e4m3fn, (8, 9))[0] == LIBRARY
+    assert possible_ways(LLAMA, torch.bfloat16, (7, 5)) == ()
     wide = LayerKind(32768, 256, 128, torch.bfloat16, "all", "neox")
-    assert choices(wide, torch.bfloat16, HOPPER) == ()
+    assert possible_ways(wide, torch.bfloat16, HOPPER) == ()
 
 
 def test_the_file_is_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

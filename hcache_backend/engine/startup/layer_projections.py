@@ -20,7 +20,7 @@ from hcache_backend.projection.spec import LayerSpec
 from hcache_backend.server_report import LayerGroup
 from hcache_kernels.project_kv import KVPool
 from hcache_kernels.project_kv.choice import measure_choice
-from hcache_kernels.project_kv.configs import kind_of
+from hcache_kernels.project_kv.spec import kind_of
 
 logger = logging.getLogger("hcache")
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hcache_kernels.pages import gather_pages, scatter_rows
-from hcache_kernels.pages.copies import gather_launch, scatter_launch
-from hcache_kernels.pages.reference import scatter_rows_reference
+from hcache_kernels.pages import (
+    gather_launch,
+    gather_pages,
+    scatter_launch,
+    scatter_rows,
+    scatter_rows_reference,
+)
 from tests.kernels.operations.conftest import INTERPRETED
 
 PAGES = 9

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from hcache_kernels.project_kv.configs import fused_configs, kind_of
-from hcache_kernels.project_kv.fused import project_kv_fused
-from hcache_kernels.project_kv.library import project_kv_library
 from hcache_kernels.project_kv.reference import project_kv_reference
-from tests.kernels.projection_cases import FACTORS, assert_as_exact_as_torch, make_call, pairwise
+from hcache_kernels.project_kv.spec import kind_of
+from hcache_kernels.project_kv.ways import LIBRARY, Way, fused_configs
+from tests.kernels.projection_cases import (
+    FACTORS,
+    Call,
+    assert_as_exact_as_torch,
+    make_call,
+    pairwise,
+)
 
 CASES = pairwise(FACTORS)
 HOPPER = (9, 0)
@@ -27,17 +31,18 @@ def name_of(case: dict[str, Any]) -> str:
     )
 
 
-def capability(device: str) -> tuple[int, int]:
-    return torch.cuda.get_device_capability() if device == "cuda" else HOPPER
+def find_way(name: str, call: Call, device: str, number: int = 0) -> Way:
+    """The library way, or the fused one with one of the device's configurations."""
+    if name == "library":
+        return LIBRARY
+    capability = torch.cuda.get_device_capability() if device == "cuda" else HOPPER
+    configs = fused_configs(kind_of(call.projection), capability)
+    return Way(configs[number % len(configs)])
 
 
 def check(case: dict[str, Any], way: str, device: str, number: int = 0) -> None:
     call = make_call(**case, device=device, seed=number)
-    run: Any = project_kv_library
-    if way == "fused":
-        configs = fused_configs(kind_of(call.projection), capability(device))
-        run = partial(project_kv_fused, config=configs[number % len(configs)])
-    got = call.written_by(run)
+    got = call.written_by(find_way(way, call, device, number).run)
     assert_as_exact_as_torch(got, call.written_by(project_kv_reference), call)
 
 
@@ -68,12 +73,8 @@ def test_what_fp8_cannot_hold_saturates_and_nan_stays(
     call = make_call(dtypes=(torch.bfloat16, pool_type), n=4, device=device)
     call.hidden[1] = 1e30
     call.hidden[2] = float("nan")
-    run: Any = project_kv_library
-    if way == "fused":
-        run = partial(project_kv_fused, config=fused_configs(kind_of(call.projection), HOPPER)[0])
-    for part, scale in zip(
-        call.written_by(run), (call.pool.k_scale, call.pool.v_scale), strict=True
-    ):
+    written = call.written_by(find_way(way, call, device).run)
+    for part, scale in zip(written, (call.pool.k_scale, call.pool.v_scale), strict=True):
         assert part[[0, 3]].isfinite().all()
         largest = torch.finfo(pool_type).max * scale
         torch.testing.assert_close(part[1].abs(), torch.full_like(part[1], largest))

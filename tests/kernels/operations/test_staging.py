@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hcache_kernels.staging import WRONG_STEP, StagedRows, save_rows, stage_rows
-from hcache_kernels.staging.staging_triton import save_launch, stage_launch
+from hcache_kernels.staging import (
+    WRONG_STEP,
+    StagedRows,
+    save_launch,
+    save_rows,
+    stage_launch,
+    stage_rows,
+)
 
 PLACES = 9
 

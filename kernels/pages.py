@@ -1,0 +1,245 @@
+"""Layer segments of pages in host memory <-> contiguous rows on the device.
+
+Pages are uint8 ``[pages, page_bytes]``. Where the ids are on a GPU the pages must be in pinned
+host memory or on that GPU: one kernel reads or writes them over the bus, all pages at once, so that
+many small segments cost one launch and no staging. Where the ids are on the CPU torch does it.
+"""
+
+# Kernels have no types to state.
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import Launch
+
+WORD = 8
+"""Bytes that move together; lengths, offsets and page sizes are multiples of it."""
+
+_MOST_WORDS = 2048
+"""16 KiB a program: eight 16-byte accesses in flight in each thread hide the bus's latency."""
+
+
+def gather_pages(
+    pages: torch.Tensor,
+    page_ids: torch.Tensor,
+    offset: int,
+    length: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same bytes of many pages, one after the other.
+
+    Args:
+        pages: All pages, uint8 ``[pages, page_bytes]``.
+        page_ids: Which ones, int32 or int64 ``[p]``, in any order. Values are checked here only
+            when they are on the CPU.
+        offset: Where the bytes begin in a page, a multiple of 8 (fastest: of 16, as all sizes).
+        length: How many, a multiple of 8.
+        out: Where to, contiguous uint8 ``[p, length]`` on the device of ``page_ids``; None: new.
+
+    Returns:
+        uint8 ``[p, length]`` on the device of ``page_ids``.
+
+    Raises:
+        ValueError: The arguments do not fit together.
+    """
+    _check_pages(pages, offset, length)
+    _check_ids("page_ids", page_ids, len(page_ids), len(pages))
+    shape = (len(page_ids), length)
+    if out is None:
+        out = torch.empty(shape, dtype=torch.uint8, device=page_ids.device)
+    if out.shape != shape or out.dtype != torch.uint8 or not out.is_contiguous():
+        raise ValueError(
+            f"out is {list(out.shape)} of {out.dtype}: must be contiguous uint8 {list(shape)}"
+        )
+    if page_ids.is_cpu:
+        gather_pages_reference(pages, page_ids, offset, out)
+    elif out.numel():
+        gather_launch(pages, page_ids, offset, out).run()
+    return out
+
+
+def scatter_rows(
+    rows: torch.Tensor,
+    pages: torch.Tensor,
+    page_ids: torch.Tensor,
+    row_ids: torch.Tensor,
+    offset: int,
+) -> None:
+    """Write each row to its place in a layer segment; nothing else of the pages changes.
+
+    Args:
+        rows: uint8 ``[n, row_bytes]``, contiguous; ``row_bytes`` is a multiple of 8.
+        pages: All pages, uint8 ``[pages, page_bytes]``.
+        page_ids: The page of each row, int32 or int64 ``[n]``. Values are checked here only when
+            they are on the CPU.
+        row_ids: Its number among the rows of the segment, likewise.
+        offset: Where the segment begins in a page, a multiple of 8. Two rows for one place leave
+            either of them there.
+
+    Raises:
+        ValueError: The arguments do not fit together. Nothing was written.
+    """
+    if rows.dtype != torch.uint8 or rows.dim() != 2 or not rows.is_contiguous():
+        raise ValueError(
+            f"rows are {list(rows.shape)} of {rows.dtype}: must be contiguous uint8 [n, row_bytes]"
+        )
+    n, row_bytes = rows.shape
+    _check_pages(pages, offset, row_bytes)
+    _check_ids("page_ids", page_ids, n, len(pages))
+    page_rows = (pages.shape[1] - offset) // row_bytes if row_bytes else 0
+    _check_ids("row_ids", row_ids, n, page_rows)
+    if not rows.device == page_ids.device == row_ids.device:
+        raise ValueError(
+            f"rows are on {rows.device}, page_ids on {page_ids.device}, row_ids on "
+            f"{row_ids.device}: must be on one device"
+        )
+    if rows.is_cpu:
+        scatter_rows_reference(rows, pages, page_ids, row_ids, offset)
+    elif rows.numel():
+        scatter_launch(rows, pages, page_ids, row_ids, offset).run()
+
+
+def gather_pages_reference(
+    pages: torch.Tensor, page_ids: torch.Tensor, offset: int, out: torch.Tensor
+) -> None:
+    """``out[i] = pages[page_ids[i], offset : offset + length]``."""
+    out.copy_(pages[:, offset : offset + out.shape[1]].index_select(0, page_ids))
+
+
+def scatter_rows_reference(
+    rows: torch.Tensor,
+    pages: torch.Tensor,
+    page_ids: torch.Tensor,
+    row_ids: torch.Tensor,
+    offset: int,
+) -> None:
+    """Row ``i`` becomes row ``row_ids[i]`` of the segment at ``offset`` of page ``page_ids[i]``."""
+    page_rows = (pages.shape[1] - offset) // rows.shape[1]
+    segment = pages[:, offset : offset + page_rows * rows.shape[1]]
+    segment.unflatten(1, (page_rows, -1))[page_ids.long(), row_ids.long()] = rows
+
+
+def _check_pages(pages: torch.Tensor, offset: int, length: int) -> None:
+    """Refuse memory that is no pages, and a segment that a page does not hold.
+
+    Raises:
+        ValueError: Names the argument, its value and what would be right.
+    """
+    if pages.dtype != torch.uint8 or pages.dim() != 2 or not pages.is_contiguous():
+        raise ValueError(
+            f"pages are {list(pages.shape)} of {pages.dtype}: must be contiguous uint8 "
+            "[pages, page_bytes]"
+        )
+    for name, value in (("page_bytes", pages.shape[1]), ("offset", offset), ("length", length)):
+        if value % WORD:
+            raise ValueError(f"{name} is {value}: must be a multiple of {WORD}")
+    if offset < 0 or length < 0 or offset + length > pages.shape[1]:
+        raise ValueError(
+            f"bytes {offset} to {offset + length} are not within a page of {pages.shape[1]}"
+        )
+
+
+def _check_ids(name: str, ids: torch.Tensor, count: int, limit: int) -> None:
+    """Refuse ids that are no vector, and, where they are on the CPU, ids out of range.
+
+    Reads no values of the GPU, so it never synchronises: ids that come from there were checked by
+    whoever made them.
+
+    Args:
+        name: What the message calls them.
+        count: How many there must be.
+        limit: What they must be below.
+
+    Raises:
+        ValueError: Names the ids and what would be right.
+    """
+    if ids.dtype not in (torch.int32, torch.int64) or ids.shape != (count,):
+        raise ValueError(
+            f"{name} are {list(ids.shape)} of {ids.dtype}: must be int32 or int64 [{count}]"
+        )
+    if ids.is_cpu and count and not 0 <= int(ids.min()) <= int(ids.max()) < limit:
+        raise ValueError(
+            f"{name} go from {int(ids.min())} to {int(ids.max())}: must be from 0 to {limit - 1}"
+        )
+
+
+def gather_launch(
+    pages: torch.Tensor, page_ids: torch.Tensor, offset: int, out: torch.Tensor
+) -> Launch:
+    """The launch of :func:`gather_pages`, into ``out``."""
+    arguments = {"pages": pages, "page_ids": page_ids, "out": out}
+    return _launch(gather_kernel, arguments, pages, offset, *out.shape)
+
+
+def scatter_launch(
+    rows: torch.Tensor,
+    pages: torch.Tensor,
+    page_ids: torch.Tensor,
+    row_ids: torch.Tensor,
+    offset: int,
+) -> Launch:
+    """The launch of :func:`scatter_rows`."""
+    arguments = {"rows": rows, "pages": pages, "page_ids": page_ids, "row_ids": row_ids}
+    return _launch(scatter_kernel, arguments, pages, offset, *rows.shape)
+
+
+def _launch(
+    kernel: object,
+    arguments: dict[str, torch.Tensor],
+    pages: torch.Tensor,
+    offset: int,
+    items: int,
+    length: int,
+) -> Launch:
+    words = length // WORD
+    block = min(_MOST_WORDS, triton.next_power_of_2(words))
+    sizes = {"page_bytes": pages.shape[1], "offset": offset, "WORDS": words, "BLOCK": block}
+    warps = max(1, min(4, block // 512))
+    return Launch(kernel, (items, triton.cdiv(words, block)), arguments | sizes, warps, stages=1)
+
+
+@triton.jit
+def _copy(source, target, first_word, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+    # Threads take two neighbouring words at once where the addresses are multiples of 16.
+    at = first_word + tl.arange(0, BLOCK)
+    source = source.to(tl.pointer_type(tl.int64))
+    target = target.to(tl.pointer_type(tl.int64))
+    tl.store(target + at, tl.load(source + at, mask=at < WORDS), mask=at < WORDS)
+
+
+@triton.jit
+def gather_kernel(
+    pages,  # uint8 [pages, page_bytes]
+    page_ids,  # [p]
+    out,  # uint8 [p, 8 * WORDS]
+    page_bytes,
+    offset,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    item = tl.program_id(0).to(tl.int64)
+    page = tl.load(page_ids + item).to(tl.int64)
+    source = pages + page * page_bytes + offset
+    _copy(source, out + item * (8 * WORDS), tl.program_id(1) * BLOCK, WORDS, BLOCK)
+
+
+@triton.jit
+def scatter_kernel(
+    rows,  # uint8 [n, 8 * WORDS]
+    pages,  # uint8 [pages, page_bytes]
+    page_ids,  # [n]
+    row_ids,  # [n]
+    page_bytes,
+    offset,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    item = tl.program_id(0).to(tl.int64)
+    page = tl.load(page_ids + item).to(tl.int64)
+    row = tl.load(row_ids + item).to(tl.int64)
+    target = pages + page * page_bytes + offset + row * (8 * WORDS)
+    _copy(rows + item * (8 * WORDS), target, tl.program_id(1) * BLOCK, WORDS, BLOCK)

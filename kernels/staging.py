@@ -1,0 +1,236 @@
+"""The two stages of saving hidden states (paper section 4.2.2), each in torch and as one kernel.
+
+Stage one takes the rows of one layer out of the forward pass into a staging buffer on the device.
+It may be recorded in a CUDA graph, so everything that changes from step to step (where rows go, and
+the step's number) is read from device memory. Beside each row it leaves the step's number: proof
+that this layer's row was written by this step, and not by an earlier one.
+
+Stage two moves the staged rows of many layers to their pages in host memory, in one launch. Kernels
+move rows as the largest words that everything is aligned to: over the bus, many small stores cost
+more than few large ones.
+"""
+
+# Kernels have no types to state.
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import Launch
+
+WRONG_STEP = -1
+"""Mark of a row that its codec could not hold; no step has this number."""
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_MOST_WORDS = 1024
+"""Words that a program moves at a time."""
+
+
+@dataclass(frozen=True)
+class StagedRows:
+    """A staging buffer.
+
+    Attributes:
+        rows: Encoded rows, uint8 ``[layers, places, row_bytes]``, contiguous.
+        marks: Number of the step that wrote each row, int64 ``[layers, places]``, contiguous.
+    """
+
+    rows: torch.Tensor
+    marks: torch.Tensor
+
+
+def stage_rows(
+    rows: torch.Tensor,
+    ok: torch.Tensor | None,
+    places: torch.Tensor,
+    step: torch.Tensor,
+    staged: StagedRows,
+    layer: int,
+) -> None:
+    """Stage one: copy the rows of one layer to their places in the staging buffer.
+
+    Args:
+        rows: Encoded rows, uint8 ``[n, row_bytes]``.
+        ok: bool ``[n]``: which rows their codec could hold; None for all.
+        places: int64 ``[n]``: where each row goes. Rows that nobody wants share one place.
+        step: int64 ``[1]``: number of the step.
+        staged: The buffer.
+        layer: Which layer of the buffer.
+    """
+    if rows.is_cuda:
+        stage_launch(rows, ok, places, step, staged, layer).run()
+        return
+    staged.rows[layer].index_copy_(0, places, rows)
+    mark = step.expand(len(rows))
+    if ok is not None:
+        mark = torch.where(ok, mark, WRONG_STEP)
+    staged.marks[layer].index_copy_(0, places, mark)
+
+
+def save_rows(
+    staged: torch.Tensor,
+    slots: torch.Tensor,
+    shadows: torch.Tensor,
+    arena: torch.Tensor,
+    segments: torch.Tensor,
+    page_size: int,
+    kept: range | None = None,
+) -> None:
+    """Stage two: copy staged rows to the shadow pages of their slots.
+
+    Args:
+        staged: Encoded rows, uint8 ``[layers, n, row_bytes]``; rows of a layer contiguous.
+        slots: Slots of the KV pool, int64 ``[n]``, on the device.
+        shadows: Physical page of every device page, int64 ``[device_pages]``, on the device.
+        arena: uint8 ``[pages, page_bytes]``, memory that the device can write (pinned).
+        segments: Offset in a page of each layer's segment, int64 ``[layers]``, on the device.
+        page_size: Tokens a page.
+        kept: The tokens of a page whose rows its segments hold, consecutive; None: all. The others
+            are left out.
+    """
+    kept = kept or range(page_size)
+    if staged.is_cuda:
+        save_launch(staged, slots, shadows, arena, segments, page_size, kept).run()
+        return
+    row_bytes = staged.shape[-1]
+    pages, rows = shadows[slots // page_size], slots % page_size - kept.start
+    mine = (rows >= 0) & (rows < len(kept))
+    pages, rows = pages[mine], rows[mine]
+    for layer, start in enumerate(segments.tolist()):
+        segment = arena[:, start : start + len(kept) * row_bytes]
+        segment.unflatten(1, (len(kept), row_bytes))[pages, rows] = staged[layer, mine]
+
+
+def stage_launch(
+    rows: torch.Tensor,
+    ok: torch.Tensor | None,
+    places: torch.Tensor,
+    step: torch.Tensor,
+    staged: StagedRows,
+    layer: int,
+) -> Launch:
+    """The launch of :func:`stage_rows`."""
+    n, row_bytes = rows.shape
+    # The model's own tensors may be rows of something wider.
+    word = _word_bytes(row_bytes, rows.stride(0), rows.storage_offset() * rows.element_size())
+    words = row_bytes // word
+    block = min(_MOST_WORDS, triton.next_power_of_2(words))
+    arguments = {
+        "rows": rows.view(_WORDS[word]),
+        "ok": step if ok is None else ok.view(torch.uint8),
+        "places": places,
+        "step": step,
+        "staged": staged.rows[layer].view(_WORDS[word]),
+        "marks": staged.marks[layer],
+        "row_stride": rows.stride(0) // word,
+        "WORDS": words,
+        "HAS_OK": ok is not None,
+        "WRONG": WRONG_STEP,
+        "BLOCK": block,
+    }
+    return Launch(stage_kernel, (n, triton.cdiv(words, block)), arguments, _warps(block), 1)
+
+
+def save_launch(
+    staged: torch.Tensor,
+    slots: torch.Tensor,
+    shadows: torch.Tensor,
+    arena: torch.Tensor,
+    segments: torch.Tensor,
+    page_size: int,
+    kept: range,
+) -> Launch:
+    """The launch of :func:`save_rows`."""
+    layers, n, row_bytes = staged.shape
+    # Segments are multiples of rows behind a header of 4096 bytes, so rows decide alignment.
+    word = _word_bytes(row_bytes, staged.stride(0), arena.shape[1])
+    words = row_bytes // word
+    block = min(_MOST_WORDS, triton.next_power_of_2(words))
+    arguments = {
+        "staged": staged.view(_WORDS[word]),
+        "slots": slots,
+        "shadows": shadows,
+        "arena": arena.view(_WORDS[word]),
+        "segments": segments,
+        "layer_stride": staged.stride(0) // word,
+        "page_words": arena.shape[1] // word,
+        "PAGE_SIZE": page_size,
+        "FIRST": kept.start,
+        "KEPT": len(kept),
+        "WORDS": words,
+        "WORD_BYTES": word,
+        "BLOCK": block,
+    }
+    return Launch(save_kernel, (n, layers), arguments, _warps(block), 1)
+
+
+def _word_bytes(*lengths: int) -> int:
+    """Largest word of which every one of ``lengths`` (bytes) is a multiple."""
+    return next(word for word in _WORDS if all(length % word == 0 for length in lengths))
+
+
+def _warps(block: int) -> int:
+    return max(1, min(4, block // 128))
+
+
+@triton.jit
+def stage_kernel(
+    rows,  # words [n, WORDS], row_stride apart
+    ok,  # uint8 [n]
+    places,  # int64 [n]
+    step,  # int64 [1]
+    staged,  # words [places, WORDS]
+    marks,  # int64 [places]
+    row_stride,
+    WORDS: tl.constexpr,
+    HAS_OK: tl.constexpr,
+    WRONG: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    place = tl.load(places + row)
+    at = part * BLOCK + tl.arange(0, BLOCK)
+    words = tl.load(rows + row * row_stride + at, mask=at < WORDS)
+    tl.store(staged + place * WORDS + at, words, mask=at < WORDS)
+    if part == 0:
+        mark = tl.load(step)
+        if HAS_OK:
+            mark = tl.where(tl.load(ok + row) != 0, mark, WRONG)
+        tl.store(marks + place, mark)
+
+
+@triton.jit
+def save_kernel(
+    staged,  # words [layers, n, WORDS], layers layer_stride apart
+    slots,  # int64 [n]
+    shadows,  # int64 [device_pages]
+    arena,  # words [pages, page_words]
+    segments,  # int64 [layers], bytes
+    layer_stride,
+    page_words,
+    PAGE_SIZE: tl.constexpr,
+    FIRST: tl.constexpr,
+    KEPT: tl.constexpr,
+    WORDS: tl.constexpr,
+    WORD_BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    layer = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + row)
+    page = tl.load(shadows + slot // PAGE_SIZE)
+    segment = tl.load(segments + layer) // WORD_BYTES
+    in_page = slot % PAGE_SIZE - FIRST
+    mine = (in_page >= 0) & (in_page < KEPT)
+    target = arena + page * page_words + segment + in_page * WORDS
+    source = staged + layer * layer_stride + row * WORDS
+    for start in range(0, WORDS, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        words = tl.load(source + at, mask=(at < WORDS) & mine)
+        tl.store(target + at, words, mask=(at < WORDS) & mine)
