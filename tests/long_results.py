@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hcache_backend.partition.processor import processor_name
+from hcache_backend.partition.profile import processor_name
 
 
 class LongResults:

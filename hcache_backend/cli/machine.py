@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hcache_backend.engine.startup.versions import sglang_version
-from hcache_backend.partition.processor import processor_name
+from hcache_backend.partition.profile import processor_name
 
 _CPU_ENGINE = Path("tests") / "cpu_engine"
 

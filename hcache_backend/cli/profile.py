@@ -22,8 +22,7 @@ from hcache_backend.config import HCacheConfig
 from hcache_backend.partition.disk import read_rate
 from hcache_backend.partition.model_config import ModelConfigError, read_model
 from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.processor import processor_name
-from hcache_backend.partition.profile import Profile, Rate
+from hcache_backend.partition.profile import Profile, Rate, processor_name
 from hcache_backend.store.kvikio_ops import best_file_ops
 
 _PAGE_TOKENS = 64

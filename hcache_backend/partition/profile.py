@@ -7,12 +7,23 @@ with one model can also plan another of about its size.
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hcache_backend.partition.model_shape import ModelShape
+
+
+def processor_name() -> str:
+    """The processor's name where the system tells it, else its architecture."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 class ProfileError(ValueError):

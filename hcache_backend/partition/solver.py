@@ -107,39 +107,6 @@ def closed_form(costs: LayerCosts, layers: int) -> Partition | None:
     return Partition(layers - hidden, hidden, 0)
 
 
-def solve(
-    profile: Profile,
-    model: ModelShape,
-    tokens: int,
-    *,
-    tp: int = 1,
-    l3: L3Path = "overlapped",
-    early_stop: bool = False,
-    ring: int | None = None,
-    chunks: int = 1,
-    parks: bool = False,
-) -> Partition:
-    """The partition that restores ``tokens`` tokens fastest: what to store for every layer.
-
-    What is not stored must be recomputed, however long the context turns out to be. Recomputation
-    is quadratic, so solve for a long context: :func:`recompute_layers` recomputes more of a
-    short one.
-
-    Args:
-        profile: The machine.
-        model: The model.
-        tokens: Tokens of a restore.
-        tp: Tensor-parallel ranks.
-        l3: Where L3 is in a restore.
-        early_stop: Whether recomputation ends with K and V of its last layer.
-        ring: Segments that have room on the device; None: all of them.
-        chunks: Segments of one layer.
-        parks: See :func:`objective_with`.
-    """
-    costs = layer_costs(profile, model, tokens, tp=tp, l3=l3, early_stop=early_stop)
-    return search(costs, model.layers, objective_with(ring, chunks, parks=parks))
-
-
 def recompute_layers(
     profile: Profile,
     model: ModelShape,

@@ -79,9 +79,9 @@ def project_kv_kernel(
     head_mask = heads < KV_HEADS
     mask = row_mask[:, None, None] & head_mask[None, :, None]
     if weight is None:
-        at = source + (rows.to(tl.int64) * source_stride + first_column)[:, None, None]
-        at = at + (tl.arange(0, TILE_HEADS) * HEAD_DIM)[None, :, None]
-        a, b = _load_pairs(at, mask, first, second, HEAD_DIM, PAIRS, INTERLEAVED)
+        head_at = source + (rows.to(tl.int64) * source_stride + first_column)[:, None, None]
+        head_at = head_at + (tl.arange(0, TILE_HEADS) * HEAD_DIM)[None, :, None]
+        a, b = _load_pairs(head_at, mask, first, second, HEAD_DIM, PAIRS, INTERLEAVED)
     else:
         # A row of the weight is read wherever it lies, so columns come in the order that puts the
         # two members of a pair side by side: one thread's accumulators hold both, on every
@@ -127,28 +127,28 @@ def project_kv_kernel(
             real = head_mask[:, None] & (pair < HEAD_DIM // 2)[None, :]
             a, b = _normalise(a, b, real, epsilon, NORM, OVER_ALL, SIZE)
             if norm_weight is not None:
-                at = norm_weight + heads[:, None] * norm_weight_head_stride
-                a = a * _parameter(at + first[None, :], real)
-                b = b * _parameter(at + second[None, :], real)
+                weight_at = norm_weight + heads[:, None] * norm_weight_head_stride
+                a = a * _parameter(weight_at + first[None, :], real)
+                b = b * _parameter(weight_at + second[None, :], real)
             if norm_bias is not None:
-                at = norm_bias + heads[:, None] * norm_bias_head_stride
-                a = a + _parameter(at + first[None, :], real)
-                b = b + _parameter(at + second[None, :], real)
+                bias_at = norm_bias + heads[:, None] * norm_bias_head_stride
+                a = a + _parameter(bias_at + first[None, :], real)
+                b = b + _parameter(bias_at + second[None, :], real)
         if ROTARY_DIM > 0:
             position = tl.load(positions + rows, mask=row_mask, other=0)
             a, b = _rotate(a, b, position, row_mask, cos_sin, PAIRS, ROTARY_DIM)
         key_row = rows if KEYS_BY_ROW else slot
-        at = pool_k + (key_row.to(tl.int64) * k_slot_stride)[:, None, None]
-        at = at + (heads * k_head_stride)[None, :, None]
-        a = _as_stored(a, k_scale, K_LIMIT, pool_k.dtype.element_ty)
-        b = _as_stored(b, k_scale, K_LIMIT, pool_k.dtype.element_ty)
-        _store_pairs(at, mask, a, b, first, second, HEAD_DIM, PAIRS, INTERLEAVED)
+        k_at = pool_k + (key_row.to(tl.int64) * k_slot_stride)[:, None, None]
+        k_at = k_at + (heads * k_head_stride)[None, :, None]
+        k_a = _as_stored(a, k_scale, K_LIMIT, pool_k.dtype.element_ty)
+        k_b = _as_stored(b, k_scale, K_LIMIT, pool_k.dtype.element_ty)
+        _store_pairs(k_at, mask, k_a, k_b, first, second, HEAD_DIM, PAIRS, INTERLEAVED)
     else:
-        at = pool_v + (slot.to(tl.int64) * v_slot_stride)[:, None, None]
-        at = at + (heads * v_head_stride)[None, :, None]
-        a = _as_stored(a, v_scale, V_LIMIT, pool_v.dtype.element_ty)
-        b = _as_stored(b, v_scale, V_LIMIT, pool_v.dtype.element_ty)
-        _store_pairs(at, mask, a, b, first, second, HEAD_DIM, PAIRS, INTERLEAVED)
+        v_at = pool_v + (slot.to(tl.int64) * v_slot_stride)[:, None, None]
+        v_at = v_at + (heads * v_head_stride)[None, :, None]
+        v_a = _as_stored(a, v_scale, V_LIMIT, pool_v.dtype.element_ty)
+        v_b = _as_stored(b, v_scale, V_LIMIT, pool_v.dtype.element_ty)
+        _store_pairs(v_at, mask, v_a, v_b, first, second, HEAD_DIM, PAIRS, INTERLEAVED)
 
 
 @triton.jit

@@ -29,8 +29,13 @@ from hcache_backend.partition.measure import Bench, measure
 from hcache_backend.partition.model_config import ModelConfigError, shape_from_config
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.plan import describe
-from hcache_backend.partition.processor import processor_name
-from hcache_backend.partition.profile import Profile, ProfileError, Rate, load_profile
+from hcache_backend.partition.profile import (
+    Profile,
+    ProfileError,
+    Rate,
+    load_profile,
+    processor_name,
+)
 from hcache_backend.partition.solver import objective_with, recompute_layers, search
 from hcache_backend.restore.exchange import share_of_rank
 from hcache_backend.restore.pipeline import FIRST_PIECE_TOKENS, FIRST_PIECES

@@ -17,7 +17,7 @@ from hcache_backend.partition.presets import (
     preset_profile,
 )
 from hcache_backend.partition.profile import Rate
-from hcache_backend.partition.solver import closed_form, makespan, search, solve
+from hcache_backend.partition.solver import closed_form, makespan, search
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -172,9 +172,10 @@ def test_the_papers_schedules(
     closed: tuple[int, ...],
 ) -> None:
     model, profile = shape(name), preset_profile("a100-40g", ssds)
-    found = solve(profile, model, 1024, tp=tp)
+    costs = layer_costs(profile, model, 1024, tp=tp)
+    found = search(costs, model.layers)
     assert (found.recompute, found.hidden, found.kv) == ours
-    form = closed_form(layer_costs(profile, model, 1024, tp=tp), model.layers)
+    form = closed_form(costs, model.layers)
     assert form is not None
     assert (form.recompute, form.hidden, form.kv) == closed
     for mine in (ours, closed):
@@ -193,7 +194,7 @@ def test_the_papers_storage_ratios(name: str, tp: int, ratio: float) -> None:
     more of KV ours is 1.78.
     """
     model = shape(name)
-    found = solve(preset_profile("a100-40g", 4), model, 1024, tp=tp)
+    found = search(layer_costs(preset_profile("a100-40g", 4), model, 1024, tp=tp), model.layers)
     stored = found.bytes_per_token(model)
     assert model.layers * model.kv_bytes / stored == pytest.approx(ratio)
 
@@ -201,7 +202,8 @@ def test_the_papers_storage_ratios(name: str, tp: int, ratio: float) -> None:
 @pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-8b"])
 @pytest.mark.parametrize("ssds", [0, 1, 4])
 def test_gqa_on_an_h200_is_kv_and_recomputation(name: str, ssds: int) -> None:
-    found = solve(preset_profile("h200", ssds), shape(name), 1024)
+    model = shape(name)
+    found = search(layer_costs(preset_profile("h200", ssds), model, 1024), model.layers)
     assert found.hidden == 0
     assert found.kv > 0
     assert found.recompute > 0

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from hcache_backend.partition.costs import layer_costs
 from hcache_backend.partition.disk import read_rate
 from hcache_backend.partition.measure import OPERATIONS, Bench, Point, Prepare, Work, fit, measure
 from hcache_backend.partition.model_shape import Latent, ModelShape
 from hcache_backend.partition.presets import PRESETS, preset_profile
 from hcache_backend.partition.profile import Profile, ProfileError, Rate, load_profile
-from hcache_backend.partition.solver import solve
+from hcache_backend.partition.solver import search
 from hcache_backend.store.file_ops import FileOps
 
 TINY = ModelShape(
@@ -179,7 +180,8 @@ def test_a_measured_profile_plans(tmp_path: Path) -> None:
     measured.save(tmp_path / "profile.json")
     loaded = load_profile(tmp_path / "profile.json")
     assert loaded == measured
-    assert solve(loaded, TINY, 1024) == solve(measured, TINY, 1024)
+    costs = [layer_costs(profile, TINY, 1024) for profile in (loaded, measured)]
+    assert search(costs[0], TINY.layers) == search(costs[1], TINY.layers)
 
 
 class Crowded(Bench):
@@ -210,7 +212,8 @@ def test_measuring_on_a_gpu(shape: ModelShape) -> None:
     narrow = shape.model_copy(update={"element_bytes": 2})
     measured = measure(bench(narrow, "cuda", torch.bfloat16), "a GPU", None, [], lambda: None)
     assert isinstance(measured, Profile)
-    assert solve(measured, narrow, 1024).layers == narrow.layers
+    found = search(layer_costs(measured, narrow, 1024), narrow.layers)
+    assert found.layers == narrow.layers
 
 
 # ---- L3 ----

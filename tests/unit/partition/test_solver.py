@@ -1,8 +1,7 @@
-"""The search against brute force, a simulation of its own, and the paper's closed forms."""
+"""The search against brute force, and the paper's closed forms."""
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import time
 from pathlib import Path
@@ -16,28 +15,26 @@ from hcache_backend.partition.layers import METHODS, Method, Partition
 from hcache_backend.partition.model_config import read_model
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.presets import preset_profile
-from hcache_backend.partition.profile import Profile, Rate
 from hcache_backend.partition.solver import (
     closed_form,
     makespan,
     objective_with,
     recompute_layers,
     search,
-    solve,
     steady_makespan,
 )
 from hcache_backend.partition.timeline import finish, simulate
+from tests.unit.partition.pipelines import (
+    all_partitions,
+    any_costs,
+    event_simulation,
+    machine,
+    models,
+    rings,
+    seconds,
+)
 
-seconds = st.floats(0.01, 10)
 layer_counts = st.integers(1, 12)
-rings = st.none() | st.integers(1, 8)
-
-
-@st.composite
-def any_costs(draw: st.DrawFn) -> LayerCosts:
-    l3 = st.just(0.0) | seconds
-    costs = LayerCosts(*(draw(seconds) for _ in range(4)), draw(l3), draw(l3))
-    return costs._replace(c_tok_last=draw(st.none() | st.floats(0.01, costs.c_tok)))
 
 
 @st.composite
@@ -45,167 +42,6 @@ def mha_costs(draw: st.DrawFn) -> LayerCosts:
     """Costs as the paper has them: KV twice the bytes, recomputation six times the work or more."""
     io_h, c_h = draw(seconds), draw(seconds)
     return LayerCosts(io_h, 2 * io_h, c_h, c_h * draw(st.floats(6, 40)))
-
-
-@st.composite
-def partitions(draw: st.DrawFn) -> Partition:
-    return Partition(*(draw(st.integers(0, 8)) for _ in range(3)))
-
-
-def all_partitions(layers: int) -> list[Partition]:
-    return [
-        Partition(recompute, hidden, kv)
-        for recompute, hidden, kv in itertools.product(range(layers + 1), repeat=3)
-        if recompute + hidden + kv == layers
-    ]
-
-
-def event_simulation(costs: LayerCosts, partition: Partition) -> float:
-    """Two workers and an event queue; knows nothing of the formulas."""
-    work: dict[str, list[tuple[str, int, float]]] = {"transfer": [], "compute": []}
-    for layer in range(partition.layers):
-        method = partition.method(layer)
-        if method == "recompute":
-            last = layer == partition.recompute - 1 and costs.c_tok_last is not None
-            work["compute"].append((method, layer, costs.c_tok_last if last else costs.c_tok))
-        elif method == "hidden":
-            work["transfer"].append((method, layer, costs.io_h))
-            work["compute"].append(("project", layer, costs.c_h))
-        else:
-            work["transfer"].append((method, layer, costs.io_kv))
-    start = costs.l3_h * partition.hidden + costs.l3_kv * partition.kv
-    arrived: set[int] = set()
-    events: list[tuple[float, str]] = [(start, "transfer"), (start, "compute")]
-    running: dict[str, int | None] = {"transfer": None, "compute": None}
-    idle: set[str] = set()
-    now = start
-    while events:
-        now, worker = heapq.heappop(events)
-        if worker == "transfer" and running[worker] is not None:
-            arrived.add(running[worker])
-            if "compute" in idle:
-                idle.discard("compute")
-                heapq.heappush(events, (now, "compute"))
-        running[worker] = None
-        if not work[worker]:
-            continue
-        kind, layer, duration = work[worker][0]
-        if kind == "project" and layer not in arrived:
-            idle.add(worker)
-            continue
-        work[worker].pop(0)
-        running[worker] = layer
-        heapq.heappush(events, (now + duration, worker))
-    return now
-
-
-# ---- the model ----
-
-
-@given(any_costs(), partitions())
-def test_the_makespan_is_that_of_a_simulation(costs: LayerCosts, partition: Partition) -> None:
-    predicted = makespan(costs, partition)
-    assert predicted == pytest.approx(event_simulation(costs, partition))
-    assert finish(costs, partition) == pytest.approx(predicted)
-
-
-@given(any_costs(), partitions(), rings)
-def test_a_restore_finishes_with_its_last_task(
-    costs: LayerCosts, partition: Partition, ring: int | None
-) -> None:
-    tasks = simulate(costs, partition, ring)
-    assert max((task.end for task in tasks), default=0.0) == finish(costs, partition, ring)
-
-
-@given(any_costs(), partitions())
-def test_the_paper_leaves_out_no_more_than_filling_the_pipeline(
-    costs: LayerCosts, partition: Partition
-) -> None:
-    steady = steady_makespan(costs, partition)
-    fill = max(costs.io_h, costs.c_h) if partition.hidden else 0.0
-    assert steady <= makespan(costs, partition) <= steady + fill + 1e-9
-
-
-@given(any_costs(), partitions(), rings)
-def test_a_timeline_is_a_pipeline(
-    costs: LayerCosts, partition: Partition, ring: int | None
-) -> None:
-    tasks = simulate(costs, partition, ring)
-    for stream in ("l3", "transfer", "compute"):
-        mine = [task for task in tasks if task.stream == stream]
-        assert all(a.end <= b.start for a, b in itertools.pairwise(mine))
-    arrived = {task.layer: task.end for task in tasks if task.stream == "transfer"}
-    computed = {task.layer: task for task in tasks if task.stream == "compute"}
-    for layer in range(partition.layers):
-        method = partition.method(layer)
-        assert (layer in arrived) == (method != "recompute")
-        assert (layer in computed) == (method != "kv")
-        if method == "hidden":
-            assert computed[layer].start >= arrived[layer]
-    if ring is not None:  # segments that have begun to arrive and have not been used
-        for moment in (task.start for task in tasks):
-            held = [
-                task
-                for task in tasks
-                if task.stream == "transfer"
-                if task.start <= moment < computed.get(task.layer, task).end
-            ]
-            assert len(held) <= ring
-
-
-@given(any_costs(), partitions(), st.integers(1, 8))
-def test_more_room_on_the_device_is_never_slower(
-    costs: LayerCosts, partition: Partition, ring: int
-) -> None:
-    ends = [finish(costs, partition, room) for room in (ring, ring + 1, partition.layers + 1, None)]
-    assert ends[0] >= ends[1] >= ends[2] == ends[3]
-
-
-@given(any_costs(), partitions(), rings, st.integers(1, 4))
-def test_layers_in_parts_are_never_slower_in_the_same_memory(
-    costs: LayerCosts, partition: Partition, ring: int | None, chunks: int
-) -> None:
-    whole = finish(costs, partition, ring)
-    parts = finish(costs, partition, None if ring is None else ring * chunks, chunks)
-    assert parts <= whole * (1 + 1e-9)
-    # Projections and transfers cannot end before their sum, nor begin before L3 is read.
-    assert parts >= steady_makespan(costs, partition) * (1 - 1e-9)
-
-
-@given(any_costs(), partitions(), st.integers(1, 6))
-def test_a_first_layer_in_pieces_is_projected_piece_by_piece(
-    costs: LayerCosts, partition: Partition, pieces: int
-) -> None:
-    in_pieces = finish(costs, partition, pieces=pieces)
-    assert in_pieces <= finish(costs, partition) * (1 + 1e-9)
-    if partition.recompute:
-        assert in_pieces == finish(costs, partition)
-        return
-    begin = costs.l3_h * partition.hidden + costs.l3_kv * partition.kv
-    segments = [(costs.io_h, costs.c_h)] * partition.hidden + [(costs.io_kv, 0.0)] * partition.kv
-    if partition.hidden:
-        segments[:1] = [(costs.io_h / pieces, costs.c_h / pieces)] * pieces
-    transfer = compute = begin
-    for io, projection in segments:
-        transfer += io
-        if projection:
-            compute = max(compute, transfer) + projection
-    assert in_pieces == pytest.approx(max(transfer, compute))
-
-
-def test_parts_of_layers_overlap() -> None:
-    costs = LayerCosts(io_h=2.0, io_kv=4.0, c_h=4.0, c_tok=10.0)
-    assert finish(costs, Partition(0, 2, 0), 3, chunks=2) == 1 + 4 * 2
-    assert finish(costs, Partition(0, 2, 0), 1, chunks=2) == 4 * (1 + 2)
-    assert finish(costs, Partition(1, 2, 0), 3, chunks=2) == 10 + 4 * 2
-    assert finish(costs, Partition(0, 1, 1), 2, chunks=2) == 1 + 2 + 2 + 2
-
-
-def test_kv_waits_for_room_behind_hidden_states() -> None:
-    """With room for all it would be there after 7 s, when the projections are done."""
-    costs = LayerCosts(io_h=1.0, io_kv=2.0, c_h=2.0, c_tok=10.0)
-    partition = Partition(0, 3, 2)
-    assert [finish(costs, partition, ring) for ring in (1, 2, 3, None)] == [13.0, 9.0, 7.0, 7.0]
 
 
 # ---- the search ----
@@ -317,38 +153,6 @@ def test_the_closed_form_says_where_it_does_not_apply(costs: LayerCosts) -> None
 # ---- profiles and models ----
 
 
-@st.composite
-def models(draw: st.DrawFn) -> ModelShape:
-    heads = draw(st.sampled_from([8, 16, 32]))
-    hidden = 128 * heads
-    return ModelShape(
-        family="any",
-        layers=draw(st.integers(1, 24)),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=draw(st.sampled_from([1, 2, 8, heads])),
-        head_dim=128,
-        value_dim=128,
-        mlp_width=draw(st.integers(3, 6)) * hidden,
-    )
-
-
-def machine(io: float, compute: float, l3: float | None) -> Profile:
-    """A machine that moves ``io`` GB/s and computes ``compute`` TFLOP/s."""
-    bus, flops = Rate(per_second=io * 1e9), Rate(per_second=compute * 1e12)
-    return Profile(
-        device="any",
-        source="test",
-        dtype="bfloat16",
-        l3=None if l3 is None else Rate(per_second=l3 * 1e9),
-        hidden_copy=bus,
-        kv_load=bus,
-        projection=flops,
-        dense=flops,
-        attention=flops,
-    )
-
-
 rates = st.floats(0.5, 1000)
 lengths = st.sampled_from([64, 1024, 16384])
 
@@ -361,8 +165,10 @@ def test_faster_io_never_adds_recomputed_layers(
     """Where recomputation ends early, a first layer may be added: it is only a little slower than
     its projection, so that it stands in for hidden states where computing is the slower part.
     """
-    slow = solve(machine(io, compute, None), model, tokens, early_stop=early_stop)
-    fast = solve(machine(io * factor, compute, None), model, tokens, early_stop=early_stop)
+    slow, fast = (
+        search(layer_costs(profile, model, tokens, early_stop=early_stop), model.layers)
+        for profile in (machine(io, compute), machine(io * factor, compute))
+    )
     assert fast.recompute <= max(slow.recompute, early_stop)
 
 
@@ -399,7 +205,7 @@ def test_a_restore_recomputes_what_is_best_for_its_length(
     ring: int | None,
     early_stop: bool,
 ) -> None:
-    profile = machine(io, compute, None)
+    profile = machine(io, compute)
     stored = round(share * model.layers)
     partition = Partition(model.layers - stored, stored // 2, stored - stored // 2)
     first = recompute_layers(profile, model, partition, tokens, ring=ring, early_stop=early_stop)
@@ -421,7 +227,7 @@ def test_a_restore_recomputes_what_is_best_for_its_length(
 def test_long_restores_and_prefixes_recompute_no_more(
     model: ModelShape, io: float, compute: float, tokens: list[int], early_stop: bool
 ) -> None:
-    profile, everything = machine(io, compute, None), Partition(0, model.layers, 0)
+    profile, everything = machine(io, compute), Partition(0, model.layers, 0)
     short, long = sorted(tokens)
 
     def recomputed(tokens: int, prefix: int = 0) -> int:
@@ -439,7 +245,7 @@ def test_long_restores_and_prefixes_recompute_no_more(
 def test_ending_early_never_recomputes_less(
     model: ModelShape, io: float, compute: float, tokens: int, ring: int | None
 ) -> None:
-    profile, everything = machine(io, compute, None), Partition(0, model.layers, 0)
+    profile, everything = machine(io, compute), Partition(0, model.layers, 0)
     whole, early = (
         recompute_layers(profile, model, everything, tokens, early_stop=early_stop, ring=ring)
         for early_stop in (False, True)
@@ -457,9 +263,14 @@ def test_little_room_means_little_recomputation() -> None:
     assert found == [1, 6, 10, 10]
     halves = recompute_layers(profile, model, everything, 1024, ring=24, chunks=2)
     assert found[1] <= halves < found[2]
-    assert solve(profile, model, 1024, ring=3) == Partition(1, 39, 0)
-    assert solve(profile, model, 1024, ring=24) == solve(profile, model, 1024)
-    assert solve(profile, model, 1024, ring=24, chunks=2).recompute == halves
+    costs = layer_costs(profile, model, 1024)
+    short, half, whole, split = (
+        search(costs, model.layers, objective_with(*room))
+        for room in ((3,), (24,), (None,), (24, 2))
+    )
+    assert short == Partition(1, 39, 0)
+    assert half == whole
+    assert split.recompute == halves
 
 
 def test_a_decision_takes_no_time_that_a_request_would_notice() -> None:

@@ -1,0 +1,107 @@
+"""Costs, partitions, models and machines of any kind, and a simulation of a restore."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+
+from hypothesis import strategies as st
+
+from hcache_backend.partition.costs import LayerCosts
+from hcache_backend.partition.layers import Partition
+from hcache_backend.partition.model_shape import ModelShape
+from hcache_backend.partition.profile import Profile, Rate
+
+seconds = st.floats(0.01, 10)
+rings = st.none() | st.integers(1, 8)
+
+
+@st.composite
+def any_costs(draw: st.DrawFn) -> LayerCosts:
+    l3 = st.just(0.0) | seconds
+    costs = LayerCosts(*(draw(seconds) for _ in range(4)), draw(l3), draw(l3))
+    return costs._replace(c_tok_last=draw(st.none() | st.floats(0.01, costs.c_tok)))
+
+
+@st.composite
+def partitions(draw: st.DrawFn) -> Partition:
+    return Partition(*(draw(st.integers(0, 8)) for _ in range(3)))
+
+
+def all_partitions(layers: int) -> list[Partition]:
+    return [
+        Partition(recompute, hidden, kv)
+        for recompute, hidden, kv in itertools.product(range(layers + 1), repeat=3)
+        if recompute + hidden + kv == layers
+    ]
+
+
+def event_simulation(costs: LayerCosts, partition: Partition) -> float:
+    """Two workers and an event queue; knows nothing of the formulas."""
+    work: dict[str, list[tuple[str, int, float]]] = {"transfer": [], "compute": []}
+    for layer in range(partition.layers):
+        method = partition.method(layer)
+        if method == "recompute":
+            last = layer == partition.recompute - 1 and costs.c_tok_last is not None
+            work["compute"].append((method, layer, costs.c_tok_last if last else costs.c_tok))
+        elif method == "hidden":
+            work["transfer"].append((method, layer, costs.io_h))
+            work["compute"].append(("project", layer, costs.c_h))
+        else:
+            work["transfer"].append((method, layer, costs.io_kv))
+    start = costs.l3_h * partition.hidden + costs.l3_kv * partition.kv
+    arrived: set[int] = set()
+    events: list[tuple[float, str]] = [(start, "transfer"), (start, "compute")]
+    running: dict[str, int | None] = {"transfer": None, "compute": None}
+    idle: set[str] = set()
+    now = start
+    while events:
+        now, worker = heapq.heappop(events)
+        if worker == "transfer" and running[worker] is not None:
+            arrived.add(running[worker])
+            if "compute" in idle:
+                idle.discard("compute")
+                heapq.heappush(events, (now, "compute"))
+        running[worker] = None
+        if not work[worker]:
+            continue
+        kind, layer, duration = work[worker][0]
+        if kind == "project" and layer not in arrived:
+            idle.add(worker)
+            continue
+        work[worker].pop(0)
+        running[worker] = layer
+        heapq.heappush(events, (now + duration, worker))
+    return now
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelShape:
+    heads = draw(st.sampled_from([8, 16, 32]))
+    hidden = 128 * heads
+    return ModelShape(
+        family="any",
+        layers=draw(st.integers(1, 24)),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=draw(st.sampled_from([1, 2, 8, heads])),
+        head_dim=128,
+        value_dim=128,
+        mlp_width=draw(st.integers(3, 6)) * hidden,
+    )
+
+
+def machine(io: float, compute: float) -> Profile:
+    """A machine that moves ``io`` GB/s and computes ``compute`` TFLOP/s."""
+    bus, flops = Rate(per_second=io * 1e9), Rate(per_second=compute * 1e12)
+    return Profile(
+        device="any",
+        source="test",
+        dtype="bfloat16",
+        l3=None,
+        hidden_copy=bus,
+        kv_load=bus,
+        projection=flops,
+        dense=flops,
+        attention=flops,
+    )
