@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from bench.harness.options import Device
 from hcache_backend.engine.startup.versions import sglang_version
-from hcache_backend.partition.processor import processor_name
+from hcache_backend.partition.profile import processor_name
 
 
 class MachineError(RuntimeError):
