@@ -1,0 +1,1 @@
+"""Tests: ``unit`` and ``kernels`` need no server, ``engine`` runs real SGLang servers."""

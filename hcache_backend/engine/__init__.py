@@ -1,0 +1,1 @@
+"""Everything that imports SGLang, and runs for every request; ``startup`` runs once."""

@@ -1,0 +1,1 @@
+"""Every place where we meet SGLang, looked up in the sources of all supported versions."""

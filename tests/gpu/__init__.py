@@ -1,0 +1,1 @@
+"""Saving and restoring on a CUDA device."""

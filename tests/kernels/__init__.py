@@ -1,0 +1,1 @@
+"""Kernels against their torch references, interpreted and compiled ahead of time."""

@@ -1,20 +1,19 @@
-"""Who may import whom: dependencies point down, and only the engine knows SGLang."""
+"""Imports follow docs/structure.md: dependencies point down, only the engine knows SGLang."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "hcache_backend"
 KERNELS = ROOT / "kernels"
+BENCH = ROOT / "bench"
 
-# A part imports only parts of a lower rank (DESIGN.md, section 4).
+# A part imports only parts of a lower rank (docs/structure.md).
 RANKS = {
     "config": 0,
     "page": 0,
@@ -58,44 +57,48 @@ def imports_of(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def tops_of(path: Path) -> set[str]:
-    return {name.split(".")[0] for name in imports_of(path)}
+def importers(paths: Iterable[Path], *packages: str) -> list[str]:
+    """``file imports name`` for every import of one of ``packages``, or from below it."""
+    return [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in paths
+        for name in imports_of(path)
+        if any(f"{name}.".startswith(f"{package}.") for package in packages)
+    ]
 
 
-def name_of(path: Path) -> str:
-    return str(path.relative_to(ROOT))
+def test_every_part_has_a_rank() -> None:
+    assert {part_of(path) for path in modules()} == RANKS.keys()
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_dependencies_point_down(path: Path) -> None:
-    part = part_of(path)
-    assert part in RANKS, f"give {part!r} a rank"
-    for name in imports_of(path):
-        top, _, below = name.partition(".")
-        target = below.split(".")[0]
-        if top == "hcache_backend" and target in RANKS and target != part:
-            assert RANKS[target] < RANKS[part], f"{part} imports {name}"
+def test_dependencies_point_down() -> None:
+    for part, rank in RANKS.items():
+        above = [other for other in RANKS if other and RANKS[other] >= rank and other != part]
+        files = [path for path in modules() if part_of(path) == part]
+        assert importers(files, *(f"hcache_backend.{other}" for other in above)) == []
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_only_the_engine_imports_sglang(path: Path) -> None:
-    assert part_of(path) == "engine" or "sglang" not in tops_of(path)
+def test_only_the_engine_imports_sglang() -> None:
+    assert importers([p for p in modules() if part_of(p) != "engine"], "sglang") == []
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_the_product_imports_no_tests(path: Path) -> None:
-    assert not tops_of(path) & {"tests", "pytest", "hcache_cpu_engine"}
+def test_the_product_imports_no_tests_and_no_benchmarks() -> None:
+    product = [*modules(), *KERNELS.rglob("*.py")]
+    assert importers(product, "tests", "pytest", "hcache_cpu_engine", "bench") == []
+
+
+def test_of_the_tests_benchmarks_import_the_cpu_engine_only() -> None:
+    found = importers(BENCH.rglob("*.py"), "tests", "pytest")
+    assert [line for line in found if "tests.cpu_engine." not in line] == []
 
 
 def test_the_store_and_the_page_format_import_no_torch() -> None:
-    for path in modules():
-        if part_of(path) in ("store", "page", "config"):
-            assert "torch" not in tops_of(path), path
+    light = [path for path in modules() if part_of(path) in ("store", "page", "config", "trace")]
+    assert importers(light, "torch") == []
 
 
 def test_kernels_import_nothing_of_the_backend() -> None:
-    for path in KERNELS.rglob("*.py"):
-        assert not tops_of(path) & {"hcache_backend", "sglang"}, path
+    assert importers(KERNELS.rglob("*.py"), "hcache_backend", "sglang") == []
 
 
 LIGHT = ("", "config", "page", "store", "workload", "benchmark")

@@ -1,0 +1,1 @@
+"""Servers, models and conversations for the engine tests."""

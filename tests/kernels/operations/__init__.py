@@ -1,0 +1,1 @@
+"""Each operation over many shapes, run by the interpreter or on a GPU."""
