@@ -92,8 +92,8 @@ versions: setup
 
 # The page store against the disk's ceiling, SGLang's HiCacheFile and lmdb. BENCH_DIR: where.
 bench-store: setup
-	PYTHONPATH=.:tests/cpu_engine SGLANG_USE_CPU_ENGINE=1 \
-		$(BIN)/python bench/store.py $(if $(BENCH_DIR),--dir $(BENCH_DIR)) $(ARGS)
+	PYTHONPATH=tests/cpu_engine SGLANG_USE_CPU_ENGINE=1 \
+		$(BIN)/python -m bench.store $(if $(BENCH_DIR),--dir $(BENCH_DIR)) $(ARGS)
 
 # What each codec of hidden states costs: bytes, error of K and V, changed tokens. Ten minutes.
 bench-codecs: setup

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import os
-import statistics
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -41,12 +40,12 @@ class Speeds:
     Attributes:
         read: Reading with a cold cache.
         write: Writing, brought to the disk at the end.
-        ways: The way of the ceiling, by ``read`` and ``write``.
+        ceiling: The way of the ceiling, by ``read`` and ``write``.
     """
 
     read: dict[str, list[float]] = field(default_factory=dict)
     write: dict[str, list[float]] = field(default_factory=dict)
-    ways: dict[str, Way] = field(default_factory=dict)
+    ceiling: dict[str, Way] = field(default_factory=dict)
 
     def note(self, kind: str, name: str, size: int, work: Callable[[], None]) -> None:
         """Time ``work``, which moves ``size`` bytes."""
@@ -55,19 +54,8 @@ class Speeds:
         elapsed = time.perf_counter() - start
         getattr(self, kind).setdefault(name, []).append(size / MIB / elapsed)
 
-    def median(self, kind: str, name: str) -> float:
-        """Median speed in MiB/s."""
-        return statistics.median(getattr(self, kind)[name])
 
-    def ratio(self, kind: str, name: str, other: str) -> float:
-        """How many times as fast ``name`` was as ``other``: the median over the rounds."""
-        values = getattr(self, kind)
-        return statistics.median(
-            one / two for one, two in zip(values[name], values[other], strict=True)
-        )
-
-
-def bench_pages(folder: Path, page: int, options: argparse.Namespace) -> Speeds:
+def bench_pages(folder: Path, page: int, rounds: int, io_threads: int) -> Speeds:
     """Write and read pages of ``page`` bytes in batches of 128."""
     batches = max(1, _LEAST_BYTES // (page * BATCH))
     size = batches * BATCH * page
@@ -75,15 +63,15 @@ def bench_pages(folder: Path, page: int, options: argparse.Namespace) -> Speeds:
     memory[:] = np.random.default_rng(0).bytes(MIB) * (BATCH * page // MIB)
     pages = [[memory[number * page : (number + 1) * page]] for number in range(BATCH)]
     config = parse_config(
-        {"dirs": [str(folder / "store")], "min_free_bytes": 0, "io_threads": options.io_threads},
+        {"dirs": [str(folder / "store")], "min_free_bytes": 0, "io_threads": io_threads},
         "bench",
     )
     rival = hicache_file(folder / "hicache")
     chance = np.random.default_rng(page)
     one = LargeFile(folder, size, memory)
-    speeds = Speeds(ways=one.best_ways())
+    speeds = Speeds(ceiling=one.best_ways())
     with closing(StripedPageStore(config, WRITER)) as store:
-        for number in range(options.rounds):
+        for number in range(rounds):
             names = [[chance.bytes(32) for _ in range(BATCH)] for _ in range(batches)]
             contest = [
                 partial(_store_round, store, names, pages, size, speeds),
@@ -95,7 +83,7 @@ def bench_pages(folder: Path, page: int, options: argparse.Namespace) -> Speeds:
             for entrant in contest[number % len(contest) :] + contest[: number % len(contest)]:
                 settle()
                 entrant()
-            _print_round(page, number, speeds)
+            print(f"{page // 1024} KiB, round {number + 1} of {rounds}", flush=True)
     return speeds
 
 
@@ -136,20 +124,17 @@ class LargeFile:
             for block in _BLOCKS:
                 for threads in _THREADS:
                     way = (block, threads)
-                    tried = Speeds(ways={"write": way, "read": way})
+                    tried = Speeds(ceiling={"write": way, "read": way})
                     self.round(tried)
                     for kind, speeds in found.items():
-                        speeds.setdefault(way, []).append(tried.median(kind, CEILING))
-        return {
-            kind: max(ways, key=lambda way: statistics.median(ways[way]))
-            for kind, ways in found.items()
-        }
+                        speeds.setdefault(way, []).append(median(getattr(tried, kind)[CEILING]))
+        return {kind: max(ways, key=lambda way: median(ways[way])) for kind, ways in found.items()}
 
     def round(self, speeds: Speeds) -> None:
         """Make, write, read and remove it."""
         self.make()
         for kind in ("write", "read"):
-            speeds.note(kind, CEILING, self._size, partial(self._run, kind, speeds.ways[kind]))
+            speeds.note(kind, CEILING, self._size, partial(self._run, kind, speeds.ceiling[kind]))
         self.remove()
 
     def _run(self, kind: str, way: Way) -> None:
@@ -168,11 +153,8 @@ class LargeFile:
                 piece = self._memory[place : place + wanted]
                 require(move(self._fd, [piece], offset) == wanted, "a block was cut")
 
-        workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(work, range(threads)))
 
 
 def hicache_file(folder: Path) -> Any:
@@ -270,11 +252,3 @@ def _rival_round(
     speeds.note("read", RIVAL, size, read)
     for path in files:
         path.unlink()
-
-
-def _print_round(page: int, number: int, speeds: Speeds) -> None:
-    names = [name for name in (STORE, CEILING, RIVAL) if name in speeds.read]
-    shown = ", ".join(
-        f"{name} w {speeds.write[name][-1]:.0f} r {speeds.read[name][-1]:.0f}" for name in names
-    )
-    print(f"{page // 1024} KiB #{number}: {shown} MiB/s", flush=True)

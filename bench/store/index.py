@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import shutil
-import statistics
 import subprocess
 import sys
 import time
 from contextlib import closing
 from pathlib import Path
+from statistics import median, quantiles
 
 import numpy as np
 
-from bench.store_pages import BATCH, MIB, NAMESPACE, WRITER, require
+from bench.store.pages import BATCH, MIB, NAMESPACE, WRITER, require
 from hcache_backend.config import parse_config
 from hcache_backend.store.base import WHOLE
 from hcache_backend.store.index import Entry, Record
@@ -47,7 +47,6 @@ def bench_index(folder: Path, pages: int) -> dict[str, float]:
         open_mib=int(opened[1]) / MIB,
         index_bytes_a_page=index_bytes / pages,
     )
-    print(f"{pages:,} pages in the index: {result}", flush=True)
     return result
 
 
@@ -95,7 +94,7 @@ def time_exists(store: StripedPageStore, pages: int, rounds: int = 2000) -> dict
                 work()
                 name.append((time.perf_counter() - start) * 1e6)
     return {
-        "exists128_us": statistics.median(ours),
-        "lmdb128_us": statistics.median(raw),
-        "exists128_p99_us": statistics.quantiles(ours, n=100)[98],
+        "exists128_us": median(ours),
+        "lmdb128_us": median(raw),
+        "exists128_p99_us": quantiles(ours, n=100)[98],
     }
