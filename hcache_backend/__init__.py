@@ -1,4 +1,4 @@
-"""HCache for SGLang: store each layer's hidden states, get K and V back with one GEMM a layer.
+"""HCache for SGLang: store each layer's hidden states, get K and V back with one GEMM per layer.
 
 SGLang loads the storage class by ``module_path`` ``hcache_backend`` and ``class_name``
 ``HCacheStorage``, so the name is offered here; it is resolved on first use, because everything

@@ -60,46 +60,45 @@ class HCacheConfig(BaseModel):
             the partition has hidden states, else KV pages. ``hidden``: hidden states of every
             layer, even where they do not pay (few KV heads), unless ``partition`` says otherwise.
             ``kv``: always KV pages. It shapes pages, so it cannot change while a server runs.
-        partition: How each layer comes back. ``auto``: what restores fastest by the profile. Or
+        partition: How each layer is stored. ``auto``: the fastest restores by the profile. Or
             the numbers of layers that are recomputed, stored as hidden states and stored as KV, in
             this order, such as ``{"recompute": 1, "hidden": 30, "kv": 1}``. It shapes pages.
-        profile: File that ``hcache profile`` wrote. Without one a server that needs it measures a
-            quick one at its first start, and keeps it beside the pages.
+        profile: A file of ``hcache profile``. Without it, a server that needs a profile measures a
+            quick one at its first start and keeps it beside the pages.
         codec: How hidden states are encoded. ``none``: as they are. ``exp4``: lossless, 0.77 of
-            the bytes, for bfloat16 models. ``int8``, ``fp8``: lossy, a byte a value. A codec that
-            cannot hold this model's hidden states, or that changes its K and V by more than it
-            should, gives way to ``none``. It shapes pages. KV pages are not encoded.
+            the bytes, for bfloat16 models. ``int8``, ``fp8``: lossy, one byte per value. If a
+            codec cannot hold this model's hidden states, or changes its K and V too much,
+            ``none`` is used. It shapes pages. KV pages are not encoded.
         check_every_pages: In service, one in this many backed-up pages is projected and compared
             with the K and V in the pool. 0 turns the check in service off (never the one at start).
-        projection: ``auto``: each layer's K and V by the kernels where its attention module was
+        projection: ``auto``: each layer's K and V by the kernels if its attention module was
             understood and proven, else by the module itself. ``generic``: always by the modules;
             for measuring, and for finding faults.
-        restore_chunk_tokens: Tokens that one projection call takes at most; bounds the memory of
-            a restore.
-        restore: When pages from L3 become K and V in the device's KV pool. ``layerwise``: when the
+        restore_chunk_tokens: Largest number of tokens in one projection; bounds the memory of a
+            restore.
+        restore: When pages from L3 become K and V in the device's KV pool. ``layerwise``: after the
             whole prefetch has been read and the request is admitted, layer by layer. ``eager``:
-            while the rest of the prefetch is still being read, in device pages that are free;
-            what is recomputed is so at the load. It holds from the server's start.
-        restore_share: With ``eager``, the share of the device's pages that may be used for that
-            at a time. They count as free, and whoever needs them gets them.
-        durability: When stored pages reach the disks. ``none``: when the kernel likes. ``batch``:
-            within ``sync_seconds``, in batches. ``always``: before a page counts as stored.
-            Whatever it is, after a kill or a power cut a page is whole or absent.
-        sync_seconds: With ``batch``, how long after it was stored a page's way to the disk begins
-            at the latest.
-        quota_bytes: Bytes of page files that every folder holds at most; none by default.
-        min_free_bytes: Bytes that stay free on the file system of every folder.
+            also while the rest of the prefetch is still being read, in free device pages. Fixed
+            while a server runs.
+        restore_share: With ``eager``, the share of the device's pages that eager restores may use
+            at a time. These pages count as free; an allocation that needs them gets them.
+        durability: When stored pages are flushed to the disks. ``none``: when the kernel writes
+            them back. ``batch``: within ``sync_seconds``, in batches. ``always``: before a page
+            counts as stored. With each of them a page is whole or absent after a kill or a power
+            cut.
+        sync_seconds: With ``batch``, the longest time until a page's flush begins.
+        quota_bytes: Largest number of bytes of page files in each folder; none by default.
+        min_free_bytes: Bytes that stay free on the file system of each folder.
         high_water: Share of the quota at which eviction of the least recently used pages begins.
-        low_water: Share of the quota down to which it goes.
-        io_threads: Threads that read, and as many that write, for every folder.
+        low_water: Share of the quota at which eviction ends.
+        io_threads: Reading threads, and as many writing threads, per folder.
         buffer_bytes: Aligned buffer of each of these threads, for pages whose memory is not
-            aligned as direct I/O wants it.
-        write_seconds: How long storing a batch of pages may take; what is not done then is dropped
-            and counted.
-        read_seconds: How long reading a batch of pages may wait for its turn; pages whose turn did
-            not come by then are misses.
-        reader: ``posix``, or ``kvikio`` to read through KvikIO where it is installed and a GPU
-            driver is there.
+            aligned for direct I/O.
+        write_seconds: Time limit for storing a batch of pages; the rest is dropped and counted.
+        read_seconds: Longest time that a read batch waits for its turn; after it the pages are
+            misses.
+        reader: ``posix``, or ``kvikio`` to read through KvikIO if it is installed and a GPU driver
+            is there.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)

@@ -2,12 +2,12 @@
 
     python bench/gpu/capture.py [--models Llama-2-7B ...] [--batches 1 16 64 256]
 
-Layers of Llama-2-7B's shape with random weights (attention over 1024 tokens a request; without
+Layers of Llama-2-7B's shape with random weights (attention over 1024 tokens per request; without
 embedding and LM head, so shares are of a little less than the real step):
 
 - none: the step alone
-- staged: two-stage capture as the server does it: a copy kernel a layer, recorded in the graph, and
-  one transfer to the shadow pages a step, on its own stream
+- staged: two-stage capture as the server does it: one copy kernel per layer, recorded in the graph,
+  and one transfer to the shadow pages per step, on its own stream
 - direct: the paper's DirectIO variant: every layer's rows go straight to the pages in host memory,
   on the step's own stream (paper section 4.2.2)
 

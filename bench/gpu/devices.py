@@ -82,7 +82,7 @@ class Device:
         return 1e3 * size / took
 
     def gemm_rate(self, n: int, inner: int, outer: int) -> float:
-        """FLOP a second of a product ``[n, inner] x [inner, outer]``."""
+        """FLOP per second of a product ``[n, inner] x [inner, outer]``."""
         a = torch.randn(n, inner, device=self.kind, dtype=self.dtype)
         b = torch.randn(outer, inner, device=self.kind, dtype=self.dtype)
         out = torch.empty(n, outer, device=self.kind, dtype=self.dtype)

@@ -48,7 +48,7 @@ def goals(rows: list[dict[str, Any]], *, dry_run: bool) -> list[dict[str, Any]]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """One line a row."""
+    """One line per row."""
     print(f"\n{'GB/s':>9} {'method':>11} {'ms':>9} {'read, ms':>9} {'restore, ms':>12}")
     for row in rows:
         rate = f"{row['gb_s']:.1f}{' =' if row['balanced'] else ''}" if row["gb_s"] else "no limit"

@@ -1,6 +1,6 @@
-"""Two-stage capture (paper section 4.2.2): device staging, then one transfer a step to the shadows.
+"""Two-stage capture (paper section 4.2.2): device staging, then one transfer per step to shadows.
 
-Stage one runs inside the forward pass, on its stream: one kernel a layer copies the projection's
+Stage one runs inside the forward pass, on its stream: one kernel per layer copies the projection's
 input to a ring of places in device memory. It may be recorded in a CUDA graph. Stage two runs on a
 stream of its own behind the forward pass: one launch moves all layers of the step to the shadow
 pages of its tokens. A step that is too long for the ring (eager prefill) uses the same memory as a

@@ -35,7 +35,7 @@ class Rate(BaseModel):
 
     Attributes:
         seconds: What it takes whatever its size.
-        per_second: Bytes or FLOPs a second beyond that.
+        per_second: Bytes or FLOPs per second beyond that.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)

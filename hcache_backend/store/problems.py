@@ -1,4 +1,4 @@
-"""One log line for a kind of problem, not one a page."""
+"""One log line per kind of problem, instead of one per page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ QUIET_SECONDS = 60.0
 
 
 class ProblemLog:
-    """Logs the first problem of a kind at once, later ones at most once a minute."""
+    """Logs the first problem of a kind at once, later ones at most once per minute."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

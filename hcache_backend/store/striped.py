@@ -40,7 +40,7 @@ from hcache_backend.store.volume import Volume
 logger = logging.getLogger("hcache.store")
 
 _GROUP_BYTES = 512 << 20
-"""Pages are named in groups of about this size a folder, the next group being written meanwhile.
+"""Pages are named in groups of about this size per folder, the next group being written meanwhile.
 
 Naming a group syncs the index, which holds up the disk; so groups are large. Two of them at most
 stand on a disk without being counted in its quota.

@@ -201,7 +201,7 @@ def check_rows(
 
     It reads the values, so on GPU tensors it waits for the GPU. ``project_kv`` therefore calls it
     itself only for CPU tensors: who restores to a GPU calls it once a restore, on the indices'
-    CPU copies, and not once a layer.
+    CPU copies, and not once per layer.
 
     Args:
         positions: Positions of the tokens, integers ``[n]``.

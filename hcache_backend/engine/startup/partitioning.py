@@ -195,7 +195,8 @@ def _decide(
         tokens = min(int(runtime.runner.model_config.context_len), int(kvcache.size))
         costs = layer_costs(profile, shape, tokens, tp=tp, l3=l3, early_stop=True)
         seconds = objective_with(*_room(chunk_tokens, tokens, tp), parks=parks)
-        larger = shape.hidden_bytes >= shape.kv_bytes  # what is measured alike would be a toss
+        # Equal sizes count too: their times would differ by noise only.
+        larger = shape.hidden_bytes >= shape.kv_bytes
 
         def objective(costs: LayerCosts, partition: Partition) -> float:
             out = (tp > 1 and partition.recompute) or (larger and partition.hidden)

@@ -33,11 +33,11 @@ def install() -> None:
 
 
 L3_VARIABLE = "HCACHE_CPU_L3_FILE"
-"""Names a file with the bytes a second that all reads of page files together may reach; 0: no
+"""Names a file with the bytes per second that all reads of page files together may reach; 0: no
 limit. Page files are those of our store and of SGLang's `file` backend."""
 
 BUS_VARIABLE = "HCACHE_CPU_BUS_FILE"
-"""Names a file with the bytes a second that copies to the device may reach; 0: no limit."""
+"""Names a file with the bytes per second that copies to the device may reach; 0: no limit."""
 
 
 @contextmanager

@@ -196,7 +196,7 @@ def test_a_failing_folder_rests_and_comes_back(
     with caplog.at_level(logging.WARNING):
         for number in range(1, 20):
             assert put(store, number) == [False]
-    assert len(caplog.records) <= 4, "a line for a kind of problem, not one a page"
+    assert len(caplog.records) <= 4, "one line per kind of problem"
     assert store.stats.write_errors < 19, "it rests instead of failing again and again"
     ops.broken = False
     time.sleep(0.4)
