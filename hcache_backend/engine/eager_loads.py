@@ -23,7 +23,6 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from hcache_backend.engine import metrics
-from hcache_backend.engine.hooks import eager_hooks, install
 from hcache_backend.engine.host_pool import HiddenStatePool
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.restore.eager import EagerRestores, batch_pages
@@ -256,8 +255,8 @@ class EagerLoads:
         self._restores.clear()
 
 
-def why_not_eager(allocator: Any, server_args: Any) -> str | None:
-    """What speaks against eager restores on this server, or None; hooks it if nothing does."""
+def eager_problem(allocator: Any, server_args: Any) -> str | None:
+    """Why restores on this server cannot be eager, or None as far as its arguments tell."""
     if type(allocator) is not PagedTokenToKVPoolAllocator:
         return f"the device's pages are managed by a {type(allocator).__name__}"
     if not hasattr(allocator, "_release_page_ids"):
@@ -266,4 +265,4 @@ def why_not_eager(allocator: Any, server_args: Any) -> str | None:
         return "pipeline stages and data-parallel attention are not supported"
     if server_args.tp_size > 1 and torch.device(allocator.device).type == "cuda":
         return "ranks would exchange shares while a batch runs, and forward passes wait for that"
-    return install(eager_hooks())
+    return None

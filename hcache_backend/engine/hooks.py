@@ -11,7 +11,6 @@ from hcache_backend.restore.recompute import RecomputeAttention
 
 ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention.forward"
 FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
-GRAPHS = "sglang.srt.model_executor.model_runner.ModelRunner.init_cuda_graphs"
 EVENTS = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.check_hicache_events"
 LOAD_BACK = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.init_load_back"
 RESET = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.reset"
@@ -37,11 +36,6 @@ class Hook(NamedTuple):
 def hidden_mode_hooks() -> list[Hook]:
     """What capture and projection need."""
     return [Hook(ATTENTION, _stop_projection), Hook(FORWARD, _capture_forward)]
-
-
-def graph_hooks() -> list[Hook]:
-    """What capture needs where CUDA graphs are recorded; not every version has the place."""
-    return [Hook(GRAPHS, _before_graphs)]
 
 
 def prefix_hooks() -> list[Hook]:
@@ -179,14 +173,6 @@ def _capture_forward(
     if capture is None:
         return original(runner, forward_batch, *a, **kw)
     return capture.forward(forward_batch, lambda: original(runner, forward_batch, *a, **kw))
-
-
-def _before_graphs(original: Callable[..., Any], runner: Any, *a: Any, **kw: Any) -> Any:
-    from hcache_backend.engine.runtime import current
-    from hcache_backend.engine.startup.graphs import record_copies
-
-    record_copies(current(), runner)
-    return original(runner, *a, **kw)
 
 
 def _around_weight_update(original: Callable[..., Any], updater: Any, *a: Any, **kw: Any) -> Any:

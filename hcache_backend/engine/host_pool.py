@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,10 +15,21 @@ from hcache_backend.capture.arena import Arena, Ids
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.loads import LoadQueue
-from hcache_backend.engine.startup.memory import HostPages
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.reservation import StartedRestore
 from hcache_backend.streams import Event, StreamFailed, current_stream, held_for_device
+
+
+class HostPages(NamedTuple):
+    """How many pages the arena has.
+
+    Attributes:
+        host: What HiCache may allocate.
+        device: Pages of the device's KV pool, each with a shadow.
+    """
+
+    host: int
+    device: int
 
 
 class HiddenStatePool(HostKVCache):

@@ -18,7 +18,7 @@ import torch
 
 from hcache_backend.capture.arena import Arena, Ids
 from hcache_backend.engine import metrics
-from hcache_backend.engine.startup.partitioning import Partitioning
+from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.restore.eager import HandOut
 from hcache_backend.restore.pipeline import Recompute, RestorePipeline
 from hcache_backend.restore.recompute import Recomputer, RestoredSpan
@@ -79,7 +79,7 @@ class LoadQueue:
     Args:
         arena: The host pages.
         pipeline: Launches restores.
-        partitioning: What is stored, and what decides.
+        methods: What is stored, and what decides.
         recomputer: Runs the model; None where it cannot.
         device: Where the model is.
 
@@ -91,15 +91,15 @@ class LoadQueue:
         self,
         arena: Arena,
         pipeline: RestorePipeline,
-        partitioning: Partitioning,
+        methods: LayerMethods,
         recomputer: Recomputer | None,
         device: torch.device | str,
     ) -> None:
-        self.stored_from = len(partitioning.layers("recompute"))
+        self.stored_from = len(methods.layers("recompute"))
         self._arena = arena
         self._layout = arena.layout
         self._pipeline = pipeline
-        self._partitioning = partitioning
+        self._methods = methods
         self._recomputer = recomputer
         self._device = device
         self._queued: list[QueuedLoad] = []
@@ -111,7 +111,7 @@ class LoadQueue:
         """
         if self._recomputer is None or self._layout.page_size % EIGHTHS:
             return 0  # the store only divides pages whose tokens divide
-        first = self._partitioning.first_layers(tokens, 0, "first")
+        first = self._methods.first_layers(tokens, 0, "first")
         return first if first > self.stored_from else 0
 
     # ---- from asking to launching ----
@@ -219,7 +219,7 @@ class LoadQueue:
         if not any_ready:
             lengths = [len(span.token_ids) for span in spans]
             tokens, pairs = sum(lengths), sum(map(int.__mul__, lengths, before))
-            first = max(first, self._partitioning.first_layers(tokens, pairs // tokens, "none"))
+            first = max(first, self._methods.first_layers(tokens, pairs // tokens, "none"))
         return self._recompute(first, spans) if first else None
 
     def _recompute(self, layers: int, spans: Sequence[LoadedSpan]) -> Recompute:

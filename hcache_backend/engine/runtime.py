@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from hcache_backend.config import HCacheConfig
 from hcache_backend.engine import metrics
 from hcache_backend.engine.arguments import page_size
+from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.ranks import PipelineStages
 from hcache_backend.fingerprint import (
     TensorDigest,
@@ -69,7 +70,7 @@ class Runtime:
         on_caches_flushed: Called, on the scheduler thread, when L1 and L2 have been emptied.
         on_distrust: Called when projected K and V stop matching those of the model.
         projection: How the layers are projected; empty in KV mode.
-        partitioning: How each layer is stored; None until it was decided.
+        layer_methods: How each layer is stored; None until it was decided.
         kept_profile: A profile that was measured at start-up, and its file's name in a store.
     """
 
@@ -84,7 +85,7 @@ class Runtime:
     on_caches_flushed: list[Callable[[], None]] = field(default_factory=list)
     on_distrust: list[Callable[[], None]] = field(default_factory=list)
     projection: list[LayerGroup] = field(default_factory=list)
-    partitioning: Any = None
+    layer_methods: LayerMethods | None = None
     kept_profile: tuple[str, Profile] | None = None
     distrust: str | None = None
     _namespaces: dict[tuple[bytes, str], bytes] = field(default_factory=dict)
@@ -108,13 +109,14 @@ class Runtime:
 
     def report(self) -> ServerReport:
         """What this server says about itself to ``hcache doctor``."""
+        hidden = self.mode == "hidden"
         return ServerReport(
             time=time.time(),
             model=str(self.runner.model_config.model_path),
-            mode="hidden" if self.mode == "hidden" else "kv",
+            mode="hidden" if hidden else "kv",
             reason=self.reason,
-            codec=str(self.page_fields["codec"]) if self.mode == "hidden" else None,
-            partition=self.partitioning.describe() if self.mode == "hidden" else None,
+            codec=str(self.page_fields["codec"]) if hidden else None,
+            partition=self.layer_methods.describe() if hidden and self.layer_methods else None,
             projection=tuple(self.projection),
         )
 

@@ -24,9 +24,9 @@ from hcache_backend.engine.host_pool import HiddenStatePool
 from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.runtime import Runtime
-from hcache_backend.engine.startup.self_check import layer_problem
 from hcache_backend.page import PageLayout
 from hcache_backend.projection.attention import AttentionLayer
+from hcache_backend.projection.check import first_problem, projection_problem
 from hcache_backend.projection.projector import Projector
 from hcache_backend.restore.exchange import Exchange, ExchangeFailed
 from hcache_backend.streams import Event, StreamFailed
@@ -45,7 +45,6 @@ class PageCheck:
         hidden_layers: Layers that are stored as hidden states.
         kv: Layers that are stored as K and V.
         projector: Makes K and V of hidden states.
-        kvcache: The KV pool.
         exchange: Between the ranks that share the tokens of every page; None: pages are whole.
     """
 
@@ -54,7 +53,6 @@ class PageCheck:
     hidden_layers: Sequence[AttentionLayer]
     kv: KVSegments
     projector: Projector
-    kvcache: Any
     exchange: Exchange | None
 
     def __call__(self, page: torch.Tensor, slots: torch.Tensor) -> str | None:
@@ -71,27 +69,21 @@ class PageCheck:
         size = self.layout.page_size
         positions = torch.from_numpy(self.layout.positions(header)).to(device, torch.int64)
         metrics.count_tokens("checked", size)
-        problems = []
-        for layer in self.hidden_layers:
+
+        def problem_of(layer: AttentionLayer) -> str | None:
             segment = page[self.layout.segment(layer.index)]
             if self.exchange is not None:
                 segment = self.exchange.whole(segment)
-            encoded = segment.view(size, -1).to(device)
-            problem = layer_problem(
-                layer,
-                self.codec.decode(encoded),
-                positions,
-                slots,
-                self.projector,
-                self.kvcache,
-                self.codec.name,
+            hidden = self.codec.decode(segment.view(size, -1).to(device))
+            return projection_problem(
+                layer, hidden, positions, slots, self.projector, self.codec.name
             )
-            if problem is not None:  # go on: some attention modules talk to the other ranks
-                problems.append(problem)
+
+        problem = first_problem(map(problem_of, self.hidden_layers))
         other = self.kv.differs(self.layout, page, slots)
-        if other is not None:
-            problems.append(f"stored K and V of layer {other} are not those of the pool")
-        return problems[0] if problems else None
+        if problem is None and other is not None:
+            return f"stored K and V of layer {other} are not those of the pool"
+        return problem
 
 
 class _ChosenPage(NamedTuple):

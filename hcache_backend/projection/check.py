@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
+
+from hcache_backend.projection.attention import AttentionLayer
+from hcache_backend.projection.generic import ProjectionFailed
+from hcache_backend.projection.projector import Projector
+
+KV = tuple[torch.Tensor, torch.Tensor]
 
 _TOLERANCE = {
     torch.float32: 1e-4,
@@ -50,3 +57,61 @@ def relative_difference(got: torch.Tensor, want: torch.Tensor) -> float:
     scale = want.double().square().mean(dim=(0, 2)).sqrt()
     worst = float((difference / scale.clamp_min(1e-12)).max())
     return worst if math.isfinite(worst) else float("inf")
+
+
+def kv_problem(how: str, layer: AttentionLayer, got: KV, want: KV, allowed: float) -> str | None:
+    """Why K and V of a layer are not the model's, or None when rounding explains the difference.
+
+    Args:
+        how: What was done to get them: ``projected``, ``written``...
+        layer: The layer.
+        got: K and V, ``[n, heads, dim]`` each.
+        want: K and V of the model.
+        allowed: See :func:`tolerance`.
+    """
+    for name, ours, models in zip("KV", got, want, strict=True):
+        difference = relative_difference(ours, models)
+        if difference > allowed:
+            return (
+                f"{how} {name} of {layer.name} differs from the model's by {difference:.2e} "
+                f"(allowed {allowed:.1g})"
+            )
+    return None
+
+
+def projection_problem(
+    layer: AttentionLayer,
+    hidden: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    projector: Projector,
+    codec: str = "none",
+) -> str | None:
+    """Why projected K and V of ``n`` tokens are not those in the pool, or None when they are.
+
+    Args:
+        layer: The layer.
+        hidden: ``[n, hidden]``; it may have been through ``codec``.
+        positions: int64 ``[n]``.
+        slots: Where the model has written K and V, int64 ``[n]``.
+        projector: Makes K and V of hidden states.
+        codec: Its name.
+    """
+    try:
+        projected = projector.project(layer, hidden, positions)
+    except ProjectionFailed as error:
+        return str(error)
+    except Exception as error:  # a model's own code, called in a way it was not made for
+        return f"{layer.name} cannot be called alone: {type(error).__name__}: {error}"
+    pool = projector.pool
+    wanted = pool.fetch(layer.kernel, slots, hidden.dtype)
+    allowed = tolerance(pool.dtype, codec)
+    return kv_problem("projected", layer, projected, wanted, allowed)
+
+
+def first_problem(problems: Iterable[str | None]) -> str | None:
+    """The first problem, if any; only after all were looked for.
+
+    Some attention modules talk to the other ranks, which may find another layer at fault.
+    """
+    return next(filter(None, list(problems)), None)

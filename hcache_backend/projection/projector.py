@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -14,15 +14,24 @@ from hcache_kernels.project_kv import KVPool, project_kv
 
 
 class DevicePool(Protocol):
-    """The engine's KV pool."""
+    """The engine's KV pool. ``kernel`` is the engine's attention object of a layer.
+
+    Attributes:
+        dtype: Type that K and V are kept as.
+    """
+
+    dtype: torch.dtype
 
     def of_layer(self, layer: AttentionLayer) -> KVPool | None:
-        """The pool of one layer, or None where only :meth:`write` knows how to fill it."""
+        """The pool of one layer, or None where only :meth:`store` knows how to fill it."""
 
-    def write(
-        self, layer: AttentionLayer, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> None:
+    def store(self, kernel: Any, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store K and V ``[n, kv_heads, head_dim]`` of ``n`` tokens in ``slots`` (int64)."""
+
+    def fetch(
+        self, kernel: Any, slots: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V in ``slots``, ``[n, kv_heads, head_dim]`` each, as ``dtype``."""
 
 
 class Projector:
@@ -32,11 +41,15 @@ class Projector:
         generic: For layers without a spec.
         pool: Where K and V go.
         layers: How many layers there are.
+
+    Attributes:
+        generic: As given.
+        pool: As given.
     """
 
     def __init__(self, generic: GenericProjector, pool: DevicePool, layers: int) -> None:
         self.generic = generic
-        self._pool = pool
+        self.pool = pool
         self._specs: list[LayerSpec | None] = [None] * layers
 
     @property
@@ -77,8 +90,8 @@ class Projector:
         Raises:
             ProjectionFailed: The attention module gave no K and V.
         """
-        spec, pool = self._specs[layer.index], self._pool.of_layer(layer)
+        spec, pool = self._specs[layer.index], self.pool.of_layer(layer)
         if spec is not None and spec.fused and pool is not None:
             project_kv(hidden, positions, slots, spec.projection(), pool)
         else:
-            self._pool.write(layer, slots, *self.project(layer, hidden, positions))
+            self.pool.store(layer.kernel, slots, *self.project(layer, hidden, positions))

@@ -23,13 +23,6 @@ _QUIET = 1e-3
 _PLACES = 16
 
 
-class RowsDependOnEachOther(ValueError):
-    """K of a token changes with the positions of the tokens that are projected beside it.
-
-    No page can be restored for such a layer: a page does not say what stood beside its tokens.
-    """
-
-
 @dataclass(frozen=True)
 class Evidence:
     """K and V that the module made, of tokens that a spec must do the same for.
@@ -73,8 +66,10 @@ def gather_evidence(
         generic: Calls the module.
         position_limit: The model serves positions below it.
 
+    Returns:
+        Evidence of the probe first, then of its tokens at other positions beside it.
+
     Raises:
-        RowsDependOnEachOther: Said in the class.
         ProjectionFailed: The module gave no K and V.
     """
 
@@ -91,11 +86,6 @@ def gather_evidence(
         torch.cat([positions, places.repeat_interleave(n).to(positions.device)]),
         n,
     )
-    if relative_difference(far.k[:n].float(), probe.k.float()) > tolerance(hidden.dtype):
-        raise RowsDependOnEachOther(
-            f"K of {layer.name} at positions 0..{n - 1} changes when position {int(places.max())} "
-            "is projected with them"
-        )
     largest = float(torch.maximum(probe.k.abs().amax(), probe.v.abs().amax()))
     loud = hidden * min(_LOUD / largest, _room(hidden)) if largest else hidden
     quiet = hidden * (_QUIET / largest) if largest else hidden
@@ -105,6 +95,21 @@ def gather_evidence(
         ask("loud hidden states", loud, positions, n),
         ask("quiet hidden states", quiet, positions, n),
     ]
+
+
+def dependence(layer: AttentionLayer, evidence: list[Evidence]) -> str | None:
+    """Whether K of a token changes with the positions of the tokens that are projected beside it.
+
+    No page can be restored for such a layer: a page does not say what stood beside its tokens.
+    """
+    probe, far = evidence[:2]
+    n = len(probe.hidden)
+    if relative_difference(far.k[:n], probe.k) <= tolerance(probe.hidden.dtype):
+        return None
+    return (
+        f"K of {layer.name} at positions 0..{n - 1} changes when position "
+        f"{int(far.positions.max())} is projected with them"
+    )
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.projector import Projector
 from hcache_backend.projection.proof import (
     Evidence,
-    RowsDependOnEachOther,
+    dependence,
     gather_evidence,
     spec_problem,
 )
@@ -240,8 +240,11 @@ def test_what_no_spec_says_is_left_to_the_module(
 
 def test_a_rope_that_is_switched_by_other_tokens_rules_out_restoring_at_all() -> None:
     layer = layer_of(Attention(rope=SwitchingRope(by_batch=True)))
-    with pytest.raises(RowsDependOnEachOther, match=r"K of layers\.0\.attn at positions 0\.\.47"):
-        evidence_of(layer)
+    problem = dependence(layer, evidence_of(layer))
+    assert problem is not None
+    assert problem.startswith("K of layers.0.attn at positions 0..47 changes")
+    by_token = layer_of(Attention(rope=SwitchingRope(by_batch=False)))
+    assert dependence(by_token, evidence_of(by_token)) is None
 
 
 def wrong_specs(right: LayerSpec, module: Attention) -> dict[str, LayerSpec]:
@@ -379,6 +382,8 @@ def test_new_weights_and_longer_tables_are_used_at_once(
 class Pool:
     """A pool of which one half of the layers can only be written by itself."""
 
+    dtype = torch.float32
+
     def __init__(self) -> None:
         shape = (300, HEADS, DIM)
         self.pools = [KVPool(torch.full(shape, 7.0), torch.full(shape, 7.0)) for _ in range(2)]
@@ -386,11 +391,14 @@ class Pool:
     def of_layer(self, layer: AttentionLayer) -> KVPool | None:
         return self.pools[0] if layer.index == 0 else None
 
-    def write(
-        self, layer: AttentionLayer, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> None:
-        self.pools[layer.index].k[slots] = k
-        self.pools[layer.index].v[slots] = v
+    def store(self, kernel: Any, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.pools[kernel.layer_id].k[slots] = k
+        self.pools[kernel.layer_id].v[slots] = v
+
+    def fetch(
+        self, kernel: Any, slots: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
 
 
 @pytest.mark.parametrize("name", ["Qwen3: norm of a head", "a module for each"])
@@ -399,7 +407,9 @@ class Pool:
 def test_the_projector_writes_the_named_slots_and_no_others(
     name: str, by_spec: bool, index: int
 ) -> None:
-    layer = replace(layer_of(MODULES[name][0]()), index=index)
+    kernel = torch.nn.Identity()
+    kernel.layer_id = index
+    layer = replace(layer_of(MODULES[name][0]()), index=index, kernel=kernel)
     pool = Pool()
     projector = Projector(GENERIC, pool, 2)
     if by_spec:

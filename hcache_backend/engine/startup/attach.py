@@ -19,7 +19,7 @@ from hcache_backend.engine.arguments import resolved
 from hcache_backend.engine.ranks import said_by_all_ranks
 from hcache_backend.engine.runtime import Runtime, current
 from hcache_backend.engine.startup.adapters import adapter_digests
-from hcache_backend.engine.startup.partitioning import keep_profile
+from hcache_backend.engine.startup.quick_profile import keep_profile
 from hcache_backend.server_report import write_report
 from hcache_backend.store.base import PageStore
 from hcache_backend.store.striped import open_store

@@ -47,18 +47,19 @@ def _join(runner: Any) -> None:
     reason = unnoticed or unsupported_reason()
     if reason is None and config.mode == "kv":
         reason = "option 'mode' is 'kv'"
-    if reason is None:
-        reason = hooks.install(hooks.hidden_mode_hooks())
-    if reason is None:
-        no_graphs = hooks.install(hooks.graph_hooks())
-        if no_graphs is not None:
-            logger.debug("hcache: %s", no_graphs)  # hidden mode says so where graphs are recorded
     try:
+        from hcache_backend.engine.startup.graphs import graph_hooks
         from hcache_backend.engine.startup.strategy import register
     except ImportError as error:
         runtime.use_kv_mode(reason or f"this SGLang lacks a seam: {error}")
-    else:
-        register(runtime, reason)
+        return
+    if reason is None:
+        reason = hooks.install(hooks.hidden_mode_hooks())
+    if reason is None:
+        no_graphs = hooks.install(graph_hooks())
+        if no_graphs is not None:
+            logger.debug("hcache: %s", no_graphs)  # hidden mode says so where graphs are recorded
+    register(runtime, reason)
 
 
 def wanted_config(server_args: Any) -> HCacheConfig | None:

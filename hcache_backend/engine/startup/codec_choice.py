@@ -9,15 +9,17 @@ import torch
 
 from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.runtime import Runtime
-from hcache_backend.engine.startup.self_check import Probe, layer_problem
+from hcache_backend.engine.startup.self_check import Probe
+from hcache_backend.projection.attention import AttentionLayer
+from hcache_backend.projection.check import first_problem, projection_problem
 from hcache_backend.projection.projector import Projector
 from hcache_kernels.codecs import Codec, ExactCodec, UnsupportedRows, make_codec
 
 logger = logging.getLogger("hcache")
 
 _UNENCODABLE_SHARE = 0.1
-"""Of the probe's tokens, chosen from the whole vocabulary. One in ten would leave no conversation
-whole; a few may be tokens that no text holds."""
+"""Largest share of the probe's tokens, chosen from the whole vocabulary, that a codec may not hold.
+One in ten would leave no conversation whole; a few may be tokens that no text holds."""
 
 
 def wanted_codec(runtime: Runtime, runner: Any) -> Codec:
@@ -30,9 +32,7 @@ def wanted_codec(runtime: Runtime, runner: Any) -> Codec:
         return make_codec("none", width, dtype)
 
 
-def agree_on_codec(
-    group: Any, wanted: str, probe: Probe | None, projector: Projector, kvcache: Any
-) -> Codec | None:
+def choose_codec(group: Any, wanted: str, probe: Probe, projector: Projector) -> Codec:
     """The codec of this server, the same on every rank; all ranks must call it.
 
     The K and V that the model wrote during the probe must still be in the pool.
@@ -40,60 +40,45 @@ def agree_on_codec(
     Args:
         group: The tensor-parallel ranks.
         wanted: Option ``codec``.
-        probe: None on a rank that refuses hidden mode anyway.
+        probe: The layers, and what they received.
+        projector: Projects by attention modules.
 
     Returns:
-        The wanted codec; the exact one where a rank cannot use that; None where a rank refuses.
+        The wanted codec; the exact one where a rank cannot use that.
     """
-    (start,) = on_all_ranks(group, probe is not None)
-    if probe is None or not start:
-        return None
-    codec, problem = _codec_for(wanted, probe, projector, kvcache)
-    (fine,) = on_all_ranks(group, problem is None)
-    if not fine:
-        codec = _exact(probe)
-        logger.warning(
-            "hcache: codec %r is not used, hidden states are stored as they are (codec 'none'): %s",
-            wanted,
-            problem or "another tensor-parallel rank cannot use it",
-        )
-    return codec
-
-
-def _codec_for(
-    wanted: str, probe: Probe, projector: Projector, kvcache: Any
-) -> tuple[Codec, str | None]:
-    """A codec, and why it must not be used."""
-    hidden = probe.hidden[0]
+    width, dtype = probe.hidden[0].shape[1], probe.hidden[0].dtype
     try:
-        codec = make_codec(wanted, hidden.shape[1], hidden.dtype)
-        return codec, _problem(codec, probe, projector, kvcache)
+        codec = make_codec(wanted, width, dtype)
+        problem = _problem(codec, probe, projector)
     except UnsupportedRows as error:
-        return _exact(probe), str(error)
+        problem = str(error)
     except Exception as error:
         logger.exception("hcache: codec %r broke", wanted)
-        return _exact(probe), f"it broke: {type(error).__name__}: {error}"
+        problem = f"it broke: {type(error).__name__}: {error}"
+    (fine,) = on_all_ranks(group, problem is None)
+    if fine:
+        return codec
+    logger.warning(
+        "hcache: codec %r is not used, hidden states are stored as they are (codec 'none'): %s",
+        wanted,
+        problem or "another tensor-parallel rank cannot use it",
+    )
+    return ExactCodec(width, dtype)
 
 
-def _problem(codec: Codec, probe: Probe, projector: Projector, kvcache: Any) -> str | None:
+def _problem(codec: Codec, probe: Probe, projector: Projector) -> str | None:
     """Project what comes back of the probe's rows; compare with what the model wrote."""
-    problems = []
     fits = torch.ones(len(probe.positions), dtype=torch.bool, device=probe.positions.device)
-    for layer, hidden in zip(probe.layers, probe.hidden, strict=True):
+
+    def problem_of(layer: AttentionLayer, hidden: torch.Tensor) -> str | None:
         encoded, ok = codec.encode(hidden)
-        fits &= ok
+        fits.logical_and_(ok)
         # Rows that are not ok are not stored, so they cannot come back wrong.
         back = torch.where(ok[:, None], codec.decode(encoded), hidden)
-        problem = layer_problem(
-            layer, back, probe.positions, probe.slots, projector, kvcache, codec.name
-        )
-        if problem is not None:  # go on: some attention modules talk to the other ranks
-            problems.append(problem)
+        return projection_problem(layer, back, probe.positions, probe.slots, projector, codec.name)
+
+    problem = first_problem(map(problem_of, probe.layers, probe.hidden))
     lost = int((~fits).sum())
-    if lost > _UNENCODABLE_SHARE * len(fits):
-        problems.append(f"it cannot hold {lost} of the {len(fits)} tokens of the self-check")
-    return problems[0] if problems else None
-
-
-def _exact(probe: Probe) -> Codec:
-    return ExactCodec(probe.hidden[0].shape[1], probe.hidden[0].dtype)
+    if problem is None and lost > _UNENCODABLE_SHARE * len(fits):
+        return f"it cannot hold {lost} of the {len(fits)} tokens of the self-check"
+    return problem

@@ -8,32 +8,33 @@ beside each row, which is how a replay that recorded no copy of ours is found ou
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from hcache_backend.capture.staging import Staging
-from hcache_backend.engine.arguments import resolved
 from hcache_backend.engine.capture_hooks import HiddenCapture
-from hcache_backend.engine.runtime import Runtime
+from hcache_backend.engine.hooks import Hook
+from hcache_backend.engine.runtime import Runtime, current
 from hcache_backend.engine.startup.codec_choice import wanted_codec
-from hcache_backend.engine.startup.memory import staging_places
-from hcache_backend.engine.startup.partitioning import partitioning
-from hcache_backend.engine.startup.refusal import graphs_are_off, refusal
+from hcache_backend.engine.startup.memory import staging_places, step_tokens
+from hcache_backend.engine.startup.partition_choice import layer_methods
+from hcache_backend.engine.startup.refusals import graphs_are_off, refusal
 from hcache_backend.engine.startup.self_check import attention_modules
 from hcache_kernels.codecs import Codec
 
 logger = logging.getLogger("hcache")
 
-_DECODE_TOKENS = 256
-"""Larger decode steps are captured layer by layer; staging need not hold two of them."""
+GRAPHS = "sglang.srt.model_executor.model_runner.ModelRunner.init_cuda_graphs"
 
 
-def step_tokens(runner: Any) -> tuple[int, int]:
-    """Tokens of the longest forward pass to be captured, and of a decode step."""
-    args = resolved(runner.server_args)
-    decode = int(runner.max_running_requests)
-    chunk = args.chunked_prefill_size
-    prefill = chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens
-    return min(int(prefill) + decode, int(runner.max_total_num_tokens)), min(decode, _DECODE_TOKENS)
+def graph_hooks() -> list[Hook]:
+    """What capture needs where CUDA graphs are recorded; not every version has the place."""
+    return [Hook(GRAPHS, _before_graphs)]
+
+
+def _before_graphs(original: Callable[..., Any], runner: Any, *a: Any, **kw: Any) -> Any:
+    record_copies(current(), runner)
+    return original(runner, *a, **kw)
 
 
 def record_copies(runtime: Runtime, runner: Any) -> None:
@@ -42,11 +43,11 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
         return
     try:
         kvcache = runner.token_to_kv_pool
-        if refusal(runtime, kvcache, runner.server_args) is not None:
+        if refusal(runtime, kvcache) is not None:
             return  # the same question is answered aloud when the host pool is built
         codec = wanted_codec(runtime, runner)
-        hidden = partitioning(runtime, kvcache).layers("hidden")
-        every = attention_modules(runner.model)
+        hidden = layer_methods(runtime, kvcache).layers("hidden")
+        every = attention_modules(runner.model, kvcache.layer_num)
         seen = [every[layer] for layer in hidden]
         places = staging_places(len(seen), *step_tokens(runner), _largest_graph())
         hooks = HiddenCapture([(layer.module, layer.linears.values()) for layer in seen])

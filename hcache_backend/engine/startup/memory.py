@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-from hcache_backend.engine.startup.self_check import SelfCheckFailed
+from hcache_backend.engine.arguments import resolved
+from hcache_backend.engine.host_pool import HostPages
+from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.page import PageLayout
 
-
-class HostPages(NamedTuple):
-    """Pages of the arena.
-
-    Attributes:
-        host: What HiCache may allocate.
-        device: Pages of the device's KV pool, each with a shadow.
-    """
-
-    host: int
-    device: int
+_DECODE_TOKENS = 256
+"""Larger decode steps are captured layer by layer; staging need not hold two of them."""
 
 
 def kv_bytes_per_token(kvcache: Any) -> int:
@@ -41,7 +34,7 @@ def plan_host_pages(
         budget_bytes: What the machine has.
 
     Raises:
-        SelfCheckFailed: It is not enough, or not there.
+        Refused: It is not enough, or not there.
     """
     device = int(kvcache.k_buffer[0].shape[0]) // layout.page_size
     if size_gb > 0:
@@ -51,12 +44,12 @@ def plan_host_pages(
         option = f"--hicache-ratio {ratio}"
     host = int(given // layout.page_bytes) - device
     if host < 1:
-        raise SelfCheckFailed(
+        raise Refused(
             f"{option} gives {given / 1e9:.2f} GB of host memory, and the hidden states of the "
             f"tokens on the device alone take {device * layout.page_bytes / 1e9:.2f} GB"
         )
     if given > budget_bytes:
-        raise SelfCheckFailed(
+        raise Refused(
             f"{option} asks for {given / 1e9:.2f} GB of host memory and "
             f"{budget_bytes / 1e9:.2f} GB are there"
         )
@@ -76,3 +69,12 @@ def staging_places(layers: int, step_tokens: int, decode_tokens: int, recorded_t
     """
     by_layer = -(-2 * step_tokens // layers) if layers else step_tokens
     return max(by_layer, 2 * decode_tokens, recorded_tokens, 1)
+
+
+def step_tokens(runner: Any) -> tuple[int, int]:
+    """Tokens of the longest forward pass to be captured, and of a decode step."""
+    args = resolved(runner.server_args)
+    decode = int(runner.max_running_requests)
+    chunk = args.chunked_prefill_size
+    prefill = chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens
+    return min(int(prefill) + decode, int(runner.max_total_num_tokens)), min(decode, _DECODE_TOKENS)

@@ -17,17 +17,13 @@ from typing import Any
 import torch
 
 from hcache_backend.engine.arguments import page_size
+from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.projection.attention import AttentionLayer, UnknownCall, learn_call
-from hcache_backend.projection.check import relative_difference, tolerance
-from hcache_backend.projection.generic import ProjectionFailed
+from hcache_backend.projection.check import first_problem, projection_problem
 from hcache_backend.projection.projector import Projector
 
 PROBE_TOKENS = 48
 """Enough positions for a wrong RoPE to show in every head, few enough to cost nothing."""
-
-
-class SelfCheckFailed(Exception):
-    """Hidden mode cannot be used with this model; the message says why."""
 
 
 @dataclass
@@ -54,137 +50,48 @@ class Probe:
     token_ids: torch.Tensor
 
 
-def observe(runner: Any, kvcache: Any) -> Probe:
+def observe(runner: Any, observations: list[Observation]) -> Probe:
     """Run the probe and describe every layer. All ranks must call it.
 
     Args:
         runner: SGLang's ModelRunner.
-        kvcache: The KV pool.
+        observations: From :func:`attention_modules`.
 
     Raises:
-        SelfCheckFailed: A layer is built or called in a way that hidden mode does not know.
+        Refused: A layer is built or called in a way that hidden mode does not know.
     """
-    observations = attention_modules(runner.model)
-    if kvcache.layer_num != len(observations):
-        raise SelfCheckFailed(
-            f"the KV pool has {kvcache.layer_num} layers and the model {len(observations)} "
-            "attention layers"
-        )
     handles = [handle for seen in observations for handle in _watch(seen)]
     try:
         batch, slots, positions, token_ids = _forward(runner)
     finally:
         for handle in handles:
             handle.remove()
-    layers, hidden = [], []
-    for index, seen in enumerate(observations):
-        layers.append(_describe(index, seen, positions, batch))
-        assert seen.hidden is not None
-        hidden.append(seen.hidden)
-    return Probe(tuple(layers), tuple(hidden), slots, positions, token_ids)
+    layers, hidden = zip(
+        *(_describe(index, seen, positions, batch) for index, seen in enumerate(observations)),
+        strict=True,
+    )
+    return Probe(layers, hidden, slots, positions, token_ids)
 
 
-def compare(probe: Probe, projector: Projector, kvcache: Any) -> None:
+def compare(probe: Probe, projector: Projector) -> None:
     """Project what every layer received and compare with the pool.
 
     Raises:
-        SelfCheckFailed: A layer's K or V differ by more than rounding explains.
+        Refused: A layer's K or V differ by more than rounding explains.
     """
-    # Every layer, whatever the ones before it gave: some attention modules talk to the other ranks.
-    problems = [
-        layer_problem(layer, hidden, probe.positions, probe.slots, projector, kvcache)
+    problem = first_problem(
+        projection_problem(layer, hidden, probe.positions, probe.slots, projector)
         for layer, hidden in zip(probe.layers, probe.hidden, strict=True)
-    ]
-    for problem in problems:
-        if problem is not None:
-            raise SelfCheckFailed(problem)
+    )
+    if problem is not None:
+        raise Refused(problem)
 
 
-def layer_problem(
-    layer: AttentionLayer,
-    hidden: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    projector: Projector,
-    kvcache: Any,
-    codec: str = "none",
-) -> str | None:
-    """Why projected K and V of ``slots`` are not those in the pool, or None when they are.
-
-    ``hidden`` may have been through ``codec``.
-    """
-    allowed = tolerance(kvcache.dtype, codec)
-    try:
-        projected = projector.project(layer, hidden, positions)
-    except ProjectionFailed as error:
-        return str(error)
-    except Exception as error:  # a model's own code, called in a way it was not made for
-        return f"{layer.name} cannot be called alone: {type(error).__name__}: {error}"
-    wanted = pool_rows(layer, slots, kvcache, hidden.dtype)
-    for name, got, want in zip("KV", projected, wanted, strict=True):
-        problem = difference_problem(f"projected {name} of {layer.name}", got, want, allowed)
-        if problem is not None:
-            return problem
-    return None
-
-
-def written_problem(
-    layer: AttentionLayer,
-    hidden: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    projector: Projector,
-    kvcache: Any,
-) -> str | None:
-    """Why what the projector writes to ``slots`` is not what the model wrote there, or None.
-
-    Their K and V are overwritten, in another order than the model's.
-    """
-    allowed = tolerance(kvcache.dtype)
-    wanted = pool_rows(layer, slots, kvcache, hidden.dtype)
-    for buffers in (kvcache.k_buffer, kvcache.v_buffer):
-        buffers[layer.index][slots] = 0
-    order = torch.arange(len(slots) - 1, -1, -1, device=slots.device)
-    try:
-        projector.project_to_pool(layer, hidden[order], positions[order], slots[order])
-    except Exception as error:
-        return f"its kernel failed: {type(error).__name__}: {error}"
-    written = pool_rows(layer, slots, kvcache, hidden.dtype)
-    for name, got, want in zip("KV", written, wanted, strict=True):
-        problem = difference_problem(f"written {name} of {layer.name}", got, want, allowed)
-        if problem is not None:
-            return problem
-    return None
-
-
-def pool_rows(
-    layer: AttentionLayer, slots: torch.Tensor, kvcache: Any, model_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of ``slots``, float32 ``[n, heads, dim]``."""
-
-    def rows(buffers: Any, name: str) -> torch.Tensor:
-        held: torch.Tensor = buffers[layer.index][slots].view(kvcache.dtype).to(torch.float32)
-        scale = getattr(layer.kernel, f"{name}_scale_float", None)
-        return held * scale if kvcache.dtype != model_dtype and scale else held
-
-    return rows(kvcache.k_buffer, "k"), rows(kvcache.v_buffer, "v")
-
-
-def difference_problem(
-    what: str, got: torch.Tensor, want: torch.Tensor, allowed: float
-) -> str | None:
-    """Why ``got`` is not ``want`` (``[n, heads, dim]``), or None when rounding explains it."""
-    difference = relative_difference(got.to(torch.float32), want)
-    if difference <= allowed:
-        return None
-    return f"{what} differs from the model's by {difference:.2e} (allowed {allowed:.1g})"
-
-
-def attention_modules(model: torch.nn.Module) -> list[Observation]:
+def attention_modules(model: torch.nn.Module, layers: int) -> list[Observation]:
     """The attention modules of ``model``, in the order of their layers.
 
     Raises:
-        SelfCheckFailed: Their layers are not numbered one after the other.
+        Refused: They are not ``layers``, as the KV pool has, numbered one after the other.
     """
     from sglang.srt.layers.linear import LinearBase
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -208,7 +115,9 @@ def attention_modules(model: torch.nn.Module) -> list[Observation]:
     found.sort(key=lambda seen: seen.kernel.layer_id)
     ids = [seen.kernel.layer_id for seen in found]
     if not found or ids != list(range(ids[0], ids[0] + len(ids))):
-        raise SelfCheckFailed(f"the attention layers of the model are numbered {ids}")
+        raise Refused(f"the attention layers of the model are numbered {ids}")
+    if len(ids) != layers:
+        raise Refused(f"the KV pool has {layers} layers and the model {len(ids)} attention layers")
     return found
 
 
@@ -230,23 +139,23 @@ def _watch(seen: Observation) -> list[Any]:
 
 def _describe(
     index: int, seen: Observation, positions: torch.Tensor, batch: object
-) -> AttentionLayer:
+) -> tuple[AttentionLayer, torch.Tensor]:
+    """A layer, and what its projection received."""
     if len(seen.calls) != 1 or seen.projection is None:
-        raise SelfCheckFailed(
+        raise Refused(
             f"{seen.name} was called {len(seen.calls)} times in one forward pass, and "
             f"{'no' if seen.projection is None else 'a'} projection was seen"
         )
     if seen.hidden is None or seen.hidden.dim() != 2 or len(seen.hidden) != len(positions):
         shape = "no tensor" if seen.hidden is None else f"shape {tuple(seen.hidden.shape)}"
-        raise SelfCheckFailed(
-            f"the projection of {seen.name} received {shape} for {len(positions)} tokens"
-        )
+        raise Refused(f"the projection of {seen.name} received {shape} for {len(positions)} tokens")
     args, kwargs = seen.calls[0]
     try:
         call = learn_call(seen.module, args, kwargs, positions, type(batch))
     except (UnknownCall, TypeError, ValueError) as error:
-        raise SelfCheckFailed(f"{seen.name} {error}") from None
-    return AttentionLayer(index, seen.name, seen.module, seen.kernel, seen.projection, call)
+        raise Refused(f"{seen.name} {error}") from None
+    layer = AttentionLayer(index, seen.name, seen.module, seen.kernel, seen.projection, call)
+    return layer, seen.hidden
 
 
 @torch.no_grad()
@@ -334,14 +243,14 @@ class _Stages:
         """What the model of this stage begins with, or None at the first one.
 
         Raises:
-            SelfCheckFailed: The stage before this one has nothing to hand on.
+            Refused: The stage before this one has nothing to hand on.
         """
         from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 
         if self._received is None:
             return None
         if not self._received:
-            raise SelfCheckFailed("the pipeline stage before this one failed its self-check")
+            raise Refused("the pipeline stage before this one failed its self-check")
         return PPProxyTensors(self._received)
 
     def pass_on(self) -> None:

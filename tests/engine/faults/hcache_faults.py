@@ -60,9 +60,9 @@ def _wrong_spec(**wrong: Any) -> Callable[[], None]:
     def inject() -> None:
         from dataclasses import replace
 
-        from hcache_backend.engine.startup import layer_projections
+        from hcache_backend.engine.startup import layer_specs
 
-        find = layer_projections.find_spec
+        find = layer_specs.find_spec
 
         def faulty(layer: Any, *args: Any) -> Any:
             spec = find(layer, *args)
@@ -71,7 +71,7 @@ def _wrong_spec(**wrong: Any) -> Callable[[], None]:
             changes = {name: change(spec) for name, change in wrong.items()}
             return replace(spec, **changes)
 
-        layer_projections.find_spec = faulty
+        layer_specs.find_spec = faulty
 
     return inject
 

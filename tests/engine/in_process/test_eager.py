@@ -12,7 +12,7 @@ from hcache_cpu_engine import plugin
 from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE, PrefetchAck
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
-from hcache_backend.engine.eager_loads import ReservablePages, why_not_eager
+from hcache_backend.engine.eager_loads import ReservablePages, eager_problem
 from hcache_backend.engine.loads import QueuedLoad
 from hcache_backend.engine.read_batches import BatchedReads
 from hcache_backend.restore.eager import EagerRestores, batch_pages
@@ -124,7 +124,7 @@ def test_an_allocator_of_another_kind_speaks_against_it() -> None:
     class Other(PagedTokenToKVPoolAllocator):
         pass
 
-    problem = why_not_eager(object.__new__(Other), SimpleNamespace())
+    problem = eager_problem(object.__new__(Other), SimpleNamespace())
     assert problem == "the device's pages are managed by a Other"
 
 

@@ -17,6 +17,7 @@ from hcache_backend.engine.hooks import Hook, install
 from hcache_backend.engine.runtime import current
 from hcache_backend.engine.startup import bootstrap as bootstrap_module
 from hcache_backend.engine.startup.bootstrap import bootstrap
+from hcache_backend.engine.startup.graphs import graph_hooks
 from hcache_backend.engine.startup.versions import unsupported_reason
 from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
 
@@ -24,7 +25,7 @@ from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
 @pytest.fixture(autouse=True)
 def unhooked() -> Iterator[None]:
     """Undo every hook afterwards."""
-    ours = (*hooks.hidden_mode_hooks(), *hooks.graph_hooks(), *hooks.weight_hooks())
+    ours = (*hooks.hidden_mode_hooks(), *graph_hooks(), *hooks.weight_hooks())
     targets = [hook.target for hook in ours]
     before = {target: hooks._resolve(target) for target in targets}
     yield
@@ -35,7 +36,7 @@ def unhooked() -> Iterator[None]:
 
 
 def test_every_seam_is_there_and_each_hook_is_applied_once() -> None:
-    wanted = [*hooks.hidden_mode_hooks(), *hooks.graph_hooks(), *hooks.weight_hooks()]
+    wanted = [*hooks.hidden_mode_hooks(), *graph_hooks(), *hooks.weight_hooks()]
     assert install(wanted) is None
     assert install(wanted) is None
     assert len([h for h in HookRegistry._hooks[hooks.RESET] if h[0] is HookType.AROUND]) == 1

@@ -11,9 +11,9 @@ import torch
 
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.engine.capture_hooks import HiddenCapture
-from hcache_backend.engine.host_pool import HiddenStatePool
-from hcache_backend.engine.startup.memory import HostPages, plan_host_pages, staging_places
-from hcache_backend.engine.startup.self_check import SelfCheckFailed
+from hcache_backend.engine.host_pool import HiddenStatePool, HostPages
+from hcache_backend.engine.startup.agreement import Refused
+from hcache_backend.engine.startup.memory import plan_host_pages, staging_places
 from hcache_backend.page import PageLayout
 from hcache_kernels.codecs import ExactCodec
 
@@ -141,9 +141,9 @@ def test_shadows_stand_within_the_memory_that_was_given() -> None:
     assert pages.device == 9
     assert (sum(pages) * LAYOUT.page_bytes) <= 200 * kv < (sum(pages) + 1) * LAYOUT.page_bytes
     assert plan_host_pages(device, LAYOUT, 1e-3, 200.0, 1e12).host == 1_000_000 // 5120 - 9
-    with pytest.raises(SelfCheckFailed, match=r"--hicache-ratio 2.0 gives .* on the device alone"):
+    with pytest.raises(Refused, match=r"--hicache-ratio 2.0 gives .* on the device alone"):
         plan_host_pages(device, LAYOUT, 0, 2.0, 1e12)
-    with pytest.raises(SelfCheckFailed, match=r"asks for .* GB are there"):
+    with pytest.raises(Refused, match=r"asks for .* GB are there"):
         plan_host_pages(device, LAYOUT, 0, 200.0, 1000)
 
 

@@ -14,8 +14,9 @@ import torch
 
 from hcache_backend.config import ConfigError, parse_config
 from hcache_backend.engine.kv_segments import KVSegments, PoolParking
+from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
-from hcache_backend.engine.startup.partitioning import Partitioning, _fixed_partition
+from hcache_backend.engine.startup.partition_choice import fixed_partition
 from hcache_backend.page import PageLayout
 from hcache_backend.partition.layers import Partition
 from hcache_backend.partition.model_config import shape_from_config
@@ -114,7 +115,7 @@ class Recomputer:
 def queue(
     host: HostPages, partition: Partition, recomputer: object = None, **fields: Any
 ) -> LoadQueue:
-    parts = Partitioning(partition, None, None, 1024, **fields)
+    parts = LayerMethods(partition, None, None, 1024, **fields)
     return LoadQueue(host, Pipeline(), parts, recomputer, "cpu")  # type: ignore[arg-type]
 
 
@@ -147,7 +148,7 @@ class TestQueuedLoads:
 
     def test_what_is_restored_already_is_not_recomputed(self) -> None:
         loads = queue(HostPages(), Partition(2, 2, 0), SimpleNamespace(), can_recompute=True)
-        loads._partitioning = SimpleNamespace(first_layers=lambda *_: 4)  # type: ignore[assignment]
+        loads._methods = SimpleNamespace(first_layers=lambda *_: 4)  # type: ignore[assignment]
         for any_ready, layers in ((False, 4), (True, 2)):
             add(loads, plan(loads, 0, 1))
             recompute = recomputed(loads, any_ready=any_ready)
@@ -230,9 +231,9 @@ class TestQueuedLoads:
 
 class TestPartition:
     def test_kv_takes_the_place_of_recomputation_that_is_not_possible(self) -> None:
-        parts = Partitioning(Partition(1, 2, 1), None, None, 1024)
+        parts = LayerMethods(Partition(1, 2, 1), None, None, 1024)
         assert parts.methods == ("recompute", "hidden", "hidden", "kv")
-        without = parts.without_recompute("tensor parallelism")
+        without = parts.without_recompute()
         assert without.methods == ("kv", "hidden", "hidden", "kv")
         assert without.layers("hidden") == parts.layers("hidden")  # what is captured stays
         assert without.first_layers(100, 0, "none") == 0
@@ -247,7 +248,7 @@ class TestPartition:
         config = json.loads((CONFIGS / "gpt2.json").read_text())
         shape = shape_from_config(config, "a test")
         stored = Partition(1, shape.layers - 1, 0)
-        alone = Partitioning(stored, profile, shape, 1024)
+        alone = LayerMethods(stored, profile, shape, 1024)
         assert alone.first_layers(100, 0, "none") == shape.layers
         assert replace(alone, ranks=2).first_layers(100, 0, "none") == 1
 
@@ -262,7 +263,7 @@ class TestPartition:
         )
         config = json.loads((CONFIGS / "gpt2.json").read_text())
         shape = shape_from_config(config, "a test")
-        layerwise = Partitioning(Partition(1, shape.layers - 1, 0), profile, shape, 1024)
+        layerwise = LayerMethods(Partition(1, shape.layers - 1, 0), profile, shape, 1024)
         eager = replace(layerwise, eager=True)
         assert layerwise.first_layers(100, 0, "first") == shape.layers
         assert eager.first_layers(100, 0, "first") == 1
@@ -270,9 +271,9 @@ class TestPartition:
 
     def test_options_decide_before_the_profile(self) -> None:
         hidden = parse_config({"mode": "hidden"}, "hcache")
-        assert _fixed_partition(hidden, 4) == Partition(0, 4, 0)
-        assert _fixed_partition(parse_config({}, "hcache"), 4) is None
+        assert fixed_partition(hidden, 4) == Partition(0, 4, 0)
+        assert fixed_partition(parse_config({}, "hcache"), 4) is None
         given = parse_config({"partition": {"recompute": 1, "kv": 3}}, "hcache")
-        assert _fixed_partition(given, 4) == Partition(1, 0, 3)
+        assert fixed_partition(given, 4) == Partition(1, 0, 3)
         with pytest.raises(ConfigError, match="that is 4 layers, and the model has 5"):
-            _fixed_partition(given, 5)
+            fixed_partition(given, 5)

@@ -11,10 +11,11 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from hcache_backend.config import HCacheConfig
+from hcache_backend.engine.paged_pool import PagedPool
 from hcache_backend.engine.runtime import Runtime
-from hcache_backend.engine.startup import layer_projections
-from hcache_backend.engine.startup.layer_projections import LayerProjections, PagedPool
-from hcache_backend.engine.startup.self_check import Probe, written_problem
+from hcache_backend.engine.startup import layer_specs
+from hcache_backend.engine.startup.layer_specs import LayerSpecs, written_problem
+from hcache_backend.engine.startup.self_check import Probe
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.check import relative_difference, tolerance
 from hcache_backend.projection.projector import Projector
@@ -95,9 +96,9 @@ def test_a_spec_fills_the_pool_as_the_engine_does(
         assert torch.equal(ours[others], engine[others])
         assert (getattr(pools[1], name)[0] == 1).all()
     # What the self-check at start does with it, on a pool that the engine filled.
-    pool, projector = pools[0], projectors[0]
+    projector = projectors[0]
     projector.use_specs([None, spec])
-    check = (layer, hidden, positions, slots, projector, pool)
+    check = (layer, hidden, positions, slots, projector)
     assert written_problem(*check) is None
     wrong = replace(spec, k=spec.v, v=spec.k)
     projector.use_specs([None, wrong])
@@ -114,7 +115,7 @@ def test_scales_that_are_no_numbers_are_left_to_the_engine() -> None:
     assert pool.of_layer(replace(layer, kernel=kernel)) is None
 
 
-def projections_of(modules: list[Attention]) -> tuple[Runtime, Projector, LayerProjections]:
+def projections_of(modules: list[Attention]) -> tuple[Runtime, Projector, LayerSpecs]:
     """Everything between a passed probe and the first request, for a pool of two layers."""
     layers = [
         replace(attention_layer(index, None), module=module) for index, module in enumerate(modules)
@@ -128,7 +129,7 @@ def projections_of(modules: list[Attention]) -> tuple[Runtime, Projector, LayerP
     probe = Probe(tuple(layers), (hidden, hidden), slots, positions, positions)
     for layer in layers:  # what the model would have written
         projector.project_to_pool(layer, hidden, positions, probe.slots)
-    projections = LayerProjections(runtime, probe, projector, pool, None)
+    projections = LayerSpecs(runtime, probe, projector, None)
     projections.find()
     projections.check_writing()
     return runtime, projector, projections
@@ -142,7 +143,7 @@ def test_a_layer_without_a_spec_on_one_rank_has_none_on_any(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runtime, projector, projections = projections_of([Attention(rope=Rope()) for _ in range(2)])
-    monkeypatch.setattr(layer_projections, "on_all_ranks", lambda group, *flags: (flags[0], False))
+    monkeypatch.setattr(layer_specs, "on_all_ranks", lambda group, *flags: (flags[0], False))
     projections.settle()
     assert by_spec(projector) == [True, False]
     assert [(group.method, group.detail) for group in runtime.projection] == [

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.engine.host_pool import HiddenStatePool
+from hcache_backend.engine.host_pool import HiddenStatePool, HostPages
+from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
-from hcache_backend.engine.startup.memory import HostPages
-from hcache_backend.engine.startup.partitioning import Partitioning
 from hcache_backend.page import PageLayout
 from hcache_backend.partition.layers import Partition
 from hcache_backend.restore.eager import HandOut
@@ -65,7 +64,7 @@ def pool() -> HiddenStatePool:
         pin_memory=False,
         allocator_type="default",
     )
-    parts = Partitioning(Partition(0, LAYERS, 0), None, None, 64)
+    parts = LayerMethods(Partition(0, LAYERS, 0), None, None, 64)
     loads = LoadQueue(pool.arena, Pipeline(), parts, None, "cpu")  # type: ignore[arg-type]
     pool.use(Capture(), None, loads)  # type: ignore[arg-type]
     return pool

@@ -18,9 +18,9 @@ _KV_DTYPES = (
 )
 
 
-def refusal(runtime: Runtime, kvcache: Any, server_args: Any) -> str | None:
+def refusal(runtime: Runtime, kvcache: Any) -> str | None:
     """Why this server cannot use hidden mode, or None as far as its arguments tell."""
-    runner, args = runtime.runner, resolved(server_args)
+    runner, args = runtime.runner, resolved(runtime.runner.server_args)
     checks = (
         (args.enable_lora or args.lora_paths, "LoRA adapters change the projection per request"),
         (args.speculative_algorithm, "speculative decoding keeps tokens that are taken back"),

@@ -1,0 +1,104 @@
+"""How each layer of this server is stored, and how many first layers each restore recomputes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from hcache_backend.partition.costs import L3Path
+from hcache_backend.partition.layers import Method, Partition
+from hcache_backend.partition.model_shape import ModelShape
+from hcache_backend.partition.plan import describe
+from hcache_backend.partition.profile import Profile
+from hcache_backend.partition.solver import recompute_layers
+from hcache_backend.restore.pipeline import FIRST_PIECE_TOKENS, FIRST_PIECES
+from hcache_backend.restore.ring import RUN_AHEAD
+
+
+class PipelineRoom(NamedTuple):
+    """Segments that the pipeline's ring holds, those of a layer, and pieces of the first layer."""
+
+    ring: int
+    chunks: int
+    pieces: int
+
+
+def pipeline_room(chunk_tokens: int, tokens: int, ranks: int) -> PipelineRoom:
+    """The room of a restore of ``tokens`` tokens on ``ranks`` tensor-parallel ranks."""
+    ring = RUN_AHEAD * chunk_tokens // min(tokens, chunk_tokens)
+    pieces = min(FIRST_PIECES, tokens // FIRST_PIECE_TOKENS) if ranks == 1 else 1
+    return PipelineRoom(ring, -(-tokens // chunk_tokens), max(1, pieces))
+
+
+@dataclass(frozen=True)
+class LayerMethods:
+    """What is stored of each layer (fixed while a server runs), and what decides a restore.
+
+    Attributes:
+        partition: Numbers of layers by method.
+        profile: The machine; None where nobody measured it: then no restore recomputes more than
+            it must.
+        shape: The model as the cost model sees it; None without a profile.
+        chunk_tokens: Tokens that a projection takes at most; the pipeline's ring goes by it.
+        parks: Whether segments can wait in the KV pool.
+        can_recompute: Whether the first layers can be recomputed here.
+        ranks: Tensor-parallel ranks. With several, recomputation and transfers are not at work at
+            once, because both talk to the other ranks: no more is recomputed than must be.
+        eager: Whether pages are restored while L3 is being read: of those from there the same
+            layers are recomputed however many they are.
+    """
+
+    partition: Partition
+    profile: Profile | None
+    shape: ModelShape | None
+    chunk_tokens: int
+    parks: bool = False
+    can_recompute: bool = True
+    ranks: int = 1
+    eager: bool = False
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """The method of every layer; KV instead of a recomputation that is not possible."""
+        methods = (self.partition.method(layer) for layer in range(self.partition.layers))
+        if self.can_recompute:
+            return tuple(methods)
+        return tuple("kv" if method == "recompute" else method for method in methods)
+
+    def layers(self, method: Method) -> tuple[int, ...]:
+        """The layers of a method."""
+        return tuple(i for i, used in enumerate(self.methods) if used == method)
+
+    def without_recompute(self) -> LayerMethods:
+        """The same hidden layers, and nothing recomputed."""
+        return replace(self, can_recompute=False)
+
+    def first_layers(self, tokens: int, prefix: int, l3: L3Path) -> int:
+        """How many of the first layers one restore recomputes.
+
+        Args:
+            tokens: Tokens that are restored.
+            prefix: Tokens before them.
+            l3: ``none`` for pages that are in host memory, ``first`` for those that must be read.
+        """
+        if not self.can_recompute:
+            return 0
+        if self.profile is None or self.shape is None or tokens == 0 or self.ranks > 1:
+            return self.partition.recompute
+        if self.eager and l3 != "none":
+            return self.partition.recompute
+        return recompute_layers(
+            self.profile,
+            self.shape,
+            self.partition,
+            tokens,
+            prefix=prefix,
+            l3=l3,
+            early_stop=True,
+            parks=self.parks,
+            **pipeline_room(self.chunk_tokens, tokens, self.ranks)._asdict(),
+        )
+
+    def describe(self) -> str:
+        """The methods in words, for the log."""
+        return describe(Partition(*(len(self.layers(m)) for m in ("recompute", "hidden", "kv"))))

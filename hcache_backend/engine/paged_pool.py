@@ -1,0 +1,62 @@
+"""SGLang's KV pool, as projections, recomputation and their checks want it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hcache_backend.projection.attention import AttentionLayer
+from hcache_kernels.project_kv import KVPool
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class PagedPool:
+    """Reads and writes K and V of slots, with the scales of a layer.
+
+    Args:
+        kvcache: An ``MHATokenToKVPool``.
+
+    Attributes:
+        dtype: Type that K and V are kept as.
+    """
+
+    def __init__(self, kvcache: Any) -> None:
+        self._kvcache = kvcache
+        self.dtype: torch.dtype = kvcache.dtype
+
+    def of_layer(self, layer: AttentionLayer) -> KVPool | None:
+        """The pool of one layer for the kernels; None: they cannot apply its scales."""
+        pool = self._kvcache
+        k, v = (buffers[layer.index].view(pool.dtype) for buffers in (pool.k_buffer, pool.v_buffer))
+        scales = [_scale(layer.kernel, name) for name in "kv"]
+        plain = scales == [1.0, 1.0]
+        if None in scales or not (plain or pool.dtype in _FP8):
+            return None
+        return KVPool(k, v, *scales)
+
+    def store(self, kernel: Any, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write K and V ``[n, kv_heads, head_dim]`` of a model's layer to ``slots``."""
+        self._kvcache.set_kv_buffer(kernel, slots, k, v, kernel.k_scale, kernel.v_scale)
+
+    def fetch(
+        self, kernel: Any, slots: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V in ``slots``, ``[n, kv_heads, head_dim]`` each, in the model's type ``dtype``."""
+        pool, index = self._kvcache, kernel.layer_id - self._kvcache.start_layer
+
+        def rows(buffers: Any, name: str) -> torch.Tensor:
+            held: torch.Tensor = buffers[index][slots].view(pool.dtype).to(dtype)
+            # As in set_kv_buffer, which divides by the scales only where types differ.
+            return held if pool.dtype == dtype else held * (_scale(kernel, name) or 1.0)
+
+        return rows(pool.k_buffer, "k"), rows(pool.v_buffer, "v")
+
+
+def _scale(kernel: Any, name: str) -> float | None:
+    """The scale of K or V; None where the model keeps it in a tensor only."""
+    if getattr(kernel, f"{name}_scale") is None:
+        return 1.0
+    scale: float | None = getattr(kernel, f"{name}_scale_float")
+    return scale

@@ -1,0 +1,209 @@
+"""How each layer is projected on this server: by its spec where one is proven, and why not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from hcache_backend.engine.ranks import on_all_ranks
+from hcache_backend.engine.runtime import Runtime
+from hcache_backend.engine.startup.agreement import Refused
+from hcache_backend.engine.startup.self_check import Probe
+from hcache_backend.projection.attention import AttentionLayer
+from hcache_backend.projection.check import first_problem, kv_problem, tolerance
+from hcache_backend.projection.projector import Projector
+from hcache_backend.projection.proof import Evidence, dependence, gather_evidence
+from hcache_backend.projection.search import NoSpec, find_spec
+from hcache_backend.projection.spec import LayerSpec
+from hcache_backend.server_report import LayerGroup
+from hcache_kernels.project_kv.choice import measure_choice
+from hcache_kernels.project_kv.spec import kind_of
+
+logger = logging.getLogger("hcache")
+
+
+class LayerSpecs:
+    """Gives the projector its specs, at start and again after every update of the weights.
+
+    Args:
+        runtime: State of this process.
+        probe: The layers, and what they received.
+        projector: Projects by attention modules until it is told otherwise.
+        group: Process group of the tensor-parallel ranks.
+    """
+
+    def __init__(self, runtime: Runtime, probe: Probe, projector: Projector, group: Any) -> None:
+        self._runtime = runtime
+        self._probe = probe
+        self._projector = projector
+        self._group = group
+        self._stale = False
+        self._found: list[LayerSpec | str] = []  # of each layer: its spec, or why it has none
+
+    def find(self) -> None:
+        """Look for the spec of every layer, on this rank. All ranks must call it.
+
+        Raises:
+            Refused: Not even the attention modules can restore pages.
+        """
+        found, problems = [], []
+        for layer, hidden in zip(self._probe.layers, self._probe.hidden, strict=True):
+            limit = int(self._runtime.runner.model_config.context_len)
+            generic = self._projector.generic
+            evidence = gather_evidence(layer, hidden, self._probe.positions, generic, limit)
+            problems.append(dependence(layer, evidence))
+            found.append(self._find(layer, evidence))
+        self._found = found
+        problem = first_problem(problems)
+        if problem is not None:
+            raise Refused(problem)
+
+    def _find(self, layer: AttentionLayer, evidence: list[Evidence]) -> LayerSpec | str:
+        assert self._runtime.config is not None
+        if self._runtime.config.projection == "generic":
+            return "option 'projection' is 'generic'"
+        try:
+            return find_spec(layer, evidence, self._projector.generic)
+        except NoSpec as error:
+            return str(error)
+        except Exception as error:  # a model's own code, looked at in a new way
+            return f"the search broke: {type(error).__name__}: {error}"
+
+    def check_writing(self) -> None:
+        """Drop specs that do not write to the pool what the model did. Nothing may run yet."""
+        probe, projector = self._probe, self._projector
+        projector.use_specs([_spec(found) for found in self._found])
+        for layer, hidden in zip(probe.layers, probe.hidden, strict=True):
+            if _spec(self._found[layer.index]) is not None:
+                problem = written_problem(layer, hidden, probe.positions, probe.slots, projector)
+                if problem is not None:
+                    self._found[layer.index] = problem
+
+    def settle(self) -> None:
+        """Use what was found on every rank. All ranks must call it.
+
+        Raises:
+            Refused: On all ranks: projections could get in the way of forward passes.
+        """
+        # Some attention modules talk to the other ranks: all must call them, or none.
+        agreed = on_all_ranks(self._group, *(_spec(found) is not None for found in self._found))
+        specs = [
+            _spec(found) if fine else None for found, fine in zip(self._found, agreed, strict=True)
+        ]
+        self._projector.use_specs(specs)
+        self._report()
+        self._stale = False
+        generic = [layer for layer, spec in enumerate(specs) if spec is None]
+        on_gpu = self._probe.hidden[0].is_cuda
+        if generic and on_gpu and dist.get_world_size(group=self._group) > 1:
+            raise Refused(
+                f"layers {', '.join(map(str, generic))} have no spec, and on a GPU their attention "
+                "modules must not run beside forward passes of several tensor-parallel ranks"
+            )
+
+    def measure(self) -> None:
+        """On a GPU, find the faster way to project each kind of layer.
+
+        It takes seconds, on the first start with a model only: a file of the device keeps the
+        times. What is not measured is projected the library's way.
+        """
+        if not self._probe.hidden[0].is_cuda:
+            return
+        found = (spec.projection() for spec in self._projector.specs if spec and spec.fused)
+        kinds = {kind_of(projection): projection for projection in found}
+        try:
+            for projection in kinds.values():
+                measure_choice(projection, self._projector.pool.dtype)
+        except Exception as error:  # no memory left, or a compiler that cannot
+            logger.warning("hcache: the ways to project were not measured: %s", error)
+
+    def follow_weights(self) -> None:
+        """From now on, forget the specs when weights change, and find them anew."""
+        self._runtime.on_weights_changed.append(self._forget)
+        self._runtime.on_caches_flushed.append(self._renew)
+
+    def _forget(self) -> None:
+        """Weights change: attention modules are right whatever they become."""
+        self._projector.use_specs([None] * len(self._probe.layers))
+        self._stale = True
+
+    def _renew(self) -> None:
+        if not self._stale:
+            return
+        try:
+            self.find()
+        except Exception as error:
+            reason = f"after a weight update: {type(error).__name__}: {error}"
+            self._found = [reason] * len(self._probe.layers)
+            if isinstance(error, Refused):
+                self._runtime.lose_trust(reason)
+            else:
+                logger.exception("hcache: the search for specs broke")
+        try:
+            self.settle()
+        except Refused as refused:
+            self._runtime.lose_trust(f"after a weight update: {refused}")
+
+    def _report(self) -> None:
+        specs = self._projector.specs
+        self._runtime.projection = _grouped(
+            (
+                ("spec", spec.describe())
+                if spec is not None
+                else ("generic", found if isinstance(found, str) else "another rank has no spec")
+            )
+            for spec, found in zip(specs, self._found, strict=True)
+        )
+        by_spec = [group for group in self._runtime.projection if group.method == "spec"]
+        if by_spec:
+            parts = [f"{len(group.layers)} layers by spec ({group.detail})" for group in by_spec]
+            logger.info("hcache: projection: %s", "; ".join(parts))
+        for group in self._runtime.projection:
+            if group.method == "generic":
+                logger.info(
+                    "hcache: projection: layers %s by their attention modules: %s",
+                    ", ".join(map(str, group.layers)),
+                    group.detail,
+                )
+
+
+def written_problem(
+    layer: AttentionLayer,
+    hidden: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    projector: Projector,
+) -> str | None:
+    """Why what the projector writes to ``slots`` is not what the model wrote there, or None.
+
+    Their K and V are overwritten, in another order than the model's. Arguments as in
+    :func:`projection_problem`.
+    """
+    pool, kernel = projector.pool, layer.kernel
+    wanted = pool.fetch(kernel, slots, hidden.dtype)
+    pool.store(kernel, slots, *map(torch.zeros_like, wanted))
+    order = torch.arange(len(slots) - 1, -1, -1, device=slots.device)
+    try:
+        projector.project_to_pool(layer, hidden[order], positions[order], slots[order])
+    except Exception as error:
+        return f"its kernel failed: {type(error).__name__}: {error}"
+    written = pool.fetch(kernel, slots, hidden.dtype)
+    return kv_problem("written", layer, written, wanted, tolerance(pool.dtype))
+
+
+def _spec(found: LayerSpec | str) -> LayerSpec | None:
+    return None if isinstance(found, str) else found
+
+
+def _grouped(methods: Iterable[tuple[Literal["spec", "generic"], str]]) -> list[LayerGroup]:
+    groups: dict[tuple[Literal["spec", "generic"], str], list[int]] = {}
+    for index, method in enumerate(methods):
+        groups.setdefault(method, []).append(index)
+    return [
+        LayerGroup(method=method, detail=detail, layers=tuple(layers))
+        for (method, detail), layers in groups.items()
+    ]

@@ -1,0 +1,103 @@
+"""The profile that a server goes by: the one it was given, a kept one, or a quick measurement."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hcache_backend.config import ConfigError, HCacheConfig
+from hcache_backend.engine.runtime import Runtime
+from hcache_backend.partition.disk import read_rate
+from hcache_backend.partition.measure import Bench, measure
+from hcache_backend.partition.model_shape import ModelShape
+from hcache_backend.partition.profile import (
+    Profile,
+    ProfileError,
+    Rate,
+    load_profile,
+    processor_name,
+)
+from hcache_backend.store.kvikio_ops import best_file_ops
+
+logger = logging.getLogger("hcache")
+
+_QUICK_SECONDS = 0.2
+_MAX_PIECE = 16 << 20
+
+
+def find_profile(runtime: Runtime, kvcache: Any, shape: ModelShape) -> Profile | ConfigError | None:
+    """The profile of option ``profile``, the one that was kept, or a new quick one.
+
+    Returns:
+        None where the machine could not be measured; an error where the option names no usable
+        file: all ranks are to raise it.
+    """
+    config = runtime.config
+    assert config is not None
+    if config.profile is not None:
+        try:
+            return load_profile(config.profile)
+        except ProfileError as error:
+            return ConfigError(f"hcache: option 'profile': {error}")
+    device = torch.device(kvcache.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
+    digest = hashlib.sha256(f"{name} {shape.model_dump_json()}".encode()).hexdigest()
+    file = f"profile-{digest[:12]}.json"
+    for path in (folder / file for folder in config.dirs):
+        if path.is_file():
+            try:
+                kept = load_profile(path)
+            except ProfileError as error:
+                logger.warning("hcache: %s", error)
+            else:
+                logger.info("hcache: partition: using the profile in %s", path)
+                return kept
+    try:
+        profile = _measure(config, shape, device, runtime.runner.dtype, name)
+    except Exception as error:  # no room on the device, or a shape that cannot be run
+        logger.warning("hcache: partition: the machine was not measured: %s", error)
+        return None
+    runtime.kept_profile = (file, profile)
+    return profile
+
+
+def keep_profile(runtime: Runtime, folder: Path) -> None:
+    """Leave a profile that was measured at start-up in a store folder, for the next start.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    if runtime.kept_profile is not None:
+        name, profile = runtime.kept_profile
+        if not (folder / name).exists():
+            profile.save(folder / name)
+
+
+def _measure(
+    config: HCacheConfig, shape: ModelShape, device: torch.device, dtype: torch.dtype, name: str
+) -> Profile:
+    logger.info(
+        "hcache: partition: measuring a quick profile of this machine (option 'profile' takes "
+        "one of `hcache profile`)"
+    )
+    l3: Rate | None = None
+    try:
+        page = 64 * shape.layers * shape.hidden_bytes
+        rate = read_rate(
+            config.dirs,
+            min(page, _MAX_PIECE),
+            config.io_threads,
+            _QUICK_SECONDS,
+            config.min_free_bytes,
+            best_file_ops(config.reader),
+        )
+        l3 = Rate(per_second=rate.per_second)
+    except OSError as error:
+        logger.warning("hcache: partition: L3 was not measured: %s", error)
+    bench = Bench(shape, device, dtype, _QUICK_SECONDS)
+    profile = measure(bench, name, l3, [str(path) for path in config.dirs], lambda: None)
+    return profile.model_copy(update={"source": "measured at a server's start"})

@@ -1,0 +1,95 @@
+"""Whether the first layers of a restore can be recomputed on this server, found out by doing it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.distributed import get_tp_group
+
+from hcache_backend.engine.hooks import install, prefix_hooks
+from hcache_backend.engine.layer_methods import LayerMethods
+from hcache_backend.engine.paged_pool import PagedPool
+from hcache_backend.engine.ranks import on_all_ranks
+from hcache_backend.engine.recompute_batch import model_forward
+from hcache_backend.engine.startup.agreement import Refused
+from hcache_backend.engine.startup.self_check import Probe
+from hcache_backend.projection.check import first_problem, kv_problem, tolerance
+from hcache_backend.restore.recompute import Recomputer, RestoredSpan
+
+logger = logging.getLogger("hcache")
+
+
+def find_recomputer(
+    runner: Any, probe: Probe, kvcache: Any, methods: LayerMethods
+) -> Recomputer | None:
+    """What recomputes first layers, the same on every tensor-parallel rank; all must call it.
+
+    The K and V that the model wrote during the probe must still be in the pool.
+
+    Returns:
+        None where nothing is to be recomputed, or a rank cannot.
+    """
+    if not methods.can_recompute or (methods.profile is None and not methods.partition.recompute):
+        return None
+    pool = PagedPool(kvcache)
+    recomputer = Recomputer(model_forward(runner), pool, kvcache.start_layer, methods.chunk_tokens)
+    problem = None
+    try:
+        if runner.model_config.is_multimodal:
+            raise Refused("the model's embeddings are not those of token ids alone")
+        check_recompute(probe, recomputer, pool, kvcache)
+        missing = install(prefix_hooks())
+        if missing is not None:
+            raise Refused(missing)
+    except Refused as refused:
+        problem = str(refused)
+        logger.warning("hcache: layers are not recomputed: %s", problem)
+    (fine,) = on_all_ranks(get_tp_group().cpu_group, problem is None)
+    return recomputer if fine else None
+
+
+def check_recompute(probe: Probe, recomputer: Recomputer, pool: PagedPool, kvcache: Any) -> None:
+    """Recompute the probe's tokens, and once more the second half of them behind the first.
+
+    Nothing may be allocated yet: other slots of the pool are overwritten too. There are more tokens
+    than the probe had, so what is left of its batch would show.
+
+    Raises:
+        Refused: It cannot be done, or K or V differ from the model's by more than rounding
+            explains.
+    """
+    slots, tokens, half = probe.slots, len(probe.slots), len(probe.slots) // 2
+    dtype, allowed = probe.hidden[0].dtype, tolerance(pool.dtype)
+    wanted = [pool.fetch(layer.kernel, slots, dtype) for layer in probe.layers]
+    # The pool's last slots; the probe's are its first.
+    others = torch.arange(kvcache.size - tokens, kvcache.size, device=slots.device)
+    if int(slots.max()) >= int(others[0]):
+        raise Refused("the KV pool is too small to try recomputation")
+    buffers = [*kvcache.k_buffer, *kvcache.v_buffer]
+    held = [buffer[slots] for buffer in buffers]
+    for buffer in buffers:
+        buffer[slots] = 0
+    none = slots[:0]
+    spans = [
+        RestoredSpan(tokens, none),
+        RestoredSpan(half, none),
+        RestoredSpan(tokens - half, slots[:half]),
+    ]
+    where = torch.cat((slots, others))
+    ids, positions = probe.token_ids.repeat(2), probe.positions.repeat(2)
+    try:
+        recomputer.run(len(probe.layers), ids, positions, where, spans)
+        problem = first_problem(
+            kv_problem("recomputed", layer, pool.fetch(layer.kernel, at, dtype), want, allowed)
+            for layer, want in zip(probe.layers, wanted, strict=True)
+            for at in (slots, others)
+        )
+    except Exception as error:  # a model's own code, with a batch that it was not made for
+        problem = f"{type(error).__name__}: {error}"
+    finally:
+        for buffer, rows in zip(buffers, held, strict=True):
+            buffer[slots] = rows  # later checks compare with what the model itself wrote
+    if problem is not None:
+        raise Refused(problem)
