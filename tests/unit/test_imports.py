@@ -82,6 +82,15 @@ def test_only_the_engine_imports_sglang() -> None:
     assert importers([p for p in modules() if part_of(p) != "engine"], "sglang") == []
 
 
+# SGLang itself calls them at start-up: the plugin with a loaded model, the backend at an attach.
+ENTRANCES = {"plugin.py", "storage.py"}
+
+
+def test_what_runs_for_every_request_imports_nothing_that_runs_once() -> None:
+    beside = [p for p in (PACKAGE / "engine").glob("*.py") if p.name not in ENTRANCES]
+    assert importers(beside, "hcache_backend.engine.startup") == []
+
+
 def test_the_product_imports_no_tests_and_no_benchmarks() -> None:
     product = [*modules(), *KERNELS.rglob("*.py")]
     assert importers(product, "tests", "pytest", "hcache_cpu_engine", "bench") == []
