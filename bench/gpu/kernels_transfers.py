@@ -104,8 +104,9 @@ def codec_speeds(codec: Codec, hidden: torch.Tensor, shapes: Shapes) -> Row:
     encoded = torch.empty((n, codec.row_bytes), dtype=torch.uint8, device=hidden.device)
     ok = torch.empty(n, dtype=torch.bool, device=hidden.device)
     decoded = torch.empty_like(hidden)
-    codec.encode_into(hidden, encoded, ok)
-    codec.decode_into(encoded, decoded)
+    encode, decode = codec.encode_launch(hidden, encoded, ok), codec.decode_launch(encoded, decoded)
+    encode.run()
+    decode.run()
     some = slice(0, CHECKED_ROWS)
     want, want_ok = codec.encode_reference(hidden[some].cpu())
     right = (
@@ -115,8 +116,8 @@ def codec_speeds(codec: Codec, hidden: torch.Tensor, shapes: Shapes) -> Row:
         and (not codec.lossless or torch.equal(decoded, hidden))
     )
     times = {
-        "encode": shapes.microseconds(partial(codec.encode_into, hidden, encoded, ok)),
-        "decode": shapes.microseconds(partial(codec.decode_into, encoded, decoded)),
+        "encode": shapes.microseconds(encode.run),
+        "decode": shapes.microseconds(decode.run),
         "copy": shapes.microseconds(partial(decoded.copy_, hidden)),
     }
     return {
@@ -256,7 +257,7 @@ class Restore:
         if self._codec.is_view:
             rows = encoded.view(rows.dtype)
         else:
-            self._codec.decode_into(encoded, rows)
+            self._codec.decode_launch(encoded, rows).run()
         torch.mm(rows, self._weights[layer].t(), out=self.out)
 
     def run(self) -> None:

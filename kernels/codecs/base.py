@@ -7,6 +7,8 @@ from typing import ClassVar
 
 import torch
 
+from ..launch import Launch
+
 
 class UnsupportedRows(ValueError):
     """A codec cannot hold rows of this width or type; the message says which ones it can."""
@@ -56,13 +58,13 @@ class Codec(ABC):
     def decode_reference(self, encoded: torch.Tensor) -> torch.Tensor:
         """:meth:`decode` in plain torch, for bytes on the CPU."""
 
-    @abstractmethod
-    def encode_into(self, rows: torch.Tensor, encoded: torch.Tensor, ok: torch.Tensor) -> None:
+    def encode_launch(self, rows: torch.Tensor, encoded: torch.Tensor, ok: torch.Tensor) -> Launch:
         """:meth:`encode` as one kernel, into buffers of the caller; all tensors contiguous."""
+        raise NotImplementedError(f"codec {self.name!r} has no kernel: its rows are views")
 
-    @abstractmethod
-    def decode_into(self, encoded: torch.Tensor, rows: torch.Tensor) -> None:
+    def decode_launch(self, encoded: torch.Tensor, rows: torch.Tensor) -> Launch:
         """:meth:`decode` as one kernel, into a buffer of the caller; all tensors contiguous."""
+        raise NotImplementedError(f"codec {self.name!r} has no kernel: its rows are views")
 
     def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Encode ``rows`` (``[n, hidden_size]``), on the device they are on.
@@ -83,7 +85,7 @@ class Codec(ABC):
             return self.encode_reference(rows)
         encoded = rows.new_empty((len(rows), self.row_bytes), dtype=torch.uint8)
         ok = rows.new_empty(len(rows), dtype=torch.bool)
-        self.encode_into(rows, encoded, ok)
+        self.encode_launch(rows, encoded, ok).run()
         return encoded, ok
 
     def decode(self, encoded: torch.Tensor) -> torch.Tensor:
@@ -102,5 +104,5 @@ class Codec(ABC):
         if self.is_view or not encoded.is_cuda:
             return self.decode_reference(encoded)
         rows = encoded.new_empty((len(encoded), self.hidden_size), dtype=self.dtype)
-        self.decode_into(encoded, rows)
+        self.decode_launch(encoded, rows).run()
         return rows

@@ -22,10 +22,3 @@ class ExactCodec(Codec):
 
     def decode_reference(self, encoded: torch.Tensor) -> torch.Tensor:
         return encoded.view(self.dtype)
-
-    def encode_into(self, rows: torch.Tensor, encoded: torch.Tensor, ok: torch.Tensor) -> None:
-        encoded.copy_(rows.view(torch.uint8))
-        ok.fill_(True)
-
-    def decode_into(self, encoded: torch.Tensor, rows: torch.Tensor) -> None:
-        rows.copy_(encoded.view(self.dtype))

@@ -110,11 +110,34 @@ class Exp4Codec(Codec):
         bits = (sign_mantissa & 0x80) << 8 | exponents << 7 | sign_mantissa & 0x7F
         return bits.to(torch.int16).view(torch.bfloat16)
 
-    def encode_into(self, rows: torch.Tensor, encoded: torch.Tensor, ok: torch.Tensor) -> None:
-        encode_launch(rows, encoded, ok).run()
+    def encode_launch(self, rows: torch.Tensor, encoded: torch.Tensor, ok: torch.Tensor) -> Launch:
+        only = {"ok": ok.view(torch.uint8)}
+        return self._launch(encode_kernel, rows, encoded, _ENCODE_PAIRS, only)
 
-    def decode_into(self, encoded: torch.Tensor, rows: torch.Tensor) -> None:
-        decode_launch(encoded, rows).run()
+    def decode_launch(self, encoded: torch.Tensor, rows: torch.Tensor) -> Launch:
+        return self._launch(decode_kernel, rows, encoded, _DECODE_PAIRS, {})
+
+    def _launch(
+        self,
+        kernel: Any,
+        rows: torch.Tensor,
+        encoded: torch.Tensor,
+        most_pairs: int,
+        only: dict[str, Any],
+    ) -> Launch:
+        pairs, most = self.hidden_size // 2, most_exceptions(self.hidden_size)
+        block = min(most_pairs, triton.next_power_of_2(pairs))
+        arguments = {
+            "rows": rows.view(torch.int32),
+            "encoded": encoded,
+            "PAIRS": pairs,
+            "ROW_BYTES": self.row_bytes,
+            "MOST": most,
+            "LIST": triton.next_power_of_2(most),
+            "BLOCK": block,
+        }
+        warps = max(1, min(4, block // 256))
+        return Launch(kernel, (len(rows),), arguments | only, warps, stages=1)
 
 
 def _best_window(exponents: torch.Tensor) -> torch.Tensor:
@@ -126,36 +149,6 @@ def _best_window(exponents: torch.Tensor) -> torch.Tensor:
     histogram.scatter_add_(1, exponents.long(), torch.ones_like(exponents))
     up_to = histogram.cumsum(1)
     return (up_to[:, WINDOW:] - up_to[:, :-WINDOW]).argmax(1).to(torch.int32)
-
-
-def encode_launch(rows: torch.Tensor, encoded: torch.Tensor, ok: torch.Tensor) -> Launch:
-    """Encode contiguous bfloat16 rows into uint8 ``[n, row_bytes]`` and ``ok``, bool ``[n]``."""
-    only = {"ok": ok.view(torch.uint8)}
-    return _launch(encode_kernel, rows, encoded, _ENCODE_PAIRS, only)
-
-
-def decode_launch(encoded: torch.Tensor, rows: torch.Tensor) -> Launch:
-    """Decode contiguous uint8 ``[n, row_bytes]`` into bfloat16 ``rows``, ``[n, hidden_size]``."""
-    return _launch(decode_kernel, rows, encoded, _DECODE_PAIRS, {})
-
-
-def _launch(
-    kernel: Any, rows: torch.Tensor, encoded: torch.Tensor, most_pairs: int, only: dict[str, Any]
-) -> Launch:
-    n, hidden_size = rows.shape
-    pairs = hidden_size // 2
-    block = min(most_pairs, triton.next_power_of_2(pairs))
-    arguments = {
-        "rows": rows.view(torch.int32),
-        "encoded": encoded,
-        "PAIRS": pairs,
-        "ROW_BYTES": encoded.shape[1],
-        "MOST": most_exceptions(hidden_size),
-        "LIST": triton.next_power_of_2(most_exceptions(hidden_size)),
-        "BLOCK": block,
-    }
-    warps = max(1, min(4, block // 256))
-    return Launch(kernel, (n,), arguments | only, warps, stages=1)
 
 
 @triton.jit

@@ -76,11 +76,27 @@ class ScaledCodec(Codec):
         scale = encoded[:, -4:].contiguous().view(torch.float32)
         return (codes.float() * scale).to(self.dtype)
 
-    def encode_into(self, rows: torch.Tensor, encoded: torch.Tensor, ok: torch.Tensor) -> None:
-        encode_launch(rows, encoded, ok, self.largest).run()
+    def encode_launch(self, rows: torch.Tensor, encoded: torch.Tensor, ok: torch.Tensor) -> Launch:
+        only = {"ok": ok.view(torch.uint8), "LARGEST": self.largest}
+        return self._launch(encode_kernel, rows, encoded, only)
 
-    def decode_into(self, encoded: torch.Tensor, rows: torch.Tensor) -> None:
-        decode_launch(encoded, rows, self.largest).run()
+    def decode_launch(self, encoded: torch.Tensor, rows: torch.Tensor) -> Launch:
+        return self._launch(decode_kernel, rows, encoded, {})
+
+    def _launch(
+        self, kernel: Any, rows: torch.Tensor, encoded: torch.Tensor, only: dict[str, Any]
+    ) -> Launch:
+        block = min(_MOST_VALUES, triton.next_power_of_2(self.hidden_size))
+        arguments = {
+            "rows": rows,
+            "encoded": encoded,
+            "WIDTH": self.hidden_size,
+            "ROW_BYTES": self.row_bytes,
+            "FP8": self.largest == FP8_LARGEST,
+            "BLOCK": block,
+        }
+        warps = max(1, min(4, block // 512))
+        return Launch(kernel, (len(rows),), arguments | only, warps, stages=1)
 
 
 class Int8Codec(ScaledCodec):
@@ -91,36 +107,6 @@ class Int8Codec(ScaledCodec):
 class Fp8Codec(ScaledCodec):
     name = "fp8"
     largest = FP8_LARGEST
-
-
-def encode_launch(
-    rows: torch.Tensor, encoded: torch.Tensor, ok: torch.Tensor, largest: float
-) -> Launch:
-    """Encode contiguous ``rows`` into uint8 ``[n, row_bytes]`` and ``ok``, bool ``[n]``."""
-    only = {"ok": ok.view(torch.uint8), "LARGEST": largest}
-    return _launch(encode_kernel, rows, encoded, largest, only)
-
-
-def decode_launch(encoded: torch.Tensor, rows: torch.Tensor, largest: float) -> Launch:
-    """Decode contiguous uint8 ``[n, row_bytes]`` into ``rows``, ``[n, hidden_size]``."""
-    return _launch(decode_kernel, rows, encoded, largest, {})
-
-
-def _launch(
-    kernel: Any, rows: torch.Tensor, encoded: torch.Tensor, largest: float, only: dict[str, Any]
-) -> Launch:
-    n, hidden_size = rows.shape
-    block = min(_MOST_VALUES, triton.next_power_of_2(hidden_size))
-    arguments = {
-        "rows": rows,
-        "encoded": encoded,
-        "WIDTH": hidden_size,
-        "ROW_BYTES": encoded.shape[1],
-        "FP8": largest == FP8_LARGEST,
-        "BLOCK": block,
-    }
-    warps = max(1, min(4, block // 512))
-    return Launch(kernel, (n,), arguments | only, warps, stages=1)
 
 
 @triton.jit

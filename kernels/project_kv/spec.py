@@ -15,6 +15,7 @@ import torch
 
 MODEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+INDEX_TYPES = (torch.int32, torch.int64)
 HEAD_DIM_LIMIT = 256
 
 
@@ -146,7 +147,7 @@ def check_projection(projection: KVProjection) -> None:
     if weight.stride(1) != 1:
         raise _wrong("weight", f"strides {weight.stride()}", "last stride 1")
     if projection.bias is not None:
-        _check_vector("bias", projection.bias, (2 * heads * dim,), weight)
+        _check_vector("bias", projection.bias, (2 * heads * dim,), MODEL_TYPES, weight.device)
     if projection.norm is not None:
         _check_norm(projection.norm, projection)
     if projection.rotary is not None:
@@ -176,20 +177,9 @@ def check_call(
     if hidden.stride(1) != 1:
         raise _wrong("hidden", f"strides {hidden.stride()}", "last stride 1")
     for name, rows in (("positions", positions), ("slots", slots)):
-        if rows.shape != hidden.shape[:1]:
-            raise _wrong(name, tuple(rows.shape), f"[{len(hidden)}]")
-        if rows.dtype not in (torch.int32, torch.int64):
-            raise _wrong(name, rows.dtype, "int32 or int64")
-        if not rows.is_contiguous():
-            raise _wrong(name, f"strides {rows.stride()}", "contiguous")
+        _check_vector(name, rows, (len(hidden),), INDEX_TYPES, weight.device)
     _check_pool(pool, projection)
-    for name, tensor in (
-        ("hidden", hidden),
-        ("positions", positions),
-        ("slots", slots),
-        ("pool.k", pool.k),
-        ("pool.v", pool.v),
-    ):
+    for name, tensor in (("hidden", hidden), ("pool.k", pool.k), ("pool.v", pool.v)):
         if tensor.device != weight.device:
             raise _wrong(name, tensor.device, f"on {weight.device}")
 
@@ -236,7 +226,7 @@ def _check_norm(norm: KeyNorm, projection: KVProjection) -> None:
     sizes = (width,) if norm.over == "all" else (projection.head_dim, width)
     for name, parameter in (("norm.weight", norm.weight), ("norm.bias", norm.bias)):
         if parameter is not None:
-            _check_vector(name, parameter, sizes, projection.weight)
+            _check_vector(name, parameter, sizes, MODEL_TYPES, projection.weight.device)
 
 
 def _check_rotary(rotary: Rotary, projection: KVProjection) -> None:
@@ -249,12 +239,7 @@ def _check_rotary(rotary: Rotary, projection: KVProjection) -> None:
         raise _wrong(
             "rotary.cos_sin", tuple(cos_sin.shape), f"[positions, {dim}], as wide as rotary_dim"
         )
-    if cos_sin.dtype not in MODEL_TYPES:
-        raise _wrong("rotary.cos_sin", cos_sin.dtype, _names(MODEL_TYPES))
-    if not cos_sin.is_contiguous():
-        raise _wrong("rotary.cos_sin", f"strides {cos_sin.stride()}", "contiguous")
-    if cos_sin.device != projection.weight.device:
-        raise _wrong("rotary.cos_sin", cos_sin.device, f"on {projection.weight.device}")
+    _check_storage("rotary.cos_sin", cos_sin, MODEL_TYPES, projection.weight.device)
 
 
 def _check_pool(pool: KVPool, projection: KVProjection) -> None:
@@ -279,20 +264,30 @@ def _check_pool(pool: KVPool, projection: KVProjection) -> None:
 
 
 def _check_vector(
-    name: str, vector: torch.Tensor, sizes: tuple[int, ...], like: torch.Tensor
+    name: str,
+    vector: torch.Tensor,
+    sizes: tuple[int, ...],
+    types: tuple[torch.dtype, ...],
+    device: torch.device,
 ) -> None:
     if not (vector.ndim == 1 and vector.shape[0] in sizes):
         raise _wrong(name, tuple(vector.shape), " or ".join(f"[{size}]" for size in sizes))
-    if vector.dtype not in MODEL_TYPES:
-        raise _wrong(name, vector.dtype, _names(MODEL_TYPES))
-    if not vector.is_contiguous():
-        raise _wrong(name, f"strides {vector.stride()}", "contiguous")
-    if vector.device != like.device:
-        raise _wrong(name, vector.device, f"on {like.device}")
+    _check_storage(name, vector, types, device)
+
+
+def _check_storage(
+    name: str, tensor: torch.Tensor, types: tuple[torch.dtype, ...], device: torch.device
+) -> None:
+    if tensor.dtype not in types:
+        raise _wrong(name, tensor.dtype, _names(types))
+    if not tensor.is_contiguous():
+        raise _wrong(name, f"strides {tensor.stride()}", "contiguous")
+    if tensor.device != device:
+        raise _wrong(name, tensor.device, f"on {device}")
 
 
 def _names(types: tuple[torch.dtype, ...]) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in types)
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in types)
 
 
 def _wrong(name: str, value: object, right: str) -> ValueError:

@@ -91,12 +91,6 @@ def device_name(capability: tuple[int, int]) -> str:
     return f"sm_{capability[0]}{capability[1]}"
 
 
-def require_fits(job: Job, usage: Usage) -> None:
-    """Nothing spills, and the job's device has the shared memory that it takes."""
-    assert usage.stack == 0
-    assert usage.shared <= SHARED_MEMORY[job.capability] * 1024
-
-
 def cases(jobs: Mapping[str, Job]) -> list[Any]:
     """The names of jobs, as parameters of a test."""
     return [

@@ -1,13 +1,15 @@
-"""Every configuration of ``project_kv`` that can be picked fits its device, and nothing spills."""
+"""Every configuration of every kernel compiles for every device: it fits, and nothing spills."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 import torch
 
+from hcache_kernels import pages
+from hcache_kernels.codecs import make_codec
 from hcache_kernels.launch import Launch
 from hcache_kernels.project_kv import KeyNorm, KVPool, KVProjection, Rotary
 from hcache_kernels.project_kv.spec import kind_of
@@ -18,17 +20,29 @@ from hcache_kernels.project_kv.ways import (
     fused_launches,
     head_pairs,
 )
-from tests.kernels.compilation import (
-    SHARED_MEMORY,
-    Job,
-    Usage,
-    cases,
-    device_name,
-    empty,
-    require_fits,
-)
+from hcache_kernels.staging import StagedRows, save_launch, stage_launch
+from tests.kernels.compilation import SHARED_MEMORY, Job, Usage, cases, device_name, empty
+
+# All of them are compiled before the first test, in two processes.
+pytestmark = pytest.mark.timeout(1800)
+
+Jobs = Iterator[tuple[str, Callable[[], Launch]]]
+"""Names and launches for one device."""
 
 N = 4096
+"""Tokens, rows and pages."""
+
+
+def name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def ids(*shape: int) -> torch.Tensor:
+    return empty(*shape, dtype=torch.int64)
+
+
+# ---- project_kv ----
+
 HIDDEN = 4096 + 16  # the last tile of the product is masked
 KV_HEADS = 32
 
@@ -43,9 +57,6 @@ EPILOGUES = {
 }
 MANY_ACCUMULATORS = 128
 """A thread's, in the tiles that leave few registers: these meet every epilogue."""
-
-# All of them are compiled before the first test, in two processes.
-pytestmark = pytest.mark.timeout(1800)
 
 
 def make_projection(epilogue: str, head_dim: int, dtype: torch.dtype) -> KVProjection:
@@ -67,7 +78,7 @@ def make_arguments(
     projection: KVProjection, pool_type: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, KVProjection, KVPool]:
     """Positions, slots, projection and pool."""
-    indices = empty(N, dtype=torch.int64)
+    indices = ids(N)
     k = empty(N, projection.kv_heads, projection.head_dim, dtype=pool_type)
     return indices, indices, projection, KVPool(k, k)
 
@@ -84,50 +95,108 @@ def library_epilogue(epilogue: str, head_dim: int, pool_type: torch.dtype) -> La
     return epilogue_launch(empty(N, 2 * KV_HEADS * head_dim, dtype=dtype), *arguments)
 
 
-def fused_jobs() -> Iterator[tuple[str, Job]]:
-    for capability in SHARED_MEMORY:
-        for dtype, head_dims in ((torch.bfloat16, (64, 96, 128, 256)), (torch.float32, (128, 256))):
-            for head_dim in head_dims:
-                seen = set()
-                for epilogue in EPILOGUES:
-                    kind = kind_of(make_projection(epilogue, head_dim, dtype))
-                    for config in fused_configs(kind, capability):
-                        tile = config.rows * config.heads * 2 * head_pairs(head_dim)
-                        many = tile // (32 * config.warps) >= MANY_ACCUMULATORS
-                        if config in seen and not many:
-                            continue
-                        seen.add(config)
-                        tile = f"{config.rows} x {config.heads} heads, {config.stages} stages"
-                        yield (
-                            f"{device_name(capability)} fused {name(dtype)} head {head_dim} "
-                            f"{tile}, {config.warps} warps, {epilogue}",
-                            Job(
-                                capability, partial(fused_launch, epilogue, head_dim, dtype, config)
-                            ),
-                        )
+def projection_jobs(capability: tuple[int, int]) -> Jobs:
+    for dtype, head_dims in ((torch.bfloat16, (64, 96, 128, 256)), (torch.float32, (128, 256))):
+        for head_dim in head_dims:
+            seen = set()
+            for epilogue in EPILOGUES:
+                kind = kind_of(make_projection(epilogue, head_dim, dtype))
+                for config in fused_configs(kind, capability):
+                    tile = config.rows * config.heads * 2 * head_pairs(head_dim)
+                    many = tile // (32 * config.warps) >= MANY_ACCUMULATORS
+                    if config in seen and not many:
+                        continue
+                    seen.add(config)
+                    yield (
+                        f"fused {name(dtype)} head {head_dim} {config.rows} x {config.heads} "
+                        f"heads, {config.stages} stages, {config.warps} warps, {epilogue}",
+                        partial(fused_launch, epilogue, head_dim, dtype, config),
+                    )
+    for epilogue, head_dim, pool_type in (
+        ("norm and rope", 96, torch.bfloat16),
+        ("norm over all", 128, torch.float8_e5m2),
+        ("norm over all", 256, torch.bfloat16),
+    ):
+        yield (
+            f"library, heads of {head_dim} to {name(pool_type)}, {epilogue}",
+            partial(library_epilogue, epilogue, head_dim, pool_type),
+        )
 
 
-def library_jobs() -> Iterator[tuple[str, Job]]:
-    for capability in SHARED_MEMORY:
-        for epilogue, head_dim, pool_type in (
-            ("norm and rope", 96, torch.bfloat16),
-            ("norm over all", 128, torch.float8_e5m2),
-            ("norm over all", 256, torch.bfloat16),
-        ):
-            what = f"{device_name(capability)} library, heads of {head_dim}"
+# ---- codecs and pages ----
+
+WIDTHS = (256, 4096, 7168)
+"""One warp, the usual width, and one whose last block is masked."""
+
+
+def codec_launch(codec: str, decode: bool, width: int, dtype: torch.dtype) -> Launch:
+    made = make_codec(codec, width, dtype)
+    rows, encoded = empty(N, width, dtype=dtype), empty(N, made.row_bytes)
+    if decode:
+        return made.decode_launch(encoded, rows)
+    return made.encode_launch(rows, encoded, empty(N))
+
+
+def gather(length: int) -> Launch:
+    return pages.gather_launch(empty(N, 4096 + 4 * length), ids(N), 4096, empty(N, length))
+
+
+def scatter(row_bytes: int) -> Launch:
+    memory = empty(N, 4096 + 64 * row_bytes)
+    return pages.scatter_launch(empty(N, row_bytes), memory, ids(N), ids(N), 4096)
+
+
+def transfer_jobs(capability: tuple[int, int]) -> Jobs:
+    codecs = [("exp4", torch.bfloat16, width) for width in WIDTHS]
+    codecs += [("int8", torch.bfloat16, WIDTHS[-1]), ("fp8", torch.float32, WIDTHS[-1])]
+    for codec, dtype, width in codecs:
+        for decode in (False, True):
             yield (
-                f"{what} to {name(pool_type)}, {epilogue}",
-                Job(capability, partial(library_epilogue, epilogue, head_dim, pool_type)),
+                f"{'decode' if decode else 'encode'} {codec} {name(dtype)}, {width}",
+                partial(codec_launch, codec, decode, width, dtype),
             )
+    for length in (64 * 8192, 64 * 392 + 8):
+        yield f"gather {length}", partial(gather, length)
+    for row_bytes in (8192, 392):
+        yield f"scatter {row_bytes}", partial(scatter, row_bytes)
 
 
-def name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+# ---- staging ----
+
+STAGED, LAYERS, PLACES, PAGE = 64, 4, 512, 64
+ROW_BYTES = (8192, 6304, 392)
+"""bfloat16 of a usual width, exp4 of it, and rows that are multiples of 8 bytes only."""
 
 
-JOBS = dict([*fused_jobs(), *library_jobs()])
+def stage(row_bytes: int, with_ok: bool) -> Launch:
+    staged = StagedRows(empty(LAYERS, PLACES + 1, row_bytes), ids(LAYERS, PLACES + 1))
+    ok = empty(STAGED, dtype=torch.bool) if with_ok else None
+    return stage_launch(empty(STAGED, row_bytes), ok, ids(STAGED), ids(1), staged, 0)
+
+
+def save(row_bytes: int) -> Launch:
+    staged = empty(LAYERS, PLACES + 1, row_bytes)[:, :STAGED]
+    arena, kept = empty(256, 4096 + LAYERS * PAGE * row_bytes), range(PAGE // 2, PAGE)
+    return save_launch(staged, ids(STAGED), ids(128), arena, ids(LAYERS), PAGE, kept)
+
+
+def staging_jobs(capability: tuple[int, int]) -> Jobs:
+    for row_bytes in ROW_BYTES:
+        for with_ok in (False, True):
+            what = f"stage {row_bytes}{' with ok' if with_ok else ''}"
+            yield what, partial(stage, row_bytes, with_ok)
+        yield f"save {row_bytes}", partial(save, row_bytes)
+
+
+JOBS = {
+    f"{device_name(capability)} {what}": Job(capability, launch)
+    for capability in SHARED_MEMORY
+    for jobs in (projection_jobs, transfer_jobs, staging_jobs)
+    for what, launch in jobs(capability)
+}
 
 
 @pytest.mark.parametrize("job", cases(JOBS))
-def test_nothing_spills_and_shared_memory_suffices(job: str, usage: Usage) -> None:
-    require_fits(JOBS[job], usage)
+def test_nothing_spills_and_shared_memory_suffices(job: str, usages: dict[str, Usage]) -> None:
+    assert usages[job].stack == 0
+    assert usages[job].shared <= SHARED_MEMORY[JOBS[job].capability] * 1024

@@ -26,9 +26,9 @@ def run(codec: Codec, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, t
     n, width = rows.shape
     encoded = poisoned(n + 2, codec.row_bytes)
     ok = poisoned(1, n + 2)[0]
-    codec.encode_into(rows.to(DEVICE), encoded[1:-1], ok[1:-1].view(torch.bool))
+    codec.encode_launch(rows.to(DEVICE), encoded[1:-1], ok[1:-1].view(torch.bool)).run()
     decoded = poisoned(n + 2, width * rows.itemsize)
-    codec.decode_into(encoded[1:-1], decoded[1:-1].view(rows.dtype))
+    codec.decode_launch(encoded[1:-1], decoded[1:-1].view(rows.dtype)).run()
     for buffer in (encoded, ok, decoded):
         assert (buffer[0] == POISON).all()
         assert (buffer[-1] == POISON).all()
