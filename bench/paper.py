@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.harness.report import OUT, grouped_bars, markdown, write
+from bench.token_wise import TILE, TokenSplit, token_wise_makespan
 from hcache_backend.partition.layers import Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.plan import Plan
@@ -23,7 +24,6 @@ from hcache_backend.partition.presets import COMPUTE_SHARE, PRESETS, preset_prof
 from hcache_backend.partition.profile import Rate
 from hcache_backend.partition.solver import search
 from hcache_backend.partition.timeline import finish
-from hcache_backend.partition.token_wise import TILE, TokenSplit, token_wise_makespan
 
 Row = dict[str, Any]
 Results = dict[str, list[Row]]

@@ -6,19 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hcache_backend.partition.costs import L3Path, layer_costs
+from bench.token_wise import TILE, TokenSplit, token_wise_costs, token_wise_makespan
+from hcache_backend.partition.costs import layer_costs
 from hcache_backend.partition.layers import Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.presets import preset_profile
 from hcache_backend.partition.profile import Profile, Rate
 from hcache_backend.partition.solver import makespan, search, steady_makespan
-from hcache_backend.partition.token_wise import (
-    TILE,
-    TokenSplit,
-    search_tokens,
-    token_wise_costs,
-    token_wise_makespan,
-)
 
 TOKENS = 8 * TILE
 HEADS = 16
@@ -55,7 +49,6 @@ profiles = st.builds(
     st.none() | rates,
     *[rates] * 5,
 )
-l3_paths = st.sampled_from(["overlapped", "first", "none"])
 
 
 @st.composite
@@ -67,33 +60,31 @@ def splits(draw: st.DrawFn) -> TokenSplit:
     return TokenSplit(TOKENS - hidden, hidden, 0)
 
 
-@given(profiles, l3_paths, st.booleans())
+@given(profiles, st.booleans())
 def test_one_method_for_all_tokens_is_one_method_for_all_layers(
-    profile: Profile, l3: L3Path, first: bool
+    profile: Profile, first: bool
 ) -> None:
-    costs = layer_costs(profile, MODEL, TOKENS, l3=l3)
+    costs = layer_costs(profile, MODEL, TOKENS)
     for split, partition in (
         (TokenSplit(TOKENS, 0, 0, first), Partition(MODEL.layers, 0, 0)),
         (TokenSplit(0, TOKENS, 0, first), Partition(0, MODEL.layers, 0)),
         (TokenSplit(0, 0, TOKENS, first), Partition(0, 0, MODEL.layers)),
     ):
-        seconds = token_wise_makespan(profile, MODEL, split, l3=l3)
+        seconds = token_wise_makespan(profile, MODEL, split)
         assert seconds == pytest.approx(makespan(costs, partition))
 
 
-@given(profiles, l3_paths, splits())
+@given(profiles, splits())
 @settings(max_examples=200)
-def test_no_split_by_tokens_is_faster_than_layers(
-    profile: Profile, l3: L3Path, split: TokenSplit
-) -> None:
+def test_no_split_by_tokens_is_faster_than_layers(profile: Profile, split: TokenSplit) -> None:
     """Eight tiles of tokens and 24 layers: as tiles can be split, layers can too.
 
     Except for filling the pipeline, which takes one layer's transfer or projection where a split by
     tokens has shorter ones.
     """
-    costs = layer_costs(profile, MODEL, TOKENS, l3=l3)
+    costs = layer_costs(profile, MODEL, TOKENS)
     by_layers = steady_makespan(costs, search(costs, MODEL.layers, steady_makespan))
-    assert by_layers <= token_wise_makespan(profile, MODEL, split, l3=l3) * (1 + 1e-9)
+    assert by_layers <= token_wise_makespan(profile, MODEL, split) * (1 + 1e-9)
 
 
 @given(profiles, splits())
@@ -130,20 +121,3 @@ def test_the_first_tokens_are_recomputed_faster_than_the_last(
     first = TokenSplit(split.recompute, split.hidden, split.kv, recompute_first=True)
     by_first, by_last = (token_wise_makespan(profile, MODEL, each) for each in (first, split))
     assert by_first <= by_last * (1 + 1e-9)
-
-
-@given(profiles, st.booleans())
-@settings(max_examples=10)
-def test_the_search_finds_the_best_split(profile: Profile, first: bool) -> None:
-    tokens, tile = 24, 8
-
-    def seconds(split: TokenSplit) -> float:
-        return token_wise_makespan(profile, MODEL, split, tile=tile)
-
-    found = search_tokens(profile, MODEL, tokens, recompute_first=first, tile=tile)
-    assert found.tokens == tokens
-    assert seconds(found) == min(
-        seconds(split)
-        for n in range(tokens + 1)
-        for split in (TokenSplit(0, n, tokens - n), TokenSplit(tokens - n, n, 0, first))
-    )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hcache_backend.partition.costs import L3Path, LayerCosts, layer_costs
+from hcache_backend.partition.costs import LayerCosts, layer_costs
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile
 
@@ -39,67 +39,35 @@ class TokenSplit:
     kv: int
     recompute_first: bool = False
 
-    @property
-    def tokens(self) -> int:
-        return self.recompute + self.hidden + self.kv
 
-
-def token_wise_costs(
-    profile: Profile,
-    model: ModelShape,
-    split: TokenSplit,
-    *,
-    tile: int = TILE,
-    tp: int = 1,
-    l3: L3Path = "overlapped",
-) -> LayerCosts:
-    """The costs of one layer in which every method restores its part of the tokens.
-
-    Args:
-        profile: The machine.
-        model: The model.
-        split: Tokens of each method.
-        tile: Rows of a GEMM that are computed together; 1: any number is as good.
-        tp: Tensor-parallel ranks.
-        l3: Where L3 is in a restore.
-    """
+def token_wise_costs(profile: Profile, model: ModelShape, split: TokenSplit) -> LayerCosts:
+    """The costs of one layer in which every method restores its part of the tokens."""
 
     def costs(tokens: int, prefix: int = 0) -> LayerCosts:
         if not tokens:
             return LayerCosts(0.0, 0.0, 0.0, 0.0)
-        return layer_costs(profile, model, tokens, prefix=prefix, tp=tp, l3=l3)
+        return layer_costs(profile, model, tokens, prefix=prefix)
 
     def whole(tokens: int) -> int:
-        return -(-tokens // tile) * tile
+        return -(-tokens // TILE) * TILE
 
-    hidden, kv = costs(split.hidden), costs(split.kv)
     prefix = 0 if split.recompute_first else split.hidden + split.kv
     return LayerCosts(
-        io_h=hidden.io_h,
-        io_kv=kv.io_kv,
+        io_h=costs(split.hidden).io_h,
+        io_kv=costs(split.kv).io_kv,
         c_h=costs(whole(split.hidden)).c_h,
         c_tok=costs(whole(split.recompute), prefix).c_tok,
-        l3_h=hidden.l3_h,
-        l3_kv=kv.l3_kv,
     )
 
 
-def token_wise_makespan(
-    profile: Profile,
-    model: ModelShape,
-    split: TokenSplit,
-    *,
-    tile: int = TILE,
-    tp: int = 1,
-    l3: L3Path = "overlapped",
-) -> float:
-    """Seconds of a restore whose every layer is split so. Arguments: :func:`token_wise_costs`.
+def token_wise_makespan(profile: Profile, model: ModelShape, split: TokenSplit) -> float:
+    """Seconds of a restore whose every layer is split so.
 
     A layer's hidden states are transferred before its KV. They are projected before the last tokens
     are recomputed, or after the first ones are.
     """
-    costs = token_wise_costs(profile, model, split, tile=tile, tp=tp, l3=l3)
-    transfer = compute = model.layers * (costs.l3_h + costs.l3_kv)
+    costs = token_wise_costs(profile, model, split)
+    transfer = compute = 0.0
     for _ in range(model.layers):
         arrived = transfer + costs.io_h
         transfer = arrived + costs.io_kv
@@ -110,31 +78,3 @@ def token_wise_makespan(
         if split.recompute and not split.recompute_first:
             compute = max(compute, transfer) + costs.c_tok
     return max(compute, transfer)
-
-
-def search_tokens(
-    profile: Profile,
-    model: ModelShape,
-    tokens: int,
-    *,
-    recompute_first: bool = False,
-    tile: int = TILE,
-    tp: int = 1,
-    l3: L3Path = "overlapped",
-) -> TokenSplit:
-    """The best split of ``tokens`` tokens between hidden states and one other method.
-
-    With ``tile=1`` it is the paper's naive split, made as if time were proportional to tokens.
-    """
-    splits = (
-        split
-        for hidden in range(tokens, -1, -1)
-        for split in (
-            TokenSplit(0, hidden, tokens - hidden),
-            TokenSplit(tokens - hidden, hidden, 0, recompute_first),
-        )
-    )
-    return min(
-        splits,
-        key=lambda split: token_wise_makespan(profile, model, split, tile=tile, tp=tp, l3=l3),
-    )
