@@ -6,7 +6,7 @@ import ast
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
 from itertools import zip_longest
@@ -33,11 +33,12 @@ _METRIC = re.compile(r"\b(hcache_[a-z0-9_]+)(?:\{([^}]*)\})?")
 _LABEL = re.compile(r'(\w+)(?:[=!][=~]?"([^"]*)")?')
 _MODULES = {"hcache_backend", "hcache_kernels"}
 _FILE = re.compile(
-    r"((?:bench|dashboards|docs|hcache_backend|kernels|requirements|tests)/[\w./-]*)(?::([\w.]+))?"
+    r"(?:bench|dashboards|docs|hcache_backend|kernels|requirements|tests)/[\w./-]*|\.ci/\w+"
 )
+_DEFINITION = re.compile(r"([\w./-]+\.py):([A-Za-z_][\w.]*)")
 _PLACEHOLDER = re.compile(r"[A-Z]{3,}")
 _TARGET = re.compile(r"make ([a-z][\w-]*)")
-_PROGRAM = re.compile(r"python -m ((?:bench|tests)[\w.]*)")
+_PROGRAM = re.compile(r"python -m ((?:bench|tests)(?:\.[a-z_]+)+)")
 
 
 def name_findings(page: Page) -> Iterator[Finding]:
@@ -47,7 +48,7 @@ def name_findings(page: Page) -> Iterator[Finding]:
             for problem in look(piece.text):
                 yield Finding(page.path, piece.line, problem)
     for piece in page.codes:
-        for look in (_lone_option, _file, _target):
+        for look in (_lone_option, _file, _definition, _target):
             for problem in look(piece.text):
                 yield Finding(page.path, piece.line, problem)
     for block in page.blocks:
@@ -274,30 +275,42 @@ def _counts(pattern: str) -> bool:
 
 
 def _file(text: str) -> Iterator[str]:
-    """A path of this repository, or a definition: ``path.py:name``, ``path.py:Class.name``."""
-    match = _FILE.fullmatch(text)
-    if match is None or _PLACEHOLDER.search(text):
+    if _FILE.fullmatch(text) and not _PLACEHOLDER.search(text) and not (ROOT / text).exists():
+        yield f"there is no {text}"
+
+
+def _definition(text: str) -> Iterator[str]:
+    """``path.py:name`` or ``path.py:Class.name``, from the root or from the package."""
+    match = _DEFINITION.fullmatch(text)
+    if match is None:
         return
-    path = ROOT / match[1]
-    if not path.exists():
+    paths = [folder / match[1] for folder in (ROOT, ROOT / "hcache_backend")]
+    found = next((path for path in paths if path.exists()), None)
+    if found is None:
         yield f"there is no {match[1]}"
-    elif match[2] and match[2] not in _definitions(path):
+    elif match[2] not in _definitions(found):
         yield f"{match[1]} defines no {match[2]}"
 
 
 @cache
 def _definitions(path: Path) -> frozenset[str]:
-    """Functions, classes and ``Class.method`` of a Python file, nested functions included."""
+    """Functions, classes and variables of a Python file; those in a class as ``Class.name``."""
 
-    def walk(node: ast.AST, prefix: str) -> Iterator[str]:
-        for child in ast.iter_child_nodes(node):
-            inner = prefix
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                yield prefix + child.name
-                inner = f"{child.name}." if isinstance(child, ast.ClassDef) else prefix
-            yield from walk(child, inner)
+    def walk(body: Iterable[ast.stmt], prefix: str = "") -> Iterator[str]:
+        for node in body:
+            match node:
+                case ast.ClassDef():
+                    yield node.name
+                    yield from walk(node.body, f"{node.name}.")
+                case ast.FunctionDef() | ast.AsyncFunctionDef():
+                    yield prefix + node.name
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name))
+                    | ast.Assign(targets=[ast.Name(id=name)])
+                ):
+                    yield prefix + name
 
-    return frozenset(walk(ast.parse(path.read_text()), ""))
+    return frozenset(walk(ast.parse(path.read_text()).body))
 
 
 def _programs(text: str) -> Iterator[str]:

@@ -91,7 +91,7 @@ def test_links_that_lead_nowhere(target: str, problem: str, page: MakePage, tmp_
         "`hcache: KV mode`, `hcache_backend/engine`, `hcache_backend.cli`, `--page-size 64`",
         '`hcache_store_total{what=~"pages_dropped_.*|bad_pages"}`, `hcache_stage_seconds{stage}`',
         "`HCACHE_ENABLE=1`, `make demo`, `bench/paper.py`, `bench/results/DEVICE/`",
-        "`hcache_backend/page.py:PageLayout.seal`, `hcache_backend/config.py:parse_config`",
+        "`hcache_backend/page.py:PageLayout.seal`, `config.py:parse_config`, `kernels/x.py:9`",
         "`python -m tests.docs --no-run`, `python -m bench.paper`",
         '```sh\npython -m sglang.launch_server --tp 2 \\\n --x \'{"hcache": {"mode": "kv"}}\'\n```',
         "```toml\n[hcache]\ndirs = ['/mnt/ssd0']\n```",
@@ -126,6 +126,7 @@ def test_names_that_exist(text: str, page: MakePage) -> None:
         ("| option | default |\n|-|-|\n| `speed` | none |", "'speed' is no option"),
         ("`hcache_backend/page.py:PageLayout.unseal`", "page.py defines no PageLayout.unseal"),
         ("`bench/nothing.py:main`", "there is no bench/nothing.py"),
+        ("`engine/hooks.py:Hook.unhook`", "engine/hooks.py defines no Hook.unhook"),
         ("```sh\npython -m bench.nothing --out x\n```", "there is no program bench.nothing"),
     ],
 )
