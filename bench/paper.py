@@ -19,7 +19,7 @@ from bench.harness.report import OUT, grouped_bars, markdown, write
 from bench.token_wise import TILE, TokenSplit, token_wise_makespan
 from hcache_backend.partition.layers import Partition
 from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.plan import Plan
+from hcache_backend.partition.plan import PartitionPlan
 from hcache_backend.partition.presets import COMPUTE_SHARE, PRESETS, preset_profile
 from hcache_backend.partition.profile import Rate
 from hcache_backend.partition.solver import search
@@ -71,13 +71,13 @@ class Setting(NamedTuple):
         storage = f"{self.ssds} SSD{'s' if self.ssds > 1 else ''}" if self.ssds else "DRAM"
         return f"{self.model}, {device}, {storage}"
 
-    def plan(self) -> Plan:
+    def plan(self) -> PartitionPlan:
         """What ``hcache plan`` finds for it."""
         profile = preset_profile(self.preset, self.ssds)
         rate = Rate(per_second=self.compute_share * PRESETS[self.preset].flops)
         rates = dict.fromkeys(("projection", "dense", "attention"), rate)
         profile = profile.model_copy(update=rates)
-        return Plan(profile, MODELS[self.model], self.tokens, self.tp, "overlapped")
+        return PartitionPlan(profile, MODELS[self.model], self.tokens, self.tp, "overlapped")
 
 
 ONE_SSD = Setting("Llama-2-13B", ssds=1)

@@ -11,10 +11,10 @@ import typer
 from rich.text import Text
 
 from hcache_backend.cli.common import AsJson, explained, fail, print_json, screen, table
-from hcache_backend.partition.layers import Method
+from hcache_backend.partition.layers import LayerMethod
 from hcache_backend.partition.model_config import ModelConfigError, read_model
 from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.plan import LENGTHS, Plan, RestorePath, describe
+from hcache_backend.partition.plan import LENGTHS, PartitionPlan, RestorePath, describe
 from hcache_backend.partition.presets import PRESETS, preset_profile
 from hcache_backend.partition.profile import Profile, ProfileError, load_profile
 
@@ -37,7 +37,7 @@ class _Look(NamedTuple):
     colour: str
 
 
-_LOOKS: dict[Method | None, _Look] = {  # None: reading L3 before the restore
+_LOOKS: dict[LayerMethod | None, _Look] = {  # None: reading L3 before the restore
     "recompute": _Look("recompute", "R", "magenta", "#b05fa8"),
     "hidden": _Look("hidden states", "H", "blue", "#2a7ab9"),
     "kv": _Look("KV", "K", "yellow", "#e8a33d"),
@@ -100,7 +100,7 @@ def plan(
         fail(f"--l3 {l3}: --restore {restore} says where L3 is; leave one of them out")
     if restore is not None:
         l3 = "overlapped" if restore == "eager" else "first"
-    result = Plan(profile, shape, tokens, tp, l3 or "overlapped", restore)
+    result = PartitionPlan(profile, shape, tokens, tp, l3 or "overlapped", restore)
     extra = ["float32 is planned as 16 bits: so SGLang serves it on a GPU"] if halved else []
     if plot is not None:
         try:
@@ -143,7 +143,7 @@ def _check_ranks(shape: ModelShape, tp: int) -> None:
         fail(f"--tp {tp}: must divide the model's {shape.kv_heads} KV heads, or be a multiple")
 
 
-def _show(result: Plan, path: Path, extra: list[str]) -> None:
+def _show(result: PartitionPlan, path: Path, extra: list[str]) -> None:
     model = result.model
     screen.print(
         f"{path}: {model.family}, {model.layers} layers, hidden size {model.hidden}, "
@@ -195,18 +195,18 @@ def _show(result: Plan, path: Path, extra: list[str]) -> None:
         screen.print(f"- {note}", highlight=False, soft_wrap=True)
 
 
-def _devices(result: Plan) -> str:
+def _devices(result: PartitionPlan) -> str:
     return result.profile.device + (f" x {result.tp}" if result.tp > 1 else "")
 
 
-def _l3(result: Plan) -> str:
+def _l3(result: PartitionPlan) -> str:
     if result.profile.l3 is None:
         return "pages in host memory"
     rate = result.profile.l3.per_second / 1e9
     return f"L3 at {rate:.1f} GB/s, {'read first' if result.l3 == 'first' else 'overlapped'}"
 
 
-def _pipelines(result: Plan) -> list[Text]:
+def _pipelines(result: PartitionPlan) -> list[Text]:
     """The pipeline of the partition: one line per stream, time from left to right."""
     tasks = result.timeline("mix")
     total = max(task.end for task in tasks)
@@ -228,7 +228,7 @@ def _pipelines(result: Plan) -> list[Text]:
     return lines
 
 
-def _draw(plan: Plan, path: Path) -> None:
+def _draw(plan: PartitionPlan, path: Path) -> None:
     """Write the pipelines of the partition and of every pure method as a PNG.
 
     Raises:

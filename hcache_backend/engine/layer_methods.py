@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hcache_backend.partition.costs import L3Path
-from hcache_backend.partition.layers import Method, Partition
+from hcache_backend.partition.layers import LayerMethod, Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.plan import describe
 from hcache_backend.partition.profile import Profile
@@ -58,14 +58,14 @@ class LayerMethods:
     eager: bool = False
 
     @property
-    def methods(self) -> tuple[Method, ...]:
+    def methods(self) -> tuple[LayerMethod, ...]:
         """The method of every layer; KV instead of a recomputation that is not possible."""
         methods = (self.partition.method(layer) for layer in range(self.partition.layers))
         if self.can_recompute:
             return tuple(methods)
         return tuple("kv" if method == "recompute" else method for method in methods)
 
-    def layers(self, method: Method) -> tuple[int, ...]:
+    def layers(self, method: LayerMethod) -> tuple[int, ...]:
         """The layers of a method."""
         return tuple(i for i, used in enumerate(self.methods) if used == method)
 

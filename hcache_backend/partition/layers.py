@@ -12,8 +12,8 @@ from typing import Literal, get_args
 
 from hcache_backend.partition.model_shape import ModelShape
 
-Method = Literal["recompute", "hidden", "kv"]
-METHODS: tuple[Method, ...] = get_args(Method)
+LayerMethod = Literal["recompute", "hidden", "kv"]
+LAYER_METHODS: tuple[LayerMethod, ...] = get_args(LayerMethod)
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Partition:
         return self.recompute + self.hidden + self.kv
 
     @property
-    def methods(self) -> set[Method]:
+    def methods(self) -> set[LayerMethod]:
         """The methods that restore a layer or more."""
-        return {method for method in METHODS if getattr(self, method)}
+        return {method for method in LAYER_METHODS if getattr(self, method)}
 
-    def method(self, layer: int) -> Method:
+    def method(self, layer: int) -> LayerMethod:
         """The method of ``layer``."""
         if layer < self.recompute:
             return "recompute"

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypedDict
 
 from hcache_backend.partition.costs import L3Path, LayerCosts, layer_costs
-from hcache_backend.partition.layers import METHODS, Partition
+from hcache_backend.partition.layers import LAYER_METHODS, Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile
 from hcache_backend.partition.solver import (
@@ -47,7 +47,7 @@ class _Options(TypedDict):
 
 
 @dataclass(frozen=True)
-class Plan:
+class PartitionPlan:
     """The best partition for a model on a machine.
 
     Attributes:
@@ -210,7 +210,7 @@ class Plan:
         return self.restore is None or self.tp == 1
 
     def _best(self, costs: LayerCosts) -> Partition:
-        methods = METHODS if self._may_recompute else ("hidden", "kv")
+        methods = LAYER_METHODS if self._may_recompute else ("hidden", "kv")
         return search(costs, self.model.layers, methods=methods)
 
     def _costs(self, l3: L3Path) -> LayerCosts:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 from hcache_backend.partition.costs import L3Path, LayerCosts, layer_costs
-from hcache_backend.partition.layers import METHODS, Method, Partition
+from hcache_backend.partition.layers import LAYER_METHODS, LayerMethod, Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile
 from hcache_backend.partition.timeline import finish
@@ -66,7 +66,7 @@ def search(
     costs: LayerCosts,
     layers: int,
     objective: Objective = makespan,
-    methods: Collection[Method] = METHODS,
+    methods: Collection[LayerMethod] = LAYER_METHODS,
 ) -> Partition:
     """The best of all partitions of ``layers`` layers under an objective.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from hcache_backend.partition.costs import LayerCosts
-from hcache_backend.partition.layers import Method, Partition
+from hcache_backend.partition.layers import LayerMethod, Partition
 
 Stream = Literal["l3", "transfer", "compute"]
 
@@ -23,7 +23,7 @@ class Task(NamedTuple):
 
     stream: Stream
     layer: int | None
-    method: Method | None
+    method: LayerMethod | None
     start: float
     end: float
 

@@ -19,7 +19,7 @@ from hcache_backend.engine.startup.codec_choice import wanted_codec
 from hcache_backend.engine.startup.memory import kv_bytes_per_token
 from hcache_backend.engine.startup.quick_profile import find_profile
 from hcache_backend.partition.costs import L3Path, layer_costs
-from hcache_backend.partition.layers import METHODS, Partition
+from hcache_backend.partition.layers import LAYER_METHODS, Partition
 from hcache_backend.partition.model_config import ModelConfigError, shape_from_config
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.plan import describe
@@ -68,7 +68,7 @@ def _choose(runtime: Runtime, kvcache: Any) -> LayerMethods:
         from_l3: L3Path = "overlapped" if eager else "first"
         l3: L3Path = "none" if args.hicache_storage_backend is None else from_l3
         tokens = min(int(runtime.runner.model_config.context_len), int(kvcache.size))
-        usable = set(METHODS)
+        usable = set(LAYER_METHODS)
         if ranks > 1:
             usable.remove("recompute")
         if shape.hidden_bytes >= shape.kv_bytes:  # equal sizes differ in noise only

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hcache_backend.partition.costs import L3Path, LayerCosts, layer_costs
-from hcache_backend.partition.layers import METHODS, Method, Partition
+from hcache_backend.partition.layers import LAYER_METHODS, LayerMethod, Partition
 from hcache_backend.partition.model_config import read_model
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.presets import preset_profile
@@ -76,9 +76,9 @@ def test_the_mix_is_never_worse_than_one_or_two_methods(costs: LayerCosts, layer
             assert best <= makespan(costs, pair)
 
 
-@given(any_costs(), layer_counts, st.sets(st.sampled_from(METHODS), min_size=1), rings)
+@given(any_costs(), layer_counts, st.sets(st.sampled_from(LAYER_METHODS), min_size=1), rings)
 def test_the_search_uses_the_methods_that_it_may(
-    costs: LayerCosts, layers: int, methods: set[Method], ring: int | None
+    costs: LayerCosts, layers: int, methods: set[LayerMethod], ring: int | None
 ) -> None:
     """The naive hybrid and hidden states alone among them: never better than all three."""
     objective = objective_with(ring)
@@ -118,7 +118,7 @@ def test_the_closed_form_is_the_search_rounded_up(costs: LayerCosts, layers: int
     closed = closed_form(costs, layers)
     assert closed is not None
     assert closed.layers == layers
-    other: Method = "kv" if costs.c_h > costs.io_h else "recompute"
+    other: LayerMethod = "kv" if costs.c_h > costs.io_h else "recompute"
     found = search(costs, layers, steady_makespan, ("hidden", other))
     assert closed.hidden - 1 <= found.hidden <= closed.hidden
     best = search(costs, layers, steady_makespan)
