@@ -22,7 +22,7 @@ import typer
 from hcache_backend.config import HCacheConfig
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.exchange import share_of_rank
-from hcache_backend.store.base import WHOLE, Segment, SegmentTable, Share
+from hcache_backend.store import WHOLE, Segment, SegmentTable, Share
 from hcache_backend.store.format import file_layout
 from hcache_kernels.codecs import CODECS, UnsupportedRows, make_codec
 

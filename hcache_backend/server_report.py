@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from hcache_backend.store.folder import SERVER_REPORT
+from hcache_backend.store import SERVER_REPORT
 
 
 class LayerGroup(BaseModel):

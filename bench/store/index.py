@@ -14,26 +14,25 @@ import numpy as np
 
 from bench.store.pages import BATCH, MIB, NAMESPACE, WRITER, require
 from hcache_backend.config import parse_config
-from hcache_backend.store.base import WHOLE
+from hcache_backend.store import WHOLE, PageStore
 from hcache_backend.store.index import Entry, Record
-from hcache_backend.store.striped import StripedPageStore
 
 
 def bench_index(folder: Path, pages: int) -> dict[str, float]:
     """``exists`` with many pages in the index, and opening it."""
     root = folder / f"index-{pages}"
     config = parse_config({"dirs": [str(root)], "min_free_bytes": 0}, "bench")
-    with closing(StripedPageStore(config, WRITER, background=False)) as store:
+    with closing(PageStore(config, WRITER, background=False)) as store:
         fill_index(store, pages)
         result = time_exists(store, pages)
     code = (
         "import time\n"
         "from hcache_backend.config import parse_config\n"
-        "from hcache_backend.store.striped import StripedPageStore\n"
+        "from hcache_backend.store import PageStore\n"
         "def rss(): return int(open('/proc/self/statm').read().split()[1]) * 4096\n"
         f"config = parse_config({{'dirs': [{str(root)!r}], 'min_free_bytes': 0}}, 'bench')\n"
         "before, start = rss(), time.perf_counter()\n"
-        f"store = StripedPageStore(config, {WRITER!r}, background=False)\n"
+        f"store = PageStore(config, {WRITER!r}, background=False)\n"
         "print(time.perf_counter() - start, rss() - before)\n"
         "store.close()\n"
     )
@@ -50,7 +49,7 @@ def bench_index(folder: Path, pages: int) -> dict[str, float]:
     return result
 
 
-def fill_index(store: StripedPageStore, pages: int) -> None:
+def fill_index(store: PageStore, pages: int) -> None:
     """Enter pages that have no files: only the index is looked at here."""
     chunk = 50_000
     with store.volumes[0].use() as folder:
@@ -71,7 +70,7 @@ def scattered(number: int) -> bytes:
     return mixed.to_bytes(8, "big") * 4
 
 
-def time_exists(store: StripedPageStore, pages: int, rounds: int = 2000) -> dict[str, float]:
+def time_exists(store: PageStore, pages: int, rounds: int = 2000) -> dict[str, float]:
     """Microseconds for 128 keys, ours and raw lmdb in turn."""
     chance = np.random.default_rng(1)
     ours, raw = [], []

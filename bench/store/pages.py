@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from hcache_backend.config import parse_config
-from hcache_backend.store.striped import StripedPageStore
+from hcache_backend.store import PageStore
 
 MIB = 1 << 20
 BATCH = 128
@@ -70,7 +70,7 @@ def bench_pages(folder: Path, page: int, rounds: int, io_threads: int) -> Speeds
     chance = np.random.default_rng(page)
     one = LargeFile(folder, size, memory)
     speeds = Speeds(ceiling=one.best_ways())
-    with closing(StripedPageStore(config, WRITER)) as store:
+    with closing(PageStore(config, WRITER)) as store:
         for number in range(rounds):
             names = [[chance.bytes(32) for _ in range(BATCH)] for _ in range(batches)]
             contest = [
@@ -200,7 +200,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def _store_round(
-    store: StripedPageStore,
+    store: PageStore,
     names: Sequence[list[bytes]],
     pages: Sequence[list[memoryview]],
     size: int,

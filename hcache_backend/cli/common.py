@@ -24,7 +24,7 @@ from hcache_backend.config import (
     config_from_environment,
     parse_config,
 )
-from hcache_backend.store.folder import is_store_folder
+from hcache_backend.store import is_store_folder
 
 Dirs = Annotated[
     list[Path] | None,

@@ -17,9 +17,7 @@ import typer
 from hcache_backend.cli.common import AsJson, Dirs, human_bytes, print_json, screen, settings, table
 from hcache_backend.config import CONFIG_VARIABLE, ENABLE_VARIABLE, HCacheConfig
 from hcache_backend.server_report import ServerReport, read_report
-from hcache_backend.store.file_ops import FileOps
-from hcache_backend.store.folder import is_store_folder
-from hcache_backend.store.kvikio_ops import kvikio_state
+from hcache_backend.store import FileOps, is_store_folder, kvikio_state
 from hcache_backend.store.lock import try_lock
 from hcache_backend.store.page_io import probe_alignment
 

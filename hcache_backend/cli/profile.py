@@ -23,7 +23,7 @@ from hcache_backend.partition.disk import read_rate
 from hcache_backend.partition.model_config import ModelConfigError, read_model
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile, Rate, processor_name
-from hcache_backend.store.kvikio_ops import best_file_ops
+from hcache_backend.store import best_file_ops
 
 _PAGE_TOKENS = 64
 _MAX_PIECE = 16 << 20

@@ -29,13 +29,11 @@ from hcache_backend.cli.common import (
 )
 from hcache_backend.config import HCacheConfig
 from hcache_backend.server_report import ServerReport, read_report
-from hcache_backend.store.file_ops import FileOps
+from hcache_backend.store import FileOps, PageStore
+from hcache_backend.store.check import find_unknown_files, verify_folder
 from hcache_backend.store.folder import Folder, open_folder
 from hcache_backend.store.index import Entry
 from hcache_backend.store.page_io import PageIO
-from hcache_backend.store.rebuild import adopt_unknown_files
-from hcache_backend.store.striped import StripedPageStore
-from hcache_backend.store.verify import verify_folder
 
 _WRITER = b"hcachcli"  # a store has a writer; these commands write no pages
 _SHOWN_AT_MOST = 20
@@ -140,7 +138,7 @@ def verify(
             with _opened(path) as folder:
                 io = PageIO(folder.ops, config.buffer_bytes)
                 if rebuild or (repair and folder.index_is_partial):
-                    adopted = adopt_unknown_files(folder, io, progress=report).pages
+                    adopted = len(find_unknown_files(folder, io, adopt=True, progress=report).pages)
                     folder.mark_index_complete()
                 found = verify_folder(folder, io, repair=repair, progress=report)
             results[str(path)] = {
@@ -277,8 +275,8 @@ def _when(stamp: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stamp))
 
 
-def _store(config: HCacheConfig) -> StripedPageStore:
-    return StripedPageStore(config, _WRITER, background=False)
+def _store(config: HCacheConfig) -> PageStore:
+    return PageStore(config, _WRITER, background=False)
 
 
 def _show_findings(results: dict[str, dict[str, Any]]) -> None:

@@ -23,7 +23,7 @@ from hcache_backend.restore.eager import HandOut
 from hcache_backend.restore.pipeline import Recompute, RestorePipeline
 from hcache_backend.restore.recompute import Recomputer, RestoredSpan
 from hcache_backend.restore.reservation import StartedRestore, runs
-from hcache_backend.store.base import EIGHTHS
+from hcache_backend.store import EIGHTHS
 from hcache_backend.streams import held_for_device
 
 logger = logging.getLogger("hcache")

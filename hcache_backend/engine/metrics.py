@@ -16,7 +16,7 @@ from typing import ParamSpec
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from hcache_backend.store.base import StoreStats
+from hcache_backend.store import StoreStats
 
 logger = logging.getLogger("hcache")
 

@@ -17,15 +17,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from hcache_backend.config import ConfigError
-from hcache_backend.store.base import (
-    EIGHTHS,
-    WHOLE,
-    Parts,
-    Segment,
-    SegmentTable,
-    Share,
-    Subset,
-)
+from hcache_backend.store import EIGHTHS, WHOLE, Parts, Segment, SegmentTable, Share, Subset
 
 logger = logging.getLogger("hcache")
 

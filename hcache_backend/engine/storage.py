@@ -37,7 +37,7 @@ from hcache_backend.engine.pool_pages import PoolPages, Wanted, tensor_parts
 from hcache_backend.engine.runtime import Weights
 from hcache_backend.engine.startup import attach
 from hcache_backend.page import key_bytes
-from hcache_backend.store.base import Parts
+from hcache_backend.store import Parts
 
 logger = logging.getLogger("hcache")
 

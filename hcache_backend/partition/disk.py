@@ -14,7 +14,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
-from hcache_backend.store.file_ops import FileOps
+from hcache_backend.store import FileOps
 from hcache_backend.store.format import round_up
 from hcache_backend.store.page_io import Alignment, PageIO, probe_alignment
 

@@ -1,0 +1,41 @@
+"""L3 on local disks: pages by name, in any number of folders, one for each disk.
+
+The parts, from the outside in: ``page_store`` puts pages on folders in turn; ``volume`` is one
+folder while the server runs (``presence``: it may vanish and come back; ``bounds``: what goes when
+it is full); ``folder`` is what is on the disk (``index``, ``session``, ``lock``); ``page_files``
+writes, reads and deletes one page file (``format``, ``page_io``, ``file_ops``); ``check`` compares
+files with the index.
+"""
+
+from hcache_backend.store.file_ops import FileOps
+from hcache_backend.store.folder import SERVER_REPORT, NotOurFolderError, is_store_folder
+from hcache_backend.store.kvikio_ops import best_file_ops, kvikio_state
+from hcache_backend.store.page_store import PageStore
+from hcache_backend.store.shares import (
+    EIGHTHS,
+    WHOLE,
+    Parts,
+    Segment,
+    SegmentTable,
+    Share,
+    Subset,
+)
+from hcache_backend.store.stats import StoreStats
+
+__all__ = [
+    "EIGHTHS",
+    "SERVER_REPORT",
+    "WHOLE",
+    "FileOps",
+    "NotOurFolderError",
+    "PageStore",
+    "Parts",
+    "Segment",
+    "SegmentTable",
+    "Share",
+    "StoreStats",
+    "Subset",
+    "best_file_ops",
+    "is_store_folder",
+    "kvikio_state",
+]

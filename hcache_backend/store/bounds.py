@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from hcache_backend.store.base import Share, StoreStats
 from hcache_backend.store.folder import Folder
-from hcache_backend.store.format import file_name
-from hcache_backend.store.problems import ProblemLog
+from hcache_backend.store.format import PageName
+from hcache_backend.store.page_files import delete_page
+from hcache_backend.store.stats import ProblemLog, StoreStats
 
 
 @dataclass(frozen=True)
@@ -75,46 +75,28 @@ def evict(folder: Folder, wanted: int, stats: StoreStats, problems: ProblemLog) 
     freed = 0
     mark = b""
     now = time.time_ns()
-    stuck: list[tuple[bytes, bytes, Share]] = []
+    stuck: list[PageName] = []
     while freed < wanted:
-        batch = folder.index.oldest(before=1 << 63, after=mark)
+        batch = folder.index.oldest(after=mark)
         if not batch:
             break
         gone = []
         expected = 0
-        for mark, (namespace, key, record) in batch:  # noqa: B007 - the last mark goes on
+        for mark, entry in batch:  # noqa: B007 - the last mark goes on
             if freed + expected >= wanted:
                 break
-            name = (namespace, key, record.share)
-            if _unlink(folder, *name, stats, problems):
-                gone.append(name)
-                expected += record.file_bytes
+            try:
+                delete_page(folder, entry.name)
+            except OSError as error:
+                stats.add(evict_errors=1)
+                problems.report("evict", f"{folder.path}: a page could not be evicted: {error}")
+                stuck.append(entry.name)
             else:
-                stuck.append(name)
+                gone.append(entry.name)
+                expected += entry.record.file_bytes
         removed = folder.index.remove(gone)
         freed += removed
         stats.add(pages_evicted=len(gone), bytes_evicted=removed)
     if stuck:
         folder.index.touch(stuck, now)
     return freed
-
-
-def _unlink(
-    folder: Folder,
-    namespace: bytes,
-    key: bytes,
-    share: Share,
-    stats: StoreStats,
-    problems: ProblemLog,
-) -> bool:
-    shard, name = file_name(namespace, key, share)
-    try:
-        with folder.shard(shard) as shard_fd:
-            folder.ops.unlink(name, shard_fd)
-    except FileNotFoundError:
-        return True
-    except OSError as error:
-        stats.add(evict_errors=1)
-        problems.report("evict", f"{folder.path}: a page could not be evicted: {error}")
-        return False
-    return True

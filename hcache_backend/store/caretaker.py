@@ -9,7 +9,7 @@ import time
 import lmdb
 
 from hcache_backend.config import HCacheConfig
-from hcache_backend.store.rebuild import adopt_unknown_files
+from hcache_backend.store.check import find_unknown_files
 from hcache_backend.store.volume import Volume
 
 logger = logging.getLogger("hcache.store")
@@ -18,33 +18,33 @@ _LONGEST_PAUSE = 1.0
 _RECENCY_SECONDS = 5.0
 
 
-class Caretaker:
-    """A thread that looks after ``volume`` until :meth:`stop`."""
+class Caretaker(threading.Thread):
+    """Looks after ``volume`` until :meth:`stop`."""
 
     def __init__(self, volume: Volume, config: HCacheConfig) -> None:
+        super().__init__(name=f"hcache-care-{volume.path.name}", daemon=True)
         self._volume = volume
-        self._syncs = config.durability == "batch"
-        self._pause = min(config.sync_seconds, _LONGEST_PAUSE)
-        self._sync_seconds = config.sync_seconds
+        self._config = config
         self._stopping = threading.Event()
-        name = f"hcache-care-{volume.path.name}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self.start()
 
     def stop(self, seconds: float) -> None:
         """End the thread; waits for what it is doing at most ``seconds``."""
         self._stopping.set()
-        self._thread.join(seconds)
+        self.join(seconds)
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        seconds = self._config.sync_seconds
+        pause = min(seconds, _LONGEST_PAUSE)
         next_sync = next_save = time.monotonic()
-        while not self._stopping.wait(self._pause):
+        while not self._stopping.wait(pause):
             try:
                 now = time.monotonic()
                 self._volume.look_after()
-                if self._syncs and self._volume.dirty and now >= next_sync:
+                syncs = self._config.durability == "batch" and self._volume.dirty
+                if syncs and now >= next_sync:
                     self._volume.flush()
-                    next_sync = now + self._sync_seconds - self._pause
+                    next_sync = now + seconds - pause
                 elif now >= next_save:
                     self._volume.save_recency()
                     next_save = now + _RECENCY_SECONDS
@@ -57,14 +57,15 @@ class Caretaker:
             with self._volume.use() as folder:
                 if not folder.index_is_partial:
                     return
-                adopted = adopt_unknown_files(folder, self._volume.io, stop=self._stopping.is_set)
-                if not self._stopping.is_set():
+                stop = self._stopping.is_set
+                found = find_unknown_files(folder, self._volume.io, adopt=True, stop=stop)
+                if not stop():
                     folder.mark_index_complete()
         except (OSError, lmdb.Error):
             return  # the folder is offline or failing; the next round tries again
         logger.info(
             "hcache: %s: the index was completed: %d pages found, %d files not usable",
             self._volume.path,
-            adopted.pages,
-            len(adopted.damaged),
+            len(found.pages),
+            len(found.damaged),
         )

@@ -10,7 +10,8 @@ import ctypes
 import fcntl
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import lmdb
 
@@ -98,3 +99,23 @@ class FileOps:
             lmdb.Error: It was rolled back.
         """
         transaction.commit()
+
+
+@contextmanager
+def opened(ops: FileOps, name: str, flags: int, dir_fd: int) -> Iterator[int]:
+    """A file, open for as long as the block lasts."""
+    fd = ops.open(name, flags, dir_fd)
+    try:
+        yield fd
+    finally:
+        ops.close(fd)
+
+
+@contextmanager
+def opened_folder(ops: FileOps, name: str, dir_fd: int) -> Iterator[int]:
+    """A folder, open for as long as the block lasts."""
+    fd = ops.open_folder(name, dir_fd)
+    try:
+        yield fd
+    finally:
+        ops.close(fd)

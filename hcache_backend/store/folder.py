@@ -25,7 +25,7 @@ from pathlib import Path
 
 import lmdb
 
-from hcache_backend.store.file_ops import FileOps
+from hcache_backend.store.file_ops import FileOps, opened, opened_folder
 from hcache_backend.store.index import INDEX_FILE, INDEX_FORMAT, Index
 from hcache_backend.store.lock import FolderLock
 from hcache_backend.store.page_io import Alignment, probe_alignment
@@ -60,6 +60,7 @@ class Folder:
         index: The index.
         alignment: What direct I/O wants here.
         index_is_partial: Page files may be there that the index does not know.
+        users: How many hold it open; counted by :class:`~hcache_backend.store.presence.Presence`.
     """
 
     path: Path
@@ -74,6 +75,7 @@ class Folder:
     _lock_fd: int
     _index_inode: int
     _index_file_inode: int
+    users: int = 0
 
     @contextmanager
     def shard(self, name: str, *, make: bool = False) -> Iterator[int]:
@@ -239,13 +241,10 @@ def _check_marker(path: Path, ops: FileOps, root_fd: int, create: bool) -> None:
     os.fchmod(root_fd, 0o700)
     temporary = f".{MARKER}.{secrets.token_hex(4)}"
     text = json.dumps({"format": FOLDER_FORMAT, "id": secrets.token_hex(16)}).encode() + b"\n"
-    fd = ops.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, root_fd)
-    try:
+    with opened(ops, temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, root_fd) as fd:
         if ops.write(fd, [text], 0) != len(text):
             raise OSError(errno.EIO, "short write", str(path / temporary))
         os.fsync(fd)
-    finally:
-        ops.close(fd)
     ops.rename(temporary, root_fd, MARKER, root_fd)
     # Nothing else may come to stand in a folder without marker.
     ops.stat(MARKER, root_fd)
@@ -253,11 +252,8 @@ def _check_marker(path: Path, ops: FileOps, root_fd: int, create: bool) -> None:
 
 
 def _marker_is_whole(path: Path, ops: FileOps, root_fd: int) -> bool:
-    fd = ops.open(MARKER, os.O_RDONLY, root_fd)
-    try:
+    with opened(ops, MARKER, os.O_RDONLY, root_fd) as fd:
         text = os.pread(fd, 4096, 0)
-    finally:
-        ops.close(fd)
     try:
         found = json.loads(text)["format"]
     except (ValueError, KeyError, TypeError):
@@ -297,10 +293,7 @@ def _set_aside(ops: FileOps, root_fd: int) -> None:
 
 def _holds_no_pages(ops: FileOps, pages_fd: int) -> bool:
     for name in _shards(ops, pages_fd):
-        fd = ops.open_folder(name, pages_fd)
-        try:
+        with opened_folder(ops, name, pages_fd) as fd:
             if ops.list(fd):
                 return False
-        finally:
-            ops.close(fd)
     return True

@@ -5,7 +5,7 @@ One file holds one share of one page: a header, then the payload.
 - Integers are little-endian. The file is padded with zeros to a multiple of 4096 bytes; a file of
   any other length than the header says is damaged.
 - The header is padded to a multiple of 4096 bytes, so the payload begins 4 KiB-aligned.
-- The page divides into segments (see :class:`~hcache_backend.store.base.Segment`). A segment with
+- The page divides into segments (see :class:`~hcache_backend.store.shares.Segment`). A segment with
   0 planes is one block and stands in every share; a segment with p planes divides into 8 * p equal
   blocks, block ``plane * 8 + eighth``, and a share holds those of its own eighths.
 - The payload is the blocks of the share in the order of the page, with nothing between them: the
@@ -42,6 +42,7 @@ text that a caller chose.
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 from collections.abc import Callable
@@ -52,7 +53,7 @@ from typing import NamedTuple
 import xxhash
 
 from hcache_backend.page import KEY_BYTES, NAMESPACE_BYTES, WRITER_BYTES
-from hcache_backend.store.base import ALL_EIGHTHS, EIGHTHS, Segment, SegmentTable, Share
+from hcache_backend.store.shares import ALL_EIGHTHS, EIGHTHS, Segment, SegmentTable, Share
 
 MAGIC = b"HCPF"
 VERSION = 1
@@ -68,8 +69,45 @@ _SEGMENTS = 32 + _FIELDS.size
 _NAME = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{64})\.([0-7])of([1248])\.page")
 
 
+class Identity(NamedTuple):
+    """Tells a file from one that later stands under its name."""
+
+    device: int
+    inode: int
+    modified: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Identity:
+        return cls(status.st_dev, status.st_ino, status.st_mtime_ns)
+
+
 class DamagedFileError(Exception):
-    """A file is not the page file that it should be; the message says what is wrong."""
+    """A file is not the page file that it should be; the message says what is wrong.
+
+    Attributes:
+        identity: Which file it was, where one was opened.
+    """
+
+    identity: Identity | None = None
+
+
+class PageName(NamedTuple):
+    """What a page file is called: namespace (16 bytes), key (32 bytes) and share."""
+
+    namespace: bytes
+    key: bytes
+    share: Share
+
+    @property
+    def shard(self) -> str:
+        """The folder below ``pages`` that the file stands in."""
+        return self.key[:1].hex()
+
+    @property
+    def file(self) -> str:
+        """The name of the file in that folder."""
+        share = self.share
+        return f"{self.namespace.hex()}.{self.key.hex()}.{share.number}of{share.of}.page"
 
 
 class Block(NamedTuple):
@@ -106,9 +144,7 @@ class FileLayout:
 class Header(NamedTuple):
     """The verified header of a page file."""
 
-    share: Share
-    namespace: bytes
-    key: bytes
+    name: PageName
     writer: bytes
     table: SegmentTable
     layout: FileLayout
@@ -204,16 +240,10 @@ def parse_header(data: memoryview) -> Header:
     Raises:
         DamagedFileError: It is none, or it does not verify.
     """
-    if len(data) < BLOCK:
-        raise DamagedFileError("the file is shorter than a header")
-    magic, version, index, count, header_bytes, segment_count = _PREFIX.unpack_from(data)
-    if magic != MAGIC:
-        raise DamagedFileError("no page file (magic)")
+    header = data[: header_length(data)]
+    _, version, index, count, _, segment_count = _PREFIX.unpack_from(header)
     if version != VERSION:
         raise DamagedFileError(f"format version {version}; this is version {VERSION}")
-    if header_bytes % BLOCK or not BLOCK <= header_bytes <= len(data):
-        raise DamagedFileError(f"header length {header_bytes}")
-    header = data[:header_bytes]
     if _header_digest(header) != bytes(header[_DIGEST]):
         raise DamagedFileError("header checksum")
     # From here on the bytes are what a writer meant.
@@ -223,7 +253,7 @@ def parse_header(data: memoryview) -> Header:
     share = Share(index, count)
     layout = file_layout(table, share)
     digests = struct.unpack_from(f"<{block_count}Q", header, _SEGMENTS + len(segments))
-    return Header(share, namespace, key, writer, table, layout, digests)
+    return Header(PageName(namespace, key, share), writer, table, layout, digests)
 
 
 def header_length(data: memoryview) -> int:
@@ -240,24 +270,13 @@ def header_length(data: memoryview) -> int:
     return length
 
 
-def file_name(namespace: bytes, key: bytes, share: Share) -> tuple[str, str]:
-    """Shard folder and file name of a page file.
-
-    Raises:
-        ValueError: A namespace or key of the wrong length or type.
-    """
-    check_names(namespace, (key,))
-    digits = key.hex()
-    return digits[:2], f"{namespace.hex()}.{digits}.{share.number}of{share.of}.page"
-
-
-def parse_name(name: str) -> tuple[bytes, bytes, Share] | None:
-    """Namespace, key and share of a file name, or None when it is no page file's."""
-    match = _NAME.fullmatch(name)
+def parse_name(file: str) -> PageName | None:
+    """The page file that has this file name, or None when it is no page file's."""
+    match = _NAME.fullmatch(file)
     if match is None or int(match[3]) >= int(match[4]):
         return None
     share = Share(int(match[3]), int(match[4]))
-    return bytes.fromhex(match[1]), bytes.fromhex(match[2]), share
+    return PageName(bytes.fromhex(match[1]), bytes.fromhex(match[2]), share)
 
 
 def check_names(namespace: bytes, keys: tuple[bytes, ...] | list[bytes]) -> None:

@@ -22,9 +22,9 @@ from typing import NamedTuple
 import lmdb
 
 from hcache_backend.page import KEY_BYTES, NAMESPACE_BYTES
-from hcache_backend.store.base import ALL_EIGHTHS, Share
 from hcache_backend.store.file_ops import FileOps
-from hcache_backend.store.format import BLOCK, round_up
+from hcache_backend.store.format import BLOCK, PageName, round_up
+from hcache_backend.store.shares import ALL_EIGHTHS, Share
 
 INDEX_FORMAT = b"1"
 INDEX_FILE = "data.mdb"
@@ -66,6 +66,10 @@ class Entry(NamedTuple):
     namespace: bytes
     key: bytes
     record: Record
+
+    @property
+    def name(self) -> PageName:
+        return PageName(self.namespace, self.key, self.record.share)
 
 
 class Totals(NamedTuple):
@@ -125,21 +129,20 @@ class Index:
         with self._env.begin(db=self._pages) as txn:
             return [_unpack(txn.get(namespace + key, b"")) for key in keys]
 
-    def entries(self, namespace: bytes = b"", limit: int | None = None) -> Iterator[Entry]:
+    def entries(self, namespace: bytes = b"") -> Iterator[Entry]:
         """All entries of a namespace (of all namespaces), as they were when the iteration began."""
         with self._env.begin(db=self._pages) as txn, txn.cursor() as cursor:
             present = cursor.set_range(namespace) if namespace else cursor.first()
-            while present and limit != 0:
+            while present:
                 name = cursor.key()
                 if not name.startswith(namespace):
                     return
                 for record in _unpack(cursor.value()):
                     yield Entry(name[:NAMESPACE_BYTES], name[NAMESPACE_BYTES:], record)
-                    limit = None if limit is None else limit - 1
                 present = cursor.next()
 
-    def oldest(self, before: int, after: bytes = b"") -> list[tuple[bytes, Entry]]:
-        """Up to 64 entries last used before ``before``, least recently used first.
+    def oldest(self, after: bytes = b"") -> list[tuple[bytes, Entry]]:
+        """Up to 64 entries, least recently used first.
 
         Args:
             after: Continue behind the entry of this cursor (the first element of a result).
@@ -151,8 +154,6 @@ class Index:
                 present = cursor.next()
             while present and len(found) < 64:
                 mark = cursor.key()
-                if _STAMP.unpack_from(mark)[0] >= before:
-                    break
                 name, share = _parse_mark(mark)
                 records = _unpack(txn.get(name, b"", db=self._pages))
                 record = next((record for record in records if record.share == share), None)
@@ -193,7 +194,7 @@ class Index:
                 txn.put(_mark(entry), b"", db=self._recency)
                 self._add(txn, 1, entry.record.file_bytes)
 
-    def remove(self, names: Iterable[tuple[bytes, bytes, Share]]) -> int:
+    def remove(self, names: Iterable[PageName]) -> int:
         """Take entries out; those that are not there are ignored. Returns the bytes of the rest.
 
         Raises:
@@ -202,7 +203,7 @@ class Index:
         with self._change() as txn:
             return sum(self._remove(txn, *name) for name in names)
 
-    def touch(self, names: Iterable[tuple[bytes, bytes, Share]], stamp: int) -> None:
+    def touch(self, names: Iterable[PageName], stamp: int) -> None:
         """Set the last use of entries; those that are not there are ignored.
 
         Raises:

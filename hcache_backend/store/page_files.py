@@ -5,20 +5,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
-from hcache_backend.store.base import ALL_EIGHTHS, SegmentTable
+from hcache_backend.store.file_ops import opened
 from hcache_backend.store.folder import Folder
 from hcache_backend.store.format import (
     BLOCK,
     Block,
     DamagedFileError,
     Header,
+    Identity,
+    PageName,
     file_layout,
-    file_name,
     header_length,
     pack_header,
     parse_header,
@@ -27,6 +27,7 @@ from hcache_backend.store.format import (
 )
 from hcache_backend.store.index import Entry, Record
 from hcache_backend.store.page_io import PageIO, PageMemory
+from hcache_backend.store.shares import ALL_EIGHTHS, SegmentTable
 
 
 class Wanted(NamedTuple):
@@ -52,45 +53,20 @@ class Wanted(NamedTuple):
         return bool(block.eighths & self.eighths)
 
 
-class Outcome(Enum):
-    """How reading a page file ended."""
-
-    HIT = "hit"
-    GONE = "gone"
-    DAMAGED = "damaged"
-    OTHER_SIZE = "other size"
-    ERROR = "error"
+class OtherSizeError(Exception):
+    """The memory for a page file has another length than what is to come into it."""
 
 
-class Identity(NamedTuple):
-    """Tells a file from one that later stands under its name."""
-
-    device: int
-    inode: int
-    modified: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> Identity:
-        return cls(status.st_dev, status.st_ino, status.st_mtime_ns)
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What reading a page file gave.
+class Read(NamedTuple):
+    """What reading a page file took.
 
     Attributes:
-        outcome: How it ended; on anything but a hit the memory holds anything.
-        read: Payload bytes read.
+        bytes: Payload bytes that were read.
         copied: Bytes that went through aligned memory.
-        reason: What was wrong.
-        identity: The file that was read.
     """
 
-    outcome: Outcome
-    read: int = 0
-    copied: int = 0
-    reason: str = ""
-    identity: Identity | None = None
+    bytes: int
+    copied: int
 
 
 class Written(NamedTuple):
@@ -141,11 +117,8 @@ def write_page(
     dir_fd, name = folder.session.place(number)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | folder.alignment.flags
     try:
-        fd = folder.ops.open(name, flags, dir_fd)
-        try:
+        with opened(folder.ops, name, flags, dir_fd) as fd:
             copied = io.write(fd, [header, *pieces], folder.alignment)
-        finally:
-            folder.ops.close(fd)
     except OSError:
         remove_nameless(folder, number)
         raise
@@ -160,42 +133,90 @@ def remove_nameless(folder: Folder, number: int) -> None:
         folder.ops.unlink(name, dir_fd)
 
 
-def read_page(
-    folder: Folder,
-    io: PageIO,
-    entry: Entry,
-    memory: PageMemory,
-    wanted: Wanted,
-) -> Reading:
+def file_exists(folder: Folder, name: PageName) -> bool:
+    """Whether a page file is really there.
+
+    Raises:
+        OSError: The folder cannot be looked at.
+    """
+    try:
+        with folder.shard(name.shard) as shard_fd:
+            folder.ops.stat(name.file, shard_fd)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def delete_page(folder: Folder, name: PageName, only: Identity | None = None) -> bool:
+    """Delete a page file, under the folder's lock; its entry in the index is the caller's.
+
+    Args:
+        only: The file that is meant: another one that stands there by now stays.
+
+    Returns:
+        Whether nothing stands there any more, also when nothing stood there.
+
+    Raises:
+        OSError: It could not be deleted.
+    """
+    try:
+        with folder.shard(name.shard) as shard_fd:
+            if only is not None and Identity.of(folder.ops.stat(name.file, shard_fd)) != only:
+                return False
+            folder.ops.unlink(name.file, shard_fd)
+    except FileNotFoundError:
+        pass
+    return True
+
+
+@contextmanager
+def opened_page(folder: Folder, name: PageName) -> Iterator[tuple[int, os.stat_result]]:
+    """A page file, open for reading, and its status.
+
+    Raises:
+        OSError: It could not be opened; FileNotFoundError when it is not there.
+    """
+    with folder.shard(name.shard) as shard_fd:
+        fd = folder.ops.open(name.file, os.O_RDONLY | folder.alignment.flags, shard_fd)
+    try:
+        status = os.fstat(fd)
+        try:
+            yield fd, status
+        except DamagedFileError as error:
+            error.identity = Identity.of(status)
+            raise
+    finally:
+        folder.ops.close(fd)
+
+
+def read_page(folder: Folder, io: PageIO, entry: Entry, memory: PageMemory, wanted: Wanted) -> Read:
     """Read and verify what is wanted of a page file, into the memory of the same or another share.
 
     Args:
         wanted: No other eighths than those of the memory's share.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        OSError: It could not be read.
+        DamagedFileError: It is not what the index or its own checksums say.
+        OtherSizeError: The memory has another length.
     """
-    shard, name = file_name(entry.namespace, entry.key, entry.record.share)
-    identity = None
-    try:
-        with folder.shard(shard) as shard_fd:
-            fd = folder.ops.open(name, os.O_RDONLY | folder.alignment.flags, shard_fd)
-        try:
-            status = os.fstat(fd)
-            identity = Identity.of(status)
-            if status.st_size != entry.record.file_bytes:
-                raise DamagedFileError(
-                    f"it has {status.st_size} bytes, not {entry.record.file_bytes}"
-                )
-            share = entry.record.share
-            if share == memory.share and wanted == Wanted(None, share.eighths, True):
-                return _read_all(folder, io, fd, entry, memory, identity)
-            return _read_blocks(folder, io, fd, entry, memory, wanted, identity)
-        finally:
-            folder.ops.close(fd)
-    except FileNotFoundError as error:
-        return Reading(Outcome.GONE, reason=str(error))
-    except OSError as error:
-        return Reading(Outcome.ERROR, reason=str(error), identity=identity)
-    except DamagedFileError as error:
-        return Reading(Outcome.DAMAGED, reason=str(error), identity=identity)
+    with opened_page(folder, entry.name) as (fd, status):
+        check_size(status, entry.record.file_bytes)
+        share = entry.record.share
+        if share == memory.share and wanted == Wanted(None, share.eighths, True):
+            return _read_all(folder, io, fd, entry, memory)
+        return _read_blocks(folder, io, fd, entry, memory, wanted)
+
+
+def check_size(status: os.stat_result, file_bytes: int) -> None:
+    """Refuse a file that is shorter or longer than ``file_bytes``.
+
+    Raises:
+        DamagedFileError: It is.
+    """
+    if status.st_size != file_bytes:
+        raise DamagedFileError(f"it has {status.st_size} bytes, not {file_bytes}")
 
 
 def read_header(folder: Folder, io: PageIO, fd: int) -> Header:
@@ -206,64 +227,53 @@ def read_header(folder: Folder, io: PageIO, fd: int) -> Header:
         DamagedFileError: It is none.
     """
     first = io.scratch.header(BLOCK)
-    _must_fill(io.read(fd, 0, [first], folder.alignment))
+    _filled(io.read(fd, 0, [first], folder.alignment))
     length = header_length(first)
     header = io.scratch.header(length)
     if length > BLOCK:
-        _must_fill(io.read(fd, 0, [header], folder.alignment))
+        _filled(io.read(fd, 0, [header], folder.alignment))
     return parse_header(header)
 
 
-def check_names(header: Header, entry: Entry) -> None:
-    """Refuse a header that is not the one of ``entry``.
-
-    Raises:
-        DamagedFileError: It belongs to something else.
-    """
-    record = entry.record
-    wanted = (entry.namespace, entry.key, record.share, record.header_bytes, record.payload_bytes)
-    layout = header.layout
-    found = (header.namespace, header.key, header.share, layout.header_bytes, layout.payload_bytes)
-    if found != wanted:
+def _check_names(header: Header, entry: Entry) -> None:
+    record, layout = entry.record, header.layout
+    wanted = (entry.name, record.header_bytes, record.payload_bytes)
+    if (header.name, layout.header_bytes, layout.payload_bytes) != wanted:
         raise DamagedFileError("it is the file of something else")
 
 
-def _read_all(
-    folder: Folder, io: PageIO, fd: int, entry: Entry, memory: PageMemory, identity: Identity
-) -> Reading:
+def _check_memory(payload_bytes: int, memory: PageMemory) -> None:
+    number, of = memory.share
+    if payload_bytes != memory.length:
+        raise OtherSizeError(
+            f"share {number} of {of} has {payload_bytes} bytes, the memory {memory.length}"
+        )
+
+
+def _read_all(folder: Folder, io: PageIO, fd: int, entry: Entry, memory: PageMemory) -> Read:
     """Read a file whose payload is just what the memory is for, in one go."""
     record = entry.record
-    if record.payload_bytes != memory.length:
-        return _other_size(record.payload_bytes, memory, identity)
+    _check_memory(record.payload_bytes, memory)
     header_memory = io.scratch.header(record.header_bytes)
     padding = round_up(record.payload_bytes) - record.payload_bytes
     pieces = [header_memory, *memory.pieces(0, memory.length)]
     if padding:
         pieces.append(io.scratch.tail[:padding])
-    filled, copied = io.read(fd, 0, pieces, folder.alignment)
-    _must_fill((filled, copied))
+    copied = _filled(io.read(fd, 0, pieces, folder.alignment))
     header = parse_header(header_memory)
-    check_names(header, entry)
+    _check_names(header, entry)
     for block, digest in zip(header.layout.blocks, header.digests, strict=True):
         _verify(memory, block, block.payload_offset, digest)
-    return Reading(Outcome.HIT, memory.length, copied, identity=identity)
+    return Read(memory.length, copied)
 
 
 def _read_blocks(
-    folder: Folder,
-    io: PageIO,
-    fd: int,
-    entry: Entry,
-    memory: PageMemory,
-    wanted: Wanted,
-    identity: Identity,
-) -> Reading:
+    folder: Folder, io: PageIO, fd: int, entry: Entry, memory: PageMemory, wanted: Wanted
+) -> Read:
     """Read the wanted blocks of a file to where the memory has them."""
     header = read_header(folder, io, fd)
-    check_names(header, entry)
-    payload_bytes = file_layout(header.table, memory.share).payload_bytes
-    if payload_bytes != memory.length:
-        return _other_size(payload_bytes, memory, identity)
+    _check_names(header, entry)
+    _check_memory(file_layout(header.table, memory.share).payload_bytes, memory)
     digests = dict(zip(header.layout.blocks, header.digests, strict=True))
     places = payload_offsets(header.table, memory.share)
     read = copied = 0
@@ -274,21 +284,11 @@ def _read_blocks(
             for start, length in _stretches(run, places)
             for piece in memory.pieces(start, length)
         ]
-        filled, run_copied = io.read(fd, offset, pieces, folder.alignment)
-        _must_fill((filled, run_copied))
+        copied += _filled(io.read(fd, offset, pieces, folder.alignment))
         for block in run:
             _verify(memory, block, places[block.page_offset], digests[block])
             read += block.length
-        copied += run_copied
-    return Reading(Outcome.HIT, read, copied, identity=identity)
-
-
-def _other_size(payload_bytes: int, memory: PageMemory, identity: Identity) -> Reading:
-    share = memory.share
-    reason = (
-        f"share {share.number} of {share.of} has {payload_bytes} bytes, the memory {memory.length}"
-    )
-    return Reading(Outcome.OTHER_SIZE, reason=reason, identity=identity)
+    return Read(read, copied)
 
 
 def _verify(memory: PageMemory, block: Block, start: int, digest: int) -> None:
@@ -320,7 +320,10 @@ def _stretches(run: Sequence[Block], places: dict[int, int]) -> list[tuple[int, 
     return stretches
 
 
-def _must_fill(result: tuple[bool, int]) -> None:
-    if not result[0]:
+def _filled(result: tuple[bool, int]) -> int:
+    """Bytes that were copied by a reading that must not fall short."""
+    filled, copied = result
+    if not filled:
         # The file had its right length a moment ago, so it is the reading that fell short.
         raise OSError(errno.EIO, "the file system returned too little")
+    return copied

@@ -20,9 +20,9 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from hcache_backend.store.base import WHOLE, Parts, Share
 from hcache_backend.store.file_ops import MAX_VECTORS, FileOps
 from hcache_backend.store.format import BLOCK, round_up
+from hcache_backend.store.shares import WHOLE, Parts, Share
 
 
 class Alignment(NamedTuple):

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import lmdb
 
-from hcache_backend.store.base import StoreStats
 from hcache_backend.store.file_ops import FileOps
 from hcache_backend.store.folder import Folder, is_store_folder, open_folder
-from hcache_backend.store.problems import ProblemLog
+from hcache_backend.store.stats import ProblemLog, StoreStats
 
 logger = logging.getLogger("hcache.store")
 
@@ -47,8 +46,6 @@ class Presence:
         self._problems = problems
         self._state = threading.Lock()
         self._folder: Folder | None = None
-        self._users: dict[int, int] = {}
-        self._retired: list[Folder] = []
         self._errors_in_a_row = 0
         self._rest_until = 0.0
         self._index_is_broken = False
@@ -67,7 +64,7 @@ class Presence:
             raise OSError(errno.EIO, f"its index: {error}", str(self.path)) from None
         with self._state:
             self._folder = folder
-            self._users[id(folder)] = 0
+            folder.users = 1
             self._errors_in_a_row = 0
             self._rest_until = 0.0
             self._index_is_broken = False
@@ -90,13 +87,11 @@ class Presence:
             folder = self._folder
             if folder is None or time.monotonic() < self._rest_until:
                 raise OfflineError(errno.ENODEV, "the folder is offline", str(self.path))
-            self._users[id(folder)] += 1
+            folder.users += 1
         try:
             yield folder
         finally:
-            with self._state:
-                self._users[id(folder)] -= 1
-            self._close_retired()
+            self._let_go(folder)
 
     def look_after(self) -> None:
         """Notice that the folder vanished or came back. Called now and then; never raises."""
@@ -123,10 +118,9 @@ class Presence:
     def detach(self) -> None:
         """Let go of the folder as soon as nobody uses it."""
         with self._state:
-            if self._folder is not None:
-                self._retired.append(self._folder)
-                self._folder = None
-        self._close_retired()
+            folder, self._folder = self._folder, None
+        if folder is not None:
+            self._let_go(folder)
 
     def close(self) -> None:
         """Let go for good."""
@@ -173,11 +167,9 @@ class Presence:
             return
         logger.warning("hcache: %s is back", self.path)
 
-    def _close_retired(self) -> None:
+    def _let_go(self, folder: Folder) -> None:
         with self._state:
-            idle = [folder for folder in self._retired if not self._users[id(folder)]]
-            for folder in idle:
-                self._retired.remove(folder)
-                del self._users[id(folder)]
-        for folder in idle:
+            folder.users -= 1
+            is_last = folder.users == 0
+        if is_last:
             folder.close()

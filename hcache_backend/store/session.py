@@ -18,11 +18,9 @@ import errno
 import os
 import secrets
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import count
 
-from hcache_backend.store.file_ops import FileOps
+from hcache_backend.store.file_ops import FileOps, opened, opened_folder
 from hcache_backend.store.lock import try_lock
 
 SESSIONS = "sessions"
@@ -76,8 +74,11 @@ class Session:
 
     def close(self, root_fd: int) -> None:
         """Remove what is unfinished and close everything."""
-        with contextlib.suppress(OSError):
-            _remove_session(self._ops, root_fd, self.token)
+        with (
+            contextlib.suppress(OSError),
+            opened_folder(self._ops, SESSIONS, root_fd) as sessions_fd,
+        ):
+            _remove_session(self._ops, sessions_fd, self.token)
         self.let_go()
 
 
@@ -88,14 +89,11 @@ def start_session(ops: FileOps, root_fd: int) -> Session:
         OSError: It could not be started.
     """
     token = secrets.token_hex(8)
-    sessions_fd = ops.open_folder(SESSIONS, root_fd)
     with contextlib.ExitStack() as undo:
-        try:
+        with opened_folder(ops, SESSIONS, root_fd) as sessions_fd:
             ops.make_folder(token, sessions_fd)
             fd = ops.open_folder(token, sessions_fd)
             undo.callback(os.close, fd)
-        finally:
-            ops.close(sessions_fd)
         lock_fd = ops.open(_LOCK, os.O_RDWR | os.O_CREAT, fd)
         undo.callback(os.close, lock_fd)
         if not try_lock(lock_fd):
@@ -112,59 +110,32 @@ def remove_dead_sessions(ops: FileOps, root_fd: int) -> None:
     Raises:
         OSError: The sessions cannot be listed.
     """
-    sessions_fd = ops.open_folder(SESSIONS, root_fd)
-    try:
-        tokens = ops.list(sessions_fd)
-    finally:
-        ops.close(sessions_fd)
-    for token in tokens:
-        # One that cannot be removed is tried again at the next opening.
-        with contextlib.suppress(OSError):
-            if _is_dead(ops, root_fd, token):
-                _remove_session(ops, root_fd, token)
+    with opened_folder(ops, SESSIONS, root_fd) as sessions_fd:
+        for token in ops.list(sessions_fd):
+            # One that cannot be removed is tried again at the next opening.
+            with contextlib.suppress(OSError):
+                if _is_dead(ops, sessions_fd, token):
+                    _remove_session(ops, sessions_fd, token)
 
 
-def _is_dead(ops: FileOps, root_fd: int, token: str) -> bool:
-    with _session_folder(ops, root_fd, token) as (_, session_fd):
+def _is_dead(ops: FileOps, sessions_fd: int, token: str) -> bool:
+    with opened_folder(ops, token, sessions_fd) as session_fd:
         try:
-            fd = ops.open(_LOCK, os.O_RDWR, session_fd)
+            with opened(ops, _LOCK, os.O_RDWR, session_fd) as fd:
+                return try_lock(fd)
         except FileNotFoundError:
             return True  # sessions start under the folder's lock, so nobody is about to make it
-        try:
-            return try_lock(fd)
-        finally:
-            ops.close(fd)
 
 
-def _remove_session(ops: FileOps, root_fd: int, token: str) -> None:
-    with _session_folder(ops, root_fd, token) as (sessions_fd, session_fd):
+def _remove_session(ops: FileOps, sessions_fd: int, token: str) -> None:
+    with opened_folder(ops, token, sessions_fd) as session_fd:
         # The lock file goes last: what is left is then still recognised.
         for name in sorted(ops.list(session_fd), key=lambda name: name == _LOCK):
             if name.startswith(_LANE):
-                _remove_lane(ops, session_fd, name)
+                with opened_folder(ops, name, session_fd) as lane_fd:
+                    for file in ops.list(lane_fd):
+                        ops.unlink(file, lane_fd)
+                ops.remove_folder(name, session_fd)
             else:
                 ops.unlink(name, session_fd)
         ops.remove_folder(token, sessions_fd)
-
-
-def _remove_lane(ops: FileOps, session_fd: int, lane: str) -> None:
-    lane_fd = ops.open_folder(lane, session_fd)
-    try:
-        for name in ops.list(lane_fd):
-            ops.unlink(name, lane_fd)
-    finally:
-        ops.close(lane_fd)
-    ops.remove_folder(lane, session_fd)
-
-
-@contextmanager
-def _session_folder(ops: FileOps, root_fd: int, token: str) -> Iterator[tuple[int, int]]:
-    sessions_fd = ops.open_folder(SESSIONS, root_fd)
-    try:
-        session_fd = ops.open_folder(token, sessions_fd)
-        try:
-            yield sessions_fd, session_fd
-        finally:
-            ops.close(session_fd)
-    finally:
-        ops.close(sessions_fd)

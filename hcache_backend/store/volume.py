@@ -7,40 +7,43 @@ a crash leaves a nameless file (removed when the folder is opened next) or an en
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, TypeVarTuple, Unpack
 
 import lmdb
 
 from hcache_backend.config import HCacheConfig
-from hcache_backend.store.base import SegmentTable, Share, StoreStats
 from hcache_backend.store.bounds import Bounds, evict
 from hcache_backend.store.file_ops import FileOps
 from hcache_backend.store.folder import Folder
-from hcache_backend.store.format import file_name
+from hcache_backend.store.format import DamagedFileError, Identity, PageName
 from hcache_backend.store.index import Entry, Record
 from hcache_backend.store.page_files import (
-    Identity,
-    Outcome,
-    Reading,
+    OtherSizeError,
     Wanted,
     Written,
+    delete_page,
+    file_exists,
     read_page,
     remove_nameless,
     write_page,
 )
 from hcache_backend.store.page_io import PageIO, PageMemory
 from hcache_backend.store.presence import OfflineError, Presence
-from hcache_backend.store.problems import ProblemLog
+from hcache_backend.store.shares import SegmentTable
+from hcache_backend.store.stats import ProblemLog, StoreStats
+
+logger = logging.getLogger("hcache.store")
 
 _LOCK_SECONDS = 5.0
 _TOUCHES_AT_MOST = 65536
 
-Name = tuple[bytes, bytes, Share]
+_Arguments = TypeVarTuple("_Arguments")
 _Result = TypeVar("_Result")
 
 
@@ -73,7 +76,7 @@ class Volume(Presence):
         self._bounds = Bounds(
             config.quota_bytes, config.min_free_bytes, config.high_water, config.low_water
         )
-        self._touched: dict[Name, None] = {}
+        self._touched: dict[PageName, None] = {}
         self._touch_lock = threading.Lock()
         self.dirty = False
 
@@ -89,44 +92,29 @@ class Volume(Presence):
         nothing: list[list[Record]] = [[] for _ in keys]
         return self._ask(lambda folder: folder.index.lookup(namespace, keys), nothing)
 
-    def holds_file(self, name: Name) -> bool:
+    def holds_file(self, name: PageName) -> bool:
         """Whether a page file is really there."""
-        return self._ask(lambda folder: _file_exists(folder, name), False)
+        return self._ask(lambda folder: file_exists(folder, name), False)
 
     # ---- pages ----
 
-    def read(
-        self,
-        namespace: bytes,
-        key: bytes,
-        record: Record,
-        memory: PageMemory,
-        wanted: Wanted,
-    ) -> bool:
+    def start_reading(self, entry: Entry, memory: PageMemory, wanted: Wanted) -> Future[bool]:
+        """Have a thread :meth:`read`."""
+        return self._start(self.readers, self.read, entry, memory, wanted)
+
+    def start_writing(
+        self, namespace: bytes, key: bytes, memory: PageMemory, table: SegmentTable
+    ) -> Future[Written | None]:
+        """Have a thread :meth:`write`."""
+        return self._start(self.writers, self.write, namespace, key, memory, table)
+
+    def read(self, entry: Entry, memory: PageMemory, wanted: Wanted) -> bool:
         """Read what is wanted of a page file into ``memory``; False is a miss."""
-        entry = Entry(namespace, key, record)
         try:
             with self.use() as folder:
-                reading = read_page(folder, self.io, entry, memory, wanted)
-                if reading.outcome in (Outcome.DAMAGED, Outcome.GONE):
-                    self._discard(folder, entry, reading)
-        except OSError:
+                return self._read(folder, entry, memory, wanted)
+        except OfflineError:
             return False
-        self._stats.add(bytes_copied=reading.copied)
-        if reading.outcome is Outcome.HIT:
-            self.worked()
-            self._stats.add(bytes_read=reading.read)
-            self.touch((namespace, key, record.share))
-            return True
-        if reading.outcome is Outcome.DAMAGED:
-            self._stats.add(bad_pages=1)
-            self._problems.report("damaged", f"{self.path}: a page is damaged ({reading.reason})")
-        elif reading.outcome is Outcome.OTHER_SIZE:
-            self._problems.report("size", f"{self.path}: page not read: {reading.reason}")
-        elif reading.outcome is Outcome.ERROR:
-            self._stats.add(read_errors=1)
-            self.failed("read", reading.reason)
-        return False
 
     def write(
         self, namespace: bytes, key: bytes, memory: PageMemory, table: SegmentTable
@@ -181,13 +169,18 @@ class Volume(Presence):
             self.failed("write", str(error), error)
         return done
 
-    def abandon(self, written: Written | None) -> None:
-        """Remove a nameless file that nobody waits for."""
-        if written is not None:
-            number = written.number
-            self._ask(lambda folder: remove_nameless(folder, number), None)
+    def abandon(self, writing: Future[Written | None]) -> None:
+        """Have a page that nobody waits for not written, or its nameless file removed."""
 
-    def touch(self, name: Name) -> None:
+        def remove(future: Future[Written | None]) -> None:
+            written = result_of(future)
+            if written is not None:
+                self._ask(lambda folder: remove_nameless(folder, written.number), None)
+
+        if not writing.cancel():
+            writing.add_done_callback(remove)
+
+    def touch(self, name: PageName) -> None:
         """Note that a page was used; the index learns it later."""
         with self._touch_lock:
             self._touched[name] = None
@@ -195,7 +188,7 @@ class Volume(Presence):
         if enough:
             self.save_recency()
 
-    def _take_touched(self) -> dict[Name, None]:
+    def _take_touched(self) -> dict[PageName, None]:
         with self._touch_lock:
             touched, self._touched = self._touched, {}
         return touched
@@ -206,7 +199,7 @@ class Volume(Presence):
         def work(folder: Folder) -> int:
             dropped = 0
             doomed = [
-                (entry.namespace, entry.key, entry.record.share)
+                entry.name
                 for entry in folder.index.entries(namespace)
                 if writer is None or entry.record.writer == writer
             ]
@@ -278,9 +271,8 @@ class Volume(Presence):
         found = folder.index.lookup(batch[0].entry.namespace, [item.entry.key for item in batch])
         for number, (written, records) in enumerate(zip(batch, found, strict=True)):
             entry = written.entry
-            name = (entry.namespace, entry.key, entry.record.share)
             known = any(record.share == entry.record.share for record in records)
-            if known and _file_exists(folder, name):
+            if known and file_exists(folder, entry.name):
                 # Another process was faster.
                 remove_nameless(folder, written.number)
                 self._stats.add(pages_already_stored=1)
@@ -302,8 +294,7 @@ class Volume(Presence):
                 done[number] = True
             except OSError as error:
                 failed = error
-                entry = batch[number].entry
-                name = (entry.namespace, entry.key, entry.record.share)
+                name = batch[number].entry.name
                 self._delete(folder, name)
                 unnamed.append(name)
         written_bytes = sum(batch[i].entry.record.payload_bytes for i in fresh if done[i])
@@ -320,57 +311,85 @@ class Volume(Presence):
             evict(folder, excess, self._stats, self._problems)
         return self._bounds.has_room(folder, incoming, on_disk)
 
-    def _discard(self, folder: Folder, entry: Entry, reading: Reading) -> None:
-        """Take a damaged or missing page out, unless another one stands there by now."""
-        shard, file = file_name(entry.namespace, entry.key, entry.record.share)
+    def _read(self, folder: Folder, entry: Entry, memory: PageMemory, wanted: Wanted) -> bool:
         try:
-            with folder.lock.held(_LOCK_SECONDS), folder.shard(shard) as shard_fd:
+            read = read_page(folder, self.io, entry, memory, wanted)
+        except FileNotFoundError:
+            self._discard(folder, entry, None)
+        except DamagedFileError as error:
+            self._discard(folder, entry, error.identity)
+            self._stats.add(bad_pages=1)
+            self._problems.report("damaged", f"{self.path}: a page is damaged ({error})")
+        except OtherSizeError as error:
+            self._problems.report("size", f"{self.path}: page not read: {error}")
+        except OSError as error:
+            self._stats.add(read_errors=1)
+            self.failed("read", str(error))
+        else:
+            self.worked()
+            self._stats.add(bytes_read=read.bytes, bytes_copied=read.copied)
+            self.touch(entry.name)
+            return True
+        return False
+
+    def _discard(self, folder: Folder, entry: Entry, identity: Identity | None) -> None:
+        """Take a damaged or missing page out, unless another one stands there by now."""
+        name = entry.name
+        try:
+            with folder.lock.held(_LOCK_SECONDS):
                 [records] = folder.index.lookup(entry.namespace, [entry.key])
                 if not any(_same_file(record, entry.record) for record in records):
                     return
-                try:
-                    if Identity.of(folder.ops.stat(file, shard_fd)) != reading.identity:
-                        return
-                    folder.ops.unlink(file, shard_fd)
-                except FileNotFoundError:
-                    pass
-                folder.index.remove([(entry.namespace, entry.key, entry.record.share)])
+                if identity is None:
+                    gone = not file_exists(folder, name)
+                else:
+                    gone = delete_page(folder, name, only=identity)
+                if gone:
+                    folder.index.remove([name])
         except lmdb.Error as error:
             self.failed("index", str(error), error)
         except OSError as error:
             self.failed("delete", str(error))
 
-    def _delete(self, folder: Folder, name: Name) -> bool:
-        shard, file = file_name(*name)
+    def _delete(self, folder: Folder, name: PageName) -> bool:
         try:
-            with folder.shard(shard) as shard_fd:
-                folder.ops.unlink(file, shard_fd)
-        except FileNotFoundError:
-            return True
+            delete_page(folder, name)
         except OSError as error:
             self._stats.add(evict_errors=1)
             self.failed("delete", str(error))
             return False
         return True
 
+    def _start(
+        self,
+        pool: ThreadPoolExecutor,
+        work: Callable[[Unpack[_Arguments]], _Result],
+        *arguments: *_Arguments,
+    ) -> Future[_Result]:
+        try:
+            return pool.submit(work, *arguments)
+        except RuntimeError:  # the store was closed: the work finds that out, and counts it
+            done: Future[_Result] = Future()
+            done.set_result(work(*arguments))
+            return done
+
+
+def result_of(future: Future[_Result]) -> _Result | None:
+    """The result of work that is done or soon will be; None when it raised."""
+    try:
+        return future.result()
+    except Exception:
+        # Whoever waits must not wait for ever; the page is a miss, or not stored.
+        logger.exception("hcache: a job of the page store failed")
+        return None
+
 
 def _same_file(one: Record, other: Record) -> bool:
     return one._replace(stamp=0) == other._replace(stamp=0)
 
 
-def _file_exists(folder: Folder, name: Name) -> bool:
-    shard, file = file_name(*name)
-    try:
-        with folder.shard(shard) as shard_fd:
-            folder.ops.stat(file, shard_fd)
-    except FileNotFoundError:
-        return False
-    return True
-
-
 def _give_name(folder: Folder, written: Written) -> None:
-    entry = written.entry
-    shard, file = file_name(entry.namespace, entry.key, entry.record.share)
-    with folder.shard(shard, make=True) as shard_fd:
+    name = written.entry.name
+    with folder.shard(name.shard, make=True) as shard_fd:
         source_fd, source = folder.session.place(written.number)
-        folder.ops.rename(source, source_fd, file, shard_fd)
+        folder.ops.rename(source, source_fd, name.file, shard_fd)

@@ -9,7 +9,7 @@ import pytest
 
 from hcache_backend.cli.metrics_page import COUNTERS, STAGES
 from hcache_backend.engine import metrics
-from hcache_backend.store.base import StoreStats
+from hcache_backend.store import StoreStats
 from tests.contract.versions import ROOT, WANTED, source
 
 DASHBOARD = json.loads((ROOT / "dashboards" / "hcache.json").read_text())

@@ -19,7 +19,7 @@ from hcache_backend import config, trace
 from hcache_backend.cli.main import app
 from hcache_backend.config import ConfigError, HCacheConfig, parse_config
 from hcache_backend.engine import metrics
-from hcache_backend.store.base import StoreStats
+from hcache_backend.store import StoreStats
 from tests.docs.pages import Finding, Page, Piece, Table
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ from pathlib import Path
 WITHOUT_A_FOLDER = """
 import logging, shutil, sys
 from hcache_backend.engine import metrics
-from hcache_backend.store.base import StoreStats
+from hcache_backend.store import StoreStats
 
 logging.basicConfig(stream=sys.stdout)
 shutil.rmtree(sys.argv[1])

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from hcache_backend.cli.main import app
 from hcache_backend.cli.metrics_page import Histogram, NoMetrics, fetch, parse, summary
 from hcache_backend.engine import metrics
-from hcache_backend.store.base import StoreStats
+from hcache_backend.store import StoreStats
 
 
 class Pages(ThreadingHTTPServer):

@@ -21,8 +21,7 @@ from hcache_backend.engine.runtime import Runtime, current
 from hcache_backend.engine.startup.adapters import adapter_digests
 from hcache_backend.engine.startup.quick_profile import keep_profile
 from hcache_backend.server_report import write_report
-from hcache_backend.store.base import PageStore
-from hcache_backend.store.striped import open_store
+from hcache_backend.store import PageStore
 
 logger = logging.getLogger("hcache")
 
@@ -159,7 +158,7 @@ def _check_late_start(runtime: Runtime) -> None:
 
 def _open(config: HCacheConfig, writer: bytes) -> PageStore:
     try:
-        return open_store(config, writer)
+        return PageStore(config, writer)
     except OSError as error:
         raise ConfigError(
             f"hcache: option 'dirs' is {[str(path) for path in config.dirs]}: {error}; "

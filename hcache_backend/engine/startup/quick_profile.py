@@ -21,7 +21,7 @@ from hcache_backend.partition.profile import (
     load_profile,
     processor_name,
 )
-from hcache_backend.store.kvikio_ops import best_file_ops
+from hcache_backend.store import best_file_ops
 
 logger = logging.getLogger("hcache")
 

@@ -76,7 +76,7 @@ def _slow_down_restores() -> None:
 def _slow_down_store() -> None:
     from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
-    from hcache_backend.store.file_ops import FileOps
+    from hcache_backend.store import FileOps
 
     read, get, lock, free_at = FileOps.read, HiCacheFile.get, threading.Lock(), 0.0
 

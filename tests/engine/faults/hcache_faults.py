@@ -137,7 +137,7 @@ def _skip_a_layer() -> None:
 
 def _disk() -> None:
     """The trigger's text says what is wrong with the disk: slow reads, or failing writes."""
-    from hcache_backend.store.file_ops import FileOps
+    from hcache_backend.store import FileOps
 
     trigger = Path(os.environ["HCACHE_TEST_TRIGGER"])
     read, write = FileOps.read, FileOps.write
@@ -245,16 +245,16 @@ def _no_store_on_rank_1() -> None:
     """The folders of the store cannot be used on the second tensor-parallel rank."""
     from hcache_backend.engine.startup import attach
 
-    open_store = attach.open_store
+    whole = attach.PageStore
 
     def faulty(config: Any, writer: bytes) -> Any:
         from sglang.srt.distributed import get_tp_group
 
         if _active() and get_tp_group().rank_in_group == 1:
             raise PermissionError(13, "Permission denied", str(config.dirs[0]))
-        return open_store(config, writer)
+        return whole(config, writer)
 
-    attach.open_store = faulty
+    attach.PageStore = faulty
 
 
 def _misses_on_rank_1() -> None:

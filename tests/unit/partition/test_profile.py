@@ -22,7 +22,7 @@ from hcache_backend.partition.model_shape import Latent, ModelShape
 from hcache_backend.partition.presets import PRESETS, preset_profile
 from hcache_backend.partition.profile import Profile, ProfileError, Rate, load_profile
 from hcache_backend.partition.solver import search
-from hcache_backend.store.file_ops import FileOps
+from hcache_backend.store import FileOps
 
 TINY = ModelShape(
     family="llama",

@@ -8,6 +8,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from store_testing import OPENED, open_quiet
+
+from hcache_backend.store import PageStore
+
+
+@pytest.fixture(autouse=True)
+def stores_are_closed() -> Iterator[None]:
+    """Close what a test has opened and not closed."""
+    before = len(OPENED)
+    yield
+    for store in OPENED[before:]:
+        store.close()
+    del OPENED[before:]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> PageStore:
+    """An empty store in ``tmp_path / "store"``."""
+    return open_quiet(tmp_path / "store")
 
 
 @pytest.fixture

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
+import os
 from pathlib import Path
 
 import numpy as np
 
 from hcache_backend.config import HCacheConfig, parse_config
-from hcache_backend.store.base import SegmentTable, Share
-from hcache_backend.store.file_ops import FileOps
+from hcache_backend.store import FileOps, PageStore, SegmentTable, Share
 from hcache_backend.store.format import parse_name
-from hcache_backend.store.striped import StripedPageStore
 
 NAMESPACE = b"namespace-------"
 OTHER_NAMESPACE = b"other-namespace-"
 WRITER = b"writer-1"
 PAGE = 16384
+
+OPENED: list[PageStore] = []
+"""Stores that a test may have left open."""
+
+
+class BufferedOps(FileOps):
+    """A file system that has no direct I/O."""
+
+    def open(self, name: str, flags: int, dir_fd: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return super().open(name, flags, dir_fd)
 
 
 def key(number: int) -> bytes:
@@ -63,26 +75,28 @@ def config(*dirs: Path, **options: object) -> HCacheConfig:
 
 def open_quiet(
     *dirs: Path, ops: FileOps | None = None, writer: bytes = WRITER, **options: object
-) -> StripedPageStore:
-    """A store without background threads, one I/O thread a folder."""
+) -> PageStore:
+    """A store without background threads, one I/O thread per folder; closed with the test."""
     options = {"io_threads": 1, "durability": "none", **options}
-    return StripedPageStore(config(*dirs, **options), writer, ops=ops, background=False)
+    store = PageStore(config(*dirs, **options), writer, ops=ops, background=False)
+    OPENED.append(store)
+    return store
 
 
-def put(store: StripedPageStore, *numbers: int, namespace: bytes = NAMESPACE) -> list[bool]:
+def put(store: PageStore, *numbers: int, namespace: bytes = NAMESPACE) -> list[bool]:
     """Store the pages with these numbers."""
     keys = [key(number) for number in numbers]
     return store.put(namespace, keys, [[memory(content(name))] for name in keys])
 
 
-def get(store: StripedPageStore, number: int, namespace: bytes = NAMESPACE) -> bytes | None:
+def get(store: PageStore, number: int, namespace: bytes = NAMESPACE) -> bytes | None:
     """What the store gives for a page; None is a miss."""
     target = memory(PAGE)
     [found] = store.get(namespace, [key(number)], [[target]])
     return bytes(target) if found else None
 
 
-def assert_right_or_miss(store: StripedPageStore, *numbers: int) -> int:
+def assert_right_or_miss(store: PageStore, *numbers: int) -> int:
     """Read pages; each must be what was stored, or a miss. Returns the hits."""
     hits = 0
     for number in numbers:
@@ -97,7 +111,7 @@ def page_files(*dirs: Path) -> list[Path]:
     return [path for root in dirs for path in sorted(root.glob("pages/??/*.page"))]
 
 
-def assert_sound(store: StripedPageStore) -> None:
+def assert_sound(store: PageStore) -> None:
     """Index and files agree: nothing uncounted, nothing unfinished, totals right."""
     for volume in store.volumes:
         with volume.use() as folder:

@@ -13,8 +13,7 @@ from typing import TextIO
 
 from store_testing import NAMESPACE, PAGE, config, content, key, memory
 
-from hcache_backend.store.base import PageStore
-from hcache_backend.store.striped import StripedPageStore
+from hcache_backend.store import PageStore
 
 PAGES = 400
 """Page numbers in use, so that processes meet."""
@@ -85,7 +84,7 @@ def run(task: Task) -> None:
     options: dict[str, object] = {"durability": task.durability, "io_threads": 2}
     if task.quota:
         options["quota_bytes"] = task.quota
-    store = StripedPageStore(config(*task.folders, **options), b"writer-%d" % (task.seed % 8))
+    store = PageStore(config(*task.folders, **options), b"writer-%d" % (task.seed % 8))
     deadline = time.monotonic() + task.seconds
     raised: list[threading.ExceptHookArgs] = []
     plain_hook = threading.excepthook

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,7 @@ from hcache_backend.server_report import (
     read_report,
     write_report,
 )
-from hcache_backend.store.folder import SERVER_REPORT
-from hcache_backend.store.striped import StripedPageStore
+from hcache_backend.store import SERVER_REPORT, PageStore
 
 FILE = 4096 + 16384
 
@@ -41,13 +39,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def store(folder: Path) -> Iterator[StripedPageStore]:
+def store(folder: Path) -> PageStore:
     """A store with six pages, open as in a running server."""
     store = open_quiet(folder)
     put(store, *range(4))
     put(store, 4, 5, namespace=OTHER_NAMESPACE)
-    yield store
-    store.close()
+    return store
 
 
 def hcache(*arguments: object, status: int = 0) -> str:
@@ -61,14 +58,14 @@ def hcache_json(*arguments: object, status: int = 0) -> dict[str, Any]:
     return found
 
 
-def test_stats_counts_pages(folder: Path, store: StripedPageStore) -> None:
+def test_stats_counts_pages(folder: Path, store: PageStore) -> None:
     [found] = hcache_json("stats", "-d", folder)["folders"]
     assert (found["pages"], found["bytes"]) == (6, 6 * FILE)
     assert found["namespaces"][NAMESPACE.hex()]["pages"] == 4
     assert "6" in hcache("stats", "-d", folder)
 
 
-def test_stats_says_what_mode_the_last_server_was_in(folder: Path, store: StripedPageStore) -> None:
+def test_stats_says_what_mode_the_last_server_was_in(folder: Path, store: PageStore) -> None:
     assert hcache_json("stats", "-d", folder)["folders"][0]["last_server"] is None
     assert "Last server" not in hcache("stats", "-d", folder)
     write_report(folder, KV)
@@ -77,7 +74,7 @@ def test_stats_says_what_mode_the_last_server_was_in(folder: Path, store: Stripe
     assert f"Last server of {folder}: kv mode (LoRA); m, " in hcache("stats", "-d", folder)
 
 
-def test_ls_lists_page_files(folder: Path, store: StripedPageStore) -> None:
+def test_ls_lists_page_files(folder: Path, store: PageStore) -> None:
     pages = hcache_json("ls", "-d", folder)["pages"]
     assert {page["key"] for page in pages} == {key(number).hex() for number in range(6)}
     other = hcache_json("ls", "-d", folder, "-n", OTHER_NAMESPACE.hex()[:6])["pages"]
@@ -86,7 +83,7 @@ def test_ls_lists_page_files(folder: Path, store: StripedPageStore) -> None:
     assert key(0).hex()[:12] in hcache("ls", "-d", folder)
 
 
-def test_verify_finds_and_repairs(folder: Path, store: StripedPageStore) -> None:
+def test_verify_finds_and_repairs(folder: Path, store: PageStore) -> None:
     assert "6" in hcache("verify", "-d", folder)
     damaged, missing, *_ = page_files(folder)
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
@@ -104,9 +101,7 @@ def test_verify_finds_and_repairs(folder: Path, store: StripedPageStore) -> None
     assert_sound(store)
 
 
-def test_verify_rebuilds_the_index_under_a_live_server(
-    folder: Path, store: StripedPageStore
-) -> None:
+def test_verify_rebuilds_the_index_under_a_live_server(folder: Path, store: PageStore) -> None:
     [found] = hcache_json("verify", "--rebuild", "-d", folder)["folders"].values()
     assert (found["adopted"], found["pages"], found["problems"]) == (6, 6, 0)
     store.look_after()
@@ -116,7 +111,7 @@ def test_verify_rebuilds_the_index_under_a_live_server(
     assert hcache_json("stats", "-d", folder)["folders"][0]["pages"] == 7
 
 
-def test_gc_evicts_down_to_the_bounds(folder: Path, store: StripedPageStore) -> None:
+def test_gc_evicts_down_to_the_bounds(folder: Path, store: PageStore) -> None:
     assert hcache_json("gc", "-d", folder)["pages"] == 0
     found = hcache_json("gc", "-d", folder, "--quota-bytes", 4 * FILE)
     assert found["pages"] == 3, "down to the low water mark"
@@ -124,7 +119,7 @@ def test_gc_evicts_down_to_the_bounds(folder: Path, store: StripedPageStore) -> 
     assert_sound(store)
 
 
-def test_clear_deletes_what_it_was_asked_to(folder: Path, store: StripedPageStore) -> None:
+def test_clear_deletes_what_it_was_asked_to(folder: Path, store: PageStore) -> None:
     hcache("clear", "-d", folder, status=1)  # not confirmed
     assert len(page_files(folder)) == 6
     found = hcache_json("clear", "-d", folder, "-y", "-n", OTHER_NAMESPACE.hex()[:8])
@@ -134,7 +129,7 @@ def test_clear_deletes_what_it_was_asked_to(folder: Path, store: StripedPageStor
     assert page_files(folder) == []
 
 
-def test_doctor_looks_at_folders_and_leaves_nothing(folder: Path, store: StripedPageStore) -> None:
+def test_doctor_looks_at_folders_and_leaves_nothing(folder: Path, store: PageStore) -> None:
     before = sorted(names(folder))
     checks = {check["subject"]: check for check in hcache_json("doctor", "-d", folder)["checks"]}
     assert checks[str(folder)]["verdict"] == "good"
@@ -175,7 +170,7 @@ BEST = MIXED.model_copy(update={"projection": (BY_SPEC,)})
     ],
 )
 def test_doctor_says_how_the_last_server_projected_and_why(
-    report: ServerReport, verdict: str, said: str, folder: Path, store: StripedPageStore
+    report: ServerReport, verdict: str, said: str, folder: Path, store: PageStore
 ) -> None:
     write_report(folder, KV)
     write_report(folder, report)
@@ -191,7 +186,7 @@ def test_doctor_says_how_the_last_server_projected_and_why(
 
 @pytest.mark.parametrize("text", [b"", b"{}", b"[1]", b"\xff", b'{"time": "yesterday"}'])
 def test_a_report_that_cannot_be_read_is_no_report(
-    text: bytes, folder: Path, store: StripedPageStore
+    text: bytes, folder: Path, store: PageStore
 ) -> None:
     (folder / SERVER_REPORT).write_bytes(text)
     assert read_report(folder) is None
@@ -205,7 +200,7 @@ def test_a_folder_that_is_no_store_is_named(command: str, tmp_path: Path) -> Non
 
 
 def test_wrong_options_are_explained(
-    folder: Path, store: StripedPageStore, monkeypatch: pytest.MonkeyPatch
+    folder: Path, store: PageStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HCACHE_CONFIG", '{"quota": 5}')
     assert "did you mean 'quota_bytes'" in hcache("stats", status=2)

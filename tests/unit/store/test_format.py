@@ -20,27 +20,19 @@ from store_testing import (
     put,
 )
 
-from hcache_backend.store.base import WHOLE, Segment, SegmentTable, Share, Subset
+from hcache_backend.store import WHOLE, PageStore, Segment, SegmentTable, Share, Subset
+from hcache_backend.store.check import find_unknown_files
 from hcache_backend.store.format import (
     DamagedFileError,
+    PageName,
     check_names,
     file_layout,
-    file_name,
     parse_header,
     parse_name,
 )
-from hcache_backend.store.rebuild import adopt_unknown_files
-from hcache_backend.store.striped import StripedPageStore
 
 FIXTURES = Path(__file__).parent / "fixtures"
 LAYERS = SegmentTable((Segment(512, 0), Segment(8192, 1), Segment(16384, 2), Segment(8192, 1)))
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[StripedPageStore]:
-    store = open_quiet(tmp_path / "store")
-    yield store
-    store.close()
 
 
 def test_version_1_files_stay_readable(tmp_path: Path) -> None:
@@ -52,16 +44,15 @@ def test_version_1_files_stay_readable(tmp_path: Path) -> None:
     for fixture in fixtures:
         parsed = parse_name(fixture.name)
         assert parsed is not None
-        shard = folder / "pages" / file_name(*parsed)[0]
+        shard = folder / "pages" / parsed.shard
         shard.mkdir(exist_ok=True)
         (shard / fixture.name).write_bytes(fixture.read_bytes())
     with store.volumes[0].use() as opened:
-        assert adopt_unknown_files(opened, store.volumes[0].io).pages == 3
+        assert len(find_unknown_files(opened, store.volumes[0].io, adopt=True).pages) == 3
     whole, shared = memory(LAYERS.page_bytes), memory(LAYERS.page_bytes)
     assert store.get(NAMESPACE, [key(1), key(2)], [[whole], [shared]]) == [True, True]
     assert bytes(whole) == content(key(1), LAYERS.page_bytes)
     assert bytes(shared) == content(key(2), LAYERS.page_bytes)
-    store.close()
 
 
 def damaged_versions(original: bytes) -> Iterator[tuple[str, bytes]]:
@@ -82,7 +73,7 @@ def damaged_versions(original: bytes) -> Iterator[tuple[str, bytes]]:
         yield f"payload bit {bit}", bytes(changed)
 
 
-def test_any_changed_byte_or_length_is_a_miss(tmp_path: Path, store: StripedPageStore) -> None:
+def test_any_changed_byte_or_length_is_a_miss(tmp_path: Path, store: PageStore) -> None:
     put(store, 1)
     [path] = page_files(tmp_path / "store")
     original = path.read_bytes()
@@ -104,7 +95,7 @@ def test_any_changed_byte_or_length_is_a_miss(tmp_path: Path, store: StripedPage
     assert volume.lookup(NAMESPACE, [key(1)]) == [[record]]
 
 
-def test_any_truncated_length_is_a_miss(tmp_path: Path, store: StripedPageStore) -> None:
+def test_any_truncated_length_is_a_miss(tmp_path: Path, store: PageStore) -> None:
     put(store, 1)
     [path] = page_files(tmp_path / "store")
     store.volumes[0]._discard = lambda *ignored: None  # type: ignore[method-assign]
@@ -116,7 +107,7 @@ def test_any_truncated_length_is_a_miss(tmp_path: Path, store: StripedPageStore)
 
 
 def test_a_damaged_page_is_deleted_and_can_be_stored_again(
-    tmp_path: Path, store: StripedPageStore
+    tmp_path: Path, store: PageStore
 ) -> None:
     put(store, 1)
     [path] = page_files(tmp_path / "store")
@@ -129,7 +120,7 @@ def test_a_damaged_page_is_deleted_and_can_be_stored_again(
     assert get(store, 1) == content(key(1))
 
 
-def test_a_page_under_another_name_is_a_miss(tmp_path: Path, store: StripedPageStore) -> None:
+def test_a_page_under_another_name_is_a_miss(tmp_path: Path, store: PageStore) -> None:
     put(store, 1, 2)
     one, two = page_files(tmp_path / "store")
     one_bytes = one.read_bytes()
@@ -139,7 +130,7 @@ def test_a_page_under_another_name_is_a_miss(tmp_path: Path, store: StripedPageS
     assert get(store, 2) is None
 
 
-def test_every_block_is_read_and_verified_alone(tmp_path: Path, store: StripedPageStore) -> None:
+def test_every_block_is_read_and_verified_alone(tmp_path: Path, store: PageStore) -> None:
     original = content(key(1), LAYERS.page_bytes)
     store.put(NAMESPACE, [key(1)], [[memory(original)]], table=LAYERS)
     [path] = page_files(tmp_path / "store")
@@ -166,7 +157,7 @@ def test_every_block_is_read_and_verified_alone(tmp_path: Path, store: StripedPa
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
-def test_a_page_exists_when_its_shares_cover_it(store: StripedPageStore, count: int) -> None:
+def test_a_page_exists_when_its_shares_cover_it(store: PageStore, count: int) -> None:
     original = content(key(1), LAYERS.page_bytes)
     for number in range(count):
         assert store.exists(NAMESPACE, [key(1)]) == [False]
@@ -180,7 +171,7 @@ def test_a_page_exists_when_its_shares_cover_it(store: StripedPageStore, count: 
     assert bytes(target) == original
 
 
-def test_shares_of_different_counts_cover_together(store: StripedPageStore) -> None:
+def test_shares_of_different_counts_cover_together(store: PageStore) -> None:
     original = content(key(1), LAYERS.page_bytes)
     for share in (Share(0, 2), Share(2, 4), Share(6, 8)):
         mine = memory(payload(original, LAYERS, share))
@@ -199,16 +190,17 @@ def test_shares_of_different_counts_cover_together(store: StripedPageStore) -> N
 
 
 def test_names_are_made_of_hexadecimal_digits_only() -> None:
-    shard, name = file_name(b"../../../../../.", b"/etc/passwd\x00" + b"/" * 20, Share(1, 2))
-    assert shard == "2f"
+    page = PageName(b"../../../../../.", b"/etc/passwd\x00" + b"/" * 20, Share(1, 2))
+    name = page.file
+    assert page.shard == "2f"
     assert "/" not in name
-    assert parse_name(name) == (b"../../../../../.", b"/etc/passwd\x00" + b"/" * 20, Share(1, 2))
+    assert parse_name(name) == page
     for wrong in ("x" + name, name + "x", name.replace("1of2", "2of2"), name.upper()):
         assert parse_name(wrong) is None
 
 
 @pytest.mark.parametrize("bad", [b"", b"k" * 31, b"k" * 33, "k" * 32, None])
-def test_what_is_no_key_is_refused(store: StripedPageStore, bad: object) -> None:
+def test_what_is_no_key_is_refused(store: PageStore, bad: object) -> None:
     with pytest.raises(ValueError, match="a key is 32 bytes"):
         check_names(NAMESPACE, [bad])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="a key is 32 bytes"):
@@ -226,7 +218,7 @@ def test_a_table_that_does_not_divide_is_refused() -> None:
         file_layout(LAYERS, Share(0, 3))
 
 
-def test_a_header_of_a_later_version_says_so(tmp_path: Path, store: StripedPageStore) -> None:
+def test_a_header_of_a_later_version_says_so(tmp_path: Path, store: PageStore) -> None:
     put(store, 1)
     [path] = page_files(tmp_path / "store")
     header = bytearray(path.read_bytes()[:4096])

@@ -20,7 +20,7 @@ from store_testing import (
     payload,
 )
 
-from hcache_backend.store.base import Segment, SegmentTable, Share, Subset
+from hcache_backend.store import Segment, SegmentTable, Share, Subset
 
 TABLE = SegmentTable((Segment(512, 0), Segment(4096, 1), Segment(8192, 2)))
 SIZE = TABLE.page_bytes

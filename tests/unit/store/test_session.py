@@ -8,7 +8,7 @@ from pathlib import Path
 
 from store_testing import assert_sound, content, get, key, names, open_quiet, put
 
-from hcache_backend.store.file_ops import FileOps
+from hcache_backend.store import FileOps
 from hcache_backend.store.session import LANES
 
 
@@ -38,7 +38,6 @@ def test_a_file_system_that_does_not_place_folders_apart_is_used_as_it_is(tmp_pa
     store = open_quiet(tmp_path / "store", ops=PlainOps())
     assert put(store, 1) == [True]
     assert get(store, 1) == content(key(1))
-    store.close()
 
 
 def test_what_dead_sessions_left_is_removed_also_that_of_earlier_versions(tmp_path: Path) -> None:

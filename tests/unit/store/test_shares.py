@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,19 +9,21 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from store_testing import NAMESPACE, content, key, memory, open_quiet, page_files, payload
-
-from hcache_backend.store.base import (
-    ALL_EIGHTHS,
-    WHOLE,
-    Segment,
-    SegmentTable,
-    Share,
-    Subset,
+from store_testing import (
+    NAMESPACE,
+    BufferedOps,
+    content,
+    key,
+    memory,
+    open_quiet,
+    page_files,
+    payload,
 )
-from hcache_backend.store.file_ops import MAX_VECTORS, FileOps
+
+from hcache_backend.store import WHOLE, FileOps, PageStore, Segment, SegmentTable, Share, Subset
+from hcache_backend.store.file_ops import MAX_VECTORS
 from hcache_backend.store.format import file_layout
-from hcache_backend.store.striped import StripedPageStore
+from hcache_backend.store.shares import ALL_EIGHTHS
 
 LAYERS = SegmentTable(
     (Segment(4096, 0), Segment(32768, 1), Segment(65536, 2), Segment(4096, 0), Segment(32768, 1))
@@ -43,17 +43,10 @@ some_shares = st.sampled_from(SHARES)
 
 
 @pytest.fixture(scope="module")
-def shared_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StripedPageStore]:
+def shared_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageStore]:
     """A store for many examples: opening one for each would take the time."""
     folder = tmp_path_factory.mktemp("shares")
     store = open_quiet(folder / "a", folder / "b", buffer_bytes=8192)
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[StripedPageStore]:
-    store = open_quiet(tmp_path / "store")
     yield store
     store.close()
 
@@ -65,7 +58,7 @@ def split(view: memoryview, cut: int) -> list[memoryview]:
 
 
 def put_share(
-    store: StripedPageStore,
+    store: PageStore,
     share: Share,
     table: SegmentTable = LAYERS,
     *,
@@ -82,7 +75,7 @@ def put_share(
 
 
 def get_share(
-    store: StripedPageStore,
+    store: PageStore,
     share: Share,
     table: SegmentTable = LAYERS,
     subset: Subset | None = None,
@@ -118,7 +111,7 @@ def union(shares: Sequence[Share]) -> int:
 @pytest.mark.parametrize("writers", COUNTS)
 @pytest.mark.parametrize("readers", COUNTS)
 def test_any_number_of_ranks_reads_what_any_number_wrote(
-    store: StripedPageStore, writers: int, readers: int
+    store: PageStore, writers: int, readers: int
 ) -> None:
     for number in range(writers):
         assert store.exists(NAMESPACE, [key(1)]) == [False]
@@ -141,7 +134,7 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(
     shift=st.sampled_from([0, 0, 8, 512]),
 )
 def test_what_was_written_is_found_and_nothing_else_touched(
-    shared_store: StripedPageStore,
+    shared_store: PageStore,
     table: SegmentTable,
     written: list[Share],
     share: Share,
@@ -182,7 +175,7 @@ def test_what_was_written_is_found_and_nothing_else_touched(
     how=st.sampled_from(["bit", "cut", "gone"]),
 )
 def test_a_lost_share_is_a_miss_for_the_ranks_that_need_it(
-    shared_store: StripedPageStore, writers: int, share: Share, data: st.DataObject, how: str
+    shared_store: PageStore, writers: int, share: Share, data: st.DataObject, how: str
 ) -> None:
     store = shared_store
     store.clear(NAMESPACE)
@@ -216,7 +209,7 @@ def test_a_lost_share_is_a_miss_for_the_ranks_that_need_it(
 
 
 def test_a_damaged_header_segment_costs_the_ranks_that_have_it_of_that_file(
-    store: StripedPageStore,
+    store: PageStore,
 ) -> None:
     for number in range(2):
         put_share(store, Share(number, 2))
@@ -231,7 +224,7 @@ def test_a_damaged_header_segment_costs_the_ranks_that_have_it_of_that_file(
         assert share == WHOLE or (found is None) == bool(share.eighths & Share(1, 2).eighths)
 
 
-def test_what_every_share_repeats_is_read_once_and_of_one_file(store: StripedPageStore) -> None:
+def test_what_every_share_repeats_is_read_once_and_of_one_file(store: PageStore) -> None:
     """Two servers may have written other headers; nothing of a page is then half of each."""
     for number in range(2):
         page = bytes([number]) * LAYERS.page_bytes
@@ -244,7 +237,7 @@ def test_what_every_share_repeats_is_read_once_and_of_one_file(store: StripedPag
     assert store.stats.bad_pages == 0
 
 
-def test_what_is_covered_is_not_written_again(store: StripedPageStore) -> None:
+def test_what_is_covered_is_not_written_again(store: PageStore) -> None:
     folder = store.volumes[0].path
     for share in (Share(0, 2), Share(1, 2), WHOLE, Share(3, 4), Share(7, 8)):
         assert put_share(store, share)
@@ -289,17 +282,10 @@ def test_aligned_shares_go_straight_between_memory_and_disk(tmp_path: Path) -> N
     assert store.stats.bytes_copied == 0
     assert get_share(store, Share(1, 2), shift=8) == payload(page, LAYERS, Share(1, 2))
     assert store.stats.bytes_copied > 0
-    store.close()
 
 
 def test_a_page_in_more_pieces_than_a_system_call_takes_is_read(tmp_path: Path) -> None:
-    class NoDirectOps(FileOps):
-        def open(self, name: str, flags: int, dir_fd: int) -> int:
-            if flags & os.O_DIRECT:
-                raise OSError(errno.EINVAL, "Invalid argument")
-            return super().open(name, flags, dir_fd)
-
-    store = open_quiet(tmp_path / "store", ops=NoDirectOps())
+    store = open_quiet(tmp_path / "store", ops=BufferedOps())
     lengths = [100] * (MAX_VECTORS + 500)
     data = content(key(1), sum(lengths))
 
@@ -310,11 +296,10 @@ def test_a_page_in_more_pieces_than_a_system_call_takes_is_read(tmp_path: Path) 
     target = memory(len(data))
     assert store.get(NAMESPACE, [key(1)], [pieces(target)]) == [True]
     assert bytes(target) == data
-    store.close()
 
 
 @pytest.mark.parametrize("wrong", [Share(2, 2), Share(0, 3), Share(-1, 4), Share(0, 0)])
-def test_what_is_no_share_is_refused(store: StripedPageStore, wrong: Share) -> None:
+def test_what_is_no_share_is_refused(store: PageStore, wrong: Share) -> None:
     view = memory(LAYERS.page_bytes)
     calls: list[Callable[[], Any]] = [
         lambda: store.exists(NAMESPACE, [key(1)], share=wrong),
@@ -326,7 +311,7 @@ def test_what_is_no_share_is_refused(store: StripedPageStore, wrong: Share) -> N
             call()
 
 
-def test_memory_that_is_not_that_of_the_share_is_refused(store: StripedPageStore) -> None:
+def test_memory_that_is_not_that_of_the_share_is_refused(store: PageStore) -> None:
     whole = memory(LAYERS.page_bytes)
     half = Share(0, 2)
     with pytest.raises(ValueError, match=r"memory of 139264 bytes for share 0 of 2 .* 73728"):

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
-import logging
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -24,17 +21,12 @@ from store_testing import (
     get,
     key,
     memory,
-    names,
     open_quiet,
     page_files,
     put,
 )
 
-from hcache_backend.store.file_ops import FileOps
-from hcache_backend.store.folder import MARKER, SERVER_REPORT, NotOurFolderError
-from hcache_backend.store.page_io import BUFFERED, probe_alignment
-from hcache_backend.store.rebuild import adopt_unknown_files
-from hcache_backend.store.striped import StripedPageStore, open_store
+from hcache_backend.store import FileOps, PageStore
 
 FILE = PAGE + 4096
 
@@ -48,12 +40,11 @@ def test_pages_come_back_also_after_reopening(tmp_path: Path) -> None:
     assert store.exists(NAMESPACE, [key(7), key(99)]) == [True, False]
     assert get(store, 7) == content(key(7))
     assert get(store, 7, OTHER_NAMESPACE) is None
-    store.close()
 
 
 def test_the_background_looks_after_itself(tmp_path: Path) -> None:
     settings = config(tmp_path / "store", sync_seconds=0.05)
-    store = open_store(settings, WRITER)
+    store = PageStore(settings, WRITER)
     store.put(NAMESPACE, [key(1)], [[memory(content(key(1)))]])
     deadline = time.monotonic() + 20
     while not store.stats.syncs:
@@ -105,7 +96,6 @@ def test_memory_may_change_after_a_put_that_ran_out_of_time(tmp_path: Path) -> N
     store.volumes[0].writers.shutdown(wait=True)
     assert get(store, 1) is None, "what was written too late is no page"
     assert_sound(store)
-    store.close()
 
 
 def test_a_bug_below_is_a_miss_not_a_hanging_thread(
@@ -121,7 +111,6 @@ def test_a_bug_below_is_a_miss_not_a_hanging_thread(
     monkeypatch.setattr("hcache_backend.store.volume.write_page", raise_error)
     assert get(store, 1) is None
     assert put(store, 2) == [False]
-    store.close()
 
 
 def test_neighbours_go_to_different_folders(tmp_path: Path) -> None:
@@ -139,70 +128,6 @@ def test_neighbours_go_to_different_folders(tmp_path: Path) -> None:
             ]
             places.append(place)
         assert sorted(places) == [0, 1, 2, 3]
-    store.close()
-
-
-def test_a_folder_that_vanishes_costs_its_own_pages_only(tmp_path: Path) -> None:
-    folders = [tmp_path / "a", tmp_path / "b"]
-    store = open_quiet(*folders)
-    put(store, *range(10))
-    folders[0].rename(tmp_path / "gone")
-    folders[0].mkdir()  # where a disk is not mounted there is an empty folder
-    store.look_after()
-    present = store.exists(NAMESPACE, [key(number) for number in range(10)])
-    assert present.count(True) == 5
-    for number, there in enumerate(present):
-        assert get(store, number) == (content(key(number)) if there else None)
-    assert put(store, *range(20, 24)) == [True] * 4, "the other folder takes everything"
-    assert names(folders[0]) == [], "nothing is written where the disk is not mounted"
-    folders[0].rmdir()
-    (tmp_path / "gone").rename(folders[0])
-    store.look_after()
-    assert all(store.exists(NAMESPACE, [key(number) for number in (*range(10), *range(20, 24))]))
-    assert all(get(store, number) == content(key(number)) for number in range(10))
-    assert store.stats.folders_lost == 1
-    store.close()
-
-
-def test_a_deleted_folder_is_made_anew(tmp_path: Path) -> None:
-    folder = tmp_path / "store"
-    store = open_quiet(folder)
-    put(store, 1)
-    folder.rename(tmp_path / "deleted")
-    assert put(store, 2) == [True], "until it is noticed, the open folder works on"
-    store.look_after()
-    assert store.exists(NAMESPACE, [key(1)]) == [False]
-    assert put(store, 3) == [True]
-    assert get(store, 3) == content(key(3))
-    store.close()
-
-
-def test_a_failing_folder_rests_and_comes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    class BrokenOps(FileOps):
-        broken = False
-
-        def write(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
-            if self.broken:
-                raise OSError(errno.EIO, "Input/output error")
-            return super().write(fd, buffers, offset)
-
-    monkeypatch.setattr("hcache_backend.store.presence._REST_SECONDS", 0.3)
-    ops = BrokenOps()
-    store = open_quiet(tmp_path / "store", ops=ops)
-    put(store, 0)
-    ops.broken = True
-    with caplog.at_level(logging.WARNING):
-        for number in range(1, 20):
-            assert put(store, number) == [False]
-    assert len(caplog.records) <= 4, "one line per kind of problem"
-    assert store.stats.write_errors < 19, "it rests instead of failing again and again"
-    ops.broken = False
-    time.sleep(0.4)
-    assert get(store, 0) == content(key(0))
-    assert put(store, 1) == [True]
-    store.close()
 
 
 def test_the_quota_holds_and_the_least_recently_used_go(tmp_path: Path) -> None:
@@ -218,7 +143,6 @@ def test_the_quota_holds_and_the_least_recently_used_go(tmp_path: Path) -> None:
     assert present == [True] * 3 + [False] * 4 + [True] * 4
     assert len(page_files(tmp_path / "store")) == 7
     assert_sound(store)
-    store.close()
 
 
 def test_recency_survives_reopening(tmp_path: Path) -> None:
@@ -230,7 +154,6 @@ def test_recency_survives_reopening(tmp_path: Path) -> None:
     put(store, 10)
     assert store.exists(NAMESPACE, [key(0), key(10)]) == [True, True]
     assert len(page_files(tmp_path / "store")) == 2
-    store.close()
 
 
 def test_free_space_is_kept(tmp_path: Path) -> None:
@@ -247,7 +170,6 @@ def test_free_space_is_kept(tmp_path: Path) -> None:
     store = open_quiet(tmp_path / "store", ops=SmallDisk(), min_free_bytes=100 * FILE)
     assert put(store, 30) == [False]
     assert store.stats.pages_dropped_full == 1
-    store.close()
 
 
 def test_a_file_that_cannot_be_removed_does_not_stop_eviction(tmp_path: Path) -> None:
@@ -265,12 +187,11 @@ def test_a_file_that_cannot_be_removed_does_not_stop_eviction(tmp_path: Path) ->
     assert get(store, 0) == content(key(0)), "it stays a page"
     assert store.stats.evict_errors > 0
     assert_sound(store)
-    store.close()
 
 
 def test_a_page_that_is_evicted_while_it_is_read_is_still_right(tmp_path: Path) -> None:
     class EvictingOps(FileOps):
-        store: StripedPageStore | None = None
+        store: PageStore | None = None
 
         def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
             if self.store is not None:
@@ -285,7 +206,6 @@ def test_a_page_that_is_evicted_while_it_is_read_is_still_right(tmp_path: Path) 
     assert get(store, 1) == content(key(1))
     ops.store = None
     assert get(store, 1) is None
-    store.close()
 
 
 def test_drop_writer_deletes_what_one_server_run_wrote(tmp_path: Path) -> None:
@@ -298,8 +218,6 @@ def test_drop_writer_deletes_what_one_server_run_wrote(tmp_path: Path) -> None:
     assert second.exists(NAMESPACE, [key(1), key(2), key(3)]) == [False, False, True]
     assert first.drop_writer(NAMESPACE, b"second--") == 1
     assert first.exists(OTHER_NAMESPACE, [key(4)]) == [True]
-    first.close()
-    second.close()
 
 
 @pytest.mark.parametrize("shift", [0, 1, 64, 512])
@@ -320,23 +238,6 @@ def test_unaligned_memory_is_copied_and_counted(tmp_path: Path, shift: int) -> N
     store.put(NAMESPACE, [key(2)], [[aligned[:4096], aligned[4096:]]])
     assert store.get(NAMESPACE, [key(2)], [[aligned]]) == [True]
     assert store.stats.bytes_copied == before, "aligned memory is not copied"
-    store.close()
-
-
-def test_a_file_system_without_direct_io_is_used_without(tmp_path: Path) -> None:
-    class NoDirectOps(FileOps):
-        def open(self, name: str, flags: int, dir_fd: int) -> int:
-            if flags & os.O_DIRECT:
-                raise OSError(errno.EINVAL, "Invalid argument")
-            return super().open(name, flags, dir_fd)
-
-    store = open_quiet(tmp_path / "store", ops=NoDirectOps())
-    with store.volumes[0].use() as folder:
-        assert folder.alignment == BUFFERED
-        assert probe_alignment(NoDirectOps(), folder.session.fd, "probe") == BUFFERED
-    put(store, 1)
-    assert get(store, 1) == content(key(1))
-    store.close()
 
 
 def test_memory_of_another_length_is_a_miss(tmp_path: Path) -> None:
@@ -346,123 +247,6 @@ def test_memory_of_another_length_is_a_miss(tmp_path: Path) -> None:
     assert store.get(NAMESPACE, [key(1)], [[target]]) == [False]
     assert store.get(NAMESPACE, [key(1)], [[target[:-9]]]) == [False]
     assert get(store, 1) == content(key(1)), "the page itself is fine"
-    store.close()
-
-
-def test_folders_are_for_the_owner_only(tmp_path: Path) -> None:
-    store = open_quiet(tmp_path / "new" / "store")
-    put(store, 1)
-    store.close()
-    root = tmp_path / "new" / "store"
-    for path in (root, *root.rglob("*")):
-        assert path.stat().st_mode & 0o077 == 0, path
-
-
-def test_a_folder_in_use_for_something_else_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(NotOurFolderError, match="not empty and not a page store's"):
-        open_quiet(tmp_path)
-    assert names(tmp_path) == ["thesis.tex"]
-
-
-def test_a_servers_report_does_not_make_a_folder_with_a_torn_marker_a_strangers(
-    tmp_path: Path,
-) -> None:
-    open_quiet(tmp_path).close()
-    (tmp_path / MARKER).write_text("{")
-    (tmp_path / SERVER_REPORT).write_text("{}")
-    (tmp_path / f".{SERVER_REPORT}.0123abcd").touch()
-    open_quiet(tmp_path).close()
-    assert json.loads((tmp_path / MARKER).read_text())
-
-
-def test_links_inside_are_not_followed(tmp_path: Path) -> None:
-    folder, outside = tmp_path / "store", tmp_path / "outside"
-    store = open_quiet(folder)
-    put(store, 1)
-    [path] = page_files(folder)
-    original = path.read_bytes()
-    outside.mkdir()
-    (outside / path.name).write_bytes(original)
-    path.unlink()
-    path.symlink_to(outside / path.name)
-    assert get(store, 1) is None, "a linked file is not read"
-    path.unlink()
-    path.parent.rmdir()
-    path.parent.symlink_to(outside)
-    assert get(store, 1) is None, "a linked folder is not entered"
-    store.clear(NAMESPACE)
-    assert put(store, 1) == [False]
-    assert (outside / path.name).read_bytes() == original, "nothing outside was touched"
-    store.close()
-    (folder / "pages").rename(tmp_path / "elsewhere")
-    (folder / "pages").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OSError, match="not a link"):
-        open_quiet(folder)
-
-
-def test_one_bad_folder_does_not_keep_a_server_from_starting(tmp_path: Path) -> None:
-    (tmp_path / "bad").write_text("a file, not a folder")
-    store = open_quiet(tmp_path / "bad", tmp_path / "good")
-    assert put(store, 1, 2) == [True, True]
-    assert get(store, 2) == content(key(2))
-    store.close()
-    with pytest.raises(OSError, match="bad"):
-        open_quiet(tmp_path / "bad")
-
-
-def test_a_lost_index_is_rebuilt_from_the_files(tmp_path: Path) -> None:
-    store = open_quiet(tmp_path / "store")
-    put(store, *range(10))
-    store.close()
-    for path in (tmp_path / "store" / "index").iterdir():
-        path.write_bytes(b"garbage" * 2000)
-    store = open_quiet(tmp_path / "store")
-    assert store.exists(NAMESPACE, [key(1)]) == [False]
-    volume = store.volumes[0]
-    with volume.use() as folder:
-        assert folder.index_is_partial
-        assert adopt_unknown_files(folder, volume.io).pages == 10
-        folder.mark_index_complete()
-    assert all(get(store, number) == content(key(number)) for number in range(10))
-    assert_sound(store)
-    store.close()
-    store = open_quiet(tmp_path / "store")
-    with store.volumes[0].use() as folder:
-        assert not folder.index_is_partial, "opens without a scan"
-    store.close()
-
-
-def test_an_index_whose_file_is_deleted_under_two_stores_is_made_anew_once(tmp_path: Path) -> None:
-    stores = [open_quiet(tmp_path / "store") for _ in range(2)]
-    put(stores[0], *range(5))
-    (tmp_path / "store" / "index" / "data.mdb").unlink()
-    assert put(stores[1], 5) == [True], "until it is noticed, the open index works on"
-    for store in stores:
-        store.look_after()
-    volume = stores[0].volumes[0]
-    with volume.use() as folder:
-        assert adopt_unknown_files(folder, volume.io).pages == 6
-    for store in stores:
-        store.look_after()
-        assert all(get(store, number) == content(key(number)) for number in range(6))
-        assert_sound(store)
-    assert len(list((tmp_path / "store").glob("index-broken-*"))) == 1
-    for store in stores:
-        store.close()
-
-
-def test_an_entry_without_file_is_removed_and_the_page_stored_again(tmp_path: Path) -> None:
-    store = open_quiet(tmp_path / "store")
-    put(store, 1)
-    page_files(tmp_path / "store")[0].unlink()
-    assert put(store, 1) == [True]
-    assert get(store, 1) == content(key(1))
-    page_files(tmp_path / "store")[0].unlink()
-    assert get(store, 1) is None
-    assert store.exists(NAMESPACE, [key(1)]) == [False]
-    assert_sound(store)
-    store.close()
 
 
 def test_a_page_that_is_there_is_not_written_again(tmp_path: Path) -> None:
@@ -471,7 +255,6 @@ def test_a_page_that_is_there_is_not_written_again(tmp_path: Path) -> None:
     assert put(store, *range(6)) == [True] * 6
     assert store.stats.pages_written == 6
     assert store.stats.pages_already_stored == 4
-    store.close()
 
 
 def test_a_lock_that_is_never_free_costs_pages_not_the_server(tmp_path: Path) -> None:
@@ -484,5 +267,3 @@ def test_a_lock_that_is_never_free_costs_pages_not_the_server(tmp_path: Path) ->
     assert store.stats.pages_dropped_late == 1
     assert put(store, 1) == [True]
     assert_sound(store)
-    store.close()
-    other.close()

@@ -11,31 +11,22 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
 from typing import NamedTuple
 
 from hcache_backend.config import HCacheConfig
-from hcache_backend.store.base import (
-    WHOLE,
-    PageStore,
-    Parts,
-    SegmentTable,
-    Share,
-    StoreStats,
-    Subset,
-)
-from hcache_backend.store.batch import Batch
 from hcache_backend.store.caretaker import Caretaker
-from hcache_backend.store.cover import cover
+from hcache_backend.store.cover import cover, plan_reads
 from hcache_backend.store.file_ops import FileOps
 from hcache_backend.store.folder import NotOurFolderError
 from hcache_backend.store.format import check_names, check_share, check_writer, file_layout
-from hcache_backend.store.index import Record
 from hcache_backend.store.kvikio_ops import best_file_ops
-from hcache_backend.store.page_files import Wanted, Written
+from hcache_backend.store.page_files import Written
 from hcache_backend.store.page_io import PageMemory
-from hcache_backend.store.problems import ProblemLog
-from hcache_backend.store.volume import Volume
+from hcache_backend.store.shares import WHOLE, Parts, SegmentTable, Share, Subset
+from hcache_backend.store.stats import ProblemLog, StoreStats
+from hcache_backend.store.volume import Volume, result_of
 
 logger = logging.getLogger("hcache.store")
 
@@ -62,18 +53,20 @@ class _Write(NamedTuple):
         return file_layout(self.table, self.memory.share).file_bytes
 
 
-class _Read(NamedTuple):
-    """A page file on its way to memory."""
+class _Writing(NamedTuple):
+    """Pages of a group that a folder is writing, by their places in the caller's lists."""
 
-    number: int
-    key: bytes
-    record: Record
-    memory: PageMemory
-    wanted: Wanted
+    volume: Volume
+    numbers: list[int]
+    futures: list[Future[Written | None]]
 
 
-class StripedPageStore(PageStore):
-    """Pages in ``config.dirs``.
+class PageStore:
+    """A local L3: maps ``(namespace, key)`` to the bytes of a page, in ``config.dirs``.
+
+    It knows nothing of torch, of SGLang or of what the bytes mean. What is read back is verified,
+    or it is a miss; a page that is missing, damaged or unwritable raises nothing. All methods may
+    be called from several threads and processes.
 
     Args:
         config: The options.
@@ -97,8 +90,7 @@ class StripedPageStore(PageStore):
         check_writer(writer)
         self.stats = StoreStats()
         self._config = config
-        self._lasting = config.durability == "always"
-        self._turn = itertools.count(int.from_bytes(os.urandom(2), "little"))
+        self._turn = int.from_bytes(os.urandom(2), "little")
         self._turn_lock = threading.Lock()
         self._problems = ProblemLog()
         self._closed = False
@@ -119,6 +111,10 @@ class StripedPageStore(PageStore):
     def exists(
         self, namespace: bytes, keys: Sequence[bytes], *, share: Share = WHOLE
     ) -> list[bool]:
+        """Whether the share of each page is there, in files of whatever shares.
+
+        It may still turn out to be damaged when it is read.
+        """
         keys = list(keys)
         check_names(namespace, keys)
         check_share(share)
@@ -141,6 +137,25 @@ class StripedPageStore(PageStore):
         share: Share = WHOLE,
         table: SegmentTable | None = None,
     ) -> list[bool]:
+        """Store a share of pages; False for a page that was not stored (the counters say why).
+
+        When it returns, the memory of ``pages`` may change. What is there already, in files of
+        whatever shares, is not written again.
+
+        Args:
+            namespace: 16 bytes.
+            keys: 32 bytes each, in the order of the sequence: neighbours go to different folders.
+            pages: The memory of the payload of the share: segments that do not divide, and of the
+                others the blocks of the share's eighths, in the order of the page, with nothing
+                between. The payload of the whole page is the page.
+            share: The tokens of every page that the caller has.
+            table: How the whole page divides; a must for shares and for reading parts of a layer.
+                Without it every part is one segment.
+
+        Raises:
+            ValueError: Names of a wrong length, no such share, a share without a table, or memory
+                of another length than that of the payload.
+        """
         keys = list(keys)
         check_names(namespace, keys)
         check_share(share)
@@ -152,26 +167,31 @@ class StripedPageStore(PageStore):
         for number, (key, parts) in enumerate(zip(keys, pages, strict=True)):
             if not done[number]:
                 work.append(_write(number, key, parts, table, share))
-        volumes = self._writable()
+        volumes = [volume for volume in self.volumes if volume.is_online()]
         if work and not volumes:
             self.stats.add(pages_dropped_offline=len(work))
             work = []
-        start = self._next_turn(len(work))
-        before: Callable[[], None] | None = None
+        with self._turn_lock:  # a batch begins in the round of folders where the one before ended
+            turn = self._turn
+            self._turn += max(len(work), 1)
+        before: list[_Writing] = []
         for group in _groups(work, len(volumes)):
-            placed: dict[int, list[_Write]] = {}
+            placed: list[list[_Write]] = [[] for _ in volumes]
             for item in group:
                 # By its place in the sequence, so that what is stored already keeps its turn.
-                placed.setdefault((start + item.number) % len(volumes), []).append(item)
-            placed_on = [(volumes[place], items) for place, items in placed.items()]
-            finish = self._begin(namespace, placed_on, deadline, done)
-            if before is not None:
-                before()
-            before = finish
-        if before is not None:
-            before()
-        if self._lasting:
-            self._make_lasting(done)
+                placed[(turn + item.number) % len(volumes)].append(item)
+            started = [
+                self._start_writing(namespace, volume, items, deadline)
+                for volume, items in zip(volumes, placed, strict=True)
+                if items
+            ]
+            self._finish_writing(before, deadline, done)
+            before = started
+        self._finish_writing(before, deadline, done)
+        if self._config.durability == "always":
+            for volume in self.volumes:
+                if volume.dirty and not volume.flush():
+                    done = [False] * len(done)
         return done
 
     def get(
@@ -183,42 +203,62 @@ class StripedPageStore(PageStore):
         subset: Subset | None = None,
         share: Share = WHOLE,
     ) -> list[bool]:
+        """Read a share of pages, from files of whatever shares.
+
+        False is a miss; the memory of that page then holds anything. With ``subset`` only the
+        memory of the wanted segments and eighths is written. Where neither the share nor the
+        subset leaves an eighth, there is nothing to be had: a miss.
+
+        Args:
+            namespace: 16 bytes.
+            keys: 32 bytes each.
+            pages: The memory of the payload of the share (see :meth:`put`), of just that length.
+            subset: What is wanted of the share; None means all.
+            share: The tokens of every page that the caller has memory for.
+
+        Raises:
+            ValueError: Names of a wrong length, or no such share.
+        """
         keys = list(keys)
         check_names(namespace, keys)
         check_share(share)
         if len(pages) != len(keys):
             raise ValueError(f"{len(pages)} pages for {len(keys)} keys")
-        plan = self._plan(namespace, keys, pages, subset or Subset(), share)
-        planned = {item.number for items in plan.values() for item in items}
+        reads = plan_reads(self.volumes, namespace, keys, pages, subset or Subset(), share)
+        reading = [
+            (read.number, read.volume.start_reading(read.entry, read.memory, read.wanted))
+            for read in reads
+        ]
+        planned = {read.number for read in reads}
         found = [number in planned for number in range(len(keys))]
-        batches = []
-        for place, items in plan.items():
-            batch = self._start_reading(self.volumes[place], namespace, items)
-            batches.append((items, batch))
-        deadline = time.monotonic() + self._config.read_seconds
-        for items, batch in batches:
-            results = batch.wait(deadline - time.monotonic(), running=True)
-            for item, ok in zip(items, results, strict=True):
-                found[item.number] = found[item.number] and bool(ok)
+        wait([future for _, future in reading], self._config.read_seconds)
+        for number, future in reading:
+            # A reading that has begun is waited for: the memory may not be given back before.
+            if future.cancel() or not result_of(future):
+                found[number] = False
         hits = sum(found)
         self.stats.add(pages_read=hits, misses=len(keys) - hits)
         return found
 
     def drop_writer(self, namespace: bytes, writer: bytes) -> int:
+        """Delete the pages that the server run ``writer`` (8 bytes) wrote; returns how many."""
         check_names(namespace, [])
         check_writer(writer)
         return sum(volume.drop(namespace, writer) for volume in self.volumes)
 
     def clear(self, namespace: bytes) -> None:
+        """Delete all pages of a namespace."""
         check_names(namespace, [])
         for volume in self.volumes:
             volume.drop(namespace)
 
     def flush(self) -> bool:
+        """Bring everything that was put to the disks; False when a disk refused."""
         flushed = [volume.flush() for volume in self.volumes]
         return all(flushed)
 
     def close(self) -> None:
+        """Release what the store holds; calling it again does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -252,114 +292,48 @@ class StripedPageStore(PageStore):
     def _already_stored(self, namespace: bytes, keys: Sequence[bytes], share: Share) -> list[bool]:
         """Which pages need not be written again; their files are looked for, not only entries."""
         covers = cover(self.volumes, namespace, keys, share.eighths, Volume.holds_file)
-        for key, pieces in zip(keys, covers, strict=True):
-            for piece in pieces:
-                self.volumes[piece.place].touch((namespace, key, piece.record.share))
+        for piece in itertools.chain(*covers):
+            piece.volume.touch(piece.entry.name)
         stored = [bool(pieces) for pieces in covers]
         self.stats.add(pages_already_stored=sum(stored))
         return stored
 
-    def _writable(self) -> list[Volume]:
-        return [volume for volume in self.volumes if volume.is_online()]
+    def _start_writing(
+        self, namespace: bytes, volume: Volume, items: Sequence[_Write], deadline: float
+    ) -> _Writing:
+        incoming = sum(item.file_bytes for item in items)
+        if not volume.make_room(incoming, deadline - time.monotonic()):
+            self.stats.add(pages_dropped_full=len(items))
+            self._problems.report("full", f"{volume.path} is full; pages are not stored")
+            return _Writing(volume, [], [])
+        futures = [
+            volume.start_writing(namespace, item.key, item.memory, item.table) for item in items
+        ]
+        return _Writing(volume, [item.number for item in items], futures)
 
-    def _next_turn(self, count: int) -> int:
-        """Where this batch begins in the round of folders: where the one before ended."""
-        with self._turn_lock:
-            start = next(self._turn)
-            self._turn = itertools.count(start + max(count, 1))
-            return start
-
-    def _begin(
-        self,
-        namespace: bytes,
-        placed: Sequence[tuple[Volume, list[_Write]]],
-        deadline: float,
-        done: list[bool],
-    ) -> Callable[[], None]:
-        """Start writing a group; what is returned waits for it and names the pages."""
-        started: list[tuple[Volume, list[_Write], Batch[_Write, Written | None]]] = []
-        for volume, items in placed:
-            incoming = sum(item.file_bytes for item in items)
-            if not volume.make_room(incoming, deadline - time.monotonic()):
-                self.stats.add(pages_dropped_full=len(items))
-                self._problems.report("full", f"{volume.path} is full; pages are not stored")
-                continue
-
-            def work(item: _Write, volume: Volume = volume) -> Written | None:
-                return volume.write(namespace, item.key, item.memory, item.table)
-
-            batch = Batch(items, work, volume.abandon)
-            batch.start(volume.writers, self._config.io_threads)
-            started.append((volume, items, batch))
-
-        def finish() -> None:
-            for volume, items, batch in started:
-                results = batch.wait(deadline - time.monotonic())
-                ready = [
-                    (item.number, written)
-                    for item, written in zip(items, results, strict=True)
-                    if written is not None
-                ]
-                late = max(deadline - time.monotonic(), 0.0)
-                named = volume.commit([written for _, written in ready], late) if ready else []
-                for (number, _), ok in zip(ready, named, strict=True):
-                    done[number] = ok
-                if batch.left_undone:
-                    self.stats.add(pages_dropped_late=batch.left_undone)
-                    self._problems.report(
-                        "late", f"{volume.path} is too slow; {batch.left_undone} pages were dropped"
-                    )
-
-        return finish
-
-    def _make_lasting(self, done: list[bool]) -> None:
-        for volume in self.volumes:
-            if volume.dirty and not volume.flush():
-                done[:] = [False] * len(done)
-
-    def _plan(
-        self,
-        namespace: bytes,
-        keys: Sequence[bytes],
-        pages: Sequence[Parts],
-        subset: Subset,
-        share: Share,
-    ) -> dict[int, list[_Read]]:
-        """Which page files to read, by folder; pages that are not there are left out."""
-        plan: dict[int, list[_Read]] = {}
-        covers = cover(self.volumes, namespace, keys, subset.eighths & share.eighths)
-        for number, pieces in enumerate(covers):
-            memory = PageMemory(pages[number], share)
-            for order, (place, record, eighths) in enumerate(pieces):
-                # What every share repeats comes from one file: two would race for its memory.
-                wanted = Wanted(subset.segments, eighths, undivided=order == 0)
-                item = _Read(number, keys[number], record, memory, wanted)
-                plan.setdefault(place, []).append(item)
-        return plan
-
-    def _start_reading(
-        self, volume: Volume, namespace: bytes, items: list[_Read]
-    ) -> Batch[_Read, bool]:
-        def work(item: _Read) -> bool:
-            return volume.read(namespace, item.key, item.record, item.memory, item.wanted)
-
-        batch = Batch(items, work)
-        batch.start(volume.readers, self._config.io_threads)
-        return batch
-
-
-def open_store(config: HCacheConfig, writer: bytes) -> PageStore:
-    """The page store of a server run.
-
-    Args:
-        config: The options; the folders are made when missing.
-        writer: The server run, 8 bytes.
-
-    Raises:
-        NotOurFolderError: A folder is in use for something else.
-        OSError: None of the folders can be used.
-    """
-    return StripedPageStore(config, writer)
+    def _finish_writing(
+        self, started: Sequence[_Writing], deadline: float, done: list[bool]
+    ) -> None:
+        """Wait for a group of pages and name them; ``done`` learns which are stored."""
+        for volume, numbers, futures in started:
+            wait(futures, max(deadline - time.monotonic(), 0.0))
+            ready: list[tuple[int, Written]] = []
+            late = 0
+            for number, future in zip(numbers, futures, strict=True):
+                if not future.done():
+                    late += 1
+                    volume.abandon(future)
+                elif (written := result_of(future)) is not None:
+                    ready.append((number, written))
+            seconds = max(deadline - time.monotonic(), 0.0)
+            named = volume.commit([written for _, written in ready], seconds) if ready else []
+            for (number, _), ok in zip(ready, named, strict=True):
+                done[number] = ok
+            if late:
+                self.stats.add(pages_dropped_late=late)
+                self._problems.report(
+                    "late", f"{volume.path} is too slow; {late} pages were dropped"
+                )
 
 
 def _write(

@@ -1,0 +1,221 @@
+"""Comparing page files with the index, beside live stores.
+
+Files that the index does not know are there when an index was lost, and after the machine went
+down, because the last commit of the index may then be undone. Stores that are open see pages
+appear when they are adopted.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from hcache_backend.store.folder import Folder
+from hcache_backend.store.format import DamagedFileError, PageName, parse_name
+from hcache_backend.store.index import Entry, Record
+from hcache_backend.store.page_files import (
+    Wanted,
+    check_size,
+    delete_page,
+    opened_page,
+    read_header,
+    read_page,
+)
+from hcache_backend.store.page_io import PageIO, PageMemory
+
+_LOCK_SECONDS = 30.0
+_FILES_AT_A_TIME = 128
+
+
+@dataclass
+class Unknown:
+    """Files that the index does not know.
+
+    Attributes:
+        pages: Sound page files.
+        damaged: Files that are no page files, or damaged ones: shard folder, name, reason.
+    """
+
+    pages: list[PageName] = field(default_factory=list)
+    damaged: list[tuple[str, str, str]] = field(default_factory=list)
+
+
+@dataclass
+class Findings:
+    """What :func:`verify_folder` found.
+
+    Attributes:
+        pages: Page files that are right.
+        bytes: Their bytes.
+        damaged: Page files that are not: path and reason.
+        missing: Entries without file.
+        unknown: Files that the index does not know: path and reason.
+        index: What is wrong inside the index.
+        repaired: How many of these problems were mended.
+    """
+
+    pages: int = 0
+    bytes: int = 0
+    damaged: list[tuple[str, str]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unknown: list[tuple[str, str]] = field(default_factory=list)
+    index: list[str] = field(default_factory=list)
+    repaired: int = 0
+
+    @property
+    def problems(self) -> int:
+        """How many things were wrong."""
+        return len(self.damaged) + len(self.missing) + len(self.unknown) + len(self.index)
+
+
+def find_unknown_files(
+    folder: Folder,
+    io: PageIO,
+    *,
+    adopt: bool,
+    stop: Callable[[], bool] = lambda: False,
+    progress: Callable[[int, int], None] = lambda done, shards: None,
+) -> Unknown:
+    """Look for files that the index does not know.
+
+    Headers are verified here, payloads when they are read.
+
+    Args:
+        adopt: Enter the sound ones, with their time of writing as last use.
+        stop: Asked now and then whether to end early.
+        progress: Told how many shard folders are done, and how many there are.
+
+    Raises:
+        OSError, lmdb.Error: The folder or its index cannot be used.
+    """
+    result = Unknown()
+    shards = folder.shards()
+    for done, shard in enumerate(shards, start=1):
+        if stop():
+            break
+        names = []
+        with folder.shard(shard) as shard_fd:
+            files = folder.ops.list(shard_fd)
+        for file in files:
+            name = parse_name(file)
+            if name is None:
+                result.damaged.append((shard, file, "its name is no page file's"))
+            elif _is_known(folder, name):
+                continue
+            elif name.shard != shard:
+                result.damaged.append((shard, file, "it stands in the wrong folder"))
+            else:
+                names.append(name)
+        for start in range(0, len(names), _FILES_AT_A_TIME):
+            # Under the lock nobody evicts or replaces the file between look and entry.
+            with folder.lock.held(_LOCK_SECONDS):
+                found = _entries(folder, io, names[start : start + _FILES_AT_A_TIME], result)
+                if adopt:
+                    folder.index.insert(found)
+            result.pages += [entry.name for entry in found]
+        progress(done, len(shards))
+    return result
+
+
+def verify_folder(
+    folder: Folder,
+    io: PageIO,
+    *,
+    repair: bool = False,
+    progress: Callable[[int, int], None] = lambda done, pages: None,
+) -> Findings:
+    """Read and verify every page file of a folder.
+
+    Args:
+        repair: Delete damaged files and entries without file. Files that the index does not know
+            are entered by a rebuild, or deleted here when they are damaged.
+        progress: Told how many pages are done, and how many there are.
+
+    Raises:
+        OSError, lmdb.Error: The folder or its index cannot be used.
+    """
+    findings = Findings(index=folder.index.check())
+    total = folder.index.totals().pages
+    # Taken out at once, so that no reader of the index lives for minutes.
+    entries = list(folder.index.entries())
+    for done, entry in enumerate(entries, start=1):
+        _verify_entry(folder, io, entry, findings, repair)
+        if done % 16 == 0 or done == total:
+            progress(done, max(total, done))
+    unknown = find_unknown_files(folder, io, adopt=False)
+    for name in unknown.pages:
+        findings.unknown.append((f"{name.shard}/{name.file}", "a page file"))
+    for shard, file, reason in unknown.damaged:
+        findings.unknown.append((f"{shard}/{file}", reason))
+        if repair:
+            with folder.lock.held(_LOCK_SECONDS), folder.shard(shard) as shard_fd:
+                folder.ops.unlink(file, shard_fd)
+            findings.repaired += 1
+    return findings
+
+
+def _verify_entry(
+    folder: Folder, io: PageIO, entry: Entry, findings: Findings, repair: bool
+) -> None:
+    name, record = entry.name, entry.record
+    path = f"{name.shard}/{name.file}"
+    payload = memoryview(mmap.mmap(-1, max(record.payload_bytes, 1)))[: record.payload_bytes]
+    try:
+        memory = PageMemory([payload], name.share)
+        read_page(folder, io, entry, memory, Wanted(None, name.share.eighths, undivided=True))
+    except FileNotFoundError:
+        if not _is_known(folder, name):
+            return  # a live server has evicted the page meanwhile
+        findings.missing.append(path)
+    except (DamagedFileError, OSError) as error:
+        if not _is_known(folder, name):
+            return
+        findings.damaged.append((path, str(error)))
+    else:
+        findings.pages += 1
+        findings.bytes += record.file_bytes
+        return
+    findings.repaired += repair and _remove(folder, name)
+
+
+def _remove(folder: Folder, name: PageName) -> bool:
+    with folder.lock.held(_LOCK_SECONDS):
+        try:
+            delete_page(folder, name)
+        except OSError:
+            return False
+        folder.index.remove([name])
+    return True
+
+
+def _is_known(folder: Folder, name: PageName) -> bool:
+    [records] = folder.index.lookup(name.namespace, [name.key])
+    return any(record.share == name.share for record in records)
+
+
+def _entries(folder: Folder, io: PageIO, names: Sequence[PageName], result: Unknown) -> list[Entry]:
+    """What the index will say of page files that it still does not know."""
+    entries = []
+    for name in names:
+        if _is_known(folder, name):
+            continue
+        try:
+            entries.append(_entry(folder, io, name))
+        except FileNotFoundError:
+            continue
+        except (DamagedFileError, OSError) as error:
+            result.damaged.append((name.shard, name.file, str(error)))
+    return entries
+
+
+def _entry(folder: Folder, io: PageIO, name: PageName) -> Entry:
+    with opened_page(folder, name) as (fd, status):
+        header = read_header(folder, io, fd)
+        if name != header.name:
+            raise DamagedFileError("its name is not the one in its header")
+        layout = header.layout
+        check_size(status, layout.file_bytes)
+    sizes = (layout.header_bytes, layout.payload_bytes)
+    record = Record(name.share, *sizes, header.writer, status.st_mtime_ns)
+    return Entry(name.namespace, name.key, record)

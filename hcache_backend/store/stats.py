@@ -1,0 +1,71 @@
+"""What a store counts, and what it says in the log."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+
+logger = logging.getLogger("hcache.store")
+
+QUIET_SECONDS = 60.0
+
+
+@dataclass
+class StoreStats:
+    """Counters since the store was opened (all but ``lock`` are counters)."""
+
+    pages_written: int = 0
+    bytes_written: int = 0
+    pages_read: int = 0
+    bytes_read: int = 0
+    misses: int = 0
+    bad_pages: int = 0
+    write_errors: int = 0
+    read_errors: int = 0
+    index_errors: int = 0
+    sync_errors: int = 0
+    evict_errors: int = 0
+    pages_already_stored: int = 0
+    pages_dropped_full: int = 0
+    pages_dropped_late: int = 0
+    pages_dropped_offline: int = 0
+    pages_evicted: int = 0
+    bytes_evicted: int = 0
+    bytes_copied: int = 0
+    folders_lost: int = 0
+    syncs: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(self, **increments: int) -> None:
+        """Add to counters by name."""
+        with self.lock:
+            for name, increment in increments.items():
+                setattr(self, name, getattr(self, name) + increment)
+
+    def snapshot(self) -> dict[str, int]:
+        """All counters by name."""
+        with self.lock:
+            return {name: value for name, value in vars(self).items() if isinstance(value, int)}
+
+
+class ProblemLog:
+    """Logs the first problem of a kind at once, later ones at most once per minute."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last: dict[str, float] = {}
+        self._held_back: dict[str, int] = {}
+
+    def report(self, kind: str, message: str) -> None:
+        """Log ``message`` unless one of its ``kind`` was logged in the last minute."""
+        now = time.monotonic()
+        with self._lock:
+            if now - self._last.get(kind, -QUIET_SECONDS) < QUIET_SECONDS:
+                self._held_back[kind] = self._held_back.get(kind, 0) + 1
+                return
+            self._last[kind] = now
+            held_back = self._held_back.pop(kind, 0)
+        more = f" ({held_back} more like it since the last such line)" if held_back else ""
+        logger.warning("hcache: %s%s", message, more)
