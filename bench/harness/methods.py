@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from bench.harness.machine import Machine
 from bench.harness.options import ServerOptions, hcache_config
+from hcache_backend.cli.common import fail
 from hcache_backend.trace import TRACE_VARIABLE
 
 PAGE_SIZE = 64
@@ -56,6 +57,15 @@ METHODS = {
     # a profile, so its option `partition` comes from the program.
     HYBRID: Method("KV + recomputation (naive hybrid)", storage="dynamic"),
 }
+
+SERVED = tuple(name for name in METHODS if name != HYBRID)
+"""Methods that need nothing but their options."""
+
+
+def check_model(model: str | None) -> None:
+    """End a program whose ``--model-path`` is a path at which nothing is; SGLang says it later."""
+    if model and model.startswith(("/", "./", "../", "~")) and not Path(model).exists():
+        fail(f"--model-path {model}: there is nothing; it must be a model's folder, or its name")
 
 
 def server_options(
@@ -112,14 +122,10 @@ def server_options(
     )
 
 
-def names(option: str, text: str, known: Sequence[str]) -> list[str]:
-    """The names in ``text``, which has commas between them, each once.
-
-    Raises:
-        ValueError: One is not known; the message names the option.
-    """
+def chosen(option: str, text: str, known: Sequence[str]) -> list[str]:
+    """The names in ``text``, which has commas between them, each once; all must be known."""
     found = [name.strip() for name in text.split(",")]
     for name in found:
         if name not in known:
-            raise ValueError(f"{option} {name!r}: must be of {', '.join(known)}")
+            fail(f"{option} {name!r}: must be of {', '.join(known)}")
     return list(dict.fromkeys(found))

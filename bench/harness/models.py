@@ -223,6 +223,7 @@ class TinyLlama:
     kv_heads: int = HEADS
     intermediate: int = 512
     vocabulary: int = VOCAB
+    positions: int = MAX_POSITIONS
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -244,6 +245,7 @@ class TinyLlama:
             num_key_value_heads=self.kv_heads,
             intermediate_size=self.intermediate,
             vocab_size=self.vocabulary,
+            max_position_embeddings=self.positions,
         )
 
 

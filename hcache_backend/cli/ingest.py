@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hcache_backend.cli.bench_server import need_aiohttp
 from hcache_backend.cli.common import (
     AsJson,
     errors,
@@ -21,9 +21,10 @@ from hcache_backend.cli.common import (
     screen,
     table,
 )
+from hcache_backend.cli.metrics_page import METRICS_LAG_S, look, moved
 
 if TYPE_CHECKING:
-    from hcache_backend.benchmark.ingest import Ingested
+    from hcache_backend.cli.documents import Ingested
 
 FAILED = 1
 SHOWN_FAILURES = 10
@@ -69,12 +70,10 @@ def ingest(
     Questions then find them in L3, if they begin with the same text: the prefix file, then the
     document. Exit status: 0; 1 when the server refused documents; 2 when it could not run.
     """
-    need_aiohttp()
-    from hcache_backend.benchmark.client import BenchError, Client
-    from hcache_backend.benchmark.documents import DocumentError, find_documents
-    from hcache_backend.benchmark.ingest import Journal
-    from hcache_backend.benchmark.ingest import ingest as store
-    from hcache_backend.cli.bench_run import METRICS_LAG_S, metrics, moved
+    if find_spec("aiohttp") is None:
+        fail("this command needs aiohttp, which SGLang brings: pip install aiohttp")
+    from hcache_backend.cli.client import BenchError, Client
+    from hcache_backend.cli.documents import DocumentError, Journal, find_documents, store_documents
 
     with explained():
         prefix = prefix_file.read_text(encoding="utf-8") if prefix_file is not None else ""
@@ -92,10 +91,10 @@ def ingest(
                 )
             notes = Journal(journal, server, prefix)
             missing = sum(document not in notes for document in found)
-            before, begun = await metrics(url), time.monotonic()
+            before, begun = await asyncio.to_thread(look, url), time.monotonic()
             with progress_bar(hidden=False) as bar:
                 task = bar.add_task("documents", total=len(found), completed=len(found) - missing)
-                result = await store(
+                result = await store_documents(
                     client,
                     found,
                     notes,
@@ -109,7 +108,7 @@ def ingest(
             seconds = time.monotonic() - begun
             if missing:
                 await asyncio.sleep(METRICS_LAG_S)
-            l3 = moved(before, await metrics(url))
+            l3 = moved(before, await asyncio.to_thread(look, url))
         return report(result, len(found) - missing, seconds, l3)
 
     try:

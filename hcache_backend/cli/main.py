@@ -5,8 +5,6 @@ from __future__ import annotations
 import typer
 
 from hcache_backend.cli import store
-from hcache_backend.cli.bench import bench
-from hcache_backend.cli.demo import demo
 from hcache_backend.cli.doctor import doctor
 from hcache_backend.cli.ingest import ingest
 from hcache_backend.cli.plan import plan
@@ -20,8 +18,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("demo")(demo)
-app.add_typer(bench, name="bench")
 app.command("stats")(store.stats)
 app.command("ls")(store.list_pages)
 app.command("verify")(store.verify)

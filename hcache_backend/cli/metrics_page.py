@@ -14,6 +14,8 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 TIMEOUT_SECONDS = 5.0
+METRICS_LAG_S = 1.5
+"""Counters of the page store are passed on once a second."""
 COUNTERS = {
     "tokens": ("hcache_tokens_total", "event"),
     "bytes": ("hcache_bytes_total", "event"),
@@ -246,3 +248,38 @@ def summary(page: MetricsPage, before: MetricsPage | None) -> dict[str, Any]:
 
 def _milliseconds(seconds: float | None) -> float | None:
     return None if seconds is None else 1e3 * seconds
+
+
+def look(url: str) -> MetricsPage | NoMetrics:
+    """The metrics of the server at ``url``, or why there are none."""
+    try:
+        return fetch(url)
+    except NoMetrics as error:
+        return error
+
+
+def moved(before: MetricsPage | NoMetrics, after: MetricsPage | NoMetrics) -> dict[str, Any]:
+    """Bytes that moved between two looks, by our metrics; ``missing`` says why there are none."""
+    for page in (before, after):
+        if isinstance(page, NoMetrics):
+            return {"missing": str(page)}
+    assert isinstance(before, MetricsPage)
+    assert isinstance(after, MetricsPage)
+    if not after.follows(before):
+        return {"missing": "the server was started anew during the run"}
+
+    def grown(counter: str, label: str) -> int:
+        now, then = after.counters[counter], before.counters[counter]
+        return int(now.get(label, 0.0) - then.get(label, 0.0))
+
+    restored = [label for label in after.counters["bytes"] if label.startswith("restored")]
+    dropped = [label for label in after.counters["store"] if label.startswith("pages_dropped")]
+    return {
+        "mode": after.mode,
+        "bytes_read": grown("store", "bytes_read"),
+        "bytes_written": grown("store", "bytes_written"),
+        "bytes_restored": sum(grown("bytes", label) for label in restored),
+        "pages_evicted": grown("store", "pages_evicted"),
+        "pages_dropped": sum(grown("store", label) for label in dropped),
+        "problems": sum(grown("problems", kind) for kind in after.counters["problems"]),
+    }

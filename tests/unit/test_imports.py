@@ -20,8 +20,6 @@ RANKS = {
     "trace": 0,
     "fingerprint": 1,
     "streams": 1,
-    "workload": 1,
-    "benchmark": 2,
     "store": 1,
     "server_report": 2,
     "projection": 2,
@@ -110,7 +108,7 @@ def test_kernels_import_nothing_of_the_backend() -> None:
     assert importers(KERNELS.rglob("*.py"), "hcache_backend", "sglang") == []
 
 
-LIGHT = ("", "config", "page", "store", "workload", "benchmark")
+LIGHT = ("", "config", "page", "store", "trace")
 
 WITHOUT = """
 import importlib, sys

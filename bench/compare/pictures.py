@@ -1,0 +1,177 @@
+"""Pictures of what a comparison found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.compare.report import SETTING_TITLES, TIERS, tried
+from bench.harness.methods import HYBRID
+from bench.harness.program import save_picture
+
+COLOURS = {
+    "ideal": "#7f7f7f",
+    "recompute": "#d62728",
+    "file": "#ff7f0e",
+    "host": "#bcbd22",
+    "hcache-kv": "#9467bd",
+    "hcache-hidden": "#1f77b4",
+    "hcache-hidden-eager": "#17becf",
+    "hcache": "#2ca02c",
+    "hcache-eager": "#98df8a",
+    HYBRID: "#8c564b",
+}
+"""The colour of each method in every picture."""
+_WAYS = {"none": "#7f7f7f", "staged": "#1f77b4"}
+
+
+def draw(report: Mapping[str, Any], stem: Path) -> list[Path]:
+    """Pictures beside the report; returns their paths.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    drawn = []
+    if report.get("restore"):
+        drawn.append(_draw_restore(report, stem.with_name(f"{stem.name}_restore.png")))
+    if report.get("saving"):
+        drawn.append(_draw_saving(report, stem.with_name(f"{stem.name}_saving.png")))
+    if report.get("load"):
+        drawn.append(_draw_load(report, stem.with_name(f"{stem.name}_load.png")))
+    return drawn
+
+
+def _draw_restore(report: Mapping[str, Any], path: Path) -> Path:
+    from matplotlib import pyplot
+
+    restore = report["restore"]
+    methods = list(restore["methods"])
+    settings = [setting for setting in SETTING_TITLES if tried(restore, setting)]
+    figure, panels = pyplot.subplots(
+        1,
+        len(settings) + 1,
+        figsize=(3.2 + 3.6 * (len(settings) + 1), 1.6 + 0.42 * len(methods)),
+        squeeze=False,
+        sharey=True,
+    )
+    for axes, setting in zip(panels[0], settings, strict=False):
+        for name, row in tried(restore, setting).items():
+            place, reading = methods.index(name), min(row["l3_ms"], row["ms"])
+            # The rest is loading, computation, or the scheduler between them.
+            axes.barh(place, reading, color=COLOURS[name], alpha=0.45, hatch="//")
+            axes.barh(place, row["ms"] - reading, left=reading, color=COLOURS[name])
+            axes.annotate(f" {row['ms']:,.0f}", (row["ms"], place), va="center", fontsize=9)
+        axes.set_xlabel("ms (hatched: until L3 is read)")
+        axes.locator_params(axis="x", nbins=4)
+        axes.set_title(SETTING_TITLES[setting], fontsize=10)
+        axes.margins(x=0.18)
+        axes.set_xlim(left=0)
+    storage = panels[0][-1]
+    for place, name in enumerate(methods):
+        kib = _bytes_per_token(restore["methods"][name]) / 1024
+        if kib:
+            storage.barh(place, kib, color=COLOURS[name])
+            storage.annotate(f" {kib:,.1f}", (kib, place), va="center", fontsize=9)
+    storage.set_xlabel("KiB per token")
+    storage.set_title("stored in L3", fontsize=10)
+    storage.margins(x=0.18)
+    panels[0][0].set_yticks(
+        range(len(methods)), [restore["methods"][name]["title"] for name in methods]
+    )
+    panels[0][0].invert_yaxis()
+    return _save(figure, f"Restoring {restore['tokens']:,} tokens", report, path)
+
+
+def _bytes_per_token(row: Mapping[str, Any]) -> float:
+    """Bytes in L3 in the first setting in which the method was tried."""
+    return float(
+        next(row[setting]["bytes_per_token"] for setting in SETTING_TITLES if row[setting])
+    )
+
+
+def _draw_saving(report: Mapping[str, Any], path: Path) -> Path:
+    from matplotlib import pyplot
+
+    saving = report["saving"]
+    figure, axes = pyplot.subplots(figsize=(6.2, 4))
+    batches = saving["batches"]
+    for name, way in saving["ways"].items():
+        times = [way["gaps_ms"][str(batch)]["median"] for batch in batches]
+        axes.plot(batches, times, marker="o", color=_WAYS.get(name), label=way["title"])
+    axes.set_xticks(batches)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("sequences that run together")
+    axes.set_ylabel("between tokens, ms (median)")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    return _save(figure, "Saving hidden states of running requests", report, path)
+
+
+def _draw_load(report: Mapping[str, Any], path: Path) -> Path:
+    from matplotlib import pyplot
+
+    load = report["load"]
+    methods = load["methods"]
+    figure, ((ttft, tail), (tokens, hits)) = pyplot.subplots(2, 2, figsize=(12, 9))
+    curves = (
+        (ttft, "median_ttft", "TTFT, ms (median)"),
+        (tail, "p90_ttft", "TTFT, ms (p90)"),
+        (tokens, "average_tbt", "between tokens of a running request, ms"),
+    )
+    for axes, key, title in curves:
+        for name, row in methods.items():
+            runs = sorted(row["runs"], key=lambda run: float(run["request_rate"]))
+            axes.plot(
+                [float(run["request_rate"]) for run in runs],
+                [1e3 * run[key] for run in runs],
+                marker="o",
+                linestyle="--" if name.endswith("eager") else "-",
+                color=COLOURS[name],
+                label=row["title"],
+            )
+        axes.set_xticks(sorted({float(run["request_rate"]) for run in runs}))
+        axes.set_xlabel(f"{load['workload']['arrivals']} per second")
+        axes.set_ylabel(title)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    _draw_hits(hits, methods)
+    # Above all panels: there is no place in one that no curve may go through.
+    figure.legend(
+        *ttft.get_legend_handles_labels(),
+        fontsize=8,
+        ncols=5,
+        loc="upper center",
+        bbox_to_anchor=(0.5, 0.955),
+    )
+    return _save(figure, f"Workload {load['workload']['name']}", report, path, top=0.91)
+
+
+def _draw_hits(axes: Any, methods: Mapping[str, Mapping[str, Any]]) -> None:
+    """Where prompt tokens came from, on average over the rates."""
+    titles: Sequence[str] = [row["title"] for row in methods.values()]
+    for place, row in enumerate(methods.values()):
+        left = 0.0
+        for tier, shade in zip(TIERS, ("#4c72b0", "#8fb0d9", "#c44e52"), strict=True):
+            shares = [run[f"{tier}_hit_rate"] or 0.0 for run in row["runs"]]
+            share = 100 * sum(shares) / len(shares)
+            axes.barh(place, share, left=left, color=shade, label=tier if not place else None)
+            left += share
+    axes.set_yticks(range(len(titles)), titles, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("prompt tokens from a cache, %")
+    axes.set_xlim(0, 100)
+    axes.legend(fontsize=8)
+
+
+def _save(figure: Any, title: str, report: Mapping[str, Any], path: Path, top: float = 1.0) -> Path:
+    from matplotlib import pyplot
+
+    figure.suptitle(f"{title}: {report['device']}, {report['model']}", fontsize=11)
+    figure.tight_layout(rect=(0, 0, 1, top))
+    save_picture(figure, path)
+    pyplot.close(figure)
+    return path

@@ -1,0 +1,119 @@
+"""What partitions of a comparison go by: this machine's profile, and it with a slower bus or L3."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.harness.machine import Machine, MachineError
+from bench.harness.options import base_environment
+from hcache_backend.partition.costs import layer_costs
+from hcache_backend.partition.layers import Partition
+from hcache_backend.partition.model_config import ModelConfigError, read_model
+from hcache_backend.partition.model_shape import ModelShape
+from hcache_backend.partition.profile import Profile, Rate, load_profile
+from hcache_backend.partition.solver import search
+
+SLOW_SHARE = 1 / 3
+"""Of the rate at which hidden states take as long to read from L3 as to project: the slow L3's."""
+
+
+class Rates(NamedTuple):
+    """Bytes a second at which something of the machine is slowed down.
+
+    Attributes:
+        bus: Copies to the device, at which hidden states take as long to copy as to project.
+        l3: Reads of L3.
+    """
+
+    bus: float
+    l3: float
+
+
+def has_shape(model: str) -> bool:
+    """Whether the model's shape can be read: it is a folder, of a family that plans know."""
+    try:
+        read_model(Path(model))
+    except ModelConfigError:
+        return False
+    return True
+
+
+def measure_profile(machine: Machine, model: str, folder: Path, seconds: float) -> Profile:
+    """The profile of this machine, by ``hcache profile`` in a process of its own.
+
+    Args:
+        machine: Where; the servers compute as that process does.
+        model: The model's folder.
+        folder: On the disk that L3 will be on.
+        seconds: About so long for each operation.
+
+    Raises:
+        MachineError: It could not be measured.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    out = folder / "profile.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "hcache_backend.cli.main", "profile", "--model", model),
+            *("--dir", str(folder / "l3"), "--out", str(out), "--seconds", f"{seconds:g}"),
+        ],
+        env=base_environment(machine.device),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise MachineError(f"hcache profile ended with {done.returncode}: {done.stderr.strip()}")
+    return load_profile(out)
+
+
+def with_bus(profile: Profile, rate: float) -> Profile:
+    """The profile of the same machine with a bus of ``rate`` bytes a second at most."""
+    copy, load = profile.hidden_copy, profile.kv_load
+    slower = 1 / min(rate, copy.per_second)
+    writing = max(0.0, 1 / load.per_second - 1 / copy.per_second)
+    return profile.model_copy(
+        update={
+            "hidden_copy": Rate(seconds=copy.seconds, per_second=1 / slower),
+            "kv_load": Rate(seconds=load.seconds, per_second=1 / (slower + writing)),
+        }
+    )
+
+
+def with_l3(profile: Profile, rate: float) -> Profile:
+    """The profile of the same machine with an L3 of ``rate`` bytes a second at most."""
+    found = profile.l3.per_second if profile.l3 is not None else rate
+    return profile.model_copy(update={"l3": Rate(per_second=min(rate, found))})
+
+
+def in_setting(profile: Profile, setting: str, rates: Rates | None) -> Profile:
+    """The profile of the machine in one of the settings of a comparison."""
+    if setting == "disk":
+        return profile
+    assert rates is not None
+    if setting == "balanced":
+        return with_bus(profile, rates.bus)
+    return with_l3(profile, rates.l3)
+
+
+def naive_hybrid(profile: Profile, shape: ModelShape, tokens: int) -> Partition:
+    """KV and recomputation without hidden states, so that a layer-wise restore ends soonest."""
+    costs = layer_costs(profile, shape, tokens, l3="first", early_stop=True)
+    return search(costs, shape.layers, methods=("recompute", "kv"))
+
+
+def float32(shape: ModelShape) -> ModelShape:
+    """The shape as servers on a CPU have it: they compute in float32."""
+    return shape.model_copy(update={"element_bytes": 4})
+
+
+def options(partition: Partition) -> dict[str, int]:
+    """Option ``partition`` of a server."""
+    return {
+        "recompute": partition.recompute,
+        "hidden": partition.hidden,
+        "kv": partition.kv,
+    }

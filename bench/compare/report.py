@@ -1,0 +1,196 @@
+"""What a comparison found, as Markdown tables; see :mod:`.pictures`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from bench.harness.program import markdown_table
+
+SETTING_TITLES = {
+    "disk": "L3 as it is",
+    "balanced": "bus: copy = projection",
+    "slow": "slow L3",
+}
+TIERS = ("device", "host", "storage")
+_LAYERS = re.compile(r"hidden mode: (.*?), \d+ bytes")
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """The report as a document: a table for each setting and each part."""
+    parts = [
+        f"# Methods compared on {report['device']}",
+        f"SGLang {report['sglang_version']}, {report['date']}. Model: {report['model']}.",
+    ]
+    if report.get("restore"):
+        parts += _restores(report["restore"])
+    if report.get("saving"):
+        parts += _saving(report["saving"])
+    if report.get("load"):
+        parts += _load(report["load"])
+    return "\n\n".join(parts) + "\n"
+
+
+def table_lines(results: Mapping[str, Any]) -> str:
+    """The tables of all parts in ``results``, for the marked blocks of the documentation.
+
+    Of restores one table: the time without limits with its parts, and the two slowed settings.
+    """
+    if results.get("saving"):
+        return _saving_table(results["saving"])
+    if results.get("load"):
+        return _load_table(results["load"])
+    head = ("method", "bytes per token", "restore", "L3 part", "load part", "balanced bus: load")
+    methods = results["restore"]["methods"]
+    return markdown_table(
+        (*head, "slow L3: restore"),
+        [
+            (
+                row["title"],
+                next((_number(row[s], "bytes_per_token") for s in SETTING_TITLES if row[s]), "-"),
+                *(_number(row["disk"], part) for part in ("ms", "l3_ms", "load_ms")),
+                _number(row["balanced"], "load_ms"),
+                _number(row["slow"], "ms"),
+            )
+            for row in methods.values()
+        ],
+    )
+
+
+def _number(row: Mapping[str, Any] | None, part: str) -> str:
+    return f"{row[part]:,.0f}" if row and row[part] else "-"
+
+
+def layers(said: str) -> str:
+    """How each layer comes back, from what a server of ours said; empty where it is not ours."""
+    found = _LAYERS.search(said)
+    if found:
+        return found[1]
+    return "KV pages" if "KV mode" in said else ""
+
+
+def tried(restore: Mapping[str, Any], setting: str) -> dict[str, dict[str, Any]]:
+    """Rows of a setting by method; recomputation is the same in all."""
+    rows = {name: row[setting] or _anywhere(name, row) for name, row in restore["methods"].items()}
+    if not any(row[setting] for row in restore["methods"].values()):
+        return {}
+    return {name: row for name, row in rows.items() if row}
+
+
+def _anywhere(name: str, row: Mapping[str, Any]) -> dict[str, Any] | None:
+    found: dict[str, Any] | None = row["disk"] if name == "recompute" else None
+    return found
+
+
+def _restores(restore: Mapping[str, Any]) -> Iterator[str]:
+    options = ", ".join(f"`{name}` {value}" for name, value in restore["hcache_options"].items())
+    yield (
+        f"## Restoring a history of {restore['tokens']:,} tokens\n\n"
+        f"Milliseconds in the server, medians of {restore['rounds']}: from the start of the "
+        "prefetch to the last layer on the device. L3 is read from a cold page cache. Options of "
+        f"all servers of ours: {options}."
+    )
+    for setting in SETTING_TITLES:
+        rows = tried(restore, setting)
+        if rows:
+            yield f"### {_heading(restore, setting)}"
+            yield markdown_table(_head(setting), [_row(restore, name, setting) for name in rows])
+    yield from (f"Left out: {line}." for line in restore["left_out"])
+
+
+def _heading(restore: Mapping[str, Any], setting: str) -> str:
+    if setting == "balanced":
+        rate = restore["balanced_bus_bytes_per_second"] / 1e6
+        return (
+            f"Balanced bus: copies to the device are slowed down to {rate:,.0f} MB/s, at which "
+            "hidden states take as long to copy as to project"
+        )
+    if setting == "slow":
+        rate = restore["slow_l3_bytes_per_second"] / 1e6
+        return (
+            f"Slow L3: reads are slowed down to {rate:,.0f} MB/s, at which hidden states take "
+            "three times as long to read as to project"
+        )
+    return "L3 as it is"
+
+
+def _head(setting: str) -> Sequence[str]:
+    last = "load: times as fast as KV pages" if setting == "balanced" else "layers"
+    return ("", "bytes per token", "restore", "of it L3", "of it load", last)
+
+
+def _row(restore: Mapping[str, Any], name: str, setting: str) -> Sequence[str]:
+    methods = restore["methods"]
+    row = tried(restore, setting)[name]
+    loads = bool(row["load_ms"])
+    last = layers(row["said"])
+    if setting == "balanced":
+        kv = (methods.get("hcache-kv") or {}).get("balanced")
+        took = row["load_ms"] or row["ms"]
+        ratio = f"{kv['load_ms'] / took:.2f}" if kv else "-"
+        last = f"{ratio} ({last})" if last and last != "KV pages" else ratio
+    return (
+        methods[name]["title"],
+        f"{row['bytes_per_token']:,.0f}" if row["bytes_per_token"] else "-",
+        f"{row['ms']:,.0f}",
+        f"{row['l3_ms']:,.0f}" if loads else "-",
+        f"{row['load_ms']:,.0f}" if loads else "-",
+        last or "-",
+    )
+
+
+def _saving(saving: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        "## Saving hidden states while requests run\n\nMilliseconds between tokens of sequences "
+        f"that run together, each with a history of {saving['history']:,} tokens: median (99%), "
+        "and the median as a multiple of that without saving."
+    )
+    yield _saving_table(saving)
+
+
+def _saving_table(saving: Mapping[str, Any]) -> str:
+    batches = saving["batches"]
+    return markdown_table(
+        ("ms between tokens", *(f"{n} sequence{'s' if n > 1 else ''}" for n in batches)),
+        [
+            (way["title"], *(_gap(saving, name, batch) for batch in batches))
+            for name, way in saving["ways"].items()
+        ],
+    )
+
+
+def _gap(saving: Mapping[str, Any], way: str, batch: int) -> str:
+    found, without = (saving["ways"][name]["gaps_ms"][str(batch)] for name in (way, "none"))
+    shown = f"{found['median']:,.1f} ({found['p99']:,.1f})"
+    return shown if way == "none" else f"{shown}, {found['median'] / without['median']:.2f}x"
+
+
+def _load(load: Mapping[str, Any]) -> Iterator[str]:
+    asked = load["workload"]
+    yield (
+        f"## Workload {asked['name']}: {asked['sessions']} sessions, {asked['requests']} requests\n"
+        f"\nModel: {load['model']}. Histories of {asked['history_median']:,.0f} tokens (median; "
+        f"at most {asked['history_max']:,}). Times in milliseconds, hits in % of prompt tokens."
+    )
+    yield _load_table(load)
+
+
+def _load_table(load: Mapping[str, Any]) -> str:
+    head = ("method", "per second", "TTFT p50", "TTFT p90", "between tokens", "requests/s")
+    rows = []
+    for row in load["methods"].values():
+        for run in row["runs"]:
+            shares = [run[f"{tier}_hit_rate"] for tier in TIERS]
+            rows.append(
+                (
+                    row["title"],
+                    f"{run['request_rate']}",
+                    f"{1e3 * run['median_ttft']:,.0f}",
+                    f"{1e3 * run['p90_ttft']:,.0f}",
+                    f"{1e3 * run['average_tbt']:,.1f}",
+                    f"{run['throughput']:.2f}",
+                    " / ".join("?" if s is None else f"{100 * s:.0f}" for s in shares),
+                )
+            )
+    return markdown_table((*head, "hits: device / host / storage"), rows)

@@ -1,0 +1,1 @@
+"""Shows on a real SGLang server what restoring from hidden states saves."""

@@ -1,0 +1,123 @@
+"""``python -m bench.demo``: the same conversations with no L3, with KV offload and with HCache."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from bench.demo.codecs import codec_report, codec_steps, codec_table, run_codecs
+from bench.demo.conversations import POOL_TOKENS, MethodRun, Script, run_method
+from bench.demo.conversations import steps as method_steps
+from bench.demo.report import METHODS, OURS, build_report, draw, table
+from bench.harness.machine import Machine, find_machine
+from bench.harness.methods import PAGE_SIZE
+from bench.harness.models import TinyLlama
+from bench.harness.program import OUT, failing, stamp, steps, write_json
+from bench.harness.server import unwind_when_terminated
+from hcache_backend.cli.common import errors
+
+DEFAULT_OUT = OUT / "demo.json"
+FAILED = 1
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print only the report, as JSON, to standard output.")
+    ] = False,
+    conversations: Annotated[int, typer.Option(min=1, help="Conversations held.")] = 4,
+    turns: Annotated[int, typer.Option(min=2, help="Turns of each conversation.")] = 5,
+    codecs: Annotated[
+        bool, typer.Option(help="Also compare the codecs of hidden states (four short servers).")
+    ] = True,
+    out: Annotated[
+        Path, typer.Option(help="Where the report goes; a picture (.png) goes beside it.")
+    ] = DEFAULT_OUT,
+) -> None:
+    """Show on a real SGLang server what restoring from hidden states saves.
+
+    A tiny random model holds the same conversations with one server per method: recomputation,
+    KV offload to SGLang's file backend, and HCache. Device and host caches are flushed after every
+    request, so every turn has to bring its history back from L3.
+
+    Exit status: 0; 1 when a token differs or a turn did not restore its history; 2 when the demo
+    could not run.
+    """
+    unwind_when_terminated()
+    script = Script(conversations=conversations, turns=turns)
+    if script.longest_prompt > POOL_TOKENS:
+        most = POOL_TOKENS // (script.longest_prompt // turns)
+        raise typer.BadParameter(f"the device pool holds at most {most}", param_hint="--turns")
+    with failing():
+        report = measure(script, TinyLlama(vocabulary=script.vocabulary), codecs)
+        write_json(out, report)
+    try:
+        draw(report, out.with_suffix(".png"))
+    except ImportError:
+        errors.print("No picture was drawn: matplotlib is not installed.")
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        _show(report, out)
+    raise typer.Exit(0 if report["succeeded"] else FAILED)
+
+
+def measure(script: Script, shape: TinyLlama, codecs: bool) -> dict[str, Any]:
+    """Run every method and, where asked for, every codec; returns the content of ``demo.json``.
+
+    Raises:
+        MachineError: SGLang cannot serve here.
+        ServerError: A server did not start, or a request failed.
+    """
+    number = len(METHODS) * method_steps(script) + (codec_steps(script) if codecs else 0)
+    with steps(number + 1) as (_, advance):
+        advance("preparing SGLang and a tiny model")
+        machine = find_machine()
+        with tempfile.TemporaryDirectory(prefix="hcache-demo-") as scratch:
+            model = shape.build(Path(scratch))
+            runs: dict[str, MethodRun] = {}
+            for method in METHODS:
+                folder = Path(scratch) / method
+                runs[method] = run_method(method, script, model, machine, folder, advance)
+            codec_runs = (
+                run_codecs(script, model, machine, Path(scratch), advance) if codecs else {}
+            )
+    about = _about(machine, shape, script)
+    return build_report(
+        runs, PAGE_SIZE, about, codec_report(codec_runs, shape) if codec_runs else None
+    )
+
+
+def _about(machine: Machine, shape: TinyLlama, script: Script) -> dict[str, object]:
+    return {
+        **stamp(machine),
+        "model": {**shape.describe(), "kv_bytes_per_token": shape.kv_bytes_per_token},
+        "conversations": script.conversations,
+        "turns_each": script.turns,
+        "question_tokens": script.question_tokens,
+        "reply_tokens": script.reply_tokens,
+    }
+
+
+def _show(report: dict[str, Any], out: Path) -> None:
+    console = Console(highlight=False)
+    console.print(table(report))
+    if "codecs" in report:
+        console.print(codec_table(report["codecs"]))
+    note = report["methods"][OURS].get("note")
+    if note:
+        console.print(f"HCache server: {note}", markup=False)
+    for problem in report["problems"]:
+        console.print(f"FAILED {problem}", style="red", markup=False)
+    console.print(f"Report: {out}, picture: {out.with_suffix('.png')}", markup=False)
+
+
+if __name__ == "__main__":
+    app()

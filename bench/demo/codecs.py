@@ -1,0 +1,128 @@
+"""The demo's second table: HCache with every codec, in the type that models are served in.
+
+The methods are compared in float32, where they must agree to the token. ``exp4`` is for bfloat16,
+so the codecs are compared among themselves in that type, over a shorter script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from bench.demo.conversations import MethodRun, Script, run_method, steps
+from bench.demo.report import OURS, missing_history
+from bench.harness.machine import Machine
+from bench.harness.methods import PAGE_SIZE
+from bench.harness.models import TinyLlama
+
+EXACT = "none"
+LOSSLESS = "exp4"
+CODECS = (EXACT, LOSSLESS, "int8", "fp8")
+DTYPE = "bfloat16"
+
+
+def codec_script(script: Script) -> Script:
+    """What every codec is tried on: the beginning of ``script``."""
+    return Script(
+        conversations=min(2, script.conversations),
+        turns=min(2, script.turns),
+        question_tokens=script.question_tokens,
+        reply_tokens=script.reply_tokens,
+        vocabulary=script.vocabulary,
+    )
+
+
+def codec_steps(script: Script) -> int:
+    """How often :func:`run_codecs` calls ``advance``."""
+    return len(CODECS) * steps(codec_script(script))
+
+
+def run_codecs(
+    script: Script, model: Path, machine: Machine, scratch: Path, advance: Callable[[str], None]
+) -> dict[str, MethodRun]:
+    """One server for each codec.
+
+    Raises:
+        ServerError: A server did not start, or a request failed.
+    """
+    runs = {}
+    for codec in CODECS:
+        folder = scratch / f"codec-{codec}"
+        folder.mkdir()
+        runs[codec] = run_method(
+            OURS, codec_script(script), model, machine, folder, advance, DTYPE, codec
+        )
+    return runs
+
+
+def codec_report(runs: Mapping[str, MethodRun], shape: TinyLlama) -> dict[str, Any]:
+    """What ``demo.json`` says about the codecs."""
+    return {
+        "dtype": DTYPE,
+        "problems": codec_problems(runs),
+        "codecs": {name: _entry(run, runs[EXACT], shape) for name, run in runs.items()},
+    }
+
+
+def codec_problems(runs: Mapping[str, MethodRun]) -> list[str]:
+    """What went wrong, one line each: history that was not restored, another token with exp4."""
+    found = []
+    for name, run in runs.items():
+        where = f"codec {name}"
+        found += [f"{where}, {line}" for line in missing_history(run, PAGE_SIZE)]
+        if f"codec {name}" not in run.note:
+            found.append(f"{where}: the server says {run.note!r}")
+    same, total = _same_tokens(runs[LOSSLESS], runs[EXACT])
+    if same < total:
+        found.append(
+            f"codec {LOSSLESS}: {total - same} of {total} tokens differ, and it is lossless"
+        )
+    return found
+
+
+def _entry(run: MethodRun, exact: MethodRun, shape: TinyLlama) -> dict[str, Any]:
+    stored = run.stored_bytes / run.stored_tokens if run.stored_tokens else 0.0
+    same, total = _same_tokens(run, exact)
+    return {
+        "stored_bytes_per_token": stored,
+        "share_of_kv": round(stored / (shape.kv_bytes_per_token / 2), 4),
+        "l3_tokens": sum(turn.l3_tokens for turn in run.turns),
+        "same_tokens": same,
+        "reply_tokens": total,
+    }
+
+
+def _same_tokens(run: MethodRun, exact: MethodRun) -> tuple[int, int]:
+    """Reply tokens up to the first that differs, and all of them; behind that, texts differ."""
+    same = total = 0
+    for turn, reference in zip(run.turns, exact.turns, strict=True):
+        pairs = list(zip(turn.output_ids, reference.output_ids, strict=True))
+        differences = (i for i, (got, want) in enumerate(pairs) if got != want)
+        same += next(differences, len(pairs))
+        total += len(pairs)
+    return same, total
+
+
+def codec_table(report: Mapping[str, Any]) -> Table:
+    """The codecs, for a terminal of 80 columns."""
+    view = Table(
+        box=box.SIMPLE_HEAD,
+        title=f"HCache with each codec, the same model in {report['dtype']}",
+        title_justify="left",
+    )
+    view.add_column("codec", no_wrap=True)
+    for column in ("bytes\nper token", "share\nof KV", "tokens\nfrom L3", "reply tokens\nas exact"):
+        view.add_column(column, justify="right", no_wrap=True)
+    for name, entry in report["codecs"].items():
+        view.add_row(
+            name,
+            f"{entry['stored_bytes_per_token']:,.0f}",
+            f"{entry['share_of_kv']:.2f}",
+            f"{entry['l3_tokens']:,}",
+            "-" if name == EXACT else f"{entry['same_tokens']} of {entry['reply_tokens']}",
+        )
+    return view

@@ -1,0 +1,145 @@
+"""A server that restores one history at a time, timed by its own trace.
+
+TTFT also holds the question's prefill, and on a CPU attention hides the rest; the trace has the
+time from the start of the prefetch to the last layer on the device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from bench.harness.options import ServerOptions
+from bench.harness.server import Server
+from hcache_backend.trace import (
+    TRACE_VARIABLE,
+    Restore,
+    TraceEvent,
+    read_trace,
+    recomputed,
+    restored_from_l3,
+)
+
+_BUS_VARIABLE, _L3_VARIABLE = "HCACHE_CPU_BUS_FILE", "HCACHE_CPU_L3_FILE"
+"""Variables of the CPU engine: files with the bytes per second that copies to the device and reads
+of L3 may reach; 0: no limit."""
+_SIGNS = (
+    *("hcache: hidden mode", "hcache: KV mode", "hcache: partition:"),
+    "hcache: restores are layer-wise",
+)
+
+
+class Restorer:
+    """A server that is up and writes a trace.
+
+    Args:
+        folder: Folder of its log, its trace and, on the CPU engine, its rates.
+        l3: The folder of its L3.
+    """
+
+    def __init__(self, server: Server, folder: Path, l3: Path) -> None:
+        self.server, self.l3 = server, l3
+        self._folder = folder
+        self._trace, self._offset = folder / "trace.jsonl", 0
+
+    def slow_down(self, bus: float, l3: float) -> None:
+        """Limit copies to the device and reads of L3 to these bytes per second; 0: no limit.
+
+        Only on the CPU engine.
+        """
+        (self._folder / "bus").write_text(f"{bus}")
+        (self._folder / "link").write_text(f"{l3}")
+
+    def store(self, history: Sequence[int]) -> None:
+        """Have the history computed and written to L3."""
+        self.server.generate(history, 1)
+        self.server.flush_cache(300)
+
+    def restore(self, history: Sequence[int]) -> Restore:
+        """Bring the history back from L3, with the page cache empty, and forget it again.
+
+        Raises:
+            ServerError: Not all of it came back.
+        """
+        forget_files(self.l3)
+        self.skip_trace()
+        self.server.generate([*history, 0], 1)
+        found = restored_from_l3(self.events())
+        if found is None or found.tokens < len(history):
+            came = found.tokens if found else 0
+            raise self.server.error(f"only {came} of {len(history)} tokens came from L3")
+        self.server.flush_cache(300)
+        return found
+
+    def recompute(self, history: Sequence[int]) -> Restore:
+        """Have the history computed.
+
+        Raises:
+            ServerError: The trace shows no prefill.
+        """
+        self.skip_trace()
+        self.server.generate(history, 1)
+        found = recomputed(self.events())
+        if found is None:
+            raise self.server.error("the trace shows no prefill")
+        return found
+
+    def skip_trace(self) -> None:
+        """The next :meth:`events` are those from now on."""
+        self._offset = self._trace.stat().st_size if self._trace.exists() else 0
+
+    def events(self) -> list[TraceEvent]:
+        """Events since the last look."""
+        found, self._offset = read_trace(self._trace, self._offset)
+        return found
+
+    def said(self) -> str:
+        """What our plugin logged about how it stores; empty where it is not ours."""
+        lines = self.server.log_text().splitlines()
+        found = [line.split("hcache: ", 1)[1] for line in lines if any(s in line for s in _SIGNS)]
+        return "; ".join(dict.fromkeys(found))
+
+
+@contextmanager
+def restorer(options: ServerOptions, l3: Path) -> Iterator[Restorer]:
+    """A server with a trace, and rates on the CPU engine, for the length of the block.
+
+    Args:
+        options: Its log names the folder of the other files.
+        l3: The folder of its L3.
+    """
+    folder = options.log.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = {TRACE_VARIABLE: str(folder / "trace.jsonl")}
+    if options.device == "cpu":
+        rates = {_BUS_VARIABLE: folder / "bus", _L3_VARIABLE: folder / "link"}
+        for path in rates.values():
+            path.write_text("0")
+        environment |= {name: str(path) for name, path in rates.items()}
+    with Server(replace(options, extra_env={**environment, **options.extra_env})) as server:
+        yield Restorer(server, folder, l3)
+
+
+def l3_bytes(folder: Path) -> int:
+    """Bytes of the files of pages in an L3 folder, ours or SGLang's."""
+    return sum(path.stat().st_size for path in page_files(folder))
+
+
+def page_files(folder: Path) -> list[Path]:
+    """The files of pages in an L3 folder, ours or SGLang's."""
+    return [path for kind in ("*.page", "*.bin") for path in folder.rglob(kind)]
+
+
+def forget_files(folder: Path) -> None:
+    """Take the files of an L3 folder out of the kernel's page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)  # what is not on disk yet cannot be forgotten
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)

@@ -1,0 +1,208 @@
+"""The parts of a workload, and how lengths and tokens are drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from statistics import mean, median
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Lengths = npt.NDArray[np.int64]
+_DOCUMENT, _PROMPT = 0, 1
+
+
+class WorkloadError(ValueError):
+    """A workload that cannot be made; the message names the option, its value, what is right."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One question and its reply.
+
+    Attributes:
+        prompt: New tokens of the question.
+        output: Tokens of the reply.
+        ids: The question itself; None: random tokens.
+    """
+
+    prompt: int
+    output: int
+    ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Session:
+    """The turns of one client; each sends the whole history before its question.
+
+    Attributes:
+        document: Place in the workload's documents of the one that comes before the first
+            question; None: there is none.
+    """
+
+    turns: tuple[Turn, ...]
+    document: int | None = None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Everything that is asked in one run.
+
+    Attributes:
+        name: As in ``--workload``.
+        sessions: Clients, in the order of their arrival.
+        documents: Tokens of each document.
+        prefilled: Documents are given to the server before the run, as ``hcache ingest`` does.
+        arrivals: What comes at the request rate: every request (a client that is ready is picked,
+            as in SGLang's benchmark), or sessions (a request is sent as soon as it is ready).
+        interval_s: Seconds between a reply and the next question of its session.
+        max_parallel: Requests in flight at most; None: as the user says.
+        seed: Of its tokens.
+    """
+
+    name: str
+    sessions: tuple[Session, ...]
+    documents: tuple[int, ...] = ()
+    prefilled: bool = False
+    arrivals: Literal["requests", "sessions"] = "requests"
+    interval_s: float = 0.0
+    max_parallel: int | None = None
+    seed: int = field(default=0, kw_only=True)
+
+    @property
+    def requests(self) -> int:
+        """Questions of all sessions."""
+        return sum(len(session.turns) for session in self.sessions)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest history, its last reply included."""
+        return max(self.history(session) for session in self.sessions)
+
+    def history(self, session: Session) -> int:
+        """Tokens of a session after its last reply."""
+        before = 0 if session.document is None else self.documents[session.document]
+        return before + sum(turn.prompt + turn.output for turn in session.turns)
+
+    def describe(self) -> dict[str, Any]:
+        """Counts and lengths, in tokens; what results keep about the workload that gave them."""
+        turns = [turn for session in self.sessions for turn in session.turns]
+        asked = [session.document for session in self.sessions if session.document is not None]
+        contexts = [self.documents[place] for place in asked]
+        return {
+            "name": self.name,
+            "sessions": len(self.sessions),
+            "requests": self.requests,
+            "rounds_median": median(len(session.turns) for session in self.sessions),
+            "prompt_mean": mean(turn.prompt for turn in turns),
+            "output_mean": mean(turn.output for turn in turns),
+            "history_median": median(map(self.history, self.sessions)),
+            "history_max": self.longest,
+            "documents": len(self.documents),
+            "documents_asked": len(set(asked)),
+            "context_mean": mean(contexts) if contexts else 0.0,
+            "arrivals": self.arrivals,
+            "interval_s": self.interval_s,
+            "seed": self.seed,
+        }
+
+    def scaled(self, scale: float) -> Workload:
+        """The same with all lengths (at least 1 token) and intervals multiplied by ``scale``."""
+
+        def tokens(count: int) -> int:
+            return max(1, round(count * scale))
+
+        def smaller(turn: Turn) -> Turn:
+            prompt = tokens(turn.prompt)
+            ids = None if turn.ids is None else turn.ids[:prompt]
+            # A text of the user's is only ever made shorter.
+            return Turn(prompt if ids is None else len(ids), tokens(turn.output), ids)
+
+        return replace(
+            self,
+            sessions=tuple(
+                replace(session, turns=tuple(map(smaller, session.turns)))
+                for session in self.sessions
+            ),
+            documents=tuple(map(tokens, self.documents)),
+            interval_s=self.interval_s * scale,
+        )
+
+    def limited(self, max_tokens: int | None = None, max_rounds: int | None = None) -> Workload:
+        """The same with histories of at most ``max_tokens``, and sessions of ``max_rounds``.
+
+        Turns that would go beyond are left out; documents are cut so that the first question of
+        each session fits.
+
+        Raises:
+            WorkloadError: A first question and its reply alone are longer than ``max_tokens``.
+        """
+        documents = list(self.documents)
+        if max_tokens is not None:
+            for session in self.sessions:
+                first = session.turns[0].prompt + session.turns[0].output
+                if first + (session.document is not None) > max_tokens:
+                    raise WorkloadError(
+                        f"--max-context {max_tokens}: a question and its reply of workload "
+                        f"{self.name} take {first} tokens; give more, or a smaller --scale"
+                    )
+                if session.document is not None:
+                    room = max_tokens - first
+                    documents[session.document] = min(documents[session.document], room)
+        sessions = []
+        for session in self.sessions:
+            total = 0 if session.document is None else documents[session.document]
+            kept = []
+            for turn in session.turns[:max_rounds]:
+                total += turn.prompt + turn.output
+                if max_tokens is not None and total > max_tokens:
+                    break
+                kept.append(turn)
+            sessions.append(replace(session, turns=tuple(kept)))
+        return replace(self, sessions=tuple(sessions), documents=tuple(documents))
+
+    def document_ids(self, document: int, vocabulary: int) -> list[int]:
+        """Tokens of a document: the same in every run."""
+        return self._draw(self.documents[document], vocabulary, _DOCUMENT, document)
+
+    def prompt_ids(self, session: int, turn: int, vocabulary: int, run: int = 0) -> list[int]:
+        """Tokens of a question: others in every run, so that none finds those of another.
+
+        Args:
+            session: Place in ``sessions``.
+            turn: Place in its turns.
+            vocabulary: Random tokens are below it.
+            run: Number of the run of this workload on one server.
+        """
+        asked = self.sessions[session].turns[turn]
+        if asked.ids is not None:
+            return list(asked.ids)
+        return self._draw(asked.prompt, vocabulary, _PROMPT, run, session, turn)
+
+    def _draw(self, count: int, vocabulary: int, *key: int) -> list[int]:
+        source = np.random.default_rng([self.seed, *key])
+        drawn: list[int] = source.integers(0, vocabulary, count).tolist()
+        return drawn
+
+
+def lognormal(
+    source: np.random.Generator, mean: float, spread: float, count: int, shortest: int = 1
+) -> Lengths:
+    """``count`` whole numbers with a mean of ``mean`` and the tail that lengths of texts have.
+
+    Args:
+        spread: Standard deviation of the logarithm.
+        shortest: What is drawn below it becomes it.
+    """
+    drawn = source.lognormal(np.log(mean) - spread**2 / 2, spread, count)
+    return np.maximum(shortest, np.rint(drawn)).astype(np.int64)
+
+
+def zipf(source: np.random.Generator, items: int, skew: float, count: int) -> Lengths:
+    """``count`` places in ``items``; place ``i`` has a share proportional to ``(i + 1) ** -skew``.
+
+    A skew of 0 is the uniform distribution.
+    """
+    shares = np.arange(1, items + 1, dtype=np.float64) ** -skew
+    return source.choice(items, count, p=shares / shares.sum())

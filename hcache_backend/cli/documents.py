@@ -1,0 +1,302 @@
+"""What ``hcache ingest`` gives to a server: documents in files, and the journal of those stored.
+
+The paper, section 3.1: states of contexts that are known "can be generated and saved offline". A
+document is sent as a prompt; the server computes it once, and HiCache writes its pages to L3. Every
+group of documents is followed by a flush, which returns when L3 has all of them; only then does the
+journal name them. So a document that the journal names is in L3, whenever the command was ended,
+unless L3 had no room for it: the server's metrics count what it dropped or evicted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hcache_backend.cli.client import BenchError, Client, RequestError
+
+LINES = ".jsonl"
+
+
+class DocumentError(ValueError):
+    """A document cannot be read; the message names the file, and what would be right."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document and where it is; its content is read when it is sent.
+
+    Attributes:
+        name: Its path, with the number or the ``id`` of its line in a JSONL file.
+        digest: SHA-256 of what is sent for it, without what stands before all documents.
+        offset: Of its line in a JSONL file, in bytes; None: the whole file is the document.
+    """
+
+    name: str
+    digest: str
+    path: Path
+    offset: int | None = None
+
+    def prompt(self, prefix: str) -> str | list[int]:
+        """What is sent: ``prefix`` and the text, or token ids as they are.
+
+        Raises:
+            DocumentError: It changed since it was listed, or cannot be read any more.
+        """
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset or 0)
+                data = file.read() if self.offset is None else file.readline()
+        except OSError as error:
+            raise DocumentError(f"{self.path}: {error.strerror}") from None
+        content = _text(data, self.name) if self.offset is None else _entry(data, self.name)[0]
+        if _digest(content) != self.digest:
+            raise DocumentError(f"{self.name}: changed while it was being ingested")
+        return prefix + content if isinstance(content, str) else content
+
+
+def find_documents(paths: Sequence[Path], has_prefix: bool) -> list[Document]:
+    """All documents of files and folders, in the order of their names.
+
+    A file is a document, in UTF-8. A ``.jsonl`` file has one in each line: an object with ``text``,
+    or ``input_ids`` (token ids), and an ``id`` where it likes. Folders are searched; hidden files
+    are left out. The same content twice is one document.
+
+    Args:
+        has_prefix: A text is to stand before every document: token ids have no place for it.
+
+    Raises:
+        DocumentError: One cannot be read, or there is none.
+    """
+    found: dict[str, Document] = {}
+    for path in paths:
+        for file in _files(path):
+            for document, content in _documents(file):
+                if has_prefix and not isinstance(content, str):
+                    raise DocumentError(
+                        f"{document.name}: has 'input_ids', and --prefix-file is a text: put its "
+                        "tokens before those of the document, and leave --prefix-file out"
+                    )
+                found.setdefault(document.digest, document)
+    if not found:
+        raise DocumentError(f"{', '.join(map(str, paths))}: no document is there")
+    return list(found.values())
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if not path.is_dir():
+        yield path
+        return
+    for below in sorted(path.rglob("*")):
+        hidden = any(part.startswith(".") for part in below.relative_to(path).parts)
+        if below.is_file() and not hidden:
+            yield below
+
+
+def _documents(path: Path) -> Iterator[tuple[Document, str | list[int]]]:
+    try:
+        if path.suffix != LINES:
+            content = _text(path.read_bytes(), str(path))
+            if content.strip():  # an empty file is none
+                yield Document(str(path), _digest(content), path), content
+            return
+        with path.open("rb") as file:
+            offset = 0
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    where = f"{path}:{number}"
+                    entry, name = _entry(line, where)
+                    yield Document(name or where, _digest(entry), path, offset), entry
+                offset += len(line)
+    except OSError as error:
+        raise DocumentError(f"{path}: {error.strerror}") from None
+
+
+def _entry(line: bytes, where: str) -> tuple[str | list[int], str]:
+    """Content and ``id`` of a line."""
+    try:
+        entry = json.loads(_text(line, where))
+    except ValueError as error:
+        raise DocumentError(f"{where}: not JSON: {error}") from None
+    if isinstance(entry, dict):
+        name = f"{where} ({entry['id']})" if "id" in entry else ""
+        text, ids = entry.get("text"), entry.get("input_ids")
+        if isinstance(text, str) and text and ids is None:
+            return text, name
+        if text is None and isinstance(ids, list) and ids and all(type(i) is int for i in ids):
+            return ids, name
+    raise DocumentError(
+        f"{where}: must be an object with 'text', or with 'input_ids' (a list of token ids), and "
+        f"is {line.decode()[:60].strip()}"
+    )
+
+
+def _text(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DocumentError(f"{where}: not UTF-8 text at byte {error.start}") from None
+
+
+def _digest(content: str | list[int]) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+_IDENTITY = ("model_path", "weight_version", "dtype", "kv_cache_dtype", "page_size")
+
+
+class Journal:
+    """Which documents are in L3, one JSON line each; another server's or prefix's are others.
+
+    Args:
+        path: Of the file; it is made where it is missing.
+        server: What the server says of itself.
+        prefix: What stands before every document.
+
+    Raises:
+        BenchError: It cannot be read.
+    """
+
+    def __init__(self, path: Path, server: Mapping[str, Any], prefix: str) -> None:
+        self.path = path
+        served = json.dumps([server.get(name) for name in _IDENTITY])
+        self._seed = served + "\n" + hashlib.sha256(prefix.encode()).hexdigest()
+        self._keys: set[str] = set()
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        except (OSError, ValueError) as error:
+            raise BenchError(f"--journal {path}: {error}") from None
+        for number, line in enumerate(lines, 1):
+            try:
+                self._keys.add(json.loads(line)["key"])
+            except (ValueError, KeyError, TypeError):
+                if number < len(lines):  # the last line may have been cut by a kill
+                    raise BenchError(
+                        f"--journal {path}: line {number} is none of a journal; give another file"
+                    ) from None
+                self._drop_last(lines)
+
+    def __contains__(self, document: Document) -> bool:
+        return self._key(document) in self._keys
+
+    def add(self, stored: Sequence[tuple[Document, int]]) -> None:
+        """Note documents with their tokens; on disk when this returns.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            for document, tokens in stored:
+                key = self._key(document)
+                self._keys.add(key)
+                entry = {"key": key, "name": document.name, "tokens": tokens}
+                file.write(json.dumps(entry) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _key(self, document: Document) -> str:
+        return hashlib.sha256(f"{self._seed}\n{document.digest}".encode()).hexdigest()
+
+    def _drop_last(self, lines: Sequence[str]) -> None:
+        kept = "".join(f"{line}\n" for line in lines[:-1])
+        self.path.write_text(kept, encoding="utf-8")
+
+
+@dataclass
+class Ingested:
+    """What came of it.
+
+    Attributes:
+        stored: Documents that are in L3 now and were not in the journal.
+        tokens: Of these.
+        found_tokens: Of these, those that L3 already had.
+        short: Of these, documents that are shorter than a page: nothing of them is stored.
+        failed: Name of a document -> why the server refused it.
+    """
+
+    stored: int = 0
+    tokens: int = 0
+    found_tokens: int = 0
+    short: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+async def store_documents(
+    client: Client,
+    documents: Sequence[Document],
+    journal: Journal,
+    *,
+    prefix: str = "",
+    page_size: int = 1,
+    max_parallel: int = 4,
+    group: int = 32,
+    settle_s: float | None = None,
+    done: Callable[[], None] = lambda: None,
+) -> Ingested:
+    """Store documents that the journal does not name.
+
+    A document that the server refuses is noted and left out.
+
+    Args:
+        prefix: Text before every document, as it stands before it in questions.
+        max_parallel: Documents at a time.
+        group: Documents between two flushes.
+        settle_s: Instead of a flush, which needs an idle server, wait so many seconds for L3.
+        done: Called after each document.
+
+    Raises:
+        BenchError: The server went away, or could not be flushed.
+        DocumentError: A document changed or cannot be read any more.
+        OSError: The journal cannot be written.
+    """
+    result = Ingested()
+    missing = [document for document in documents if document not in journal]
+    gate = asyncio.Semaphore(max_parallel)
+
+    async def store(document: Document) -> tuple[Document, int] | None:
+        async with gate:
+            prompt = document.prompt(prefix)
+            try:
+                reply = await client.generate(prompt, 1)
+            except RequestError as error:
+                await _still_there(client)
+                result.failed[document.name] = str(error)
+                return None
+            finally:
+                done()
+        result.stored += 1
+        result.tokens += reply.prompt_tokens
+        result.found_tokens += reply.cached.storage
+        result.short += reply.prompt_tokens < page_size
+        return document, reply.prompt_tokens
+
+    for start in range(0, len(missing), group):
+        tasks = [asyncio.ensure_future(store(one)) for one in missing[start : start + group]]
+        try:
+            found = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        if settle_s is None:
+            await client.flush()
+        else:
+            await asyncio.sleep(settle_s)
+        journal.add([entry for entry in found if entry is not None])
+    return result
+
+
+async def _still_there(client: Client) -> None:
+    """Raise a BenchError if a request failed because there is no server any more."""
+    try:
+        await client.server()
+    except BenchError:
+        raise BenchError(
+            f"{client.url}: the server went away; start it and run the command again, which goes "
+            "on where the journal ends"
+        ) from None
