@@ -14,11 +14,12 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
 .PHONY: setup versions demo test test-long test-versions lint docs bench-store bench-codecs \
-	bench-partition bench-paper bench-eager bench-compare
+	bench-partition bench-paper bench-eager bench-compare \
+	record-demo record-compare
 .DELETE_ON_ERROR:
 
 demo: setup
-	$(BIN)/hcache demo $(ARGS)
+	$(BIN)/python -m bench.demo $(ARGS)
 
 # Two files at a time: a server's start and its waits leave a core idle. ARGS="-n 0": one at a time.
 test: setup versions
@@ -113,7 +114,18 @@ bench-eager: setup
 
 # Every method on real servers: restores, what saving costs, a workload. Half an hour, alone.
 bench-compare: setup
-	$(BIN)/hcache bench compare --part restore --rounds 3 --out bench/results/compare.json
-	$(BIN)/hcache bench compare --part saving --rounds 3 --out bench/results/compare_saving.json
-	$(BIN)/hcache bench compare --part load --workload multiturn --num-clients 4 --max-rounds 3 \
-		--scale 0.5 --pool-tokens 1024 --rates 1,3 --out bench/results/compare_load.json
+	$(BIN)/python -m bench.compare --part restore --rounds 3 --out out/compare.json
+	$(BIN)/python -m bench.compare --part saving --rounds 3 --out out/saving.json
+	$(BIN)/python -m bench.compare --part load --workload multiturn --num-clients 4 --max-rounds 3 \
+		--scale 0.5 --pool-tokens 1024 --rates 1,3 --out out/load.json
+
+# Everything above writes to out/. These measure, then keep the results in bench/results and write
+# the tables of README and docs anew.
+record-demo: demo
+	$(BIN)/python -m bench.record demo
+
+record-compare: bench-compare
+	$(BIN)/python -m bench.record compare saving load
+
+record-%: bench-%
+	$(BIN)/python -m bench.record $*

@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from hcache_backend.cli.demo_report import MethodRun
-from hcache_backend.cli.demo_run import PAGE_SIZE, Script, run_method
-from hcache_backend.cli.machine import find_machine
-from hcache_backend.cli.tiny_model import TinyLlama, build
+from bench.demo.conversations import MethodRun, Script, run_method
+from bench.harness.machine import find_machine
+from bench.harness.methods import PAGE_SIZE
+from bench.harness.models import TinyLlama
 from hcache_kernels.codecs import make_codec
 
 RESULTS = Path(__file__).parent / "results"
@@ -54,14 +54,14 @@ def main() -> None:
     )
     machine = find_machine()
     with tempfile.TemporaryDirectory(prefix="hcache-bench-") as scratch:
-        model = build(TinyLlama(vocabulary=script.vocabulary), Path(scratch) / "model")
+        model = TinyLlama(vocabulary=script.vocabulary).build(Path(scratch))
         runs = {}
         for codec, dtype in CASES:
             print(f"codec {codec}, {dtype}: serving", flush=True)
             folder = Path(scratch) / f"{codec}-{dtype}"
             folder.mkdir()
             runs[codec, dtype] = run_method(
-                "hcache", script, model, machine, folder, lambda step: None, dtype, codec
+                "hcache-hidden", script, model, machine, folder, lambda step: None, dtype, codec
             )
             require_restored(runs[codec, dtype], codec)
         rows = measure(runs, script, load(model))

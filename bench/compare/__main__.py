@@ -19,7 +19,8 @@ from bench.compare.restore import METHODS_RESTORED, SETTINGS
 from bench.harness.machine import find_machine
 from bench.harness.methods import METHODS, PAGE_SIZE, SERVED, check_model, chosen
 from bench.harness.models import TinyLlama
-from bench.harness.program import OUT, VOCABULARY, failing, stamp, steps, write_json
+from bench.harness.program import VOCABULARY, failing, stamp, steps
+from bench.harness.report import OUT, write_json
 from bench.harness.server import unwind_when_terminated
 from bench.multiturn.driver import PARALLEL, Pace
 from bench.workload.options import Name, WorkloadOptions, choose
@@ -216,7 +217,7 @@ def main(
         try:
             draw(found, out.with_suffix(""))
         except ImportError:
-            errors.print("no pictures were drawn: pip install matplotlib")
+            errors.print("No pictures were drawn: matplotlib is not installed.")
     if as_json:
         print_json(found)
     else:

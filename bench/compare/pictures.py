@@ -8,7 +8,6 @@ from typing import Any
 
 from bench.compare.report import SETTING_TITLES, TIERS, tried
 from bench.harness.methods import HYBRID
-from bench.harness.program import save_picture
 
 COLOURS = {
     "ideal": "#7f7f7f",
@@ -172,6 +171,6 @@ def _save(figure: Any, title: str, report: Mapping[str, Any], path: Path, top: f
 
     figure.suptitle(f"{title}: {report['device']}, {report['model']}", fontsize=11)
     figure.tight_layout(rect=(0, 0, 1, top))
-    save_picture(figure, path)
+    figure.savefig(path, dpi=110)
     pyplot.close(figure)
     return path

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from bench.harness.program import markdown_table
+from bench.harness.report import markdown as table
 
 SETTING_TITLES = {
     "disk": "L3 as it is",
@@ -33,23 +33,23 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 
 def table_lines(results: Mapping[str, Any]) -> str:
-    """The tables of all parts in ``results``, for the marked blocks of the documentation.
+    """The table of the part that ``results`` hold, for the marked blocks of the documentation.
 
-    Of restores one table: the time without limits with its parts, and the two slowed settings.
+    Restores are in milliseconds; over the balanced bus it is the load alone.
     """
     if results.get("saving"):
         return _saving_table(results["saving"])
     if results.get("load"):
         return _load_table(results["load"])
-    head = ("method", "bytes per token", "restore", "L3 part", "load part", "balanced bus: load")
     methods = results["restore"]["methods"]
-    return markdown_table(
-        (*head, "slow L3: restore"),
+    return table(
+        ("method", "bytes per token", "L3 as it is", "of it reading", "balanced bus", "slow L3"),
         [
             (
                 row["title"],
                 next((_number(row[s], "bytes_per_token") for s in SETTING_TITLES if row[s]), "-"),
-                *(_number(row["disk"], part) for part in ("ms", "l3_ms", "load_ms")),
+                _number(row["disk"], "ms"),
+                _number(row["disk"], "l3_ms"),
                 _number(row["balanced"], "load_ms"),
                 _number(row["slow"], "ms"),
             )
@@ -95,7 +95,7 @@ def _restores(restore: Mapping[str, Any]) -> Iterator[str]:
         rows = tried(restore, setting)
         if rows:
             yield f"### {_heading(restore, setting)}"
-            yield markdown_table(_head(setting), [_row(restore, name, setting) for name in rows])
+            yield table(_head(setting), [_row(restore, name, setting) for name in rows])
     yield from (f"Left out: {line}." for line in restore["left_out"])
 
 
@@ -151,7 +151,7 @@ def _saving(saving: Mapping[str, Any]) -> Iterator[str]:
 
 def _saving_table(saving: Mapping[str, Any]) -> str:
     batches = saving["batches"]
-    return markdown_table(
+    return table(
         ("ms between tokens", *(f"{n} sequence{'s' if n > 1 else ''}" for n in batches)),
         [
             (way["title"], *(_gap(saving, name, batch) for batch in batches))
@@ -177,7 +177,10 @@ def _load(load: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _load_table(load: Mapping[str, Any]) -> str:
-    head = ("method", "per second", "TTFT p50", "TTFT p90", "between tokens", "requests/s")
+    head = (
+        *("method", "requests/s offered", "TTFT p50", "TTFT p90", "between tokens"),
+        "requests/s done",
+    )
     rows = []
     for row in load["methods"].values():
         for run in row["runs"]:
@@ -193,4 +196,4 @@ def _load_table(load: Mapping[str, Any]) -> str:
                     " / ".join("?" if s is None else f"{100 * s:.0f}" for s in shares),
                 )
             )
-    return markdown_table((*head, "hits: device / host / storage"), rows)
+    return table((*head, "hits: device / host / storage"), rows)

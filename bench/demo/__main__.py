@@ -17,9 +17,9 @@ from bench.demo.report import METHODS, OURS, build_report, draw, table
 from bench.harness.machine import Machine, find_machine
 from bench.harness.methods import PAGE_SIZE
 from bench.harness.models import TinyLlama
-from bench.harness.program import OUT, failing, stamp, steps, write_json
+from bench.harness.program import failing, stamp, steps
+from bench.harness.report import OUT, write
 from bench.harness.server import unwind_when_terminated
-from hcache_backend.cli.common import errors
 
 DEFAULT_OUT = OUT / "demo.json"
 FAILED = 1
@@ -57,11 +57,7 @@ def main(
         raise typer.BadParameter(f"the device pool holds at most {most}", param_hint="--turns")
     with failing():
         report = measure(script, TinyLlama(vocabulary=script.vocabulary), codecs)
-        write_json(out, report)
-    try:
-        draw(report, out.with_suffix(".png"))
-    except ImportError:
-        errors.print("No picture was drawn: matplotlib is not installed.")
+        write(out.parent, out.stem, report, draw)
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
@@ -116,7 +112,7 @@ def _show(report: dict[str, Any], out: Path) -> None:
         console.print(f"HCache server: {note}", markup=False)
     for problem in report["problems"]:
         console.print(f"FAILED {problem}", style="red", markup=False)
-    console.print(f"Report: {out}, picture: {out.with_suffix('.png')}", markup=False)
+    console.print(f"Report: {out}", markup=False)
 
 
 if __name__ == "__main__":

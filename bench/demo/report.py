@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.table import Table
 
 from bench.demo.conversations import MethodRun, Turn
 from bench.harness.methods import METHODS as ALL_METHODS
-from bench.harness.program import markdown_table, save_picture
+from bench.harness.report import markdown
 from hcache_backend.trace import Restore
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 L3_METHODS = ("file", "hcache-hidden")
 METHODS = ("recompute", *L3_METHODS)
 OURS = "hcache-hidden"
 _COLOURS = {"recompute": "#9aa0a6", "file": "#e8a33d", OURS: "#2a7ab9"}
-_HEAD = ("bytes per token", "tokens from L3", "restore, ms per 1000 tokens", "L3 part", "load part")
+_HEAD = (
+    "bytes per token",
+    "tokens from L3",
+    "ms per 1000 tokens",
+    "reading L3",
+    "loading",
+    "same output",
+)
 
 
 def problems(runs: Mapping[str, MethodRun], page_size: int) -> list[str]:
@@ -123,15 +132,15 @@ def title(method: str) -> str:
 
 
 def table_lines(results: Mapping[str, Any]) -> str:
-    """The report's methods as a Markdown table, for the marked blocks of the documentation."""
-    return markdown_table(("method", *_HEAD, "same output"), _rows(results))
+    """The methods as a Markdown table, for the marked blocks of the documentation."""
+    return markdown(("method", *_HEAD), _rows(results))
 
 
 def table(report: Mapping[str, Any]) -> Table:
     """The report's methods, for a terminal of 80 columns."""
     view = Table(box=box.SIMPLE_HEAD, title=_headline(report), title_justify="left")
     view.add_column("", no_wrap=True)
-    for column in (*_HEAD, "same output"):
+    for column in _HEAD:
         view.add_column(column, justify="right")
     for row in _rows(report):
         view.add_row(*row)
@@ -171,12 +180,8 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.1f}"
 
 
-def draw(report: Mapping[str, Any], path: Path) -> None:
-    """Write bytes per token and restore times, a bar for each method, as a PNG.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+def draw(report: Mapping[str, Any]) -> Figure:
+    """Bytes per token and restore times, a bar for each method."""
     from matplotlib.figure import Figure
 
     methods = report["methods"]
@@ -192,7 +197,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
         f"SGLang {report['sglang_version']}, {report['device']}",
         fontsize=9,
     )
-    save_picture(figure, path)
+    return figure
 
 
 def _bars(axes: Any, names: tuple[str, ...], values: list[float]) -> None:

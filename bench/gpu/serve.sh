@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# `hcache bench compare` on a GPU, with the shapes of Llama-2-7B, Llama-2-13B and OLMo-2-7B.
+# `python -m bench.compare` on a GPU, with the shapes of Llama-2-7B, Llama-2-13B and OLMo-2-7B.
 usage="bench/gpu/serve.sh [--models 'Llama-2-7B ...'] [--results FOLDER] [--dry-run] [-- OPTIONS]
 
-Needs hcache-backend[bench] and SGLang in the Python of \$PYTHON (default: python), and nothing from
+Needs hcache-backend, aiohttp, matplotlib and SGLang in the Python of \$PYTHON (default: python), and nothing from
 the network: weights are random (--load-format dummy), and there is no tokenizer.
 
   --models   which, in one argument (default: all)
   --results  where compare-MODEL.json, .md and pictures go (default: bench/results/DEVICE)
   --dry-run  tiny models of the same architectures, on the CPU engine where there is no GPU: one
              short history by two methods. Its times mean nothing; kept only where --results says
-  --         what follows is given to hcache bench compare, as --part restore"
+  --         what follows is given to python -m bench.compare, as --part restore"
 set -euo pipefail
 
 fail() {
@@ -51,15 +51,14 @@ else
     set -- --vocabulary 32000 "$@"
 fi
 
-# Reports say what was served: a name, and not where it was for a while.
 results=$(realpath -m -- "$results") python=$(realpath -s -- "$python")
-cd "$scratch"
+cd "$root"
 failed=()
 for model in ${models:-$known}; do
-    serve_models "$model" "$model" ${dry_run:+--tiny}
+    serve_models "$model" "$scratch/$model" ${dry_run:+--tiny}
     echo "== $model"
-    "$python" -m hcache_backend.cli.main bench compare \
-        --model-path "./$model" --server-args "--load-format dummy" \
+    "$python" -m bench.compare \
+        --model-path "$scratch/$model" --server-args "--load-format dummy" \
         --scratch-dir "$scratch" --out "$results/compare-${model,,}.json" "$@" || failed+=("$model")
 done
 ((${#failed[@]} == 0)) || {

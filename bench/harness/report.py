@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +18,9 @@ OUT = Path("out")
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
-    """A table; cells other than strings are written by :func:`cell`."""
+    """A table with names in its first column; :func:`cell` writes what is no string."""
     lines = ["| " + " | ".join(map(cell, row)) + " |" for row in (heads, *rows)]
-    return "\n".join((lines[0], "|---" * len(heads) + "|", *lines[1:]))
+    return "\n".join((lines[0], "|---" + "|--:" * (len(heads) - 1) + "|", *lines[1:]))
 
 
 def cell(value: object) -> str:
@@ -34,14 +36,27 @@ def cell(value: object) -> str:
 
 def write(folder: Path, name: str, results: Any, draw: Callable[[Any], Figure]) -> None:
     """Write ``NAME.json`` and, if matplotlib is installed, ``NAME.png``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
+    write_json(folder / f"{name}.json", results)
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        print("matplotlib is not installed: no picture")
+        print("matplotlib is not installed: no picture", file=sys.stderr)
         return
     draw(results).savefig(folder / f"{name}.png", dpi=130)
+
+
+def write_json(path: Path, results: Any) -> None:
+    """Write results; numbers that JSON cannot hold become null."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_finite(results), indent=1) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def grouped_bars(

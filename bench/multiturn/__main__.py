@@ -19,7 +19,8 @@ from bench.harness.machine import find_machine
 from bench.harness.methods import METHODS, SERVED, check_model, server_options
 from bench.harness.models import TinyLlama
 from bench.harness.options import ADMIN_KEY
-from bench.harness.program import OUT, VOCABULARY, failing
+from bench.harness.program import VOCABULARY, failing
+from bench.harness.report import OUT
 from bench.harness.server import Server, unwind_when_terminated
 from bench.multiturn.driver import PARALLEL, Pace
 from bench.multiturn.report import append, log_lines, request_lines, show

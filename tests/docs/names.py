@@ -15,6 +15,9 @@ from typing import Any
 
 import typer
 
+from bench.compare.__main__ import app as compare
+from bench.demo.__main__ import app as demo
+from bench.multiturn.__main__ import app as multiturn
 from hcache_backend import config, trace
 from hcache_backend.cli.main import app
 from hcache_backend.config import ConfigError, HCacheConfig, parse_config
@@ -113,6 +116,8 @@ def _every_option() -> frozenset[str]:
             walk(child)
 
     walk(_root())
+    for program in (compare, demo, multiturn):
+        walk(typer.main.get_command(program))
     for file in (ROOT / "bench").glob("**/*"):
         if file.suffix in (".py", ".sh"):
             found |= set(re.findall(r'"(--[a-z][\w-]*)"', file.read_text()))

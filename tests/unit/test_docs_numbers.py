@@ -1,17 +1,47 @@
-"""Tables in the README say what the benchmarks' results say."""
+"""Every table of results in the documentation is the one that its program makes of its results."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
 
+from bench.record import PAGES, PROGRAMS, marked, record, refreshed
+from bench.record import table as made
 from tests.docs.__main__ import ROOT
 from tests.docs.pages import Page, Table, read_page
 
 KIB = 1 << 10
+BLOCKS = [
+    pytest.param(name, content, id=f"{page.name}-{name}")
+    for page in PAGES
+    for name, content in marked(page.read_text())
+    if name in PROGRAMS
+]
+
+
+@pytest.mark.parametrize(("name", "content"), BLOCKS)
+def test_a_table_says_what_the_results_say(name: str, content: str) -> None:
+    assert content == made(name), f"run python -m bench.record --tables, or record {name} again"
+
+
+def test_every_program_has_a_table_in_the_documentation() -> None:
+    assert {block.values[0] for block in BLOCKS} == set(PROGRAMS)
+
+
+def test_a_table_is_written_anew_between_its_marks_only() -> None:
+    page = "before\n<!-- results: demo -->\nold\n<!-- end -->\nbehind\n"
+    found = refreshed(page)
+    assert found == f"before\n<!-- results: demo -->\n{made('demo')}\n<!-- end -->\nbehind\n"
+    assert list(marked(found)) == [("demo", made("demo"))]
+
+
+def test_results_that_are_missing_end_the_program(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"demo\.json is missing"):
+        record("demo", tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -32,22 +62,6 @@ def table(pages: list[Page], *header: str) -> Table:
 
 def cells(table: Table) -> list[tuple[str, ...]]:
     return [tuple(cell.replace("`", "") for cell in row.cells) for row in table.rows]
-
-
-def test_the_page_store(pages: list[Page]) -> None:
-    found = results("store")
-    labels = {256 * KIB: "256 KiB", 2048 * KIB: "2 MiB", 16384 * KIB: "16 MiB"}
-    assert cells(table(pages, "page")) == [
-        (
-            label,
-            f"{median(found['pages'][str(size)]['read']['store']):,.0f}",
-            f"{found['read_vs_ceiling'][str(size)]:.2f}",
-            f"{found['read_vs_hicachefile'][str(size)]:.2f}",
-            f"{median(found['pages'][str(size)]['write']['store']):,.0f}",
-            f"{found['write_vs_ceiling'][str(size)]:.2f}",
-        )
-        for size, label in labels.items()
-    ]
 
 
 def test_codecs(pages: list[Page]) -> None:
@@ -77,59 +91,6 @@ def test_partitions(pages: list[Page]) -> None:
     ]
 
 
-def test_the_demo(pages: list[Page]) -> None:
-    found = results("demo")
-    [block] = [
-        block for page in pages for block in page.blocks if "HCache with each codec" in block.text
-    ]
-    lines = [line.split() for line in block.text.splitlines()]
-    assert f"SGLang {found['sglang_version']} on {found['device']}" in block.text
-    for label, method in (("KV offload", "kv_offload"), ("HCache", "hcache")):
-        row = found["methods"][method]
-        times = (row[f"{stage}_ms_per_1k_tokens"] for stage in ("restore", "l3", "load"))
-        assert [
-            *label.split(),
-            f"{row['stored_bytes_per_token']:,.0f}",
-            f"{row['l3_tokens']:,}",
-            *(f"{time:.1f}" for time in times),
-            "yes" if row["identical_tokens"] else "no",
-        ] in lines
-    recompute = f"{found['methods']['recompute']['restore_ms_per_1k_tokens']:.1f}"
-    assert ["recompute", "-", "-", recompute, "-", "-", "-"] in lines
-    exact, *others = found["codecs"]["codecs"].items()
-    assert exact[0] == "none"
-    for name, row in others:
-        stored, share = row["stored_bytes_per_token"], row["share_of_kv"]
-        same = (str(row["same_tokens"]), "of", str(row["reply_tokens"]))
-        assert [name, f"{stored:,.0f}", f"{share:.2f}", f"{row['l3_tokens']:,}", *same] in lines
-
-
-def test_the_index_of_the_page_store(pages: list[Page]) -> None:
-    found = results("store")
-    assert cells(table(pages, "pages in the index")) == [
-        (
-            f"{int(count):,}",
-            f"{row['exists128_us']:.0f}",
-            f"{found['exists128_vs_lmdb'][count]:.2f}",
-            f"{row['open_ms']:.0f}",
-        )
-        for count, row in found["indexes"].items()
-    ]
-
-
-def test_the_papers_partitions(pages: list[Page]) -> None:
-    def short(layers: dict[str, int], words: tuple[str, str, str] = ("", "", "")) -> str:
-        counts = [layers[name] for name in ("hidden", "kv", "recompute")]
-        shown = [f"{n} {word}".strip() for n, word in zip(counts, words, strict=True) if n]
-        return " + ".join(shown if len(shown) > 1 else [*shown, "0"])
-
-    names = ("hidden", "KV", "recomputed")
-    assert [row[1:] for row in cells(table(pages, "", "the paper"))] == [
-        (short(row["paper"], names), short(row["ours"]), short(row["closed_form"]))
-        for row in results("paper")["table_3"]
-    ]
-
-
 def test_eager_restores(pages: list[Page]) -> None:
     found = results("eager")
 
@@ -156,32 +117,30 @@ def test_eager_restores(pages: list[Page]) -> None:
     ]
 
 
-def test_methods_compared(pages: list[Page]) -> None:
-    methods = results("compare")["restore"]["methods"]
-
-    def shown(row: dict[str, Any], setting: str, part: str) -> str:
-        return f"{row[setting][part]:,.0f}" if row[setting] and row[setting][part] else "-"
-
-    assert cells(table(pages, "method", "bytes a token")) == [
+def test_the_page_store(pages: list[Page]) -> None:
+    found = results("store")
+    labels = {256 * KIB: "256 KiB", 2048 * KIB: "2 MiB", 16384 * KIB: "16 MiB"}
+    assert cells(table(pages, "page")) == [
         (
-            row["title"],
-            next((f"{row[s]['bytes_per_token']:,.0f}" for s in SETTINGS if has_l3(row[s])), "-"),
-            shown(row, "disk", "ms"),
-            shown(row, "disk", "l3_ms"),
-            shown(row, "balanced", "load_ms"),
-            shown(row, "slow", "ms"),
+            label,
+            f"{median(found['pages'][str(size)]['read']['store']):,.0f}",
+            f"{found['read_vs_ceiling'][str(size)]:.2f}",
+            f"{found['read_vs_hicachefile'][str(size)]:.2f}",
+            f"{median(found['pages'][str(size)]['write']['store']):,.0f}",
+            f"{found['write_vs_ceiling'][str(size)]:.2f}",
         )
-        for row in methods.values()
-    ]
-    ways = results("compare_saving")["saving"]["ways"]
-    assert cells(table(pages, "ms between tokens")) == [
-        (way["title"], *(f"{gap['median']:,.1f}" for gap in way["gaps_ms"].values()))
-        for way in ways.values()
+        for size, label in labels.items()
     ]
 
 
-SETTINGS = ("disk", "balanced", "slow")
-
-
-def has_l3(row: dict[str, Any] | None) -> bool:
-    return row is not None and bool(row["bytes_per_token"])
+def test_the_index_of_the_page_store(pages: list[Page]) -> None:
+    found = results("store")
+    assert cells(table(pages, "pages in the index")) == [
+        (
+            f"{int(count):,}",
+            f"{row['exists128_us']:.0f}",
+            f"{found['exists128_vs_lmdb'][count]:.2f}",
+            f"{row['open_ms']:.0f}",
+        )
+        for count, row in found["indexes"].items()
+    ]

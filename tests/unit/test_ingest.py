@@ -11,9 +11,15 @@ from typing import Any, cast
 
 import pytest
 
-from hcache_backend.benchmark.client import BenchError, Cached, Client, Reply, RequestError
-from hcache_backend.benchmark.documents import Document, DocumentError, find_documents
-from hcache_backend.benchmark.ingest import Ingested, Journal, ingest
+from hcache_backend.cli.client import BenchError, Cached, Client, Reply, RequestError
+from hcache_backend.cli.documents import (
+    Document,
+    DocumentError,
+    Ingested,
+    Journal,
+    find_documents,
+    store_documents,
+)
 
 SERVER = {"model_path": "m", "weight_version": "1", "page_size": 64}
 
@@ -147,7 +153,7 @@ class Notes:
 
 def store(notes: Notes, documents: Sequence[Document], **options: Any) -> Ingested:
     journal = Journal(notes.journal, SERVER, options.get("prefix", ""))
-    return asyncio.run(ingest(cast(Client, notes), documents, journal, **options))
+    return asyncio.run(store_documents(cast(Client, notes), documents, journal, **options))
 
 
 def texts(folder: Path, *contents: str) -> list[Document]:

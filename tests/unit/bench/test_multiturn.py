@@ -1,31 +1,27 @@
-"""Options of ``hcache bench multiturn`` that are wrong, and what a running server may lack."""
+"""Options of ``bench.multiturn`` that are wrong, and what a running server may lack."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from hcache_backend.benchmark.client import BenchError
-from hcache_backend.cli import bench_multiturn
-from hcache_backend.cli.bench_multiturn import load_tokenizer, notes
-from hcache_backend.cli.bench_run import Measured, check_length, moved
-from hcache_backend.cli.bench_server import METHODS, launch
-from hcache_backend.cli.bench_workloads import WorkloadOptions, choose
-from hcache_backend.cli.machine import Machine
-from hcache_backend.cli.main import app
-from hcache_backend.cli.metrics_page import MetricsPage, NoMetrics, parse
-from hcache_backend.workload.base import Session, Turn, Workload, WorkloadError
+from bench.multiturn import __main__ as program
+from bench.multiturn.report import notes
+from bench.multiturn.run import Measured, check_length
+from bench.workload.base import Session, Turn, Workload, WorkloadError
+from bench.workload.options import WorkloadOptions, choose, load_tokenizer
+from hcache_backend.cli.client import BenchError
+from hcache_backend.cli.metrics_page import MetricsPage, NoMetrics, moved, parse
 
 NOBODY = "http://127.0.0.1:9"
 
 
 def refused(*arguments: str) -> str:
     """What the command says when it ends with status 2, in one line."""
-    done = CliRunner().invoke(app, ["bench", "multiturn", *arguments])
+    done = CliRunner().invoke(program.app, arguments)
     assert done.exit_code == 2, done.output
     assert "Traceback" not in done.output
     return " ".join(done.output.split())
@@ -63,7 +59,7 @@ def test_a_wrong_option_is_named_with_what_would_be_right(
     def none_starts(*_: object) -> None:
         raise AssertionError("a server was started")
 
-    monkeypatch.setattr(bench_multiturn, "own_server", none_starts)
+    monkeypatch.setattr(program, "started", none_starts)
     # A terminal of any width breaks the line elsewhere, and draws a frame around some.
     said = refused(*arguments).replace("│ ", "")
     assert message in said
@@ -139,54 +135,3 @@ def test_notes_say_what_a_reader_has_to_know() -> None:
         "no bytes of L3: no metrics",
         "the server does not say where hits were: start it with --enable-cache-report",
     ]
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_methods_differ_in_what_brings_histories_back(name: str, tmp_path: Path) -> None:
-    machine = Machine("cuda", "a GPU", "0", ("--machine",), {"MACHINE": "1"})
-    command, environment = launch(
-        METHODS[name], machine, "org/model", tmp_path, pool_tokens=512, extra=["--last", "1"]
-    )
-    assert command[-2:] == ["--last", "1"]
-    assert "--enable-cache-report" in command
-    assert "--skip-tokenizer-init" not in command
-    assert environment["MACHINE"] == "1"
-    assert "HCACHE_RESTORE_TRACE" not in environment
-    assert ("--enable-hierarchical-cache" in command) == (name not in ("ideal", "recompute"))
-    assert ("--disable-radix-cache" in command) == (name == "recompute")
-    assert ("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR" in environment) == (name == "file")
-    if name.startswith("hcache"):
-        extra = json.loads(command[command.index("--hicache-storage-backend-extra-config") + 1])
-        eager = {"restore": "eager"} if name.endswith("-eager") else {}
-        modes = {"hcache": "auto", "hcache-kv": "kv", "hcache-hidden": "hidden"}
-        mode = modes[name.removesuffix("-eager")]
-        assert extra["hcache"] == {"dirs": [str(tmp_path / "l3")], "mode": mode, **eager}
-
-
-def test_a_server_may_use_the_l3_of_another_and_have_more_options(tmp_path: Path) -> None:
-    machine = Machine("cpu", "a CPU", "0", (), {})
-    command, _ = launch(
-        METHODS["hcache-hidden-eager"],
-        machine,
-        "org/model",
-        tmp_path / "own",
-        pool_tokens=512,
-        l3=tmp_path / "shared",
-        hcache={"restore_share": 1.0},
-    )
-    extra = json.loads(command[command.index("--hicache-storage-backend-extra-config") + 1])
-    assert extra["hcache"] == {
-        "dirs": [str(tmp_path / "shared")],
-        "mode": "hidden",
-        "restore": "eager",
-        "restore_share": 1.0,
-    }
-
-
-def test_a_model_without_a_tokenizer_is_served_without_one(tmp_path: Path) -> None:
-    machine = Machine("cpu", "a CPU", "0", (), {})
-    command, _ = launch(METHODS["host"], machine, str(tmp_path), tmp_path, pool_tokens=512)
-    assert "--skip-tokenizer-init" in command
-    (tmp_path / "tokenizer.json").touch()
-    command, _ = launch(METHODS["host"], machine, str(tmp_path), tmp_path, pool_tokens=512)
-    assert "--skip-tokenizer-init" not in command

@@ -6,10 +6,9 @@ from statistics import mean, median
 
 import pytest
 
-from hcache_backend.workload.base import Session, Turn, Workload, WorkloadError
-from hcache_backend.workload.paper import LEVAL, leval, sharegpt4, zipf_contexts
-from hcache_backend.workload.statistics import describe
-from hcache_backend.workload.synthetic import agent, multiturn, rag
+from bench.workload.base import Session, Turn, Workload, WorkloadError
+from bench.workload.paper import LEVAL, leval, sharegpt4, zipf_contexts
+from bench.workload.synthetic import agent, multiturn, rag
 
 WITHIN = 0.05
 SEEDS = (0, 1, 2)
@@ -162,7 +161,7 @@ def test_questions_differ_between_runs_and_documents_do_not() -> None:
 def test_a_scale_multiplies_lengths_and_waiting_times() -> None:
     workload = sharegpt4(300, 0)
     small = workload.scaled(0.1)
-    assert describe(small)["output_mean"] == pytest.approx(35.9, rel=WITHIN)
+    assert small.describe()["output_mean"] == pytest.approx(35.9, rel=WITHIN)
     assert small.interval_s == pytest.approx(3)
     assert small.requests == workload.requests
     assert min(turn.prompt for turn in turns_of(small)) == 1
@@ -189,7 +188,7 @@ def test_a_limit_below_a_question_is_refused() -> None:
 
 def test_a_description_counts_tokens() -> None:
     sessions = (Session((Turn(4, 6),), document=1), Session((Turn(2, 2), Turn(3, 1)), document=1))
-    found = describe(Workload("test", sessions, (100, 50), interval_s=2.0))
+    found = Workload("test", sessions, (100, 50), interval_s=2.0).describe()
     assert found["requests"] == 3
     assert (found["prompt_mean"], found["output_mean"]) == (3, 3)
     assert (found["history_median"], found["history_max"]) == (59, 60)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hcache_backend.workload.base import Turn, WorkloadError
-from hcache_backend.workload.sharegpt import sharegpt_file
+from bench.workload.base import Turn, WorkloadError
+from bench.workload.sharegpt import sharegpt_file
 
 
 class Words:

@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import pytest
 
-from hcache_backend.benchmark.client import BenchError, Cached, Client, Reply, RequestError
-from hcache_backend.benchmark.driver import Pace, RunResult, prefill, run
-from hcache_backend.workload.base import Session, Turn, Workload
-from hcache_backend.workload.synthetic import multiturn
+from bench.multiturn.driver import Pace, RunResult, prefill, run
+from bench.workload.base import Session, Turn, Workload
+from bench.workload.synthetic import multiturn
+from hcache_backend.cli.client import BenchError, Cached, Client, Reply, RequestError
 
 VOCABULARY = 1000
 AT_ONCE = Pace(rate=math.inf)
@@ -74,7 +74,7 @@ def test_each_round_sends_the_whole_history() -> None:
     assert first == workload.prompt_ids(0, 0, VOCABULARY)
     assert second == [*first, 7, 7, *workload.prompt_ids(0, 1, VOCABULARY)]
     assert third == [*second, 7, 7, *workload.prompt_ids(0, 2, VOCABULARY)]
-    assert [(r.session, r.round, r.prompt_tokens) for r in result.records] == [
+    assert [(r.session, r.round, r.prompt_tokens) for r in result.requests] == [
         (0, 0, 3),
         (0, 1, 9),
         (0, 2, 16),
@@ -95,7 +95,7 @@ def test_no_more_are_in_flight_than_allowed(arrivals: str) -> None:
     notes = Notes()
     result = ask(notes, workload, Pace(rate=math.inf, max_parallel=4))
     assert notes.most == 4
-    assert len(result.records) == 40
+    assert len(result.requests) == 40
 
 
 def test_fifo_asks_in_order_and_random_in_an_order_of_the_seed() -> None:
@@ -131,7 +131,7 @@ def test_a_barrier_does_not_wait_for_sessions_that_have_ended_or_failed() -> Non
     notes = Notes(refuse=5)
     result = ask(notes, workload, Pace(rate=math.inf, barrier=True))
     assert [len(prompt) for prompt in notes.seen[3:]] == [8, 13]
-    assert [r.session for r in result.records if r.error] == [2]
+    assert [r.session for r in result.requests if r.error] == [2]
 
 
 def test_a_session_ends_with_a_request_that_fails_and_the_others_go_on() -> None:
@@ -140,10 +140,10 @@ def test_a_session_ends_with_a_request_that_fails_and_the_others_go_on() -> None
     notes = Notes(refuse=4)
     client = cast(Client, notes)
     result = asyncio.run(run(client, workload, AT_ONCE, VOCABULARY, 0, ended.append))
-    failed = [record for record in result.records if record.error]
+    failed = [request for request in result.requests if request.error]
     assert [(r.session, r.round, r.error) for r in failed] == [(1, 0, "refused")]
     assert sum(ended) == workload.requests == 5
-    assert [r.round for r in result.records if r.session == 0] == [0, 1]
+    assert [r.round for r in result.requests if r.session == 0] == [0, 1]
 
 
 def test_another_run_asks_other_questions() -> None:

@@ -1,9 +1,11 @@
-"""``hcache bench`` and every workload, short, on a real server."""
+"""Short runs of the programs in ``bench`` that serve, and ``hcache ingest``, on real servers."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from hcache_backend.benchmark.client import Cached, Client, Reply
-from hcache_backend.cli.bench_multiturn import Where, target
-from hcache_backend.cli.bench_run import Target
-from hcache_backend.cli.bench_server import HYBRID, METHODS
-from hcache_backend.cli.compare_saving import over_none
+from bench.compare.__main__ import app as compare_app
+from bench.harness.methods import METHODS, SERVED
+from bench.multiturn.__main__ import app as multiturn_app
+from bench.multiturn.__main__ import started
+from bench.multiturn.run import Target
+from hcache_backend.cli.client import Cached, Client, Reply
 from hcache_backend.cli.main import app
 
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.engine
 
 HIDDEN_BYTES = 4 * 256 * 4
@@ -26,9 +30,8 @@ HIDDEN_BYTES = 4 * 256 * 4
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    """The one that the command starts where none is named."""
-    where = Where(None, None, None, "hcache-hidden", (), tmp_path_factory.mktemp("bench"))
-    with target(where, pool_tokens=8192) as found:
+    """The one that the program starts if none is named."""
+    with started("hcache-hidden", None, 8192, (), tmp_path_factory.mktemp("bench")) as found:
         yield found
 
 
@@ -36,9 +39,9 @@ def bench(server: Target, folder: Path, *arguments: str) -> dict[str, Any]:
     """Run the command against the server; the line of its only run."""
     log = folder / "log.jsonl"
     done = CliRunner().invoke(
-        app,
+        multiturn_app,
         [
-            *("bench", "multiturn", "--url", server.url, "--api-key", server.key or ""),
+            *("--url", server.url, "--api-key", server.key or ""),
             *("--request-rate", "inf", "--log-file", str(log), *arguments),
         ],
     )
@@ -152,9 +155,9 @@ def test_conversations_of_a_file(server: Target, tmp_path: Path) -> None:
 
 def test_a_history_that_is_too_long_for_the_server_is_refused(server: Target) -> None:
     done = CliRunner().invoke(
-        app,
+        multiturn_app,
         [
-            *("bench", "multiturn", "--url", server.url, "--api-key", server.key or ""),
+            *("--url", server.url, "--api-key", server.key or ""),
             *("--num-clients", "1", "--request-length", "4000"),
         ],
     )
@@ -217,9 +220,9 @@ def compare(model: Path, folder: Path, *arguments: str) -> dict[str, Any]:
     """The report of a comparison."""
     out = folder / "compare.json"
     done = CliRunner().invoke(
-        app,
+        compare_app,
         [
-            *("bench", "compare", "--model-path", str(model), "--out", str(out)),
+            *("--model-path", str(model), "--out", str(out)),
             *("--scratch-dir", str(folder), *arguments),
         ],
     )
@@ -253,13 +256,27 @@ def test_restores_are_timed_in_the_server(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_what_saves_directly_has_written_rows(model: Path, tmp_path: Path) -> None:
+def test_saving_is_timed_beside_a_server_that_saves_nothing(model: Path, tmp_path: Path) -> None:
     found = compare(model, tmp_path, "--part", "saving", "--rounds", "1")["saving"]
-    assert list(found["ways"]) == ["none", "staged", "direct"]
+    assert list(found["ways"]) == ["none", "staged"]
     for way in found["ways"].values():
         assert all(0 < gaps["median"] <= gaps["p99"] for gaps in way["gaps_ms"].values())
-    assert over_none(found, "direct", 16) > 1
-    assert (tmp_path / "compare_ablations.png").exists()
+    assert (tmp_path / "compare_saving.png").exists()
+
+
+def test_the_demo_leaves_the_checkout_as_it_was() -> None:
+    def status() -> str:
+        command = ["git", "status", "--porcelain"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    before = status()
+    command = [sys.executable, "-m", "bench.demo", "--conversations", "1", "--turns", "2"]
+    done = subprocess.run(
+        [*command, "--no-codecs"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "out/demo.json" in done.stdout
+    assert status() == before
 
 
 @pytest.mark.long
@@ -270,7 +287,7 @@ def test_all_methods_are_compared(model: Path, tmp_path: Path) -> None:
         *("--max-rounds", "3", "--interval", "0.2", "--rates", "4,8"),
     )
     restores, loads = found["restore"]["methods"], found["load"]["methods"]
-    assert set(restores) == {*METHODS, HYBRID} - {"ideal", "host"}
+    assert set(restores) == set(METHODS) - {"ideal", "host"}
     assert restores["file"]["disk"]["bytes_per_token"] == 2 * HIDDEN_BYTES
     assert restores["hcache-kv"]["slow"]["bytes_per_token"] > 1.9 * HIDDEN_BYTES
     shared = restores["hcache-hidden"]["disk"]["bytes_per_token"]
@@ -278,7 +295,7 @@ def test_all_methods_are_compared(model: Path, tmp_path: Path) -> None:
     # What would wait for all of L3 first is overlapped.
     slow = {name: row["slow"]["ms"] for name, row in restores.items() if row["slow"]}
     assert slow["hcache-hidden-eager"] < slow["hcache-hidden"]
-    assert set(loads) == set(METHODS)
+    assert set(loads) == set(SERVED)
     for row in loads.values():
         assert [run["request_rate"] for run in row["runs"]] == [4, 8]
         assert all(not run["failed_requests"] for run in row["runs"])

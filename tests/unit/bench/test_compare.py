@@ -9,38 +9,37 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from hcache_backend.benchmark.driver import Pace
-from hcache_backend.cli import compare_estimate, compare_plan
-from hcache_backend.cli.bench_server import HYBRID, METHODS
-from hcache_backend.cli.compare_load import LoadPlan
-from hcache_backend.cli.compare_pictures import COLOURS, draw
-from hcache_backend.cli.compare_plan import Rates
-from hcache_backend.cli.compare_report import layers, markdown
-from hcache_backend.cli.compare_restore import (
+from bench.compare import plan as planning
+from bench.compare.__main__ import app
+from bench.compare.load import LoadPlan
+from bench.compare.pictures import COLOURS, draw
+from bench.compare.plan import Rates
+from bench.compare.report import layers, markdown, table_lines
+from bench.compare.restore import (
     METHODS_RESTORED,
     SETTINGS,
-    Comparison,
     Restored,
     RestorePlan,
-    Served,
+    Restores,
     median_of,
     report,
     restore_all,
     servers,
     steps,
 )
-from hcache_backend.cli.compare_saving import WAYS, SavingPlan, over_none
-from hcache_backend.cli.compare_saving import steps as saving_steps
-from hcache_backend.cli.compare_server import forget_files, l3_bytes
-from hcache_backend.cli.demo_report import Restore
-from hcache_backend.cli.machine import Machine
-from hcache_backend.cli.main import app
+from bench.compare.saving import WAYS, SavingPlan
+from bench.compare.saving import steps as saving_steps
+from bench.harness.machine import Machine
+from bench.harness.methods import HYBRID, METHODS, SERVED
+from bench.harness.restorer import forget_files, l3_bytes
+from bench.multiturn.driver import Pace
+from bench.workload.base import Session, Turn, Workload
 from hcache_backend.partition.layers import Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.presets import preset_profile
-from hcache_backend.workload.base import Session, Turn, Workload
+from hcache_backend.trace import Restore
 
-CPU, GPU = Machine("cpu", "a CPU", "0", ()), Machine("cuda", "a GPU", "0", ())
+CPU, GPU = Machine("cpu", "a CPU", "0"), Machine("cuda", "a GPU", "0")
 LLAMA = ModelShape(
     family="llama",
     layers=32,
@@ -58,7 +57,7 @@ def restore_plan(folder: Path, machine: Machine = CPU, model: str = "model") -> 
 
 
 def folder_model(folder: Path) -> str:
-    known = Path(__file__).parent / "partition" / "configs" / "llama-2-7b.json"
+    known = Path(__file__).parents[1] / "partition" / "configs" / "llama-2-7b.json"
     (folder / "config.json").write_text(known.read_text())
     return str(folder)
 
@@ -80,7 +79,7 @@ def folder_model(folder: Path) -> str:
     ],
 )
 def test_a_wrong_option_is_named_before_a_server_starts(arguments: list[str], message: str) -> None:
-    done = CliRunner().invoke(app, ["bench", "compare", *arguments])
+    done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 2
     assert message in " ".join(done.output.split())
 
@@ -145,30 +144,30 @@ def test_steps_are_counted_as_they_come(tmp_path: Path) -> None:
 
 def test_profiles_of_settings_differ_in_what_is_slowed_down() -> None:
     profile, rates = preset_profile("a100-40g", 4), Rates(bus=1e9, l3=1e8)
-    assert compare_plan.in_setting(profile, "disk", None) is profile
-    balanced = compare_plan.in_setting(profile, "balanced", rates)
+    assert planning.in_setting(profile, "disk", None) is profile
+    balanced = planning.in_setting(profile, "balanced", rates)
     assert balanced.hidden_copy.per_second == pytest.approx(1e9)
     assert balanced.kv_load.per_second <= 1e9
     assert balanced.l3 == profile.l3
-    slow = compare_plan.in_setting(profile, "slow", rates)
+    slow = planning.in_setting(profile, "slow", rates)
     assert slow.l3 is not None
     assert slow.l3.per_second == 1e8
     assert slow.hidden_copy == profile.hidden_copy
 
 
 def test_a_model_that_plans_do_not_know_has_no_shape(tmp_path: Path) -> None:
-    assert not compare_plan.has_shape("org/model")
+    assert not planning.has_shape("org/model")
     (tmp_path / "config.json").write_text("{}")
-    assert not compare_plan.has_shape(str(tmp_path))
-    assert compare_plan.has_shape(folder_model(tmp_path))
+    assert not planning.has_shape(str(tmp_path))
+    assert planning.has_shape(folder_model(tmp_path))
 
 
 def test_the_naive_hybrid_has_no_hidden_states() -> None:
-    partition = compare_plan.naive_hybrid(preset_profile("a100-40g", 0), LLAMA, 1024)
+    partition = planning.naive_hybrid(preset_profile("a100-40g", 0), LLAMA, 1024)
     assert partition.hidden == 0
     assert partition.recompute > 0
     assert partition.kv > 0
-    assert compare_plan.options(Partition(2, 0, 6)) == {"recompute": 2, "hidden": 0, "kv": 6}
+    assert planning.options(Partition(2, 0, 6)) == {"recompute": 2, "hidden": 0, "kv": 6}
 
 
 def test_medians_and_bytes(tmp_path: Path) -> None:
@@ -220,7 +219,7 @@ def comparison() -> dict[str, Any]:
     rows["file"].times["disk"] = [Restore(4096, 1200.0, 500.0, 580.0)]
     rows["recompute"] = Restored({"disk": [Restore(4096, 9000.0)]})
     rows["hcache-hidden-eager"].times.pop("balanced")
-    found = Comparison(rows, Rates(66e6, 22e6), ("setting x: y",))
+    found = Restores(rows, Rates(66e6, 22e6), ("setting x: y",))
     return {
         "date": "2026-01-01",
         "device": "a CPU",
@@ -254,6 +253,7 @@ def comparison() -> dict[str, Any]:
             "methods": {
                 name: {"title": method.title, "runs": [run(2.0, 0.4), run(1.0, 0.2)]}
                 for name, method in METHODS.items()
+                if name in SERVED
             },
         },
     }
@@ -278,21 +278,23 @@ def test_the_tables_have_a_row_for_each_method() -> None:
     assert "8 sessions, 30 requests" in text
 
 
-def test_goals_are_met_or_not() -> None:
-    text = markdown(comparison())
-    assert (
-        "| L3 as it is: automatic is never slower than SGLang's file L3 | 1 | 1.20 | met |" in text
-    )
-    assert "SGLang's file L3 | 1.3 | 1.25 | NOT MET |" in text
-    assert "| balanced bus: hidden states load faster than KV pages | 1.7 | 2.74 | met |" in text
-    assert "than recomputation | 5 | 15.52 | met |" in text
-
-
-def test_goals_of_methods_that_were_not_tried_are_left_out() -> None:
+def test_a_setting_that_was_not_tried_is_empty() -> None:
     rows = {"file": Restored({"disk": [Restore(64, 2.0, 1.0, 1.0)]}, {"disk": 1.0}, {"disk": ""})}
-    found = report(Comparison(rows, None, ()), restore_plan(Path()))
-    assert found["goals"] == []
+    found = report(Restores(rows, None, ()), restore_plan(Path()))
     assert found["methods"]["file"]["slow"] is None
+    assert table_lines({"restore": found}).splitlines()[-1] == (
+        "| KV, SGLang file L3 | 1 | 2 | 1 | - | - |"
+    )
+
+
+def test_each_part_has_its_table_in_the_documentation() -> None:
+    found = comparison()
+    for part, row in (
+        ("restore", "| HCache, KV pages | 2,048 | 1,000 | 400 | 1,590 | 1,000 |"),
+        ("saving", "| HCache: two stages | 5.0 (7.0), 1.00x | 9.0 (30.0), 1.12x |"),
+        ("load", "| recompute | 2.0 | 400 | 800 | 50.0 | 1.50 | 25 / ? / 50 |"),
+    ):
+        assert row in table_lines({part: found[part]}).splitlines()
 
 
 def test_what_a_server_said_of_its_layers() -> None:
@@ -304,11 +306,9 @@ def test_what_a_server_said_of_its_layers() -> None:
     assert layers("") == ""
 
 
-def test_what_saving_costs() -> None:
-    saving = comparison()["saving"]
-    assert over_none(saving, "direct", 16) == 10 / 8
+def test_a_saving_plan_has_a_history_for_each_sequence() -> None:
     plan = SavingPlan(CPU, "m", 3, 100, (), Path(), batches=(1, 4), history=64)
-    assert saving_steps(plan) == 3 * (2 + 2 * 3)
+    assert saving_steps(plan) == len(WAYS) * (2 + 2 * 3)
     assert [len(history) for history in plan.histories()] == [64] * 4
 
 
@@ -321,7 +321,7 @@ def test_a_part_that_did_not_run_has_no_table() -> None:
 def test_pictures_are_drawn(tmp_path: Path) -> None:
     found = comparison()
     paths = draw(found, tmp_path / "compare")
-    names = ["compare_restore.png", "compare_ablations.png", "compare_load.png"]
+    names = ["compare_restore.png", "compare_saving.png", "compare_load.png"]
     assert [path.name for path in paths] == names
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
     del found["restore"], found["saving"]
@@ -329,20 +329,4 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
 
 
 def test_every_method_has_a_colour() -> None:
-    assert set(COLOURS) == {*METHODS, HYBRID} >= set(METHODS_RESTORED)
-
-
-def test_more_settings_and_rounds_take_longer(tmp_path: Path) -> None:
-    profile = preset_profile("a100-40g", 4)
-    servers_of = [Served("hcache-hidden", ("disk",)), Served("hcache-kv", ("disk", "slow"))]
-    plan = restore_plan(tmp_path)
-
-    def estimate(plan: RestorePlan, served: list[Served]) -> float:
-        return compare_estimate.seconds(plan, served, profile, LLAMA)
-
-    one = estimate(plan, servers_of[:1])
-    assert (
-        one < estimate(plan, servers_of) < estimate(dataclasses.replace(plan, rounds=9), servers_of)
-    )
-    assert estimate(plan, [Served("recompute", ("disk",))]) > 12
-    assert estimate(restore_plan(tmp_path, GPU), servers_of) < estimate(plan, servers_of)
+    assert set(COLOURS) == set(METHODS) >= set(METHODS_RESTORED)

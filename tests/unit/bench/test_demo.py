@@ -13,20 +13,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from hcache_backend.cli.demo_codecs import codec_problems, codec_report, codec_table
-from hcache_backend.cli.demo_picture import draw
-from hcache_backend.cli.demo_report import (
-    METHODS,
-    MethodRun,
-    Turn,
-    build_report,
-    problems,
-    table,
-)
-from hcache_backend.cli.demo_run import POOL_TOKENS, Script, launch, steps, stored
-from hcache_backend.cli.machine import Machine
-from hcache_backend.cli.main import app
-from hcache_backend.cli.tiny_model import TinyLlama
+from bench.demo.__main__ import app
+from bench.demo.codecs import codec_problems, codec_report, codec_table
+from bench.demo.conversations import POOL_TOKENS, MethodRun, Script, Turn, steps
+from bench.demo.report import METHODS, build_report, draw, problems, table, table_lines
+from bench.harness.models import TinyLlama
 from hcache_backend.trace import Restore
 
 PAGE = 64
@@ -50,10 +41,10 @@ def make_turns(restores: Sequence[Restore], l3_tokens: int = 192) -> list[Turn]:
 def make_runs() -> dict[str, MethodRun]:
     return {
         "recompute": MethodRun(make_turns([Restore(200, 40.0), Restore(200, 60.0)], l3_tokens=0)),
-        "kv_offload": MethodRun(
+        "file": MethodRun(
             make_turns([Restore(192, 9.6, 4.8, 2.4), Restore(192, 19.2, 9.6, 4.8)]), 512, 512 * 8192
         ),
-        "hcache": MethodRun(
+        "hcache-hidden": MethodRun(
             make_turns([Restore(192, 1.92, 0.96, 0.96), Restore(192, 3.84, 0.96, 2.88)]),
             512,
             512 * 4112,
@@ -73,7 +64,7 @@ def test_report_has_every_turn_and_the_medians_of_every_method() -> None:
     assert report["identical_tokens"] is True
     assert report["succeeded"] is True
     assert list(report["methods"]) == list(METHODS)
-    ours = report["methods"]["hcache"]
+    ours = report["methods"]["hcache-hidden"]
     assert ours["stored_bytes_per_token"] == 4112
     assert ours["restore_ms_per_1k_tokens"] == 15.0
     assert ours["l3_ms_per_1k_tokens"] == 5.0
@@ -86,13 +77,13 @@ def test_report_has_every_turn_and_the_medians_of_every_method() -> None:
         "turn": 1,
         "history_tokens": 200,
         "l3_tokens": 192,
-        "kv_offload_l3_tokens": 192,
+        "file_l3_tokens": 192,
         "identical_tokens": True,
         "restore_ms": None,
     }
 
 
-@pytest.mark.parametrize("method", ["kv_offload", "hcache"])
+@pytest.mark.parametrize("method", ["file", "hcache-hidden"])
 def test_another_token_fails_the_demo(method: str) -> None:
     runs = make_runs()
     runs[method] = with_turn(runs[method], 3, output_ids=(1, 3))
@@ -105,7 +96,7 @@ def test_another_token_fails_the_demo(method: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("method", ["kv_offload", "hcache"])
+@pytest.mark.parametrize("method", ["file", "hcache-hidden"])
 def test_history_that_did_not_come_from_l3_fails_the_demo(method: str) -> None:
     runs = make_runs()
     runs[method] = with_turn(runs[method], 2, l3_tokens=200 - PAGE)
@@ -118,8 +109,10 @@ def test_history_that_did_not_come_from_l3_fails_the_demo(method: str) -> None:
 
 def test_a_restore_without_a_trace_fails_the_demo() -> None:
     runs = make_runs()
-    runs["hcache"] = with_turn(runs["hcache"], 2, restore=None)
-    assert problems(runs, PAGE) == ["hcache: conversation 0, turn 1: the trace shows no restore"]
+    runs["hcache-hidden"] = with_turn(runs["hcache-hidden"], 2, restore=None)
+    assert problems(runs, PAGE) == [
+        "hcache-hidden: conversation 0, turn 1: the trace shows no restore"
+    ]
 
 
 def make_codec_runs() -> dict[str, MethodRun]:
@@ -182,13 +175,31 @@ def test_the_table_fits_a_terminal_of_80_columns() -> None:
     console = Console(width=80, record=True, file=StringIO())
     console.print(table(build_report(make_runs(), PAGE, ABOUT)))
     text = console.export_text()
-    for cell in ("recompute", "KV offload", "HCache", "8,192", "4,112", "250.0", "15.0", "yes"):
+    for cell in (
+        "recompute",
+        "KV, SGLang file L3",
+        "HCache, hidden states",
+        "8,192",
+        "4,112",
+        "250.0",
+        "15.0",
+        "yes",
+    ):
         assert cell in text
+
+
+def test_the_table_of_the_documentation_has_a_row_for_each_method() -> None:
+    lines = table_lines(build_report(make_runs(), PAGE, ABOUT)).splitlines()
+    assert lines[2:] == [
+        "| recompute | - | - | 250.0 | - | - | - |",
+        "| KV, SGLang file L3 | 8,192 | 384 | 75.0 | 37.5 | 18.8 | yes |",
+        "| HCache, hidden states | 4,112 | 384 | 15.0 | 5.0 | 10.0 | yes |",
+    ]
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    draw(build_report(make_runs(), PAGE, ABOUT), tmp_path / "demo.png")
+    draw(build_report(make_runs(), PAGE, ABOUT)).savefig(tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -196,7 +207,7 @@ def fake_demo(monkeypatch: pytest.MonkeyPatch, runs: dict[str, MethodRun]) -> No
     def measure(script: Script, shape: TinyLlama, codecs: bool) -> dict[str, Any]:
         return build_report(runs, PAGE, ABOUT)
 
-    monkeypatch.setattr("hcache_backend.cli.demo.measure", measure)
+    monkeypatch.setattr("bench.demo.__main__.measure", measure)
 
 
 def test_json_is_all_that_stands_on_standard_output(
@@ -204,7 +215,7 @@ def test_json_is_all_that_stands_on_standard_output(
 ) -> None:
     fake_demo(monkeypatch, make_runs())
     out = tmp_path / "deep" / "demo.json"
-    done = CliRunner().invoke(app, ["demo", "--json", "--out", str(out)])
+    done = CliRunner().invoke(app, ["--json", "--out", str(out)])
     assert done.exit_code == 0
     assert json.loads(done.stdout) == json.loads(out.read_text())
 
@@ -213,17 +224,17 @@ def test_exit_status_is_1_when_a_token_differs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     runs = make_runs()
-    runs["hcache"] = with_turn(runs["hcache"], 2, output_ids=(7,))
+    runs["hcache-hidden"] = with_turn(runs["hcache-hidden"], 2, output_ids=(7,))
     fake_demo(monkeypatch, runs)
     out = tmp_path / "demo.json"
-    done = CliRunner().invoke(app, ["demo", "--out", str(out)])
+    done = CliRunner().invoke(app, ["--out", str(out)])
     assert done.exit_code == 1
     assert json.loads(out.read_text())["identical_tokens"] is False
-    assert "FAILED hcache: conversation 0, turn 1" in done.stdout
+    assert "FAILED hcache-hidden: conversation 0, turn 1" in done.stdout
 
 
 def test_more_turns_than_the_pool_holds_are_refused() -> None:
-    done = CliRunner().invoke(app, ["demo", "--turns", "1000"])
+    done = CliRunner().invoke(app, ["--turns", "1000"])
     assert done.exit_code == 2
     assert "the device pool holds at most" in done.stderr
 
@@ -234,22 +245,3 @@ def test_the_default_script_is_the_same_every_time_and_fits_the_pool() -> None:
     assert script.question(1, 2) != script.question(2, 1)
     assert script.longest_prompt <= POOL_TOKENS
     assert steps(Script(conversations=2, turns=3)) == 7
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_is_the_same_server_but_for_its_l3(method: str, tmp_path: Path) -> None:
-    machine = Machine("cpu", "a machine", "0.5.21", ("--device", "cpu"))
-    command, environment = launch(method, machine, tmp_path / "model", tmp_path)
-    common, _ = launch("recompute", machine, tmp_path / "model", tmp_path)
-    assert command[: len(common)] == common
-    assert ("--enable-hierarchical-cache" in command) is (method != "recompute")
-    assert environment["HCACHE_RESTORE_TRACE"] == str(tmp_path / "trace.jsonl")
-
-
-def test_only_pages_count_as_stored_bytes(tmp_path: Path) -> None:
-    (tmp_path / "ab").mkdir()
-    (tmp_path / "ab" / "1.page").write_bytes(bytes(1000))
-    (tmp_path / "ab" / "2.page").write_bytes(bytes(1000))
-    (tmp_path / "index").write_bytes(bytes(5000))
-    assert stored("hcache", tmp_path) == (2 * PAGE, 2000)
-    assert stored("recompute", tmp_path) == (0, 0)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from hcache_backend.benchmark.client import BenchError, Cached, Client, Reply, RequestError
+from hcache_backend.cli.client import BenchError, Cached, Client, Reply, RequestError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

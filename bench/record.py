@@ -1,0 +1,82 @@
+"""Records results: into ``bench/results`` and into the tables of the documentation.
+
+    python -m bench.record NAME... [--out out]    what a program wrote becomes the recorded result
+    python -m bench.record --tables               tables anew from the recorded results
+
+A table of the documentation stands between ``<!-- results: NAME -->`` and ``<!-- end -->``; the
+program of that name makes it from its results (``table_lines``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from bench.harness.report import OUT
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PROGRAMS = {
+    "demo": "bench.demo.report",
+    "compare": "bench.compare.report",
+    "saving": "bench.compare.report",
+    "load": "bench.compare.report",
+    "paper": "bench.paper",
+}
+"""Name of the results -> the module that makes their table."""
+_BLOCK = re.compile(r"(<!-- results: (\w+) -->\n)(.*?\n)(<!-- end -->)", re.DOTALL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", choices=[[], *PROGRAMS], metavar="NAME")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder with what programs wrote")
+    parser.add_argument("--tables", action="store_true", help="only write tables anew")
+    options = parser.parse_args()
+    if bool(options.names) == options.tables:
+        parser.error(f"give names ({', '.join(PROGRAMS)}) or --tables")
+    for name in options.names:
+        record(name, options.out)
+    for page in PAGES:
+        page.write_text(refreshed(page.read_text()))
+
+
+def record(name: str, out: Path) -> None:
+    """Copy the results ``NAME.json`` and pictures from ``out``; ends the program without them."""
+    path = out / f"{name}.json"
+    if not path.exists():
+        raise SystemExit(f"{path} is missing: run the program first")
+    for file in (path, *out.glob(f"{name}*.png")):
+        shutil.copyfile(file, RESULTS / file.name)
+
+
+def refreshed(text: str) -> str:
+    """A page with all of its marked tables made from the recorded results."""
+
+    def anew(block: re.Match[str]) -> str:
+        return f"{block[1]}{table(block[2])}\n{block[4]}" if block[2] in PROGRAMS else block[0]
+
+    return _BLOCK.sub(anew, text)
+
+
+def marked(text: str) -> Iterator[tuple[str, str]]:
+    """Name and content of every marked table of a page."""
+    for block in _BLOCK.finditer(text):
+        yield block[2], block[3].rstrip("\n")
+
+
+def table(name: str) -> str:
+    """The table of the recorded results of a program."""
+    results = json.loads((RESULTS / f"{name}.json").read_text())
+    text: str = importlib.import_module(PROGRAMS[name]).table_lines(results)
+    return text.rstrip("\n")
+
+
+if __name__ == "__main__":
+    main()
