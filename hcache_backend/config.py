@@ -13,7 +13,7 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
@@ -47,8 +47,11 @@ class PartitionOption(BaseModel):
     kv: int = Field(default=0, ge=0)
 
 
+PAGE_OPTIONS = frozenset({"mode", "partition", "codec"})
+"""Options that shape pages: a running server does not change them."""
+
 FIXED_AT_START = frozenset({"projection", "restore", "restore_chunk_tokens", "restore_share"})
-"""Options besides those that shape pages that a running server does not change."""
+"""Other options that a running server does not change."""
 
 
 class HCacheConfig(BaseModel):
@@ -179,12 +182,6 @@ class HCacheConfig(BaseModel):
                 f"({self.high_water})"
             )
         return self
-
-    def page_shape(self) -> dict[str, Any]:
-        """The options that decide what a page looks like; fixed while a server runs."""
-        partition = self.partition
-        shown = partition if isinstance(partition, str) else partition.model_dump()
-        return {"mode": self.mode, "partition": shown, "codec": self.codec}
 
 
 def parse_config(options: object, source: str) -> HCacheConfig:

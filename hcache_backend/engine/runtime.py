@@ -164,9 +164,7 @@ class Runtime:
         Raises:
             RuntimeError: A rank could not read its weights; raised on all of them.
         """
-        if self._stages is None:
-            self._stages = PipelineStages()
-        self._use_weights(self._stages.say(self._stage_weights()))
+        self._use_weights(self._tell_stages())
 
     def begin_weight_update(self) -> None:
         """Weights are about to change: what was captured or queued under the old ones is void."""
@@ -174,8 +172,7 @@ class Runtime:
             logger.warning("hcache: weights change: L3 is off until the caches are flushed")
         with self._lock:
             self._flush_due = True
-            if self.distrust is None:
-                self._suspend("the weights were updated and the caches not flushed yet")
+            self._refresh()
         for callback in self.on_weights_changed:
             callback()
 
@@ -185,15 +182,13 @@ class Runtime:
         L3 stays suspended until the caches are flushed and every pipeline stage has said what its
         weights are now.
         """
-        if self._stages is None:
-            self._stages = PipelineStages()
         with self._lock:
             self._updates_untold += 1
             if self.weights is not None:  # whatever they are, they are not the old ones
                 unknown = os.urandom(16)
                 self._stand_in = Weights(unknown, self.weights.suspended, unknown)
                 self.weights = self._stand_in
-        self._stages.say(self._stage_weights()).add_done_callback(self._all_stages_told)
+        self._tell_stages().add_done_callback(self._all_stages_told)
 
     def caches_were_flushed(self) -> None:
         """Nothing of the old weights is left in L1, L2 or a queue: L3 may serve again."""
@@ -201,10 +196,41 @@ class Runtime:
             callback()
         with self._lock:
             self._flush_due = False
-            self._serve_again()
+            self._refresh()
+
+    def lose_trust(self, reason: str) -> None:
+        """Projected K and V differ from the model's: stop saving and serving, for good."""
+        with self._lock:
+            if self.distrust is not None:
+                return
+            self.distrust = reason
+            self._refresh()
+        logger.error(
+            "hcache: %s. Backups end, what this server wrote is dropped, every L3 lookup is a miss",
+            reason,
+        )
+        for callback in self.on_distrust:
+            threading.Thread(target=callback, name="hcache-distrust", daemon=True).start()
+
+    def _refresh(self) -> None:
+        """Suspend L3, or let it serve, as what is known by now wants it. Under the lock."""
+        reason = self.distrust
+        if reason is None and (self._flush_due or self._updates_untold):
+            reason = "the weights were updated and the caches not flushed yet"
+        if self.weights is not None and self.weights.suspended != reason:
+            self.weights = replace(self.weights, suspended=reason)
+            if reason is None:
+                logger.info("hcache: L3 serves again, in the namespace of the new weights")
+        self._suspended.set(reason)
+
+    def _tell_stages(self) -> Future[list[StageWeights | None]]:
+        """Say to all pipeline stages what the weights of this one are; what all of them said."""
+        if self._stages is None:
+            self._stages = PipelineStages()
+        return self._stages.say(self._stage_weights())
 
     def _stage_weights(self) -> StageWeights | None:
-        """Of this stage's weights, or None when a rank of it could not read its own."""
+        """Digests of this stage's weights, or None when a rank of it could not read its own."""
         own: list[TensorDigest] | None = None
         try:
             own = _digest_model(self.runner.model)
@@ -235,34 +261,7 @@ class Runtime:
             except Exception as error:  # under the old fingerprint L3 must not serve again
                 self.lose_trust(str(error))
             self._updates_untold -= 1
-            self._serve_again()
-
-    def _serve_again(self) -> None:
-        if self._flush_due or self._updates_untold or self.distrust is not None:
-            return
-        if self.weights is not None and self.weights.suspended:
-            self.weights = replace(self.weights, suspended=None)
-            self._suspended.set(None)
-            logger.info("hcache: L3 serves again, in the namespace of the new weights")
-
-    def lose_trust(self, reason: str) -> None:
-        """Projected K and V differ from the model's: stop saving and serving, for good."""
-        with self._lock:
-            if self.distrust is not None:
-                return
-            self.distrust = reason
-            self._suspend(reason)
-        logger.error(
-            "hcache: %s. Backups end, what this server wrote is dropped, every L3 lookup is a miss",
-            reason,
-        )
-        for callback in self.on_distrust:
-            threading.Thread(target=callback, name="hcache-distrust", daemon=True).start()
-
-    def _suspend(self, reason: str) -> None:
-        if self.weights is not None:
-            self.weights = replace(self.weights, suspended=reason)
-        self._suspended.set(reason)
+            self._refresh()
 
 
 _runtime: Runtime | None = None

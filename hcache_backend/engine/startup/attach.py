@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
-from hcache_backend.config import FIXED_AT_START, ConfigError, HCacheConfig, parse_config
+from hcache_backend.config import (
+    FIXED_AT_START,
+    PAGE_OPTIONS,
+    ConfigError,
+    HCacheConfig,
+    parse_config,
+)
 from hcache_backend.engine import hooks
 from hcache_backend.engine.arguments import resolved
 from hcache_backend.engine.ranks import said_by_all_ranks
@@ -103,7 +109,7 @@ def _join_here(storage_config: HiCacheStorageConfig) -> Joined:
     config = parse_config(extra.get("hcache"), "hcache")
     runtime = current()
     if runtime.config is not None:
-        _check_page_shape(runtime.config, config)
+        _check_fixed_options(runtime.config, config)
     else:
         _check_late_start(runtime)
     adapters = adapter_digests(runtime.runner)
@@ -127,20 +133,18 @@ def _check_outer_keys(extra: Mapping[str, Any]) -> None:
         )
 
 
-def _check_page_shape(running: HCacheConfig, wanted: HCacheConfig) -> None:
-    now = running.page_shape()
-    for key, value in wanted.page_shape().items():
-        if now[key] != value:
+def _check_fixed_options(running: HCacheConfig, wanted: HCacheConfig) -> None:
+    """What is not said of the options that shape pages has its default; others stay as they are."""
+    names = set(PAGE_OPTIONS | (FIXED_AT_START & wanted.model_fields_set))
+    used = running.model_dump(include=names)
+    for name, asked in wanted.model_dump(include=names).items():
+        if asked != used[name]:
+            fixed, shapes = "was started with", ""
+            if name in PAGE_OPTIONS:
+                fixed, shapes = "runs with", "shapes pages, so it "
             raise ConfigError(
-                f"hcache: option {key!r} is {value!r} but this server runs with {now[key]!r}; "
-                "it shapes pages, so it can only change at a restart"
-            )
-    for key in wanted.model_fields_set & FIXED_AT_START:
-        asked, used = getattr(wanted, key), getattr(running, key)
-        if asked != used:
-            raise ConfigError(
-                f"hcache: option {key!r} is {asked!r} but this server was started with {used!r}; "
-                "it can only change at a restart"
+                f"hcache: option {name!r} is {asked!r} but this server {fixed} {used[name]!r}; "
+                f"it {shapes}can only change at a restart"
             )
 
 
