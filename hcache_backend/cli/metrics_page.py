@@ -7,8 +7,9 @@ import math
 import time
 import urllib.error
 import urllib.request
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -144,38 +145,26 @@ def fetch(url: str) -> MetricsPage:
     return parse(text)
 
 
-@dataclass
-class _Stage:
-    count: float = 0.0
-    seconds: float = 0.0
-    below: dict[float, float] = field(default_factory=dict)
-
-
 def parse(text: str) -> MetricsPage:
     """Parse a page in Prometheus' text format; the counts of all ranks are added up.
 
     Raises:
         NoMetrics: The text is no such page, or has none of our metrics.
     """
-    counters: dict[str, dict[str, float]] = {name: {} for name in COUNTERS}
-    stages: dict[str, _Stage] = {}
+    counters = {name: defaultdict[str, float](float) for name in COUNTERS}
+    seconds = defaultdict[str, float](float)
+    buckets = defaultdict[str, defaultdict[float, float]](lambda: defaultdict(float))
     on: dict[str, list[dict[str, str]]] = {}
     requests = {"sglang:num_running_reqs": 0.0, "sglang:num_queue_reqs": 0.0}
     by_metric = {metric: (name, label) for name, (metric, label) in COUNTERS.items()}
     for name, labels, value in _samples(text):
         if name in by_metric:
             ours, label = by_metric[name]
-            key = labels.get(label, "")
-            counters[ours][key] = counters[ours].get(key, 0.0) + value
-        elif name.startswith(STAGES):
-            stage = stages.setdefault(labels.get("stage", ""), _Stage())
-            if name.endswith("_bucket"):
-                bound = float(labels["le"])
-                stage.below[bound] = stage.below.get(bound, 0.0) + value
-            elif name.endswith("_sum"):
-                stage.seconds += value
-            elif name.endswith("_count"):
-                stage.count += value
+            counters[ours][labels.get(label, "")] += value
+        elif name == f"{STAGES}_bucket":
+            buckets[labels["stage"]][float(labels["le"])] += value
+        elif name == f"{STAGES}_sum":
+            seconds[labels["stage"]] += value
         elif name in requests:
             requests[name] += value
         elif value == 1.0:
@@ -192,8 +181,8 @@ def parse(text: str) -> MetricsPage:
         time=time.monotonic(),
         counters=counters,
         stages={
-            name: Histogram(stage.count, stage.seconds, tuple(sorted(stage.below.items())))
-            for name, stage in stages.items()
+            name: Histogram(below[math.inf], seconds[name], tuple(sorted(below.items())))
+            for name, below in buckets.items()
         },
         mode=modes[0]["mode"],
         reason=modes[0]["reason"],
