@@ -45,7 +45,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-MAGIC = b"HCPG"
+_MAGIC = b"HCPG"
 FORMAT_VERSION = 3
 NAMESPACE_BYTES = 16
 KEY_BYTES = 32
@@ -109,7 +109,7 @@ class PageLayout:
     @cached_property
     def _prefix(self) -> bytes:
         return _PREFIX.pack(
-            MAGIC, FORMAT_VERSION, len(self.segment_bytes), self.header_bytes, self.page_size
+            _MAGIC, FORMAT_VERSION, len(self.segment_bytes), self.header_bytes, self.page_size
         )
 
     def segment(self, layer: int) -> slice:

@@ -18,9 +18,9 @@ from restore_models import Shape, build
 
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.eager import batch_pages
+from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import (
     Gather,
-    RestoredLayer,
     RestorePipeline,
     gather_segments,
 )

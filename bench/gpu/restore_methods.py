@@ -13,10 +13,8 @@ from devices import Device
 from restore_models import Layer, Shape
 
 from hcache_backend.page import PageLayout
+from hcache_backend.restore.layers import Fill, Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import (
-    Fill,
-    Recompute,
-    RestoredLayer,
     RestorePipeline,
     RestoreReport,
     gather_segments,

@@ -35,7 +35,7 @@ from hcache_backend.page import NO_NAMESPACE, WRITER_BYTES, PageLayout
 Ids = npt.NDArray[np.int64]
 
 
-class _Rows(IntEnum):
+class _RowState(IntEnum):
     """What is known of the rows of one slot, all layers together."""
 
     VOID = 0
@@ -100,7 +100,6 @@ class Arena:
             raise ValueError(f"memory is {memory.shape}, the arena needs {wanted}")
         self.memory = memory
         self.layout = layout
-        self.swapped_pages = 0
         self._stamp = stamp
         slots = device_pages * layout.page_size
         self._host = np.arange(host_pages, dtype=np.int64)
@@ -142,7 +141,7 @@ class Arena:
 
     def promise(self, slots: Ids, ticket: int) -> None:
         """The step was launched with everything that captures its rows."""
-        self._rows[slots[self._generation[slots] == ticket]] = _Rows.PROMISED
+        self._rows[slots[self._generation[slots] == ticket]] = _RowState.PROMISED
 
     def prove(self, slots: Ids, ticket: int, verdicts: npt.NDArray[np.uint8]) -> Lost:
         """What became of the rows of a step: a :class:`Verdict` for each slot.
@@ -150,12 +149,12 @@ class Arena:
         Returns:
             Rows that are lost although their slot still belongs to the step.
         """
-        due = (self._generation[slots] == ticket) & (self._rows[slots] == _Rows.PROMISED)
-        self._rows[slots[due & (verdicts == Verdict.WRITTEN)]] = _Rows.PROVEN
+        due = (self._generation[slots] == ticket) & (self._rows[slots] == _RowState.PROMISED)
+        self._rows[slots[due & (verdicts == Verdict.WRITTEN)]] = _RowState.PROVEN
         missing = slots[due & (verdicts == Verdict.MISSING)]
         unfit = slots[due & (verdicts == Verdict.UNFIT)]
         self._void(np.concatenate((missing, unfit)))
-        self._rows[unfit] = _Rows.UNFIT
+        self._rows[unfit] = _RowState.UNFIT
         self._finish_unproven()
         return Lost(len(missing), len(unfit))
 
@@ -169,9 +168,9 @@ class Arena:
         if not np.array_equal(slots, (pages[:, None] * size + np.arange(size)).ravel()):
             return "slots are not whole pages"
         rows = self._rows[slots]
-        if (rows == _Rows.UNFIT).any():
+        if (rows == _RowState.UNFIT).any():
             return "rows not encodable"
-        if (rows == _Rows.VOID).any():
+        if (rows == _RowState.VOID).any():
             return "rows not valid"
         if (self._home[pages] >= 0).any():
             return "rows backed up already"
@@ -190,7 +189,6 @@ class Arena:
         pages = slots[::size] // size
         filled, empty = self._shadow[pages], self._host[host_pages]
         self._host[host_pages], self._shadow[pages] = filled, empty
-        self.swapped_pages += len(pages)
         self._move_in(host_pages, pages)
         self._first_layer[filled] = 0
         self.memory[filled, : self.layout.header_bytes] = self._blank_header
@@ -221,7 +219,7 @@ class Arena:
         self._token_ids[slots] = self.layout.token_ids(self.memory)[physical].ravel()
         self._move_in(host_pages, pages)
         whole = np.repeat(self._first_layer[physical] == 0, size)
-        self._rows[slots[whole]] = _Rows.PROVEN
+        self._rows[slots[whole]] = _RowState.PROVEN
         self._void(slots[~whole])
 
     def _finish_unproven(self) -> None:
@@ -230,8 +228,8 @@ class Arena:
             return
         host_pages = np.fromiter(self._unproven, np.int64)
         rows = self._rows.reshape(-1, self.layout.page_size)[self._tenant[host_pages]]
-        proven = (rows == _Rows.PROVEN).all(1)
-        lost = ((rows == _Rows.VOID) | (rows == _Rows.UNFIT)).any(1)
+        proven = (rows == _RowState.PROVEN).all(1)
+        lost = ((rows == _RowState.VOID) | (rows == _RowState.UNFIT)).any(1)
         for page in self._host[host_pages[proven]].tolist():
             self._stamp(self.memory[page])
         self._unproven.difference_update(host_pages[proven | lost].tolist())
@@ -262,7 +260,7 @@ class Arena:
         """HiCache freed ``host_pages``: tokens still on the device take their rows back."""
         linked = host_pages[self._tenant[host_pages] >= 0]
         rows = self._rows.reshape(-1, self.layout.page_size)[self._tenant[linked]]
-        back = linked[(rows == _Rows.PROVEN).all(1)]
+        back = linked[(rows == _RowState.PROVEN).all(1)]
         pages = self._tenant[back]
         self._host[back], self._shadow[pages] = self._shadow[pages], self._host[back]
         self._home[pages] = -1
@@ -298,7 +296,7 @@ class Arena:
         """Rows of ``slots`` are gone, and a proof that is still on its way is not for them."""
         self._clock += 1
         self._generation[slots] = self._clock
-        self._rows[slots] = _Rows.VOID
+        self._rows[slots] = _RowState.VOID
 
     def _leave_home(self, device_pages: Ids) -> None:
         homes = self._home[device_pages]

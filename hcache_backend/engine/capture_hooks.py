@@ -133,8 +133,8 @@ class HiddenCapture:
 
     def _end(self, capture: StagedCapture, step: Step, replayed: bool) -> None:
         if capture.end(step, replayed=replayed):
-            metrics.count_tokens("captured", step.tokens)
-            metrics.count_bytes("captured", step.tokens * capture.row_bytes)
+            metrics.TOKENS.count("captured", step.tokens)
+            metrics.BYTES.count("captured", step.tokens * capture.row_bytes)
         elif replayed:
             self._complain(f"a CUDA graph of {step.tokens} tokens")
         else:
@@ -166,15 +166,15 @@ class HiddenCapture:
         ledger = capture.ledger
         elapsed, self._transfer_ms = ledger.transfer_ms - self._transfer_ms, ledger.transfer_ms
         if elapsed:
-            metrics.count_milliseconds("capture_transfer", elapsed)
-            metrics.observe("capture_transfer", elapsed / 1e3)
+            metrics.SECONDS.count("capture_transfer", elapsed / 1e3)
+            metrics.STAGE_SECONDS.observe("capture_transfer", elapsed / 1e3)
         missing, self._missing = ledger.tokens_missing - self._missing, ledger.tokens_missing
         if missing:
-            metrics.count_tokens("not_written", missing)
+            metrics.TOKENS.count("not_written", missing)
             self._complain(f"{missing} tokens without the rows of every layer")
         unfit, self._unfit = ledger.tokens_unfit - self._unfit, ledger.tokens_unfit
         if unfit:
-            metrics.count_tokens("not_encodable", unfit)
+            metrics.TOKENS.count("not_encodable", unfit)
             if not self._noted_unfit:
                 self._noted_unfit = True
                 logger.warning(
@@ -185,7 +185,7 @@ class HiddenCapture:
                 )
 
     def _complain(self, what: str) -> None:
-        metrics.count_problem("capture")
+        metrics.PROBLEMS.count("capture")
         if not self._complained:
             self._complained = True
             logger.warning("hcache: not captured: %s (said once, counted always)", what)

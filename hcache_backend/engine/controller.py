@@ -117,7 +117,7 @@ class HiddenStateController(HybridCacheController):
         if valid:
             self._capture.back_up(slots, host_pages)
             self._checks.choose(device_indices, slots, host_pages)
-            metrics.count_tokens("backed_up", len(slots))
+            metrics.TOKENS.count("backed_up", len(slots))
         self._stages.backed_up(host_pages, whole=valid)
         if kwargs.get("flush", True):
             self.start_writing()
@@ -143,7 +143,7 @@ class HiddenStateController(HybridCacheController):
         return slots, self._capture.arena.problem(slots)
 
     def _not_backed_up(self, problem: str, tokens: int) -> None:
-        metrics.count_tokens(f"not_backed_up_{problem.replace(' ', '_')}", tokens)
+        metrics.TOKENS.count(f"not_backed_up_{problem.replace(' ', '_')}", tokens)
         logger.debug("hcache: %d tokens not backed up: %s", tokens, problem)
 
     def _agreed(self, fine: bool) -> bool:
@@ -173,19 +173,19 @@ class HiddenStateController(HybridCacheController):
         load, problem = QueuedLoad(host_pages), None
         if not self._may_project(host_pages):
             problem = "stale_host_page"
-            metrics.count_problem(problem)
+            metrics.PROBLEMS.count(problem)
         elif len(host_pages):
             planned = self._loads.plan(host_pages, self._prefix)
             if planned is None:
                 problem = "layers_not_recomputable"
-                metrics.count_problem(problem)
+                metrics.PROBLEMS.count(problem)
             load = planned or load
         self._stages.talk()
         if not self._stages.have(host_pages):
             problem = "another_stage"
         fine = self._agreed(problem is None)
         if not self._stages.decide(fine):
-            metrics.count_tokens(f"not_restored_{problem or 'another_rank'}", len(host_indices))
+            metrics.TOKENS.count(f"not_restored_{problem or 'another_rank'}", len(host_indices))
             return None
         if not fine:  # the first stage knew that it is: a mistake of ours
             self._runtime.lose_trust("a page is not what the first pipeline stage took it for")
@@ -249,7 +249,7 @@ class HiddenStateController(HybridCacheController):
             else:
                 layout.seal(page, key_bytes(key))
                 continue
-            metrics.count_problem(problem)
+            metrics.PROBLEMS.count(problem)
             if "other" in problem:
                 logger.warning("hcache: %s: not stored", problem.replace("_", " "))
             operation.hash_value = operation.hash_value[:i]
@@ -316,8 +316,8 @@ class HiddenStateController(HybridCacheController):
                 problem = "positions"
             if problem is not None:
                 why = problem.replace(" ", "_")
-                metrics.count_problem(f"page_{why}")
-                metrics.count_l3_tokens(f"refused_{why}", (got - i) * size)
+                metrics.PROBLEMS.count(f"page_{why}")
+                metrics.L3_TOKENS.count(f"refused_{why}", (got - i) * size)
                 logger.warning(
                     "hcache: page %s from storage is not ours (%s): a miss", key[:12], problem
                 )

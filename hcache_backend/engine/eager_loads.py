@@ -26,7 +26,9 @@ from hcache_backend.engine import metrics
 from hcache_backend.engine.host_pool import HiddenStatePool
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.restore.eager import EagerRestores, batch_pages
-from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_backend.restore.pipeline import (
+    RestorePipeline,
+)
 from hcache_backend.restore.reservation import Ids, Launched
 from hcache_backend.streams import StreamFailed
 
@@ -170,7 +172,7 @@ class EagerLoads:
                 self._begin(operation)
             arrived = restores.arrived(operation, operation.completed_tokens // size)
             if arrived:
-                metrics.count_tokens("eager", arrived * size)
+                metrics.TOKENS.count("eager", arrived * size)
 
     def _begin(self, operation: Any) -> None:
         host_pages = self._pool.page_ids(operation.host_indices)
@@ -214,7 +216,7 @@ class EagerLoads:
             with suppress(StreamFailed):
                 restore.wait_for_layer(0)
         if recompute is not None:
-            metrics.count_tokens("eager_recomputed", len(slots))
+            metrics.TOKENS.count("eager_recomputed", len(slots))
         return Launched(restore, not first or recompute is not None, recompute is not None)
 
     def _before_prefetch(self, prefetch: Hashable) -> torch.Tensor | None:
@@ -246,8 +248,8 @@ class EagerLoads:
                 restore.wait()
             return None
         size, ready = self._pool.page_size, int(handed.ready.sum())
-        metrics.count_tokens("ready_at_load", ready * size)
-        metrics.count_tokens("not_ready_at_load", (len(handed.ready) - ready) * size)
+        metrics.TOKENS.count("ready_at_load", ready * size)
+        metrics.TOKENS.count("not_ready_at_load", (len(handed.ready) - ready) * size)
         return device_indices
 
     def give_back(self) -> None:

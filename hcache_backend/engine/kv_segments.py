@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hcache_backend.page import PageLayout
-from hcache_backend.restore.pipeline import RestoredLayer
+from hcache_backend.restore.layers import RestoredLayer
 from hcache_kernels.pages import scatter_rows
 
 _WORD = torch.int64
@@ -109,7 +109,7 @@ class PoolParking:
         )
 
     def put(self, segments: torch.Tensor, slots: torch.Tensor) -> None:
-        """See :class:`~hcache_backend.restore.pipeline.Parking`."""
+        """See :class:`~hcache_backend.restore.layers.Parking`."""
         self._words.index_copy_(0, slots, segments.view(_WORD).view(len(slots), -1))
 
     def take(self, slots: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,10 @@ from hcache_backend.capture.arena import Arena, Ids
 from hcache_backend.engine import metrics
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.restore.eager import HandOut
-from hcache_backend.restore.pipeline import Recompute, RestorePipeline
+from hcache_backend.restore.layers import Recompute
+from hcache_backend.restore.pipeline import (
+    RestorePipeline,
+)
 from hcache_backend.restore.recompute import Recomputer, RestoredSpan
 from hcache_backend.restore.reservation import StartedRestore, runs
 from hcache_backend.store import EIGHTHS
@@ -181,14 +184,14 @@ class LoadQueue:
             logger.exception("hcache: restores could not be counted")
             return
         for report in reports:
-            metrics.count_tokens("restored", report.tokens)
+            metrics.TOKENS.count("restored", report.tokens)
             for method, number in report.bytes.items():
-                metrics.count_bytes(f"restored_{method}", number)
-            metrics.count_milliseconds("restore", report.total_ms)
-            metrics.observe("restore", report.total_ms / 1e3)
+                metrics.BYTES.count(f"restored_{method}", number)
+            metrics.SECONDS.count("restore", report.total_ms / 1e3)
+            metrics.STAGE_SECONDS.observe("restore", report.total_ms / 1e3)
             for stream in ("copy", "compute"):
-                metrics.count_milliseconds(f"restore_{stream}_busy", report.busy_ms(stream))
-                metrics.count_milliseconds(f"restore_{stream}_idle", report.idle_ms(stream))
+                metrics.SECONDS.count(f"restore_{stream}_busy", report.busy_ms(stream) / 1e3)
+                metrics.SECONDS.count(f"restore_{stream}_idle", report.idle_ms(stream) / 1e3)
 
     # ---- recomputation ----
 

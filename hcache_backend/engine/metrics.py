@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, wraps
-from typing import ParamSpec
+from functools import cached_property
+from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -23,196 +23,134 @@ logger = logging.getLogger("hcache")
 STAGE_BUCKETS = tuple(base * 10.0**power for power in range(-4, 2) for base in (1, 2.5, 5))
 """0.1 ms to 50 s."""
 
-
-@cache
-def tokens() -> Counter:
-    """Tokens by what happened to them: captured, backed_up, restored, checked, ..."""
-    return Counter("hcache_tokens", "Tokens by what happened to them", ["event"])
-
-
-@cache
-def moved_bytes() -> Counter:
-    """Bytes by what moved them: captured (device to host), restored_METHOD (host to device)."""
-    return Counter("hcache_bytes", "Bytes by what moved them", ["event"])
-
-
-@cache
-def seconds() -> Counter:
-    """Time of the device's streams by stage; bubbles are the idle stages of a restore."""
-    return Counter("hcache_seconds", "Time of the device's streams by stage", ["stage"])
-
-
-@cache
-def stage_seconds() -> Histogram:
-    """How long a stage takes: l3_exists, l3_read and l3_write a batch of pages, restore a load to
-    the device, capture_transfer the way to the host of what one step captured."""
-    return Histogram(
-        "hcache_stage_seconds", "How long a stage takes", ["stage"], buckets=STAGE_BUCKETS
-    )
-
-
-@cache
-def pages() -> Counter:
-    """Pages by what happened to them between the host pool and L3."""
-    return Counter("hcache_pages", "Pages by what happened to them", ["event"])
-
-
-@cache
-def lookups() -> Counter:
-    """Pages that were looked for in L3: found, absent, or suspended (L3 was not asked)."""
-    return Counter("hcache_lookups", "Pages that were looked for in L3, by the answer", ["result"])
-
-
-@cache
-def l3_tokens() -> Counter:
-    """Tokens that were looked for in L3, by how it ended.
-
-    - ``absent``: their page, or one before it, is not stored (new text, mostly);
-    - ``suspended``: L3 was not asked;
-    - ``other_pool``: KV is stored and what other pools of the model need for it is not;
-    - ``found``: stored. Of these SGLang fetches all that are enough of them
-      (``prefetch_threshold``), that have room in the host pool and that their request waits for:
-    - ``hit``: read;
-    - ``unreadable``: their page, or one before it, was damaged, gone or too slow when it was read;
-    - ``refused_PROBLEM``: read, and their page or one before it is not the one that was asked for.
-    """
-    return Counter(
-        "hcache_l3_tokens", "Tokens that were looked for in L3, by how it ended", ["result"]
-    )
-
-
-@cache
-def store() -> Counter:
-    """The page store's own counters: bytes, evictions, drops by reason, damaged pages, errors."""
-    return Counter("hcache_store", "The page store's counters", ["what"])
-
-
-@cache
-def problems() -> Counter:
-    """Problems by kind; each is a cache miss, never an error of a request."""
-    return Counter("hcache_problems", "Problems by kind, each a cache miss", ["kind"])
-
-
-@cache
-def mode() -> Gauge:
-    """1 for the mode of the server, with the reason when it is KV mode."""
-    return Gauge(
-        "hcache_mode",
-        "1 for the mode (hidden, kv) that the server is in, and why",
-        ["mode", "reason"],
-        multiprocess_mode="max",
-    )
-
-
-@cache
-def suspended() -> Gauge:
-    """1 while L3 neither takes nor gives, with the reason."""
-    return Gauge(
-        "hcache_l3_suspended",
-        "1 while L3 neither takes nor gives, and why",
-        ["reason"],
-        multiprocess_mode="max",
-    )
-
-
-@cache
-def codec() -> Gauge:
-    """1 for the codec in which hidden states are stored, by the one that was asked for."""
-    return Gauge(
-        "hcache_codec",
-        "1 for the codec that is used, by the one that was asked for",
-        ["asked", "used"],
-        multiprocess_mode="max",
-    )
-
-
-ALL = (
-    tokens, moved_bytes, seconds, stage_seconds, pages, lookups, l3_tokens, store, problems, mode,
-    suspended, codec,
-)  # fmt: skip
-
-
-_Arguments = ParamSpec("_Arguments")
 _complained = threading.Event()
 
 
-def _harmless(count: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
-    """No count is worth a page or a request: they are kept in files, which can fail."""
+class Metric:
+    """One metric, registered when it is used first: by then SGLang has named the folder for it.
 
-    @wraps(count)
-    def counted(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+    No count is worth a page or a request: metrics are kept in files, which can fail.
+
+    Args:
+        kind: Its class.
+        name: Without the ending that counters have.
+        text: What it counts.
+        labels: Names of its labels.
+        options: More for its class.
+    """
+
+    def __init__(self, kind: Any, name: str, text: str, *labels: str, **options: Any) -> None:
+        self._make = lambda: kind(name, text, labels, **options)
+
+    @cached_property
+    def family(self) -> Any:
+        """Prometheus' object."""
+        return self._make()
+
+    def count(self, label: str, number: float = 1) -> None:
+        """Add ``number`` (at least 0) to a counter."""
+        self._do("inc", label, amount=max(0, number))
+
+    def observe(self, label: str, value: float) -> None:
+        """Put ``value`` into a histogram."""
+        self._do("observe", label, amount=value)
+
+    def set(self, *labels: str, value: float = 1) -> None:
+        """Set a gauge."""
+        self._do("set", *labels, value=value)
+
+    def _do(self, what: str, *labels: str, **value: float) -> None:
         try:
-            count(*args, **kwargs)
+            getattr(self.family.labels(*labels), what)(**value)
         except Exception as error:
             if not _complained.is_set():
                 _complained.set()
                 logger.warning("hcache: metrics cannot be kept (said once): %s", error)
 
-    return counted
 
+TOKENS = Metric(Counter, "hcache_tokens", "Tokens by what happened to them", "event")
+"""captured, backed_up, restored, checked, ..."""
 
-@_harmless
-def count_tokens(event: str, number: int) -> None:
-    tokens().labels(event=event).inc(number)
+BYTES = Metric(Counter, "hcache_bytes", "Bytes by what moved them", "event")
+"""captured (device to host), restored_METHOD (host to device)."""
 
+SECONDS = Metric(Counter, "hcache_seconds", "Time of the device's streams by stage", "stage")
+"""Bubbles are the idle stages of a restore."""
 
-@_harmless
-def count_bytes(event: str, number: int) -> None:
-    moved_bytes().labels(event=event).inc(number)
+STAGE_SECONDS = Metric(
+    Histogram, "hcache_stage_seconds", "How long a stage takes", "stage", buckets=STAGE_BUCKETS
+)
+"""l3_exists, l3_read and l3_write: a batch of pages. restore: a load to the device.
+capture_transfer: the way to the host of what one step captured."""
 
+PAGES = Metric(Counter, "hcache_pages", "Pages by what happened to them", "event")
+"""Between the host pool and L3."""
 
-@_harmless
-def count_milliseconds(stage: str, milliseconds: float) -> None:
-    seconds().labels(stage=stage).inc(max(0.0, milliseconds) / 1e3)
+LOOKUPS = Metric(
+    Counter, "hcache_lookups", "Pages that were looked for in L3, by the answer", "result"
+)
+"""found, absent, or suspended (L3 was not asked)."""
 
+L3_TOKENS = Metric(
+    Counter, "hcache_l3_tokens", "Tokens that were looked for in L3, by how it ended", "result"
+)
+"""
+- ``absent``: their page, or one before it, is not stored (new text, mostly);
+- ``suspended``: L3 was not asked;
+- ``other_pool``: KV is stored and what other pools of the model need for it is not;
+- ``found``: stored. Of these SGLang fetches all that are enough of them (``prefetch_threshold``),
+  that have room in the host pool and that their request waits for:
+- ``hit``: read;
+- ``unreadable``: their page, or one before it, was damaged, gone or too slow when it was read;
+- ``refused_PROBLEM``: read, and their page or one before it is not the one that was asked for.
+"""
 
-@_harmless
-def observe(stage: str, elapsed: float) -> None:
-    """Note that ``stage`` took ``elapsed`` seconds."""
-    stage_seconds().labels(stage=stage).observe(elapsed)
+STORE = Metric(Counter, "hcache_store", "The page store's counters", "what")
+"""Bytes, evictions, drops by reason, damaged pages, errors."""
+
+PROBLEMS = Metric(Counter, "hcache_problems", "Problems by kind, each a cache miss", "kind")
+"""Never an error of a request."""
+
+MODE = Metric(
+    Gauge,
+    "hcache_mode",
+    "1 for the mode (hidden, kv) that the server is in, and why",
+    "mode",
+    "reason",
+    multiprocess_mode="max",
+)
+
+SUSPENDED = Metric(
+    Gauge,
+    "hcache_l3_suspended",
+    "1 while L3 neither takes nor gives, and why",
+    "reason",
+    multiprocess_mode="max",
+)
+
+CODEC = Metric(
+    Gauge,
+    "hcache_codec",
+    "1 for the codec that is used, by the one that was asked for",
+    "asked",
+    "used",
+    multiprocess_mode="max",
+)
+
+ALL = (
+    TOKENS, BYTES, SECONDS, STAGE_SECONDS, PAGES, LOOKUPS, L3_TOKENS, STORE, PROBLEMS, MODE,
+    SUSPENDED, CODEC,
+)  # fmt: skip
 
 
 @contextmanager
 def timed(stage: str) -> Iterator[None]:
-    """Note how long the body takes."""
+    """Note how long the body takes, as ``stage``."""
     start = time.perf_counter()
     try:
         yield
     finally:
-        observe(stage, time.perf_counter() - start)
-
-
-@_harmless
-def count_pages(event: str, number: int = 1) -> None:
-    pages().labels(event=event).inc(number)
-
-
-@_harmless
-def count_lookups(result: str, number: int) -> None:
-    lookups().labels(result=result).inc(number)
-
-
-@_harmless
-def count_l3_tokens(result: str, number: int) -> None:
-    if number:
-        l3_tokens().labels(result=result).inc(number)
-
-
-@_harmless
-def count_problem(kind: str) -> None:
-    problems().labels(kind=kind).inc()
-
-
-@_harmless
-def set_mode(name: str, reason: str | None) -> None:
-    """The mode that the server is in from now on."""
-    mode().labels(mode=name, reason=reason or "").set(1)
-
-
-@_harmless
-def set_codec(asked: str, used: str) -> None:
-    """The codec in which hidden states are stored from now on."""
-    codec().labels(asked=asked, used=used).set(1)
+        STAGE_SECONDS.observe(stage, time.perf_counter() - start)
 
 
 class SuspendedGauge:
@@ -221,14 +159,13 @@ class SuspendedGauge:
     def __init__(self) -> None:
         self._reason: str | None = None
 
-    @_harmless
     def set(self, reason: str | None) -> None:
         """L3 is suspended for ``reason`` from now on, or serves (None)."""
         before, self._reason = self._reason, reason
         if before is not None:
-            suspended().labels(reason=before).set(0)
+            SUSPENDED.set(before, value=0)
         if reason is not None:
-            suspended().labels(reason=reason).set(1)
+            SUSPENDED.set(reason)
 
 
 class StoreCounters:
@@ -243,12 +180,11 @@ class StoreCounters:
         self._lock = threading.Lock()
         self._published = dict.fromkeys(stats.snapshot(), 0)
 
-    @_harmless
     def publish(self) -> None:
         """Any thread may call it."""
         with self._lock:
             counts = self._stats.snapshot()
             for what, count in counts.items():
                 if count > self._published[what]:
-                    store().labels(what=what).inc(count - self._published[what])
+                    STORE.count(what, count - self._published[what])
             self._published = counts

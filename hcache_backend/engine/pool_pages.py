@@ -22,7 +22,7 @@ from hcache_backend.store import EIGHTHS, WHOLE, Parts, Segment, SegmentTable, S
 logger = logging.getLogger("hcache")
 
 
-class PageMemory(NamedTuple):
+class PoolMemory(NamedTuple):
     """Memory of some pages.
 
     Attributes:
@@ -34,7 +34,7 @@ class PageMemory(NamedTuple):
     finish: Callable[[Sequence[bool]], None]
 
 
-class Wanted(NamedTuple):
+class PartialRead(NamedTuple):
     """The part of a page of ours that is to be read, and its bytes."""
 
     subset: Subset
@@ -136,7 +136,7 @@ class PoolPages:
             return WHOLE
         return Share(layout.share, layout.shares)
 
-    def wanted(self, host_indices: torch.Tensor) -> Wanted | None:
+    def wanted(self, host_indices: torch.Tensor) -> PartialRead | None:
         """What is to be read into pages of ours; None: all of them, or pages of another kind."""
         layout = getattr(self.host_pool, "page_layout", None)
         if layout is None:
@@ -147,9 +147,9 @@ class PoolPages:
         stored = [layer for layer, length in enumerate(layout.segment_bytes) if length]
         segments = frozenset((0, *(1 + i for i, layer in enumerate(stored) if layer >= first)))
         size = layout.header_bytes + sum(layout.segment_bytes[first:])
-        return Wanted(Subset(segments), size)
+        return PartialRead(Subset(segments), size)
 
-    def to_write(self, host_indices: torch.Tensor, pages: int) -> PageMemory | None:
+    def to_write(self, host_indices: torch.Tensor, pages: int) -> PoolMemory | None:
         """Memory that holds ``pages`` pages at ``host_indices`` (``[pages * page_size]``).
 
         None: SGLang offers no way to store pages of this pool.
@@ -160,7 +160,7 @@ class PoolPages:
         first = self._first(host_indices, pages)
         return self._copies([self.host_pool.get_data_page(index) for index in first])
 
-    def to_read(self, host_indices: torch.Tensor, pages: int) -> PageMemory | None:
+    def to_read(self, host_indices: torch.Tensor, pages: int) -> PoolMemory | None:
         """Memory into which ``pages`` pages at ``host_indices`` are to be read, or None."""
         found = self._in_place(host_indices, pages)
         if found is not None or self._access == "none":
@@ -175,12 +175,12 @@ class PoolPages:
 
         return self._copies(copies)._replace(finish=finish)
 
-    def _in_place(self, host_indices: torch.Tensor, pages: int) -> PageMemory | None:
+    def _in_place(self, host_indices: torch.Tensor, pages: int) -> PoolMemory | None:
         """The pages where they are, or None where the pool has no addresses to offer."""
         if self._access != "in place":
             return None
         if pages == 0:
-            return PageMemory([[] for _ in range(self.shares)], _nothing)
+            return PoolMemory([[] for _ in range(self.shares)], _nothing)
         try:
             if self.shares > 1:
                 pointers, sizes = self.host_pool.get_split_heads_page_buffer_meta(
@@ -198,7 +198,7 @@ class PoolPages:
         pieces = [_memory(*piece) for piece in zip(pointers, sizes, strict=True)]
         each = len(pieces) // (pages * self.shares)
         groups: list[Parts] = [pieces[i : i + each] for i in range(0, len(pieces), each)]
-        return PageMemory([groups[share :: self.shares] for share in range(self.shares)], _nothing)
+        return PoolMemory([groups[share :: self.shares] for share in range(self.shares)], _nothing)
 
     def _other_access(self, refused: Exception) -> Literal["copy", "none"]:
         """How to get at pages that have no addresses."""
@@ -210,8 +210,8 @@ class PoolPages:
         logger.info("hcache: pages of pool %s are copied: %s", self.name, refused)
         return "copy"
 
-    def _copies(self, copies: Sequence[torch.Tensor]) -> PageMemory:
-        return PageMemory([[tensor_parts(copy.contiguous()) for copy in copies]], _nothing)
+    def _copies(self, copies: Sequence[torch.Tensor]) -> PoolMemory:
+        return PoolMemory([[tensor_parts(copy.contiguous()) for copy in copies]], _nothing)
 
     def _first(self, host_indices: torch.Tensor, pages: int) -> list[int]:
         size = self.host_pool.page_size

@@ -99,12 +99,12 @@ class Runtime:
     def use_hidden_mode(self) -> None:
         """The host pool holds pages of hidden states."""
         self.mode = "hidden"
-        metrics.set_mode("hidden", None)
+        metrics.MODE.set("hidden", "")
 
     def use_kv_mode(self, reason: str) -> None:
         """The host pool holds plain KV pages, and this is why."""
         self.mode, self.reason = "kv", reason
-        metrics.set_mode("kv", reason)
+        metrics.MODE.set("kv", reason)
         logger.warning("hcache: KV mode (plain KV pages): %s", reason)
 
     def report(self) -> ServerReport:

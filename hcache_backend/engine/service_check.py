@@ -189,7 +189,7 @@ class ServiceChecks:
                 logger.warning("hcache: a page was not checked: %s", error)
                 continue
             if problem is not None:
-                metrics.count_problem("self_check")
+                metrics.PROBLEMS.count("self_check")
                 self._runtime.lose_trust(f"the self-check in service failed: {problem}")
 
     def _page_to_check(self, due: _DueCheck) -> torch.Tensor | None:

@@ -33,7 +33,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hcache_backend.engine import metrics
-from hcache_backend.engine.pool_pages import PoolPages, Wanted, tensor_parts
+from hcache_backend.engine.pool_pages import PartialRead, PoolPages, tensor_parts
 from hcache_backend.engine.runtime import Weights
 from hcache_backend.engine.startup import attach
 from hcache_backend.page import key_bytes
@@ -109,7 +109,7 @@ class HCacheStorage(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        found = self._guard("get", lambda: self._get(keys, host_indices), [False] * len(keys))
+        found = self._get(keys, host_indices)
         pages = _leading(found)
         self._count_tokens(hit=pages, unreadable=len(keys) - pages)
         return found
@@ -120,13 +120,13 @@ class HCacheStorage(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        self._guard("set", lambda: self._set(keys, host_indices), None)
+        self._set(keys, host_indices)
         return [True] * len(keys)
 
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        pages = self._stored(keys)
+        pages = _leading(self._exists(keys))
         self._count_tokens(found=pages, absent=len(keys) - pages)
         return pages
 
@@ -138,14 +138,11 @@ class HCacheStorage(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        pages = self._stored(keys)
+        pages = _leading(self._exists(keys))
         hits: dict[str, int] = {PoolName.KV: pages} if pages else {}
         restorable = list(range(1, pages + 1))
         for transfer in pool_transfers or []:
-            present = self._guard(
-                "exists", partial(self._exists, keys[:pages], transfer.name), [False] * pages
-            )
-            lengths = _usable_lengths(present, transfer)
+            lengths = _usable_lengths(self._exists(keys[:pages], transfer.name), transfer)
             if lengths:
                 hits[transfer.name] = max(lengths)
             restorable = [length for length in restorable if length in lengths]
@@ -156,20 +153,13 @@ class HCacheStorage(HiCacheStorage):
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        return {
-            t.name: self._guard(
-                "get",
-                partial(self._get, t.keys or [], t.host_indices, t.name),
-                [False] * len(t.keys or []),
-            )
-            for t in transfers
-        }
+        return {t.name: self._get(t.keys or [], t.host_indices, t.name) for t in transfers}
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         for t in transfers:
-            self._guard("set", partial(self._set, t.keys or [], t.host_indices, t.name), None)
+            self._set(t.keys or [], t.host_indices, t.name)
         return {t.name: [True] * len(t.keys or []) for t in transfers}
 
     # ---- single values ----
@@ -235,43 +225,48 @@ class HCacheStorage(HiCacheStorage):
     # ---- internals ----
 
     def _get(self, keys: Sequence[str], host_indices: Any, pool: str = PoolName.KV) -> list[bool]:
-        pages = self._pages_of(pool)
-        found = [True] * len(keys)
-        if pages.empty:
+        def get() -> list[bool]:
+            pages = self._pages_of(pool)
+            found = [True] * len(keys)
+            if pages.empty:
+                return found
+            memory = pages.to_read(host_indices, len(keys))
+            if memory is None:
+                return [False] * len(keys)
+            wanted = pages.wanted(host_indices)
+            for share, parts in enumerate(memory.shares):
+                found = _both(found, self._read(keys, parts, pool, share, wanted))
+            memory.finish(found)
             return found
-        memory = pages.to_read(host_indices, len(keys))
-        if memory is None:
-            return [False] * len(keys)
-        wanted = pages.wanted(host_indices)
-        for share, parts in enumerate(memory.shares):
-            here = self._read(keys, parts, pool, share, wanted)
-            found = [before and now for before, now in zip(found, here, strict=True)]
-        memory.finish(found)
-        return found
+
+        return self._guard("get", get, [False] * len(keys))
 
     def _set(self, keys: Sequence[str], host_indices: Any, pool: str = PoolName.KV) -> None:
-        pages = self._pages_of(pool)
-        memory = None if pages.empty else pages.to_write(host_indices, len(keys))
-        for share, parts in enumerate(memory.shares if memory else ()):
-            self._write(keys, parts, pool, share)
+        def put() -> None:
+            pages = self._pages_of(pool)
+            memory = None if pages.empty else pages.to_write(host_indices, len(keys))
+            for share, parts in enumerate(memory.shares if memory else ()):
+                self._write(keys, parts, pool, share)
+
+        self._guard("set", put, None)
 
     def _exists(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[bool]:
-        pages = self._pages_of(pool)
-        found = [True] * len(keys)
-        if pages.empty:
+        def exists() -> list[bool]:
+            pages, found = self._pages_of(pool), [True] * len(keys)
+            for share in range(0 if pages.empty else pages.shares):
+                namespace = self._serving_namespace(pool, share)
+                if namespace is None:
+                    metrics.LOOKUPS.count("suspended", len(keys))
+                    return [False] * len(keys)
+                hashes = [key_bytes(key) for key in keys]
+                with metrics.timed("l3_exists"):
+                    here = self._store.exists(namespace, hashes, share=pages.share_of_tokens)
+                metrics.LOOKUPS.count("found", sum(here))
+                metrics.LOOKUPS.count("absent", len(here) - sum(here))
+                found = _both(found, here)
             return found
-        for share in range(pages.shares):
-            namespace = self._serving_namespace(pool, share)
-            if namespace is None:
-                metrics.count_lookups("suspended", len(keys))
-                return [False] * len(keys)
-            hashes = [key_bytes(key) for key in keys]
-            with metrics.timed("l3_exists"):
-                here = self._store.exists(namespace, hashes, share=pages.share_of_tokens)
-            metrics.count_lookups("found", sum(here))
-            metrics.count_lookups("absent", len(here) - sum(here))
-            found = [before and now for before, now in zip(found, here, strict=True)]
-        return found
+
+        return self._guard("exists", exists, [False] * len(keys))
 
     def _read(
         self,
@@ -279,7 +274,7 @@ class HCacheStorage(HiCacheStorage):
         parts: Sequence[Parts],
         pool: str = PoolName.KV,
         share: int = 0,
-        wanted: Wanted | None = None,
+        wanted: PartialRead | None = None,
     ) -> list[bool]:
         namespace = self._serving_namespace(pool, share)
         if namespace is None:
@@ -292,8 +287,8 @@ class HCacheStorage(HiCacheStorage):
         self._store_counters.publish()
         sizes = [wanted.bytes if wanted else _bytes(page) for page in parts]
         size = sum(size for size, ok in zip(sizes, found, strict=True) if ok)
-        metrics.count_pages("read", sum(found))
-        metrics.count_pages("missed", len(found) - sum(found))
+        metrics.PAGES.count("read", sum(found))
+        metrics.PAGES.count("missed", len(found) - sum(found))
         with self._lock:
             self._metrics.prefetch_pgs.append(sum(found))
             self._metrics.prefetch_bandwidth.append(_gigabytes_a_second(size, start))
@@ -308,7 +303,7 @@ class HCacheStorage(HiCacheStorage):
     ) -> None:
         namespace = self._serving_namespace(pool, share)
         if namespace is None:
-            metrics.count_pages("dropped_suspended", len(keys))
+            metrics.PAGES.count("dropped_suspended", len(keys))
             return
         start = time.perf_counter()
         pages, hashes = self._pages_of(pool), [key_bytes(key) for key in keys]
@@ -318,21 +313,18 @@ class HCacheStorage(HiCacheStorage):
             )
         self._store_counters.publish()
         size = sum(map(_bytes, parts))
-        metrics.count_pages("written", sum(stored))
-        metrics.count_pages("dropped_error", len(stored) - sum(stored))
+        metrics.PAGES.count("written", sum(stored))
+        metrics.PAGES.count("dropped_error", len(stored) - sum(stored))
         with self._lock:
             self._metrics.backup_pgs.append(sum(stored))
             self._metrics.backup_bandwidth.append(_gigabytes_a_second(size, start))
-
-    def _stored(self, keys: Sequence[str]) -> int:
-        """How many of the first ``keys`` have their page."""
-        return _leading(self._guard("exists", lambda: self._exists(keys), [False] * len(keys)))
 
     def _count_tokens(self, **pages: int) -> None:
         weights, size = self._runtime.weights, self.mem_pool_host.page_size
         suspended = weights is None or weights.suspended is not None
         for result, number in pages.items():
-            metrics.count_l3_tokens("suspended" if suspended else result, number * size)
+            if number:
+                metrics.L3_TOKENS.count("suspended" if suspended else result, number * size)
 
     def _serving_namespace(self, pool: str, share: int) -> bytes | None:
         """Namespace to read and write, or None while L3 is suspended.
@@ -385,13 +377,17 @@ class HCacheStorage(HiCacheStorage):
         try:
             return work()
         except Exception:
-            metrics.count_problem(f"storage_{what}")
+            metrics.PROBLEMS.count(f"storage_{what}")
             logger.exception("hcache: storage %s failed; it counts as a miss", what)
             return otherwise
 
 
 def _bytes(page: Parts) -> int:
     return sum(part.nbytes for part in page)
+
+
+def _both(found: Sequence[bool], here: Sequence[bool]) -> list[bool]:
+    return [before and now for before, now in zip(found, here, strict=True)]
 
 
 def _leading(found: Sequence[bool]) -> int:

@@ -32,7 +32,7 @@ import torch
 
 from hcache_backend.restore.reservation import (
     Ids,
-    Launch,
+    LaunchRestore,
     Place,
     Reservation,
     StartedRestore,
@@ -97,7 +97,7 @@ class EagerRestores:
         limit: Device pages that are reserved at most.
     """
 
-    def __init__(self, page_size: int, free: FreePages, launch: Launch, limit: int) -> None:
+    def __init__(self, page_size: int, free: FreePages, launch: LaunchRestore, limit: int) -> None:
         self._size = page_size
         self._free = free
         self._launch = launch

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,8 @@ import torch
 
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange
-from hcache_backend.restore.report import Restore, RestoreReport
+from hcache_backend.restore.layers import Recompute, RestoredLayer
+from hcache_backend.restore.report import RestoreReport, RunningRestore
 from hcache_backend.restore.ring import Ring, largest_segment, ring_bytes
 from hcache_backend.streams import (
     CallerStream,
@@ -44,10 +45,6 @@ from hcache_backend.streams import (
 )
 from hcache_kernels.pages import gather_pages
 
-Fill = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Writes K and V of one layer to the pool: ``fill(segments, positions, slots)`` with uint8
-``[pages, segment_bytes]`` and int64 ``[pages * page_size]`` twice, all on the device."""
-
 FIRST_PIECES = 4
 """Pieces that the first layer of a restore comes in, if each has..."""
 FIRST_PIECE_TOKENS = 1024
@@ -56,44 +53,6 @@ FIRST_PIECE_TOKENS = 1024
 Gather = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], None]
 """Copies a segment of many pages: ``gather(memory, pages, offset, out)`` with uint8
 ``[all pages, page_bytes]``, int64 ``[p]`` on the device, bytes, uint8 ``[p, segment_bytes]``."""
-
-
-class Parking(Protocol):
-    """Room for segments in the slots that their K and V will take."""
-
-    def put(self, segments: torch.Tensor, slots: torch.Tensor) -> None:
-        """Leave ``segments`` (uint8 ``[pages, segment_bytes]``) in ``slots`` (int64 ``[n]``)."""
-
-    def take(self, slots: torch.Tensor) -> torch.Tensor:
-        """What was left in ``slots``, as it was given but for the first dimension."""
-
-
-class RestoredLayer(NamedTuple):
-    """How one layer comes back.
-
-    Attributes:
-        method: ``hidden``: ``fill`` projects, on the compute stream. ``kv``: it only stores, on
-            the copy stream. ``recompute``: nothing is stored (the segment's length is 0).
-        fill: Writes the layer to the pool; None for ``recompute``.
-        parking: Where segments can wait for ``fill``, if they can.
-    """
-
-    method: Literal["hidden", "kv", "recompute"]
-    fill: Fill | None
-    parking: Parking | None = None
-
-
-class Recompute(NamedTuple):
-    """How the first layers of one restore are recomputed.
-
-    Attributes:
-        layers: How many, at least those of which nothing is stored.
-        fill: Writes K and V of all of them for all tokens, on the current stream:
-            ``fill(positions, slots)``, int64 ``[pages * page_size]`` each, on the device.
-    """
-
-    layers: int
-    fill: Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class RestorePipeline:
@@ -137,7 +96,7 @@ class RestorePipeline:
         # On a CPU, projections that talk to other ranks must do so in turn with forward passes.
         in_turn = order is not None and self._device.type == "cpu"
         self._compute = CallerStream() if in_turn else new_stream(device, "compute")
-        self._unread: deque[Restore] = deque()
+        self._unread: deque[RunningRestore] = deque()
 
     @torch.no_grad()
     def start(
@@ -146,7 +105,7 @@ class RestorePipeline:
         slots: torch.Tensor,
         recompute: Recompute | None = None,
         first_layer: int = 0,
-    ) -> Restore:
+    ) -> RunningRestore:
         """Launch the restore of whole pages, behind the current stream's work of this moment.
 
         The pages must stay as they are until all layers are done.
@@ -176,8 +135,8 @@ class RestorePipeline:
         held_positions = held_for_device(headers[pages].reshape(-1).astype(np.int64), device)
         page_ids = torch.empty(len(pages), dtype=torch.int64, device=device)
         positions = torch.empty(len(slots), dtype=torch.int64, device=device)
-        rows = _Rows(positions, slots)
-        shared = rows if self._exchange is None else _Rows(*map(torch.empty_like, rows))
+        rows = _TokenRows(positions, slots)
+        shared = rows if self._exchange is None else _TokenRows(*map(torch.empty_like, rows))
         pieces = FIRST_PIECES if recompute is None and self._exchange is None else 1
         parts = deque(self._parts(loaded, page_ids, rows, shared, pieces))
         bring = self._exchanged(parts, held_pages) if self._exchange else self._bring_own
@@ -198,7 +157,7 @@ class RestorePipeline:
                 for source, target in zip(rows, shared, strict=True):
                     self._order_by_share(source, target)
 
-        restore = Restore(len(slots), moved, self._copy.record(timed=True), device)
+        restore = RunningRestore(len(slots), moved, self._copy.record(timed=True), device)
         self._copy.run(bring_indices)
         ready = self._copy.record()
         ring = Ring(self._ring, max(1, min(len(pages), self._chunk_pages)) * self._largest)
@@ -239,7 +198,12 @@ class RestorePipeline:
         return restore
 
     def _parts(
-        self, layers: range, page_ids: torch.Tensor, rows: _Rows, shared: _Rows, pieces: int
+        self,
+        layers: range,
+        page_ids: torch.Tensor,
+        rows: _TokenRows,
+        shared: _TokenRows,
+        pieces: int,
     ) -> Iterator[_Part]:
         size, pages = self._layout.page_size, len(page_ids)
         for index in layers:
@@ -322,7 +286,7 @@ class RestorePipeline:
 
     def _copy_part(
         self,
-        restore: Restore,
+        restore: RunningRestore,
         part: _Part,
         room: torch.Tensor,
         bring: _Bring,
@@ -345,7 +309,7 @@ class RestorePipeline:
         restore.timed.append(("copy", part.layer, start, copied))
         return _Arrived(part, None if park and parking else buffer, copied)
 
-    def _fill(self, restore: Restore, arrived: _Arrived, ring: Ring) -> Event:
+    def _fill(self, restore: RunningRestore, arrived: _Arrived, ring: Ring) -> Event:
         """Write a part to the pool; an event behind that."""
         part, buffer, copied = arrived
         method, fill, parking = self._layers[part.layer]
@@ -376,7 +340,7 @@ class RestorePipeline:
         return reports
 
 
-class _Rows(NamedTuple):
+class _TokenRows(NamedTuple):
     """Positions and slots of the tokens of a restore, int64 ``[n]`` each, on the device."""
 
     positions: torch.Tensor

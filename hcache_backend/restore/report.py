@@ -52,7 +52,7 @@ class RestoreReport:
         return self.total_ms - self.busy_ms(stream)
 
 
-class Restore:
+class RunningRestore:
     """A restore that was launched.
 
     Attributes:

@@ -42,7 +42,7 @@ class Launched(NamedTuple):
     reads_before: bool
 
 
-class Launch(Protocol):
+class LaunchRestore(Protocol):
     """Launches the restore of consecutive pages of a prefetch."""
 
     def __call__(

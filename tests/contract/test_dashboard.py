@@ -17,7 +17,7 @@ EXPRESSIONS = [target["expr"] for panel in DASHBOARD["panels"] for target in pan
 NAME = r"\b(?:hcache_|sglang:)\w+"
 OURS = {
     name: set(metric._labelnames)
-    for metric in (make() for make in metrics.ALL)
+    for metric in (one.family for one in metrics.ALL)
     for family in metric.describe()
     for name in (
         [f"{family.name}_{part}" for part in ("bucket", "sum", "count")]

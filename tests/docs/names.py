@@ -239,15 +239,14 @@ def _variables(text: str) -> Iterator[str]:
 
 def _families() -> list[str]:
     """Names of our metrics, without endings."""
-    return [family.name for make in metrics.ALL for family in make().describe()]
+    return [family.name for metric in metrics.ALL for family in metric.family.describe()]
 
 
 @cache
 def _known_metrics() -> dict[str, set[str]]:
     """Names as a server shows them -> labels."""
     known: dict[str, set[str]] = {}
-    for make in metrics.ALL:
-        metric = make()
+    for metric in (one.family for one in metrics.ALL):
         for family in metric.describe():
             endings = {"counter": ("_total",), "histogram": ("", "_bucket", "_sum", "_count")}
             for ending in endings.get(family.type, ("",)):

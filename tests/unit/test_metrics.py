@@ -14,8 +14,8 @@ from hcache_backend.store import StoreStats
 
 logging.basicConfig(stream=sys.stdout)
 shutil.rmtree(sys.argv[1])
-metrics.set_mode("hidden", None)
-metrics.count_tokens("captured", 1)
+metrics.MODE.set("hidden", "")
+metrics.TOKENS.count("captured", 1)
 metrics.SuspendedGauge().set("why")
 counters = metrics.StoreCounters(stats := StoreStats())
 stats.add(bytes_read=1)

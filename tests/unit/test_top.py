@@ -72,21 +72,21 @@ def run(*arguments: str) -> tuple[int, str]:
 @pytest.fixture(scope="module")
 def pages() -> list[str]:
     """Two pages of one server, with work in between."""
-    metrics.set_mode("hidden", None)
-    metrics.set_codec("int8", "none")
+    metrics.MODE.set("hidden", "")
+    metrics.CODEC.set("int8", "none")
     counters = metrics.StoreCounters(stats := StoreStats())
     stats.add(bytes_read=1000, pages_evicted=3)
     counters.publish()
-    metrics.count_tokens("captured", 64)
-    metrics.count_problem("page_checksum")
+    metrics.TOKENS.count("captured", 64)
+    metrics.PROBLEMS.count("page_checksum")
     for _ in range(90):
-        metrics.observe("restore", 0.002)
+        metrics.STAGE_SECONDS.observe("restore", 0.002)
     first = written()
-    metrics.count_tokens("captured", 128)
+    metrics.TOKENS.count("captured", 128)
     stats.add(bytes_read=500)
     counters.publish()
     for _ in range(10):
-        metrics.observe("restore", 0.09)
+        metrics.STAGE_SECONDS.observe("restore", 0.09)
     return [first, written()]
 
 
@@ -126,11 +126,11 @@ def test_suspended_l3_and_kv_mode_show_with_their_reasons() -> None:
     assert page.suspended == "the weights were updated"
     gauge.set(None)
     assert parse(written()).suspended is None
-    metrics.mode().labels(mode="hidden", reason="").set(0)
-    metrics.set_mode("kv", "LoRA adapters")
+    metrics.MODE.family.labels(mode="hidden", reason="").set(0)
+    metrics.MODE.set("kv", "LoRA adapters")
     page = parse(written())
     assert (page.mode, page.reason, page.codec) == ("kv", "LoRA adapters", None)
-    metrics.mode().clear()
+    metrics.MODE.family.clear()
 
 
 def test_one_picture_of_a_server_and_of_one_that_is_not_there(

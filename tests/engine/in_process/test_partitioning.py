@@ -22,7 +22,7 @@ from hcache_backend.partition.layers import Partition
 from hcache_backend.partition.model_config import shape_from_config
 from hcache_backend.partition.profile import Profile, Rate
 from hcache_backend.restore.eager import HandOut
-from hcache_backend.restore.pipeline import Recompute
+from hcache_backend.restore.layers import Recompute
 from tests.engine.in_process.test_host_pool import PAGE, kv_pool
 
 SIZE = PAGE

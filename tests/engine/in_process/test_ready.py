@@ -14,7 +14,7 @@ from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.page import PageLayout
 from hcache_backend.partition.layers import Partition
 from hcache_backend.restore.eager import HandOut
-from hcache_backend.restore.pipeline import Recompute
+from hcache_backend.restore.layers import Recompute
 from tests.engine.in_process.test_host_pool import LAYERS, LAYOUT, PAGE, kv_pool
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hcache_backend.restore import pipeline
-from hcache_backend.restore.pipeline import Recompute, RestoredLayer
+from hcache_backend.restore.layers import Recompute, RestoredLayer
 from hcache_backend.restore.ring import RUN_AHEAD, ring_bytes
 from hcache_backend.streams import StreamFailed, WorkerStream, current_is, new_stream
 from tests.unit.restore.pipeline_server import (

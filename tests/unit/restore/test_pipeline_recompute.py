@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.restore.pipeline import Recompute, RestoredLayer
+from hcache_backend.restore.layers import Recompute, RestoredLayer
 from tests.unit.restore.pipeline_server import (
     SIZE,
     WIDTH,

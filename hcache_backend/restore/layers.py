@@ -1,0 +1,50 @@
+"""How the layers of a restore come back: projected, as K and V, or recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+
+Fill = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Writes K and V of one layer to the pool: ``fill(segments, positions, slots)`` with uint8
+``[pages, segment_bytes]`` and int64 ``[pages * page_size]`` twice, all on the device."""
+
+
+class Parking(Protocol):
+    """Room for segments in the slots that their K and V will take."""
+
+    def put(self, segments: torch.Tensor, slots: torch.Tensor) -> None:
+        """Leave ``segments`` (uint8 ``[pages, segment_bytes]``) in ``slots`` (int64 ``[n]``)."""
+
+    def take(self, slots: torch.Tensor) -> torch.Tensor:
+        """What was left in ``slots``, as it was given but for the first dimension."""
+
+
+class RestoredLayer(NamedTuple):
+    """How one layer comes back.
+
+    Attributes:
+        method: ``hidden``: ``fill`` projects, on the compute stream. ``kv``: it only stores, on
+            the copy stream. ``recompute``: nothing is stored (the segment's length is 0).
+        fill: Writes the layer to the pool; None for ``recompute``.
+        parking: Where segments can wait for ``fill``, if they can.
+    """
+
+    method: Literal["hidden", "kv", "recompute"]
+    fill: Fill | None
+    parking: Parking | None = None
+
+
+class Recompute(NamedTuple):
+    """How the first layers of one restore are recomputed.
+
+    Attributes:
+        layers: How many, at least those of which nothing is stored.
+        fill: Writes K and V of all of them for all tokens, on the current stream:
+            ``fill(positions, slots)``, int64 ``[pages * page_size]`` each, on the device.
+    """
+
+    layers: int
+    fill: Callable[[torch.Tensor, torch.Tensor], None]
