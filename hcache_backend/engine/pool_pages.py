@@ -53,8 +53,6 @@ class PoolPages:
         empty: The pool only counts tokens (the anchor of pools that hold the data).
         shares: How many pages of the store a page of the pool is: more than one where it is
             divided by heads, so that servers with more ranks can read it.
-        any_ranks: Whether servers with other numbers of tensor-parallel ranks read these pages.
-        backed_up_in_part: SGLang stores the first rank's part of these pages only.
 
     Raises:
         ConfigError: ``tp_lcm_size`` does not divide the heads.
@@ -64,7 +62,7 @@ class PoolPages:
         self.name = name
         self.host_pool = host_pool
         self.empty = host_pool.size_per_token == 0
-        self.any_ranks = bool(
+        self._any_ranks = bool(
             config.tp_lcm_size
             and name == PoolName.KV
             and host_pool.layout == "page_head"
@@ -72,7 +70,7 @@ class PoolPages:
             and not config.is_mla_model
         )
         self.shares = 1
-        if self.any_ranks:
+        if self._any_ranks:
             assert config.tp_lcm_size is not None
             self.shares = config.tp_lcm_size // config.tp_size
             if host_pool.head_num % self.shares:
@@ -84,9 +82,17 @@ class PoolPages:
         divided = name == PoolName.MAMBA or isinstance(host_pool, MHATokenToKVPoolHost)
         # MLA ranks hold copies of their own pages, not of states and drafts beside them.
         self._same_on_all_ranks = config.is_mla_model and not divided
-        self.backed_up_in_part = (
-            config.is_mla_model and config.tp_size > 1 and divided and name != PoolName.MAMBA
-        )
+        if config.tp_lcm_size and name == PoolName.KV and not self._any_ranks:
+            logger.warning(
+                "hcache: 'tp_lcm_size' does nothing here: KV pages can be divided by heads with "
+                "--hicache-mem-layout page_head only, and not those of MLA"
+            )
+        if config.is_mla_model and config.tp_size > 1 and divided and name != PoolName.MAMBA:
+            logger.warning(
+                "hcache: pool %s is divided over the ranks and SGLang backs up the first rank's "
+                "part only: prompts that need it do not come back from L3",
+                name,
+            )
         self._config = config
         self._access: Literal["in place", "copy", "none"] = "in place"
 
@@ -98,7 +104,7 @@ class PoolPages:
             rank["cp"] = [config.attn_cp_rank, config.attn_cp_size]
         if getattr(pool, "dcp_size", 1) > 1:
             rank["dcp"] = [pool.dcp_rank, pool.dcp_size]
-        if self.any_ranks:
+        if self._any_ranks:
             rank["any_ranks"] = True
             rank["tp"] = [config.tp_rank * self.shares + share, config.tp_size * self.shares]
         elif not self._same_on_all_ranks:

@@ -18,6 +18,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress
+from operator import and_
 from typing import Any, TypeVar
 
 import torch
@@ -86,20 +88,11 @@ class HCacheStorage(HiCacheStorage):
             ConfigError: ``tp_lcm_size`` does not divide the KV heads; on all ranks alike.
         """
         super().register_mem_pool_host(mem_pool_host)
-        if self._storage_config.tp_lcm_size and not self._pages_of(PoolName.KV).any_ranks:
-            logger.warning(
-                "hcache: 'tp_lcm_size' does nothing here: KV pages can be divided by heads with "
-                "--hicache-mem-layout page_head only, and not those of MLA"
-            )
+        self._pages_of(PoolName.KV)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        if self._pages_of(host_pool_name).backed_up_in_part:
-            logger.warning(
-                "hcache: pool %s is divided over the ranks and SGLang backs up the first rank's "
-                "part only: prompts that need it do not come back from L3",
-                host_pool_name,
-            )
+        self._pages_of(host_pool_name)
 
     # ---- zero-copy interface (v1), one pool ----
 
@@ -235,7 +228,8 @@ class HCacheStorage(HiCacheStorage):
                 return [False] * len(keys)
             wanted = pages.wanted(host_indices)
             for share, parts in enumerate(memory.shares):
-                found = _both(found, self._read(keys, parts, pool, share, wanted))
+                here = self._read(keys, parts, pool, share, wanted)
+                found = list(map(and_, found, here))
             memory.finish(found)
             return found
 
@@ -263,7 +257,7 @@ class HCacheStorage(HiCacheStorage):
                     here = self._store.exists(namespace, hashes, share=pages.share_of_tokens)
                 metrics.LOOKUPS.count("found", sum(here))
                 metrics.LOOKUPS.count("absent", len(here) - sum(here))
-                found = _both(found, here)
+                found = list(map(and_, found, here))
             return found
 
         return self._guard("exists", exists, [False] * len(keys))
@@ -285,13 +279,13 @@ class HCacheStorage(HiCacheStorage):
         with metrics.timed("l3_read"):
             found = self._store.get(namespace, hashes, parts, subset=subset, share=share_of_tokens)
         self._store_counters.publish()
-        sizes = [wanted.bytes if wanted else _bytes(page) for page in parts]
-        size = sum(size for size, ok in zip(sizes, found, strict=True) if ok)
+        there = compress(parts, found)
+        size = sum(wanted.bytes if wanted else _bytes(page) for page in there)
         metrics.PAGES.count("read", sum(found))
         metrics.PAGES.count("missed", len(found) - sum(found))
         with self._lock:
             self._metrics.prefetch_pgs.append(sum(found))
-            self._metrics.prefetch_bandwidth.append(_gigabytes_a_second(size, start))
+            self._metrics.prefetch_bandwidth.append(_gigabytes_per_second(size, start))
         return found
 
     def _write(
@@ -317,7 +311,7 @@ class HCacheStorage(HiCacheStorage):
         metrics.PAGES.count("dropped_error", len(stored) - sum(stored))
         with self._lock:
             self._metrics.backup_pgs.append(sum(stored))
-            self._metrics.backup_bandwidth.append(_gigabytes_a_second(size, start))
+            self._metrics.backup_bandwidth.append(_gigabytes_per_second(size, start))
 
     def _count_tokens(self, **pages: int) -> None:
         weights, size = self._runtime.weights, self.mem_pool_host.page_size
@@ -386,10 +380,6 @@ def _bytes(page: Parts) -> int:
     return sum(part.nbytes for part in page)
 
 
-def _both(found: Sequence[bool], here: Sequence[bool]) -> list[bool]:
-    return [before and now for before, now in zip(found, here, strict=True)]
-
-
 def _leading(found: Sequence[bool]) -> int:
     return list(found).index(False) if False in found else len(found)
 
@@ -406,5 +396,5 @@ def _usable_lengths(present: Sequence[bool], transfer: PoolTransfer) -> set[int]
     }
 
 
-def _gigabytes_a_second(size: int, start: float) -> float:
+def _gigabytes_per_second(size: int, start: float) -> float:
     return size / 1e9 / max(time.perf_counter() - start, 1e-9)
