@@ -222,13 +222,13 @@ class _InlineStream(Stream):
         return event
 
     def wait(self, event: Event) -> None:
-        event.synchronize()
+        self.run(event.synchronize)
 
     def keep(self, tensor: torch.Tensor) -> None:
         """See :class:`WorkerStream`."""
 
 
-class CallerStream(Stream):
+class CallerStream(_InlineStream):
     """The calling thread as a stream of its own: what is given is done on return, or never.
 
     Nothing raises into the caller; after an error it is like a :class:`WorkerStream`.
@@ -249,12 +249,6 @@ class CallerStream(Stream):
         event = _ThreadEvent()
         event.pass_now(self._error)
         return event
-
-    def wait(self, event: Event) -> None:
-        self.run(event.synchronize)
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        """See :class:`WorkerStream`."""
 
 
 _INLINE = _InlineStream()

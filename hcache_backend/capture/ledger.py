@@ -8,7 +8,9 @@ arrived, in the order in which the scheduler did things.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -28,26 +30,6 @@ class Read:
 
     values: torch.Tensor
     event: Event
-
-
-@dataclass
-class LoadEntry:
-    """Slots that were allocated for the tokens of host pages.
-
-    Attributes:
-        read: The slots, int64 ``[n]``.
-        host_pages: int64 ``[n / page_size]``.
-    """
-
-    read: Read
-    host_pages: Ids
-
-
-@dataclass
-class AllocationEntry:
-    """Slots (int64 ``[n]``) that were allocated."""
-
-    read: Read
 
 
 @dataclass
@@ -84,9 +66,10 @@ class Ledger:
 
     Attributes:
         broken: Why nothing more can be learned, or None. All rows are void then.
-        tokens_missing: Tokens with a row that was promised and not written.
+        tokens_missing: Tokens with a row that was promised and not written. Whoever counts these
+            somewhere else sets them to 0; the next two likewise.
         tokens_unfit: Tokens with a row that the codec could not hold.
-        transfer_ms: Time that stage two took, all steps together.
+        transfer_ms: Time that stage two took.
     """
 
     def __init__(self, arena: Arena, device: torch.device) -> None:
@@ -97,21 +80,21 @@ class Ledger:
         self._arena = arena
         self._device = device
         self._stream = new_stream(device, "reader")
-        self._entries: deque[AllocationEntry | LoadEntry | StepEntry] = deque()
+        self._entries: deque[tuple[Read, Callable[[Ids], None]]] = deque()
         self._proofs: deque[Proof] = deque()
 
     def allocated(self, slots: torch.Tensor) -> None:
         """Slots (int64 ``[n]``, on the device) were allocated."""
-        self._entries.append(AllocationEntry(self.read(slots)))
+        self._entries.append((self.read(slots), self._arena.allocated))
 
     def loaded(self, slots: torch.Tensor, host_pages: Ids) -> None:
         """``slots`` (int64 ``[n]``, on the device) will hold the tokens of ``host_pages``."""
-        self._entries.append(LoadEntry(self.read(slots), host_pages))
+        self._entries.append((self.read(slots), partial(self._arena.loaded, host_pages=host_pages)))
 
     def step(self, where: torch.Tensor) -> StepEntry:
         """A forward pass over ``where`` (slots, positions, token ids: int64 ``[3, n]``) begins."""
         entry = StepEntry(self.read(where))
-        self._entries.append(entry)
+        self._entries.append((entry.read, partial(self._begin, entry)))
         return entry
 
     def prove(self, proof: Proof) -> None:
@@ -128,8 +111,10 @@ class Ledger:
         try:
             # Proofs first: the next entry may give their slots to other tokens.
             self._apply_proofs()
-            while self._entries and (wait or self._entries[0].read.event.query()):
-                self._apply(self._entries.popleft())
+            while self._entries and (wait or self._entries[0][0].event.query()):
+                read, tell = self._entries.popleft()
+                read.event.synchronize()
+                tell(read.values.numpy())
                 self._apply_proofs()
         except StreamFailed as error:
             self.broken = f"capture broke: {error}"
@@ -159,18 +144,11 @@ class Ledger:
         self._stream.run(lambda: target.copy_(values, non_blocking=True))
         return Read(target, self._stream.record())
 
-    def _apply(self, entry: AllocationEntry | LoadEntry | StepEntry) -> None:
-        entry.read.event.synchronize()
-        values = entry.read.values.numpy()
-        if isinstance(entry, AllocationEntry):
-            self._arena.allocated(values)
-        elif isinstance(entry, LoadEntry):
-            self._arena.loaded(values, entry.host_pages)
-        else:
-            slots, positions, token_ids = values
-            entry.ticket = self._arena.begin(slots, positions, token_ids)
-            if entry.promised:
-                self._arena.promise(slots, entry.ticket)
+    def _begin(self, entry: StepEntry, where: Ids) -> None:
+        slots, positions, token_ids = where
+        entry.ticket = self._arena.begin(slots, positions, token_ids)
+        if entry.promised:
+            self._arena.promise(slots, entry.ticket)
 
     def _apply_proofs(self) -> None:
         while self._proofs and self._proofs[0].done.query():

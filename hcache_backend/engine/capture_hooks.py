@@ -39,8 +39,6 @@ class HiddenCapture:
         self._called = [False] * len(layers)
         self._hooks: list[tuple[torch.nn.Module, Any]] = []
         self._complained = False
-        self._transfer_ms = 0.0
-        self._missing = self._unfit = 0
         self._noted_unfit = False
         for index, (module, linears) in enumerate(layers):
             module.register_forward_pre_hook(self._on_call(index))
@@ -164,15 +162,15 @@ class HiddenCapture:
 
     def _publish(self, capture: StagedCapture) -> None:
         ledger = capture.ledger
-        elapsed, self._transfer_ms = ledger.transfer_ms - self._transfer_ms, ledger.transfer_ms
+        elapsed, ledger.transfer_ms = ledger.transfer_ms, 0.0
         if elapsed:
             metrics.SECONDS.count("capture_transfer", elapsed / 1e3)
             metrics.STAGE_SECONDS.observe("capture_transfer", elapsed / 1e3)
-        missing, self._missing = ledger.tokens_missing - self._missing, ledger.tokens_missing
+        missing, ledger.tokens_missing = ledger.tokens_missing, 0
         if missing:
             metrics.TOKENS.count("not_written", missing)
             self._complain(f"{missing} tokens without the rows of every layer")
-        unfit, self._unfit = ledger.tokens_unfit - self._unfit, ledger.tokens_unfit
+        unfit, ledger.tokens_unfit = ledger.tokens_unfit, 0
         if unfit:
             metrics.TOKENS.count("not_encodable", unfit)
             if not self._noted_unfit:

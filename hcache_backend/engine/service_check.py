@@ -94,13 +94,6 @@ class _ChosenPage(NamedTuple):
     device_page: int
 
 
-class _DueCheck(NamedTuple):
-    """The same, once its backup was launched; it is whole when ``arrived`` has passed."""
-
-    chosen: _ChosenPage
-    arrived: Event
-
-
 class ServiceChecks:
     """Chosen pages of backups, and what is due. Scheduler thread only.
 
@@ -127,7 +120,7 @@ class ServiceChecks:
         self._group = group
         self._pages_until_check = 0
         self._chosen: list[_ChosenPage] = []
-        self._due: deque[_DueCheck] = deque()
+        self._due: deque[tuple[_ChosenPage, Event]] = deque()  # whole when the event has passed
 
     def choose(self, device_indices: torch.Tensor, slots: Ids, host_pages: Ids) -> None:
         """One page in ``check_every_pages`` of a backup will be compared.
@@ -158,7 +151,7 @@ class ServiceChecks:
         """The backups that pages were chosen of are on their way."""
         if self._chosen:
             arrived = self._pool.backed_up()
-            self._due.extend(_DueCheck(chosen, arrived) for chosen in self._chosen)
+            self._due.extend((chosen, arrived) for chosen in self._chosen)
             self._chosen.clear()
 
     def forget_chosen(self) -> None:
@@ -172,19 +165,19 @@ class ServiceChecks:
     def run_until(self, host_pages: Ids) -> None:
         """Compare what is due of ``host_pages`` (int64 ``[n]``), and of backups before them."""
         wanted = set(host_pages.tolist())
-        due = [i for i, check in enumerate(self._due) if check.chosen.host_page in wanted]
+        due = [i for i, (chosen, _) in enumerate(self._due) if chosen.host_page in wanted]
         self._run(due[-1] + 1 if due else 0)
 
     def _run(self, number: int) -> None:
         """Compare the oldest ``number`` chosen pages; every rank does so at the same point."""
         for _ in range(number):
-            due = self._due.popleft()
-            page = self._page_to_check(due)
+            chosen, arrived = self._due.popleft()
+            page = self._page_to_check(chosen, arrived)
             (everywhere,) = on_all_ranks(self._group, page is not None)
             if page is None or not everywhere:
                 continue
             try:
-                problem = self._check_page(page, due.chosen.slots)
+                problem = self._check_page(page, chosen.slots)
             except ExchangeFailed as error:  # on all ranks
                 logger.warning("hcache: a page was not checked: %s", error)
                 continue
@@ -192,12 +185,11 @@ class ServiceChecks:
                 metrics.PROBLEMS.count("self_check")
                 self._runtime.lose_trust(f"the self-check in service failed: {problem}")
 
-    def _page_to_check(self, due: _DueCheck) -> torch.Tensor | None:
+    def _page_to_check(self, chosen: _ChosenPage, arrived: Event) -> torch.Tensor | None:
         """The page (uint8 ``[page_bytes]``), if it is one and its tokens are still on the device.
 
         None also where it cannot be read any more.
         """
-        chosen, arrived = due
         try:
             arrived.synchronize()
         except StreamFailed:

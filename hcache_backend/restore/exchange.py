@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,32 +35,25 @@ class ExchangeFailed(RuntimeError):
     """A rank could not give its share."""
 
 
-class ShareOfRank(NamedTuple):
-    """Which tokens of every page belong to a rank.
+def share_of_rank(rank: int, ranks: int, page_size: int) -> tuple[int, int]:
+    """Which share of the tokens of every page belongs to a tensor-parallel rank.
 
-    Attributes:
-        number: Of its share.
-        shares: How many there are: 1, 2, 4 or 8.
-    """
-
-    number: int
-    shares: int
-
-
-def share_of_rank(rank: int, ranks: int, page_size: int) -> ShareOfRank:
-    """The share of a tensor-parallel rank; with more than eight ranks, several have the same.
+    With more than eight ranks, several have the same.
 
     Args:
         rank: Of ``ranks``.
         ranks: Tensor-parallel ranks.
-        page_size: Tokens a page. Pages that do not divide into eighths are not shared.
+        page_size: Tokens per page. Pages that do not divide into eighths are not shared.
+
+    Returns:
+        The number of its share, and how many there are: 1, 2, 4 or 8.
     """
     shares = MOST_SHARES
     while ranks % shares or page_size % MOST_SHARES:
         if shares == 1:
             break
         shares //= 2
-    return ShareOfRank(rank % shares, shares)
+    return rank % shares, shares
 
 
 class Exchange:
