@@ -52,7 +52,7 @@ KEY_BYTES = 32
 WRITER_BYTES = 8
 HEADER_ALIGNMENT = 4096
 NO_NAMESPACE = bytes(NAMESPACE_BYTES)
-"""Of a page whose rows are not all there."""
+"""The namespace of a page whose rows are not all there."""
 
 _SHA256_HEX = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
 _PREFIX = struct.Struct("<4sHHII")
@@ -74,7 +74,7 @@ class PageLayout:
     """Where things stand in a page.
 
     Attributes:
-        page_size: Tokens a page.
+        page_size: Tokens per page.
         segment_bytes: Bytes of every layer segment, first layer first; 0 for a layer of which
             nothing is stored. With several shares, of what this share holds.
         share: Number of the share of the tokens whose hidden states the page holds.

@@ -14,9 +14,7 @@ from hcache_backend.capture.arena import Arena
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.layers import RestoredLayer
-from hcache_backend.restore.pipeline import (
-    RestorePipeline,
-)
+from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_kernels.codecs import make_codec
 from hcache_kernels.staging import save_rows
 

@@ -19,11 +19,7 @@ from restore_models import Shape, build
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.eager import batch_pages
 from hcache_backend.restore.layers import RestoredLayer
-from hcache_backend.restore.pipeline import (
-    Gather,
-    RestorePipeline,
-    gather_segments,
-)
+from hcache_backend.restore.pipeline import Gather, RestorePipeline, gather_segments
 from hcache_kernels.project_kv import KVPool, project_kv
 
 PAGE, BLOCK = 64, 4096

@@ -14,11 +14,7 @@ from restore_models import Layer, Shape
 
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.layers import Fill, Recompute, RestoredLayer
-from hcache_backend.restore.pipeline import (
-    RestorePipeline,
-    RestoreReport,
-    gather_segments,
-)
+from hcache_backend.restore.pipeline import RestorePipeline, RestoreReport, gather_segments
 from hcache_kernels.codecs import Codec, make_codec
 from hcache_kernels.project_kv import KVPool, project_kv
 

@@ -249,7 +249,7 @@ class Arena:
         return [self.memory[page] for page in self._host[host_pages].tolist()]
 
     def first_layers(self, host_pages: Ids) -> npt.NDArray[np.uint16]:
-        """Of each host page the first layer whose segment is there (of those that are stored)."""
+        """The first (stored) layer whose segment is there, for each host page."""
         return self._first_layer[self._host[host_pages]]
 
     def expect(self, host_pages: Ids, first_layer: int) -> None:

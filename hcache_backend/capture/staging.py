@@ -192,7 +192,7 @@ class StagedCapture:
 
     @property
     def codec_name(self) -> str:
-        """Of the codec that encodes the rows."""
+        """Name of the codec that encodes the rows."""
         return self._codec.name
 
     @property

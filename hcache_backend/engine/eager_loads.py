@@ -26,9 +26,7 @@ from hcache_backend.engine import metrics
 from hcache_backend.engine.host_pool import HiddenStatePool
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.restore.eager import EagerRestores, batch_pages
-from hcache_backend.restore.pipeline import (
-    RestorePipeline,
-)
+from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.reservation import Ids, Launched
 from hcache_backend.streams import StreamFailed
 

@@ -40,7 +40,7 @@ class HiddenStatePool(HostKVCache):
 
     Args:
         device_pool: SGLang's KV pool.
-        page_size: Tokens a page.
+        page_size: Tokens per page.
         layout: SGLang's name of the host layout; pages look the same whatever it is, but HiCache
             decides by it how indices travel.
         page_layout: Layout of our pages.

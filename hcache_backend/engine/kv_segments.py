@@ -22,7 +22,7 @@ class KVSegments:
     Args:
         kvcache: SGLang's ``MHATokenToKVPool``.
         layers: Which layers, as the pool numbers them.
-        page_size: Tokens a page.
+        page_size: Tokens per page.
     """
 
     def __init__(self, kvcache: Any, layers: Sequence[int], page_size: int) -> None:

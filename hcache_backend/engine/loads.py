@@ -21,9 +21,7 @@ from hcache_backend.engine import metrics
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.restore.eager import HandOut
 from hcache_backend.restore.layers import Recompute
-from hcache_backend.restore.pipeline import (
-    RestorePipeline,
-)
+from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import Recomputer, RestoredSpan
 from hcache_backend.restore.reservation import StartedRestore, runs
 from hcache_backend.store import EIGHTHS
@@ -66,12 +64,12 @@ class QueuedLoad:
 
     @property
     def ready(self) -> npt.NDArray[np.bool_]:
-        """Of which pages the stored layers are launched already, bool ``[pages]``."""
+        """Pages whose stored layers are launched already, bool ``[pages]``."""
         return self.handed.ready if self.handed else np.zeros(len(self.host_pages), np.bool_)
 
     @property
     def whole(self) -> npt.NDArray[np.bool_]:
-        """Of which pages all layers are launched already, bool ``[pages]``."""
+        """Pages whose layers are all launched already, bool ``[pages]``."""
         return self.handed.whole if self.handed else np.zeros(len(self.host_pages), np.bool_)
 
 

@@ -19,7 +19,7 @@ class BatchedReads:
     """Reads prefetches in smaller batches and reports each. For the storage thread that reads.
 
     Args:
-        page_size: Tokens a page.
+        page_size: Tokens per page.
         report: Passes a report on to SGLang's sync thread.
     """
 

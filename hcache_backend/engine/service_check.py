@@ -68,7 +68,7 @@ class PageCheck:
         header, device = page.numpy(), slots.device
         size = self.layout.page_size
         positions = torch.from_numpy(self.layout.positions(header)).to(device, torch.int64)
-        metrics.count_tokens("checked", size)
+        metrics.TOKENS.count("checked", size)
 
         def problem_of(layer: AttentionLayer) -> str | None:
             segment = page[self.layout.segment(layer.index)]

@@ -91,7 +91,7 @@ class EagerRestores:
     """Which free device pages are reserved, and for what. Scheduler thread only.
 
     Args:
-        page_size: Tokens a page.
+        page_size: Tokens per page.
         free: The device's free pages.
         launch: Launches restores.
         limit: Device pages that are reserved at most.

@@ -89,7 +89,7 @@ class RecomputeAttention:
 
     @property
     def lengths(self) -> list[tuple[int, int]]:
-        """Of each sequence in the pass, how many tokens are before it and how many are in it."""
+        """How many tokens are before each sequence of the pass, and how many are in it."""
         counts = ((rows.stop - rows.start, len(keys)) for rows, keys in self._pieces)
         return [(seen - tokens, tokens) for tokens, seen in counts]
 

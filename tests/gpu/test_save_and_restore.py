@@ -16,9 +16,7 @@ from hcache_backend.capture.arena import Arena
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.layers import Fill, RestoredLayer
-from hcache_backend.restore.pipeline import (
-    RestorePipeline,
-)
+from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_kernels.codecs import ExactCodec
 from hcache_kernels.project_kv import KVPool, KVProjection, project_kv
 from hcache_kernels.project_kv.reference import compute_kv_reference

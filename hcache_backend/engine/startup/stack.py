@@ -32,7 +32,8 @@ from hcache_backend.engine.startup.page_plan import PagePlan
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.projector import Projector
 from hcache_backend.restore.exchange import CollectiveOrder
-from hcache_backend.restore.pipeline import RestoredLayer, RestorePipeline
+from hcache_backend.restore.layers import RestoredLayer
+from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.ring import ring_bytes
 from hcache_kernels.codecs import Codec
 
@@ -132,7 +133,7 @@ def _use_hidden_mode(runtime: Runtime, kvcache: Any, plan: PagePlan) -> None:
     assert runtime.config is not None
     runtime.use_hidden_mode()
     runtime.layer_methods = plan.methods
-    metrics.set_codec(runtime.config.codec, plan.codec.name)
+    metrics.CODEC.set(runtime.config.codec, plan.codec.name)
     runtime.page_fields = {
         "kind": "hidden",
         "partition": list(plan.methods.methods),

@@ -9,9 +9,7 @@ import torch
 
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.layers import RestoredLayer
-from hcache_backend.restore.pipeline import (
-    RestorePipeline,
-)
+from hcache_backend.restore.pipeline import RestorePipeline
 
 SIZE, WIDTH, PAGES, SLOTS = 4, 6, 20, 160
 METHODS = ("hidden", "kv", "hidden", "hidden", "kv")

@@ -24,9 +24,7 @@ from hcache_backend.restore.exchange import (
     share_of_rank,
 )
 from hcache_backend.restore.layers import Recompute, RestoredLayer
-from hcache_backend.restore.pipeline import (
-    RestorePipeline,
-)
+from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.streams import StreamFailed, WorkerStream, current_is
 
 SIZE, ROW, PAGES, SLOTS, LAYERS = 8, 16, 12, 96, 3
