@@ -20,6 +20,7 @@ MARK = "runnable"
 ANYTHING = "..."
 """A line of expected output that stands for any number of lines."""
 
+_ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 300.0
 """Time limit of a command, for one that hangs."""
 
@@ -148,6 +149,7 @@ def _execute(command: str, folder: Path, home: Path) -> Ended:
         **kept,
         "HOME": str(home),
         "PATH": os.pathsep.join((tools, os.environ.get("PATH", os.defpath))),
+        "PYTHONPATH": str(_ROOT),  # python -m bench.NAME, as in a checkout
         "COLUMNS": str(_COLUMNS),
         "TERM": "dumb",
     }
