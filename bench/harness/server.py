@@ -13,7 +13,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,8 @@ from bench.harness.processes import ServerProcess, nursery
 from tests.cpu_engine.hcache_cpu_engine import warm_extensions
 
 POLL_S = 0.05
+WAIT_S = 240.0
+"""For what takes a second, on a machine that is busy with something else."""
 PORTS = (12000, 32000)
 
 
@@ -113,7 +115,7 @@ class Server:
             fresh=not self.options.forks,
         )
 
-    def wait_exit(self, timeout: float) -> int:
+    def wait_exit(self, timeout: float = WAIT_S) -> int:
         """Exit status of a server that was launched in order to fail."""
         assert self.process is not None
         try:
@@ -207,6 +209,20 @@ class Server:
                 pool.map(lambda prompt: self.generate(prompt, max_new_tokens, **options), prompts)
             )
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside the block nothing is computed and new requests wait; prefetches go on."""
+        self._generation("pause", mode="in_place")
+        try:
+            yield
+        finally:
+            self._generation("continue")
+
+    def _generation(self, what: str, **body: Any) -> None:
+        answer = self._admin("POST", f"/{what}_generation", json=body)
+        if answer.status_code != 200:
+            raise self.error(f"/{what}_generation answered {answer.status_code}: {answer.text}")
+
     def abort_request(self, rid: str) -> None:
         """POST /abort_request; SGLang does not say whether there was such a request."""
         answer = self._admin("POST", "/abort_request", json={"rid": rid})
@@ -225,7 +241,7 @@ class Server:
         if answer.status_code != 200:
             raise self.error(f"/flush_cache answered {answer.status_code}: {answer.text}")
 
-    def wait_backed_up(self, timeout: float = 30.0) -> None:
+    def wait_backed_up(self) -> None:
         """Wait until the write-through to host and L3 is finished, without flushing anything.
 
         The scheduler itself is asked: it refuses an attach while requests, write-throughs, loads,
@@ -244,7 +260,7 @@ class Server:
                 raise self.error(f"idle probe answered {answer.status_code}: {answer.text}")
             return "not idle" not in answer.text
 
-        self._until(idle, timeout, "backups to finish")
+        self.until(idle, "backups to finish")
 
     def update_weights_from_disk(self, model: Path, *, flush: bool = True) -> None:
         body = {"model_path": str(model), "flush_cache": flush}
@@ -279,12 +295,10 @@ class Server:
     def storage_info(self) -> requests.Response:
         return self._admin("GET", "/hicache/storage-backend")
 
-    def detach_storage(self, timeout: float = 30.0) -> None:
+    def detach_storage(self) -> None:
         """DELETE /hicache/storage-backend, repeated while it answers 400 (just after a request)."""
-        self._until(
-            lambda: self._admin("DELETE", "/hicache/storage-backend").status_code == 200,
-            timeout,
-            "detach",
+        self.until(
+            lambda: self._admin("DELETE", "/hicache/storage-backend").status_code == 200, "detach"
         )
 
     def clear_storage(self) -> requests.Response:
@@ -301,7 +315,7 @@ class Server:
     def log_text(self) -> str:
         return self.options.log.read_text(errors="replace")
 
-    def wait_for_log(self, pattern: str, timeout: float = 30.0) -> re.Match[str]:
+    def wait_for_log(self, pattern: str) -> re.Match[str]:
         """First match of the regular expression `pattern` in the log, waiting for it."""
         found: list[re.Match[str]] = []
 
@@ -310,16 +324,17 @@ class Server:
                 found.append(match)
             return bool(found)
 
-        self._until(look, timeout, f"log line {pattern!r}")
+        self.until(look, f"log line {pattern!r}")
         return found[0]
 
-    def _until(self, done: Callable[[], bool], timeout: float, what: str) -> None:
-        deadline = time.monotonic() + timeout
+    def until(self, done: Callable[[], bool], what: str) -> None:
+        """Wait until `done`; raises ServerError, which names `what`, when it takes too long."""
+        deadline = time.monotonic() + WAIT_S
         while not done():
             if self.process is None or self.process.poll() is not None:
                 raise self.error(f"died while waiting for {what}")
             if time.monotonic() > deadline:
-                raise self.error(f"waited {timeout:.0f} s for {what}")
+                raise self.error(f"waited {WAIT_S:.0f} s for {what}")
             time.sleep(POLL_S)
 
     def error(self, message: str) -> ServerError:

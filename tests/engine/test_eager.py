@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import random
 import threading
-import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,11 @@ pytestmark = pytest.mark.engine
 
 PAGE = 16
 SLOW = 2_000_000
-"""Bytes a second: fifty pages of 70 KB take two."""
+"""Bytes per second: fifty pages of 70 KB take two."""
+SLOWER = SLOW // 4
+"""There is time to do something while they are read, on a busy machine too."""
+HELD = -1
+"""What is read arrives when there is another rate."""
 PARTITIONS = {
     "hidden": {"recompute": 0, "hidden": 4, "kv": 0},
     "recompute": {"recompute": 2, "hidden": 2, "kv": 0},
@@ -62,7 +66,7 @@ def eager_server(
         model,
         folder,
         hcache={"restore": "eager"} | (hcache or {}),
-        extra_args=("--enable-metrics", "--watchdog-timeout", "60"),
+        extra_args=("--enable-metrics", "--watchdog-timeout", "240"),
         extra_env=env | options.pop("extra_env", {}),
         page_size=PAGE,
         **options,
@@ -70,13 +74,25 @@ def eager_server(
 
 
 def l3_rate(server: Server, rate: int) -> None:
-    """Bytes a second; 0: no limit."""
+    """Bytes per second; 0: no limit."""
     (server.options.log.parent / "l3-rate").write_text(str(rate))
 
 
 def tokens(server: Server, event: str) -> float:
     """Tokens that ``event`` happened to, so far."""
     return fetch(server.url).counters["tokens"].get(event, 0)
+
+
+@contextmanager
+def until_more(server: Server, what: str, event: str, count: int) -> Iterator[None]:
+    """What the block starts has made `event` happen to so many more, as the metric `what` says."""
+
+    def seen() -> float:
+        return fetch(server.url).counters[what].get(event, 0)
+
+    before = seen()
+    yield
+    server.until(lambda: seen() >= before + count, f"{count} more {what} {event}")
 
 
 def assert_fine(server: Server) -> None:
@@ -120,7 +136,7 @@ def server(shared: Server) -> Iterator[Server]:
 
 
 def test_a_request_gets_what_was_restored_while_it_waited(model: Path, server: Server) -> None:
-    l3_rate(server, 4 * SLOW)
+    l3_rate(server, SLOW)
     conversations = converse(server, make_conversations(2, turns=3, tokens=300))
     assert tokens(server, "ready_at_load") > 2 * tokens(server, "not_ready_at_load") > 0
     assert tokens(server, "eager") == tokens(server, "ready_at_load")  # nothing in vain
@@ -137,15 +153,19 @@ def test_without_a_slow_l3_it_is_right_as_well(model: Path, server: Server) -> N
 
 def test_an_aborted_request_leaves_nothing_wrong_behind(model: Path, server: Server) -> None:
     prompt = stored(server, seed=3)
-    l3_rate(server, SLOW)
-    for wait in (0.3, 0.7, 1.0):
-        rid, before = uuid.uuid4().hex, tokens(server, "eager")
+    for restored in (0, 1, 200):
+        l3_rate(server, SLOWER if restored else HELD)
+        rid = uuid.uuid4().hex
         gone = threading.Thread(target=_may_fail, args=(server, prompt, rid))
-        gone.start()
-        time.sleep(wait)
+        with (
+            until_more(server, "tokens", "eager", restored),
+            until_more(server, "lookups", "found", 1),
+        ):
+            gone.start()
+        l3_rate(server, HELD)
         server.abort_request(rid)
+        l3_rate(server, 0)
         gone.join()
-    assert tokens(server, "eager") > before  # it was aborted after restores had been launched
     server.flush_cache()
     again = asked(server, prompt)
     assert again.turns[0].cached.storage >= 800 - 2 * PAGE
@@ -154,7 +174,7 @@ def test_an_aborted_request_leaves_nothing_wrong_behind(model: Path, server: Ser
 
 def _may_fail(server: Server, prompt: list[int], rid: str) -> None:
     body = {"rid": rid, "input_ids": prompt, "sampling_params": {"max_new_tokens": 4}}
-    server._request("POST", "/generate", json=body, timeout=60)
+    server._request("POST", "/generate", json=body, timeout=600)
 
 
 def test_two_requests_with_one_prefix(model: Path, server: Server) -> None:
@@ -191,8 +211,8 @@ def test_a_flush_while_pages_are_restored(model: Path, server: Server) -> None:
     l3_rate(server, SLOW)
     replies: list[Conversation] = []
     waiting = threading.Thread(target=lambda: replies.append(asked(server, prompt)))
-    waiting.start()
-    time.sleep(0.5)
+    with until_more(server, "tokens", "eager", 1):
+        waiting.start()
     server.flush_cache()  # waits for the request
     waiting.join()
     replies.append(asked(server, prompt))
@@ -206,17 +226,18 @@ def test_other_weights_while_pages_are_restored(
     """An update waits for requests, but not for those that are paused; nothing is flushed."""
     other = build_model("llama", model_cache, seed=1)
     prompt = stored(server, seed=11)
-    l3_rate(server, SLOW)
+    l3_rate(server, SLOWER)
     eager, ready = tokens(server, "eager"), tokens(server, "ready_at_load")
     replies: list[Conversation] = []
     waiting = threading.Thread(target=lambda: replies.append(asked(server, prompt)))
-    waiting.start()
-    time.sleep(0.8)
-    _generation(server, "pause", mode="in_place")
-    before = tokens(server, "eager") - eager
-    assert 0 < before < 800 - 2 * PAGE  # some pages are K and V of the old weights, others come
-    server.update_weights_from_disk(other, flush=False)
-    _generation(server, "continue")
+    with until_more(server, "tokens", "eager", 200):
+        waiting.start()
+    l3_rate(server, HELD)
+    with server.paused():
+        before = tokens(server, "eager") - eager
+        assert before < 800 - 2 * PAGE  # some pages are K and V of the old weights, others come
+        l3_rate(server, SLOW)
+        server.update_weights_from_disk(other, flush=False)
     waiting.join()
     assert_no_cache_output(other, replies)
     assert tokens(server, "ready_at_load") == ready
@@ -228,11 +249,6 @@ def test_other_weights_while_pages_are_restored(
     assert_no_cache_output(model, [back])
 
 
-def _generation(server: Server, what: str, **body: Any) -> None:
-    answer = server._admin("POST", f"/{what}_generation", json=body)
-    assert answer.status_code == 200, answer.text
-
-
 @pytest.mark.parametrize("policy", ["best_effort", "timeout"])
 def test_prefetches_that_end_early(policy: str, model: Path, server: Server) -> None:
     """Detached meanwhile, and attached with another policy."""
@@ -241,10 +257,10 @@ def test_prefetches_that_end_early(policy: str, model: Path, server: Server) -> 
     config = server.options.extra_config
     assert isinstance(config, dict)
     if policy == "timeout":
-        config = config | {"prefetch_timeout_base": 1, "prefetch_timeout_per_ki_token": 0.1}
+        config = config | {"prefetch_timeout_base": 2, "prefetch_timeout_per_ki_token": 0.1}
     answer = server.attach_storage("dynamic", config, hicache_storage_prefetch_policy=policy)
     assert answer.status_code == 200, answer.text
-    l3_rate(server, SLOW)
+    l3_rate(server, SLOWER)
     replies = server.generate_many(prompts, 8)
     conversations = [_one(p, r) for p, r in zip(prompts, replies, strict=True)]
     if policy == "timeout":
@@ -282,7 +298,7 @@ def test_first_layers_are_recomputed_while_others_are_read(
 ) -> None:
     hcache = {"partition": PARTITIONS[name]}
     with Server(eager_server(model, tmp_path, hcache=hcache)) as server:
-        l3_rate(server, 2 * SLOW)
+        l3_rate(server, SLOW)
         conversations = converse(server, make_conversations(2, turns=3, tokens=250))
         assert tokens(server, "ready_at_load") > tokens(server, "not_ready_at_load")
         assert tokens(server, "eager_recomputed") == tokens(server, "eager")

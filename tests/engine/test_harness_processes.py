@@ -57,7 +57,7 @@ def test_a_server_that_refuses_its_arguments_exits_with_a_status(options: Server
     options.extra_args = ["--no-such-argument"]
     server = Server(options)
     server.launch()
-    assert server.wait_exit(60) == 2
+    assert server.wait_exit() == 2
     assert "unrecognized arguments: --no-such-argument" in server.log_text()
 
 
@@ -76,7 +76,7 @@ def test_a_crashed_scheduler_ends_the_server(options: ServerOptions) -> None:
         (scheduler,) = [w for w in workers if w.cmdline()[:1] == ["sglang::scheduler"]]
         scheduler.kill()
         with pytest.raises(ServerError, match="died while waiting"):
-            server.wait_for_log("never said", timeout=60)
+            server.wait_for_log("never said")
         assert server.wait_exit(1) == -signal.SIGKILL
 
 
@@ -104,7 +104,7 @@ def test_no_server_outlives_a_test_run_that_is_killed(options: ServerOptions, fo
     command = [sys.executable, "-c", program, str(options.model), str(options.log)]
     run = subprocess.run(command, stdout=subprocess.PIPE, check=False)
     assert run.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 240
     while psutil.pid_exists(int(run.stdout)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not psutil.pid_exists(int(run.stdout))

@@ -21,7 +21,6 @@ def test_classes_against_sglangs_own(tmp_path: Path) -> None:
         env={**os.environ, **cpu_engine_env(), "XDG_CACHE_HOME": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=300,
         check=False,
     )
     print(run.stdout)

@@ -45,15 +45,18 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 def until(server: Server, done: Callable[[MetricsPage], bool]) -> MetricsPage:
     """The metrics once `done`; counters of the store are at most a second behind."""
-    deadline = time.monotonic() + 10
-    page = fetch(server.url)
-    while not done(page) and time.monotonic() < deadline:
-        time.sleep(0.1)
-        page = fetch(server.url)
-    return page
+    pages: list[MetricsPage] = []
+
+    def look() -> bool:
+        pages.append(fetch(server.url))
+        return done(pages[-1])
+
+    server.until(look, "what the metrics should show")
+    return pages[-1]
 
 
 def test_a_conversation_shows_in_the_metrics(server: Server) -> None:
+    begin = time.monotonic()
     conversations = converse(server, make_conversations(2, turns=2, tokens=300))
     assert_restored_from_l3(conversations, PAGE)
     paths = stored_pages(server.options.log.parent)
@@ -87,14 +90,14 @@ def test_a_conversation_shows_in_the_metrics(server: Server) -> None:
     assert page.counters["problems"] == {}
     for stage in ("l3_exists", "l3_read", "l3_write", "restore", "capture_transfer"):
         histogram = page.stages[stage]
-        assert 0 < histogram.seconds < 30 and histogram.count > 0, stage
+        assert 0 < histogram.seconds < time.monotonic() - begin and histogram.count > 0, stage
         assert histogram.below[-1][1] == histogram.count
     assert page.stages["l3_read"].count == page.stages["restore"].count == 2
     assert_nothing_went_wrong(server)
 
 
 def test_sglang_gets_its_own_storage_metrics(server: Server) -> None:
-    text = requests.get(f"{server.url}/metrics", timeout=10).text
+    text = requests.get(f"{server.url}/metrics", timeout=240).text
     read = fetch(server.url).counters["pages"]["read"]
     (total,) = [line for line in text.splitlines() if line.startswith("sglang:prefetch_pgs_sum{")]
     assert float(total.rpartition(" ")[2]) == read > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from tests.engine.harness.ours import (
     faulty,
     our_server,
     stored_pages,
+    told,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.versions]
@@ -48,12 +48,7 @@ class TestServerThatWasStartedWithoutUs:
     def test_nothing_but_the_bootstrap_hook_exists(self, server: Server) -> None:
         assert server.generate([1, 2, 3], 2).output_ids
         assert "hcache:" not in server.log_text()
-        report = server.options.log.parent / "hooks"
-        report.touch()
-        deadline = time.monotonic() + 10
-        while not report.read_text() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        hooks = json.loads(report.read_text())
+        hooks = told(server, server.options.log.parent / "hooks")
         assert hooks == ["sglang.srt.model_executor.model_runner.ModelRunner.load_model"]
 
     def test_an_attach_stores_plain_kv_and_says_so(
@@ -140,7 +135,7 @@ def test_a_wrong_option_at_start_up_stops_the_server_with_its_message(
 ) -> None:
     server = Server(our_server(model, tmp_path, hcache={"restore_chunk_token": 1024}))
     server.launch()
-    assert server.wait_exit(60) != 0
+    assert server.wait_exit() != 0
     assert (
         "ConfigError: hcache: unknown option 'restore_chunk_token' (value 1024); "
         "did you mean 'restore_chunk_tokens'?"

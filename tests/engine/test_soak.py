@@ -23,17 +23,18 @@ from tests.engine.harness.ours import (
 pytestmark = pytest.mark.engine
 
 IO_THREADS = HCacheConfig().io_threads
-LONG_S = float(os.environ.get("HCACHE_TEST_SOAK_SECONDS", "600"))
+LONG_S = float(os.environ.get("HCACHE_TEST_SOAK_SECONDS", "300"))
 """How long each of the long forms talks."""
 GROWTH = 1.05
 """Memory at the end may be so much of what it was after the warm-up."""
+KINDS = ("replied", "aborted", "disconnected", "device", "host", "storage")
 PARTITIONS = {
     "hidden": {"recompute": 0, "hidden": 4, "kv": 0},
     "all three": {"recompute": 1, "hidden": 2, "kv": 1},
 }
 
 
-@pytest.mark.timeout(LONG_S + 600)
+@pytest.mark.timeout(LONG_S + 1200)
 @pytest.mark.parametrize(
     ("name", "seconds", "rounds", "samples"),
     [
@@ -70,11 +71,16 @@ def test_soak(
     seen = []
     with Server(options) as server:
         clients = Clients(server, 16, aborted=0.2, kept=samples)
+
+        def everything() -> bool:
+            """Each kind of end and of hit; a busy machine takes longer."""
+            return len(clients.turns) == samples and all(clients.counts[kind] for kind in KINDS)
+
         for _ in range(rounds):
-            clients.talk(seconds / rounds)
+            clients.talk(seconds / rounds, until=everything)
             # SGLang checks its pools whenever it is idle, and ends itself when one leaks.
             server.wait_backed_up()
-            seen.append(holdings(report))
+            seen.append(holdings(server, report))
         record_property("talked_seconds", seconds)
         record_property("requests_and_tokens", dict(clients.counts))
         record_property("held_after_each_round", seen)
@@ -82,8 +88,6 @@ def test_soak(
         assert_hidden_mode(server)
         assert_nothing_went_wrong(server)
         assert "leak detected" not in server.log_text()
-    for what in ("replied", "aborted", "disconnected", "device", "host", "storage"):
-        assert clients.counts[what], what
     for told in seen:
         assert told["locked_nodes"] == 0, seen
         assert told["host_tokens"] == told["host_tokens_in_tree"], seen
@@ -94,7 +98,6 @@ def test_soak(
     assert threads[-1] <= max(threads[: len(warm)]), seen
     assert seen[-1]["descriptors"] <= max(told["descriptors"] for told in warm), seen
     assert seen[-1]["memory_bytes"] <= GROWTH * max(told["memory_bytes"] for told in warm), seen
-    assert len(clients.turns) == samples
     for turn in clients.turns:
         assert_no_cache_reply_up_to_ties(model, turn)
     record_property("replies_equal_to_no_cache", samples)

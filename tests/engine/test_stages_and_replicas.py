@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -40,13 +38,6 @@ STAGES = REPLICAS = 2
 PAGE_FILE_BYTES = 266_240
 
 
-def wait_until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @pytest.mark.versions
 @pytest.mark.parametrize("mode", ["hidden", "kv"])
 def test_stages_store_their_own_layers_and_know_the_weights_of_the_others(
@@ -64,12 +55,12 @@ def test_stages_store_their_own_layers_and_know_the_weights_of_the_others(
         def update(weights: Path, times: int) -> None:
             server.update_weights_from_disk(weights)
             serving = "hcache: L3 serves again"
-            wait_until(lambda: server.log_text().count(serving) == STAGES * times)
+            server.until(lambda: server.log_text().count(serving) == STAGES * times, "both stages")
 
         conversations = converse(server, make_conversations(2, turns=2, tokens=300))
         first = turn()
         # The first stage answers; the last one may still be writing.
-        wait_until(lambda: len(stored_pages(tmp_path)) >= STAGES * (2 * 9 + 6))
+        server.until(lambda: len(stored_pages(tmp_path)) >= STAGES * (2 * 9 + 6), "all pages")
         assert len(stored_pages(tmp_path)) == STAGES * (2 * 9 + 6)
         update(other, 1)
         under_other = [turn(), turn()]
@@ -109,7 +100,7 @@ def test_stages_restore_from_host_memory_what_all_of_them_have(
     )
     with Server(options) as server:
         clients = Clients(server, 16, aborted=0.2, kept=30)
-        clients.talk(8)
+        clients.talk(8, until=lambda: len(clients.turns) == 30 and clients.counts["host"] > 0)
         server.wait_backed_up()
         assert_hidden_mode(server)
         assert_nothing_went_wrong(server)

@@ -26,7 +26,7 @@ from tests.engine.harness.ours import (
 pytestmark = pytest.mark.engine
 
 REQUESTS = int(os.environ.get("HCACHE_TEST_RANK_REQUESTS", "200"))
-WATCHDOG = ("--watchdog-timeout", "60")
+WATCHDOG = ("--watchdog-timeout", "240")
 
 
 def converse_in_turns(servers: Sequence[Server], conversations: list[Conversation]) -> None:

@@ -17,7 +17,6 @@ def test_the_dry_run_measures_checks_and_writes(tmp_path: Path) -> None:
         env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
         check=False,
     )
     print(run.stdout)

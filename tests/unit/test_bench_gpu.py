@@ -18,7 +18,6 @@ def dry_run(name: str, folder: Path) -> dict[str, Any]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
         check=False,
     )
     print(run.stdout)

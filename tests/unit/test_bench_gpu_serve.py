@@ -33,7 +33,6 @@ def serve(*arguments: str | Path, **environment: str) -> subprocess.CompletedPro
         env={**os.environ, "PYTHON": sys.executable, **environment},
         capture_output=True,
         text=True,
-        timeout=900,
         check=False,
     )
 

@@ -83,7 +83,8 @@ def _slow_down_store() -> None:
     def wait_for(size: int, start: float) -> None:
         """Return when the link would have brought what was asked for at ``start``."""
         nonlocal free_at
-        rate = float(Path(os.environ[L3_VARIABLE]).read_text() or 0)
+        while (rate := float(Path(os.environ[L3_VARIABLE]).read_text() or 0)) < 0:
+            time.sleep(0.001)
         if rate:
             with lock:
                 free_at = max(free_at, start) + size / rate

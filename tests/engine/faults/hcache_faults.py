@@ -7,6 +7,7 @@ it only works in that pipeline stage.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -136,18 +137,22 @@ def _skip_a_layer() -> None:
 
 
 def _disk() -> None:
-    """The trigger's text says what is wrong with the disk: slow reads, or failing writes."""
+    """The trigger's text says what is wrong with the disk: slow or held reads, failing writes."""
     from hcache_backend.store import FileOps
 
     trigger = Path(os.environ["HCACHE_TEST_TRIGGER"])
     read, write = FileOps.read, FileOps.write
 
     def is_faulty(what: str) -> bool:
-        return trigger.exists() and what in trigger.read_text()
+        with contextlib.suppress(FileNotFoundError):
+            return what in trigger.read_text()
+        return False
 
     def faulty_read(self: Any, *args: Any) -> int:
         if is_faulty("slow reads"):
             time.sleep(2)
+        while is_faulty("held reads"):
+            time.sleep(0.01)
         return read(self, *args)
 
     def faulty_write(self: Any, *args: Any) -> int:
@@ -157,6 +162,18 @@ def _disk() -> None:
 
     FileOps.read = faulty_read  # type: ignore[method-assign]
     FileOps.write = faulty_write  # type: ignore[method-assign]
+
+
+def _hold_prefetches() -> None:
+    """No prefetch is seen to be finished: requests queue up, and then go on together."""
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    check = UnifiedRadixCache.check_prefetch_progress
+
+    def held(self: Any, *args: Any) -> bool:
+        return not _active() and check(self, *args)
+
+    UnifiedRadixCache.check_prefetch_progress = held
 
 
 def _report(tell: Callable[[], object]) -> Callable[[], None]:
@@ -301,6 +318,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "layer_not_captured": _skip_a_layer,
     "rows_lost": _rows_lost,
     "disk": _disk,
+    "prefetches_held": _hold_prefetches,
     "no_store_on_rank_1": _no_store_on_rank_1,
     "misses_on_rank_1": _misses_on_rank_1,
     "report_hooks": _report(_hooks),

@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -48,15 +49,15 @@ class Clients:
         self.turns: list[Turn] = []
         self.counts: Counter[str] = Counter()
 
-    def talk(self, seconds: float) -> None:
-        """All of them, for so long; the last replies are waited for."""
+    def talk(self, seconds: float, until: Callable[[], bool]) -> None:
+        """All of them, for so long and until that is so; the last replies are waited for."""
         deadline = time.monotonic() + seconds
         with ThreadPoolExecutor(len(self._random)) as pool:
-            list(pool.map(lambda rng: self._talk(rng, deadline), self._random))
+            list(pool.map(lambda rng: self._talk(rng, deadline, until), self._random))
 
-    def _talk(self, rng: random.Random, deadline: float) -> None:
+    def _talk(self, rng: random.Random, deadline: float, until: Callable[[], bool]) -> None:
         history: list[int] = []
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline or not until():
             if not history or len(history) > LONGEST_PROMPT or rng.random() < 0.2:
                 history = list(rng.choice(PREFIXES))
             prompt = history + random_tokens(rng.randint(20, 100), rng.getrandbits(32))
@@ -87,7 +88,7 @@ class Clients:
             abort.join()
 
     def _generate(self, body: dict[str, Any], *, may_be_aborted: bool = False) -> Reply | None:
-        answer = requests.post(f"{self._server.url}/generate", json=body, timeout=120)
+        answer = requests.post(f"{self._server.url}/generate", json=body, timeout=600)
         if answer.status_code == 200:
             found = answer.json()
             if found["meta_info"]["finish_reason"]["type"] == "length":
@@ -105,7 +106,7 @@ class Clients:
         else:
             stream = {**body, "stream": True}
             with requests.post(
-                f"{self._server.url}/generate", json=stream, timeout=120, stream=True
+                f"{self._server.url}/generate", json=stream, timeout=600, stream=True
             ) as answer:
                 lines = (line for line in answer.iter_lines() if line)
                 for _ in range(after):

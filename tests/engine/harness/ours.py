@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -135,14 +134,23 @@ def faulty(name: str, trigger: Path | None = None, stage: int | None = None) -> 
     return env if trigger is None else {**env, "HCACHE_TEST_TRIGGER": str(trigger)}
 
 
-def holdings(report: Path) -> dict[str, int]:
-    """What the scheduler holds, once what a detach ends has ended."""
-    time.sleep(0.5)
+def told(server: Server, report: Path) -> Any:
+    """What the faults `report_...` write into the file `report`."""
     report.touch()
-    deadline = time.monotonic() + 10
-    while not (text := report.read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    server.until(lambda: bool(report.read_text()), "a report")
+    text = report.read_text()
     report.unlink()
-    found: dict[str, int] = json.loads(text)
-    return found
+    return json.loads(text)
+
+
+def holdings(server: Server, report: Path) -> dict[str, int]:
+    """What the scheduler holds, once what a detach ends has ended: ten times the same in a row."""
+    seen: list[dict[str, int]] = []
+
+    def settled() -> bool:
+        seen.append(told(server, report))
+        last = [(held["threads"], held["descriptors"]) for held in seen[-10:]]
+        return len(last) == 10 and len(set(last)) == 1
+
+    server.until(settled, "threads and descriptors to stay as they are")
+    return seen[-1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -127,9 +127,11 @@ def test_freeing_a_host_page_gives_the_rows_back_to_the_tokens_on_the_device(
 
 def test_a_flush_waits_for_rows_that_are_on_their_way_to_pages(pool: HiddenStatePool) -> None:
     assert pool._capture is not None
-    pool._capture._transfer.run(lambda: time.sleep(0.1))
+    arrive = threading.Event()
+    pool._capture._transfer.run(arrive.wait)
     on_their_way = pool._capture.transfers()
     assert not on_their_way.query()
+    threading.Timer(0.1, arrive.set).start()
     pool.clear()
     assert on_their_way.query()
 

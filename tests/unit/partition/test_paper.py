@@ -37,7 +37,6 @@ def content(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr

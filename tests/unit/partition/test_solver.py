@@ -274,14 +274,14 @@ def test_little_room_means_little_recomputation() -> None:
 
 
 def test_a_decision_takes_no_time_that_a_request_would_notice() -> None:
-    """80 layers and a short ring. Far below a millisecond; the bound is for busy machines."""
+    """80 layers and a short ring. Far below a millisecond of a core."""
     model = read_model(Path(__file__).parent / "configs" / "llama-2-13b.json")
     model, profile = model.model_copy(update={"layers": 80}), preset_profile("a100-40g", ssds=1)
     times = []
     for _ in range(5):
-        begin = time.perf_counter()
+        begin = time.process_time()
         recompute_layers(profile, model, Partition(0, 80, 0), 1024, ring=3, early_stop=True)
-        times.append(time.perf_counter() - begin)
+        times.append(time.process_time() - begin)
     assert min(times) < 0.01
 
 

@@ -102,7 +102,7 @@ def test_copies_run_ahead_of_a_stalled_projection_until_the_ring_is_full() -> No
     pages, slots = some(1)
     restore = server.pipeline.start(pages, slots)
     for _ in range(RUN_AHEAD):
-        assert copied.acquire(timeout=10)
+        assert copied.acquire(timeout=240)
     assert not copied.acquire(timeout=0.05)
     gate.set()
     restore.wait_for_layer(7)
