@@ -98,7 +98,7 @@ bench-store: setup
 
 # What each codec of hidden states costs: bytes, error of K and V, changed tokens. Ten minutes.
 bench-codecs: setup
-	$(BIN)/python bench/codecs.py $(ARGS)
+	$(BIN)/python -m bench.codecs $(ARGS)
 
 # The paper's Table 3 and figures 11 to 13, simulated, beside its numbers. Seconds.
 bench-paper: setup
@@ -106,11 +106,11 @@ bench-paper: setup
 
 # Every partition on a real server, over a slower and slower bus. A quarter of an hour, alone.
 bench-partition: setup
-	$(BIN)/python bench/partition.py $(ARGS)
+	$(BIN)/python -m bench.sweep partition $(ARGS)
 
 # Restores while L3 is being read, from a slower and slower L3. A quarter of an hour, alone.
 bench-eager: setup
-	$(BIN)/python -m bench.eager $(ARGS)
+	$(BIN)/python -m bench.sweep eager $(ARGS)
 
 # Every method on real servers: restores, what saving costs, a workload. Half an hour, alone.
 bench-compare: setup

@@ -1,8 +1,8 @@
 """What each codec of hidden states costs: bytes, error of K and V, and changed tokens.
 
-    python bench/codecs.py [--conversations 10 --turns 3 --reply-tokens 100]
+    python -m bench.codecs [--conversations 10 --turns 3 --reply-tokens 100]
 
-- bytes a token: page files of a real SGLang server that captured them
+- bytes per token: page files of a real SGLang server that captured them
 - K and V: projected from encoded and decoded hidden states of the same model, against those of
   the exact ones; relative, root mean square, all heads together and the worst head
 - identical tokens: conversations whose history comes back from L3 before each reply. A token counts
@@ -16,7 +16,6 @@ The model is random: its margins between tokens are smaller than those of a trai
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,9 +27,9 @@ from bench.demo.conversations import MethodRun, Script, run_method
 from bench.harness.machine import find_machine
 from bench.harness.methods import PAGE_SIZE
 from bench.harness.models import TinyLlama
+from bench.harness.report import OUT, grouped_bars, markdown, write
 from hcache_kernels.codecs import make_codec
 
-RESULTS = Path(__file__).parent / "results"
 CASES = (
     ("none", "float32"),
     ("int8", "float32"),
@@ -47,7 +46,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--question-tokens", type=int, default=500)
     parser.add_argument("--reply-tokens", type=int, default=100)
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for codecs.json and .png")
     options = parser.parse_args()
     script = Script(
         options.conversations, options.turns, options.question_tokens, options.reply_tokens
@@ -65,7 +64,9 @@ def main() -> None:
             )
             require_restored(runs[codec, dtype], codec)
         rows = measure(runs, script, load(model))
-    report(rows, machine.name, options.results)
+    results = {"device": machine.name, "codecs": rows}
+    print(table_lines(results))
+    write(options.out, "codecs", results, draw)
 
 
 def require_restored(run: MethodRun, codec: str) -> None:
@@ -190,47 +191,45 @@ def kv_errors(net: Any, hidden: list[torch.Tensor], codec: str, dtype: torch.dty
     }
 
 
-def report(rows: list[Row], device: str, folder: Path) -> None:
-    """Print a table; write codecs.json and codecs.png."""
-    print(
-        "\n| codec | in | bytes a token | of exact | error of K | of V | identical tokens |\n"
-        "|---|---|---|---|---|---|---|"
-    )
-    for row in rows:
-        print(
-            f"| `{row['codec']}` | {row['dtype']} | {row['stored_bytes_per_token']:,.0f} | "
-            f"{row['share_of_exact']:.2f} | {row['k_error']:.2%} | {row['v_error']:.2%} | "
-            f"{row['identical']} of {row['tokens']} ({row['identical_share']:.1%}) |"
+def table_lines(results: Row) -> str:
+    """Bytes, errors and identical tokens by codec."""
+    heads = ("codec", "in", "bytes per token", "of exact", "error of K", "of V", "identical tokens")
+    rows = [
+        (
+            f"`{row['codec']}`",
+            row["dtype"],
+            f"{row['stored_bytes_per_token']:,.0f}",
+            row["share_of_exact"],
+            f"{row['k_error']:.2%}",
+            f"{row['v_error']:.2%}",
+            f"{row['identical']} of {row['tokens']} ({row['identical_share']:.1%})",
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    content = {"device": device, "codecs": rows}
-    (folder / "codecs.json").write_text(json.dumps(content, indent=1) + "\n")
-    draw(rows, folder / "codecs.png")
+        for row in results["codecs"]
+    ]
+    return markdown(heads, rows)
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    """Bytes, error of K and V, and identical tokens of every codec."""
-    import matplotlib
-
-    matplotlib.use("Agg")
+def draw(results: Row) -> Any:
+    """Bytes, error of K, and identical tokens of every codec."""
     from matplotlib.figure import Figure
 
-    shown = [row for row in rows if (row["codec"], row["dtype"]) != ("none", "bfloat16")]
-    names = [f"{row['codec']}\n{row['dtype']}" for row in shown]
+    rows = [
+        {**row, "name": f"{row['codec']}, {row['dtype']}"}
+        for row in results["codecs"]
+        if (row["codec"], row["dtype"]) != ("none", "bfloat16")
+    ]
     figure = Figure(figsize=(10, 3.4), layout="constrained")
-    panels = (
-        ("bytes, of exact hidden states", [row["share_of_exact"] for row in shown], "{:.2f}"),
-        ("error of K, %", [100 * row["k_error"] for row in shown], "{:.1f}"),
-        ("identical greedy tokens, %", [100 * row["identical_share"] for row in shown], "{:.1f}"),
-    )
-    for axes, (title, values, form) in zip(figure.subplots(1, 3), panels, strict=True):
-        bars = axes.bar(names, values, color="#2a7ab9", width=0.6)
-        axes.bar_label(bars, labels=[form.format(value) for value in values], padding=3)
-        axes.set_title(title, fontsize=10)
-        axes.margins(y=0.15)
-        axes.tick_params(labelsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
+    for axes, (title, key) in zip(
+        figure.subplots(1, 3),
+        (
+            ("bytes, of exact hidden states", "share_of_exact"),
+            ("error of K, relative", "k_error"),
+            ("identical greedy tokens", "identical_share"),
+        ),
+        strict=True,
+    ):
+        grouped_bars(axes, title, rows, "name", {title: key}, "%.3f")
+    return figure
 
 
 if __name__ == "__main__":

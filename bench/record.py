@@ -28,6 +28,10 @@ PROGRAMS = {
     "saving": "bench.compare.report",
     "load": "bench.compare.report",
     "paper": "bench.paper",
+    "partition": "bench.sweep",
+    "eager": "bench.sweep",
+    "codecs": "bench.codecs",
+    "store": "bench.store.__main__",
 }
 """Name of the results -> the module that makes their table."""
 _BLOCK = re.compile(r"(<!-- results: (\w+) -->\n)(.*?\n)(<!-- end -->)", re.DOTALL)

@@ -1,6 +1,6 @@
 """What capture adds to decode steps and to prefill. Needs only torch and triton.
 
-    python bench/gpu/capture.py [--models Llama-2-7B ...] [--batches 1 16 64 256]
+    python -m bench.gpu.capture [--models Llama-2-7B ...] [--batches 1 16 64 256]
 
 Layers of Llama-2-7B's shape with random weights (attention over 1024 tokens per request; without
 embedding and LM head, so shares are of a little less than the real step):
@@ -15,61 +15,43 @@ Decode steps replay a CUDA graph; prefill of 8192 tokens runs eagerly. Also deco
 requests while restores of 4096 tokens run. After each run the shadow pages are compared with what
 the last step's projections received.
 
-Prints tables and whether the goals are met, and writes ``bench/results/DEVICE/capture.json`` and
+Prints tables and whether the goals are met, and writes ``out/DEVICE/capture.json`` and
 ``capture.png``. ``--dry-run`` runs it on tiny shapes on the CPU, without graphs: its times mean
-nothing, and it writes nothing unless ``--results`` names a folder.
+nothing, and it writes nothing unless ``--out`` names a folder.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+import torch
+
+from bench.gpu import program
+from bench.gpu.capture_report import draw, goals, print_rows
+from bench.gpu.capture_steps import Decode, Prefill, decode_during_restores
+from bench.gpu.devices import Device
+from bench.gpu.program import Row
+from bench.gpu.restore_models import SHAPES, Shape, build
+
 BATCHES = (1, 16, 64, 256)
 PREFILL = 8192
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = program.parser(__doc__)
     parser.add_argument("--models", nargs="*", default=["Llama-2-7B"], help="shapes")
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES, help="decode batches")
-    parser.add_argument("--dry-run", action="store_true", help="tiny, on the CPU")
-    parser.add_argument("--results", type=Path, help="folder for the device's results")
     options = parser.parse_args()
-    sys.path.append(str(ROOT))
-    from kernels import find_package
-
-    find_package()
-
-    import torch
-    from capture_report import draw, goals, print_rows
-    from devices import Device, print_goals
-
-    if not options.dry_run and not torch.cuda.is_available():
-        parser.error("no CUDA device; --dry-run does without")
+    program.require_device(parser, dry_run=options.dry_run)
     device = Device(options.dry_run)
     batches = [2, 3] if options.dry_run else options.batches
     rows = measure(device, options.models, batches, 48 if options.dry_run else PREFILL)
-    reached = goals(rows)
     print_rows(rows)
-    print_goals(reached)
-    folder = device.write("capture", {"goals": reached, "rows": rows}, options.results)
-    if folder is not None:
-        draw(device.name, rows, folder / "capture.png")
-    return 0 if all(row["right"] for row in rows) else 1
+    return program.finish("capture", device.name, options, {"rows": rows}, goals(rows), draw)
 
 
-def measure(
-    device: Any, models: list[str], batches: list[int], prefill: int
-) -> list[dict[str, Any]]:
-    """One row a model, kind of step and way of saving."""
-    import torch
-    from capture_steps import Decode, Prefill, decode_during_restores
-    from restore_models import SHAPES, build
-
+def measure(device: Device, models: list[str], batches: list[int], prefill: int) -> list[Row]:
+    """One row per model, kind of step and way of saving."""
     rows = []
     for full in SHAPES:
         if full.name not in models:
@@ -92,7 +74,7 @@ def measure(
     return rows
 
 
-def row(shape: Any, step: str, tokens: int, way: str, ms: float, right: bool) -> dict[str, Any]:
+def row(shape: Shape, step: str, tokens: int, way: str, ms: float, right: bool) -> Row:
     return {
         "model": shape.name,
         "step": step,

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
-from devices import at_least
-
-Row = dict[str, Any]
+from bench.gpu.program import Row, all_right, at_least
 
 
 def overhead(rows: list[Row], row: Row) -> float:
@@ -24,7 +21,7 @@ def overhead(rows: list[Row], row: Row) -> float:
 
 
 def print_rows(rows: list[Row]) -> None:
-    """One line a measurement."""
+    """One line per measurement."""
     print(f"\n{'model':12} {'step':8} {'tokens':>6} {'saving':16} {'ms':>9} {'adds':>7}  right")
     for row in rows:
         print(
@@ -51,25 +48,17 @@ def goals(rows: list[Row]) -> list[Row]:
         at_least("capture adds at most 3% to a decode step of 1", 0.0, room(0.03, single)),
         at_least("capture adds at most 2% to a decode step of 16 or more", 0.0, room(0.02, large)),
         at_least("capture adds at most 2% to a prefill of 8192", 0.0, room(0.02, prefill)),
-        {
-            "goal": "the pages hold what the projections received",
-            "met": all(row["right"] for row in rows),
-            "worst": None,
-        },
+        all_right("the pages hold what the projections received", rows),
     ]
 
 
-def draw(device: str, rows: list[Row], path: Path) -> None:
+def draw(results: Row) -> Any:
     """What every way adds, by step."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no matplotlib: no picture")
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
-    figure, axis = pyplot.subplots(figsize=(8, 4), constrained_layout=True)
+    rows = results["rows"]
+    figure = Figure(figsize=(8, 4), constrained_layout=True)
+    axis = figure.subplots()
     colours = {"staged": "#4477aa", "direct": "#ee6677", "during restores": "#ccbb44"}
     shown = [row for row in rows if row["way"] in colours]
     labels, place = [], 0.0
@@ -89,6 +78,5 @@ def draw(device: str, rows: list[Row], path: Path) -> None:
     for way, colour in colours.items():
         axis.bar(0, 0, color=colour, label=way)
     axis.legend(frameon=False)
-    axis.set_title(f"What saving and restoring add to steps on {device}")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    axis.set_title(f"What saving and restoring add to steps on {results['device']}")
+    return figure

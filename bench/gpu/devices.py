@@ -1,22 +1,12 @@
-"""What the benchmarks of restore and capture ask of the device, and how they keep results.
-
-As a program it prints the folder for the GPU's results; exit status 1: there is no GPU.
-"""
+"""What the programs ask of the device."""
 
 from __future__ import annotations
 
-import json
-import re
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Device:
@@ -94,47 +84,3 @@ class Device:
         if self.dry_run or seconds <= 0:
             return
         torch.cuda._sleep(int(seconds * self._cycles_per_second))
-
-    def write(self, name: str, content: dict[str, Any], folder: Path | None) -> Path | None:
-        """Keep results as ``bench/results/DEVICE/NAME.json``; a dry run only where it is told.
-
-        Returns:
-            The folder, or None when nothing was kept.
-        """
-        if folder is None and not self.dry_run:
-            folder = results_folder(self.name)
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            head = {"device": self.name, "torch": torch.__version__, "dry_run": self.dry_run}
-            (folder / f"{name}.json").write_text(json.dumps({**head, **content}, indent=1))
-        return folder
-
-
-def results_folder(device: str) -> Path:
-    """Where results of the device of this name are kept."""
-    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-    return ROOT / "bench" / "results" / slug
-
-
-def at_least(goal: str, bound: float, values: list[tuple[float, str]]) -> dict[str, Any]:
-    """A goal that every value must reach; None when there is no value to tell."""
-    if not values:
-        return {"goal": goal, "met": None, "worst": None}
-    worst = min(values)
-    return {"goal": goal, "met": worst[0] >= bound, "worst": {"value": worst[0], "of": worst[1]}}
-
-
-def print_goals(goals: list[dict[str, Any]]) -> None:
-    """One line a goal."""
-    words = {True: "met", False: "NOT MET", None: "not measured"}
-    print("\ngoals")
-    for goal in goals:
-        worst = goal["worst"]
-        detail = "" if worst is None else f" (worst: {worst['value']:.3f}, {worst['of']})"
-        print(f"{words[goal['met']]:12} {goal['goal']}{detail}")
-
-
-if __name__ == "__main__":
-    if not torch.cuda.is_available():
-        sys.exit(1)
-    print(results_folder(torch.cuda.get_device_name()))

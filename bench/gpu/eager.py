@@ -1,6 +1,6 @@
 """Restores from a folder of pages while they are being read. Needs only torch and triton.
 
-    python bench/gpu/eager.py [--dir FOLDER] [--tokens 4096] [--rates 0 8 4 2] [--layers N]
+    python -m bench.gpu.eager [--dir FOLDER] [--tokens 4096] [--rates 0 8 4 2] [--layers N]
 
 Pages of Llama-2-7B's shape, 64 tokens each, stand in files; they are read with O_DIRECT into pinned
 memory by eight threads, and go through the restore pipeline that the server uses:
@@ -17,45 +17,39 @@ memory by eight threads, and go through the restore pipeline that the server use
 reading and restoring hidden states take equally long. K and V are compared with the projection's
 after every restore. Times are medians of five, from the first read to the last layer.
 
-Prints a table and whether the goals are met, and writes ``bench/results/DEVICE/eager.json`` and
+Prints a table and whether the goals are met, and writes ``out/DEVICE/eager.json`` and
 ``eager.png``. ``--dry-run`` runs it on tiny shapes on the CPU, with a stand-in for KvikIO: its
-times mean nothing, and it writes nothing unless ``--results`` names a folder.
+times mean nothing, and it writes nothing unless ``--out`` names a folder.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+import torch
+
+from bench.gpu import eager_report, program
+from bench.gpu.devices import Device
+from bench.gpu.eager_methods import PAGE, Scene, with_gds
+from bench.gpu.program import Row
+from bench.gpu.restore_models import SHAPES
+
 REPEATS = 5
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = program.parser(__doc__)
     parser.add_argument("--dir", type=Path, help="where pages are written; a temporary folder")
     parser.add_argument("--tokens", type=int, default=4096, help="of the history")
     parser.add_argument("--layers", type=int, help="fewer than the model has")
     parser.add_argument("--rates", type=float, nargs="*", default=(0.0, 8.0, 4.0, 2.0))
-    parser.add_argument("--dry-run", action="store_true", help="tiny, on the CPU")
-    parser.add_argument("--results", type=Path, help="folder for the device's results")
     options = parser.parse_args()
-    sys.path.append(str(ROOT))
-    from kernels import find_package
-
-    find_package()
-
-    import eager_report
-    import torch
-    from devices import Device, print_goals
-    from eager_methods import PAGE
-
-    if not options.dry_run and not torch.cuda.is_available():
-        parser.error("no CUDA device; --dry-run does without")
+    program.require_device(parser, dry_run=options.dry_run)
     if options.dry_run:
         options.tokens, options.rates = 20 * PAGE, [0.0]
     if options.tokens % PAGE:
@@ -63,23 +57,14 @@ def main() -> int:
     device = Device(options.dry_run)
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="hcache-bench-") as folder:
         rows = measure(device, Path(folder), options)
-    found = eager_report.goals(rows, dry_run=options.dry_run)
     eager_report.show(rows)
-    print_goals(found)
-    where = device.write("eager", {"goals": found, "rows": rows}, options.results)
-    if where is not None:
-        eager_report.draw(device.name, rows, where / "eager.png")
-    return 0 if all(row["right"] for row in rows if not row["skipped"]) else 1
+    found = eager_report.goals(rows, dry_run=options.dry_run)
+    results = {"rows": rows}
+    return program.finish("eager", device.name, options, results, found, eager_report.draw)
 
 
-def measure(device: Any, folder: Path, options: Any) -> list[dict[str, Any]]:
-    """One row a rate and method."""
-    from dataclasses import replace
-
-    import torch
-    from eager_methods import Scene, with_gds
-    from restore_models import SHAPES
-
+def measure(device: Device, folder: Path, options: Any) -> list[Row]:
+    """One row per rate and method."""
     shape = SHAPES[0].tiny() if device.dry_run else SHAPES[0]
     if options.layers:
         shape = replace(shape, layers=options.layers)

@@ -12,10 +12,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from devices import Device
-from eager_files import DeviceReader, HostReader, Reader, StandIn, gds_state, open_with_kvikio
-from restore_models import Shape, build
 
+from bench.gpu.devices import Device
+from bench.gpu.eager_files import (
+    DeviceReader,
+    HostReader,
+    Reader,
+    StandIn,
+    gds_state,
+    open_with_kvikio,
+)
+from bench.gpu.restore_models import Shape, build
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.eager import batch_pages
 from hcache_backend.restore.layers import RestoredLayer

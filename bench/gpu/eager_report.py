@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from devices import at_least
+from bench.gpu.program import Row, all_right, at_least
 
 
-def goals(rows: list[dict[str, Any]], *, dry_run: bool) -> list[dict[str, Any]]:
+def goals(rows: list[Row], *, dry_run: bool) -> list[Row]:
     """What the restores are measured against."""
 
     def ms(method: str, rate: float | None) -> float:
@@ -40,14 +39,13 @@ def goals(rows: list[dict[str, Any]], *, dry_run: bool) -> list[dict[str, Any]]:
             [(ms("layer-wise", r["gb_s"]) / r["ms"], f"{r['gb_s']} GB/s") for r in eager],
         ),
     ]
-    right = [(float(row["right"]), row["method"]) for row in rows if not row["skipped"]]
     return [
         *(at_least(goal, bound, list(values)) for goal, bound, values in compared),
-        at_least("K and V are right", 1.0, right),
+        all_right("K and V are right", rows),
     ]
 
 
-def show(rows: list[dict[str, Any]]) -> None:
+def show(rows: list[Row]) -> None:
     """One line per row."""
     print(f"\n{'GB/s':>9} {'method':>11} {'ms':>9} {'read, ms':>9} {'restore, ms':>12}")
     for row in rows:
@@ -64,15 +62,14 @@ def show(rows: list[dict[str, Any]]) -> None:
         )
 
 
-def draw(name: str, rows: list[dict[str, Any]], path: Path) -> None:
+def draw(results: Row) -> Any:
     """Time by the rate of reading."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    rows = results["rows"]
     rates = list(dict.fromkeys(row["gb_s"] for row in rows))
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
     for method in dict.fromkeys(row["method"] for row in rows):
         mine = [row for row in rows if row["method"] == method]
         if mine[0]["skipped"]:
@@ -85,8 +82,7 @@ def draw(name: str, rows: list[dict[str, Any]], path: Path) -> None:
     axes.set_xlabel("reading, GB/s")
     axes.set_ylabel("first read to last layer, ms")
     axes.set_yscale("log")
-    axes.set_title(f"Restores of {rows[0]['tokens']} tokens from a folder, {name}")
+    axes.set_title(f"Restores of {rows[0]['tokens']} tokens from a folder, {results['device']}")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    return figure

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from bench.gpu.program import all_right, at_least
 
 Row = dict[str, Any]
 
@@ -13,7 +14,7 @@ GOAL_ROWS = 1024
 
 
 def print_projections(rows: list[Row]) -> None:
-    """One line a model and number of tokens; shares are of the bare GEMM's speed."""
+    """One line per model and number of tokens; shares are of the bare GEMM's speed."""
     print("\nproject_kv: microseconds, and share of the bare GEMM's speed")
     print(
         f"{'model':12} {'tokens':>6} {'GEMM':>8} {'TFLOP/s':>8} {'fused':>8} {'share':>6} "
@@ -30,63 +31,37 @@ def print_projections(rows: list[Row]) -> None:
 
 def projection_goals(rows: list[Row]) -> list[Row]:
     """What the projection is to reach, and its worst case."""
-    large = [row for row in rows if row["n"] >= GOAL_ROWS]
     at = f"at {GOAL_ROWS} tokens or more"
+
+    def worst(value: Callable[[Row], float]) -> Iterator[tuple[float, str]]:
+        large = (row for row in rows if row["n"] >= GOAL_ROWS)
+        return ((value(row), f"{row['model']}, {row['n']}") for row in large)
+
     return [
         at_least(
             f"project_kv, the better way: 0.92 of the bare GEMM's speed {at}",
             0.92,
-            large,
-            lambda row: max(row["fused_share"], row["library_share"]),
+            worst(lambda row: max(row["fused_share"], row["library_share"])),
         ),
         at_least(
             f"project_kv, each way: 0.80 of the bare GEMM's speed {at}",
             0.80,
-            large,
-            lambda row: min(row["fused_share"], row["library_share"]),
+            worst(lambda row: min(row["fused_share"], row["library_share"])),
         ),
         at_least(
             f"project_kv: 2 times as fast as composed of torch operations {at}",
             2.0,
-            large,
-            lambda row: row["times_composed"],
+            worst(lambda row: row["times_composed"]),
         ),
-        {
-            "goal": "project_kv: error at most torch's in the same type, nothing else written",
-            "met": all(row["right"] for row in rows),
-            "worst": None,
-        },
+        all_right("project_kv: error at most torch's in the same type, nothing else written", rows),
     ]
 
 
-def at_least(goal: str, bound: float, rows: Iterable[Row], value: Callable[[Row], float]) -> Row:
-    """A goal that every row must reach; None when there is no row to tell."""
-    worst = min(((value(row), row) for row in rows), key=lambda pair: pair[0], default=None)
-    if worst is None:
-        return {"goal": goal, "met": None, "worst": None}
-    where = {name: worst[1][name] for name in ("model", "n", "what") if name in worst[1]}
-    return {"goal": goal, "met": worst[0] >= bound, "worst": {"value": worst[0], **where}}
+def draw(results: Row) -> Any:
+    """Shares of the GEMM's speed over the number of tokens, a panel per model."""
+    from matplotlib.figure import Figure
 
-
-def print_goals(goals: list[Row]) -> None:
-    print("\ngoals")
-    words = {True: "met", False: "NOT MET", None: "not measured"}
-    for goal in goals:
-        worst = goal["worst"]
-        detail = ""
-        if worst is not None:
-            where = ", ".join(str(worst[name]) for name in ("model", "n", "what") if name in worst)
-            detail = f" (worst: {worst['value']:.2f}, {where})"
-        print(f"{words[goal['met']]:12} {goal['goal']}{detail}")
-
-
-def draw(device: str, rows: list[Row], path: Path) -> None:
-    """Shares of the GEMM's speed over the number of tokens, a panel a model."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no picture: matplotlib is not installed")
-        return
+    device, rows = results["device"], results["projection"]
     models = list(dict.fromkeys(row["model"] for row in rows))
     figure = Figure(figsize=(3.2 * len(models), 3.4), layout="constrained")
     panels = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
@@ -106,4 +81,4 @@ def draw(device: str, rows: list[Row], path: Path) -> None:
     panels[0].set_ylabel("share of the bare GEMM's speed")
     panels[0].legend(loc="lower right", fontsize="small")
     figure.suptitle(f"K and V from hidden states, {device}")
-    figure.savefig(path, dpi=120)
+    return figure

@@ -11,15 +11,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from kernels_report import at_least
 
+from bench.gpu.kernels_projection import cpu_microseconds
+from bench.gpu.program import all_right, at_least
 from hcache_kernels.codecs import Codec, make_codec
 from hcache_kernels.pages import gather_launch, gather_pages, scatter_launch, scatter_rows
 from hcache_kernels.timing import gpu_microseconds
@@ -285,13 +285,6 @@ class Restore:
         current.wait_stream(computing)
 
 
-def cpu_microseconds(work: Callable[[], object]) -> float:
-    """One run: only for the dry run, where no time means anything."""
-    start = time.perf_counter()
-    work()
-    return 1e6 * (time.perf_counter() - start)
-
-
 def print_transfers(rows: list[Row]) -> None:
     """Three tables."""
     print("\ncodecs: GB/s of hidden states")
@@ -324,18 +317,12 @@ def transfer_goals(rows: list[Row]) -> list[Row]:
         at_least(
             f"gather_pages: 0.90 of a pinned copy's speed from {GOAL_PAGES} pages on",
             0.90,
-            gathers,
-            lambda row: row["share_of_copy"],
+            ((row["share_of_copy"], row["what"]) for row in gathers),
         ),
         at_least(
             "exp4: restores a layer faster than exact hidden states wherever the bus binds",
             1.0,
-            bound,
-            lambda row: row["times_exact"],
+            ((row["times_exact"], row["what"]) for row in bound),
         ),
-        {
-            "goal": "codecs and transfers: the bytes of the reference",
-            "met": all(row["right"] for row in rows),
-            "worst": None,
-        },
+        all_right("codecs and transfers: the bytes of the reference", rows),
     ]

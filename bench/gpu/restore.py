@@ -1,6 +1,6 @@
 """Restoring a history by every method, against the floor. Needs only torch and triton.
 
-    python bench/gpu/restore.py [--models Llama-2-7B ...] [--tokens 4096 4x4096 ...] [--rates 0 14]
+    python -m bench.gpu.restore [--models Llama-2-7B ...] [--tokens 4096 4x4096 ...] [--rates 0 14]
 
 Layers of the models' shapes with random weights; their histories stand in pinned host memory:
 
@@ -15,63 +15,47 @@ hidden states, and a device copy stands for the all-gather of the rest; recomput
 all-reduces. ``--rates`` in GB/s slow the copy down as a slower bus or L3 would; 0 is the bus as it
 is. K and V are compared with those of the forward pass after every method.
 
-Prints tables and whether the goals are met, and writes ``bench/results/DEVICE/restore.json`` and
+Prints tables and whether the goals are met, and writes ``out/DEVICE/restore.json`` and
 ``restore.png`` (a timeline of the streams). ``--dry-run`` runs it on tiny shapes on the CPU: its
-times mean nothing, and it writes nothing unless ``--results`` names a folder.
+times mean nothing, and it writes nothing unless ``--out`` names a folder.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+import torch
+
+from bench.gpu import program
+from bench.gpu.devices import Device
+from bench.gpu.program import Row
+from bench.gpu.restore_methods import History, layer_costs, ways
+from bench.gpu.restore_models import SHAPES, build
+from bench.gpu.restore_report import draw, goals, print_rows
+
 TOKENS = ("1024", "2048", "4096", "8192", "16384", "4x4096")
 RATES = (0.0, 28.0, 14.0, 7.0)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = program.parser(__doc__)
     parser.add_argument("--models", nargs="*", help="only these")
     parser.add_argument("--tokens", nargs="*", default=TOKENS, help="histories, 4x4096: a batch")
     parser.add_argument("--rates", type=float, nargs="*", default=RATES, help="GB/s; 0: the bus")
-    parser.add_argument("--dry-run", action="store_true", help="tiny, on the CPU")
-    parser.add_argument("--results", type=Path, help="folder for the device's results")
     options = parser.parse_args()
-    sys.path.append(str(ROOT))
-    from kernels import find_package
-
-    find_package()
-
-    import restore_report
-    import torch
-    from devices import Device, print_goals
-
-    if not options.dry_run and not torch.cuda.is_available():
-        parser.error("no CUDA device; --dry-run does without")
+    program.require_device(parser, dry_run=options.dry_run)
     device = Device(options.dry_run)
     if options.dry_run:
         options.tokens, options.rates = ["128", "2x128"], [0.0, 14.0]
     rows = measure(device, options.models, options.tokens, options.rates)
-    goals = restore_report.goals(rows)
-    restore_report.print_rows(rows)
-    print_goals(goals)
-    folder = device.write("restore", {"goals": goals, "rows": rows}, options.results)
-    if folder is not None:
-        restore_report.draw(device.name, rows, folder / "restore.png")
-    return 0 if all(row["right"] for row in rows) else 1
+    print_rows(rows)
+    return program.finish("restore", device.name, options, {"rows": rows}, goals(rows), draw)
 
 
 def measure(
-    device: Any, models: list[str] | None, tokens: list[str], rates: list[float]
-) -> list[dict[str, Any]]:
-    """One row a model, history, copy rate and method."""
-    import torch
-    from restore_methods import History, layer_costs, ways
-    from restore_models import SHAPES, build
-
+    device: Device, models: list[str] | None, tokens: list[str], rates: list[float]
+) -> list[Row]:
+    """One row per model, history, copy rate and method."""
     bus = device.copy_rate()
     rows = []
     for full in SHAPES:

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from devices import Device
-from restore_models import Layer, Shape
 
+from bench.gpu.devices import Device
+from bench.gpu.restore_models import Layer, Shape
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.layers import Fill, Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline, RestoreReport, gather_segments

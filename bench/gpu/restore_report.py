@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
-from devices import at_least
+from bench.gpu.program import Row, all_right, at_least
 
-Row = dict[str, Any]
 DRAWN = ("Llama-2-7B", "4096")
 
 
 def print_rows(rows: list[Row]) -> None:
-    """One line a measurement; ratios are against KV offload and recomputation of the same case."""
+    """One line per measurement; ratios are to KV offload and recomputation of the same case."""
     print(
         f"\n{'model':12} {'history':>8} {'GB/s':>5} {'method':18} {'ms':>8} {'ktokens/s':>9} "
         f"{'x KV':>5} {'x rec':>6} {'floor':>6} {'idle ms: copy':>13} {'compute':>7}  right"
@@ -54,29 +52,18 @@ def goals(rows: list[Row]) -> list[Row]:
         at_least("exp4: 2.4 times KV offload from 4096 tokens on", 2.4, speedups["hidden exp4"]),
         at_least("hidden: 0.9 of the floor from 4096 tokens on", 0.9, floors),
         at_least("hidden: 5 times recomputation at 16384 tokens", 5.0, recompute),
-        {
-            "goal": "K and V are those of the forward pass, by every method",
-            "met": all(row["right"] for row in rows),
-            "worst": None,
-        },
+        all_right("K and V are those of the forward pass, by every method", rows),
     ]
 
 
-def draw(device: str, rows: list[Row], path: Path) -> None:
+def draw(results: Row) -> Any:
     """What each stream did, method by method, for one model and history."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no matplotlib: no picture")
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
-    cases = list(_cases(rows))
+    cases = list(_cases(results["rows"]))
     case = next((c for c in cases if (c[0]["model"], c[0]["history"]) == DRAWN), cases[0])
-    figure, axes = pyplot.subplots(
-        len(case), 1, sharex=True, figsize=(11, 1.1 * len(case) + 1), constrained_layout=True
-    )
+    figure = Figure(figsize=(11, 1.1 * len(case) + 1), constrained_layout=True)
+    axes = figure.subplots(len(case), 1, sharex=True)
     colours = {"copy": "#4477aa", "compute": "#ee6677"}
     for axis, row in zip(axes, case, strict=True):
         for lane, stream in enumerate(("copy", "compute")):
@@ -99,11 +86,10 @@ def draw(device: str, rows: list[Row], path: Path) -> None:
     axes[-1].set_xlabel("milliseconds")
     first = case[0]
     figure.suptitle(
-        f"Restoring {first['tokens']} tokens of {first['model']} on {device}, "
+        f"Restoring {first['tokens']} tokens of {first['model']} on {results['device']}, "
         f"copies at {first['copy_gb_s']:.0f} GB/s"
     )
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    return figure
 
 
 def _cases(rows: list[Row]) -> Iterator[list[Row]]:

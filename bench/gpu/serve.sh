@@ -34,7 +34,7 @@ while (($#)); do
     esac
 done
 
-serve_models() { "$python" "$root/bench/gpu/serve_models.py" "$@"; }
+serve_models() { PYTHONPATH=$root "$python" -m bench.gpu.serve_models "$@"; }
 known=$(serve_models --list)
 for model in $models; do
     grep -qxF -- "$model" <<<"$known" || fail "--models $model: must be of ${known//$'\n'/, }"
@@ -46,7 +46,7 @@ if [[ $dry_run ]]; then
     results=${results:-$scratch/results}
     set -- --part restore --tokens 256 --rounds 1 --methods hcache-hidden,file "$@"
 else
-    device=$("$python" "$root/bench/gpu/devices.py") || fail "no CUDA device; --dry-run does without"
+    device=$(PYTHONPATH=$root "$python" -m bench.gpu.program) || fail "no CUDA device; --dry-run does without"
     results=${results:-$device}
     set -- --vocabulary 32000 "$@"
 fi

@@ -1,7 +1,7 @@
 """Models that bench/gpu/serve.sh serves with random weights: it needs only their config.json.
 
-    python bench/gpu/serve_models.py --list
-    python bench/gpu/serve_models.py Llama-2-7B FOLDER [--tiny]
+    python -m bench.gpu.serve_models --list
+    python -m bench.gpu.serve_models Llama-2-7B FOLDER [--tiny]
 
 Shapes, vocabularies and constants are those of the published models. Positions go further than
 theirs (4096 each), for histories of the workloads do; with random weights that changes nothing.

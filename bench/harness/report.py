@@ -77,7 +77,9 @@ def grouped_bars(
     width = 1 / (len(series) + 0.5)
     for number, (label, key) in enumerate(series.items()):
         shift = (number - (len(series) - 1) / 2) * width
-        shown = [(place + shift, row[key]) for place, row in enumerate(rows) if row.get(key)]
+        shown = [
+            (place + shift, row[key]) for place, row in enumerate(rows) if row.get(key) is not None
+        ]
         bars = axes.bar(*zip(*shown, strict=True), 0.95 * width, label=label)
         axes.bar_label(bars, fmt=form, fontsize=7, padding=1)
     axes.set_title(title, fontsize=10)

@@ -55,13 +55,11 @@ def main() -> None:
     finally:
         shutil.rmtree(folder)
     print(table_lines(results))
-    for pages, found in results["indexes"].items():
-        print(f"{pages} pages in the index: {found}")
     write(options.out, "store", results, draw)
 
 
 def table_lines(results: dict[str, Any]) -> str:
-    """Speeds of pages, and their ratios."""
+    """Speeds of pages, and what an index of many pages takes."""
     heads = ("page", "store reads, MiB/s", "of the ceiling", "of HiCacheFile")
     rows = []
     for size, found in sorted(results["pages"].items(), key=lambda page: int(page[0])):
@@ -76,7 +74,18 @@ def table_lines(results: dict[str, Any]) -> str:
                 ratio(found["write"], STORE, CEILING),
             )
         )
-    return markdown((*heads, "store writes, MiB/s", "of the ceiling"), rows)
+    tables = [markdown((*heads, "store writes, MiB/s", "of the ceiling"), rows)]
+    heads = ("pages in the index", "128 `exists`, us", "of raw lmdb gets", "open, ms")
+    rows = [
+        (
+            f"{int(pages):,}",
+            f"{found['exists128_us']:,.0f}",
+            found["exists128_us"] / found["lmdb128_us"],
+            f"{found['open_ms']:.0f}",
+        )
+        for pages, found in results["indexes"].items()
+    ]
+    return "\n\n".join((*tables, markdown(heads, rows)))
 
 
 def ratio(speeds: dict[str, list[float]], name: str, other: str) -> float:

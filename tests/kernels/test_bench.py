@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_dry_run_measures_checks_and_writes(tmp_path: Path) -> None:
     run = subprocess.run(
-        [sys.executable, ROOT / "bench/gpu/kernels.py", "--dry-run", "--results", tmp_path],
+        [sys.executable, "-m", "bench.gpu.kernels", "--dry-run", "--out", tmp_path],
+        cwd=ROOT,
         env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

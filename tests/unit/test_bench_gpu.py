@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def dry_run(name: str, folder: Path) -> dict[str, Any]:
     run = subprocess.run(
-        [sys.executable, ROOT / "bench/gpu" / f"{name}.py", "--dry-run", "--results", folder],
+        [sys.executable, "-m", f"bench.gpu.{name}", "--dry-run", "--out", folder],
+        cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

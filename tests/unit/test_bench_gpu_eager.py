@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -12,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.test_bench_gpu import ROOT, dry_run
+from bench.gpu import eager_files, eager_methods, eager_report
+from bench.gpu.devices import Device
+from bench.gpu.restore_models import SHAPES
+from tests.unit.test_bench_gpu import dry_run
 
 METHODS = {"layer-wise", "eager", "eager, GDS", "kv"}
 COMPAT = "compat: cuFile without the driver nvidia-fs"
@@ -32,13 +34,6 @@ def test_pages_are_read_and_restored_every_way(tmp_path: Path) -> None:
     straight = {row["gds"] for row in rows if row["method"] == "eager, GDS"}
     assert straight == {"dry run: a stand-in for KvikIO"}
     assert all(row["gds"] is None for row in rows if row["method"] != "eager, GDS")
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports modules of bench/gpu by name."""
-    monkeypatch.syspath_prepend(str(ROOT / "bench" / "gpu"))
-    return importlib.import_module
 
 
 class CuFile:
@@ -88,61 +83,57 @@ def kvikio(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return found
 
 
-def test_the_row_says_how_bytes_come_to_the_device(bench: Any, kvikio: SimpleNamespace) -> None:
-    files = bench("eager_files")
-    assert files.gds_state() == (True, "GDS")
+def test_the_row_says_how_bytes_come_to_the_device(kvikio: SimpleNamespace) -> None:
+    assert eager_files.gds_state() == (True, "GDS")
     kvikio.allow_compat = True
-    usable, state = files.gds_state()
+    usable, state = eager_files.gds_state()
     assert usable and state.startswith("GDS, or compat")
     kvikio.gds = False
-    assert files.gds_state() == (True, COMPAT)
+    assert eager_files.gds_state() == (True, COMPAT)
     kvikio.compat = True
-    assert files.gds_state() == (True, "compat: KvikIO without cuFile")
+    assert eager_files.gds_state() == (True, "compat: KvikIO without cuFile")
 
 
 def test_a_kvikio_that_does_not_load_is_no_reason_to_stop(
-    bench: Any, kvikio: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    kvikio: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "kvikio.defaults", None)
-    usable, why = bench("eager_files").gds_state()
+    usable, why = eager_files.gds_state()
     assert not usable
     assert why.startswith("kvikio cannot be imported: ")
 
 
-def scene(bench: Any, folder: Path) -> Any:
+def scene(folder: Path) -> eager_methods.Scene:
     """One that takes itself for a GPU's."""
-    device = bench("devices").Device(dry_run=True)
-    shape = bench("restore_models").SHAPES[0].tiny()
+    device = Device(dry_run=True)
+    shape = SHAPES[0].tiny()
     with torch.inference_mode():
-        made = bench("eager_methods").Scene(device, shape, 6 * 64, "hidden", folder / "pages")
+        made = eager_methods.Scene(device, shape, 6 * 64, "hidden", folder / "pages")
     device.dry_run = False
     return made
 
 
 def test_without_kvikio_it_is_skipped_with_the_reason(
-    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "kvikio", None)
-    found, why = bench("eager_methods").with_gds(scene(bench, tmp_path))
+    found, why = eager_methods.with_gds(scene(tmp_path))
     assert (found, why) == (None, "kvikio is not installed")
-    report, row = (
-        bench("eager_report"),
-        {"gb_s": None, "balanced": False, "tokens": 64, "gds": None},
-    )
+    row = {"gb_s": None, "balanced": False, "tokens": 64, "gds": None}
     done = {"skipped": None, "right": True, "ms": 2.0, "read_ms": 1.0, "restore_ms": 1.0}
     rows = [{**row, "method": "eager", **done}, {**row, "method": "eager, GDS", "skipped": why}]
-    report.show(rows)
+    eager_report.show(rows)
     assert "eager, GDS skipped: kvikio is not installed" in capsys.readouterr().out
-    report.draw("a GPU", rows, tmp_path / "it.png")
-    assert [goal["met"] for goal in report.goals(rows, dry_run=True)][-1] is True
+    eager_report.draw({"device": "a GPU", "rows": rows}).savefig(tmp_path / "it.png")
+    assert [goal["met"] for goal in eager_report.goals(rows, dry_run=True)][-1] is True
 
 
 def test_pages_that_kvikio_reads_are_restored(
-    bench: Any, kvikio: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kvikio: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     kvikio.gds = False
-    restores, state = bench("eager_methods").with_gds(scene(bench, tmp_path))
+    restores, state = eager_methods.with_gds(scene(tmp_path))
     assert (state, kvikio.threads) == (COMPAT, 8)
     with torch.inference_mode():
         restores.poison()
@@ -150,6 +141,6 @@ def test_pages_that_kvikio_reads_are_restored(
         restores.timed(restores.eager)
         assert restores.scene.is_right()
     monkeypatch.setattr(CuFile, "lost", 8)
-    found, why = bench("eager_methods").with_gds(restores.scene)
+    found, why = eager_methods.with_gds(restores.scene)
     assert found is None
     assert "bytes were read" in why

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from bench.gpu.serve_models import MODELS
 from hcache_backend.partition.model_config import read_model
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
 
@@ -35,12 +34,6 @@ def serve(*arguments: str | Path, **environment: str) -> subprocess.CompletedPro
         text=True,
         check=False,
     )
-
-
-@pytest.fixture
-def models(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    return importlib.import_module("serve_models")
 
 
 def test_it_is_a_script_that_bash_can_read() -> None:
@@ -79,13 +72,13 @@ def test_a_python_that_is_not_there_is_named() -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_models_are_those_that_they_are_called(name: str, models: Any, tmp_path: Path) -> None:
+def test_models_are_those_that_they_are_called(name: str, tmp_path: Path) -> None:
     stub_torchvision()
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = tmp_path / name
-    write = [sys.executable, SCRIPT.parent / "serve_models.py", name, folder]
-    subprocess.run(write, check=True)
+    write = [sys.executable, "-m", "bench.gpu.serve_models", name, folder]
+    subprocess.run(write, check=True, cwd=ROOT)
     found = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(found)
@@ -99,11 +92,11 @@ def test_models_are_those_that_they_are_called(name: str, models: Any, tmp_path:
         heads,
     )
     assert shape.element_bytes == 2
-    subprocess.run([*write, "--tiny"], check=True)
+    subprocess.run([*write, "--tiny"], check=True, cwd=ROOT)
     tiny = AutoConfig.from_pretrained(folder)
     assert type(tiny) is type(found)
     assert tiny.hidden_size == 256
-    assert list(models.MODELS) == list(SHAPES)
+    assert list(MODELS) == list(SHAPES)
 
 
 @pytest.mark.long
