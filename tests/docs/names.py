@@ -7,6 +7,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatch
 from functools import cache
 from importlib.util import find_spec
 from itertools import zip_longest
@@ -327,6 +328,8 @@ def _programs(text: str) -> Iterator[str]:
 
 def _target(text: str) -> Iterator[str]:
     match = _TARGET.match(text)
-    rules = (ROOT / "Makefile").read_text()
-    if match is not None and re.search(rf"^{re.escape(match[1])}:", rules, re.M) is None:
+    if match is None or _PLACEHOLDER.search(match[1]):
+        return
+    rules = re.findall(r"^([\w%-]+):", (ROOT / "Makefile").read_text(), re.M)
+    if not any(fnmatch(match[1], rule.replace("%", "*")) for rule in rules):
         yield f"the Makefile has no target {match[1]}"

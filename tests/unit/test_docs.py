@@ -51,6 +51,13 @@ def test_every_name_of_ours_stands_in_our_pages(page: MakePage) -> None:
     assert not any(found.endswith(there) for found in missing)
 
 
+def test_the_map_has_every_folder_of_the_product() -> None:
+    named = {code.text for code in read_page(ROOT / "docs" / "structure.md").codes}
+    for file in (*ROOT.glob("hcache_backend/**/__init__.py"), *ROOT.glob("kernels/*/__init__.py")):
+        folder = f"{file.parent.relative_to(ROOT)}/"
+        assert folder in named or folder == "hcache_backend/", folder
+
+
 @pytest.mark.parametrize(
     "target",
     [
