@@ -59,10 +59,10 @@ NOT_OBJECTS = {
     "a", "kw", "args", "kwargs", "result", "value", "values", "index", "buffers", "group",
     "components", "hash_values", "host_indices", "device_indices", "token_ids", "host_pool",
     "host_pool_name", "mem_pool_host", "adapter", "model", "own", "stages", "ranks",
-    "q", "k", "v", "key_value_num_tokens",
+    "q", "k", "v", "key_value_num_tokens", "kind",
     "allocator", "target_location", "target_locations", "target_sizes",
 }  # fmt: skip
-"""Other parameters annotated ``Any``: tensors, lists, and pools of many classes."""
+"""Other parameters annotated ``Any``: tensors, lists, classes, and pools of many classes."""
 
 OURS = {
     ("runner", "hcache_capture"),
@@ -85,7 +85,6 @@ OVERRIDDEN: dict[str, set[str]] = {
         "attach_storage_backend",
         "load",
         "reset",
-        "start_loading",
         "start_writing",
         "write",
         "write_storage",
