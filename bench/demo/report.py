@@ -148,7 +148,7 @@ def table(report: Mapping[str, Any]) -> Table:
 
 
 def _rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, entry in report["methods"].items():
         restore = _number(entry["restore_ms_per_1k_tokens"])
         if name in L3_METHODS:

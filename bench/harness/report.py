@@ -80,7 +80,8 @@ def grouped_bars(
         shown = [
             (place + shift, row[key]) for place, row in enumerate(rows) if row.get(key) is not None
         ]
-        bars = axes.bar(*zip(*shown, strict=True), 0.95 * width, label=label)
+        places, heights = zip(*shown, strict=True)
+        bars = axes.bar(places, heights, width=0.95 * width, label=label)
         axes.bar_label(bars, fmt=form, fontsize=7, padding=1)
     axes.set_title(title, fontsize=10)
     axes.set_xticks(range(len(rows)), [row[name].replace(", ", "\n") for row in rows], fontsize=7)
