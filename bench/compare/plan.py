@@ -71,7 +71,7 @@ def measure_profile(machine: Machine, model: str, folder: Path, seconds: float) 
 
 
 def with_bus(profile: Profile, rate: float) -> Profile:
-    """The profile of the same machine with a bus of ``rate`` bytes a second at most."""
+    """The profile of the same machine with a bus of ``rate`` bytes per second at most."""
     copy, load = profile.hidden_copy, profile.kv_load
     slower = 1 / min(rate, copy.per_second)
     writing = max(0.0, 1 / load.per_second - 1 / copy.per_second)
@@ -84,7 +84,7 @@ def with_bus(profile: Profile, rate: float) -> Profile:
 
 
 def with_l3(profile: Profile, rate: float) -> Profile:
-    """The profile of the same machine with an L3 of ``rate`` bytes a second at most."""
+    """The profile of the same machine with an L3 of ``rate`` bytes per second at most."""
     found = profile.l3.per_second if profile.l3 is not None else rate
     return profile.model_copy(update={"l3": Rate(per_second=min(rate, found))})
 

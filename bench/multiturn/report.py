@@ -101,9 +101,9 @@ _ROWS = (
     ("TTFT, ms: avg / p50 / p90 / p99", _quartet("ttft"), _ms),
     ("between tokens, ms", _quartet("itl"), _ms),
     ("latency, ms", _quartet("latency"), _ms),
-    ("requests a second", ("throughput",), _rates),
+    ("requests per second", ("throughput",), _rates),
     (
-        "tokens a second: prompts / replies",
+        "tokens per second: prompts / replies",
         ("input_token_throughput", "output_token_throughput"),
         _counts,
     ),

@@ -152,7 +152,7 @@ def show(said: dict[str, Any]) -> None:
     shown.add_row("refused", f"{len(said['failed']):,}")
     shown.add_row("tokens", f"{said['tokens']:,}")
     shown.add_row("of them already in L3", f"{said['tokens_found_in_l3']:,}")
-    shown.add_row("tokens a second", f"{said['tokens_per_second']:,.0f}")
+    shown.add_row("tokens per second", f"{said['tokens_per_second']:,.0f}")
     if "bytes_written" in said["l3"]:
         shown.add_row("L3 writes", human_bytes(said["l3"]["bytes_written"]))
     screen.print(shown)

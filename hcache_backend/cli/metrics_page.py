@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 TIMEOUT_SECONDS = 5.0
 METRICS_LAG_S = 1.5
-"""Counters of the page store are passed on once a second."""
+"""Counters of the page store are passed on once per second."""
 COUNTERS = {
     "tokens": ("hcache_tokens_total", "event"),
     "bytes": ("hcache_bytes_total", "event"),

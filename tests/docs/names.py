@@ -108,7 +108,7 @@ def _options_of(command: Any) -> set[str]:
 
 @cache
 def _every_option() -> frozenset[str]:
-    """Of all commands of ours, of SGLang's server, and of the programs in ``bench``."""
+    """The options of our commands and of the programs in ``bench``."""
     found: set[str] = set()
 
     def walk(command: Any) -> None:
