@@ -71,7 +71,7 @@ def load_all(
 
     Raises:
         ServerError: A server did not start.
-        BenchError: A server takes no request that long, could not be flushed, or
+        UnusableServer: A server takes no request that long, could not be flushed, or
             refused a document that is prefilled.
     """
     found: dict[str, Any] = {}

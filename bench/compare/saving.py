@@ -15,11 +15,11 @@ from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any, NamedTuple
 
+from bench.harness.client import StreamingClient
 from bench.harness.machine import Machine
 from bench.harness.methods import METHODS, PAGE_SIZE, server_options
 from bench.harness.options import ADMIN_KEY
 from bench.harness.server import Server
-from hcache_backend.cli.client import Client
 
 HISTORY = 512
 BATCHES = (1, 4, 16)
@@ -115,7 +115,7 @@ async def _gaps(
 ) -> dict[int, dict[str, float]]:
     histories = plan.histories()
     found: dict[int, list[float]] = {batch: [] for batch in plan.batches}
-    async with Client(server.url, ADMIN_KEY) as client:
+    async with StreamingClient(server.url, ADMIN_KEY) as client:
         advance(f"{way.title}: prefilling")
         for history in histories:
             await client.generate(history, 1)

@@ -12,7 +12,7 @@ from rich.progress import Progress
 from bench.harness.machine import Machine, MachineError
 from bench.harness.server import ServerError
 from bench.workload.base import WorkloadError
-from hcache_backend.cli.client import BenchError
+from hcache_backend.cli.client import UnusableServer
 from hcache_backend.cli.common import fail, progress_bar
 
 VOCABULARY = 1000
@@ -24,7 +24,7 @@ def failing() -> Iterator[None]:
     """End the program with status 2 and a line, not with a traceback, if it cannot run."""
     try:
         yield
-    except (BenchError, MachineError, ServerError, WorkloadError, OSError) as error:
+    except (UnusableServer, MachineError, ServerError, WorkloadError, OSError) as error:
         fail(str(error))
 
 

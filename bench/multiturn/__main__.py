@@ -26,7 +26,7 @@ from bench.multiturn.driver import PARALLEL, Pace
 from bench.multiturn.report import append, log_lines, request_lines, show
 from bench.multiturn.run import Plan, Target, measure
 from bench.workload.options import Name, WorkloadOptions, choose
-from hcache_backend.cli.client import BenchError
+from hcache_backend.cli.client import UnusableServer
 from hcache_backend.cli.common import AsJson, errors, fail, print_json, progress_bar, screen
 
 RATES = (16, 14, 12, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1)
@@ -327,7 +327,7 @@ def main(
 def running(url: str, key: str | None) -> Iterator[Target]:
     """A server that is up already."""
     if not url.startswith(("http://", "https://")):
-        raise BenchError(f"--url {url}: must be http://HOST:PORT")
+        raise UnusableServer(f"--url {url}: must be http://HOST:PORT")
     yield Target(url, key)
 
 

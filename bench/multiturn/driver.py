@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from bench.harness.client import Cached, Reply, StreamingClient
 from bench.workload.base import Workload
-from hcache_backend.cli.client import Cached, Client, Reply, RequestError
+from hcache_backend.cli.client import RequestError
 
 _NOTHING = Cached()
 PARALLEL = 128
@@ -75,7 +76,7 @@ class RunResult:
 
 
 async def prefill(
-    client: Client,
+    client: StreamingClient,
     workload: Workload,
     vocabulary: int,
     max_parallel: int,
@@ -105,7 +106,7 @@ async def prefill(
 
 
 async def run(
-    client: Client,
+    client: StreamingClient,
     workload: Workload,
     pace: Pace,
     vocabulary: int,
@@ -122,7 +123,7 @@ async def run(
         done: Called with the number of requests that came to an end.
 
     Raises:
-        BenchError: The caches could not be flushed between rounds.
+        UnusableServer: The caches could not be flushed between rounds.
     """
     return await _Run(client, workload, pace, vocabulary, number, done).all()
 
@@ -139,7 +140,7 @@ class _Talk:
 class _Run:
     def __init__(
         self,
-        client: Client,
+        client: StreamingClient,
         workload: Workload,
         pace: Pace,
         vocabulary: int,

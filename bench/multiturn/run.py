@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 from rich.progress import Progress
 
+from bench.harness.client import StreamingClient
 from bench.multiturn.driver import Pace, Request, RunResult, prefill, run
 from bench.multiturn.summary import by_round, errors, summarise
 from bench.workload.base import Workload
-from hcache_backend.cli.client import BenchError, Client, RequestError
+from hcache_backend.cli.client import RequestError, UnusableServer
 from hcache_backend.cli.metrics_page import METRICS_LAG_S, MetricsPage, NoMetrics, look, moved
 
 _SERVER_FACTS = (
@@ -63,14 +64,14 @@ def measure(target: Target, plan: Plan, bar: Progress) -> list[Measured]:
     """Run a plan.
 
     Raises:
-        BenchError: The server cannot be reached or flushed, takes no request that long, or refused
-            a document that is prefilled.
+        UnusableServer: The server cannot be reached or flushed, takes no request that long, or
+            refused a document that is prefilled.
     """
     return asyncio.run(_measure(target, plan, bar))
 
 
 async def _measure(target: Target, plan: Plan, bar: Progress) -> list[Measured]:
-    async with Client(target.url, target.key) as client:
+    async with StreamingClient(target.url, target.key) as client:
         server = await client.server()
         check_length(plan.workload, server)
         if plan.workload.prefilled:
@@ -97,7 +98,7 @@ async def _measure(target: Target, plan: Plan, bar: Progress) -> list[Measured]:
         return measured
 
 
-async def _prefill(client: Client, plan: Plan, bar: Progress) -> None:
+async def _prefill(client: StreamingClient, plan: Plan, bar: Progress) -> None:
     """Give the documents to the server; the flush that follows waits until L3 has their pages."""
     documents = {session.document for session in plan.workload.sessions}
     task = bar.add_task("prefilling documents", total=len(documents))
@@ -110,16 +111,16 @@ async def _prefill(client: Client, plan: Plan, bar: Progress) -> None:
             lambda: bar.advance(task),
         )
     except RequestError as error:
-        raise BenchError(f"a document could not be prefilled: {error}") from None
+        raise UnusableServer(f"a document could not be prefilled: {error}") from None
     if plan.flush:
         await client.flush()
 
 
 def check_length(workload: Workload, server: Mapping[str, Any]) -> None:
-    """Raise a BenchError if the server would refuse the longest request of the workload."""
+    """Raise a UnusableServer if the server would refuse the longest request of the workload."""
     most = server.get("max_req_input_len")
     if isinstance(most, int) and workload.longest >= most:
-        raise BenchError(
+        raise UnusableServer(
             f"workload {workload.name} has a history of {workload.longest:,} tokens and the server "
             f"takes fewer than {most:,}: give --max-context {most - 1}, or --scale "
             f"{0.95 * most / workload.longest:.2g}"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hcache_backend.cli.client import BenchError, Client, RequestError
+from hcache_backend.cli.client import Client, RequestError, UnusableServer
 
 LINES = ".jsonl"
 
@@ -159,7 +159,7 @@ class Journal:
         prefix: What stands before every document.
 
     Raises:
-        BenchError: It cannot be read.
+        UnusableServer: It cannot be read.
     """
 
     def __init__(self, path: Path, server: Mapping[str, Any], prefix: str) -> None:
@@ -170,13 +170,13 @@ class Journal:
         try:
             lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         except (OSError, ValueError) as error:
-            raise BenchError(f"--journal {path}: {error}") from None
+            raise UnusableServer(f"--journal {path}: {error}") from None
         for number, line in enumerate(lines, 1):
             try:
                 self._keys.add(json.loads(line)["key"])
             except (ValueError, KeyError, TypeError):
                 if number < len(lines):  # the last line may have been cut by a kill
-                    raise BenchError(
+                    raise UnusableServer(
                         f"--journal {path}: line {number} is none of a journal; give another file"
                     ) from None
                 self._drop_last(lines)
@@ -251,7 +251,7 @@ async def store_documents(
         done: Called after each document.
 
     Raises:
-        BenchError: The server went away, or could not be flushed.
+        UnusableServer: The server went away, or could not be flushed.
         DocumentError: A document changed or cannot be read any more.
         OSError: The journal cannot be written.
     """
@@ -263,7 +263,7 @@ async def store_documents(
         async with gate:
             prompt = document.prompt(prefix)
             try:
-                reply = await client.generate(prompt, 1)
+                prefilled = await client.prefill(prompt)
             except RequestError as error:
                 await _still_there(client)
                 result.failed[document.name] = str(error)
@@ -271,10 +271,10 @@ async def store_documents(
             finally:
                 done()
         result.stored += 1
-        result.tokens += reply.prompt_tokens
-        result.found_tokens += reply.cached.storage
-        result.short += reply.prompt_tokens < page_size
-        return document, reply.prompt_tokens
+        result.tokens += prefilled.tokens
+        result.found_tokens += prefilled.found_in_l3
+        result.short += prefilled.tokens < page_size
+        return document, prefilled.tokens
 
     for start in range(0, len(missing), group):
         tasks = [asyncio.ensure_future(store(one)) for one in missing[start : start + group]]
@@ -292,11 +292,11 @@ async def store_documents(
 
 
 async def _still_there(client: Client) -> None:
-    """Raise a BenchError if a request failed because there is no server any more."""
+    """Raise a UnusableServer if a request failed because there is no server any more."""
     try:
         await client.server()
-    except BenchError:
-        raise BenchError(
+    except UnusableServer:
+        raise UnusableServer(
             f"{client.url}: the server went away; start it and run the command again, which goes "
             "on where the journal ends"
         ) from None

@@ -72,7 +72,7 @@ def ingest(
     """
     if find_spec("aiohttp") is None:
         fail("this command needs aiohttp, which SGLang brings: pip install aiohttp")
-    from hcache_backend.cli.client import BenchError, Client
+    from hcache_backend.cli.client import Client, UnusableServer
     from hcache_backend.cli.documents import DocumentError, Journal, find_documents, store_documents
 
     with explained():
@@ -114,7 +114,7 @@ def ingest(
     try:
         with explained():
             said = asyncio.run(run())
-    except (BenchError, DocumentError) as error:
+    except (UnusableServer, DocumentError) as error:
         fail(str(error))
     if as_json:
         print_json(said)

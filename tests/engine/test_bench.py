@@ -14,11 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.compare.__main__ import app as compare_app
+from bench.harness.client import Cached, Reply, StreamingClient
 from bench.harness.methods import METHODS, SERVED
 from bench.multiturn.__main__ import app as multiturn_app
 from bench.multiturn.__main__ import started
 from bench.multiturn.run import Target
-from hcache_backend.cli.client import Cached, Client, Reply
 from hcache_backend.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -191,7 +191,7 @@ def test_ingested_documents_are_found_in_l3_and_not_sent_again(
     assert first["failed"] == {}
 
     async def question() -> Reply:
-        async with Client(server.url, server.key) as client:
+        async with StreamingClient(server.url, server.key) as client:
             return await client.generate([*document, 1, 2, 3], 1)
 
     assert asyncio.run(question()).cached == Cached(storage=256)

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from hcache_backend.cli.client import BenchError, Cached, Client, Reply, RequestError
+from hcache_backend.cli.client import Client, Prefilled, RequestError, UnusableServer
 from hcache_backend.cli.documents import (
     Document,
     DocumentError,
@@ -123,8 +123,7 @@ class Notes:
     in_flight: int = 0
     most: int = 0
 
-    async def generate(self, prompt: Any, output_tokens: int) -> Reply:
-        assert output_tokens == 1
+    async def prefill(self, prompt: Any) -> Prefilled:
         if len([seen for seen in self.seen if seen[0] != "f"]) >= self.gone_after:
             raise RequestError("refused")
         self.seen.append(prompt)
@@ -134,7 +133,7 @@ class Notes:
         self.in_flight -= 1
         if "bad" in prompt:
             raise RequestError("too long")
-        return Reply([1], len(prompt), Cached(storage=1), 0.1, 0.1, [])
+        return Prefilled(len(prompt), 1)
 
     async def flush(self) -> None:
         assert not self.in_flight
@@ -143,7 +142,7 @@ class Notes:
 
     async def server(self) -> dict[str, Any]:
         if len(self.seen) > self.gone_after:
-            raise BenchError("nobody")
+            raise UnusableServer("nobody")
         return SERVER
 
     @property
@@ -205,7 +204,7 @@ def test_a_last_line_that_a_kill_cut_is_dropped(tmp_path: Path) -> None:
 def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     path.write_text("first\nsecond\n")
-    with pytest.raises(BenchError, match="line 1 is none of a journal"):
+    with pytest.raises(UnusableServer, match="line 1 is none of a journal"):
         Journal(path, SERVER, "")
     assert path.read_text() == "first\nsecond\n"
 
@@ -222,7 +221,7 @@ def test_a_document_that_is_refused_is_left_out(tmp_path: Path) -> None:
 def test_a_server_that_goes_away_ends_it_with_what_to_do(tmp_path: Path) -> None:
     notes = Notes(tmp_path / "journal", gone_after=3)
     documents = texts(tmp_path, *"abcde")
-    with pytest.raises(BenchError, match="run the command again"):
+    with pytest.raises(UnusableServer, match="run the command again"):
         store(notes, documents, group=2, max_parallel=1)
     journal = Journal(notes.journal, SERVER, "")
     assert [document in journal for document in documents] == [True, True, False, False, False]

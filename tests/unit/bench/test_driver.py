@@ -10,10 +10,11 @@ from typing import Any, cast
 
 import pytest
 
+from bench.harness.client import Cached, Reply, StreamingClient
 from bench.multiturn.driver import Pace, RunResult, prefill, run
 from bench.workload.base import Session, Turn, Workload
 from bench.workload.synthetic import multiturn
-from hcache_backend.cli.client import BenchError, Cached, Client, Reply, RequestError
+from hcache_backend.cli.client import RequestError, UnusableServer
 
 VOCABULARY = 1000
 AT_ONCE = Pace(rate=math.inf)
@@ -49,12 +50,12 @@ class Notes:
     async def flush(self) -> None:
         assert not self.in_flight
         if self.flush_error:
-            raise BenchError("not idle")
+            raise UnusableServer("not idle")
         self.seen.append("flush")
 
 
 def ask(notes: Notes, workload: Workload, pace: Pace = AT_ONCE, number: int = 0) -> RunResult:
-    client = cast(Client, notes)
+    client = cast(StreamingClient, notes)
     return asyncio.run(run(client, workload, pace, VOCABULARY, number))
 
 
@@ -138,7 +139,7 @@ def test_a_session_ends_with_a_request_that_fails_and_the_others_go_on() -> None
     workload = flat([[3, 3], [4, 3, 3]])
     ended: list[int] = []
     notes = Notes(refuse=4)
-    client = cast(Client, notes)
+    client = cast(StreamingClient, notes)
     result = asyncio.run(run(client, workload, AT_ONCE, VOCABULARY, 0, ended.append))
     failed = [request for request in result.requests if request.error]
     assert [(r.session, r.round, r.error) for r in failed] == [(1, 0, "refused")]
@@ -156,7 +157,7 @@ def test_another_run_asks_other_questions() -> None:
 
 def test_a_flush_that_fails_ends_the_run_with_its_reason() -> None:
     pace = Pace(rate=math.inf, barrier=True, flush=True)
-    with pytest.raises(BenchError, match="not idle"):
+    with pytest.raises(UnusableServer, match="not idle"):
         ask(Notes(flush_error=True), flat([[3, 3]]), pace)
 
 
@@ -202,7 +203,7 @@ def test_documents_that_are_asked_about_are_prefilled_once() -> None:
     sessions = tuple(Session((Turn(3, 1),), document=place) for place in (2, 0, 2))
     workload = Workload("test", sessions, (10, 20, 30), prefilled=True)
     notes, done = Notes(), list[int]()
-    client = cast(Client, notes)
+    client = cast(StreamingClient, notes)
     tokens = asyncio.run(prefill(client, workload, VOCABULARY, 2, lambda: done.append(1)))
     assert tokens == 40
     assert len(done) == 2
@@ -211,6 +212,6 @@ def test_documents_that_are_asked_about_are_prefilled_once() -> None:
 
 def test_a_document_that_is_refused_ends_the_prefill() -> None:
     workload = Workload("test", (Session((Turn(3, 1),), document=0),), (10,), prefilled=True)
-    client = cast(Client, Notes(refuse=10))
+    client = cast(StreamingClient, Notes(refuse=10))
     with pytest.raises(RequestError, match="refused"):
         asyncio.run(prefill(client, workload, VOCABULARY, 2, lambda: None))

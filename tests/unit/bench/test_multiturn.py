@@ -13,7 +13,7 @@ from bench.multiturn.report import notes
 from bench.multiturn.run import Measured, check_length
 from bench.workload.base import Session, Turn, Workload, WorkloadError
 from bench.workload.options import WorkloadOptions, choose, load_tokenizer
-from hcache_backend.cli.client import BenchError
+from hcache_backend.cli.client import UnusableServer
 from hcache_backend.cli.metrics_page import MetricsPage, NoMetrics, moved, parse
 
 NOBODY = "http://127.0.0.1:9"
@@ -93,7 +93,9 @@ def test_a_workload_that_the_server_would_refuse_is_refused_before() -> None:
     workload = Workload("test", (Session((Turn(90, 10),)),))
     check_length(workload, {"max_req_input_len": 101})
     check_length(workload, {})
-    with pytest.raises(BenchError, match=r"100 tokens .* fewer than 100: give --max-context 99"):
+    with pytest.raises(
+        UnusableServer, match=r"100 tokens .* fewer than 100: give --max-context 99"
+    ):
         check_length(workload, {"max_req_input_len": 100})
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from bench.harness.client import Cached
 from bench.multiturn.driver import Request, RunResult
 from bench.multiturn.report import append, log_lines, request_lines
 from bench.multiturn.run import Measured
 from bench.multiturn.summary import by_round, errors, percentile, summarise
-from hcache_backend.cli.client import Cached
 
 REQUESTS = [
     Request(0, 0, 0.0, 100, 3, Cached(), 0.1, 0.3, (0.1, 0.1)),

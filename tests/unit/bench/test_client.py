@@ -1,4 +1,4 @@
-"""The client against servers that answer as SGLang does, or do not."""
+"""The clients against servers that answer as SGLang does, or do not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from hcache_backend.cli.client import BenchError, Cached, Client, Reply, RequestError
+from bench.harness.client import Cached, Reply, StreamingClient
+from hcache_backend.cli.client import Client, Prefilled, RequestError, UnusableServer
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -52,7 +53,10 @@ def answers(status: int, body: str) -> Handler:
 
 
 async def ask(
-    path: str, handler: Handler, what: Callable[[Client], Awaitable[Any]], key: str | None = None
+    path: str,
+    handler: Handler,
+    what: Callable[[StreamingClient], Awaitable[Any]],
+    key: str | None = None,
 ) -> Any:
     """What a client does with a server that has ``handler`` at ``path``."""
     app = web.Application()
@@ -63,7 +67,7 @@ async def ask(
     await site.start()
     try:
         port = runner.addresses[0][1]
-        async with Client(f"http://127.0.0.1:{port}/", key) as client:
+        async with StreamingClient(f"http://127.0.0.1:{port}/", key) as client:
             return await what(client)
     finally:
         await runner.cleanup()
@@ -72,7 +76,7 @@ async def ask(
 def generate(
     handler: Handler, prompt: Sequence[int] | str = (1, 2), key: str | None = None
 ) -> Reply:
-    async def one(client: Client) -> Reply:
+    async def one(client: StreamingClient) -> Reply:
         return await client.generate(prompt, 3)
 
     reply = asyncio.run(ask("/generate", handler, one, key))
@@ -162,6 +166,25 @@ def test_a_request_that_fails_says_why(handler: Handler, message: str) -> None:
         generate(handler)
 
 
+def prefill(handler: Handler) -> Prefilled:
+    async def one(client: Client) -> Prefilled:
+        return await client.prefill([1, 2])
+
+    found = asyncio.run(ask("/generate", handler, one))
+    assert isinstance(found, Prefilled)
+    return found
+
+
+def test_a_prefilled_prompt_says_what_l3_had() -> None:
+    found = prefill(answers_json(chunk([1], 1, True, cached_tokens_details={"storage": 3})))
+    assert found == Prefilled(tokens=5, found_in_l3=3)
+    assert prefill(answers_json(chunk([1], 1, True))) == Prefilled(tokens=5, found_in_l3=0)
+    with pytest.raises(RequestError, match="400: too long"):
+        prefill(answers(400, '{"error": {"message": "too long"}}'))
+    with pytest.raises(RequestError, match="cut"):
+        prefill(answers_json(chunk([1], 1, finish_reason={"type": "abort", "message": "cut"})))
+
+
 def test_a_server_that_is_gone_fails_the_request() -> None:
     async def gone(request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
@@ -193,7 +216,7 @@ def answers_json(body: object) -> Handler:
     ],
 )
 def test_what_is_no_server_is_named(path: str, handler: Handler, message: str) -> None:
-    with pytest.raises(BenchError, match=message.replace("?", r"\?")):
+    with pytest.raises(UnusableServer, match=message.replace("?", r"\?")):
         asyncio.run(ask(path, handler, Client.server))
 
 
@@ -202,7 +225,9 @@ def test_an_unreachable_server_is_named() -> None:
         async with Client("http://127.0.0.1:9") as client:
             await client.server()
 
-    with pytest.raises(BenchError, match=r"--url http://127.0.0.1:9: no SGLang server .* --url"):
+    with pytest.raises(
+        UnusableServer, match=r"--url http://127.0.0.1:9: no SGLang server .* --url"
+    ):
         asyncio.run(look())
 
 
@@ -210,7 +235,7 @@ def test_an_unreachable_server_is_named() -> None:
     ("status", "message"), [(400, "answered 400: not idle"), (401, "give its --api-key")]
 )
 def test_a_flush_that_is_refused_says_why(status: int, message: str) -> None:
-    with pytest.raises(BenchError, match=message):
+    with pytest.raises(UnusableServer, match=message):
         asyncio.run(ask("/flush_cache", answers(status, "not idle"), Client.flush))
 
 

@@ -1,0 +1,144 @@
+"""Streamed requests to an SGLang server, with their times."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import aiohttp
+
+from hcache_backend.cli.client import (
+    Client,
+    RequestError,
+    check_finished,
+    error_text,
+    greedy_request,
+    why,
+)
+
+_DATA, _DONE = b"data:", b"[DONE]"
+
+
+class Cached(NamedTuple):
+    """Prompt tokens that were not computed, by where they were found.
+
+    ``unsplit`` are those of a server that does not say where (``--enable-cache-report``).
+    """
+
+    device: int = 0
+    host: int = 0
+    storage: int = 0
+    unsplit: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """How one request was answered.
+
+    Attributes:
+        ttft_s: From sending to the first token.
+        latency_s: From sending to the last token.
+        gaps_s: Between a token and the one before it, for each but the first. Tokens that came
+            together share the time since those before them evenly.
+    """
+
+    output_ids: list[int]
+    prompt_tokens: int
+    cached: Cached
+    ttft_s: float
+    latency_s: float
+    gaps_s: list[float]
+
+
+class StreamingClient(Client):
+    """A client that notes when each token of a reply came."""
+
+    async def generate(self, prompt: Sequence[int] | str, output_tokens: int) -> Reply:
+        """One greedy request for exactly ``output_tokens`` tokens.
+
+        Args:
+            prompt: Token ids, or a text for the server to tokenize.
+
+        Raises:
+            RequestError: It was refused, or did not end well.
+        """
+        body = {**greedy_request(prompt, output_tokens), "stream": True}
+        stream = _Stream(time.perf_counter())
+        try:
+            async with self.session.post(f"{self.url}/generate", json=body) as answer:
+                if answer.status != 200:
+                    raise RequestError(f"{answer.status}: {error_text(await answer.text())}")
+                async for event in _events(answer.content):
+                    stream.add(event, time.perf_counter())
+        except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
+            raise RequestError(why(error)) from None
+        return stream.reply()
+
+
+class _Stream:
+    """Puts the events of one stream together."""
+
+    def __init__(self, sent: float) -> None:
+        self._sent = self._last = sent
+        self._ids: list[int] = []
+        self._ttft: float | None = None
+        self._gaps: list[float] = []
+        self._meta: Mapping[str, Any] = {}
+
+    def add(self, event: bytes, now: float) -> None:
+        """An event that came at ``now``, of the clock of ``sent``."""
+        said = json.loads(event)
+        if "error" in said:
+            raise RequestError(error_text(event.decode(errors="replace")))
+        self._meta = said["meta_info"]
+        check_finished(self._meta)
+        before = len(self._ids)
+        ids = said["output_ids"]
+        # A server sends all ids so far, or with --incremental-streaming-output only the new ones.
+        so_far = len(ids) == self._meta["completion_tokens"]
+        self._ids = list(ids) if so_far else self._ids + list(ids)
+        new = len(self._ids) - before
+        if not new:
+            return
+        if self._ttft is None:
+            self._ttft = now - self._sent
+            new -= 1
+            self._gaps += [0.0] * new
+        else:
+            self._gaps += [(now - self._last) / new] * new
+        self._last = now
+
+    def reply(self) -> Reply:
+        if self._ttft is None or not self._meta.get("finish_reason"):
+            raise RequestError(f"the stream ended after {len(self._ids)} tokens")
+        return Reply(
+            output_ids=self._ids,
+            prompt_tokens=int(self._meta["prompt_tokens"]),
+            cached=_cached(self._meta),
+            ttft_s=self._ttft,
+            latency_s=self._last - self._sent,
+            gaps_s=self._gaps,
+        )
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    async for line in content:
+        data = line.strip()
+        if data.startswith(_DATA):
+            event = data[len(_DATA) :].strip()
+            if event != _DONE:
+                yield event
+
+
+def _cached(meta: Mapping[str, Any]) -> Cached:
+    details = meta.get("cached_tokens_details")
+    if not details:
+        return Cached(unsplit=int(meta.get("cached_tokens") or 0))
+    return Cached(*(int(details.get(name) or 0) for name in ("device", "host", "storage")))
