@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import partial
 
-from hcache_backend.partition.costs import L3Path
+from hcache_backend.partition.costs import L3Path, layer_costs
 from hcache_backend.partition.layers import LayerMethod, Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.plan import describe
 from hcache_backend.partition.profile import Profile
-from hcache_backend.partition.solver import recompute_layers
+from hcache_backend.partition.solver import Objective, recompute_layers
+from hcache_backend.partition.timeline import finish
 from hcache_backend.restore.pipeline import FIRST_PIECE_TOKENS, FIRST_PIECES
 from hcache_backend.restore.ring import RUN_AHEAD
 
 
-class PipelineRoom(NamedTuple):
-    """Segments that the pipeline's ring holds, those of a layer, and pieces of the first layer."""
+def pipeline_seconds(chunk_tokens: int, tokens: int, ranks: int, parks: bool) -> Objective:
+    """How long the pipeline takes for ``tokens`` tokens on ``ranks`` tensor-parallel ranks.
 
-    ring: int
-    chunks: int
-    pieces: int
-
-
-def pipeline_room(chunk_tokens: int, tokens: int, ranks: int) -> PipelineRoom:
-    """The room of a restore of ``tokens`` tokens on ``ranks`` tensor-parallel ranks."""
+    Args:
+        chunk_tokens: Tokens that a projection takes at most.
+        parks: Whether segments can wait in the KV pool.
+    """
     ring = RUN_AHEAD * chunk_tokens // min(tokens, chunk_tokens)
     pieces = min(FIRST_PIECES, tokens // FIRST_PIECE_TOKENS) if ranks == 1 else 1
-    return PipelineRoom(ring, -(-tokens // chunk_tokens), max(1, pieces))
+    chunks = -(-tokens // chunk_tokens)
+    return partial(finish, ring=ring, chunks=chunks, pieces=max(1, pieces), parks=parks)
 
 
 @dataclass(frozen=True)
@@ -87,17 +86,9 @@ class LayerMethods:
             return self.partition.recompute
         if self.eager and l3 != "none":
             return self.partition.recompute
-        return recompute_layers(
-            self.profile,
-            self.shape,
-            self.partition,
-            tokens,
-            prefix=prefix,
-            l3=l3,
-            early_stop=True,
-            parks=self.parks,
-            **pipeline_room(self.chunk_tokens, tokens, self.ranks)._asdict(),
-        )
+        costs = layer_costs(self.profile, self.shape, tokens, prefix=prefix, l3=l3, early_stop=True)
+        seconds = pipeline_seconds(self.chunk_tokens, tokens, self.ranks, self.parks)
+        return recompute_layers(costs, self.partition, seconds)
 
     def describe(self) -> str:
         """The methods in words, for the log."""

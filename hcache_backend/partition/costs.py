@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from hcache_backend.partition.layers import Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile
 
@@ -40,6 +41,18 @@ class LayerCosts(NamedTuple):
         if layers == 0 or self.c_tok_last is None:
             return layers * self.c_tok
         return (layers - 1) * self.c_tok + self.c_tok_last
+
+    def reading(self, partition: Partition) -> float:
+        """Seconds of L3 before the restore of ``partition`` begins."""
+        return self.l3_h * partition.hidden + self.l3_kv * partition.kv
+
+    def transfer(self, partition: Partition) -> float:
+        """Seconds that the transfers of ``partition`` take together."""
+        return self.io_h * partition.hidden + self.io_kv * partition.kv
+
+    def compute(self, partition: Partition) -> float:
+        """Seconds that recomputation and projections take together."""
+        return self.recomputation(partition.recompute) + self.c_h * partition.hidden
 
 
 def layer_costs(

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple
 
 from hcache_backend.partition.costs import L3Path, LayerCosts, layer_costs
 from hcache_backend.partition.layers import LAYER_METHODS, Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile
-from hcache_backend.partition.solver import (
-    closed_form,
-    makespan,
-    recompute_layers,
-    search,
-)
+from hcache_backend.partition.solver import closed_form, makespan, recompute_layers, search
 from hcache_backend.partition.timeline import Task, simulate
 
 Resource = Literal["compute", "bus", "l3"]
@@ -39,11 +34,6 @@ class AtLength(NamedTuple):
     seconds: float
     best: Partition
     best_seconds: float
-
-
-class _Options(TypedDict):
-    tp: int
-    l3: L3Path
 
 
 @dataclass(frozen=True)
@@ -105,9 +95,9 @@ class PartitionPlan:
         partition = self.choices[choice]
         bus, l3 = self._costs("none"), self._costs("first")
         return {
-            "compute": bus.recomputation(partition.recompute) + bus.c_h * partition.hidden,
-            "bus": bus.io_h * partition.hidden + bus.io_kv * partition.kv,
-            "l3": l3.l3_h * partition.hidden + l3.l3_kv * partition.kv,
+            "compute": bus.compute(partition),
+            "bus": bus.transfer(partition),
+            "l3": l3.reading(partition),
         }
 
     def binds(self, choice: str) -> Resource:
@@ -117,11 +107,10 @@ class PartitionPlan:
 
     def at_length(self, tokens: int) -> AtLength:
         """How a restore of ``tokens`` tokens goes once this partition is stored."""
-        options: _Options = {"tp": self.tp, "l3": self.l3}
-        costs = layer_costs(self.profile, self.model, tokens, **options)
+        costs = self._costs(self.l3, tokens)
         first = self.partition.recompute
         if self._may_recompute and self.restore != "eager":  # those are chosen before it is known
-            first = recompute_layers(self.profile, self.model, self.partition, tokens, **options)
+            first = recompute_layers(costs, self.partition)
         best = self._best(costs)
         seconds = makespan(costs, self.partition.recomputing(first))
         return AtLength(first, seconds, best, makespan(costs, best))
@@ -190,8 +179,8 @@ class PartitionPlan:
             "tp": self.tp,
             "l3": self.l3 if self.profile.l3 else "none",
             "restore": self.restore,
-            "layers": _counts(self.partition),
-            "closed_form": _counts(self.closed_form) if self.closed_form else None,
+            "layers": asdict(self.partition),
+            "closed_form": asdict(self.closed_form) if self.closed_form else None,
             "bytes_per_token": self.partition.bytes_per_token(self.model),
             "kv_bytes_per_token": self.model.layers * self.model.kv_bytes,
             "bytes_per_token_and_layer": {
@@ -213,8 +202,8 @@ class PartitionPlan:
         methods = LAYER_METHODS if self._may_recompute else ("hidden", "kv")
         return search(costs, self.model.layers, methods=methods)
 
-    def _costs(self, l3: L3Path) -> LayerCosts:
-        return layer_costs(self.profile, self.model, self.tokens, tp=self.tp, l3=l3)
+    def _costs(self, l3: L3Path, tokens: int | None = None) -> LayerCosts:
+        return layer_costs(self.profile, self.model, tokens or self.tokens, tp=self.tp, l3=l3)
 
 
 def describe(partition: Partition) -> str:
@@ -233,14 +222,6 @@ def _at_length(found: AtLength) -> dict[str, Any]:
     return {
         "recompute_layers": found.recompute_layers,
         "ms": found.seconds * 1e3,
-        "best": _counts(found.best),
+        "best": asdict(found.best),
         "best_ms": found.best_seconds * 1e3,
-    }
-
-
-def _counts(partition: Partition) -> dict[str, int]:
-    return {
-        "hidden": partition.hidden,
-        "kv": partition.kv,
-        "recompute": partition.recompute,
     }

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable
-from functools import partial
 
-from hcache_backend.partition.costs import L3Path, LayerCosts, layer_costs
+from hcache_backend.partition.costs import LayerCosts
 from hcache_backend.partition.layers import LAYER_METHODS, LayerMethod, Partition
-from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.profile import Profile
-from hcache_backend.partition.timeline import finish
 
 Objective = Callable[[LayerCosts, Partition], float]
 """Seconds of a restore; :func:`steady_makespan` or more."""
@@ -22,44 +18,18 @@ def makespan(costs: LayerCosts, partition: Partition) -> float:
     Exact for two streams that each work through the layers in order and wait for nothing else: the
     projections end when the computation does that begins with the first or the last of them.
     """
-    transfer = costs.io_h * partition.hidden + costs.io_kv * partition.kv
-    compute = costs.recomputation(partition.recompute) + costs.c_h * partition.hidden
-    end = max(compute, transfer)
-    if partition.hidden:
-        end = max(
-            end,
-            costs.io_h + costs.c_h * partition.hidden,
-            costs.io_h * partition.hidden + costs.c_h,
-        )
-    return costs.l3_h * partition.hidden + costs.l3_kv * partition.kv + end
+    steady = steady_makespan(costs, partition)
+    if not partition.hidden:
+        return steady
+    first = costs.io_h + costs.c_h * partition.hidden
+    last = costs.io_h * partition.hidden + costs.c_h
+    return max(steady, costs.reading(partition) + max(first, last))
 
 
 def steady_makespan(costs: LayerCosts, partition: Partition) -> float:
     """The paper's objective (section 4.1.2): :func:`makespan` without filling the pipeline."""
-    transfer = costs.io_h * partition.hidden + costs.io_kv * partition.kv
-    compute = costs.recomputation(partition.recompute) + costs.c_h * partition.hidden
-    return costs.l3_h * partition.hidden + costs.l3_kv * partition.kv + max(compute, transfer)
-
-
-def objective_with(
-    ring: int | None, chunks: int = 1, pieces: int = 1, *, parks: bool = False
-) -> Objective:
-    """:func:`makespan` where the device has room for ``ring`` segments; None: for all of them.
-
-    A layer consists of ``chunks`` segments, and the first layer comes in ``pieces`` where none is
-    recomputed before. With ``parks`` segments wait elsewhere for the end of a
-    recomputation, so then there is room for all.
-    """
-    if ring is None and chunks == 1 and pieces == 1:
-        return makespan
-    limited, unlimited = (
-        partial(finish, ring=room, chunks=chunks, pieces=pieces) for room in (ring, None)
-    )
-    if not parks:
-        return limited
-    return lambda costs, partition: (unlimited if partition.recompute else limited)(
-        costs, partition
-    )
+    slower = max(costs.compute(partition), costs.transfer(partition))
+    return costs.reading(partition) + slower
 
 
 def search(
@@ -108,42 +78,20 @@ def closed_form(costs: LayerCosts, layers: int) -> Partition | None:
 
 
 def recompute_layers(
-    profile: Profile,
-    model: ModelShape,
-    partition: Partition,
-    tokens: int,
-    *,
-    prefix: int = 0,
-    tp: int = 1,
-    l3: L3Path = "overlapped",
-    early_stop: bool = False,
-    ring: int | None = None,
-    chunks: int = 1,
-    pieces: int = 1,
-    parks: bool = False,
+    costs: LayerCosts, partition: Partition, objective: Objective = makespan
 ) -> int:
     """How many of the first layers one restore recomputes instead of loading them.
 
     At least those that are not stored; of equally fast numbers the smallest.
 
     Args:
-        profile: The machine.
-        model: The model.
+        costs: Seconds of one layer of this restore.
         partition: What is stored.
-        tokens: Tokens of this restore.
-        prefix: Tokens before them that are on the device already.
-        tp: Tensor-parallel ranks.
-        l3: Where the pages are: ``none`` when host memory has them.
-        early_stop: Whether recomputation ends with K and V of its last layer.
-        ring: Segments that have room on the device; None: all of them.
-        chunks: Segments of one layer.
-        pieces: Parts of the first layer, where none is recomputed.
-        parks: See :func:`objective_with`.
+        objective: Seconds of a restore.
     """
-    costs = layer_costs(profile, model, tokens, prefix=prefix, tp=tp, l3=l3, early_stop=early_stop)
     numbers = range(partition.recompute, partition.layers + 1)
     choices = (partition.recomputing(first) for first in numbers)
-    return _fastest(costs, choices, objective_with(ring, chunks, pieces, parks=parks)).recompute
+    return _fastest(costs, choices, objective).recompute
 
 
 def _fastest(costs: LayerCosts, partitions: Iterable[Partition], objective: Objective) -> Partition:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from hcache_backend.partition.costs import LayerCosts
@@ -41,18 +42,8 @@ def simulate(costs: LayerCosts, partition: Partition, ring: int | None = None) -
     Returns:
         The tasks, those of a layer in the order in which they run. The last end is the makespan.
     """
-    runs = _Runs(costs, partition, ring)
     tasks: list[Task] = []
-    if runs.begin:
-        tasks.append(Task("l3", None, None, 0.0, runs.begin))
-    computes = iter(runs.computes)
-    transfers = iter(runs.transfers)
-    for layer in range(partition.layers):
-        method = partition.method(layer)
-        if method != "recompute":
-            tasks.append(Task("transfer", layer, method, *next(transfers)))
-        if method != "kv":
-            tasks.append(Task("compute", layer, method, *next(computes)))
+    _run(costs, partition, ring, 1, lambda *task: tasks.append(Task(*task)))
     return tasks
 
 
@@ -62,6 +53,7 @@ def finish(
     ring: int | None = None,
     chunks: int = 1,
     pieces: int = 1,
+    parks: bool = False,
 ) -> float:
     """Seconds until all that :func:`simulate` runs has ended.
 
@@ -71,9 +63,11 @@ def finish(
         ring: Segments that have room on the device, None: all.
         chunks: Segments of one layer: those of a long restore come, and are projected, in parts.
         pieces: Parts of the first layer, where no layer is recomputed before.
+        parks: Whether segments wait elsewhere for the end of a recomputation, which leaves room
+            for all.
     """
     if partition.recompute:
-        pieces = 1
+        pieces, ring = 1, None if parks else ring
     if chunks > 1:
         costs = costs._replace(
             io_h=costs.io_h / chunks,
@@ -83,44 +77,45 @@ def finish(
             l3_kv=costs.l3_kv / chunks,
         )
         partition = Partition(partition.recompute, partition.hidden * chunks, partition.kv * chunks)
-    return _Runs(costs, partition, ring, -(-pieces // chunks)).end
+    return _run(costs, partition, ring, -(-pieces // chunks), lambda *_: None)
 
 
-class _Runs:
-    """Starts and ends of what the two streams do.
+def _run(
+    costs: LayerCosts,
+    partition: Partition,
+    ring: int | None,
+    pieces: int,
+    note: Callable[[Stream, int | None, LayerMethod | None, float, float], object],
+) -> float:
+    """Seconds of the restore; ``note`` is called with the fields of every :class:`Task`.
 
-    Attributes:
-        begin: When both streams begin.
-        transfers: Of layers that are not recomputed, in their order.
-        computes: Of layers that are not loaded as KV, in their order.
-        end: The last end.
+    ``pieces`` are the parts in which the first segment comes and is projected.
     """
-
-    def __init__(
-        self, costs: LayerCosts, partition: Partition, ring: int | None, pieces: int = 1
-    ) -> None:
-        self.begin = costs.l3_h * partition.hidden + costs.l3_kv * partition.kv
-        self.transfers: list[tuple[float, float]] = []
-        self.computes: list[tuple[float, float]] = []
-        compute = transfer = self.begin
-        for layer in range(1, partition.recompute + 1):
-            end = self.begin + costs.recomputation(layer)
-            self.computes.append((compute, end))
-            compute = end
-        room = partition.layers if ring is None else ring
-        used: list[float] = []
-        for index in range(partition.hidden + partition.kv):
-            if index >= room:
-                transfer = max(transfer, used[index - room])
-            hidden = index < partition.hidden
-            arrived = transfer + (costs.io_h if hidden else costs.io_kv)
-            self.transfers.append((transfer, arrived))
-            transfer = arrived
-            if hidden:
-                parts = 1 if index else pieces  # of the first segment
-                start = max(compute, arrived - costs.io_h * (1 - 1 / parts))
-                # One piece after the other, whichever of the two streams is the slower one.
-                compute = max(start + costs.c_h, arrived + costs.c_h / parts)
-                self.computes.append((start, compute))
-            used.append(compute if hidden else arrived)
-        self.end = max(compute, transfer)
+    begin = transfer = compute = costs.reading(partition)
+    if begin:
+        note("l3", None, None, 0.0, begin)
+    for layer in range(partition.recompute):
+        end = begin + costs.recomputation(layer + 1)
+        note("compute", layer, "recompute", compute, end)
+        compute = end
+    room = partition.layers if ring is None else ring
+    used: list[float] = []
+    for index in range(partition.hidden + partition.kv):
+        if index >= room:
+            transfer = max(transfer, used[index - room])
+        layer = partition.recompute + index
+        if index < partition.hidden:
+            arrived = transfer + costs.io_h
+            note("transfer", layer, "hidden", transfer, arrived)
+            parts = 1 if index else pieces
+            start = max(compute, arrived - costs.io_h * (1 - 1 / parts))
+            # One piece after the other, whichever of the two streams is the slower one.
+            compute = max(start + costs.c_h, arrived + costs.c_h / parts)
+            note("compute", layer, "hidden", start, compute)
+            used.append(compute)
+        else:
+            arrived = transfer + costs.io_kv
+            note("transfer", layer, "kv", transfer, arrived)
+            used.append(arrived)
+        transfer = arrived
+    return max(compute, transfer)

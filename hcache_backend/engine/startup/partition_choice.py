@@ -12,7 +12,7 @@ from typing import Any
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.engine.arguments import resolved
 from hcache_backend.engine.kv_segments import PoolParking
-from hcache_backend.engine.layer_methods import LayerMethods, pipeline_room
+from hcache_backend.engine.layer_methods import LayerMethods, pipeline_seconds
 from hcache_backend.engine.ranks import from_first_rank
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.codec_choice import wanted_codec
@@ -23,7 +23,7 @@ from hcache_backend.partition.layers import LAYER_METHODS, Partition
 from hcache_backend.partition.model_config import ModelConfigError, shape_from_config
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.plan import describe
-from hcache_backend.partition.solver import objective_with, search
+from hcache_backend.partition.solver import search
 from hcache_backend.restore.exchange import share_of_rank
 
 logger = logging.getLogger("hcache")
@@ -76,7 +76,7 @@ def _choose(runtime: Runtime, kvcache: Any) -> LayerMethods:
         partition = search(
             layer_costs(profile, shape, tokens, tp=ranks, l3=l3, early_stop=True),
             layers,
-            objective_with(*pipeline_room(chunk_tokens, tokens, ranks), parks=parks),
+            pipeline_seconds(chunk_tokens, tokens, ranks, parks),
             usable,
         )
         logger.info(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,6 @@ from hcache_backend.partition.presets import preset_profile
 from hcache_backend.partition.solver import (
     closed_form,
     makespan,
-    objective_with,
     recompute_layers,
     search,
     steady_makespan,
@@ -58,7 +58,7 @@ def test_the_search_equals_brute_force(costs: LayerCosts, layers: int) -> None:
 @given(any_costs(), layer_counts, st.integers(1, 8))
 @settings(max_examples=50)
 def test_the_search_knows_how_much_room_there_is(costs: LayerCosts, layers: int, ring: int) -> None:
-    found = search(costs, layers, objective_with(ring))
+    found = search(costs, layers, partial(finish, ring=ring))
     best = min(finish(costs, partition, ring) for partition in all_partitions(layers))
     assert finish(costs, found, ring) == pytest.approx(best)
     assert best >= makespan(costs, search(costs, layers)) - 1e-9
@@ -81,7 +81,7 @@ def test_the_search_uses_the_methods_that_it_may(
     costs: LayerCosts, layers: int, methods: set[LayerMethod], ring: int | None
 ) -> None:
     """The naive hybrid and hidden states alone among them: never better than all three."""
-    objective = objective_with(ring)
+    objective = partial(finish, ring=ring)
     found = search(costs, layers, objective, methods)
     assert found.methods <= methods
     allowed = [each for each in all_partitions(layers) if each.methods <= methods]
@@ -208,9 +208,9 @@ def test_a_restore_recomputes_what_is_best_for_its_length(
     profile = machine(io, compute)
     stored = round(share * model.layers)
     partition = Partition(model.layers - stored, stored // 2, stored - stored // 2)
-    first = recompute_layers(profile, model, partition, tokens, ring=ring, early_stop=early_stop)
-    assert first >= partition.recompute
     costs = layer_costs(profile, model, tokens, early_stop=early_stop)
+    first = recompute_layers(costs, partition, partial(finish, ring=ring))
+    assert first >= partition.recompute
     times = {
         number: event_simulation(costs, partition.recomputing(number))
         if ring is None
@@ -231,9 +231,8 @@ def test_long_restores_and_prefixes_recompute_no_more(
     short, long = sorted(tokens)
 
     def recomputed(tokens: int, prefix: int = 0) -> int:
-        return recompute_layers(
-            profile, model, everything, tokens, prefix=prefix, early_stop=early_stop
-        )
+        costs = layer_costs(profile, model, tokens, prefix=prefix, early_stop=early_stop)
+        return recompute_layers(costs, everything)
 
     alone = recomputed(short)
     assert recomputed(long) <= alone
@@ -246,9 +245,9 @@ def test_ending_early_never_recomputes_less(
     model: ModelShape, io: float, compute: float, tokens: int, ring: int | None
 ) -> None:
     profile, everything = machine(io, compute), Partition(0, model.layers, 0)
+    both = (layer_costs(profile, model, tokens, early_stop=stop) for stop in (False, True))
     whole, early = (
-        recompute_layers(profile, model, everything, tokens, early_stop=early_stop, ring=ring)
-        for early_stop in (False, True)
+        recompute_layers(costs, everything, partial(finish, ring=ring)) for costs in both
     )
     assert early >= whole
 
@@ -257,16 +256,17 @@ def test_little_room_means_little_recomputation() -> None:
     """While layers are recomputed, a device without room lets the bus wait."""
     model = read_model(Path(__file__).parent / "configs" / "llama-2-13b.json")
     profile, everything = preset_profile("a100-40g", ssds=1), Partition(0, model.layers, 0)
+    costs = layer_costs(profile, model, 1024)
     found = [
-        recompute_layers(profile, model, everything, 1024, ring=ring) for ring in (3, 12, 24, None)
+        recompute_layers(costs, everything, partial(finish, ring=ring))
+        for ring in (3, 12, 24, None)
     ]
     assert found == [1, 6, 10, 10]
-    halves = recompute_layers(profile, model, everything, 1024, ring=24, chunks=2)
+    halves = recompute_layers(costs, everything, partial(finish, ring=24, chunks=2))
     assert found[1] <= halves < found[2]
-    costs = layer_costs(profile, model, 1024)
     short, half, whole, split = (
-        search(costs, model.layers, objective_with(*room))
-        for room in ((3,), (24,), (None,), (24, 2))
+        search(costs, model.layers, partial(finish, **room))
+        for room in ({"ring": 3}, {"ring": 24}, {}, {"ring": 24, "chunks": 2})
     )
     assert short == Partition(1, 39, 0)
     assert half == whole
@@ -280,7 +280,8 @@ def test_a_decision_takes_no_time_that_a_request_would_notice() -> None:
     times = []
     for _ in range(5):
         begin = time.process_time()
-        recompute_layers(profile, model, Partition(0, 80, 0), 1024, ring=3, early_stop=True)
+        costs = layer_costs(profile, model, 1024, early_stop=True)
+        recompute_layers(costs, Partition(0, 80, 0), partial(finish, ring=3))
         times.append(time.process_time() - begin)
     assert min(times) < 0.01
 
@@ -299,7 +300,7 @@ def test_the_first_layers_are_recomputed_whatever_is_stored_for_them() -> None:
 def test_a_short_ring_does_not_hold_up_what_can_be_parked() -> None:
     costs = LayerCosts(io_h=1.0, io_kv=2.0, c_h=0.1, c_tok=1.0)
     mix, none = Partition(10, 22, 0), Partition(0, 32, 0)
-    short, parked = objective_with(3), objective_with(3, parks=True)
+    short, parked = partial(finish, ring=3), partial(finish, ring=3, parks=True)
     assert parked(costs, mix) == pytest.approx(makespan(costs, mix))
     assert short(costs, mix) > 1.1 * parked(costs, mix)
     assert short(costs, none) == parked(costs, none)
