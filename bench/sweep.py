@@ -243,7 +243,7 @@ def run(sweep: Sweep, machine: Machine) -> Row:
     with tempfile.TemporaryDirectory(prefix="hcache-bench-") as scratch, ExitStack() as stack:
         start = Starter(sweep, machine, Path(scratch))
         bench = Bench(read_model(start.model), torch.device("cpu"), torch.float32, 2.0)
-        profile = measure(bench, machine.name, None, [], lambda: None) if sweep.automatic else None
+        profile = measure(bench, None, ()) if sweep.automatic else None
         runners = {
             name: stack.enter_context(start(name, how)) for name, how in sweep.methods.items()
         }

@@ -22,11 +22,8 @@ from hcache_backend.config import HCacheConfig
 from hcache_backend.partition.disk import read_rate
 from hcache_backend.partition.model_config import ModelConfigError, read_model
 from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.profile import Profile, Rate, processor_name
-from hcache_backend.store import best_file_ops
+from hcache_backend.partition.profile import Profile, Rate
 
-_PAGE_TOKENS = 64
-_MAX_PIECE = 16 << 20
 _TITLES = {
     "hidden_copy": "hidden states, host to device",
     "kv_load": "KV, host to pool",
@@ -77,36 +74,20 @@ def _measure(shape: ModelShape, config: HCacheConfig, seconds: float, *, hidden:
 
     from hcache_backend.partition.measure import OPERATIONS, Bench, measure
 
-    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if shape.element_bytes == 4 else torch.bfloat16
-    page_bytes = _PAGE_TOKENS * shape.layers * shape.hidden_bytes
     with progress_bar(hidden=hidden) as progress:
         task = progress.add_task("L3 folders", total=1 + len(OPERATIONS))
-        rate = read_rate(
-            config.dirs,
-            min(page_bytes, _MAX_PIECE),
-            config.io_threads,
-            seconds,
-            config.min_free_bytes,
-            best_file_ops(config.reader),
-        )
+        rate = read_rate(config, shape, seconds)
         if not rate.direct:
             errors.print("L3 was read through the page cache: the disk itself may be slower")
-        parts = iter((*OPERATIONS[1:], None))
-        progress.update(task, advance=1, description=_TITLES[OPERATIONS[0]])
 
-        def done() -> None:
-            part = next(parts)
-            progress.update(task, advance=1, description=_TITLES.get(part or "", "done"))
+        def begin(operation: str) -> None:
+            progress.update(task, advance=1, description=_TITLES[operation])
 
         try:
-            return measure(
-                Bench(shape, torch.device("cuda" if cuda else "cpu"), dtype, seconds),
-                torch.cuda.get_device_name() if cuda else processor_name(),
-                Rate(per_second=rate.per_second),
-                [str(path) for path in config.dirs],
-                done,
-            )
+            bench = Bench(shape, device, dtype, seconds)
+            return measure(bench, Rate(per_second=rate.per_second), config.dirs, begin=begin)
         except torch.OutOfMemoryError:
             fail("the device has no room for one layer; stop what else uses it, then try again")
 

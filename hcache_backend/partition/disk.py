@@ -14,12 +14,16 @@ from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
-from hcache_backend.store import FileOps
+from hcache_backend.config import HCacheConfig
+from hcache_backend.partition.model_shape import ModelShape
+from hcache_backend.store import FileOps, best_file_ops
 from hcache_backend.store.format import round_up
 from hcache_backend.store.page_io import Alignment, PageIO, probe_alignment
 
 _FILE_BYTES = 512 << 20
 _LEAST_PIECES = 8
+_PAGE_TOKENS = 64
+_MOST_PIECE_BYTES = 16 << 20
 
 
 class ReadRate(NamedTuple):
@@ -41,35 +45,29 @@ class _Probe(NamedTuple):
 
 
 def read_rate(
-    dirs: Sequence[Path],
-    piece: int,
-    threads: int,
-    seconds: float,
-    min_free_bytes: int,
-    ops: FileOps | None = None,
+    config: HCacheConfig, model: ModelShape, seconds: float, ops: FileOps | None = None
 ) -> ReadRate:
     """Write a file beside every folder's pages, and read all of them for ``seconds``.
 
     Args:
-        dirs: Folders of L3; where one does not exist yet, its nearest parent is used.
-        piece: Bytes of one read: those of a page.
-        threads: Threads that read, for every folder.
+        config: Folders (of one that does not exist yet the nearest parent is used), threads for
+            each of them, and bytes that stay free on every file system.
+        model: One read is a page of its hidden states, or 16 MiB of a larger page.
         seconds: How long to read, and how long to write at most.
-        min_free_bytes: Bytes that stay free on every file system.
-        ops: The file operations; None for the default.
+        ops: The file operations; None for those of ``config``.
 
     Raises:
         OSError: A folder cannot be written or read, or is too full for the measurement.
     """
-    ops = ops or FileOps()
-    piece = round_up(piece)
+    ops = ops or best_file_ops(config.reader)
+    piece = round_up(min(_PAGE_TOKENS * model.layers * model.hidden_bytes, _MOST_PIECE_BYTES))
     with ExitStack() as stack:
         probes = [
-            stack.enter_context(_written(ops, path, piece, seconds, min_free_bytes))
-            for path in dirs
+            stack.enter_context(_written(ops, path, piece, seconds, config.min_free_bytes))
+            for path in config.dirs
         ]
         return ReadRate(
-            _read(ops, probes, piece, threads, seconds),
+            _read(ops, probes, piece, config.io_threads, seconds),
             all(probe.alignment.flags for probe in probes),
         )
 

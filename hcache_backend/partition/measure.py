@@ -11,14 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import cycle
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.nn import functional
 
 from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.profile import Profile, Rate
+from hcache_backend.partition.profile import Profile, Rate, processor_name
 
 OPERATIONS = ("hidden_copy", "kv_load", "projection", "dense", "attention")
 _SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -244,37 +245,43 @@ class Bench:
         return prepare
 
 
+def device_name(device: torch.device) -> str:
+    """The accelerator's or the processor's name."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
+
+
 def measure(
-    bench: Bench, device_name: str, l3: Rate | None, dirs: Sequence[str], done: Work
+    bench: Bench,
+    l3: Rate | None,
+    dirs: Sequence[Path],
+    source: str = "measured by hcache profile",
+    begin: Callable[[str], object] = lambda operation: None,
 ) -> Profile:
     """Measure every operation of a layer.
 
     Args:
         bench: What measures.
-        device_name: Name of the accelerator or processor.
         l3: L3 as it was measured; None without one.
         dirs: Folders of L3.
-        done: Called after every one of :data:`OPERATIONS`.
+        source: What measured.
+        begin: Called before every one of :data:`OPERATIONS`.
     """
     points: dict[str, list[Point]] = {}
     for operation in OPERATIONS:
+        begin(operation)
         points[operation] = bench.points(operation)
-        done()
+    rates: dict[str, Any] = {operation: fit(found) for operation, found in points.items()}
     return Profile(
-        device=device_name,
+        device=device_name(bench.device),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        source="measured by hcache profile",
+        source=source,
         dtype=str(bench.dtype).removeprefix("torch."),
         l3=l3,
-        hidden_copy=fit(points["hidden_copy"]),
-        kv_load=fit(points["kv_load"]),
-        projection=fit(points["projection"]),
-        dense=fit(points["dense"]),
-        attention=fit(points["attention"]),
         model=bench.model,
-        dirs=tuple(dirs),
+        dirs=tuple(map(str, dirs)),
         points={
             operation: tuple((point.tokens, point.seconds) for point in found)
             for operation, found in points.items()
         },
+        **rates,
     )

@@ -12,21 +12,13 @@ import torch
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.partition.disk import read_rate
-from hcache_backend.partition.measure import Bench, measure
+from hcache_backend.partition.measure import Bench, device_name, measure
 from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.profile import (
-    Profile,
-    ProfileError,
-    Rate,
-    load_profile,
-    processor_name,
-)
-from hcache_backend.store import best_file_ops
+from hcache_backend.partition.profile import Profile, ProfileError, Rate, load_profile
 
 logger = logging.getLogger("hcache")
 
 _QUICK_SECONDS = 0.2
-_MAX_PIECE = 16 << 20
 
 
 def find_profile(runtime: Runtime, kvcache: Any, shape: ModelShape) -> Profile | ConfigError | None:
@@ -44,8 +36,7 @@ def find_profile(runtime: Runtime, kvcache: Any, shape: ModelShape) -> Profile |
         except ProfileError as error:
             return ConfigError(f"hcache: option 'profile': {error}")
     device = torch.device(kvcache.device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
-    digest = hashlib.sha256(f"{name} {shape.model_dump_json()}".encode()).hexdigest()
+    digest = hashlib.sha256(f"{device_name(device)} {shape.model_dump_json()}".encode()).hexdigest()
     file = f"profile-{digest[:12]}.json"
     for path in (folder / file for folder in config.dirs):
         if path.is_file():
@@ -57,7 +48,7 @@ def find_profile(runtime: Runtime, kvcache: Any, shape: ModelShape) -> Profile |
                 logger.info("hcache: partition: using the profile in %s", path)
                 return kept
     try:
-        profile = _measure(config, shape, device, runtime.runner.dtype, name)
+        profile = _measure(config, shape, device, runtime.runner.dtype)
     except Exception as error:  # no room on the device, or a shape that cannot be run
         logger.warning("hcache: partition: the machine was not measured: %s", error)
         return None
@@ -78,7 +69,7 @@ def keep_profile(runtime: Runtime, folder: Path) -> None:
 
 
 def _measure(
-    config: HCacheConfig, shape: ModelShape, device: torch.device, dtype: torch.dtype, name: str
+    config: HCacheConfig, shape: ModelShape, device: torch.device, dtype: torch.dtype
 ) -> Profile:
     logger.info(
         "hcache: partition: measuring a quick profile of this machine (option 'profile' takes "
@@ -86,18 +77,8 @@ def _measure(
     )
     l3: Rate | None = None
     try:
-        page = 64 * shape.layers * shape.hidden_bytes
-        rate = read_rate(
-            config.dirs,
-            min(page, _MAX_PIECE),
-            config.io_threads,
-            _QUICK_SECONDS,
-            config.min_free_bytes,
-            best_file_ops(config.reader),
-        )
-        l3 = Rate(per_second=rate.per_second)
+        l3 = Rate(per_second=read_rate(config, shape, _QUICK_SECONDS).per_second)
     except OSError as error:
         logger.warning("hcache: partition: L3 was not measured: %s", error)
     bench = Bench(shape, device, dtype, _QUICK_SECONDS)
-    profile = measure(bench, name, l3, [str(path) for path in config.dirs], lambda: None)
-    return profile.model_copy(update={"source": "measured at a server's start"})
+    return measure(bench, l3, config.dirs, source="measured at a server's start")

@@ -15,12 +15,19 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from hcache_backend.config import HCacheConfig
 from hcache_backend.partition.costs import layer_costs
 from hcache_backend.partition.disk import read_rate
 from hcache_backend.partition.measure import OPERATIONS, Bench, Point, Prepare, Work, fit, measure
 from hcache_backend.partition.model_shape import Latent, ModelShape
 from hcache_backend.partition.presets import PRESETS, preset_profile
-from hcache_backend.partition.profile import Profile, ProfileError, Rate, load_profile
+from hcache_backend.partition.profile import (
+    Profile,
+    ProfileError,
+    Rate,
+    load_profile,
+    processor_name,
+)
 from hcache_backend.partition.solver import search
 from hcache_backend.store import FileOps
 
@@ -170,11 +177,11 @@ def test_the_measured_layer_computes_what_is_counted(shape: ModelShape) -> None:
 
 
 def test_a_measured_profile_plans(tmp_path: Path) -> None:
-    done: list[int] = []
+    begun: list[str] = []
     l3 = Rate(per_second=1e9)
-    measured = measure(bench(TINY), "a processor", l3, ["/pages"], lambda: done.append(1))
-    assert len(done) == len(OPERATIONS)
-    assert (measured.device, measured.dtype) == ("a processor", "float32")
+    measured = measure(bench(TINY), l3, [Path("/pages")], begin=begun.append)
+    assert begun == list(OPERATIONS)
+    assert (measured.device, measured.dtype) == (processor_name(), "float32")
     assert (measured.l3, measured.dirs, measured.model) == (l3, ("/pages",), TINY)
     assert set(measured.points) == set(OPERATIONS)
     measured.save(tmp_path / "profile.json")
@@ -210,7 +217,7 @@ def test_a_device_without_much_room_is_measured_with_less() -> None:
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_measuring_on_a_gpu(shape: ModelShape) -> None:
     narrow = shape.model_copy(update={"element_bytes": 2})
-    measured = measure(bench(narrow, "cuda", torch.bfloat16), "a GPU", None, [], lambda: None)
+    measured = measure(bench(narrow, "cuda", torch.bfloat16), None, [])
     assert isinstance(measured, Profile)
     found = search(layer_costs(measured, narrow, 1024), narrow.layers)
     assert found.layers == narrow.layers
@@ -236,11 +243,16 @@ class Reads(FileOps):
         return got
 
 
+def folders(*dirs: Path, **options: Any) -> HCacheConfig:
+    return HCacheConfig(dirs=dirs, io_threads=2, **{"min_free_bytes": 0, **options})
+
+
 def test_l3_folders_are_read_and_left_clean(tmp_path: Path) -> None:
     store, absent = tmp_path / "store", tmp_path / "not" / "there"
     store.mkdir()
     ops = Reads()
-    found = read_rate([store, absent], 10_000, 2, 0.05, 0, ops)
+    unaligned = TINY.model_copy(update={"hidden_row_bytes": 39})
+    found = read_rate(folders(store, absent), unaligned, 0.05, ops)
     assert found.per_second > 0
     assert ops.bytes >= 2 * 3 * 4096
     assert found.direct == bool(ops.flags & os.O_DIRECT)
@@ -249,7 +261,7 @@ def test_l3_folders_are_read_and_left_clean(tmp_path: Path) -> None:
 
 def test_a_full_file_system_is_not_filled_further(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"min_free_bytes.*measuring needs"):
-        read_rate([tmp_path], 4096, 1, 0.05, 1 << 60)
+        read_rate(folders(tmp_path, min_free_bytes=1 << 60), TINY, 0.05)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -268,5 +280,5 @@ class Cut(FileOps):
 @pytest.mark.parametrize(("ops", "said"), [(Broken(), "disk is gone"), (Cut(), "cut")])
 def test_a_disk_that_fails_is_no_rate(tmp_path: Path, ops: FileOps, said: str) -> None:
     with pytest.raises(OSError, match=said):
-        read_rate([tmp_path], 4096, 2, 0.05, 0, ops)
+        read_rate(folders(tmp_path), TINY, 0.05, ops)
     assert list(tmp_path.iterdir()) == []
