@@ -64,7 +64,7 @@ def refreshed(text: str) -> str:
     """A page with all of its marked tables made from the recorded results."""
 
     def anew(block: re.Match[str]) -> str:
-        return f"{block[1]}{table(block[2])}\n{block[4]}" if block[2] in PROGRAMS else block[0]
+        return f"{block[1]}{table(block[2])}\n{block[4]}"
 
     return _BLOCK.sub(anew, text)
 

@@ -30,24 +30,25 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Literal
 
 import requests
 import torch
 
 from bench.compare.plan import with_bus
-from bench.harness.machine import Machine, find_machine
+from bench.harness.machine import Machine, MachineError, find_machine
 from bench.harness.methods import Method, server_options
 from bench.harness.models import TinyLlama
+from bench.harness.program import failing, stamp
 from bench.harness.report import OUT, markdown, write
-from bench.harness.server import Server
+from bench.harness.restorer import Restorer, restorer
 from hcache_backend.partition.measure import Bench, measure
 from hcache_backend.partition.model_config import read_model
-from hcache_backend.trace import Restore, read_trace, restored_from_l3
+from hcache_backend.trace import Restore
 
 Row = dict[str, Any]
 GAPS = 128
@@ -61,7 +62,6 @@ class Sweep:
 
     Attributes:
         slowed: What gets slower.
-        variable: Of the CPU engine: names a file with the rate in bytes per second; 0: no limit.
         layers: Of the model.
         tokens: Tokens of the prompt but its last one: a whole number of pages.
         rates: MB/s; 0: no limit.
@@ -72,8 +72,7 @@ class Sweep:
         automatic: Whether a server is started for each rate that chooses the partition itself.
     """
 
-    slowed: str
-    variable: str
+    slowed: Literal["bus", "L3"]
     layers: int
     tokens: int
     rates: tuple[float, ...]
@@ -96,7 +95,6 @@ AUTOMATIC = _ours("automatic", mode="auto")
 SWEEPS = {
     "partition": Sweep(
         slowed="bus",
-        variable="HCACHE_CPU_BUS_FILE",
         layers=8,
         tokens=1024,
         rates=(20, 50, 100, 200, 400, 800, 0),
@@ -112,7 +110,6 @@ SWEEPS = {
     ),
     "eager": Sweep(
         slowed="L3",
-        variable="HCACHE_CPU_L3_FILE",
         layers=4,
         tokens=4096,
         rates=(10, 25, 100, 200, 400, 0),
@@ -129,154 +126,147 @@ SWEEPS = {
 }
 
 
-class Runner:
-    """A server that has the prompt in its L3, and is stopped but for its turns."""
-
-    def __init__(self, server: Server, sweep: Sweep) -> None:
-        self._server, self._sweep = server, sweep
-        self._trace = server.options.log.parent / "trace.jsonl"
-        server.generate(self._prompt(sweep.tokens), 1)
-        server.flush_cache(timeout=300)
-        server.signal(signal.SIGSTOP)
-        self.restore()  # what is done once only
-
-    def _prompt(self, tokens: int, seed: int = 0) -> list[int]:
-        chosen = random.Random(seed)
-        return [chosen.randrange(self._sweep.shape.vocabulary) for _ in range(tokens + 1)]
-
-    @contextmanager
-    def _turn(self) -> Iterator[Server]:
-        self._server.signal(signal.SIGCONT)
-        try:
-            yield self._server
-        finally:
-            self._server.signal(signal.SIGSTOP)
-
-    def restore(self) -> Restore:
-        """Ask for a token after the prompt, which is in L3 only, and forget it again."""
-        with self._turn() as server:
-            _, offset = read_trace(self._trace)
-            server.generate(self._prompt(self._sweep.tokens), 1)
-            server.flush_cache()
-        restored = restored_from_l3(read_trace(self._trace, offset)[0])
-        tokens = restored.tokens if restored else 0
-        if restored is None or tokens < self._sweep.tokens:
-            raise SystemExit(f"only {tokens} of {self._sweep.tokens} tokens came back from L3")
-        return restored
-
-    def token_gaps(self, number: int, *, restore: bool = True) -> list[float]:
-        """Milliseconds between tokens of another request, from when the prompt is asked for.
-
-        Args:
-            number: Another request for each.
-            restore: False: the prompt is not asked for.
-        """
-        begun, stamps = threading.Event(), []
-        sampling = {"max_new_tokens": GAPS + 32, "ignore_eos": True}
-        body = {"input_ids": self._prompt(64, number), "sampling_params": sampling, "stream": True}
-
-        def generate() -> None:
-            url = f"{self._server.url}/generate"
-            with requests.post(url, json=body, stream=True, timeout=600) as answer:
-                for line in answer.iter_lines():
-                    if line.startswith(b"data: {"):
-                        stamps.append(time.monotonic())
-                        begun.set()
-
-        with self._turn() as server:
-            other = threading.Thread(target=generate)
-            other.start()
-            begun.wait()
-            start = restored = time.monotonic()
-            if restore:
-                server.generate(self._prompt(self._sweep.tokens), 1)
-                restored = time.monotonic()
-            other.join()
-            server.flush_cache()
-        last = sum(stamp < start for stamp in stamps) - 1
-        timed = stamps[last : last + GAPS + 1]
-        if len(timed) <= GAPS or timed[-1] < restored:
-            raise SystemExit("the other request ended before the restore")
-        return [1e3 * (b - a) for a, b in pairwise(timed)]
-
-    def partition(self) -> list[int]:
-        """Layers by method, in the order of :data:`HOW`, as the server's log says."""
-        (said,) = set(re.findall(r"hcache: partition: (.*); the best for", self._server.log_text()))
-        numbers = (re.search(rf"(\d+) layers? {how}", said) for how in HOW)
-        return [int(number[1]) if number else 0 for number in numbers]
+def prompt(sweep: Sweep, tokens: int, seed: int = 0) -> list[int]:
+    """Random tokens; others for each seed."""
+    source = random.Random(seed)
+    return [source.randrange(sweep.shape.vocabulary) for _ in range(tokens)]
 
 
-class Starter:
-    """Starts servers of a sweep, in folders of their own."""
+@contextmanager
+def started(
+    sweep: Sweep, machine: Machine, model: Path, name: str, method: Method, **hcache: str
+) -> Iterator[Restorer]:
+    """A server of a method that has the prompt in its L3, and is stopped but for its turns.
 
-    def __init__(self, sweep: Sweep, machine: Machine, folder: Path) -> None:
-        self._sweep, self._machine, self._folder = sweep, machine, folder
-        self._rate = folder / "rate"
-        self.slow_down(0)
-        self.model = sweep.shape.build(folder)
+    Args:
+        name: Of its folder, which is beside the model's.
+        hcache: More options of ours.
+    """
+    folder = model.parent / name
+    options = server_options(
+        method,
+        machine,
+        model,
+        folder,
+        pool_tokens=2 * sweep.tokens,
+        hcache=hcache,
+        extra_args=("--mem-fraction-static", "0.5"),  # the others' weights count as used
+    )
+    with restorer(options, folder / "l3") as server:
+        server.store(prompt(sweep, sweep.tokens))
+        restore(server, sweep)  # what is done once only
+        yield server
 
-    def slow_down(self, mb_per_s: float) -> None:
-        """For all servers; 0: no limit."""
-        self._rate.write_text(str(mb_per_s * 1e6))
 
-    @contextmanager
-    def __call__(self, name: str, method: Method, **hcache: str) -> Iterator[Runner]:
-        """A server of a method, with more options of ours."""
-        options = server_options(
-            method,
-            self._machine,
-            self.model,
-            self._folder / name,
-            pool_tokens=2 * self._sweep.tokens,
-            hcache=hcache,
-            trace=True,
-            extra_env={self._sweep.variable: str(self._rate)},
-            extra_args=("--mem-fraction-static", "0.5"),  # the others' weights count as used
-        )
-        with Server(options) as server:
-            yield Runner(server, self._sweep)
+def restore(server: Restorer, sweep: Sweep) -> Restore:
+    """Bring the prompt back, in a turn of the server."""
+    with turn(server):
+        return server.restore(prompt(sweep, sweep.tokens))
+
+
+@contextmanager
+def turn(server: Restorer) -> Iterator[None]:
+    """The server runs in the block and is stopped behind it."""
+    server.server.signal(signal.SIGCONT)
+    try:
+        yield
+    finally:
+        server.server.signal(signal.SIGSTOP)
+
+
+def token_gaps(
+    restored: Restorer, sweep: Sweep, number: int, *, restores: bool = True
+) -> list[float]:
+    """Milliseconds between tokens of another request, from when the prompt is asked for.
+
+    Args:
+        number: Another request for each.
+        restores: False: the prompt is not asked for.
+    """
+    begun, stamps = threading.Event(), []
+    sampling = {"max_new_tokens": GAPS + 32, "ignore_eos": True}
+    body = {"input_ids": prompt(sweep, 65, number), "sampling_params": sampling, "stream": True}
+    server = restored.server
+
+    def generate() -> None:
+        with requests.post(f"{server.url}/generate", json=body, stream=True, timeout=600) as answer:
+            for line in answer.iter_lines():
+                if line.startswith(b"data: {"):
+                    stamps.append(time.monotonic())
+                    begun.set()
+
+    with turn(restored):
+        other = threading.Thread(target=generate)
+        other.start()
+        begun.wait()
+        start = end = time.monotonic()
+        if restores:
+            server.generate([*prompt(sweep, sweep.tokens), 0], 1)
+            end = time.monotonic()
+        other.join()
+        server.flush_cache()
+    last = sum(stamp < start for stamp in stamps) - 1
+    timed = stamps[last : last + GAPS + 1]
+    if len(timed) <= GAPS or timed[-1] < end:
+        raise server.error("the other request ended before the restore")
+    return [1e3 * (b - a) for a, b in pairwise(timed)]
+
+
+def partition(server: Restorer) -> list[int]:
+    """Layers by method, in the order of :data:`HOW`, as the server's log says."""
+    log = server.server.log_text()
+    (said,) = set(re.findall(r"hcache: partition: (.*); the best for", log))
+    numbers = (re.search(rf"(\d+) layers? {how}", said) for how in HOW)
+    return [int(number[1]) if number else 0 for number in numbers]
 
 
 def run(sweep: Sweep, machine: Machine) -> Row:
     """All rates, and the balanced one with another request."""
     torch.set_num_threads(1)  # as the servers compute
     with tempfile.TemporaryDirectory(prefix="hcache-bench-") as scratch, ExitStack() as stack:
-        start = Starter(sweep, machine, Path(scratch))
-        bench = Bench(read_model(start.model), torch.device("cpu"), torch.float32, 2.0)
+        model = sweep.shape.build(Path(scratch))
+        start = partial(started, sweep, machine, model)
+        bench = Bench(read_model(model), torch.device("cpu"), torch.float32, 2.0)
         profile = measure(bench, None, ()) if sweep.automatic else None
-        runners = {
+        servers = {
             name: stack.enter_context(start(name, how)) for name, how in sweep.methods.items()
         }
-        hidden = runners[sweep.hidden]
-        alone = median(hidden.restore().load_ms for _ in range(3))
+        hidden = servers[sweep.hidden]
+        alone = median(restore(hidden, sweep).load_ms for _ in range(3))
         size = sweep.tokens * sweep.shape.kv_bytes_per_token / 2
         balanced = round(size / alone / 1e3, 1)
         rows = []
         for rate in sorted({*sweep.rates, balanced}, key=lambda rate: rate or float("inf")):
             print(f"{rate or 'no limit of'} MB/s", flush=True)
-            start.slow_down(rate)
             with ExitStack() as once:
-                every = dict(runners)
+                every = dict(servers)
                 if profile is not None:
                     path = Path(scratch) / "profile.json"
                     (with_bus(profile, rate * 1e6) if rate else profile).save(path)
                     server = start(f"auto-{rate:g}", AUTOMATIC, profile=str(path))
                     every["auto"] = once.enter_context(server)
+                slow_down(sweep, every, rate)
                 rows.append(measure_rate(rate, every, sweep))
         print("while another request generates", flush=True)
-        start.slow_down(balanced)
-        gaps = measure_gaps(runners, hidden, sweep.rounds)
+        slow_down(sweep, servers, balanced)
+        gaps = measure_gaps(servers, sweep)
     return {"balanced_mb_per_s": balanced, "rates": rows, "time_between_tokens": gaps}
 
 
-def measure_rate(rate: float, runners: dict[str, Runner], sweep: Sweep) -> Row:
+def slow_down(sweep: Sweep, servers: Mapping[str, Restorer], mb_per_s: float) -> None:
+    """Limit what the sweep slows down, for all servers; 0: no limit."""
+    for server in servers.values():
+        server.slow_down(**{sweep.slowed.lower(): mb_per_s * 1e6})
+
+
+def measure_rate(rate: float, servers: Mapping[str, Restorer], sweep: Sweep) -> Row:
     """Rounds of one restore by every server, in changing order."""
-    found: dict[str, list[Restore]] = {name: [] for name in runners}
+    found: dict[str, list[Restore]] = {name: [] for name in servers}
     for number in range(sweep.rounds):
-        order = list(runners)
+        order = list(servers)
         random.Random(number).shuffle(order)
         for name in order:
-            found[name].append(runners[name].restore())
+            found[name].append(restore(servers[name], sweep))
     times = {name: [getattr(each, sweep.timed) for each in all_] for name, all_ in found.items()}
     parts = {
         part: median(getattr(each, f"{part}_ms") for each in found[sweep.hidden])
@@ -286,18 +276,18 @@ def measure_rate(rate: float, runners: dict[str, Runner], sweep: Sweep) -> Row:
         "mb_per_s": rate or None,
         "ms": {name: median(values) for name, values in times.items()},
         "layerwise_parts_ms": parts,
-        "partition": runners["auto"].partition() if sweep.automatic else None,
+        "partition": partition(servers["auto"]) if sweep.automatic else None,
         "rounds": {name: [round(ms, 1) for ms in values] for name, values in times.items()},
     }
 
 
-def measure_gaps(runners: dict[str, Runner], hidden: Runner, rounds: int) -> Row:
+def measure_gaps(servers: Mapping[str, Restorer], sweep: Sweep) -> Row:
     """Time between tokens of another request while each server restores; ``none``: nothing."""
-    found: dict[str, list[list[float]]] = {name: [] for name in (*runners, "none")}
-    for number in range(1, rounds + 1):
-        for name, runner in runners.items():
-            found[name].append(runner.token_gaps(number))
-        found["none"].append(hidden.token_gaps(number, restore=False))
+    found: dict[str, list[list[float]]] = {name: [] for name in (*servers, "none")}
+    for number in range(1, sweep.rounds + 1):
+        for name, server in servers.items():
+            found[name].append(token_gaps(server, sweep, number))
+        found["none"].append(token_gaps(servers[sweep.hidden], sweep, number, restores=False))
     return {
         name: {
             "tokens": GAPS,
@@ -378,18 +368,18 @@ def main() -> None:
     options = vars(parser.parse_args())
     name, out = options.pop("sweep"), options.pop("out")
     sweep = replace(SWEEPS[name], **{key: value for key, value in options.items() if value})
-    machine = find_machine()
-    if machine.device != "cpu":
-        raise SystemExit("this slows the CPU engine down; see bench/gpu/ for GPUs")
-    results = {
-        "sweep": name,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": machine.name,
-        "cores": os.cpu_count(),
-        "model": sweep.shape.describe(),
-        "tokens": sweep.tokens,
-        **run(sweep, machine),
-    }
+    with failing():
+        machine = find_machine()
+        if machine.device != "cpu":
+            raise MachineError("this slows the CPU engine down; see bench/gpu/ for GPUs")
+        results = {
+            "sweep": name,
+            **stamp(machine),
+            "cores": os.cpu_count(),
+            "model": sweep.shape.describe(),
+            "tokens": sweep.tokens,
+            **run(sweep, machine),
+        }
     print(table_lines(results))
     write(out, name, results, draw)
 

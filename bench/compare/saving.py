@@ -2,7 +2,7 @@
 
 Decode steps of more and more sequences, each with a history of 512 tokens, as in the paper's figure
 14: without saving, and with ours (two stages, section 4.2.2). The figure's DirectIO, which writes
-within the step, is a variant of ``bench/gpu/capture.py``.
+within the step, is a variant of ``bench.gpu.capture``.
 """
 
 from __future__ import annotations

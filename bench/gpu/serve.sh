@@ -6,7 +6,7 @@ Needs hcache-backend, aiohttp, matplotlib and SGLang in the Python of \$PYTHON (
 the network: weights are random (--load-format dummy), and there is no tokenizer.
 
   --models   which, in one argument (default: all)
-  --results  where compare-MODEL.json, .md and pictures go (default: bench/results/DEVICE)
+  --results  where compare-MODEL.json, .md and pictures go (default: out/DEVICE)
   --dry-run  tiny models of the same architectures, on the CPU engine where there is no GPU: one
              short history by two methods. Its times mean nothing; kept only where --results says
   --         what follows is given to python -m bench.compare, as --part restore"

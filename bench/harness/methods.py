@@ -10,7 +10,6 @@ from typing import Any, Literal
 from bench.harness.machine import Machine
 from bench.harness.options import ServerOptions, hcache_config
 from hcache_backend.cli.common import fail
-from hcache_backend.trace import TRACE_VARIABLE
 
 PAGE_SIZE = 64
 HYBRID = "hybrid"
@@ -77,24 +76,20 @@ def server_options(
     pool_tokens: int,
     l3: Path | None = None,
     hcache: Mapping[str, Any] | None = None,
-    trace: bool = False,
     **options: Any,
 ) -> ServerOptions:
     """Options of a server of a method, with its log (``server.log``) and files in ``folder``.
 
     Args:
         model: A folder, or a name that SGLang knows.
-        folder: For log, L3 (``l3``), unless another folder is given, and trace (``trace.jsonl``).
+        folder: For the log, and for L3 (``l3``) unless another folder is given.
         pool_tokens: Tokens of the device's KV pool.
         l3: Another folder for L3.
         hcache: More options of ours.
-        trace: Write the trace: every restore then waits for the device, to time itself.
         options: Further fields of :class:`ServerOptions`.
     """
     pages = l3 or folder / "l3"
     environment = dict(options.pop("extra_env", {}))
-    if trace:
-        environment[TRACE_VARIABLE] = str(folder / "trace.jsonl")
     config: dict[str, Any] | None = None
     if method.storage == "file":
         config = {"prefetch_threshold": PAGE_SIZE}

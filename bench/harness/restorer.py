@@ -45,7 +45,7 @@ class Restorer:
         self._folder = folder
         self._trace, self._offset = folder / "trace.jsonl", 0
 
-    def slow_down(self, bus: float, l3: float) -> None:
+    def slow_down(self, bus: float = 0.0, l3: float = 0.0) -> None:
         """Limit copies to the device and reads of L3 to these bytes per second; 0: no limit.
 
         Only on the CPU engine.

@@ -13,7 +13,6 @@ BLOCKS = [
     pytest.param(name, content, id=f"{page.name}-{name}")
     for page in PAGES
     for name, content in marked(page.read_text())
-    if name in PROGRAMS
 ]
 
 
