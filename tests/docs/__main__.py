@@ -10,10 +10,11 @@ import typer
 
 from tests.docs.blocks import block_findings, runnable
 from tests.docs.links import link_findings
-from tests.docs.names import name_findings, unmentioned
+from tests.docs.names import name_findings, unmentioned, untabled
 from tests.docs.pages import Finding, read_page
 
 ROOT = Path(__file__).resolve().parents[2]
+OPTIONS = ROOT / "docs" / "options.md"
 
 
 def pages_of(root: Path) -> list[Path]:
@@ -32,6 +33,7 @@ def check(
     every = [read_page(path.resolve()) for path in pages or pages_of(ROOT)]
     if not pages:
         findings += [Finding(every[0].path, 1, problem) for problem in unmentioned(every)]
+        findings += [Finding(OPTIONS, 1, problem) for problem in untabled(read_page(OPTIONS))]
     for page in every:
         found = [*link_findings(page, ROOT), *name_findings(page)]
         name = page.path.relative_to(ROOT) if page.path.is_relative_to(ROOT) else page.path

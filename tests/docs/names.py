@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatch
 from functools import cache
@@ -42,7 +43,7 @@ _FILE = re.compile(
 _DEFINITION = re.compile(r"([\w./-]+\.py):([A-Za-z_][\w.]*)")
 _PLACEHOLDER = re.compile(r"[A-Z]{3,}")
 _TARGET = re.compile(r"make ([a-z][\w-]*)")
-_PROGRAM = re.compile(r"python -m ((?:bench|tests)(?:\.[a-z_]+)+)")
+_PROGRAM = re.compile(r"python -m ((?:bench|tests)(?:\.[a-z_]+)+)([^|;&<>\n`]*)")
 
 
 def name_findings(page: Page) -> Iterator[Finding]:
@@ -66,13 +67,23 @@ def name_findings(page: Page) -> Iterator[Finding]:
 
 
 def unmentioned(pages: Sequence[Page]) -> Iterator[str]:
-    """Commands, metrics, options and variables of ours that are not in ``pages``."""
+    """Commands and metrics of ours that are not in ``pages``."""
     text = "\n".join(piece.text for page in pages for piece in _all_code(page))
-    codes = {code.text for page in pages for code in page.codes}
-    commands = [f"hcache {name}" for name in _root().commands]
+    commands = [f"hcache {name}" for name in _commands_of(app)]
     yield from (f"no page speaks of {n}" for n in (*commands, *_families()) if n not in text)
-    options = (*VARIABLES, *HCacheConfig.model_fields)
-    yield from (f"no page speaks of {name}" for name in options if name not in codes)
+
+
+def untabled(page: Page) -> Iterator[str]:
+    """Options and variables of ours that do not stand once in the page's one table of them."""
+    for header, ours in (
+        ("option", HCacheConfig.model_fields),
+        ("environment variable", VARIABLES),
+    ):
+        tables = [table for table in page.tables if table.header[0] == header]
+        if len(tables) != 1:
+            yield f"{len(tables)} tables have the header {header!r}, not one"
+        named = Counter(name for table in tables for row in table.rows for name in row.codes[0])
+        yield from (f"{name} stands {named[name]} times" for name in ours if named[name] != 1)
 
 
 def _all_code(page: Page) -> Iterator[Piece]:
@@ -94,9 +105,10 @@ def _all_code(page: Page) -> Iterator[Piece]:
 
 
 @cache
-def _root() -> Any:
-    """``hcache`` as a command; those that have commands below them list them in ``commands``."""
-    return typer.main.get_command(app)
+def _commands_of(program: typer.Typer) -> dict[str, Any]:
+    """The commands of a program by their names; a program that is one command has it as ""."""
+    command: Any = typer.main.get_command(program)
+    return getattr(command, "commands", {"": command})
 
 
 def _options_of(command: Any) -> set[str]:
@@ -107,22 +119,16 @@ def _options_of(command: Any) -> set[str]:
 
 
 @cache
-def _every_option() -> frozenset[str]:
-    """The options of our commands and of the programs in ``bench``."""
-    found: set[str] = set()
-
-    def walk(command: Any) -> None:
-        found.update(_options_of(command))
-        for child in getattr(command, "commands", {}).values():
-            walk(child)
-
-    walk(_root())
-    for program in (compare, demo, multiturn):
-        walk(typer.main.get_command(program))
+def _every_option() -> set[str]:
+    """The options of ``hcache`` and of the programs in ``bench``."""
+    commands = [
+        c for program in (app, compare, demo, multiturn) for c in _commands_of(program).values()
+    ]
+    found = set().union(*map(_options_of, commands))
     for file in (ROOT / "bench").glob("**/*"):
         if file.suffix in (".py", ".sh"):
             found |= set(re.findall(r'"(--[a-z][\w-]*)"', file.read_text()))
-    return frozenset(found)
+    return found
 
 
 @cache
@@ -151,19 +157,18 @@ def _commands(text: str) -> Iterator[str]:
     joined = text.replace("\\\n", " ")
     for rest in _CALL.findall(joined):
         words = re.findall(r"[^\s\[\]()'\"]+", rest)
-        command = _root()
+        options = {"--help"}
         name = "hcache"
-        while words and hasattr(command, "commands") and not words[0].startswith("-"):
-            child = command.commands.get(words[0])
-            if child is None:
-                yield f"`{name}` has no command {words[0]!r}; it has {', '.join(command.commands)}"
-                return
-            name, command = f"{name} {words.pop(0)}", child
-        known = _options_of(command)
+        if words and not words[0].startswith("-"):
+            name, commands = f"hcache {words[0]}", _commands_of(app)
+            if words[0] not in commands:
+                yield f"`hcache` has no command {words[0]!r}; it has {', '.join(commands)}"
+                continue
+            options = _options_of(commands[words[0]])
         for word in words:
             option = word.split("=")[0].rstrip(".,:")
-            if re.fullmatch(r"--?[a-zA-Z][\w-]*", option) and option not in known:
-                yield f"`{name}` has no option {option}; it has {', '.join(sorted(known))}"
+            if re.fullmatch(r"--?[a-zA-Z][\w-]*", option) and option not in options:
+                yield f"`{name}` has no option {option}; it has {', '.join(sorted(options))}"
     if "sglang.launch_server" in joined:
         for option in _OPTION.findall(joined):
             if not _is_known_option(option):
@@ -320,10 +325,13 @@ def _definitions(path: Path) -> frozenset[str]:
 
 def _programs(text: str) -> Iterator[str]:
     """``python -m bench.NAME``: a module or a package of this repository, and its options."""
-    for name in _PROGRAM.findall(text):
+    for name, rest in _PROGRAM.findall(text.replace("\\\n", " ")):
         path = ROOT / name.replace(".", "/")
         if not (path.with_suffix(".py").exists() or (path / "__main__.py").exists()):
             yield f"there is no program {name}"
+        elif name.startswith("bench."):
+            unknown = set(_OPTION.findall(rest)) - _every_option()
+            yield from (f"no program in bench has an option {option}" for option in sorted(unknown))
 
 
 def _target(text: str) -> Iterator[str]:

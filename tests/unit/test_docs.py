@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from hcache_backend.config import HCacheConfig
 from tests.docs import blocks
-from tests.docs.__main__ import ROOT, pages_of
+from tests.docs.__main__ import OPTIONS, ROOT, pages_of
 from tests.docs.blocks import block_findings, runnable
 from tests.docs.links import link_findings
-from tests.docs.names import name_findings, unmentioned
+from tests.docs.names import VARIABLES, name_findings, unmentioned, untabled
 from tests.docs.pages import Page, read_page
 
 MakePage = Callable[[str], Page]
@@ -40,15 +41,25 @@ def test_links_and_names_of_our_pages(path: Path) -> None:
     assert [*map(str, link_findings(page, ROOT)), *map(str, name_findings(page))] == []
 
 
-def test_every_name_of_ours_stands_in_our_pages(page: MakePage) -> None:
+def test_commands_and_metrics_stand_in_our_pages(page: MakePage) -> None:
     assert list(unmentioned([read_page(path) for path in pages_of(ROOT)])) == []
-    there = ("hcache plan", "hcache_pages", "HCACHE_ENABLE", "quota_bytes")
-    missing = list(
-        unmentioned([page("`hcache plan`, `hcache_pages_total`, `HCACHE_ENABLE`, `quota_bytes`")])
-    )
-    for name in ("hcache verify", "hcache_store", "HCACHE_CONFIG", "dirs", "mode"):
+    missing = list(unmentioned([page("`hcache plan`, `hcache_pages_total`")]))
+    for name in ("hcache verify", "hcache_store"):
         assert f"no page speaks of {name}" in missing
-    assert not any(found.endswith(there) for found in missing)
+    assert not any(found.endswith(("hcache plan", "hcache_pages")) for found in missing)
+
+
+def test_options_and_variables_stand_in_one_table(page: MakePage) -> None:
+    assert list(untabled(read_page(OPTIONS))) == []
+    rows = OPTIONS.read_text().splitlines(keepends=True)
+    for name in (*HCacheConfig.model_fields, *VARIABLES):
+        [row] = (row for row in rows if row.startswith("|") and f"`{name}`" in row.split("|")[1])
+        without = "".join(other for other in rows if other is not row)
+        assert f"{name} stands 0 times" in list(untabled(page(f"`{name}`\n\n{without}")))
+    twice = "".join(rows) + '\n| option | default |\n|-|-|\n| `mode` | `"auto"` |\n'
+    assert list(untabled(page(twice))) == [
+        "2 tables have the header 'option', not one", "mode stands 2 times",
+    ]  # fmt: skip
 
 
 def test_the_map_has_every_folder_of_the_product() -> None:
@@ -135,6 +146,10 @@ def test_names_that_exist(text: str, page: MakePage) -> None:
         ("`bench/nothing.py:main`", "there is no bench/nothing.py"),
         ("`engine/hooks.py:Hook.unhook`", "engine/hooks.py defines no Hook.unhook"),
         ("```sh\npython -m bench.nothing --out x\n```", "there is no program bench.nothing"),
+        (
+            "```sh\npython -m bench.demo \\\n --turn 2\n```",
+            "no program in bench has an option --turn",
+        ),
     ],
 )
 def test_names_that_do_not_exist(text: str, problem: str, page: MakePage) -> None:
