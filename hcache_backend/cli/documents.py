@@ -215,15 +215,15 @@ class Ingested:
     Attributes:
         stored: Documents that are in L3 now and were not in the journal.
         tokens: Of these.
-        found_tokens: Of these, those that L3 already had.
-        short: Of these, documents that are shorter than a page: nothing of them is stored.
+        tokens_found_in_l3: Of these, those that L3 already had.
+        shorter_than_a_page: Of these, documents of which nothing is stored.
         failed: Name of a document -> why the server refused it.
     """
 
     stored: int = 0
     tokens: int = 0
-    found_tokens: int = 0
-    short: int = 0
+    tokens_found_in_l3: int = 0
+    shorter_than_a_page: int = 0
     failed: dict[str, str] = field(default_factory=dict)
 
 
@@ -272,8 +272,8 @@ async def store_documents(
                 done()
         result.stored += 1
         result.tokens += prefilled.tokens
-        result.found_tokens += prefilled.found_in_l3
-        result.short += prefilled.tokens < page_size
+        result.tokens_found_in_l3 += prefilled.found_in_l3
+        result.shorter_than_a_page += prefilled.tokens < page_size
         return document, prefilled.tokens
 
     for start in range(0, len(missing), group):

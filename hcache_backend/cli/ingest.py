@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -22,9 +23,6 @@ from hcache_backend.cli.common import (
     table,
 )
 from hcache_backend.cli.metrics_page import METRICS_LAG_S, look, moved
-
-if TYPE_CHECKING:
-    from hcache_backend.cli.documents import Ingested
 
 FAILED = 1
 SHOWN_FAILURES = 10
@@ -109,7 +107,13 @@ def ingest(
             if missing:
                 await asyncio.sleep(METRICS_LAG_S)
             l3 = moved(before, await asyncio.to_thread(look, url))
-        return report(result, len(found) - missing, seconds, l3)
+        return {
+            **asdict(result),
+            "already_stored": len(found) - missing,
+            "seconds": seconds,
+            "tokens_per_second": result.tokens / seconds if seconds else 0.0,
+            "l3": l3,
+        }
 
     try:
         with explained():
@@ -122,26 +126,6 @@ def ingest(
         show(said)
     if said["failed"]:
         raise typer.Exit(FAILED)
-
-
-def report(result: Ingested, known: int, seconds: float, l3: dict[str, Any]) -> dict[str, Any]:
-    """What ``--json`` prints.
-
-    Args:
-        known: Documents that the journal named.
-        l3: What moved meanwhile.
-    """
-    return {
-        "stored": result.stored,
-        "already_stored": known,
-        "failed": result.failed,
-        "shorter_than_a_page": result.short,
-        "tokens": result.tokens,
-        "tokens_found_in_l3": result.found_tokens,
-        "seconds": seconds,
-        "tokens_per_second": result.tokens / seconds if seconds else 0.0,
-        "l3": l3,
-    }
 
 
 def show(said: dict[str, Any]) -> None:

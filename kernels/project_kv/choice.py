@@ -29,13 +29,12 @@ from .ways import TileConfig, Way, possible_ways
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
 ROWS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 """Tokens that are measured unless the caller says otherwise."""
 
 
 class ChoiceTable:
-    """The measured times of one device.
+    """The fastest way of each kind of layer and number of tokens that was measured on one device.
 
     Args:
         path: The file. What cannot be read counts as not measured.
@@ -43,44 +42,43 @@ class ChoiceTable:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fastest: dict[LayerKind, dict[int, Way]] = {}
-        self._microseconds: dict[tuple[LayerKind, int], dict[Way, float]] = {}
+        self._fastest: dict[str, dict[int, Way]] = {}
         try:
-            content = json.loads(path.read_text())
-            if content["format"] != FORMAT:
-                raise ValueError(f"format {content['format']} is not {FORMAT}")
-            measured = [_from_record(record) for record in content["measured"]]
+            self._fastest = {
+                kind: {int(rows): _way(config) for rows, config in configs.items()}
+                for kind, configs in json.loads(path.read_text()).items()
+            }
         except FileNotFoundError:
-            return
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            pass
+        except (OSError, ValueError, TypeError, AttributeError) as error:
             logger.warning("%s is unreadable and will be measured again: %r", path, error)
-            return
-        for each in measured:
-            self.add(*each)
 
     def measured(self, kind: LayerKind) -> set[int]:
         """The numbers of tokens that were measured for a kind of layer."""
-        return set(self._fastest.get(kind, ()))
+        return set(self._fastest.get(str(kind), ()))
 
     def pick(self, kind: LayerKind, n: int) -> Way | None:
         """The fastest way at the measured number of tokens nearest to ``n``; None: unmeasured."""
-        measured = self._fastest.get(kind)
+        measured = self._fastest.get(str(kind))
         if not measured:
             return None
         return measured[min(measured, key=lambda rows: abs(math.log2(rows / n)))]
 
     def add(self, kind: LayerKind, rows: int, microseconds: dict[Way, float]) -> None:
-        """Note how long each way took; takes the place of what was measured before."""
-        self._fastest.setdefault(kind, {})[rows] = min(microseconds, key=microseconds.__getitem__)
-        self._microseconds[kind, rows] = microseconds
+        """Note which way was the fastest; takes the place of what was measured before."""
+        fastest = min(microseconds, key=microseconds.__getitem__)
+        self._fastest.setdefault(str(kind), {})[rows] = fastest
 
     def save(self) -> None:
         """Write the file at once or not at all. A failure is logged: one can measure again."""
-        records = [_to_record(*key, times) for key, times in self._microseconds.items()]
+        configs = {
+            kind: {rows: way.config and asdict(way.config) for rows, way in ways.items()}
+            for kind, ways in self._fastest.items()
+        }
         draft = self.path.with_name(f"{self.path.name}.{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_text(json.dumps({"format": FORMAT, "measured": records}, indent=1))
+            draft.write_text(json.dumps(configs, indent=1))
             draft.replace(self.path)
         except OSError as error:
             logger.warning("cannot keep measurements in %s: %s", self.path, error)
@@ -88,31 +86,8 @@ class ChoiceTable:
                 draft.unlink()
 
 
-def _to_record(kind: LayerKind, rows: int, microseconds: dict[Way, float]) -> dict[str, Any]:
-    """What the file says of one measurement: the kind, and the ways, the fastest first."""
-    ways = [
-        {"config": asdict(way.config) if way.config else None, "microseconds": time}
-        for way, time in sorted(microseconds.items(), key=lambda item: item[1])
-    ]
-    dtype = str(kind.dtype).removeprefix("torch.")
-    return {**asdict(kind), "dtype": dtype, "rows": rows, "ways": ways}
-
-
-def _from_record(record: dict[str, Any]) -> tuple[LayerKind, int, dict[Way, float]]:
-    """What :func:`_to_record` wrote.
-
-    Raises:
-        ValueError, LookupError, TypeError, AttributeError: It did not write that.
-    """
-    fields = dict(record)
-    rows, ways = fields.pop("rows"), fields.pop("ways")
-    if not (isinstance(rows, int) and rows > 0 and ways):
-        raise ValueError(f"no times for {rows!r} rows")
-    times = {
-        Way(TileConfig(**way["config"]) if way["config"] else None): float(way["microseconds"])
-        for way in ways
-    }
-    return LayerKind(**fields | {"dtype": getattr(torch, fields["dtype"])}), rows, times
+def _way(config: dict[str, int] | None) -> Way:
+    return Way(config if config is None else TileConfig(**config))
 
 
 @lru_cache

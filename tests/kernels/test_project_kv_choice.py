@@ -80,13 +80,11 @@ def damage(change: Callable[[dict[str, Any]], object]) -> Callable[[str], str]:
         lambda text: text[: len(text) // 2],
         lambda text: "",
         lambda text: "[]",
-        damage(lambda content: content.update(format=0)),
-        damage(lambda content: content.pop("measured")),
-        damage(lambda content: content["measured"][0].pop("hidden")),
-        damage(lambda content: content["measured"][0].update(rows="many")),
-        damage(lambda content: content["measured"][0].update(dtype="bfloat17")),
-        damage(lambda content: content["measured"][0].update(ways=[])),
-        damage(lambda content: content["measured"][0]["ways"][0]["config"].update(colour=1)),
+        damage(lambda content: content.update({str(LLAMA): 1})),
+        damage(lambda content: content[str(LLAMA)].update(many=None)),
+        damage(lambda content: content[str(LLAMA)].update({"256": []})),
+        damage(lambda content: content[str(LLAMA)]["256"].update(colour=1)),
+        damage(lambda content: content[str(LLAMA)]["256"].pop("warps")),
     ],
 )
 def test_a_damaged_file_is_one_log_line_and_measured_again(

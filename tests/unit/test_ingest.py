@@ -166,7 +166,7 @@ def test_the_journal_names_documents_only_after_the_flush(tmp_path: Path) -> Non
     result = store(notes, documents, group=2, prefix="> ")
     assert [seen for seen in notes.seen if seen[0] == "f"] == ["flush 0", "flush 2", "flush 4"]
     assert sorted(seen for seen in notes.seen if seen[0] == ">") == [f"> {c}" for c in "abcde"]
-    assert (result.stored, result.tokens, result.found_tokens) == (5, 15, 5)
+    assert (result.stored, result.tokens, result.tokens_found_in_l3) == (5, 15, 5)
     assert notes.journal.read_text().count("\n") == 5
 
 
@@ -243,4 +243,4 @@ def test_a_server_in_use_is_not_flushed(tmp_path: Path) -> None:
 
 def test_documents_shorter_than_a_page_are_counted(tmp_path: Path) -> None:
     result = store(Notes(tmp_path / "journal"), texts(tmp_path, "abc", "abcd"), page_size=4)
-    assert (result.stored, result.short) == (2, 1)
+    assert (result.stored, result.shorter_than_a_page) == (2, 1)
