@@ -81,11 +81,16 @@ def existing_store(config: HCacheConfig) -> HCacheConfig:
 
 
 @contextmanager
-def explained() -> Iterator[None]:
-    """End the command with one line instead of a traceback if a folder cannot be used."""
+def explained(*also: type[Exception]) -> Iterator[None]:
+    """End the command with one line instead of a traceback if a folder cannot be used.
+
+    Args:
+        also: Other exceptions whose message says what is wrong.
+    """
+    failures: tuple[type[Exception], ...] = (OSError, lmdb.Error, *also)
     try:
         yield
-    except (OSError, lmdb.Error) as error:
+    except failures as error:
         fail(str(error))
 
 

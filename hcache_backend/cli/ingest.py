@@ -115,11 +115,8 @@ def ingest(
             "l3": l3,
         }
 
-    try:
-        with explained():
-            said = asyncio.run(run())
-    except (UnusableServer, DocumentError) as error:
-        fail(str(error))
+    with explained(UnusableServer, DocumentError):
+        said = asyncio.run(run())
     if as_json:
         print_json(said)
     else:

@@ -87,10 +87,8 @@ def plan(
     ] = None,
 ) -> None:
     """Plan which layers to store as hidden states, as KV, or not at all; predict restore times."""
-    try:
+    with explained(ModelConfigError):
         shape = read_model(model)
-    except ModelConfigError as error:
-        fail(str(error))
     _check_ranks(shape, tp)
     profile, is_preset = _find_hardware(hardware, ssds)
     halved = is_preset and shape.element_bytes == 4
@@ -124,10 +122,8 @@ def _find_hardware(name: str, ssds: int | None) -> tuple[Profile, bool]:
         near = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"the presets are {', '.join(PRESETS)}"
         fail(f"--hardware {name!r} is neither a preset nor a file; {hint}")
-    try:
+    with explained(ProfileError):
         profile = load_profile(path)
-    except ProfileError as error:
-        fail(str(error))
     if ssds:
         fail(
             f"--ssds {ssds}: the profile {name} has its own measured L3; leave --ssds out, or give "

@@ -45,10 +45,8 @@ def profile(
     as_json: AsJson = False,
 ) -> None:
     """Measure L3, the way to the device, projection and recomputation on this machine."""
-    try:
+    with explained(ModelConfigError):
         shape = read_model(model)
-    except ModelConfigError as error:
-        fail(str(error))
     config = settings(dirs)
     if out is not None and not out.absolute().parent.is_dir():
         fail(f"--out {out}: there is no folder {out.absolute().parent}")

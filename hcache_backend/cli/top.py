@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hcache_backend.cli.common import AsJson, human_bytes, print_json, screen, table
-from hcache_backend.cli.metrics_page import MetricsPage, NoMetrics, fetch, summary
+from hcache_backend.cli.metrics_page import MetricsPage, NoMetrics, look, summary
 
 DEFAULT_URL = "http://127.0.0.1:30000"
 
@@ -68,10 +68,9 @@ class Watched:
 
     def look(self) -> None:
         """Fetch the server's page."""
-        try:
-            page = fetch(self.url)
-        except NoMetrics as error:
-            self.page, self.problem = None, str(error)
+        page = look(self.url)
+        if isinstance(page, NoMetrics):
+            self.page, self.problem = None, str(page)
             return
         same_run = self.page is not None and page.follows(self.page)
         self.page, self.before, self.problem = page, self.page if same_run else None, None
