@@ -27,7 +27,7 @@ from hcache_backend.page import PageLayout
 from hcache_backend.restore.eager import batch_pages
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import Gather, RestorePipeline, gather_segments
-from hcache_kernels.project_kv import KVPool, project_kv
+from hcache_kernels.project_kv import KVPool, ProjectionCall, project_kv
 
 PAGE, BLOCK = 64, 4096
 
@@ -74,7 +74,7 @@ class Scene:
         self.layout.positions(self.memory.numpy())[:] = positions.cpu().view(pages, PAGE).numpy()
         for index, (layer, target) in enumerate(zip(layers, pools, strict=True)):
             hidden = torch.randn(tokens, shape.hidden, device=device.kind, dtype=device.dtype)
-            project_kv(hidden, positions, self.slots, layer.projection, target)
+            project_kv(ProjectionCall(hidden, positions, self.slots, layer.projection, target))
             rows = hidden.view(pages, -1)
             if kind == "kv":
                 both = (target.k, target.v)
@@ -87,7 +87,8 @@ class Scene:
         def fill(index: int) -> Callable[..., None]:
             def project(segments: Any, positions: Any, slots: Any) -> None:
                 rows = segments.view(device.dtype).view(-1, shape.hidden)
-                project_kv(rows, positions, slots, layers[index].projection, pools[index])
+                projection = layers[index].projection
+                project_kv(ProjectionCall(rows, positions, slots, projection, pools[index]))
 
             def store(segments: Any, positions: Any, slots: Any) -> None:
                 k, v = segments.view(device.dtype).view(-1, 2, PAGE, *rows_of_heads[1:]).unbind(1)

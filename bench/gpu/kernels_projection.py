@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hcache_kernels.project_kv import KeyNorm, KVPool, KVProjection, Rotary
+from hcache_kernels.project_kv import KeyNorm, KVPool, KVProjection, ProjectionCall, Rotary
 from hcache_kernels.project_kv.reference import compute_kv_reference, project_kv_reference
 from hcache_kernels.project_kv.spec import kind_of
 from hcache_kernels.project_kv.ways import LIBRARY, possible_ways
@@ -99,7 +99,7 @@ def measure_one(projection: KVProjection, n: int, dry_run: bool) -> dict[str, An
     slots = torch.randperm(n + OTHER_SLOTS, device=device)[:n]
     shape = (n + OTHER_SLOTS, projection.kv_heads, projection.head_dim)
     pool = KVPool(*(torch.randn(shape, device=device).to(dtype) for _ in "kv"))
-    arguments = (hidden, positions, slots, projection, pool)
+    call = ProjectionCall(hidden, positions, slots, projection, pool)
 
     product = torch.empty(n, len(weight), dtype=dtype, device=device)
     other_layout = weight.t().contiguous()
@@ -108,14 +108,14 @@ def measure_one(projection: KVProjection, n: int, dry_run: bool) -> dict[str, An
         "[in, out]": microseconds(partial(torch.mm, hidden, other_layout, out=product)),
     }
     del product, other_layout
-    composed = partial(project_kv_reference, *arguments)
-    torch_error, _ = error_of(composed, *arguments)
+    composed = partial(project_kv_reference, call)
+    torch_error, _ = error_of(composed, call)
     composed_us = microseconds(composed)
 
     ways = []
     for way in possible_ways(kind_of(projection), dtype, capability):
-        run = partial(way.run, *arguments)
-        error, untouched = error_of(run, *arguments)
+        run = partial(way.run, call)
+        error, untouched = error_of(run, call)
         ways.append(
             {
                 "way": "library" if way == LIBRARY else "fused",
@@ -146,16 +146,10 @@ def measure_one(projection: KVProjection, n: int, dry_run: bool) -> dict[str, An
     }
 
 
-def error_of(
-    run: Callable[[], object],
-    hidden: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    projection: KVProjection,
-    pool: KVPool,
-) -> tuple[float, bool]:
+def error_of(run: Callable[[], object], call: ProjectionCall) -> tuple[float, bool]:
     """Relative error (root mean square, K and V) of some rows against a product in float64, and
     whether the other slots are as they were."""
+    slots, projection, pool = call.slots, call.projection, call.pool
     named = torch.zeros(len(pool.k), dtype=torch.bool, device=slots.device)
     named[slots] = True
     before = [part[~named].clone() for part in (pool.k, pool.v)]
@@ -164,13 +158,13 @@ def error_of(
     untouched = all(
         torch.equal(part[~named], was) for part, was in zip((pool.k, pool.v), before, strict=True)
     )
-    some = torch.randperm(len(hidden), device=slots.device)[:CHECKED_ROWS]
+    some = torch.randperm(len(call.hidden), device=slots.device)[:CHECKED_ROWS]
     exact_projection = replace(
         projection,
         weight=projection.weight.double(),
         bias=projection.bias.double() if projection.bias is not None else None,
     )
-    exact = compute_kv_reference(hidden[some].double(), positions[some], exact_projection)
+    exact = compute_kv_reference(call.hidden[some].double(), call.positions[some], exact_projection)
     got = (pool.k[slots[some]].double(), pool.v[slots[some]].double())
     finite = bool(pool.k[slots].isfinite().all() and pool.v[slots].isfinite().all())
     error = sum(float((x - y).norm() / y.norm()) for x, y in zip(got, exact, strict=True)) / 2

@@ -16,7 +16,7 @@ from hcache_backend.page import PageLayout
 from hcache_backend.restore.layers import Fill, Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline, RestoreReport, gather_segments
 from hcache_kernels.codecs import Codec, make_codec
-from hcache_kernels.project_kv import KVPool, project_kv
+from hcache_kernels.project_kv import KVPool, ProjectionCall, project_kv
 
 PAGE = 64
 SPARE_PAGES = 8
@@ -145,7 +145,7 @@ class History:
                 whole[:, :own] = rows.view(-1, own, self.shape.hidden)
                 whole[:, own:] = self.others[index]
                 rows = whole.view(-1, self.shape.hidden)
-            project_kv(rows, positions, slots, layer.projection, pool)
+            project_kv(ProjectionCall(rows, positions, slots, layer.projection, pool))
 
         return fill
 

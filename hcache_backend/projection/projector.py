@@ -10,7 +10,7 @@ import torch
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.generic import GenericProjector
 from hcache_backend.projection.spec import LayerSpec
-from hcache_kernels.project_kv import KVPool, project_kv
+from hcache_kernels.project_kv import KVPool, ProjectionCall, project_kv
 
 
 class DevicePool(Protocol):
@@ -92,6 +92,6 @@ class Projector:
         """
         spec, pool = self._specs[layer.index], self.pool.of_layer(layer)
         if spec is not None and spec.fused and pool is not None:
-            project_kv(hidden, positions, slots, spec.projection(), pool)
+            project_kv(ProjectionCall(hidden, positions, slots, spec.projection(), pool))
         else:
             self.pool.store(layer.kernel, slots, *self.project(layer, hidden, positions))

@@ -15,6 +15,7 @@ from .spec import (
     KeyNorm,
     KVPool,
     KVProjection,
+    ProjectionCall,
     Rotary,
     check_call,
     check_projection,
@@ -26,6 +27,7 @@ __all__ = [
     "KVPool",
     "KVProjection",
     "KeyNorm",
+    "ProjectionCall",
     "Rotary",
     "check_projection",
     "check_rows",
@@ -35,42 +37,29 @@ __all__ = [
 ]
 
 
-def project_kv(
-    hidden: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    projection: KVProjection,
-    pool: KVPool,
-) -> None:
+def project_kv(call: ProjectionCall) -> None:
     """Write K and V of ``n`` tokens into their slots of the pool (paper section 3.1).
 
-    Slots may come in any order; slots that are not named stay untouched. A slot named twice gets
-    either row. Values beyond the range of an fp8 pool are stored as its largest.
-
-    Args:
-        hidden: Input of the QKV projection, ``[n, hidden]``, float32, float16 or bfloat16.
-        positions: Positions of the tokens, int32 or int64 ``[n]``.
-        slots: Where each token goes, int32 or int64 ``[n]``. The values are checked here only
-            when they are on the CPU; see :func:`check_rows`.
-        projection: The layer.
-        pool: The layer's pool.
+    Values of positions and slots are checked here only when they are on the CPU; see
+    :func:`check_rows`.
 
     Raises:
         ValueError: The arguments do not fit together. Nothing was written.
     """
-    check_call(hidden, positions, slots, projection, pool)
-    if not hidden.is_cuda:
-        check_rows(positions, slots, projection, pool)
-    if not len(hidden):
+    check_call(call)
+    n, device = len(call.hidden), call.hidden.device
+    if device.type != "cuda":
+        check_rows(call.positions, call.slots, call.projection, call.pool)
+    if not n:
         return
     way = None
-    if hidden.is_cuda:
-        way = choose(kind_of(projection), pool.k.dtype, len(hidden), hidden.device)
+    if device.type == "cuda":
+        way = choose(kind_of(call.projection), call.pool.k.dtype, n, device)
     if way is None:
-        project_kv_reference(hidden, positions, slots, projection, pool)
+        project_kv_reference(call)
         return
-    with torch.cuda.device(hidden.device):
-        way.run(hidden, positions, slots, projection, pool)
+    with torch.cuda.device(device):
+        way.run(call)
 
 
 def compute_kv(
@@ -87,5 +76,5 @@ def compute_kv(
     shape = (len(hidden), projection.kv_heads, projection.head_dim)
     pool = KVPool(hidden.new_empty(shape), hidden.new_empty(shape))
     slots = torch.arange(len(hidden), device=hidden.device)
-    project_kv(hidden, positions, slots, projection, pool)
+    project_kv(ProjectionCall(hidden, positions, slots, projection, pool))
     return pool.k, pool.v

@@ -19,12 +19,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ..timing import gpu_microseconds
-from .spec import KVPool, KVProjection, LayerKind, kind_of
+from .spec import KVPool, KVProjection, LayerKind, ProjectionCall, kind_of
 from .ways import TileConfig, Way, possible_ways
 
 logger = logging.getLogger(__name__)
@@ -138,12 +137,12 @@ def measure_choice(
     if not possible or not todo:
         return
     for n in todo:
-        arguments = _random_call(projection, pool_type, n)
-        table.add(kind, n, {way: microseconds(partial(way.run, *arguments)) for way in possible})
+        call = _random_call(projection, pool_type, n)
+        table.add(kind, n, {way: microseconds(partial(way.run, call)) for way in possible})
     table.save()
 
 
-def _random_call(projection: KVProjection, pool_type: torch.dtype, n: int) -> tuple[Any, ...]:
+def _random_call(projection: KVProjection, pool_type: torch.dtype, n: int) -> ProjectionCall:
     weight, rotary = projection.weight, projection.rotary
     device = weight.device
     hidden = torch.randn(n, weight.shape[1], device=device).to(weight.dtype)
@@ -152,4 +151,5 @@ def _random_call(projection: KVProjection, pool_type: torch.dtype, n: int) -> tu
         positions %= len(rotary.cos_sin)
     shape = (n, projection.kv_heads, projection.head_dim)
     k, v = (torch.empty(shape, dtype=pool_type, device=device) for _ in "kv")
-    return hidden, positions, torch.randperm(n, device=device), projection, KVPool(k, v)
+    slots = torch.randperm(n, device=device)
+    return ProjectionCall(hidden, positions, slots, projection, KVPool(k, v))

@@ -5,20 +5,14 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from .spec import FP8_TYPES, KeyNorm, KVPool, KVProjection, Rotary
+from .spec import FP8_TYPES, KeyNorm, KVProjection, ProjectionCall, Rotary
 
 
-def project_kv_reference(
-    hidden: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    projection: KVProjection,
-    pool: KVPool,
-) -> None:
+def project_kv_reference(call: ProjectionCall) -> None:
     """Like :func:`hcache_kernels.project_kv.project_kv`, on any device, arguments unchecked."""
-    k, v = compute_kv_reference(hidden, positions, projection)
-    _store(pool.k, slots, k, pool.k_scale)
-    _store(pool.v, slots, v, pool.v_scale)
+    k, v = compute_kv_reference(call.hidden, call.positions, call.projection)
+    _store(call.pool.k, call.slots, k, call.pool.k_scale)
+    _store(call.pool.v, call.slots, v, call.pool.v_scale)
 
 
 def compute_kv_reference(

@@ -93,6 +93,28 @@ class KVPool:
 
 
 @dataclass(frozen=True)
+class ProjectionCall:
+    """What one ``project_kv`` reads and writes.
+
+    Slots may come in any order; slots that are not named stay untouched. A slot named twice gets
+    either row. Values beyond the range of an fp8 pool are stored as its largest.
+
+    Attributes:
+        hidden: Input of the QKV projection, ``[n, hidden]``, float32, float16 or bfloat16.
+        positions: Positions of the tokens, int32 or int64 ``[n]``.
+        slots: Where each token goes, int32 or int64 ``[n]``.
+        projection: The layer.
+        pool: The layer's pool.
+    """
+
+    hidden: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    projection: KVProjection
+    pool: KVPool
+
+
+@dataclass(frozen=True)
 class LayerKind:
     """What decides how fast a layer's projection is; layers of a kind share what was measured.
 
@@ -154,20 +176,14 @@ def check_projection(projection: KVProjection) -> None:
         _check_rotary(projection.rotary, projection)
 
 
-def check_call(
-    hidden: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    projection: KVProjection,
-    pool: KVPool,
-) -> None:
+def check_call(call: ProjectionCall) -> None:
     """Refuse arguments that do not fit together. Reads no values, so it never synchronises.
 
     Raises:
         ValueError: Names the argument, its value and what would be right.
     """
-    check_projection(projection)
-    weight = projection.weight
+    check_projection(call.projection)
+    hidden, pool, weight = call.hidden, call.pool, call.projection.weight
     if not (hidden.ndim == 2 and hidden.shape[1] == weight.shape[1]):
         raise _wrong(
             "hidden", tuple(hidden.shape), f"[n, {weight.shape[1]}], as wide as the weight"
@@ -176,9 +192,9 @@ def check_call(
         raise _wrong("hidden", hidden.dtype, f"{weight.dtype}, as the weight")
     if hidden.stride(1) != 1:
         raise _wrong("hidden", f"strides {hidden.stride()}", "last stride 1")
-    for name, rows in (("positions", positions), ("slots", slots)):
+    for name, rows in (("positions", call.positions), ("slots", call.slots)):
         _check_vector(name, rows, (len(hidden),), INDEX_TYPES, weight.device)
-    _check_pool(pool, projection)
+    _check_pool(pool, call.projection)
     for name, tensor in (("hidden", hidden), ("pool.k", pool.k), ("pool.v", pool.v)):
         if tensor.device != weight.device:
             raise _wrong(name, tensor.device, f"on {weight.device}")

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from ..launch import Launch
 from .kernel import project_kv_kernel
-from .spec import FP8_TYPES, KVPool, KVProjection, LayerKind
+from .spec import FP8_TYPES, KVProjection, LayerKind, ProjectionCall
 
 EPILOGUE_TILE = 4096
 """Numbers that a program without a product holds: 32 a thread in 4 warps."""
@@ -105,20 +105,13 @@ class Way:
 
     config: TileConfig | None
 
-    def run(
-        self,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        projection: KVProjection,
-        pool: KVPool,
-    ) -> None:
-        """Like :func:`hcache_kernels.project_kv.project_kv`, arguments unchecked, ``n >= 1``."""
+    def run(self, call: ProjectionCall) -> None:
+        """Like :func:`hcache_kernels.project_kv.project_kv`, unchecked, ``n >= 1``."""
         if self.config is not None:
-            launches = fused_launches(hidden, positions, slots, projection, pool, self.config)
+            launches = fused_launches(call, self.config)
         else:
-            kv = F.linear(hidden, projection.weight, projection.bias)
-            launches = [epilogue_launch(kv, positions, slots, projection, pool)]
+            kv = F.linear(call.hidden, call.projection.weight, call.projection.bias)
+            launches = [epilogue_launch(kv, call)]
         for launch in launches:
             launch.run()
 
@@ -139,63 +132,38 @@ def possible_ways(
     return (LIBRARY, *map(Way, fused_configs(kind, capability)))
 
 
-def fused_launches(
-    hidden: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    projection: KVProjection,
-    pool: KVPool,
-    config: TileConfig,
-) -> list[Launch]:
+def fused_launches(call: ProjectionCall, config: TileConfig) -> list[Launch]:
     """The fused way's launches, in order.
 
     One, unless K is normalised over all heads: no tile holds a whole row of K then, so K without
     norm goes through a buffer ``[n, kv_heads, head_dim]``, and a second launch finishes it.
     """
+    projection = call.projection
     if projection.norm is None or projection.norm.over == "head":
-        return [_launch(hidden, positions, slots, projection, pool, config)]
-    keys = hidden.new_empty(len(hidden), projection.kv_heads, projection.head_dim)
-    product = _launch(
-        hidden,
-        positions,
-        slots,
-        replace(projection, norm=None, rotary=None),
-        replace(pool, k=keys),
-        config,
-        keys_by_row=True,
-    )
-    return [product, epilogue_launch(keys.flatten(1), positions, slots, projection, pool)]
+        return [_launch(call, config)]
+    keys = call.hidden.new_empty(len(call.hidden), projection.kv_heads, projection.head_dim)
+    bare = replace(projection, norm=None, rotary=None)
+    product = replace(call, projection=bare, pool=replace(call.pool, k=keys))
+    return [_launch(product, config, keys_by_row=True), epilogue_launch(keys.flatten(1), call)]
 
 
-def epilogue_launch(
-    kv: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    projection: KVProjection,
-    pool: KVPool,
-) -> Launch:
+def epilogue_launch(kv: torch.Tensor, call: ProjectionCall) -> Launch:
     """Norm, RoPE and scatter of a finished product.
 
     Args:
         kv: ``[n, 2 * kv_heads * head_dim]``, bias added; or only its K half, and V is left alone.
     """
-    return _launch(kv, positions, slots, projection, pool, epilogue_config(projection))
+    return _launch(replace(call, hidden=kv), epilogue_config(call.projection))
 
 
-def _launch(
-    source: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    projection: KVProjection,
-    pool: KVPool,
-    config: TileConfig,
-    keys_by_row: bool = False,
-) -> Launch:
-    """The kernel's launch on hidden states, or on a finished product where ``config`` has no depth.
+def _launch(call: ProjectionCall, config: TileConfig, keys_by_row: bool = False) -> Launch:
+    """The kernel's launch.
 
     Args:
+        call: Its hidden states are the finished product where ``config`` has no depth.
         keys_by_row: K of token i goes to row i of ``pool.k`` instead of its slot.
     """
+    source, projection, pool = call.hidden, call.projection, call.pool
     n, depth = source.shape
     heads, dim, pairs = projection.kv_heads, projection.head_dim, head_pairs(projection.head_dim)
     norm, rotary = projection.norm, projection.rotary
@@ -214,8 +182,8 @@ def _launch(
             "source": source,
             "weight": projection.weight if config.depth else None,
             "bias": projection.bias,
-            "positions": positions,
-            "slots": slots,
+            "positions": call.positions,
+            "slots": call.slots,
             "n": n,
             "depth": depth,
             "source_stride": source.stride(0),

@@ -18,7 +18,7 @@ from hcache_backend.page import PageLayout
 from hcache_backend.restore.layers import Fill, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_kernels.codecs import ExactCodec
-from hcache_kernels.project_kv import KVPool, KVProjection, project_kv
+from hcache_kernels.project_kv import KVPool, KVProjection, ProjectionCall, project_kv
 from hcache_kernels.project_kv.reference import compute_kv_reference
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -71,7 +71,8 @@ class Engine:
     def fill(self, layer: int) -> Fill:
         def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
             rows = segments.view(DTYPE).view(-1, WIDTH)
-            project_kv(rows, positions, slots, self.projections[layer], self.pools[layer])
+            projection, pool = self.projections[layer], self.pools[layer]
+            project_kv(ProjectionCall(rows, positions, slots, projection, pool))
 
         return fill
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hcache_kernels.project_kv import KeyNorm, KVPool, KVProjection, Rotary
+from hcache_kernels.project_kv import KeyNorm, KVPool, KVProjection, ProjectionCall, Rotary
 
 POSITIONS = 97
 SPARE_SLOTS = 9
@@ -73,27 +73,24 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Call:
-    """The arguments of one ``project_kv``, with a pool full of noise.
+class Call(ProjectionCall):
+    """A call with a pool full of noise.
 
     Attributes:
         memory: All bytes that the pool is a view of, its gaps too.
     """
 
-    hidden: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
-    projection: KVProjection
-    pool: KVPool
     memory: torch.Tensor
 
-    def written_by(self, way: Callable[..., None]) -> tuple[torch.Tensor, torch.Tensor]:
+    def written_by(
+        self, way: Callable[[ProjectionCall], None]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Let ``way`` write; K and V of the named slots ``[n, kv_heads, head_dim]`` in float64.
 
         Fails when another byte of the pool changed. The pool is then as it was before.
         """
         before = self.memory.clone()
-        way(self.hidden, self.positions, self.slots, self.projection, self.pool)
+        way(self)
         results = [part[self.slots.long()] for part in self._bits()]
         for part in self._bits():
             part[self.slots.long()] = 0

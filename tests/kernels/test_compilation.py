@@ -11,7 +11,7 @@ import torch
 from hcache_kernels import pages
 from hcache_kernels.codecs import make_codec
 from hcache_kernels.launch import Launch
-from hcache_kernels.project_kv import KeyNorm, KVPool, KVProjection, Rotary
+from hcache_kernels.project_kv import KeyNorm, KVPool, KVProjection, ProjectionCall, Rotary
 from hcache_kernels.project_kv.spec import kind_of
 from hcache_kernels.project_kv.ways import (
     TileConfig,
@@ -74,25 +74,22 @@ def make_projection(epilogue: str, head_dim: int, dtype: torch.dtype) -> KVProje
     return KVProjection(weight, bias, KV_HEADS, head_dim, norm, rotary)
 
 
-def make_arguments(
-    projection: KVProjection, pool_type: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, KVProjection, KVPool]:
-    """Positions, slots, projection and pool."""
-    indices = ids(N)
-    k = empty(N, projection.kv_heads, projection.head_dim, dtype=pool_type)
-    return indices, indices, projection, KVPool(k, k)
+def make_call(
+    epilogue: str, head_dim: int, dtype: torch.dtype, pool_type: torch.dtype
+) -> ProjectionCall:
+    projection, indices = make_projection(epilogue, head_dim, dtype), ids(N)
+    k = empty(N, KV_HEADS, head_dim, dtype=pool_type)
+    return ProjectionCall(empty(N, HIDDEN, dtype=dtype), indices, indices, projection, KVPool(k, k))
 
 
 def fused_launch(epilogue: str, head_dim: int, dtype: torch.dtype, config: TileConfig) -> Launch:
     pool_type = EPILOGUES[epilogue][-1] or dtype
-    arguments = make_arguments(make_projection(epilogue, head_dim, dtype), pool_type)
-    return fused_launches(empty(N, HIDDEN, dtype=dtype), *arguments, config)[0]
+    return fused_launches(make_call(epilogue, head_dim, dtype, pool_type), config)[0]
 
 
 def library_epilogue(epilogue: str, head_dim: int, pool_type: torch.dtype) -> Launch:
-    dtype = torch.bfloat16
-    arguments = make_arguments(make_projection(epilogue, head_dim, dtype), pool_type)
-    return epilogue_launch(empty(N, 2 * KV_HEADS * head_dim, dtype=dtype), *arguments)
+    kv = empty(N, 2 * KV_HEADS * head_dim, dtype=torch.bfloat16)
+    return epilogue_launch(kv, make_call(epilogue, head_dim, torch.bfloat16, pool_type))
 
 
 def projection_jobs(capability: tuple[int, int]) -> Jobs:

@@ -80,7 +80,7 @@ def test_rows_outside_are_refused_and_nothing_is_written(
     call = replace(call, **{field: put(getattr(call, field), row, value)})
     before = call.memory.clone()
     with pytest.raises(ValueError, match=message):
-        project_kv(call.hidden, call.positions, call.slots, call.projection, call.pool)
+        project_kv(call)
     with pytest.raises(ValueError, match=message):
         check_rows(call.positions, call.slots, call.projection, call.pool)
     assert torch.equal(call.memory, before)
@@ -153,7 +153,7 @@ def test_arguments_that_do_not_fit_are_refused(
 ) -> None:
     call = change(make_call(norm=("rms", "head", "weight"), rope=("neox", None)))
     with pytest.raises(ValueError, match=message):
-        project_kv(call.hidden, call.positions, call.slots, call.projection, call.pool)
+        project_kv(call)
 
 
 @pytest.mark.parametrize(("change", "message"), BAD_PROJECTIONS)
@@ -176,5 +176,5 @@ def test_fp8_saturates(pool_type: torch.dtype) -> None:
 def test_a_pool_of_another_type_than_the_models() -> None:
     call = make_call(dtypes=(torch.float32, torch.float32))
     pool = KVPool(call.pool.k.half(), call.pool.v.half())
-    project_kv(call.hidden, call.positions, call.slots, call.projection, pool)
+    project_kv(replace(call, pool=pool))
     torch.testing.assert_close(pool.v[call.slots].double(), exact_kv(call)[1], rtol=1e-3, atol=1e-3)
