@@ -15,7 +15,8 @@ import numpy as np
 from bench.store.pages import BATCH, MIB, NAMESPACE, WRITER, require
 from hcache_backend.config import parse_config
 from hcache_backend.store import WHOLE, PageStore
-from hcache_backend.store.index import Entry, Record
+from hcache_backend.store.format import PageName
+from hcache_backend.store.index import Entry
 
 
 def bench_index(folder: Path, pages: int) -> dict[str, float]:
@@ -59,8 +60,8 @@ def fill_index(store: PageStore, pages: int) -> None:
             )
             entries = []
             for number in numbers.tolist():
-                record = Record(WHOLE, 4096, 2 * MIB, WRITER, time.time_ns())
-                entries.append(Entry(NAMESPACE, scattered(number), record))
+                name = PageName(NAMESPACE, scattered(number), WHOLE)
+                entries.append(Entry(name, 4096, 2 * MIB, WRITER, time.time_ns()))
             folder.index.insert(entries)
 
 

@@ -220,7 +220,7 @@ def _store_round(
     speeds.note("write", STORE, size, write)
     drop_cache(path for volume in store.volumes for path in volume.path.glob("pages/??/*.page"))
     speeds.note("read", STORE, size, read)
-    store.clear(NAMESPACE)
+    store.drop(NAMESPACE)
 
 
 def _rival_round(

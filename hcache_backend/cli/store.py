@@ -31,9 +31,8 @@ from hcache_backend.config import HCacheConfig
 from hcache_backend.server_report import ServerReport, read_report
 from hcache_backend.store import FileOps, PageStore
 from hcache_backend.store.check import find_unknown_files, verify_folder
-from hcache_backend.store.folder import Folder, open_folder
+from hcache_backend.store.folder import Folder
 from hcache_backend.store.index import Entry
-from hcache_backend.store.page_io import PageIO
 
 _WRITER = b"hcachcli"  # a store has a writer; these commands write no pages
 _SHOWN_AT_MOST = 20
@@ -136,11 +135,10 @@ def verify(
                 with _opened(path) as folder:
                     folder.set_index_aside()
             with _opened(path) as folder:
-                io = PageIO(folder.ops, config.buffer_bytes)
                 if rebuild or (repair and folder.index_is_partial):
-                    adopted = len(find_unknown_files(folder, io, adopt=True, progress=report).pages)
+                    adopted = len(find_unknown_files(folder, adopt=True, progress=report).pages)
                     folder.mark_index_complete()
-                found = verify_folder(folder, io, repair=repair, progress=report)
+                found = verify_folder(folder, repair=repair, progress=report)
             results[str(path)] = {
                 **asdict(found),
                 "adopted": adopted,
@@ -196,7 +194,7 @@ def clear(
         doomed: Counter[bytes] = Counter()
         for path in config.dirs:
             with _opened(path) as folder:
-                doomed.update(entry.namespace for entry in _entries(folder, namespace))
+                doomed.update(entry.name.namespace for entry in _entries(folder, namespace))
     if namespace is not None and len(doomed) > 1:
         fail(f"namespace {namespace!r} could be {len(doomed)} of them; give more digits")
     count = doomed.total()
@@ -206,7 +204,7 @@ def clear(
     dropped = 0
     with explained(), closing(_store(config)) as store, progress_bar(hidden=as_json) as progress:
         for name in progress.track(sorted(doomed), description="deleting"):
-            dropped += sum(volume.drop(name) for volume in store.volumes)
+            dropped += store.drop(name)
     if as_json:
         print_json({"pages": dropped})
     else:
@@ -216,14 +214,16 @@ def clear(
 @contextmanager
 def _opened(path: Path) -> Iterator[Folder]:
     """A store folder, opened beside the servers that use it."""
-    with closing(open_folder(path, FileOps(), create=False)) as folder:
+    with closing(Folder(path, FileOps(), HCacheConfig().buffer_bytes, create=False)) as folder:
         yield folder
 
 
 def _entries(folder: Folder, namespace: str | None) -> Iterator[Entry]:
     """The entries of ``folder`` whose namespace begins with these hexadecimal digits."""
     digits = (namespace or "").lower()
-    return (entry for entry in folder.index.entries() if entry.namespace.hex().startswith(digits))
+    for entry in folder.index.entries():
+        if entry.name.namespace.hex().startswith(digits):
+            yield entry
 
 
 def _folder_stats(path: Path) -> dict[str, Any]:
@@ -232,11 +232,11 @@ def _folder_stats(path: Path) -> dict[str, Any]:
         spaces: dict[str, dict[str, Any]] = {}
         for entry in folder.index.entries():
             space = spaces.setdefault(
-                entry.namespace.hex(), {"pages": 0, "bytes": 0, "last_used": 0.0}
+                entry.name.namespace.hex(), {"pages": 0, "bytes": 0, "last_used": 0.0}
             )
             space["pages"] += 1
-            space["bytes"] += entry.record.file_bytes
-            space["last_used"] = max(space["last_used"], entry.record.stamp / 1e9)
+            space["bytes"] += entry.file_bytes
+            space["last_used"] = max(space["last_used"], entry.stamp / 1e9)
         report = read_report(path)
         return {
             "folder": str(path),
@@ -244,7 +244,7 @@ def _folder_stats(path: Path) -> dict[str, Any]:
             "pages": totals.pages,
             "bytes": totals.bytes,
             "free_bytes": folder.ops.free_bytes(folder.root_fd),
-            "direct_io": bool(folder.alignment.flags),
+            "direct_io": bool(folder.io.alignment.flags),
             "index_complete": not folder.index_is_partial,
             "namespaces": spaces,
         }
@@ -259,15 +259,15 @@ def _last_server(path: Path, report: ServerReport) -> str:
 
 
 def _row(path: Path, entry: Entry) -> dict[str, Any]:
-    record = entry.record
+    namespace, key, share = entry.name
     return {
         "folder": str(path),
-        "namespace": entry.namespace.hex(),
-        "key": entry.key.hex(),
-        "share": f"{record.share.number} of {record.share.of}",
-        "bytes": record.file_bytes,
-        "writer": record.writer.hex(),
-        "last_used": record.stamp / 1e9,
+        "namespace": namespace.hex(),
+        "key": key.hex(),
+        "share": f"{share.number} of {share.of}",
+        "bytes": entry.file_bytes,
+        "writer": entry.writer.hex(),
+        "last_used": entry.stamp / 1e9,
     }
 
 

@@ -200,7 +200,7 @@ class HCacheStorage(HiCacheStorage):
         """Delete the pages of this server's namespaces; other models in the folders stay."""
         nothing: list[bytes] = []
         for namespace in self._guard("clear", self._own_namespaces, nothing):
-            self._guard("clear", partial(self._store.clear, namespace), None)
+            self._guard("clear", partial(self._store.drop, namespace), 0)
 
     def get_stats(self) -> StorageMetrics:
         """Pages and bandwidths since the last call."""
@@ -360,7 +360,7 @@ class HCacheStorage(HiCacheStorage):
     def _drop_own_pages(self) -> None:
         def drop() -> int:
             return sum(
-                self._store.drop_writer(namespace, self._runtime.writer)
+                self._store.drop(namespace, self._runtime.writer)
                 for namespace in self._own_namespaces()
             )
 

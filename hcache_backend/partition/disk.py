@@ -17,8 +17,9 @@ from typing import NamedTuple
 from hcache_backend.config import HCacheConfig
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.store import FileOps, best_file_ops
+from hcache_backend.store.file_ops import FOLDER
 from hcache_backend.store.format import round_up
-from hcache_backend.store.page_io import Alignment, PageIO, probe_alignment
+from hcache_backend.store.page_io import PageIO, probe_alignment
 
 _FILE_BYTES = 512 << 20
 _LEAST_PIECES = 8
@@ -41,7 +42,7 @@ class ReadRate(NamedTuple):
 class _Probe(NamedTuple):
     fd: int
     pieces: int
-    alignment: Alignment
+    io: PageIO
 
 
 def read_rate(
@@ -67,8 +68,8 @@ def read_rate(
             for path in config.dirs
         ]
         return ReadRate(
-            _read(ops, probes, piece, config.io_threads, seconds),
-            all(probe.alignment.flags for probe in probes),
+            _read(probes, piece, config.io_threads, seconds),
+            all(probe.io.alignment.flags for probe in probes),
         )
 
 
@@ -80,7 +81,7 @@ def _written(
     while not place.exists():
         place = place.parent
     with tempfile.TemporaryDirectory(prefix=".hcache-profile-", dir=place) as folder:
-        dir_fd = ops.open_folder(folder)
+        dir_fd = os.open(folder, FOLDER)
         try:
             free = ops.free_bytes(dir_fd) - min_free_bytes
             pieces = min(_FILE_BYTES, free) // piece
@@ -93,7 +94,7 @@ def _written(
             fd = ops.open("pages", os.O_RDWR | os.O_CREAT | alignment.flags, dir_fd)
             try:
                 written = _write(ops, fd, piece, pieces, seconds)
-                yield _Probe(fd, written, alignment)
+                yield _Probe(fd, written, PageIO(ops, alignment, round_up(min(piece, 4 << 20))))
             finally:
                 ops.close(fd)
         finally:
@@ -117,11 +118,8 @@ def _write(ops: FileOps, fd: int, piece: int, pieces: int, seconds: float) -> in
     return pieces
 
 
-def _read(
-    ops: FileOps, probes: Sequence[_Probe], piece: int, threads: int, seconds: float
-) -> float:
+def _read(probes: Sequence[_Probe], piece: int, threads: int, seconds: float) -> float:
     """Bytes a second that all folders give together."""
-    io = PageIO(ops, round_up(min(piece, 4 << 20)))
     problems: list[OSError] = []
     finished: list[int] = []
     until = time.perf_counter() + seconds
@@ -130,9 +128,7 @@ def _read(
         room = memoryview(mmap.mmap(-1, piece))
         try:
             for number in numbers:
-                whole, _ = io.read(probe.fd, number * piece, [room], probe.alignment)
-                if not whole:
-                    raise OSError("the file that was just written is cut")
+                probe.io.read(probe.fd, number * piece, [room])
                 finished.append(piece)
                 if time.perf_counter() > until:
                     return

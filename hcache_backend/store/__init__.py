@@ -7,9 +7,8 @@ writes, reads and deletes one page file (``format``, ``page_io``, ``file_ops``);
 files with the index.
 """
 
-from hcache_backend.store.file_ops import FileOps
+from hcache_backend.store.file_ops import FileOps, best_file_ops, kvikio_state
 from hcache_backend.store.folder import SERVER_REPORT, NotOurFolderError, is_store_folder
-from hcache_backend.store.kvikio_ops import best_file_ops, kvikio_state
 from hcache_backend.store.page_store import PageStore
 from hcache_backend.store.shares import (
     EIGHTHS,

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 
 from hcache_backend.store.folder import Folder
 from hcache_backend.store.format import DamagedFileError, PageName, parse_name
-from hcache_backend.store.index import Entry, Record
+from hcache_backend.store.index import Entry
 from hcache_backend.store.page_files import (
-    Wanted,
     check_size,
     delete_page,
     opened_page,
     read_header,
     read_page,
 )
-from hcache_backend.store.page_io import PageIO, PageMemory
+from hcache_backend.store.page_io import PageMemory
+from hcache_backend.store.shares import Subset
 
 _LOCK_SECONDS = 30.0
 _FILES_AT_A_TIME = 128
@@ -71,7 +71,6 @@ class Findings:
 
 def find_unknown_files(
     folder: Folder,
-    io: PageIO,
     *,
     adopt: bool,
     stop: Callable[[], bool] = lambda: False,
@@ -101,7 +100,7 @@ def find_unknown_files(
             name = parse_name(file)
             if name is None:
                 result.damaged.append((shard, file, "its name is no page file's"))
-            elif _is_known(folder, name):
+            elif folder.index.find(name) is not None:
                 continue
             elif name.shard != shard:
                 result.damaged.append((shard, file, "it stands in the wrong folder"))
@@ -110,7 +109,7 @@ def find_unknown_files(
         for start in range(0, len(names), _FILES_AT_A_TIME):
             # Under the lock nobody evicts or replaces the file between look and entry.
             with folder.lock.held(_LOCK_SECONDS):
-                found = _entries(folder, io, names[start : start + _FILES_AT_A_TIME], result)
+                found = _entries(folder, names[start : start + _FILES_AT_A_TIME], result)
                 if adopt:
                     folder.index.insert(found)
             result.pages += [entry.name for entry in found]
@@ -120,7 +119,6 @@ def find_unknown_files(
 
 def verify_folder(
     folder: Folder,
-    io: PageIO,
     *,
     repair: bool = False,
     progress: Callable[[int, int], None] = lambda done, pages: None,
@@ -140,10 +138,10 @@ def verify_folder(
     # Taken out at once, so that no reader of the index lives for minutes.
     entries = list(folder.index.entries())
     for done, entry in enumerate(entries, start=1):
-        _verify_entry(folder, io, entry, findings, repair)
+        _verify_entry(folder, entry, findings, repair)
         if done % 16 == 0 or done == total:
             progress(done, max(total, done))
-    unknown = find_unknown_files(folder, io, adopt=False)
+    unknown = find_unknown_files(folder, adopt=False)
     for name in unknown.pages:
         findings.unknown.append((f"{name.shard}/{name.file}", "a page file"))
     for shard, file, reason in unknown.damaged:
@@ -155,26 +153,24 @@ def verify_folder(
     return findings
 
 
-def _verify_entry(
-    folder: Folder, io: PageIO, entry: Entry, findings: Findings, repair: bool
-) -> None:
-    name, record = entry.name, entry.record
+def _verify_entry(folder: Folder, entry: Entry, findings: Findings, repair: bool) -> None:
+    name = entry.name
     path = f"{name.shard}/{name.file}"
-    payload = memoryview(mmap.mmap(-1, max(record.payload_bytes, 1)))[: record.payload_bytes]
+    payload = memoryview(mmap.mmap(-1, max(entry.payload_bytes, 1)))[: entry.payload_bytes]
     try:
         memory = PageMemory([payload], name.share)
-        read_page(folder, io, entry, memory, Wanted(None, name.share.eighths, undivided=True))
+        read_page(folder, entry, memory, Subset(eighths=name.share.eighths))
     except FileNotFoundError:
-        if not _is_known(folder, name):
+        if folder.index.find(name) is None:
             return  # a live server has evicted the page meanwhile
         findings.missing.append(path)
     except (DamagedFileError, OSError) as error:
-        if not _is_known(folder, name):
+        if folder.index.find(name) is None:
             return
         findings.damaged.append((path, str(error)))
     else:
         findings.pages += 1
-        findings.bytes += record.file_bytes
+        findings.bytes += entry.file_bytes
         return
     findings.repaired += repair and _remove(folder, name)
 
@@ -189,33 +185,24 @@ def _remove(folder: Folder, name: PageName) -> bool:
     return True
 
 
-def _is_known(folder: Folder, name: PageName) -> bool:
-    [records] = folder.index.lookup(name.namespace, [name.key])
-    return any(record.share == name.share for record in records)
-
-
-def _entries(folder: Folder, io: PageIO, names: Sequence[PageName], result: Unknown) -> list[Entry]:
+def _entries(folder: Folder, names: Sequence[PageName], result: Unknown) -> list[Entry]:
     """What the index will say of page files that it still does not know."""
     entries = []
     for name in names:
-        if _is_known(folder, name):
+        if folder.index.find(name) is not None:
             continue
         try:
-            entries.append(_entry(folder, io, name))
+            with opened_page(folder, name) as (fd, status):
+                header = read_header(folder.io, fd)
+                if name != header.name:
+                    raise DamagedFileError("its name is not the one in its header")
+                layout = header.layout
+                check_size(status, layout.file_bytes)
         except FileNotFoundError:
             continue
         except (DamagedFileError, OSError) as error:
             result.damaged.append((name.shard, name.file, str(error)))
+            continue
+        sizes = (layout.header_bytes, layout.payload_bytes)
+        entries.append(Entry(name, *sizes, header.writer, status.st_mtime_ns))
     return entries
-
-
-def _entry(folder: Folder, io: PageIO, name: PageName) -> Entry:
-    with opened_page(folder, name) as (fd, status):
-        header = read_header(folder, io, fd)
-        if name != header.name:
-            raise DamagedFileError("its name is not the one in its header")
-        layout = header.layout
-        check_size(status, layout.file_bytes)
-    sizes = (layout.header_bytes, layout.payload_bytes)
-    record = Record(name.share, *sizes, header.writer, status.st_mtime_ns)
-    return Entry(name.namespace, name.key, record)

@@ -7,15 +7,24 @@ followed: nothing inside a store folder can lead out of it. Every method raises 
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
+import importlib.util
+import logging
 import os
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 import lmdb
 
+logger = logging.getLogger("hcache.store")
+
 Buffer = memoryview | bytearray | bytes
+
+FOLDER = os.O_RDONLY | os.O_DIRECTORY
+"""The flags that open a folder."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 MAX_VECTORS = 1024
@@ -26,19 +35,14 @@ _GET_FLAGS, _SET_FLAGS = (
     for direction, number in ((2, 1), (1, 2))
 )
 _TOP_OF_HIERARCHIES = 0x20000
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class FileOps:
     """The operations, as Linux does them."""
 
     def open(self, name: str, flags: int, dir_fd: int) -> int:
-        """Open a file; new files are readable by the owner only."""
+        """Open a file or folder; new files are readable by the owner only."""
         return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
-
-    def open_folder(self, name: str, dir_fd: int | None = None) -> int:
-        """Open a folder."""
-        return os.open(name, _FOLDER, dir_fd=dir_fd)
 
     def close(self, fd: int) -> None:
         os.close(fd)
@@ -101,9 +105,62 @@ class FileOps:
         transaction.commit()
 
 
+class KvikioFileOps(FileOps):
+    """Reads through KvikIO; everything else as usual.
+
+    KvikIO reads into host memory with its own threads, or with GPUDirect Storage where the system
+    has it. It has not been run on hardware by this project's tests; ``posix`` is the default.
+    """
+
+    def __init__(self) -> None:
+        import kvikio
+
+        self._kvikio: Any = kvikio
+
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        done = 0
+        # The path leads to the open file itself, whatever its name by now.
+        with self._kvikio.CuFile(f"/proc/self/fd/{fd}", "r") as file:
+            try:
+                futures = []
+                for buffer in buffers:
+                    futures.append(file.pread(buffer, buffer.nbytes, offset + done))
+                    done += buffer.nbytes
+                return sum(int(future.get()) for future in futures)
+            except RuntimeError as error:
+                raise OSError(errno.EIO, f"kvikio: {error}") from None
+
+
+def kvikio_state() -> str:
+    """Whether KvikIO can be used: ``"usable"``, or why not.
+
+    Without ``libcuda`` even reads into host memory fail, and some modes hang, so it is not even
+    imported then.
+    """
+    if importlib.util.find_spec("kvikio") is None:
+        return "not installed"
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "installed, but there is no GPU driver (libcuda)"
+    return "usable"
+
+
+def best_file_ops(reader: str) -> FileOps:
+    """The file operations for the option ``reader``; logs what was chosen when it differs."""
+    if reader == "posix":
+        return FileOps()
+    state = kvikio_state()
+    if state != "usable":
+        logger.warning("hcache: option 'reader' is 'kvikio', which is %s; reading as posix", state)
+        return FileOps()
+    logger.info("hcache: reading through kvikio")
+    return KvikioFileOps()
+
+
 @contextmanager
 def opened(ops: FileOps, name: str, flags: int, dir_fd: int) -> Iterator[int]:
-    """A file, open for as long as the block lasts."""
+    """A file or folder, open for as long as the block lasts."""
     fd = ops.open(name, flags, dir_fd)
     try:
         yield fd
@@ -111,11 +168,12 @@ def opened(ops: FileOps, name: str, flags: int, dir_fd: int) -> Iterator[int]:
         ops.close(fd)
 
 
-@contextmanager
-def opened_folder(ops: FileOps, name: str, dir_fd: int) -> Iterator[int]:
-    """A folder, open for as long as the block lasts."""
-    fd = ops.open_folder(name, dir_fd)
-    try:
-        yield fd
-    finally:
-        ops.close(fd)
+def kept_open(fd: int, stack: ExitStack) -> int:
+    """``fd``, to be closed with ``stack``; that it cannot be closed means nothing by then."""
+
+    def close() -> None:
+        with suppress(OSError):
+            os.close(fd)
+
+    stack.callback(close)
+    return fd

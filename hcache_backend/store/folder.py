@@ -20,16 +20,15 @@ import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import lmdb
 
-from hcache_backend.store.file_ops import FileOps, opened, opened_folder
+from hcache_backend.store.file_ops import FOLDER, FileOps, kept_open, opened
 from hcache_backend.store.index import INDEX_FILE, INDEX_FORMAT, Index
 from hcache_backend.store.lock import FolderLock
-from hcache_backend.store.page_io import Alignment, probe_alignment
-from hcache_backend.store.session import SESSIONS, Session, remove_dead_sessions, start_session
+from hcache_backend.store.page_io import PageIO, probe_alignment
+from hcache_backend.store.session import SESSIONS, Session, remove_dead_sessions
 
 MARKER = "hcache-store.json"
 SERVER_REPORT = "server.json"
@@ -46,36 +45,61 @@ class NotOurFolderError(OSError):
     """The folder has files that are not a page store's; nothing in it was touched."""
 
 
-@dataclass
 class Folder:
-    """An open store folder; made by :func:`open_folder`.
+    """An open store folder; what its disk refuses is an OSError.
+
+    Args:
+        path: The folder.
+        ops: The file operations.
+        buffer_bytes: Size of the aligned buffer of every thread that reads or writes pages.
+        create: Make the folder, or make an empty one a store's.
 
     Attributes:
-        path: Where it was opened.
-        ops: The file operations.
         root_fd: The folder.
         pages_fd: Its ``pages``.
         session: Where this store writes files before they get their names.
         lock: The folder's lock.
         index: The index.
-        alignment: What direct I/O wants here.
+        io: Reads and writes page files.
         index_is_partial: Page files may be there that the index does not know.
         users: How many hold it open; counted by :class:`~hcache_backend.store.presence.Presence`.
+
+    Raises:
+        NotOurFolderError: It is not empty and not a store's.
+        OSError: It cannot be used.
     """
 
-    path: Path
-    ops: FileOps
-    root_fd: int
-    pages_fd: int
-    session: Session
-    lock: FolderLock
-    index: Index
-    alignment: Alignment
-    index_is_partial: bool
-    _lock_fd: int
-    _index_inode: int
-    _index_file_inode: int
-    users: int = 0
+    def __init__(self, path: Path, ops: FileOps, buffer_bytes: int, *, create: bool) -> None:
+        self.path = path
+        self.ops = ops
+        self.users = 0
+        if create:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            self.root_fd = kept_open(os.open(path, FOLDER), stack)
+            _check_marker(path, ops, self.root_fd, create)
+            self.lock = FolderLock(
+                kept_open(ops.open(_LOCK, os.O_RDWR | os.O_CREAT, self.root_fd), stack)
+            )
+            with self.lock.held(_OPEN_SECONDS):
+                for name in (_INDEX, _PAGES, SESSIONS):
+                    _ensure_folder(ops, name, self.root_fd)
+                self.pages_fd = kept_open(ops.open(_PAGES, FOLDER, self.root_fd), stack)
+                remove_dead_sessions(ops, self.root_fd)
+                self.session = Session(ops, self.root_fd)
+                stack.callback(self.session.close)
+                self.index = _open_index(path, ops, self.root_fd)
+                stack.callback(self.index.close)
+                alignment = probe_alignment(ops, self.session.fd, "probe")
+                self.io = PageIO(ops, alignment, buffer_bytes)
+                known = (self.index.meta(b"complete"), self.index.meta(b"boot"))
+                self.index_is_partial = known != (INDEX_FORMAT, _boot_id())
+                if self.index_is_partial and self._holds_no_pages():
+                    self.index.set_meta(complete=INDEX_FORMAT, boot=_boot_id())
+                    self.index_is_partial = False
+            self._index_inode = (path / _INDEX).stat().st_ino
+            self._index_file_inode = (path / _INDEX / INDEX_FILE).stat().st_ino
+            self._open_files = stack.pop_all()
 
     @contextmanager
     def shard(self, name: str, *, make: bool = False) -> Iterator[int]:
@@ -83,17 +107,14 @@ class Folder:
 
         Args:
             make: Make it when it is missing.
-
-        Raises:
-            OSError: It cannot be opened, or it is a link.
         """
         try:
-            fd = self.ops.open_folder(name, self.pages_fd)
+            fd = self.ops.open(name, FOLDER, self.pages_fd)
         except FileNotFoundError:
             if not make:
                 raise
             self.ops.make_folder(name, self.pages_fd)
-            fd = self.ops.open_folder(name, self.pages_fd)
+            fd = self.ops.open(name, FOLDER, self.pages_fd)
         try:
             yield fd
         finally:
@@ -102,12 +123,8 @@ class Folder:
                 self.ops.close(fd)
 
     def shards(self) -> list[str]:
-        """The shard folders that are there.
-
-        Raises:
-            OSError: They cannot be listed.
-        """
-        return _shards(self.ops, self.pages_fd)
+        """The shard folders that are there."""
+        return sorted(SHARDS.intersection(self.ops.list(self.pages_fd)))
 
     def is_in_place(self) -> bool:
         """Whether path and index still lead to what was opened."""
@@ -129,98 +146,32 @@ class Folder:
             return False
 
     def mark_index_complete(self) -> None:
-        """State that the index knows every page file.
-
-        Raises:
-            OSError, lmdb.Error: It could not be stated.
-        """
+        """State that the index knows every page file."""
         with self.lock.held(_OPEN_SECONDS):
-            self.index.set_meta(complete=INDEX_FORMAT, boot=boot_id())
+            self.index.set_meta(complete=INDEX_FORMAT, boot=_boot_id())
         self.index_is_partial = False
 
     def set_index_aside(self) -> None:
-        """Take a broken index away; the next opening makes a new one from the page files.
-
-        Raises:
-            OSError: It could not be moved.
-        """
+        """Take a broken index away; the next opening makes a new one from the page files."""
         with self.lock.held(_OPEN_SECONDS):
             if self.is_in_place():  # else another process was faster
                 _set_aside(self.ops, self.root_fd)
 
     def close(self) -> None:
         """Remove what is unfinished and let go of everything."""
-        self.session.close(self.root_fd)
-        self.index.close()
-        for fd in (self._lock_fd, self.pages_fd, self.root_fd):
-            with contextlib.suppress(OSError):
-                os.close(fd)
+        self._open_files.close()
 
-
-def boot_id() -> bytes:
-    """Changes when the machine starts: what was not synced before may be lost."""
-    try:
-        return _BOOT_ID.read_bytes().strip()
-    except OSError:
-        return b"unknown"
-
-
-def open_folder(path: Path, ops: FileOps, *, create: bool) -> Folder:
-    """Open a store folder.
-
-    Args:
-        create: Make the folder, or make an empty one a store's.
-
-    Raises:
-        NotOurFolderError: It is not empty and not a store's.
-        OSError: It cannot be used.
-    """
-    if create:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with contextlib.ExitStack() as undo:
-        root_fd = _opened(undo, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-        _check_marker(path, ops, root_fd, create)
-        lock_fd = _opened(undo, ops.open(_LOCK, os.O_RDWR | os.O_CREAT, root_fd))
-        lock = FolderLock(lock_fd)
-        with lock.held(_OPEN_SECONDS):
-            for name in (_INDEX, _PAGES, SESSIONS):
-                _ensure_folder(ops, name, root_fd)
-            pages_fd = _opened(undo, ops.open_folder(_PAGES, root_fd))
-            remove_dead_sessions(ops, root_fd)
-            session = start_session(ops, root_fd)
-            undo.callback(session.let_go)
-            index = _open_index(path, ops, root_fd)
-            undo.callback(index.close)
-            alignment = probe_alignment(ops, session.fd, "probe")
-            partial = index.meta(b"complete") != INDEX_FORMAT or index.meta(b"boot") != boot_id()
-            if partial and _holds_no_pages(ops, pages_fd):
-                index.set_meta(complete=INDEX_FORMAT, boot=boot_id())
-                partial = False
-        inodes = [place.stat().st_ino for place in (path / _INDEX, path / _INDEX / INDEX_FILE)]
-        undo.pop_all()
-    return Folder(
-        path,
-        ops,
-        root_fd,
-        pages_fd,
-        session,
-        lock,
-        index,
-        alignment,
-        partial,
-        lock_fd,
-        *inodes,
-    )
+    def _holds_no_pages(self) -> bool:
+        for name in self.shards():
+            with self.shard(name) as fd:
+                if self.ops.list(fd):
+                    return False
+        return True
 
 
 def is_store_folder(path: Path) -> bool:
     """Whether ``path`` bears a store's marker."""
     return (path / MARKER).is_file() and not (path / MARKER).is_symlink()
-
-
-def _opened(undo: contextlib.ExitStack, fd: int) -> int:
-    undo.callback(os.close, fd)
-    return fd
 
 
 def _check_marker(path: Path, ops: FileOps, root_fd: int, create: bool) -> None:
@@ -271,10 +222,6 @@ def _ensure_folder(ops: FileOps, name: str, dir_fd: int) -> None:
         raise NotADirectoryError(errno.ENOTDIR, "it must be a folder, not a link or file", name)
 
 
-def _shards(ops: FileOps, pages_fd: int) -> list[str]:
-    return sorted(SHARDS.intersection(ops.list(pages_fd)))
-
-
 def _open_index(path: Path, ops: FileOps, root_fd: int) -> Index:
     try:
         return Index(path / _INDEX, ops)
@@ -291,9 +238,9 @@ def _set_aside(ops: FileOps, root_fd: int) -> None:
     ops.rename(_INDEX, root_fd, f"index-broken-{secrets.token_hex(4)}", root_fd)
 
 
-def _holds_no_pages(ops: FileOps, pages_fd: int) -> bool:
-    for name in _shards(ops, pages_fd):
-        with opened_folder(ops, name, pages_fd) as fd:
-            if ops.list(fd):
-                return False
-    return True
+def _boot_id() -> bytes:
+    """Changes when the machine starts: what was not synced before may be lost."""
+    try:
+        return _BOOT_ID.read_bytes().strip()
+    except OSError:
+        return b"unknown"

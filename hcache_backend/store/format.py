@@ -14,27 +14,6 @@ One file holds one share of one page: a header, then the payload.
   alone; the header has an xxh3-128 over all of itself but that digest.
 - A reader believes a file only if magic, version, share, namespace, key and digests agree.
 
-====== ===== ====================================================================
-offset bytes field
-====== ===== ====================================================================
-0      4     magic ``HCPF``
-4      2     format version, 1
-6      1     share index
-7      1     share count: 1, 2, 4 or 8
-8      4     header bytes
-12     4     number of segments, s
-16     16    xxh3-128 of the header, bytes 16 to 31 left out
-32     16    namespace
-48     32    key
-80     8     writer: the server run that made the file
-88     8     payload bytes (this share)
-96     8     page bytes (all shares)
-104    4     number of blocks, b
-108    4     0
-112    8*s   segments: length (4 bytes), planes (2 bytes), 0 (2 bytes)
-...    8*b   xxh3-64 of every block, in file order
-====== ===== ====================================================================
-
 The file stands under ``pages/<first two digits of the key>/`` and is named
 ``<namespace>.<key>.<index>of<count>.page``, in hexadecimal digits: nothing in a path comes from
 text that a caller chose.
@@ -47,7 +26,7 @@ import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import xxhash
@@ -61,34 +40,29 @@ BLOCK = 4096
 MAX_HEADER_BYTES = 1 << 20
 SHARE_COUNTS = (1, 2, 4, 8)
 
+# The header: prefix, digest, fields, every segment, and the xxh3-64 of every block (8 bytes each)
+# in the order of the file.
 _PREFIX = struct.Struct("<4sHBBII")
+"""Magic, version, share number, share count, header bytes, number of segments."""
 _DIGEST = slice(16, 32)
+"""xxh3-128 of the header but these bytes."""
 _FIELDS = struct.Struct("<16s32s8sQQII")
-_SEGMENT = struct.Struct("<IHH")
+"""Namespace, key, writer, payload bytes of this share, bytes of the page, number of blocks, 0."""
 _SEGMENTS = 32 + _FIELDS.size
+"""Where the segments begin."""
+_SEGMENT = struct.Struct("<IHH")
+"""Length, planes, 0."""
 _NAME = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{64})\.([0-7])of([1248])\.page")
-
-
-class Identity(NamedTuple):
-    """Tells a file from one that later stands under its name."""
-
-    device: int
-    inode: int
-    modified: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> Identity:
-        return cls(status.st_dev, status.st_ino, status.st_mtime_ns)
 
 
 class DamagedFileError(Exception):
     """A file is not the page file that it should be; the message says what is wrong.
 
     Attributes:
-        identity: Which file it was, where one was opened.
+        status: Of the file, where one was opened.
     """
 
-    identity: Identity | None = None
+    status: os.stat_result | None = None
 
 
 class PageName(NamedTuple):
@@ -97,6 +71,11 @@ class PageName(NamedTuple):
     namespace: bytes
     key: bytes
     share: Share
+
+    @property
+    def page(self) -> bytes:
+        """Namespace and key: all files of one page have them in common."""
+        return self.namespace + self.key
 
     @property
     def shard(self) -> str:
@@ -139,6 +118,11 @@ class FileLayout:
     @property
     def file_bytes(self) -> int:
         return self.header_bytes + round_up(self.payload_bytes)
+
+    @cached_property
+    def payload_offsets(self) -> dict[int, int]:
+        """Where in the payload every block begins, by its offset in the page."""
+        return {block.page_offset: block.payload_offset for block in self.blocks}
 
 
 class Header(NamedTuple):
@@ -190,23 +174,11 @@ def check_share(share: Share) -> None:
         raise ValueError(f"share {share.number} of {share.of}: there are 1, 2, 4 or 8")
 
 
-@lru_cache(maxsize=256)
-def payload_offsets(table: SegmentTable, share: Share) -> dict[int, int]:
-    """Where in the payload of ``share`` every block of it begins, by its offset in the page.
-
-    Raises:
-        ValueError: As :func:`file_layout`.
-    """
-    return {block.page_offset: block.payload_offset for block in file_layout(table, share).blocks}
-
-
 def pack_header(
     target: memoryview,
-    table: SegmentTable,
-    share: Share,
-    namespace: bytes,
-    key: bytes,
+    name: PageName,
     writer: bytes,
+    table: SegmentTable,
     digest_of: Callable[[Block], int],
 ) -> None:
     """Write a header into ``target`` (``header_bytes`` of the layout).
@@ -214,21 +186,17 @@ def pack_header(
     Args:
         digest_of: The xxh3-64 of a block.
     """
+    namespace, key, share = name
     layout = file_layout(table, share)
-    blocks = layout.blocks
-    header = b"".join(
-        (
-            _PREFIX.pack(
-                MAGIC, VERSION, share.number, share.of, layout.header_bytes, len(table.segments)
-            ),
-            bytes(16),
-            _FIELDS.pack(
-                namespace, key, writer, layout.payload_bytes, table.page_bytes, len(blocks), 0
-            ),
-            *(_SEGMENT.pack(length, planes, 0) for length, planes in table.segments),
-            struct.pack(f"<{len(blocks)}Q", *map(digest_of, blocks)),
-        )
+    blocks, sizes = layout.blocks, (layout.payload_bytes, table.page_bytes)
+    parts = (
+        _PREFIX.pack(MAGIC, VERSION, *share, layout.header_bytes, len(table.segments)),
+        bytes(16),
+        _FIELDS.pack(namespace, key, writer, *sizes, len(blocks), 0),
+        *(_SEGMENT.pack(length, planes, 0) for length, planes in table.segments),
+        struct.pack(f"<{len(blocks)}Q", *map(digest_of, blocks)),
     )
+    header = b"".join(parts)
     target[: len(header)] = header
     target[len(header) :] = bytes(layout.header_bytes - len(header))
     target[_DIGEST] = _header_digest(target)
@@ -285,11 +253,9 @@ def check_names(namespace: bytes, keys: tuple[bytes, ...] | list[bytes]) -> None
     Raises:
         ValueError: Wrong length or type.
     """
-    if not isinstance(namespace, bytes) or len(namespace) != NAMESPACE_BYTES:
-        raise ValueError(f"a namespace is {NAMESPACE_BYTES} bytes, not {namespace!r}")
+    _check_bytes("namespace", namespace, NAMESPACE_BYTES)
     for key in keys:
-        if not isinstance(key, bytes) or len(key) != KEY_BYTES:
-            raise ValueError(f"a key is {KEY_BYTES} bytes, not {key!r}")
+        _check_bytes("key", key, KEY_BYTES)
 
 
 def check_writer(writer: bytes) -> None:
@@ -298,8 +264,12 @@ def check_writer(writer: bytes) -> None:
     Raises:
         ValueError: Wrong length or type.
     """
-    if not isinstance(writer, bytes) or len(writer) != WRITER_BYTES:
-        raise ValueError(f"a writer is {WRITER_BYTES} bytes, not {writer!r}")
+    _check_bytes("writer", writer, WRITER_BYTES)
+
+
+def _check_bytes(what: str, value: bytes, length: int) -> None:
+    if not isinstance(value, bytes) or len(value) != length:
+        raise ValueError(f"a {what} is {length} bytes, not {value!r}")
 
 
 @lru_cache(maxsize=256)

@@ -38,18 +38,18 @@ _NAME_BYTES = NAMESPACE_BYTES + KEY_BYTES
 _WHOLE_COUNT = 1  # position of the share count in a record
 
 
-class Record(NamedTuple):
+class Entry(NamedTuple):
     """One page file.
 
     Attributes:
-        share: Which tokens of the page.
+        name: Namespace, key and share.
         header_bytes: Length of the file's header.
         payload_bytes: Length of its payload.
         writer: The server run that made it, 8 bytes.
         stamp: Nanoseconds since 1970 of the last use.
     """
 
-    share: Share
+    name: PageName
     header_bytes: int
     payload_bytes: int
     writer: bytes
@@ -58,18 +58,6 @@ class Record(NamedTuple):
     @property
     def file_bytes(self) -> int:
         return self.header_bytes + round_up(self.payload_bytes)
-
-
-class Entry(NamedTuple):
-    """A page file with its names."""
-
-    namespace: bytes
-    key: bytes
-    record: Record
-
-    @property
-    def name(self) -> PageName:
-        return PageName(self.namespace, self.key, self.record.share)
 
 
 class Totals(NamedTuple):
@@ -82,6 +70,9 @@ class Totals(NamedTuple):
 class Index:
     """The index in ``folder`` (which exists).
 
+    Reading needs no lock, changing that of the folder. A change that raises lmdb.Error has changed
+    nothing.
+
     Args:
         ops: Commits transactions.
 
@@ -91,8 +82,7 @@ class Index:
 
     def __init__(self, folder: Path, ops: FileOps) -> None:
         self._ops = ops
-        self._handle = _open_environment(folder)
-        self._env = self._handle.env
+        self._env, self._identity = _open_environment(folder)
         try:
             # Where the tables exist this changes nothing and syncs nothing.
             with self._env.begin(write=True) as txn:
@@ -101,10 +91,8 @@ class Index:
                 self._meta = self._env.open_db(b"meta", txn=txn)
             self._env.reader_check()
         except BaseException:
-            self._handle.release()
+            self.close()
             raise
-
-    # ---- reading: any thread of any process, no lock ----
 
     def coverage(self, namespace: bytes, keys: Sequence[bytes]) -> list[int]:
         """Bit mask of the eighths of every page that stand in this folder."""
@@ -119,47 +107,44 @@ class Index:
                     found.append(ALL_EIGHTHS)
                 else:
                     mask = 0
-                    for record in _unpack(value):
-                        mask |= record.share.eighths
+                    for number, of, *_ in _RECORD.iter_unpack(value):
+                        mask |= Share(number, of).eighths
                     found.append(mask)
         return found
 
-    def lookup(self, namespace: bytes, keys: Sequence[bytes]) -> list[list[Record]]:
-        """The records of every page."""
-        with self._env.begin(db=self._pages) as txn:
-            return [_unpack(txn.get(namespace + key, b"")) for key in keys]
+    def lookup(self, namespace: bytes, keys: Sequence[bytes]) -> list[list[Entry]]:
+        """The files of every page."""
+        with self._env.begin() as txn:
+            return [self._files(txn, namespace + key) for key in keys]
+
+    def find(self, name: PageName) -> Entry | None:
+        """The entry of a file; None where there is none."""
+        with self._env.begin() as txn:
+            return self._find(txn, name)
 
     def entries(self, namespace: bytes = b"") -> Iterator[Entry]:
         """All entries of a namespace (of all namespaces), as they were when the iteration began."""
         with self._env.begin(db=self._pages) as txn, txn.cursor() as cursor:
             present = cursor.set_range(namespace) if namespace else cursor.first()
             while present:
-                name = cursor.key()
-                if not name.startswith(namespace):
+                page = cursor.key()
+                if not page.startswith(namespace):
                     return
-                for record in _unpack(cursor.value()):
-                    yield Entry(name[:NAMESPACE_BYTES], name[NAMESPACE_BYTES:], record)
+                yield from _unpack(page, cursor.value())
                 present = cursor.next()
 
-    def oldest(self, after: bytes = b"") -> list[tuple[bytes, Entry]]:
-        """Up to 64 entries, least recently used first.
-
-        Args:
-            after: Continue behind the entry of this cursor (the first element of a result).
-        """
-        found: list[tuple[bytes, Entry]] = []
+    def oldest(self, after: Entry | None = None) -> list[Entry]:
+        """Up to 64 entries, least recently used first; those ``after`` one, also a removed one."""
+        found: list[Entry] = []
+        last = _mark(after) if after is not None else b""
         with self._env.begin() as txn, txn.cursor(db=self._recency) as cursor:
-            present = cursor.set_range(after) if after else cursor.first()
-            if present and cursor.key() == after:
+            present = cursor.set_range(last) if last else cursor.first()
+            if present and cursor.key() == last:
                 present = cursor.next()
             while present and len(found) < 64:
-                mark = cursor.key()
-                name, share = _parse_mark(mark)
-                records = _unpack(txn.get(name, b"", db=self._pages))
-                record = next((record for record in records if record.share == share), None)
-                if record is not None:
-                    entry = Entry(name[:NAMESPACE_BYTES], name[NAMESPACE_BYTES:], record)
-                    found.append((mark, entry))
+                entry = self._find(txn, _marked(cursor.key()))
+                if entry is not None:
+                    found.append(entry)
                 present = cursor.next()
         return found
 
@@ -174,59 +159,37 @@ class Index:
             value: bytes | None = txn.get(name)
             return value
 
-    # ---- changing: under the folder's lock ----
-
     def insert(self, entries: Iterable[Entry]) -> None:
-        """Add entries; one for a share that is there replaces it. All or nothing.
-
-        Raises:
-            lmdb.Error: Nothing was changed.
-        """
+        """Add entries; one for a share that is there replaces it. All or nothing."""
         with self._change() as txn:
             for entry in entries:
-                self._remove(txn, entry.namespace, entry.key, entry.record.share)
-                name = entry.namespace + entry.key
-                old = bytes(txn.get(name, b"", db=self._pages))
-                # A whole page stands first: exists looks at the first record only.
-                new = _pack(entry.record)
-                value = new + old if entry.record.share.of == 1 else old + new
-                txn.put(name, value, db=self._pages)
+                self._remove(txn, entry.name)
+                others = self._files(txn, entry.name.page)
+                # A whole page stands first: coverage looks at the first record only.
+                is_whole = entry.name.share.of == 1
+                self._put(txn, [entry, *others] if is_whole else [*others, entry])
                 txn.put(_mark(entry), b"", db=self._recency)
-                self._add(txn, 1, entry.record.file_bytes)
+                self._add(txn, 1, entry.file_bytes)
 
     def remove(self, names: Iterable[PageName]) -> int:
-        """Take entries out; those that are not there are ignored. Returns the bytes of the rest.
-
-        Raises:
-            lmdb.Error: Nothing was changed.
-        """
+        """Take entries out; those that are not there are ignored. Returns the bytes of the rest."""
         with self._change() as txn:
-            return sum(self._remove(txn, *name) for name in names)
+            return sum(self._remove(txn, name) for name in names)
 
     def touch(self, names: Iterable[PageName], stamp: int) -> None:
-        """Set the last use of entries; those that are not there are ignored.
-
-        Raises:
-            lmdb.Error: Nothing was changed.
-        """
+        """Set the last use of entries; those that are not there are ignored."""
         with self._change() as txn:
-            for namespace, key, share in names:
-                name = namespace + key
-                records = _unpack(txn.get(name, b"", db=self._pages))
-                for number, record in enumerate(records):
-                    if record.share == share and record.stamp < stamp:
-                        txn.delete(_mark(Entry(namespace, key, record)), db=self._recency)
-                        records[number] = record._replace(stamp=stamp)
-                        txn.put(name, b"".join(map(_pack, records)), db=self._pages)
-                        new = Entry(namespace, key, records[number])
-                        txn.put(_mark(new), b"", db=self._recency)
+            for name in names:
+                old = self._find(txn, name)
+                if old is not None and old.stamp < stamp:
+                    new = old._replace(stamp=stamp)
+                    files = self._files(txn, name.page)
+                    self._put(txn, [new if entry == old else entry for entry in files])
+                    txn.delete(_mark(old), db=self._recency)
+                    txn.put(_mark(new), b"", db=self._recency)
 
     def set_meta(self, **facts: bytes) -> None:
-        """State facts about the index.
-
-        Raises:
-            lmdb.Error: Nothing was changed.
-        """
+        """State facts about the index."""
         with self._change() as txn:
             for name, value in facts.items():
                 txn.put(name.encode(), value, db=self._meta)
@@ -236,15 +199,14 @@ class Index:
         problems = []
         pages = size = 0
         with self._env.begin() as txn:
-            for name, value in txn.cursor(db=self._pages):
-                if len(name) != _NAME_BYTES or len(value) % _RECORD.size or not value:
-                    problems.append(f"entry {name.hex()} is malformed")
+            for page, value in txn.cursor(db=self._pages):
+                if len(page) != _NAME_BYTES or len(value) % _RECORD.size or not value:
+                    problems.append(f"entry {page.hex()} is malformed")
                     continue
-                for record in _unpack(value):
-                    entry = Entry(name[:NAMESPACE_BYTES], name[NAMESPACE_BYTES:], record)
-                    pages, size = pages + 1, size + record.file_bytes
+                for entry in _unpack(page, value):
+                    pages, size = pages + 1, size + entry.file_bytes
                     if txn.get(_mark(entry), db=self._recency) is None:
-                        problems.append(f"entry {name.hex()} has no recency")
+                        problems.append(f"entry {page.hex()} has no recency")
             if txn.stat(self._recency)["entries"] != pages:
                 problems.append("recency has entries of pages that are not there")
             if self._totals(txn) != (pages, size):
@@ -253,7 +215,7 @@ class Index:
 
     def close(self) -> None:
         """Let go of the environment."""
-        self._handle.release()
+        _close_environment(self._identity)
 
     @contextmanager
     def _change(self) -> Iterator[lmdb.Transaction]:
@@ -269,21 +231,29 @@ class Index:
             txn.abort()
             raise
 
-    def _remove(self, txn: lmdb.Transaction, namespace: bytes, key: bytes, share: Share) -> int:
-        name = namespace + key
-        records = _unpack(txn.get(name, b"", db=self._pages))
-        rest = [record for record in records if record.share != share]
-        freed = 0
-        for record in records:
-            if record.share == share:
-                txn.delete(_mark(Entry(namespace, key, record)), db=self._recency)
-                freed += record.file_bytes
-                self._add(txn, -1, -record.file_bytes)
-        if rest and len(rest) != len(records):
-            txn.put(name, b"".join(map(_pack, rest)), db=self._pages)
-        elif records and not rest:
-            txn.delete(name, db=self._pages)
-        return freed
+    def _files(self, txn: lmdb.Transaction, page: bytes) -> list[Entry]:
+        return _unpack(page, txn.get(page, b"", db=self._pages))
+
+    def _find(self, txn: lmdb.Transaction, name: PageName) -> Entry | None:
+        return next((entry for entry in self._files(txn, name.page) if entry.name == name), None)
+
+    def _put(self, txn: lmdb.Transaction, files: Sequence[Entry]) -> None:
+        """Set the files of a page, of which there is at least one."""
+        txn.put(files[0].name.page, b"".join(map(_pack, files)), db=self._pages)
+
+    def _remove(self, txn: lmdb.Transaction, name: PageName) -> int:
+        """Take out the entry of a file; returns its bytes, 0 where there is none."""
+        gone = self._find(txn, name)
+        if gone is None:
+            return 0
+        others = [entry for entry in self._files(txn, name.page) if entry != gone]
+        if others:
+            self._put(txn, others)
+        else:
+            txn.delete(name.page, db=self._pages)
+        txn.delete(_mark(gone), db=self._recency)
+        self._add(txn, -1, -gone.file_bytes)
+        return gone.file_bytes
 
     def _add(self, txn: lmdb.Transaction, pages: int, size: int) -> None:
         totals = self._totals(txn)
@@ -295,61 +265,41 @@ class Index:
         return Totals(*_TOTALS.unpack(value)) if value else Totals(0, 0)
 
 
-def _pack(record: Record) -> bytes:
-    return _RECORD.pack(
-        record.share.number,
-        record.share.of,
-        0,
-        record.header_bytes // BLOCK,
-        record.writer,
-        record.payload_bytes,
-        record.stamp,
-    )
+def _pack(entry: Entry) -> bytes:
+    blocks = entry.header_bytes // BLOCK
+    sizes = (entry.payload_bytes, entry.stamp)
+    return _RECORD.pack(*entry.name.share, 0, blocks, entry.writer, *sizes)
 
 
-def _unpack(value: bytes | memoryview) -> list[Record]:
+def _unpack(page: bytes, records: bytes | memoryview) -> list[Entry]:
+    namespace, key = page[:NAMESPACE_BYTES], page[NAMESPACE_BYTES:]
     return [
-        Record(Share(index, count), blocks * BLOCK, payload, writer, stamp)
-        for index, count, _, blocks, writer, payload, stamp in _RECORD.iter_unpack(value)
+        Entry(PageName(namespace, key, Share(number, of)), blocks * BLOCK, payload, writer, stamp)
+        for number, of, _, blocks, writer, payload, stamp in _RECORD.iter_unpack(records)
     ]
 
 
 def _mark(entry: Entry) -> bytes:
-    share = entry.record.share
-    return b"".join((_STAMP.pack(entry.record.stamp), entry.namespace, entry.key, bytes((*share,))))
+    """The key of an entry in ``recency``."""
+    return _STAMP.pack(entry.stamp) + entry.name.page + bytes(entry.name.share)
 
 
-def _parse_mark(mark: bytes) -> tuple[bytes, Share]:
-    return mark[_STAMP.size : -2], Share(mark[-2], mark[-1])
+def _marked(mark: bytes) -> PageName:
+    namespace, key = mark[8 : 8 + NAMESPACE_BYTES], mark[8 + NAMESPACE_BYTES : -2]
+    return PageName(namespace, key, Share(*mark[-2:]))
 
 
-# lmdb forbids opening an environment twice in a process; stores in one process share it.
-_handles: dict[tuple[int, int], _Handle] = {}
-_handles_lock = threading.Lock()
+# lmdb forbids opening an environment twice in a process: here is how many indexes use each.
+_environments: dict[tuple[int, int], tuple[lmdb.Environment, int]] = {}
+_environments_lock = threading.Lock()
 
 
-class _Handle:
-    """An open environment and how many indexes of this process use it."""
-
-    def __init__(self, env: lmdb.Environment, identity: tuple[int, int]) -> None:
-        self.env = env
-        self.users = 0
-        self._identity = identity
-
-    def release(self) -> None:
-        with _handles_lock:
-            self.users -= 1
-            if self.users == 0:
-                del _handles[self._identity]
-                self.env.close()
-
-
-def _open_environment(folder: Path) -> _Handle:
+def _open_environment(folder: Path) -> tuple[lmdb.Environment, tuple[int, int]]:
     status = folder.stat()
     identity = (status.st_dev, status.st_ino)
-    with _handles_lock:
-        handle = _handles.get(identity)
-        if handle is None:
+    with _environments_lock:
+        env, users = _environments.get(identity, (None, 0))
+        if env is None:
             # metasync off: a power cut may undo the last commit, never damage the index.
             env = lmdb.open(
                 str(folder),
@@ -361,6 +311,14 @@ def _open_environment(folder: Path) -> _Handle:
                 meminit=False,
                 mode=0o600,
             )
-            handle = _handles[identity] = _Handle(env, identity)
-        handle.users += 1
-        return handle
+        _environments[identity] = (env, users + 1)
+    return env, identity
+
+
+def _close_environment(identity: tuple[int, int]) -> None:
+    with _environments_lock:
+        env, users = _environments.pop(identity)
+        if users > 1:
+            _environments[identity] = (env, users - 1)
+        else:
+            env.close()

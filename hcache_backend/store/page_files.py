@@ -1,10 +1,10 @@
-"""Writing and reading one page file in an open folder."""
+"""Writing and reading one page file in an open folder; what the disk refuses is an OSError."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -16,57 +16,20 @@ from hcache_backend.store.format import (
     Block,
     DamagedFileError,
     Header,
-    Identity,
     PageName,
     file_layout,
     header_length,
     pack_header,
     parse_header,
-    payload_offsets,
     round_up,
 )
-from hcache_backend.store.index import Entry, Record
+from hcache_backend.store.index import Entry
 from hcache_backend.store.page_io import PageIO, PageMemory
-from hcache_backend.store.shares import ALL_EIGHTHS, SegmentTable
-
-
-class Wanted(NamedTuple):
-    """What is wanted of one page file.
-
-    Attributes:
-        segments: Numbers of the segments; None means all.
-        eighths: Bit mask of the eighths of those that divide by tokens.
-        undivided: Whether those that do not divide are wanted of this file: every file of a page
-            has them, and one of them is enough.
-    """
-
-    segments: frozenset[int] | None
-    eighths: int
-    undivided: bool
-
-    def has(self, block: Block) -> bool:
-        """Whether a block is wanted."""
-        if self.segments is not None and block.segment not in self.segments:
-            return False
-        if block.eighths == ALL_EIGHTHS:
-            return self.undivided
-        return bool(block.eighths & self.eighths)
+from hcache_backend.store.shares import ALL_EIGHTHS, SegmentTable, Subset
 
 
 class OtherSizeError(Exception):
     """The memory for a page file has another length than what is to come into it."""
-
-
-class Read(NamedTuple):
-    """What reading a page file took.
-
-    Attributes:
-        bytes: Payload bytes that were read.
-        copied: Bytes that went through aligned memory.
-    """
-
-    bytes: int
-    copied: int
 
 
 class Written(NamedTuple):
@@ -84,46 +47,28 @@ class Written(NamedTuple):
 
 
 def write_page(
-    folder: Folder,
-    io: PageIO,
-    names: tuple[bytes, bytes, bytes],
-    memory: PageMemory,
-    table: SegmentTable,
-    stamp: int,
+    folder: Folder, name: PageName, writer: bytes, memory: PageMemory, table: SegmentTable
 ) -> Written:
-    """Write the share of a page that is in ``memory`` to a file of the session.
+    """Write the share of a page in ``memory`` to a file of the session, or leave nothing of it."""
+    layout = file_layout(table, name.share)
+    header = folder.io.scratch.header(layout.header_bytes)
 
-    Args:
-        names: Namespace, key, writer.
+    def digest_of(block: Block) -> int:
+        return memory.digest(block.payload_offset, block.length)
 
-    Raises:
-        OSError: It could not be written; nothing is left of it.
-    """
-    namespace, key, writer = names
-    share = memory.share
-    layout = file_layout(table, share)
-    header = io.scratch.header(layout.header_bytes)
-    pack_header(
-        header,
-        table,
-        share,
-        namespace,
-        key,
-        writer,
-        lambda block: memory.digest(block.payload_offset, block.length),
-    )
+    pack_header(header, name, writer, table, digest_of)
     pieces = memory.pieces(0, memory.length)
     number = folder.session.new_file()
-    dir_fd, name = folder.session.place(number)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | folder.alignment.flags
+    dir_fd, file = folder.session.place(number)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | folder.io.alignment.flags
     try:
-        with opened(folder.ops, name, flags, dir_fd) as fd:
-            copied = io.write(fd, [header, *pieces], folder.alignment)
+        with opened(folder.ops, file, flags, dir_fd) as fd:
+            copied = folder.io.write(fd, [header, *pieces])
     except OSError:
         remove_nameless(folder, number)
         raise
-    record = Record(share, layout.header_bytes, layout.payload_bytes, writer, stamp)
-    return Written(number, Entry(namespace, key, record), copied)
+    entry = Entry(name, layout.header_bytes, layout.payload_bytes, writer, time.time_ns())
+    return Written(number, entry, copied)
 
 
 def remove_nameless(folder: Folder, number: int) -> None:
@@ -134,11 +79,7 @@ def remove_nameless(folder: Folder, number: int) -> None:
 
 
 def file_exists(folder: Folder, name: PageName) -> bool:
-    """Whether a page file is really there.
-
-    Raises:
-        OSError: The folder cannot be looked at.
-    """
+    """Whether a page file is really there."""
     try:
         with folder.shard(name.shard) as shard_fd:
             folder.ops.stat(name.file, shard_fd)
@@ -147,22 +88,21 @@ def file_exists(folder: Folder, name: PageName) -> bool:
     return True
 
 
-def delete_page(folder: Folder, name: PageName, only: Identity | None = None) -> bool:
+def delete_page(folder: Folder, name: PageName, only: os.stat_result | None = None) -> bool:
     """Delete a page file, under the folder's lock; its entry in the index is the caller's.
 
     Args:
-        only: The file that is meant: another one that stands there by now stays.
+        only: Status of the file that is meant: another one that stands there by now stays.
 
     Returns:
         Whether nothing stands there any more, also when nothing stood there.
-
-    Raises:
-        OSError: It could not be deleted.
     """
     try:
         with folder.shard(name.shard) as shard_fd:
-            if only is not None and Identity.of(folder.ops.stat(name.file, shard_fd)) != only:
-                return False
+            if only is not None:
+                there = folder.ops.stat(name.file, shard_fd)
+                if not os.path.samestat(there, only) or there.st_mtime_ns != only.st_mtime_ns:
+                    return False
             folder.ops.unlink(name.file, shard_fd)
     except FileNotFoundError:
         pass
@@ -171,42 +111,40 @@ def delete_page(folder: Folder, name: PageName, only: Identity | None = None) ->
 
 @contextmanager
 def opened_page(folder: Folder, name: PageName) -> Iterator[tuple[int, os.stat_result]]:
-    """A page file, open for reading, and its status.
-
-    Raises:
-        OSError: It could not be opened; FileNotFoundError when it is not there.
-    """
+    """A page file, open for reading, and its status; FileNotFoundError when it is not there."""
     with folder.shard(name.shard) as shard_fd:
-        fd = folder.ops.open(name.file, os.O_RDONLY | folder.alignment.flags, shard_fd)
+        fd = folder.ops.open(name.file, os.O_RDONLY | folder.io.alignment.flags, shard_fd)
     try:
         status = os.fstat(fd)
         try:
             yield fd, status
         except DamagedFileError as error:
-            error.identity = Identity.of(status)
+            error.status = status
             raise
     finally:
         folder.ops.close(fd)
 
 
-def read_page(folder: Folder, io: PageIO, entry: Entry, memory: PageMemory, wanted: Wanted) -> Read:
+def read_page(folder: Folder, entry: Entry, memory: PageMemory, wanted: Subset) -> tuple[int, int]:
     """Read and verify what is wanted of a page file, into the memory of the same or another share.
 
     Args:
         wanted: No other eighths than those of the memory's share.
 
+    Returns:
+        Payload bytes that were read, and bytes that went through aligned memory.
+
     Raises:
         FileNotFoundError: There is no such file.
-        OSError: It could not be read.
         DamagedFileError: It is not what the index or its own checksums say.
         OtherSizeError: The memory has another length.
     """
     with opened_page(folder, entry.name) as (fd, status):
-        check_size(status, entry.record.file_bytes)
-        share = entry.record.share
-        if share == memory.share and wanted == Wanted(None, share.eighths, True):
-            return _read_all(folder, io, fd, entry, memory)
-        return _read_blocks(folder, io, fd, entry, memory, wanted)
+        check_size(status, entry.file_bytes)
+        share = entry.name.share
+        if share == memory.share and wanted == Subset(eighths=share.eighths):
+            return _read_all(folder.io, fd, entry, memory)
+        return _read_blocks(folder.io, fd, entry, memory, wanted)
 
 
 def check_size(status: os.stat_result, file_bytes: int) -> None:
@@ -219,26 +157,24 @@ def check_size(status: os.stat_result, file_bytes: int) -> None:
         raise DamagedFileError(f"it has {status.st_size} bytes, not {file_bytes}")
 
 
-def read_header(folder: Folder, io: PageIO, fd: int) -> Header:
+def read_header(io: PageIO, fd: int) -> Header:
     """The verified header of an open page file.
 
     Raises:
-        OSError: It could not be read.
         DamagedFileError: It is none.
     """
     first = io.scratch.header(BLOCK)
-    _filled(io.read(fd, 0, [first], folder.alignment))
+    io.read(fd, 0, [first])
     length = header_length(first)
     header = io.scratch.header(length)
     if length > BLOCK:
-        _filled(io.read(fd, 0, [header], folder.alignment))
+        io.read(fd, 0, [header])
     return parse_header(header)
 
 
 def _check_names(header: Header, entry: Entry) -> None:
-    record, layout = entry.record, header.layout
-    wanted = (entry.name, record.header_bytes, record.payload_bytes)
-    if (header.name, layout.header_bytes, layout.payload_bytes) != wanted:
+    layout = header.layout
+    if (header.name, layout.header_bytes, layout.payload_bytes) != entry[:3]:
         raise DamagedFileError("it is the file of something else")
 
 
@@ -250,45 +186,53 @@ def _check_memory(payload_bytes: int, memory: PageMemory) -> None:
         )
 
 
-def _read_all(folder: Folder, io: PageIO, fd: int, entry: Entry, memory: PageMemory) -> Read:
+def _read_all(io: PageIO, fd: int, entry: Entry, memory: PageMemory) -> tuple[int, int]:
     """Read a file whose payload is just what the memory is for, in one go."""
-    record = entry.record
-    _check_memory(record.payload_bytes, memory)
-    header_memory = io.scratch.header(record.header_bytes)
-    padding = round_up(record.payload_bytes) - record.payload_bytes
+    _check_memory(entry.payload_bytes, memory)
+    header_memory = io.scratch.header(entry.header_bytes)
+    padding = round_up(entry.payload_bytes) - entry.payload_bytes
     pieces = [header_memory, *memory.pieces(0, memory.length)]
     if padding:
         pieces.append(io.scratch.tail[:padding])
-    copied = _filled(io.read(fd, 0, pieces, folder.alignment))
+    copied = io.read(fd, 0, pieces)
     header = parse_header(header_memory)
     _check_names(header, entry)
     for block, digest in zip(header.layout.blocks, header.digests, strict=True):
         _verify(memory, block, block.payload_offset, digest)
-    return Read(memory.length, copied)
+    return memory.length, copied
 
 
 def _read_blocks(
-    folder: Folder, io: PageIO, fd: int, entry: Entry, memory: PageMemory, wanted: Wanted
-) -> Read:
+    io: PageIO, fd: int, entry: Entry, memory: PageMemory, wanted: Subset
+) -> tuple[int, int]:
     """Read the wanted blocks of a file to where the memory has them."""
-    header = read_header(folder, io, fd)
+    header = read_header(io, fd)
     _check_names(header, entry)
-    _check_memory(file_layout(header.table, memory.share).payload_bytes, memory)
+    target = file_layout(header.table, memory.share)
+    _check_memory(target.payload_bytes, memory)
     digests = dict(zip(header.layout.blocks, header.digests, strict=True))
-    places = payload_offsets(header.table, memory.share)
+    places = target.payload_offsets
     read = copied = 0
-    for run in _runs([block for block in header.layout.blocks if wanted.has(block)]):
+    for run in _runs([block for block in header.layout.blocks if _is_in(block, wanted)]):
         offset = header.layout.header_bytes + run[0].payload_offset
         pieces = [
             piece
             for start, length in _stretches(run, places)
             for piece in memory.pieces(start, length)
         ]
-        copied += _filled(io.read(fd, offset, pieces, folder.alignment))
+        copied += io.read(fd, offset, pieces)
         for block in run:
             _verify(memory, block, places[block.page_offset], digests[block])
             read += block.length
-    return Read(read, copied)
+    return read, copied
+
+
+def _is_in(block: Block, wanted: Subset) -> bool:
+    if wanted.segments is not None and block.segment not in wanted.segments:
+        return False
+    if block.eighths == ALL_EIGHTHS:
+        return wanted.undivided
+    return bool(block.eighths & wanted.eighths)
 
 
 def _verify(memory: PageMemory, block: Block, start: int, digest: int) -> None:
@@ -318,12 +262,3 @@ def _stretches(run: Sequence[Block], places: dict[int, int]) -> list[tuple[int, 
         else:
             stretches.append((place, block.length))
     return stretches
-
-
-def _filled(result: tuple[bool, int]) -> int:
-    """Bytes that were copied by a reading that must not fall short."""
-    filled, copied = result
-    if not filled:
-        # The file had its right length a moment ago, so it is the reading that fell short.
-        raise OSError(errno.EIO, "the file system returned too little")
-    return copied

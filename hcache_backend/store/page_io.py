@@ -13,14 +13,14 @@ import mmap
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
-from hcache_backend.store.file_ops import MAX_VECTORS, FileOps
+from hcache_backend.store.file_ops import FileOps
 from hcache_backend.store.format import BLOCK, round_up
 from hcache_backend.store.shares import WHOLE, Parts, Share
 
@@ -106,18 +106,20 @@ ZEROS = memoryview(mmap.mmap(-1, BLOCK)).toreadonly()
 
 
 class PageIO:
-    """Reads and writes stretches of files.
+    """Reads and writes stretches of the files of one file system.
 
     Args:
         ops: The file operations.
+        alignment: What direct I/O wants there.
         buffer_bytes: Size of the aligned buffer of every thread that needs one.
     """
 
-    def __init__(self, ops: FileOps, buffer_bytes: int) -> None:
+    def __init__(self, ops: FileOps, alignment: Alignment, buffer_bytes: int) -> None:
         self._ops = ops
+        self.alignment = alignment
         self.scratch = Scratch(buffer_bytes)
 
-    def write(self, fd: int, pieces: Sequence[memoryview], alignment: Alignment) -> int:
+    def write(self, fd: int, pieces: Sequence[memoryview]) -> int:
         """Write ``pieces`` as the file ``fd`` from its beginning, padded to 4096 bytes.
 
         Returns:
@@ -126,68 +128,67 @@ class PageIO:
         Raises:
             OSError: Also when the file system took only part of it.
         """
-        total = sum(piece.nbytes for piece in pieces)
-        padding = round_up(total) - total
-        tail = [ZEROS[:padding]] if padding else []
-        if _aligned([*pieces, *tail], 0, alignment):
-            self._write_all(fd, [*pieces, *tail], 0)
+        length = sum(piece.nbytes for piece in pieces)
+        file = PageMemory([*pieces, ZEROS[: round_up(length) - length]])
+        if _aligned(file.pieces(0, file.length), 0, self.alignment):
+            self._write_all(fd, file, 0)
             return 0
         bounce = self.scratch.bounce
-        offset = 0
-        for filled in _fill(bounce, [*pieces, *tail]):
-            self._write_all(fd, [bounce[:filled]], offset)
-            offset += filled
-        return total
+        for start in range(0, file.length, len(bounce)):
+            size = min(len(bounce), file.length - start)
+            end = 0
+            for piece in file.pieces(start, size):
+                begin, end = end, end + piece.nbytes
+                _copy(bounce[begin:end], piece)
+            self._write_all(fd, PageMemory([bounce[:size]]), start)
+        return length
 
-    def read(
-        self, fd: int, offset: int, pieces: Sequence[memoryview], alignment: Alignment
-    ) -> tuple[bool, int]:
-        """Fill ``pieces`` from ``offset`` of the file on.
+    def read(self, fd: int, offset: int, pieces: Sequence[memoryview]) -> int:
+        """Fill ``pieces`` from ``offset`` of a file on, which is known to be long enough.
 
         Returns:
-            Whether the file was long enough, and the bytes that had to be copied.
+            Bytes that had to be copied out of aligned memory.
 
         Raises:
-            OSError: The file could not be read.
+            OSError: The file could not be read, or only in part.
         """
-        total = sum(piece.nbytes for piece in pieces)
-        if _aligned(pieces, offset, alignment):
-            return self._read_all(fd, list(pieces), offset) == total, 0
+        target = PageMemory(pieces)
+        if _aligned(pieces, offset, self.alignment):
+            self._read_all(fd, target, offset, target.length)
+            return 0
         bounce = self.scratch.bounce
-        targets = list(pieces)
-        position, end = offset, offset + total
-        while position < end:
-            begin = position // BLOCK * BLOCK
-            wanted = min(round_up(end) - begin, len(bounce))
-            got = self._read_all(fd, [bounce[:wanted]], begin)
-            usable = min(begin + got, end) - position
-            if usable < min(begin + wanted, end) - position:
-                return False, total
-            _scatter(bounce[position - begin : position - begin + usable], targets)
-            position += usable
-        return True, total
+        done = 0
+        while done < target.length:
+            skipped = (offset + done) % BLOCK
+            size = min(target.length - done, len(bounce) - skipped)
+            room = PageMemory([bounce[: round_up(skipped + size)]])
+            self._read_all(fd, room, offset + done - skipped, skipped + size)
+            end = skipped
+            for piece in target.pieces(done, size):
+                begin, end = end, end + piece.nbytes
+                _copy(piece, bounce[begin:end])
+            done += size
+        return target.length
 
-    def _write_all(self, fd: int, pieces: list[memoryview], offset: int) -> None:
-        while pieces:
-            written = self._ops.write(fd, pieces, offset)
+    def _write_all(self, fd: int, source: PageMemory, offset: int) -> None:
+        done = 0
+        while done < source.length:
+            pieces = source.pieces(done, source.length - done)
+            written = self._ops.write(fd, pieces, offset + done)
             if written <= 0:
                 raise OSError(errno.EIO, "the file system wrote nothing")
-            offset += written
-            pieces = _advance(pieces, written)
+            done += written
 
-    def _read_all(self, fd: int, pieces: list[memoryview], offset: int) -> int:
-        """Bytes read until the pieces were full or the file ended."""
+    def _read_all(self, fd: int, target: PageMemory, offset: int, least: int) -> None:
+        """Fill the first ``least`` bytes of ``target`` at least: the file may end behind them."""
         done = 0
-        while pieces:
-            asked = sum(piece.nbytes for piece in pieces[:MAX_VECTORS])
+        while done < least:
+            pieces = target.pieces(done, target.length - done)
             got = self._ops.read(fd, pieces, offset + done)
             if got <= 0:
-                break
+                # The file had its right length a moment ago, so it is the reading that fell short.
+                raise OSError(errno.EIO, "the file system returned too little, as of a cut file")
             done += got
-            pieces = _advance(pieces, got)
-            if got < asked and done % BLOCK:
-                break  # a file that ends within a block has ended
-        return done
 
 
 def probe_alignment(ops: FileOps, dir_fd: int, name: str) -> Alignment:
@@ -198,10 +199,8 @@ def probe_alignment(ops: FileOps, dir_fd: int, name: str) -> Alignment:
     """
     room = memoryview(mmap.mmap(-1, 4 * BLOCK))
     # Small demands first: every step asks for more than the one before.
-    candidates = [
-        Alignment(os.O_DIRECT, memory, length) for length in (512, BLOCK) for memory in (64, 512)
-    ]
-    candidates.append(Alignment(os.O_DIRECT, BLOCK, BLOCK))
+    demands = ((64, 512), (512, 512), (64, BLOCK), (512, BLOCK), (BLOCK, BLOCK))
+    candidates = [Alignment(os.O_DIRECT, *demand) for demand in demands]
     flags = os.O_RDWR | os.O_CREAT
     try:
         fd = ops.open(name, flags | os.O_DIRECT, dir_fd)
@@ -241,47 +240,6 @@ def _address(piece: memoryview) -> int:
     if piece.readonly:
         return int(np.frombuffer(piece, np.uint8).__array_interface__["data"][0])
     return ctypes.addressof(ctypes.c_char.from_buffer(piece))
-
-
-def _advance(pieces: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of ``pieces`` after ``count`` bytes."""
-    number = 0
-    while number < len(pieces) and count >= pieces[number].nbytes:
-        count -= pieces[number].nbytes
-        number += 1
-    rest = pieces[number:]
-    if rest and count:
-        rest[0] = rest[0][count:]
-    return rest
-
-
-def _fill(buffer: memoryview, pieces: Sequence[memoryview]) -> Iterator[int]:
-    """Copy ``pieces`` through ``buffer``; yields how much of it is filled."""
-    filled = 0
-    for piece in pieces:
-        done = 0
-        while done < piece.nbytes:
-            step = min(piece.nbytes - done, len(buffer) - filled)
-            _copy(buffer[filled : filled + step], piece[done : done + step])
-            done += step
-            filled += step
-            if filled == len(buffer):
-                yield filled
-                filled = 0
-    if filled:
-        yield filled
-
-
-def _scatter(source: memoryview, targets: list[memoryview]) -> None:
-    """Copy ``source`` into the first bytes of ``targets`` and take them off the list."""
-    while source:
-        step = min(len(source), targets[0].nbytes)
-        _copy(targets[0][:step], source[:step])
-        source = source[step:]
-        if step == targets[0].nbytes:
-            del targets[0]
-        else:
-            targets[0] = targets[0][step:]
 
 
 def _copy(target: memoryview, source: memoryview) -> None:

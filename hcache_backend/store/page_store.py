@@ -13,20 +13,26 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from hcache_backend.config import HCacheConfig
-from hcache_backend.store.caretaker import Caretaker
-from hcache_backend.store.cover import cover, plan_reads
-from hcache_backend.store.file_ops import FileOps
+from hcache_backend.store.caretaker import take_care
+from hcache_backend.store.file_ops import FileOps, best_file_ops
 from hcache_backend.store.folder import NotOurFolderError
-from hcache_backend.store.format import check_names, check_share, check_writer, file_layout
-from hcache_backend.store.kvikio_ops import best_file_ops
+from hcache_backend.store.format import (
+    PageName,
+    check_names,
+    check_share,
+    check_writer,
+    file_layout,
+)
 from hcache_backend.store.page_files import Written
 from hcache_backend.store.page_io import PageMemory
 from hcache_backend.store.shares import WHOLE, Parts, SegmentTable, Share, Subset
 from hcache_backend.store.stats import ProblemLog, StoreStats
-from hcache_backend.store.volume import Volume, result_of
+from hcache_backend.store.volume import Volume, cover, result_of
 
 logger = logging.getLogger("hcache.store")
 
@@ -44,21 +50,16 @@ class _Write(NamedTuple):
     """A page on its way to a folder; ``number`` is its place in the caller's lists."""
 
     number: int
-    key: bytes
+    name: PageName
     memory: PageMemory
     table: SegmentTable
-
-    @property
-    def file_bytes(self) -> int:
-        return file_layout(self.table, self.memory.share).file_bytes
 
 
 class _Writing(NamedTuple):
     """Pages of a group that a folder is writing, by their places in the caller's lists."""
 
     volume: Volume
-    numbers: list[int]
-    futures: list[Future[Written | None]]
+    futures: dict[int, Future[Written | None]]
 
 
 class PageStore:
@@ -96,7 +97,7 @@ class PageStore:
         self._closed = False
         ops = ops or best_file_ops(config.reader)
         self.volumes = [
-            Volume(path, config, writer, ops, self.stats, self._problems) for path in config.dirs
+            Volume(path, config, ops, self.stats, self._problems, writer) for path in config.dirs
         ]
         try:
             self._attach_all()
@@ -104,9 +105,14 @@ class PageStore:
             for volume in self.volumes:
                 volume.close()
             raise
-        self._caretakers = (
-            [Caretaker(volume, config) for volume in self.volumes] if background else []
-        )
+        self._stopping = threading.Event()
+        self._caretakers = [
+            threading.Thread(target=take_care, args=(volume, config, self._stopping), daemon=True)
+            for volume in self.volumes
+            if background
+        ]
+        for caretaker in self._caretakers:
+            caretaker.start()
 
     def exists(
         self, namespace: bytes, keys: Sequence[bytes], *, share: Share = WHOLE
@@ -166,7 +172,7 @@ class PageStore:
         work = []
         for number, (key, parts) in enumerate(zip(keys, pages, strict=True)):
             if not done[number]:
-                work.append(_write(number, key, parts, table, share))
+                work.append(_write(number, PageName(namespace, key, share), parts, table))
         volumes = [volume for volume in self.volumes if volume.is_online()]
         if work and not volumes:
             self.stats.add(pages_dropped_offline=len(work))
@@ -181,7 +187,7 @@ class PageStore:
                 # By its place in the sequence, so that what is stored already keeps its turn.
                 placed[(turn + item.number) % len(volumes)].append(item)
             started = [
-                self._start_writing(namespace, volume, items, deadline)
+                self._start_writing(volume, items, deadline)
                 for volume, items in zip(volumes, placed, strict=True)
                 if items
             ]
@@ -224,13 +230,22 @@ class PageStore:
         check_share(share)
         if len(pages) != len(keys):
             raise ValueError(f"{len(pages)} pages for {len(keys)} keys")
-        reads = plan_reads(self.volumes, namespace, keys, pages, subset or Subset(), share)
-        reading = [
-            (read.number, read.volume.start_reading(read.entry, read.memory, read.wanted))
-            for read in reads
-        ]
-        planned = {read.number for read in reads}
-        found = [number in planned for number in range(len(keys))]
+        subset = subset or Subset()
+        covers = cover(self.volumes, namespace, keys, subset.eighths & share.eighths)
+        reading: list[tuple[int, Future[bool]]] = []
+        for number, pieces in enumerate(covers):
+            memory = PageMemory(pages[number], share)
+            for order, (volume, entry, eighths) in enumerate(pieces):
+                # What every share repeats comes from one file: two would race for its memory.
+                first = subset.undivided and order == 0
+                wanted = replace(subset, eighths=eighths, undivided=first)
+                reading.append(
+                    (
+                        number,
+                        volume.start(volume.readers, partial(volume.read, entry, memory, wanted)),
+                    )
+                )
+        found = [bool(pieces) for pieces in covers]
         wait([future for _, future in reading], self._config.read_seconds)
         for number, future in reading:
             # A reading that has begun is waited for: the memory may not be given back before.
@@ -240,17 +255,12 @@ class PageStore:
         self.stats.add(pages_read=hits, misses=len(keys) - hits)
         return found
 
-    def drop_writer(self, namespace: bytes, writer: bytes) -> int:
-        """Delete the pages that the server run ``writer`` (8 bytes) wrote; returns how many."""
+    def drop(self, namespace: bytes, writer: bytes | None = None) -> int:
+        """Delete the pages of a namespace (those of one server run); returns how many files."""
         check_names(namespace, [])
-        check_writer(writer)
+        if writer is not None:
+            check_writer(writer)
         return sum(volume.drop(namespace, writer) for volume in self.volumes)
-
-    def clear(self, namespace: bytes) -> None:
-        """Delete all pages of a namespace."""
-        check_names(namespace, [])
-        for volume in self.volumes:
-            volume.drop(namespace)
 
     def flush(self) -> bool:
         """Bring everything that was put to the disks; False when a disk refused."""
@@ -262,19 +272,13 @@ class PageStore:
         if self._closed:
             return
         self._closed = True
+        self._stopping.set()
         for caretaker in self._caretakers:
-            caretaker.stop(_CLOSE_SECONDS)
+            caretaker.join(_CLOSE_SECONDS)
         for volume in self.volumes:
             if self._config.durability != "none" and volume.dirty:
                 volume.flush()
             volume.close()
-
-    def look_after(self) -> None:
-        """Notice folders that vanished or came back; done in the background when that is on."""
-        for volume in self.volumes:
-            volume.look_after()
-
-    # ---- internals ----
 
     def _attach_all(self) -> None:
         failures = []
@@ -298,36 +302,35 @@ class PageStore:
         self.stats.add(pages_already_stored=sum(stored))
         return stored
 
-    def _start_writing(
-        self, namespace: bytes, volume: Volume, items: Sequence[_Write], deadline: float
-    ) -> _Writing:
-        incoming = sum(item.file_bytes for item in items)
+    def _start_writing(self, volume: Volume, items: Sequence[_Write], deadline: float) -> _Writing:
+        incoming = sum(file_layout(item.table, item.name.share).file_bytes for item in items)
         if not volume.make_room(incoming, deadline - time.monotonic()):
             self.stats.add(pages_dropped_full=len(items))
             self._problems.report("full", f"{volume.path} is full; pages are not stored")
-            return _Writing(volume, [], [])
-        futures = [
-            volume.start_writing(namespace, item.key, item.memory, item.table) for item in items
-        ]
-        return _Writing(volume, [item.number for item in items], futures)
+            return _Writing(volume, {})
+        futures = {}
+        for item in items:
+            write = partial(volume.write, item.name, item.memory, item.table)
+            futures[item.number] = volume.start(volume.writers, write)
+        return _Writing(volume, futures)
 
     def _finish_writing(
         self, started: Sequence[_Writing], deadline: float, done: list[bool]
     ) -> None:
         """Wait for a group of pages and name them; ``done`` learns which are stored."""
-        for volume, numbers, futures in started:
-            wait(futures, max(deadline - time.monotonic(), 0.0))
-            ready: list[tuple[int, Written]] = []
+        for volume, futures in started:
+            wait(futures.values(), max(deadline - time.monotonic(), 0.0))
+            ready: dict[int, Written] = {}
             late = 0
-            for number, future in zip(numbers, futures, strict=True):
+            for number, future in futures.items():
                 if not future.done():
                     late += 1
                     volume.abandon(future)
                 elif (written := result_of(future)) is not None:
-                    ready.append((number, written))
+                    ready[number] = written
             seconds = max(deadline - time.monotonic(), 0.0)
-            named = volume.commit([written for _, written in ready], seconds) if ready else []
-            for (number, _), ok in zip(ready, named, strict=True):
+            named = volume.commit(list(ready.values()), seconds) if ready else []
+            for number, ok in zip(ready, named, strict=True):
                 done[number] = ok
             if late:
                 self.stats.add(pages_dropped_late=late)
@@ -336,9 +339,8 @@ class PageStore:
                 )
 
 
-def _write(
-    number: int, key: bytes, parts: Parts, table: SegmentTable | None, share: Share
-) -> _Write:
+def _write(number: int, name: PageName, parts: Parts, table: SegmentTable | None) -> _Write:
+    share = name.share
     memory = PageMemory(parts, share)
     if table is None:
         if share != WHOLE:
@@ -350,7 +352,7 @@ def _write(
             f"memory of {memory.length} bytes for share {share.number} of {share.of} of a page; "
             f"by its table it has {payload_bytes}"
         )
-    return _Write(number, key, memory, table)
+    return _Write(number, name, memory, table)
 
 
 def _groups(work: Sequence[_Write], volumes: int) -> Iterator[list[_Write]]:

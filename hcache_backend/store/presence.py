@@ -12,8 +12,9 @@ from pathlib import Path
 
 import lmdb
 
+from hcache_backend.config import HCacheConfig
 from hcache_backend.store.file_ops import FileOps
-from hcache_backend.store.folder import Folder, is_store_folder, open_folder
+from hcache_backend.store.folder import Folder, is_store_folder
 from hcache_backend.store.stats import ProblemLog, StoreStats
 
 logger = logging.getLogger("hcache.store")
@@ -33,14 +34,23 @@ class Presence:
     up every request. One that vanishes is let go of, and opened again when it is back.
 
     Args:
-        path: The folder.
+        path: The folder; made when missing.
+        config: The options.
         ops: The file operations.
         stats: Counters.
         problems: Where problems are logged.
     """
 
-    def __init__(self, path: Path, ops: FileOps, stats: StoreStats, problems: ProblemLog) -> None:
+    def __init__(
+        self,
+        path: Path,
+        config: HCacheConfig,
+        ops: FileOps,
+        stats: StoreStats,
+        problems: ProblemLog,
+    ) -> None:
         self.path = path
+        self._config = config
         self._ops = ops
         self._stats = stats
         self._problems = problems
@@ -59,7 +69,7 @@ class Presence:
             OSError: It cannot be used.
         """
         try:
-            folder = open_folder(self.path, self._ops, create=create)
+            folder = Folder(self.path, self._ops, self._config.buffer_bytes, create=create)
         except lmdb.Error as error:
             raise OSError(errno.EIO, f"its index: {error}", str(self.path)) from None
         with self._state:
@@ -69,7 +79,7 @@ class Presence:
             self._rest_until = 0.0
             self._index_is_broken = False
         self._had_own_device = self.path.is_mount()
-        if not folder.alignment.flags:
+        if not folder.io.alignment.flags:
             logger.info("hcache: %s has no direct I/O; reads and writes are buffered", self.path)
 
     def is_online(self) -> bool:
@@ -131,20 +141,13 @@ class Presence:
         """Note that an operation on the folder succeeded."""
         self._errors_in_a_row = 0
 
-    def failed(self, what: str, reason: str, error: Exception | None = None) -> None:
-        """Log and count that an operation on the folder failed.
-
-        Args:
-            what: The operation.
-            reason: Why it failed.
-            error: The exception, where it matters which.
-        """
-        self._problems.report(f"{what} {self.path}", f"{self.path}: {what} failed: {reason}")
+    def failed(self, what: str, error: Exception) -> None:
+        """Log and count that the operation ``what`` on the folder failed."""
+        self._problems.report(f"{what} {self.path}", f"{self.path}: {what} failed: {error}")
         if isinstance(error, lmdb.Error):
             self._stats.add(index_errors=1)
-            broken = (lmdb.CorruptedError, lmdb.PanicError, lmdb.PageNotFoundError)
-            if isinstance(error, broken):
-                self._index_is_broken = True
+        if isinstance(error, lmdb.CorruptedError | lmdb.PanicError | lmdb.PageNotFoundError):
+            self._index_is_broken = True
         self._errors_in_a_row += 1
         if self._errors_in_a_row >= _ERRORS_IN_A_ROW:
             self._errors_in_a_row = 0

@@ -84,7 +84,9 @@ class Subset:
     Attributes:
         segments: Numbers of the wanted segments; None means all.
         eighths: Bit mask of the wanted eighths of the tokens.
+        undivided: Whether segments that do not divide by tokens are wanted, too.
     """
 
     segments: frozenset[int] | None = None
     eighths: int = ALL_EIGHTHS
+    undivided: bool = True

@@ -8,24 +8,24 @@ a crash leaves a nameless file (removed when the folder is opened next) or an en
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar, TypeVarTuple, Unpack
+from typing import NamedTuple, TypeVar
 
 import lmdb
 
 from hcache_backend.config import HCacheConfig
-from hcache_backend.store.bounds import Bounds, evict
+from hcache_backend.store.bounds import evict, excess_bytes
 from hcache_backend.store.file_ops import FileOps
 from hcache_backend.store.folder import Folder
-from hcache_backend.store.format import DamagedFileError, Identity, PageName
-from hcache_backend.store.index import Entry, Record
+from hcache_backend.store.format import DamagedFileError, PageName
+from hcache_backend.store.index import Entry
 from hcache_backend.store.page_files import (
     OtherSizeError,
-    Wanted,
     Written,
     delete_page,
     file_exists,
@@ -33,9 +33,9 @@ from hcache_backend.store.page_files import (
     remove_nameless,
     write_page,
 )
-from hcache_backend.store.page_io import PageIO, PageMemory
+from hcache_backend.store.page_io import PageMemory
 from hcache_backend.store.presence import OfflineError, Presence
-from hcache_backend.store.shares import SegmentTable
+from hcache_backend.store.shares import SegmentTable, Subset
 from hcache_backend.store.stats import ProblemLog, StoreStats
 
 logger = logging.getLogger("hcache.store")
@@ -43,7 +43,6 @@ logger = logging.getLogger("hcache.store")
 _LOCK_SECONDS = 5.0
 _TOUCHES_AT_MOST = 65536
 
-_Arguments = TypeVarTuple("_Arguments")
 _Result = TypeVar("_Result")
 
 
@@ -51,95 +50,95 @@ class Volume(Presence):
     """One folder and its pages.
 
     Args:
-        path: The folder; made when missing.
-        config: The options.
-        writer: The server run, 8 bytes.
-        ops: The file operations.
-        stats: Counters.
-        problems: Where problems are logged.
+        writer: The server run, 8 bytes; the others are those of :class:`Presence`.
     """
 
     def __init__(
         self,
         path: Path,
         config: HCacheConfig,
-        writer: bytes,
         ops: FileOps,
         stats: StoreStats,
         problems: ProblemLog,
+        writer: bytes,
     ) -> None:
-        super().__init__(path, ops, stats, problems)
-        self.io = PageIO(ops, config.buffer_bytes)
+        super().__init__(path, config, ops, stats, problems)
         self.readers = ThreadPoolExecutor(config.io_threads, f"hcache-read-{path.name}")
         self.writers = ThreadPoolExecutor(config.io_threads, f"hcache-write-{path.name}")
         self._writer = writer
-        self._bounds = Bounds(
-            config.quota_bytes, config.min_free_bytes, config.high_water, config.low_water
-        )
         self._touched: dict[PageName, None] = {}
         self._touch_lock = threading.Lock()
         self.dirty = False
-
-    # ---- looking up ----
 
     def coverage(self, namespace: bytes, keys: Sequence[bytes]) -> list[int]:
         """Bit mask of the eighths of every page that stand here."""
         nothing = [0] * len(keys)
         return self._ask(lambda folder: folder.index.coverage(namespace, keys), nothing)
 
-    def lookup(self, namespace: bytes, keys: Sequence[bytes]) -> list[list[Record]]:
+    def lookup(self, namespace: bytes, keys: Sequence[bytes]) -> list[list[Entry]]:
         """The page files of every page that stand here."""
-        nothing: list[list[Record]] = [[] for _ in keys]
+        nothing: list[list[Entry]] = [[] for _ in keys]
         return self._ask(lambda folder: folder.index.lookup(namespace, keys), nothing)
 
     def holds_file(self, name: PageName) -> bool:
         """Whether a page file is really there."""
         return self._ask(lambda folder: file_exists(folder, name), False)
 
-    # ---- pages ----
-
-    def start_reading(self, entry: Entry, memory: PageMemory, wanted: Wanted) -> Future[bool]:
-        """Have a thread :meth:`read`."""
-        return self._start(self.readers, self.read, entry, memory, wanted)
-
-    def start_writing(
-        self, namespace: bytes, key: bytes, memory: PageMemory, table: SegmentTable
-    ) -> Future[Written | None]:
-        """Have a thread :meth:`write`."""
-        return self._start(self.writers, self.write, namespace, key, memory, table)
-
-    def read(self, entry: Entry, memory: PageMemory, wanted: Wanted) -> bool:
+    def read(self, entry: Entry, memory: PageMemory, wanted: Subset) -> bool:
         """Read what is wanted of a page file into ``memory``; False is a miss."""
         try:
             with self.use() as folder:
-                return self._read(folder, entry, memory, wanted)
+                read, copied = read_page(folder, entry, memory, wanted)
         except OfflineError:
             return False
+        except FileNotFoundError:
+            self._discard(entry, None)
+        except DamagedFileError as error:
+            self._discard(entry, error.status)
+            self._stats.add(bad_pages=1)
+            self._problems.report("damaged", f"{self.path}: a page is damaged ({error})")
+        except OtherSizeError as error:
+            self._problems.report("size", f"{self.path}: page not read: {error}")
+        except OSError as error:
+            self._stats.add(read_errors=1)
+            self.failed("read", error)
+        else:
+            self.worked()
+            self._stats.add(bytes_read=read, bytes_copied=copied)
+            self.touch(entry.name)
+            return True
+        return False
 
-    def write(
-        self, namespace: bytes, key: bytes, memory: PageMemory, table: SegmentTable
-    ) -> Written | None:
+    def write(self, name: PageName, memory: PageMemory, table: SegmentTable) -> Written | None:
         """Write a share to a nameless file; None when that fails. :meth:`commit` names it."""
-        names = (namespace, key, self._writer)
         try:
             with self.use() as folder:
-                written = write_page(folder, self.io, names, memory, table, time.time_ns())
+                written = write_page(folder, name, self._writer, memory, table)
         except OfflineError:
             self._stats.add(pages_dropped_offline=1)
             return None
         except OSError as error:
             self._stats.add(write_errors=1)
-            self.failed("write", str(error))
+            self.failed("write", error)
             return None
         self.worked()
         self._stats.add(bytes_copied=written.copied)
         return written
 
+    def start(self, pool: ThreadPoolExecutor, work: Callable[[], _Result]) -> Future[_Result]:
+        """Have a thread of ``pool`` (the readers or the writers) do ``work``."""
+        try:
+            return pool.submit(work)
+        except RuntimeError:  # the store was closed: the work finds that out, and counts it
+            done: Future[_Result] = Future()
+            done.set_result(work())
+            return done
+
     def make_room(self, incoming: int, seconds: float) -> bool:
         """Evict what is needed for ``incoming`` bytes; False when there is no room."""
 
         def work(folder: Folder) -> bool:
-            if self._bounds.excess(folder, incoming) == 0:
+            if excess_bytes(folder, self._config, incoming) == 0:
                 return True
             with folder.lock.held(seconds):
                 return self._evict_for(folder, incoming)
@@ -148,7 +147,7 @@ class Volume(Presence):
         return self._ask(work, True)
 
     def commit(self, batch: Sequence[Written], seconds: float) -> list[bool]:
-        """Make pages of nameless files, all of one namespace; False for one that failed."""
+        """Make pages of nameless files, False for one that failed."""
         done = [False] * len(batch)
         try:
             with self.use() as folder:
@@ -166,7 +165,7 @@ class Volume(Presence):
             self._problems.report("lock", f"{self.path}: {error}")
         except (OSError, lmdb.Error) as error:
             self._stats.add(write_errors=done.count(False))
-            self.failed("write", str(error), error)
+            self.failed("write", error)
         return done
 
     def abandon(self, writing: Future[Written | None]) -> None:
@@ -201,7 +200,7 @@ class Volume(Presence):
             doomed = [
                 entry.name
                 for entry in folder.index.entries(namespace)
-                if writer is None or entry.record.writer == writer
+                if writer is None or entry.writer == writer
             ]
             for start in range(0, len(doomed), 256):
                 with folder.lock.held(_LOCK_SECONDS):
@@ -214,8 +213,6 @@ class Volume(Presence):
 
         return self._ask(work, 0)
 
-    # ---- lasting ----
-
     def flush(self) -> bool:
         """Bring everything to the disk; False when it refused."""
         self.save_recency()
@@ -226,7 +223,7 @@ class Volume(Presence):
         except OSError as error:
             self.dirty = True
             self._stats.add(sync_errors=1)
-            self.failed("sync", str(error))
+            self.failed("sync", error)
             return False
         self._stats.add(syncs=1)
         return True
@@ -250,8 +247,6 @@ class Volume(Presence):
         self.writers.shutdown(wait=False)
         super().close()
 
-    # ---- internals ----
-
     def _ask(self, work: Callable[[Folder], _Result], otherwise: _Result) -> _Result:
         try:
             with self.use() as folder:
@@ -261,25 +256,23 @@ class Volume(Presence):
         except TimeoutError as error:
             self._problems.report(f"lock {self.path}", f"{self.path}: {error}")
         except lmdb.Error as error:
-            self.failed("index", str(error), error)
+            self.failed("index", error)
         except OSError as error:
-            self.failed("use", str(error))
+            self.failed("use", error)
         return otherwise
 
     def _commit(self, folder: Folder, batch: Sequence[Written], done: list[bool]) -> None:
         fresh = []
-        found = folder.index.lookup(batch[0].entry.namespace, [item.entry.key for item in batch])
-        for number, (written, records) in enumerate(zip(batch, found, strict=True)):
-            entry = written.entry
-            known = any(record.share == entry.record.share for record in records)
-            if known and file_exists(folder, entry.name):
+        for number, written in enumerate(batch):
+            name = written.entry.name
+            if folder.index.find(name) is not None and file_exists(folder, name):
                 # Another process was faster.
                 remove_nameless(folder, written.number)
                 self._stats.add(pages_already_stored=1)
                 done[number] = True
             else:
                 fresh.append(number)
-        incoming = sum(batch[number].entry.record.file_bytes for number in fresh)
+        incoming = sum(batch[number].entry.file_bytes for number in fresh)
         # The files are on the disk already: what is missing is only room in the quota.
         if not self._evict_for(folder, incoming, on_disk=incoming):
             self._stats.add(pages_dropped_full=len(fresh))
@@ -297,7 +290,7 @@ class Volume(Presence):
                 name = batch[number].entry.name
                 self._delete(folder, name)
                 unnamed.append(name)
-        written_bytes = sum(batch[i].entry.record.payload_bytes for i in fresh if done[i])
+        written_bytes = sum(batch[i].entry.payload_bytes for i in fresh if done[i])
         self._stats.add(pages_written=len(fresh) - len(unnamed), bytes_written=written_bytes)
         if failed is not None:
             folder.index.remove(unnamed)
@@ -305,73 +298,80 @@ class Volume(Presence):
 
     def _evict_for(self, folder: Folder, incoming: int, on_disk: int = 0) -> bool:
         """Make room; the folder's lock is held."""
-        excess = self._bounds.excess(folder, incoming, on_disk)
+        excess = excess_bytes(folder, self._config, incoming, on_disk)
         if excess:
             folder.index.touch(self._take_touched(), time.time_ns())
             evict(folder, excess, self._stats, self._problems)
-        return self._bounds.has_room(folder, incoming, on_disk)
+        return excess_bytes(folder, self._config, incoming, on_disk, brim=True) == 0
 
-    def _read(self, folder: Folder, entry: Entry, memory: PageMemory, wanted: Wanted) -> bool:
-        try:
-            read = read_page(folder, self.io, entry, memory, wanted)
-        except FileNotFoundError:
-            self._discard(folder, entry, None)
-        except DamagedFileError as error:
-            self._discard(folder, entry, error.identity)
-            self._stats.add(bad_pages=1)
-            self._problems.report("damaged", f"{self.path}: a page is damaged ({error})")
-        except OtherSizeError as error:
-            self._problems.report("size", f"{self.path}: page not read: {error}")
-        except OSError as error:
-            self._stats.add(read_errors=1)
-            self.failed("read", str(error))
-        else:
-            self.worked()
-            self._stats.add(bytes_read=read.bytes, bytes_copied=read.copied)
-            self.touch(entry.name)
-            return True
-        return False
+    def _discard(self, entry: Entry, damaged: os.stat_result | None) -> None:
+        """Take a page out that is damaged or, without status of a file, missing.
 
-    def _discard(self, folder: Folder, entry: Entry, identity: Identity | None) -> None:
-        """Take a damaged or missing page out, unless another one stands there by now."""
+        Another file that stands there by now stays.
+        """
         name = entry.name
-        try:
+
+        def work(folder: Folder) -> None:
             with folder.lock.held(_LOCK_SECONDS):
-                [records] = folder.index.lookup(entry.namespace, [entry.key])
-                if not any(_same_file(record, entry.record) for record in records):
+                known = folder.index.find(name)
+                if known is None or known._replace(stamp=entry.stamp) != entry:
                     return
-                if identity is None:
+                if damaged is None:
                     gone = not file_exists(folder, name)
                 else:
-                    gone = delete_page(folder, name, only=identity)
+                    gone = delete_page(folder, name, only=damaged)
                 if gone:
                     folder.index.remove([name])
-        except lmdb.Error as error:
-            self.failed("index", str(error), error)
-        except OSError as error:
-            self.failed("delete", str(error))
+
+        self._ask(work, None)
 
     def _delete(self, folder: Folder, name: PageName) -> bool:
         try:
             delete_page(folder, name)
         except OSError as error:
             self._stats.add(evict_errors=1)
-            self.failed("delete", str(error))
+            self.failed("delete", error)
             return False
         return True
 
-    def _start(
-        self,
-        pool: ThreadPoolExecutor,
-        work: Callable[[Unpack[_Arguments]], _Result],
-        *arguments: *_Arguments,
-    ) -> Future[_Result]:
-        try:
-            return pool.submit(work, *arguments)
-        except RuntimeError:  # the store was closed: the work finds that out, and counts it
-            done: Future[_Result] = Future()
-            done.set_result(work(*arguments))
-            return done
+
+class Piece(NamedTuple):
+    """A page file, and the eighths that no other piece of the page is there for (bit mask)."""
+
+    volume: Volume
+    entry: Entry
+    eighths: int
+
+
+def cover(
+    volumes: Sequence[Volume],
+    namespace: bytes,
+    keys: Sequence[bytes],
+    eighths: int,
+    counts: Callable[[Volume, PageName], bool] = lambda volume, name: True,
+) -> list[list[Piece]]:
+    """For every page the files that together have ``eighths``; none where some are missing.
+
+    Files of large shares are taken before those of small ones, so that few files are read.
+
+    Args:
+        eighths: Bit mask of the wanted eighths.
+        counts: Asked about a file before it is taken.
+    """
+    missing = [eighths] * len(keys)
+    found: list[list[Piece]] = [[] for _ in keys]
+    for volume in volumes:
+        numbers = [number for number, mask in enumerate(missing) if mask]
+        if not numbers:
+            break
+        listed = volume.lookup(namespace, [keys[number] for number in numbers])
+        for number, entries in zip(numbers, listed, strict=True):
+            for entry in sorted(entries, key=lambda entry: entry.name.share.of):
+                useful = entry.name.share.eighths & missing[number]
+                if useful and counts(volume, entry.name):
+                    found[number].append(Piece(volume, entry, useful))
+                    missing[number] &= ~useful
+    return [[] if mask else pieces for mask, pieces in zip(missing, found, strict=True)]
 
 
 def result_of(future: Future[_Result]) -> _Result | None:
@@ -382,10 +382,6 @@ def result_of(future: Future[_Result]) -> _Result | None:
         # Whoever waits must not wait for ever; the page is a miss, or not stored.
         logger.exception("hcache: a job of the page store failed")
         return None
-
-
-def _same_file(one: Record, other: Record) -> bool:
-    return one._replace(stamp=0) == other._replace(stamp=0)
 
 
 def _give_name(folder: Folder, written: Written) -> None:

@@ -96,6 +96,12 @@ def get(store: PageStore, number: int, namespace: bytes = NAMESPACE) -> bytes | 
     return bytes(target) if found else None
 
 
+def look_after(store: PageStore) -> None:
+    """Notice folders that vanished or came back, as the background does."""
+    for volume in store.volumes:
+        volume.look_after()
+
+
 def assert_right_or_miss(store: PageStore, *numbers: int) -> int:
     """Read pages; each must be what was stored, or a miss. Returns the hits."""
     hits = 0
@@ -116,10 +122,7 @@ def assert_sound(store: PageStore) -> None:
     for volume in store.volumes:
         with volume.use() as folder:
             assert folder.index.check() == []
-            known = {
-                (entry.namespace, entry.key, entry.record.share): entry.record.file_bytes
-                for entry in folder.index.entries()
-            }
+            known = {entry.name: entry.file_bytes for entry in folder.index.entries()}
             for path in page_files(folder.path):
                 name = parse_name(path.name)
                 assert name in known, f"{path} is not in the index"

@@ -76,7 +76,7 @@ def work(store: PageStore, role: str, seed: str, deadline: float, log: TextIO) -
         elif chance.random() < 0.98:
             read(store, chance, log)
         else:
-            store.drop_writer(NAMESPACE, b"writer-%d" % chance.randrange(8))
+            store.drop(NAMESPACE, b"writer-%d" % chance.randrange(8))
 
 
 def run(task: Task) -> None:

@@ -14,6 +14,7 @@ from store_testing import (
     content,
     get,
     key,
+    look_after,
     names,
     open_quiet,
     page_files,
@@ -104,7 +105,7 @@ def test_verify_finds_and_repairs(folder: Path, store: PageStore) -> None:
 def test_verify_rebuilds_the_index_under_a_live_server(folder: Path, store: PageStore) -> None:
     [found] = hcache_json("verify", "--rebuild", "-d", folder)["folders"].values()
     assert (found["adopted"], found["pages"], found["problems"]) == (6, 6, 0)
-    store.look_after()
+    look_after(store)
     assert put(store, 7) == [True]
     assert all(get(store, number) == content(key(number)) for number in (0, 1, 2, 3, 7))
     assert_sound(store)
@@ -143,8 +144,10 @@ def test_doctor_looks_at_folders_and_leaves_nothing(folder: Path, store: PageSto
 
 def test_doctor_says_when_a_folder_cannot_work(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
-    output = hcache("doctor", "-d", tmp_path, status=1)
-    assert "no page store's" in " ".join(output.split())
+    found = hcache_json("doctor", "-d", tmp_path, status=1)
+    checks = {check["subject"]: check for check in found["checks"]}
+    assert checks[str(tmp_path)]["verdict"] == "bad"
+    assert "no page store's" in checks[str(tmp_path)]["detail"]
 
 
 BY_SPEC = LayerGroup(layers=(0, 2), method="spec", detail="fused weight 512x256")

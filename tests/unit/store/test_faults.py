@@ -21,6 +21,7 @@ from store_testing import (
     content,
     get,
     key,
+    look_after,
     memory,
     names,
     open_files,
@@ -139,16 +140,16 @@ def scenario(folder: Path, ops: FileOps) -> None:
             put(store, number, number + 1)
         read_all(store)
         put(store, 13, namespace=OTHER_NAMESPACE)
-        store.drop_writer(OTHER_NAMESPACE, WRITER)
+        store.drop(OTHER_NAMESPACE, WRITER)
         store.exists(NAMESPACE, [key(n) for n in range(20)])
-        store.look_after()
+        look_after(store)
         store.flush()
     finally:
         store.close()
     store = open_quiet(folder, ops=ops, durability="always", quota_bytes=QUOTA)
     try:
         read_all(store)
-        store.clear(NAMESPACE)
+        store.drop(NAMESPACE)
         put(store, 14)
     finally:
         store.close()

@@ -18,6 +18,7 @@ from store_testing import (
     content,
     get,
     key,
+    look_after,
     names,
     open_quiet,
     page_files,
@@ -36,7 +37,7 @@ def test_a_folder_that_vanishes_costs_its_own_pages_only(tmp_path: Path) -> None
     put(store, *range(10))
     folders[0].rename(tmp_path / "gone")
     folders[0].mkdir()  # where a disk is not mounted there is an empty folder
-    store.look_after()
+    look_after(store)
     present = store.exists(NAMESPACE, [key(number) for number in range(10)])
     assert present.count(True) == 5
     for number, there in enumerate(present):
@@ -45,7 +46,7 @@ def test_a_folder_that_vanishes_costs_its_own_pages_only(tmp_path: Path) -> None
     assert names(folders[0]) == [], "nothing is written where the disk is not mounted"
     folders[0].rmdir()
     (tmp_path / "gone").rename(folders[0])
-    store.look_after()
+    look_after(store)
     assert all(store.exists(NAMESPACE, [key(number) for number in (*range(10), *range(20, 24))]))
     assert all(get(store, number) == content(key(number)) for number in range(10))
     assert store.stats.folders_lost == 1
@@ -57,7 +58,7 @@ def test_a_deleted_folder_is_made_anew(tmp_path: Path) -> None:
     put(store, 1)
     folder.rename(tmp_path / "deleted")
     assert put(store, 2) == [True], "until it is noticed, the open folder works on"
-    store.look_after()
+    look_after(store)
     assert store.exists(NAMESPACE, [key(1)]) == [False]
     assert put(store, 3) == [True]
     assert get(store, 3) == content(key(3))
@@ -94,7 +95,7 @@ def test_a_failing_folder_rests_and_comes_back(
 def test_a_file_system_without_direct_io_is_used_without(tmp_path: Path) -> None:
     store = open_quiet(tmp_path / "store", ops=BufferedOps())
     with store.volumes[0].use() as folder:
-        assert folder.alignment == BUFFERED
+        assert folder.io.alignment == BUFFERED
         assert probe_alignment(BufferedOps(), folder.session.fd, "probe") == BUFFERED
     put(store, 1)
     assert get(store, 1) == content(key(1))
@@ -142,7 +143,7 @@ def test_links_inside_are_not_followed(tmp_path: Path) -> None:
     path.parent.rmdir()
     path.parent.symlink_to(outside)
     assert get(store, 1) is None, "a linked folder is not entered"
-    store.clear(NAMESPACE)
+    store.drop(NAMESPACE)
     assert put(store, 1) == [False]
     assert (outside / path.name).read_bytes() == original, "nothing outside was touched"
     store.close()
@@ -173,7 +174,7 @@ def test_a_lost_index_is_rebuilt_from_the_files(tmp_path: Path) -> None:
     volume = store.volumes[0]
     with volume.use() as folder:
         assert folder.index_is_partial
-        assert len(find_unknown_files(folder, volume.io, adopt=True).pages) == 10
+        assert len(find_unknown_files(folder, adopt=True).pages) == 10
         folder.mark_index_complete()
     assert all(get(store, number) == content(key(number)) for number in range(10))
     assert_sound(store)
@@ -189,12 +190,12 @@ def test_an_index_whose_file_is_deleted_under_two_stores_is_made_anew_once(tmp_p
     (tmp_path / "store" / "index" / "data.mdb").unlink()
     assert put(stores[1], 5) == [True], "until it is noticed, the open index works on"
     for store in stores:
-        store.look_after()
+        look_after(store)
     volume = stores[0].volumes[0]
     with volume.use() as folder:
-        assert len(find_unknown_files(folder, volume.io, adopt=True).pages) == 6
+        assert len(find_unknown_files(folder, adopt=True).pages) == 6
     for store in stores:
-        store.look_after()
+        look_after(store)
         assert all(get(store, number) == content(key(number)) for number in range(6))
         assert_sound(store)
     assert len(list((tmp_path / "store").glob("index-broken-*"))) == 1

@@ -48,7 +48,7 @@ def test_version_1_files_stay_readable(tmp_path: Path) -> None:
         shard.mkdir(exist_ok=True)
         (shard / fixture.name).write_bytes(fixture.read_bytes())
     with store.volumes[0].use() as opened:
-        assert len(find_unknown_files(opened, store.volumes[0].io, adopt=True).pages) == 3
+        assert len(find_unknown_files(opened, adopt=True).pages) == 3
     whole, shared = memory(LAYERS.page_bytes), memory(LAYERS.page_bytes)
     assert store.get(NAMESPACE, [key(1), key(2)], [[whole], [shared]]) == [True, True]
     assert bytes(whole) == content(key(1), LAYERS.page_bytes)

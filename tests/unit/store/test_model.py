@@ -127,7 +127,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(namespace=namespaces, writer=writers)
     def drop_writer(self, namespace: bytes, writer: bytes) -> None:
-        dropped = self.store.drop_writer(namespace, writer)
+        dropped = self.store.drop(namespace, writer)
         expected = 0
         for (other, _), mine in self.given.items():
             for share in [share for share in mine if other == namespace]:
@@ -140,7 +140,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(namespace=namespaces)
     def clear(self, namespace: bytes) -> None:
-        self.store.clear(namespace)
+        self.store.drop(namespace)
         for name in [name for name in self.given if name[0] == namespace]:
             del self.given[name]
 

@@ -144,7 +144,7 @@ def test_what_was_written_is_found_and_nothing_else_touched(
     shift: int,
 ) -> None:
     store = shared_store
-    store.clear(NAMESPACE)
+    store.drop(NAMESPACE)
     there = 0
     for one in written:
         before = store.stats.pages_written
@@ -178,7 +178,7 @@ def test_a_lost_share_is_a_miss_for_the_ranks_that_need_it(
     shared_store: PageStore, writers: int, share: Share, data: st.DataObject, how: str
 ) -> None:
     store = shared_store
-    store.clear(NAMESPACE)
+    store.drop(NAMESPACE)
     for number in range(writers):
         put_share(store, Share(number, writers))
     lost = Share(data.draw(st.integers(0, writers - 1)), writers)
@@ -267,7 +267,7 @@ def test_aligned_shares_go_straight_between_memory_and_disk(tmp_path: Path) -> N
     ops = CountingOps()
     store = open_quiet(tmp_path / "store", ops=ops)
     with store.volumes[0].use() as folder:
-        if not folder.alignment.flags:
+        if not folder.io.alignment.flags:
             pytest.skip("the file system has no direct I/O")
     for number in range(2):
         put_share(store, Share(number, 2))
@@ -324,4 +324,4 @@ def test_memory_that_is_not_that_of_the_share_is_refused(store: PageStore) -> No
         assert store.get(NAMESPACE, [key(1)], [[whole[:-8]]]) == [False]
         page = content(key(1), LAYERS.page_bytes)
         assert get_share(store, half) == payload(page, LAYERS, half), "the page itself is fine"
-        store.clear(NAMESPACE)
+        store.drop(NAMESPACE)

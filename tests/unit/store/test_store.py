@@ -193,7 +193,7 @@ def test_a_page_that_is_evicted_while_it_is_read_is_still_right(tmp_path: Path) 
 
         def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
             if self.store is not None:
-                self.store.clear(NAMESPACE)
+                self.store.drop(NAMESPACE)
                 put(self.store, *range(50, 55))
             return super().read(fd, buffers, offset)
 
@@ -212,9 +212,9 @@ def test_drop_writer_deletes_what_one_server_run_wrote(tmp_path: Path) -> None:
     put(first, 1, 2)
     put(second, 3)
     put(second, 4, namespace=OTHER_NAMESPACE)
-    assert second.drop_writer(NAMESPACE, b"first---") == 2
+    assert second.drop(NAMESPACE, b"first---") == 2
     assert second.exists(NAMESPACE, [key(1), key(2), key(3)]) == [False, False, True]
-    assert first.drop_writer(NAMESPACE, b"second--") == 1
+    assert first.drop(NAMESPACE, b"second--") == 1
     assert first.exists(OTHER_NAMESPACE, [key(4)]) == [True]
 
 
@@ -222,7 +222,7 @@ def test_drop_writer_deletes_what_one_server_run_wrote(tmp_path: Path) -> None:
 def test_unaligned_memory_is_copied_and_counted(tmp_path: Path, shift: int) -> None:
     store = open_quiet(tmp_path / "store", buffer_bytes=8192)
     with store.volumes[0].use() as folder:
-        alignment = folder.alignment
+        alignment = folder.io.alignment
     data = content(key(1), 40_000)
     view = memory(data, shift)
     assert store.put(NAMESPACE, [key(1)], [[view[:777], view[777:]]]) == [True]
