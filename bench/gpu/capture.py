@@ -15,7 +15,7 @@ Decode steps replay a CUDA graph; prefill of 8192 tokens runs eagerly. Also deco
 requests while restores of 4096 tokens run. After each run the shadow pages are compared with what
 the last step's projections received.
 
-Prints tables and whether the goals are met, and writes ``out/DEVICE/capture.json`` and
+Prints a table and writes ``out/DEVICE/capture.json`` and
 ``capture.png``. ``--dry-run`` runs it on tiny shapes on the CPU, without graphs: its times mean
 nothing, and it writes nothing unless ``--out`` names a folder.
 """
@@ -27,7 +27,7 @@ import sys
 import torch
 
 from bench.gpu import program
-from bench.gpu.capture_report import draw, goals, print_rows
+from bench.gpu.capture_report import draw, table
 from bench.gpu.capture_steps import Decode, Prefill, decode_during_restores
 from bench.gpu.devices import Device
 from bench.gpu.program import Row
@@ -46,8 +46,8 @@ def main() -> int:
     device = Device(options.dry_run)
     batches = [2, 3] if options.dry_run else options.batches
     rows = measure(device, options.models, batches, 48 if options.dry_run else PREFILL)
-    print_rows(rows)
-    return program.finish("capture", device.name, options, {"rows": rows}, goals(rows), draw)
+    print(table(rows))
+    return program.finish("capture", device.name, options, {"rows": rows}, draw)
 
 
 def measure(device: Device, models: list[str], batches: list[int], prefill: int) -> list[Row]:

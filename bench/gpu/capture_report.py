@@ -1,11 +1,12 @@
-"""Table, goals and picture of the capture benchmark."""
+"""Table and picture of the capture benchmark."""
 
 from __future__ import annotations
 
 from itertools import groupby
 from typing import Any
 
-from bench.gpu.program import Row, all_right, at_least
+from bench.gpu.program import Row
+from bench.harness.report import markdown
 
 
 def overhead(rows: list[Row], row: Row) -> float:
@@ -20,36 +21,17 @@ def overhead(rows: list[Row], row: Row) -> float:
     return float(row["ms"] / alone - 1)
 
 
-def print_rows(rows: list[Row]) -> None:
+def table(rows: list[Row]) -> str:
     """One line per measurement."""
-    print(f"\n{'model':12} {'step':8} {'tokens':>6} {'saving':16} {'ms':>9} {'adds':>7}  right")
-    for row in rows:
-        print(
-            f"{row['model']:12} {row['step']:8} {row['tokens']:6} {row['way']:16} "
-            f"{row['ms']:9.3f} {overhead(rows, row):7.1%}  {'yes' if row['right'] else 'NO'}"
+    heads = ("model", "step", "tokens", "saving", "ms", "adds, %", "right")
+    lines = (
+        (
+            *(row[name] for name in ("model", "step", "tokens", "way", "ms")),
+            100 * overhead(rows, row),
         )
-
-
-def goals(rows: list[Row]) -> list[Row]:
-    """What capture may add, and its worst case. Values are the shares that are left over."""
-    staged = [row for row in rows if row["way"] == "staged"]
-
-    def room(bound: float, wanted: list[Row]) -> list[tuple[float, str]]:
-        return [
-            (bound - overhead(rows, row), f"{row['model']}, {row['step']} of {row['tokens']}")
-            for row in wanted
-        ]
-
-    decode = [row for row in staged if row["step"] == "decode"]
-    single = [row for row in decode if row["tokens"] == 1]
-    large = [row for row in decode if row["tokens"] >= 16]
-    prefill = [row for row in staged if row["step"] == "prefill" and row["tokens"] >= 8192]
-    return [
-        at_least("capture adds at most 3% to a decode step of 1", 0.0, room(0.03, single)),
-        at_least("capture adds at most 2% to a decode step of 16 or more", 0.0, room(0.02, large)),
-        at_least("capture adds at most 2% to a prefill of 8192", 0.0, room(0.02, prefill)),
-        all_right("the pages hold what the projections received", rows),
-    ]
+        for row in rows
+    )
+    return markdown(heads, ((*line, row["right"]) for line, row in zip(lines, rows, strict=True)))
 
 
 def draw(results: Row) -> Any:

@@ -2,64 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from bench.gpu.program import Row, all_right, at_least
+from bench.gpu.program import Row
+from bench.harness.report import markdown
 
 
-def goals(rows: list[Row], *, dry_run: bool) -> list[Row]:
-    """What the restores are measured against."""
-
-    def ms(method: str, rate: float | None) -> float:
-        return next(r["ms"] for r in rows if r["method"] == method and r["gb_s"] == rate)
-
-    told = [] if dry_run else rows
-    eager = [row for row in told if row["method"] == "eager"]
-    balanced = [row for row in eager if row["balanced"]]
-    compared: list[tuple[str, float, Sequence[tuple[float, str]]]] = [
-        (
-            "at the balanced rate at most 0.65 of layer-wise",
-            1 / 0.65,
-            [(ms("layer-wise", r["gb_s"]) / r["ms"], "balanced") for r in balanced],
-        ),
-        (
-            "at the balanced rate at most 1.2 of the larger part",
-            1 / 1.2,
-            [(max(r["read_ms"], r["restore_ms"]) / r["ms"], "balanced") for r in balanced],
-        ),
-        (
-            "at the balanced rate 1.6 times faster than KV",
-            1.6,
-            [(ms("kv", r["gb_s"]) / r["ms"], "balanced") for r in balanced],
-        ),
-        (
-            "never more than 5% slower than layer-wise",
-            1 / 1.05,
-            [(ms("layer-wise", r["gb_s"]) / r["ms"], f"{r['gb_s']} GB/s") for r in eager],
-        ),
-    ]
-    return [
-        *(at_least(goal, bound, list(values)) for goal, bound, values in compared),
-        all_right("K and V are right", rows),
-    ]
-
-
-def show(rows: list[Row]) -> None:
+def table(rows: list[Row]) -> str:
     """One line per row."""
-    print(f"\n{'GB/s':>9} {'method':>11} {'ms':>9} {'read, ms':>9} {'restore, ms':>12}")
-    for row in rows:
-        rate = f"{row['gb_s']:.1f}{' =' if row['balanced'] else ''}" if row["gb_s"] else "no limit"
-        start = f"{rate:>9} {row['method']:>11}"
-        if row["skipped"]:
-            print(f"{start} skipped: {row['skipped']}")
-            continue
-        restore = f"{row['restore_ms']:.1f}" if row["restore_ms"] else ""
-        print(
-            f"{start} {row['ms']:9.1f} {row['read_ms']:9.1f} {restore:>12}"
-            + (f"  {row['gds']}" if row["gds"] else "")
-            + ("" if row["right"] else "  WRONG")
-        )
+    heads = ("GB/s", "method", "ms", "read, ms", "restore, ms", "right", "GDS, or why skipped")
+    parts = ("method", "ms", "read_ms", "restore_ms", "right")
+    return markdown(
+        heads,
+        (
+            (
+                f"{row['gb_s']:.1f}{' =' if row['balanced'] else ''}"
+                if row["gb_s"]
+                else "no limit",
+                *(row.get(part) for part in parts),
+                row["skipped"] or row["gds"],
+            )
+            for row in rows
+        ),
+    )
 
 
 def draw(results: Row) -> Any:

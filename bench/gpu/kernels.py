@@ -7,7 +7,7 @@
 - codecs, and gathering and scattering parts of pages in pinned memory: kernels_transfers.py
 - correctness of both ways on the same random data, against float64
 
-Prints tables and whether the goals are met, and writes ``out/DEVICE/kernels.json`` and
+Prints tables and writes ``out/DEVICE/kernels.json`` and
 ``kernels.png``. ``--dry-run`` runs everything on tiny shapes under Triton's interpreter instead:
 its times mean nothing, and it writes nothing unless ``--out`` names a folder.
 """
@@ -36,12 +36,10 @@ def main() -> int:
     device = "interpreter" if options.dry_run else torch.cuda.get_device_name()
     projections = kernels_projection.measure(options.dry_run, options.models, options.rows)
     transfers = kernels_transfers.measure(options.dry_run)
-    goals = kernels_report.projection_goals(projections)
-    goals += kernels_transfers.transfer_goals(transfers)
-    kernels_report.print_projections(projections)
-    kernels_transfers.print_transfers(transfers)
+    print(kernels_report.projection_table(projections))
+    print(kernels_report.transfer_tables(transfers))
     results = {"projection": projections, "transfers": transfers}
-    return program.finish("kernels", device, options, results, goals, kernels_report.draw)
+    return program.finish("kernels", device, options, results, kernels_report.draw)
 
 
 if __name__ == "__main__":

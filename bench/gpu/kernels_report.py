@@ -1,60 +1,50 @@
-"""Tables, goals and the picture of the kernel benchmark."""
+"""Tables and the picture of the kernel benchmark."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
-from bench.gpu.program import all_right, at_least
-
-Row = dict[str, Any]
-
-GOAL_ROWS = 1024
-"""Goals hold from this number of tokens on."""
+from bench.gpu.program import Row
+from bench.harness.report import markdown
 
 
-def print_projections(rows: list[Row]) -> None:
+def projection_table(rows: list[Row]) -> str:
     """One line per model and number of tokens; shares are of the bare GEMM's speed."""
-    print("\nproject_kv: microseconds, and share of the bare GEMM's speed")
-    print(
-        f"{'model':12} {'tokens':>6} {'GEMM':>8} {'TFLOP/s':>8} {'fused':>8} {'share':>6} "
-        f"{'library':>8} {'share':>6} {'composed':>9} {'times':>6}  right"
+    heads = ("project_kv, us", "tokens", "GEMM", "TFLOP/s", "fused", "share", "library", "share")
+    parts = (
+        *("gemm_tflops", "fused_us", "fused_share", "library_us", "library_share"),
+        *("composed_us", "times_composed", "right"),
     )
-    for row in rows:
-        print(
-            f"{row['model']:12} {row['n']:6} {min(row['gemm_us'].values()):8.1f} "
-            f"{row['gemm_tflops']:8.1f} {row['fused_us']:8.1f} {row['fused_share']:6.2f} "
-            f"{row['library_us']:8.1f} {row['library_share']:6.2f} {row['composed_us']:9.1f} "
-            f"{row['times_composed']:6.2f}  {'yes' if row['right'] else 'NO'}"
-        )
+    lines = (
+        (row["model"], row["n"], min(row["gemm_us"].values()), *(row[part] for part in parts))
+        for row in rows
+    )
+    return markdown((*heads, "composed", "times", "right"), lines)
 
 
-def projection_goals(rows: list[Row]) -> list[Row]:
-    """What the projection is to reach, and its worst case."""
-    at = f"at {GOAL_ROWS} tokens or more"
-
-    def worst(value: Callable[[Row], float]) -> Iterator[tuple[float, str]]:
-        large = (row for row in rows if row["n"] >= GOAL_ROWS)
-        return ((value(row), f"{row['model']}, {row['n']}") for row in large)
-
-    return [
-        at_least(
-            f"project_kv, the better way: 0.92 of the bare GEMM's speed {at}",
-            0.92,
-            worst(lambda row: max(row["fused_share"], row["library_share"])),
+def transfer_tables(rows: list[Row]) -> str:
+    """Codecs (GB/s of hidden states), segments of pages (GB/s), restores of a layer (us)."""
+    tables = (
+        (
+            ("codec",),
+            ("codec, GB/s", "encode", "decode", "copy", "right"),
+            ("what", "encode_gbs", "decode_gbs", "copy_gbs", "right"),
         ),
-        at_least(
-            f"project_kv, each way: 0.80 of the bare GEMM's speed {at}",
-            0.80,
-            worst(lambda row: min(row["fused_share"], row["library_share"])),
+        (
+            ("gather", "scatter"),
+            ("segments, GB/s", "", "speed", "plain copy", "share", "right"),
+            ("kind", "what", "gbs", "copy_gbs", "share_of_copy", "right"),
         ),
-        at_least(
-            f"project_kv: 2 times as fast as composed of torch operations {at}",
-            2.0,
-            worst(lambda row: row["times_composed"]),
+        (
+            ("restore",),
+            ("restore, us", "exact", "exp4", "times", "bus binds", "right"),
+            ("what", "exact_us", "exp4_us", "times_exact", "bus_binds", "right"),
         ),
-        all_right("project_kv: error at most torch's in the same type, nothing else written", rows),
-    ]
+    )
+    return "\n\n".join(
+        markdown(heads, ([row[part] for part in parts] for row in rows if row["kind"] in kinds))
+        for kinds, heads, parts in tables
+    )
 
 
 def draw(results: Row) -> Any:
@@ -73,7 +63,6 @@ def draw(results: Row) -> Any:
             panel.plot(tokens, [row[f"{name}_share"] for row in mine], style, label=name)
         shares = [us / row["composed_us"] for us, row in zip(gemm, mine, strict=True)]
         panel.plot(tokens, shares, "^:", label="composed of torch operations")
-        panel.axhline(0.92, color="grey", linewidth=0.8)
         panel.set_xscale("log", base=2)
         panel.set_ylim(0, 1.05)
         panel.set_title(model)

@@ -14,23 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
 from bench.gpu.kernels_projection import cpu_microseconds
-from bench.gpu.program import all_right, at_least
+from bench.gpu.program import Row
 from hcache_kernels.codecs import Codec, make_codec
 from hcache_kernels.pages import gather_launch, gather_pages, scatter_launch, scatter_rows
 from hcache_kernels.timing import gpu_microseconds
 
-Row = dict[str, Any]
-
 PAGE_TOKENS = 64
 HEADER_BYTES = 4096
 CHECKED_ROWS = 256
-GOAL_PAGES = 16
-"""From so many pages on a transfer is to reach the speed of a plain copy."""
 
 
 @dataclass(frozen=True)
@@ -283,46 +278,3 @@ class Restore:
                 self.project(layer)
                 free.append(computing.record_event())
         current.wait_stream(computing)
-
-
-def print_transfers(rows: list[Row]) -> None:
-    """Three tables."""
-    print("\ncodecs: GB/s of hidden states")
-    print(f"{'':34} {'encode':>8} {'decode':>8} {'copy':>8}  right")
-    for row in (row for row in rows if row["kind"] == "codec"):
-        print(
-            f"{row['what']:34} {row['encode_gbs']:8.0f} {row['decode_gbs']:8.0f} "
-            f"{row['copy_gbs']:8.0f}  {'yes' if row['right'] else 'NO'}"
-        )
-    print("\nsegments of pages: GB/s, and share of a plain copy's speed")
-    for row in (row for row in rows if row["kind"] in ("gather", "scatter")):
-        print(
-            f"{row['kind']:8} {row['what']:42} {row['gbs']:7.1f} {row['copy_gbs']:7.1f} "
-            f"{row['share_of_copy']:6.2f}  {'yes' if row['right'] else 'NO'}"
-        )
-    print("\nrestore of a layer: microseconds exact, with exp4, and how many times as fast")
-    for row in (row for row in rows if row["kind"] == "restore"):
-        print(
-            f"{row['what']:34} {row['exact_us']:8.1f} {row['exp4_us']:8.1f} "
-            f"{row['times_exact']:6.2f}  {'bus binds' if row['bus_binds'] else ''}"
-            f"  {'yes' if row['right'] else 'NO'}"
-        )
-
-
-def transfer_goals(rows: list[Row]) -> list[Row]:
-    """What transfers and codecs are to reach; met is None where nothing tells."""
-    gathers = [row for row in rows if row["kind"] == "gather" and row["pages"] >= GOAL_PAGES]
-    bound = [row for row in rows if row.get("bus_binds")]
-    return [
-        at_least(
-            f"gather_pages: 0.90 of a pinned copy's speed from {GOAL_PAGES} pages on",
-            0.90,
-            ((row["share_of_copy"], row["what"]) for row in gathers),
-        ),
-        at_least(
-            "exp4: restores a layer faster than exact hidden states wherever the bus binds",
-            1.0,
-            ((row["times_exact"], row["what"]) for row in bound),
-        ),
-        all_right("codecs and transfers: the bytes of the reference", rows),
-    ]

@@ -1,4 +1,4 @@
-"""What the programs have in common: options, goals, and the files of a device's results.
+"""What the programs have in common: options, and the files of a device's results.
 
 As a program it prints the folder for the GPU's results; exit status 1: there is no GPU.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,57 +38,31 @@ def finish(
     device: str,
     options: argparse.Namespace,
     results: dict[str, list[Row]],
-    goals: list[Row],
     draw: Callable[[Row], Any],
 ) -> int:
-    """Print goals and write results; a dry run only writes where it is told.
+    """Write results; a dry run only writes where it is told.
 
     Args:
         name: Of the files.
         device: Its name.
         options: ``dry_run`` and ``out``.
         results: Rows, by kind.
-        goals: What :func:`at_least` and :func:`all_right` made of them.
         draw: Makes the picture of the file's content.
 
     Returns:
         Exit status: 1 if a result was wrong.
     """
-    print_goals(goals)
     folder = options.out or (None if options.dry_run else folder_of(device))
     if folder is not None:
         head = {"device": device, "torch": torch.__version__, "dry_run": options.dry_run}
-        write(folder, name, {**head, "goals": goals, **results}, draw)
-    return int(not all_right("", (row for rows in results.values() for row in rows))["met"])
+        write(folder, name, {**head, **results}, draw)
+    measured = [row for rows in results.values() for row in rows if not row.get("skipped")]
+    return int(not all(row["right"] for row in measured))
 
 
 def folder_of(device: str) -> Path:
     """Where results of the device of this name are written."""
     return OUT / re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-
-
-def at_least(goal: str, bound: float, values: Iterable[tuple[float, str]]) -> Row:
-    """A goal that every value must reach; met is None if there is no value to tell."""
-    worst = min(values, default=None)
-    if worst is None:
-        return {"goal": goal, "met": None, "worst": None}
-    return {"goal": goal, "met": worst[0] >= bound, "worst": {"value": worst[0], "of": worst[1]}}
-
-
-def all_right(goal: str, rows: Iterable[Row]) -> Row:
-    """The goal that every result is right; rows that were skipped have none."""
-    met = all(row["right"] for row in rows if not row.get("skipped"))
-    return {"goal": goal, "met": met, "worst": None}
-
-
-def print_goals(goals: list[Row]) -> None:
-    """One line per goal."""
-    words = {True: "met", False: "NOT MET", None: "not measured"}
-    print("\ngoals")
-    for goal in goals:
-        worst = goal["worst"]
-        detail = "" if worst is None else f" (worst: {worst['value']:.3f}, {worst['of']})"
-        print(f"{words[goal['met']]:12} {goal['goal']}{detail}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ hidden states, and a device copy stands for the all-gather of the rest; recomput
 all-reduces. ``--rates`` in GB/s slow the copy down as a slower bus or L3 would; 0 is the bus as it
 is. K and V are compared with those of the forward pass after every method.
 
-Prints tables and whether the goals are met, and writes ``out/DEVICE/restore.json`` and
+Prints a table and writes ``out/DEVICE/restore.json`` and
 ``restore.png`` (a timeline of the streams). ``--dry-run`` runs it on tiny shapes on the CPU: its
 times mean nothing, and it writes nothing unless ``--out`` names a folder.
 """
@@ -31,7 +31,7 @@ from bench.gpu.devices import Device
 from bench.gpu.program import Row
 from bench.gpu.restore_methods import History, layer_costs, ways
 from bench.gpu.restore_models import SHAPES, build
-from bench.gpu.restore_report import draw, goals, print_rows
+from bench.gpu.restore_report import draw, table
 
 TOKENS = ("1024", "2048", "4096", "8192", "16384", "4x4096")
 RATES = (0.0, 28.0, 14.0, 7.0)
@@ -48,8 +48,8 @@ def main() -> int:
     if options.dry_run:
         options.tokens, options.rates = ["128", "2x128"], [0.0, 14.0]
     rows = measure(device, options.models, options.tokens, options.rates)
-    print_rows(rows)
-    return program.finish("restore", device.name, options, {"rows": rows}, goals(rows), draw)
+    print(table(rows))
+    return program.finish("restore", device.name, options, {"rows": rows}, draw)
 
 
 def measure(

@@ -27,8 +27,6 @@ def test_the_dry_run_measures_checks_and_writes(tmp_path: Path) -> None:
     assert len({row["model"] for row in rows}) == 5
     assert all(row["right"] for row in rows)
     assert {way["way"] for row in rows for way in row["ways"]} == {"fused", "library"}
-    # No speed is told apart from tiny shapes.
-    assert [goal["met"] for goal in content["goals"]] == [None, None, None, True, None, None, True]
     kinds = {row["kind"] for row in content["transfers"]}
     assert kinds == {"codec", "gather", "scatter", "restore"}
     assert all(row["right"] for row in content["transfers"])

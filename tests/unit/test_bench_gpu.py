@@ -6,8 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from bench.gpu.program import finish
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,11 +32,14 @@ def dry_run(name: str, folder: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
     assert content["dry_run"]
     assert all(row["right"] for row in content["rows"])
-    # No speed is told from tiny shapes.
-    assert [goal["met"] for goal in content["goals"]] == [None] * (len(content["goals"]) - 1) + [
-        True
-    ]
     return content
+
+
+@pytest.mark.parametrize(("right", "status"), [(True, 0), (False, 1)])
+def test_a_wrong_result_ends_a_program_with_status_1(right: bool, status: int) -> None:
+    rows = [{"right": True}, {"skipped": "why"}, {"right": right}]
+    options = Namespace(dry_run=True, out=None)
+    assert finish("it", "a GPU", options, {"rows": rows}, lambda results: None) == status
 
 
 def test_restore_goes_every_way_on_every_shape(tmp_path: Path) -> None:
