@@ -37,7 +37,7 @@ def main() -> int:
     projections = kernels_projection.measure(options.dry_run, options.models, options.rows)
     transfers = kernels_transfers.measure(options.dry_run)
     print(kernels_report.projection_table(projections))
-    print(kernels_report.transfer_tables(transfers))
+    print(f"\n{kernels_report.transfer_tables(transfers)}")
     results = {"projection": projections, "transfers": transfers}
     return program.finish("kernels", device, options, results, kernels_report.draw)
 
