@@ -1,4 +1,4 @@
-"""Plain KV pages through our store: layouts, ranks, and requests that must not share."""
+"""Host layouts, and plain KV pages: ranks, and requests that must not share."""
 
 from __future__ import annotations
 
@@ -9,15 +9,23 @@ import pytest
 
 from bench.harness.models import build_model
 from bench.harness.server import Server, ServerOptions
-from tests.engine.harness.conversations import Conversation, converse, random_tokens
+from tests.engine.harness.conversations import (
+    Conversation,
+    converse,
+    make_conversations,
+    random_tokens,
+)
 from tests.engine.harness.lora import build_lora
 from tests.engine.harness.ours import (
+    assert_hidden_mode,
     assert_no_cache_output,
     assert_nothing_went_wrong,
+    assert_restored_from_l3,
     extra_config,
     our_server,
     stored_pages,
 )
+from tests.engine.harness.reference import assert_equal_tokens, greedy
 
 pytestmark = pytest.mark.engine
 
@@ -28,21 +36,25 @@ def resent(server: Server, seed: int = 40) -> list[Conversation]:
     return [converse(server, [Conversation([prompt])])[0] for _ in range(2)]
 
 
+@pytest.mark.parametrize("mode", ["hidden", "kv"])
 @pytest.mark.parametrize(
     ("layout", "backend"),
     [("layer_first", "kernel"), ("layer_first", "direct"), ("page_first_direct", "direct")],
 )
-def test_a_prompt_of_768_tokens_comes_back_in_every_host_layout(
-    layout: str, backend: str, model: Path, tmp_path: Path
+def test_other_host_layouts_and_io_backends(
+    layout: str, backend: str, mode: str, model: Path, tmp_path: Path
 ) -> None:
-    kv = {"mode": "kv"}
-    options = our_server(model, tmp_path, hcache=kv, mem_layout=layout, io_backend=backend)
+    options = our_server(
+        model, tmp_path, hcache={"mode": mode}, mem_layout=layout, io_backend=backend
+    )
     with Server(options) as server:
-        first, second = resent(server)
+        conversations = converse(server, make_conversations(1, turns=2, tokens=768))
+        if mode == "hidden":
+            assert_hidden_mode(server)
         assert_nothing_went_wrong(server)
-    assert first.turns[0].cached.storage == 0
-    assert second.turns[0].cached.storage > 700
-    assert_no_cache_output(model, [first, second])
+    assert conversations[0].turns[0].cached.storage == 0
+    assert_restored_from_l3(conversations, 64)
+    assert_no_cache_output(model, conversations)
 
 
 def test_pages_that_are_divided_by_heads_serve_other_numbers_of_ranks(
@@ -125,7 +137,7 @@ def test_a_sliding_window_comes_back_with_the_pages_before_it(
     assert len(stored_pages(tmp_path)) == 10 + 2
 
 
-def test_salted_and_adapted_requests_and_changed_adapters_never_share_pages(
+def test_adapters_mean_kv_mode_and_no_pages_shared_with_other_adapters_or_salts(
     model_cache: Path, tmp_path: Path
 ) -> None:
     model = build_model("llama", model_cache)
@@ -136,7 +148,7 @@ def test_salted_and_adapted_requests_and_changed_adapters_never_share_pages(
     options = our_server(model, tmp_path, extra_args=args)
 
     def hits(server: Server, **request: str) -> int:
-        reply = server.generate(prompt, 4, **request)
+        reply = server.generate(prompt, 16, **request)
         server.flush_cache()
         replies.setdefault(str(request), []).append(reply.output_ids)
         return reply.cached.storage
@@ -150,10 +162,13 @@ def test_salted_and_adapted_requests_and_changed_adapters_never_share_pages(
         {"lora": "tiny", "cache_salt": "a"},
     ]
     with Server(options) as server:
+        assert "hcache: KV mode (plain KV pages): LoRA adapters" in server.log_text()
         assert [hits(server, **kind) for kind in kinds] == [0] * len(kinds)
         assert [hits(server, **kind) for kind in kinds] == [256] * len(kinds)
     assert all(first == second for first, second in replies.values())
     assert replies[str(kinds[0])] != replies[str(kinds[1])]
+    (want,) = greedy(model, [prompt], 16)
+    assert_equal_tokens(replies[str(kinds[0])][0], want.tokens)
     options.log = tmp_path / "restarted.log"
     with Server(options) as server:
         assert [hits(server, **kind) for kind in kinds[:2]] == [256, 256]

@@ -9,7 +9,6 @@ import pytest
 from bench.harness.models import build_model
 from bench.harness.server import Server
 from tests.engine.harness.conversations import converse, make_conversations, random_tokens
-from tests.engine.harness.lora import build_lora
 from tests.engine.harness.ours import (
     assert_hidden_mode,
     assert_no_cache_output,
@@ -18,30 +17,10 @@ from tests.engine.harness.ours import (
     our_server,
     projections,
 )
-from tests.engine.harness.reference import assert_equal_tokens, greedy
 
 pytestmark = pytest.mark.engine
 
 KV_MODE = "hcache: KV mode (plain KV pages): "
-
-
-def test_adapters_mean_kv_mode_and_never_share_pages(model_cache: Path, tmp_path: Path) -> None:
-    model = build_model("llama", model_cache)
-    adapter = build_lora(model, model_cache)
-    args = ["--enable-lora", "--lora-backend", "torch_native", "--lora-paths", f"tiny={adapter}"]
-    prompt = random_tokens(300, seed=4)
-    (want,) = greedy(model, [prompt], 16)
-    with Server(our_server(model, tmp_path, extra_args=args)) as server:
-        assert KV_MODE + "LoRA adapters" in server.log_text()
-        adapted = server.generate(prompt, 16, lora="tiny").output_ids
-        for _ in range(2):
-            plain = server.generate(prompt, 16)
-            assert_equal_tokens(plain.output_ids, want.tokens)
-            again = server.generate(prompt, 16, lora="tiny")
-            assert again.output_ids == adapted
-            server.flush_cache()
-        assert plain.cached.storage == 256
-        assert again.cached.storage == 256
 
 
 @pytest.mark.parametrize(
@@ -88,23 +67,6 @@ def test_multi_query_attention_runs_in_kv_mode_unless_hidden_is_insisted_on(
     with Server(options) as server:
         conversations = converse(server, make_conversations(1, turns=2, tokens=300))
         assert_hidden_mode(server)
-        assert_restored_from_l3(conversations, 64)
-    assert_no_cache_output(model, conversations)
-
-
-@pytest.mark.parametrize(
-    ("layout", "backend"),
-    [("layer_first", "kernel"), ("layer_first", "direct"), ("page_first_direct", "direct")],
-)
-def test_other_host_layouts_and_io_backends_in_hidden_mode(
-    layout: str, backend: str, model_cache: Path, tmp_path: Path
-) -> None:
-    model = build_model("llama", model_cache)
-    options = our_server(model, tmp_path, mem_layout=layout, io_backend=backend)
-    with Server(options) as server:
-        conversations = converse(server, make_conversations(1, turns=2, tokens=768))
-        assert_hidden_mode(server)
-        assert_nothing_went_wrong(server)
         assert_restored_from_l3(conversations, 64)
     assert_no_cache_output(model, conversations)
 
