@@ -67,41 +67,78 @@ class Stream(ABC):
     def keep(self, tensor: torch.Tensor) -> None:
         """This stream uses ``tensor``, which another one allocated: do not reuse it before."""
 
+    @contextmanager
+    def as_current(self) -> Iterator[None]:
+        """Within the block this is the current stream, where there is more than the caller's."""
+        yield
+
     def synchronize(self) -> None:
         """Block the calling thread until everything given so far is done."""
         self.record().synchronize()
 
 
+class Door(ABC):
+    """Where streams come from. Everything on the engine's path goes through this one."""
+
+    @abstractmethod
+    def new_stream(self, device: torch.device, name: str) -> Stream:
+        """See :func:`new_stream`."""
+
+    @abstractmethod
+    def current_stream(self, device: torch.device) -> Stream:
+        """See :func:`current_stream`."""
+
+    @abstractmethod
+    def of(self, engine_stream: Any) -> Stream:
+        """See :func:`of`."""
+
+    @abstractmethod
+    def host_tensor(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """See :func:`host_tensor`."""
+
+    @abstractmethod
+    def recording_graph(self) -> bool:
+        """See :func:`recording_graph`."""
+
+
 def new_stream(device: torch.device | str, name: str) -> Stream:
     """A stream of its own on ``device``; ``name`` is for debuggers."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        # Behind forward passes there is nothing: SGLang's streams have priority 0 as well (0.5.20
-        # to 0.5.23), and that is the lowest that CUDA knows. A restore holds them up by the length
-        # of its launches at most, which option restore_chunk_tokens bounds.
-        return _CudaStream(torch.cuda.Stream(device, priority=0))
-    return WorkerStream(name)
+    return _door.new_stream(torch.device(device), name)
 
 
 def current_stream(device: torch.device | str) -> Stream:
     """The stream that the calling thread works on at this moment."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        return _CudaStream(torch.cuda.current_stream(device))
-    return _current.get() or _INLINE
+    return _door.current_stream(torch.device(device))
+
+
+def of(engine_stream: Any) -> Stream:
+    """One of the engine's own streams (a ``torch.cuda.Stream``, or the CPU's stand-in)."""
+    return _door.of(engine_stream)
 
 
 def host_tensor(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
 ) -> torch.Tensor:
     """Memory of the CPU that ``device`` copies to and from without waiting."""
-    return torch.empty(shape, dtype=dtype, pin_memory=torch.device(device).type == "cuda")
+    return _door.host_tensor(shape, dtype, torch.device(device))
 
 
 def held_for_device(values: npt.NDArray[Any], device: torch.device | str) -> torch.Tensor:
     """A copy of ``values`` in memory that ``device`` can copy from without waiting."""
     source = torch.from_numpy(np.ascontiguousarray(values))
     return host_tensor(source.shape, source.dtype, device).copy_(source)
+
+
+def to_device(values: npt.NDArray[Any], device: torch.device | str) -> torch.Tensor:
+    """A copy of ``values`` on ``device``, made on the current stream; the caller does not wait."""
+    return held_for_device(values, device).to(torch.device(device), non_blocking=True)
+
+
+def recording_graph() -> bool:
+    """Whether the current stream is recording a CUDA graph."""
+    return _door.recording_graph()
 
 
 # ---- CUDA ----
@@ -142,6 +179,11 @@ class _CudaStream(Stream):
     def keep(self, tensor: torch.Tensor) -> None:
         if tensor.is_cuda:
             tensor.record_stream(self._stream)
+
+    @contextmanager
+    def as_current(self) -> Iterator[None]:
+        with torch.cuda.stream(self._stream):
+            yield
 
 
 # ---- CPU ----
@@ -263,3 +305,45 @@ def current_is(stream: Stream) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+class _ByDevice(Door):
+    """CUDA's streams where the device is a GPU, worker threads where it is the CPU."""
+
+    def new_stream(self, device: torch.device, name: str) -> Stream:
+        if device.type == "cuda":
+            # Behind forward passes there is nothing: SGLang's streams have priority 0 as well
+            # (0.5.20 to 0.5.23), and that is the lowest that CUDA knows. A restore holds them up by
+            # the length of its launches at most, which option restore_chunk_tokens bounds.
+            return _CudaStream(torch.cuda.Stream(device, priority=0))
+        return WorkerStream(name)
+
+    def current_stream(self, device: torch.device) -> Stream:
+        if device.type == "cuda":
+            return _CudaStream(torch.cuda.current_stream(device))
+        return _current.get() or _INLINE
+
+    def of(self, engine_stream: Any) -> Stream:
+        return _CudaStream(engine_stream) if isinstance(engine_stream, torch.cuda.Stream) else _INLINE
+
+    def host_tensor(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+    def recording_graph(self) -> bool:
+        return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+_door: Door = _ByDevice()
+
+
+@contextmanager
+def through(door: Door) -> Iterator[None]:
+    """Within the block every stream comes from ``door``: for tests."""
+    global _door  # noqa: PLW0603
+    before, _door = _door, door
+    try:
+        yield
+    finally:
+        _door = before

@@ -1,0 +1,72 @@
+"""The checker as one object: clocks, memory, stand-ins for the device, and a report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tests.order import device
+from tests.order.clocks import Clocks, Query
+from tests.order.memory import Finding, Kind, Memory
+
+
+class Checker:
+    """Watches what the calling thread does, within :meth:`watching`.
+
+    Args:
+        query: How events answer.
+        seed: For ``Query.RANDOM``.
+    """
+
+    def __init__(self, query: Query = Query.LAZY, seed: int = 0) -> None:
+        self.clocks = Clocks(query, seed)
+        self.memory = Memory(self.clocks)
+        self.stand_ins = device.stand_ins(self.clocks)
+
+    def on_device(self, tensor: torch.Tensor, name: str = "") -> torch.Tensor:
+        """``tensor`` is device memory."""
+        self.memory.register(tensor, Kind.DEVICE, name)
+        return tensor
+
+    def pinned(self, tensor: torch.Tensor, name: str = "") -> torch.Tensor:
+        """``tensor`` is pinned host memory."""
+        self.memory.register(tensor, Kind.PINNED, name)
+        return tensor
+
+    def stream(self, name: str) -> Any:
+        """A new stream, as ``torch.cuda.Stream`` would be."""
+        return self.stand_ins["Stream"](actor=self.clocks.new_stream(name))
+
+    def on(self, stream: Any) -> Any:
+        """The context in which ``stream`` is the current one."""
+        return self.stand_ins["StreamContext"](stream)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within the block the calling thread's memory is known, and after :meth:`begin` its order
+        is checked."""
+        try:
+            with device.streams_are_kept(self.memory), device.Watch(self.memory):
+                yield
+        finally:
+            self.memory.watching = False
+
+    def begin(self) -> None:
+        """Set-up is over: everything so far is done, and what comes is checked."""
+        self.clocks.join_all()
+        self.memory.watching = True
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What is wrong, in the order in which it was found."""
+        return list(self.memory.findings.values())
+
+    def report(self) -> str:
+        """Findings as text; empty if there are none."""
+        return "\n\n".join(
+            f"[{count} times] {self.memory.findings[key]}"
+            for key, count in self.memory.counts.items()
+        )

@@ -1,0 +1,98 @@
+"""What the checker passes over, and why: every silence stands here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from tests.order.clocks import Frame
+
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_CHECKER = str(Path(__file__).parent) + os.sep
+_ROOTS = ("/hcache_backend/", "/kernels/", "/sglang/", "/tests/")
+
+
+def is_machinery(file: str) -> bool:
+    """Frames that say nothing: torch's, the checker's, and context managers'."""
+    if file.startswith(_CHECKER):
+        return not Path(file).name.startswith(("test_", "scenario"))
+    return file.startswith(_TORCH) or file.endswith("/contextlib.py")
+
+
+def short(file: str) -> str:
+    """A path below the root of its package."""
+    for root in _ROOTS:
+        if root in file:
+            return root[1:] + file.rsplit(root, 1)[1]
+    return file
+
+
+class Silence(NamedTuple):
+    """Files (or functions in them) that something does not apply to."""
+
+    reason: str
+    files: tuple[str, ...]
+    functions: tuple[str, ...] = ()
+
+    def covers(self, frame: Frame) -> bool:
+        """Whether the rule is about the function that a frame is in."""
+        name = frame.code.co_filename
+        return any(part in name for part in self.files) and (
+            not self.functions or frame.code.co_name in self.functions
+        )
+
+
+KERNEL_REFERENCES = (
+    Silence(
+        "Torch references of Triton kernels read lengths and indices on the host (.item(), "
+        "nonzero); the kernels read them on the stream. Counted as waits of the host they would "
+        "order things that nothing orders on a GPU.",
+        ("/kernels/",),
+    ),
+    Silence(
+        "SGLang's page allocator asks for slots by a Triton kernel; the CPU engine has a loop.",
+        ("/mem_cache/allocator/paged.py", "/hcache_cpu_engine/"),
+    ),
+    Silence(
+        "The attention backend for CPUs slices requests apart by their lengths, on the host.",
+        ("/torch_native_backend.py", "/cuda_graph_buffer_registry.py"),
+    ),
+    Silence(
+        "Torch stand-ins of SGLang's own kernels.",
+        ("/forward_batch_info.py",),
+        ("compute_position_torch",),
+    ),
+)
+
+HOST_MEMORY = (
+    Silence(
+        "Host pools and L3 backends name their device in a variable; it is the host's memory.",
+        ("/mem_cache/pool_host/", "/mem_cache/hicache_storage", "/hcache_backend/store/"),
+    ),
+)
+
+READ_ONCE = Silence(
+    "GPU backends turn req_to_token into page tables once, at the begin of a step; the one for "
+    "CPUs reads it again in every layer, behind SGLang's barrier.",
+    ("/torch_native_backend.py",),
+)
+
+
+def is_kernel_reference(where: Sequence[Frame]) -> bool:
+    """Whether the host does something there that a kernel does on its stream."""
+    return any(
+        silence.covers(frame)
+        for frame in where[:3]
+        for silence in KERNEL_REFERENCES
+        if "sglang" not in frame.code.co_filename or silence is not KERNEL_REFERENCES[0]
+    )
+
+
+def is_host_memory(frame: Frame) -> bool:
+    """Whether a ``device`` that is a variable there means the host."""
+    return any(silence.covers(frame) for silence in HOST_MEMORY)

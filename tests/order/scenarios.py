@@ -1,0 +1,130 @@
+"""Scenarios without an engine: a part of the product at work on modelled streams, in a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from hcache_backend import streams
+from hcache_backend.page import PageLayout
+from hcache_backend.restore.pipeline import Fill, Recompute, RestoredLayer, RestorePipeline
+from tests.order.checker import Checker
+from tests.order.product import CheckedDoor
+
+GPU = torch.device("cpu")
+"""A variable: on a machine with a GPU it would name that."""
+SIZE, WIDTH, PAGES = 4, 64, 24
+SLOTS = SIZE * PAGES
+
+Scenario = Callable[[Checker], None]
+
+
+class Pool:
+    """K and V of a few layers on the modelled device, and pages in pinned memory."""
+
+    def __init__(self, checker: Checker, methods: Sequence[str]) -> None:
+        row = 4 * WIDTH
+        lengths = {"hidden": SIZE * row, "kv": 2 * SIZE * row, "recompute": 0}
+        self.checker, self.methods = checker, methods
+        self.layout = PageLayout(SIZE, tuple(lengths[method] for method in methods))
+        self.memory = checker.pinned(
+            torch.zeros((PAGES, self.layout.page_bytes), dtype=torch.uint8), "arena"
+        )
+        self.layout.positions(self.memory.numpy())[:] = np.arange(SIZE)
+        shape = (len(methods), SLOTS, WIDTH)
+        self.k = checker.on_device(torch.zeros(shape), "K")
+        self.v = checker.on_device(torch.zeros(shape), "V")
+
+    def fill(self, layer: int) -> Fill:
+        """Writes K and V of ``layer`` from its segments."""
+
+        def hidden(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+            rows = segments.view(torch.float32).view(-1, WIDTH)
+            self.k[layer, slots] = rows + positions[:, None]
+            self.v[layer, slots] = rows * 2
+
+        def kv(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+            k, v = segments.view(torch.float32).view(-1, 2, SIZE, WIDTH).unbind(1)
+            self.k[layer, slots] = k.reshape(-1, WIDTH)
+            self.v[layer, slots] = v.reshape(-1, WIDTH)
+
+        return hidden if self.methods[layer] == "hidden" else kv
+
+    def pipeline(self, chunk_tokens: int) -> RestorePipeline:
+        """A pipeline into this pool."""
+        layers = [
+            RestoredLayer(method, None if method == "recompute" else self.fill(i))  # type: ignore[arg-type]
+            for i, method in enumerate(self.methods)
+        ]
+        return RestorePipeline(self.memory, self.layout, layers, chunk_tokens, GPU)
+
+    def some(self, pages: int, seed: int) -> tuple[np.ndarray, torch.Tensor]:
+        """Pages in any order, and as many slots, made on the current stream."""
+        rng = np.random.default_rng(seed)
+        chosen = rng.permutation(PAGES)[:pages].astype(np.int64)
+        slots = rng.permutation(SLOTS)[: pages * SIZE]
+        return chosen, streams.to_device(slots, GPU)
+
+    def attend(self, layer: int, slots: torch.Tensor) -> None:
+        """What a layer of a forward pass does: read K and V, and write those of its tokens."""
+        with torch.no_grad():
+            self.k[layer, slots].sum()
+            self.v[layer, slots].sum()
+            self.k[layer, slots] = 1.0
+            self.v[layer, slots] = 1.0
+
+
+def restores(checker: Checker, methods: Sequence[str], recomputed: int = 0) -> None:
+    """Restores one after the other, of more pages than a projection takes, under forward passes."""
+    pool = Pool(checker, methods)
+    pipeline = pool.pipeline(4 * SIZE)
+    schedule, forward, loading = (checker.stream(n) for n in ("schedule", "forward", "h2d"))
+    checker.begin()
+    for seed in range(4):
+        with checker.on(schedule):
+            pages, slots = pool.some(9, seed)
+            loading.wait_event(schedule.record_event())
+            loading.wait_stream(forward)
+
+        def fill(positions: torch.Tensor, slots: torch.Tensor) -> None:
+            for layer in range(recomputed):
+                pool.k[layer, slots] = positions[:, None].float()
+                pool.v[layer, slots] = positions[:, None].float()
+
+        with checker.on(loading):
+            slots.record_stream(loading)  # as HiCache does with its indices
+            recompute = Recompute(recomputed, fill) if recomputed else None
+            restore = pipeline.start(pages, slots, recompute)
+            done = []
+            for layer in range(len(methods)):
+                restore.wait_for_layer(layer)
+                done.append(loading.record_event())
+        with checker.on(forward):
+            forward.wait_event(schedule.record_event())
+            slots.record_stream(forward)
+            for layer, event in enumerate(done):
+                event.wait()
+                pool.attend(layer, slots)
+        del restore, slots
+        pipeline.finished()
+
+
+def _restores(*methods: str, recomputed: int = 0) -> Scenario:
+    return lambda checker: restores(checker, methods, recomputed)
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "restore, hidden states": _restores(*["hidden"] * 5),
+    "restore, mixed": _restores("hidden", "kv", "hidden", "kv"),
+    "restore, first layers recomputed": _restores(
+        "recompute", "hidden", "hidden", "kv", recomputed=2
+    ),
+}
+
+
+def run(name: str, checker: Checker) -> None:
+    """One scenario, its streams through the checker's door."""
+    with streams.through(CheckedDoor(checker)), checker.watching():
+        SCENARIOS[name](checker)

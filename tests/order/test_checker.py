@@ -1,0 +1,189 @@
+"""The checker itself: each rule on a few lines of work, with the edge and without it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.order.checker import Checker
+from tests.order.clocks import Query
+
+GPU = torch.device("cpu")
+"""A variable: on a machine with a GPU it would name that."""
+
+
+@pytest.fixture
+def checker() -> Checker:
+    return Checker()
+
+
+def findings(checker: Checker) -> list[str]:
+    return [finding.what for finding in checker.findings]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_read_on_another_stream_has_to_wait_for_the_write(checker: Checker, waits: bool) -> None:
+    writer, reader = checker.stream("writer"), checker.stream("reader")
+    with checker.watching():
+        checker.begin()
+        with checker.on(writer):
+            values = torch.ones(8, device=GPU)
+        if waits:
+            reader.wait_event(writer.record_event())
+        with checker.on(reader):
+            values.record_stream(reader)
+            values.sum()
+    assert findings(checker) == ([] if waits else ["reader reads what writer writes"])
+
+
+def test_a_finding_names_both_places_and_the_missing_edge(checker: Checker) -> None:
+    writer, reader = checker.stream("writer"), checker.stream("reader")
+    values = checker.on_device(torch.zeros(8), "values")
+    with checker.watching():
+        checker.begin()
+        with checker.on(writer):
+            values.add_(1)
+        with checker.on(reader):
+            values.sum()
+    [finding] = checker.findings
+    assert finding.missing == "reader does not wait for writer"
+    assert "values, device, 32 bytes" in finding.memory
+    first, then = finding.first[0], finding.then[0]
+    assert then.line == first.line + 2
+    assert str(first).startswith("tests/order/test_checker.py:")
+
+
+@pytest.mark.parametrize(("rows", "wrong"), [([4, 5], False), ([3, 4], True)])
+def test_rows_that_indices_name_are_told_apart(
+    checker: Checker, rows: list[int], wrong: bool
+) -> None:
+    one, other = checker.stream("one"), checker.stream("other")
+    pool = checker.on_device(torch.zeros(8, 16))
+    with checker.watching():
+        checker.begin()
+        mine, others = (torch.tensor(x, device=GPU) for x in ([0, 1, 2, 3], rows))
+        with checker.on(one):
+            pool[mine] = 1.0
+        with checker.on(other):
+            pool.index_select(0, others)
+    assert bool(findings(checker)) is wrong
+
+
+def test_views_of_one_storage_are_told_apart_by_their_bytes(checker: Checker) -> None:
+    one, other = checker.stream("one"), checker.stream("other")
+    pool = checker.on_device(torch.zeros(4, 6))
+    with checker.watching():
+        checker.begin()
+        with checker.on(one):
+            pool[:, :3].fill_(1)
+        with checker.on(other):
+            pool[:, 3:].fill_(2)
+        assert not findings(checker)
+        with checker.on(other):
+            pool[2, 2].fill_(3)
+    assert findings(checker) == ["other writes what one writes"]
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_memory_lives_until_the_streams_that_use_it_are_done(checker: Checker, keeps: bool) -> None:
+    owner, user = checker.stream("owner"), checker.stream("user")
+    with checker.watching():
+        checker.begin()
+        with checker.on(owner):
+            values = torch.ones(8, device=GPU)
+        user.wait_stream(owner)
+        with checker.on(user):
+            values.add_(1)
+        if keeps:
+            values.record_stream(user)
+        del values
+    assert findings(checker) == (
+        [] if keeps else ["device memory of owner dies while user may use it"]
+    )
+
+
+def test_memory_may_die_once_its_own_stream_has_waited_for_the_user(checker: Checker) -> None:
+    owner, user = checker.stream("owner"), checker.stream("user")
+    with checker.watching():
+        checker.begin()
+        with checker.on(owner):
+            values = torch.ones(8, device=GPU)
+        user.wait_stream(owner)
+        with checker.on(user):
+            values.add_(1)
+        owner.wait_stream(user)
+        del values
+    assert not findings(checker)
+
+
+def test_a_copy_that_does_not_wait_is_read_too_early(checker: Checker) -> None:
+    with checker.watching():
+        checker.begin()
+        there = torch.ones(8, device=GPU)
+        here = there.to("cpu", non_blocking=True)
+        here.numpy()
+    assert findings(checker) == ["host reads what default writes"]
+
+
+def test_a_copy_that_waits_orders_the_host(checker: Checker) -> None:
+    with checker.watching():
+        checker.begin()
+        torch.ones(8, device=GPU).cpu().numpy()
+    assert not findings(checker)
+    assert [wait.how for wait in checker.clocks.host_waits] == ["to(host)"]
+
+
+@pytest.mark.parametrize("polls", [1, 4])
+def test_lazy_queries_say_no_for_a_while(checker: Checker, polls: int) -> None:
+    stream = checker.stream("copy")
+    with checker.watching():
+        checker.begin()
+        with checker.on(stream):
+            here = torch.ones(8, device=GPU).to("cpu", non_blocking=True)
+        event = stream.record_event()
+        answers = [event.query() for _ in range(polls)]
+        here.numpy()
+    assert answers == [False, False, False, True][:polls]
+    assert bool(findings(checker)) is (polls == 1)
+
+
+def test_eager_queries_hide_what_lazy_ones_show() -> None:
+    checker = Checker(Query.EAGER)
+    stream = checker.stream("copy")
+    with checker.watching():
+        checker.begin()
+        with checker.on(stream):
+            torch.ones(8, device=GPU)
+        assert stream.record_event().query()
+
+
+@pytest.mark.parametrize(
+    "sized_by_data",
+    [
+        lambda x: x.nonzero(),
+        lambda x: x.unique(),
+        lambda x: x[x > 0],
+        lambda x: x.masked_select(x > 0),
+        lambda x: int(x[0]),
+        lambda x: bool((x > 0).any()),
+        lambda x: x.tolist(),
+    ],
+    ids=["nonzero", "unique", "mask", "masked_select", "int", "bool", "tolist"],
+)
+def test_what_the_host_must_know_makes_it_wait(checker: Checker, sized_by_data: object) -> None:
+    with checker.watching():
+        checker.begin()
+        sized_by_data(torch.ones(8, device=GPU))  # type: ignore[operator]
+    assert sum(checker.clocks.host_waits.values()) >= 1
+
+
+def test_memory_of_the_host_is_its_own_affair(checker: Checker) -> None:
+    with checker.watching():
+        checker.begin()
+        values = torch.zeros(8, device="cpu")
+        torch.arange(4).numpy()
+        with checker.on(checker.stream("any")):
+            values.add_(1)
+        values.numpy()
+    assert not findings(checker)
+    assert not checker.clocks.host_waits
