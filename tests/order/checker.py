@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from hcache_backend.page import PageLayout
 from tests.order import device
-from tests.order.clocks import Clocks, Query
+from tests.order.clocks import HOST, Clocks, Query, site
 from tests.order.memory import Finding, Kind, Memory
 
 
@@ -58,6 +61,24 @@ class Checker:
         """Set-up is over: everything so far is done, and what comes is checked."""
         self.clocks.join_all()
         self.memory.watching = True
+
+    def host_reads_pages(self, pages: npt.NDArray[np.int64], layout: PageLayout) -> None:
+        """The host reads physical pages of the arena (through NumPy, which torch does not show)."""
+        self.touch_pages(pages, layout.page_bytes, layout.page_bytes, "read")
+
+    def touch_pages(
+        self, pages: npt.NDArray[np.int64], page_bytes: int, length: int, how: str
+    ) -> None:
+        """The host reads or writes the first ``length`` bytes of pages of the arena."""
+        for block in self.memory.named("arena"):
+            first = pages * page_bytes // block.cell
+            cells = (first[:, None] + np.arange(-(-length // block.cell))).ravel()
+            step = self.clocks.step(HOST, site())
+            self.memory.access(block, cells, HOST, step, how)
+
+    def host_joins(self) -> None:
+        """The program ends: what dies from now on was waited for."""
+        self.clocks.join_all()
 
     @property
     def findings(self) -> list[Finding]:
