@@ -27,6 +27,7 @@ class Checker:
     def __init__(self, query: Query = Query.LAZY, seed: int = 0) -> None:
         self.clocks = Clocks(query, seed)
         self.memory = Memory(self.clocks)
+        self.steps = 0  # forward passes of the engine
         self.stand_ins = device.stand_ins(self.clocks)
 
     def on_device(self, tensor: torch.Tensor, name: str = "") -> torch.Tensor:

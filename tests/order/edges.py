@@ -68,6 +68,12 @@ def without(edge: Edge | None) -> Iterator[None]:
         _left_out = None
 
 
+def leave_out(name: str | None) -> None:
+    """From now on pass over the edge whose ``str`` is ``name``, in this process."""
+    global _left_out  # noqa: PLW0603
+    _left_out = None if name is None else next(e for e in all_edges() if str(e) == name)
+
+
 def is_left_out(depth: int = 2) -> bool:
     """Whether the caller's caller is in the edge that is left out."""
     if _left_out is None:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tests.order import rules
 from tests.order.clocks import HOST, Clocks, Site, site
 
 Region = slice | npt.NDArray[np.int64]
@@ -93,6 +94,7 @@ class Memory:
         self.findings: dict[tuple[str, object, object], Finding] = {}
         self.counts: Counter[tuple[str, object, object]] = Counter()
         self.watching = False
+        self.accesses = 0
         self._blocks: dict[int, Block] = {}
 
     # ---- storages ----
@@ -142,6 +144,9 @@ class Memory:
             held: Torch itself keeps the memory for this access: copies to and from pinned memory.
         """
         clocks = self.clocks
+        self.accesses += 1
+        if rules.is_silent(block.name, how, clocks.site_of(actor, step)):
+            return
         if not held:
             block.used[actor] = step
         for before in ("write", "read") if how == "write" else ("write",):

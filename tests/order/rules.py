@@ -96,3 +96,9 @@ def is_kernel_reference(where: Sequence[Frame]) -> bool:
 def is_host_memory(frame: Frame) -> bool:
     """Whether a ``device`` that is a variable there means the host."""
     return any(silence.covers(frame) for silence in HOST_MEMORY)
+
+
+def is_silent(memory: str, how: str, where: Sequence[Frame]) -> bool:
+    """Whether an access is one that a GPU's backend does not make there."""
+    reads = memory == "req_to_token" and how == "read"
+    return reads and bool(where) and READ_ONCE.covers(where[0])

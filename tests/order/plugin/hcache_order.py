@@ -1,0 +1,240 @@
+"""SGLang plugin: the scheduler of a CPU server on modelled streams, under the checker.
+
+``HCACHE_ORDER`` is a JSON object, see :class:`Settings`. What was found is written when the file
+``<report>.ask`` appears.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "HCACHE_ORDER"
+LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
+
+
+@dataclass
+class Settings:
+    """How a server is checked.
+
+    Attributes:
+        report: File for what was found.
+        query: How events answer, see ``Query``.
+        seed: For random answers.
+        early_barrier: SGLang's read barrier is published before each forward pass, as its decode
+            graphs do, and not behind it.
+        newest_first: The page allocator hands out first what was freed last.
+        graphs: Decode steps behave as replayed CUDA graphs: copies go by device memory.
+        left_out: An edge of the product that is passed over, as ``tests.order.edges`` names it.
+    """
+
+    report: str
+    query: str = "lazy"
+    seed: int = 0
+    early_barrier: bool = True
+    newest_first: bool = False
+    graphs: bool = False
+    left_out: str | None = None
+
+    def environment(self) -> dict[str, str]:
+        """For the server's process."""
+        return {VARIABLE: json.dumps(asdict(self)), "SGLANG_ENABLE_WAR_BARRIER": "1"}
+
+
+def activate() -> None:
+    if VARIABLE not in os.environ:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(LOAD_MODEL, _begin, HookType.BEFORE)
+
+
+_begun = False
+
+
+def _begin(runner: Any, *args: Any, **kwargs: Any) -> None:
+    """In the scheduler's process and thread, before the weights are loaded."""
+    global _begun  # noqa: PLW0603
+    if _begun:
+        return
+    _begun = True
+    import torch
+
+    from hcache_backend import streams
+    from tests.order import device, edges
+    from tests.order.checker import Checker
+    from tests.order.clocks import Query
+    from tests.order.product import CheckedDoor
+
+    settings = Settings(**json.loads(os.environ[VARIABLE]))
+    checker = Checker(Query(settings.query), settings.seed)
+    for name, stand_in in checker.stand_ins.items():
+        setattr(torch.cpu, name, stand_in)
+    edges.leave_out(settings.left_out)
+    streams.through(CheckedDoor(checker)).__enter__()
+    _say_what_is_pinned(checker)
+    _say_what_is_kept(checker)
+    _watch_the_event_loop(checker, settings)
+    if settings.newest_first:
+        _hand_out_newest_first()
+    if settings.graphs:
+        _replay_decode_graphs()
+    device.streams_are_kept(checker.memory).__enter__()
+    device.Watch(checker.memory).__enter__()
+
+
+def _around(owner: Any, name: str, wrap: Callable[..., Any]) -> None:
+    """Replace a method by ``wrap(original, self, ...)``."""
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrap(original, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def _say_what_is_pinned(checker: Any) -> None:
+    from hcache_backend.capture.arena import Arena
+    from hcache_backend.engine.host_pool import HiddenStatePool
+
+    def arena(original: Any, pool: Any) -> Any:
+        return checker.pinned(original(pool), "arena")
+
+    def touched(
+        original: Any, arena: Any, pages: Any, *, write: bool, header: bool = False
+    ) -> None:
+        layout = arena.layout
+        length = layout.header_bytes if header else layout.page_bytes
+        checker.touch_pages(pages, layout.page_bytes, length, "write" if write else "read")
+
+    _around(HiddenStatePool, "init_kv_buffer", arena)
+    _around(Arena, "host_access", touched)
+
+
+def _say_what_is_kept(checker: Any) -> None:
+    """SGLang keeps tensors for a stream where they are CUDA tensors, which here none is."""
+    import sglang.srt.layers.logprob_processor as logprobs
+    import sglang.srt.managers.utils as utils
+    from sglang.srt.mem_cache.l2_transfer import L2TransferEngine
+
+    def keep(transfers: Any, stream: Any, resolved: Any = ()) -> None:
+        indices = [i for t in transfers for i in (t.host_indices, t.device_indices)]
+        for tensor in (*indices, *resolved):
+            if tensor is not None:
+                checker.memory.keep(tensor, stream.actor)
+
+    def to_host(tensor: Any) -> Any:
+        checker.memory.keep(tensor, checker.clocks.current)
+        return tensor.to("cpu", non_blocking=True)
+
+    L2TransferEngine._record_stream = staticmethod(keep)
+    utils._async_d2h = logprobs.async_d2h = to_host
+
+
+def _watch_the_event_loop(checker: Any, settings: Settings) -> None:
+    """What was set up before it is done; what comes is checked."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    from hcache_backend.engine.hooks import FORWARD, Hook, install
+
+    def run(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        _name_streams(checker, scheduler)
+        pool = scheduler.req_to_token_pool.req_to_token
+        if (block := checker.memory.find(pool)) is not None:
+            block.name = "req_to_token"
+        threading.Thread(target=_answer, args=(checker, settings), daemon=True).start()
+        checker.begin()
+        return original(scheduler, *args, **kwargs)
+
+    def forward(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
+        checker.steps += 1
+        if settings.early_barrier:
+            event = checker.stand_ins["Event"]()
+            event.record()
+            runner.shared_read_done_event = event
+        return original(runner, *args, **kwargs)
+
+    _around(Scheduler, "run_event_loop", run)
+    missing = install([Hook(FORWARD, forward)])
+    assert missing is None, missing
+
+
+def _name_streams(checker: Any, scheduler: Any) -> None:
+    engine = scheduler.tree_cache.cache_controller.l2_transfer_engine
+    named = {
+        "schedule": scheduler.schedule_stream,
+        "forward": getattr(scheduler, "forward_stream", None),
+        "results": getattr(scheduler, "copy_stream", None),
+        "device to host": engine.device_to_host_stream,
+        "host to device": engine.host_to_device_stream,
+    }
+    for name, stream in named.items():
+        if hasattr(stream, "actor"):
+            checker.clocks.names[stream.actor] = name
+
+
+def _answer(checker: Any, settings: Settings) -> None:
+    report, ask = Path(settings.report), Path(settings.report + ".ask")
+    while True:
+        if ask.exists():
+            found = {
+                "findings": [str(finding) for finding in checker.findings],
+                "steps": checker.steps,
+                "accesses": checker.memory.accesses,
+                "host_waits": [
+                    {**wait._asdict(), "times": times}
+                    for wait, times in checker.clocks.host_waits.most_common()
+                ],
+                "streams": checker.clocks.names,
+            }
+            report.with_suffix(".new").write_text(json.dumps(found, indent=1))
+            report.with_suffix(".new").replace(report)
+            ask.unlink()
+        time.sleep(0.1)
+
+
+def _hand_out_newest_first() -> None:
+    from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+
+    def unsorted(original: Any, allocator: Any, *args: Any, **kwargs: Any) -> None:
+        original(allocator, *args, **kwargs)
+        allocator.need_sort = False
+
+    _around(PagedTokenToKVPoolAllocator, "__init__", unsorted)
+
+
+def _replay_decode_graphs() -> None:
+    """In decode steps no hook of ours runs; what was recorded goes by the places that were named."""
+    from hcache_backend.engine.hidden_capture import HiddenCapture
+
+    def take(original: Any, capture: Any, index: int, hidden: Any) -> None:
+        if not getattr(capture, "replaying", False):
+            original(capture, index, hidden)
+            return
+        staging = capture._capture._staging
+        if staging.fits(hidden):
+            staging.stage(index, hidden, len(hidden))
+
+    def forward(original: Any, capture: Any, batch: Any, run: Callable[[], Any]) -> Any:
+        if not batch.forward_mode.is_decode():
+            return original(capture, batch, run)
+
+        def replay() -> Any:
+            capture.replaying = True
+            try:
+                output = run()
+            finally:
+                capture.replaying = False
+            output.can_run_graph = True
+            return output
+
+        return original(capture, batch, replay)
+
+    _around(HiddenCapture, "_take", take)
+    _around(HiddenCapture, "forward", forward)
