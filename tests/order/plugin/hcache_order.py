@@ -120,7 +120,7 @@ def _say_what_is_pinned(checker: Any) -> None:
 def _say_what_is_kept(checker: Any) -> None:
     """SGLang keeps tensors for a stream where they are CUDA tensors, which here none is."""
     import sglang.srt.layers.logprob_processor as logprobs
-    import sglang.srt.managers.utils as utils
+    from sglang.srt.managers import utils
     from sglang.srt.mem_cache.l2_transfer import L2TransferEngine
 
     def keep(transfers: Any, stream: Any, resolved: Any = ()) -> None:
@@ -210,7 +210,7 @@ def _hand_out_newest_first() -> None:
 
 
 def _replay_decode_graphs() -> None:
-    """In decode steps no hook of ours runs; what was recorded goes by the places that were named."""
+    """In decode steps no hook of ours runs; recorded copies go by the places that were named."""
     from hcache_backend.engine.hidden_capture import HiddenCapture
 
     def take(original: Any, capture: Any, index: int, hidden: Any) -> None:
