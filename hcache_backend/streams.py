@@ -324,7 +324,9 @@ class _ByDevice(Door):
         return _current.get() or _INLINE
 
     def of(self, engine_stream: Any) -> Stream:
-        return _CudaStream(engine_stream) if isinstance(engine_stream, torch.cuda.Stream) else _INLINE
+        return (
+            _CudaStream(engine_stream) if isinstance(engine_stream, torch.cuda.Stream) else _INLINE
+        )
 
     def host_tensor(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device

@@ -191,6 +191,7 @@ class Arena:
         self._host[host_pages], self._shadow[pages] = filled, empty
         self._move_in(host_pages, pages)
         self._first_layer[filled] = 0
+        self.host_access(filled, write=True, header=True)
         self.memory[filled, : self.layout.header_bytes] = self._blank_header
         self.layout.positions(self.memory)[filled] = self._positions[slots].reshape(-1, size)
         self.layout.token_ids(self.memory)[filled] = self._token_ids[slots].reshape(-1, size)
@@ -200,6 +201,7 @@ class Arena:
 
     def spoil(self, host_pages: Ids) -> None:
         """HiCache allocated ``host_pages`` for tokens whose rows are not there."""
+        self.host_access(self._host[host_pages], write=True, header=True)
         self.memory[self._host[host_pages], : self.layout.header_bytes] = self._blank_header
 
     def waits_for_proof(self, host_pages: Ids) -> bool:
@@ -215,6 +217,7 @@ class Arena:
         pages = slots[::size] // size
         physical = self._host[host_pages]
         self._leave_home(pages)
+        self.host_access(physical, write=False, header=True)
         self._positions[slots] = self.layout.positions(self.memory)[physical].ravel()
         self._token_ids[slots] = self.layout.token_ids(self.memory)[physical].ravel()
         self._move_in(host_pages, pages)
@@ -230,6 +233,7 @@ class Arena:
         rows = self._rows.reshape(-1, self.layout.page_size)[self._tenant[host_pages]]
         proven = (rows == _RowState.PROVEN).all(1)
         lost = ((rows == _RowState.VOID) | (rows == _RowState.UNFIT)).any(1)
+        self.host_access(self._host[host_pages[proven]], write=True, header=True)
         for page in self._host[host_pages[proven]].tolist():
             self._stamp(self.memory[page])
         self._unproven.difference_update(host_pages[proven | lost].tolist())
@@ -244,9 +248,22 @@ class Arena:
         """Physical pages of ``host_pages``, int64 of the same shape. Any thread."""
         return self._host[host_pages]
 
-    def pages(self, host_pages: Ids) -> list[npt.NDArray[np.uint8]]:
-        """Views of ``host_pages``, uint8 ``[page_bytes]`` each. Any thread."""
-        return [self.memory[page] for page in self._host[host_pages].tolist()]
+    def pages(self, host_pages: Ids, *, header: bool = False) -> list[npt.NDArray[np.uint8]]:
+        """Views of ``host_pages``, uint8 ``[page_bytes]`` each. Any thread.
+
+        Args:
+            host_pages: int64 ``[pages]``.
+            header: The caller reads nothing but their headers.
+        """
+        physical = self._host[host_pages]
+        self.host_access(physical, write=False, header=header)
+        return [self.memory[page] for page in physical.tolist()]
+
+    def host_access(self, pages: Ids, *, write: bool, header: bool = False) -> None:
+        """The CPU is about to read or write physical ``pages``, or only their headers. Any thread.
+
+        Does nothing. NumPy's accesses show in no stream: this is where tests/order sees them.
+        """
 
     def first_layers(self, host_pages: Ids) -> npt.NDArray[np.uint16]:
         """The first (stored) layer whose segment is there, for each host page."""
@@ -254,7 +271,9 @@ class Arena:
 
     def expect(self, host_pages: Ids, first_layer: int) -> None:
         """The pages are about to be read from L3, without the segments of earlier layers."""
-        self._first_layer[self._host[host_pages]] = first_layer
+        physical = self._host[host_pages]
+        self.host_access(physical, write=True)
+        self._first_layer[physical] = first_layer
 
     def host_freed(self, host_pages: Ids) -> ShadowChanges:
         """HiCache freed ``host_pages``: tokens still on the device take their rows back."""

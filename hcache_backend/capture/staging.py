@@ -28,6 +28,7 @@ from hcache_backend.streams import (
     held_for_device,
     host_tensor,
     new_stream,
+    recording_graph,
 )
 from hcache_kernels.codecs import Codec
 from hcache_kernels.staging import WRONG_STEP, StagedRows, save_rows, stage_rows
@@ -262,7 +263,7 @@ class StagedCapture:
         """
         step = self._step
         if step is None:
-            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if recording_graph():
                 self._staging.record(layer, hidden)
         elif (
             isinstance(hidden, torch.Tensor)

@@ -205,7 +205,7 @@ class HiddenStateController(HybridCacheController):
         namespaces, layout = self._runtime.page_namespaces(), self._pool.page_layout
         return all(
             layout.namespace_of(page) in namespaces and self._has_known_positions(page)
-            for page in self._pool.arena.pages(host_pages)
+            for page in self._pool.arena.pages(host_pages, header=True)
         )
 
     def _has_known_positions(self, page: np.ndarray) -> bool:

@@ -15,20 +15,21 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from hcache_backend import streams
 from hcache_backend.engine import metrics
 from hcache_backend.engine.host_pool import HiddenStatePool
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.restore.eager import EagerRestores, batch_pages
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.reservation import Ids, Launched
-from hcache_backend.streams import StreamFailed
+from hcache_backend.streams import Stream, StreamFailed, current_stream
 
 logger = logging.getLogger("hcache")
 
@@ -41,7 +42,7 @@ class ReservablePages:
     Attributes:
         eager: What reserves pages; None: nothing does yet.
         cache: The radix cache, whose pages can be evicted; None until it is known.
-        on_gpu: Whether the device is one.
+        device: Where the pages are.
     """
 
     def __init__(self, allocator: PagedTokenToKVPoolAllocator) -> None:
@@ -49,7 +50,7 @@ class ReservablePages:
         self.cache: Any = None
         self._allocator = allocator
         self._size: int = allocator.page_size
-        self.on_gpu = torch.device(allocator.device).type == "cuda"
+        self.device = allocator.device
         self._load: QueuedLoad | None = None
         self._available = allocator.available_size
         self._alloc = allocator.alloc
@@ -183,11 +184,14 @@ class EagerLoads:
 
     def _wait_for_forwards(self) -> None:
         """Let restores wait for the forward passes that were launched."""
-        if self._pages.on_gpu:
-            stream = self._controller.l2_transfer_engine.host_to_device_stream
-            stream.wait_stream(torch.cuda.current_stream())
-            if self._controller.load_fence_stream is not None:
-                stream.wait_stream(self._controller.load_fence_stream)
+        loading = self._loading_stream()
+        loading.wait(current_stream(self._pages.device).record())
+        if self._controller.load_fence_stream is not None:
+            loading.wait(streams.of(self._controller.load_fence_stream).record())
+
+    def _loading_stream(self) -> Stream:
+        """The stream of SGLang's loads, and of restores."""
+        return streams.of(self._controller.l2_transfer_engine.host_to_device_stream)
 
     def _launch(
         self,
@@ -206,8 +210,7 @@ class EagerLoads:
                 reads_others = recompute is not None and len(others) > 0
         if reads_others:
             self._wait_for_forwards()  # they may be writing what is before the prefetch
-        on_gpu, engine = self._pages.on_gpu, self._controller.l2_transfer_engine
-        with torch.cuda.stream(engine.host_to_device_stream) if on_gpu else nullcontext():
+        with self._loading_stream().as_current():
             restore = self._pipeline.start(arena.physical(host_pages), slots, recompute, first)
         if reads_others:
             # Nobody keeps these: the next forward pass may write there.

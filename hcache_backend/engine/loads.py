@@ -246,6 +246,7 @@ class LoadQueue:
         for restore in behind:  # it may have restored some of these layers, or those before
             for layer in range(recompute.layers):
                 restore.wait_for_layer(layer)
+        self._arena.host_access(pages, write=False, header=True)
         positions = self._layout.positions(self._arena.memory)[pages].reshape(-1)
         held = held_for_device(positions.astype(np.int64), slots.device)
         there = held.to(slots.device, non_blocking=True)
@@ -257,7 +258,7 @@ class LoadQueue:
         """The tokens of pages, with the prefix if it is known and theirs."""
         if self._recomputer is None:  # nobody will ask which tokens they are
             return LoadedSpan(np.empty(0, np.int64), None)
-        pages = self._arena.pages(host_pages)
+        pages = self._arena.pages(host_pages, header=True)
         positions = np.concatenate([self._layout.positions(page) for page in pages])
         token_ids = np.concatenate([self._layout.token_ids(page) for page in pages])
         first, slots = int(positions[0]), None

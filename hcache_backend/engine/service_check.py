@@ -201,5 +201,6 @@ class ServiceChecks:
         ):
             return None
         physical = arena.physical(np.array([chosen.host_page]))[0]
+        arena.host_access(np.array([physical]), write=False)
         whole = arena.layout.is_stamped(arena.memory[physical])
         return self._pool.kv_buffer[physical] if whole else None

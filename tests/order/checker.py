@@ -28,6 +28,7 @@ class Checker:
         self.clocks = Clocks(query, seed)
         self.memory = Memory(self.clocks)
         self.steps = 0  # forward passes of the engine
+        self.is_used = False  # by the engine
         self.stand_ins = device.stand_ins(self.clocks)
 
     def on_device(self, tensor: torch.Tensor, name: str = "") -> torch.Tensor:

@@ -50,32 +50,31 @@ class Settings:
 def activate() -> None:
     if VARIABLE not in os.environ:
         return
+    import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(LOAD_MODEL, _begin, HookType.BEFORE)
-
-
-_begun = False
-
-
-def _begin(runner: Any, *args: Any, **kwargs: Any) -> None:
-    """In the scheduler's process and thread, before the weights are loaded."""
-    global _begun  # noqa: PLW0603
-    if _begun:
-        return
-    _begun = True
-    import torch
-
-    from hcache_backend import streams
-    from tests.order import device, edges
     from tests.order.checker import Checker
     from tests.order.clocks import Query
-    from tests.order.product import CheckedDoor
 
     settings = Settings(**json.loads(os.environ[VARIABLE]))
     checker = Checker(Query(settings.query), settings.seed)
     for name, stand_in in checker.stand_ins.items():
-        setattr(torch.cpu, name, stand_in)
+        setattr(torch.cpu, name, stand_in)  # SGLang makes its forward stream before all else
+
+    def begin(*args: Any, **kwargs: Any) -> None:
+        if not checker.is_used:
+            checker.is_used = True
+            _begin(checker, settings)
+
+    HookRegistry.register(LOAD_MODEL, begin, HookType.BEFORE)
+
+
+def _begin(checker: Any, settings: Settings) -> None:
+    """In the scheduler's process and thread, before the weights are loaded."""
+    from hcache_backend import streams
+    from tests.order import device, edges
+    from tests.order.product import CheckedDoor
+
     edges.leave_out(settings.left_out)
     streams.through(CheckedDoor(checker)).__enter__()
     _say_what_is_pinned(checker)
@@ -211,7 +210,7 @@ def _hand_out_newest_first() -> None:
 
 def _replay_decode_graphs() -> None:
     """In decode steps no hook of ours runs; recorded copies go by the places that were named."""
-    from hcache_backend.engine.hidden_capture import HiddenCapture
+    from hcache_backend.engine.capture_hooks import HiddenCapture
 
     def take(original: Any, capture: Any, index: int, hidden: Any) -> None:
         if not getattr(capture, "replaying", False):
