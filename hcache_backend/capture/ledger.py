@@ -117,8 +117,12 @@ class Ledger:
                 tell(read.values.numpy())
                 self._apply_proofs()
         except StreamFailed as error:
-            self.broken = f"capture broke: {error}"
-            self.forget()
+            self.give_up(str(error))
+
+    def give_up(self, problem: str) -> None:
+        """Nothing that was captured can be believed, and nothing will be."""
+        self.broken = f"capture broke: {problem}"
+        self.forget()
 
     def forget(self) -> None:
         """All slots were freed, or all rows lost their meaning."""

@@ -190,6 +190,7 @@ class StagedCapture:
         self._in_flight: deque[tuple[int, int, Event]] = deque()  # places [first, end) being read
         self._step: Step | None = None
         self._transfer = new_stream(self.device, "transfer")
+        self._forwards = current_stream(self.device).record()
 
     @property
     def codec_name(self) -> str:
@@ -237,6 +238,15 @@ class StagedCapture:
         self._staging.name_none()
         spare = self._staging.places
         self._wait_for_places(spare, spare + 1, current_stream(self.device))
+
+    def give_up_step(self, error: Exception) -> None:
+        """:meth:`begin` raised. A recorded graph copies all the same, so it must not copy to places
+        that a transfer may still read under the marks of their step: it goes to the spare place.
+        """
+        try:
+            self.skip()
+        except Exception:
+            self.ledger.give_up(f"{type(error).__name__}: {error}")
 
     def _use_places(self, tokens: int, where: torch.Tensor, entry: StepEntry, now: Stream) -> Step:
         staging = self._staging
@@ -356,6 +366,14 @@ class StagedCapture:
         """See :meth:`Arena.host_freed`."""
         self.ledger.settle()
         self._use_shadows(self.arena.host_freed(host_pages))
+
+    def forward_launched(self) -> None:
+        """A forward pass, captured or not, was launched on the current stream."""
+        self._forwards = current_stream(self.device).record()
+
+    def forwards(self) -> Event:
+        """An event behind every forward pass that was launched so far."""
+        return self._forwards
 
     def transfers(self) -> Event:
         """An event behind every transfer that was launched so far."""

@@ -88,6 +88,7 @@ class HiddenCapture:
             self._order.forward_begins()
         step = self._guarded(lambda capture: self._begin(capture, batch))
         output = run()
+        self._guarded(StagedCapture.forward_launched)
         if step is not None:
             replayed = bool(getattr(output, "can_run_graph", False))
             self._guarded(lambda capture: self._end(capture, step, replayed))
@@ -103,7 +104,14 @@ class HiddenCapture:
             return None
 
     def _begin(self, capture: StagedCapture, batch: Any) -> Step | None:
-        self._publish(capture)
+        try:
+            self._publish(capture)
+            return self._begin_step(capture, batch)
+        except Exception as error:
+            capture.give_up_step(error)
+            raise
+
+    def _begin_step(self, capture: StagedCapture, batch: Any) -> Step | None:
         slots = getattr(batch, "out_cache_loc_virtual", None)
         slots = batch.out_cache_loc if slots is None else slots
         ids, positions = batch.input_ids, batch.positions

@@ -17,7 +17,7 @@ from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.loads import LoadQueue
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.reservation import StartedRestore
-from hcache_backend.streams import Event, StreamFailed, current_stream, held_for_device
+from hcache_backend.streams import Event, StreamFailed, current_stream, to_device
 
 
 class HostPages(NamedTuple):
@@ -165,16 +165,15 @@ class HiddenStatePool(HostKVCache):
         """The controller exchanged table entries: K and V are missing in the pages, and the rows
         that are still on their way."""
         assert self._capture is not None and self._kv is not None
+        device = self._capture.device
+        now = current_stream(device)
         if self._kv.layers:
-            device = self._capture.device
-            held = held_for_device(self.arena.physical(self.page_ids(host_indices)), device)
-            self._kv.save(
-                self.page_layout,
-                self.kv_buffer,
-                held.to(device, non_blocking=True),
-                device_indices,
-            )
-        now = current_stream(self._capture.device)
+            # HiCache backs a page up as soon as the step that fills its last slot is launched, and
+            # waits only for what SGLang's read barrier lets through: with decode graphs that is
+            # published before the step has written. (Plain HiCache copies in the same order.)
+            now.wait(self._capture.forwards())
+            pages = to_device(self.arena.physical(self.page_ids(host_indices)), device)
+            self._kv.save(self.page_layout, self.kv_buffer, pages, device_indices)
         now.wait(self._capture.transfers())
         self._backed_up = now.record()
 

@@ -25,7 +25,7 @@ from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import Recomputer, RestoredSpan
 from hcache_backend.restore.reservation import StartedRestore, runs
 from hcache_backend.store import EIGHTHS
-from hcache_backend.streams import held_for_device
+from hcache_backend.streams import current_stream, to_device
 
 logger = logging.getLogger("hcache")
 
@@ -227,11 +227,17 @@ class LoadQueue:
         recomputer = self._recomputer
         assert recomputer is not None
         known = [RestoredSpan(len(ids), prefix) for ids, prefix in spans if prefix is not None]
-        held = held_for_device(np.concatenate([span.token_ids for span in spans]), self._device)
+        token_ids = np.concatenate([span.token_ids for span in spans])
+        made = current_stream(self._device).record()
 
         def fill(positions: torch.Tensor, slots: torch.Tensor) -> None:
-            token_ids = held.to(slots.device, non_blocking=True)
-            recomputer.run(layers, token_ids, positions, slots, known)
+            # The prefixes were made on the scheduler's stream, and may die there before this ran.
+            now = current_stream(self._device)
+            now.wait(made)
+            for span in known:
+                now.keep(span.prefix)
+            there = to_device(token_ids, self._device)
+            recomputer.run(layers, there, positions, slots, known)
 
         return Recompute(layers, fill)
 
@@ -248,8 +254,7 @@ class LoadQueue:
                 restore.wait_for_layer(layer)
         self._arena.host_access(pages, write=False, header=True)
         positions = self._layout.positions(self._arena.memory)[pages].reshape(-1)
-        held = held_for_device(positions.astype(np.int64), slots.device)
-        there = held.to(slots.device, non_blocking=True)
+        there = to_device(positions.astype(np.int64), slots.device)
         return Recompute(recompute.layers, lambda *_: recompute.fill(there, slots))
 
     # ---- tokens and slots ----

@@ -10,7 +10,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from hcache_backend.restore.recompute import Forward, RecomputeAttention
-from hcache_backend.streams import held_for_device
+from hcache_backend.streams import to_device
 
 
 class RecomputeBatch(ForwardBatch):
@@ -36,7 +36,7 @@ def model_forward(runner: Any) -> Forward:
             batch_size=len(tokens),
             input_ids=token_ids,
             req_pool_indices=torch.zeros(len(tokens), dtype=torch.int64, device=slots.device),
-            seq_lens=held_for_device(seen, slots.device).to(slots.device, non_blocking=True),
+            seq_lens=to_device(seen, slots.device),
             out_cache_loc=slots,
             seq_lens_sum=int(seen.sum()),
             positions=positions,

@@ -29,7 +29,7 @@ from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.check import first_problem, projection_problem
 from hcache_backend.projection.projector import Projector
 from hcache_backend.restore.exchange import Exchange, ExchangeFailed
-from hcache_backend.streams import Event, StreamFailed
+from hcache_backend.streams import StreamFailed
 from hcache_kernels.codecs import Codec
 
 logger = logging.getLogger("hcache")
@@ -120,7 +120,7 @@ class ServiceChecks:
         self._group = group
         self._pages_until_check = 0
         self._chosen: list[_ChosenPage] = []
-        self._due: deque[tuple[_ChosenPage, Event]] = deque()  # whole when the event has passed
+        self._due: deque[_ChosenPage] = deque()
 
     def choose(self, device_indices: torch.Tensor, slots: Ids, host_pages: Ids) -> None:
         """One page in ``check_every_pages`` of a backup will be compared.
@@ -149,10 +149,8 @@ class ServiceChecks:
 
     def backups_launched(self) -> None:
         """The backups that pages were chosen of are on their way."""
-        if self._chosen:
-            arrived = self._pool.backed_up()
-            self._due.extend((chosen, arrived) for chosen in self._chosen)
-            self._chosen.clear()
+        self._due.extend(self._chosen)
+        self._chosen.clear()
 
     def forget_chosen(self) -> None:
         """Backups that were not launched yet were dropped."""
@@ -165,14 +163,14 @@ class ServiceChecks:
     def run_until(self, host_pages: Ids) -> None:
         """Compare what is due of ``host_pages`` (int64 ``[n]``), and of backups before them."""
         wanted = set(host_pages.tolist())
-        due = [i for i, (chosen, _) in enumerate(self._due) if chosen.host_page in wanted]
+        due = [i for i, chosen in enumerate(self._due) if chosen.host_page in wanted]
         self._run(due[-1] + 1 if due else 0)
 
     def _run(self, number: int) -> None:
         """Compare the oldest ``number`` chosen pages; every rank does so at the same point."""
         for _ in range(number):
-            chosen, arrived = self._due.popleft()
-            page = self._page_to_check(chosen, arrived)
+            chosen = self._due.popleft()
+            page = self._page_to_check(chosen)
             (everywhere,) = on_all_ranks(self._group, page is not None)
             if page is None or not everywhere:
                 continue
@@ -185,13 +183,14 @@ class ServiceChecks:
                 metrics.PROBLEMS.count("self_check")
                 self._runtime.lose_trust(f"the self-check in service failed: {problem}")
 
-    def _page_to_check(self, chosen: _ChosenPage, arrived: Event) -> torch.Tensor | None:
+    def _page_to_check(self, chosen: _ChosenPage) -> torch.Tensor | None:
         """The page (uint8 ``[page_bytes]``), if it is one and its tokens are still on the device.
 
         None also where it cannot be read any more.
         """
         try:
-            arrived.synchronize()
+            # Its host page may have been freed since, and filled by a later backup.
+            self._pool.backed_up().synchronize()
         except StreamFailed:
             return None
         self._capture.ledger.settle()

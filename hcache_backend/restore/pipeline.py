@@ -146,6 +146,8 @@ class RestorePipeline:
         for stream in (self._copy, self._compute):
             for tensor in (page_ids, *rows, *shared):
                 stream.keep(tensor)
+        if recompute is not None:
+            now.keep(slots)  # an eager restore's were made on another stream than this one
         talking = (self._copy, now) if recompute else (self._copy,)
         if self._order is not None:
             self._order.restore_begins(*talking)

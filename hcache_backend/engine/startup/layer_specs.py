@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused
+from hcache_backend.engine.startup.refusals import refuse_shared_workspaces
 from hcache_backend.engine.startup.self_check import Probe
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.check import first_problem, kv_problem, tolerance
@@ -99,6 +100,9 @@ class LayerSpecs:
         self._stale = False
         generic = [layer for layer, spec in enumerate(specs) if spec is None]
         on_gpu = self._probe.hidden[0].is_cuda
+        if generic and on_gpu:
+            called = (self._probe.layers[layer].module for layer in generic)
+            refuse_shared_workspaces(called, "projecting by attention modules")
         if generic and on_gpu and dist.get_world_size(group=self._group) > 1:
             raise Refused(
                 f"layers {', '.join(map(str, generic))} have no spec, and on a GPU their attention "

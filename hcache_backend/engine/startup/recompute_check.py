@@ -14,6 +14,7 @@ from hcache_backend.engine.paged_pool import PagedPool
 from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.recompute_batch import model_forward
 from hcache_backend.engine.startup.agreement import Refused
+from hcache_backend.engine.startup.refusals import refuse_shared_workspaces
 from hcache_backend.engine.startup.self_check import Probe
 from hcache_backend.projection.check import first_problem, kv_problem, tolerance
 from hcache_backend.restore.recompute import Recomputer, RestoredSpan
@@ -39,6 +40,8 @@ def find_recomputer(
     try:
         if runner.model_config.is_multimodal:
             raise Refused("the model's embeddings are not those of token ids alone")
+        if probe.hidden[0].is_cuda:
+            refuse_shared_workspaces([runner.model], "recomputing layers")
         check_recompute(probe, recomputer, pool, kvcache)
         missing = install(prefix_hooks())
         if missing is not None:

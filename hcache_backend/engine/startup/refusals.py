@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from hcache_backend.engine.arguments import resolved
 from hcache_backend.engine.runtime import Runtime
+from hcache_backend.engine.startup.agreement import Refused
 
 _KV_DTYPES = (
     torch.float32,
@@ -42,8 +44,31 @@ def refusal(runtime: Runtime, kvcache: Any) -> str | None:
             kvcache.device != "cpu" and _compiled(args),
             "compiled forward passes (torch.compile, tc_piecewise graphs) run without our hooks",
         ),
+        (
+            kvcache.device != "cpu" and _graphs().prefill.backend == "full",
+            "full prefill graphs read K and V without waiting for the layers of a restore "
+            "(--cuda-graph-backend-prefill breakable waits)",
+        ),
     )
     return next((reason for refused, reason in checks if refused), None)
+
+
+def refuse_shared_workspaces(modules: Iterable[torch.nn.Module], what: str) -> None:
+    """Refuse to call ``modules`` beside forward passes where their kernels lock memory of theirs.
+
+    Marlin's kernels of quantised layers do: in the same module on two streams at once they wait
+    for each other for ever, or mix their sums.
+
+    Raises:
+        Refused: Names the first such module.
+    """
+    for module in modules:
+        for name, part in module.named_modules():
+            if isinstance(getattr(part, "workspace", None), torch.Tensor):
+                raise Refused(
+                    f"{what} beside forward passes: the kernel of {name or type(part).__name__} "
+                    "has one workspace for all streams"
+                )
 
 
 def graphs_are_off() -> bool:
@@ -56,9 +81,11 @@ def graphs_are_off() -> bool:
 def _compiled(args: Any) -> bool:
     if getattr(args, "enable_torch_compile", False):
         return True
-    if graphs_are_off():
-        return False
+    return "tc_piecewise" in (_graphs().decode.backend, _graphs().prefill.backend)
+
+
+def _graphs() -> Any:
+    """How each phase of the forward pass is recorded."""
     from sglang.srt.runtime_context import get_exec
 
-    config = get_exec().graph.cuda_graph_config
-    return "tc_piecewise" in (config.decode.backend, config.prefill.backend)
+    return get_exec().graph.cuda_graph_config
