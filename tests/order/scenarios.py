@@ -11,7 +11,8 @@ from hcache_backend import streams
 from hcache_backend.capture.arena import Arena
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.page import PageLayout
-from hcache_backend.restore.pipeline import Fill, Recompute, RestoredLayer, RestorePipeline
+from hcache_backend.restore.layers import Fill, Recompute, RestoredLayer
+from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_kernels.codecs import ExactCodec
 from tests.order.checker import Checker
 from tests.order.product import CheckedDoor
