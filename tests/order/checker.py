@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ class Checker:
         self.memory = Memory(self.clocks)
         self.steps = 0  # forward passes of the engine
         self.is_used = False  # by the engine
+        self.stack = ExitStack()
         self.stand_ins = device.stand_ins(self.clocks)
 
     def on_device(self, tensor: torch.Tensor, name: str = "") -> torch.Tensor:

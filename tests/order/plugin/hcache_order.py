@@ -76,7 +76,8 @@ def _begin(checker: Any, settings: Settings) -> None:
     from tests.order.product import CheckedDoor
 
     edges.leave_out(settings.left_out)
-    streams.through(CheckedDoor(checker)).__enter__()
+    # Left when the process ends.
+    checker.stack.enter_context(streams.through(CheckedDoor(checker)))
     _say_what_is_pinned(checker)
     _say_what_is_kept(checker)
     _watch_the_event_loop(checker, settings)
@@ -84,8 +85,8 @@ def _begin(checker: Any, settings: Settings) -> None:
         _hand_out_newest_first()
     if settings.graphs:
         _replay_decode_graphs()
-    device.streams_are_kept(checker.memory).__enter__()
-    device.Watch(checker.memory).__enter__()
+    checker.stack.enter_context(device.streams_are_kept(checker.memory))
+    checker.stack.enter_context(device.Watch(checker.memory))
 
 
 def _around(owner: Any, name: str, wrap: Callable[..., Any]) -> None:
