@@ -239,13 +239,13 @@ class StagedCapture:
         spare = self._staging.places
         self._wait_for_places(spare, spare + 1, current_stream(self.device))
 
-    def give_up_step(self, error: Exception) -> None:
+    def give_up_step(self) -> None:
         """:meth:`begin` raised. A recorded graph copies all the same, so it must not copy to places
         that a transfer may still read under the marks of their step: it goes to the spare place.
         """
         try:
             self.skip()
-        except Exception:
+        except Exception as error:
             self.ledger.give_up(f"{type(error).__name__}: {error}")
 
     def _use_places(self, tokens: int, where: torch.Tensor, entry: StepEntry, now: Stream) -> Step:

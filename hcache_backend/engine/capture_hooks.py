@@ -107,8 +107,8 @@ class HiddenCapture:
         try:
             self._publish(capture)
             return self._begin_step(capture, batch)
-        except Exception as error:
-            capture.give_up_step(error)
+        except Exception:
+            capture.give_up_step()
             raise
 
     def _begin_step(self, capture: StagedCapture, batch: Any) -> Step | None:

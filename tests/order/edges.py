@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 PACKAGE = Path(__file__).parents[2] / "hcache_backend"
 PARTS = ("capture", "restore", "engine")
-ORDERING = ("wait", "keep", "wait_for_layer")
+ORDERING = ("wait", "keep", "wait_for_layer", "give_up_step")
 
 
 class Edge(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ import torch
 from hcache_backend import streams
 from hcache_backend.capture.arena import Arena
 from hcache_backend.capture.staging import StagedCapture, Staging
+from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.layers import Fill, Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
@@ -184,6 +186,35 @@ def captures(checker: Checker, *, replay: bool) -> None:
     checker.host_joins()
 
 
+def step_that_cannot_begin(checker: Checker, *, guarded: bool = True) -> None:
+    """A decode graph is replayed although its step could not begin to be captured.
+
+    Args:
+        guarded: False: nothing is done about it.
+    """
+    captured, hooks = Captured(checker), HiddenCapture([])
+    hooks.use(captured.capture, tokens_only=False, order=None)
+    checker.begin()
+    captured.forward(range(SIZE), replay=True)  # its transfer reads the places from here on
+
+    def replay() -> None:
+        hidden = torch.ones((SIZE, captured.WIDTH), device=GPU)
+        for layer in range(captured.LAYERS):
+            captured.staging.stage(layer, hidden, SIZE)
+
+    def begin(*args: object) -> None:
+        raise RuntimeError("a test's fault")
+
+    captured.capture.begin = begin  # type: ignore[method-assign,assignment]
+    if not guarded:
+        captured.capture.give_up_step = lambda: None  # type: ignore[method-assign]
+    with checker.on(captured.forward_stream):
+        slots = torch.arange(SIZE, device=GPU)
+        batch = SimpleNamespace(out_cache_loc=slots, input_ids=slots, positions=slots)
+        hooks.forward(batch, replay)
+    checker.host_joins()
+
+
 def _restores(*methods: str, recomputed: int = 0) -> Scenario:
     return lambda checker: restores(checker, methods, recomputed)
 
@@ -195,11 +226,12 @@ SCENARIOS: dict[str, Scenario] = {
         "recompute", "hidden", "hidden", "kv", recomputed=2
     ),
     "capture": lambda checker: captures(checker, replay=False),
+    "capture, a step that cannot begin": step_that_cannot_begin,
     "capture, decode graphs": lambda checker: captures(checker, replay=True),
 }
 
 
-def run(name: str, checker: Checker) -> None:
+def run(scenario: Scenario, checker: Checker) -> None:
     """One scenario, its streams through the checker's door."""
     with streams.through(CheckedDoor(checker)), checker.watching():
-        SCENARIOS[name](checker)
+        scenario(checker)

@@ -16,9 +16,11 @@ from bench.harness.server import Server
 from tests.cpu_engine.hcache_cpu_engine import cpu_engine_env
 from tests.engine.harness.conversations import converse, make_conversations, random_tokens
 from tests.engine.harness.ours import assert_hidden_mode, our_server
+from tests.order.edges import all_edges
 from tests.order.plugin.hcache_order import Settings
 
 HERE = Path(__file__).parent
+LONG = pytest.mark.long
 PARTITIONS = {
     "hidden": {"recompute": 0, "hidden": 4, "kv": 0},
     "recompute": {"recompute": 2, "hidden": 2, "kv": 0},
@@ -47,6 +49,7 @@ def eager(server: Server) -> None:
     for prompt in (*prompts, longer):
         server.generate(prompt, 1)
     server.flush_cache()
+    (server.options.log.parent / "l3-rate").write_text("4000000")  # bytes per second
     for prompt in prompts:
         server.generate([*prompt, 5, 6, 7], 8)
     server.flush_cache()
@@ -69,9 +72,12 @@ def check(model: Path, folder: Path, name: str, partition: str, **chosen: Any) -
     """
     settings = Settings(report=str(folder / "order.json"), **chosen)
     paths = [str(HERE / "plugin"), str(HERE.parents[1]), cpu_engine_env()["PYTHONPATH"]]
-    hcache = {"partition": PARTITIONS[partition], "check_every_pages": 4}
+    hcache: dict[str, Any] = {"partition": PARTITIONS[partition], "check_every_pages": 4}
+    environment = settings.environment() | {"PYTHONPATH": os.pathsep.join(paths)}
     if name == "eager":
         hcache["restore"] = "eager"
+        (folder / "l3-rate").write_text("0")
+        environment["HCACHE_CPU_L3_FILE"] = str(folder / "l3-rate")
     options = our_server(
         model,
         folder,
@@ -79,7 +85,7 @@ def check(model: Path, folder: Path, name: str, partition: str, **chosen: Any) -
         page_size=16,
         overlap=True,
         max_total_tokens=2048,
-        extra_env=settings.environment() | {"PYTHONPATH": os.pathsep.join(paths)},
+        extra_env=environment,
     )
     with Server(options) as server:
         SCENARIOS[name](server)
@@ -100,10 +106,59 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_model("llama", tmp_path_factory.mktemp("models"))
 
 
+EVERY_RUN = [("conversations", "mixed"), ("pressure", "hidden"), ("eager", "recompute")]
+
+
 @pytest.mark.parametrize(
     ("name", "partition"),
-    [("conversations", "mixed"), ("pressure", "hidden"), ("eager", "recompute")],
+    [
+        pytest.param(name, partition, marks=() if (name, partition) in EVERY_RUN else LONG)
+        for name in SCENARIOS
+        for partition in PARTITIONS
+    ],
 )
 def test_no_wrong_order(model: Path, tmp_path: Path, name: str, partition: str) -> None:
     found = check(model, tmp_path, name, partition)
     assert not found["findings"], "\n\n".join(found["findings"])
+
+
+@LONG
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"query": "random", "seed": 1},
+        {"query": "random", "seed": 2, "newest_first": True},
+        {"early_barrier": False},
+    ],
+    ids=", ".join,
+)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_no_wrong_order_whatever_the_device_does(
+    model: Path, tmp_path: Path, name: str, chosen: dict[str, Any]
+) -> None:
+    found = check(model, tmp_path, name, "mixed", **chosen)
+    assert not found["findings"], "\n\n".join(found["findings"])
+
+
+@LONG
+@pytest.mark.parametrize(
+    ("what", "name", "partition"),
+    [
+        ("now.wait(made)", "eager", "recompute"),
+        ("now.keep(span.prefix)", "eager", "recompute"),
+        ("now.keep(slots)", "eager", "recompute"),
+        ("now.wait(self._capture.forwards())", "conversations", "mixed"),
+        (
+            "capture.give_up_step()",
+            "conversations",
+            "hidden",
+            {"graphs": True, "begin_fails": True},
+        ),
+    ],
+    ids=["row 1", "row 2", "row 2b", "row 2c"],
+)
+def test_what_was_wrong_is_reported_when_its_edge_is_left_out(
+    model: Path, tmp_path: Path, what: str, name: str, partition: str
+) -> None:
+    [edge] = [str(edge) for edge in all_edges() if edge.what == what]
+    assert check(model, tmp_path, name, partition, left_out=edge)["findings"]

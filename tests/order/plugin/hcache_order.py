@@ -30,7 +30,6 @@ class Settings:
         early_barrier: SGLang's read barrier is published before each forward pass, as its decode
             graphs do, and not behind it.
         newest_first: The page allocator hands out first what was freed last.
-        graphs: Decode steps behave as replayed CUDA graphs: copies go by device memory.
         left_out: An edge of the product that is passed over, as ``tests.order.edges`` names it.
     """
 
@@ -39,7 +38,6 @@ class Settings:
     seed: int = 0
     early_barrier: bool = True
     newest_first: bool = False
-    graphs: bool = False
     left_out: str | None = None
 
     def environment(self) -> dict[str, str]:
@@ -83,8 +81,6 @@ def _begin(checker: Any, settings: Settings) -> None:
     _watch_the_event_loop(checker, settings)
     if settings.newest_first:
         _hand_out_newest_first()
-    if settings.graphs:
-        _replay_decode_graphs()
     checker.stack.enter_context(device.streams_are_kept(checker.memory))
     checker.stack.enter_context(device.Watch(checker.memory))
 
@@ -207,34 +203,3 @@ def _hand_out_newest_first() -> None:
         allocator.need_sort = False
 
     _around(PagedTokenToKVPoolAllocator, "__init__", unsorted)
-
-
-def _replay_decode_graphs() -> None:
-    """In decode steps no hook of ours runs; recorded copies go by the places that were named."""
-    from hcache_backend.engine.capture_hooks import HiddenCapture
-
-    def take(original: Any, capture: Any, index: int, hidden: Any) -> None:
-        if not getattr(capture, "replaying", False):
-            original(capture, index, hidden)
-            return
-        staging = capture._capture._staging
-        if staging.fits(hidden):
-            staging.stage(index, hidden, len(hidden))
-
-    def forward(original: Any, capture: Any, batch: Any, run: Callable[[], Any]) -> Any:
-        if not batch.forward_mode.is_decode():
-            return original(capture, batch, run)
-
-        def replay() -> Any:
-            capture.replaying = True
-            try:
-                output = run()
-            finally:
-                capture.replaying = False
-            output.can_run_graph = True
-            return output
-
-        return original(capture, batch, replay)
-
-    _around(HiddenCapture, "_take", take)
-    _around(HiddenCapture, "forward", forward)
