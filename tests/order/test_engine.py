@@ -148,12 +148,6 @@ def test_no_wrong_order_whatever_the_device_does(
         ("now.keep(span.prefix)", "eager", "recompute"),
         ("now.keep(slots)", "eager", "recompute"),
         ("now.wait(self._capture.forwards())", "conversations", "mixed"),
-        (
-            "capture.give_up_step()",
-            "conversations",
-            "hidden",
-            {"graphs": True, "begin_fails": True},
-        ),
     ],
     ids=["row 1", "row 2", "row 2b", "row 2c"],
 )
