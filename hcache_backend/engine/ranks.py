@@ -7,16 +7,13 @@ ranks take.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-
-_Value = TypeVar("_Value")
 
 
 def on_all_ranks(group: Any, *flags: bool) -> tuple[bool, ...]:
@@ -35,22 +32,6 @@ def smallest(group: Any, *numbers: int) -> list[int]:
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
     found: list[int] = least.tolist()
     return found
-
-
-def from_first_rank(group: Any, make: Callable[[], _Value]) -> _Value:
-    """What ``make`` gives on the group's first rank, on every rank; only that one calls it.
-
-    Args:
-        group: As in :func:`on_all_ranks`.
-        make: Gives something that can be pickled, and does not raise.
-    """
-    if group is None or not dist.is_initialized() or dist.get_world_size(group=group) == 1:
-        return make()
-    first = dist.get_global_rank(group, 0)
-    box: list[Any] = [make() if dist.get_rank() == first else None]
-    dist.broadcast_object_list(box, src=first, group=group)
-    value: _Value = box[0]
-    return value
 
 
 def said_by_all_ranks(own: Any) -> list[Any]:
@@ -73,9 +54,7 @@ def said_by_all_ranks(own: Any) -> list[Any]:
         parallel_state.get_pp_group(),
     ):
         if group.world_size > 1:
-            every: list[list[Any]] = [[]] * group.world_size
-            dist.all_gather_object(every, said, group=group.cpu_group)
-            said = [item for part in every for item in part]
+            said = [item for part in group.all_gather_object(said) for item in part]
     return said
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.engine import metrics
@@ -34,10 +34,12 @@ logger = logging.getLogger("hcache")
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of this moment. Replaced as a whole, so that other threads see one or the other.
+    """The weights of this moment, of one pipeline stage or of all.
+
+    Replaced as a whole, so that other threads see the old ones or the new ones.
 
     Attributes:
-        fingerprint: Digest over all tensor-parallel ranks of all pipeline stages.
+        fingerprint: Digest over all tensor-parallel ranks.
         suspended: Why L3 takes and gives nothing at present, or None.
         whole: Digest that is the same however many ranks the model is divided over.
     """
@@ -45,13 +47,6 @@ class Weights:
     fingerprint: bytes
     suspended: str | None = None
     whole: bytes = b""
-
-
-class StageWeights(NamedTuple):
-    """Digests of the weights of one pipeline stage, as in :class:`Weights`."""
-
-    fingerprint: bytes
-    whole: bytes
 
 
 @dataclass
@@ -223,26 +218,13 @@ class Runtime:
                 logger.info("hcache: L3 serves again, in the namespace of the new weights")
         self._suspended.set(reason)
 
-    def _tell_stages(self) -> Future[list[StageWeights | None]]:
+    def _tell_stages(self) -> Future[list[Weights | None]]:
         """Say to all pipeline stages what the weights of this one are; what all of them said."""
         if self._stages is None:
             self._stages = PipelineStages()
-        return self._stages.say(self._stage_weights())
+        return self._stages.say(_stage_weights(self.runner.model))
 
-    def _stage_weights(self) -> StageWeights | None:
-        """Digests of this stage's weights, or None when a rank of it could not read its own."""
-        own: list[TensorDigest] | None = None
-        try:
-            own = _digest_model(self.runner.model)
-        except Exception:
-            logger.exception("hcache: the weights could not be read")
-        every = _of_all_ranks(own)
-        ranks = [digests for digests in every if digests is not None]
-        if len(ranks) < len(every):
-            return None
-        return StageWeights(fingerprint(ranks), whole_fingerprint(ranks))
-
-    def _use_weights(self, said: Future[list[StageWeights | None]]) -> None:
+    def _use_weights(self, said: Future[list[Weights | None]]) -> None:
         every = said.result()
         stages = [weights for weights in every if weights is not None]
         if len(stages) < len(every):
@@ -254,7 +236,7 @@ class Runtime:
                 of_all_stages([stage.whole for stage in stages]),
             )
 
-    def _all_stages_told(self, said: Future[list[StageWeights | None]]) -> None:
+    def _all_stages_told(self, said: Future[list[Weights | None]]) -> None:
         with self._lock:
             try:
                 self._use_weights(said)
@@ -288,16 +270,17 @@ def current() -> Runtime:
     return _runtime
 
 
-def _of_all_ranks(own: list[TensorDigest] | None) -> list[list[TensorDigest] | None]:
-    import torch.distributed as dist
+def _stage_weights(model: Any) -> Weights | None:
+    """The weights of this pipeline stage, or None when a rank of it could not read its own."""
     from sglang.srt.distributed import get_tp_group
 
-    group = get_tp_group()
-    if group.world_size == 1:
-        return [own]
-    every: list[list[TensorDigest] | None] = [None] * group.world_size
-    dist.all_gather_object(every, own, group=group.cpu_group)
-    return every
+    own: list[TensorDigest] | None = None
+    try:
+        own = _digest_model(model)
+    except Exception:
+        logger.exception("hcache: the weights could not be read")
+    ranks = get_tp_group().all_gather_object(own)
+    return None if None in ranks else Weights(fingerprint(ranks), whole=whole_fingerprint(ranks))
 
 
 def _digest_model(model: Any) -> list[TensorDigest]:

@@ -15,27 +15,21 @@ class CallTemplate:
     """How the model calls an attention module, learned from one real call.
 
     Attributes:
-        hidden: Name of the argument that takes the hidden states.
-        positions: Name of the argument that takes the positions, if there is one.
-        batch: Name of the argument that takes the batch, if there is one.
-        constants: The other arguments; plain values that do not depend on the tokens.
+        names: The arguments that depend on the tokens: ``hidden`` (the hidden states),
+            ``positions`` and ``batch``, each with the module's name for it. Some modules take no
+            positions or no batch.
+        constants: The other arguments; plain values.
     """
 
-    hidden: str
-    positions: str | None
-    batch: str | None
+    names: Mapping[str, str]
     constants: Mapping[str, Any] = field(default_factory=dict)
 
     def arguments(
         self, hidden: torch.Tensor, positions: torch.Tensor, batch: object
     ) -> dict[str, Any]:
         """Keyword arguments of a call with other tokens."""
-        arguments = {**self.constants, self.hidden: hidden}
-        if self.positions is not None:
-            arguments[self.positions] = positions
-        if self.batch is not None:
-            arguments[self.batch] = batch
-        return arguments
+        given = {"hidden": hidden, "positions": positions, "batch": batch}
+        return {**self.constants, **{name: given[what] for what, name in self.names.items()}}
 
 
 @dataclass(frozen=True)
@@ -83,33 +77,27 @@ def learn_call(
         UnknownCall: An argument depends on the tokens and is none of hidden states, positions
             and batch; the message names it.
     """
-    bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-    flat: dict[str, Any] = {}
-    for name, value in bound.items():
-        kind = inspect.signature(module.forward).parameters[name].kind
-        if kind is inspect.Parameter.VAR_KEYWORD:
-            flat.update(value)
-        elif kind is inspect.Parameter.VAR_POSITIONAL:
-            if value:
-                raise UnknownCall(f"takes a variable number of arguments (*{name})")
-        else:
-            flat[name] = value
-    hidden_name = positions_name = batch_name = None
+    signature = inspect.signature(module.forward)
+    flat = dict(signature.bind(*args, **kwargs).arguments)
+    for name in list(flat):
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            flat.update(flat.pop(name))
+    names: dict[str, str] = {}
     constants: dict[str, Any] = {}
     for name, value in flat.items():
         if isinstance(value, batch_type):
-            batch_name = name
+            names["batch"] = name
         elif isinstance(value, torch.Tensor):
             if value.dim() == 1 and torch.equal(value, positions):
-                positions_name = name
-            elif value.dim() == 2 and value.is_floating_point() and hidden_name is None:
-                hidden_name = name
+                names["positions"] = name
+            elif value.dim() == 2 and value.is_floating_point() and "hidden" not in names:
+                names["hidden"] = name
             else:
                 raise UnknownCall(f"takes a tensor {name!r} of shape {tuple(value.shape)}")
         elif value is None or isinstance(value, bool | int | float | str):
             constants[name] = value
-        else:
+        else:  # also several arguments under one name (``*args``), which are a tuple here
             raise UnknownCall(f"takes {name!r}, a {type(value).__name__}")
-    if hidden_name is None:
+    if "hidden" not in names:
         raise UnknownCall("takes no hidden states")
-    return CallTemplate(hidden_name, positions_name, batch_name, constants)
+    return CallTemplate(names, constants)

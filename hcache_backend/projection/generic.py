@@ -8,70 +8,58 @@ engine's batch. The engine side hooks its attention object so that such a batch 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from hcache_backend.projection.attention import AttentionLayer
 
 
 class ProjectionReached(Exception):
-    """Carries K and V out of the attention module. Never escapes :func:`project`."""
-
-    def __init__(self, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
-        super().__init__()
-        self.k = k
-        self.v = v
+    """Carries K and V out of the attention module, as ``args``. Never escapes this module."""
 
 
+@dataclass(frozen=True)
 class ProjectionBatch:
     """Stands where the engine's batch stands; it marks a call that only wants K and V.
 
     It has no memory pool, so a model that stores K and V inside a fused kernel cannot do so here.
 
-    Args:
+    Attributes:
         forward_mode: The engine's value for prefill; some models look at it.
     """
 
-    def __init__(self, forward_mode: object) -> None:
-        self.forward_mode = forward_mode
+    forward_mode: object
 
 
 class ProjectionFailed(RuntimeError):
     """The attention module did not hand out K and V."""
 
 
-class GenericProjector:
-    """Projects hidden states to K and V with the model's own attention modules.
+@torch.no_grad()
+def project_with_module(
+    layer: AttentionLayer, hidden: torch.Tensor, positions: torch.Tensor, batch: ProjectionBatch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of one layer, by the model's own attention module (paper section 3.1).
 
     Args:
+        layer: The layer.
+        hidden: Input of the QKV projection, ``[n, hidden]``, on the model's device.
+        positions: Positions of the tokens, int64 ``[n]``, on the model's device.
         batch: The marker that the engine's hook recognises.
+
+    Returns:
+        K ``[n, kv_heads, head_dim]`` and V ``[n, kv_heads, v_head_dim]``, model dtype.
+
+    Raises:
+        ProjectionFailed: The module ended without reaching attention, or without K and V.
     """
-
-    def __init__(self, batch: ProjectionBatch) -> None:
-        self._batch = batch
-
-    @torch.no_grad()
-    def project(
-        self, layer: AttentionLayer, hidden: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one layer (paper section 3.1).
-
-        Args:
-            layer: The layer.
-            hidden: Input of the QKV projection, ``[n, hidden]``, on the model's device.
-            positions: Positions of the tokens, int64 ``[n]``, on the model's device.
-
-        Returns:
-            K ``[n, kv_heads, head_dim]`` and V ``[n, kv_heads, v_head_dim]``, model dtype.
-
-        Raises:
-            ProjectionFailed: The module ended without reaching attention, or without K and V.
-        """
-        try:
-            layer.module(**layer.call.arguments(hidden, positions, self._batch))
-        except ProjectionReached as reached:
-            k, v = reached.k, reached.v
-        else:
-            raise ProjectionFailed(f"{layer.name} did not call attention")
-        if k is None or v is None:
-            raise ProjectionFailed(f"{layer.name} makes no K and V of its own")
-        return k.reshape(len(hidden), -1, k.shape[-1]), v.reshape(len(hidden), -1, v.shape[-1])
+    try:
+        layer.module(**layer.call.arguments(hidden, positions, batch))
+    except ProjectionReached as reached:
+        k, v = reached.args
+    else:
+        raise ProjectionFailed(f"{layer.name} did not call attention")
+    if k is None or v is None:
+        raise ProjectionFailed(f"{layer.name} makes no K and V of its own")
+    return k.reshape(len(hidden), -1, k.shape[-1]), v.reshape(len(hidden), -1, v.shape[-1])

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from hcache_backend.projection.attention import AttentionLayer
-from hcache_backend.projection.generic import GenericProjector
+from hcache_backend.projection.generic import ProjectionBatch, project_with_module
 from hcache_backend.projection.spec import LayerSpec
 from hcache_kernels.project_kv import KVPool, ProjectionCall, project_kv
 
@@ -38,17 +38,17 @@ class Projector:
     """Projects hidden states by a layer's spec, or by its attention module where there is none.
 
     Args:
-        generic: For layers without a spec.
+        batch: The marker of projections by attention modules; for layers without a spec.
         pool: Where K and V go.
         layers: How many layers there are.
 
     Attributes:
-        generic: As given.
+        batch: As given.
         pool: As given.
     """
 
-    def __init__(self, generic: GenericProjector, pool: DevicePool, layers: int) -> None:
-        self.generic = generic
+    def __init__(self, batch: ProjectionBatch, pool: DevicePool, layers: int) -> None:
+        self.batch = batch
         self.pool = pool
         self._specs: list[LayerSpec | None] = [None] * layers
 
@@ -65,10 +65,10 @@ class Projector:
     def project(
         self, layer: AttentionLayer, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As :meth:`GenericProjector.project`, by the layer's spec where it has one."""
+        """As :func:`project_with_module`, by the layer's spec where it has one."""
         spec = self._specs[layer.index]
         if spec is None:
-            return self.generic.project(layer, hidden, positions)
+            return project_with_module(layer, hidden, positions, self.batch)
         return spec.compute(hidden, positions)
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ import torch
 
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.check import relative_difference, tolerance
-from hcache_backend.projection.generic import GenericProjector
+from hcache_backend.projection.generic import ProjectionBatch, project_with_module
 from hcache_backend.projection.spec import COS_SIN, LayerSpec
 
 _LOUD = 4096.0
@@ -54,7 +54,7 @@ def gather_evidence(
     layer: AttentionLayer,
     hidden: torch.Tensor,
     positions: torch.Tensor,
-    generic: GenericProjector,
+    batch: ProjectionBatch,
     position_limit: int,
 ) -> list[Evidence]:
     """Ask the attention module; always the same number of calls, on every rank.
@@ -63,7 +63,7 @@ def gather_evidence(
         layer: The layer.
         hidden: What it received during the probe, ``[n, hidden]``.
         positions: Positions of the probe, int64 ``[n]``.
-        generic: Calls the module.
+        batch: The marker of a projection.
         position_limit: The model serves positions below it.
 
     Returns:
@@ -74,7 +74,7 @@ def gather_evidence(
     """
 
     def ask(what: str, rows: torch.Tensor, where: torch.Tensor, group: int) -> Evidence:
-        k, v = generic.project(layer, rows, where)
+        k, v = project_with_module(layer, rows, where, batch)
         return Evidence(what, rows, where, k, v, group)
 
     n = len(hidden)

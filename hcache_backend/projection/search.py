@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from hcache_backend.projection.attention import AttentionLayer
-from hcache_backend.projection.generic import GenericProjector
+from hcache_backend.projection.generic import ProjectionBatch, project_with_module
 from hcache_backend.projection.proof import Evidence, difference, spec_problem, spec_tolerance
 from hcache_backend.projection.spec import (
     COS_SIN,
@@ -57,15 +57,13 @@ class _Fed:
 
 
 @torch.no_grad()
-def find_spec(
-    layer: AttentionLayer, evidence: list[Evidence], generic: GenericProjector
-) -> LayerSpec:
+def find_spec(layer: AttentionLayer, evidence: list[Evidence], batch: ProjectionBatch) -> LayerSpec:
     """The spec of a layer, proven on ``evidence``.
 
     Args:
         layer: The layer.
         evidence: From :func:`gather_evidence`; the first piece is the probe.
-        generic: Calls the attention module once more, watched.
+        batch: The marker of a projection; the attention module is called once more, watched.
 
     Raises:
         NoSpec: Nothing that was tried gives the module's K and V.
@@ -74,7 +72,7 @@ def find_spec(
     head_dim = probe.k.shape[-1]
     if probe.v.shape != probe.k.shape:
         raise NoSpec(f"K has heads of {head_dim} and V of {probe.v.shape[-1]}")
-    fed = _watch(layer, probe, generic, head_dim)
+    fed = _watch(layer, probe, batch, head_dim)
     if not fed:
         raise NoSpec(f"no linear module gives heads of {head_dim} for the hidden states")
     v = next(filter(None, (_v_columns(one, probe) for one in fed)), None)
@@ -99,7 +97,7 @@ def find_spec(
 
 
 def _watch(
-    layer: AttentionLayer, probe: Evidence, generic: GenericProjector, head_dim: int
+    layer: AttentionLayer, probe: Evidence, batch: ProjectionBatch, head_dim: int
 ) -> list[_Fed]:
     """The modules inside the attention module that receive the hidden states."""
     fed: dict[int, _Fed] = {}
@@ -124,7 +122,7 @@ def _watch(
     inner = [module for module in layer.module.modules() if module is not layer.module]
     handles = [one.register_forward_hook(on_output, with_kwargs=True) for one in inner]
     try:
-        generic.project(layer, probe.hidden, probe.positions)
+        project_with_module(layer, probe.hidden, probe.positions, batch)
     finally:
         for handle in handles:
             handle.remove()

@@ -8,7 +8,6 @@ import torch
 
 from hcache_backend.projection.attention import AttentionLayer, CallTemplate
 from hcache_backend.projection.generic import (
-    GenericProjector,
     ProjectionBatch,
     ProjectionReached,
 )
@@ -162,13 +161,13 @@ class Attention(torch.nn.Module):
         raise ProjectionReached(*self.keys_and_values(positions, hidden))
 
 
-GENERIC = GenericProjector(ProjectionBatch(None))
+MARKER = ProjectionBatch(None)
 
 
 def layer_of(module: torch.nn.Module, dtype: torch.dtype = torch.float32) -> AttentionLayer:
     """The layer of an attention module, cast to ``dtype``."""
     module.to(dtype)
-    call = CallTemplate("hidden", "positions", "batch")
+    call = CallTemplate({"hidden": "hidden", "positions": "positions", "batch": "batch"})
     return AttentionLayer(0, "layers.0.attn", module, module, module, call)
 
 

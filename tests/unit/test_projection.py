@@ -10,10 +10,10 @@ import torch
 from hcache_backend.projection.attention import AttentionLayer, UnknownCall, learn_call
 from hcache_backend.projection.check import relative_difference, tolerance
 from hcache_backend.projection.generic import (
-    GenericProjector,
     ProjectionBatch,
     ProjectionFailed,
     ProjectionReached,
+    project_with_module,
 )
 
 POSITIONS = torch.arange(6)
@@ -50,13 +50,13 @@ def test_a_call_is_learned_by_what_its_arguments_are_not_by_their_names() -> Non
         def forward(self, x: Any, where: Any, b: Any, flag: Any = None) -> None: ...
 
     call = learn_call(Odd(), (HIDDEN, POSITIONS.clone()), {"b": Batch()}, POSITIONS, Batch)
-    assert (call.hidden, call.positions, call.batch) == ("x", "where", "b")
+    assert call.names == {"hidden": "x", "positions": "where", "batch": "b"}
 
     class WithoutPositions(torch.nn.Module):
         def forward(self, hidden_states: Any, forward_batch: Any) -> None: ...
 
     call = learn_call(WithoutPositions(), (HIDDEN, Batch()), {}, POSITIONS, Batch)
-    assert call.positions is None
+    assert "positions" not in call.names
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,7 @@ def test_projection_repeats_the_call_with_other_tokens_and_its_constants() -> No
     module = Attention()
     layer = layer_of(module, POSITIONS, HIDDEN, Batch(), scale=2.0)
     hidden = torch.randn(3, 8)
-    projector = GenericProjector(ProjectionBatch(None))
-    k, v = projector.project(layer, hidden, torch.arange(3))
+    k, v = project_with_module(layer, hidden, torch.arange(3), ProjectionBatch(None))
     want_k, want_v = module.kv(hidden).chunk(2, -1)
     torch.testing.assert_close(k, (2 * want_k).view(3, 2, 4))
     torch.testing.assert_close(v, want_v.view(3, 2, 4))
@@ -96,11 +95,11 @@ def test_a_module_that_does_not_reach_attention_is_an_error() -> None:
         def forward(self, hidden_states: Any) -> Any:
             raise ProjectionReached(None, None)
 
-    projector = GenericProjector(ProjectionBatch(None))
+    batch = ProjectionBatch(None)
     with pytest.raises(ProjectionFailed, match="did not call attention"):
-        projector.project(layer_of(NoAttention(), HIDDEN), HIDDEN, POSITIONS)
+        project_with_module(layer_of(NoAttention(), HIDDEN), HIDDEN, POSITIONS, batch)
     with pytest.raises(ProjectionFailed, match="no K and V of its own"):
-        projector.project(layer_of(SharedKV(), HIDDEN), HIDDEN, POSITIONS)
+        project_with_module(layer_of(SharedKV(), HIDDEN), HIDDEN, POSITIONS, batch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

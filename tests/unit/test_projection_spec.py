@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hcache_backend.projection.attention import AttentionLayer
+from hcache_backend.projection.generic import project_with_module
 from hcache_backend.projection.projector import Projector
 from hcache_backend.projection.proof import (
     Evidence,
@@ -22,9 +23,9 @@ from hcache_backend.projection.spec import Columns, LayerSpec, RotaryTable
 from hcache_kernels.project_kv import KVPool
 from tests.unit.attention_modules import (
     DIM,
-    GENERIC,
     HEADS,
     HIDDEN,
+    MARKER,
     POSITION_LIMIT,
     Attention,
     Norm,
@@ -46,12 +47,12 @@ def _one_thread_and_seed() -> Iterator[None]:
 
 def evidence_of(layer: AttentionLayer) -> list[Evidence]:
     dtype = next(p.dtype for p in layer.module.parameters() if p.is_floating_point())
-    return gather_evidence(layer, *tokens(dtype=dtype), GENERIC, POSITION_LIMIT)
+    return gather_evidence(layer, *tokens(dtype=dtype), MARKER, POSITION_LIMIT)
 
 
 def found(module: torch.nn.Module, dtype: torch.dtype = torch.float32) -> LayerSpec:
     layer = layer_of(module, dtype)
-    return find_spec(layer, evidence_of(layer), GENERIC)
+    return find_spec(layer, evidence_of(layer), MARKER)
 
 
 MODULES: dict[str, tuple[Callable[[], Attention], str]] = {
@@ -130,14 +131,12 @@ MODULES: dict[str, tuple[Callable[[], Attention], str]] = {
 def test_a_spec_is_found_and_gives_the_modules_k_and_v(name: str, dtype: torch.dtype) -> None:
     module, description = MODULES[name]
     layer = layer_of(module(), dtype)
-    spec = find_spec(layer, evidence_of(layer), GENERIC)
+    spec = find_spec(layer, evidence_of(layer), MARKER)
     assert spec.describe() == description
     hidden, _ = tokens(200, dtype)
     positions = torch.randint(POSITION_LIMIT, (200,))
-    for got, want in zip(
-        spec.compute(hidden, positions), GENERIC.project(layer, hidden, positions), strict=True
-    ):
-        torch.testing.assert_close(got, want)
+    want = project_with_module(layer, hidden, positions, MARKER)
+    torch.testing.assert_close(spec.compute(hidden, positions), want)
 
 
 @pytest.mark.gpu
@@ -148,8 +147,8 @@ def test_specs_on_the_gpu_use_its_kernels(name: str, dtype: torch.dtype) -> None
     module, description = MODULES[name]
     layer = layer_of(module().to("cuda"), dtype)
     hidden, positions = (part.to("cuda") for part in tokens(dtype=dtype))
-    evidence = gather_evidence(layer, hidden, positions, GENERIC, POSITION_LIMIT)
-    spec = find_spec(layer, evidence, GENERIC)
+    evidence = gather_evidence(layer, hidden, positions, MARKER, POSITION_LIMIT)
+    spec = find_spec(layer, evidence, MARKER)
     assert spec.describe() == description
     assert spec_problem(spec, evidence) is None
 
@@ -295,7 +294,7 @@ def test_a_spec_that_is_wrong_in_one_thing_fails_the_proof(dtype: torch.dtype) -
     module = Attention(rope=Rope(), norm={})
     layer = layer_of(module, dtype)
     evidence = evidence_of(layer)
-    right = find_spec(layer, evidence, GENERIC)
+    right = find_spec(layer, evidence, MARKER)
     assert spec_problem(right, evidence) is None
     for what, wrong in wrong_specs(right, module).items():
         for part in (wrong.norm and wrong.norm.module, wrong.rotary and wrong.rotary.owner):
@@ -363,7 +362,7 @@ def test_new_weights_and_longer_tables_are_used_at_once(
 ) -> None:
     module = MODULES[name][0]()
     layer = layer_of(module)
-    spec = find_spec(layer, evidence_of(layer), GENERIC)
+    spec = find_spec(layer, evidence_of(layer), MARKER)
     hidden, positions = tokens()
     before = spec.compute(hidden, positions)
     for linear in module.linears.values():
@@ -373,7 +372,7 @@ def test_new_weights_and_longer_tables_are_used_at_once(
     assert module.rope is not None
     module.rope.cos_sin_cache = module.rope.cos_sin_cache.repeat(2, 1)
     positions = positions + POSITION_LIMIT
-    want = GENERIC.project(layer, hidden, positions)
+    want = project_with_module(layer, hidden, positions, MARKER)
     for got, right, old in zip(spec.compute(hidden, positions), want, before, strict=True):
         torch.testing.assert_close(got, right)
         assert not torch.allclose(got, old)
@@ -411,15 +410,15 @@ def test_the_projector_writes_the_named_slots_and_no_others(
     kernel.layer_id = index
     layer = replace(layer_of(MODULES[name][0]()), index=index, kernel=kernel)
     pool = Pool()
-    projector = Projector(GENERIC, pool, 2)
+    projector = Projector(MARKER, pool, 2)
     if by_spec:
-        projector.use_specs([find_spec(layer, evidence_of(layer), GENERIC)] * 2)
+        projector.use_specs([find_spec(layer, evidence_of(layer), MARKER)] * 2)
     hidden, positions = tokens()
     slots = torch.randperm(300)[: len(hidden)]
     projector.project_to_pool(layer, hidden, positions, slots)
     others = torch.ones(300, dtype=torch.bool)
     others[slots] = False
-    want = GENERIC.project(layer, hidden, positions)
+    want = project_with_module(layer, hidden, positions, MARKER)
     for buffer, right in zip((pool.pools[index].k, pool.pools[index].v), want, strict=True):
         torch.testing.assert_close(buffer[slots], right)
         assert (buffer[others] == 7).all()

@@ -48,8 +48,10 @@ def _join(runner: Any) -> None:
     if reason is None and config.mode == "kv":
         reason = "option 'mode' is 'kv'"
     try:
+        from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import register_stack_strategy
+
         from hcache_backend.engine.startup.graphs import graph_hooks
-        from hcache_backend.engine.startup.strategy import register
+        from hcache_backend.engine.startup.strategy import HiddenStateStrategy
     except ImportError as error:
         runtime.use_kv_mode(reason or f"this SGLang lacks a seam: {error}")
         return
@@ -59,7 +61,7 @@ def _join(runner: Any) -> None:
         no_graphs = hooks.install(graph_hooks())
         if no_graphs is not None:
             logger.debug("hcache: %s", no_graphs)  # hidden mode says so where graphs are recorded
-    register(runtime, reason)
+    register_stack_strategy(HiddenStateStrategy(runtime, reason))  # before SGLang's own
 
 
 def wanted_config(server_args: Any) -> HCacheConfig | None:

@@ -54,8 +54,8 @@ class LayerSpecs:
         found, problems = [], []
         for layer, hidden in zip(self._probe.layers, self._probe.hidden, strict=True):
             limit = int(self._runtime.runner.model_config.context_len)
-            generic = self._projector.generic
-            evidence = gather_evidence(layer, hidden, self._probe.positions, generic, limit)
+            batch = self._projector.batch
+            evidence = gather_evidence(layer, hidden, self._probe.positions, batch, limit)
             problems.append(dependence(layer, evidence))
             found.append(self._find(layer, evidence))
         self._found = found
@@ -68,7 +68,7 @@ class LayerSpecs:
         if self._runtime.config.projection == "generic":
             return "option 'projection' is 'generic'"
         try:
-            return find_spec(layer, evidence, self._projector.generic)
+            return find_spec(layer, evidence, self._projector.batch)
         except NoSpec as error:
             return str(error)
         except Exception as error:  # a model's own code, looked at in a new way

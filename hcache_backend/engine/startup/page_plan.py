@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import xxhash
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_bytes
@@ -126,8 +125,7 @@ def make_exchange(probe: Probe, page_size: int) -> Exchange | None:
     digest = xxhash.xxh3_64_intdigest(
         torch.cat([rows.flatten() for rows in probe.hidden]).view(torch.uint8).cpu().numpy().data
     )
-    every: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(every, (problem, digest), group=ranks.cpu_group)
+    every = ranks.all_gather_object((problem, digest))
     for other, _ in every:
         if other is not None:
             raise Refused(other)

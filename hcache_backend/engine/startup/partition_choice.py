@@ -6,14 +6,12 @@ Decided once, before CUDA graphs are recorded, because what is captured hangs on
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import Any
 
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.engine.arguments import resolved
 from hcache_backend.engine.kv_segments import PoolParking
 from hcache_backend.engine.layer_methods import LayerMethods, pipeline_seconds
-from hcache_backend.engine.ranks import from_first_rank
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.codec_choice import wanted_codec
 from hcache_backend.engine.startup.memory import kv_bytes_per_token
@@ -55,9 +53,10 @@ def _choose(runtime: Runtime, kvcache: Any) -> LayerMethods:
     if partition is None or config.profile is not None:
         shape = _shape(runtime.runner, kvcache, row_bytes)
     if shape is not None:
-        find = partial(find_profile, runtime, kvcache, shape)
-        find_in_stage = partial(from_first_rank, get_tp_group().cpu_group, find)
-        found = from_first_rank(get_pp_group().cpu_group, find_in_stage)
+        stages, stage = get_pp_group(), get_tp_group()
+        first = stages.is_first_rank and stage.is_first_rank
+        found = find_profile(runtime, kvcache, shape) if first else None
+        found = stages.all_gather_object(stage.all_gather_object(found)[0])[0]
         if isinstance(found, ConfigError):
             raise found
         profile = found

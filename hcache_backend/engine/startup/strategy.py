@@ -7,7 +7,6 @@ from typing import Any
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
     StackStrategy,
     _PlainKvStrategy,
-    register_stack_strategy,
 )
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -26,22 +25,17 @@ from hcache_backend.engine.startup.recompute_check import find_recomputer
 from hcache_backend.engine.startup.refusals import refusal
 from hcache_backend.engine.startup.self_check import attention_modules, compare, observe
 from hcache_backend.engine.startup.stack import build_stack
-from hcache_backend.projection.generic import GenericProjector, ProjectionBatch
+from hcache_backend.projection.generic import ProjectionBatch
 from hcache_backend.projection.projector import Projector
 
 
-def register(runtime: Runtime, reason: str | None) -> None:
-    """Put our strategy before SGLang's own.
+class HiddenStateStrategy(StackStrategy):
+    """Hidden mode for a plain MHA/GQA pool, if everything it needs is there; else KV mode.
 
     Args:
         runtime: State of this process.
         reason: Why hidden mode is already out of the question, or None.
     """
-    register_stack_strategy(HiddenStateStrategy(runtime, reason))
-
-
-class HiddenStateStrategy(StackStrategy):
-    """Hidden mode for a plain MHA/GQA pool, if everything it needs is there; else KV mode."""
 
     def __init__(self, runtime: Runtime, reason: str | None) -> None:
         self._runtime = runtime
@@ -57,11 +51,8 @@ class HiddenStateStrategy(StackStrategy):
         return False
 
     def build(self, *, kvcache: Any, params: Any, server_args: Any, **kwargs: Any) -> Any:
-        projector = Projector(
-            GenericProjector(ProjectionBatch(ForwardMode.EXTEND)),
-            PagedPool(kvcache),
-            kvcache.layer_num,
-        )
+        marker = ProjectionBatch(ForwardMode.EXTEND)
+        projector = Projector(marker, PagedPool(kvcache), kvcache.layer_num)
         try:
             plan = self._plan(kvcache, params, projector)
         except Refused as refused:  # on every rank of every stage

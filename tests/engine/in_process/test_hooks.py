@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from hcache_backend.engine import hooks
 from hcache_backend.engine.hooks import Hook, install
-from hcache_backend.engine.runtime import current
+from hcache_backend.engine.runtime import Weights, current
 from hcache_backend.engine.startup import bootstrap as bootstrap_module
 from hcache_backend.engine.startup.bootstrap import bootstrap
 from hcache_backend.engine.startup.graphs import graph_hooks
@@ -81,8 +82,9 @@ def test_the_marker_stops_attention_however_it_is_passed(by_name: bool) -> None:
             attention(q=q, k=k, v=v, forward_batch=batch)
         else:
             attention(q, k, v, batch)
-    assert torch.equal(reached.value.k, k.view(3, 2, 8))
-    assert torch.equal(reached.value.v, v.view(3, 2, 8))
+    got_k, got_v = reached.value.args
+    assert torch.equal(got_k, k.view(3, 2, 8))
+    assert torch.equal(got_v, v.view(3, 2, 8))
 
 
 def test_versions() -> None:
@@ -111,11 +113,12 @@ def test_an_unsupported_version_means_kv_mode_with_that_reason(
     monkeypatch.setenv("HCACHE_ENABLE", "1")
     monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
     monkeypatch.setattr(bootstrap_module, "unsupported_reason", lambda: "SGLang 9 is not one")
-    monkeypatch.setattr("hcache_backend.engine.runtime._of_all_ranks", lambda own: [own])
+    monkeypatch.setattr("hcache_backend.engine.runtime._stage_weights", lambda _: Weights(b"w"))
     monkeypatch.setattr(
-        "hcache_backend.engine.startup.strategy.register",
+        "hcache_backend.engine.startup.strategy.HiddenStateStrategy",
         lambda runtime, reason: reasons.append(reason),
     )
+    monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
     bootstrap(runner())
     assert reasons == ["SGLang 9 is not one"]
     assert hooks.ATTENTION not in HookRegistry._hooks
@@ -127,10 +130,8 @@ def test_weights_that_could_change_unnoticed_mean_no_l3_at_all(
     monkeypatch.setenv("HCACHE_ENABLE", "1")
     monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
     monkeypatch.setattr(hooks, "RESET", hooks.RESET + "_gone")
-    monkeypatch.setattr("hcache_backend.engine.runtime._of_all_ranks", lambda own: [own])
-    monkeypatch.setattr(
-        "hcache_backend.engine.startup.strategy.register", lambda runtime, reason: None
-    )
+    monkeypatch.setattr("hcache_backend.engine.runtime._stage_weights", lambda _: Weights(b"w"))
+    monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
     bootstrap(runner())
     weights = current().weights
     assert weights is not None

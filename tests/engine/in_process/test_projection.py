@@ -23,8 +23,8 @@ from hcache_backend.projection.proof import gather_evidence
 from hcache_backend.projection.search import find_spec
 from tests.unit.attention_modules import (
     DIM,
-    GENERIC,
     HEADS,
+    MARKER,
     POSITION_LIMIT,
     Attention,
     Norm,
@@ -73,8 +73,8 @@ def test_a_spec_fills_the_pool_as_the_engine_does(
     torch.manual_seed(0)
     layer = attention_layer(1, scales)
     hidden, positions = tokens()
-    evidence = gather_evidence(layer, hidden, positions, GENERIC, POSITION_LIMIT)
-    spec = find_spec(layer, evidence, GENERIC)
+    evidence = gather_evidence(layer, hidden, positions, MARKER, POSITION_LIMIT)
+    spec = find_spec(layer, evidence, MARKER)
     assert spec.fused
     slots = torch.randperm(192)[: len(hidden)]
     others = torch.ones(len(pool_of(dtype).k_buffer[1]), dtype=torch.bool)
@@ -82,7 +82,7 @@ def test_a_spec_fills_the_pool_as_the_engine_does(
     pools, projectors = [], []
     for specs in ([None, None], [None, spec]):
         pool = pool_of(dtype)
-        projector = Projector(GENERIC, PagedPool(pool), 2)
+        projector = Projector(MARKER, PagedPool(pool), 2)
         projector.use_specs(specs)
         for buffer in (*pool.k_buffer, *pool.v_buffer):
             buffer.fill_(1)
@@ -123,7 +123,7 @@ def projections_of(modules: list[Attention]) -> tuple[Runtime, Projector, LayerS
     runner = SimpleNamespace(model_config=SimpleNamespace(context_len=POSITION_LIMIT))
     runtime = Runtime(runner, HCacheConfig())
     pool = pool_of(torch.float32)
-    projector = Projector(GENERIC, PagedPool(pool), 2)
+    projector = Projector(MARKER, PagedPool(pool), 2)
     hidden, positions = tokens()
     slots = torch.arange(64, 64 + len(hidden))
     probe = Probe(tuple(layers), (hidden, hidden), slots, positions, positions)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hcache_backend import HCacheStorage
 from hcache_backend.config import ConfigError
-from hcache_backend.engine.runtime import Runtime, StageWeights, Weights
+from hcache_backend.engine.runtime import Runtime, Weights
 from hcache_backend.page import key_bytes
 from tests.engine.in_process.storage_config import PAGE, storage_config
 
@@ -247,7 +248,8 @@ def test_weights_that_cannot_be_read_end_l3_for_good(
         raise MemoryError("no")
 
     monkeypatch.setattr("hcache_backend.engine.runtime._digest_model", fail)
-    monkeypatch.setattr("hcache_backend.engine.runtime._of_all_ranks", lambda own: [own])
+    alone = SimpleNamespace(all_gather_object=lambda own: [own])
+    monkeypatch.setattr("sglang.srt.distributed.get_tp_group", lambda: alone)
     runtime.runner.model = None
     indices = pool.fill(range(0, 1))
     storage.batch_set_v1(KEYS[:1], indices)
@@ -275,8 +277,7 @@ def test_after_a_weight_update_l3_waits_for_the_weights_of_every_pipeline_stage(
     """What a stage computes depends on the weights of the stages before it."""
     stages = SlowStages()
     monkeypatch.setattr(runtime, "_stages", stages)
-    monkeypatch.setattr("hcache_backend.engine.runtime._digest_model", lambda model: [])
-    monkeypatch.setattr("hcache_backend.engine.runtime._of_all_ranks", lambda own: [own])
+    monkeypatch.setattr("hcache_backend.engine.runtime._stage_weights", lambda model: None)
     runtime.runner.model = None
     indices = pool.fill(range(0, 2))
 
@@ -287,7 +288,7 @@ def test_after_a_weight_update_l3_waits_for_the_weights_of_every_pipeline_stage(
 
     def told(update: int, other: bytes) -> None:
         stages.futures[update].set_result(
-            [StageWeights(b"own", b"own"), StageWeights(other, other)]
+            [Weights(stage, whole=stage) for stage in (b"own", other)]
         )
 
     update()
@@ -311,13 +312,12 @@ def test_a_pipeline_stage_that_cannot_read_its_weights_ends_l3_on_all(
 ) -> None:
     stages = SlowStages()
     monkeypatch.setattr(runtime, "_stages", stages)
-    monkeypatch.setattr("hcache_backend.engine.runtime._digest_model", lambda model: [])
-    monkeypatch.setattr("hcache_backend.engine.runtime._of_all_ranks", lambda own: [own])
+    monkeypatch.setattr("hcache_backend.engine.runtime._stage_weights", lambda model: None)
     runtime.runner.model = None
     runtime.begin_weight_update()
     runtime.end_weight_update()
     runtime.caches_were_flushed()
-    stages.futures[0].set_result([StageWeights(b"own", b"own"), None])
+    stages.futures[0].set_result([Weights(b"own", whole=b"own"), None])
     assert runtime.distrust == "hcache: the weights could not be read"
 
 
