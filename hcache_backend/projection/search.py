@@ -8,10 +8,10 @@ prove itself on all evidence (:mod:`hcache_backend.projection.proof`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -37,23 +37,17 @@ class NoSpec(Exception):
     """The layer is projected by its own attention module; the message says why."""
 
 
-@dataclass(frozen=True)
-class _Fed:
-    """A module that received the hidden states, and what it made of them.
+class _Fed(NamedTuple):
+    """A module that received the hidden states.
 
     Attributes:
         module: The module.
-        original: Its output ``[n, width]``; it may have been rotated in place since.
-        output: A copy of the time when it was made.
+        blocks: Its output as heads, ``[n, width / head_dim, head_dim]``; a copy of the time when it
+            was made, because it may have been rotated in place since.
     """
 
     module: torch.nn.Module
-    original: torch.Tensor
-    output: torch.Tensor
-
-    def blocks(self, head_dim: int) -> torch.Tensor:
-        """The output as heads, ``[n, width / head_dim, head_dim]``."""
-        return self.output.view(len(self.output), -1, head_dim)
+    blocks: torch.Tensor
 
 
 @torch.no_grad()
@@ -75,25 +69,22 @@ def find_spec(layer: AttentionLayer, evidence: list[Evidence], batch: Projection
     fed = _watch(layer, probe, batch, head_dim)
     if not fed:
         raise NoSpec(f"no linear module gives heads of {head_dim} for the hidden states")
-    v = next(filter(None, (_v_columns(one, probe) for one in fed)), None)
+    v = next(filter(None, (_columns(one, probe.v, _unchanged) for one in fed)), None)
     if v is None:
         raise NoSpec("V is not a part of what a linear module gives for the hidden states")
-    best: tuple[float, LayerSpec] | None = None
-    for norm, rotary in product(_norms(layer, probe), _rotaries(layer, head_dim)):
-        for one in fed:
-            k = _k_columns(one, probe, norm, rotary)
-            if k is None:
-                continue
-            spec = _fused_if_possible(LayerSpec(k, v, norm, rotary, fused=False), probe)
-            worst = difference(spec, evidence)[0]
-            if best is None or worst < best[0]:
-                best = worst, spec
-    if best is None:
+    guesses = [
+        _fused_if_possible(LayerSpec(k, v, norm, rotary, fused=False), probe)
+        for norm, rotary in product(_norms(layer, probe), _rotaries(layer, head_dim))
+        for k in (_k_columns(one, probe, norm, rotary) for one in fed)
+        if k is not None
+    ]
+    if not guesses:
         raise NoSpec("K is made by no norm and RoPE that its attention module shows")
-    problem = spec_problem(best[1], evidence)
+    best = min(guesses, key=lambda spec: difference(spec, evidence)[0])
+    problem = spec_problem(best, evidence)
     if problem is not None:
         raise NoSpec(problem)
-    return best[1]
+    return best
 
 
 def _watch(
@@ -101,6 +92,7 @@ def _watch(
 ) -> list[_Fed]:
     """The modules inside the attention module that receive the hidden states."""
     fed: dict[int, _Fed] = {}
+    outputs = []  # kept, so that no two of them get the same memory
 
     def on_output(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
         given = args[0] if args else next(iter(kwargs.values()), None)
@@ -114,10 +106,9 @@ def _watch(
             and torch.equal(given, probe.hidden)
         ):
             # A module around a linear one ends after it: of the same output, the inner one counts.
-            fed.setdefault(
-                output.data_ptr(),
-                _Fed(module, output, output.clone(memory_format=torch.contiguous_format)),
-            )
+            outputs.append(output)
+            copy = output.clone(memory_format=torch.contiguous_format)
+            fed.setdefault(output.data_ptr(), _Fed(module, copy.view(len(copy), -1, head_dim)))
 
     inner = [module for module in layer.module.modules() if module is not layer.module]
     handles = [one.register_forward_hook(on_output, with_kwargs=True) for one in inner]
@@ -129,28 +120,40 @@ def _watch(
     return list(fed.values())
 
 
-def _v_columns(fed: _Fed, probe: Evidence) -> Columns | None:
-    blocks = fed.blocks(probe.v.shape[-1])
-    return _columns(fed, (_match(blocks, head, False) for head in probe.v.unbind(1)), probe)
-
-
 def _k_columns(
     fed: _Fed, probe: Evidence, norm: NormModule | None, rotary: RotaryTable | None
 ) -> Columns | None:
     """Where K stands, if ``norm`` and ``rotary`` make it out of parts of this output."""
-    blocks = fed.blocks(probe.k.shape[-1])
     key_norm = None if norm is None else norm.key_norm()
     key_rotary = None if rotary is None else rotary.rotary()
     # A norm over all heads divides each token by a number that depends on where all of K stands:
     # a block is looked for up to that number, and the proof settles the rest.
     scale_free = key_norm is not None and key_norm.over == "all"
 
-    def places() -> Iterator[int | None]:
-        for index, head in enumerate(probe.k.unbind(1)):
-            made = _finish(blocks, index, key_norm, key_rotary, probe)
-            yield _match(made, head, scale_free)
+    def finish(blocks: torch.Tensor, head: int) -> torch.Tensor:
+        return _finish(blocks, head, key_norm, key_rotary, probe)
 
-    return _columns(fed, places(), probe)
+    return _columns(fed, probe.k, finish, scale_free)
+
+
+def _columns(
+    fed: _Fed,
+    wanted: torch.Tensor,
+    finish: Callable[[torch.Tensor, int], torch.Tensor],
+    scale_free: bool = False,
+) -> Columns | None:
+    """Where each head of ``wanted`` stands, when ``finish`` makes it out of a block."""
+    places = [
+        _match(finish(fed.blocks, index), head, scale_free)
+        for index, head in enumerate(wanted.unbind(1))
+    ]
+    dim = wanted.shape[-1]
+    starts = tuple(place * dim for place in places if place is not None)
+    return Columns(fed.module, starts, dim) if len(starts) == len(places) else None
+
+
+def _unchanged(blocks: torch.Tensor, head: int) -> torch.Tensor:
+    return blocks
 
 
 def _finish(
@@ -183,16 +186,6 @@ def _match(blocks: torch.Tensor, head: torch.Tensor, scale_free: bool) -> int | 
     off = (blocks - head.unsqueeze(1)).square().mean((0, 2)).sqrt()
     place = int(off.argmin())
     return place if float(off[place]) <= allowed * float(head.square().mean().sqrt()) else None
-
-
-def _columns(fed: _Fed, places: Iterator[int | None], probe: Evidence) -> Columns | None:
-    dim = probe.k.shape[-1]
-    starts = []
-    for place in places:
-        if place is None:
-            return None
-        starts.append(place * dim)
-    return Columns(fed.module, tuple(starts), dim)
 
 
 def _norms(layer: AttentionLayer, probe: Evidence) -> Iterator[NormModule | None]:

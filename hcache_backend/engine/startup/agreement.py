@@ -18,42 +18,36 @@ class Refused(Exception):
     """This server cannot use hidden mode and stores KV pages; the message says why."""
 
 
-class Agreement:
-    """Steps that every tensor-parallel rank of every pipeline stage takes, or none.
+def all_or_none(work: Callable[[], _Result], *groups: Any) -> _Result:
+    """What ``work`` returns on this rank, when it went well on every rank.
 
-    The invariant: every rank reaches every collective, in the same order. After each step all ranks
-    learn whether it went well on all of them (one MIN-reduce per group, whatever happened), and
-    only then does any rank go on. So they all leave at the same step. Work that talks to other
-    ranks itself must reach each of its collectives whatever it finds, and refuse after the last.
+    The invariant: every rank reaches every collective, in the same order. All ranks learn whether
+    ``work`` went well on all of them (one MIN-reduce per group, whatever happened), and only then
+    does any rank go on. So they all leave at the same step. Work that talks to other ranks itself
+    must reach each of its collectives whatever it finds, and refuse after the last.
 
     Args:
-        ranks: Process group of the tensor-parallel ranks, on the CPU.
-        stages: Process group of the pipeline stages, on the CPU.
+        work: One step towards hidden mode.
+        groups: Process groups on the CPU that have to agree: tensor-parallel ranks and, where
+            there is no way back, pipeline stages.
+
+    Raises:
+        Refused: On every rank, when ``work`` failed on one of them.
+        ConfigError: An option is wrong; every rank finds that alike, and the server stops.
     """
-
-    def __init__(self, ranks: Any, stages: Any) -> None:
-        self._groups = (ranks, stages)
-
-    def step(self, work: Callable[[], _Result]) -> _Result:
-        """What ``work`` returns on this rank.
-
-        Raises:
-            Refused: On every rank, when ``work`` failed on one of them.
-            ConfigError: An option is wrong; every rank finds that alike, and the server stops.
-        """
-        reason: str | None = None
-        try:
-            result = work()
-        except ConfigError:
-            raise
-        except Refused as refused:
-            reason = str(refused)
-        except Exception as error:
-            logger.error("hcache: the self-check broke", exc_info=error)
-            reason = f"the self-check broke: {type(error).__name__}: {error}"
-        fine = reason is None
-        for group in self._groups:
-            (fine,) = on_all_ranks(group, fine)
-        if not fine:
-            raise Refused(reason or "another tensor-parallel rank or pipeline stage refused")
-        return result
+    reason: str | None = None
+    try:
+        result = work()
+    except ConfigError:
+        raise
+    except Refused as refused:
+        reason = str(refused)
+    except Exception as error:
+        logger.error("hcache: the self-check broke", exc_info=error)
+        reason = f"the self-check broke: {type(error).__name__}: {error}"
+    fine = reason is None
+    for group in groups:
+        (fine,) = on_all_ranks(group, fine)
+    if not fine:
+        raise Refused(reason or "another tensor-parallel rank or pipeline stage refused")
+    return result

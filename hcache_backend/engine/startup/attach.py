@@ -58,14 +58,6 @@ class Joined(NamedTuple):
     store: PageStore
 
 
-class _Verdict(NamedTuple):
-    """What a rank says: who it is, what went wrong, and whether it knows its weights."""
-
-    rank: str
-    problem: str | None
-    knows_weights: bool
-
-
 def join(storage_config: HiCacheStorageConfig) -> Joined:
     """Open the store for the running server; called on all ranks of a server at the same point.
 
@@ -80,7 +72,7 @@ def join(storage_config: HiCacheStorageConfig) -> Joined:
     except Exception as caught:
         error = caught
     try:
-        _agree(_verdict(storage_config, joined, error), error)
+        _agree(storage_config, joined, error)
         assert joined is not None
         if joined.runtime.config is None:
             joined.runtime.use_kv_mode(STARTED_WITHOUT_US)
@@ -170,28 +162,25 @@ def _open(config: HCacheConfig, writer: bytes) -> PageStore:
         ) from None
 
 
-def _verdict(
+def _agree(
     storage_config: HiCacheStorageConfig, joined: Joined | None, error: Exception | None
-) -> _Verdict:
+) -> None:
+    """Raise on every rank when one of them found a problem; then read the weights together."""
+    rank = f"tensor-parallel rank {storage_config.tp_rank}"
+    if storage_config.pp_size > 1:
+        rank += f" of pipeline stage {storage_config.pp_rank}"
     problem = None
     if error is not None:
         known = isinstance(error, ConfigError)
         problem = str(error) if known else f"hcache: {type(error).__name__}: {error}"
-    rank = f"tensor-parallel rank {storage_config.tp_rank}"
-    if storage_config.pp_size > 1:
-        rank += f" of pipeline stage {storage_config.pp_rank}"
-    return _Verdict(rank, problem, joined is not None and joined.runtime.weights is not None)
-
-
-def _agree(own: _Verdict, error: Exception | None) -> None:
-    """Raise on every rank when one of them found a problem; then read the weights together."""
-    verdicts: list[_Verdict] = said_by_all_ranks(own)
-    if own.problem is not None:
-        raise ConfigError(own.problem) from error
-    for verdict in verdicts:
-        if verdict.problem is not None:
-            raise ConfigError(f"{verdict.problem} (on {verdict.rank})")
-    if not all(verdict.knows_weights for verdict in verdicts):
+    knows_weights = joined is not None and joined.runtime.weights is not None
+    said = said_by_all_ranks((rank, problem, knows_weights))
+    if problem is not None:
+        raise ConfigError(problem) from error
+    for other, its_problem, _ in said:
+        if its_problem is not None:
+            raise ConfigError(f"{its_problem} (on {other})")
+    if not all(knows for _, _, knows in said):
         try:
             current().read_weights()
         except RuntimeError as failed:

@@ -70,21 +70,11 @@ def wanted_config(server_args: Any) -> HCacheConfig | None:
     Raises:
         ConfigError: The options are wrong.
     """
-    extra = _extra_config(server_args)
-    if (
-        server_args.hicache_storage_backend == "dynamic"
-        and extra.get("module_path") == MODULE_PATH
-        and extra.get("class_name") == CLASS_NAME
-    ):
-        return parse_config(extra.get("hcache"), "hcache")
-    return config_from_environment()
-
-
-def _extra_config(server_args: Any) -> dict[str, Any]:
     text = server_args.hicache_storage_backend_extra_config
-    if not text or server_args.hicache_storage_backend != "dynamic":
-        return {}
-    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+    if server_args.hicache_storage_backend == "dynamic" and text:
+        from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
-    extra: dict[str, Any] = HybridCacheController.parse_storage_backend_extra_config(text)[0]
-    return extra
+        extra, *_ = HybridCacheController.parse_storage_backend_extra_config(text)
+        if (extra.get("module_path"), extra.get("class_name")) == (MODULE_PATH, CLASS_NAME):
+            return parse_config(extra.get("hcache"), "hcache")
+    return config_from_environment()

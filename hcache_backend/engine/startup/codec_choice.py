@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.runtime import Runtime
+from hcache_backend.engine.startup.agreement import Refused, all_or_none
 from hcache_backend.engine.startup.self_check import Probe
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.check import first_problem, projection_problem
@@ -46,28 +46,23 @@ def choose_codec(group: Any, wanted: str, probe: Probe, projector: Projector) ->
     Returns:
         The wanted codec; the exact one where a rank cannot use that.
     """
-    width, dtype = probe.hidden[0].shape[1], probe.hidden[0].dtype
     try:
-        codec = make_codec(wanted, width, dtype)
-        problem = _problem(codec, probe, projector)
-    except UnsupportedRows as error:
-        problem = str(error)
-    except Exception as error:
-        logger.exception("hcache: codec %r broke", wanted)
-        problem = f"it broke: {type(error).__name__}: {error}"
-    (fine,) = on_all_ranks(group, problem is None)
-    if fine:
-        return codec
-    logger.warning(
-        "hcache: codec %r is not used, hidden states are stored as they are (codec 'none'): %s",
-        wanted,
-        problem or "another tensor-parallel rank cannot use it",
-    )
-    return ExactCodec(width, dtype)
+        return all_or_none(lambda: _proven(wanted, probe, projector), group)
+    except Refused as refused:
+        logger.warning(
+            "hcache: codec %r is not used, hidden states are stored as they are (codec 'none'): %s",
+            wanted,
+            refused,
+        )
+        return ExactCodec(probe.hidden[0].shape[1], probe.hidden[0].dtype)
 
 
-def _problem(codec: Codec, probe: Probe, projector: Projector) -> str | None:
+def _proven(name: str, probe: Probe, projector: Projector) -> Codec:
     """Project what comes back of the probe's rows; compare with what the model wrote."""
+    try:
+        codec = make_codec(name, probe.hidden[0].shape[1], probe.hidden[0].dtype)
+    except UnsupportedRows as error:
+        raise Refused(str(error)) from None
     fits = torch.ones(len(probe.positions), dtype=torch.bool, device=probe.positions.device)
 
     def problem_of(layer: AttentionLayer, hidden: torch.Tensor) -> str | None:
@@ -78,7 +73,9 @@ def _problem(codec: Codec, probe: Probe, projector: Projector) -> str | None:
         return projection_problem(layer, back, probe.positions, probe.slots, projector, codec.name)
 
     problem = first_problem(map(problem_of, probe.layers, probe.hidden))
+    if problem is not None:
+        raise Refused(problem)
     lost = int((~fits).sum())
-    if problem is None and lost > _UNENCODABLE_SHARE * len(fits):
-        return f"it cannot hold {lost} of the {len(fits)} tokens of the self-check"
-    return problem
+    if lost > _UNENCODABLE_SHARE * len(fits):
+        raise Refused(f"it cannot hold {lost} of the {len(fits)} tokens of the self-check")
+    return codec

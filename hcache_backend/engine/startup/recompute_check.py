@@ -11,9 +11,8 @@ from sglang.srt.distributed import get_tp_group
 from hcache_backend.engine.hooks import install, prefix_hooks
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.paged_pool import PagedPool
-from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.recompute_batch import model_forward
-from hcache_backend.engine.startup.agreement import Refused
+from hcache_backend.engine.startup.agreement import Refused, all_or_none
 from hcache_backend.engine.startup.refusals import refuse_shared_workspaces
 from hcache_backend.engine.startup.self_check import Probe
 from hcache_backend.projection.check import first_problem, kv_problem, tolerance
@@ -36,8 +35,8 @@ def find_recomputer(
         return None
     pool = PagedPool(kvcache)
     recomputer = Recomputer(model_forward(runner), pool, kvcache.start_layer, methods.chunk_tokens)
-    problem = None
-    try:
+
+    def prove() -> Recomputer:
         if runner.model_config.is_multimodal:
             raise Refused("the model's embeddings are not those of token ids alone")
         if probe.hidden[0].is_cuda:
@@ -46,11 +45,13 @@ def find_recomputer(
         missing = install(prefix_hooks())
         if missing is not None:
             raise Refused(missing)
+        return recomputer
+
+    try:
+        return all_or_none(prove, get_tp_group().cpu_group)
     except Refused as refused:
-        problem = str(refused)
-        logger.warning("hcache: layers are not recomputed: %s", problem)
-    (fine,) = on_all_ranks(get_tp_group().cpu_group, problem is None)
-    return recomputer if fine else None
+        logger.warning("hcache: layers are not recomputed: %s", refused)
+        return None
 
 
 def check_recompute(probe: Probe, recomputer: Recomputer, pool: PagedPool, kvcache: Any) -> None:

@@ -29,13 +29,11 @@ from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.service_check import PageCheck, ServiceChecks
 from hcache_backend.engine.stage_pages import StagePages
 from hcache_backend.engine.startup.page_plan import PagePlan
-from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.projector import Projector
 from hcache_backend.restore.exchange import CollectiveOrder
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.ring import ring_bytes
-from hcache_kernels.codecs import Codec
 
 logger = logging.getLogger("hcache")
 
@@ -209,8 +207,15 @@ def _restored_layers(kvcache: Any, plan: PagePlan, projector: Projector) -> list
     parks = PoolParking.fits(kvcache, row_bytes)
 
     def projected(index: int) -> RestoredLayer:
-        parking = PoolParking(kvcache, index, row_bytes) if parks else None
-        return RestoredLayer("hidden", _fill(plan.layers[index], plan.codec, projector), parking)
+        layer = plan.layers[index]
+
+        def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+            rows = plan.codec.decode(segments.view(-1, row_bytes))
+            projector.project_to_pool(layer, rows, positions, slots)
+
+        return RestoredLayer(
+            "hidden", fill, PoolParking(kvcache, index, row_bytes) if parks else None
+        )
 
     restored: dict[str, Callable[[int], RestoredLayer]] = {
         "hidden": projected,
@@ -218,13 +223,3 @@ def _restored_layers(kvcache: Any, plan: PagePlan, projector: Projector) -> list
         "recompute": lambda _: RestoredLayer("recompute", None),
     }
     return [restored[method](layer) for layer, method in enumerate(plan.methods.methods)]
-
-
-def _fill(
-    layer: AttentionLayer, codec: Codec, projector: Projector
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
-    def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        rows = codec.decode(segments.view(-1, codec.row_bytes))
-        projector.project_to_pool(layer, rows, positions, slots)
-
-    return fill

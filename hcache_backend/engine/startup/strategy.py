@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
     StackStrategy,
@@ -16,7 +17,7 @@ from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.paged_pool import PagedPool
 from hcache_backend.engine.ranks import smallest
 from hcache_backend.engine.runtime import Runtime
-from hcache_backend.engine.startup.agreement import Agreement, Refused
+from hcache_backend.engine.startup.agreement import Refused, all_or_none
 from hcache_backend.engine.startup.codec_choice import choose_codec
 from hcache_backend.engine.startup.layer_specs import LayerSpecs
 from hcache_backend.engine.startup.page_plan import PagePlan, make_exchange, plan_pages
@@ -27,6 +28,8 @@ from hcache_backend.engine.startup.self_check import attention_modules, compare,
 from hcache_backend.engine.startup.stack import build_stack
 from hcache_backend.projection.generic import ProjectionBatch
 from hcache_backend.projection.projector import Projector
+
+_Result = TypeVar("_Result")
 
 
 class HiddenStateStrategy(StackStrategy):
@@ -68,12 +71,14 @@ class HiddenStateStrategy(StackStrategy):
         The K and V that the model writes in the probe stay in the pool to the last check.
 
         Raises:
-            Refused: On every rank, at the same step; see :class:`Agreement`.
+            Refused: On every rank, at the same step; see :func:`all_or_none`.
         """
         runtime, runner = self._runtime, self._runtime.runner
         config, ranks, stages = runtime.config, params.tp_cache_group, params.pp_cache_group
         assert config is not None
-        step = Agreement(ranks, stages).step
+
+        def step(work: Callable[[], _Result]) -> _Result:
+            return all_or_none(work, ranks, stages)
 
         step(lambda: self._check_server(kvcache))
         methods = step(lambda: self._choose_methods(kvcache))
