@@ -13,7 +13,7 @@ from hcache_backend.projection.projector import Projector
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
-_TOLERANCE = {
+TOLERANCE = {
     torch.float32: 1e-4,
     torch.float16: 1e-2,
     torch.bfloat16: 2e-2,
@@ -38,7 +38,7 @@ def tolerance(dtype: torch.dtype, codec: str = "none") -> float:
     Raises:
         KeyError: Nobody has measured that type, or that codec.
     """
-    return _TOLERANCE[dtype] + _CODEC_TOLERANCE[codec]
+    return TOLERANCE[dtype] + _CODEC_TOLERANCE[codec]
 
 
 def relative_difference(got: torch.Tensor, want: torch.Tensor) -> float:

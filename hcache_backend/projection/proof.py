@@ -33,7 +33,6 @@ class Evidence:
         positions: int64 ``[n]``.
         k: ``[n, kv_heads, head_dim]``.
         v: Same shape.
-        group: Tokens that are compared together; divides ``n``.
     """
 
     what: str
@@ -41,7 +40,6 @@ class Evidence:
     positions: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    group: int
 
 
 def spec_tolerance(dtype: torch.dtype) -> float:
@@ -73,18 +71,17 @@ def gather_evidence(
         ProjectionFailed: The module gave no K and V.
     """
 
-    def ask(what: str, rows: torch.Tensor, where: torch.Tensor, group: int) -> Evidence:
+    def ask(what: str, rows: torch.Tensor, where: torch.Tensor) -> Evidence:
         k, v = project_with_module(layer, rows, where, batch)
-        return Evidence(what, rows, where, k, v, group)
+        return Evidence(what, rows, where, k, v)
 
     n = len(hidden)
-    probe = ask("the probe's tokens", hidden, positions, n)
+    probe = ask("the probe's tokens", hidden, positions)
     places = _places(min([position_limit, *_table_lengths(layer)]))
     far = ask(
         "the probe's tokens at other positions",
         hidden.repeat(1 + len(places), 1),
         torch.cat([positions, places.repeat_interleave(n).to(positions.device)]),
-        n,
     )
     largest = float(torch.maximum(probe.k.abs().amax(), probe.v.abs().amax()))
     loud = hidden * min(_LOUD / largest, _room(hidden)) if largest else hidden
@@ -92,8 +89,8 @@ def gather_evidence(
     return [
         probe,
         far,
-        ask("loud hidden states", loud, positions, n),
-        ask("quiet hidden states", quiet, positions, n),
+        ask("loud hidden states", loud, positions),
+        ask("quiet hidden states", quiet, positions),
     ]
 
 
@@ -116,13 +113,14 @@ def dependence(layer: AttentionLayer, evidence: list[Evidence]) -> str | None:
 def difference(spec: LayerSpec, evidence: list[Evidence]) -> tuple[float, str]:
     """The worst relative difference between a spec's K and V and the module's, and where it is."""
     worst, where = 0.0, ""
+    n = len(evidence[0].hidden)  # the probe's tokens: compared together at all their positions
     for piece in evidence:
         try:
             made = spec.compute(piece.hidden, piece.positions)
         except Exception as error:  # a linear module of the model's, or a table that is too short
             return float("inf"), f"K and V of {piece.what} ({type(error).__name__}: {error})"
         for name, got, want in zip("KV", made, (piece.k, piece.v), strict=True):
-            groups = zip(got.split(piece.group), want.split(piece.group), strict=True)
+            groups = zip(got.split(n), want.split(n), strict=True)
             found = max(relative_difference(a.float(), b.float()) for a, b in groups)
             if found > worst:
                 worst, where = found, f"{name} of {piece.what}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,11 @@ from hcache_backend.projection.generic import (
     ProjectionReached,
     project_with_module,
 )
+from hcache_backend.projection.projector import Projector
+from hcache_backend.projection.proof import gather_evidence
+from hcache_backend.projection.search import find_spec
+from hcache_kernels.project_kv import KVPool
+from tests.unit import attention_modules as modules
 
 POSITIONS = torch.arange(6)
 HIDDEN = torch.randn(6, 8)
@@ -121,3 +127,60 @@ def test_one_wrong_head_or_one_nan_is_enough() -> None:
     got[3, 1, 7] = float("nan")
     assert relative_difference(got, want) == float("inf")
     assert relative_difference(want[:40], want) == float("inf")
+
+
+class Pool:
+    """A pool of which one half of the layers can only be written by itself."""
+
+    dtype = torch.float32
+
+    def __init__(self) -> None:
+        shape = (300, modules.HEADS, modules.DIM)
+        self.pools = [KVPool(torch.full(shape, 7.0), torch.full(shape, 7.0)) for _ in range(2)]
+
+    def of_layer(self, layer: AttentionLayer) -> KVPool | None:
+        return self.pools[0] if layer.index == 0 else None
+
+    def store(self, kernel: Any, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.pools[kernel.layer_id].k[slots] = k
+        self.pools[kernel.layer_id].v[slots] = v
+
+    def fetch(
+        self, kernel: Any, slots: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        {"rope": modules.Rope(), "norm": {}},
+        {"layout": "separate", "rope": modules.Rope(), "bias": True},
+    ],
+    ids=["fused", "a module for each"],
+)
+@pytest.mark.parametrize("by_spec", [True, False])
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_projector_writes_the_named_slots_and_no_others(
+    made: dict[str, Any], by_spec: bool, index: int
+) -> None:
+    kernel = torch.nn.Identity()
+    kernel.layer_id = index
+    layer = replace(modules.layer_of(modules.Attention(**made)), index=index, kernel=kernel)
+    hidden, positions = modules.tokens()
+    pool = Pool()
+    projector = Projector(modules.MARKER, pool, 2)
+    if by_spec:
+        marker, limit = modules.MARKER, modules.POSITION_LIMIT
+        evidence = gather_evidence(layer, hidden, positions, marker, limit)
+        projector.use_specs([find_spec(layer, evidence, modules.MARKER)] * 2)
+    slots = torch.randperm(300)[: len(hidden)]
+    projector.project_to_pool(layer, hidden, positions, slots)
+    others = torch.ones(300, dtype=torch.bool)
+    others[slots] = False
+    want = project_with_module(layer, hidden, positions, modules.MARKER)
+    for buffer, right in zip((pool.pools[index].k, pool.pools[index].v), want, strict=True):
+        torch.testing.assert_close(buffer[slots], right)
+        assert (buffer[others] == 7).all()
+    for got, right in zip(projector.project(layer, hidden, positions), want, strict=True):
+        torch.testing.assert_close(got, right)

@@ -11,7 +11,6 @@ import torch
 
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.generic import project_with_module
-from hcache_backend.projection.projector import Projector
 from hcache_backend.projection.proof import (
     Evidence,
     dependence,
@@ -20,7 +19,6 @@ from hcache_backend.projection.proof import (
 )
 from hcache_backend.projection.search import NoSpec, find_spec
 from hcache_backend.projection.spec import Columns, LayerSpec, RotaryTable
-from hcache_kernels.project_kv import KVPool
 from tests.unit.attention_modules import (
     DIM,
     HEADS,
@@ -376,51 +374,3 @@ def test_new_weights_and_longer_tables_are_used_at_once(
     for got, right, old in zip(spec.compute(hidden, positions), want, before, strict=True):
         torch.testing.assert_close(got, right)
         assert not torch.allclose(got, old)
-
-
-class Pool:
-    """A pool of which one half of the layers can only be written by itself."""
-
-    dtype = torch.float32
-
-    def __init__(self) -> None:
-        shape = (300, HEADS, DIM)
-        self.pools = [KVPool(torch.full(shape, 7.0), torch.full(shape, 7.0)) for _ in range(2)]
-
-    def of_layer(self, layer: AttentionLayer) -> KVPool | None:
-        return self.pools[0] if layer.index == 0 else None
-
-    def store(self, kernel: Any, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.pools[kernel.layer_id].k[slots] = k
-        self.pools[kernel.layer_id].v[slots] = v
-
-    def fetch(
-        self, kernel: Any, slots: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        raise NotImplementedError
-
-
-@pytest.mark.parametrize("name", ["Qwen3: norm of a head", "a module for each"])
-@pytest.mark.parametrize("by_spec", [True, False])
-@pytest.mark.parametrize("index", [0, 1])
-def test_the_projector_writes_the_named_slots_and_no_others(
-    name: str, by_spec: bool, index: int
-) -> None:
-    kernel = torch.nn.Identity()
-    kernel.layer_id = index
-    layer = replace(layer_of(MODULES[name][0]()), index=index, kernel=kernel)
-    pool = Pool()
-    projector = Projector(MARKER, pool, 2)
-    if by_spec:
-        projector.use_specs([find_spec(layer, evidence_of(layer), MARKER)] * 2)
-    hidden, positions = tokens()
-    slots = torch.randperm(300)[: len(hidden)]
-    projector.project_to_pool(layer, hidden, positions, slots)
-    others = torch.ones(300, dtype=torch.bool)
-    others[slots] = False
-    want = project_with_module(layer, hidden, positions, MARKER)
-    for buffer, right in zip((pool.pools[index].k, pool.pools[index].v), want, strict=True):
-        torch.testing.assert_close(buffer[slots], right)
-        assert (buffer[others] == 7).all()
-    for got, right in zip(projector.project(layer, hidden, positions), want, strict=True):
-        torch.testing.assert_close(got, right)

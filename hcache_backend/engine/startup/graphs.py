@@ -50,7 +50,7 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
         every = attention_modules(runner.model, kvcache.layer_num)
         seen = [every[layer] for layer in hidden]
         places = staging_places(len(seen), *step_tokens(runner), _largest_graph())
-        hooks = HiddenCapture([(layer.module, layer.linears.values()) for layer in seen])
+        hooks = HiddenCapture([(layer.module, layer.linears) for layer in seen])
         hooks.record_with(Staging(len(seen), codec, places, kvcache.device))
         runner.hcache_capture = hooks
     except Exception:

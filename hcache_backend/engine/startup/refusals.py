@@ -10,14 +10,7 @@ import torch
 from hcache_backend.engine.arguments import resolved
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused
-
-_KV_DTYPES = (
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-)
+from hcache_backend.projection.check import TOLERANCE
 
 
 def refusal(runtime: Runtime, kvcache: Any) -> str | None:
@@ -38,7 +31,7 @@ def refusal(runtime: Runtime, kvcache: Any) -> str | None:
         (args.disaggregation_mode not in (None, "null"), "prefill/decode disaggregation moves KV"),
         (args.enable_two_batch_overlap, "two-batch overlap runs each layer twice a step"),
         (runner.model_config.model_is_mrope, "positions of several dimensions (mrope)"),
-        (kvcache.dtype not in _KV_DTYPES, f"KV quantised as {kvcache.dtype}"),
+        (kvcache.dtype not in TOLERANCE, f"KV quantised as {kvcache.dtype}"),
         (kvcache.k_buffer[0].dim() != 3, "the KV pool is not [slots, heads, head_dim]"),
         (
             kvcache.device != "cpu" and _compiled(args),

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hcache_backend.engine.hooks import FORWARD, Hook, install
 from hcache_backend.trace import TRACE_VARIABLE, TraceWriter
 
@@ -72,8 +74,6 @@ class _Hooks:
         result = original(runner, batch, *args, **kwargs)
         if extend:
             if runner.device != "cpu":
-                import torch
-
                 torch.cuda.synchronize()
             self._trace.add("prefill", tokens, start)
         return result

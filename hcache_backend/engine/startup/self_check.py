@@ -33,7 +33,7 @@ class Observation:
     name: str
     module: torch.nn.Module
     kernel: Any
-    linears: dict[str, torch.nn.Module]
+    linears: list[torch.nn.Module]
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     projection: torch.nn.Module | None = None
     hidden: torch.Tensor | None = None
@@ -104,11 +104,11 @@ def attention_modules(model: torch.nn.Module, layers: int) -> list[Observation]:
         name = path
         while name:
             name = name.rpartition(".")[0]
-            linears = {
-                linear_name: linear
-                for linear_name, linear in modules[name].named_modules()
-                if isinstance(linear, LinearBase | torch.nn.Linear)
-            }
+            linears = [
+                module
+                for module in modules[name].modules()
+                if isinstance(module, LinearBase | torch.nn.Linear)
+            ]
             if linears:
                 break
         found.append(Observation(name, modules[name], kernel, linears))
@@ -132,7 +132,7 @@ def _watch(seen: Observation) -> list[Any]:
             seen.hidden = hidden.detach().clone() if isinstance(hidden, torch.Tensor) else None
 
     handles = [seen.module.register_forward_pre_hook(on_call, with_kwargs=True)]
-    for linear in seen.linears.values():
+    for linear in seen.linears:
         handles.append(linear.register_forward_pre_hook(on_linear, with_kwargs=True))
     return handles
 
@@ -202,11 +202,7 @@ def _run_prefill(
         reqs=[request],
         req_to_token_pool=runner.req_to_token_pool,
         token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
-        tree_cache=_NoTree(
-            page_size=page_size(runner.server_args),
-            device=runner.device,
-            token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
-        ),
+        tree_cache=_no_tree(runner),
         model_config=runner.model_config,
         enable_overlap=False,
         spec_algorithm=SpeculativeAlgorithm.NONE,
@@ -270,26 +266,17 @@ def _without_prefill_graphs(runner: Any) -> Iterator[None]:
         runner.prefill_cuda_graph_runner = graphs
 
 
-class _NoTree(SimpleNamespace):
+def _no_tree(runner: Any) -> SimpleNamespace:
     """What batches ask of a prefix cache, in any supported version, for a batch without one."""
-
-    def supports_swa(self) -> bool:
-        return False
-
-    def supports_mamba(self) -> bool:
-        return False
-
-    def supports_prefix_sharing(self) -> bool:
-        return True
-
-    def is_chunk_cache(self) -> bool:
-        return False
-
-    def is_tree_cache(self) -> bool:
-        return True
-
-    def evict(self, params: Any) -> None:
-        """Nothing to evict."""
-
-    def maybe_hand_to_session(self, request: Any) -> None:
-        """There are no sessions."""
+    return SimpleNamespace(
+        page_size=page_size(runner.server_args),
+        device=runner.device,
+        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+        supports_swa=lambda: False,
+        supports_mamba=lambda: False,
+        supports_prefix_sharing=lambda: True,
+        is_chunk_cache=lambda: False,
+        is_tree_cache=lambda: True,
+        evict=lambda params: None,
+        maybe_hand_to_session=lambda request: None,
+    )
