@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from bench.harness.options import Device
-from hcache_backend.engine.startup.versions import sglang_version
+from hcache_backend.engine.arguments import sglang_version
 from hcache_backend.partition.profile import processor_name
 
 

@@ -1,15 +1,43 @@
-"""SGLang's server arguments as they are after resolution.
-
-From 0.5.21 on the record keeps what the user typed and a view holds what SGLang made of it.
-"""
+"""SGLang as this process runs it: its version, its arguments and its LoRA adapters."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+import torch
+
+from hcache_backend.fingerprint import digest_tensors, fingerprint, namespace
+
+OLDEST = (0, 5, 20)
+NEWEST = (0, 5, 23)
+
+
+def sglang_version() -> str:
+    """The installed version, or ``unknown`` where SGLang has no metadata."""
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def unsupported_reason(text: str | None = None) -> str | None:
+    """Why the SGLang ``text`` (default: the installed one) is not supported, or None."""
+    text = sglang_version() if text is None else text
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
+    if match is not None and OLDEST <= tuple(map(int, match.groups())) <= NEWEST:
+        return None
+    oldest, newest = (".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
+    return f"SGLang {text} is not one of the supported versions {oldest} to {newest}"
 
 
 def resolved(server_args: Any) -> Any:
-    """An object whose attributes are the arguments in force."""
+    """An object whose attributes are the arguments in force.
+
+    From 0.5.21 on the record keeps what the user typed and a view holds what SGLang made of it.
+    """
     try:
         from sglang.srt.arg_groups.model_override_base import resolved_view
     except ImportError:
@@ -18,5 +46,43 @@ def resolved(server_args: Any) -> Any:
 
 
 def page_size(server_args: Any) -> int:
-    """Tokens a page; SGLang's default is 1."""
+    """Tokens per page; SGLang's default is 1."""
     return int(resolved(server_args).page_size or 1)
+
+
+def adapter_digests(runner: Any) -> dict[str, str]:
+    """Digests of weights and scaling of the LoRA adapters whose pages outlive the server.
+
+    SGLang seeds the keys of a request with the identity of its adapter. An adapter that is named
+    on the command line has the same identity in every run, made from its name and path: what is
+    in it may change. One that is loaded at run time gets a new identity each time.
+
+    Returns:
+        Digest by identity, of adapters with a lasting identity.
+    """
+    manager = getattr(runner, "lora_manager", None)
+    if manager is None:
+        return {}
+    from sglang.srt.lora.lora_registry import LoRARef
+
+    return {
+        identity: _adapter_digest(manager.loras[identity])
+        for identity, ref in sorted(manager.lora_refs.items())
+        if identity in manager.loras
+        and identity == LoRARef.deterministic_id(ref.lora_name, ref.lora_path)
+    }
+
+
+def _adapter_digest(adapter: Any) -> str:
+    weights = fingerprint([digest_tensors(_adapter_tensors(adapter))])
+    fields = {"weights": weights.hex(), "scaling": adapter.scaling}
+    return namespace({**fields, "config": adapter.config.hf_config}).hex()
+
+
+def _adapter_tensors(adapter: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for number, layer in enumerate(adapter.layers):
+        for name, weight in layer.weights.items():
+            yield f"{number}.{name}", weight
+    for kind in ("embedding_layers", "added_tokens_embeddings"):
+        for name, weight in getattr(adapter, kind, {}).items():
+            yield f"{kind}.{name}", weight

@@ -3,35 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 import torch
 
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.generic import ProjectionBatch, project_with_module
+from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.projection.spec import LayerSpec
-from hcache_kernels.project_kv import KVPool, ProjectionCall, project_kv
-
-
-class DevicePool(Protocol):
-    """The engine's KV pool. ``kernel`` is the engine's attention object of a layer.
-
-    Attributes:
-        dtype: Type that K and V are kept as.
-    """
-
-    dtype: torch.dtype
-
-    def of_layer(self, layer: AttentionLayer) -> KVPool | None:
-        """The pool of one layer, or None where only :meth:`store` knows how to fill it."""
-
-    def store(self, kernel: Any, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store K and V ``[n, kv_heads, head_dim]`` of ``n`` tokens in ``slots`` (int64)."""
-
-    def fetch(
-        self, kernel: Any, slots: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V in ``slots``, ``[n, kv_heads, head_dim]`` each, as ``dtype``."""
+from hcache_kernels.project_kv import ProjectionCall, project_kv
 
 
 class Projector:
@@ -41,13 +20,9 @@ class Projector:
         batch: The marker of projections by attention modules; for layers without a spec.
         pool: Where K and V go.
         layers: How many layers there are.
-
-    Attributes:
-        batch: As given.
-        pool: As given.
     """
 
-    def __init__(self, batch: ProjectionBatch, pool: DevicePool, layers: int) -> None:
+    def __init__(self, batch: ProjectionBatch, pool: PagedPool, layers: int) -> None:
         self.batch = batch
         self.pool = pool
         self._specs: list[LayerSpec | None] = [None] * layers

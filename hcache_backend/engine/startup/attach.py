@@ -21,10 +21,9 @@ from hcache_backend.config import (
     parse_config,
 )
 from hcache_backend.engine import hooks
-from hcache_backend.engine.arguments import resolved
+from hcache_backend.engine.arguments import adapter_digests, resolved
 from hcache_backend.engine.ranks import said_by_all_ranks
 from hcache_backend.engine.runtime import Runtime, current
-from hcache_backend.engine.startup.adapters import adapter_digests
 from hcache_backend.engine.startup.quick_profile import keep_profile
 from hcache_backend.server_report import write_report
 from hcache_backend.store import PageStore

@@ -7,10 +7,9 @@ from typing import Any
 
 from hcache_backend.config import HCacheConfig, config_from_environment, parse_config
 from hcache_backend.engine import hooks
-from hcache_backend.engine.arguments import resolved
+from hcache_backend.engine.arguments import resolved, unsupported_reason
 from hcache_backend.engine.runtime import remember
 from hcache_backend.engine.startup.restore_trace import install_if_asked
-from hcache_backend.engine.startup.versions import unsupported_reason
 
 logger = logging.getLogger("hcache")
 

@@ -10,12 +10,12 @@ from sglang.srt.distributed import get_tp_group
 
 from hcache_backend.engine.hooks import install, prefix_hooks
 from hcache_backend.engine.layer_methods import LayerMethods
-from hcache_backend.engine.paged_pool import PagedPool
 from hcache_backend.engine.recompute_batch import model_forward
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
 from hcache_backend.engine.startup.refusals import refuse_shared_workspaces
 from hcache_backend.engine.startup.self_check import Probe
 from hcache_backend.projection.check import first_problem, kv_problem, tolerance
+from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.restore.recompute import Recomputer, RestoredSpan
 
 logger = logging.getLogger("hcache")

@@ -14,7 +14,6 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from hcache_backend.engine.layer_methods import LayerMethods
-from hcache_backend.engine.paged_pool import PagedPool
 from hcache_backend.engine.ranks import smallest
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
@@ -27,6 +26,7 @@ from hcache_backend.engine.startup.refusals import refusal
 from hcache_backend.engine.startup.self_check import attention_modules, compare, observe
 from hcache_backend.engine.startup.stack import build_stack
 from hcache_backend.projection.generic import ProjectionBatch
+from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.projection.projector import Projector
 
 _Result = TypeVar("_Result")

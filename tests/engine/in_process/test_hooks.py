@@ -14,12 +14,12 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCach
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from hcache_backend.engine import hooks
+from hcache_backend.engine.arguments import unsupported_reason
 from hcache_backend.engine.hooks import Hook, install
 from hcache_backend.engine.runtime import Weights, current
 from hcache_backend.engine.startup import bootstrap as bootstrap_module
 from hcache_backend.engine.startup.bootstrap import bootstrap
 from hcache_backend.engine.startup.graphs import graph_hooks
-from hcache_backend.engine.startup.versions import unsupported_reason
 from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
 
 

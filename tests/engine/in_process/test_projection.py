@@ -11,13 +11,13 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from hcache_backend.config import HCacheConfig
-from hcache_backend.engine.paged_pool import PagedPool
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup import layer_specs
 from hcache_backend.engine.startup.layer_specs import LayerSpecs, written_problem
 from hcache_backend.engine.startup.self_check import Probe
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.check import relative_difference, tolerance
+from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.projection.projector import Projector
 from hcache_backend.projection.proof import gather_evidence
 from hcache_backend.projection.search import find_spec

@@ -13,7 +13,9 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class PagedPool:
-    """Reads and writes K and V of slots, with the scales of a layer.
+    """Reads and writes K and V of slots (int64 ``[n]``), with the scales of a layer.
+
+    ``kernel`` is SGLang's attention object of a layer.
 
     Args:
         kvcache: An ``MHATokenToKVPool``.
