@@ -15,7 +15,10 @@ from tests.contract.source import Definition, Parameters, Source
 from tests.contract.uses import Uses
 from tests.contract.versions import ROOT, WANTED, source
 
-ENGINE = sorted((ROOT / "hcache_backend" / "engine").rglob("*.py"))
+ENGINE = [
+    *sorted((ROOT / "hcache_backend" / "engine").rglob("*.py")),
+    ROOT / "hcache_backend" / "projection" / "paged_pool.py",
+]
 STAND_INS = [
     *sorted((ROOT / "tests" / "cpu_engine" / "hcache_cpu_engine").glob("*.py")),
     ROOT / "tests" / "engine" / "faults" / "hcache_faults.py",

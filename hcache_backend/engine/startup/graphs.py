@@ -15,8 +15,9 @@ from hcache_backend.capture.staging import Staging
 from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.engine.hooks import Hook
 from hcache_backend.engine.runtime import Runtime, current
+from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.codec_choice import wanted_codec
-from hcache_backend.engine.startup.memory import staging_places, step_tokens
+from hcache_backend.engine.startup.page_plan import staging_places, step_tokens
 from hcache_backend.engine.startup.partition_choice import layer_methods
 from hcache_backend.engine.startup.refusals import graphs_are_off, refusal
 from hcache_backend.engine.startup.self_check import attention_modules
@@ -57,22 +58,26 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
         logger.exception("hcache: CUDA graphs are recorded without our copies")
 
 
-def recording_problem(runner: Any, codec: Codec) -> str | None:
-    """Why recorded graphs do not capture rows as ``codec`` makes them, or None."""
+def check_recording(runner: Any, codec: Codec) -> HiddenCapture | None:
+    """The capture hooks that CUDA graphs were recorded with; None where none are recorded.
+
+    Raises:
+        Refused: Recorded graphs do not capture rows as ``codec`` makes them.
+    """
+    hooks: HiddenCapture | None = getattr(runner, "hcache_capture", None)
     if runner.device == "cpu" or graphs_are_off():
-        return None
-    hooks = getattr(runner, "hcache_capture", None)
+        return hooks
     if hooks is None or hooks.staging is None:
-        return "CUDA graphs were recorded without our copies (the log says why)"
+        raise Refused("CUDA graphs were recorded without our copies (the log says why)")
     recorded = hooks.staging.codec
     wanted = (codec.name, codec.hidden_size, codec.dtype)
     if (recorded.name, recorded.hidden_size, recorded.dtype) != wanted:
-        return (
+        raise Refused(
             f"CUDA graphs copy {recorded.hidden_size} values of {recorded.dtype} with codec "
             f"{recorded.name!r}, and this model's rows are {codec.hidden_size} of {codec.dtype} "
             f"with codec {codec.name!r}"
         )
-    return None
+    return hooks
 
 
 def _largest_graph() -> int:

@@ -1,8 +1,12 @@
-"""What pages look like on this server, how many there are, and what they pass through."""
+"""What pages look like on this server, how many there are, and what they pass through.
+
+All host and device memory that hidden mode takes is within what the user gave.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import xxhash
@@ -11,13 +15,12 @@ from sglang.srt.mem_cache.pool_host.base import host_memory_budget_bytes
 from sglang.srt.runtime_context import get_memory
 
 from hcache_backend.capture.staging import Staging
+from hcache_backend.engine.arguments import resolved
 from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.engine.host_pool import HostPages
 from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.startup.agreement import Refused
-from hcache_backend.engine.startup.graphs import recording_problem
-from hcache_backend.engine.startup.memory import plan_host_pages, staging_places, step_tokens
 from hcache_backend.engine.startup.self_check import Probe
 from hcache_backend.page import PageLayout
 from hcache_backend.projection.attention import AttentionLayer
@@ -26,8 +29,12 @@ from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.restore.ring import ring_bytes
 from hcache_kernels.codecs import Codec
 
+_DECODE_TOKENS = 256
+"""Larger decode steps are captured layer by layer; staging need not hold two of them."""
 
-class PagePlan(NamedTuple):
+
+@dataclass
+class PagePlan:
     """What pages look like, how many there are, and what they pass through.
 
     Attributes:
@@ -36,73 +43,65 @@ class PagePlan(NamedTuple):
         recomputer: Recomputes the first layers; None where it cannot or need not.
         codec: Encodes hidden states.
         exchange: Between the ranks that share the tokens of every page; None: pages are whole.
-        layout: Layout of a page.
-        kv: Copies the K and V that are stored.
-        pages: How many pages there are.
         hooks: The capture hooks that CUDA graphs were recorded with, if any.
-        staging: Where captured rows go first.
+        kv: Copies the K and V that are stored.
+        layout: Layout of a page.
+        pages: How many pages there are; from :meth:`find_room`.
+        staging: Where captured rows go first; from :meth:`find_room`.
     """
 
+    kvcache: Any
     layers: tuple[AttentionLayer, ...]
     methods: LayerMethods
     recomputer: Recomputer | None
     codec: Codec
     exchange: Exchange | None
-    layout: PageLayout
-    kv: KVSegments
-    pages: HostPages
     hooks: HiddenCapture | None
-    staging: Staging
+    kv: KVSegments = field(init=False)
+    layout: PageLayout = field(init=False)
+    pages: HostPages = field(init=False)
+    staging: Staging = field(init=False)
+
+    def __post_init__(self) -> None:
+        tokens, exchange = self.kvcache.page_size, self.exchange
+        number, shares = (exchange.number, exchange.shares) if exchange else (0, 1)
+        self.kv = KVSegments(self.kvcache, self.methods.layers("kv"), tokens)
+        segments = [0] * len(self.methods.methods)
+        for layer in self.methods.layers("hidden"):
+            segments[layer] = tokens // shares * self.codec.row_bytes
+        for layer in self.kv.layers:
+            segments[layer] = self.kv.segment_bytes(layer)
+        self.layout = PageLayout(tokens, tuple(segments), number, shares)
 
     @property
     def hidden_layers(self) -> list[AttentionLayer]:
         """Layers that are stored as hidden states."""
         return [self.layers[index] for index in self.methods.layers("hidden")]
 
+    def find_room(self, runner: Any) -> None:
+        """Divide host memory, and take staging; talks to no other rank.
 
-def plan_pages(
-    runner: Any,
-    kvcache: Any,
-    probe: Probe,
-    methods: LayerMethods,
-    recomputer: Recomputer | None,
-    codec: Codec,
-    exchange: Exchange | None,
-) -> PagePlan:
-    """Find room for what is stored of each layer; talks to no other rank.
-
-    Raises:
-        Refused: There is no room, or CUDA graphs were recorded for something else.
-    """
-    unrecorded = recording_problem(runner, codec)
-    if unrecorded is not None:
-        raise Refused(unrecorded)
-    memory, tokens, hidden = get_memory(), kvcache.page_size, methods.layers("hidden")
-    kv = KVSegments(kvcache, methods.layers("kv"), tokens)
-    number, shares = (exchange.number, exchange.shares) if exchange else (0, 1)
-    segments = [0] * len(methods.methods)
-    for layer in hidden:
-        segments[layer] = tokens // shares * codec.row_bytes
-    for layer in kv.layers:
-        segments[layer] = kv.segment_bytes(layer)
-    layout = PageLayout(tokens, tuple(segments), number, shares)
-    pages = plan_host_pages(
-        kvcache, layout, memory.hicache_size, memory.hicache_ratio, host_memory_budget_bytes()
-    )
-    hooks: HiddenCapture | None = getattr(runner, "hcache_capture", None)
-    staging = hooks.staging if hooks is not None else None
-    try:
-        if staging is None:
-            places = staging_places(len(hidden), *step_tokens(runner), 0)
-            staging = Staging(len(hidden), codec, places, kvcache.device)
-        # Is there room for restores? Freed memory stays in torch's cache until it is needed.
-        room = ring_bytes(layout, methods.chunk_tokens, hidden)
-        torch.empty(room, dtype=torch.uint8, device=kvcache.device)
-    except torch.OutOfMemoryError as error:
-        raise Refused(f"no device memory for staging and restores: {error}") from None
-    return PagePlan(
-        probe.layers, methods, recomputer, codec, exchange, layout, kv, pages, hooks, staging
-    )
+        Raises:
+            Refused: There is no room.
+        """
+        memory, hidden = get_memory(), self.methods.layers("hidden")
+        device = self.kvcache.device
+        self.pages = plan_host_pages(
+            self.kvcache,
+            self.layout,
+            memory.hicache_size,
+            memory.hicache_ratio,
+            host_memory_budget_bytes(),
+        )
+        recorded = self.hooks.staging if self.hooks is not None else None
+        places = staging_places(len(hidden), *step_tokens(runner), 0)
+        try:
+            self.staging = recorded or Staging(len(hidden), self.codec, places, device)
+            # Is there room for restores? Freed memory stays in torch's cache until it is needed.
+            room = ring_bytes(self.layout, self.methods.chunk_tokens, hidden)
+            torch.empty(room, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise Refused(f"no device memory for staging and restores: {error}") from None
 
 
 def make_exchange(probe: Probe, page_size: int) -> Exchange | None:
@@ -132,3 +131,70 @@ def make_exchange(probe: Probe, page_size: int) -> Exchange | None:
     if len({digest for _, digest in every}) > 1:
         raise Refused("hidden states differ between tensor-parallel ranks")
     return exchange
+
+
+def kv_bytes_per_token(kvcache: Any) -> int:
+    """Bytes of K and V of one token, all layers of this rank."""
+    return sum(
+        kvcache.k_buffer[i][0].nbytes + kvcache.v_buffer[i][0].nbytes
+        for i in range(kvcache.layer_num)
+    )
+
+
+def plan_host_pages(
+    kvcache: Any, layout: PageLayout, size_gb: float, ratio: float, budget_bytes: float
+) -> HostPages:
+    """Divide the memory that HiCache may take into host pages and shadows.
+
+    Args:
+        kvcache: The device's KV pool.
+        layout: Layout of a page.
+        size_gb: ``--hicache-size``, or 0.
+        ratio: ``--hicache-ratio``: without a size, host memory is this many times the KV pool's.
+        budget_bytes: What the machine has.
+
+    Raises:
+        Refused: It is not enough, or not there.
+    """
+    device = int(kvcache.k_buffer[0].shape[0]) // layout.page_size
+    if size_gb > 0:
+        given, option = size_gb * 1e9, f"--hicache-size {size_gb} (GB)"
+    else:
+        given = ratio * kvcache.size * kv_bytes_per_token(kvcache)
+        option = f"--hicache-ratio {ratio}"
+    host = int(given // layout.page_bytes) - device
+    if host < 1:
+        raise Refused(
+            f"{option} gives {given / 1e9:.2f} GB of host memory, and the hidden states of the "
+            f"tokens on the device alone take {device * layout.page_bytes / 1e9:.2f} GB"
+        )
+    if given > budget_bytes:
+        raise Refused(
+            f"{option} asks for {given / 1e9:.2f} GB of host memory and "
+            f"{budget_bytes / 1e9:.2f} GB are there"
+        )
+    return HostPages(host, device)
+
+
+def staging_places(layers: int, step_tokens: int, decode_tokens: int, recorded_tokens: int) -> int:
+    """Rows that staging needs.
+
+    Args:
+        layers: Captured layers. Without any, places take no memory.
+        step_tokens: Tokens of the longest eager forward pass; it uses staging layer by layer, and
+            wants two layers to fit.
+        decode_tokens: Tokens of the largest decode step; two of them fit, so that one is captured
+            while the one before is still on its way.
+        recorded_tokens: Tokens of the largest CUDA graph; all its layers must fit.
+    """
+    by_layer = -(-2 * step_tokens // layers) if layers else step_tokens
+    return max(by_layer, 2 * decode_tokens, recorded_tokens, 1)
+
+
+def step_tokens(runner: Any) -> tuple[int, int]:
+    """Tokens of the longest forward pass to be captured, and of a decode step."""
+    args = resolved(runner.server_args)
+    decode = int(runner.max_running_requests)
+    chunk = args.chunked_prefill_size
+    prefill = chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens
+    return min(int(prefill) + decode, int(runner.max_total_num_tokens)), min(decode, _DECODE_TOKENS)

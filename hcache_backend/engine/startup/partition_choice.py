@@ -14,7 +14,7 @@ from hcache_backend.engine.kv_segments import PoolParking
 from hcache_backend.engine.layer_methods import LayerMethods, pipeline_seconds
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.codec_choice import wanted_codec
-from hcache_backend.engine.startup.memory import kv_bytes_per_token
+from hcache_backend.engine.startup.page_plan import kv_bytes_per_token
 from hcache_backend.engine.startup.quick_profile import find_profile
 from hcache_backend.partition.costs import L3Path, layer_costs
 from hcache_backend.partition.layers import LAYER_METHODS, Partition

@@ -18,8 +18,9 @@ from hcache_backend.engine.ranks import smallest
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
 from hcache_backend.engine.startup.codec_choice import choose_codec
+from hcache_backend.engine.startup.graphs import check_recording
 from hcache_backend.engine.startup.layer_specs import LayerSpecs
-from hcache_backend.engine.startup.page_plan import PagePlan, make_exchange, plan_pages
+from hcache_backend.engine.startup.page_plan import PagePlan, make_exchange
 from hcache_backend.engine.startup.partition_choice import layer_methods
 from hcache_backend.engine.startup.recompute_check import find_recomputer
 from hcache_backend.engine.startup.refusals import refusal
@@ -92,18 +93,21 @@ class HiddenStateStrategy(StackStrategy):
         recomputer = step(lambda: find_recomputer(runner, probe, kvcache, methods))
         if recomputer is None:
             methods = methods.without_recompute()
+        hooks = step(lambda: check_recording(runner, codec))
         plan = step(
-            lambda: plan_pages(runner, kvcache, probe, methods, recomputer, codec, exchange)
+            lambda: PagePlan(kvcache, probe.layers, methods, recomputer, codec, exchange, hooks)
         )
+        step(lambda: plan.find_room(runner))
         specs = LayerSpecs(runtime, probe, projector, ranks)
         step(specs.find)
         step(specs.check_writing)
         step(specs.settle)
         [host_pages] = smallest(stages, plan.pages.host)
+        plan.pages = plan.pages._replace(host=host_pages)
 
         specs.measure()
         specs.follow_weights()
-        return plan._replace(pages=plan.pages._replace(host=host_pages))
+        return plan
 
     def _check_server(self, kvcache: Any) -> None:
         reason = self._reason or refusal(self._runtime, kvcache)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from hcache_backend.engine.startup.memory import kv_bytes_per_token, plan_host_pages
+from hcache_backend.engine.startup.page_plan import kv_bytes_per_token, plan_host_pages
 from hcache_backend.page import PageLayout
 
 SIZE = runpy.run_path(str(Path(__file__).parents[3] / "docs" / "size.py"))

@@ -13,7 +13,7 @@ from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.engine.host_pool import HiddenStatePool, HostPages
 from hcache_backend.engine.startup.agreement import Refused
-from hcache_backend.engine.startup.memory import plan_host_pages, staging_places
+from hcache_backend.engine.startup.page_plan import plan_host_pages, staging_places
 from hcache_backend.page import PageLayout
 from hcache_kernels.codecs import ExactCodec
 
