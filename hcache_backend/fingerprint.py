@@ -52,7 +52,6 @@ def digest_tensors(
     by its place, so that a 14 GB model costs a read of its memory and no transfer.
 
     Args:
-        tensors: Names and tensors of any dtype and shape.
         by_column: Names of the tensors whose last dimension ranks divide.
     """
     return [

@@ -33,8 +33,7 @@ class ServerReport(BaseModel):
 
     Attributes:
         time: When that was, in seconds since 1970.
-        model: Path or name of the model.
-        mode: What its pages hold.
+        model: Its path or name.
         reason: Why they do not hold hidden states, or None.
         codec: How its hidden states are encoded; None in KV mode.
         partition: What it stores of its layers, in words; None in KV mode.

@@ -37,12 +37,7 @@ class Prefilled(NamedTuple):
 
 
 class Client:
-    """``async with Client(url) as client:``.
-
-    Args:
-        url: ``http://HOST:PORT``.
-        api_key: Sent as a bearer token, where the server wants one.
-    """
+    """``async with Client("http://HOST:PORT") as client:``; ``api_key`` is the bearer token."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.url = url.rstrip("/")
@@ -73,14 +68,13 @@ class Client:
             UnusableServer: There is no SGLang server at the address.
         """
         try:
-            async with self.session.get(f"{self.url}/server_info", timeout=_SHORT) as answer:
-                if answer.status == 200:
-                    found: dict[str, Any] = await answer.json()
-                    return found
-                status = answer.status
-        except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
+            status, text = await self._ask("GET", "server_info", timeout=_SHORT)
+            if status == 200:
+                found: dict[str, Any] = json.loads(text)
+                return found
+        except (RequestError, ValueError) as error:
             raise UnusableServer(
-                f"--url {self.url}: no SGLang server answers there ({why(error)}); start one, or "
+                f"--url {self.url}: no SGLang server answers there ({error}); start one, or "
                 "leave --url out and one is started"
             ) from None
         hint = "; give its --api-key" if status in (401, 403) else ": is it an SGLang server?"
@@ -92,19 +86,16 @@ class Client:
         Raises:
             UnusableServer: It was refused, or the server was not idle in time.
         """
+        limit = aiohttp.ClientTimeout(total=timeout_s + 30)
         try:
-            async with self.session.post(
-                f"{self.url}/flush_cache",
-                params={"timeout": f"{timeout_s:g}"},
-                timeout=aiohttp.ClientTimeout(total=timeout_s + 30),
-            ) as answer:
-                status, text = answer.status, (await answer.text()).strip()
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise UnusableServer(f"{self.url}/flush_cache: {why(error)}") from None
-        if status in (401, 403):
-            raise UnusableServer(f"{self.url}/flush_cache answered {status}: give its --api-key")
+            status, text = await self._ask(
+                "POST", "flush_cache", params={"timeout": f"{timeout_s:g}"}, timeout=limit
+            )
+        except RequestError as error:
+            raise UnusableServer(f"{self.url}/flush_cache: {error}") from None
         if status != 200:
-            raise UnusableServer(f"{self.url}/flush_cache answered {status}: {text}")
+            hint = "give its --api-key" if status in (401, 403) else text.strip()
+            raise UnusableServer(f"{self.url}/flush_cache answered {status}: {hint}")
 
     async def prefill(self, prompt: Sequence[int] | str) -> Prefilled:
         """Have the server compute ``prompt`` (token ids, or a text for the server to tokenize).
@@ -112,19 +103,24 @@ class Client:
         Raises:
             RequestError: It was refused, or did not end well.
         """
+        status, text = await self._ask("POST", "generate", json=greedy_request(prompt, 1))
+        if status != 200:
+            raise RequestError(f"{status}: {error_text(text)}")
         try:
-            async with self.session.post(
-                f"{self.url}/generate", json=greedy_request(prompt, 1)
-            ) as answer:
-                text = await answer.text()
-                if answer.status != 200:
-                    raise RequestError(f"{answer.status}: {error_text(text)}")
-                meta = json.loads(text)["meta_info"]
-        except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
-            raise RequestError(why(error)) from None
+            meta = json.loads(text)["meta_info"]
+        except ValueError as error:
+            raise RequestError(str(error)) from None
         check_finished(meta)
         details = meta.get("cached_tokens_details") or {}
         return Prefilled(int(meta["prompt_tokens"]), int(details.get("storage") or 0))
+
+    async def _ask(self, method: str, path: str, **options: Any) -> tuple[int, str]:
+        """Status and text of the answer; raises a RequestError if there is none."""
+        try:
+            async with self.session.request(method, f"{self.url}/{path}", **options) as answer:
+                return answer.status, await answer.text()
+        except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
+            raise RequestError(why(error)) from None
 
 
 def greedy_request(prompt: Sequence[int] | str, output_tokens: int) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hcache_backend.config import (
-    CONFIG_VARIABLE,
     ENABLE_VARIABLE,
     ConfigError,
     HCacheConfig,
@@ -52,18 +51,10 @@ def fail(message: str) -> NoReturn:
 
 
 def settings(dirs: Sequence[Path] | None, **options: object) -> HCacheConfig:
-    """The options of a command; wrong ones end it.
-
-    Args:
-        dirs: Folders from the command line; None for those of the environment.
-        options: Options that override those of the environment.
-    """
+    """The options of the environment, and over them those of the command; wrong ones end it."""
     try:
-        environment = {**os.environ, ENABLE_VARIABLE: "1"}
-        table: dict[str, object] = {}
-        if os.environ.get(CONFIG_VARIABLE):
-            found = config_from_environment(environment)
-            table = found.model_dump() if found else {}
+        found = config_from_environment({**os.environ, ENABLE_VARIABLE: "1"})
+        table: dict[str, object] = found.model_dump() if found else {}
         if dirs:
             table["dirs"] = [path.absolute() for path in dirs]
         given = {name: value for name, value in options.items() if value is not None}
@@ -82,11 +73,7 @@ def existing_store(config: HCacheConfig) -> HCacheConfig:
 
 @contextmanager
 def explained(*also: type[Exception]) -> Iterator[None]:
-    """End the command with one line instead of a traceback if a folder cannot be used.
-
-    Args:
-        also: Other exceptions whose message says what is wrong.
-    """
+    """End the command with one line instead of a traceback, for errors of a folder and ``also``."""
     failures: tuple[type[Exception], ...] = (OSError, lmdb.Error, *also)
     try:
         yield

@@ -128,7 +128,6 @@ def _file_system_type(place: Path) -> str:
 
 
 def _try_out(path: Path, place: Path) -> Iterator[Check]:
-    """Write, read and lock in a temporary folder."""
     try:
         with tempfile.TemporaryDirectory(prefix=".hcache-doctor-", dir=place) as folder:
             yield from _probe(path, Path(folder))

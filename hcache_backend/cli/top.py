@@ -115,7 +115,6 @@ def _look(pool: ThreadPoolExecutor, watched: Sequence[Watched]) -> None:
 
 
 def _watch(pool: ThreadPoolExecutor, watched: Sequence[Watched], interval: float) -> None:
-    """Show the servers until the user interrupts."""
     with Live(picture(watched), console=screen, auto_refresh=False) as live:
         try:
             while True:

@@ -17,12 +17,7 @@ from hcache_backend.restore.ring import RUN_AHEAD
 
 
 def pipeline_seconds(chunk_tokens: int, tokens: int, ranks: int, parks: bool) -> Objective:
-    """How long the pipeline takes for ``tokens`` tokens on ``ranks`` tensor-parallel ranks.
-
-    Args:
-        chunk_tokens: Tokens that a projection takes at most.
-        parks: Whether segments can wait in the KV pool.
-    """
+    """How long the pipeline takes for ``tokens`` tokens; the rest as in :class:`LayerMethods`."""
     ring = RUN_AHEAD * chunk_tokens // min(tokens, chunk_tokens)
     pieces = min(FIRST_PIECES, tokens // FIRST_PIECE_TOKENS) if ranks == 1 else 1
     chunks = -(-tokens // chunk_tokens)

@@ -38,10 +38,7 @@ def said_by_all_ranks(own: Any) -> list[Any]:
     """What every rank that attaches a storage backend together with this one says.
 
     These are the ranks of one data-parallel group: its tensor-parallel, context-parallel and
-    pipeline-parallel ranks. Data-parallel groups attach one by one.
-
-    Args:
-        own: What this rank says; it is pickled.
+    pipeline-parallel ranks. Data-parallel groups attach one by one. ``own`` is pickled.
     """
     if not dist.is_initialized():
         return [own]
@@ -81,11 +78,7 @@ class PipelineStages:
         return self._group is None
 
     def say(self, own: Any) -> Future[list[Any]]:
-        """What all stages said, in their order, once they did; every stage must say something.
-
-        Args:
-            own: What this stage says; it is pickled.
-        """
+        """What all stages said (pickled), in their order, once they did; all must say something."""
         future: Future[list[Any]] = Future()
         if self._group is None:
             future.set_result([own])

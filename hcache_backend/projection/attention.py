@@ -64,12 +64,9 @@ def learn_call(
     positions: torch.Tensor,
     batch_type: type,
 ) -> CallTemplate:
-    """Tell from one real call which argument is what.
+    """Tell from one real call of an attention module which argument is what.
 
     Args:
-        module: The attention module.
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
         positions: The positions of that forward pass, int ``[tokens]``.
         batch_type: Type of the engine's batches (it may copy one on its way to the model).
 

@@ -64,9 +64,8 @@ def kv_problem(how: str, layer: AttentionLayer, got: KV, want: KV, allowed: floa
 
     Args:
         how: What was done to get them: ``projected``, ``written``...
-        layer: The layer.
         got: K and V, ``[n, heads, dim]`` each.
-        want: K and V of the model.
+        want: Those of the model.
         allowed: See :func:`tolerance`.
     """
     for name, ours, models in zip("KV", got, want, strict=True):
@@ -90,12 +89,9 @@ def projection_problem(
     """Why projected K and V of ``n`` tokens are not those in the pool, or None when they are.
 
     Args:
-        layer: The layer.
         hidden: ``[n, hidden]``; it may have been through ``codec``.
         positions: int64 ``[n]``.
         slots: Where the model has written K and V, int64 ``[n]``.
-        projector: Makes K and V of hidden states.
-        codec: Its name.
     """
     try:
         projected = projector.project(layer, hidden, positions)

@@ -43,7 +43,6 @@ def project_with_module(
     """K and V of one layer, by the model's own attention module (paper section 3.1).
 
     Args:
-        layer: The layer.
         hidden: Input of the QKV projection, ``[n, hidden]``, on the model's device.
         positions: Positions of the tokens, int64 ``[n]``, on the model's device.
         batch: The marker that the engine's hook recognises.

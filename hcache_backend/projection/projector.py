@@ -16,10 +16,7 @@ from hcache_kernels.project_kv import ProjectionCall, project_kv
 class Projector:
     """Projects hidden states by a layer's spec, or by its attention module where there is none.
 
-    Args:
-        batch: The marker of projections by attention modules; for layers without a spec.
-        pool: Where K and V go.
-        layers: How many layers there are.
+    ``batch`` marks projections by attention modules; K and V go to ``pool``.
     """
 
     def __init__(self, batch: ProjectionBatch, pool: PagedPool, layers: int) -> None:
@@ -57,7 +54,6 @@ class Projector:
         """Write K and V of one layer into the pool.
 
         Args:
-            layer: The layer.
             hidden: Input of the QKV projection, ``[n, hidden]``, on the model's device.
             positions: Positions of the tokens, int64 ``[n]``, on the model's device.
             slots: Where they go, int64 ``[n]``, on the model's device; any order.

@@ -58,10 +58,8 @@ def gather_evidence(
     """Ask the attention module; always the same number of calls, on every rank.
 
     Args:
-        layer: The layer.
-        hidden: What it received during the probe, ``[n, hidden]``.
+        hidden: What the layer received during the probe, ``[n, hidden]``.
         positions: Positions of the probe, int64 ``[n]``.
-        batch: The marker of a projection.
         position_limit: The model serves positions below it.
 
     Returns:

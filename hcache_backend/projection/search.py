@@ -52,12 +52,9 @@ class _Fed(NamedTuple):
 
 @torch.no_grad()
 def find_spec(layer: AttentionLayer, evidence: list[Evidence], batch: ProjectionBatch) -> LayerSpec:
-    """The spec of a layer, proven on ``evidence``.
+    """The spec of a layer, proven on ``evidence`` of which the first piece is the probe.
 
-    Args:
-        layer: The layer.
-        evidence: From :func:`gather_evidence`; the first piece is the probe.
-        batch: The marker of a projection; the attention module is called once more, watched.
+    The attention module is called once more, watched.
 
     Raises:
         NoSpec: Nothing that was tried gives the module's K and V.

@@ -61,12 +61,10 @@ class Columns:
 
 @dataclass(frozen=True)
 class NormModule:
-    """A module whose parameters normalise K.
+    """A module whose parameters normalise K; ``kind`` and ``over`` as in :class:`KeyNorm`.
 
     Attributes:
         module: Holds ``weight`` and ``bias``, or neither, and an epsilon.
-        kind: As in :class:`KeyNorm`.
-        over: As in :class:`KeyNorm`.
         offset: What is added to the stored weight: 1 where models store ``w - 1`` (Gemma).
     """
 
@@ -87,12 +85,7 @@ class NormModule:
 
 @dataclass(frozen=True)
 class RotaryTable:
-    """An object whose table of cosines and sines rotates K.
-
-    Attributes:
-        owner: Has the table as ``cos_sin_cache``.
-        style: As in :class:`Rotary`.
-    """
+    """An object (``owner``) whose table of cosines and sines, ``cos_sin_cache``, rotates K."""
 
     owner: object
     style: Literal["neox", "interleaved"]

@@ -27,7 +27,6 @@ def all_or_none(work: Callable[[], _Result], *groups: Any) -> _Result:
     must reach each of its collectives whatever it finds, and refuse after the last.
 
     Args:
-        work: One step towards hidden mode.
         groups: Process groups on the CPU that have to agree: tensor-parallel ranks and, where
             there is no way back, pipeline stages.
 

@@ -29,7 +29,6 @@ def bootstrap(runner: Any) -> None:
 
 
 def _join(runner: Any) -> None:
-    """Register our part when this server was started for us."""
     runtime = remember(runner)
     args = resolved(runner.server_args)
     config = wanted_config(args)

@@ -33,18 +33,10 @@ def wanted_codec(runtime: Runtime, runner: Any) -> Codec:
 
 
 def choose_codec(group: Any, wanted: str, probe: Probe, projector: Projector) -> Codec:
-    """The codec of this server, the same on every rank; all ranks must call it.
+    """The codec ``wanted`` if all tensor-parallel ranks (``group``) can use it, else the exact one.
 
-    The K and V that the model wrote during the probe must still be in the pool.
-
-    Args:
-        group: The tensor-parallel ranks.
-        wanted: Option ``codec``.
-        probe: The layers, and what they received.
-        projector: Projects by attention modules.
-
-    Returns:
-        The wanted codec; the exact one where a rank cannot use that.
+    All ranks must call it. The K and V that the model wrote during the probe must still be in the
+    pool.
     """
     try:
         return all_or_none(lambda: _proven(wanted, probe, projector), group)

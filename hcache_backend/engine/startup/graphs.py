@@ -50,7 +50,7 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
         hidden = layer_methods(runtime, kvcache).layers("hidden")
         every = attention_modules(runner.model, kvcache.layer_num)
         seen = [every[layer] for layer in hidden]
-        places = staging_places(len(seen), *step_tokens(runner), _largest_graph())
+        places = staging_places(len(seen), *step_tokens(runner), _largest_recorded_tokens())
         hooks = HiddenCapture([(layer.module, layer.linears) for layer in seen])
         hooks.record_with(Staging(len(seen), codec, places, kvcache.device))
         runner.hcache_capture = hooks
@@ -80,8 +80,7 @@ def check_recording(runner: Any, codec: Codec) -> HiddenCapture | None:
     return hooks
 
 
-def _largest_graph() -> int:
-    """Tokens of the largest batch that SGLang will record."""
+def _largest_recorded_tokens() -> int:
     from sglang.srt.runtime_context import get_exec
 
     config = get_exec().graph.cuda_graph_config

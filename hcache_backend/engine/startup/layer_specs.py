@@ -30,11 +30,7 @@ logger = logging.getLogger("hcache")
 class LayerSpecs:
     """Gives the projector its specs, at start and again after every update of the weights.
 
-    Args:
-        runtime: State of this process.
-        probe: The layers, and what they received.
-        projector: Projects by attention modules until it is told otherwise.
-        group: Process group of the tensor-parallel ranks.
+    ``group`` is the process group of the tensor-parallel ranks.
     """
 
     def __init__(self, runtime: Runtime, probe: Probe, projector: Projector, group: Any) -> None:

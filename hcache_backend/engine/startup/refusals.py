@@ -78,7 +78,6 @@ def _compiled(args: Any) -> bool:
 
 
 def _graphs() -> Any:
-    """How each phase of the forward pass is recorded."""
     from sglang.srt.runtime_context import get_exec
 
     return get_exec().graph.cuda_graph_config

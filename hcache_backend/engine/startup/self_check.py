@@ -53,10 +53,6 @@ class Probe:
 def observe(runner: Any, observations: list[Observation]) -> Probe:
     """Run the probe and describe every layer. All ranks must call it.
 
-    Args:
-        runner: SGLang's ModelRunner.
-        observations: From :func:`attention_modules`.
-
     Raises:
         Refused: A layer is built or called in a way that hidden mode does not know.
     """
@@ -140,7 +136,6 @@ def _watch(seen: Observation) -> list[Any]:
 def _describe(
     index: int, seen: Observation, positions: torch.Tensor, batch: object
 ) -> tuple[AttentionLayer, torch.Tensor]:
-    """A layer, and what its projection received."""
     if len(seen.calls) != 1 or seen.projection is None:
         raise Refused(
             f"{seen.name} was called {len(seen.calls)} times in one forward pass, and "

@@ -46,18 +46,12 @@ def build_stack(
     projector: Projector,
     **kwargs: Any,
 ) -> StackBuildResult:
-    """What HiCache works with in hidden mode.
+    """What HiCache works with in hidden mode, by the plan that every rank agreed on.
 
-    Args:
-        runtime: State of this process.
-        kvcache: The KV pool.
-        params: SGLang's parameters of the cache.
-        plan: What every rank agreed on.
-        projector: Makes K and V of hidden states.
-        kwargs: The other arguments that SGLang gives a stack strategy.
+    ``params`` and ``kwargs`` are what SGLang gives a stack strategy.
     """
     assert runtime.config is not None
-    memory, layout, hidden = get_memory(), plan.layout, plan.hidden_layers
+    memory, layout = get_memory(), plan.layout
     allocator, ranks = params.token_to_kv_pool_allocator, params.tp_cache_group
     _use_hidden_mode(runtime, kvcache, plan)
     pool = HiddenStatePool(
@@ -97,7 +91,7 @@ def build_stack(
         io_backend=memory.hicache_io_backend,
         **{name: kwargs[name] for name in _CONTROLLER_ARGUMENTS},
     )
-    check = PageCheck(layout, plan.codec, hidden, plan.kv, projector, plan.exchange)
+    check = PageCheck(layout, plan.codec, plan.hidden_layers, plan.kv, projector, plan.exchange)
     checks = ServiceChecks(runtime, pool, capture, check, ranks)
     stages = StagePages(
         pool.arena, plan.pages.host, lambda: runtime.distrust is None, runtime.lose_trust
@@ -202,7 +196,6 @@ def _start_capture(
 
 
 def _restored_layers(kvcache: Any, plan: PagePlan, projector: Projector) -> list[RestoredLayer]:
-    """How each layer comes back."""
     row_bytes = plan.codec.row_bytes
     parks = PoolParking.fits(kvcache, row_bytes)
 

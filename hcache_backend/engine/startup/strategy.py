@@ -115,7 +115,6 @@ class HiddenStateStrategy(StackStrategy):
             raise Refused(reason)
 
     def _choose_methods(self, kvcache: Any) -> LayerMethods:
-        """How layers are stored; refused where plain KV pages do what the profile chose."""
         config, methods = self._runtime.config, layer_methods(self._runtime, kvcache)
         assert config is not None
         if config.mode == "auto" and config.partition == "auto" and not methods.layers("hidden"):
