@@ -11,7 +11,7 @@ import difflib
 import json
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -240,12 +240,16 @@ def _load_table(text: str) -> object:
         ) from None
 
 
+def nearest(name: str, known: Collection[str], what: str) -> str:
+    """The hint for an unknown ``name``: the most similar of the ``known`` ones, or all of them."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"{what}{', '.join(known)}"
+
+
 def _explain(detail: ErrorDetails, source: str) -> str:
     key = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
-        names = list(HCacheConfig.model_fields)
-        near = difflib.get_close_matches(key, names, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(names)}"
+        hint = nearest(key, HCacheConfig.model_fields, "the options are ")
         return f"{source}: unknown option {key!r} (value {detail['input']!r}); {hint}"
     message = detail["msg"].removeprefix("Value error, ")
     if not key:  # about several options; the message names them

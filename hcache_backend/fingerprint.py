@@ -25,9 +25,6 @@ class TensorDigest(NamedTuple):
     """What is in one tensor of one rank.
 
     Attributes:
-        name: Its name in the model.
-        dtype: Its dtype.
-        shape: Its shape on this rank.
         row: Elements of one row: of the last dimension, or, where ranks divide that one, of the
             last but one.
         exact: Digest of every byte in its place.

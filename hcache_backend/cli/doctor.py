@@ -64,16 +64,13 @@ def _look_at_folder(path: Path, config: HCacheConfig) -> Iterator[Check]:
     while not place.exists():
         place = place.parent
     if place == path:
-        is_store = is_store_folder(path)
-        empty = path.is_dir() and not any(path.iterdir())
-        fit = is_store or empty
-        what = "a page store" if is_store else "empty, will be a page store"
-        yield Check(
-            str(path),
-            "good" if fit else "bad",
-            what if fit else "it is not empty and no page store's; choose another folder",
-        )
-        if not fit:
+        if is_store_folder(path):
+            yield Check(str(path), "good", "a page store")
+        elif path.is_dir() and not any(path.iterdir()):
+            yield Check(str(path), "good", "empty, will be a page store")
+        else:
+            problem = "it is not empty and no page store's; choose another folder"
+            yield Check(str(path), "bad", problem)
             return
     else:
         yield Check(str(path), "good", f"does not exist yet; it will be made in {place}")
@@ -193,18 +190,13 @@ def _sglang() -> Iterator[Check]:
         yield Check("SGLang", "fair", "not installed in this Python environment")
     else:
         yield Check("SGLang", "good", version)
-    found = [
-        entry.value
-        for entry in metadata.entry_points(group=_PLUGIN_GROUP)
-        if entry.value.startswith("hcache_backend.")
-    ]
-    yield Check(
-        "plugin",
-        "good" if found else "bad",
-        f"SGLang sees {found[0]}"
-        if found
-        else f"no entry point of ours in {_PLUGIN_GROUP}: install hcache-backend where SGLang is",
-    )
+    plugins = (entry.value for entry in metadata.entry_points(group=_PLUGIN_GROUP))
+    ours = next((name for name in plugins if name.startswith("hcache_backend.")), None)
+    if ours is not None:
+        yield Check("plugin", "good", f"SGLang sees {ours}")
+    else:
+        missing = f"no entry point of ours in {_PLUGIN_GROUP}"
+        yield Check("plugin", "bad", f"{missing}: install hcache-backend where SGLang is")
     enabled = os.environ.get(ENABLE_VARIABLE, "0")
     yield Check(
         ENABLE_VARIABLE,

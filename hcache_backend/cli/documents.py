@@ -153,10 +153,7 @@ _IDENTITY = ("model_path", "weight_version", "dtype", "kv_cache_dtype", "page_si
 class Journal:
     """Which documents are in L3, one JSON line each; another server's or prefix's are others.
 
-    Args:
-        path: Of the file; it is made where it is missing.
-        server: What the server says of itself.
-        prefix: What stands before every document.
+    The file at ``path`` is created if it is missing; ``server`` is what the server says of itself.
 
     Raises:
         UnusableServer: It cannot be read.
@@ -210,13 +207,13 @@ class Journal:
 
 @dataclass
 class Ingested:
-    """What came of it.
+    """What became of the documents.
 
     Attributes:
         stored: Documents that are in L3 now and were not in the journal.
-        tokens: Of these.
-        tokens_found_in_l3: Of these, those that L3 already had.
-        shorter_than_a_page: Of these, documents of which nothing is stored.
+        tokens: Tokens of the stored documents.
+        tokens_found_in_l3: Tokens of theirs that L3 already had.
+        shorter_than_a_page: Stored documents that fill no page: L3 has nothing of them.
         failed: Name of a document -> why the server refused it.
     """
 
@@ -245,7 +242,6 @@ async def store_documents(
 
     Args:
         prefix: Text before every document, as it stands before it in questions.
-        max_parallel: Documents at a time.
         group: Documents between two flushes.
         settle_s: Instead of a flush, which needs an idle server, wait so many seconds for L3.
         done: Called after each document.

@@ -126,7 +126,6 @@ def ingest(
 
 
 def show(said: dict[str, Any]) -> None:
-    """The report for a terminal."""
     shown = table("", "", "#")
     shown.add_row("documents stored", f"{said['stored']:,}")
     shown.add_row("stored before, by the journal", f"{said['already_stored']:,}")

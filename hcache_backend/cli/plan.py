@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import astuple
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -11,6 +10,7 @@ import typer
 from rich.text import Text
 
 from hcache_backend.cli.common import AsJson, explained, fail, print_json, screen, table
+from hcache_backend.config import nearest
 from hcache_backend.partition.layers import LayerMethod
 from hcache_backend.partition.model_config import ModelConfigError, read_model
 from hcache_backend.partition.model_shape import ModelShape
@@ -119,8 +119,7 @@ def _find_hardware(name: str, ssds: int | None) -> tuple[Profile, bool]:
         return preset_profile(name, ssds or 0), True
     path = Path(name)
     if not path.exists():
-        near = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"the presets are {', '.join(PRESETS)}"
+        hint = nearest(name, PRESETS, "the presets are ")
         fail(f"--hardware {name!r} is neither a preset nor a file; {hint}")
     with explained(ProfileError):
         profile = load_profile(path)

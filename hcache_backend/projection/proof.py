@@ -31,8 +31,7 @@ class Evidence:
         what: What these tokens are there to show.
         hidden: ``[n, hidden]``.
         positions: int64 ``[n]``.
-        k: ``[n, kv_heads, head_dim]``.
-        v: Same shape.
+        k, v: ``[n, kv_heads, head_dim]`` each.
     """
 
     what: str
@@ -151,5 +150,5 @@ def _table_lengths(layer: AttentionLayer) -> list[int]:
 
 
 def _room(hidden: torch.Tensor) -> float:
-    """How much louder hidden states can get in their type."""
+    """The factor by which hidden states can still grow in their type."""
     return float(torch.finfo(hidden.dtype).max) / 16 / max(float(hidden.abs().amax()), 1e-30)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
@@ -38,12 +39,9 @@ class NoSpec(Exception):
 
 
 class _Fed(NamedTuple):
-    """A module that received the hidden states.
+    """A module that received the hidden states, and its output as heads.
 
-    Attributes:
-        module: The module.
-        blocks: Its output as heads, ``[n, width / head_dim, head_dim]``; a copy of the time when it
-            was made, because it may have been rotated in place since.
+    ``blocks``: ``[n, width / head_dim, head_dim]``, copied at once: it may be rotated in place.
     """
 
     module: torch.nn.Module
@@ -66,7 +64,7 @@ def find_spec(layer: AttentionLayer, evidence: list[Evidence], batch: Projection
     fed = _watch(layer, probe, batch, head_dim)
     if not fed:
         raise NoSpec(f"no linear module gives heads of {head_dim} for the hidden states")
-    v = next(filter(None, (_columns(one, probe.v, _unchanged) for one in fed)), None)
+    v = next(filter(None, (_columns(one, probe.v) for one in fed)), None)
     if v is None:
         raise NoSpec("V is not a part of what a linear module gives for the hidden states")
     guesses = [
@@ -126,17 +124,14 @@ def _k_columns(
     # A norm over all heads divides each token by a number that depends on where all of K stands:
     # a block is looked for up to that number, and the proof settles the rest.
     scale_free = key_norm is not None and key_norm.over == "all"
-
-    def finish(blocks: torch.Tensor, head: int) -> torch.Tensor:
-        return _finish(blocks, head, key_norm, key_rotary, probe)
-
+    finish = partial(_finish, norm=key_norm, rotary=key_rotary, probe=probe)
     return _columns(fed, probe.k, finish, scale_free)
 
 
 def _columns(
     fed: _Fed,
     wanted: torch.Tensor,
-    finish: Callable[[torch.Tensor, int], torch.Tensor],
+    finish: Callable[[torch.Tensor, int], torch.Tensor] = lambda blocks, head: blocks,
     scale_free: bool = False,
 ) -> Columns | None:
     """Where each head of ``wanted`` stands, when ``finish`` makes it out of a block."""
@@ -147,10 +142,6 @@ def _columns(
     dim = wanted.shape[-1]
     starts = tuple(place * dim for place in places if place is not None)
     return Columns(fed.module, starts, dim) if len(starts) == len(places) else None
-
-
-def _unchanged(blocks: torch.Tensor, head: int) -> torch.Tensor:
-    return blocks
 
 
 def _finish(

@@ -6,7 +6,6 @@ a rank that failed alone would leave the others waiting in HiCache's next collec
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from hcache_backend.config import (
     PAGE_OPTIONS,
     ConfigError,
     HCacheConfig,
+    nearest,
     parse_config,
 )
 from hcache_backend.engine import hooks
@@ -45,11 +45,7 @@ _SGLANG_KEYS = (
 
 
 class Joined(NamedTuple):
-    """What a backend instance works with.
-
-    Attributes:
-        adapters: Digests of LoRA adapters, by identity.
-    """
+    """What a backend instance works with; ``adapters``: digests of LoRA adapters, by identity."""
 
     runtime: Runtime
     config: HCacheConfig
@@ -113,9 +109,7 @@ def _check_outer_keys(extra: Mapping[str, Any]) -> None:
             if key in HCacheConfig.model_fields:
                 hint = f'it belongs under the key \'hcache\': {{"hcache": {{"{key}": ...}}}}'
             else:
-                near = difflib.get_close_matches(key, _OUR_KEYS + _SGLANG_KEYS, n=1)
-                known = ", ".join(_OUR_KEYS + _SGLANG_KEYS)
-                hint = f"did you mean {near[0]!r}?" if near else f"known: {known}"
+                hint = nearest(key, _OUR_KEYS + _SGLANG_KEYS, "known: ")
             raise ConfigError(f"extra config: unknown key {key!r} (value {value!r}); {hint}")
     if extra.get("interface_v1") != 1:
         raise ConfigError(

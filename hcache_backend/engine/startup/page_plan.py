@@ -147,8 +147,6 @@ def plan_host_pages(
     """Divide the memory that HiCache may take into host pages and shadows.
 
     Args:
-        kvcache: The device's KV pool.
-        layout: Layout of a page.
         size_gb: ``--hicache-size``, or 0.
         ratio: ``--hicache-ratio``: without a size, host memory is this many times the KV pool's.
         budget_bytes: What the machine has.
