@@ -45,10 +45,9 @@ from bench.harness.methods import Method, server_options
 from bench.harness.models import TinyLlama
 from bench.harness.program import failing, stamp
 from bench.harness.report import OUT, markdown, write
-from bench.harness.restorer import Restorer, restorer
+from bench.harness.restorer import Restore, Restorer, restorer
 from hcache_backend.partition.measure import Bench, measure
 from hcache_backend.partition.model_config import read_model
-from hcache_backend.trace import Restore
 
 Row = dict[str, Any]
 GAPS = 128

@@ -55,53 +55,32 @@ FIXED_AT_START = frozenset({"projection", "restore", "restore_chunk_tokens", "re
 
 
 class HCacheConfig(BaseModel):
-    """The options of one server. Immutable; the defaults work.
+    """The options of one server. Immutable; the defaults work. docs/options.md explains each.
 
     Attributes:
         dirs: Folders of the page store (L3). Created with mode 0700 when missing.
-        mode: ``auto``: hidden-state pages where the model allows it, the self-check passes and
-            the partition has hidden states, else KV pages. ``hidden``: hidden states of every
-            layer, even where they do not pay (few KV heads), unless ``partition`` says otherwise.
-            ``kv``: always KV pages. It shapes pages, so it cannot change while a server runs.
-        partition: How each layer is stored. ``auto``: the fastest restores by the profile. Or
-            the numbers of layers that are recomputed, stored as hidden states and stored as KV, in
-            this order, such as ``{"recompute": 1, "hidden": 30, "kv": 1}``. It shapes pages.
-        profile: A file of ``hcache profile``. Without it, a server that needs a profile measures a
-            quick one at its first start and keeps it beside the pages.
-        codec: How hidden states are encoded. ``none``: as they are. ``exp4``: lossless, 0.77 of
-            the bytes, for bfloat16 models. ``int8``, ``fp8``: lossy, one byte per value. If a
-            codec cannot hold this model's hidden states, or changes its K and V too much,
-            ``none`` is used. It shapes pages. KV pages are not encoded.
+        mode: What pages hold; ``auto``: hidden states where the model allows them and they pay.
+        partition: How each layer is stored; ``auto``: the fastest restores by the profile.
+        profile: A file of ``hcache profile``; None: a kept one, or a quick measurement.
+        codec: How hidden states are encoded; KV pages are not.
         check_every_pages: In service, one in this many backed-up pages is projected and compared
-            with the K and V in the pool. 0 turns the check in service off (never the one at start).
-        projection: ``auto``: each layer's K and V by the kernels if its attention module was
-            understood and proven, else by the module itself. ``generic``: always by the modules;
-            for measuring, and for finding faults.
-        restore_chunk_tokens: Largest number of tokens in one projection; bounds the memory of a
-            restore.
-        restore: When pages from L3 become K and V in the device's KV pool. ``layerwise``: after the
-            whole prefetch has been read and the request is admitted, layer by layer. ``eager``:
-            also while the rest of the prefetch is still being read, in free device pages. Fixed
-            while a server runs.
-        restore_share: With ``eager``, the share of the device's pages that eager restores may use
-            at a time. These pages count as free; an allocation that needs them gets them.
-        durability: When stored pages are flushed to the disks. ``none``: when the kernel writes
-            them back. ``batch``: within ``sync_seconds``, in batches. ``always``: before a page
-            counts as stored. With each of them a page is whole or absent after a kill or a power
-            cut.
-        sync_seconds: With ``batch``, the longest time until a page's flush begins.
-        quota_bytes: Largest number of bytes of page files in each folder; none by default.
+            with the K and V in the pool. 0: none (the check at start always runs).
+        projection: ``generic``: always by the attention modules, never by the kernels.
+        restore_chunk_tokens: Largest number of tokens in one projection; bounds a restore's memory.
+        restore: When pages from L3 become K and V on the device: ``layerwise``, after the whole
+            prefetch; ``eager``, also during it, in free device pages.
+        restore_share: With ``eager``, the largest share of the device's pages in use for it.
+        durability: When stored pages are flushed to the disks.
+        sync_seconds: With durability ``batch``, the longest time until a page's flush begins.
+        quota_bytes: Largest number of bytes of page files in each folder.
         min_free_bytes: Bytes that stay free on the file system of each folder.
         high_water: Share of the quota at which eviction of the least recently used pages begins.
         low_water: Share of the quota at which eviction ends.
         io_threads: Reading threads, and as many writing threads, per folder.
-        buffer_bytes: Aligned buffer of each of these threads, for pages whose memory is not
-            aligned for direct I/O.
+        buffer_bytes: Aligned buffer of each of these threads, for memory that is not aligned.
         write_seconds: Time limit for storing a batch of pages; the rest is dropped and counted.
-        read_seconds: Longest time that a read batch waits for its turn; after it the pages are
-            misses.
-        reader: ``posix``, or ``kvikio`` to read through KvikIO if it is installed and a GPU driver
-            is there.
+        read_seconds: Longest wait of a read batch for its turn; after it the pages are misses.
+        reader: What reads pages; ``kvikio`` wants KvikIO and a GPU driver.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)

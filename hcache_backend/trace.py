@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,46 +56,3 @@ def read_trace(path: Path, offset: int = 0) -> tuple[list[TraceEvent], int]:
         file.seek(offset)
         text = file.read()
     return [TraceEvent(**json.loads(line)) for line in text.splitlines()], offset + len(text)
-
-
-@dataclass(frozen=True)
-class Restore:
-    """How long a history took to come back.
-
-    Attributes:
-        tokens: Tokens that came back.
-        ms: From the start of the prefetch to the last layer done; for recomputation, the prefill.
-        l3_ms: L3 -> host part; 0 for recomputation.
-        load_ms: Host -> K and V on the device part; 0 for recomputation.
-    """
-
-    tokens: int
-    ms: float
-    l3_ms: float = 0.0
-    load_ms: float = 0.0
-
-
-def restored_from_l3(events: Sequence[TraceEvent]) -> Restore | None:
-    """The restore that one request's ``events`` show; None when nothing was loaded."""
-    reads = [event for event in events if event.stage == "l3"]
-    loads = [event for event in events if event.stage == "load"]
-    if not reads or not loads:
-        return None
-    start = min(event.start_ms for event in reads)
-    end = max(event.start_ms + event.ms for event in loads)
-    return Restore(
-        tokens=sum(event.tokens for event in loads),
-        ms=end - start,
-        l3_ms=sum(event.ms for event in reads),
-        load_ms=sum(event.ms for event in loads),
-    )
-
-
-def recomputed(events: Sequence[TraceEvent]) -> Restore | None:
-    """The prefill that ``events`` show, chunks added up; None when there was none."""
-    prefills = [event for event in events if event.stage == "prefill"]
-    if not prefills:
-        return None
-    return Restore(
-        tokens=sum(event.tokens for event in prefills), ms=sum(event.ms for event in prefills)
-    )

@@ -23,11 +23,10 @@ from bench.compare import plan as planning
 from bench.compare.plan import Rates
 from bench.harness.machine import Machine
 from bench.harness.methods import HYBRID, METHODS, PAGE_SIZE, server_options
-from bench.harness.restorer import Restorer, l3_bytes, restorer
+from bench.harness.restorer import Restore, Restorer, l3_bytes, restorer
 from hcache_backend.partition.model_config import read_model
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile
-from hcache_backend.trace import Restore
 
 SETTINGS = ("disk", "balanced", "slow")
 _WHERE: dict[str, tuple[str, ...]] = {

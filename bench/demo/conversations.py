@@ -10,9 +10,16 @@ from pathlib import Path
 
 from bench.harness.machine import Machine
 from bench.harness.methods import METHODS, PAGE_SIZE, server_options
-from bench.harness.restorer import Restorer, page_files, restorer
+from bench.harness.restorer import (
+    Restore,
+    Restorer,
+    page_files,
+    recomputed,
+    restored_from_l3,
+    restorer,
+)
 from bench.harness.server import Reply
-from hcache_backend.trace import Restore, TraceEvent, recomputed, restored_from_l3
+from hcache_backend.trace import TraceEvent
 
 POOL_TOKENS = 16384
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from bench.demo.conversations import MethodRun, Turn
 from bench.harness.methods import METHODS as ALL_METHODS
 from bench.harness.report import markdown
-from hcache_backend.trace import Restore
+from bench.harness.restorer import Restore
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,19 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.harness.options import ServerOptions
 from bench.harness.server import Server
-from hcache_backend.trace import (
-    TRACE_VARIABLE,
-    Restore,
-    TraceEvent,
-    read_trace,
-    recomputed,
-    restored_from_l3,
-)
+from hcache_backend.trace import TRACE_VARIABLE, TraceEvent, read_trace
 
 _BUS_VARIABLE, _L3_VARIABLE = "HCACHE_CPU_BUS_FILE", "HCACHE_CPU_L3_FILE"
 """Variables of the CPU engine: files with the bytes per second that copies to the device and reads
@@ -30,6 +23,49 @@ _SIGNS = (
     *("hcache: hidden mode", "hcache: KV mode", "hcache: partition:"),
     "hcache: restores are layer-wise",
 )
+
+
+@dataclass(frozen=True)
+class Restore:
+    """How long a history took to come back.
+
+    Attributes:
+        tokens: Tokens that came back.
+        ms: From the start of the prefetch to the last layer done; for recomputation, the prefill.
+        l3_ms: L3 -> host part; 0 for recomputation.
+        load_ms: Host -> K and V on the device part; 0 for recomputation.
+    """
+
+    tokens: int
+    ms: float
+    l3_ms: float = 0.0
+    load_ms: float = 0.0
+
+
+def restored_from_l3(events: Sequence[TraceEvent]) -> Restore | None:
+    """The restore that one request's ``events`` show; None when nothing was loaded."""
+    reads = [event for event in events if event.stage == "l3"]
+    loads = [event for event in events if event.stage == "load"]
+    if not reads or not loads:
+        return None
+    start = min(event.start_ms for event in reads)
+    end = max(event.start_ms + event.ms for event in loads)
+    return Restore(
+        tokens=sum(event.tokens for event in loads),
+        ms=end - start,
+        l3_ms=sum(event.ms for event in reads),
+        load_ms=sum(event.ms for event in loads),
+    )
+
+
+def recomputed(events: Sequence[TraceEvent]) -> Restore | None:
+    """The prefill that ``events`` show, chunks added up; None when there was none."""
+    prefills = [event for event in events if event.stage == "prefill"]
+    if not prefills:
+        return None
+    return Restore(
+        tokens=sum(event.tokens for event in prefills), ms=sum(event.ms for event in prefills)
+    )
 
 
 class Restorer:

@@ -89,7 +89,6 @@ def _look_at_folder(path: Path, config: HCacheConfig) -> Iterator[Check]:
 
 
 def _last_server(path: Path, report: ServerReport) -> Check:
-    """How the last server that opened the folder stores and projects its layers."""
     started = time.strftime("%Y-%m-%d %H:%M", time.localtime(report.time))
     parts = [f"{report.model}, started {started}: {report.mode} mode"]
     if report.reason is not None:

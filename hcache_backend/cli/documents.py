@@ -176,7 +176,7 @@ class Journal:
                     raise UnusableServer(
                         f"--journal {path}: line {number} is none of a journal; give another file"
                     ) from None
-                self._drop_last(lines)
+                path.write_text("".join(f"{kept}\n" for kept in lines[:-1]), encoding="utf-8")
 
     def __contains__(self, document: Document) -> bool:
         return self._key(document) in self._keys
@@ -199,10 +199,6 @@ class Journal:
 
     def _key(self, document: Document) -> str:
         return hashlib.sha256(f"{self._seed}\n{document.digest}".encode()).hexdigest()
-
-    def _drop_last(self, lines: Sequence[str]) -> None:
-        kept = "".join(f"{line}\n" for line in lines[:-1])
-        self.path.write_text(kept, encoding="utf-8")
 
 
 @dataclass

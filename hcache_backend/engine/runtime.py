@@ -115,18 +115,6 @@ class Runtime:
             projection=tuple(self.projection),
         )
 
-    def _model_fields(self, weights: bytes) -> dict[str, object]:
-        """The part of every namespace that says which model made a page."""
-        config = self.runner.model_config
-        return {
-            "format": FORMAT_VERSION,
-            "weights": weights.hex(),
-            "model": _settings(config.hf_config.to_dict()),
-            "dtype": str(self.runner.dtype),
-            "kv_dtype": str(self.runner.kv_cache_dtype),
-            "page_size": page_size(self.runner.server_args),
-        }
-
     def namespace_of(self, weights: Weights, **shape: object) -> bytes:
         """Namespace (16 bytes) of pages that ``weights`` made and that look like ``shape``.
 
@@ -137,7 +125,15 @@ class Runtime:
         # Asked for by every batch of pages; building it walks the model's whole configuration.
         key = (digest, repr(sorted(shape.items())))
         if key not in self._namespaces:
-            self._namespaces[key] = namespace({**self._model_fields(digest), **shape})
+            made_by = {
+                "format": FORMAT_VERSION,
+                "weights": digest.hex(),
+                "model": _settings(self.runner.model_config.hf_config.to_dict()),
+                "dtype": str(self.runner.dtype),
+                "kv_dtype": str(self.runner.kv_cache_dtype),
+                "page_size": page_size(self.runner.server_args),
+            }
+            self._namespaces[key] = namespace({**made_by, **shape})
         return self._namespaces[key]
 
     def page_namespace(self) -> bytes:

@@ -5,14 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from hcache_backend.trace import (
-    Restore,
-    TraceEvent,
-    TraceWriter,
-    read_trace,
-    recomputed,
-    restored_from_l3,
-)
+from bench.harness.restorer import Restore, recomputed, restored_from_l3
+from hcache_backend.trace import TraceEvent, TraceWriter, read_trace
 
 
 def test_restore_lasts_from_the_start_of_the_prefetch_to_the_last_layer() -> None:

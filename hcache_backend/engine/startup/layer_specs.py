@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -149,15 +148,17 @@ class LayerSpecs:
             self._runtime.lose_trust(f"after a weight update: {refused}")
 
     def _report(self) -> None:
-        specs = self._projector.specs
-        self._runtime.projection = _grouped(
-            (
-                ("spec", spec.describe())
-                if spec is not None
-                else ("generic", found if isinstance(found, str) else "another rank has no spec")
-            )
-            for spec, found in zip(specs, self._found, strict=True)
-        )
+        groups: dict[tuple[Literal["spec", "generic"], str], list[int]] = {}
+        for layer, (spec, found) in enumerate(zip(self._projector.specs, self._found, strict=True)):
+            if spec is not None:
+                groups.setdefault(("spec", spec.describe()), []).append(layer)
+            else:
+                reason = found if isinstance(found, str) else "another rank has no spec"
+                groups.setdefault(("generic", reason), []).append(layer)
+        self._runtime.projection = [
+            LayerGroup(method=method, detail=detail, layers=tuple(layers))
+            for (method, detail), layers in groups.items()
+        ]
         by_spec = [group for group in self._runtime.projection if group.method == "spec"]
         if by_spec:
             parts = [f"{len(group.layers)} layers by spec ({group.detail})" for group in by_spec]
@@ -197,13 +198,3 @@ def written_problem(
 
 def _spec(found: LayerSpec | str) -> LayerSpec | None:
     return None if isinstance(found, str) else found
-
-
-def _grouped(methods: Iterable[tuple[Literal["spec", "generic"], str]]) -> list[LayerGroup]:
-    groups: dict[tuple[Literal["spec", "generic"], str], list[int]] = {}
-    for index, method in enumerate(methods):
-        groups.setdefault(method, []).append(index)
-    return [
-        LayerGroup(method=method, detail=detail, layers=tuple(layers))
-        for (method, detail), layers in groups.items()
-    ]

@@ -31,13 +31,12 @@ from bench.compare.saving import WAYS, SavingPlan
 from bench.compare.saving import steps as saving_steps
 from bench.harness.machine import Machine
 from bench.harness.methods import HYBRID, METHODS, SERVED
-from bench.harness.restorer import forget_files, l3_bytes
+from bench.harness.restorer import Restore, forget_files, l3_bytes
 from bench.multiturn.driver import Pace
 from bench.workload.base import Session, Turn, Workload
 from hcache_backend.partition.layers import Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.presets import preset_profile
-from hcache_backend.trace import Restore
 
 CPU, GPU = Machine("cpu", "a CPU", "0"), Machine("cuda", "a GPU", "0")
 LLAMA = ModelShape(

@@ -18,7 +18,7 @@ from bench.demo.codecs import codec_problems, codec_report, codec_table
 from bench.demo.conversations import POOL_TOKENS, MethodRun, Script, Turn, steps
 from bench.demo.report import METHODS, build_report, draw, problems, table, table_lines
 from bench.harness.models import TinyLlama
-from hcache_backend.trace import Restore
+from bench.harness.restorer import Restore
 
 PAGE = 64
 ABOUT: dict[str, object] = {
