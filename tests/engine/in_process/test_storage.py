@@ -179,7 +179,7 @@ def test_nothing_raises_into_hicaches_threads(
         raise MemoryError("no")
 
     indices = pool.fill(range(0, 2))
-    for name in ("put", "get", "exists", "clear"):
+    for name in ("put", "get", "exists", "drop"):
         monkeypatch.setattr(storage._store, name, fail)
     assert storage.batch_set_v1(KEYS[:2], indices) == [True, True]
     assert storage.batch_get_v1(KEYS[:2], indices) == [False, False]
