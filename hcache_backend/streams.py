@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,28 +28,25 @@ class StreamFailed(RuntimeError):
     """Work on a stream raised; nothing that stands behind it on that stream was run."""
 
 
-class Event(ABC):
-    """A point in the order of a stream."""
+class Event(Protocol):
+    """A point in the order of a stream; on CUDA this is torch's own event."""
 
-    @abstractmethod
     def query(self) -> bool:
         """Whether the stream has passed the point."""
 
-    @abstractmethod
     def synchronize(self) -> None:
         """Block the calling thread until it has.
 
         Raises:
-            StreamFailed: Something before that point went wrong.
+            StreamFailed: On a CPU, when something before that point went wrong.
         """
 
-    @abstractmethod
-    def milliseconds_since(self, earlier: Event) -> float:
-        """Time between two points that have passed; both were recorded with ``timed``."""
+    def elapsed_time(self, later: Any) -> float:
+        """Milliseconds between two points that have passed; both were recorded with ``timed``."""
 
 
 class Stream(ABC):
-    """Runs work in order. Nothing but :meth:`synchronize` blocks the caller."""
+    """Runs work in order and does not block the caller."""
 
     @abstractmethod
     def run(self, work: Work) -> None:
@@ -59,48 +56,20 @@ class Stream(ABC):
     def record(self, *, timed: bool = False) -> Event:
         """An event behind everything that this stream was given before."""
 
-    @abstractmethod
     def wait(self, event: Event) -> None:
         """Let everything that is given from now on wait for ``event`` of another stream."""
+        self.run(event.synchronize)
 
-    @abstractmethod
-    def keep(self, tensor: torch.Tensor) -> None:
-        """This stream uses ``tensor``, which another one allocated: do not reuse it before."""
+    def keep(self, tensor: torch.Tensor) -> None:  # noqa: B027
+        """This stream uses ``tensor``, which another one allocated: do not reuse it before.
+
+        Does nothing on a CPU: the work holds its tensors, and memory is not reused before.
+        """
 
     @contextmanager
     def as_current(self) -> Iterator[None]:
         """Within the block this is the current stream, where there is more than the caller's."""
         yield
-
-    def synchronize(self) -> None:
-        """Block the calling thread until everything given so far is done."""
-        self.record().synchronize()
-
-
-class Door(ABC):
-    """Where streams come from. Everything on the engine's path goes through this one."""
-
-    @abstractmethod
-    def new_stream(self, device: torch.device, name: str) -> Stream:
-        """See :func:`new_stream`."""
-
-    @abstractmethod
-    def current_stream(self, device: torch.device) -> Stream:
-        """See :func:`current_stream`."""
-
-    @abstractmethod
-    def of(self, engine_stream: Any) -> Stream:
-        """See :func:`of`."""
-
-    @abstractmethod
-    def host_tensor(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """See :func:`host_tensor`."""
-
-    @abstractmethod
-    def recording_graph(self) -> bool:
-        """See :func:`recording_graph`."""
 
 
 def new_stream(device: torch.device | str, name: str) -> Stream:
@@ -144,21 +113,6 @@ def recording_graph() -> bool:
 # ---- CUDA ----
 
 
-class _CudaEvent(Event):
-    def __init__(self, event: Any) -> None:
-        self.event = event
-
-    def query(self) -> bool:
-        return bool(self.event.query())
-
-    def synchronize(self) -> None:
-        self.event.synchronize()
-
-    def milliseconds_since(self, earlier: Event) -> float:
-        assert isinstance(earlier, _CudaEvent)
-        return float(earlier.event.elapsed_time(self.event))
-
-
 class _CudaStream(Stream):
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -170,11 +124,10 @@ class _CudaStream(Stream):
     def record(self, *, timed: bool = False) -> Event:
         event = torch.cuda.Event(enable_timing=timed)
         event.record(self._stream)
-        return _CudaEvent(event)
+        return event
 
     def wait(self, event: Event) -> None:
-        assert isinstance(event, _CudaEvent)
-        self._stream.wait_event(event.event)
+        self._stream.wait_event(event)
 
     def keep(self, tensor: torch.Tensor) -> None:
         if tensor.is_cuda:
@@ -189,7 +142,7 @@ class _CudaStream(Stream):
 # ---- CPU ----
 
 
-class _ThreadEvent(Event):
+class _ThreadEvent:
     def __init__(self) -> None:
         self._passed = threading.Event()
         self._error: BaseException | None = None
@@ -207,9 +160,8 @@ class _ThreadEvent(Event):
         if self._error is not None:
             raise StreamFailed(f"{type(self._error).__name__}: {self._error}") from self._error
 
-    def milliseconds_since(self, earlier: Event) -> float:
-        assert isinstance(earlier, _ThreadEvent)
-        return 1e3 * (self._time - earlier._time)
+    def elapsed_time(self, later: _ThreadEvent) -> float:
+        return 1e3 * (later._time - self._time)
 
 
 class WorkerStream(Stream):
@@ -234,12 +186,6 @@ class WorkerStream(Stream):
         self._queue.put(lambda: event.pass_now(self._error))
         return event
 
-    def wait(self, event: Event) -> None:
-        self._queue.put(lambda: self._error is None and event.synchronize())
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        """The work holds its tensors; memory of the CPU is not reused while somebody does."""
-
     # Tensors that the engine made in inference mode can only be written in that mode.
     @torch.inference_mode()
     def _serve(self) -> None:
@@ -262,12 +208,6 @@ class _InlineStream(Stream):
         event = _ThreadEvent()
         event.pass_now(None)
         return event
-
-    def wait(self, event: Event) -> None:
-        self.run(event.synchronize)
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        """See :class:`WorkerStream`."""
 
 
 class CallerStream(_InlineStream):
@@ -307,8 +247,11 @@ def current_is(stream: Stream) -> Iterator[None]:
         _current.reset(token)
 
 
-class _ByDevice(Door):
-    """CUDA's streams where the device is a GPU, worker threads where it is the CPU."""
+class Door:
+    """Where all streams come from, by the functions above of the same names.
+
+    CUDA's streams where the device is a GPU, worker threads where it is the CPU.
+    """
 
     def new_stream(self, device: torch.device, name: str) -> Stream:
         if device.type == "cuda":
@@ -337,7 +280,7 @@ class _ByDevice(Door):
         return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-_door: Door = _ByDevice()
+_door = Door()
 
 
 @contextmanager

@@ -163,7 +163,7 @@ class Ledger:
     def _apply_proof(self, proof: Proof) -> None:
         assert proof.step.ticket is not None
         proof.done.synchronize()
-        self.transfer_ms += proof.done.milliseconds_since(proof.start)
+        self.transfer_ms += proof.start.elapsed_time(proof.done)
         slots, verdicts = proof.step.read.values[0].numpy(), proof.verdicts.numpy()
         lost = self._arena.prove(slots, proof.step.ticket, verdicts)
         self.tokens_missing += lost.missing

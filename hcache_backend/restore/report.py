@@ -94,7 +94,7 @@ class RunningRestore:
         """Times of a restore that is done."""
         first = self._begin
         spans = (
-            Span(stream, layer, start.milliseconds_since(first), end.milliseconds_since(first))
+            Span(stream, layer, first.elapsed_time(start), first.elapsed_time(end))
             for stream, layer, start, end in self.timed
         )
         return RestoreReport(self._tokens, self._bytes, tuple(spans))

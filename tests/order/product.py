@@ -31,9 +31,8 @@ class CheckedEvent(streams.Event):
         if self.error is not None:
             raise streams.StreamFailed(f"{type(self.error).__name__}: {self.error}") from self.error
 
-    def milliseconds_since(self, earlier: streams.Event) -> float:
-        assert isinstance(earlier, CheckedEvent)
-        return 1e3 * (self._time - earlier._time)
+    def elapsed_time(self, later: CheckedEvent) -> float:
+        return 1e3 * (later._time - self._time)
 
 
 class CheckedStream(streams.Stream):

@@ -155,7 +155,7 @@ def test_a_stalled_writer_holds_up_neither_the_cpu_nor_the_forward_pass(
     machine.capture._transfer.run(gate.wait)  # the writer hangs
     for step in range(3):  # as many tokens as staging has places
         assert machine.forward(slots(step))
-    device.synchronize()  # the forward passes are done
+    device.record().synchronize()  # the forward passes are done
     assert machine.capture.waits_for_staging == 0
     assert machine.forward(slots(4))  # staging is full: the CPU goes on all the same ...
     assert machine.capture.waits_for_staging == 1
@@ -312,7 +312,7 @@ def test_static_buffers_of_the_engine_may_change_right_after_the_step(
         machine.capture.take(layer, hidden[layer])
     assert machine.capture.end(step, replayed=False)
     device.run(lambda: (static.zero_(), hidden.zero_()))  # the engine's next step
-    device.synchronize()
+    device.record().synchronize()
     gate.set()
     machine.settle()
     machine.assert_stored(slots(1))
@@ -374,5 +374,5 @@ def test_an_event_of_another_stream_is_waited_for_in_order() -> None:
     second.run(lambda: seen.append("second"))
     assert not event.query()
     gate.set()
-    second.synchronize()
+    second.record().synchronize()
     assert seen == ["first", "second"]
