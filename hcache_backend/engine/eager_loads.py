@@ -167,7 +167,7 @@ class EagerLoads:
             if operation not in running:
                 restores.end(operation)
         for operation in running:
-            if not restores.knows(operation):
+            if operation not in restores.running():
                 self._begin(operation)
             arrived = restores.arrived(operation, operation.completed_tokens // size)
             if arrived:

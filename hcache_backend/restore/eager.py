@@ -113,12 +113,8 @@ class EagerRestores:
 
     # ---- prefetches ----
 
-    def knows(self, prefetch: Hashable) -> bool:
-        """Whether :meth:`reserve` was called for ``prefetch``, and :meth:`end` was not."""
-        return prefetch in self._running
-
     def running(self) -> list[Hashable]:
-        """The prefetches that this is true of, oldest first."""
+        """The prefetches that :meth:`reserve` was called for and :meth:`end` was not, in order."""
         return list(self._running)
 
     def wanted(self, keys: Sequence[Hashable]) -> range:
@@ -128,7 +124,8 @@ class EagerRestores:
         """
         coming = {key for other in self._running.values() for key in other.keys}
         first = next((i for i, key in enumerate(keys) if key not in coming), len(keys))
-        return range(first, min(len(keys), first + self._room(len(keys) - first)))
+        room = max(0, self._limit - self.pages + len(self._left_behind()))
+        return range(first, min(len(keys), first + room))
 
     def reserve(self, prefetch: Hashable, keys: Sequence[Hashable], host_pages: Ids) -> int:
         """A prefetch begins: reserve free device pages for as many of its pages as possible.
@@ -137,7 +134,7 @@ class EagerRestores:
 
         Args:
             prefetch: Names it.
-            keys: Of its pages in storage.
+            keys: Storage keys of its pages.
             host_pages: Where they will arrive, int64 ``[pages]``. Nobody else uses these.
 
         Returns:
@@ -152,8 +149,8 @@ class EagerRestores:
         chosen = chosen[: self._free.count()]
         ids = host_pages[chosen.start : chosen.stop].tolist()
         slots = self._free.take(len(chosen)) if ids else torch.empty(0, dtype=torch.int64)
-        reservation = Reservation(ids, slots, keys[chosen.start : chosen.stop], chosen.start)
-        reservation.held = set(range(len(ids)))
+        wanted = keys[chosen.start : chosen.stop]
+        reservation = Reservation(ids, slots, wanted, chosen.start, set(range(len(ids))))
         self._running[prefetch] = reservation
         self._reservations.append(reservation)
         self._places.update({page: (reservation, i) for i, page in enumerate(ids)})
@@ -249,10 +246,6 @@ class EagerRestores:
         self._forget(list(self._places.values()))
 
     # ---- internals ----
-
-    def _room(self, pages: int) -> int:
-        """How many of ``pages`` may be reserved, if what ended prefetches left makes room."""
-        return max(0, min(pages, self._limit - self.pages + len(self._left_behind())))
 
     def _left_behind(self) -> list[Place]:
         running = {id(reservation) for reservation in self._running.values()}

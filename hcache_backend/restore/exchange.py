@@ -13,6 +13,7 @@ anything else of the restore is launched: a rank whose restore fails has still t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -38,21 +39,13 @@ class ExchangeFailed(RuntimeError):
 def share_of_rank(rank: int, ranks: int, page_size: int) -> tuple[int, int]:
     """Which share of the tokens of every page belongs to a tensor-parallel rank.
 
-    With more than eight ranks, several have the same.
-
-    Args:
-        rank: Of ``ranks``.
-        ranks: Tensor-parallel ranks.
-        page_size: Tokens per page. Pages that do not divide into eighths are not shared.
+    With more than eight ranks, several have the same. Pages of ``page_size`` tokens that do not
+    divide into eighths are not shared.
 
     Returns:
         The number of its share, and how many there are: 1, 2, 4 or 8.
     """
-    shares = MOST_SHARES
-    while ranks % shares or page_size % MOST_SHARES:
-        if shares == 1:
-            break
-        shares //= 2
+    shares = 1 if page_size % MOST_SHARES else math.gcd(ranks, MOST_SHARES)
     return rank % shares, shares
 
 
@@ -107,12 +100,9 @@ class Exchange:
         dist.all_gather_into_tensor(shares.view(-1), own.view(-1), group=self._device_group)
 
     def gather_now(self, wanted: Sequence[tuple[torch.Tensor, Fetch]]) -> None:
-        """The same for several, in memory of the CPU, at once.
+        """The same for the arguments of several calls, in memory of the CPU, at once.
 
         Every rank enters every collective, whatever happens to it.
-
-        Args:
-            wanted: Arguments of :meth:`gather`.
 
         Raises:
             ExchangeFailed: On all ranks, when one could not fetch its share.

@@ -12,7 +12,7 @@ are written before anybody attends, so a span may have another one in its prefix
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
@@ -54,12 +54,8 @@ class _LayersDone(Exception):
 
 
 class _Piece(NamedTuple):
-    """Rows of a forward pass that belong to one span.
-
-    Attributes:
-        rows: Which rows.
-        keys: Slots that the last of them sees: the prefix and the span up to there.
-    """
+    """Rows of a forward pass that belong to one span, and the slots that the last of them sees:
+    the prefix and the span up to there, int64 ``[m]``."""
 
     rows: slice
     keys: torch.Tensor
@@ -120,16 +116,13 @@ class RecomputeAttention:
             v = v.reshape(-1, kernel.tp_v_head_num, kernel.v_head_dim)
             self._pool.store(kernel, self._slots, k, v)
         if kernel.layer_id >= self._last_layer:
-            self._stop()
+            raise _LayersDone
         q = q.reshape(-1, kernel.tp_q_head_num, kernel.qk_head_dim)
         output = q.new_empty((*q.shape[:2], kernel.v_head_dim))
         for rows, keys in self._pieces:
             held = self._pool.fetch(kernel, keys, q.dtype)
             output[rows] = _attention(q[rows], *held, kernel.scaling)
         return output.flatten(1)
-
-    def _stop(self) -> NoReturn:
-        raise _LayersDone
 
 
 def _plain(kernel: Any) -> bool:
@@ -145,14 +138,8 @@ def _plain(kernel: Any) -> bool:
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """Causal attention of the last ``n`` of ``m`` tokens.
 
-    Args:
-        q: ``[n, heads, head_dim]``.
-        k: ``[m, kv_heads, head_dim]``.
-        v: ``[m, kv_heads, value_dim]``.
-        scale: What scores are multiplied with.
-
-    Returns:
-        ``[n, heads, value_dim]``.
+    ``[n, heads, head_dim]``, ``[m, kv_heads, head_dim]`` and ``[m, kv_heads, value_dim]`` give
+    ``[n, heads, value_dim]``.
     """
     before, parts = len(k) - len(q), []
     q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
@@ -190,11 +177,7 @@ class Recomputer:
     """
 
     def __init__(
-        self,
-        forward: Forward,
-        pool: AttentionPool,
-        first_layer: int,
-        chunk_tokens: int,
+        self, forward: Forward, pool: AttentionPool, first_layer: int, chunk_tokens: int
     ) -> None:
         self._forward = forward
         self._pool = pool

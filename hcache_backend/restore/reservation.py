@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple, Protocol
@@ -42,26 +42,11 @@ class Launched(NamedTuple):
     reads_before: bool
 
 
-class LaunchRestore(Protocol):
-    """Launches the restore of consecutive pages of a prefetch."""
-
-    def __call__(
-        self,
-        prefetch: Hashable,
-        host_pages: Ids,
-        slots: torch.Tensor,
-        before: torch.Tensor | None,
-    ) -> Launched:
-        """Launch it.
-
-        Args:
-            prefetch: Names it.
-            host_pages: Host pages, int64 ``[p]``.
-            slots: Slots of their tokens, int64 ``[p * page_size]``.
-            before: Slots of all tokens of the prefetch before them, int64 ``[n]``, where K and V of
-                all layers are, or will be behind restores that were launched; None: of some pages
-                they are not there.
-        """
+LaunchRestore = Callable[[Hashable, Ids, torch.Tensor, torch.Tensor | None], Launched]
+"""Launches the restore of consecutive pages: ``launch(prefetch, host_pages, slots, before)`` with
+int64 ``[p]`` and ``[p * page_size]``. ``before``: slots of all tokens of the prefetch before them,
+int64 ``[n]``, where K and V of all layers are, or will be behind restores that were launched; None:
+of some pages they are not there."""
 
 
 @dataclass(eq=False)
@@ -73,7 +58,7 @@ class Reservation:
         slots: Their slots, page by page.
         keys: The storage key of each.
         first: Number, in the prefetch, of the first one.
-        held: Numbers, here, of those that are neither given back nor handed out.
+        held: Numbers, here, of those that are neither given back nor handed out: at first all.
         restores: What was launched, by number.
         whole: Numbers of those of which all layers were launched.
         reading: Numbers of those whose restores read the pages before them.
@@ -82,8 +67,8 @@ class Reservation:
     host_pages: list[int]
     slots: torch.Tensor
     keys: Sequence[Hashable]
-    first: int = 0
-    held: set[int] = field(default_factory=set)
+    first: int
+    held: set[int]
     restores: dict[int, StartedRestore] = field(default_factory=dict)
     whole: set[int] = field(default_factory=set)
     reading: set[int] = field(default_factory=set)
@@ -98,13 +83,12 @@ class Reservation:
 
     def using(self, numbers: set[int]) -> list[StartedRestore]:
         """What was launched that writes one of these pages, or reads it."""
-        first = min(numbers, default=len(self.host_pages))
-        using = (
+        first = min(numbers)
+        return [
             restore
             for i, restore in self.restores.items()
             if i in numbers or (i in self.reading and i > first)
-        )
-        return list({id(restore): restore for restore in using}.values())
+        ]
 
 
 Place = tuple[Reservation, int]
@@ -120,9 +104,9 @@ def by_reservation(places: Iterable[Place]) -> Iterable[tuple[Reservation, set[i
 
 
 def using(places: Iterable[Place]) -> Iterator[StartedRestore]:
-    """Each restore that writes one of these pages, or reads it."""
-    for reservation, numbers in by_reservation(places):
-        yield from reservation.using(numbers)
+    """Each restore that writes one of these pages, or reads it, once."""
+    used = (one for reservation, i in by_reservation(places) for one in reservation.using(i))
+    yield from {id(restore): restore for restore in used}.values()
 
 
 def runs(numbers: Sequence[int]) -> Iterator[range]:
