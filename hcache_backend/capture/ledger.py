@@ -156,15 +156,13 @@ class Ledger:
 
     def _apply_proofs(self) -> None:
         while self._proofs and self._proofs[0].done.query():
-            if self._proofs[0].step.ticket is None:
+            ticket = self._proofs[0].step.ticket
+            if ticket is None:
                 break
-            self._apply_proof(self._proofs.popleft())
-
-    def _apply_proof(self, proof: Proof) -> None:
-        assert proof.step.ticket is not None
-        proof.done.synchronize()
-        self.transfer_ms += proof.start.elapsed_time(proof.done)
-        slots, verdicts = proof.step.read.values[0].numpy(), proof.verdicts.numpy()
-        lost = self._arena.prove(slots, proof.step.ticket, verdicts)
-        self.tokens_missing += lost.missing
-        self.tokens_unfit += lost.unfit
+            proof = self._proofs.popleft()
+            proof.done.synchronize()
+            self.transfer_ms += proof.start.elapsed_time(proof.done)
+            slots, verdicts = proof.step.read.values[0].numpy(), proof.verdicts.numpy()
+            lost = self._arena.prove(slots, ticket, verdicts)
+            self.tokens_missing += lost.missing
+            self.tokens_unfit += lost.unfit

@@ -169,6 +169,7 @@ class StagedCapture:
 
     Attributes:
         device: Where the model is.
+        codec: Encodes the rows.
         waits_for_staging: How often a forward pass's stream had to wait for a transfer.
     """
 
@@ -179,7 +180,7 @@ class StagedCapture:
         self.waits_for_staging = 0
         self._memory = memory
         self._staging = staging
-        self._codec = staging.codec
+        self.codec = staging.codec
         self.device = staging.device
         self.ledger = Ledger(arena, self.device)
         offsets = [arena.layout.segment_offsets[segment] for segment in segments]
@@ -193,14 +194,9 @@ class StagedCapture:
         self._forwards = current_stream(self.device).record()
 
     @property
-    def codec_name(self) -> str:
-        """Name of the codec that encodes the rows."""
-        return self._codec.name
-
-    @property
     def row_bytes(self) -> int:
         """Bytes of one token, all captured layers."""
-        return len(self._segments) * self._codec.row_bytes
+        return len(self._segments) * self.codec.row_bytes
 
     # ---- the forward pass ----
 
@@ -224,7 +220,7 @@ class StagedCapture:
             self._step = self._use_places(tokens, where, entry, now)
             return self._step
         self.skip()
-        size = tokens * self._codec.row_bytes
+        size = tokens * self.codec.row_bytes
         if self.ledger.broken is None and size <= self._staging.flat.numel():
             self._wait_for_places(0, self._staging.places, now)
             shape = (self._staging.layers, tokens)
@@ -288,7 +284,7 @@ class StagedCapture:
 
     def _move_layer(self, step: Step, layer: int, hidden: torch.Tensor) -> None:
         """Both stages for one layer of a step that uses staging as a ring of layers."""
-        now, size = current_stream(self.device), step.tokens * self._codec.row_bytes
+        now, size = current_stream(self.device), step.tokens * self.codec.row_bytes
         part = sum(step.layers_seen) % (self._staging.flat.numel() // size)
         if part in step.holders and not step.holders[part].query():
             self.waits_for_staging += 1

@@ -28,10 +28,13 @@ class HiddenCapture:
 
     Args:
         layers: For each layer its attention module and the linear modules in it.
+
+    Attributes:
+        staging: What CUDA graphs that are recorded copy to; None where none is recorded with us.
     """
 
     def __init__(self, layers: Sequence[tuple[torch.nn.Module, Iterable[torch.nn.Module]]]) -> None:
-        self._staging: Staging | None = None
+        self.staging: Staging | None = None
         self._capture: StagedCapture | None = None
         self._tokens_only = False
         self._order: CollectiveOrder | None = None
@@ -46,21 +49,12 @@ class HiddenCapture:
                 hook = linear.register_forward_pre_hook(self._on_linear(index), with_kwargs=True)
                 self._hooks.append((linear, hook))
 
-    def record_with(self, staging: Staging) -> None:
-        """CUDA graphs that are recorded from now on copy to ``staging``."""
-        self._staging = staging
-
     def watch_only(self, projections: Iterable[torch.nn.Module]) -> None:
         """It is known by now which linear modules are the projections."""
         kept = {id(projection) for projection in projections}
         for linear, hook in self._hooks:
             if id(linear) not in kept:
                 hook.remove()
-
-    @property
-    def staging(self) -> Staging | None:
-        """What recorded graphs copy to, or None when none was recorded with us."""
-        return self._staging
 
     def use(
         self, capture: StagedCapture, *, tokens_only: bool, order: CollectiveOrder | None
@@ -165,8 +159,8 @@ class HiddenCapture:
     def _take(self, index: int, hidden: object) -> None:
         if self._capture is not None:
             self._guarded(lambda capture: capture.take(index, hidden))
-        elif self._staging is not None:
-            self._staging.record(index, hidden)
+        elif self.staging is not None:
+            self.staging.record(index, hidden)
 
     def _publish(self, capture: StagedCapture) -> None:
         ledger = capture.ledger
@@ -186,7 +180,7 @@ class HiddenCapture:
                 logger.warning(
                     "hcache: codec %r cannot hold a row of %d tokens of this step; what they "
                     "belong to is not stored (said once, counted always)",
-                    capture.codec_name,
+                    capture.codec.name,
                     unfit,
                 )
 

@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from hcache_backend.config import ConfigError
+from hcache_backend.page import PageLayout
 from hcache_backend.store import EIGHTHS, WHOLE, Parts, Segment, SegmentTable, Share, Subset
 
 logger = logging.getLogger("hcache")
@@ -31,7 +32,7 @@ class PoolMemory(NamedTuple):
     """
 
     shares: list[list[Parts]]
-    finish: Callable[[Sequence[bool]], None]
+    finish: Callable[[Sequence[bool]], None] = lambda found: None
 
 
 class PartialRead(NamedTuple):
@@ -62,11 +63,12 @@ class PoolPages:
         self.name = name
         self.host_pool = host_pool
         self.empty = host_pool.size_per_token == 0
+        self._layout: PageLayout | None = getattr(host_pool, "page_layout", None)
         self._any_ranks = bool(
             config.tp_lcm_size
             and name == PoolName.KV
             and host_pool.layout == "page_head"
-            and not hasattr(host_pool, "page_layout")  # hidden states do not divide by heads
+            and self._layout is None  # hidden states do not divide by heads
             and not config.is_mla_model
         )
         self.shares = 1
@@ -120,7 +122,7 @@ class PoolPages:
 
     def table(self) -> SegmentTable | None:
         """How a whole page of hidden states divides; None: nobody knows what is inside."""
-        layout = getattr(self.host_pool, "page_layout", None)
+        layout = self._layout
         if layout is None or layout.page_size % EIGHTHS:
             return None
         shares = self.share_of_tokens.of
@@ -137,18 +139,15 @@ class PoolPages:
 
         Pages with K and V of this rank's heads are nobody else's: they are whole.
         """
-        layout = getattr(self.host_pool, "page_layout", None)
-        if layout is None or self.host_pool.holds_kv:
+        if self._layout is None or self.host_pool.holds_kv:
             return WHOLE
-        return Share(layout.share, layout.shares)
+        return Share(self._layout.share, self._layout.shares)
 
     def wanted(self, host_indices: torch.Tensor) -> PartialRead | None:
         """What is to be read into pages of ours; None: all of them, or pages of another kind."""
-        layout = getattr(self.host_pool, "page_layout", None)
-        if layout is None:
-            return None
-        first = self.host_pool.first_layer(host_indices)
-        if first == 0:
+        layout = self._layout
+        first = self.host_pool.first_layer(host_indices) if layout is not None else 0
+        if layout is None or first == 0:
             return None
         stored = [layer for layer, length in enumerate(layout.segment_bytes) if length]
         segments = frozenset((0, *(1 + i for i, layer in enumerate(stored) if layer >= first)))
@@ -186,7 +185,7 @@ class PoolPages:
         if self._access != "in place":
             return None
         if pages == 0:
-            return PoolMemory([[] for _ in range(self.shares)], _nothing)
+            return PoolMemory([[] for _ in range(self.shares)])
         try:
             if self.shares > 1:
                 pointers, sizes = self.host_pool.get_split_heads_page_buffer_meta(
@@ -204,7 +203,7 @@ class PoolPages:
         pieces = [_memory(*piece) for piece in zip(pointers, sizes, strict=True)]
         each = len(pieces) // (pages * self.shares)
         groups: list[Parts] = [pieces[i : i + each] for i in range(0, len(pieces), each)]
-        return PoolMemory([groups[share :: self.shares] for share in range(self.shares)], _nothing)
+        return PoolMemory([groups[share :: self.shares] for share in range(self.shares)])
 
     def _other_access(self, refused: Exception) -> Literal["copy", "none"]:
         """How to get at pages that have no addresses."""
@@ -217,7 +216,7 @@ class PoolPages:
         return "copy"
 
     def _copies(self, copies: Sequence[torch.Tensor]) -> PoolMemory:
-        return PoolMemory([[tensor_parts(copy.contiguous()) for copy in copies]], _nothing)
+        return PoolMemory([[tensor_parts(copy.contiguous()) for copy in copies]])
 
     def _first(self, host_indices: torch.Tensor, pages: int) -> list[int]:
         size = self.host_pool.page_size
@@ -233,7 +232,3 @@ def tensor_parts(tensor: torch.Tensor) -> Parts:
 
 def _memory(pointer: int, size: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * size).from_address(pointer)).cast("B")
-
-
-def _nothing(found: Sequence[bool]) -> None:
-    pass

@@ -359,10 +359,8 @@ class HCacheStorage(HiCacheStorage):
 
     def _drop_own_pages(self) -> None:
         def drop() -> int:
-            return sum(
-                self._store.drop(namespace, self._runtime.writer)
-                for namespace in self._own_namespaces()
-            )
+            names = self._own_namespaces()
+            return sum(self._store.drop(name, self._runtime.writer) for name in names)
 
         dropped = self._guard("drop", drop, 0)
         logger.error("hcache: %d pages that this server wrote were deleted", dropped)

@@ -52,7 +52,7 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
         seen = [every[layer] for layer in hidden]
         places = staging_places(len(seen), *step_tokens(runner), _largest_recorded_tokens())
         hooks = HiddenCapture([(layer.module, layer.linears) for layer in seen])
-        hooks.record_with(Staging(len(seen), codec, places, kvcache.device))
+        hooks.staging = Staging(len(seen), codec, places, kvcache.device)
         runner.hcache_capture = hooks
     except Exception:
         logger.exception("hcache: CUDA graphs are recorded without our copies")
