@@ -1,10 +1,8 @@
 """The arena: host pages and shadow pages in one piece of pinned memory; a backup copies nothing.
 
-The arena has ``host_pages + device_pages`` physical pages. HiCache's index of a host page is
-logical: a table says which physical page it is at present. Every page of the device's KV pool owns
-one more physical page, its *shadow*, where capture writes the rows of its tokens. To back up a
-device page is to exchange two table entries: the host page becomes the filled shadow, and the
-device page gets the host page's empty memory as its new shadow.
+HiCache's index of a host page is logical: a table says which physical page it is at present. Every
+page of the device's KV pool owns one more physical page, its *shadow*, where capture writes the
+rows of its tokens. To back up a device page is to exchange the two table entries.
 
 - Every physical page is in exactly one table entry, always.
 - Rows belong to one allocation of their slot. Allocating a slot again, or loading other KV into it,
@@ -12,7 +10,6 @@ device page gets the host page's empty memory as its new shadow.
 - After a backup, or a load, the rows of a device page live in a host page, its *home*. When
   HiCache frees that while the tokens are still on the device (``write_back`` does), the two entries
   are exchanged once more: the shadow has the rows again, and the page can be backed up again.
-
 - A page that came from L3 may lack the segments of its first layers. It cannot be backed up again.
 
 This is bookkeeping on the CPU, for the scheduler thread alone, except :meth:`Arena.physical`,
@@ -23,7 +20,6 @@ for pages that it owns.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -59,14 +55,8 @@ class Lost(NamedTuple):
     unfit: int
 
 
-@dataclass(frozen=True)
-class ShadowChanges:
-    """New shadows of device pages; captures that are launched from now on must use them.
-
-    Attributes:
-        device_pages: int64 ``[n]``.
-        physical: Their shadows, int64 ``[n]``.
-    """
+class ShadowChanges(NamedTuple):
+    """New shadows of device pages, int64 ``[n]`` each; captures from now on must use them."""
 
     device_pages: Ids
     physical: Ids
@@ -249,11 +239,9 @@ class Arena:
         return self._host[host_pages]
 
     def pages(self, host_pages: Ids, *, header: bool = False) -> list[npt.NDArray[np.uint8]]:
-        """Views of ``host_pages``, uint8 ``[page_bytes]`` each. Any thread.
+        """Views of ``host_pages`` (int64 ``[pages]``), uint8 ``[page_bytes]`` each. Any thread.
 
-        Args:
-            host_pages: int64 ``[pages]``.
-            header: The caller reads nothing but their headers.
+        With ``header`` the caller reads nothing but their headers.
         """
         physical = self._host[host_pages]
         self.host_access(physical, write=False, header=header)

@@ -60,10 +60,6 @@ class Proof:
 class Ledger:
     """What the arena does not know yet. Only the scheduler thread may use it.
 
-    Args:
-        arena: Is told.
-        device: Where the model is.
-
     Attributes:
         broken: Why nothing more can be learned, or None. All rows are void then.
         tokens_missing: Tokens with a row that was promised and not written. Whoever counts these

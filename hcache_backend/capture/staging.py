@@ -1,10 +1,9 @@
 """Two-stage capture (paper section 4.2.2): device staging, then one transfer per step to shadows.
 
-Stage one runs inside the forward pass, on its stream: one kernel per layer copies the projection's
-input to a ring of places in device memory. It may be recorded in a CUDA graph. Stage two runs on a
-stream of its own behind the forward pass: one launch moves all layers of the step to the shadow
-pages of its tokens. A step that is too long for the ring (eager prefill) uses the same memory as a
-ring of layers, and moves each layer by itself.
+Stage one runs on the forward pass's stream, also in a CUDA graph: one kernel per layer copies the
+projection's input to a ring of places in device memory. Stage two runs on a stream of its own: one
+launch moves all layers of the step to the shadow pages of its tokens. A step that is too long for
+the ring uses the same memory as a ring of layers, and moves each layer by itself.
 
 The forward pass never waits for the CPU. Where staging is full, its *stream* waits for the transfer
 that still reads the places.
@@ -41,9 +40,7 @@ class Staging:
 
     Args:
         layers: Captured layers; 0 where no layer is stored as hidden states.
-        codec: Encodes rows.
         places: Rows (of all layers) that it holds. CUDA graphs of larger batches are not captured.
-        device: Where the model is.
     """
 
     def __init__(self, layers: int, codec: Codec, places: int, device: torch.device | str) -> None:
@@ -134,7 +131,6 @@ class Step:
     """One forward pass that is being captured.
 
     Attributes:
-        tokens: How many.
         number: The step's number in the marks.
         where: Slots, positions and token ids, int64 ``[3, tokens]`` on the device.
         entry: What the ledger keeps of it.
@@ -168,8 +164,6 @@ class StagedCapture:
         segments: Which segment of a page each captured layer has.
 
     Attributes:
-        device: Where the model is.
-        codec: Encodes the rows.
         waits_for_staging: How often a forward pass's stream had to wait for a transfer.
     """
 

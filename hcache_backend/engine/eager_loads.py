@@ -42,7 +42,6 @@ class ReservablePages:
     Attributes:
         eager: What reserves pages; None: nothing does yet.
         cache: The radix cache, whose pages can be evicted; None until it is known.
-        device: Where the pages are.
     """
 
     def __init__(self, allocator: PagedTokenToKVPoolAllocator) -> None:
@@ -125,14 +124,9 @@ class ReservablePages:
 
 
 class EagerLoads:
-    """What the controller asks for: pages of running prefetches are restored, loads get them.
+    """Pages of running prefetches are restored, and loads get them.
 
-    Args:
-        pages: The device's free pages.
-        pool: The host pool.
-        pipeline: Launches restores.
-        loads: Knows how first layers are recomputed.
-        limit: Device pages that are reserved at most.
+    At most ``limit`` device pages are reserved; ``loads`` knows how first layers are recomputed.
     """
 
     def __init__(
@@ -230,14 +224,9 @@ class EagerLoads:
         return slots
 
     def load(self, load: QueuedLoad, ask: Callable[[], Any]) -> Any:
-        """Let SGLang queue ``load`` with device pages of ours.
+        """Let SGLang queue ``load`` (at least one page) with what was prepared for it, by ``ask``.
 
-        Args:
-            load: At least one page; told what was prepared for it.
-            ask: Has SGLang allocate device pages and queue the load.
-
-        Returns:
-            What ``ask`` returns.
+        Returns what that returns: the device pages' indices, or None where SGLang has no room.
         """
         with self._pages.given_to(load):
             device_indices = ask()

@@ -61,12 +61,9 @@ def weight_hooks() -> list[Hook]:
 
 
 def install(hooks: list[Hook]) -> str | None:
-    """Register, apply and verify ``hooks``.
+    """Register and apply ``hooks``; which of them are missing, or None.
 
     SGLang only logs a hook that cannot be applied, so each one is looked up afterwards.
-
-    Returns:
-        None, or which hooks are missing.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -133,14 +130,8 @@ def _attend_again(
     key_value_num_tokens: Any = None,
     **others: Any,
 ) -> Any:
-    return attention.attend(
-        kernel,
-        q,
-        k,
-        v,
-        stored=not save_kv_cache,
-        extra=key_value_num_tokens is not None or any(o is not None for o in others.values()),
-    )
+    extra = key_value_num_tokens is not None or any(o is not None for o in others.values())
+    return attention.attend(kernel, q, k, v, stored=not save_kv_cache, extra=extra)
 
 
 def _around_load_back(original: Callable[..., Any], cache: Any, params: Any, *a: Any) -> Any:

@@ -21,12 +21,7 @@ from hcache_backend.streams import Event, StreamFailed, current_stream, to_devic
 
 
 class HostPages(NamedTuple):
-    """How many pages the arena has.
-
-    Attributes:
-        host: What HiCache may allocate.
-        device: Pages of the device's KV pool, each with a shadow.
-    """
+    """Pages of the arena: what HiCache may allocate, and a shadow for each page of the device."""
 
     host: int
     device: int
@@ -39,15 +34,9 @@ class HiddenStatePool(HostKVCache):
     holds the shadow pages of the device, which HiCache never sees.
 
     Args:
-        device_pool: SGLang's KV pool.
-        page_size: Tokens per page.
         layout: SGLang's name of the host layout; pages look the same whatever it is, but HiCache
             decides by it how indices travel.
-        page_layout: Layout of our pages.
-        host_pages: How many pages HiCache gets, and how many the device has.
         stamp: Writes the header of a page that is complete.
-        pin_memory: Whether the device needs pinned memory to read it.
-        allocator_type: SGLang's name of the allocator.
 
     Attributes:
         on_freed: Told of pages (int64 ``[n]``) that HiCache has freed, if anybody wants to know.

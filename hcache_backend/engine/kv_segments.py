@@ -17,12 +17,8 @@ _WORD = torch.int64
 class KVSegments:
     """Copies K and V of some layers between the pool and pages, which hold them as the pool does.
 
-    A segment has K of all tokens of its page, then V.
-
-    Args:
-        kvcache: SGLang's ``MHATokenToKVPool``.
-        layers: Which layers, as the pool numbers them.
-        page_size: Tokens per page.
+    A segment has K of all tokens of its page, then V. Layers are numbered as by ``kvcache``, which
+    is SGLang's ``MHATokenToKVPool``.
     """
 
     def __init__(self, kvcache: Any, layers: Sequence[int], page_size: int) -> None:
@@ -66,12 +62,10 @@ class KVSegments:
         return RestoredLayer("kv", fill)
 
     def differs(self, layout: PageLayout, page: torch.Tensor, slots: torch.Tensor) -> int | None:
-        """The first layer whose segment in ``page`` (uint8 ``[page_bytes]``) is not the pool's.
+        """The first layer whose segment in ``page`` is not the pool's, or None.
 
-        Args:
-            layout: Layout of a page.
-            page: A page on the CPU.
-            slots: Slots of its tokens, int64 ``[page_size]``, on the device.
+        ``page`` is uint8 ``[page_bytes]`` on the CPU; ``slots`` are those of its tokens, int64
+        ``[page_size]``, on the device.
         """
         for layer in self.layers:
             held = [buffer[slots].flatten().view(torch.uint8) for buffer in self._planes(layer)]

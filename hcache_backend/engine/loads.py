@@ -75,14 +75,7 @@ class QueuedLoad:
 
 class LoadQueue:
     """Plans loads, and launches those that were queued. Scheduler thread only, except
-    :meth:`first_to_read`.
-
-    Args:
-        arena: The host pages.
-        pipeline: Launches restores.
-        methods: What is stored, and what decides.
-        recomputer: Runs the model; None where it cannot.
-        device: Where the model is.
+    :meth:`first_to_read`. The recomputer is None where the model cannot be run.
 
     Attributes:
         stored_from: Nothing is stored of the layers before this one.
@@ -118,16 +111,13 @@ class LoadQueue:
     # ---- from asking to launching ----
 
     def plan(self, host_pages: Ids, prefix: Prefix) -> QueuedLoad | None:
-        """A load of ``host_pages`` (int64 ``[p]``); None: they lack layers, and nothing can help.
+        """A load of ``host_pages`` (int64 ``[p]``, at least one) behind the tokens of ``prefix``.
 
-        Args:
-            host_pages: At least one.
-            prefix: Gives the slots of the tokens before them.
+        None: they lack layers, and nothing can help.
         """
         first = int(self._arena.first_layers(host_pages).max())
-        load = QueuedLoad(
-            host_pages, max(self.stored_from, first), [self._span(host_pages, prefix)]
-        )
+        missing = max(self.stored_from, first)
+        load = QueuedLoad(host_pages, missing, [self._span(host_pages, prefix)])
         # In one restore the same layers of all that is queued are recomputed.
         together = [one for one in (*self._queued, load) if one.spans]
         behind = (span.prefix for one in together for span in one.spans)
@@ -150,16 +140,13 @@ class LoadQueue:
     def launch(self, slots: torch.Tensor) -> tuple[StartedRestore, ...]:
         """Launch what is queued as one restore, on the current stream.
 
-        Args:
-            slots: Those of all queued loads, in their order, int64 ``[n]``, on the device.
-
-        Returns:
-            What writes K and V of these slots, or still reads them.
+        ``slots`` are those of all queued loads, in their order, int64 ``[n]``, on the device; what
+        is returned writes their K and V, or still reads them.
         """
         loads, self._queued = self._queued, []
         pages = self._arena.physical(np.concatenate([load.host_pages for load in loads]))
         ready = np.concatenate([load.ready for load in loads])
-        recompute = self._recompute_queued(loads, any_ready=bool(ready.any()))
+        recompute = self._recompute_queued(loads, bool(ready.any()))
         if not ready.any():
             return (self._pipeline.start(pages, slots, recompute),)
         handed = [load.handed for load in loads if load.handed is not None]
@@ -194,19 +181,14 @@ class LoadQueue:
     # ---- recomputation ----
 
     def recompute_of(self, host_pages: Ids, layers: int, prefix: Prefix) -> Recompute | None:
-        """How ``layers`` first layers of consecutive pages are recomputed; None: they cannot be.
+        """How first ``layers`` (at least 1) of consecutive pages (int64 ``[p]``) are recomputed.
 
-        Args:
-            host_pages: The host page of each, int64 ``[p]``.
-            layers: At least 1.
-            prefix: Gives the slots of all tokens before them, where K and V of these layers are.
+        None: they cannot be. ``prefix`` gives slots where K and V of these layers are.
         """
         span = self._span(host_pages, prefix)
         return None if span.prefix is None else self._recompute(layers, [span])
 
-    def _recompute_queued(
-        self, loads: Sequence[QueuedLoad], *, any_ready: bool
-    ) -> Recompute | None:
+    def _recompute_queued(self, loads: Sequence[QueuedLoad], any_ready: bool) -> Recompute | None:
         """How the first layers of ``loads`` are recomputed; None: all are loaded.
 
         With ``any_ready`` only those that must be: all others of some pages are restored already.

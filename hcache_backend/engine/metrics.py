@@ -31,12 +31,7 @@ class Metric:
 
     No count is worth a page or a request: metrics are kept in files, which can fail.
 
-    Args:
-        kind: Its class.
-        name: Without the ending that counters have.
-        text: What it counts.
-        labels: Names of its labels.
-        options: More for its class.
+    The name is without the ending that counters have; ``options`` are those of the metric's class.
     """
 
     def __init__(self, kind: Any, name: str, text: str, *labels: str, **options: Any) -> None:
@@ -169,11 +164,7 @@ class SuspendedGauge:
 
 
 class StoreCounters:
-    """Passes on what a page store counted since the last time.
-
-    Args:
-        stats: The counters of the store.
-    """
+    """Passes on what a page store counted since the last time."""
 
     def __init__(self, stats: StoreStats) -> None:
         self._stats = stats

@@ -24,12 +24,8 @@ logger = logging.getLogger("hcache")
 
 
 class PoolMemory(NamedTuple):
-    """Memory of some pages.
-
-    Attributes:
-        shares: For each share of the heads, the pieces of every page.
-        finish: Called, when pages were read into it, with whether each page was found.
-    """
+    """The pieces of every page, for each share of the heads; and what to call, with whether each
+    page was found, when pages were read into it."""
 
     shares: list[list[Parts]]
     finish: Callable[[Sequence[bool]], None] = lambda found: None
@@ -44,11 +40,6 @@ class PartialRead(NamedTuple):
 
 class PoolPages:
     """The pages of one host pool.
-
-    Args:
-        name: SGLang's name of the pool.
-        host_pool: The pool.
-        config: SGLang's description of this rank.
 
     Attributes:
         empty: The pool only counts tokens (the anchor of pools that hold the data).

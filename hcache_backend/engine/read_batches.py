@@ -16,11 +16,9 @@ from hcache_backend.restore.eager import batch_pages
 
 
 class BatchedReads:
-    """Reads prefetches in smaller batches and reports each. For the storage thread that reads.
+    """Reads prefetches in smaller batches and reports each, for the storage thread that reads.
 
-    Args:
-        page_size: Tokens per page.
-        report: Passes a report on to SGLang's sync thread.
+    ``report`` passes a report on to SGLang's sync thread.
     """
 
     def __init__(self, page_size: int, report: Callable[[PrefetchAck], None]) -> None:
@@ -54,12 +52,8 @@ class BatchedReads:
     ) -> int:
         """Do what ``read(operation, hash_values, host_indices, *others)`` does, in batches.
 
-        Args:
-            read: Reads pages; gives how many of them, from the first one on, are there.
-            operation: SGLang's, of the prefetch.
-            hash_values: A batch of its pages.
-            host_indices: Where they belong, int64 ``[pages * page_size]``.
-            others: What else ``read`` wants.
+        It gives how many of the pages, from the first one on, are there. ``host_indices`` (int64
+        ``[pages * page_size]``) say where they belong.
         """
         step, got = batch_pages(len(operation.hash_value)), 0
         for start in range(0, len(hash_values), step):

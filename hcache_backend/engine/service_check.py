@@ -40,11 +40,8 @@ class PageCheck:
     """Compares a page with the pool.
 
     Attributes:
-        layout: Layout of a page.
-        codec: How its hidden states are encoded.
         hidden_layers: Layers that are stored as hidden states.
         kv: Layers that are stored as K and V.
-        projector: Makes K and V of hidden states.
         exchange: Between the ranks that share the tokens of every page; None: pages are whole.
     """
 
@@ -97,12 +94,7 @@ class _ChosenPage(NamedTuple):
 class ServiceChecks:
     """Chosen pages of backups, and what is due. Scheduler thread only.
 
-    Args:
-        runtime: State of this process; loses its trust when a page is wrong.
-        pool: The host pool.
-        capture: Knows which tokens are still on the device.
-        check_page: Compares a page.
-        group: Process group of the tensor-parallel ranks.
+    The runtime loses its trust when a page is wrong; ``group`` are the tensor-parallel ranks.
     """
 
     def __init__(
@@ -131,11 +123,8 @@ class ServiceChecks:
             host_pages: Where they are backed up to, int64 ``[n / page_size]``.
         """
         assert self._runtime.config is not None
-        every, size, pages = (
-            self._runtime.config.check_every_pages,
-            self._pool.page_size,
-            len(host_pages),
-        )
+        every = self._runtime.config.check_every_pages
+        size, pages = self._pool.page_size, len(host_pages)
         if every == 0:
             return
         if self._pages_until_check >= pages:

@@ -41,7 +41,6 @@ class StagePages:
     Only the scheduler thread may use it, but for :meth:`brought`.
 
     Args:
-        arena: The pages of this stage.
         host_pages: How many HiCache may allocate; the same on every stage.
         trusted: Whether this stage trusts its projections.
         lose_trust: Called when another stage does not.
@@ -72,9 +71,7 @@ class StagePages:
     def backed_up(self, host_pages: Ids, *, whole: bool) -> None:
         """The next backup went to ``host_pages`` (int64 ``[pages]``), on every stage.
 
-        Args:
-            host_pages: Where it went.
-            whole: Whether the rows are there on this stage, as far as it is known now.
+        ``whole``: the rows are there on this stage, as far as it is known now.
         """
         if self.alone:
             return

@@ -1,12 +1,8 @@
 """Eager restores: pages become K and V while the rest of their prefetch is still being read.
 
-A prefetch brings pages from storage to host memory, first pages first. For the pages that it will
-bring, free device pages are reserved; whenever some have arrived they are copied and projected. The
-engine's load of these host pages then gets the device pages that were prepared for them, and
-transfers only the others.
-
-What is reserved stays free for everybody else: it is only a guess that the pages will be wanted.
-So the engine counts it as free, and whoever allocates may have it. The rules:
+For the pages that a prefetch will bring, free device pages are reserved; whenever some have arrived
+they are copied and projected. The engine's load of these host pages then gets the device pages that
+were prepared for them. That they will be wanted is a guess: reserved pages count as free.
 
 - A device page is either free, or reserved for one host page, or handed out, never two of these.
 - It is launched for a host page once, after that page has arrived and was proven.
@@ -16,8 +12,8 @@ So the engine counts it as free, and whoever allocates may have it. The rules:
 - It is free for others only behind the restore that writes it, and those that recompute from it.
 - When the host page is freed, what was made of it is worth nothing and is given back.
 
-This is bookkeeping for the scheduler thread. It depends on nothing that differs between
-tensor-parallel ranks, such as whether an event has passed: they all decide the same.
+It depends on nothing that differs between tensor-parallel ranks, such as whether an event has
+passed: they all decide the same.
 """
 
 from __future__ import annotations
@@ -88,14 +84,7 @@ class HandOut(NamedTuple):
 
 
 class EagerRestores:
-    """Which free device pages are reserved, and for what. Scheduler thread only.
-
-    Args:
-        page_size: Tokens per page.
-        free: The device's free pages.
-        launch: Launches restores.
-        limit: Device pages that are reserved at most.
-    """
+    """Which free device pages are reserved, at most ``limit``, for what. Scheduler thread only."""
 
     def __init__(self, page_size: int, free: FreePages, launch: LaunchRestore, limit: int) -> None:
         self._size = page_size
@@ -132,13 +121,8 @@ class EagerRestores:
 
         What ended prefetches left is given back for it, the oldest first.
 
-        Args:
-            prefetch: Names it.
-            keys: Storage keys of its pages.
-            host_pages: Where they will arrive, int64 ``[pages]``. Nobody else uses these.
-
-        Returns:
-            How many device pages were reserved.
+        Its pages, with these keys in storage, will arrive in ``host_pages`` (int64 ``[pages]``),
+        which nobody else uses. Returns how many device pages were reserved.
         """
         chosen = self.wanted(keys)
         spare = self._limit - self.pages
@@ -159,8 +143,7 @@ class EagerRestores:
     def arrived(self, prefetch: Hashable, pages: int) -> int:
         """The first ``pages`` pages of a prefetch are there, and proven, on all ranks.
 
-        Returns:
-            Of how many pages a restore was launched.
+        Returns how many pages are restored by what it launched.
         """
         reservation = self._running[prefetch]
         due = [i for i in reservation.waiting() if i < pages - reservation.first]
@@ -178,10 +161,7 @@ class EagerRestores:
     def end(self, prefetch: Hashable) -> int:
         """No more pages come: what none was launched into is given back.
 
-        The others stay for a load, until somebody needs the room.
-
-        Returns:
-            How many device pages were given back.
+        The others stay for a load, until somebody needs the room. Returns how many were given back.
         """
         reservation = self._running.pop(prefetch)
         waiting = [(reservation, i) for i in reservation.waiting()]
@@ -211,8 +191,7 @@ class EagerRestores:
     def hand_out(self, host_pages: Ids) -> HandOut | None:
         """Device pages for a load of ``host_pages`` (int64 ``[pages]``), each of them once.
 
-        Returns:
-            None, and nothing has changed, when there are not enough free and reserved pages.
+        None, and nothing has changed, when there are not enough free and reserved pages.
         """
         if len(host_pages) > self._free.count() + self.pages:
             return None

@@ -1,9 +1,5 @@
 """Tensor-parallel ranks bring their shares of the hidden states together (paper section 5).
 
-Hidden states are the same on every rank, so each rank saves and loads those of its own tokens only,
-and what a layer's projection needs is gathered from all of them: over the devices' links, not over
-the buses.
-
 Collectives must begin in the same order on every rank, and two communicators must not run at the
 same time on one device, where each could wait for room that the other holds. So the exchange has a
 process group of its own, and :class:`CollectiveOrder` keeps it, and recomputation, apart from the
@@ -70,11 +66,9 @@ class Exchange:
 
     @classmethod
     def between(cls, ranks: Sequence[int], device: torch.device | str) -> Exchange:
-        """Make the process groups of ``ranks``, each of which must call this at the same point.
+        """Make the process groups of global ``ranks``, in the order of their shares.
 
-        Args:
-            ranks: Global ranks, in the order of their shares.
-            device: Where the model is.
+        Each of them must call this at the same point.
         """
         own = list(ranks).index(dist.get_rank())
         options = {"timeout": _TIMEOUT, "use_local_synchronization": True}
@@ -153,12 +147,8 @@ class Exchange:
 class CollectiveOrder:
     """Keeps the collectives of restores and of the engine's forward passes apart, on the device.
 
-    Forward pass, restore, forward pass: in the order in which the scheduler launched them, which is
-    the same on every rank, and never two of them at once. Only events are waited for. On a CPU
-    there is nothing to do: collectives of both block the scheduler thread.
-
-    Args:
-        device: Where the model is.
+    They run in the order in which the scheduler launched them, which is the same on every rank, and
+    never two at once. On a CPU there is nothing to do: both block the scheduler thread.
     """
 
     def __init__(self, device: torch.device | str) -> None:

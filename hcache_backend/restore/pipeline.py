@@ -1,23 +1,14 @@
 """Restore: pages of the arena -> K and V in the device's pool, layer by layer, without bubbles.
 
-Two streams work at once (paper section 4.1). The copy stream brings layer segments to a ring of
-device buffers, as far ahead as the ring allows; the compute stream projects them. Segments that
-hold K and V need no compute and go to the pool on the copy stream. The first layers may be
-recomputed instead, whatever is stored of them: that runs on the engine's stream, whose state the
-model's code wants, while segments of later layers arrive, and before any is projected. Each layer
-has an event, so the engine's forward pass may start on layer 0 while layer 1 is on its way.
+Two streams work at once (paper section 4.1; docs/how-it-works.md). The copy stream brings layer
+segments to a ring of device buffers; the compute stream projects them. Segments that hold K and V
+go to the pool on the copy stream. The first layers may be recomputed instead: on the engine's
+stream, whose state the model's code wants, while segments of later layers arrive and wait in the
+ring, and then in the pool itself, where nobody reads a layer before it is done.
 
-Where the projection is not to begin at once the ring would soon be full and the bus idle. Segments
-then wait in the pool itself: the slots of their layer have as much room, and nobody reads them
-before the layer is done.
-
-Whatever a restore consists of (many nodes, many requests), every layer is one copy and one
-projection, unless it has more tokens than a projection may take at once. Only the first layer comes
-in a few pieces: until its first piece has arrived there is nothing to project.
-
-Where tensor-parallel ranks share the tokens of every page, a copy brings the rank's own share and
-gathers the others' (paper section 5). What arrives then is in the order of the shares, and not of
-the pages; positions and slots are put in the same order.
+Every layer is one copy and one projection, unless it has more tokens than a projection may take at
+once. Only the first one comes in pieces: until one has arrived there is nothing to project. Where
+ranks share the tokens of every page, what arrives is in the order of the shares, not of the pages.
 """
 
 from __future__ import annotations
@@ -60,10 +51,7 @@ class RestorePipeline:
 
     Args:
         memory: The arena, uint8 ``[pages, page_bytes]``; pinned where the device is a GPU.
-        layout: Layout of a page.
-        layers: How every layer comes back.
         chunk_tokens: Tokens that one projection takes at most.
-        device: Where the model is.
         gather: Copies segments to the device; None: :func:`gather_segments`.
         exchange: Brings the shares of hidden states together; None: pages have all of them.
         order: Keeps collectives apart from those of forward passes; None: there are none.
@@ -111,14 +99,10 @@ class RestorePipeline:
         The pages must stay as they are until all layers are done.
 
         Args:
-            pages: Physical pages of the arena, int64 ``[p]``, any order; none where only
-                ``recompute`` has something to do.
+            pages: Physical pages of the arena, int64 ``[p]``; none where all is recomputed.
             slots: Slots of their tokens, int64 ``[p * page_size]``, on the device.
             recompute: For the first layers; None: all segments are there.
             first_layer: Without ``recompute``, layers before this one are somebody else's.
-
-        Returns:
-            The restore. Its layers are in the pool when their events have passed.
 
         Raises:
             ValueError: Nothing is stored of a layer, and it is not to be recomputed.

@@ -64,19 +64,12 @@ class _Piece(NamedTuple):
 class RecomputeAttention:
     """The attention of one forward pass, called in the place of the engine's.
 
-    Args:
-        pool: Where K and V are.
-        last_layer: The last wanted layer, as the engine's attention objects count.
-        slots: Slots of the tokens, int64 ``[n]``.
-        pieces: What the tokens belong to.
+    Layers are numbered as by the engine's attention objects; ``slots`` are those of the tokens,
+    int64 ``[n]``, and ``pieces`` what these belong to.
     """
 
     def __init__(
-        self,
-        pool: AttentionPool,
-        last_layer: int,
-        slots: torch.Tensor,
-        pieces: Sequence[_Piece],
+        self, pool: AttentionPool, last_layer: int, slots: torch.Tensor, pieces: Sequence[_Piece]
     ) -> None:
         self._pool = pool
         self._last_layer = last_layer
@@ -96,14 +89,11 @@ class RecomputeAttention:
 
         Args:
             kernel: The engine's attention object of the layer.
-            q: Queries, ``[n, heads * head_dim]``.
-            k: Keys, ``[n, kv_heads * head_dim]``; None where a layer uses those of another one.
-            v: Values, likewise.
+            q: ``[n, heads * head_dim]``; what is returned is ``[n, heads * value_dim]``.
+            k: ``[n, kv_heads * head_dim]``; None where a layer uses those of another one.
+            v: ``[n, kv_heads * value_dim]`` or None, likewise.
             stored: Whether the model has stored K and V itself.
             extra: Whether the model gave arguments that plain attention does not know.
-
-        Returns:
-            ``[n, heads * value_dim]``.
 
         Raises:
             RecomputeRefused: This is no plain causal attention.
@@ -193,14 +183,10 @@ class Recomputer:
         slots: torch.Tensor,
         spans: Sequence[RestoredSpan],
     ) -> None:
-        """Write K and V of the first ``layers`` layers to the pool.
+        """Write K and V of the first ``layers`` (at least 1) layers to the pool.
 
-        Args:
-            layers: At least 1.
-            token_ids: int64 ``[n]`` on the device, span after span; the next two likewise.
-            positions: int64 ``[n]``.
-            slots: int64 ``[n]``.
-            spans: What the tokens belong to; together ``n`` tokens.
+        Token ids, positions and slots of the ``spans`` are int64 ``[n]`` each, on the device, span
+        after span.
 
         Raises:
             RecomputeRefused: The model ended without reaching the last layer, or is no plain one.

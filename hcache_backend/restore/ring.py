@@ -21,13 +21,7 @@ def largest_segment(layout: PageLayout, hidden: Iterable[int]) -> int:
 
 
 def ring_bytes(layout: PageLayout, chunk_tokens: int, hidden: Iterable[int]) -> int:
-    """Device memory that a pipeline takes; projections need theirs for one chunk besides.
-
-    Args:
-        layout: Layout of a page.
-        chunk_tokens: Tokens that one projection takes at most.
-        hidden: Layers that are stored as hidden states.
-    """
+    """Device memory that a pipeline takes; projections need theirs for one chunk besides."""
     chunk_pages = max(1, chunk_tokens // layout.page_size)
     return RUN_AHEAD * chunk_pages * largest_segment(layout, hidden)
 
