@@ -67,7 +67,6 @@ class Arena:
 
     Args:
         memory: uint8 ``[host_pages + device_pages, page_bytes]``; only headers are written here.
-        layout: Layout of a page.
         host_pages: Pages that HiCache may allocate.
         device_pages: Pages of the device's KV pool, the padding page included.
         stamp: Writes the header of a page that is complete: ``stamp(page)`` with uint8

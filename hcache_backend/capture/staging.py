@@ -157,7 +157,6 @@ class StagedCapture:
     the stream that made them is current.
 
     Args:
-        arena: Owns the shadow pages; its memory is ``memory``.
         memory: The arena's memory as a tensor, uint8 ``[pages, page_bytes]``.
         staging: What rows pass through. Eager steps may be up to ``staging.layers`` times as long
             as it has places.

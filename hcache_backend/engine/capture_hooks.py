@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,9 +45,10 @@ class HiddenCapture:
         self._complained = False
         self._noted_unfit = False
         for index, (module, linears) in enumerate(layers):
-            module.register_forward_pre_hook(self._on_call(index))
+            module.register_forward_pre_hook(partial(self._on_call, index))
             for linear in linears:
-                hook = linear.register_forward_pre_hook(self._on_linear(index), with_kwargs=True)
+                fed = partial(self._on_linear, index)
+                hook = linear.register_forward_pre_hook(fed, with_kwargs=True)
                 self._hooks.append((linear, hook))
 
     def watch_only(self, projections: Iterable[torch.nn.Module]) -> None:
@@ -59,13 +61,8 @@ class HiddenCapture:
     def use(
         self, capture: StagedCapture, *, tokens_only: bool, order: CollectiveOrder | None
     ) -> None:
-        """Capture every forward pass from now on.
-
-        Args:
-            capture: Takes what the projections receive.
-            tokens_only: Leave out what cannot be recomputed from token ids.
-            order: Keeps collectives of forward passes apart from those of restores, if need be.
-        """
+        """Capture every forward pass from now on; ``tokens_only``: not those that cannot be
+        recomputed from token ids."""
         self._capture, self._tokens_only, self._order = capture, tokens_only, order
 
     def allocated(self, slots: torch.Tensor) -> None:
@@ -140,21 +137,17 @@ class HiddenCapture:
         else:
             self._complain(f"a step that showed each layer {step.layers_seen} times")
 
-    def _on_call(self, index: int) -> Any:
-        def called(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-            self._called[index] = True
+    def _on_call(self, index: int, *_: Any) -> None:
+        self._called[index] = True
 
-        return called
-
-    def _on_linear(self, index: int) -> Any:
-        def fed(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # A restore that projects with attention modules may do so on a thread of its own.
-            if not self._called[index] or threading.get_ident() != self._thread:
-                return
-            self._called[index] = False
-            self._take(index, args[0] if args else next(iter(kwargs.values()), None))
-
-        return fed
+    def _on_linear(
+        self, index: int, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        # A restore that projects with attention modules may do so on a thread of its own.
+        if not self._called[index] or threading.get_ident() != self._thread:
+            return
+        self._called[index] = False
+        self._take(index, args[0] if args else next(iter(kwargs.values()), None))
 
     def _take(self, index: int, hidden: object) -> None:
         if self._capture is not None:

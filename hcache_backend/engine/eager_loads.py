@@ -1,10 +1,8 @@
 """Eager restores on a server: its prefetches, its allocator, its loads (see restore/eager.py).
 
-Once in every turn of the scheduler, where HiCache has just looked at what its storage threads
-brought, running prefetches are looked at: for a new one device pages are reserved, and pages that
-have arrived since the last turn are copied and projected. What HiCache knows of a prefetch there,
-all tensor-parallel ranks have agreed on. So they all decide the same, and nothing more has to be
-agreed on.
+Running prefetches are looked at once in every turn of the scheduler, where HiCache has just looked
+at what its storage threads brought. What it knows of a prefetch there, all tensor-parallel ranks
+have agreed on, so they all decide the same.
 
 Reserved device pages are out of the allocator's lists but count as available: whoever allocates
 gets them, so that admission and eviction go on as if there were no reservations.
@@ -188,11 +186,7 @@ class EagerLoads:
         return streams.of(self._controller.l2_transfer_engine.host_to_device_stream)
 
     def _launch(
-        self,
-        prefetch: Hashable,
-        host_pages: Ids,
-        slots: torch.Tensor,
-        before: torch.Tensor | None,
+        self, prefetch: Hashable, host_pages: Ids, slots: torch.Tensor, before: torch.Tensor | None
     ) -> Launched:
         arena, recompute, reads_others = self._pool.arena, None, False
         first = max(self._loads.stored_from, int(arena.first_layers(host_pages).max()))

@@ -16,7 +16,7 @@ from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.loads import LoadQueue
 from hcache_backend.page import PageLayout
-from hcache_backend.restore.reservation import StartedRestore
+from hcache_backend.restore.report import RunningRestore
 from hcache_backend.streams import Event, StreamFailed, current_stream, to_device
 
 
@@ -66,7 +66,7 @@ class HiddenStatePool(HostKVCache):
         self._capture: StagedCapture | None = None
         self._loads: LoadQueue | None = None
         self._kv: KVSegments | None = None
-        self._restores: tuple[StartedRestore, ...] = ()
+        self._restores: tuple[RunningRestore, ...] = ()
         self._backed_up: Event | None = None
         self.on_freed: Callable[[Ids], None] | None = None
         self.pieces_per_page = 1
@@ -211,9 +211,8 @@ class HiddenStatePool(HostKVCache):
         cuts = [length * piece // self.pieces_per_page for piece in range(self.pieces_per_page)]
         sizes = [end - cut for cut, end in zip(cuts, [*cuts[1:], length], strict=True)]
         physical = self.arena.physical(self.page_ids(indices)).tolist()
-        return [base + page * length + cut for page in physical for cut in cuts], sizes * len(
-            physical
-        )
+        addresses = [base + page * length + cut for page in physical for cut in cuts]
+        return addresses, sizes * len(physical)
 
     def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:
         return [self.kv_buffer]

@@ -23,7 +23,8 @@ from hcache_backend.restore.eager import HandOut
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import Recomputer, RestoredSpan
-from hcache_backend.restore.reservation import StartedRestore, runs
+from hcache_backend.restore.report import RunningRestore
+from hcache_backend.restore.reservation import runs
 from hcache_backend.store import EIGHTHS
 from hcache_backend.streams import current_stream, to_device
 
@@ -137,7 +138,7 @@ class LoadQueue:
         """Queued loads were dropped."""
         self._queued.clear()
 
-    def launch(self, slots: torch.Tensor) -> tuple[StartedRestore, ...]:
+    def launch(self, slots: torch.Tensor) -> tuple[RunningRestore, ...]:
         """Launch what is queued as one restore, on the current stream.
 
         ``slots`` are those of all queued loads, in their order, int64 ``[n]``, on the device; what
@@ -228,7 +229,7 @@ class LoadQueue:
         recompute: Recompute,
         pages: Ids,
         slots: torch.Tensor,
-        behind: Sequence[StartedRestore],
+        behind: Sequence[RunningRestore],
     ) -> Recompute:
         """The same for all tokens of ``pages`` (physical), whichever of them are transferred."""
         for restore in behind:  # it may have restored some of these layers, or those before

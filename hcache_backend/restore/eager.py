@@ -26,12 +26,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hcache_backend.restore.report import RunningRestore
 from hcache_backend.restore.reservation import (
     Ids,
     LaunchRestore,
     Place,
     Reservation,
-    StartedRestore,
     by_reservation,
     runs,
     using,
@@ -80,7 +80,7 @@ class HandOut(NamedTuple):
     slots: torch.Tensor
     ready: npt.NDArray[np.bool_]
     whole: npt.NDArray[np.bool_]
-    restores: tuple[StartedRestore, ...]
+    restores: tuple[RunningRestore, ...]
 
 
 class EagerRestores:

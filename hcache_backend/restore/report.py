@@ -81,7 +81,7 @@ class RunningRestore:
         """Let the current stream wait until all layers are in the pool.
 
         Raises:
-            StreamFailed: On a CPU, when they could not be restored.
+            StreamFailed: On a CPU, when they could not be restored; nothing is written any more.
         """
         for event in dict.fromkeys(self.layers):
             current_stream(self._device).wait(event)

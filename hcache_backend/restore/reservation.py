@@ -5,27 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from hcache_backend.restore.report import RunningRestore
+
 Ids = npt.NDArray[np.int64]
-
-
-class StartedRestore(Protocol):
-    """A restore that was launched."""
-
-    def wait_for_layer(self, layer: int) -> None:
-        """Let the current stream wait until K and V of ``layer`` are in the pool."""
-
-    def wait(self) -> None:
-        """Let the current stream wait for all layers.
-
-        Raises:
-            StreamFailed: On a CPU, when it did not work; nothing is written any more.
-        """
 
 
 class Launched(NamedTuple):
@@ -37,7 +25,7 @@ class Launched(NamedTuple):
         reads_before: It reads K and V of the pages before these.
     """
 
-    restore: StartedRestore
+    restore: RunningRestore
     whole: bool
     reads_before: bool
 
@@ -69,7 +57,7 @@ class Reservation:
     keys: Sequence[Hashable]
     first: int
     held: set[int]
-    restores: dict[int, StartedRestore] = field(default_factory=dict)
+    restores: dict[int, RunningRestore] = field(default_factory=dict)
     whole: set[int] = field(default_factory=set)
     reading: set[int] = field(default_factory=set)
 
@@ -81,7 +69,7 @@ class Reservation:
         """Held pages that were launched, in order."""
         return sorted(self.held & self.restores.keys())
 
-    def using(self, numbers: set[int]) -> list[StartedRestore]:
+    def using(self, numbers: set[int]) -> list[RunningRestore]:
         """What was launched that writes one of these pages, or reads it."""
         first = min(numbers)
         return [
@@ -103,7 +91,7 @@ def by_reservation(places: Iterable[Place]) -> Iterable[tuple[Reservation, set[i
     return numbers.values()
 
 
-def using(places: Iterable[Place]) -> Iterator[StartedRestore]:
+def using(places: Iterable[Place]) -> Iterator[RunningRestore]:
     """Each restore that writes one of these pages, or reads it, once."""
     used = (one for reservation, i in by_reservation(places) for one in reservation.using(i))
     yield from {id(restore): restore for restore in used}.values()
