@@ -1,9 +1,7 @@
 """The check in service: is a backed-up page what the model's K and V say?
 
-A sample of every backup is compared once it has arrived.
-
-A check talks to the other tensor-parallel ranks, so every rank has to get to it at the same point;
-what one of them cannot show is checked by none.
+A sample of every backup is compared once it has arrived. A check talks to the other tensor-parallel
+ranks, so every rank has to get to it at the same point; what one of them lacks is not checked.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Which host pages may be loaded where the model is divided into pipeline stages.
 
-Stages do the same things one after the other, and none may wait for a later one on the scheduler
-thread: that one may be waiting for what the first does next. So every stage backs up every node
-that it is told to, if need be with pages that are marked as lost. It says of each backup, once it
-knows, whether its rows are whole; and the first stage alone decides about loads, by what it has
-heard so far. The others follow.
+No stage may wait for a later one on the scheduler thread: that one may be waiting for what the
+first does next. So every stage backs up every node, if need be with pages that are marked as lost,
+and says of each backup, once it knows, whether its rows are whole. The first stage alone decides
+about loads, by what it has heard so far.
 """
 
 from __future__ import annotations

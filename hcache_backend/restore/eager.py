@@ -151,11 +151,7 @@ class EagerRestores:
             ids = np.array(reservation.host_pages[run.start : run.stop], dtype=np.int64)
             before = self._before(reservation, run.start)
             launched = self._launch(prefetch, ids, self._slots(reservation, run), before)
-            reservation.restores.update(dict.fromkeys(run, launched.restore))
-            if launched.whole:
-                reservation.whole.update(run)
-            if launched.reads_before:
-                reservation.reading.update(run)
+            reservation.launches.update(dict.fromkeys(run, launched))
         return len(due)
 
     def end(self, prefetch: Hashable) -> int:
@@ -197,8 +193,9 @@ class EagerRestores:
             return None
         found = [self._places.get(page) for page in host_pages.tolist()]
         places = [place for place in found if place is not None]
-        ready = np.array([p is not None and p[1] in p[0].restores for p in found], dtype=np.bool_)
-        whole = np.array([p is not None and p[1] in p[0].whole for p in found], dtype=np.bool_)
+        launches = [place and place[0].launches.get(place[1]) for place in found]
+        ready = np.array([one is not None for one in launches], dtype=np.bool_)
+        whole = np.array([one is not None and one.whole for one in launches], dtype=np.bool_)
         restores = tuple(using(places))
         self._forget(places)
         missing = len(found) - len(places)
@@ -236,10 +233,10 @@ class EagerRestores:
 
     def _before(self, reservation: Reservation, page: int) -> torch.Tensor | None:
         """Slots of the prefetch's pages before ``page``; None where not all are held and whole."""
-        pages = range(page)
-        if reservation.first or not reservation.held & reservation.whole >= set(pages):
+        whole = {i for i, launched in reservation.launches.items() if launched.whole}
+        if reservation.first or not reservation.held & whole >= set(range(page)):
             return None
-        return self._slots(reservation, pages)
+        return self._slots(reservation, range(page))
 
     def _give_back(self, places: Sequence[Place]) -> None:
         self._wait(places)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -52,22 +52,21 @@ class RestoreReport:
         return self.total_ms - self.busy_ms(stream)
 
 
+@dataclass(eq=False)
 class RunningRestore:
-    """A restore that was launched.
+    """A restore that was launched; see :class:`RestoreReport`.
 
     Attributes:
         layers: For each layer, an event behind the last of its K and V.
+        timed: What the streams do for a layer, between two events.
     """
 
-    def __init__(
-        self, tokens: int, size: Mapping[str, int], begin: Event, device: torch.device
-    ) -> None:
-        self.layers: list[Event] = []
-        self._device = device
-        self._tokens = tokens
-        self._bytes = size
-        self._begin = begin
-        self.timed: list[tuple[StreamName, int, Event, Event]] = []
+    tokens: int
+    bytes: Mapping[str, int]
+    begin: Event
+    device: torch.device
+    layers: list[Event] = field(default_factory=list)
+    timed: list[tuple[StreamName, int, Event, Event]] = field(default_factory=list)
 
     def wait_for_layer(self, layer: int) -> None:
         """Let the current stream wait until K and V of ``layer`` are in the pool.
@@ -75,7 +74,7 @@ class RunningRestore:
         Raises:
             StreamFailed: On a CPU, when they could not be restored: they must not be used.
         """
-        current_stream(self._device).wait(self.layers[layer])
+        current_stream(self.device).wait(self.layers[layer])
 
     def wait(self) -> None:
         """Let the current stream wait until all layers are in the pool.
@@ -84,7 +83,7 @@ class RunningRestore:
             StreamFailed: On a CPU, when they could not be restored; nothing is written any more.
         """
         for event in dict.fromkeys(self.layers):
-            current_stream(self._device).wait(event)
+            current_stream(self.device).wait(event)
 
     def done(self) -> bool:
         """Whether all layers are in the pool."""
@@ -92,9 +91,9 @@ class RunningRestore:
 
     def report(self) -> RestoreReport:
         """Times of a restore that is done."""
-        first = self._begin
+        first = self.begin
         spans = (
             Span(stream, layer, first.elapsed_time(start), first.elapsed_time(end))
             for stream, layer, start, end in self.timed
         )
-        return RestoreReport(self._tokens, self._bytes, tuple(spans))
+        return RestoreReport(self.tokens, self.bytes, tuple(spans))

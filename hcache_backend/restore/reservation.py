@@ -47,9 +47,7 @@ class Reservation:
         keys: The storage key of each.
         first: Number, in the prefetch, of the first one.
         held: Numbers, here, of those that are neither given back nor handed out: at first all.
-        restores: What was launched, by number.
-        whole: Numbers of those of which all layers were launched.
-        reading: Numbers of those whose restores read the pages before them.
+        launches: What was launched, by number.
     """
 
     host_pages: list[int]
@@ -57,25 +55,23 @@ class Reservation:
     keys: Sequence[Hashable]
     first: int
     held: set[int]
-    restores: dict[int, RunningRestore] = field(default_factory=dict)
-    whole: set[int] = field(default_factory=set)
-    reading: set[int] = field(default_factory=set)
+    launches: dict[int, Launched] = field(default_factory=dict)
 
     def waiting(self) -> list[int]:
         """Held pages that were not launched, in order."""
-        return sorted(self.held - self.restores.keys())
+        return sorted(self.held - self.launches.keys())
 
     def launched(self) -> list[int]:
         """Held pages that were launched, in order."""
-        return sorted(self.held & self.restores.keys())
+        return sorted(self.held & self.launches.keys())
 
     def using(self, numbers: set[int]) -> list[RunningRestore]:
         """What was launched that writes one of these pages, or reads it."""
         first = min(numbers)
         return [
-            restore
-            for i, restore in self.restores.items()
-            if i in numbers or (i in self.reading and i > first)
+            launched.restore
+            for i, launched in self.launches.items()
+            if i in numbers or (launched.reads_before and i > first)
         ]
 
 
