@@ -82,8 +82,11 @@ class HostPages:
             self.layout.token_ids(self.memory)[page] = page
         self.first = 0
 
-    def pages(self, host_pages: np.ndarray) -> list[np.ndarray]:
+    def pages(self, host_pages: np.ndarray, *, header: bool = False) -> list[np.ndarray]:
         return [self.memory[page] for page in host_pages]
+
+    def host_access(self, pages: np.ndarray, *, write: bool, header: bool = False) -> None:
+        assert not write
 
     def physical(self, host_pages: np.ndarray) -> np.ndarray:
         return host_pages
