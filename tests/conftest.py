@@ -2,23 +2,26 @@
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 # Tiny tensors on few cores: threads only wait for each other. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-from hypothesis import settings
 
-from tests.long_results import LongResults
+import bench.gpu  # noqa: F401  the kernels, where only the checkout is there
 
 # A shell has its background jobs ignore it, and so would the commands that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # An example that waits for a busy machine is not a slow one; pytest's timeout ends those that hang.
-settings.register_profile("busy machine", deadline=None)
-settings.load_profile("busy machine")
+with suppress(ImportError):  # machines with a GPU may lack it: bench/gpu/first.sh
+    from hypothesis import settings
+
+    settings.register_profile("busy machine", deadline=None)
+    settings.load_profile("busy machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,4 +36,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--long-results")
     if path is not None and not hasattr(config, "workerinput"):  # one process writes the file
+        from tests.long_results import LongResults
+
         config.pluginmanager.register(LongResults(path))

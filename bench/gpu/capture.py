@@ -11,7 +11,8 @@ embedding and LM head, so shares are of a little less than the real step):
 - direct: the paper's DirectIO variant: every layer's rows go straight to the pages in host memory,
   on the step's own stream (paper section 4.2.2)
 
-Decode steps replay a CUDA graph; prefill of 8192 tokens runs eagerly. Also decode steps of other
+Decode steps replay a CUDA graph; prefill of 8192 tokens runs eagerly, and prefill of 2048 also
+replays a graph (staged, all its rows wait in staging at once). Also decode steps of other
 requests while restores of 4096 tokens run. After each run the shadow pages are compared with what
 the last step's projections received.
 
@@ -30,11 +31,12 @@ from bench.gpu import program
 from bench.gpu.capture_report import draw, table
 from bench.gpu.capture_steps import Decode, Prefill, decode_during_restores
 from bench.gpu.devices import Device
-from bench.gpu.program import Row
+from bench.gpu.program import Results
 from bench.gpu.restore_models import SHAPES, Shape, build
 
 BATCHES = (1, 16, 64, 256)
-PREFILL = 8192
+PREFILL, GRAPH_PREFILL = 8192, 2048
+WAYS = ("none", "staged", "direct")
 
 
 def main() -> int:
@@ -44,45 +46,41 @@ def main() -> int:
     options = parser.parse_args()
     program.require_device(parser, dry_run=options.dry_run)
     device = Device(options.dry_run)
+    results = Results("capture", device.name, options)
     batches = [2, 3] if options.dry_run else options.batches
-    rows = measure(device, options.models, batches, 48 if options.dry_run else PREFILL)
-    print(table(rows))
-    return program.finish("capture", device.name, options, {"rows": rows}, draw)
+    measure(device, options.models, batches, results)
+    print(table(results.of()))
+    return results.finish(draw)
 
 
-def measure(device: Device, models: list[str], batches: list[int], prefill: int) -> list[Row]:
+def measure(device: Device, models: list[str], batches: list[int], results: Results) -> None:
     """One row per model, kind of step and way of saving."""
-    rows = []
+    eager, recorded = (48, 32) if device.dry_run else (PREFILL, GRAPH_PREFILL)
     for full in SHAPES:
         if full.name not in models:
             continue
         shape = full.tiny() if device.dry_run else full
+
+        def add(
+            step: str, tokens: int, way: str, ms: float, right: bool, shape: Shape = shape
+        ) -> None:
+            row = {"model": shape.name, "step": step, "tokens": tokens, "way": way, "ms": ms}
+            results.add({**row, "right": right}, f"{shape.name}, {step} of {tokens}, {way}")
+
         with torch.inference_mode():
             layers = build(shape, device.kind, device.dtype)
             for batch in batches:
-                for way in ("none", "staged", "direct"):
-                    ms, right = Decode(device, shape, layers, batch).run(way)
-                    rows.append(row(shape, "decode", batch, way, ms, right))
-            for way in ("none", "staged", "direct"):
-                ms, right = Prefill(device, shape, layers, prefill).run(way)
-                rows.append(row(shape, "prefill", prefill, way, ms, right))
+                for way in WAYS:
+                    add("decode", batch, way, *Decode(device, shape, layers, batch).run(way))
+            for way in WAYS:
+                step = Prefill(device, shape, layers, recorded, graph=True)
+                add("prefill graph", recorded, way, *step.run(way))
+            for way in WAYS:
+                add("prefill", eager, way, *Prefill(device, shape, layers, eager).run(way))
             for batch in batches:
                 alone, during, right = decode_during_restores(device, shape, layers, batch)
-                rows.append(row(shape, "decode", batch, "alone", alone, True))
-                rows.append(row(shape, "decode", batch, "during restores", during, right))
-            print(f"{shape.name}: measured", flush=True)
-    return rows
-
-
-def row(shape: Shape, step: str, tokens: int, way: str, ms: float, right: bool) -> Row:
-    return {
-        "model": shape.name,
-        "step": step,
-        "tokens": tokens,
-        "way": way,
-        "ms": ms,
-        "right": right,
-    }
+                add("decode", batch, "alone", alone, True)
+                add("decode", batch, "during restores", during, right)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import numpy as np
@@ -28,7 +29,7 @@ RESTORED = 4096
 class Saving:
     """Shadow pages, and the ways to bring rows to them."""
 
-    def __init__(self, device: Device, shape: Shape, tokens: int) -> None:
+    def __init__(self, device: Device, shape: Shape, tokens: int, places: int) -> None:
         self.device, self.shape, self.tokens = device, shape, tokens
         self.codec = make_codec("none", shape.hidden, device.dtype)
         layout = PageLayout(PAGE, (PAGE * self.codec.row_bytes,) * shape.layers)
@@ -36,8 +37,6 @@ class Saving:
         self.memory = device.pinned(pages + 1, layout.page_bytes)
         self.memory.fill_(0xEE)
         self.arena = Arena(self.memory.numpy(), layout, 1, pages, lambda page: None)
-        # Two decode steps fit, as in the server; a prefill goes layer by layer.
-        places = max(2 * min(tokens, 256), -(-2 * tokens // shape.layers))
         self.staging = Staging(shape.layers, self.codec, places, device.kind)
         self.capture = StagedCapture(self.arena, self.memory, self.staging, range(shape.layers))
         self.slots = torch.randperm((pages - 1) * PAGE, device=device.kind)[:tokens] + PAGE
@@ -74,114 +73,138 @@ class Saving:
         return True
 
 
-class Decode:
-    """Decode steps of a batch of requests; on a GPU replays of one graph."""
+Watch = Callable[[int], Callable[[torch.Tensor], object]]
+"""What sees the input of the projection of a layer."""
 
-    def __init__(self, device: Device, shape: Shape, layers: list[Layer], batch: int) -> None:
-        self.device, self.shape, self.layers, self.batch = device, shape, layers, batch
-        context = min(CONTEXT, CACHE_TOKENS // batch)
-        kind, dtype = device.kind, device.dtype
-        size = (2, batch, shape.heads, 8 if device.dry_run else context, shape.head_dim)
-        self.cache = torch.randn(size, device=kind, dtype=dtype)
-        self.x = torch.randn(batch, shape.hidden, device=kind, dtype=dtype)
-        self.positions = torch.full((batch,), context, device=kind)
-        self.seen = torch.empty(shape.layers, batch, shape.hidden, device=kind, dtype=dtype)
 
-    def step(self, watch: Callable[[int], Callable[[torch.Tensor], None]]) -> None:
+class Forward(ABC):
+    """A forward pass of random layers.
+
+    Args:
+        device: The GPU, or the CPU, which records no graphs.
+        shape: Of the model.
+        layers: Its layers.
+        tokens: That it computes.
+        steps: How many passes one measurement launches.
+        recorded: Launched by the replay of a CUDA graph.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        shape: Shape,
+        layers: list[Layer],
+        tokens: int,
+        *,
+        steps: int,
+        recorded: bool,
+    ) -> None:
+        self.device, self.shape, self.layers, self.tokens = device, shape, layers, tokens
+        self.steps = 2 if device.dry_run else steps
+        self.recorded = recorded and not device.dry_run
+        kinds = {"device": device.kind, "dtype": device.dtype}
+        self.x = torch.randn(tokens, shape.hidden, **kinds)
+
+    @abstractmethod
+    def forward(self, watch: Watch) -> None:
         """All layers."""
-        x = self.x
-        for i, layer in enumerate(self.layers):
-            x = layer.decode(x, self.positions, self.cache, watch(i))
 
-    def launcher(
-        self, watch: Callable[[int], Callable[[torch.Tensor], None]]
-    ) -> Callable[[], object]:
-        """What launches a step: the replay of a graph that was recorded with ``watch``."""
-        if self.device.dry_run:
-            return lambda: self.step(watch)
+    @property
+    @abstractmethod
+    def places(self) -> int:
+        """Rows that staging holds of each layer."""
+
+    def launcher(self, watch: Watch) -> Callable[[], object]:
+        """What launches a pass; a recorded one was recorded with ``watch``."""
+        if not self.recorded:
+            return lambda: self.forward(watch)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):
-                self.step(watch)
+                self.forward(watch)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self.step(watch)
+            self.forward(watch)
         return graph.replay
 
     def run(self, way: str) -> tuple[float, bool]:
-        """Milliseconds a step, and whether the last step's rows were saved."""
-        saving = Saving(self.device, self.shape, self.batch)
-        if way == "staged":  # kernels must not be compiled while the graph is recorded
+        """Milliseconds of a pass, and whether the last one's rows were saved."""
+        saving = Saving(self.device, self.shape, self.tokens, self.places)
+
+        def captured(launch: Callable[[], object], *, replayed: bool) -> None:
             step = saving.capture.begin(saving.slots, saving.positions, saving.positions)
+            launch()
             assert step is not None
-            self.step(lambda layer: saving.watch(way, layer))
-            assert saving.capture.end(step, replayed=False)
-        launch = self.launcher(lambda layer: saving.watch(way, layer))
-        replayed = not self.device.dry_run
+            assert saving.capture.end(step, replayed=replayed)
 
-        def steps() -> None:
-            for _ in range(STEPS):
-                if way != "staged":
+        def watch(layer: int) -> Callable[[torch.Tensor], None]:
+            return saving.watch(way, layer)
+
+        if way == "staged":  # kernels must not be compiled while the graph is recorded
+            captured(lambda: self.forward(watch), replayed=False)
+        launch = self.launcher(watch)
+
+        def passes() -> None:
+            for _ in range(self.steps):
+                if way == "staged":
+                    captured(launch, replayed=self.recorded)
+                else:
                     launch()
-                    continue
-                step = saving.capture.begin(saving.slots, saving.positions, saving.positions)
-                launch()
-                assert step is not None
-                assert saving.capture.end(step, replayed=replayed)
 
-        took = self.device.milliseconds(steps) / STEPS
+        took = self.device.milliseconds(passes) / self.steps
         right = way == "none" or saving.saved(self._inputs())
         self.device.release()
         return took, right
 
     def _inputs(self) -> torch.Tensor:
-        """What every projection receives in a step."""
-
-        def note(layer: int) -> Callable[[torch.Tensor], None]:
-            def copy(hidden: torch.Tensor) -> None:
-                self.seen[layer].copy_(hidden)
-
-            return copy
-
-        # Through a graph of its own: a library may sum in another order than in the eager step.
-        self.launcher(note)()
-        return self.seen
+        """What every projection receives in a pass, ``[layers, tokens, hidden]``."""
+        seen = self.x.new_empty(self.shape.layers, *self.x.shape)
+        # Launched as the others are: a library may sum in another order without a graph.
+        self.launcher(lambda layer: seen[layer].copy_)()
+        return seen
 
 
-class Prefill:
-    """Prefill of one prompt in one chunk, eager."""
+class Decode(Forward):
+    """Decode steps of a batch of requests; on a GPU replays of one graph."""
 
-    def __init__(self, device: Device, shape: Shape, layers: list[Layer], tokens: int) -> None:
-        self.device, self.shape, self.layers, self.tokens = device, shape, layers, tokens
-        self.x = torch.randn(tokens, shape.hidden, device=device.kind, dtype=device.dtype)
+    def __init__(self, device: Device, shape: Shape, layers: list[Layer], batch: int) -> None:
+        super().__init__(device, shape, layers, batch, steps=STEPS, recorded=True)
+        context = min(CONTEXT, CACHE_TOKENS // batch)
+        size = (2, batch, shape.heads, 8 if device.dry_run else context, shape.head_dim)
+        self.cache = torch.randn(size, device=device.kind, dtype=device.dtype)
+        self.positions = torch.full((batch,), context, device=device.kind)
+
+    @property
+    def places(self) -> int:
+        return 2 * self.tokens  # two steps, as in the server
+
+    def forward(self, watch: Watch) -> None:
+        x = self.x
+        for i, layer in enumerate(self.layers):
+            x = layer.decode(x, self.positions, self.cache, watch(i))
+
+
+class Prefill(Forward):
+    """Prefill of one prompt in one chunk."""
+
+    def __init__(
+        self, device: Device, shape: Shape, layers: list[Layer], tokens: int, *, graph: bool = False
+    ) -> None:
+        super().__init__(device, shape, layers, tokens, steps=1, recorded=graph)
         self.positions = torch.arange(tokens, device=device.kind)
+        self._whole = graph
 
-    def forward(self, watch: Callable[[int], Callable[[torch.Tensor], None]]) -> None:
-        """All layers."""
+    @property
+    def places(self) -> int:
+        # A graph's rows are all staged; an eager pass goes through staging layer by layer.
+        return self.tokens if self._whole else max(512, -(-2 * self.tokens // self.shape.layers))
+
+    def forward(self, watch: Watch) -> None:
         x = self.x
         for i, layer in enumerate(self.layers):
             x, _, _ = layer.forward(x, self.positions, [self.tokens], watch(i))
-
-    def run(self, way: str) -> tuple[float, bool]:
-        """Milliseconds, and whether the rows were saved."""
-        saving = Saving(self.device, self.shape, self.tokens)
-
-        def prefill() -> None:
-            step = None
-            if way == "staged":
-                step = saving.capture.begin(saving.slots, saving.positions, saving.positions)
-            self.forward(lambda layer: saving.watch(way, layer))
-            if step is not None:
-                assert saving.capture.end(step, replayed=False)
-
-        took = self.device.milliseconds(prefill)
-        seen: list[torch.Tensor] = []
-        self.forward(lambda layer: lambda hidden: seen.append(hidden.cpu()))
-        right = way == "none" or saving.saved(torch.stack(seen))
-        self.device.release()
-        return took, right
 
 
 def decode_during_restores(
@@ -201,19 +224,19 @@ def decode_during_restores(
     )
 
     def steps() -> None:
-        for _ in range(STEPS):
+        for _ in range(decode.steps):
             launch()
 
     def steps_beside_restores() -> None:
         restore = pipeline.start(history.pages, history.slots)
-        for _ in range(STEPS):
+        for _ in range(decode.steps):
             launch()
             if restore.done():
                 restore = pipeline.start(history.pages, history.slots)
 
     history.poison()
-    alone = device.milliseconds(steps) / STEPS
-    during = device.milliseconds(steps_beside_restores) / STEPS
+    alone = device.milliseconds(steps) / decode.steps
+    during = device.milliseconds(steps_beside_restores) / decode.steps
     if not device.dry_run:
         torch.cuda.synchronize()
     else:

@@ -36,7 +36,7 @@ import torch
 from bench.gpu import eager_report, program
 from bench.gpu.devices import Device
 from bench.gpu.eager_methods import PAGE, Scene, with_gds
-from bench.gpu.program import Row
+from bench.gpu.program import Results
 from bench.gpu.restore_models import SHAPES
 
 REPEATS = 5
@@ -56,12 +56,13 @@ def main() -> int:
         parser.error(f"--tokens {options.tokens}: must be a multiple of {PAGE}")
     device = Device(options.dry_run)
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="hcache-bench-") as folder:
-        rows = measure(device, Path(folder), options)
-    print(eager_report.table(rows))
-    return program.finish("eager", device.name, options, {"rows": rows}, eager_report.draw)
+        results = Results("eager", device.name, options)
+        measure(device, Path(folder), options, results)
+    print(eager_report.table(results.of()))
+    return results.finish(eager_report.draw)
 
 
-def measure(device: Device, folder: Path, options: Any) -> list[Row]:
+def measure(device: Device, folder: Path, options: Any, results: Results) -> None:
     """One row per rate and method."""
     shape = SHAPES[0].tiny() if device.dry_run else SHAPES[0]
     if options.layers:
@@ -76,7 +77,6 @@ def measure(device: Device, folder: Path, options: Any) -> list[Row]:
         methods = {"layer-wise": hidden, "eager": hidden, "eager, GDS": straight, "kv": kv}
         alone = statistics.median(hidden.timed(hidden.restore_all) for _ in range(REPEATS))
         balanced = scenes["hidden"].bytes / alone / 1e9
-        rows = []
         for rate in sorted({*options.rates, balanced}, key=lambda rate: rate or float("inf")):
             for method, restores in methods.items():
                 row = {
@@ -89,8 +89,9 @@ def measure(device: Device, folder: Path, options: Any) -> list[Row]:
                     "gds": gds if restores and restores is straight else None,
                     "skipped": None if restores else gds,
                 }
-                rows.append(row)
+                said = f"{rate or 'no limit of'} GB/s, {method}"
                 if restores is None:
+                    results.add(row, said)
                     continue
                 restores.rate = rate * 1e9
                 restore = restores.eager if method.startswith("eager") else restores.layerwise
@@ -107,11 +108,10 @@ def measure(device: Device, folder: Path, options: Any) -> list[Row]:
                     "bytes": restores.scene.bytes,
                     "right": right,
                 }
-            print(f"{rate or 'no limit of'} GB/s: measured", flush=True)
+                results.add(row, said)
         for restores in {hidden, kv, *([straight] if straight else [])}:
             restores.close()
     device.release()
-    return rows
 
 
 if __name__ == "__main__":

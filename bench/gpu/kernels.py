@@ -4,7 +4,8 @@
 
 - projection: ``project_kv`` both ways, the bare GEMM of the same shape (the faster of both weight
   layouts) and the same operation composed of torch's; medians of CUDA events, cold L2 cache
-- codecs, and gathering and scattering parts of pages in pinned memory: kernels_transfers.py
+- codecs, gathering and scattering parts of pages in pinned memory, and both beside products:
+  kernels_transfers.py
 - correctness of both ways on the same random data, against float64
 
 Prints tables and writes ``out/DEVICE/kernels.json`` and
@@ -23,7 +24,9 @@ from bench.gpu import program
 def main() -> int:
     parser = program.parser(__doc__)
     parser.add_argument("--models", nargs="*", help="only these")
-    parser.add_argument("--rows", type=int, nargs="*", help="only these numbers of tokens")
+    parser.add_argument(
+        "--rows", type=int, nargs="*", help="only these numbers of tokens, multiples of 64"
+    )
     options = parser.parse_args()
     if options.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, below
@@ -34,12 +37,12 @@ def main() -> int:
     from bench.gpu import kernels_projection, kernels_report, kernels_transfers
 
     device = "interpreter" if options.dry_run else torch.cuda.get_device_name()
-    projections = kernels_projection.measure(options.dry_run, options.models, options.rows)
-    transfers = kernels_transfers.measure(options.dry_run)
-    print(kernels_report.projection_table(projections))
-    print(f"\n{kernels_report.transfer_tables(transfers)}")
-    results = {"projection": projections, "transfers": transfers}
-    return program.finish("kernels", device, options, results, kernels_report.draw)
+    results = program.Results("kernels", device, options)
+    kernels_projection.measure(options.dry_run, options.models, options.rows, results)
+    kernels_transfers.measure(options.dry_run, options.rows, results)
+    print(kernels_report.projection_table(results.of("projection")))
+    print(f"\n{kernels_report.transfer_tables(results.of('transfers'))}")
+    return results.finish(kernels_report.draw)
 
 
 if __name__ == "__main__":

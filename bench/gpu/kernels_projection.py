@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from bench.gpu.program import Results
 from hcache_kernels.project_kv import KeyNorm, KVPool, KVProjection, ProjectionCall, Rotary
 from hcache_kernels.project_kv.reference import compute_kv_reference, project_kv_reference
 from hcache_kernels.project_kv.spec import kind_of
@@ -45,16 +46,16 @@ MODELS = (
 
 
 def measure(
-    dry_run: bool, models: Sequence[str] | None = None, rows: Sequence[int] | None = None
-) -> list[dict[str, Any]]:
-    """Times in microseconds and errors, one row a model and number of tokens.
+    dry_run: bool, models: Sequence[str] | None, rows: Sequence[int] | None, results: Results
+) -> None:
+    """Times in microseconds and errors, one row per model and number of tokens.
 
     Args:
         dry_run: On the CPU, with small layers of the same kinds and few tokens.
         models: Only these; None: all.
         rows: Only these numbers of tokens; None: the usual ones.
+        results: Where rows go.
     """
-    results = []
     for model in MODELS:
         if models and model.name not in models:
             continue
@@ -62,9 +63,8 @@ def measure(
             model = replace(model, hidden=64, kv_heads=2, head_dim=32)  # noqa: PLW2901
         projection = random_projection(model, dry_run)
         for n in rows or ((7, 64) if dry_run else ROWS):
-            results.append({"model": model.name, "n": n, **measure_one(projection, n, dry_run)})
-            print(f"{model.name}, {n} tokens: measured", flush=True)
-    return results
+            row = {"model": model.name, "n": n, **measure_one(projection, n, dry_run)}
+            results.add(row, f"{model.name}, {n} tokens", "projection")
 
 
 def random_projection(model: Model, dry_run: bool) -> KVProjection:

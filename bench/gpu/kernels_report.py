@@ -37,8 +37,8 @@ def transfer_tables(rows: list[Row]) -> str:
         ),
         (
             ("restore",),
-            ("restore, us", "exact", "exp4", "times", "bus binds", "right"),
-            ("what", "exact_us", "exp4_us", "times_exact", "bus_binds", "right"),
+            ("restore, us", "gather", "product", "exact", "exp4", "times", "right"),
+            ("what", "gather_us", "product_us", "exact_us", "exp4_us", "times_exact", "right"),
         ),
     )
     return "\n\n".join(

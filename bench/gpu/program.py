@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bench.harness.report import OUT, write
+from bench.harness.report import OUT, write, write_json
 
 Row = dict[str, Any]
 
@@ -33,31 +33,44 @@ def require_device(parsed: argparse.ArgumentParser, *, dry_run: bool) -> None:
         parsed.error("no CUDA device; --dry-run does without")
 
 
-def finish(
-    name: str,
-    device: str,
-    options: argparse.Namespace,
-    results: dict[str, list[Row]],
-    draw: Callable[[Row], Any],
-) -> int:
-    """Write results; a dry run only writes where it is told.
+class Results:
+    """Rows of a program, in its file from the moment that they are measured.
+
+    A dry run only writes where it is told.
 
     Args:
-        name: Of the files.
-        device: Its name.
+        name: The file's, without its ending.
+        device: The device's name.
         options: ``dry_run`` and ``out``.
-        results: Rows, by kind.
-        draw: Makes the picture of the file's content.
-
-    Returns:
-        Exit status: 1 if a result was wrong.
     """
-    folder = options.out or (None if options.dry_run else folder_of(device))
-    if folder is not None:
-        head = {"device": device, "torch": torch.__version__, "dry_run": options.dry_run}
-        write(folder, name, {**head, **results}, draw)
-    measured = [row for rows in results.values() for row in rows if not row.get("skipped")]
-    return int(not all(row["right"] for row in measured))
+
+    def __init__(self, name: str, device: str, options: argparse.Namespace) -> None:
+        self._name = name
+        self._folder = options.out or (None if options.dry_run else folder_of(device))
+        self._head = {"device": device, "torch": torch.__version__, "dry_run": options.dry_run}
+        self._rows: dict[str, list[Row]] = {}
+
+    def add(self, row: Row, said: str, kind: str = "rows") -> None:
+        """Keep a row of a ``kind``; tell what was measured."""
+        self._rows.setdefault(kind, []).append(row)
+        if self._folder is not None:
+            write_json(self._folder / f"{self._name}.json", {**self._head, **self._rows})
+        print(f"{said}: measured", flush=True)
+
+    def of(self, kind: str = "rows") -> list[Row]:
+        """The rows of a kind."""
+        return self._rows.get(kind, [])
+
+    def finish(self, draw: Callable[[Row], Any] | None = None) -> int:
+        """Draw the picture of the file's content; None: there is none.
+
+        Returns:
+            Exit status: 1 if a result was wrong.
+        """
+        if self._folder is not None and draw is not None:
+            write(self._folder, self._name, {**self._head, **self._rows}, draw)
+        every = (row for rows in self._rows.values() for row in rows)
+        return int(not all(row["right"] for row in every if not row.get("skipped")))
 
 
 def folder_of(device: str) -> Path:

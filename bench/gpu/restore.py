@@ -5,17 +5,19 @@
 Layers of the models' shapes with random weights; their histories stand in pinned host memory:
 
 - recompute: the layers' own forward pass with flash attention, prefill chunks of 8192 tokens
-- kv offload: the better of one bulk copy and layer-wise copies
+- kv offload: the better of one bulk copy and of layer-wise copies by SGLang's transfer kernel (a
+  kernel of the same kind where SGLang is not installed)
 - hidden, hidden exp4: hidden states, exact and encoded without loss
 - hidden + kv, hidden + recompute: as many layers by the other method as the measured times ask for
 
 Each through the restore pipeline that the server uses. The floor is ``max(bytes / measured copy
 rate, FLOPs / measured GEMM rate)``. OPT-30B/TP4 is one of four ranks: it reads a quarter of the
 hidden states, and a device copy stands for the all-gather of the rest; recomputation is without its
-all-reduces. ``--rates`` in GB/s slow the copy down as a slower bus or L3 would; 0 is the bus as it
-is. K and V are compared with those of the forward pass after every method.
+all-reduces, and measured once, since it copies nothing. ``--rates`` in GB/s slow the copy down as a
+slower bus or L3 would; 0 is the bus as it is. K and V are compared with those of the forward pass
+after every method.
 
-Prints a table and writes ``out/DEVICE/restore.json`` and
+Prints a table and writes ``out/DEVICE/restore.json`` (row by row) and
 ``restore.png`` (a timeline of the streams). ``--dry-run`` runs it on tiny shapes on the CPU: its
 times mean nothing, and it writes nothing unless ``--out`` names a folder.
 """
@@ -28,8 +30,8 @@ import torch
 
 from bench.gpu import program
 from bench.gpu.devices import Device
-from bench.gpu.program import Row
-from bench.gpu.restore_methods import History, layer_costs, ways
+from bench.gpu.program import Results
+from bench.gpu.restore_methods import History, Ways
 from bench.gpu.restore_models import SHAPES, build
 from bench.gpu.restore_report import draw, table
 
@@ -47,17 +49,21 @@ def main() -> int:
     device = Device(options.dry_run)
     if options.dry_run:
         options.tokens, options.rates = ["128", "2x128"], [0.0, 14.0]
-    rows = measure(device, options.models, options.tokens, options.rates)
-    print(table(rows))
-    return program.finish("restore", device.name, options, {"rows": rows}, draw)
+    results = Results("restore", device.name, options)
+    measure(device, options.models, options.tokens, options.rates, results)
+    print(table(results.of()))
+    return results.finish(draw)
 
 
 def measure(
-    device: Device, models: list[str] | None, tokens: list[str], rates: list[float]
-) -> list[Row]:
+    device: Device,
+    models: list[str] | None,
+    tokens: list[str],
+    rates: list[float],
+    results: Results,
+) -> None:
     """One row per model, history, copy rate and method."""
     bus = device.copy_rate()
-    rows = []
     for full in SHAPES:
         if models and full.name not in models:
             continue
@@ -68,13 +74,13 @@ def measure(
                 lengths = lengths_of(text)
                 history = History(device, shape, layers, lengths)
                 gemm = device.gemm_rate(sum(lengths), shape.hidden, 2 * shape.width)
-                costs = layer_costs(history)
+                ways = Ways(history, bus)
                 for rate in rates:
                     copy = min(bus, rate * 1e9) if rate else bus
-                    for way in ways(history, copy, bus, *costs):
+                    for way in ways.at(copy):
                         floor = 1e3 * max(way.bytes / copy, way.flops / gemm)
                         spans = [] if way.report is None else way.report.spans
-                        rows.append(
+                        results.add(
                             {
                                 "model": shape.name,
                                 "history": text,
@@ -93,14 +99,11 @@ def measure(
                                 "compute_idle_ms": way.report and way.report.idle_ms("compute"),
                                 "right": way.right,
                                 "spans": [span._asdict() for span in spans],
-                            }
+                            },
+                            f"{shape.name}, {text} tokens, {copy / 1e9:.1f} GB/s, {way.method}",
                         )
-                    print(
-                        f"{shape.name}, {text} tokens, {copy / 1e9:.1f} GB/s: measured", flush=True
-                    )
                 del history
                 device.release()
-    return rows
 
 
 def lengths_of(text: str) -> list[int]:

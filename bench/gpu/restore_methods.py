@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.gpu.copies import KVCopier
 from bench.gpu.devices import Device
 from bench.gpu.restore_models import Layer, Shape
 from hcache_backend.page import PageLayout
@@ -188,24 +189,72 @@ class History:
         return True
 
 
-def ways(
-    history: History, rate: float, measured_rate: float, c_hidden: float, c_recompute: float
-) -> Iterator[Way]:
-    """Measure every way.
+class Ways:
+    """Measures every way, over a bus of any speed.
 
     Args:
         history: The data.
-        rate: Bytes a second that the copy may reach.
-        measured_rate: Bytes a second that the bus reaches.
-        c_hidden: Milliseconds of one layer's projection.
-        c_recompute: Milliseconds of one layer's forward pass.
+        bus: Bytes per second that the bus reaches.
     """
-    n_layers, device = len(history.layers), history.device
 
-    def slow_down(size: int) -> None:
-        device.spin(size / rate - size / measured_rate)
+    def __init__(self, history: History, bus: float) -> None:
+        self.history, self.bus = history, bus
 
-    def through_pipeline(name: str, methods: Sequence[str], codec: int = 0) -> Way:
+    @cached_property
+    def costs(self) -> tuple[float, float]:
+        """Milliseconds of one layer's projection and of one layer's forward pass."""
+        history, device = self.history, self.history.device
+        rows, layer = history.ids, history.layers[0]
+        call = ProjectionCall(
+            rows, history.positions, history.slots, layer.projection, history.pools[0]
+        )
+        forward = partial(layer.forward, rows, history.positions, history.lengths)
+        return device.milliseconds(partial(project_kv, call)), device.milliseconds(forward)
+
+    @cached_property
+    def recomputed(self) -> Way:
+        """Everything by the forward pass: no copies, so the same over every bus."""
+        methods = ["recompute"] * len(self.history.layers)
+        return self._through_pipeline("recompute", methods, self.bus)
+
+    def at(self, rate: float) -> Iterator[Way]:
+        """Every way, with copies of ``rate`` bytes per second."""
+        history, n_layers = self.history, len(self.history.layers)
+        c_hidden, c_recompute = self.costs
+        yield self.recomputed
+        layerwise, bulk = self._layerwise_kv(rate), self._bulk_kv(rate)
+        yield min(layerwise, bulk, key=lambda way: way.milliseconds)
+        yield self._through_pipeline("hidden", ["hidden"] * n_layers, rate)
+        yield self._through_pipeline("hidden exp4", ["hidden"] * n_layers, rate, codec=1)
+        io_hidden, io_kv = (
+            1e3 * size / rate for size in (history.hidden_bytes[0], history.kv_bytes)
+        )
+        fewest = 1 if history.device.dry_run else 0  # the dry run is to go every way
+
+        def with_kv(kv: int) -> float:
+            hidden = n_layers - kv
+            return max(c_hidden * hidden, io_hidden * hidden + io_kv * kv)
+
+        def with_recompute(recompute: int) -> float:
+            hidden = n_layers - recompute
+            return max(c_recompute * recompute + c_hidden * hidden, io_hidden * hidden)
+
+        # The other method takes as many layers as make the restore shortest (paper section 4.1).
+        kv = min(range(fewest, n_layers), key=with_kv)
+        methods = ["hidden"] * (n_layers - kv) + ["kv"] * kv
+        yield self._through_pipeline("hidden + kv", methods, rate)
+        first = min(range(fewest, n_layers), key=with_recompute)
+        methods = ["recompute"] * first + ["hidden"] * (n_layers - first)
+        yield self._through_pipeline("hidden + recompute", methods, rate)
+
+    def _slow_down(self, size: int, rate: float) -> None:
+        """Keep the current stream busy for as long as a slower bus would take more."""
+        self.history.device.spin(size / rate - size / self.bus)
+
+    def _through_pipeline(
+        self, name: str, methods: Sequence[str], rate: float, codec: int = 0
+    ) -> Way:
+        history, device = self.history, self.history.device
         restored, segments = [], []
         for i, method in enumerate(methods):
             if method == "hidden":
@@ -224,19 +273,18 @@ def ways(
             memory: torch.Tensor, pages: torch.Tensor, offset: int, out: torch.Tensor
         ) -> None:
             gather_segments(memory, pages, offset, out)
-            slow_down(out.numel())
+            self._slow_down(out.numel(), rate)
 
         layout: Any = _Pieces(history.layout, segments)
         pipeline = RestorePipeline(
             history.memory, layout, restored, history.tokens, device.kind, gather
         )
-
         first = methods.count("recompute")
         recompute = history.recompute(first) if first else None
 
         def restore() -> None:
             started = pipeline.start(history.pages, history.slots, recompute)
-            for layer in range(n_layers):
+            for layer in range(len(methods)):
                 started.wait_for_layer(layer)
 
         history.poison()
@@ -247,53 +295,37 @@ def ways(
         size = sum(report.bytes.values())
         return Way(name, took, size, flops, history.is_right(), report, counted)
 
-    yield through_pipeline("recompute", ["recompute"] * n_layers)
-    layerwise = through_pipeline("kv offload", ["kv"] * n_layers)
-    bulk = _bulk_kv(history, slow_down)
-    yield min(layerwise, bulk, key=lambda way: way.milliseconds)
-    yield through_pipeline("hidden", ["hidden"] * n_layers)
-    yield through_pipeline("hidden exp4", ["hidden"] * n_layers, codec=1)
-    io_hidden, io_kv = (1e3 * size / rate for size in (history.hidden_bytes[0], history.kv_bytes))
-    fewest = 1 if device.dry_run else 0  # the dry run is to go every way
+    def _layerwise_kv(self, rate: float) -> Way:
+        """What HiCache does: a kernel a layer, from host memory straight to the slots."""
+        history = self.history
+        copier = KVCopier(history.slots)
 
-    def with_kv(kv: int) -> float:
-        hidden = n_layers - kv
-        return max(c_hidden * hidden, io_hidden * hidden + io_kv * kv)
+        def restore() -> None:
+            for pool, (k, v) in zip(history.pools, history.bulk, strict=True):
+                copier.copy(k, v, pool)
+                self._slow_down(history.kv_bytes, rate)
 
-    def with_recompute(recompute: int) -> float:
-        hidden = n_layers - recompute
-        return max(c_recompute * recompute + c_hidden * hidden, io_hidden * hidden)
+        history.poison()
+        took = history.device.milliseconds(restore)
+        n_layers = len(history.layers)
+        size = n_layers * history.kv_bytes
+        counted = f"{n_layers} kv by {copier.name}"
+        return Way("kv offload", took, size, 0.0, history.is_right(), None, counted)
 
-    # The other method takes as many layers as make the restore shortest (paper section 4.1).
-    kv = min(range(fewest, n_layers), key=with_kv)
-    yield through_pipeline("hidden + kv", ["hidden"] * (n_layers - kv) + ["kv"] * kv)
-    re = min(range(fewest, n_layers), key=with_recompute)
-    yield through_pipeline("hidden + recompute", ["recompute"] * re + ["hidden"] * (n_layers - re))
+    def _bulk_kv(self, rate: float) -> Way:
+        """One copy of everything, then one scatter a layer."""
+        history = self.history
+        arrived = torch.empty_like(history.bulk, device=history.device.kind)
+        heads = history.pools[0].k.shape[1:]
 
+        def restore() -> None:
+            arrived.copy_(history.bulk, non_blocking=True)
+            self._slow_down(arrived.nbytes, rate)
+            for pool, (k, v) in zip(history.pools, arrived, strict=True):
+                pool.k[history.slots] = k.view(-1, *heads)
+                pool.v[history.slots] = v.view(-1, *heads)
 
-def _bulk_kv(history: History, slow_down: Callable[[int], None]) -> Way:
-    """One copy of everything, then one scatter a layer."""
-    arrived = torch.empty_like(history.bulk, device=history.device.kind)
-    heads = history.pools[0].k.shape[1:]
-
-    def restore() -> None:
-        arrived.copy_(history.bulk, non_blocking=True)
-        slow_down(arrived.nbytes)
-        for pool, (k, v) in zip(history.pools, arrived, strict=True):
-            pool.k[history.slots] = k.view(-1, *heads)
-            pool.v[history.slots] = v.view(-1, *heads)
-
-    history.poison()
-    took = history.device.milliseconds(restore)
-    counted = f"{len(history.layers)} kv in one copy"
-    return Way("kv offload", took, arrived.nbytes, 0.0, history.is_right(), None, counted)
-
-
-def layer_costs(history: History) -> tuple[float, float]:
-    """Milliseconds of one layer's projection and of one layer's forward pass."""
-    device, rows = history.device, history.ids
-    arguments = (rows, history.positions, history.slots)
-    layer, pool = history.layers[0], history.pools[0]
-    c_hidden = device.milliseconds(partial(project_kv, *arguments, layer.projection, pool))
-    forward = partial(layer.forward, rows, history.positions, history.lengths)
-    return c_hidden, device.milliseconds(forward)
+        history.poison()
+        took = history.device.milliseconds(restore)
+        counted = f"{len(history.layers)} kv in one copy"
+        return Way("kv offload", took, arrived.nbytes, 0.0, history.is_right(), None, counted)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import strategies as st
 
-from hcache_kernels.codecs.exp4 import WINDOW, most_exceptions
+from hcache_kernels.codecs.exp4 import WINDOW
 
 
 def bits_of(rows: torch.Tensor) -> torch.Tensor:
@@ -26,28 +25,6 @@ def fewest_outside(exponents: np.ndarray) -> int:
     row = exponents[exponents > 0]
     starts = range(1, 256 - WINDOW + 1)
     return min(int(((row < start) | (row >= start + WINDOW)).sum()) for start in starts)
-
-
-@st.composite
-def exponent_rows(draw: st.DrawFn, hidden_size: int) -> np.ndarray:
-    """Exponents of one row: most in one window, and about as many outside as the codec holds."""
-    most = most_exceptions(hidden_size)
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    base = draw(st.integers(0, 256 - WINDOW))
-    width = draw(st.integers(1, WINDOW))
-    row = base + rng.integers(0, width, hidden_size)
-    row[rng.random(hidden_size) < draw(st.sampled_from([0.0, 0.1, 1.0]))] = 0
-    outside = draw(st.sampled_from([0, 1, most - 1, most, most + 1, 2 * most, hidden_size // 2]))
-    places = rng.permutation(hidden_size)[: max(0, outside)]
-    kind = draw(st.sampled_from(["ones", "infinities", "anywhere", "just above", "just below"]))
-    row[places] = {
-        "ones": np.ones(len(places), int),
-        "infinities": np.full(len(places), 255),
-        "anywhere": rng.integers(0, 256, len(places)),
-        "just above": np.full(len(places), min(255, base + WINDOW)),
-        "just below": np.full(len(places), max(0, base - 1)),
-    }[kind]
-    return row
 
 
 def float_rows(dtype: torch.dtype, width: int, seed: int) -> torch.Tensor:

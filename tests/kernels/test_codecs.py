@@ -7,12 +7,15 @@ import hashlib
 import numpy as np
 import pytest
 import torch
+
+pytest.importorskip("hypothesis", reason="hypothesis is not installed")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hcache_kernels.codecs import CODECS, Codec, UnsupportedRows, make_codec
 from hcache_kernels.codecs.exp4 import most_exceptions
-from tests.kernels.codec_rows import bfloat16, bits_of, exponent_rows, fewest_outside, float_rows
+from tests.kernels.codec_rows import bfloat16, bits_of, fewest_outside, float_rows
+from tests.kernels.exponent_rows import exponent_rows
 
 WIDTH = 256
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

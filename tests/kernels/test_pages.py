@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+
+pytest.importorskip("hypothesis", reason="hypothesis is not installed")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

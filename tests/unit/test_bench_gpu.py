@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from bench.gpu.program import finish
+from bench.gpu.capture import WAYS
+from bench.gpu.program import Results
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,9 +38,18 @@ def dry_run(name: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("right", "status"), [(True, 0), (False, 1)])
 def test_a_wrong_result_ends_a_program_with_status_1(right: bool, status: int) -> None:
-    rows = [{"right": True}, {"skipped": "why"}, {"right": right}]
-    options = Namespace(dry_run=True, out=None)
-    assert finish("it", "a GPU", options, {"rows": rows}, lambda results: None) == status
+    results = Results("it", "a GPU", Namespace(dry_run=True, out=None))
+    for row in ({"right": True}, {"skipped": "why"}, {"right": right}):
+        results.add(row, "a row")
+    assert results.finish(lambda content: None) == status
+
+
+def test_rows_are_in_the_file_before_the_next_one_is_measured(tmp_path: Path) -> None:
+    results = Results("it", "a GPU", Namespace(dry_run=False, out=tmp_path))
+    for count in (1, 2):
+        results.add({"number": count, "right": True}, "a row", "some")
+        content = json.loads((tmp_path / "it.json").read_text())
+        assert [row["number"] for row in content["some"]] == [1, 2][:count]
 
 
 def test_restore_goes_every_way_on_every_shape(tmp_path: Path) -> None:
@@ -57,6 +67,6 @@ def test_restore_goes_every_way_on_every_shape(tmp_path: Path) -> None:
 def test_capture_goes_every_way(tmp_path: Path) -> None:
     rows = dry_run("capture", tmp_path)["rows"]
     assert {(row["step"], row["way"]) for row in rows} == {
-        *(("decode", way) for way in ("none", "staged", "direct", "alone", "during restores")),
-        *(("prefill", way) for way in ("none", "staged", "direct")),
+        *(("decode", way) for way in (*WAYS, "alone", "during restores")),
+        *((step, way) for step in ("prefill", "prefill graph") for way in WAYS),
     }

@@ -1,0 +1,202 @@
+"""What the recomputation of a restore reads, when streams are late and memory is used again.
+
+    python -m bench.gpu.order
+
+Slots of the tokens before a restore are made on one stream (SGLang's schedule stream), read by the
+recomputation on another (its load stream), and dropped as soon as the restore is launched:
+
+- made late: the first stream is held up, so whoever does not wait reads what stood there before
+- freed early: the second stream is held up, so whoever does not keep them reads what came after
+
+Each is done by the product's code (engine/loads.py and restore/pipeline.py) and without waiting or
+keeping, where the wrong values must show: else the check proves nothing. On a CPU only the product
+runs: there the caller is the only current stream, and memory is not used again while it is needed.
+
+Prints a table and writes ``out/DEVICE/order.json``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.gpu import program
+from bench.gpu.devices import Device
+from bench.harness.report import markdown
+from hcache_backend.capture.arena import Arena
+from hcache_backend.page import PageLayout
+from hcache_backend.restore.layers import Recompute, RestoredLayer
+from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_backend.restore.recompute import RestoredSpan
+
+PAGE, BEFORE, RESTORED, WIDTH = 64, 64, 4, 64
+"""Tokens of a page, pages before the restore, pages restored, bytes per token and layer."""
+LATE = 0.05
+"""Seconds that a stream is held up."""
+JUNK, JUNK_TENSORS = -7, 64
+
+CASES = ("made late", "freed early")
+
+
+def load_queue() -> Any:
+    """The class in engine/loads.py, without what it imports for other work than this."""
+    for name, content in {
+        "hcache_backend.engine.metrics": {},
+        "hcache_backend.engine.layer_methods": {"LayerMethods": object},
+        "hcache_backend.store": {"EIGHTHS": 8},
+    }.items():
+        stand_in = ModuleType(name)
+        vars(stand_in).update(content)
+        sys.modules.setdefault(name, stand_in)
+    from hcache_backend.engine.loads import LoadQueue
+
+    return LoadQueue
+
+
+class Recorder:
+    """Stands for the model: notes which slots it would read and write. See ``Recomputer``."""
+
+    def __init__(self, device: str) -> None:
+        self.before = torch.zeros(BEFORE * PAGE, dtype=torch.int64, device=device)
+        self.slots = torch.zeros(RESTORED * PAGE, dtype=torch.int64, device=device)
+
+    def run(self, layers: int, token_ids: Any, positions: Any, slots: Any, spans: Any) -> None:
+        """What recomputation reads when it runs, kept for later."""
+        self.before.copy_(spans[0].prefix)
+        self.slots.copy_(slots)
+
+
+class Scene:
+    """Pages whose first layer is recomputed and whose second is loaded.
+
+    Args:
+        device: The GPU, or the CPU.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        kind = device.kind
+        layout = PageLayout(PAGE, (0, PAGE * WIDTH))
+        self.memory = device.pinned(RESTORED + 1, layout.page_bytes)
+        self.memory.zero_()
+        first = BEFORE * PAGE
+        tokens = np.arange(first, first + RESTORED * PAGE).reshape(RESTORED, PAGE)
+        layout.positions(self.memory.numpy())[:RESTORED] = tokens
+        arena = Arena(self.memory.numpy(), layout, RESTORED, 1, lambda page: None)
+        self.pages = np.arange(RESTORED, dtype=np.int64)
+        self.physical = arena.physical(self.pages)
+        kv = torch.zeros((BEFORE + RESTORED) * PAGE, WIDTH, dtype=torch.uint8, device=kind)
+
+        def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+            kv[slots] = segments.view(-1, WIDTH)
+
+        layers = [RestoredLayer("recompute", None), RestoredLayer("kv", fill)]
+        self.pipeline = RestorePipeline(self.memory, layout, layers, RESTORED * PAGE, kind)
+        self.recorder = Recorder(kind)
+        methods = SimpleNamespace(layers=lambda method: range(1))
+        recomputer: Any = self.recorder
+        self.loads = load_queue()(arena, self.pipeline, methods, recomputer, kind)
+        self.want_slots = torch.arange(first, first + RESTORED * PAGE, device=kind)
+        self._rounds = 0
+        self._loading = None if device.dry_run else torch.cuda.Stream()
+
+    def by_product(self, prefix: torch.Tensor) -> Recompute:
+        """Recomputation as eager and ordinary loads ask for it."""
+        made = self.loads.recompute_of(self.pages, 1, lambda: prefix)
+        assert made is not None
+        return made
+
+    def by_hand(self, prefix: torch.Tensor, *, wait: bool) -> Recompute:
+        """The same, that does not keep ``prefix``, or does not ``wait`` for it either."""
+        made = torch.cuda.current_stream().record_event()
+
+        def fill(positions: torch.Tensor, slots: torch.Tensor) -> None:
+            if wait:
+                torch.cuda.current_stream().wait_event(made)
+            self.recorder.run(1, None, positions, slots, [RestoredSpan(len(slots), prefix)])
+
+        return Recompute(1, fill)
+
+    def is_right(self, case: str, recompute_of: Callable[[torch.Tensor], Recompute]) -> bool:
+        """Whether recomputation read the right slots."""
+        for seen in (self.recorder.before, self.recorder.slots):
+            seen.zero_()
+        self._rounds += 1  # what the round before left is not right in this one
+        want = torch.arange(BEFORE * PAGE, device=self.device.kind) + self._rounds
+        slots, parts = self.want_slots.clone(), want.split(BEFORE * PAGE // 2)
+        junk = self._junk(JUNK_TENSORS)
+        self._synchronize()
+        del junk  # what is allocated next stands where it stood
+        if case == "made late":
+            self.device.spin(LATE)
+        prefix = torch.cat(parts)
+        recompute = recompute_of(prefix)
+        with self._on_loading_stream():
+            if case == "freed early":
+                self.device.spin(LATE)
+            restore = self.pipeline.start(self.physical, slots, recompute)
+        del prefix, slots, recompute
+        self._junk(2 * JUNK_TENSORS)  # stands where they stood, if nobody kept them
+        restore.wait()
+        self._synchronize()
+        right = torch.equal(self.recorder.before, want)
+        return right and torch.equal(self.recorder.slots, self.want_slots)
+
+    def _junk(self, count: int) -> list[torch.Tensor]:
+        kinds = {"dtype": torch.int64, "device": self.device.kind}
+        sizes = (BEFORE * PAGE, RESTORED * PAGE)
+        return [torch.full((n,), JUNK, **kinds) for n in sizes for _ in range(count)]
+
+    @contextmanager
+    def _on_loading_stream(self) -> Iterator[None]:
+        if self._loading is None:
+            yield
+        else:
+            with torch.cuda.stream(self._loading):
+                yield
+
+    def _synchronize(self) -> None:
+        if not self.device.dry_run:
+            torch.cuda.synchronize()
+
+
+def main() -> int:
+    parser = program.parser(__doc__)
+    options = parser.parse_args()
+    program.require_device(parser, dry_run=options.dry_run)
+    device = Device(options.dry_run)
+    results = program.Results("order", device.name, options)
+    scene = Scene(device)
+    for case in CASES:
+        row = {"case": case, "by": "the product", "right": scene.is_right(case, scene.by_product)}
+        results.add(row, f"{case}, by the product")
+        row = {"case": case, "by": "without " + ("wait" if case == "made late" else "keep")}
+        if device.dry_run:
+            row["skipped"] = "a CPU has one current stream, and reuses no memory that is needed"
+        else:
+            late = case == "made late"
+            wrong = not scene.is_right(case, lambda p, late=late: scene.by_hand(p, wait=not late))
+            row |= {"wrong": wrong, "right": wrong}
+        results.add(row, f"{case}, {row['by']}")
+    print(table(results.of()))
+    device.release()
+    return results.finish()
+
+
+def table(rows: list[program.Row]) -> str:
+    """One line per case and code."""
+    lines = []
+    for row in rows:
+        read = "right" if row.get("right") and not row.get("wrong") else "wrong"
+        lines.append((row["case"], row["by"], row.get("skipped") or f"{read} slots were read"))
+    return markdown(("slots", "by", ""), lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
