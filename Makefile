@@ -13,7 +13,7 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 	'import sys, importlib.util as u; u.find_spec("sglang") and print(sys.executable)' 2>/dev/null)
 export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
-.PHONY: setup versions demo test test-long test-versions lint docs bench-store bench-codecs \
+.PHONY: setup versions demo test test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
 	bench-partition bench-paper bench-eager bench-compare \
 	record-demo record-compare
 .DELETE_ON_ERROR:
@@ -41,6 +41,18 @@ test-versions: setup versions
 	done; \
 	cat $(VENV)/versions/*.missing 2>/dev/null; \
 	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+
+# Kernels and dry runs with the torch, triton and NumPy of machines with a GPU. Three GB, not in CI.
+GPU_VERSIONS := $(VENV)/gpu-versions
+test-gpu-versions: $(GPU_VERSIONS)/.created
+	PYTHON=$(CURDIR)/$(GPU_VERSIONS)/bin/python bench/gpu/first.sh --dry-run
+	$(GPU_VERSIONS)/bin/python -m pytest -m "not long" tests/kernels tests/gpu $(ARGS)
+
+$(GPU_VERSIONS)/.created: requirements/gpu-versions.txt | $(VENV)/.created
+	rm -rf $(GPU_VERSIONS) && $(BIN)/python -m venv $(GPU_VERSIONS)
+	$(GPU_VERSIONS)/bin/python -m pip --quiet --disable-pip-version-check \
+		install --only-binary :all: -r requirements/gpu-versions.txt
+	@touch $@
 
 lint: setup
 	$(BIN)/ruff check .

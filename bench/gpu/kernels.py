@@ -15,10 +15,10 @@ its times mean nothing, and it writes nothing unless ``--out`` names a folder.
 
 from __future__ import annotations
 
-import os
 import sys
 
 from bench.gpu import program
+from bench.gpu.interpreted import interpret
 
 
 def main() -> int:
@@ -29,7 +29,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     if options.dry_run:
-        os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, below
+        interpret()
     program.require_device(parser, dry_run=options.dry_run)
 
     import torch

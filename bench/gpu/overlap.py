@@ -20,11 +20,11 @@ writes nothing unless ``--out`` names a folder.
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
 from bench.gpu import program
+from bench.gpu.interpreted import interpret
 from bench.harness.report import markdown
 
 WIDTH = 4096
@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=12, help="of the model")
     options = parser.parse_args()
     if options.dry_run:
-        os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, below
+        interpret()
         options.pages, options.layers = 2, 4
     program.require_device(parser, dry_run=options.dry_run)
 

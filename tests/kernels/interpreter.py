@@ -14,6 +14,8 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+from bench.gpu.interpreted import mend_scalars
+
 _TORCH_TYPES = {
     tl.float64: torch.float64,
     tl.float32: torch.float32,
@@ -28,6 +30,7 @@ _ROUND_TO_ZERO = interpreter._ir.ROUNDING_MODE.RTZ
 
 def mend() -> None:
     """Make casts and products of this process's interpreter equal to torch's."""
+    mend_scalars()
     interpreter._convert_float = _convert_float
     shipped = interpreter.InterpreterBuilder.create_dot
 
