@@ -18,7 +18,7 @@ from hcache_backend.cli.common import AsJson, Dirs, human_bytes, print_json, scr
 from hcache_backend.config import CONFIG_VARIABLE, ENABLE_VARIABLE, HCacheConfig
 from hcache_backend.server_report import ServerReport, read_report
 from hcache_backend.store import FileOps, is_store_folder, kvikio_state
-from hcache_backend.store.lock import try_lock
+from hcache_backend.store.file_ops import try_lock
 from hcache_backend.store.page_io import probe_alignment
 
 _PROBE_BYTES = 64 << 20

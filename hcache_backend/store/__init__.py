@@ -2,9 +2,8 @@
 
 The parts, from the outside in: ``page_store`` puts pages on folders in turn; ``volume`` is one
 folder while the server runs (``presence``: it may vanish and come back; ``bounds``: what goes when
-it is full); ``folder`` is what is on the disk (``index``, ``session``, ``lock``); ``page_files``
-writes, reads and deletes one page file (``format``, ``page_io``, ``file_ops``); ``check`` compares
-files with the index.
+it is full); ``folder`` is what is on the disk (``index``); ``page_files`` writes, reads and deletes
+one page file (``format``, ``page_io``, ``file_ops``); ``check`` compares files with the index.
 """
 
 from hcache_backend.store.file_ops import FileOps, best_file_ops, kvikio_state

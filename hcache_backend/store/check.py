@@ -30,12 +30,7 @@ _FILES_AT_A_TIME = 128
 
 @dataclass
 class Unknown:
-    """Files that the index does not know.
-
-    Attributes:
-        pages: Sound page files.
-        damaged: Files that are no page files, or damaged ones: shard folder, name, reason.
-    """
+    """Files that the index does not know: sound pages, and others (shard folder, name, reason)."""
 
     pages: list[PageName] = field(default_factory=list)
     damaged: list[tuple[str, str, str]] = field(default_factory=list)
@@ -43,12 +38,10 @@ class Unknown:
 
 @dataclass
 class Findings:
-    """What :func:`verify_folder` found.
+    """What :func:`verify_folder` found: sound page files and their bytes, and the problems.
 
     Attributes:
-        pages: Page files that are right.
-        bytes: Their bytes.
-        damaged: Page files that are not: path and reason.
+        damaged: Page files: path and reason.
         missing: Entries without file.
         unknown: Files that the index does not know: path and reason.
         index: What is wrong inside the index.
@@ -65,7 +58,6 @@ class Findings:
 
     @property
     def problems(self) -> int:
-        """How many things were wrong."""
         return len(self.damaged) + len(self.missing) + len(self.unknown) + len(self.index)
 
 

@@ -7,28 +7,28 @@
     <folder>/index/              lmdb
     <folder>/pages/<2 digits>/   page files
     <folder>/server.json         what the last server said about itself
-    <folder>/sessions/<token>/   files being written by one open store
+    <folder>/sessions/<token>/lock           held by an open store: leftovers of the dead are known
+    <folder>/sessions/<token>/lane<number>/  files that it is writing
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
 import secrets
 import stat
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 import lmdb
 
-from hcache_backend.store.file_ops import FOLDER, FileOps, kept_open, opened
+from hcache_backend.store.file_ops import FOLDER, FileOps, FolderLock, kept_open, opened, try_lock
 from hcache_backend.store.index import INDEX_FILE, INDEX_FORMAT, Index
-from hcache_backend.store.lock import FolderLock
 from hcache_backend.store.page_io import PageIO, probe_alignment
-from hcache_backend.store.session import SESSIONS, Session, remove_dead_sessions
 
 MARKER = "hcache-store.json"
 SERVER_REPORT = "server.json"
@@ -37,6 +37,9 @@ SHARDS = frozenset(f"{number:02x}" for number in range(256))
 _LOCK = "lock"
 _INDEX = "index"
 _PAGES = "pages"
+_SESSIONS = "sessions"
+LANES = 64
+_LANE = "lane"
 _OPEN_SECONDS = 30.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -45,22 +48,67 @@ class NotOurFolderError(OSError):
     """The folder has files that are not a page store's; nothing in it was touched."""
 
 
+class Session:
+    """Where one open store writes files before they get their names.
+
+    Files are made in lanes in turn, which are in places apart. In one folder, ext4 without a
+    journal passes every file deleted in the last minutes: after an eviction that takes longer than
+    a page.
+
+    Args:
+        root_fd: The open store folder, whose lock is held.
+
+    Attributes:
+        token: Name of the session's folder.
+        fd: That folder.
+    """
+
+    def __init__(self, ops: FileOps, root_fd: int) -> None:
+        self.token = secrets.token_hex(8)
+        self._ops = ops
+        self._root_fd = root_fd
+        self._serial = count()
+        self._lanes: dict[int, int] = {}
+        self._lanes_lock = threading.Lock()
+        with ExitStack() as stack:
+            with opened(ops, _SESSIONS, FOLDER, root_fd) as sessions_fd:
+                ops.make_folder(self.token, sessions_fd)
+                self.fd = kept_open(ops.open(self.token, FOLDER, sessions_fd), stack)
+            try_lock(kept_open(ops.open(_LOCK, os.O_RDWR | os.O_CREAT, self.fd), stack))
+            with suppress(OSError):  # most file systems cannot be asked
+                ops.spread_folders(self.fd)
+            self._open_files = stack.pop_all()
+
+    def new_file(self) -> int:
+        return next(self._serial)
+
+    def place(self, number: int) -> tuple[int, str]:
+        """The open folder of file ``number``, and its name there."""
+        lane = f"{_LANE}{number % LANES}"
+        with self._lanes_lock:
+            fd = self._lanes.get(number % LANES)
+            if fd is None:
+                with suppress(FileExistsError):
+                    self._ops.make_folder(lane, self.fd)
+                fd = kept_open(self._ops.open(lane, FOLDER, self.fd), self._open_files)
+                self._lanes[number % LANES] = fd
+        return fd, str(number)
+
+    def close(self) -> None:
+        """Remove what is unfinished; what cannot be removed goes at the next opening."""
+        with suppress(OSError), opened(self._ops, _SESSIONS, FOLDER, self._root_fd) as sessions_fd:
+            _remove_session(self._ops, sessions_fd, self.token)
+        self._open_files.close()
+
+
 class Folder:
     """An open store folder; what its disk refuses is an OSError.
 
     Args:
-        path: The folder.
-        ops: The file operations.
         buffer_bytes: Size of the aligned buffer of every thread that reads or writes pages.
         create: Make the folder, or make an empty one a store's.
 
     Attributes:
-        root_fd: The folder.
-        pages_fd: Its ``pages``.
-        session: Where this store writes files before they get their names.
-        lock: The folder's lock.
-        index: The index.
-        io: Reads and writes page files.
         index_is_partial: Page files may be there that the index does not know.
         users: How many hold it open; counted by :class:`~hcache_backend.store.presence.Presence`.
 
@@ -75,17 +123,17 @@ class Folder:
         self.users = 0
         if create:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             self.root_fd = kept_open(os.open(path, FOLDER), stack)
             _check_marker(path, ops, self.root_fd, create)
             self.lock = FolderLock(
                 kept_open(ops.open(_LOCK, os.O_RDWR | os.O_CREAT, self.root_fd), stack)
             )
             with self.lock.held(_OPEN_SECONDS):
-                for name in (_INDEX, _PAGES, SESSIONS):
+                for name in (_INDEX, _PAGES, _SESSIONS):
                     _ensure_folder(ops, name, self.root_fd)
                 self.pages_fd = kept_open(ops.open(_PAGES, FOLDER, self.root_fd), stack)
-                remove_dead_sessions(ops, self.root_fd)
+                _remove_dead_sessions(ops, self.root_fd)
                 self.session = Session(ops, self.root_fd)
                 stack.callback(self.session.close)
                 self.index = _open_index(path, ops, self.root_fd)
@@ -103,11 +151,7 @@ class Folder:
 
     @contextmanager
     def shard(self, name: str, *, make: bool = False) -> Iterator[int]:
-        """The open folder of page files whose keys begin with ``name``.
-
-        Args:
-            make: Make it when it is missing.
-        """
+        """The open folder of page files whose keys begin with ``name``; ``make`` a missing one."""
         try:
             fd = self.ops.open(name, FOLDER, self.pages_fd)
         except FileNotFoundError:
@@ -119,7 +163,7 @@ class Folder:
             yield fd
         finally:
             # Nothing was written through it, so a failure to close it means nothing.
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 self.ops.close(fd)
 
     def shards(self) -> list[str]:
@@ -158,7 +202,6 @@ class Folder:
                 _set_aside(self.ops, self.root_fd)
 
     def close(self) -> None:
-        """Remove what is unfinished and let go of everything."""
         self._open_files.close()
 
     def _holds_no_pages(self) -> bool:
@@ -180,7 +223,7 @@ def _check_marker(path: Path, ops: FileOps, root_fd: int, create: bool) -> None:
         return
     # A marker that a power cut tore, or a first opening that was interrupted, is no reason to
     # refuse; anything that no store makes is.
-    own = {MARKER, _LOCK, _INDEX, _PAGES, SESSIONS, SERVER_REPORT} if MARKER in names else set()
+    own = {MARKER, _LOCK, _INDEX, _PAGES, _SESSIONS, SERVER_REPORT} if MARKER in names else set()
     unfinished = (f".{MARKER}.", f".{SERVER_REPORT}.")
     strangers = [name for name in names if name not in own and not name.startswith(unfinished)]
     if strangers:
@@ -216,7 +259,7 @@ def _marker_is_whole(path: Path, ops: FileOps, root_fd: int) -> bool:
 
 
 def _ensure_folder(ops: FileOps, name: str, dir_fd: int) -> None:
-    with contextlib.suppress(FileExistsError):
+    with suppress(FileExistsError):
         ops.make_folder(name, dir_fd)
     if not stat.S_ISDIR(ops.stat(name, dir_fd).st_mode):
         raise NotADirectoryError(errno.ENOTDIR, "it must be a folder, not a link or file", name)
@@ -244,3 +287,36 @@ def _boot_id() -> bytes:
         return _BOOT_ID.read_bytes().strip()
     except OSError:
         return b"unknown"
+
+
+def _remove_dead_sessions(ops: FileOps, root_fd: int) -> None:
+    """Remove what stores left that were killed; the folder's lock is held."""
+    with opened(ops, _SESSIONS, FOLDER, root_fd) as sessions_fd:
+        for token in ops.list(sessions_fd):
+            # One that cannot be removed is tried again at the next opening.
+            with suppress(OSError):
+                if _is_dead(ops, sessions_fd, token):
+                    _remove_session(ops, sessions_fd, token)
+
+
+def _is_dead(ops: FileOps, sessions_fd: int, token: str) -> bool:
+    with opened(ops, token, FOLDER, sessions_fd) as session_fd:
+        try:
+            with opened(ops, _LOCK, os.O_RDWR, session_fd) as fd:
+                return try_lock(fd)
+        except FileNotFoundError:
+            return True  # sessions start under the folder's lock, so nobody is about to make it
+
+
+def _remove_session(ops: FileOps, sessions_fd: int, token: str) -> None:
+    with opened(ops, token, FOLDER, sessions_fd) as session_fd:
+        # The lock file goes last: what is left is then still recognised.
+        for name in sorted(ops.list(session_fd), key=lambda name: name == _LOCK):
+            if name.startswith(_LANE):
+                with opened(ops, name, FOLDER, session_fd) as lane_fd:
+                    for file in ops.list(lane_fd):
+                        ops.unlink(file, lane_fd)
+                ops.remove_folder(name, session_fd)
+            else:
+                ops.unlink(name, session_fd)
+        ops.remove_folder(token, sessions_fd)

@@ -93,11 +93,9 @@ class Block(NamedTuple):
     """One verifiable stretch of a page file.
 
     Attributes:
-        segment: Number of the segment.
         eighths: Bit mask of the eighths it belongs to.
         page_offset: Where it stands in the page.
         payload_offset: Where it stands in the payload of the file.
-        length: Bytes.
     """
 
     segment: int
@@ -165,11 +163,7 @@ def file_layout(table: SegmentTable, share: Share) -> FileLayout:
 
 
 def check_share(share: Share) -> None:
-    """Refuse what is no share.
-
-    Raises:
-        ValueError: Not a number below 1, 2, 4 or 8.
-    """
+    """Refuse, by a ValueError, what is no share."""
     if share.of not in SHARE_COUNTS or not 0 <= share.number < share.of:
         raise ValueError(f"share {share.number} of {share.of}: there are 1, 2, 4 or 8")
 
@@ -181,11 +175,7 @@ def pack_header(
     table: SegmentTable,
     digest_of: Callable[[Block], int],
 ) -> None:
-    """Write a header into ``target`` (``header_bytes`` of the layout).
-
-    Args:
-        digest_of: The xxh3-64 of a block.
-    """
+    """Write a header into ``target`` (``header_bytes``); ``digest_of`` is a block's xxh3-64."""
     namespace, key, share = name
     layout = file_layout(table, share)
     blocks, sizes = layout.blocks, (layout.payload_bytes, table.page_bytes)
@@ -203,11 +193,7 @@ def pack_header(
 
 
 def parse_header(data: memoryview) -> Header:
-    """The header at the beginning of ``data``.
-
-    Raises:
-        DamagedFileError: It is none, or it does not verify.
-    """
+    """The header at the beginning of ``data``; a DamagedFileError unless it verifies."""
     header = data[: header_length(data)]
     _, version, index, count, _, segment_count = _PREFIX.unpack_from(header)
     if version != VERSION:
@@ -225,11 +211,7 @@ def parse_header(data: memoryview) -> Header:
 
 
 def header_length(data: memoryview) -> int:
-    """How many bytes the header at the beginning of ``data`` (a block) claims to have.
-
-    Raises:
-        DamagedFileError: It is no header.
-    """
+    """How many bytes the header at the beginning of ``data`` (a block) claims to have."""
     if len(data) < _PREFIX.size or bytes(data[:4]) != MAGIC:
         raise DamagedFileError("no page file (magic)")
     length = int(_PREFIX.unpack_from(data)[4])
@@ -248,22 +230,14 @@ def parse_name(file: str) -> PageName | None:
 
 
 def check_names(namespace: bytes, keys: tuple[bytes, ...] | list[bytes]) -> None:
-    """Refuse what is no namespace (16 bytes) or key (32 bytes).
-
-    Raises:
-        ValueError: Wrong length or type.
-    """
+    """Refuse, by a ValueError, what is no namespace (16 bytes) or key (32 bytes)."""
     _check_bytes("namespace", namespace, NAMESPACE_BYTES)
     for key in keys:
         _check_bytes("key", key, KEY_BYTES)
 
 
 def check_writer(writer: bytes) -> None:
-    """Refuse what is no writer (8 bytes).
-
-    Raises:
-        ValueError: Wrong length or type.
-    """
+    """Refuse, by a ValueError, what is no writer (8 bytes)."""
     _check_bytes("writer", writer, WRITER_BYTES)
 
 

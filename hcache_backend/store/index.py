@@ -1,8 +1,7 @@
 """The index of one folder: which page files it has, who wrote them, when they were last used.
 
 It is an lmdb environment that any number of processes open at once; readers never wait. All changes
-are made by the holder of the folder's lock (:mod:`hcache_backend.store.lock`). It can be rebuilt
-from the page files at any time.
+are made by the holder of the folder's lock. It can be rebuilt from the page files at any time.
 
 - ``pages``: namespace + key -> one record of 32 bytes for every share in this folder.
 - ``recency``: last use (big-endian nanoseconds) + namespace + key + share -> nothing; the order in
@@ -42,9 +41,6 @@ class Entry(NamedTuple):
     """One page file.
 
     Attributes:
-        name: Namespace, key and share.
-        header_bytes: Length of the file's header.
-        payload_bytes: Length of its payload.
         writer: The server run that made it, 8 bytes.
         stamp: Nanoseconds since 1970 of the last use.
     """
@@ -72,9 +68,6 @@ class Index:
 
     Reading needs no lock, changing that of the folder. A change that raises lmdb.Error has changed
     nothing.
-
-    Args:
-        ops: Commits transactions.
 
     Raises:
         lmdb.Error: It cannot be opened; it may be rebuilt.
@@ -214,7 +207,6 @@ class Index:
         return problems
 
     def close(self) -> None:
-        """Let go of the environment."""
         _close_environment(self._identity)
 
     @contextmanager

@@ -148,21 +148,13 @@ def read_page(folder: Folder, entry: Entry, memory: PageMemory, wanted: Subset) 
 
 
 def check_size(status: os.stat_result, file_bytes: int) -> None:
-    """Refuse a file that is shorter or longer than ``file_bytes``.
-
-    Raises:
-        DamagedFileError: It is.
-    """
+    """Refuse a file that is shorter or longer than ``file_bytes``, by a DamagedFileError."""
     if status.st_size != file_bytes:
         raise DamagedFileError(f"it has {status.st_size} bytes, not {file_bytes}")
 
 
 def read_header(io: PageIO, fd: int) -> Header:
-    """The verified header of an open page file.
-
-    Raises:
-        DamagedFileError: It is none.
-    """
+    """The verified header of an open page file; a DamagedFileError if it is none."""
     first = io.scratch.header(BLOCK)
     io.read(fd, 0, [first])
     length = header_length(first)

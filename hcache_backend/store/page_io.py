@@ -43,12 +43,7 @@ BUFFERED = Alignment(0, 1, 1)
 
 
 class PageMemory:
-    """The memory of a share of one page, addressed by offsets in the payload of the share.
-
-    Args:
-        parts: The memory.
-        share: The share; of the whole page the payload is the page itself.
-    """
+    """The memory of a share of one page, addressed by offsets in the payload of the share."""
 
     def __init__(self, parts: Parts, share: Share = WHOLE) -> None:
         self.share = share
@@ -84,11 +79,7 @@ class PageMemory:
 
 
 class Scratch(threading.local):
-    """Aligned memory of the calling thread: a bounce buffer, and room for headers.
-
-    Args:
-        size: Bytes of the bounce buffer, a multiple of 4096.
-    """
+    """Aligned memory of the calling thread: ``size`` bytes to bounce through, room for headers."""
 
     def __init__(self, size: int) -> None:
         self.bounce = memoryview(mmap.mmap(-1, size))
@@ -109,8 +100,6 @@ class PageIO:
     """Reads and writes stretches of the files of one file system.
 
     Args:
-        ops: The file operations.
-        alignment: What direct I/O wants there.
         buffer_bytes: Size of the aligned buffer of every thread that needs one.
     """
 

@@ -31,7 +31,7 @@ from hcache_backend.store.format import (
 from hcache_backend.store.page_files import Written
 from hcache_backend.store.page_io import PageMemory
 from hcache_backend.store.shares import WHOLE, Parts, SegmentTable, Share, Subset
-from hcache_backend.store.stats import ProblemLog, StoreStats
+from hcache_backend.store.stats import ProblemLog, StoreContext, StoreStats
 from hcache_backend.store.volume import Volume, cover, result_of
 
 logger = logging.getLogger("hcache.store")
@@ -96,9 +96,8 @@ class PageStore:
         self._problems = ProblemLog()
         self._closed = False
         ops = ops or best_file_ops(config.reader)
-        self.volumes = [
-            Volume(path, config, ops, self.stats, self._problems, writer) for path in config.dirs
-        ]
+        context = StoreContext(config, ops, writer, self.stats, self._problems)
+        self.volumes = [Volume(path, context) for path in config.dirs]
         try:
             self._attach_all()
         except BaseException:
@@ -220,7 +219,6 @@ class PageStore:
             keys: 32 bytes each.
             pages: The memory of the payload of the share (see :meth:`put`), of just that length.
             subset: What is wanted of the share; None means all.
-            share: The tokens of every page that the caller has memory for.
 
         Raises:
             ValueError: Names of a wrong length, or no such share.
@@ -239,12 +237,8 @@ class PageStore:
                 # What every share repeats comes from one file: two would race for its memory.
                 first = subset.undivided and order == 0
                 wanted = replace(subset, eighths=eighths, undivided=first)
-                reading.append(
-                    (
-                        number,
-                        volume.start(volume.readers, partial(volume.read, entry, memory, wanted)),
-                    )
-                )
+                read = partial(volume.read, entry, memory, wanted)
+                reading.append((number, volume.start(volume.readers, read)))
         found = [bool(pieces) for pieces in covers]
         wait([future for _, future in reading], self._config.read_seconds)
         for number, future in reading:

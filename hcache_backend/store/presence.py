@@ -12,10 +12,8 @@ from pathlib import Path
 
 import lmdb
 
-from hcache_backend.config import HCacheConfig
-from hcache_backend.store.file_ops import FileOps
 from hcache_backend.store.folder import Folder, is_store_folder
-from hcache_backend.store.stats import ProblemLog, StoreStats
+from hcache_backend.store.stats import StoreContext
 
 logger = logging.getLogger("hcache.store")
 
@@ -32,28 +30,11 @@ class Presence:
 
     A folder that fails again and again rests for some seconds, so that a dying disk does not hold
     up every request. One that vanishes is let go of, and opened again when it is back.
-
-    Args:
-        path: The folder; made when missing.
-        config: The options.
-        ops: The file operations.
-        stats: Counters.
-        problems: Where problems are logged.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        config: HCacheConfig,
-        ops: FileOps,
-        stats: StoreStats,
-        problems: ProblemLog,
-    ) -> None:
+    def __init__(self, path: Path, store: StoreContext) -> None:
         self.path = path
-        self._config = config
-        self._ops = ops
-        self._stats = stats
-        self._problems = problems
+        self._config, self._ops, self._writer, self._stats, self._problems = store
         self._state = threading.Lock()
         self._folder: Folder | None = None
         self._errors_in_a_row = 0
@@ -63,11 +44,7 @@ class Presence:
         self._closed = False
 
     def attach(self, *, create: bool) -> None:
-        """Open the folder.
-
-        Raises:
-            OSError: It cannot be used.
-        """
+        """Open the folder; an OSError if it cannot be used."""
         try:
             folder = Folder(self.path, self._ops, self._config.buffer_bytes, create=create)
         except lmdb.Error as error:
@@ -88,11 +65,7 @@ class Presence:
 
     @contextmanager
     def use(self) -> Iterator[Folder]:
-        """The open folder; it stays open while in use.
-
-        Raises:
-            OfflineError: It is not there.
-        """
+        """The open folder, which stays open while in use; OfflineError if it is not there."""
         with self._state:
             folder = self._folder
             if folder is None or time.monotonic() < self._rest_until:

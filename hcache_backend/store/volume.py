@@ -18,9 +18,7 @@ from typing import NamedTuple, TypeVar
 
 import lmdb
 
-from hcache_backend.config import HCacheConfig
 from hcache_backend.store.bounds import evict, excess_bytes
-from hcache_backend.store.file_ops import FileOps
 from hcache_backend.store.folder import Folder
 from hcache_backend.store.format import DamagedFileError, PageName
 from hcache_backend.store.index import Entry
@@ -36,7 +34,7 @@ from hcache_backend.store.page_files import (
 from hcache_backend.store.page_io import PageMemory
 from hcache_backend.store.presence import OfflineError, Presence
 from hcache_backend.store.shares import SegmentTable, Subset
-from hcache_backend.store.stats import ProblemLog, StoreStats
+from hcache_backend.store.stats import StoreContext
 
 logger = logging.getLogger("hcache.store")
 
@@ -47,25 +45,13 @@ _Result = TypeVar("_Result")
 
 
 class Volume(Presence):
-    """One folder and its pages.
+    """One folder and its pages."""
 
-    Args:
-        writer: The server run, 8 bytes; the others are those of :class:`Presence`.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        config: HCacheConfig,
-        ops: FileOps,
-        stats: StoreStats,
-        problems: ProblemLog,
-        writer: bytes,
-    ) -> None:
-        super().__init__(path, config, ops, stats, problems)
-        self.readers = ThreadPoolExecutor(config.io_threads, f"hcache-read-{path.name}")
-        self.writers = ThreadPoolExecutor(config.io_threads, f"hcache-write-{path.name}")
-        self._writer = writer
+    def __init__(self, path: Path, store: StoreContext) -> None:
+        super().__init__(path, store)
+        threads = store.config.io_threads
+        self.readers = ThreadPoolExecutor(threads, f"hcache-read-{path.name}")
+        self.writers = ThreadPoolExecutor(threads, f"hcache-write-{path.name}")
         self._touched: dict[PageName, None] = {}
         self._touch_lock = threading.Lock()
         self.dirty = False
@@ -241,7 +227,6 @@ class Volume(Presence):
         self._ask(work, None)
 
     def close(self) -> None:
-        """Finish and let go."""
         self.save_recency()
         self.readers.shutdown(wait=False)
         self.writers.shutdown(wait=False)
@@ -352,11 +337,8 @@ def cover(
 ) -> list[list[Piece]]:
     """For every page the files that together have ``eighths``; none where some are missing.
 
-    Files of large shares are taken before those of small ones, so that few files are read.
-
-    Args:
-        eighths: Bit mask of the wanted eighths.
-        counts: Asked about a file before it is taken.
+    Files of large shares are taken before those of small ones, so that few files are read. A file
+    that ``counts`` denies is not taken.
     """
     missing = [eighths] * len(keys)
     found: list[list[Piece]] = [[] for _ in keys]

@@ -9,7 +9,7 @@ from pathlib import Path
 from store_testing import assert_sound, content, get, key, names, open_quiet, put
 
 from hcache_backend.store import FileOps
-from hcache_backend.store.session import LANES
+from hcache_backend.store.folder import LANES
 
 
 def test_files_are_made_in_folders_in_turn(tmp_path: Path) -> None:
