@@ -1,22 +1,24 @@
-"""A kernel launch as a value: what tests compile ahead of time is what runs."""
+"""A kernel launch as a value, so that what tests compile ahead of time is what runs; its time."""
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+
+WARM_UPS = 3
+FLUSH_BYTES = 256 << 20
+"""More than any GPU's L2 cache holds."""
+HEAD_START_CYCLES = 500_000
+"""The GPU waits for about so long before the work, so that all launches are queued by then."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch, complete.
-
-    Attributes:
-        kernel: The Triton function.
-        grid: Programs.
-        arguments: By name, compile-time ones included.
-        warps: Warps of a program.
-        stages: Depth of the software pipeline.
-    """
+    """One kernel launch, complete; ``arguments`` have the compile-time ones, too."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -28,3 +30,29 @@ class Launch:
         """Launch it on the current stream; a grid without programs is left alone."""
         if 0 not in self.grid:
             self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
+
+
+def block_launch(
+    kernel: Any, grid: tuple[int, ...], block: int, warp_values: int, **arguments: Any
+) -> Launch:
+    """The launch of a kernel that moves ``BLOCK`` values at a time, ``warp_values`` in a warp."""
+    warps = max(1, min(4, block // warp_values))
+    return Launch(kernel, grid, {**arguments, "BLOCK": block}, warps, stages=1)
+
+
+def gpu_microseconds(work: Callable[[], object], repeats: int = 20) -> float:
+    """Median time of ``work`` on the current CUDA device, each with a cold L2 cache."""
+    for _ in range(WARM_UPS):
+        work()
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    spans = []
+    for _ in range(repeats):
+        flush.zero_()
+        torch.cuda._sleep(HEAD_START_CYCLES)
+        span = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        span[0].record()
+        work()
+        span[1].record()
+        spans.append(span)
+    torch.cuda.synchronize()
+    return 1e3 * statistics.median(start.elapsed_time(end) for start, end in spans)

@@ -10,11 +10,13 @@ many small segments cost one launch and no staging. Where the ids are on the CPU
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from .launch import Launch
+from .launch import Launch, block_launch
 
 WORD = 8
 """Bytes that move together; lengths, offsets and page sizes are multiples of it."""
@@ -124,11 +126,7 @@ def scatter_rows_reference(
 
 
 def _check_pages(pages: torch.Tensor, offset: int, length: int) -> None:
-    """Refuse memory that is no pages, and a segment that a page does not hold.
-
-    Raises:
-        ValueError: Names the argument, its value and what would be right.
-    """
+    """Refuse memory that is no pages, and a segment that a page does not hold."""
     if pages.dtype != torch.uint8 or pages.dim() != 2 or not pages.is_contiguous():
         raise ValueError(
             f"pages are {list(pages.shape)} of {pages.dtype}: must be contiguous uint8 "
@@ -144,18 +142,10 @@ def _check_pages(pages: torch.Tensor, offset: int, length: int) -> None:
 
 
 def _check_ids(name: str, ids: torch.Tensor, count: int, limit: int) -> None:
-    """Refuse ids that are no vector, and, where they are on the CPU, ids out of range.
+    """Refuse ids that are no vector of ``count``, and ids on the CPU that are not below ``limit``.
 
     Reads no values of the GPU, so it never synchronises: ids that come from there were checked by
     whoever made them.
-
-    Args:
-        name: What the message calls them.
-        count: How many there must be.
-        limit: What they must be below.
-
-    Raises:
-        ValueError: Names the ids and what would be right.
     """
     if ids.dtype not in (torch.int32, torch.int64) or ids.shape != (count,):
         raise ValueError(
@@ -171,8 +161,7 @@ def gather_launch(
     pages: torch.Tensor, page_ids: torch.Tensor, offset: int, out: torch.Tensor
 ) -> Launch:
     """The launch of :func:`gather_pages`, into ``out``."""
-    arguments = {"pages": pages, "page_ids": page_ids, "out": out}
-    return _launch(gather_kernel, arguments, pages, offset, *out.shape)
+    return _launch(gather_kernel, out.shape, pages, page_ids=page_ids, out=out, offset=offset)
 
 
 def scatter_launch(
@@ -183,23 +172,16 @@ def scatter_launch(
     offset: int,
 ) -> Launch:
     """The launch of :func:`scatter_rows`."""
-    arguments = {"rows": rows, "pages": pages, "page_ids": page_ids, "row_ids": row_ids}
-    return _launch(scatter_kernel, arguments, pages, offset, *rows.shape)
+    ids = {"page_ids": page_ids, "row_ids": row_ids}
+    return _launch(scatter_kernel, rows.shape, pages, rows=rows, **ids, offset=offset)
 
 
-def _launch(
-    kernel: object,
-    arguments: dict[str, torch.Tensor],
-    pages: torch.Tensor,
-    offset: int,
-    items: int,
-    length: int,
-) -> Launch:
-    words = length // WORD
+def _launch(kernel: object, shape: torch.Size, pages: torch.Tensor, **arguments: Any) -> Launch:
+    items, words = shape[0], shape[1] // WORD
     block = min(_MOST_WORDS, triton.next_power_of_2(words))
-    sizes = {"page_bytes": pages.shape[1], "offset": offset, "WORDS": words, "BLOCK": block}
-    warps = max(1, min(4, block // 512))
-    return Launch(kernel, (items, triton.cdiv(words, block)), arguments | sizes, warps, stages=1)
+    grid = (items, triton.cdiv(words, block))
+    arguments |= {"pages": pages, "page_bytes": pages.shape[1], "WORDS": words}
+    return block_launch(kernel, grid, block, 512, **arguments)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Launch
+from .launch import Launch, block_launch
 
 WRONG_STEP = -1
 """Mark of a row that its codec could not hold; no step has this number."""
@@ -120,20 +120,22 @@ def stage_launch(
     word = _word_bytes(row_bytes, rows.stride(0), rows.storage_offset() * rows.element_size())
     words = row_bytes // word
     block = min(_MOST_WORDS, triton.next_power_of_2(words))
-    arguments = {
-        "rows": rows.view(_WORDS[word]),
-        "ok": step if ok is None else ok.view(torch.uint8),
-        "places": places,
-        "step": step,
-        "staged": staged.rows[layer].view(_WORDS[word]),
-        "marks": staged.marks[layer],
-        "row_stride": rows.stride(0) // word,
-        "WORDS": words,
-        "HAS_OK": ok is not None,
-        "WRONG": WRONG_STEP,
-        "BLOCK": block,
-    }
-    return Launch(stage_kernel, (n, triton.cdiv(words, block)), arguments, _warps(block), 1)
+    return block_launch(
+        stage_kernel,
+        grid=(n, triton.cdiv(words, block)),
+        block=block,
+        warp_values=128,
+        rows=rows.view(_WORDS[word]),
+        ok=step if ok is None else ok.view(torch.uint8),
+        places=places,
+        step=step,
+        staged=staged.rows[layer].view(_WORDS[word]),
+        marks=staged.marks[layer],
+        row_stride=rows.stride(0) // word,
+        WORDS=words,
+        HAS_OK=ok is not None,
+        WRONG=WRONG_STEP,
+    )
 
 
 def save_launch(
@@ -150,32 +152,29 @@ def save_launch(
     # Segments are multiples of rows behind a header of 4096 bytes, so rows decide alignment.
     word = _word_bytes(row_bytes, staged.stride(0), arena.shape[1])
     words = row_bytes // word
-    block = min(_MOST_WORDS, triton.next_power_of_2(words))
-    arguments = {
-        "staged": staged.view(_WORDS[word]),
-        "slots": slots,
-        "shadows": shadows,
-        "arena": arena.view(_WORDS[word]),
-        "segments": segments,
-        "layer_stride": staged.stride(0) // word,
-        "page_words": arena.shape[1] // word,
-        "PAGE_SIZE": page_size,
-        "FIRST": kept.start,
-        "KEPT": len(kept),
-        "WORDS": words,
-        "WORD_BYTES": word,
-        "BLOCK": block,
-    }
-    return Launch(save_kernel, (n, layers), arguments, _warps(block), 1)
+    return block_launch(
+        save_kernel,
+        grid=(n, layers),
+        block=min(_MOST_WORDS, triton.next_power_of_2(words)),
+        warp_values=128,
+        staged=staged.view(_WORDS[word]),
+        slots=slots,
+        shadows=shadows,
+        arena=arena.view(_WORDS[word]),
+        segments=segments,
+        layer_stride=staged.stride(0) // word,
+        page_words=arena.shape[1] // word,
+        PAGE_SIZE=page_size,
+        FIRST=kept.start,
+        KEPT=len(kept),
+        WORDS=words,
+        WORD_BYTES=word,
+    )
 
 
 def _word_bytes(*lengths: int) -> int:
     """Largest word of which every one of ``lengths`` (bytes) is a multiple."""
     return next(word for word in _WORDS if all(length % word == 0 for length in lengths))
-
-
-def _warps(block: int) -> int:
-    return max(1, min(4, block // 128))
 
 
 @triton.jit

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from bench.gpu.program import Results
+from hcache_kernels.launch import gpu_microseconds
 from hcache_kernels.project_kv import KeyNorm, KVPool, KVProjection, ProjectionCall, Rotary
 from hcache_kernels.project_kv.reference import compute_kv_reference, project_kv_reference
 from hcache_kernels.project_kv.spec import kind_of
 from hcache_kernels.project_kv.ways import LIBRARY, possible_ways
-from hcache_kernels.timing import gpu_microseconds
 
 ROWS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 CHECKED_ROWS = 256

@@ -20,8 +20,8 @@ import torch
 from bench.gpu.kernels_projection import cpu_microseconds
 from bench.gpu.program import Results, Row
 from hcache_kernels.codecs import Codec, make_codec
+from hcache_kernels.launch import gpu_microseconds
 from hcache_kernels.pages import gather_launch, gather_pages, scatter_launch, scatter_rows
-from hcache_kernels.timing import gpu_microseconds
 
 PAGE_TOKENS = 64
 HEADER_BYTES = 4096

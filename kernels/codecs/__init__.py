@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from .base import Codec, UnsupportedRows
-from .exact import ExactCodec
+from .base import Codec, ExactCodec, UnsupportedRows
 from .exp4 import Exp4Codec
 from .scaled import Fp8Codec, Int8Codec
 

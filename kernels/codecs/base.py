@@ -23,16 +23,11 @@ class Codec(ABC):
     - A row that a codec cannot hold is said to be not ok. Its bytes mean nothing; whoever stores
       them anyway stores wrong KV.
 
-    Args:
-        hidden_size: Width of a row, in values.
-        dtype: Data type of the rows.
-
     Raises:
-        UnsupportedRows: The codec cannot hold such rows.
+        UnsupportedRows: The codec cannot hold rows of that width (in values) or type.
 
     Attributes:
         name: What options and namespaces call it.
-        lossless: Whether decoding gives back every bit.
         is_view: Whether encoded rows are the rows themselves, seen as bytes.
         row_bytes: Length of an encoded row.
     """
@@ -60,11 +55,11 @@ class Codec(ABC):
 
     def encode_launch(self, rows: torch.Tensor, encoded: torch.Tensor, ok: torch.Tensor) -> Launch:
         """:meth:`encode` as one kernel, into buffers of the caller; all tensors contiguous."""
-        raise NotImplementedError(f"codec {self.name!r} has no kernel: its rows are views")
+        raise NotImplementedError
 
     def decode_launch(self, encoded: torch.Tensor, rows: torch.Tensor) -> Launch:
         """:meth:`decode` as one kernel, into a buffer of the caller; all tensors contiguous."""
-        raise NotImplementedError(f"codec {self.name!r} has no kernel: its rows are views")
+        raise NotImplementedError
 
     def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Encode ``rows`` (``[n, hidden_size]``), on the device they are on.
@@ -106,3 +101,20 @@ class Codec(ABC):
         rows = encoded.new_empty((len(encoded), self.hidden_size), dtype=self.dtype)
         self.decode_launch(encoded, rows).run()
         return rows
+
+
+class ExactCodec(Codec):
+    """``none``: rows of any type and width, as they are."""
+
+    name = "none"
+    lossless = True
+    is_view = True
+
+    def _row_bytes(self) -> int:
+        return self.hidden_size * self.dtype.itemsize
+
+    def encode_reference(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return rows.view(torch.uint8), torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+
+    def decode_reference(self, encoded: torch.Tensor) -> torch.Tensor:
+        return encoded.view(self.dtype)

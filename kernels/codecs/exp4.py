@@ -1,28 +1,12 @@
-"""``exp4``: lossless for bfloat16, 0.77 of its bytes (the idea of SplitZip, arXiv 2605.01708).
-
-Of the 16 bits of a bfloat16 value, sign and mantissa look random and the exponent does not: the
-values of a row lie within a few binades. An encoded row is
+"""``exp4``: lossless for bfloat16, 0.77 of its bytes (docs/options.md). An encoded row is
 
 - ``d`` bytes: sign (bit 7) and mantissa of each value;
 - ``d / 2`` bytes: a 4-bit code for the exponent of each value, even positions in the low half;
 - the tail: exceptions (their positions, 16 bits each, then their exponents, 8 bits each), the base
   byte, and zeros up to a multiple of 8.
 
-Code 0 means exponent 0: sums of bfloat16 numbers are often exactly zero, one in a thousand in a
-residual stream. Code ``c`` from 1 to 15 means exponent ``base + c``: a window of 15 consecutive
-exponents, chosen **for each row** so that the fewest of its values fall outside. A table for a
-whole layer would not do: what the norm makes of attention-sink tokens has quite another scale than
-all other rows, so the first page of every conversation would overflow, and with it the whole
-conversation would go unstored: a radix node is stored only when every row of it is, and its
-descendants only after it.
-
-Values outside both are exceptions. A row with more of them than the tail holds is not ok:
-it is not stored, never truncated. Entries of the list that are not needed repeat the exponent of
-position 0, so that decoding applies them all without looking.
-
-The kernels give the same bytes as the reference. They handle values in pairs: one 32-bit word of
-two bfloat16 values becomes 16 bits of sign and mantissa and 8 bits of codes, so nothing moves
-between threads.
+Code 0 means exponent 0, code ``c`` from 1 to 15 exponent ``base + c``; all other values are
+exceptions. Entries of their list that are not needed repeat the exponent of position 0.
 """
 
 # Kernels have no types to state.
@@ -36,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import Launch
+from ..launch import Launch, block_launch
 from .base import Codec, UnsupportedRows
 
 WINDOW = 15
@@ -111,46 +95,40 @@ class Exp4Codec(Codec):
         return bits.to(torch.int16).view(torch.bfloat16)
 
     def encode_launch(self, rows: torch.Tensor, encoded: torch.Tensor, ok: torch.Tensor) -> Launch:
-        only = {"ok": ok.view(torch.uint8)}
-        return self._launch(encode_kernel, rows, encoded, _ENCODE_PAIRS, only)
+        ok = ok.view(torch.uint8)
+        return self._launch(encode_kernel, _ENCODE_PAIRS, rows, encoded=encoded, ok=ok)
 
     def decode_launch(self, encoded: torch.Tensor, rows: torch.Tensor) -> Launch:
-        return self._launch(decode_kernel, rows, encoded, _DECODE_PAIRS, {})
+        return self._launch(decode_kernel, _DECODE_PAIRS, rows, encoded=encoded)
 
     def _launch(
-        self,
-        kernel: Any,
-        rows: torch.Tensor,
-        encoded: torch.Tensor,
-        most_pairs: int,
-        only: dict[str, Any],
+        self, kernel: Any, most_pairs: int, rows: torch.Tensor, **buffers: torch.Tensor
     ) -> Launch:
         pairs, most = self.hidden_size // 2, most_exceptions(self.hidden_size)
-        block = min(most_pairs, triton.next_power_of_2(pairs))
-        arguments = {
-            "rows": rows.view(torch.int32),
-            "encoded": encoded,
-            "PAIRS": pairs,
-            "ROW_BYTES": self.row_bytes,
-            "MOST": most,
-            "LIST": triton.next_power_of_2(most),
-            "BLOCK": block,
-        }
-        warps = max(1, min(4, block // 256))
-        return Launch(kernel, (len(rows),), arguments | only, warps, stages=1)
+        return block_launch(
+            kernel,
+            grid=(len(rows),),
+            block=min(most_pairs, triton.next_power_of_2(pairs)),
+            warp_values=256,
+            rows=rows.view(torch.int32),
+            **buffers,
+            PAIRS=pairs,
+            ROW_BYTES=self.row_bytes,
+            MOST=most,
+            LIST=triton.next_power_of_2(most),
+        )
 
 
 def _best_window(exponents: torch.Tensor) -> torch.Tensor:
-    """Exponent below the window that holds most values of a row; the lowest of equals.
-
-    ``exponents`` is int32 ``[n, d]``, the result ``[n]``.
-    """
+    """Exponent ``[n]`` below the window that holds most of ``[n, d]``; the lowest of equals."""
     histogram = torch.zeros((len(exponents), 256), dtype=torch.int32)
     histogram.scatter_add_(1, exponents.long(), torch.ones_like(exponents))
     up_to = histogram.cumsum(1)
     return (up_to[:, WINDOW:] - up_to[:, :-WINDOW]).argmax(1).to(torch.int32)
 
 
+# One word of two values becomes 16 bits of sign and mantissa and 8 bits of codes: nothing moves
+# between threads.
 @triton.jit
 def encode_kernel(
     rows,  # int32 [n, PAIRS]: two bfloat16 values each

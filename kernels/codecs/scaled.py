@@ -1,19 +1,9 @@
 """``int8`` and ``fp8``: lossy, one float32 scale for each row.
 
-An encoded row is ``d`` codes, zeros, and the scale in its last four bytes; its length is a multiple
-of 16. A value comes back as ``code * scale``.
-
-- ``int8``: codes from -127 to 127, scale ``amax / 127``: the error is at most half a scale,
-  whatever the value, so one large value costs all others of its row.
-- ``fp8`` (e4m3, largest value 448): scale ``amax / 448``; the error is relative to each value
-  (1/16 at most), down to values of ``amax / 28672``.
-
-A row of zeros has scale 0. A row is not ok when a value is not finite, or when its largest
-magnitude is neither 0 nor between 2**-100 and 2**100: scale or product would leave float32.
-
-The kernels give the same bytes as the reference. They round, and make fp8, on the bits of float32:
-the GPU's own conversion to fp8 begins with sm_89, and rounding to nearest even has no portable
-name.
+An encoded row is ``d`` codes, zeros, and the scale in its last four bytes: ``amax / 127`` or
+``amax / 448``; its length is a multiple of 16. A value comes back as ``code * scale``. A row is not
+ok when a value is not finite, or when its largest magnitude is neither 0 nor between 2**-100 and
+2**100: scale or product would leave float32.
 """
 
 # Kernels have no types to state.
@@ -27,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import Launch
+from ..launch import Launch, block_launch
 from .base import Codec, UnsupportedRows
 
 SMALLEST, GREATEST = 2.0**-100, 2.0**100
@@ -78,25 +68,23 @@ class ScaledCodec(Codec):
 
     def encode_launch(self, rows: torch.Tensor, encoded: torch.Tensor, ok: torch.Tensor) -> Launch:
         only = {"ok": ok.view(torch.uint8), "LARGEST": self.largest}
-        return self._launch(encode_kernel, rows, encoded, only)
+        return self._launch(encode_kernel, rows=rows, encoded=encoded, **only)
 
     def decode_launch(self, encoded: torch.Tensor, rows: torch.Tensor) -> Launch:
-        return self._launch(decode_kernel, rows, encoded, {})
+        return self._launch(decode_kernel, rows=rows, encoded=encoded)
 
-    def _launch(
-        self, kernel: Any, rows: torch.Tensor, encoded: torch.Tensor, only: dict[str, Any]
-    ) -> Launch:
-        block = min(_MOST_VALUES, triton.next_power_of_2(self.hidden_size))
-        arguments = {
-            "rows": rows,
-            "encoded": encoded,
-            "WIDTH": self.hidden_size,
-            "ROW_BYTES": self.row_bytes,
-            "FP8": self.largest == FP8_LARGEST,
-            "BLOCK": block,
-        }
-        warps = max(1, min(4, block // 512))
-        return Launch(kernel, (len(rows),), arguments | only, warps, stages=1)
+    def _launch(self, kernel: Any, rows: torch.Tensor, **arguments: Any) -> Launch:
+        return block_launch(
+            kernel,
+            grid=(len(rows),),
+            block=min(_MOST_VALUES, triton.next_power_of_2(self.hidden_size)),
+            warp_values=512,
+            rows=rows,
+            **arguments,
+            WIDTH=self.hidden_size,
+            ROW_BYTES=self.row_bytes,
+            FP8=self.largest == FP8_LARGEST,
+        )
 
 
 class Int8Codec(ScaledCodec):
@@ -147,6 +135,8 @@ def encode_kernel(
     tl.store(ok + row, (usable | (bits == 0)).to(tl.uint8))
 
 
+# Both work on the bits of float32: rounding to nearest even has no portable name, and a GPU's own
+# conversion to fp8 begins with sm_89.
 @triton.jit
 def _to_int8(value):
     """Nearest integer of ``value`` (float32, at most 127), ties to even, in the last 8 bits."""

@@ -15,28 +15,26 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
 
-from ..timing import gpu_microseconds
+from ..launch import gpu_microseconds
 from .spec import KVPool, KVProjection, LayerKind, ProjectionCall, kind_of
 from .ways import TileConfig, Way, possible_ways
 
 logger = logging.getLogger(__name__)
 
 ROWS = (256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Tokens that are measured unless the caller says otherwise."""
+"""Numbers of tokens that are measured."""
 
 
 class ChoiceTable:
     """The fastest way of each kind of layer and number of tokens that was measured on one device.
 
-    Args:
-        path: The file. What cannot be read counts as not measured.
+    A file that cannot be read counts as not measured.
     """
 
     def __init__(self, path: Path) -> None:
@@ -112,12 +110,7 @@ def choose(kind: LayerKind, pool_type: torch.dtype, n: int, device: torch.device
     return measured if measured in possible else possible[0]
 
 
-def measure_choice(
-    projection: KVProjection,
-    pool_type: torch.dtype,
-    rows: Iterable[int] = ROWS,
-    microseconds: Callable[[Callable[[], object]], float] = gpu_microseconds,
-) -> None:
+def measure_choice(projection: KVProjection, pool_type: torch.dtype) -> None:
     """Time every way for a layer on its CUDA device, on random hidden states, and keep the times.
 
     It compiles every configuration, which takes seconds, and allocates the hidden states, K and V
@@ -125,20 +118,17 @@ def measure_choice(
 
     Args:
         projection: A layer; others of its kind (:class:`LayerKind`) need no measurement.
-        pool_type: Type of the pool.
-        rows: Numbers of tokens.
-        microseconds: Times one call.
     """
     device = projection.weight.device
     kind = kind_of(projection)
     table = device_table(device.index)
-    todo = [n for n in rows if n not in table.measured(kind)]
+    todo = [n for n in ROWS if n not in table.measured(kind)]
     possible = possible_ways(kind, pool_type, torch.cuda.get_device_capability(device))
     if not possible or not todo:
         return
     for n in todo:
         call = _random_call(projection, pool_type, n)
-        table.add(kind, n, {way: microseconds(partial(way.run, call)) for way in possible})
+        table.add(kind, n, {way: gpu_microseconds(partial(way.run, call)) for way in possible})
     table.save()
 
 

@@ -120,9 +120,6 @@ class LayerKind:
 
     Attributes:
         hidden: Width of the hidden states.
-        kv_heads: Heads of K and of V.
-        head_dim: Dimensions of a head.
-        dtype: Of hidden states and weight.
         norm: What the norm of K goes over: ``none``, ``head`` or ``all``.
         rotary: Style of RoPE: ``none``, ``neox`` or ``interleaved``.
     """
@@ -136,7 +133,6 @@ class LayerKind:
 
 
 def kind_of(projection: KVProjection) -> LayerKind:
-    """The kind of a layer."""
     return LayerKind(
         hidden=projection.weight.shape[1],
         kv_heads=projection.kv_heads,

@@ -97,11 +97,7 @@ def fused_configs(kind: LayerKind, capability: tuple[int, int]) -> tuple[TileCon
 
 @dataclass(frozen=True)
 class Way:
-    """A way to run ``project_kv`` on a GPU.
-
-    Attributes:
-        config: The configuration of the fused way; None: the library way.
-    """
+    """A way to run ``project_kv`` on a GPU: fused, with a configuration, or by the library."""
 
     config: TileConfig | None
 

@@ -120,7 +120,9 @@ def test_a_failed_write_leaves_the_old_file(
     assert [path.name for path in table.path.parent.iterdir()] == ["table.json"]
 
 
-def test_only_what_is_missing_is_measured_and_the_faster_way_is_taken(table: ChoiceTable) -> None:
+def test_only_what_is_missing_is_measured_and_the_faster_way_is_taken(
+    table: ChoiceTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     projection = make_call(kv_heads=4, rope=("neox", None)).projection
     kind = kind_of(projection)
     possible = possible_ways(kind, torch.bfloat16, HOPPER)
@@ -132,11 +134,14 @@ def test_only_what_is_missing_is_measured_and_the_faster_way_is_taken(table: Cho
         timed.append(work)
         return times.get(work.func.__self__, 99.0)
 
-    measure_choice(projection, torch.bfloat16, (16, 32), microseconds=microseconds)
+    monkeypatch.setattr(choice_module, "gpu_microseconds", microseconds)
+    monkeypatch.setattr(choice_module, "ROWS", (16, 32))
+    measure_choice(projection, torch.bfloat16)
     assert len(timed) == 2 * len(possible)
     assert choose(kind, torch.bfloat16, 20, CPU) == possible[2]
 
-    measure_choice(projection, torch.bfloat16, (16, 32, 64), microseconds=microseconds)
+    monkeypatch.setattr(choice_module, "ROWS", (16, 32, 64))
+    measure_choice(projection, torch.bfloat16)
     assert len(timed) == 3 * len(possible)
     assert ChoiceTable(table.path).measured(kind) == {16, 32, 64}
 
