@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from bench.harness.report import OUT, grouped_bars, markdown, write
 from bench.token_wise import TILE, TokenSplit, token_wise_makespan
-from hcache_backend.partition.layers import Partition
+from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.plan import PartitionPlan
 from hcache_backend.partition.presets import COMPUTE_SHARE, PRESETS, preset_profile

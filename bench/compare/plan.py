@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from bench.harness.machine import Machine, MachineError
 from bench.harness.options import base_environment
-from hcache_backend.partition.costs import layer_costs
-from hcache_backend.partition.layers import Partition
+from hcache_backend.partition.costs import Partition, layer_costs
 from hcache_backend.partition.model_config import ModelConfigError, read_model
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile, Rate, load_profile

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from hcache_backend.cli.common import AsJson, explained, fail, print_json, screen, table
 from hcache_backend.config import nearest
-from hcache_backend.partition.layers import LayerMethod
+from hcache_backend.partition.costs import LayerMethod
 from hcache_backend.partition.model_config import ModelConfigError, read_model
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.plan import LENGTHS, PartitionPlan, RestorePath, describe

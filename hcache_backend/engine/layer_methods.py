@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from hcache_backend.partition.costs import L3Path, layer_costs
-from hcache_backend.partition.layers import LayerMethod, Partition
+from hcache_backend.partition.costs import L3Path, LayerMethod, Partition, layer_costs
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.plan import describe
 from hcache_backend.partition.profile import Profile

@@ -1,10 +1,10 @@
-"""How long one layer takes by each method, for a model on a machine (paper sections 3.2, 4.1.2)."""
+"""Partitions, and how long one layer takes by each method (paper sections 3.2, 4.1)."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
-from hcache_backend.partition.layers import Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile
 
@@ -12,6 +12,51 @@ L3Path = Literal["overlapped", "first", "none"]
 """Where L3 is in a restore. ``overlapped``: pages are copied and projected while others are still
 being read (the paper's system), so a transfer is as slow as the slower of L3 and bus. ``first``:
 all is read before the restore begins (HiCache's prefetch). ``none``: pages are in host memory."""
+
+
+LayerMethod = Literal["recompute", "hidden", "kv"]
+LAYER_METHODS: tuple[LayerMethod, ...] = get_args(LayerMethod)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """How many layers each method restores, in the order of the layers.
+
+    Recomputation needs nothing from the bus, so the hidden states of later layers arrive meanwhile;
+    KV needs no computation, so it fills the bus while the last projections run (section 4.1).
+
+    Attributes:
+        recompute: The first layers; nothing is stored for them.
+        hidden: The next ones: hidden states.
+        kv: The last ones: K and V.
+    """
+
+    recompute: int
+    hidden: int
+    kv: int
+
+    @property
+    def layers(self) -> int:
+        return self.recompute + self.hidden + self.kv
+
+    @property
+    def methods(self) -> set[LayerMethod]:
+        """The methods that restore a layer or more."""
+        return {method for method in LAYER_METHODS if getattr(self, method)}
+
+    def method(self, layer: int) -> LayerMethod:
+        if layer < self.recompute:
+            return "recompute"
+        return "hidden" if layer < self.recompute + self.hidden else "kv"
+
+    def bytes_per_token(self, model: ModelShape) -> int:
+        """Bytes that are stored for a token."""
+        return self.hidden * model.hidden_bytes + self.kv * model.kv_bytes
+
+    def recomputing(self, first: int) -> Partition:
+        """The same, but with the first ``first`` layers recomputed, whatever is stored for them."""
+        hidden = max(0, min(self.hidden, self.recompute + self.hidden - first))
+        return Partition(first, hidden, self.layers - first - hidden)
 
 
 class LayerCosts(NamedTuple):
@@ -68,8 +113,6 @@ def layer_costs(
     """The costs of one layer.
 
     Args:
-        profile: The machine.
-        model: The model.
         tokens: Tokens that are restored.
         prefix: Tokens before them that are on the device already; recomputation attends to them.
         tp: Tensor-parallel ranks, each with a device and a bus of the profile's; L3 is shared.

@@ -28,12 +28,7 @@ _MOST_PIECE_BYTES = 16 << 20
 
 
 class ReadRate(NamedTuple):
-    """What the folders gave.
-
-    Attributes:
-        per_second: Bytes a second, all folders together.
-        direct: Whether every folder was read past the page cache.
-    """
+    """Bytes per second of all folders together; whether every one was read past the page cache."""
 
     per_second: float
     direct: bool
@@ -55,7 +50,6 @@ def read_rate(
             each of them, and bytes that stay free on every file system.
         model: One read is a page of its hidden states, or 16 MiB of a larger page.
         seconds: How long to read, and how long to write at most.
-        ops: The file operations; None for those of ``config``.
 
     Raises:
         OSError: A folder cannot be written or read, or is too full for the measurement.
@@ -119,7 +113,6 @@ def _write(ops: FileOps, fd: int, piece: int, pieces: int, seconds: float) -> in
 
 
 def _read(probes: Sequence[_Probe], piece: int, threads: int, seconds: float) -> float:
-    """Bytes a second that all folders give together."""
     problems: list[OSError] = []
     finished: list[int] = []
     until = time.perf_counter() + seconds

@@ -34,13 +34,7 @@ Prepare = Callable[[int], tuple[float, Work]]
 
 
 class Point(NamedTuple):
-    """One measurement.
-
-    Attributes:
-        tokens: Tokens.
-        amount: Bytes or FLOPs of them.
-        seconds: Time of the fastest call.
-    """
+    """One measurement: bytes or FLOPs of some tokens, and the time of the fastest call."""
 
     tokens: int
     amount: float
@@ -48,11 +42,7 @@ class Point(NamedTuple):
 
 
 def fit(points: Sequence[Point]) -> Rate:
-    """A fixed part and a rate, with the least squares of relative errors; neither is negative.
-
-    Args:
-        points: At least one.
-    """
+    """A fixed part and a rate, with the least squares of relative errors; neither is negative."""
     points = sorted(points, key=lambda point: point.amount)
     largest = points[-1].amount
     amounts = np.array([point.amount / largest for point in points])
@@ -71,9 +61,6 @@ class Bench:
     """Times the operations of one layer.
 
     Attributes:
-        model: The shape of the layer.
-        device: Where it runs.
-        dtype: What it computes with.
         seconds: What one operation may take, all sizes together, before larger ones are left out.
     """
 
@@ -246,7 +233,6 @@ class Bench:
 
 
 def device_name(device: torch.device) -> str:
-    """The accelerator's or the processor's name."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
 
 
@@ -260,10 +246,8 @@ def measure(
     """Measure every operation of a layer.
 
     Args:
-        bench: What measures.
         l3: L3 as it was measured; None without one.
         dirs: Folders of L3.
-        source: What measured.
         begin: Called before every one of :data:`OPERATIONS`.
     """
     points: dict[str, list[Point]] = {}

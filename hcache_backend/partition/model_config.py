@@ -44,10 +44,7 @@ class ModelConfigError(ValueError):
 
 
 def read_model(path: Path) -> ModelShape:
-    """Read the shape of a model.
-
-    Args:
-        path: A ``config.json``, or the folder of a model.
+    """The shape of the model of a ``config.json`` or a folder.
 
     Raises:
         ModelConfigError: It cannot be read, lacks a field, or is no decoder-only transformer.
@@ -67,11 +64,7 @@ def read_model(path: Path) -> ModelShape:
 
 
 def shape_from_config(table: Mapping[str, Any], source: str) -> ModelShape:
-    """The shape that the fields of a ``config.json`` describe.
-
-    Args:
-        table: Its content.
-        source: Where it came from, for messages.
+    """The shape that the fields of a ``config.json`` describe; ``source`` is for messages.
 
     Raises:
         ModelConfigError: A field is missing or wrong, or the model is no decoder-only transformer.
@@ -120,7 +113,6 @@ class _Fields:
         self.family = str(merged.get("model_type") or "unknown")
 
     def get(self, name: str) -> Any:
-        """The value of a field; None when it is missing or null."""
         return self._table.get(name)
 
     def integer(self, what: str, names: tuple[str, ...], default: int | None = None) -> int:

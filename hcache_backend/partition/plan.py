@@ -6,8 +6,13 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from hcache_backend.partition.costs import L3Path, LayerCosts, layer_costs
-from hcache_backend.partition.layers import LAYER_METHODS, Partition
+from hcache_backend.partition.costs import (
+    LAYER_METHODS,
+    L3Path,
+    LayerCosts,
+    Partition,
+    layer_costs,
+)
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile
 from hcache_backend.partition.solver import closed_form, makespan, recompute_layers, search
@@ -25,9 +30,7 @@ class AtLength(NamedTuple):
 
     Attributes:
         recompute_layers: The first layers that it recomputes.
-        seconds: How long it takes.
         best: The partition that would be best for this length.
-        best_seconds: How long that takes.
     """
 
     recompute_layers: int
@@ -41,11 +44,8 @@ class PartitionPlan:
     """The best partition for a model on a machine.
 
     Attributes:
-        profile: The machine.
-        model: The model.
         tokens: Tokens of the restore that it was solved for.
         tp: Tensor-parallel ranks.
-        l3: Where L3 is in a restore.
         restore: Plan as a server with this option ``restore`` does, which does not choose to
             recompute with several ranks; None: any method may be used.
     """
@@ -190,9 +190,14 @@ class PartitionPlan:
             "predicted_ms": {name: self.seconds(name) * 1e3 for name in self.choices},
             "busy_ms": {name: value * 1e3 for name, value in self.busy("mix").items()},
             "binds": self.binds("mix"),
-            "at_length": {str(tokens): _at_length(self.at_length(tokens)) for tokens in LENGTHS},
+            "at_length": {str(tokens): self._report_at(tokens) for tokens in LENGTHS},
             "notes": self.notes(),
         }
+
+    def _report_at(self, tokens: int) -> dict[str, Any]:
+        layers, seconds, best, best_seconds = self.at_length(tokens)
+        ms, best_ms = seconds * 1e3, best_seconds * 1e3
+        return {"recompute_layers": layers, "ms": ms, "best": asdict(best), "best_ms": best_ms}
 
     @property
     def _may_recompute(self) -> bool:
@@ -216,12 +221,3 @@ def describe(partition: Partition) -> str:
     return ", ".join(
         f"{count} layer{'s' if count > 1 else ''} {how}" for count, how in parts if count
     )
-
-
-def _at_length(found: AtLength) -> dict[str, Any]:
-    return {
-        "recompute_layers": found.recompute_layers,
-        "ms": found.seconds * 1e3,
-        "best": asdict(found.best),
-        "best_ms": found.best_seconds * 1e3,
-    }

@@ -1,16 +1,6 @@
 """Machines by name: peak rates from data sheets, and what a restore reaches of them.
 
-Two factors turn a peak into what is planned with, the same for every machine:
-
-- ``COMPUTE_SHARE`` of the peak FLOP/s. The paper (section 6.1.3) says at which storage bandwidth
-  projection and transfer balance: 21 GB/s for Llama-2-13B on an A100, so the projection runs at
-  ``2 D 21e9 = 215`` TFLOP/s, 0.69 of 312 (24 GB/s for the 7B model means 0.63). A GEMM alone
-  reaches more, about 260 TFLOP/s on an A100 and 790 on an H200, 0.83 and 0.80 of the peak; RoPE and
-  writing into the pool take the rest.
-- ``BUS_SHARE`` of the bus. Copies from pinned memory reach 25 to 27 GB/s over PCIe gen4 x16 and
-  about 55 GB/s over gen5, of 32 and 64.
-
-They are assumptions. ``hcache profile`` measures instead.
+The shares are assumptions (docs/planning.md has their reasons); ``hcache profile`` measures.
 """
 
 from __future__ import annotations
@@ -35,7 +25,6 @@ class Hardware:
     """Peak rates of one accelerator.
 
     Attributes:
-        name: The product.
         flops: FLOP/s of a 16-bit GEMM, without sparsity.
         bus: Bytes a second from the host, one direction (PCIe x16).
         nvlink: Whether several of them are connected faster than by PCIe.
@@ -54,13 +43,7 @@ PRESETS: dict[str, Hardware] = {
     "a30": Hardware("A30", 165e12, _PCIE4, False, _TABLE_2),
     # Table 2 has 330T: the rate with FP16 accumulation, which bf16 does not have and PyTorch does
     # not use by default. With FP32 accumulation it is half.
-    "rtx4090": Hardware(
-        "RTX 4090",
-        165.2e12,
-        _PCIE4,
-        False,
-        f"{_DATA_SHEET}; {_TABLE_2} has 330T, FP16 accumulation",
-    ),
+    "rtx4090": Hardware("RTX 4090", 165.2e12, _PCIE4, False, _DATA_SHEET),
     "l20": Hardware("L20", 120e12, _PCIE4, False, _TABLE_2),
     "h800": Hardware("H800", 990e12, _PCIE5, True, _TABLE_2),
     "a100-80g": Hardware("A100-80G SXM4", 312e12, _PCIE4, True, _DATA_SHEET),
@@ -76,11 +59,7 @@ def preset_profile(name: str, ssds: int = 0) -> Profile:
     """The profile of a machine of :data:`PRESETS`.
 
     Args:
-        name: A key of :data:`PRESETS`.
         ssds: SSDs that L3 is striped over; 0: everything is in host memory.
-
-    Raises:
-        KeyError: There is no preset of that name.
     """
     hardware = PRESETS[name]
     bus = Rate(per_second=hardware.bus * BUS_SHARE)

@@ -53,7 +53,6 @@ class Profile(BaseModel):
 
     Attributes:
         format: Version of the file.
-        device: Name of the accelerator or processor.
         date: When it was measured (ISO 8601); None for assumed numbers.
         source: Where the numbers come from.
         dtype: Data type that was computed with.
@@ -90,11 +89,7 @@ class Profile(BaseModel):
     points: dict[str, tuple[tuple[int, float], ...]] = Field(default_factory=dict)
 
     def save(self, path: Path) -> None:
-        """Write the profile as JSON.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
+        """Write the profile as JSON."""
         path.write_text(self.model_dump_json(indent=2) + "\n")
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable
 
-from hcache_backend.partition.costs import LayerCosts
-from hcache_backend.partition.layers import LAYER_METHODS, LayerMethod, Partition
+from hcache_backend.partition.costs import LAYER_METHODS, LayerCosts, LayerMethod, Partition
 
 Objective = Callable[[LayerCosts, Partition], float]
 """Seconds of a restore; :func:`steady_makespan` or more."""
@@ -43,9 +42,6 @@ def search(
     Of equally fast ones the one that recomputes least, then the one with most hidden states.
 
     Args:
-        costs: Seconds of one layer.
-        layers: Layers of the model.
-        objective: Seconds of a restore.
         methods: Those that may be used. Without hidden states it is the paper's naive hybrid
             (section 6.3.1).
     """
@@ -82,12 +78,8 @@ def recompute_layers(
 ) -> int:
     """How many of the first layers one restore recomputes instead of loading them.
 
-    At least those that are not stored; of equally fast numbers the smallest.
-
-    Args:
-        costs: Seconds of one layer of this restore.
-        partition: What is stored.
-        objective: Seconds of a restore.
+    At least those that are not stored; of equally fast numbers the smallest. ``partition`` is what
+    is stored, ``costs`` are those of this restore.
     """
     numbers = range(partition.recompute, partition.layers + 1)
     choices = (partition.recomputing(first) for first in numbers)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from hcache_backend.partition.costs import LayerCosts
-from hcache_backend.partition.layers import LayerMethod, Partition
+from hcache_backend.partition.costs import LayerCosts, LayerMethod, Partition
 
 Stream = Literal["l3", "transfer", "compute"]
 
@@ -18,8 +17,7 @@ class Task(NamedTuple):
         stream: ``l3``: reading before the restore; ``transfer``: to the device; ``compute``.
         layer: The layer; None for L3, whose pages hold all layers.
         method: How the layer is restored; None for L3.
-        start: Seconds from the beginning of the restore.
-        end: Seconds from the beginning of the restore.
+        start: Seconds from the beginning of the restore, as ``end``.
     """
 
     stream: Stream
@@ -33,8 +31,6 @@ def simulate(costs: LayerCosts, partition: Partition, ring: int | None = None) -
     """Run a restore through its streams, each in the order of the layers.
 
     Args:
-        costs: Seconds of one layer.
-        partition: The method of every layer.
         ring: Segments that have room on the device: a transfer waits until the segment that many
             before it has been used, hidden states by their projection, KV by its own transfer.
             None: room for all.
@@ -58,9 +54,6 @@ def finish(
     """Seconds until all that :func:`simulate` runs has ended.
 
     Args:
-        costs: Seconds of one layer.
-        partition: The method of every layer.
-        ring: Segments that have room on the device, None: all.
         chunks: Segments of one layer: those of a long restore come, and are projected, in parts.
         pieces: Parts of the first layer, where no layer is recomputed before.
         parks: Whether segments wait elsewhere for the end of a recomputation, which leaves room

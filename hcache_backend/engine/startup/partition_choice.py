@@ -16,8 +16,7 @@ from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.codec_choice import wanted_codec
 from hcache_backend.engine.startup.page_plan import kv_bytes_per_token
 from hcache_backend.engine.startup.quick_profile import find_profile
-from hcache_backend.partition.costs import L3Path, layer_costs
-from hcache_backend.partition.layers import LAYER_METHODS, Partition
+from hcache_backend.partition.costs import LAYER_METHODS, L3Path, Partition, layer_costs
 from hcache_backend.partition.model_config import ModelConfigError, shape_from_config
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.plan import describe

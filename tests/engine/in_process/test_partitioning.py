@@ -18,7 +18,7 @@ from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.engine.startup.partition_choice import fixed_partition
 from hcache_backend.page import PageLayout
-from hcache_backend.partition.layers import Partition
+from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.model_config import shape_from_config
 from hcache_backend.partition.profile import Profile, Rate
 from hcache_backend.restore.eager import HandOut

@@ -12,7 +12,7 @@ from hcache_backend.engine.host_pool import HiddenStatePool, HostPages
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.page import PageLayout
-from hcache_backend.partition.layers import Partition
+from hcache_backend.partition.costs import Partition
 from hcache_backend.restore.eager import HandOut
 from hcache_backend.restore.layers import Recompute
 from tests.engine.in_process.test_host_pool import LAYERS, LAYOUT, PAGE, kv_pool

@@ -34,7 +34,7 @@ from bench.harness.methods import HYBRID, METHODS, SERVED
 from bench.harness.restorer import Restore, forget_files, l3_bytes
 from bench.multiturn.driver import Pace
 from bench.workload.base import Session, Turn, Workload
-from hcache_backend.partition.layers import Partition
+from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.presets import preset_profile
 

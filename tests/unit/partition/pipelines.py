@@ -7,8 +7,7 @@ import itertools
 
 from hypothesis import strategies as st
 
-from hcache_backend.partition.costs import LayerCosts
-from hcache_backend.partition.layers import Partition
+from hcache_backend.partition.costs import LayerCosts, Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile, Rate
 

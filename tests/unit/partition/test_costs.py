@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hcache_backend.partition.costs import layer_costs
-from hcache_backend.partition.layers import Partition
+from hcache_backend.partition.costs import Partition, layer_costs
 from hcache_backend.partition.model_config import read_model
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.presets import (

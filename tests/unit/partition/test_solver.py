@@ -11,8 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hcache_backend.partition.costs import L3Path, LayerCosts, layer_costs
-from hcache_backend.partition.layers import LAYER_METHODS, LayerMethod, Partition
+from hcache_backend.partition.costs import (
+    LAYER_METHODS,
+    L3Path,
+    LayerCosts,
+    LayerMethod,
+    Partition,
+    layer_costs,
+)
 from hcache_backend.partition.model_config import read_model
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.presets import preset_profile

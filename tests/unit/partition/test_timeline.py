@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hcache_backend.partition.costs import LayerCosts
-from hcache_backend.partition.layers import Partition
+from hcache_backend.partition.costs import LayerCosts, Partition
 from hcache_backend.partition.solver import makespan, steady_makespan
 from hcache_backend.partition.timeline import finish, simulate
 from tests.unit.partition.pipelines import any_costs, event_simulation, partitions, rings

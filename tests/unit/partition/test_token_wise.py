@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.token_wise import TILE, TokenSplit, token_wise_costs, token_wise_makespan
-from hcache_backend.partition.costs import layer_costs
-from hcache_backend.partition.layers import Partition
+from hcache_backend.partition.costs import Partition, layer_costs
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.presets import preset_profile
 from hcache_backend.partition.profile import Profile, Rate
