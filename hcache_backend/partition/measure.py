@@ -71,11 +71,7 @@ class Bench:
 
     @torch.no_grad()
     def points(self, operation: str) -> list[Point]:
-        """Measure one of :data:`OPERATIONS`.
-
-        Raises:
-            torch.OutOfMemoryError: There is not even room for the smallest sizes.
-        """
+        """Measure one of :data:`OPERATIONS`; OutOfMemoryError if the smallest sizes do not fit."""
         prepare: Prepare = getattr(self, f"_{operation}")()
         found: list[Point] = []
         start = time.perf_counter()
@@ -243,13 +239,7 @@ def measure(
     source: str = "measured by hcache profile",
     begin: Callable[[str], object] = lambda operation: None,
 ) -> Profile:
-    """Measure every operation of a layer.
-
-    Args:
-        l3: L3 as it was measured; None without one.
-        dirs: Folders of L3.
-        begin: Called before every one of :data:`OPERATIONS`.
-    """
+    """Measure every operation of a layer; ``begin`` is called before each."""
     points: dict[str, list[Point]] = {}
     for operation in OPERATIONS:
         begin(operation)

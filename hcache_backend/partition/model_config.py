@@ -44,11 +44,7 @@ class ModelConfigError(ValueError):
 
 
 def read_model(path: Path) -> ModelShape:
-    """The shape of the model of a ``config.json`` or a folder.
-
-    Raises:
-        ModelConfigError: It cannot be read, lacks a field, or is no decoder-only transformer.
-    """
+    """The shape of the model of a ``config.json`` or a folder, or a ModelConfigError."""
     file = path / "config.json" if path.is_dir() else path
     try:
         table = json.loads(file.read_text())

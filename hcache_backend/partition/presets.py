@@ -26,7 +26,7 @@ class Hardware:
 
     Attributes:
         flops: FLOP/s of a 16-bit GEMM, without sparsity.
-        bus: Bytes a second from the host, one direction (PCIe x16).
+        bus: Bytes per second from the host, one direction (PCIe x16).
         nvlink: Whether several of them are connected faster than by PCIe.
         source: Where the numbers come from.
     """
@@ -56,11 +56,7 @@ PRESETS: dict[str, Hardware] = {
 
 
 def preset_profile(name: str, ssds: int = 0) -> Profile:
-    """The profile of a machine of :data:`PRESETS`.
-
-    Args:
-        ssds: SSDs that L3 is striped over; 0: everything is in host memory.
-    """
+    """The profile of a machine of :data:`PRESETS`, with L3 on ``ssds`` SSDs or in host memory."""
     hardware = PRESETS[name]
     bus = Rate(per_second=hardware.bus * BUS_SHARE)
     compute = Rate(per_second=hardware.flops * COMPUTE_SHARE)

@@ -94,11 +94,7 @@ class Profile(BaseModel):
 
 
 def load_profile(path: Path) -> Profile:
-    """Read what :meth:`Profile.save` wrote.
-
-    Raises:
-        ProfileError: One line for every wrong field.
-    """
+    """Read what :meth:`Profile.save` wrote; the ProfileError names every wrong field."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:

@@ -24,9 +24,6 @@ def excess_bytes(
     Args:
         on_disk: How many of them are written already.
         brim: Whether the folder may be filled up to its bounds, not to its water marks only.
-
-    Raises:
-        OSError: The file system does not say how much is free.
     """
     high, low = (1.0, 1.0) if brim else (config.high_water, config.low_water)
     used = folder.index.totals().bytes
@@ -46,9 +43,6 @@ def evict(folder: Folder, wanted: int, stats: StoreStats, problems: ProblemLog) 
     The folder's lock is held. A file that cannot be deleted is passed over: it stays a page, and
     counts as just used. Files go before their entries: a crash in between leaves entries without
     file, which the next read removes, never files that nobody counts.
-
-    Raises:
-        lmdb.Error: The index could not be changed.
     """
     freed = 0
     last: Entry | None = None

@@ -1,8 +1,7 @@
-"""Comparing page files with the index, beside live stores.
+"""Comparing page files with the index, beside live stores, which see adopted pages appear.
 
-Files that the index does not know are there when an index was lost, and after the machine went
-down, because the last commit of the index may then be undone. Stores that are open see pages
-appear when they are adopted.
+The index does not know all files when it was lost, and after the machine went down: its last commit
+may then be undone. What raises OSError or lmdb.Error is a folder or index that cannot be used.
 """
 
 from __future__ import annotations
@@ -76,9 +75,6 @@ def find_unknown_files(
         adopt: Enter the sound ones, with their time of writing as last use.
         stop: Asked now and then whether to end early.
         progress: Told how many shard folders are done, and how many there are.
-
-    Raises:
-        OSError, lmdb.Error: The folder or its index cannot be used.
     """
     result = Unknown()
     shards = folder.shards()
@@ -121,9 +117,6 @@ def verify_folder(
         repair: Delete damaged files and entries without file. Files that the index does not know
             are entered by a rebuild, or deleted here when they are damaged.
         progress: Told how many pages are done, and how many there are.
-
-    Raises:
-        OSError, lmdb.Error: The folder or its index cannot be used.
     """
     findings = Findings(index=folder.index.check())
     total = folder.index.totals().pages

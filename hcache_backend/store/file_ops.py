@@ -102,11 +102,7 @@ class FileOps:
             raise OSError(error, os.strerror(error))
 
     def commit(self, transaction: lmdb.Transaction) -> None:
-        """Commit an index transaction.
-
-        Raises:
-            lmdb.Error: It was rolled back.
-        """
+        """Commit an index transaction; an lmdb.Error means that it was rolled back."""
         transaction.commit()
 
 
@@ -189,9 +185,7 @@ class FolderLock:
 
     Whoever changes the index or the names of page files holds it. A process that is killed lets go
     of it; one that hangs makes the others give up after their time limit instead of hanging too.
-
-    Args:
-        fd: The lock file, opened for this object alone.
+    ``fd`` is the lock file, opened for this object alone.
     """
 
     def __init__(self, fd: int) -> None:
@@ -200,11 +194,7 @@ class FolderLock:
 
     @contextmanager
     def held(self, seconds: float) -> Iterator[None]:
-        """Hold the lock.
-
-        Raises:
-            TimeoutError: It was not free within ``seconds``.
-        """
+        """Hold the lock; a TimeoutError if it was not free within ``seconds``."""
         deadline = time.monotonic() + seconds
         if not self._thread_lock.acquire(timeout=max(seconds, 0)):
             raise _late()
@@ -224,11 +214,7 @@ class FolderLock:
 
 
 def try_lock(fd: int) -> bool:
-    """Take the lock of an open file for this open file alone, if it is free.
-
-    Raises:
-        OSError: The file system has no locks.
-    """
+    """Take the lock of an open file for this open file alone, if it is free."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -74,6 +74,7 @@ class Session:
             with opened(ops, _SESSIONS, FOLDER, root_fd) as sessions_fd:
                 ops.make_folder(self.token, sessions_fd)
                 self.fd = kept_open(ops.open(self.token, FOLDER, sessions_fd), stack)
+            # Nobody else knows this file yet, so it is free.
             try_lock(kept_open(ops.open(_LOCK, os.O_RDWR | os.O_CREAT, self.fd), stack))
             with suppress(OSError):  # most file systems cannot be asked
                 ops.spread_folders(self.fd)

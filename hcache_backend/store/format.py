@@ -1,22 +1,14 @@
-"""Page files: the format, version 1.
+"""Page files, format version 1: header and payload of one share of one page.
 
-One file holds one share of one page: a header, then the payload.
-
-- Integers are little-endian. The file is padded with zeros to a multiple of 4096 bytes; a file of
-  any other length than the header says is damaged.
-- The header is padded to a multiple of 4096 bytes, so the payload begins 4 KiB-aligned.
-- The page divides into segments (see :class:`~hcache_backend.store.shares.Segment`). A segment with
-  0 planes is one block and stands in every share; a segment with p planes divides into 8 * p equal
-  blocks, block ``plane * 8 + eighth``, and a share holds those of its own eighths.
-- The payload is the blocks of the share in the order of the page, with nothing between them: the
-  payload of share 0 of 1 is the page, byte for byte.
+- Integers are little-endian; header and file are padded with zeros to multiples of 4096 bytes.
+- A segment with 0 planes is one block and stands in every share; one with p planes divides into
+  8 * p equal blocks, block ``plane * 8 + eighth``. The payload is the blocks of the share's eighths
+  in the order of the page, with nothing between them: that of share 0 of 1 is the page.
 - Every block has its xxh3-64 in the header, so that any (segment, eighth) can be read and verified
   alone; the header has an xxh3-128 over all of itself but that digest.
-- A reader believes a file only if magic, version, share, namespace, key and digests agree.
-
-The file stands under ``pages/<first two digits of the key>/`` and is named
-``<namespace>.<key>.<index>of<count>.page``, in hexadecimal digits: nothing in a path comes from
-text that a caller chose.
+- A reader believes a file only if length, magic, version, share, namespace, key and digests agree.
+- Paths are ``pages/<first two digits of the key>/<namespace>.<key>.<index>of<count>.page``, in
+  hexadecimal digits: nothing in them comes from text that a caller chose.
 """
 
 from __future__ import annotations
@@ -140,11 +132,7 @@ def round_up(length: int, unit: int = BLOCK) -> int:
 
 @lru_cache(maxsize=256)
 def file_layout(table: SegmentTable, share: Share) -> FileLayout:
-    """The layout of ``share`` of a page.
-
-    Raises:
-        ValueError: No such share, or a share of a page with segments that do not divide only.
-    """
+    """The layout of ``share`` of a page; a ValueError if there is no such share."""
     check_share(share)
     blocks = []
     page_offset = payload_offset = 0

@@ -91,11 +91,7 @@ def file_exists(folder: Folder, name: PageName) -> bool:
 def delete_page(folder: Folder, name: PageName, only: os.stat_result | None = None) -> bool:
     """Delete a page file, under the folder's lock; its entry in the index is the caller's.
 
-    Args:
-        only: Status of the file that is meant: another one that stands there by now stays.
-
-    Returns:
-        Whether nothing stands there any more, also when nothing stood there.
+    Another file than the one with status ``only`` stays. Returns whether nothing stands there now.
     """
     try:
         with folder.shard(name.shard) as shard_fd:

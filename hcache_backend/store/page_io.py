@@ -99,8 +99,7 @@ ZEROS = memoryview(mmap.mmap(-1, BLOCK)).toreadonly()
 class PageIO:
     """Reads and writes stretches of the files of one file system.
 
-    Args:
-        buffer_bytes: Size of the aligned buffer of every thread that needs one.
+    Threads that need an aligned buffer have one of ``buffer_bytes`` each.
     """
 
     def __init__(self, ops: FileOps, alignment: Alignment, buffer_bytes: int) -> None:
@@ -113,9 +112,6 @@ class PageIO:
 
         Returns:
             Bytes that had to be copied into aligned memory.
-
-        Raises:
-            OSError: Also when the file system took only part of it.
         """
         length = sum(piece.nbytes for piece in pieces)
         file = PageMemory([*pieces, ZEROS[: round_up(length) - length]])
@@ -137,9 +133,6 @@ class PageIO:
 
         Returns:
             Bytes that had to be copied out of aligned memory.
-
-        Raises:
-            OSError: The file could not be read, or only in part.
         """
         target = PageMemory(pieces)
         if _aligned(pieces, offset, self.alignment):
@@ -181,11 +174,7 @@ class PageIO:
 
 
 def probe_alignment(ops: FileOps, dir_fd: int, name: str) -> Alignment:
-    """Find out by trying what direct I/O wants in a folder; ``name`` is made and removed there.
-
-    Raises:
-        OSError: The folder cannot be written or read at all.
-    """
+    """Find out by trying what direct I/O wants in a folder; ``name`` is made and removed there."""
     room = memoryview(mmap.mmap(-1, 4 * BLOCK))
     # Small demands first: every step asks for more than the one before.
     demands = ((64, 512), (512, 512), (64, BLOCK), (512, BLOCK), (BLOCK, BLOCK))

@@ -70,7 +70,6 @@ class PageStore:
     be called from several threads and processes.
 
     Args:
-        config: The options.
         writer: The server run, 8 bytes; stands in every page file.
         ops: The file operations; None for the ones that ``config`` asks for.
         background: Whether threads look after the folders; tests do it by hand.

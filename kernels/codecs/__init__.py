@@ -27,10 +27,5 @@ CODECS: dict[str, type[Codec]] = {
 
 
 def make_codec(name: str, hidden_size: int, dtype: torch.dtype) -> Codec:
-    """The codec ``name`` for rows of ``hidden_size`` values of ``dtype``.
-
-    Raises:
-        UnsupportedRows: It cannot hold such rows.
-        KeyError: There is no codec of that name.
-    """
+    """The codec ``name`` for rows of ``hidden_size`` values, or UnsupportedRows."""
     return CODECS[name](hidden_size, dtype)

@@ -62,13 +62,10 @@ class Codec(ABC):
         raise NotImplementedError
 
     def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Encode ``rows`` (``[n, hidden_size]``), on the device they are on.
+        """Encode ``rows`` (``[n, hidden_size]``), on their device; a ValueError for other rows.
 
         Returns:
             The encoded rows, uint8 ``[n, row_bytes]``, and which of them are ok, bool ``[n]``.
-
-        Raises:
-            ValueError: Other rows than the codec was made for.
         """
         if rows.dim() != 2 or rows.shape[1] != self.hidden_size or rows.dtype != self.dtype:
             raise ValueError(
@@ -84,11 +81,7 @@ class Codec(ABC):
         return encoded, ok
 
     def decode(self, encoded: torch.Tensor) -> torch.Tensor:
-        """Decode ``encoded`` (uint8 ``[n, row_bytes]``) to ``[n, hidden_size]``.
-
-        Raises:
-            ValueError: Bytes of another shape.
-        """
+        """Decode uint8 ``[n, row_bytes]`` (else a ValueError) to ``[n, hidden_size]``."""
         shape = list(encoded.shape)
         if encoded.dim() != 2 or shape[1] != self.row_bytes or encoded.dtype != torch.uint8:
             raise ValueError(

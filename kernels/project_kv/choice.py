@@ -114,10 +114,8 @@ def measure_choice(projection: KVProjection, pool_type: torch.dtype) -> None:
     """Time every way for a layer on its CUDA device, on random hidden states, and keep the times.
 
     It compiles every configuration, which takes seconds, and allocates the hidden states, K and V
-    of the largest number of tokens. What the device's table has is not measured again.
-
-    Args:
-        projection: A layer; others of its kind (:class:`LayerKind`) need no measurement.
+    of the largest number of tokens. What the device's table has for layers of this kind is not
+    measured again.
     """
     device = projection.weight.device
     kind = kind_of(projection)

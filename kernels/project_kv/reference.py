@@ -32,14 +32,9 @@ def compute_kv_reference(
 def finish_keys(
     k: torch.Tensor, positions: torch.Tensor, norm: KeyNorm | None, rotary: Rotary | None
 ) -> torch.Tensor:
-    """Norm and RoPE of K that some linear module has made, arguments unchecked.
+    """Norm and RoPE of K ``[n, kv_heads, head_dim]`` that some linear module has made, unchecked.
 
-    Args:
-        k: ``[n, kv_heads, head_dim]``.
-        positions: Positions of the tokens, integers ``[n]``.
-
-    Returns:
-        A tensor like ``k``.
+    Positions are integers ``[n]``; the result is like ``k``.
     """
     dtype = k.dtype
     if norm is not None:

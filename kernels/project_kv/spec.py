@@ -144,11 +144,7 @@ def kind_of(projection: KVProjection) -> LayerKind:
 
 
 def check_projection(projection: KVProjection) -> None:
-    """Refuse a projection that contradicts itself.
-
-    Raises:
-        ValueError: Names the field, its value and what would be right.
-    """
+    """Refuse a projection that contradicts itself: a ValueError names field and right value."""
     heads, dim, weight = projection.kv_heads, projection.head_dim, projection.weight
     if heads < 1:
         raise _wrong("kv_heads", heads, "at least 1")
@@ -199,7 +195,7 @@ def check_call(call: ProjectionCall) -> None:
 def check_rows(
     positions: torch.Tensor, slots: torch.Tensor, projection: KVProjection, pool: KVPool
 ) -> None:
-    """Refuse positions without a cosine and slots outside the pool, before anything is launched.
+    """Refuse, by a ValueError, positions without a cosine and slots outside the pool.
 
     It reads the values, so on GPU tensors it waits for the GPU. ``project_kv`` therefore calls it
     itself only for CPU tensors: who restores to a GPU calls it once a restore, on the indices'
@@ -210,9 +206,6 @@ def check_rows(
         slots: Slots of the tokens, integers ``[n]``.
         projection: Any layer's; only the length of its cos/sin cache counts.
         pool: Any layer's; only its number of slots counts.
-
-    Raises:
-        ValueError: Names the first bad row, its value and the limit.
     """
     _check_range("slots", slots, len(pool.k), "the pool's slots")
     if projection.rotary is not None:
