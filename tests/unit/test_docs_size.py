@@ -40,8 +40,8 @@ def test_pages_and_shadows_are_those_of_the_demo() -> None:
         tokens=64 + 63,  # what is no full page is not kept
     )
     said = f"{found.page.rank_bytes} bytes a 64-token page"
-    assert said in DEMO["methods"]["hcache"]["note"]
-    assert DEMO["methods"]["hcache"]["note"].endswith(
+    assert said in DEMO["methods"]["hcache-hidden"]["note"]
+    assert DEMO["methods"]["hcache-hidden"]["note"].endswith(
         f"{found.pages} host pages, {found.shadows} shadows"
     )
 
