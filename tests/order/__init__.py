@@ -9,7 +9,8 @@ reported: the two places, their streams, and the edge that is missing.
 - ``memory``: who touched which bytes last, and how long memory lives (a caching allocator hands a
   block out again in the order of the stream that it was made on, unless somebody kept it);
 - ``accesses``: which bytes a torch operation reads and writes;
-- ``device``: ``torch.cpu`` as a device with streams, and the ways between it and the host;
+- ``stand_ins``: streams and events in the place of ``torch.cpu``'s;
+- ``watch``: what a thread asks of torch, and the ways between host and device;
 - ``product``: the same for :mod:`hcache_backend.streams`;
 - ``rules``: what is not reported, each with its reason;
 - ``plugin``: puts all of it into the scheduler of a real SGLang server.

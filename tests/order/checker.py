@@ -11,9 +11,10 @@ import numpy.typing as npt
 import torch
 
 from hcache_backend.page import PageLayout
-from tests.order import device
+from tests.order import watch
 from tests.order.clocks import HOST, Clocks, Query, site
 from tests.order.memory import Finding, Kind, Memory
+from tests.order.stand_ins import stand_ins
 
 
 class Checker:
@@ -30,7 +31,7 @@ class Checker:
         self.steps = 0  # forward passes of the engine
         self.is_used = False  # by the engine
         self.stack = ExitStack()
-        self.stand_ins = device.stand_ins(self.clocks)
+        self.stand_ins = stand_ins(self.clocks)
 
     def on_device(self, tensor: torch.Tensor, name: str = "") -> torch.Tensor:
         """``tensor`` is device memory."""
@@ -55,7 +56,7 @@ class Checker:
         """Within the block the calling thread's memory is known, and after :meth:`begin` its order
         is checked."""
         try:
-            with device.streams_are_kept(self.memory), device.Watch(self.memory):
+            with watch.streams_are_kept(self.memory), watch.Watch(self.memory):
                 yield
         finally:
             self.memory.watching = False

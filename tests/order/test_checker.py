@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -187,3 +189,14 @@ def test_memory_of_the_host_is_its_own_affair(checker: Checker) -> None:
         values.numpy()
     assert not findings(checker)
     assert not checker.clocks.host_waits
+
+
+def test_the_engine_s_path_reaches_streams_by_one_door() -> None:
+    package = Path(__file__).parents[2] / "hcache_backend"
+    beside = [
+        str(path.relative_to(package))
+        for part in ("engine", "capture", "restore", "projection")
+        for path in (package / part).rglob("*.py")
+        if "torch.cuda" in path.read_text()
+    ]
+    assert not beside, "torch.cuda is streams.py's"

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hcache_backend.engine.hooks import FORWARD, Hook, install
+from hcache_backend.streams import current_stream
 from hcache_backend.trace import TRACE_VARIABLE, TraceWriter
 
 _CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController."
@@ -73,7 +72,6 @@ class _Hooks:
         start = time.monotonic()
         result = original(runner, batch, *args, **kwargs)
         if extend:
-            if runner.device != "cpu":
-                torch.cuda.synchronize()
+            current_stream(runner.device).synchronize()
             self._trace.add("prefill", tokens, start)
         return result

@@ -70,7 +70,7 @@ def activate() -> None:
 def _begin(checker: Any, settings: Settings) -> None:
     """In the scheduler's process and thread, before the weights are loaded."""
     from hcache_backend import streams
-    from tests.order import device, edges
+    from tests.order import edges, watch
     from tests.order.product import CheckedDoor
 
     edges.leave_out(settings.left_out)
@@ -81,8 +81,8 @@ def _begin(checker: Any, settings: Settings) -> None:
     _watch_the_event_loop(checker, settings)
     if settings.newest_first:
         _hand_out_newest_first()
-    checker.stack.enter_context(device.streams_are_kept(checker.memory))
-    checker.stack.enter_context(device.Watch(checker.memory))
+    checker.stack.enter_context(watch.streams_are_kept(checker.memory))
+    checker.stack.enter_context(watch.Watch(checker.memory))
 
 
 def _around(owner: Any, name: str, wrap: Callable[..., Any]) -> None:
