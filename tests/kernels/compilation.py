@@ -19,6 +19,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+import bench.gpu  # noqa: F401  in processes of their own too: the kernels, as in tests/conftest.py
+
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 WORKERS = 2
 
