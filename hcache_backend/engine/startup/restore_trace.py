@@ -72,6 +72,6 @@ class _Hooks:
         start = time.monotonic()
         result = original(runner, batch, *args, **kwargs)
         if extend:
-            current_stream(runner.device).synchronize()
+            current_stream(runner.device).record().synchronize()
             self._trace.add("prefill", tokens, start)
         return result
