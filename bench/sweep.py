@@ -61,7 +61,7 @@ class Sweep:
 
     Attributes:
         slowed: What gets slower.
-        layers: Of the model.
+        layers: How many the model has.
         tokens: Tokens of the prompt but its last one: a whole number of pages.
         rates: MB/s; 0: no limit.
         rounds: Restores by every server at each rate.
@@ -138,7 +138,7 @@ def started(
     """A server of a method that has the prompt in its L3, and is stopped but for its turns.
 
     Args:
-        name: Of its folder, which is beside the model's.
+        name: Name of its folder, which is beside the model's.
         hcache: More options of ours.
     """
     folder = model.parent / name

@@ -16,7 +16,8 @@ from hcache_backend.partition.profile import Profile, Rate, load_profile
 from hcache_backend.partition.solver import search
 
 SLOW_SHARE = 1 / 3
-"""Of the rate at which hidden states take as long to read from L3 as to project: the slow L3's."""
+"""The slow L3 has this share of the rate at which reading hidden states takes as long as projecting
+them."""
 
 
 class Rates(NamedTuple):

@@ -55,7 +55,7 @@ class RestorePlan:
 
     Attributes:
         model: A folder, or a name that SGLang knows.
-        tokens: Of a history; whole pages.
+        tokens: Length of a history; whole pages.
         rounds: How often each method restores it in each setting, to be timed; it does so once
             more before the first.
         settings: Of :data:`SETTINGS`.
@@ -82,7 +82,7 @@ class RestorePlan:
         return [source.randrange(self.vocabulary) for _ in range(self.tokens)]
 
     def shape(self) -> ModelShape:
-        """Of the model, as its servers compute with it; the model must be a folder."""
+        """The model's shape, as its servers compute with it; the model must be a folder."""
         shape = read_model(Path(self.model))
         return planning.float32(shape) if self.machine.device == "cpu" else shape
 
@@ -114,7 +114,7 @@ class Served(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """Name of its folder."""
         return f"{self.method}-{self.settings[0]}"
 
 

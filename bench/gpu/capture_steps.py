@@ -82,7 +82,7 @@ class Forward(ABC):
 
     Args:
         device: The GPU, or the CPU, which records no graphs.
-        shape: Of the model.
+        shape: The model's shape.
         layers: Its layers.
         tokens: That it computes.
         steps: How many passes one measurement launches.

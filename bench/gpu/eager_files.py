@@ -37,7 +37,7 @@ class HostReader:
     Args:
         paths: The file of each page.
         memory: uint8 ``[pages, page_bytes]``, which begins at a multiple of 4096.
-        header_bytes: Of each page.
+        header_bytes: Header of each page.
     """
 
     def __init__(self, paths: Sequence[Path], memory: torch.Tensor, header_bytes: int) -> None:
@@ -66,7 +66,7 @@ class DeviceReader:
     Args:
         paths: The file of each page.
         host: The pages in host memory, uint8 ``[pages, page_bytes]``; only headers are written.
-        header_bytes: Of each page.
+        header_bytes: Header of each page.
         device: Where the memory is to be.
         open_file: Opens a file, as ``kvikio.CuFile``.
 

@@ -37,13 +37,13 @@ class Scene:
 
     Args:
         device: The GPU, or the CPU.
-        shape: Of the model.
-        tokens: Of the history.
+        shape: The model's shape.
+        tokens: Length of the history.
         kind: ``hidden`` or ``kv``.
         folder: For the files.
 
     Attributes:
-        bytes: Of all pages.
+        bytes: Size of all pages.
     """
 
     def __init__(self, device: Device, shape: Shape, tokens: int, kind: str, folder: Path) -> None:

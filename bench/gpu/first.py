@@ -43,7 +43,7 @@ from bench.harness.report import write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOWN_LINES = 40
-"""Of the output of a step that failed."""
+"""Last lines kept of the output of a step that failed."""
 NOT_NUMBERS = ("spans", "ways")
 """Long parts of rows, which stay in the files of the steps."""
 
@@ -56,7 +56,7 @@ class Step:
         name: Also of the file that it writes, if it does.
         module: Python module.
         arguments: On a GPU.
-        share: Of the budget, as weights.
+        share: Weight of the step when the budget is divided.
         dry_arguments: In a dry run.
     """
 

@@ -31,7 +31,7 @@ class Layers:
 
     Attributes:
         tokens: In all pages.
-        bytes: Of a layer.
+        bytes: Size of a layer.
     """
 
     def __init__(self, device: Device, count: int, width: int, layers: int) -> None:

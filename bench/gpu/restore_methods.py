@@ -31,7 +31,7 @@ class Way:
         method: Its name in the results.
         milliseconds: Median.
         bytes: What crossed the bus.
-        flops: Of the projections.
+        flops: Operations of the projections.
         right: Whether K and V were those of the forward pass, up to rounding.
         report: What the streams did, for ways that go through the pipeline.
         layers: How many layers came back by which method.
@@ -129,7 +129,7 @@ class History:
 
     @property
     def flops(self) -> float:
-        """Of one layer's projection."""
+        """Operations of one layer's projection."""
         return 4.0 * self.tokens * self.shape.hidden * self.shape.width
 
     # ---- filling ----

@@ -33,7 +33,7 @@ class ServerOptions:
         dtype: None: the model's own.
         attention_backend: None: SGLang's choice. ``torch_native`` computes float32 exactly on
             every device.
-        extra_config: Of the L3 backend; a string (`@file.toml`) is passed on as it is.
+        extra_config: What the L3 backend gets; a string (`@file.toml`) is passed on as it is.
         metrics: The server has /metrics.
         fork: On the CPU engine: fork the server off the nursery, and its workers off it, which
             takes seconds instead of imports. False is how real deployments start: a fresh

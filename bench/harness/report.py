@@ -72,7 +72,7 @@ def grouped_bars(
     Args:
         name: Key of the rows' names.
         series: Key of the height, by label; a row without a value has no bar.
-        form: Of the values.
+        form: Format of the values.
     """
     width = 1 / (len(series) + 0.5)
     for number, (label, key) in enumerate(series.items()):

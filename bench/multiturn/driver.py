@@ -23,9 +23,8 @@ class Pace:
     """When requests are sent.
 
     Attributes:
-        rate: Requests a second, or sessions where the workload says so; infinite: at once.
-        distribution: Of the time between two of them: exponential, or uniform from 0 to twice the
-            mean.
+        rate: Requests per second, or sessions where the workload says so; infinite: at once.
+        distribution: Times between requests are exponential, or uniform from 0 to twice the mean.
         policy: Which request that is ready goes next: any, or the one that waits longest.
         max_parallel: Requests in flight at most.
         barrier: A round begins when all sessions have finished the one before it.
@@ -119,7 +118,7 @@ async def run(
 
     Args:
         vocabulary: Random tokens are below it.
-        number: Of this run of the workload on one server; other questions are asked in each.
+        number: Number of this run of the workload on one server; other questions are asked in each.
         done: Called with the number of requests that came to an end.
 
     Raises:

@@ -41,7 +41,7 @@ class Plan:
 
     Attributes:
         rates: One run for each.
-        pace: Of all runs but for its rate.
+        pace: Pace of all runs; the rate is replaced.
         vocabulary: Random tokens are below it.
         flush: Device and host caches are emptied before each run.
     """

@@ -58,7 +58,7 @@ class Workload:
             as in SGLang's benchmark), or sessions (a request is sent as soon as it is ready).
         interval_s: Seconds between a reply and the next question of its session.
         max_parallel: Requests in flight at most; None: as the user says.
-        seed: Of its tokens.
+        seed: Makes its tokens.
     """
 
     name: str

@@ -34,7 +34,7 @@ class Document:
     Attributes:
         name: Its path, with the number or the ``id`` of its line in a JSONL file.
         digest: SHA-256 of what is sent for it, without what stands before all documents.
-        offset: Of its line in a JSONL file, in bytes; None: the whole file is the document.
+        offset: Byte offset of its line in a JSONL file; None: the whole file is the document.
     """
 
     name: str

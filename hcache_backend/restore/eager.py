@@ -70,7 +70,7 @@ class HandOut(NamedTuple):
     """Device pages for a load.
 
     Attributes:
-        slots: Of all pages of the load, int64 ``[pages * page_size]``.
+        slots: Slots of all pages of the load, int64 ``[pages * page_size]``.
         ready: Which pages have, or will have, K and V of the layers that are stored; bool
             ``[pages]``.
         whole: Which of them have those of all layers; bool ``[pages]``.

@@ -49,7 +49,7 @@ class Exchange:
     """The ranks whose shares make whole pages. Only the scheduler thread may use it.
 
     Args:
-        number: Of this rank's share.
+        number: Number of this rank's share.
         cpu_group: Their process group on the CPU (gloo), in the order of their shares; nobody else
             uses it.
         device_group: The same for memory of the device; None: the device is the CPU.

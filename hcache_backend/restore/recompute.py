@@ -12,10 +12,12 @@ are written before anybody attends, so a span may have another one in its prefix
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
+
+from hcache_backend.projection.paged_pool import PagedPool
 
 _QUERY_ROWS = 1024
 """Queries that attend at once: bounds the attention mask."""
@@ -31,18 +33,6 @@ class RestoredSpan(NamedTuple):
 
     tokens: int
     prefix: torch.Tensor
-
-
-class AttentionPool(Protocol):
-    """The engine's KV pool, asked by the engine's attention objects."""
-
-    def store(self, kernel: Any, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store K and V of ``n`` tokens in ``slots`` (int64 ``[n]``)."""
-
-    def fetch(
-        self, kernel: Any, slots: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V in ``slots``, ``[n, kv_heads, head_dim]`` each, as ``dtype``."""
 
 
 class RecomputeRefused(RuntimeError):
@@ -69,7 +59,7 @@ class RecomputeAttention:
     """
 
     def __init__(
-        self, pool: AttentionPool, last_layer: int, slots: torch.Tensor, pieces: Sequence[_Piece]
+        self, pool: PagedPool, last_layer: int, slots: torch.Tensor, pieces: Sequence[_Piece]
     ) -> None:
         self._pool = pool
         self._last_layer = last_layer
@@ -167,7 +157,7 @@ class Recomputer:
     """
 
     def __init__(
-        self, forward: Forward, pool: AttentionPool, first_layer: int, chunk_tokens: int
+        self, forward: Forward, pool: PagedPool, first_layer: int, chunk_tokens: int
     ) -> None:
         self._forward = forward
         self._pool = pool

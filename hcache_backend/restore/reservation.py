@@ -21,7 +21,7 @@ class Launched(NamedTuple):
 
     Attributes:
         restore: Writes K and V of their layers.
-        whole: Of all of them. Otherwise the first ones have to be recomputed yet.
+        whole: All layers were launched. Otherwise the first ones have to be recomputed yet.
         reads_before: It reads K and V of the pages before these.
     """
 

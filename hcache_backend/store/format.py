@@ -51,7 +51,7 @@ class DamagedFileError(Exception):
     """A file is not the page file that it should be; the message says what is wrong.
 
     Attributes:
-        status: Of the file, where one was opened.
+        status: The file's, where one was opened.
     """
 
     status: os.stat_result | None = None

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.engine
 
 HIDDEN_BYTES = 4 * 256 * 4
-"""Of a token of the tiny models: four layers of 256 float32."""
+"""Bytes per token of the tiny models: four layers of 256 float32."""
 
 
 @pytest.fixture(scope="module")

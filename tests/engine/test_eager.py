@@ -311,7 +311,7 @@ def test_first_layers_are_recomputed_while_others_are_read(
 def test_first_layers_are_recomputed_behind_what_is_on_the_device(
     model: Path, tmp_path: Path
 ) -> None:
-    """Of two prompts one part is the same: the first brings it back, the second what is left."""
+    """Two prompts share a part: the first brings it back, the second what is left."""
     options = eager_server(model, tmp_path, hcache={"partition": PARTITIONS["recompute"]})
     with Server(options) as server:
         same, rest = random_tokens(400, 1), [random_tokens(400, seed) for seed in (2, 3)]

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.versions]
 
 PAGE = 64
 FILE_BYTES = 270_336
-"""Of a page file of the test model, which is 4096 bytes more than the page."""
+"""Bytes of a page file of the test model, which is 4096 bytes more than the page."""
 QUOTA_PAGES = 40
 
 

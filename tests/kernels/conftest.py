@@ -12,7 +12,7 @@ from tests.kernels.compilation import Usage, compile_all
 
 @pytest.fixture(scope="module")
 def usages(request: pytest.FixtureRequest) -> dict[str, Usage]:
-    """Of the module's ``JOBS`` that are tested, all compiled before its first test."""
+    """Results of the module's tested ``JOBS``, all compiled before its first test."""
     tests = (item for item in request.session.items if isinstance(item, pytest.Function))
     names = {test.callspec.params["job"] for test in tests if test.module is request.module}
     return compile_all(
