@@ -184,7 +184,6 @@ class StagedCapture:
         self._in_flight: deque[tuple[int, int, Event]] = deque()  # places [first, end) being read
         self._step: Step | None = None
         self._transfer = new_stream(self.device, "transfer")
-        self._forwards = current_stream(self.device).record()
 
     @property
     def row_bytes(self) -> int:
@@ -355,14 +354,6 @@ class StagedCapture:
         """See :meth:`Arena.host_freed`."""
         self.ledger.settle()
         self._use_shadows(self.arena.host_freed(host_pages))
-
-    def forward_launched(self) -> None:
-        """A forward pass, captured or not, was launched on the current stream."""
-        self._forwards = current_stream(self.device).record()
-
-    def forwards(self) -> Event:
-        """An event behind every forward pass that was launched so far."""
-        return self._forwards
 
     def transfers(self) -> Event:
         """An event behind every transfer that was launched so far."""

@@ -79,7 +79,6 @@ class HiddenCapture:
             self._order.forward_begins()
         step = self._guarded(lambda capture: self._begin(capture, batch))
         output = run()
-        self._guarded(StagedCapture.forward_launched)
         if step is not None:
             replayed = bool(getattr(output, "can_run_graph", False))
             self._guarded(lambda capture: self._end(capture, step, replayed))

@@ -19,6 +19,7 @@ import torch
 from sglang.srt.managers.cache_controller import PrefetchAck
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
+from hcache_backend import streams
 from hcache_backend.capture.arena import Ids
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.engine import metrics
@@ -126,8 +127,20 @@ class HiddenStateController(HybridCacheController):
     def start_writing(self) -> None:
         if self._writing:
             return  # not within ``write``: K and V must go where the exchange puts them
+        if self._pool.holds_kv:
+            # HiCache backs a page up as soon as the step that fills its last slot is launched, and
+            # waits only for what SGLang's read barrier lets through: with decode graphs that is
+            # published before the step has written. (Plain HiCache copies in the same order.)
+            self.after_forwards(self.l2_transfer_engine.device_to_host_stream)
         super().start_writing()
         self._checks.backups_launched()
+
+    def after_forwards(self, engine_stream: Any) -> None:
+        """Let a stream of SGLang's transfers wait for the forward passes that were launched."""
+        stream = streams.of(engine_stream)
+        stream.wait(streams.current_stream(self._capture.device).record())
+        if self.load_fence_stream is not None:  # the forward passes' own, once SGLang is set up
+            stream.wait(streams.of(self.load_fence_stream).record())
 
     def _slots_to_write(self, device_indices: torch.Tensor) -> tuple[Ids, str | None]:
         """Slots of a node, and why it cannot be backed up."""

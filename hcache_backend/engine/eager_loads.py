@@ -27,7 +27,7 @@ from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.restore.eager import EagerRestores, batch_pages
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.reservation import Ids, Launched
-from hcache_backend.streams import Stream, StreamFailed, current_stream
+from hcache_backend.streams import StreamFailed
 
 logger = logging.getLogger("hcache")
 
@@ -47,7 +47,6 @@ class ReservablePages:
         self.cache: Any = None
         self._allocator = allocator
         self._size: int = allocator.page_size
-        self.device = allocator.device
         self._load: QueuedLoad | None = None
         self._available = allocator.available_size
         self._alloc = allocator.alloc
@@ -140,6 +139,7 @@ class EagerLoads:
         self._pipeline = pipeline
         self._loads = loads
         self._controller: Any = None
+        self._loading_stream: Any = None  # SGLang's, of loads and restores
         self._anchors: dict[Any, Any] = {}  # of running prefetches: the node before them
         self._restores = EagerRestores(pool.page_size, pages, self._launch, limit)
         pages.eager = self._restores
@@ -149,6 +149,7 @@ class EagerLoads:
         """The scheduler's turn: HiCache has just seen what its storage threads brought."""
         restores, size = self._restores, self._pool.page_size
         self._pages.cache, self._controller = cache, cache.cache_controller
+        self._loading_stream = cache.cache_controller.l2_transfer_engine.host_to_device_stream
         self._anchors = {
             info.operation: info.anchor_node_id
             for info in cache.ongoing_prefetch.values()
@@ -172,18 +173,7 @@ class EagerLoads:
             keys = []  # it comes in one piece
         self._restores.reserve(operation, keys, host_pages[: len(keys)])
         # Forward passes that were launched may still use pages that are free already.
-        self._wait_for_forwards()
-
-    def _wait_for_forwards(self) -> None:
-        """Let restores wait for the forward passes that were launched."""
-        loading = self._loading_stream()
-        loading.wait(current_stream(self._pages.device).record())
-        if self._controller.load_fence_stream is not None:
-            loading.wait(streams.of(self._controller.load_fence_stream).record())
-
-    def _loading_stream(self) -> Stream:
-        """The stream of SGLang's loads, and of restores."""
-        return streams.of(self._controller.l2_transfer_engine.host_to_device_stream)
+        self._controller.after_forwards(self._loading_stream)
 
     def _launch(
         self, prefetch: Hashable, host_pages: Ids, slots: torch.Tensor, before: torch.Tensor | None
@@ -197,8 +187,9 @@ class EagerLoads:
                 recompute = self._loads.recompute_of(host_pages, first, lambda: prefix)
                 reads_others = recompute is not None and len(others) > 0
         if reads_others:
-            self._wait_for_forwards()  # they may be writing what is before the prefetch
-        with self._loading_stream().as_current():
+            # They may be writing what is before the prefetch.
+            self._controller.after_forwards(self._loading_stream)
+        with streams.of(self._loading_stream).as_current():
             restore = self._pipeline.start(arena.physical(host_pages), slots, recompute, first)
         if reads_others:
             # Nobody keeps these: the next forward pass may write there.

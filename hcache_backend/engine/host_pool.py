@@ -157,10 +157,6 @@ class HiddenStatePool(HostKVCache):
         device = self._capture.device
         now = current_stream(device)
         if self._kv.layers:
-            # HiCache backs a page up as soon as the step that fills its last slot is launched, and
-            # waits only for what SGLang's read barrier lets through: with decode graphs that is
-            # published before the step has written. (Plain HiCache copies in the same order.)
-            now.wait(self._capture.forwards())
             pages = to_device(self.arena.physical(self.page_ids(host_indices)), device)
             self._kv.save(self.page_layout, self.kv_buffer, pages, device_indices)
         now.wait(self._capture.transfers())

@@ -147,7 +147,7 @@ def test_no_wrong_order_whatever_the_device_does(
         ("now.wait(made)", "eager", "recompute"),
         ("now.keep(span.prefix)", "eager", "recompute"),
         ("now.keep(slots)", "eager", "recompute"),
-        ("now.wait(self._capture.forwards())", "conversations", "mixed"),
+        ("stream.wait(streams.of(self.load_fence_stream).record())", "conversations", "mixed"),
     ],
     ids=["row 1", "row 2", "row 2b", "row 2c"],
 )
