@@ -68,8 +68,12 @@ class Stream(ABC):
 
     @contextmanager
     def as_current(self) -> Iterator[None]:
-        """Within the block this is the current stream, where there is more than the caller's."""
-        yield
+        """Within the block this is the current stream."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
 
 
 def new_stream(device: torch.device | str, name: str) -> Stream:
@@ -235,16 +239,6 @@ class CallerStream(_InlineStream):
 
 _INLINE = _InlineStream()
 _current: contextvars.ContextVar[Stream | None] = contextvars.ContextVar("stream", default=None)
-
-
-@contextmanager
-def current_is(stream: Stream) -> Iterator[None]:
-    """Within the block ``stream`` is the CPU's current one: so a worker can play the device."""
-    token = _current.set(stream)
-    try:
-        yield
-    finally:
-        _current.reset(token)
 
 
 class Door:

@@ -14,7 +14,7 @@ import torch
 from hcache_backend.capture.arena import Arena
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.page import PageLayout
-from hcache_backend.streams import Event, WorkerStream, current_is
+from hcache_backend.streams import Event, WorkerStream
 from hcache_kernels.codecs import ExactCodec
 
 LAYERS, WIDTH, SIZE, PLACES = 3, 8, 4, 12
@@ -92,7 +92,7 @@ class Machine:
 @pytest.fixture
 def device() -> Iterator[WorkerStream]:
     stream = WorkerStream("test-device")
-    with current_is(stream):
+    with stream.as_current():
         yield stream
 
 

@@ -25,7 +25,7 @@ from hcache_backend.restore.exchange import (
 )
 from hcache_backend.restore.layers import Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
-from hcache_backend.streams import StreamFailed, WorkerStream, current_is
+from hcache_backend.streams import StreamFailed, WorkerStream
 
 SIZE, ROW, PAGES, SLOTS, LAYERS = 8, 16, 12, 96, 3
 METHODS = ("hidden", "kv", "hidden")
@@ -136,7 +136,7 @@ def restore_random_pages(exchange: Exchange) -> int:
             pages = random.permutation(PAGES)[: 1 + 3 * seed].astype(np.int64)
             slots = torch.from_numpy(random.permutation(PAGES)[: len(pages)])
             slots = (slots[:, None] * SIZE + torch.arange(SIZE)).flatten()
-            with current_is(WorkerStream("engine")):
+            with WorkerStream("engine").as_current():
                 restore = rank.pipeline.start(pages, slots)
                 for layer in range(LAYERS):
                     restore.layers[layer].synchronize()

@@ -13,7 +13,7 @@ import torch
 from hcache_backend.restore import pipeline
 from hcache_backend.restore.layers import Recompute, RestoredLayer
 from hcache_backend.restore.ring import RUN_AHEAD, ring_bytes
-from hcache_backend.streams import StreamFailed, WorkerStream, current_is, new_stream
+from hcache_backend.streams import StreamFailed, WorkerStream, new_stream
 from tests.unit.restore.pipeline_server import (
     PAGES,
     SIZE,
@@ -193,7 +193,7 @@ def test_the_restore_waits_for_what_its_caller_waited_for() -> None:
     engine, gate = new_stream("cpu", "engine"), threading.Event()
     engine.run(gate.wait)
     pages, slots = some(2)
-    with current_is(engine):
+    with engine.as_current():
         restore = server.pipeline.start(pages, slots)
     time.sleep(0.05)
     assert not restore.layers[0].query()
