@@ -33,7 +33,7 @@ from hcache_backend.capture.arena import Arena
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.layers import Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
-from hcache_backend.restore.recompute import RestoredSpan
+from hcache_backend.restore.recompute import TokenSpan
 
 PAGE, BEFORE, RESTORED, WIDTH = 64, 64, 4, 64
 """Tokens of a page, pages before the restore, pages restored, bytes per token and layer."""
@@ -66,7 +66,7 @@ class Recorder:
         self.before = torch.zeros(BEFORE * PAGE, dtype=torch.int64, device=device)
         self.slots = torch.zeros(RESTORED * PAGE, dtype=torch.int64, device=device)
 
-    def run(self, layers: int, token_ids: Any, positions: Any, slots: Any, spans: Any) -> None:
+    def run(self, layers: int, positions: Any, slots: Any, spans: Any) -> None:
         """What recomputation reads when it runs, kept for later."""
         self.before.copy_(spans[0].prefix)
         self.slots.copy_(slots)
@@ -119,7 +119,8 @@ class Scene:
         def fill(positions: torch.Tensor, slots: torch.Tensor) -> None:
             if wait:
                 torch.cuda.current_stream().wait_event(made)
-            self.recorder.run(1, None, positions, slots, [RestoredSpan(len(slots), prefix)])
+            nothing = np.empty(0, np.int64)
+            self.recorder.run(1, positions, slots, [TokenSpan(nothing, prefix)])
 
         return Recompute(1, fill)
 

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +21,7 @@ from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.restore.eager import HandOut
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.restore.pipeline import RestorePipeline
-from hcache_backend.restore.recompute import Recomputer, RestoredSpan
+from hcache_backend.restore.recompute import Recomputer, TokenSpan
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.restore.reservation import runs
 from hcache_backend.store import EIGHTHS
@@ -34,19 +33,6 @@ Prefix = Callable[[], torch.Tensor | None]
 """Gives the slots of all tokens before some others; None: not all are on the device."""
 
 
-class LoadedSpan(NamedTuple):
-    """Consecutive tokens of a load.
-
-    Attributes:
-        token_ids: int64 ``[n]``; empty where nothing can be recomputed on this server.
-        prefix: Slots of the tokens before them, on the device; None where they are not known, and
-            then nothing can be recomputed.
-    """
-
-    token_ids: np.ndarray
-    prefix: torch.Tensor | None
-
-
 @dataclass(eq=False)
 class QueuedLoad:
     """A load of whole pages.
@@ -54,13 +40,14 @@ class QueuedLoad:
     Attributes:
         host_pages: int64 ``[pages]``.
         missing: The first layers whose segments a page lacks.
-        spans: The tokens of which not all layers are launched yet.
+        spans: The tokens of which not all layers are launched yet; None: some that cannot be
+            recomputed.
         handed: The device pages that eager restores prepared; None: there are no eager restores.
     """
 
     host_pages: Ids
     missing: int = 0
-    spans: Sequence[LoadedSpan] = ()
+    spans: Sequence[TokenSpan | None] = ()
     handed: HandOut | None = None
 
     @property
@@ -121,8 +108,7 @@ class LoadQueue:
         load = QueuedLoad(host_pages, missing, [self._span(host_pages, prefix)])
         # In one restore the same layers of all that is queued are recomputed.
         together = [one for one in (*self._queued, load) if one.spans]
-        behind = (span.prefix for one in together for span in one.spans)
-        if any(one.missing for one in together) and any(slots is None for slots in behind):
+        if any(one.missing for one in together) and any(None in one.spans for one in together):
             return None
         return load
 
@@ -131,7 +117,7 @@ class LoadQueue:
         if load.handed is not None and load.spans:
             [span] = load.spans
             lacking = runs(np.flatnonzero(~load.whole).tolist())
-            load.spans = [self._part(span, slots, pages) for pages in lacking]
+            load.spans = [span and self._part(span, slots, pages) for pages in lacking]
         self._queued.append(load)
 
     def forget(self) -> None:
@@ -187,40 +173,37 @@ class LoadQueue:
         None: they cannot be. ``prefix`` gives slots where K and V of these layers are.
         """
         span = self._span(host_pages, prefix)
-        return None if span.prefix is None else self._recompute(layers, [span])
+        return None if span is None else self._recompute(layers, [span])
 
     def _recompute_queued(self, loads: Sequence[QueuedLoad], any_ready: bool) -> Recompute | None:
         """How the first layers of ``loads`` are recomputed; None: all are loaded.
 
         With ``any_ready`` only those that must be: all others of some pages are restored already.
         """
-        spans = [span for load in loads for span in load.spans]
+        wanted = [span for load in loads for span in load.spans]
+        spans = [span for span in wanted if span is not None]
         first = max((load.missing for load in loads if load.spans), default=0)
-        before = [len(span.prefix) for span in spans if span.prefix is not None]
-        if not spans or self._recomputer is None or len(before) < len(spans):
+        if not spans or len(spans) < len(wanted):
             assert first == 0, "pages without their first layers were queued"
             return None
         if not any_ready:
-            lengths = [len(span.token_ids) for span in spans]
-            tokens, pairs = sum(lengths), sum(map(int.__mul__, lengths, before))
+            tokens = sum(len(span.token_ids) for span in spans)
+            pairs = sum(len(span.token_ids) * len(span.prefix) for span in spans)
             first = max(first, self._methods.first_layers(tokens, pairs // tokens, "none"))
         return self._recompute(first, spans) if first else None
 
-    def _recompute(self, layers: int, spans: Sequence[LoadedSpan]) -> Recompute:
+    def _recompute(self, layers: int, spans: Sequence[TokenSpan]) -> Recompute:
         recomputer = self._recomputer
         assert recomputer is not None
-        known = [RestoredSpan(len(ids), prefix) for ids, prefix in spans if prefix is not None]
-        token_ids = np.concatenate([span.token_ids for span in spans])
         made = current_stream(self._device).record()
 
         def fill(positions: torch.Tensor, slots: torch.Tensor) -> None:
             # The prefixes were made on the scheduler's stream, and may die there before this ran.
             now = current_stream(self._device)
             now.wait(made)
-            for span in known:
+            for span in spans:
                 now.keep(span.prefix)
-            there = to_device(token_ids, self._device)
-            recomputer.run(layers, there, positions, slots, known)
+            recomputer.run(layers, positions, slots, spans)
 
         return Recompute(layers, fill)
 
@@ -242,10 +225,10 @@ class LoadQueue:
 
     # ---- tokens and slots ----
 
-    def _span(self, host_pages: Ids, prefix: Prefix) -> LoadedSpan:
-        """The tokens of pages, with the prefix if it is known and theirs."""
-        if self._recomputer is None:  # nobody will ask which tokens they are
-            return LoadedSpan(np.empty(0, np.int64), None)
+    def _span(self, host_pages: Ids, prefix: Prefix) -> TokenSpan | None:
+        """The tokens of pages; None: they cannot be recomputed, or ``prefix`` is not theirs."""
+        if self._recomputer is None:
+            return None
         pages = self._arena.pages(host_pages, header=True)
         positions = np.concatenate([self._layout.positions(page) for page in pages])
         token_ids = np.concatenate([self._layout.token_ids(page) for page in pages])
@@ -253,16 +236,15 @@ class LoadQueue:
         if np.array_equal(positions, np.arange(first, first + len(positions))):
             nothing = partial(torch.empty, 0, dtype=torch.int64, device=self._device)
             slots = prefix() if first else nothing()
-        if slots is not None and len(slots) != first:
-            slots = None
-        return LoadedSpan(token_ids.astype(np.int64), slots)
+        if slots is None or len(slots) != first:
+            return None
+        return TokenSpan(token_ids.astype(np.int64), slots)
 
-    def _part(self, span: LoadedSpan, slots: torch.Tensor, pages: range) -> LoadedSpan:
+    def _part(self, span: TokenSpan, slots: torch.Tensor, pages: range) -> TokenSpan:
         """Some pages of a span whose tokens go to ``slots``."""
         size = self._layout.page_size
         start, stop = pages.start * size, pages.stop * size
-        behind = None if span.prefix is None else torch.cat((span.prefix, slots[:start]))
-        return LoadedSpan(span.token_ids[start:stop], behind)
+        return TokenSpan(span.token_ids[start:stop], torch.cat((span.prefix, slots[:start])))
 
     def _slots(self, slots: torch.Tensor, pages: npt.NDArray[np.bool_]) -> torch.Tensor:
         """The slots (of all ``slots``, page by page) of the chosen ``pages``."""

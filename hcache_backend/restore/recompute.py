@@ -14,24 +14,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn import functional
 
 from hcache_backend.projection.paged_pool import PagedPool
+from hcache_backend.streams import to_device
 
 _QUERY_ROWS = 1024
 """Queries that attend at once: bounds the attention mask."""
 
 
-class RestoredSpan(NamedTuple):
+class TokenSpan(NamedTuple):
     """Consecutive tokens of one sequence that are restored together.
 
     Attributes:
-        tokens: How many.
+        token_ids: int64 ``[n]``.
         prefix: Slots of all tokens before them, in order, int64 ``[m]``, on the device.
     """
 
-    tokens: int
+    token_ids: np.ndarray
     prefix: torch.Tensor
 
 
@@ -168,19 +170,18 @@ class Recomputer:
     def run(
         self,
         layers: int,
-        token_ids: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        spans: Sequence[RestoredSpan],
+        spans: Sequence[TokenSpan],
     ) -> None:
         """Write K and V of the first ``layers`` (at least 1) layers to the pool.
 
-        Token ids, positions and slots of the ``spans`` are int64 ``[n]`` each, on the device, span
-        after span.
+        Positions and slots of the ``spans`` are int64 ``[n]`` each, on the device, span after span.
 
         Raises:
             RecomputeRefused: The model ended without reaching the last layer, or is no plain one.
         """
+        token_ids = to_device(np.concatenate([span.token_ids for span in spans]), slots.device)
         for start in range(0, len(slots), self._chunk_tokens):
             chunk = slice(start, min(start + self._chunk_tokens, len(slots)))
             attention = RecomputeAttention(
@@ -196,11 +197,12 @@ class Recomputer:
             raise RecomputeRefused(f"the model ended before attention of layer {layers - 1}")
 
 
-def _pieces(chunk: slice, slots: torch.Tensor, spans: Sequence[RestoredSpan]) -> Iterator[_Piece]:
+def _pieces(chunk: slice, slots: torch.Tensor, spans: Sequence[TokenSpan]) -> Iterator[_Piece]:
     begin = 0
     for span in spans:
-        first, end = max(begin, chunk.start), min(begin + span.tokens, chunk.stop)
+        behind = begin + len(span.token_ids)
+        first, end = max(begin, chunk.start), min(behind, chunk.stop)
         if first < end:
             keys = torch.cat((span.prefix, slots[begin:end]))
             yield _Piece(slice(first - chunk.start, end - chunk.start), keys)
-        begin += span.tokens
+        begin = behind

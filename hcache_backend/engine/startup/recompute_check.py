@@ -16,7 +16,7 @@ from hcache_backend.engine.startup.refusals import refuse_shared_workspaces
 from hcache_backend.engine.startup.self_check import Probe
 from hcache_backend.projection.check import first_problem, kv_problem, tolerance
 from hcache_backend.projection.paged_pool import PagedPool
-from hcache_backend.restore.recompute import Recomputer, RestoredSpan
+from hcache_backend.restore.recompute import Recomputer, TokenSpan
 
 logger = logging.getLogger("hcache")
 
@@ -75,16 +75,11 @@ def check_recompute(probe: Probe, recomputer: Recomputer, pool: PagedPool, kvcac
     held = [buffer[slots] for buffer in buffers]
     for buffer in buffers:
         buffer[slots] = 0
-    none = slots[:0]
-    spans = [
-        RestoredSpan(tokens, none),
-        RestoredSpan(half, none),
-        RestoredSpan(tokens - half, slots[:half]),
-    ]
-    where = torch.cat((slots, others))
-    ids, positions = probe.token_ids.repeat(2), probe.positions.repeat(2)
+    ids, none = probe.token_ids.numpy(force=True), slots[:0]
+    spans = [TokenSpan(ids, none), TokenSpan(ids[:half], none), TokenSpan(ids[half:], slots[:half])]
+    where, positions = torch.cat((slots, others)), probe.positions.repeat(2)
     try:
-        recomputer.run(len(probe.layers), ids, positions, where, spans)
+        recomputer.run(len(probe.layers), positions, where, spans)
         problem = first_problem(
             kv_problem("recomputed", layer, pool.fetch(layer.kernel, at, dtype), want, allowed)
             for layer, want in zip(probe.layers, wanted, strict=True)

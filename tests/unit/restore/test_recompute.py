@@ -13,7 +13,7 @@ from hcache_backend.restore.recompute import (
     RecomputeAttention,
     Recomputer,
     RecomputeRefused,
-    RestoredSpan,
+    TokenSpan,
 )
 
 WIDTH, HEADS, DIM, LAYERS, SLOTS, FIRST = 16, 4, 4, 3, 200, 5
@@ -129,16 +129,15 @@ def test_spans_with_and_without_prefix_in_one_pass(layers: int, chunk: int, kv_h
     recomputer = Recomputer(model.forward, pool, FIRST, chunk)
     (a, a_slots), (b, b_slots) = sequence(20, 0), sequence(33, 1)
     none = a_slots[:0]
-    recomputer.run(layers, b[:9], torch.arange(9), b_slots[:9], [RestoredSpan(9, none)])
+    recomputer.run(layers, torch.arange(9), b_slots[:9], [TokenSpan(b[:9].numpy(), none)])
     # Another sequence, the rest of the first one in two spans: the second has the first before it.
     spans = [
-        RestoredSpan(20, none),
-        RestoredSpan(11, b_slots[:9]),
-        RestoredSpan(13, b_slots[:20]),
+        TokenSpan(a.numpy(), none),
+        TokenSpan(b[9:20].numpy(), b_slots[:9]),
+        TokenSpan(b[20:].numpy(), b_slots[:20]),
     ]
-    ids = torch.cat((a, b[9:]))
     positions = torch.cat((torch.arange(20), torch.arange(9, 33)))
-    recomputer.run(layers, ids, positions, torch.cat((a_slots, b_slots[9:])), spans)
+    recomputer.run(layers, positions, torch.cat((a_slots, b_slots[9:])), spans)
     assert_restored(pool, model, a, a_slots, layers)
     assert_restored(pool, model, b, b_slots, layers)
     assert pool.k[layers:].isnan().all()  # later layers are not touched
@@ -152,7 +151,7 @@ def test_the_model_stops_at_k_and_v_of_the_last_wanted_layer() -> None:
     model = Model()
     ids, slots = sequence(5, 0)
     recomputer = Recomputer(model.forward, Pool(HEADS), FIRST, 64)
-    recomputer.run(2, ids, torch.arange(5), slots, [RestoredSpan(5, slots[:0])])
+    recomputer.run(2, torch.arange(5), slots, [TokenSpan(ids.numpy(), slots[:0])])
     assert model.layers_run == 2
 
 
@@ -162,8 +161,8 @@ def test_many_queries_attend_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     ids, slots = sequence(20, 0)
     recomputer = Recomputer(model.forward, pool, FIRST, 64)
     positions = torch.arange(20)
-    recomputer.run(3, ids[:8], positions[:8], slots[:8], [RestoredSpan(8, slots[:0])])
-    recomputer.run(3, ids[8:], positions[8:], slots[8:], [RestoredSpan(12, slots[:8])])
+    recomputer.run(3, positions[:8], slots[:8], [TokenSpan(ids[:8].numpy(), slots[:0])])
+    recomputer.run(3, positions[8:], slots[8:], [TokenSpan(ids[8:].numpy(), slots[:8])])
     assert_restored(pool, model, ids, slots, 3)
 
 
@@ -183,11 +182,11 @@ def test_attention_of_another_kind_is_refused(unusual: dict[str, Any]) -> None:
     ids, slots = sequence(5, 0)
     recomputer = Recomputer(model.forward, Pool(HEADS), FIRST, 64)
     with pytest.raises(RecomputeRefused, match="layer 6 has an attention of its own kind"):
-        recomputer.run(3, ids, torch.arange(5), slots, [RestoredSpan(5, slots[:0])])
+        recomputer.run(3, torch.arange(5), slots, [TokenSpan(ids.numpy(), slots[:0])])
 
 
 def test_a_model_that_ends_early_is_refused() -> None:
     ids, slots = sequence(5, 0)
     recomputer = Recomputer(lambda *_: None, Pool(HEADS), FIRST, 64)
     with pytest.raises(RecomputeRefused, match="ended before attention of layer 0"):
-        recomputer.run(1, ids, torch.arange(5), slots, [RestoredSpan(5, slots[:0])])
+        recomputer.run(1, torch.arange(5), slots, [TokenSpan(ids.numpy(), slots[:0])])
