@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from rich.progress import Progress
-
-from bench.harness.machine import Machine
-from bench.harness.methods import METHODS, PAGE_SIZE, server_options
+from bench.compare.part import Part
+from bench.harness import program
+from bench.harness.methods import METHODS, PAGE_SIZE
 from bench.harness.options import ADMIN_KEY
 from bench.harness.restorer import l3_bytes
 from bench.harness.server import Server
@@ -27,28 +25,24 @@ _SUMMARY = (
 )
 
 
-@dataclass(frozen=True)
-class LoadPlan:
+@dataclass(frozen=True, kw_only=True)
+class LoadPlan(Part):
     """What every method is asked.
 
     Attributes:
+        methods: Of :data:`~bench.harness.methods.SERVED`.
         rates: Requests or sessions a second, one run each.
         pool_tokens: Tokens of the device's pool; None: an eighth of all histories, so that most of
             them have to leave it, and more than the longest. The ideal method has room for all.
         host_ratio: Host memory, as a multiple of the pool.
-        folder: For L3 and logs; a folder below it for each method.
     """
 
-    machine: Machine
-    model: str
+    methods: Sequence[str]
     workload: Workload
     rates: Sequence[float]
     pace: Pace
-    vocabulary: int
     pool_tokens: int | None
     host_ratio: float
-    server_args: Sequence[str]
-    folder: Path
 
     def pool_of(self, method: str) -> int:
         """Tokens of the device's pool of a server of ``method``."""
@@ -61,13 +55,8 @@ class LoadPlan:
         return _pages(max(histories / 8, 1.25 * longest))
 
 
-def load_all(
-    plan: LoadPlan, methods: Sequence[str], bar: Progress, advance: Callable[[str], None]
-) -> dict[str, Any]:
+def run(plan: LoadPlan) -> dict[str, Any]:
     """Run the workload with each method; what ``compare.json`` says of it.
-
-    Args:
-        advance: Called once for each method, with what comes next.
 
     Raises:
         ServerError: A server did not start.
@@ -75,35 +64,27 @@ def load_all(
             refused a document that is prefilled.
     """
     found: dict[str, Any] = {}
-    for name in methods:
-        advance(f"{METHODS[name].title}: load")
-        folder = plan.folder / name
-        options = server_options(
-            METHODS[name],
-            plan.machine,
-            plan.model,
-            folder,
-            pool_tokens=plan.pool_of(name),
-            hicache_ratio=plan.host_ratio,
-            metrics=True,
-            extra_args=plan.server_args,
-        )
-        asked = Plan(plan.workload, plan.rates, plan.pace, plan.vocabulary)
-        with Server(options) as server:
-            measured = measure(Target(server.url, ADMIN_KEY), asked, bar)
-        found[name] = {
-            "title": METHODS[name].title,
-            "pool_tokens": plan.pool_of(name),
-            "l3_bytes": l3_bytes(folder / "l3"),
-            "runs": [
-                {
-                    **{key: run.parts["summary"][key] for key in _SUMMARY},
-                    "l3": run.parts["l3"],
-                    "errors": run.parts["errors"],
-                }
-                for run in measured
-            ],
-        }
+    asked = Plan(plan.workload, plan.rates, plan.pace, plan.vocabulary)
+    with program.steps(len(plan.methods)) as (bar, advance):
+        for name in plan.methods:
+            advance(f"{METHODS[name].title}: load")
+            pool = plan.pool_of(name)
+            options = plan.server(name, name, pool, hicache_ratio=plan.host_ratio, metrics=True)
+            with Server(options) as server:
+                measured = measure(Target(server.url, ADMIN_KEY), asked, bar)
+            found[name] = {
+                "title": METHODS[name].title,
+                "pool_tokens": pool,
+                "l3_bytes": l3_bytes(plan.folder / name / "l3"),
+                "runs": [
+                    {
+                        **{key: run.parts["summary"][key] for key in _SUMMARY},
+                        "l3": run.parts["l3"],
+                        "errors": run.parts["errors"],
+                    }
+                    for run in measured
+                ],
+            }
     return {"workload": plan.workload.describe(), "methods": found}
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.compare.report import SETTING_TITLES, TIERS, tried
 from bench.harness.methods import HYBRID
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLOURS = {
     "ideal": "#7f7f7f",
@@ -25,39 +27,16 @@ COLOURS = {
 _WAYS = {"none": "#7f7f7f", "staged": "#1f77b4"}
 
 
-def draw(report: Mapping[str, Any], stem: Path) -> list[Path]:
-    """Pictures beside the report; returns their paths.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    drawn = []
-    if report.get("restore"):
-        drawn.append(_draw_restore(report, stem.with_name(f"{stem.name}_restore.png")))
-    if report.get("saving"):
-        drawn.append(_draw_saving(report, stem.with_name(f"{stem.name}_saving.png")))
-    if report.get("load"):
-        drawn.append(_draw_load(report, stem.with_name(f"{stem.name}_load.png")))
-    return drawn
-
-
-def _draw_restore(report: Mapping[str, Any], path: Path) -> Path:
-    from matplotlib import pyplot
+def _draw_restore(report: Mapping[str, Any]) -> Figure:
+    from matplotlib.figure import Figure
 
     restore = report["restore"]
     methods = list(restore["methods"])
     settings = [setting for setting in SETTING_TITLES if tried(restore, setting)]
-    figure, panels = pyplot.subplots(
-        1,
-        len(settings) + 1,
-        figsize=(3.2 + 3.6 * (len(settings) + 1), 1.6 + 0.42 * len(methods)),
-        squeeze=False,
-        sharey=True,
-    )
-    for axes, setting in zip(panels[0], settings, strict=False):
+    size = (3.2 + 3.6 * (len(settings) + 1), 1.6 + 0.42 * len(methods))
+    figure = Figure(figsize=size, layout="constrained")
+    *panels, storage = figure.subplots(1, len(settings) + 1, sharey=True)
+    for axes, setting in zip(panels, settings, strict=True):
         for name, row in tried(restore, setting).items():
             place, reading = methods.index(name), min(row["l3_ms"], row["ms"])
             # The rest is loading, computation, or the scheduler between them.
@@ -69,7 +48,6 @@ def _draw_restore(report: Mapping[str, Any], path: Path) -> Path:
         axes.set_title(SETTING_TITLES[setting], fontsize=10)
         axes.margins(x=0.18)
         axes.set_xlim(left=0)
-    storage = panels[0][-1]
     for place, name in enumerate(methods):
         kib = _bytes_per_token(restore["methods"][name]) / 1024
         if kib:
@@ -78,11 +56,10 @@ def _draw_restore(report: Mapping[str, Any], path: Path) -> Path:
     storage.set_xlabel("KiB per token")
     storage.set_title("stored in L3", fontsize=10)
     storage.margins(x=0.18)
-    panels[0][0].set_yticks(
-        range(len(methods)), [restore["methods"][name]["title"] for name in methods]
-    )
-    panels[0][0].invert_yaxis()
-    return _save(figure, f"Restoring {restore['tokens']:,} tokens", report, path)
+    titles = [restore["methods"][name]["title"] for name in methods]
+    storage.set_yticks(range(len(methods)), titles)
+    storage.invert_yaxis()
+    return _titled(figure, f"Restoring {restore['tokens']:,} tokens", report)
 
 
 def _bytes_per_token(row: Mapping[str, Any]) -> float:
@@ -92,11 +69,12 @@ def _bytes_per_token(row: Mapping[str, Any]) -> float:
     )
 
 
-def _draw_saving(report: Mapping[str, Any], path: Path) -> Path:
-    from matplotlib import pyplot
+def _draw_saving(report: Mapping[str, Any]) -> Figure:
+    from matplotlib.figure import Figure
 
     saving = report["saving"]
-    figure, axes = pyplot.subplots(figsize=(6.2, 4))
+    figure = Figure(figsize=(6.2, 4), layout="constrained")
+    axes = figure.subplots()
     batches = saving["batches"]
     for name, way in saving["ways"].items():
         times = [way["gaps_ms"][str(batch)]["median"] for batch in batches]
@@ -107,15 +85,16 @@ def _draw_saving(report: Mapping[str, Any], path: Path) -> Path:
     axes.set_ylabel("between tokens, ms (median)")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    return _save(figure, "Saving hidden states of running requests", report, path)
+    return _titled(figure, "Saving hidden states of running requests", report)
 
 
-def _draw_load(report: Mapping[str, Any], path: Path) -> Path:
-    from matplotlib import pyplot
+def _draw_load(report: Mapping[str, Any]) -> Figure:
+    from matplotlib.figure import Figure
 
     load = report["load"]
     methods = load["methods"]
-    figure, ((ttft, tail), (tokens, hits)) = pyplot.subplots(2, 2, figsize=(12, 9))
+    figure = Figure(figsize=(12, 9), layout="constrained")
+    (ttft, tail), (tokens, hits) = figure.subplots(2, 2)
     curves = (
         (ttft, "median_ttft", "TTFT, ms (median)"),
         (tail, "p90_ttft", "TTFT, ms (p90)"),
@@ -139,14 +118,9 @@ def _draw_load(report: Mapping[str, Any], path: Path) -> Path:
         axes.grid(alpha=0.3)
     _draw_hits(hits, methods)
     # Above all panels: there is no place in one that no curve may go through.
-    figure.legend(
-        *ttft.get_legend_handles_labels(),
-        fontsize=8,
-        ncols=5,
-        loc="upper center",
-        bbox_to_anchor=(0.5, 0.955),
-    )
-    return _save(figure, f"Workload {load['workload']['name']}", report, path, top=0.91)
+    lines = ttft.get_legend_handles_labels()
+    figure.legend(*lines, fontsize=8, ncols=5, loc="outside upper center")
+    return _titled(figure, f"Workload {load['workload']['name']}", report)
 
 
 def _draw_hits(axes: Any, methods: Mapping[str, Mapping[str, Any]]) -> None:
@@ -166,11 +140,10 @@ def _draw_hits(axes: Any, methods: Mapping[str, Mapping[str, Any]]) -> None:
     axes.legend(fontsize=8)
 
 
-def _save(figure: Any, title: str, report: Mapping[str, Any], path: Path, top: float = 1.0) -> Path:
-    from matplotlib import pyplot
-
+def _titled(figure: Figure, title: str, report: Mapping[str, Any]) -> Figure:
     figure.suptitle(f"{title}: {report['device']}, {report['model']}", fontsize=11)
-    figure.tight_layout(rect=(0, 0, 1, top))
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return path
+    return figure
+
+
+PICTURES = {"restore": _draw_restore, "saving": _draw_saving, "load": _draw_load}
+"""What draws a part of the report."""

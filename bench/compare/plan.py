@@ -11,13 +11,14 @@ from bench.harness.machine import Machine, MachineError
 from bench.harness.options import base_environment
 from hcache_backend.partition.costs import Partition, layer_costs
 from hcache_backend.partition.model_config import ModelConfigError, read_model
-from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile, Rate, load_profile
 from hcache_backend.partition.solver import search
 
 SLOW_SHARE = 1 / 3
 """The slow L3 has this share of the rate at which reading hidden states takes as long as projecting
 them."""
+_SECONDS = "2"
+"""About so long is each operation measured."""
 
 
 class Rates(NamedTuple):
@@ -41,14 +42,13 @@ def has_shape(model: str) -> bool:
     return True
 
 
-def measure_profile(machine: Machine, model: str, folder: Path, seconds: float) -> Profile:
+def measure_profile(machine: Machine, model: str, folder: Path) -> Profile:
     """The profile of this machine, by ``hcache profile`` in a process of its own.
 
     Args:
         machine: Where; the servers compute as that process does.
         model: The model's folder.
         folder: On the disk that L3 will be on.
-        seconds: About so long for each operation.
 
     Raises:
         MachineError: It could not be measured.
@@ -58,7 +58,7 @@ def measure_profile(machine: Machine, model: str, folder: Path, seconds: float) 
     done = subprocess.run(
         [
             *(sys.executable, "-m", "hcache_backend.cli.main", "profile", "--model", model),
-            *("--dir", str(folder / "l3"), "--out", str(out), "--seconds", f"{seconds:g}"),
+            *("--dir", str(folder / "l3"), "--out", str(out), "--seconds", _SECONDS),
         ],
         env=base_environment(machine.device),
         capture_output=True,
@@ -99,21 +99,10 @@ def in_setting(profile: Profile, setting: str, rates: Rates | None) -> Profile:
     return with_l3(profile, rates.l3)
 
 
-def naive_hybrid(profile: Profile, shape: ModelShape, tokens: int) -> Partition:
+def naive_hybrid(profile: Profile, machine: Machine, model: str, tokens: int) -> Partition:
     """KV and recomputation without hidden states, so that a layer-wise restore ends soonest."""
+    shape = read_model(Path(model))
+    if machine.device == "cpu":  # where servers compute in float32
+        shape = shape.model_copy(update={"element_bytes": 4})
     costs = layer_costs(profile, shape, tokens, l3="first", early_stop=True)
     return search(costs, shape.layers, methods=("recompute", "kv"))
-
-
-def float32(shape: ModelShape) -> ModelShape:
-    """The shape as servers on a CPU have it: they compute in float32."""
-    return shape.model_copy(update={"element_bytes": 4})
-
-
-def options(partition: Partition) -> dict[str, int]:
-    """Option ``partition`` of a server."""
-    return {
-        "recompute": partition.recompute,
-        "hidden": partition.hidden,
-        "kv": partition.kv,
-    }

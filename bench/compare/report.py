@@ -23,12 +23,9 @@ def markdown(report: Mapping[str, Any]) -> str:
         f"# Methods compared on {report['device']}",
         f"SGLang {report['sglang_version']}, {report['date']}. Model: {report['model']}.",
     ]
-    if report.get("restore"):
-        parts += _restores(report["restore"])
-    if report.get("saving"):
-        parts += _saving(report["saving"])
-    if report.get("load"):
-        parts += _load(report["load"])
+    for part, paragraphs in (("restore", _restores), ("saving", _saving), ("load", _load)):
+        if part in report:
+            parts += paragraphs(report[part])
     return "\n\n".join(parts) + "\n"
 
 
@@ -72,15 +69,11 @@ def layers(said: str) -> str:
 
 def tried(restore: Mapping[str, Any], setting: str) -> dict[str, dict[str, Any]]:
     """Rows of a setting by method; recomputation is the same in all."""
-    rows = {name: row[setting] or _anywhere(name, row) for name, row in restore["methods"].items()}
-    if not any(row[setting] for row in restore["methods"].values()):
+    methods: Mapping[str, Mapping[str, Any]] = restore["methods"]
+    if not any(row[setting] for row in methods.values()):
         return {}
+    rows = {name: row["disk" if name == "recompute" else setting] for name, row in methods.items()}
     return {name: row for name, row in rows.items() if row}
-
-
-def _anywhere(name: str, row: Mapping[str, Any]) -> dict[str, Any] | None:
-    found: dict[str, Any] | None = row["disk"] if name == "recompute" else None
-    return found
 
 
 def _restores(restore: Mapping[str, Any]) -> Iterator[str]:

@@ -11,21 +11,18 @@ as long to copy to the device as to project (where the paper's A100 with four SS
 
 from __future__ import annotations
 
-import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
 from bench.compare import plan as planning
+from bench.compare.part import Part
 from bench.compare.plan import Rates
-from bench.harness.machine import Machine
-from bench.harness.methods import HYBRID, METHODS, PAGE_SIZE, server_options
+from bench.harness import program
+from bench.harness.methods import HYBRID, METHODS, PAGE_SIZE
 from bench.harness.restorer import Restore, Restorer, l3_bytes, restorer
-from hcache_backend.partition.model_config import read_model
-from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile
 
 SETTINGS = ("disk", "balanced", "slow")
@@ -46,49 +43,26 @@ METHODS_RESTORED = tuple(_WHERE)
 DECIDES = METHODS_RESTORED[0]
 PLANNED = ("hcache", "hcache-eager", HYBRID)
 """What they store goes by the machine's profile: a server for each setting."""
-_PROFILE_SECONDS = 2.0
+_OURS = {"restore_share": 1.0}
+"""Options of all servers of ours: one restore at a time, which may use the whole device."""
 
 
-@dataclass(frozen=True)
-class RestorePlan:
+@dataclass(frozen=True, kw_only=True)
+class RestorePlan(Part):
     """What is restored.
 
     Attributes:
-        model: A folder, or a name that SGLang knows.
+        methods: Only those of :data:`METHODS_RESTORED` are tried.
         tokens: Length of a history; whole pages.
         rounds: How often each method restores it in each setting, to be timed; it does so once
             more before the first.
         settings: Of :data:`SETTINGS`.
-        vocabulary: Random tokens are below it.
-        server_args: More arguments of SGLang.
-        folder: For L3, logs and traces; a folder below it for each server.
-        profile_seconds: About so long is each operation of the machine's profile measured.
     """
 
-    machine: Machine
-    model: str
+    methods: Sequence[str]
     tokens: int
     rounds: int
     settings: Sequence[str]
-    vocabulary: int
-    server_args: Sequence[str]
-    folder: Path
-    seed: int = 1
-    profile_seconds: float = _PROFILE_SECONDS
-
-    def history(self) -> list[int]:
-        """The tokens that are restored."""
-        source = random.Random(self.seed)
-        return [source.randrange(self.vocabulary) for _ in range(self.tokens)]
-
-    def shape(self) -> ModelShape:
-        """The model's shape, as its servers compute with it; the model must be a folder."""
-        shape = read_model(Path(self.model))
-        return planning.float32(shape) if self.machine.device == "cpu" else shape
-
-    def hcache(self) -> dict[str, Any]:
-        """Options of all servers of ours: one restore at a time, which may use the whole device."""
-        return {"restore_share": 1.0}
 
 
 @dataclass
@@ -118,58 +92,27 @@ class Served(NamedTuple):
         return f"{self.method}-{self.settings[0]}"
 
 
-class Restores(NamedTuple):
-    """What was found.
-
-    Attributes:
-        rows: By method, in the order of :data:`METHODS_RESTORED`.
-        rates: At which something was slowed down; None where nothing was.
-        left_out: Methods and settings that were asked for and not tried, and why.
-    """
-
-    rows: dict[str, Restored]
-    rates: Rates | None
-    left_out: tuple[str, ...]
-
-
-def find_profile(plan: RestorePlan, methods: Sequence[str]) -> Profile | None:
-    """Measure what planned methods go by; None: there are none, or servers measure their own.
+def run(plan: RestorePlan) -> dict[str, Any]:
+    """Restore with each method in each setting; what ``compare.json`` says of it.
 
     Raises:
-        MachineError: It could not be measured.
-    """
-    if not planning.has_shape(plan.model) or not set(methods) & set(PLANNED):
-        return None
-    return planning.measure_profile(
-        plan.machine, plan.model, plan.folder / "profile", plan.profile_seconds
-    )
-
-
-def restore_all(
-    plan: RestorePlan,
-    methods: Sequence[str],
-    profile: Profile | None,
-    advance: Callable[[str], None],
-) -> Restores:
-    """Restore with each method in each setting.
-
-    Args:
-        profile: What :func:`find_profile` found.
-        advance: Called :func:`steps` times, with what comes next.
-
-    Raises:
+        MachineError: What planned methods go by could not be measured.
         ServerError: A server did not start, a request failed, or a history did not come back.
     """
-    runs = _Runs(plan, profile, advance)
-    for served in servers(plan, methods):
-        runs.run(served)
-    return Restores(runs.rows, runs.rates, tuple(_left_out(plan, methods)))
+    profile = None
+    if planning.has_shape(plan.model) and set(plan.methods) & set(PLANNED):
+        profile = planning.measure_profile(plan.machine, plan.model, plan.folder / "profile")
+    with program.steps(steps(plan)) as (_, advance):
+        runs = _Runs(plan, profile, advance)
+        for served in servers(plan):
+            runs.run(served)
+    return report(plan, runs.rows, runs.rates)
 
 
-def servers(plan: RestorePlan, methods: Sequence[str]) -> Iterator[Served]:
+def servers(plan: RestorePlan) -> Iterator[Served]:
     """The servers of a comparison, in order."""
-    settings = _settings(plan, methods)
-    for method in sorted(methods, key=METHODS_RESTORED.index):
+    settings = _settings(plan)
+    for method in (name for name in METHODS_RESTORED if name in plan.methods):
         found = tuple(setting for setting in settings if setting in _WHERE[method])
         if method == DECIDES and "disk" not in found:
             found = ("disk", *found)  # by which the others are slowed down
@@ -181,10 +124,10 @@ def servers(plan: RestorePlan, methods: Sequence[str]) -> Iterator[Served]:
             yield Served(method, found)
 
 
-def steps(plan: RestorePlan, methods: Sequence[str]) -> int:
-    """How often :func:`restore_all` calls ``advance``."""
+def steps(plan: RestorePlan) -> int:
+    """How many steps of the progress bar :func:`run` takes."""
     total = 0
-    for method, settings in servers(plan, methods):
+    for method, settings in servers(plan):
         total += 2 + len(settings) * plan.rounds  # starting, the restore before
         total += method != "recompute"  # storing
     return total
@@ -195,27 +138,30 @@ def median_of(restores: Sequence[Restore], part: str) -> float:
     return median(getattr(restore, part) for restore in restores)
 
 
-def report(found: Restores, plan: RestorePlan) -> dict[str, Any]:
-    """What ``compare.json`` says of restores; times are medians, in milliseconds."""
-    rates = found.rates
-    methods = {
-        name: {
-            "title": METHODS[name].title,
-            **{
-                setting: _medians(row, setting) if setting in row.times else None
-                for setting in SETTINGS
-            },
-        }
-        for name, row in found.rows.items()
-    }
+def report(plan: RestorePlan, rows: Mapping[str, Restored], rates: Rates | None) -> dict[str, Any]:
+    """What ``compare.json`` says of restores; times are medians, in milliseconds.
+
+    Args:
+        rows: What was found, by method.
+        rates: At which something was slowed down; None where nothing was.
+    """
     return {
         "tokens": plan.tokens,
         "rounds": plan.rounds,
-        "hcache_options": plan.hcache(),
+        "hcache_options": _OURS,
         "balanced_bus_bytes_per_second": rates.bus if rates else None,
         "slow_l3_bytes_per_second": rates.l3 if rates else None,
-        "left_out": list(found.left_out),
-        "methods": methods,
+        "left_out": list(left_out(plan)),
+        "methods": {
+            name: {
+                "title": METHODS[name].title,
+                **{
+                    setting: _medians(row, setting) if setting in row.times else None
+                    for setting in SETTINGS
+                },
+            }
+            for name, row in rows.items()
+        },
     }
 
 
@@ -238,7 +184,7 @@ class _Runs:
         self.rows: dict[str, Restored] = {}
         self.rates: Rates | None = None
         self._plan, self._profile, self._advance = plan, profile, advance
-        self._history = plan.history()
+        (self._history,) = plan.histories(1, plan.tokens)
 
     def run(self, served: Served) -> None:
         """Start a server and restore in each of its settings."""
@@ -248,16 +194,8 @@ class _Runs:
         folder = plan.folder / served.name
         shared = plan.folder / f"{method.pages_of}-disk" / "l3"
         l3 = shared if method.pages_of and shared.exists() else folder / "l3"
-        options = server_options(
-            method,
-            plan.machine,
-            plan.model,
-            folder,
-            pool_tokens=plan.tokens + 4 * PAGE_SIZE,
-            l3=l3,
-            hcache=self._options(served),
-            extra_args=plan.server_args,
-        )
+        pool, ours = plan.tokens + 4 * PAGE_SIZE, self._options(served)
+        options = plan.server(name, served.name, pool, l3=l3, hcache=ours)
         self._advance(f"{method.title}: starting")
         with restorer(options, l3) as server:
             if method.storage is None:
@@ -299,29 +237,30 @@ class _Runs:
         if METHODS[served.method].storage != "dynamic":
             return {}
         if served.method not in PLANNED or self._profile is None:
-            return plan.hcache()
+            return _OURS
         profile = planning.in_setting(self._profile, served.settings[0], self.rates)
         if served.method == HYBRID:
-            partition = planning.naive_hybrid(profile, plan.shape(), plan.tokens)
-            return {**plan.hcache(), "partition": planning.options(partition)}
+            partition = planning.naive_hybrid(profile, plan.machine, plan.model, plan.tokens)
+            return {**_OURS, "partition": asdict(partition)}
         path = plan.folder / f"{served.name}-profile.json"
         profile.save(path)
-        return {**plan.hcache(), "profile": str(path)}
+        return {**_OURS, "profile": str(path)}
 
 
-def _settings(plan: RestorePlan, methods: Sequence[str]) -> tuple[str, ...]:
+def _settings(plan: RestorePlan) -> tuple[str, ...]:
     """Those that can be tried: only the CPU engine can slow a device down."""
-    if plan.machine.device != "cpu" or DECIDES not in methods:
+    if plan.machine.device != "cpu" or DECIDES not in plan.methods:
         return tuple(setting for setting in plan.settings if setting == "disk")
     return tuple(setting for setting in SETTINGS if setting in plan.settings)
 
 
-def _left_out(plan: RestorePlan, methods: Sequence[str]) -> Iterator[str]:
-    possible = _settings(plan, methods)
+def left_out(plan: RestorePlan) -> Iterator[str]:
+    """Methods and settings that were asked for and are not tried, and why."""
+    possible = _settings(plan)
     for setting in plan.settings:
         if setting not in possible:
             cpu = plan.machine.device == "cpu"
             why = f"it needs method {DECIDES}" if cpu else "only the CPU engine can be slowed down"
             yield f"setting {setting}: {why}"
-    if HYBRID in methods and not planning.has_shape(plan.model):
+    if HYBRID in plan.methods and not planning.has_shape(plan.model):
         yield f"method {HYBRID}: --model-path must be a folder with a config.json that plans know"

@@ -8,16 +8,15 @@ within the step, is a variant of ``bench.gpu.capture``.
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, median, quantiles
-from typing import Any, NamedTuple
+from typing import Any
 
+from bench.compare.part import Part
+from bench.harness import program
 from bench.harness.client import StreamingClient
-from bench.harness.machine import Machine
-from bench.harness.methods import METHODS, PAGE_SIZE, server_options
+from bench.harness.methods import PAGE_SIZE
 from bench.harness.options import ADMIN_KEY
 from bench.harness.server import Server
 
@@ -28,100 +27,63 @@ _UNEVEN = 8
 """Tokens at either end of a reply between which all requests of a batch are surely running."""
 
 
-class _Way(NamedTuple):
-    title: str
-    method: str
+WAYS = {"none": ("nothing is saved", "ideal"), "staged": ("HCache: two stages", "hcache-hidden")}
+"""Ways to save: their titles, and the methods whose servers do so."""
 
 
-WAYS = {
-    "none": _Way("nothing is saved", "ideal"),
-    "staged": _Way("HCache: two stages", "hcache-hidden"),
-}
-
-
-@dataclass(frozen=True)
-class SavingPlan:
+@dataclass(frozen=True, kw_only=True)
+class SavingPlan(Part):
     """What is asked.
 
     Attributes:
-        model: A folder, or a name that SGLang knows.
         rounds: Replies of every sequence that are timed.
         batches: Numbers of sequences that run together.
         history: Tokens of each before its reply.
-        vocabulary: Random tokens are below it.
-        server_args: More arguments of SGLang.
-        folder: For L3 and logs; a folder below it for each way of saving.
     """
 
-    machine: Machine
-    model: str
     rounds: int
-    vocabulary: int
-    server_args: Sequence[str]
-    folder: Path
     batches: Sequence[int] = BATCHES
     history: int = HISTORY
-    seed: int = 1
-
-    def histories(self) -> list[list[int]]:
-        """Random tokens for each sequence of the largest batch."""
-        source = random.Random(self.seed)
-        return [
-            [source.randrange(self.vocabulary) for _ in range(self.history)]
-            for _ in range(max(self.batches))
-        ]
 
 
 def steps(plan: SavingPlan) -> int:
-    """How often :func:`save_all` calls ``advance``."""
+    """How many steps of the progress bar :func:`run` takes."""
     return len(WAYS) * (2 + len(plan.batches) * plan.rounds)
 
 
-def save_all(plan: SavingPlan, advance: Callable[[str], None]) -> dict[str, Any]:
+def run(plan: SavingPlan) -> dict[str, Any]:
     """The time between tokens with each way of saving; what ``compare.json`` says of it.
-
-    Args:
-        advance: Called :func:`steps` times, with what comes next.
 
     Raises:
         ServerError: A server did not start.
         RequestError: A server refused a request.
     """
-    return {
-        "history": plan.history,
-        "batches": list(plan.batches),
-        "ways": {name: _save(plan, name, advance) for name in WAYS},
-    }
+    with program.steps(steps(plan)) as (_, advance):
+        ways = {name: _save(plan, name, advance) for name in WAYS}
+    return {"history": plan.history, "batches": list(plan.batches), "ways": ways}
 
 
 def _save(plan: SavingPlan, name: str, advance: Callable[[str], None]) -> dict[str, Any]:
-    way = WAYS[name]
-    options = server_options(
-        METHODS[way.method],
-        plan.machine,
-        plan.model,
-        plan.folder / name,
-        pool_tokens=max(plan.batches) * (plan.history + _TOKENS + 2 * PAGE_SIZE),
-        extra_args=plan.server_args,
-    )
-    advance(f"{way.title}: starting")
-    with Server(options) as server:
-        gaps = asyncio.run(_gaps(plan, way, server, advance))
-    return {"title": way.title, "gaps_ms": {str(batch): gaps[batch] for batch in plan.batches}}
+    title, method = WAYS[name]
+    pool = max(plan.batches) * (plan.history + _TOKENS + 2 * PAGE_SIZE)
+    advance(f"{title}: starting")
+    with Server(plan.server(method, name, pool)) as server:
+        gaps = asyncio.run(_gaps(plan, title, server, advance))
+    return {"title": title, "gaps_ms": {str(batch): gaps[batch] for batch in plan.batches}}
 
 
 async def _gaps(
-    plan: SavingPlan, way: _Way, server: Server, advance: Callable[[str], None]
+    plan: SavingPlan, title: str, server: Server, advance: Callable[[str], None]
 ) -> dict[int, dict[str, float]]:
-    histories = plan.histories()
+    histories = plan.histories(max(plan.batches), plan.history)
     found: dict[int, list[float]] = {batch: [] for batch in plan.batches}
     async with StreamingClient(server.url, ADMIN_KEY) as client:
-        advance(f"{way.title}: prefilling")
+        advance(f"{title}: prefilling")
         for history in histories:
             await client.generate(history, 1)
         for number in range(plan.rounds):
             for batch in plan.batches:
-                advance(f"{way.title}: {batch} sequences")
+                advance(f"{title}: {batch} sequences")
                 asked = (client.generate([*h, number], _TOKENS) for h in histories[:batch])
                 for reply in await asyncio.gather(*asked):
                     found[batch] += reply.gaps_s[_UNEVEN:-_UNEVEN]

@@ -1,13 +1,21 @@
-"""``python -m bench.demo``: the same conversations with no L3, with KV offload and with HCache."""
+"""Shows on a real SGLang server what restoring from hidden states saves.
+
+A tiny random model holds the same conversations with one server per method: recomputation, KV
+offload to SGLang's file backend, and HCache. Device and host caches are flushed after every
+request, so every turn has to bring its history back from L3.
+
+Exit status: 0; 1 when a token differs or a turn did not restore its history; 2 when the demo could
+not run.
+"""
 
 from __future__ import annotations
 
-import json
+import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 
 from bench.demo.codecs import codec_report, codec_steps, codec_table, run_codecs
@@ -17,52 +25,47 @@ from bench.demo.report import METHODS, OURS, build_report, draw, table
 from bench.harness.machine import Machine, find_machine
 from bench.harness.methods import PAGE_SIZE
 from bench.harness.models import TinyLlama
-from bench.harness.program import failing, stamp, steps
+from bench.harness.program import at_least, failing, parser, stamp, steps
 from bench.harness.report import OUT, write
 from bench.harness.server import unwind_when_terminated
+from hcache_backend.cli.common import print_json
 
-DEFAULT_OUT = OUT / "demo.json"
 FAILED = 1
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-
-@app.command()
-def main(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print only the report, as JSON, to standard output.")
-    ] = False,
-    conversations: Annotated[int, typer.Option(min=1, help="Conversations held.")] = 4,
-    turns: Annotated[int, typer.Option(min=2, help="Turns of each conversation.")] = 5,
-    codecs: Annotated[
-        bool, typer.Option(help="Also compare the codecs of hidden states (four short servers).")
-    ] = True,
-    out: Annotated[
-        Path, typer.Option(help="Where the report goes; a picture (.png) goes beside it.")
-    ] = DEFAULT_OUT,
-) -> None:
-    """Show on a real SGLang server what restoring from hidden states saves.
-
-    A tiny random model holds the same conversations with one server per method: recomputation,
-    KV offload to SGLang's file backend, and HCache. Device and host caches are flushed after every
-    request, so every turn has to bring its history back from L3.
-
-    Exit status: 0; 1 when a token differs or a turn did not restore its history; 2 when the demo
-    could not run.
-    """
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; returns its exit status."""
+    parsed = parser("bench.demo", __doc__)
+    add = parsed.add_argument
+    add("--json", dest="as_json", action="store_true", help="print only the report, as JSON")
+    add("--conversations", type=at_least(1), default=4, help="conversations held")
+    add("--turns", type=at_least(2), default=5, help="turns of each conversation")
+    add(
+        "--no-codecs",
+        dest="codecs",
+        action="store_false",
+        help="do not compare the codecs of hidden states too (four short servers)",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=OUT / "demo.json",
+        help="where the report goes; a picture (.png) goes beside it",
+    )
+    given = parsed.parse_args(arguments)
     unwind_when_terminated()
-    script = Script(conversations=conversations, turns=turns)
+    script = Script(conversations=given.conversations, turns=given.turns)
     if script.longest_prompt > POOL_TOKENS:
-        most = POOL_TOKENS // (script.longest_prompt // turns)
-        raise typer.BadParameter(f"the device pool holds at most {most}", param_hint="--turns")
+        most = POOL_TOKENS // (script.longest_prompt // given.turns)
+        parsed.error(f"--turns {given.turns}: the device pool holds at most {most}")
     with failing():
-        report = measure(script, TinyLlama(vocabulary=script.vocabulary), codecs)
-        write(out.parent, out.stem, report, draw)
-    if as_json:
-        typer.echo(json.dumps(report, indent=2))
+        report = measure(script, TinyLlama(vocabulary=script.vocabulary), given.codecs)
+        write(given.out.parent, given.out.stem, report, draw)
+    if given.as_json:
+        print_json(report)
     else:
-        _show(report, out)
-    raise typer.Exit(0 if report["succeeded"] else FAILED)
+        _show(report, given.out)
+    return 0 if report["succeeded"] else FAILED
 
 
 def measure(script: Script, shape: TinyLlama, codecs: bool) -> dict[str, Any]:
@@ -116,4 +119,4 @@ def _show(report: dict[str, Any], out: Path) -> None:
 
 
 if __name__ == "__main__":
-    app()
+    sys.exit(main())

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from bench.harness.machine import Machine
 from bench.harness.options import ServerOptions, hcache_config
-from hcache_backend.cli.common import fail
 
 PAGE_SIZE = 64
 HYBRID = "hybrid"
@@ -61,12 +60,6 @@ SERVED = tuple(name for name in METHODS if name != HYBRID)
 """Methods that need nothing but their options."""
 
 
-def check_model(model: str | None) -> None:
-    """End a program whose ``--model-path`` is a path at which nothing is; SGLang says it later."""
-    if model and model.startswith(("/", "./", "../", "~")) and not Path(model).exists():
-        fail(f"--model-path {model}: there is nothing; it must be a model's folder, or its name")
-
-
 def server_options(
     method: Method,
     machine: Machine,
@@ -115,12 +108,3 @@ def server_options(
         ready_timeout_s=600.0,
         **options,
     )
-
-
-def chosen(option: str, text: str, known: Sequence[str]) -> list[str]:
-    """The names in ``text``, which has commas between them, each once; all must be known."""
-    found = [name.strip() for name in text.split(",")]
-    for name in found:
-        if name not in known:
-            fail(f"{option} {name!r}: must be of {', '.join(known)}")
-    return list(dict.fromkeys(found))

@@ -1,11 +1,14 @@
-"""What programs that measure have in common: progress, errors, the date of results."""
+"""What programs that measure have in common: options, progress, errors, the date of results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import argparse
+import shlex
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from rich.progress import Progress
 
@@ -13,10 +16,79 @@ from bench.harness.machine import Machine, MachineError
 from bench.harness.server import ServerError
 from bench.workload.base import WorkloadError
 from hcache_backend.cli.client import UnusableServer
-from hcache_backend.cli.common import fail, progress_bar
+from hcache_backend.cli.common import errors, progress_bar
 
-VOCABULARY = 1000
-"""Random token ids are below it: any model has more."""
+Number = TypeVar("Number", int, float)
+
+
+class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """The program's text as it stands, and the default of every option that has a value."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        shown = action.nargs != 0 and action.default not in (None, "")
+        return super()._get_help_string(action) if shown else action.help
+
+
+def parser(program: str, doc: str | None, arguments: str = "[options]") -> argparse.ArgumentParser:
+    """The parser of ``python -m PROGRAM ARGUMENTS``; ``doc`` describes it."""
+    return argparse.ArgumentParser(
+        prog=f"python -m {program}",
+        usage=f"%(prog)s {arguments}",
+        description=doc,
+        formatter_class=_Help,
+        allow_abbrev=False,
+    )
+
+
+def add_model_options(parsed: argparse._ActionsContainer) -> None:
+    """Options of programs that serve any model."""
+    parsed.add_argument(
+        "--model-path", type=_model, help="model: a folder or a name; default: a random Llama"
+    )
+    parsed.add_argument(
+        "--server-args",
+        type=shlex.split,
+        default="",
+        help="more arguments of SGLang, as --server-args='--load-format dummy'",
+    )
+
+
+def at_least(least: Number) -> Callable[[str], Number]:
+    """Type of an option: a number, whole if ``least`` is, of at least ``least``."""
+
+    def number(text: str) -> Number:
+        found = type(least)(text)
+        if not found >= least:
+            raise argparse.ArgumentTypeError(f"{text} must be at least {least}")
+        return found
+
+    return number
+
+
+def names(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Type of an option: names with commas between them, each counted once; all must be known."""
+
+    def found(text: str) -> list[str]:
+        given = [name.strip() for name in text.split(",")]
+        for name in given:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} must be of {', '.join(known)}")
+        return list(dict.fromkeys(given))
+
+    return found
+
+
+def _model(text: str) -> str:
+    """Type of an option: a model's name, or a folder; SGLang says much later that one is missing.
+
+    Raises:
+        ArgumentTypeError: It is a path at which nothing is.
+    """
+    if text.startswith(("/", "./", "../", "~")) and not Path(text).exists():
+        raise argparse.ArgumentTypeError(
+            f"{text}: there is nothing; it must be a model's folder, or its name"
+        )
+    return text
 
 
 @contextmanager
@@ -25,7 +97,8 @@ def failing() -> Iterator[None]:
     try:
         yield
     except (UnusableServer, MachineError, ServerError, WorkloadError, OSError) as error:
-        fail(str(error))
+        errors.print(f"error: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
+        raise SystemExit(2) from None
 
 
 @contextmanager

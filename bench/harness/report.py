@@ -37,12 +37,17 @@ def cell(value: object) -> str:
 def write(folder: Path, name: str, results: Any, draw: Callable[[Any], Figure]) -> None:
     """Write ``NAME.json`` and, if matplotlib is installed, ``NAME.png``."""
     write_json(folder / f"{name}.json", results)
+    write_picture(folder / f"{name}.png", results, draw)
+
+
+def write_picture(path: Path, results: Any, draw: Callable[[Any], Figure]) -> None:
+    """Write what ``draw`` makes of results, if matplotlib is installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         print("matplotlib is not installed: no picture", file=sys.stderr)
         return
-    draw(results).savefig(folder / f"{name}.png", dpi=130)
+    draw(results).savefig(path, dpi=130)
 
 
 def write_json(path: Path, results: Any) -> None:

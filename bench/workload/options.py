@@ -2,47 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
+from bench.harness.program import at_least
 from bench.workload.base import Workload, WorkloadError
-from bench.workload.paper import ZIPF_CONTEXTS, leval, sharegpt4, zipf_contexts
+from bench.workload.paper import LEVAL, ZIPF_CONTEXTS, leval, sharegpt4, zipf_contexts
 from bench.workload.sharegpt import Tokenizer, sharegpt_file
 from bench.workload.synthetic import RAG_DOCUMENTS, agent, multiturn, rag
 
-Name = Literal["multiturn", "sharegpt4", "leval", "zipf", "agent", "rag", "sharegpt"]
-
-
-@dataclass(frozen=True)
-class WorkloadOptions:
-    """The options, under their names on the command line; None: not given.
-
-    Attributes:
-        model: Its tokenizer reads the texts of a ShareGPT file.
-    """
-
-    workload: Name
-    num_clients: int
-    seed: int
-    num_rounds: int | None = None
-    min_rounds: int | None = None
-    max_rounds: int | None = None
-    request_length: int | None = None
-    sub_question_input_length: int | None = None
-    output_length: int | None = None
-    range_ratio: float | None = None
-    leval_task: str | None = None
-    zipf_skew: float | None = None
-    num_documents: int | None = None
-    sharegpt: Path | None = None
-    interval: float | None = None
-    scale: float = 1.0
-    max_context: int | None = None
-    model: str | None = None
-
-
+VOCABULARY = 1000
+"""Random token ids are below it: any model has more."""
 _ONLY = {
     "num_rounds": ("multiturn",),
     "min_rounds": ("multiturn",),
@@ -56,36 +28,96 @@ _ONLY = {
     "sharegpt": ("sharegpt",),
 }
 """Workloads that an option is for, where it is not for all."""
+_NAMES = ("multiturn", "sharegpt4", "leval", "zipf", "agent", "rag", "sharegpt")
 
 
-def choose(options: WorkloadOptions) -> Workload:
-    """The workload, scaled and limited.
+def add_workload_options(parser: argparse.ArgumentParser, title: str, default: str) -> None:
+    """Options that choose a workload; those that are not given are None.
+
+    Args:
+        title: Heading of the options in the help.
+        default: The workload if none is named.
+    """
+    add = parser.add_argument_group(title).add_argument
+    parser.set_defaults(default_workload=default)
+    count = at_least(1)
+    add(
+        "--workload",
+        choices=_NAMES,
+        help="multiturn: as SGLang's benchmark; sharegpt4, leval, zipf: the HCache paper's; "
+        f"sharegpt: a file's; default: {default}",
+    )
+    add("--num-clients", type=count, help="sessions")
+    add("--num-rounds", type=count, help="rounds of a client (multiturn); default: 5")
+    add("--min-rounds", type=count, help="at least so many (multiturn)")
+    add("--max-rounds", type=count, help="at most so many (any workload)")
+    add("--request-length", type=count, help="tokens of a question (multiturn); default: 512")
+    add(
+        "--sub-question-input-length",
+        type=at_least(0),
+        help="tokens of later questions (multiturn); default: as the first",
+    )
+    add("--output-length", type=count, help="tokens of a reply (multiturn); default: 64")
+    add(
+        "--range-ratio",
+        type=float,
+        help="lengths are between this share of them and all of them (multiturn)",
+    )
+    add("--leval-task", help=f"{', '.join(LEVAL)} (leval)")
+    add(
+        "--zipf-skew",
+        type=float,
+        help="0: all documents alike, 2: few favourites (zipf, rag); default: 1",
+    )
+    add("--num-documents", type=count, help="documents (zipf, rag)")
+    add("--sharegpt", type=Path, help="JSON file of conversations (sharegpt)")
+    add(
+        "--interval",
+        type=at_least(0.0),
+        help="seconds between rounds of a client; default: the workload's",
+    )
+    add(
+        "--scale",
+        type=float,
+        help="multiplies all lengths and intervals, to try a workload on a small machine",
+    )
+    add("--max-context", type=count, help="tokens of a history, its last reply included")
+    add("--vocabulary", type=at_least(2), default=VOCABULARY, help="random token ids are below it")
+    add("--seed", type=at_least(0), default=1, help="seed of lengths, tokens and times")
+
+
+def choose(options: argparse.Namespace) -> Workload:
+    """The workload that :func:`add_workload_options` asks for, scaled and limited.
+
+    Args:
+        options: Also ``model_path``: its tokenizer reads the texts of a ShareGPT file.
 
     Raises:
         WorkloadError: An option is wrong, or not for this workload.
     """
+    chosen = options.workload or ("sharegpt" if options.sharegpt else options.default_workload)
     for name, workloads in _ONLY.items():
         value = getattr(options, name)
-        if value is not None and options.workload not in workloads:
+        if value is not None and chosen not in workloads:
             raise WorkloadError(
                 f"--{name.replace('_', '-')} {value}: is for --workload {' and '.join(workloads)}; "
-                f"{options.workload} has its own (see --scale, --max-rounds and --max-context)"
+                f"{chosen} has its own (see --scale, --max-rounds and --max-context)"
             )
-    if not 0 < options.scale < math.inf:
-        raise WorkloadError(f"--scale {options.scale:g}: must be a number above 0")
-    made = _make(options)
-    if options.scale != 1:
-        made = made.scaled(options.scale)
+    scale = 1.0 if options.scale is None else options.scale
+    if not 0 < scale < math.inf:
+        raise WorkloadError(f"--scale {scale:g}: must be a number above 0")
+    made = _make(chosen, options)
+    if scale != 1:
+        made = made.scaled(scale)
     if options.interval is not None:
         made = replace(made, interval_s=options.interval)
-    rounds = None if options.workload == "multiturn" else options.max_rounds
-    return made.limited(options.max_context, rounds)
+    return made.limited(options.max_context, None if chosen == "multiturn" else options.max_rounds)
 
 
-def _make(options: WorkloadOptions) -> Workload:
+def _make(name: str, options: argparse.Namespace) -> Workload:
     clients, seed = options.num_clients, options.seed
     skew = 1.0 if options.zipf_skew is None else options.zipf_skew
-    match options.workload:
+    match name:
         case "multiturn":
             return _multiturn(options)
         case "sharegpt4":
@@ -98,13 +130,12 @@ def _make(options: WorkloadOptions) -> Workload:
             return agent(clients, seed)
         case "rag":
             return rag(clients, seed, skew, options.num_documents or RAG_DOCUMENTS)
-        case "sharegpt":
-            if options.sharegpt is None:
-                raise WorkloadError("--workload sharegpt: needs --sharegpt FILE")
-            return sharegpt_file(options.sharegpt, load_tokenizer(options.model), clients, seed)
+    if options.sharegpt is None:
+        raise WorkloadError("--workload sharegpt: needs --sharegpt FILE")
+    return sharegpt_file(options.sharegpt, load_tokenizer(options.model_path), clients, seed)
 
 
-def _multiturn(options: WorkloadOptions) -> Workload:
+def _multiturn(options: argparse.Namespace) -> Workload:
     both = options.num_rounds or 5
     least = options.min_rounds or options.max_rounds or both
     most = options.max_rounds or options.min_rounds or both

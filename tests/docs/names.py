@@ -17,9 +17,6 @@ from typing import Any
 
 import typer
 
-from bench.compare.__main__ import app as compare
-from bench.demo.__main__ import app as demo
-from bench.multiturn.__main__ import app as multiturn
 from hcache_backend import config, trace
 from hcache_backend.cli.main import app
 from hcache_backend.config import ConfigError, HCacheConfig, parse_config
@@ -121,10 +118,7 @@ def _options_of(command: Any) -> set[str]:
 @cache
 def _every_option() -> set[str]:
     """The options of ``hcache`` and of the programs in ``bench``."""
-    commands = [
-        c for program in (app, compare, demo, multiturn) for c in _commands_of(program).values()
-    ]
-    found = set().union(*map(_options_of, commands))
+    found = set().union(*map(_options_of, _commands_of(app).values()))
     for file in (ROOT / "bench").glob("**/*"):
         if file.suffix in (".py", ".sh"):
             found |= set(re.findall(r'"(--[a-z][\w-]*)"', file.read_text()))

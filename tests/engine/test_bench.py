@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from bench.compare.__main__ import app as compare_app
+from bench.compare.__main__ import main as run_compare
 from bench.harness.client import Cached, Reply, StreamingClient
 from bench.harness.methods import METHODS, SERVED
-from bench.multiturn.__main__ import app as multiturn_app
+from bench.multiturn.__main__ import main as run_multiturn
 from bench.multiturn.__main__ import started
 from bench.multiturn.run import Target
 from hcache_backend.cli.main import app
@@ -38,14 +40,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 def bench(server: Target, folder: Path, *arguments: str) -> dict[str, Any]:
     """Run the command against the server; the line of its only run."""
     log = folder / "log.jsonl"
-    done = CliRunner().invoke(
-        multiturn_app,
+    status = run_multiturn(
         [
             *("--url", server.url, "--api-key", server.key or ""),
             *("--request-rate", "inf", "--log-file", str(log), *arguments),
-        ],
+        ]
     )
-    assert done.exit_code == 0, done.output
+    assert status == 0
     (line,) = [json.loads(text) for text in log.read_text().splitlines()]
     summary = line["summary"]
     assert summary["failed_requests"] == 0
@@ -153,17 +154,19 @@ def test_conversations_of_a_file(server: Target, tmp_path: Path) -> None:
     assert line["summary"]["average_output_len"] == 5
 
 
-def test_a_history_that_is_too_long_for_the_server_is_refused(server: Target) -> None:
-    done = CliRunner().invoke(
-        multiturn_app,
-        [
-            *("--url", server.url, "--api-key", server.key or ""),
-            *("--num-clients", "1", "--request-length", "4000"),
-        ],
-    )
-    assert done.exit_code == 2
-    assert "takes fewer than 8," in done.output
-    assert "--scale 0.3" in done.output
+def test_a_history_that_is_too_long_for_the_server_is_refused(
+    server: Target, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run_multiturn(
+            [
+                *("--url", server.url, "--api-key", server.key or ""),
+                *("--num-clients", "1", "--request-length", "4000"),
+            ]
+        )
+    said = capsys.readouterr().err
+    assert "takes fewer than 8," in said
+    assert "--scale 0.3" in said
 
 
 def test_ingested_documents_are_found_in_l3_and_not_sent_again(
@@ -219,15 +222,16 @@ def test_a_document_that_the_server_refuses_is_named(server: Target, tmp_path: P
 def compare(model: Path, folder: Path, *arguments: str) -> dict[str, Any]:
     """The report of a comparison."""
     out = folder / "compare.json"
-    done = CliRunner().invoke(
-        compare_app,
-        [
-            *("--model-path", str(model), "--out", str(out)),
-            *("--scratch-dir", str(folder), *arguments),
-        ],
-    )
-    assert done.exit_code == 0, done.output
-    assert out.with_suffix(".md").read_text() in done.output
+    said = io.StringIO()
+    with redirect_stdout(said):
+        status = run_compare(
+            [
+                *("--model-path", str(model), "--out", str(out)),
+                *("--scratch-dir", str(folder), *arguments),
+            ]
+        )
+    assert status == 0
+    assert out.with_suffix(".md").read_text() in said.getvalue()
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 

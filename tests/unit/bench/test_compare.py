@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from bench.compare import plan as planning
-from bench.compare.__main__ import app
+from bench.compare.__main__ import main
 from bench.compare.load import LoadPlan
-from bench.compare.pictures import COLOURS, draw
+from bench.compare.pictures import COLOURS, PICTURES
 from bench.compare.plan import Rates
 from bench.compare.report import layers, markdown, table_lines
 from bench.compare.restore import (
@@ -20,10 +19,9 @@ from bench.compare.restore import (
     SETTINGS,
     Restored,
     RestorePlan,
-    Restores,
+    left_out,
     median_of,
     report,
-    restore_all,
     servers,
     steps,
 )
@@ -31,28 +29,32 @@ from bench.compare.saving import WAYS, SavingPlan
 from bench.compare.saving import steps as saving_steps
 from bench.harness.machine import Machine
 from bench.harness.methods import HYBRID, METHODS, SERVED
+from bench.harness.report import write_picture
 from bench.harness.restorer import Restore, forget_files, l3_bytes
 from bench.multiturn.driver import Pace
 from bench.workload.base import Session, Turn, Workload
-from hcache_backend.partition.costs import Partition
-from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.presets import preset_profile
 
 CPU, GPU = Machine("cpu", "a CPU", "0"), Machine("cuda", "a GPU", "0")
-LLAMA = ModelShape(
-    family="llama",
-    layers=32,
-    hidden=4096,
-    heads=32,
-    kv_heads=32,
-    head_dim=128,
-    value_dim=128,
-    mlp_width=11008,
-)
 
 
-def restore_plan(folder: Path, machine: Machine = CPU, model: str = "model") -> RestorePlan:
-    return RestorePlan(machine, model, 128, 2, SETTINGS, 1000, (), folder)
+def part(machine: Machine = CPU, model: str = "model") -> dict[str, Any]:
+    """What all parts have in common."""
+    return {
+        "machine": machine,
+        "model": model,
+        "vocabulary": 1000,
+        "server_args": (),
+        "folder": Path(),
+    }
+
+
+def restore_plan(
+    *methods: str, settings: Sequence[str] = SETTINGS, tokens: int = 128, **common: Any
+) -> RestorePlan:
+    return RestorePlan(
+        **part(**common), methods=methods, tokens=tokens, rounds=2, settings=settings
+    )
 
 
 def folder_model(folder: Path) -> str:
@@ -64,35 +66,40 @@ def folder_model(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--methods", "file,magic"], "--methods 'magic': must be of ideal, recompute"),
-        (["--settings", "disk,fast"], "--settings 'fast': must be of disk, balanced, slow"),
+        (["--methods", "file,magic"], "argument --methods: 'magic' must be of ideal, recompute"),
+        (
+            ["--settings", "disk,fast"],
+            "argument --settings: 'fast' must be of disk, balanced, slow",
+        ),
         (["--part", "load", "--methods", "hybrid"], "part load knows none of them, but ideal"),
         (["--methods", "ideal,host"], "part restore knows none of them, but hcache-hidden"),
         (["--tokens", "100"], "--tokens 100: must be whole pages of 64, as 64"),
         (["--host-ratio", "1"], "--host-ratio 1: must be above 1"),
-        (["--rates", "1,fast"], "--rates 'fast': must be numbers above 0"),
-        (["--rates", "0"], "--rates '0': must be numbers above 0"),
-        (["--rates", "inf"], "--rates 'inf': must be numbers above 0"),
+        (["--rates", "1,fast"], "argument --rates: '1,fast' must be numbers above 0"),
+        (["--rates", "0"], "argument --rates: '0' must be numbers above 0"),
+        (["--rates", "inf"], "argument --rates: 'inf' must be numbers above 0"),
         (["--workload", "sharegpt"], "--workload sharegpt: needs --sharegpt FILE"),
         (["--max-context", "1"], "--max-context 1: a question and its reply"),
     ],
 )
-def test_a_wrong_option_is_named_before_a_server_starts(arguments: list[str], message: str) -> None:
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 2
-    assert message in " ".join(done.output.split())
+def test_a_wrong_option_is_named_before_a_server_starts(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert message in capsys.readouterr().err
 
 
-def test_the_history_is_that_of_the_seed(tmp_path: Path) -> None:
-    history = restore_plan(tmp_path).history()
-    assert history == restore_plan(tmp_path).history()
-    assert len(history) == 128
-    assert max(history) < 1000
+def test_histories_are_those_of_the_seed() -> None:
+    plan = restore_plan()
+    histories = plan.histories(4, 64)
+    assert histories == plan.histories(4, 64)
+    assert [len(history) for history in histories] == [64] * 4
+    assert 500 < max(map(max, histories)) < 1000
 
 
 def test_what_is_planned_has_a_server_for_each_setting(tmp_path: Path) -> None:
-    plan = restore_plan(tmp_path, model=folder_model(tmp_path))
-    assert list(servers(plan, METHODS_RESTORED)) == [
+    assert list(servers(restore_plan(*METHODS, model=folder_model(tmp_path)))) == [
         ("hcache-hidden", ("disk", "balanced", "slow")),
         ("hcache-hidden-eager", ("disk", "slow")),
         ("hcache-kv", ("disk", "balanced", "slow")),
@@ -104,41 +111,40 @@ def test_what_is_planned_has_a_server_for_each_setting(tmp_path: Path) -> None:
     ]
 
 
-def test_without_a_cpu_engine_nothing_is_slowed_down(tmp_path: Path) -> None:
-    plan = restore_plan(tmp_path, GPU)
-    assert list(servers(plan, ["file", "hcache-hidden", HYBRID])) == [
+def test_without_a_cpu_engine_nothing_is_slowed_down() -> None:
+    assert list(servers(restore_plan("file", "hcache-hidden", HYBRID, machine=GPU))) == [
         ("hcache-hidden", ("disk",)),
         ("file", ("disk",)),
     ]
 
 
-def test_the_disk_as_it_is_decides_how_slow_others_are_made(tmp_path: Path) -> None:
-    plan = dataclasses.replace(restore_plan(tmp_path), settings=("slow",))
-    assert list(servers(plan, ["hcache-hidden", "file"])) == [
+def test_the_disk_as_it_is_decides_how_slow_others_are_made() -> None:
+    assert list(servers(restore_plan("hcache-hidden", "file", settings=("slow",)))) == [
         ("hcache-hidden", ("disk", "slow")),
         ("file", ("slow",)),
     ]
-    assert list(servers(plan, ["file"])) == []  # nothing says how slow
+    nothing_says_how_slow = restore_plan("file", settings=("slow",))
+    assert list(servers(nothing_says_how_slow)) == []
 
 
-def test_what_cannot_be_tried_is_said(tmp_path: Path) -> None:
-    found = restore_all(restore_plan(tmp_path, GPU), [], None, lambda step: None)
-    assert found.left_out == (
+def test_what_cannot_be_tried_is_said() -> None:
+    assert list(left_out(restore_plan(HYBRID, machine=GPU))) == [
         "setting balanced: only the CPU engine can be slowed down",
         "setting slow: only the CPU engine can be slowed down",
-    )
-    plan = dataclasses.replace(restore_plan(tmp_path), settings=("disk", "slow"))
-    assert restore_all(plan, [], None, lambda step: None).left_out == (
+        "method hybrid: --model-path must be a folder with a config.json that plans know",
+    ]
+    assert list(left_out(restore_plan("file", settings=("disk", "slow")))) == [
         "setting slow: it needs method hcache-hidden",
-    )
+    ]
 
 
-def test_steps_are_counted_as_they_come(tmp_path: Path) -> None:
-    plan = restore_plan(tmp_path)
-    assert steps(plan, ["recompute"]) == 1 + 3
-    assert steps(plan, ["hcache"]) == 1 + 1 + 1 + 2
-    assert steps(plan, ["hcache-hidden"]) == 1 + 1 + 1 + 3 * 2
-    assert steps(plan, ["hcache-hidden", "file"]) == 2 * (1 + 1 + 1 + 3 * 2)
+def test_steps_are_counted_as_they_come() -> None:
+    assert steps(restore_plan("recompute")) == 1 + 3
+    assert steps(restore_plan("hcache")) == 1 + 1 + 1 + 2
+    assert steps(restore_plan("hcache-hidden")) == 1 + 1 + 1 + 3 * 2
+    assert steps(restore_plan("hcache-hidden", "file")) == 2 * (1 + 1 + 1 + 3 * 2)
+    plan = SavingPlan(**part(), rounds=3, batches=(1, 4))
+    assert saving_steps(plan) == len(WAYS) * (2 + 2 * 3)
 
 
 def test_profiles_of_settings_differ_in_what_is_slowed_down() -> None:
@@ -161,12 +167,12 @@ def test_a_model_that_plans_do_not_know_has_no_shape(tmp_path: Path) -> None:
     assert planning.has_shape(folder_model(tmp_path))
 
 
-def test_the_naive_hybrid_has_no_hidden_states() -> None:
-    partition = planning.naive_hybrid(preset_profile("a100-40g", 0), LLAMA, 1024)
+def test_the_naive_hybrid_has_no_hidden_states(tmp_path: Path) -> None:
+    model = folder_model(tmp_path)
+    partition = planning.naive_hybrid(preset_profile("a100-40g", 0), GPU, model, 1024)
     assert partition.hidden == 0
     assert partition.recompute > 0
     assert partition.kv > 0
-    assert planning.options(Partition(2, 0, 6)) == {"recompute": 2, "hidden": 0, "kv": 6}
 
 
 def test_medians_and_bytes(tmp_path: Path) -> None:
@@ -184,7 +190,15 @@ def test_medians_and_bytes(tmp_path: Path) -> None:
 def load_plan(pool_tokens: int | None = None) -> LoadPlan:
     sessions = (Session((Turn(500, 100), Turn(300, 100))),) * 12
     workload = Workload("test", sessions)
-    return LoadPlan(CPU, "m", workload, [1.0], Pace(), 1000, pool_tokens, 1.25, (), Path())
+    return LoadPlan(
+        **part(),
+        methods=SERVED,
+        workload=workload,
+        rates=[1.0],
+        pace=Pace(),
+        pool_tokens=pool_tokens,
+        host_ratio=1.25,
+    )
 
 
 def test_the_ideal_pool_holds_all_histories_and_others_an_eighth() -> None:
@@ -218,25 +232,25 @@ def comparison() -> dict[str, Any]:
     rows["file"].times["disk"] = [Restore(4096, 1200.0, 500.0, 580.0)]
     rows["recompute"] = Restored({"disk": [Restore(4096, 9000.0)]})
     rows["hcache-hidden-eager"].times.pop("balanced")
-    found = Restores(rows, Rates(66e6, 22e6), ("setting x: y",))
+    plan = restore_plan(*METHODS_RESTORED, tokens=4096)
     return {
         "date": "2026-01-01",
         "device": "a CPU",
         "sglang_version": "0.5.21",
         "model": "a model",
-        "restore": report(found, dataclasses.replace(restore_plan(Path()), tokens=4096)),
+        "restore": report(plan, rows, Rates(66e6, 22e6)),
         "saving": {
             "history": 512,
             "batches": [1, 16],
             "ways": {
                 name: {
-                    "title": way.title,
+                    "title": title,
                     "gaps_ms": {
                         "1": {"mean": 5.0, "median": 5.0, "p99": 7.0},
                         "16": {"mean": 9.0, "median": 8.0 + number, "p99": 30.0},
                     },
                 }
-                for number, (name, way) in enumerate(WAYS.items())
+                for number, (name, (title, _)) in enumerate(WAYS.items())
             },
         },
         "load": {
@@ -271,7 +285,7 @@ def test_the_tables_have_a_row_for_each_method() -> None:
     assert "all servers of ours: `restore_share` 1.0." in text
     assert "slowed down to 66 MB/s" in text
     assert "slowed down to 22 MB/s" in text
-    assert "Left out: setting x: y." in text
+    assert "Left out: method hybrid: --model-path must be a folder" in text
     assert "| HCache: two stages | 5.0 (7.0), 1.00x | 9.0 (30.0), 1.12x |" in text
     assert "| recompute | 2.0 | 400 | 800 | 50.0 | 1.50 | 25 / ? / 50 |" in text
     assert "8 sessions, 30 requests" in text
@@ -279,7 +293,7 @@ def test_the_tables_have_a_row_for_each_method() -> None:
 
 def test_a_setting_that_was_not_tried_is_empty() -> None:
     rows = {"file": Restored({"disk": [Restore(64, 2.0, 1.0, 1.0)]}, {"disk": 1.0}, {"disk": ""})}
-    found = report(Restores(rows, None, ()), restore_plan(Path()))
+    found = report(restore_plan("file"), rows, None)
     assert found["methods"]["file"]["slow"] is None
     assert table_lines({"restore": found}).splitlines()[-1] == (
         "| KV, SGLang file L3 | 1 | 2 | 1 | - | - |"
@@ -305,26 +319,17 @@ def test_what_a_server_said_of_its_layers() -> None:
     assert layers("") == ""
 
 
-def test_a_saving_plan_has_a_history_for_each_sequence() -> None:
-    plan = SavingPlan(CPU, "m", 3, 100, (), Path(), batches=(1, 4), history=64)
-    assert saving_steps(plan) == len(WAYS) * (2 + 2 * 3)
-    assert [len(history) for history in plan.histories()] == [64] * 4
-
-
 def test_a_part_that_did_not_run_has_no_table() -> None:
     found = comparison()
     del found["load"]
     assert "Workload" not in markdown(found)
 
 
-def test_pictures_are_drawn(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", PICTURES)
+def test_pictures_are_drawn(part: str, tmp_path: Path) -> None:
     found = comparison()
-    paths = draw(found, tmp_path / "compare")
-    names = ["compare_restore.png", "compare_saving.png", "compare_load.png"]
-    assert [path.name for path in paths] == names
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
-    del found["restore"], found["saving"]
-    assert [path.name for path in draw(found, tmp_path / "other")] == ["other_load.png"]
+    write_picture(tmp_path / "out.png", found, PICTURES[part])
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_method_has_a_colour() -> None:

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from bench.demo.__main__ import app
+from bench.demo.__main__ import main
 from bench.demo.codecs import codec_problems, codec_report, codec_table
 from bench.demo.conversations import POOL_TOKENS, MethodRun, Script, Turn, steps
 from bench.demo.report import METHODS, build_report, draw, problems, table, table_lines
@@ -211,32 +210,30 @@ def fake_demo(monkeypatch: pytest.MonkeyPatch, runs: dict[str, MethodRun]) -> No
 
 
 def test_json_is_all_that_stands_on_standard_output(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_demo(monkeypatch, make_runs())
     out = tmp_path / "deep" / "demo.json"
-    done = CliRunner().invoke(app, ["--json", "--out", str(out)])
-    assert done.exit_code == 0
-    assert json.loads(done.stdout) == json.loads(out.read_text())
+    assert main(["--json", "--out", str(out)]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
 
 
 def test_exit_status_is_1_when_a_token_differs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = make_runs()
     runs["hcache-hidden"] = with_turn(runs["hcache-hidden"], 2, output_ids=(7,))
     fake_demo(monkeypatch, runs)
     out = tmp_path / "demo.json"
-    done = CliRunner().invoke(app, ["--out", str(out)])
-    assert done.exit_code == 1
+    assert main(["--out", str(out)]) == 1
     assert json.loads(out.read_text())["identical_tokens"] is False
-    assert "FAILED hcache-hidden: conversation 0, turn 1" in done.stdout
+    assert "FAILED hcache-hidden: conversation 0, turn 1" in capsys.readouterr().out
 
 
-def test_more_turns_than_the_pool_holds_are_refused() -> None:
-    done = CliRunner().invoke(app, ["--turns", "1000"])
-    assert done.exit_code == 2
-    assert "the device pool holds at most" in done.stderr
+def test_more_turns_than_the_pool_holds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--turns", "1000"])
+    assert "--turns 1000: the device pool holds at most" in capsys.readouterr().err
 
 
 def test_the_default_script_is_the_same_every_time_and_fits_the_pool() -> None:
