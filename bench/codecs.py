@@ -1,7 +1,5 @@
 """What each codec of hidden states costs: bytes, error of K and V, and changed tokens.
 
-    python -m bench.codecs [--conversations 10 --turns 3 --reply-tokens 100]
-
 - bytes per token: page files of a real SGLang server that captured them
 - K and V: projected from encoded and decoded hidden states of the same model, against those of
   the exact ones; relative, root mean square, all heads together and the worst head
@@ -15,7 +13,6 @@ The model is random: its margins between tokens are smaller than those of a trai
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,10 +20,11 @@ from typing import Any
 
 import torch
 
+from bench.demo.codecs import not_restored
 from bench.demo.conversations import MethodRun, Script, run_method
 from bench.harness.machine import find_machine
-from bench.harness.methods import PAGE_SIZE
 from bench.harness.models import TinyLlama
+from bench.harness.program import parser
 from bench.harness.report import OUT, grouped_bars, markdown, write
 from hcache_kernels.codecs import make_codec
 
@@ -41,13 +39,13 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--conversations", type=int, default=10)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--question-tokens", type=int, default=500)
-    parser.add_argument("--reply-tokens", type=int, default=100)
-    parser.add_argument("--out", type=Path, default=OUT, help="folder for codecs.json and .png")
-    options = parser.parse_args()
+    parsed = parser("bench.codecs", __doc__)
+    parsed.add_argument("--conversations", type=int, default=10)
+    parsed.add_argument("--turns", type=int, default=3)
+    parsed.add_argument("--question-tokens", type=int, default=500)
+    parsed.add_argument("--reply-tokens", type=int, default=100)
+    parsed.add_argument("--out", type=Path, default=OUT, help="folder for codecs.json and .png")
+    options = parsed.parse_args()
     script = Script(
         options.conversations, options.turns, options.question_tokens, options.reply_tokens
     )
@@ -58,26 +56,16 @@ def main() -> None:
         for codec, dtype in CASES:
             print(f"codec {codec}, {dtype}: serving", flush=True)
             folder = Path(scratch) / f"{codec}-{dtype}"
-            folder.mkdir()
             runs[codec, dtype] = run_method(
                 "hcache-hidden", script, model, machine, folder, lambda step: None, dtype, codec
             )
-            require_restored(runs[codec, dtype], codec)
+            if problems := not_restored(codec, runs[codec, dtype]):
+                # A comparison of replies whose history was computed again would say nothing.
+                raise SystemExit("\n".join(problems))
         rows = measure(runs, script, load(model))
     results = {"device": machine.name, "codecs": rows}
     print(table_lines(results))
     write(options.out, "codecs", results, draw)
-
-
-def require_restored(run: MethodRun, codec: str) -> None:
-    """A comparison of replies whose history was computed again would say nothing."""
-    if f"codec {codec}" not in run.note:
-        raise SystemExit(f"codec {codec}: the server says {run.note!r}")
-    for turn in run.turns:
-        if turn.turn and turn.l3_tokens < turn.history_tokens - PAGE_SIZE:
-            raise SystemExit(
-                f"codec {codec}: {turn.l3_tokens} of {turn.history_tokens} tokens came from L3"
-            )
 
 
 def load(model: Path) -> Any:

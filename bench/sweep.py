@@ -1,7 +1,5 @@
 """Restores on a real server over a bus, or from an L3, that is made slower and slower.
 
-    python -m bench.sweep partition|eager [--rates 20 50 ... 0] [--rounds N] [--tokens N]
-
 SGLang serves a random Llama on the CPU, with a prompt whose pages are in L3 and nowhere else. Every
 method has a server; they take turns at each rate, the others stopped meanwhile. One rate is found
 by measuring: at the balanced rate hidden states take as long to transfer as to project.
@@ -19,7 +17,6 @@ in which the engine computes only the prompt's last token counts wherever it fal
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import re
@@ -43,7 +40,7 @@ from bench.compare.plan import with_bus
 from bench.harness.machine import Machine, MachineError, find_machine
 from bench.harness.methods import Method, server_options
 from bench.harness.models import TinyLlama
-from bench.harness.program import failing, stamp
+from bench.harness.program import failing, parser, stamp
 from bench.harness.report import OUT, markdown, write
 from bench.harness.restorer import Restore, Restorer, restorer
 from hcache_backend.partition.measure import Bench, measure
@@ -358,13 +355,13 @@ def draw(results: Row) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("sweep", choices=SWEEPS)
-    parser.add_argument("--rates", type=float, nargs="+", help="MB/s; 0: no limit")
-    parser.add_argument("--rounds", type=int, help="restores by each server and rate")
-    parser.add_argument("--tokens", type=int, help="tokens of a restore")
-    parser.add_argument("--out", type=Path, default=OUT, help="folder for SWEEP.json and SWEEP.png")
-    options = vars(parser.parse_args())
+    parsed = parser("bench.sweep", __doc__, "partition|eager [options]")
+    parsed.add_argument("sweep", choices=SWEEPS)
+    parsed.add_argument("--rates", type=float, nargs="+", help="MB/s; 0: no limit")
+    parsed.add_argument("--rounds", type=int, help="restores by each server and rate")
+    parsed.add_argument("--tokens", type=int, help="tokens of a restore")
+    parsed.add_argument("--out", type=Path, default=OUT, help="folder for SWEEP.json and SWEEP.png")
+    options = vars(parsed.parse_args())
     name, out = options.pop("sweep"), options.pop("out")
     sweep = replace(SWEEPS[name], **{key: value for key, value in options.items() if value})
     with failing():

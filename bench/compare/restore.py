@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from bench.harness.methods import HYBRID, METHODS, PAGE_SIZE
 from bench.harness.restorer import Restore, Restorer, l3_bytes, restorer
 from hcache_backend.partition.profile import Profile
 
+Row = dict[str, dict[str, Any]]
 SETTINGS = ("disk", "balanced", "slow")
 _WHERE: dict[str, tuple[str, ...]] = {
     "hcache-hidden": SETTINGS,
@@ -63,21 +64,6 @@ class RestorePlan(Part):
     tokens: int
     rounds: int
     settings: Sequence[str]
-
-
-@dataclass
-class Restored:
-    """Restores of one method.
-
-    Attributes:
-        times: By setting; those in which it was not tried are missing.
-        bytes_per_token: In L3, by setting.
-        said: The mode and partition that the server logged, by setting; empty where it is not ours.
-    """
-
-    times: dict[str, list[Restore]] = field(default_factory=dict)
-    bytes_per_token: dict[str, float] = field(default_factory=dict)
-    said: dict[str, str] = field(default_factory=dict)
 
 
 class Served(NamedTuple):
@@ -133,16 +119,11 @@ def steps(plan: RestorePlan) -> int:
     return total
 
 
-def median_of(restores: Sequence[Restore], part: str) -> float:
-    """Median milliseconds of ``ms``, ``l3_ms`` or ``load_ms``."""
-    return median(getattr(restore, part) for restore in restores)
-
-
-def report(plan: RestorePlan, rows: Mapping[str, Restored], rates: Rates | None) -> dict[str, Any]:
-    """What ``compare.json`` says of restores; times are medians, in milliseconds.
+def report(plan: RestorePlan, rows: Mapping[str, Row], rates: Rates | None) -> dict[str, Any]:
+    """What ``compare.json`` says of restores.
 
     Args:
-        rows: What was found, by method.
+        rows: What was found, by method and setting (see :func:`medians`).
         rates: At which something was slowed down; None where nothing was.
     """
     return {
@@ -153,25 +134,29 @@ def report(plan: RestorePlan, rows: Mapping[str, Restored], rates: Rates | None)
         "slow_l3_bytes_per_second": rates.l3 if rates else None,
         "left_out": list(left_out(plan)),
         "methods": {
-            name: {
-                "title": METHODS[name].title,
-                **{
-                    setting: _medians(row, setting) if setting in row.times else None
-                    for setting in SETTINGS
-                },
-            }
+            name: {"title": METHODS[name].title, **dict.fromkeys(SETTINGS), **row}
             for name, row in rows.items()
         },
     }
 
 
-def _medians(row: Restored, setting: str) -> dict[str, Any]:
-    restores = row.times[setting]
+def medians(
+    restores: Sequence[Restore], bytes_per_token: float = 0.0, said: str = ""
+) -> dict[str, Any]:
+    """What the report says of the restores in one setting; medians in milliseconds.
+
+    Args:
+        bytes_per_token: In L3.
+        said: The mode and partition that the server logged; empty where it is not ours.
+    """
     return {
-        **{part: round(median_of(restores, part), 2) for part in ("ms", "l3_ms", "load_ms")},
+        **{
+            part: round(median(getattr(restore, part) for restore in restores), 2)
+            for part in ("ms", "l3_ms", "load_ms")
+        },
         "all_ms": [round(restore.ms, 2) for restore in restores],
-        "bytes_per_token": row.bytes_per_token.get(setting, 0.0),
-        "said": row.said.get(setting, ""),
+        "bytes_per_token": bytes_per_token,
+        "said": said,
     }
 
 
@@ -181,7 +166,7 @@ class _Runs:
     def __init__(
         self, plan: RestorePlan, profile: Profile | None, advance: Callable[[str], None]
     ) -> None:
-        self.rows: dict[str, Restored] = {}
+        self.rows: dict[str, Row] = {}
         self.rates: Rates | None = None
         self._plan, self._profile, self._advance = plan, profile, advance
         (self._history,) = plan.histories(1, plan.tokens)
@@ -190,7 +175,7 @@ class _Runs:
         """Start a server and restore in each of its settings."""
         plan, name = self._plan, served.method
         method = METHODS[name]
-        row = self.rows.setdefault(name, Restored())
+        row = self.rows.setdefault(name, {})
         folder = plan.folder / served.name
         shared = plan.folder / f"{method.pages_of}-disk" / "l3"
         l3 = shared if method.pages_of and shared.exists() else folder / "l3"
@@ -199,37 +184,37 @@ class _Runs:
         self._advance(f"{method.title}: starting")
         with restorer(options, l3) as server:
             if method.storage is None:
+                restores = []
                 for _ in range(1 + plan.rounds):
                     self._advance(f"{method.title}: computing")
-                    row.times.setdefault("disk", []).append(server.recompute(self._history))
-                del row.times["disk"][0]  # what is done once only
+                    restores.append(server.recompute(self._history))
+                row["disk"] = medians(restores[1:])  # without what is done once only
                 return
             self._advance(f"{method.title}: storing")
             server.store(self._history)
             self._advance(f"{method.title}: restoring")
             server.restore(self._history)  # what is done once only
             for setting in served.settings:
-                self._restore(server, served, row, setting)
+                row[setting] = self._restore(server, method.title, setting)
                 if name == DECIDES and setting == "disk":
-                    copied = row.bytes_per_token["disk"] * plan.tokens
-                    balanced = copied / (1e-3 * median_of(row.times["disk"], "load_ms"))
+                    copied = row["disk"]["bytes_per_token"] * plan.tokens
+                    balanced = copied / (1e-3 * row["disk"]["load_ms"])
                     self.rates = Rates(bus=balanced, l3=balanced * planning.SLOW_SHARE)
         if not any(other.pages_of == name for other in METHODS.values()):
             shutil.rmtree(l3)
 
-    def _restore(self, server: Restorer, served: Served, row: Restored, setting: str) -> None:
+    def _restore(self, server: Restorer, title: str, setting: str) -> dict[str, Any]:
         if self._plan.machine.device == "cpu":
             slowed = self.rates or Rates(0, 0)
             server.slow_down(
                 bus=slowed.bus if setting == "balanced" else 0,
                 l3=slowed.l3 if setting == "slow" else 0,
             )
-        row.times[setting] = []
+        restores = []
         for _ in range(self._plan.rounds):
-            self._advance(f"{METHODS[served.method].title}: restoring")
-            row.times[setting].append(server.restore(self._history))
-        row.bytes_per_token[setting] = l3_bytes(server.l3) / self._plan.tokens
-        row.said[setting] = server.said()
+            self._advance(f"{title}: restoring")
+            restores.append(server.restore(self._history))
+        return medians(restores, l3_bytes(server.l3) / self._plan.tokens, server.said())
 
     def _options(self, served: Served) -> dict[str, Any]:
         """Options of ours beside the method's own; none where the server is not ours."""

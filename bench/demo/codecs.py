@@ -52,7 +52,6 @@ def run_codecs(
     runs = {}
     for codec in CODECS:
         folder = scratch / f"codec-{codec}"
-        folder.mkdir()
         runs[codec] = run_method(
             OURS, codec_script(script), model, machine, folder, advance, DTYPE, codec
         )
@@ -72,15 +71,20 @@ def codec_problems(runs: Mapping[str, MethodRun]) -> list[str]:
     """What went wrong, one line each: history that was not restored, another token with exp4."""
     found = []
     for name, run in runs.items():
-        where = f"codec {name}"
-        found += [f"{where}, {line}" for line in missing_history(run, PAGE_SIZE)]
-        if f"codec {name}" not in run.note:
-            found.append(f"{where}: the server says {run.note!r}")
+        found += not_restored(name, run)
     same, total = _same_tokens(runs[LOSSLESS], runs[EXACT])
     if same < total:
         found.append(
             f"codec {LOSSLESS}: {total - same} of {total} tokens differ, and it is lossless"
         )
+    return found
+
+
+def not_restored(codec: str, run: MethodRun) -> list[str]:
+    """History that did not come back from pages with the codec, one line each."""
+    found = [f"codec {codec}, {line}" for line in missing_history(run, PAGE_SIZE)]
+    if f"codec {codec}" not in run.note:
+        found.append(f"codec {codec}: the server says {run.note!r}")
     return found
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from bench.demo.conversations import MethodRun, Turn
 from bench.harness.methods import METHODS as ALL_METHODS
-from bench.harness.report import markdown
+from bench.harness.report import grouped_bars, markdown
 from bench.harness.restorer import Restore
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 L3_METHODS = ("file", "hcache-hidden")
 METHODS = ("recompute", *L3_METHODS)
 OURS = "hcache-hidden"
-_COLOURS = {"recompute": "#9aa0a6", "file": "#e8a33d", OURS: "#2a7ab9"}
 _HEAD = (
     "bytes per token",
     "tokens from L3",
@@ -184,25 +183,17 @@ def draw(report: Mapping[str, Any]) -> Figure:
     """Bytes per token and restore times, a bar for each method."""
     from matplotlib.figure import Figure
 
-    methods = report["methods"]
+    rows = [{"method": title(name), **entry} for name, entry in report["methods"].items()]
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     size, time = figure.subplots(1, 2, width_ratios=(2, 3))
-    _bars(size, L3_METHODS, [methods[name]["stored_bytes_per_token"] for name in L3_METHODS])
-    size.set_title("bytes stored per token")
-    times = [methods[name]["restore_ms_per_1k_tokens"] or 0.0 for name in METHODS]
-    _bars(time, METHODS, times)
-    time.set_title("ms to bring back 1000 tokens of history")
+    stored = [row for row in rows if row["stored_bytes_per_token"]]
+    size_of, time_of = "stored_bytes_per_token", "restore_ms_per_1k_tokens"
+    grouped_bars(size, "bytes stored per token", stored, "method", {"bytes": size_of}, "%.0f")
+    heading = "ms to bring back 1000 tokens of history"
+    grouped_bars(time, heading, rows, "method", {"ms": time_of}, "%.0f")
     figure.suptitle(
         f"{report['model']['architecture']}, {report['model']['dtype']}, "
         f"SGLang {report['sglang_version']}, {report['device']}",
         fontsize=9,
     )
     return figure
-
-
-def _bars(axes: Any, names: tuple[str, ...], values: list[float]) -> None:
-    colours = [_COLOURS[name] for name in names]
-    bars = axes.bar([title(name) for name in names], values, color=colours, width=0.6)
-    axes.bar_label(bars, labels=[f"{value:,.0f}" for value in values], padding=3)
-    axes.margins(y=0.15)
-    axes.spines[["top", "right"]].set_visible(False)

@@ -6,10 +6,11 @@ import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import aiohttp
 
+from bench.harness.server import CachedTokens
 from hcache_backend.cli.client import (
     Client,
     RequestError,
@@ -20,22 +21,6 @@ from hcache_backend.cli.client import (
 )
 
 _DATA, _DONE = b"data:", b"[DONE]"
-
-
-class Cached(NamedTuple):
-    """Prompt tokens that were not computed, by where they were found.
-
-    ``unsplit`` are those of a server that does not say where (``--enable-cache-report``).
-    """
-
-    device: int = 0
-    host: int = 0
-    storage: int = 0
-    unsplit: int = 0
-
-    @property
-    def total(self) -> int:
-        return sum(self)
 
 
 @dataclass(frozen=True)
@@ -51,7 +36,7 @@ class Reply:
 
     output_ids: list[int]
     prompt_tokens: int
-    cached: Cached
+    cached: CachedTokens
     ttft_s: float
     latency_s: float
     gaps_s: list[float]
@@ -121,7 +106,7 @@ class _Stream:
         return Reply(
             output_ids=self._ids,
             prompt_tokens=int(self._meta["prompt_tokens"]),
-            cached=_cached(self._meta),
+            cached=CachedTokens.of(self._meta),
             ttft_s=self._ttft,
             latency_s=self._last - self._sent,
             gaps_s=self._gaps,
@@ -135,10 +120,3 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
             event = data[len(_DATA) :].strip()
             if event != _DONE:
                 yield event
-
-
-def _cached(meta: Mapping[str, Any]) -> Cached:
-    details = meta.get("cached_tokens_details")
-    if not details:
-        return Cached(unsplit=int(meta.get("cached_tokens") or 0))
-    return Cached(*(int(details.get(name) or 0) for name in ("device", "host", "storage")))

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import requests
 
@@ -36,13 +36,28 @@ class ServerError(RuntimeError):
     """The server died, or did not do in time what was waited for; carries the end of its log."""
 
 
-@dataclass(frozen=True)
-class CachedTokens:
-    """Where a prompt's cached tokens came from (`meta_info.cached_tokens_details`)."""
+class CachedTokens(NamedTuple):
+    """Prompt tokens that were not computed, by where they were found.
 
-    device: int
-    host: int
-    storage: int
+    ``unsplit`` are those of a server that does not say where (``--enable-cache-report``).
+    """
+
+    device: int = 0
+    host: int = 0
+    storage: int = 0
+    unsplit: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+    @classmethod
+    def of(cls, meta_info: Mapping[str, Any]) -> CachedTokens:
+        """What the ``meta_info`` of an answer says."""
+        details = meta_info.get("cached_tokens_details")
+        if not details:
+            return cls(unsplit=int(meta_info.get("cached_tokens") or 0))
+        return cls(*(int(details.get(name) or 0) for name in ("device", "host", "storage")))
 
 
 @dataclass(frozen=True)
@@ -54,10 +69,7 @@ class Reply:
 
     @property
     def cached(self) -> CachedTokens:
-        details = self.meta_info.get("cached_tokens_details") or {}
-        return CachedTokens(
-            details.get("device", 0), details.get("host", 0), details.get("storage", 0)
-        )
+        return CachedTokens.of(self.meta_info)
 
     @property
     def top2(self) -> list[tuple[float, float]]:
@@ -194,10 +206,7 @@ class Server:
             body["cache_salt"] = cache_salt
         if replica is not None:
             body["routed_dp_rank"] = replica
-        answer = self._request("POST", "/generate", json=body, timeout=timeout)
-        if answer.status_code != 200:
-            raise self.error(f"/generate answered {answer.status_code}: {answer.text}")
-        reply = answer.json()
+        reply = self._done("/generate", json=body, timeout=timeout).json()
         return Reply(reply["output_ids"], reply["meta_info"])
 
     def generate_many(
@@ -212,22 +221,15 @@ class Server:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Inside the block nothing is computed and new requests wait; prefetches go on."""
-        self._generation("pause", mode="in_place")
+        self._done("/pause_generation", json={"mode": "in_place"})
         try:
             yield
         finally:
-            self._generation("continue")
-
-    def _generation(self, what: str, **body: Any) -> None:
-        answer = self._admin("POST", f"/{what}_generation", json=body)
-        if answer.status_code != 200:
-            raise self.error(f"/{what}_generation answered {answer.status_code}: {answer.text}")
+            self._done("/continue_generation", json={})
 
     def abort_request(self, rid: str) -> None:
         """POST /abort_request; SGLang does not say whether there was such a request."""
-        answer = self._admin("POST", "/abort_request", json={"rid": rid})
-        if answer.status_code != 200:
-            raise self.error(f"/abort_request answered {answer.status_code}: {answer.text}")
+        self._done("/abort_request", json={"rid": rid})
 
     def flush_cache(self, timeout: float = 60.0) -> None:
         """Empty device and host caches once the server is idle; L3 is not touched.
@@ -235,11 +237,7 @@ class Server:
         SGLang counts write-through and L3 backups in flight as work, so everything that was to be
         backed up is in L3 when this returns.
         """
-        answer = self._admin(
-            "POST", "/flush_cache", params={"timeout": timeout}, timeout=timeout + 60
-        )
-        if answer.status_code != 200:
-            raise self.error(f"/flush_cache answered {answer.status_code}: {answer.text}")
+        self._done("/flush_cache", params={"timeout": timeout}, timeout=timeout + 60)
 
     def wait_backed_up(self) -> None:
         """Wait until the write-through to host and L3 is finished, without flushing anything.
@@ -264,15 +262,16 @@ class Server:
 
     def update_weights_from_disk(self, model: Path, *, flush: bool = True) -> None:
         body = {"model_path": str(model), "flush_cache": flush}
-        answer = self._admin("POST", "/update_weights_from_disk", json=body)
-        if answer.status_code != 200 or not answer.json()["success"]:
-            raise self.error(f"update_weights_from_disk: {answer.status_code} {answer.text}")
+        answer = self._done("/update_weights_from_disk", json=body)
+        if not answer.json()["success"]:
+            raise self.error(f"update_weights_from_disk: {answer.text}")
 
-    def _request(self, method: str, path: str, **options: Any) -> requests.Response:
-        try:
-            return requests.request(method, self.url + path, **options)
-        except requests.RequestException as error:
-            raise self.error(f"{method} {path}: {error}") from error
+    def _done(self, path: str, **options: Any) -> requests.Response:
+        """The answer to a POST that the server has to do."""
+        answer = self._request("POST", path, **options)
+        if answer.status_code != 200:
+            raise self.error(f"{path} answered {answer.status_code}: {answer.text}")
+        return answer
 
     # -- storage administration (answers are returned: tests look at refusals too)
 
@@ -290,25 +289,30 @@ class Server:
         return self._put_storage(body)
 
     def _put_storage(self, body: Mapping[str, Any]) -> requests.Response:
-        return self._admin("PUT", "/hicache/storage-backend", json=dict(body))
+        return self._request("PUT", "/hicache/storage-backend", json=dict(body))
 
     def storage_info(self) -> requests.Response:
-        return self._admin("GET", "/hicache/storage-backend")
+        return self._request("GET", "/hicache/storage-backend")
 
     def detach_storage(self) -> None:
         """DELETE /hicache/storage-backend, repeated while it answers 400 (just after a request)."""
         self.until(
-            lambda: self._admin("DELETE", "/hicache/storage-backend").status_code == 200, "detach"
+            lambda: self._request("DELETE", "/hicache/storage-backend").status_code == 200, "detach"
         )
 
     def clear_storage(self) -> requests.Response:
-        return self._admin("POST", "/hicache/storage-backend/clear")
+        return self._request("POST", "/hicache/storage-backend/clear")
 
-    def _admin(
+    def _request(
         self, method: str, path: str, timeout: float = 120.0, **options: Any
     ) -> requests.Response:
         headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
-        return self._request(method, path, headers=headers, timeout=timeout, **options)
+        try:
+            return requests.request(
+                method, self.url + path, headers=headers, timeout=timeout, **options
+            )
+        except requests.RequestException as error:
+            raise self.error(f"{method} {path}: {error}") from error
 
     # -- waiting
 

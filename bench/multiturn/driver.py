@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from bench.harness.client import Cached, Reply, StreamingClient
+from bench.harness.client import Reply, StreamingClient
+from bench.harness.server import CachedTokens
 from bench.workload.base import Workload
 from hcache_backend.cli.client import RequestError
 
-_NOTHING = Cached()
+_NOTHING = CachedTokens()
 PARALLEL = 128
 """Requests in flight at most, where neither options nor workload say."""
 
@@ -55,7 +57,7 @@ class Request:
     sent_s: float
     prompt_tokens: int = 0
     output_tokens: int = 0
-    cached: Cached = _NOTHING
+    cached: CachedTokens = _NOTHING
     ttft_s: float = 0.0
     latency_s: float = 0.0
     gaps_s: tuple[float, ...] = ()
@@ -100,8 +102,10 @@ async def prefill(
             done()
             return reply.prompt_tokens
 
-    asked = sorted({s.document for s in workload.sessions if s.document is not None})
-    return sum(await _together([one(document) for document in asked]))
+    with _first_error():
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(one(document)) for document in workload.asked]
+    return sum(task.result() for task in asked)
 
 
 async def run(
@@ -166,7 +170,8 @@ class _Run:
 
     async def all(self) -> RunResult:
         self._start = time.perf_counter()
-        await _together([self._send()])
+        with _first_error():
+            await self._send()
         return RunResult(self._ended, self._last_end_s)
 
     async def _send(self) -> None:
@@ -271,14 +276,13 @@ def _answered(talk: _Talk, sent: float, reply: Reply) -> Request:
     )
 
 
-async def _together(parts: Sequence[Any]) -> list[Any]:
-    """Run coroutines in one group; the first error of one ends the others and is raised itself."""
+@contextmanager
+def _first_error() -> Iterator[None]:
+    """Raise the first error of a group of tasks itself; the group has ended the others."""
     try:
-        async with asyncio.TaskGroup() as tasks:
-            started = [tasks.create_task(part) for part in parts]
+        yield
     except BaseExceptionGroup as group:
         error: BaseException = group
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         raise error from None
-    return [task.result() for task in started]

@@ -100,8 +100,7 @@ async def _measure(target: Target, plan: Plan, bar: Progress) -> list[Measured]:
 
 async def _prefill(client: StreamingClient, plan: Plan, bar: Progress) -> None:
     """Give the documents to the server; the flush that follows waits until L3 has their pages."""
-    documents = {session.document for session in plan.workload.sessions}
-    task = bar.add_task("prefilling documents", total=len(documents))
+    task = bar.add_task("prefilling documents", total=len(plan.workload.asked))
     try:
         await prefill(
             client,

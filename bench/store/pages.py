@@ -105,18 +105,6 @@ class LargeFile:
         self._memory = memory
         self._fd = -1
 
-    def make(self) -> None:
-        """Make the file."""
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        os.posix_fallocate(self._fd, 0, self._size)
-        settle()
-
-    def remove(self) -> None:
-        """Delete the file."""
-        os.close(self._fd)
-        self._path.unlink()
-        settle()
-
     def best_ways(self) -> dict[str, Way]:
         """The fastest block size and thread count, for reading and for writing."""
         found: dict[str, dict[Way, list[float]]] = {"read": {}, "write": {}}
@@ -131,20 +119,19 @@ class LargeFile:
         return {kind: max(ways, key=lambda way: median(ways[way])) for kind, ways in found.items()}
 
     def round(self, speeds: Speeds) -> None:
-        """Make, write, read and remove it."""
-        self.make()
+        """Make, write, read and delete it."""
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.posix_fallocate(self._fd, 0, self._size)
+        settle()
         for kind in ("write", "read"):
-            speeds.note(kind, CEILING, self._size, partial(self._run, kind, speeds.ceiling[kind]))
-        self.remove()
+            speeds.note(kind, CEILING, self._size, partial(self._move, kind, speeds.ceiling[kind]))
+        os.close(self._fd)
+        self._path.unlink()
+        settle()
 
-    def _run(self, kind: str, way: Way) -> None:
-        self._move(way, write=kind == "write")
-        if kind == "write":
-            os.fdatasync(self._fd)
-
-    def _move(self, way: Way, *, write: bool) -> None:
+    def _move(self, kind: str, way: Way) -> None:
         block, threads = way
-        move = os.pwritev if write else os.preadv
+        move = os.pwritev if kind == "write" else os.preadv
 
         def work(number: int) -> None:
             for offset in range(number * block, self._size, threads * block):
@@ -155,6 +142,8 @@ class LargeFile:
 
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(work, range(threads)))
+        if kind == "write":
+            os.fdatasync(self._fd)
 
 
 def hicache_file(folder: Path) -> Any:

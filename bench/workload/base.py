@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean, median
 from typing import Any, Literal
@@ -79,6 +80,11 @@ class Workload:
     def longest(self) -> int:
         """Tokens of the longest history, its last reply included."""
         return max(self.history(session) for session in self.sessions)
+
+    @property
+    def asked(self) -> list[int]:
+        """Places of the documents that sessions ask about, each once."""
+        return sorted({s.document for s in self.sessions if s.document is not None})
 
     def history(self, session: Session) -> int:
         """Tokens of a session after its last reply."""
@@ -206,3 +212,27 @@ def zipf(source: np.random.Generator, items: int, skew: float, count: int) -> Le
     """
     shares = np.arange(1, items + 1, dtype=np.float64) ** -skew
     return source.choice(items, count, p=shares / shares.sum())
+
+
+def about_documents(
+    name: str,
+    documents: Lengths,
+    asked: Sequence[int],
+    prompts: Lengths,
+    outputs: Lengths,
+    **options: Any,
+) -> Workload:
+    """Sessions of one question, each about a document that is prefilled.
+
+    Args:
+        asked: The document of each session.
+        options: Further fields of the workload.
+    """
+    turns = map(Turn, prompts.tolist(), outputs.tolist())
+    return Workload(
+        name,
+        tuple(Session((turn,), place) for turn, place in zip(turns, asked, strict=True)),
+        tuple(documents.tolist()),
+        prefilled=True,
+        **options,
+    )

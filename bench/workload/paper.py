@@ -6,11 +6,21 @@ lengths are log-normal here, as lengths of texts mostly are, with spreads of our
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from bench.workload.base import Session, Turn, Workload, WorkloadError, lognormal, zipf
+from bench.workload.base import (
+    Lengths,
+    Session,
+    Turn,
+    Workload,
+    WorkloadError,
+    about_documents,
+    lognormal,
+    zipf,
+)
 
 HISTORY_CAP = 16_384
 ROUND_INTERVAL_S = 30.0
@@ -86,15 +96,7 @@ def leval(clients: int, seed: int, task: str = "mixed") -> Workload:
     source = np.random.default_rng([seed, 2])
     row = LEVAL[task]
     contexts = lognormal(source, row.context, row.context_spread, clients)
-    turns = _instructions(source, row, clients)
-    return Workload(
-        "leval",
-        tuple(Session((turn,), document=place) for place, turn in enumerate(turns)),
-        tuple(contexts.tolist()),
-        prefilled=True,
-        max_parallel=1,
-        seed=seed,
-    )
+    return _instructions("leval", contexts, range(clients), source, row, seed)
 
 
 def zipf_contexts(
@@ -117,18 +119,18 @@ def zipf_contexts(
     row = LEVAL["mixed"]
     lengths = lognormal(source, row.context, row.context_spread, contexts)
     chosen = zipf(source, contexts, skew, clients).tolist()
-    turns = _instructions(source, row, clients)
-    return Workload(
-        "zipf",
-        tuple(Session((turn,), document=place) for place, turn in zip(chosen, turns, strict=True)),
-        tuple(lengths.tolist()),
-        prefilled=True,
-        max_parallel=1,
-        seed=seed,
-    )
+    return _instructions("zipf", lengths, chosen, source, row, seed)
 
 
-def _instructions(source: np.random.Generator, row: Task, count: int) -> list[Turn]:
-    prompts = lognormal(source, row.prompt, _INSTRUCTION_SPREAD, count)
-    outputs = lognormal(source, row.output, _INSTRUCTION_SPREAD, count)
-    return list(map(Turn, prompts.tolist(), outputs.tolist()))
+def _instructions(
+    name: str,
+    contexts: Lengths,
+    asked: Sequence[int],
+    source: np.random.Generator,
+    row: Task,
+    seed: int,
+) -> Workload:
+    """One instruction at a time for a context of each number in ``asked``."""
+    prompts = lognormal(source, row.prompt, _INSTRUCTION_SPREAD, len(asked))
+    outputs = lognormal(source, row.output, _INSTRUCTION_SPREAD, len(asked))
+    return about_documents(name, contexts, asked, prompts, outputs, max_parallel=1, seed=seed)

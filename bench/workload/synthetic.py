@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from bench.workload.base import Session, Turn, Workload, WorkloadError, lognormal, zipf
+from bench.workload.base import (
+    Session,
+    Turn,
+    Workload,
+    WorkloadError,
+    about_documents,
+    lognormal,
+    zipf,
+)
 
 AGENT_SYSTEM_TOKENS = 6_000
 """A system prompt with the definitions of a few dozen tools."""
@@ -110,15 +118,6 @@ def rag(
     source = np.random.default_rng([seed, 6])
     lengths = lognormal(source, RAG_DOCUMENT_MEAN, RAG_DOCUMENT_SPREAD, documents)
     found = zipf(source, documents, skew, clients).tolist()
-    questions = lognormal(source, RAG_QUESTION_MEAN, RAG_SPREAD, clients).tolist()
-    answers = lognormal(source, RAG_ANSWER_MEAN, RAG_SPREAD, clients).tolist()
-    return Workload(
-        "rag",
-        tuple(
-            Session((Turn(question, answer),), document=place)
-            for place, question, answer in zip(found, questions, answers, strict=True)
-        ),
-        tuple(lengths.tolist()),
-        prefilled=True,
-        seed=seed,
-    )
+    questions = lognormal(source, RAG_QUESTION_MEAN, RAG_SPREAD, clients)
+    answers = lognormal(source, RAG_ANSWER_MEAN, RAG_SPREAD, clients)
+    return about_documents("rag", lengths, found, questions, answers, seed=seed)

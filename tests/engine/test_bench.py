@@ -16,8 +16,9 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.compare.__main__ import main as run_compare
-from bench.harness.client import Cached, Reply, StreamingClient
+from bench.harness.client import Reply, StreamingClient
 from bench.harness.methods import METHODS, SERVED
+from bench.harness.server import CachedTokens
 from bench.multiturn.__main__ import main as run_multiturn
 from bench.multiturn.__main__ import started
 from bench.multiturn.run import Target
@@ -197,7 +198,7 @@ def test_ingested_documents_are_found_in_l3_and_not_sent_again(
         async with StreamingClient(server.url, server.key) as client:
             return await client.generate([*document, 1, 2, 3], 1)
 
-    assert asyncio.run(question()).cached == Cached(storage=256)
+    assert asyncio.run(question()).cached == CachedTokens(storage=256)
 
     again = ingest()
     assert (again["stored"], again["already_stored"]) == (0, 1)

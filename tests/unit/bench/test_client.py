@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from bench.harness.client import Cached, Reply, StreamingClient
+from bench.harness.client import Reply, StreamingClient
+from bench.harness.server import CachedTokens
 from hcache_backend.cli.client import Client, Prefilled, RequestError, UnusableServer
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -132,16 +133,21 @@ def test_a_request_asks_for_exactly_so_many_tokens() -> None:
 @pytest.mark.parametrize(
     ("meta", "cached"),
     [
-        ({}, Cached()),
-        ({"cached_tokens": 4}, Cached(unsplit=4)),
+        ({}, CachedTokens()),
+        ({"cached_tokens": 4}, CachedTokens(unsplit=4)),
         (
             {"cached_tokens": 6, "cached_tokens_details": {"device": 1, "host": 2, "storage": 3}},
-            Cached(1, 2, 3),
+            CachedTokens(1, 2, 3),
         ),
-        ({"cached_tokens": 3, "cached_tokens_details": {"device": 1, "host": 2}}, Cached(1, 2)),
+        (
+            {"cached_tokens": 3, "cached_tokens_details": {"device": 1, "host": 2}},
+            CachedTokens(1, 2),
+        ),
     ],
 )
-def test_hits_are_split_where_the_server_says_so(meta: dict[str, Any], cached: Cached) -> None:
+def test_hits_are_split_where_the_server_says_so(
+    meta: dict[str, Any], cached: CachedTokens
+) -> None:
     reply = generate(streams(chunk([1], 1, True, **meta)))
     assert reply.cached == cached
     assert reply.cached.total == meta.get("cached_tokens", 0)

@@ -17,10 +17,9 @@ from bench.compare.report import layers, markdown, table_lines
 from bench.compare.restore import (
     METHODS_RESTORED,
     SETTINGS,
-    Restored,
     RestorePlan,
     left_out,
-    median_of,
+    medians,
     report,
     servers,
     steps,
@@ -177,8 +176,8 @@ def test_the_naive_hybrid_has_no_hidden_states(tmp_path: Path) -> None:
 
 def test_medians_and_bytes(tmp_path: Path) -> None:
     restores = [Restore(64, ms, l3_ms=ms / 2) for ms in (5.0, 1.0, 9.0, 3.0)]
-    assert median_of(restores, "ms") == 4
-    assert median_of(restores[:3], "l3_ms") == 2.5
+    assert medians(restores)["ms"] == 4
+    assert medians(restores[:3])["l3_ms"] == 2.5
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "x.bin").write_bytes(b"12")
     (tmp_path / "a" / "b" / "y.page").write_bytes(b"345")
@@ -223,15 +222,14 @@ def run(rate: float, ttft: float) -> dict[str, Any]:
 
 
 def comparison() -> dict[str, Any]:
-    rows = {}
-    for name in METHODS_RESTORED:
-        times = {setting: [Restore(4096, 1000.0, 400.0, 580.0)] * 3 for setting in SETTINGS}
-        rows[name] = Restored(times, dict.fromkeys(SETTINGS, 2048.0), dict.fromkeys(SETTINGS, ""))
-    rows["hcache-kv"].times["balanced"] = [Restore(4096, 2000.0, 400.0, 1590.0)]
-    rows["hcache"].said["slow"] = "hidden mode: 1 layer recomputed, 7 layers kept, 9 bytes a page"
-    rows["file"].times["disk"] = [Restore(4096, 1200.0, 500.0, 580.0)]
-    rows["recompute"] = Restored({"disk": [Restore(4096, 9000.0)]})
-    rows["hcache-hidden-eager"].times.pop("balanced")
+    found = medians([Restore(4096, 1000.0, 400.0, 580.0)] * 3, 2048.0)
+    rows = {name: dict.fromkeys(SETTINGS, found) for name in METHODS_RESTORED}
+    rows["hcache-kv"]["balanced"] = medians([Restore(4096, 2000.0, 400.0, 1590.0)], 2048.0)
+    said = "hidden mode: 1 layer recomputed, 7 layers kept, 9 bytes a page"
+    rows["hcache"]["slow"] = {**found, "said": said}
+    rows["file"]["disk"] = medians([Restore(4096, 1200.0, 500.0, 580.0)], 2048.0)
+    rows["recompute"] = {"disk": medians([Restore(4096, 9000.0)])}
+    del rows["hcache-hidden-eager"]["balanced"]
     plan = restore_plan(*METHODS_RESTORED, tokens=4096)
     return {
         "date": "2026-01-01",
@@ -292,7 +290,7 @@ def test_the_tables_have_a_row_for_each_method() -> None:
 
 
 def test_a_setting_that_was_not_tried_is_empty() -> None:
-    rows = {"file": Restored({"disk": [Restore(64, 2.0, 1.0, 1.0)]}, {"disk": 1.0}, {"disk": ""})}
+    rows = {"file": {"disk": medians([Restore(64, 2.0, 1.0, 1.0)], 1.0)}}
     found = report(restore_plan("file"), rows, None)
     assert found["methods"]["file"]["slow"] is None
     assert table_lines({"restore": found}).splitlines()[-1] == (

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from bench.harness.client import Cached, Reply, StreamingClient
+from bench.harness.client import Reply, StreamingClient
+from bench.harness.server import CachedTokens
 from bench.multiturn.driver import Pace, RunResult, prefill, run
 from bench.workload.base import Session, Turn, Workload
 from bench.workload.synthetic import multiturn
@@ -45,7 +46,7 @@ class Notes:
         self.in_flight -= 1
         if len(prompt) == self.refuse:
             raise RequestError("refused")
-        return Reply([7] * output_tokens, len(prompt), Cached(), 0.1, 0.2, [0.1])
+        return Reply([7] * output_tokens, len(prompt), CachedTokens(), 0.1, 0.2, [0.1])
 
     async def flush(self) -> None:
         assert not self.in_flight

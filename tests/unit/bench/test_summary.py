@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from bench.harness.client import Cached
+from bench.harness.server import CachedTokens
 from bench.multiturn.driver import Request, RunResult
 from bench.multiturn.report import append, log_lines, request_lines
 from bench.multiturn.run import Measured
 from bench.multiturn.summary import by_round, errors, percentile, summarise
 
 REQUESTS = [
-    Request(0, 0, 0.0, 100, 3, Cached(), 0.1, 0.3, (0.1, 0.1)),
-    Request(0, 1, 1.0, 200, 3, Cached(20, 40, 80), 0.3, 0.9, (0.2, 0.4)),
+    Request(0, 0, 0.0, 100, 3, CachedTokens(), 0.1, 0.3, (0.1, 0.1)),
+    Request(0, 1, 1.0, 200, 3, CachedTokens(20, 40, 80), 0.3, 0.9, (0.2, 0.4)),
     Request(1, 0, 0.0, error="refused"),
 ]
 
@@ -59,7 +59,7 @@ def test_hits_are_shares_of_all_prompt_tokens() -> None:
 
 
 def test_hits_that_are_not_split_have_no_tier() -> None:
-    found = summarise(RunResult([Request(0, 0, 0.0, 100, 1, Cached(unsplit=50))], 1.0), 1.0)
+    found = summarise(RunResult([Request(0, 0, 0.0, 100, 1, CachedTokens(unsplit=50))], 1.0), 1.0)
     assert found["cache_hit_rate"] == 0.5
     assert found["storage_hit_rate"] is None
 
