@@ -34,7 +34,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "rope": [None, ("neox", None), ("neox", 32), ("interleaved", None), ("interleaved", 32)],
     "bias": [False, True],
     "head_dim": [64, 80, 96, 128, 256],
-    "n": [1, 7, 64, 200],
+    "n": [1, 7, 64, 130],  # tiles have 64 or 128 tokens, or fewer
     "kv_heads": [1, 3, 4],
     "depth": [64, 144],
     "index": [torch.int32, torch.int64],

@@ -39,8 +39,14 @@ def run_ranks(work: Ranked, ranks: int, kind: str = "cpu") -> list[Any]:
     if kind == "cuda" and torch.cuda.device_count() < ranks:
         pytest.skip(f"{ranks} GPUs are needed")
     with tempfile.TemporaryDirectory() as folder:
-        processes.spawn(_rank, (work, ranks, folder, kind), nprocs=ranks)
+        processes.spawn(_all_ranks, (work, ranks, folder, kind))
         return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(ranks)]
+
+
+def _all_ranks(_: int, work: Ranked, ranks: int, folder: str, kind: str) -> None:
+    """In a process that has imported everything and has no threads: the ranks are its copies."""
+    arguments = (work, ranks, folder, kind)
+    processes.start_processes(_rank, arguments, nprocs=ranks, start_method="fork")
 
 
 def _rank(rank: int, work: Ranked, ranks: int, folder: str, kind: str) -> None:

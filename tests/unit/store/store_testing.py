@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -31,11 +32,13 @@ class BufferedOps(FileOps):
         return super().open(name, flags, dir_fd)
 
 
+@lru_cache(maxsize=512)  # making them takes longer than storing them
 def key(number: int) -> bytes:
     """The key of page ``number``; keys spread over all shard folders."""
     return np.random.default_rng(number).bytes(32)
 
 
+@lru_cache(maxsize=512)
 def content(name: bytes, size: int = PAGE, version: int = 0) -> bytes:
     """What the page with this key holds."""
     return np.random.default_rng([*name[:8], version]).bytes(size)

@@ -159,11 +159,11 @@ def crowd(memory_path: Path, workers: Workers, seconds: float) -> None:
 
 
 def test_acknowledged_pages_survive_kills(memory_path: Path, workers: Workers) -> None:
-    kill_loop(memory_path, workers, rounds=50, seed=1, durability="always", quota=0)
+    kill_loop(memory_path, workers, rounds=25, seed=1, durability="always", quota=0)
 
 
 def test_the_quota_survives_kills(memory_path: Path, workers: Workers) -> None:
-    kill_loop(memory_path, workers, rounds=50, seed=2, durability="batch", quota=PAGES // 4 * FILE)
+    kill_loop(memory_path, workers, rounds=25, seed=2, durability="batch", quota=PAGES // 4 * FILE)
 
 
 @pytest.mark.long
@@ -179,7 +179,7 @@ def test_the_quota_survives_many_kills(memory_path: Path, workers: Workers) -> N
 
 
 def test_many_processes_share_a_store(memory_path: Path, workers: Workers) -> None:
-    crowd(memory_path, workers, seconds=20)
+    crowd(memory_path, workers, seconds=8)
 
 
 @pytest.mark.long
