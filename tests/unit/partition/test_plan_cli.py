@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from hcache_backend.cli.main import app
 from hcache_backend.partition import measure
 from hcache_backend.partition.model_config import read_model
-from hcache_backend.partition.presets import PRESETS, preset_profile
+from hcache_backend.partition.presets import preset_profile
 
 CONFIGS = Path(__file__).parent / "configs"
 RUNNER = CliRunner()
@@ -51,31 +51,6 @@ def said(*arguments: object) -> str:
 # ---- plan ----
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "layers", "ratio"),
-    [
-        ("llama-2-7b", ("--ssds", 4), {"hidden": 31, "kv": 1, "recompute": 0}, 1.94),
-        ("llama-2-13b", ("--ssds", 4), {"hidden": 35, "kv": 5, "recompute": 0}, 1.78),
-        ("opt-30b", ("--ssds", 4, "--tp", 4), {"hidden": 40, "kv": 0, "recompute": 8}, 2.40),
-        (
-            "llama-2-13b",
-            ("--ssds", 1, "--tokens", 1024),
-            {"hidden": 30, "kv": 0, "recompute": 10},
-            2.67,
-        ),
-    ],
-    ids=["7B", "13B", "30B", "13B, one SSD"],
-)
-def test_the_papers_table_3(
-    name: str, options: tuple[object, ...], layers: dict[str, int], ratio: float
-) -> None:
-    found = plan(name, "a100-40g", *options)
-    assert found["layers"] == layers
-    assert found["kv_bytes_per_token"] / found["bytes_per_token"] == pytest.approx(ratio, abs=0.01)
-    times = found["predicted_ms"]
-    assert times["mix"] <= min(times["hidden"], times["kv"], times["recompute"])
-
-
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
 @pytest.mark.parametrize("hardware", ["h200", "rtx4090"])
 def test_every_architecture_is_planned(path: Path, hardware: str) -> None:
@@ -86,7 +61,10 @@ def test_every_architecture_is_planned(path: Path, hardware: str) -> None:
         found["layers"]["hidden"] * sizes["hidden"] + found["layers"]["kv"] * sizes["kv"]
     )
     assert found["kv_bytes_per_token"] == found["model"]["layers"] * sizes["kv"]
+    assert hardware in found["hardware"]["source"]
     assert found["binds"] in ("compute", "bus", "l3")
+    times = found["predicted_ms"]
+    assert times["mix"] <= min(times["hidden"], times["kv"], times["recompute"])
     for at in found["at_length"].values():
         assert at["best_ms"] <= at["ms"]
     pays = not any("hidden states do not pay" in note for note in found["notes"])
@@ -98,6 +76,7 @@ def test_every_architecture_is_planned(path: Path, hardware: str) -> None:
 @pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-8b"])
 def test_gqa_says_that_hidden_states_do_not_pay(name: str) -> None:
     found = plan(name, "h200")
+    assert found["l3"] == "none"
     assert found["layers"]["hidden"] == 0
     assert found["layers"]["kv"] > 0
     assert found["layers"]["recompute"] > 0
@@ -112,14 +91,6 @@ def test_mla_says_what_the_server_does_instead() -> None:
     notes = " ".join(plan("deepseek-v3", "h200", "--tp", 8)["notes"])
     assert "14,336 bytes per token and layer, KV takes 1,152 (MLA)" in notes
     assert "served in KV mode" in notes
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_plans(name: str) -> None:
-    found = plan("llama-2-7b", name)
-    assert found["layers"]["hidden"] > 0
-    assert found["l3"] == "none"
-    assert name in found["hardware"]["source"]
 
 
 def test_l3_first_is_slower_and_pictured(tmp_path: Path) -> None:

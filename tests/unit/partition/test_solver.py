@@ -61,27 +61,6 @@ def test_the_search_equals_brute_force(costs: LayerCosts, layers: int) -> None:
     assert makespan(costs, found) == pytest.approx(best)
 
 
-@given(any_costs(), layer_counts, st.integers(1, 8))
-@settings(max_examples=50)
-def test_the_search_knows_how_much_room_there_is(costs: LayerCosts, layers: int, ring: int) -> None:
-    found = search(costs, layers, partial(finish, ring=ring))
-    best = min(finish(costs, partition, ring) for partition in all_partitions(layers))
-    assert finish(costs, found, ring) == pytest.approx(best)
-    assert best >= makespan(costs, search(costs, layers)) - 1e-9
-
-
-@given(any_costs(), layer_counts)
-def test_the_mix_is_never_worse_than_one_or_two_methods(costs: LayerCosts, layers: int) -> None:
-    best = makespan(costs, search(costs, layers))
-    for first in range(layers + 1):
-        for pair in (
-            Partition(first, layers - first, 0),
-            Partition(first, 0, layers - first),
-            Partition(0, first, layers - first),
-        ):
-            assert best <= makespan(costs, pair)
-
-
 @given(any_costs(), layer_counts, st.sets(st.sampled_from(LAYER_METHODS), min_size=1), rings)
 def test_the_search_uses_the_methods_that_it_may(
     costs: LayerCosts, layers: int, methods: set[LayerMethod], ring: int | None

@@ -123,6 +123,18 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(
         assert get_share(store, share) == payload(page, LAYERS, share)
 
 
+def test_shares_of_different_counts_cover_together(store: PageStore) -> None:
+    page = content(key(1), LAYERS.page_bytes)
+    for share in (Share(0, 2), Share(2, 4), Share(6, 8)):
+        assert put_share(store, share)
+    first_seven = page_with(LAYERS, lambda _, eighths: bool(eighths & 0b0111_1111))
+    assert store.exists(NAMESPACE, [key(1)]) == [False]
+    assert get_share(store, WHOLE) is None
+    assert get_share(store, WHOLE, subset=Subset(eighths=0b0111_1111)) == first_seven
+    assert put_share(store, Share(7, 8))
+    assert get_share(store, WHOLE) == page
+
+
 @settings(deadline=None, max_examples=400, suppress_health_check=list(HealthCheck))
 @given(
     table=tables,
