@@ -25,6 +25,14 @@ def captured(a: Arena, pages: list[int], first: int = 0) -> np.ndarray:
     return slots
 
 
+def promised(a: Arena) -> tuple[np.ndarray, int]:
+    """Slots of device page 2 whose rows are on their way, and the ticket of their proof."""
+    slots = slots_of([2])
+    ticket = a.begin(slots, np.arange(4), np.arange(4))
+    a.promise(slots, ticket)
+    return slots, ticket
+
+
 def test_a_backup_exchanges_table_entries() -> None:
     a = arena()
     slots = captured(a, [1, 3])
@@ -55,9 +63,7 @@ def test_a_page_with_a_row_that_was_not_written_is_never_stamped(
     verdict: Verdict, lost: tuple[int, int]
 ) -> None:
     a = arena()
-    slots = slots_of([2])
-    ticket = a.begin(slots, np.arange(4), np.arange(4))
-    a.promise(slots, ticket)
+    slots, ticket = promised(a)
     a.swap(slots, ids(0))
     assert a.prove(slots, ticket, np.array([1, 1, verdict, 1], np.uint8)) == lost
     a.prove(slots, ticket, np.ones(4, np.uint8))
@@ -66,9 +72,7 @@ def test_a_page_with_a_row_that_was_not_written_is_never_stamped(
 
 def test_rows_that_the_codec_cannot_hold_are_told_apart_from_missing_ones() -> None:
     a = arena()
-    slots = slots_of([2])
-    ticket = a.begin(slots, np.arange(4), np.arange(4))
-    a.promise(slots, ticket)
+    slots, ticket = promised(a)
     a.prove(slots, ticket, np.array([1, 2, 0, 1], np.uint8))
     assert a.problem(slots) == "rows not encodable"
     captured(a, [2])
@@ -77,9 +81,7 @@ def test_rows_that_the_codec_cannot_hold_are_told_apart_from_missing_ones() -> N
 
 def test_the_proof_of_an_older_allocation_counts_for_nothing() -> None:
     a = arena()
-    slots = slots_of([2])
-    ticket = a.begin(slots, np.arange(4), np.arange(4))
-    a.promise(slots, ticket)
+    slots, ticket = promised(a)
     a.allocated(slots[2:3])
     a.prove(slots, ticket, np.ones(4, np.uint8))
     assert a.problem(slots) == "rows not valid"
@@ -110,9 +112,7 @@ def test_a_freed_host_page_gives_nothing_to_the_next_owner_of_its_device_page() 
 
 def test_a_host_page_that_is_freed_before_the_proof_leaves_no_valid_rows() -> None:
     a = arena()
-    slots = slots_of([2])
-    ticket = a.begin(slots, np.arange(4), np.arange(4))
-    a.promise(slots, ticket)
+    slots, ticket = promised(a)
     a.swap(slots, ids(0))
     assert len(a.host_freed(ids(0)).device_pages) == 0
     a.prove(slots, ticket, np.ones(4, np.uint8))

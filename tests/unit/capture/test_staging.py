@@ -69,6 +69,12 @@ class Machine:
             self.tokens[slot] = (slot, slot + 100)
         return step is not None and self.capture.end(step, replayed=replay > 0)
 
+    def hold_transfers(self) -> threading.Event:
+        """From now on, transfers wait for the event."""
+        gate = threading.Event()
+        self.capture._transfer.run(gate.wait)
+        return gate
+
     def settle(self) -> None:
         self.capture.transfers().synchronize()
         self.capture.ledger.settle()
@@ -131,8 +137,7 @@ def test_a_backup_copies_nothing_and_later_rows_go_to_the_new_shadow(machine: Ma
 
 
 def test_a_backup_before_the_transfer_gets_the_rows_all_the_same(machine: Machine) -> None:
-    gate = threading.Event()
-    machine.capture._transfer.run(gate.wait)
+    gate = machine.hold_transfers()
     where = slots(1)
     assert machine.forward(where)
     machine.capture.ledger.settle()
@@ -151,8 +156,7 @@ def test_a_backup_before_the_transfer_gets_the_rows_all_the_same(machine: Machin
 def test_a_stalled_writer_holds_up_neither_the_cpu_nor_the_forward_pass(
     device: WorkerStream, machine: Machine
 ) -> None:
-    gate = threading.Event()
-    machine.capture._transfer.run(gate.wait)  # the writer hangs
+    gate = machine.hold_transfers()
     for step in range(3):  # as many tokens as staging has places
         assert machine.forward(slots(step))
     device.record().synchronize()  # the forward passes are done
@@ -226,8 +230,7 @@ def test_a_replay_that_recorded_no_copy_of_a_layer_proves_nothing(machine: Machi
 
 
 def test_a_replay_of_a_step_that_is_not_captured_spoils_no_other_step(machine: Machine) -> None:
-    gate = threading.Event()
-    machine.capture._transfer.run(gate.wait)
+    gate = machine.hold_transfers()
     assert machine.forward(slots(1), replay=4)
     machine.capture.skip()
     for layer in range(LAYERS):
@@ -239,8 +242,7 @@ def test_a_replay_of_a_step_that_is_not_captured_spoils_no_other_step(machine: M
 
 
 def test_the_spare_place_is_left_alone_while_a_long_step_uses_its_memory(machine: Machine) -> None:
-    gate = threading.Event()
-    machine.capture._transfer.run(gate.wait)
+    gate = machine.hold_transfers()
     long = slots(1, 2, 3, 4)[: PLACES + 1]
     assert machine.forward(long)
     machine.capture.skip()
@@ -268,8 +270,7 @@ def test_rows_that_the_codec_cannot_hold_are_not_proven(device: WorkerStream, pa
 def test_a_backup_whose_rows_arrived_is_whole_although_its_slots_were_given_away_since(
     machine: Machine,
 ) -> None:
-    gate = threading.Event()
-    machine.capture._transfer.run(gate.wait)
+    gate = machine.hold_transfers()
     where = slots(1)
     assert machine.forward(where)
     machine.capture.ledger.settle()
@@ -286,8 +287,7 @@ def test_a_backup_whose_rows_arrived_is_whole_although_its_slots_were_given_away
 def test_slots_that_are_allocated_again_lose_rows_that_are_still_on_their_way(
     machine: Machine,
 ) -> None:
-    gate = threading.Event()
-    machine.capture._transfer.run(gate.wait)
+    gate = machine.hold_transfers()
     assert machine.forward(slots(1))
     machine.capture.ledger.allocated(torch.tensor(slots(1)[:1]))
     machine.capture.ledger.settle()
@@ -303,8 +303,7 @@ def test_static_buffers_of_the_engine_may_change_right_after_the_step(
     static, hidden = torch.tensor(slots(1)), torch.randn(LAYERS, SIZE, WIDTH)
     machine.rows = {slot: hidden[:, i].clone() for i, slot in enumerate(slots(1))}
     machine.tokens = {slot: (slot, slot + 100) for slot in slots(1)}
-    gate = threading.Event()
-    machine.capture._transfer.run(gate.wait)
+    gate = machine.hold_transfers()
     machine.capture.ledger._stream.run(gate.wait)
     step = machine.capture.begin(static, static, static + 100)
     assert step is not None

@@ -50,6 +50,14 @@ class Server:
 
         return hidden if self.methods[layer] == "hidden" else kv
 
+    def before_filling(self, layer: int, work: Callable[[], object]) -> None:
+        """From now on, ``work`` runs on the stream before a layer is filled."""
+        layers = [*self.pipeline._layers]
+        fill = layers[layer].fill
+        assert fill is not None
+        layers[layer] = layers[layer]._replace(fill=lambda *parts: (work(), fill(*parts))[1])
+        self.pipeline._layers = layers
+
     def assert_restored(self, layer: int, pages: Sequence[int], slots: torch.Tensor) -> None:
         for page, at in zip(pages, slots.view(-1, SIZE), strict=True):
             segment = self.memory[page, self.layout.segment(layer)].clone().view(torch.float32)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hcache_backend.restore import pipeline
-from hcache_backend.restore.layers import Recompute, RestoredLayer
+from hcache_backend.restore.layers import Recompute
 from hcache_backend.restore.ring import RUN_AHEAD, ring_bytes
 from hcache_backend.streams import StreamFailed, WorkerStream, new_stream
 from tests.unit.restore.pipeline_server import (
@@ -95,10 +95,8 @@ def test_copies_run_ahead_of_a_stalled_projection_until_the_ring_is_full() -> No
         copied.release()
 
     server.pipeline._gather = counted
-    server.pipeline._layers = [
-        RestoredLayer("hidden", lambda *parts, fill=layer.fill: (gate.wait(), fill(*parts)))
-        for layer in server.pipeline._layers
-    ]
+    for layer in range(8):
+        server.before_filling(layer, gate.wait)
     pages, slots = some(1)
     restore = server.pipeline.start(pages, slots)
     for _ in range(RUN_AHEAD):
@@ -113,11 +111,7 @@ def test_segments_of_kv_do_not_wait_for_projections() -> None:
     server = Server(["kv", "kv", "hidden"])
     gate = threading.Event()
     pages, slots = some(2)
-    projected = server.pipeline._layers[2]
-    server.pipeline._layers = [
-        *server.pipeline._layers[:2],
-        RestoredLayer("hidden", lambda *a: (gate.wait(), projected.fill(*a))),
-    ]
+    server.before_filling(2, gate.wait)
     restore = server.pipeline.start(pages, slots)
     restore.wait_for_layer(1)
     assert not restore.layers[2].query()
@@ -140,13 +134,7 @@ def test_layers_that_are_somebody_elses_are_left_alone() -> None:
 
 def test_waiting_for_a_restore_is_waiting_for_every_layer() -> None:
     server, gate = Server(["kv", "hidden", "kv"]), threading.Event()
-    slow = server.pipeline._layers[1].fill
-    assert slow is not None
-    server.pipeline._layers = [
-        server.pipeline._layers[0],
-        RestoredLayer("hidden", lambda *a: (gate.wait(), slow(*a))),
-        server.pipeline._layers[2],
-    ]
+    server.before_filling(1, gate.wait)
     pages, slots = some(2)
     restore = server.pipeline.start(pages, slots)
     threading.Timer(0.05, gate.set).start()
@@ -205,10 +193,10 @@ def test_the_restore_waits_for_what_its_caller_waited_for() -> None:
 def test_a_projection_that_fails_reaches_whoever_waits_for_the_layer() -> None:
     server = Server(["hidden", "hidden"])
 
-    def fail(*args: torch.Tensor) -> None:
+    def fail() -> None:
         raise RuntimeError("no such weights")
 
-    server.pipeline._layers = [server.pipeline._layers[0], RestoredLayer("hidden", fail)]
+    server.before_filling(1, fail)
     restore = server.pipeline.start(*some(1))
     restore.wait_for_layer(0)
     with pytest.raises(StreamFailed, match="no such weights"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.restore.layers import Recompute, RestoredLayer
+from hcache_backend.restore.layers import Recompute
 from tests.unit.restore.pipeline_server import (
     SIZE,
     WIDTH,
@@ -138,13 +138,7 @@ def test_a_restore_may_have_nothing_to_do_but_to_recompute() -> None:
 def test_a_recomputation_sees_what_the_restore_before_it_wrote() -> None:
     server = Server(["hidden"] * 3)
     first_pages, first_slots = np.array([0, 1]), torch.arange(2 * SIZE)
-    slow = server.pipeline._layers[1].fill
-    assert slow is not None
-    server.pipeline._layers = [
-        server.pipeline._layers[0],
-        RestoredLayer("hidden", lambda *a: (time.sleep(0.1), slow(*a))),
-        server.pipeline._layers[2],
-    ]
+    server.before_filling(1, lambda: time.sleep(0.1))
     server.pipeline.start(first_pages, first_slots)
 
     def fill(positions: torch.Tensor, where: torch.Tensor) -> None:

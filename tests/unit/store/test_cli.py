@@ -23,13 +23,7 @@ from store_testing import (
 from typer.testing import CliRunner
 
 from hcache_backend.cli.main import app
-from hcache_backend.server_report import (
-    LayerGroup,
-    ServerReport,
-    read_report,
-    write_report,
-)
-from hcache_backend.store import SERVER_REPORT, PageStore
+from hcache_backend.store import PageStore
 
 FILE = 4096 + 16384
 
@@ -64,15 +58,6 @@ def test_stats_counts_pages(folder: Path, store: PageStore) -> None:
     assert (found["pages"], found["bytes"]) == (6, 6 * FILE)
     assert found["namespaces"][NAMESPACE.hex()]["pages"] == 4
     assert "6" in hcache("stats", "-d", folder)
-
-
-def test_stats_says_what_mode_the_last_server_was_in(folder: Path, store: PageStore) -> None:
-    assert hcache_json("stats", "-d", folder)["folders"][0]["last_server"] is None
-    assert "Last server" not in hcache("stats", "-d", folder)
-    write_report(folder, KV)
-    last = hcache_json("stats", "-d", folder)["folders"][0]["last_server"]
-    assert (last["mode"], last["reason"]) == ("kv", "LoRA")
-    assert f"Last server of {folder}: kv mode (LoRA); m, " in hcache("stats", "-d", folder)
 
 
 def test_ls_lists_page_files(folder: Path, store: PageStore) -> None:
@@ -148,52 +133,6 @@ def test_doctor_says_when_a_folder_cannot_work(tmp_path: Path) -> None:
     checks = {check["subject"]: check for check in found["checks"]}
     assert checks[str(tmp_path)]["verdict"] == "bad"
     assert "no page store's" in checks[str(tmp_path)]["detail"]
-
-
-BY_SPEC = LayerGroup(layers=(0, 2), method="spec", detail="fused weight 512x256")
-BY_MODULE = LayerGroup(layers=(1,), method="generic", detail="V is nowhere")
-KV = ServerReport(time=0.0, model="m", mode="kv", reason="LoRA", codec=None, projection=())
-MIXED = ServerReport(
-    time=0.0,
-    model="m",
-    mode="hidden",
-    reason=None,
-    codec="exp4",
-    projection=(BY_SPEC, BY_MODULE),
-)
-BEST = MIXED.model_copy(update={"projection": (BY_SPEC,)})
-
-
-@pytest.mark.parametrize(
-    ("report", "verdict", "said"),
-    [
-        (KV, "fair", ": kv mode; LoRA"),
-        (BEST, "good", ": hidden mode; codec exp4; layers 0, 2 by spec: fused weight 512x256"),
-        (MIXED, "fair", "512x256; layers 1 by their attention modules: V is nowhere"),
-    ],
-)
-def test_doctor_says_how_the_last_server_projected_and_why(
-    report: ServerReport, verdict: str, said: str, folder: Path, store: PageStore
-) -> None:
-    write_report(folder, KV)
-    write_report(folder, report)
-    assert SERVER_REPORT in names(folder)
-    assert not [name for name in names(folder) if name.startswith(".")]
-    assert read_report(folder) == report
-    checks = {check["subject"]: check for check in hcache_json("doctor", "-d", folder)["checks"]}
-    check = checks[f"{folder}: last server"]
-    assert check["verdict"] == verdict
-    assert check["detail"].endswith(said)
-    assert (folder / SERVER_REPORT).stat().st_mode & 0o077 == 0
-
-
-@pytest.mark.parametrize("text", [b"", b"{}", b"[1]", b"\xff", b'{"time": "yesterday"}'])
-def test_a_report_that_cannot_be_read_is_no_report(
-    text: bytes, folder: Path, store: PageStore
-) -> None:
-    (folder / SERVER_REPORT).write_bytes(text)
-    assert read_report(folder) is None
-    assert "last server" not in hcache("doctor", "-d", folder)
 
 
 @pytest.mark.parametrize("command", ["stats", "ls", "verify", "gc", "clear"])

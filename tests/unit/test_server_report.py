@@ -1,0 +1,88 @@
+"""What a server leaves in a store's folder, and what ``hcache`` says about it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hcache_backend.cli.main import app
+from hcache_backend.config import parse_config
+from hcache_backend.server_report import LayerGroup, ServerReport, read_report, write_report
+from hcache_backend.store import SERVER_REPORT, PageStore
+
+BY_SPEC = LayerGroup(layers=(0, 2), method="spec", detail="fused weight 512x256")
+BY_MODULE = LayerGroup(layers=(1,), method="generic", detail="V is nowhere")
+KV = ServerReport(time=0.0, model="m", mode="kv", reason="LoRA", codec=None, projection=())
+MIXED = ServerReport(
+    time=0.0,
+    model="m",
+    mode="hidden",
+    reason=None,
+    codec="exp4",
+    projection=(BY_SPEC, BY_MODULE),
+)
+BEST = MIXED.model_copy(update={"projection": (BY_SPEC,)})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder of a store."""
+    folder = tmp_path / "store"
+    config = parse_config({"dirs": [str(folder)], "min_free_bytes": 0}, "test")
+    PageStore(config, b"writer-1", background=False).close()
+    return folder
+
+
+def hcache(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def last_server(folder: Path) -> Any:
+    [found] = json.loads(hcache("stats", "-d", folder, "--json"))["folders"]
+    return found["last_server"]
+
+
+def test_stats_says_what_mode_the_last_server_was_in(folder: Path) -> None:
+    assert last_server(folder) is None
+    assert "Last server" not in hcache("stats", "-d", folder)
+    write_report(folder, KV)
+    last = last_server(folder)
+    assert (last["mode"], last["reason"]) == ("kv", "LoRA")
+    assert f"Last server of {folder}: kv mode (LoRA); m, " in hcache("stats", "-d", folder)
+
+
+@pytest.mark.parametrize(
+    ("report", "verdict", "said"),
+    [
+        (KV, "fair", ": kv mode; LoRA"),
+        (BEST, "good", ": hidden mode; codec exp4; layers 0, 2 by spec: fused weight 512x256"),
+        (MIXED, "fair", "512x256; layers 1 by their attention modules: V is nowhere"),
+    ],
+)
+def test_doctor_says_how_the_last_server_projected_and_why(
+    report: ServerReport, verdict: str, said: str, folder: Path
+) -> None:
+    write_report(folder, KV)
+    write_report(folder, report)
+    names = [path.name for path in folder.iterdir()]
+    assert SERVER_REPORT in names
+    assert not [name for name in names if name.startswith(".")]
+    assert read_report(folder) == report
+    checks = json.loads(hcache("doctor", "-d", folder, "--json"))["checks"]
+    [check] = [check for check in checks if check["subject"] == f"{folder}: last server"]
+    assert check["verdict"] == verdict
+    assert check["detail"].endswith(said)
+    assert (folder / SERVER_REPORT).stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b"[1]", b"\xff", b'{"time": "yesterday"}'])
+def test_a_report_that_cannot_be_read_is_no_report(text: bytes, folder: Path) -> None:
+    (folder / SERVER_REPORT).write_bytes(text)
+    assert read_report(folder) is None
+    assert "last server" not in hcache("doctor", "-d", folder)
