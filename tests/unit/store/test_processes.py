@@ -158,31 +158,23 @@ def crowd(memory_path: Path, workers: Workers, seconds: float) -> None:
     store.close()
 
 
-def test_acknowledged_pages_survive_kills(memory_path: Path, workers: Workers) -> None:
-    kill_loop(memory_path, workers, rounds=25, seed=1, durability="always", quota=0)
+LONG = (pytest.mark.long, pytest.mark.timeout(7200))
 
 
-def test_the_quota_survives_kills(memory_path: Path, workers: Workers) -> None:
-    kill_loop(memory_path, workers, rounds=25, seed=2, durability="batch", quota=PAGES // 4 * FILE)
+@pytest.mark.parametrize(("rounds", "seed"), [(25, 1), pytest.param(300, 3, marks=LONG)])
+def test_acknowledged_pages_survive_kills(
+    memory_path: Path, workers: Workers, rounds: int, seed: int
+) -> None:
+    kill_loop(memory_path, workers, rounds, seed, durability="always", quota=0)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(7200)
-def test_acknowledged_pages_survive_many_kills(memory_path: Path, workers: Workers) -> None:
-    kill_loop(memory_path, workers, rounds=300, seed=3, durability="always", quota=0)
+@pytest.mark.parametrize(("rounds", "seed"), [(25, 2), pytest.param(300, 4, marks=LONG)])
+def test_the_quota_survives_kills(
+    memory_path: Path, workers: Workers, rounds: int, seed: int
+) -> None:
+    kill_loop(memory_path, workers, rounds, seed, durability="batch", quota=PAGES // 4 * FILE)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(7200)
-def test_the_quota_survives_many_kills(memory_path: Path, workers: Workers) -> None:
-    kill_loop(memory_path, workers, rounds=300, seed=4, durability="batch", quota=PAGES // 4 * FILE)
-
-
-def test_many_processes_share_a_store(memory_path: Path, workers: Workers) -> None:
-    crowd(memory_path, workers, seconds=8)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1200)
-def test_many_processes_share_a_store_for_long(memory_path: Path, workers: Workers) -> None:
-    crowd(memory_path, workers, seconds=180)
+@pytest.mark.parametrize("seconds", [8, pytest.param(180, marks=LONG)])
+def test_many_processes_share_a_store(memory_path: Path, workers: Workers, seconds: int) -> None:
+    crowd(memory_path, workers, seconds)
