@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import requests
@@ -15,16 +14,21 @@ from bench.harness.server import Server, ServerOptions
 from hcache_backend.cli.main import app
 from tests.engine.harness.conversations import (
     Conversation,
+    ask,
     converse,
     make_conversations,
     random_tokens,
+    turns_of,
 )
 from tests.engine.harness.ours import (
+    assert_hidden_mode,
     assert_no_cache_output,
     assert_nothing_went_wrong,
     assert_restored_from_l3,
+    attach,
     extra_config,
     faulty,
+    hidden_mode_env,
     holdings,
     our_server,
     stored_pages,
@@ -42,11 +46,11 @@ def server(
 ) -> Iterator[Server]:
     """Started for us and hence in hidden mode, or without us, so that its pages are plain KV."""
     folder = tmp_path_factory.mktemp(request.param)
-    env = {"HCACHE_ENABLE": "1", "HCACHE_CONFIG": '{"mode": "hidden", "check_every_pages": 1}'}
-    options = ServerOptions(
-        model, folder / "server.log", extra_env=env if request.param == "hidden" else {}
-    )
+    env = hidden_mode_env() if request.param == "hidden" else {}
+    options = ServerOptions(model, folder / "server.log", extra_env=env)
     with Server(options) as server:
+        if request.param == "hidden":
+            assert_hidden_mode(server)
         yield server
         assert_nothing_went_wrong(server)
 
@@ -59,15 +63,9 @@ def detached(request: pytest.FixtureRequest) -> Iterator[None]:
         request.getfixturevalue("server").detach_storage()
 
 
-def attach(server: Server, folder: Path, **body: Any) -> None:
-    answer = server.attach_storage("dynamic", extra_config(folder), **body)
-    assert answer.status_code == 200, answer.text
-
-
 def storage_hits(server: Server, conversation: Conversation) -> int:
     """Tokens of the first prompt that come from L3 when it is sent again."""
-    again = Conversation([conversation.turns[0].prompt])
-    converse(server, [again])
+    (again,) = ask(server, [conversation.turns[0].prompt])
     return again.turns[0].cached.storage
 
 
@@ -75,14 +73,14 @@ def test_status_policies_and_refusals(server: Server, tmp_path: Path) -> None:
     for method in ("PUT", "GET", "DELETE"):
         assert requests.request(method, server.url + PATH, json={}).status_code == 401
     assert server.storage_info().json()["hicache_storage_backend"] is None
-    attach(server, tmp_path, hicache_storage_prefetch_policy="timeout")
+    attach(server, extra_config(tmp_path), hicache_storage_prefetch_policy="timeout")
     info = server.storage_info().json()
     assert info["hicache_storage_backend"] == "dynamic"
     assert str(tmp_path) in info["hicache_storage_backend_extra_config"]
     assert info["hicache_storage_prefetch_policy"] == "timeout"
     attach(
         server,
-        tmp_path,
+        extra_config(tmp_path),
         hicache_storage_prefetch_policy="wait_complete",
         hicache_write_policy="write_through",
     )
@@ -100,17 +98,16 @@ def test_status_policies_and_refusals(server: Server, tmp_path: Path) -> None:
 def test_data_survives_a_detach_and_ends_with_clear(
     server: Server, model: Path, tmp_path: Path
 ) -> None:
-    attach(server, tmp_path)
-    conversation = Conversation([random_tokens(768, seed=31)])
-    converse(server, [conversation])
+    attach(server, extra_config(tmp_path))
+    (conversation,) = ask(server, [random_tokens(768, seed=31)])
     assert storage_hits(server, conversation) > 700
     server.detach_storage()
     assert len(stored_pages(tmp_path)) >= 12
     assert storage_hits(server, conversation) == 0
-    attach(server, tmp_path / "elsewhere")
+    attach(server, extra_config(tmp_path / "elsewhere"))
     assert storage_hits(server, conversation) == 0
     server.detach_storage()
-    attach(server, tmp_path)
+    attach(server, extra_config(tmp_path))
     assert storage_hits(server, conversation) > 700
     assert server.clear_storage().status_code == 200
     assert stored_pages(tmp_path) == []
@@ -126,39 +123,36 @@ def test_data_survives_a_detach_and_ends_with_clear(
 def test_pages_of_other_weights_are_misses_after_an_attach(
     server: Server, model: Path, model_cache: Path, tmp_path: Path
 ) -> None:
-    attach(server, tmp_path)
-    conversation = Conversation([random_tokens(300, seed=32)])
-    converse(server, [conversation])
+    attach(server, extra_config(tmp_path))
+    (conversation,) = ask(server, [random_tokens(300, seed=32)])
     server.detach_storage()
     other = build_model("llama", model_cache, seed=1)
     server.update_weights_from_disk(other)
-    attach(server, tmp_path)
-    under_other = [Conversation(conversation.questions) for _ in range(2)]
-    for again in under_other:
-        converse(server, [again])
+    attach(server, extra_config(tmp_path))
+    under_other = [*ask(server, conversation.questions), *ask(server, conversation.questions)]
     assert [c.turns[0].cached.storage for c in under_other] == [0, 256]
     server.detach_storage()
     server.update_weights_from_disk(model)
-    attach(server, tmp_path)
+    attach(server, extra_config(tmp_path))
     assert storage_hits(server, conversation) == 256
     assert_no_cache_output(model, [conversation])
     assert_no_cache_output(other, under_other)
 
 
+@pytest.mark.versions
 def test_pages_behind_nodes_that_predate_the_attach_have_the_keys_of_the_whole_prefix(
     server: Server, model: Path, tmp_path: Path
 ) -> None:
     old = Conversation([random_tokens(320, seed=33)])
     converse(server, [old], flush=False)
-    attach(server, tmp_path)
+    attach(server, extra_config(tmp_path))
     old.questions.append(random_tokens(320, seed=34))
     converse(server, [old])
     assert old.turns[1].cached.device > 0
     behind = {path.name for path in stored_pages(tmp_path)}
     assert behind
     # The same text from its beginning: other keys would make other files of the same pages.
-    again = Conversation([old.turns[1].prompt])
-    converse(server, [again])
+    (again,) = ask(server, [old.turns[1].prompt])
     every = {path.name for path in stored_pages(tmp_path)}
     assert behind < every
     assert len(every) == (len(old.history) - 1) // server.options.page_size
@@ -179,7 +173,7 @@ def test_a_rank_that_cannot_open_the_store_fails_the_attach_on_all_and_blocks_no
         assert "(on tensor-parallel rank 1)" in answer.text
         assert server.generate([1, 2, 3], 2).output_ids
         trigger.unlink()
-        attach(server, tmp_path)
+        attach(server, extra_config(tmp_path))
         conversations = converse(server, make_conversations(1, turns=2, tokens=300))
         assert_restored_from_l3(conversations, 64)
     assert_no_cache_output(model, conversations)
@@ -199,8 +193,7 @@ def test_a_rank_that_cannot_open_the_store_stops_the_start_of_all(
 def test_cycles_of_attach_and_detach_leak_nothing(cycles: int, model: Path, tmp_path: Path) -> None:
     report = tmp_path / "report"
     env = {
-        "HCACHE_ENABLE": "1",
-        "HCACHE_CONFIG": '{"mode": "hidden", "check_every_pages": 1}',
+        **hidden_mode_env(),
         "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",  # the one that can be looked into
         **faulty("report_holdings", report),
     }
@@ -212,14 +205,14 @@ def test_cycles_of_attach_and_detach_leak_nothing(cycles: int, model: Path, tmp_
     conversations = []
     with Server(options) as server:
         for cycle in range(cycles):
-            attach(server, tmp_path)
+            attach(server, extra_config(tmp_path))
             load = make_conversations(3, turns=2, tokens=150, seed=cycle % 3)
             converse(server, load, flush=cycle % 2 == 0, concurrent=cycle % 4 < 2)
             conversations += load
             server.detach_storage()
             seen.append(holdings(server, report))
         assert_nothing_went_wrong(server)
-    assert any(turn.cached.storage for c in conversations for turn in c.turns)
+    assert any(turn.cached.storage for turn in turns_of(conversations))
     assert any(told["host_tokens"] for told in seen)
     for told in seen:
         assert told["host_tokens"] == told["host_tokens_in_tree"]

@@ -17,6 +17,7 @@ import pytest
 from bench.harness.server import Server
 from tests.engine.harness.conversations import (
     Conversation,
+    ask,
     converse,
     make_conversations,
     random_tokens,
@@ -26,6 +27,7 @@ from tests.engine.harness.ours import (
     assert_no_cache_output,
     assert_nothing_went_wrong,
     assert_restored_from_l3,
+    attach,
     extra_config,
     faulty,
     our_server,
@@ -239,8 +241,7 @@ def test_a_neighbour_that_is_killed_in_the_middle_of_its_work(
         thread.join()
     assert_restored_from_l3(conversations, 64)
     # What it had finished serves here.
-    replies = [Conversation([prompt]) for prompt in prompts[:6]]
-    converse(server, replies)
+    replies = ask(server, prompts[:6])
     assert any(reply.turns[0].cached.storage == 256 for reply in replies)
     after = wait_for_l3(server, seed=402)
     assert_no_cache_output(model, [*conversations, *replies, after])
@@ -250,8 +251,7 @@ def test_a_prefetch_waits_as_long_as_its_options_say(
     server: Server, model: Path, disk: Path, trigger: Path
 ) -> None:
     """Policy `timeout`: prefetch_timeout_base + prefetch_timeout_per_ki_token a 1024 tokens."""
-    conversation = Conversation([random_tokens(512, seed=500)])
-    converse(server, [conversation])
+    (conversation,) = ask(server, [random_tokens(512, seed=500)])
 
     def hits(fault: Fault, base: float, per_ki_token: float) -> int:
         server.detach_storage()
@@ -260,12 +260,9 @@ def test_a_prefetch_waits_as_long_as_its_options_say(
             "prefetch_timeout_base": base,
             "prefetch_timeout_per_ki_token": per_ki_token,
         }
-        policy = {"hicache_storage_prefetch_policy": "timeout"}
-        answer = server.attach_storage("dynamic", config, **policy)
-        assert answer.status_code == 200, answer.text
-        again = Conversation([conversation.turns[0].prompt])
+        attach(server, config, hicache_storage_prefetch_policy="timeout")
         with fault(disk, trigger):
-            converse(server, [again], flush=False)
+            (again,) = ask(server, [conversation.turns[0].prompt], flush=False)
         server.flush_cache()
         assert again.outputs == conversation.outputs
         return again.turns[0].cached.storage

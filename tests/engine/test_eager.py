@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import random
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,23 +14,28 @@ import numpy as np
 import pytest
 
 from bench.harness.models import build_model
-from bench.harness.server import Reply, Server, ServerOptions
+from bench.harness.server import Server, ServerOptions
 from hcache_backend.cli.metrics_page import fetch
 from tests.engine.harness.conversations import (
     Conversation,
-    Turn,
+    ask,
     converse,
+    converse_at_random,
     make_conversations,
     random_tokens,
+    turns_of,
 )
 from tests.engine.harness.ours import (
     assert_hidden_mode,
     assert_no_cache_output,
-    assert_no_cache_reply_up_to_ties,
-    assert_nothing_went_wrong,
+    assert_no_cache_replies_up_to_ties,
     assert_restored_from_l3,
+    assert_sound_hidden_mode,
+    attach,
     faulty,
+    flip_bit,
     our_server,
+    partition,
     stored_pages,
 )
 
@@ -45,9 +49,9 @@ SLOWER = SLOW // 4
 HELD = -1
 """What is read arrives when there is another rate."""
 PARTITIONS = {
-    "hidden": {"recompute": 0, "hidden": 4, "kv": 0},
-    "recompute": {"recompute": 2, "hidden": 2, "kv": 0},
-    "mixed": {"recompute": 2, "hidden": 1, "kv": 1},
+    "hidden": partition(0, 4, 0),
+    "recompute": partition(2, 2, 0),
+    "mixed": partition(2, 1, 1),
 }
 REQUESTS = int(os.environ.get("HCACHE_TEST_EAGER_REQUESTS", "32"))
 
@@ -96,17 +100,14 @@ def until_more(server: Server, what: str, event: str, count: int) -> Iterator[No
 
 
 def assert_fine(server: Server) -> None:
-    assert_hidden_mode(server)
-    assert_nothing_went_wrong(server)
+    assert_sound_hidden_mode(server)
     assert "layer-wise, not eager" not in server.log_text()
     assert "eak" not in server.log_text().replace("peak", "").replace("Peak", "")
 
 
-def asked(server: Server, prompt: list[int], **options: Any) -> Conversation:
-    """A conversation of one turn."""
-    conversation = Conversation([prompt])
-    conversation.turns.append(Turn(prompt, server.generate(prompt, 8, **options), 0))
-    return conversation
+def asked(server: Server, *prompts: list[int]) -> Sequence[Conversation]:
+    """Conversations of one turn, all at once."""
+    return ask(server, prompts, flush=False, concurrent=True)
 
 
 def stored(server: Server, seed: int, count: int = 800) -> list[int]:
@@ -167,7 +168,7 @@ def test_an_aborted_request_leaves_nothing_wrong_behind(model: Path, server: Ser
         l3_rate(server, 0)
         gone.join()
     server.flush_cache()
-    again = asked(server, prompt)
+    (again,) = asked(server, prompt)
     assert again.turns[0].cached.storage >= 800 - 2 * PAGE
     assert_no_cache_output(model, [again])
 
@@ -182,14 +183,10 @@ def test_two_requests_with_one_prefix(model: Path, server: Server) -> None:
     l3_rate(server, SLOW)
     prompts = [[*prefix, *random_tokens(50, seed)] for seed in (5, 6)]
     before = tokens(server, "eager")
-    replies = server.generate_many(prompts, 8)
+    both = asked(server, *prompts)
     assert tokens(server, "eager") - before <= 640  # and not twice as many
-    assert all(reply.cached.storage + reply.cached.device >= 640 for reply in replies)
-    assert_no_cache_output(model, [_one(p, r) for p, r in zip(prompts, replies, strict=True)])
-
-
-def _one(prompt: list[int], reply: Reply) -> Conversation:
-    return Conversation([prompt], turns=[Turn(prompt, reply, 0)])
+    assert all(turn.cached.storage + turn.cached.device >= 640 for turn in turns_of(both))
+    assert_no_cache_output(model, both)
 
 
 def test_a_bad_page_in_the_middle_ends_what_is_used(model: Path, server: Server) -> None:
@@ -197,11 +194,9 @@ def test_a_bad_page_in_the_middle_ends_what_is_used(model: Path, server: Server)
     token_ids = np.array(prompt[middle : middle + PAGE], np.int32).tobytes()
     pages = stored_pages(server.options.log.parent)
     [path] = (page for page in pages if token_ids in page.read_bytes())
-    data = bytearray(path.read_bytes())
-    data[-1000] ^= 1
-    path.write_bytes(data)
+    flip_bit(path, -1000)
     l3_rate(server, SLOW)
-    again = asked(server, prompt)
+    (again,) = asked(server, prompt)
     assert again.turns[0].cached.storage == middle
     assert_no_cache_output(model, [again])
 
@@ -210,12 +205,12 @@ def test_a_flush_while_pages_are_restored(model: Path, server: Server) -> None:
     prompt = stored(server, seed=8)
     l3_rate(server, SLOW)
     replies: list[Conversation] = []
-    waiting = threading.Thread(target=lambda: replies.append(asked(server, prompt)))
+    waiting = threading.Thread(target=lambda: replies.extend(asked(server, prompt)))
     with until_more(server, "tokens", "eager", 1):
         waiting.start()
     server.flush_cache()  # waits for the request
     waiting.join()
-    replies.append(asked(server, prompt))
+    replies.extend(asked(server, prompt))
     assert replies[1].turns[0].cached.storage >= 800 - 2 * PAGE
     assert_no_cache_output(model, replies)
 
@@ -229,7 +224,7 @@ def test_other_weights_while_pages_are_restored(
     l3_rate(server, SLOWER)
     eager, ready = tokens(server, "eager"), tokens(server, "ready_at_load")
     replies: list[Conversation] = []
-    waiting = threading.Thread(target=lambda: replies.append(asked(server, prompt)))
+    waiting = threading.Thread(target=lambda: replies.extend(asked(server, prompt)))
     with until_more(server, "tokens", "eager", 200):
         waiting.start()
     l3_rate(server, HELD)
@@ -244,7 +239,7 @@ def test_other_weights_while_pages_are_restored(
     assert tokens(server, "not_restored_stale_host_page") > 0  # what had come was offered, in vain
     server.update_weights_from_disk(model)
     l3_rate(server, 0)
-    back = asked(server, prompt)
+    (back,) = asked(server, prompt)
     assert back.turns[0].cached.storage >= 800 - 2 * PAGE
     assert_no_cache_output(model, [back])
 
@@ -258,21 +253,18 @@ def test_prefetches_that_end_early(policy: str, model: Path, server: Server) -> 
     assert isinstance(config, dict)
     if policy == "timeout":
         config = config | {"prefetch_timeout_base": 2, "prefetch_timeout_per_ki_token": 0.1}
-    answer = server.attach_storage("dynamic", config, hicache_storage_prefetch_policy=policy)
-    assert answer.status_code == 200, answer.text
+    attach(server, config, hicache_storage_prefetch_policy=policy)
     l3_rate(server, SLOWER)
-    replies = server.generate_many(prompts, 8)
-    conversations = [_one(p, r) for p, r in zip(prompts, replies, strict=True)]
+    conversations = asked(server, *prompts)
     if policy == "timeout":
-        assert any(0 < reply.cached.storage < 800 - 2 * PAGE for reply in replies)
+        found = [turn.cached.storage for turn in turns_of(conversations)]
+        assert any(0 < tokens < 800 - 2 * PAGE for tokens in found)
     l3_rate(server, 0)
-    conversations += [asked(server, prompt) for prompt in prompts]
-    assert_no_cache_output(model, conversations)
+    again = [*asked(server, prompts[0]), *asked(server, prompts[1])]
+    assert_no_cache_output(model, [*conversations, *again])
     server.detach_storage()
-    answer = server.attach_storage(
-        "dynamic", server.options.extra_config, hicache_storage_prefetch_policy="wait_complete"
-    )
-    assert answer.status_code == 200, answer.text
+    config = server.options.extra_config
+    attach(server, config, hicache_storage_prefetch_policy="wait_complete")
 
 
 @pytest.mark.parametrize("name", ["mixed", pytest.param("hidden", marks=pytest.mark.long)])
@@ -319,10 +311,10 @@ def test_first_layers_are_recomputed_behind_what_is_on_the_device(
             server.generate(same + tokens_of, 1)
         server.flush_cache()
         l3_rate(server, 2 * SLOW)
-        conversations = [asked(server, same + rest[0])]
+        conversations = [*asked(server, same + rest[0])]
         before = tokens(server, "eager_recomputed")
-        conversations.append(asked(server, same + rest[1]))
-        cached = conversations[1].turns[0].reply.cached
+        conversations += asked(server, same + rest[1])
+        cached = conversations[1].turns[0].cached
         assert cached.device == 400 and cached.storage > 300
         assert tokens(server, "eager_recomputed") > before + 200
         assert tokens(server, "eager_recomputed") == tokens(server, "eager")
@@ -342,8 +334,8 @@ def test_first_layers_are_recomputed_at_the_load_behind_what_is_on_the_host(
         for seed in (2, 3):
             server.generate(random_tokens(1000, seed), 1)  # the device has no room for both
         before = tokens(server, "eager"), tokens(server, "eager_recomputed")
-        conversation = asked(server, prompt)
-        cached = conversation.turns[0].reply.cached
+        (conversation,) = asked(server, prompt)
+        cached = conversation.turns[0].cached
         assert cached.device == 0 and cached.host > 300 and cached.storage > 300
         assert tokens(server, "eager") > before[0]
         assert tokens(server, "eager_recomputed") == before[1]
@@ -364,25 +356,12 @@ def test_two_ranks_of_which_one_has_misses_decide_the_same(
         hicache_ratio=4.0,
         extra_env=faulty("misses_on_rank_1"),
     )
-    dice = random.Random(1)
     conversations = make_conversations(8, turns=REQUESTS // 8, tokens=60)
     with Server(options) as server:
         l3_rate(server, 4 * SLOW)
-        served = 0
-        while served < REQUESTS // 8 * 8:
-            waiting = [c for c in conversations if len(c.turns) < len(c.questions)]
-            chosen = dice.sample(waiting, min(len(waiting), dice.randint(1, 4)))
-            prompts = [conversation.next_prompt() for conversation in chosen]
-            replies = server.generate_many(prompts, 4)
-            for conversation, prompt, reply in zip(chosen, prompts, replies, strict=True):
-                conversation.add(prompt, reply)
-            served += len(chosen)
-            if dice.random() < 0.5:
-                server.flush_cache()
+        converse_at_random(server, conversations, at_once=4, flushed=0.5)
         assert tokens(server, "ready_at_load") > 0
         assert_hidden_mode(server)
         log = server.log_text()
         assert "self-check" not in log and "Exception in thread" not in log
-    for conversation in conversations:
-        for turn in conversation.turns:
-            assert_no_cache_reply_up_to_ties(model, turn)
+    assert_no_cache_replies_up_to_ties(model, turns_of(conversations))

@@ -1,4 +1,5 @@
-"""Host layouts, and plain KV pages: ranks, and requests that must not share."""
+"""Plain KV pages: models that hidden mode refuses, ranks, host layouts, and requests that must not
+share."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from bench.harness.models import build_model
-from bench.harness.server import Server, ServerOptions
+from bench.harness.server import Reply, Server
 from tests.engine.harness.conversations import (
     Conversation,
+    ask,
     converse,
     make_conversations,
     random_tokens,
@@ -25,21 +27,31 @@ from tests.engine.harness.ours import (
     our_server,
     stored_pages,
 )
-from tests.engine.harness.reference import assert_equal_tokens, greedy
 
 pytestmark = pytest.mark.engine
 
-
-def resent(server: Server, seed: int = 40) -> list[Conversation]:
-    """A prompt of 768 tokens, flushed, and the same prompt once more."""
-    prompt = random_tokens(768, seed=seed)
-    return [converse(server, [Conversation([prompt])])[0] for _ in range(2)]
+KV_MODE = "hcache: KV mode (plain KV pages): "
 
 
-@pytest.mark.parametrize("mode", ["hidden", "kv"])
+def from_device_and_l3(server: Server, prompt: list[int]) -> tuple[Reply, Reply]:
+    """The same request once what it had before is on the device, and once it is in L3 only."""
+    server.generate(prompt, 16)
+    from_device = server.generate(prompt, 16)
+    server.flush_cache()
+    return from_device, server.generate(prompt, 16)
+
+
+LAYOUTS = [("layer_first", "kernel"), ("layer_first", "direct"), ("page_first_direct", "direct")]
+
+
 @pytest.mark.parametrize(
-    ("layout", "backend"),
-    [("layer_first", "kernel"), ("layer_first", "direct"), ("page_first_direct", "direct")],
+    ("layout", "backend", "mode"),
+    [
+        *((*layout, "kv") for layout in LAYOUTS),
+        (*LAYOUTS[-1], "hidden"),
+        # Pages of hidden states are in our own arena, in one layout.
+        *(pytest.param(*layout, "hidden", marks=pytest.mark.long) for layout in LAYOUTS[:-1]),
+    ],
 )
 def test_other_host_layouts_and_io_backends(
     layout: str, backend: str, mode: str, model: Path, tmp_path: Path
@@ -67,18 +79,17 @@ def test_pages_that_are_divided_by_heads_serve_other_numbers_of_ranks(
             hcache={"mode": "kv"},
             mem_layout="page_head",
             tp=tp,
-            log=tmp_path / f"{tp}-{tp_lcm_size}-{len(logs)}.log",
+            log=tmp_path / f"{tp}-{tp_lcm_size}.log",
         )
         options.extra_config = {**extra_config(tmp_path, mode="kv"), "tp_lcm_size": tp_lcm_size}
-        logs.append(options.log)
         with Server(options) as server:
-            first, second = resent(server)
+            (first,), (second,) = ask(server, [prompt]), ask(server, [prompt])
             assert_nothing_went_wrong(server)
         conversations.extend([first, second])
         assert second.turns[0].cached.storage > 700
         return first.turns[0].cached.storage
 
-    logs: list[Path] = []
+    prompt = random_tokens(768, seed=40)
     conversations: list[Conversation] = []
     assert hits(1, 2) == 0
     files = len(stored_pages(tmp_path))
@@ -89,27 +100,56 @@ def test_pages_that_are_divided_by_heads_serve_other_numbers_of_ranks(
     assert_no_cache_output(model, conversations)
 
 
-def test_a_tp_lcm_size_that_does_not_divide_the_heads_is_refused(
-    model: Path, tmp_path: Path
-) -> None:
-    options = ServerOptions(model, tmp_path / "server.log", mem_layout="page_head")
-    config = {**extra_config(tmp_path), "tp_lcm_size": 3}
-    with Server(options) as server:
-        answer = server.attach_storage("dynamic", config)
-        assert answer.status_code == 400
-        assert "'tp_lcm_size' is 3 but a rank of 1 holds 4 KV heads" in answer.text
-        assert server.generate([1, 2, 3], 2).output_ids
-        answer = server.attach_storage("dynamic", extra_config(tmp_path))
-        assert answer.status_code == 200, answer.text
-
-
 def test_ranks_of_an_mla_model_share_one_copy_of_a_page(model_cache: Path, tmp_path: Path) -> None:
     model = build_model("deepseek", model_cache)
     with Server(our_server(model, tmp_path, tp=2)) as server:
-        _, second = resent(server)
+        assert KV_MODE + "the KV pool is a MLATokenToKVPool (FULL)" in server.log_text()
+        from_device, from_l3 = from_device_and_l3(server, random_tokens(300, seed=5))
         assert_nothing_went_wrong(server)
-    assert second.turns[0].cached.storage > 700
-    assert len(stored_pages(tmp_path)) == 12
+    assert from_l3.cached.storage == 256
+    assert from_l3.output_ids == from_device.output_ids
+    assert len(stored_pages(tmp_path)) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("gemma3", "layers.0.self_attn takes a tensor 'positions' of shape (1, 48)"),
+        (
+            "phi3_longrope",
+            "K of model.layers.0.self_attn at positions 0..47 changes when position 16383 is "
+            "projected with them",
+        ),
+    ],
+)
+def test_models_that_hidden_mode_does_not_know(
+    name: str, reason: str, model_cache: Path, tmp_path: Path
+) -> None:
+    model = build_model(name, model_cache)
+    with Server(our_server(model, tmp_path)) as server:
+        log = server.log_text()
+        assert KV_MODE in log
+        assert reason in log
+        from_device, from_l3 = from_device_and_l3(server, random_tokens(300, seed=5))
+        assert from_l3.cached.storage == 256
+        assert from_l3.output_ids == from_device.output_ids
+        assert_nothing_went_wrong(server)
+
+
+def test_hidden_mode_that_is_insisted_on_for_multi_query_attention_needs_host_memory(
+    model_cache: Path, tmp_path: Path
+) -> None:
+    model = build_model("gemma", model_cache)
+    insist = {"mode": "hidden"}
+    with Server(our_server(model, tmp_path / "small", hcache=insist)) as server:
+        # Twice the KV pool's memory is what the tokens on the device alone take here.
+        assert KV_MODE + "--hicache-ratio 2.0 gives 0.0" in server.log_text()
+    options = our_server(model, tmp_path / "hidden", hcache=insist, hicache_ratio=4.0)
+    with Server(options) as server:
+        conversations = converse(server, make_conversations(1, turns=2, tokens=300))
+        assert_hidden_mode(server)
+        assert_restored_from_l3(conversations, 64)
+    assert_no_cache_output(model, conversations)
 
 
 def test_a_sliding_window_comes_back_with_the_pages_before_it(
@@ -123,7 +163,7 @@ def test_a_sliding_window_comes_back_with_the_pages_before_it(
     """
     model = build_model("mellum", model_cache)
     with Server(our_server(model, tmp_path)) as server:
-        assert "the KV pool is a SWAKVPool (FULL, SWA)" in server.log_text()
+        assert KV_MODE + "the KV pool is a SWAKVPool (FULL, SWA)" in server.log_text()
         history = random_tokens(650, seed=42)
         server.generate(history, 2)
         server.flush_cache()
@@ -138,9 +178,8 @@ def test_a_sliding_window_comes_back_with_the_pages_before_it(
 
 
 def test_adapters_mean_kv_mode_and_no_pages_shared_with_other_adapters_or_salts(
-    model_cache: Path, tmp_path: Path
+    model: Path, model_cache: Path, tmp_path: Path
 ) -> None:
-    model = build_model("llama", model_cache)
     adapter = tmp_path / "adapter"
     shutil.copytree(build_lora(model, model_cache), adapter)
     args = ["--enable-lora", "--lora-backend", "torch_native", "--lora-paths", f"tiny={adapter}"]
@@ -162,13 +201,14 @@ def test_adapters_mean_kv_mode_and_no_pages_shared_with_other_adapters_or_salts(
         {"lora": "tiny", "cache_salt": "a"},
     ]
     with Server(options) as server:
-        assert "hcache: KV mode (plain KV pages): LoRA adapters" in server.log_text()
+        assert KV_MODE + "LoRA adapters" in server.log_text()
         assert [hits(server, **kind) for kind in kinds] == [0] * len(kinds)
         assert [hits(server, **kind) for kind in kinds] == [256] * len(kinds)
+        (plain,) = ask(server, [prompt])
     assert all(first == second for first, second in replies.values())
     assert replies[str(kinds[0])] != replies[str(kinds[1])]
-    (want,) = greedy(model, [prompt], 16)
-    assert_equal_tokens(replies[str(kinds[0])][0], want.tokens)
+    assert plain.outputs == replies[str(kinds[0])][:1]
+    assert_no_cache_output(model, [plain])
     options.log = tmp_path / "restarted.log"
     with Server(options) as server:
         assert [hits(server, **kind) for kind in kinds[:2]] == [256, 256]

@@ -18,6 +18,7 @@ from tests.engine.harness.conversations import converse, make_conversations
 from tests.engine.harness.ours import (
     assert_nothing_went_wrong,
     assert_restored_from_l3,
+    flip_bit,
     our_server,
     stored_pages,
 )
@@ -117,13 +118,9 @@ def test_evictions_show(server: Server) -> None:
 def test_a_damaged_page_is_counted_as_one(server: Server) -> None:
     conversations = make_conversations(1, turns=2, tokens=300, seed=8)
     (conversation,) = conversations
-    last = conversation.questions.pop()
-    converse(server, conversations)
+    converse(server, conversations, turns=1)
     newest = max(stored_pages(server.options.log.parent), key=lambda path: path.stat().st_mtime_ns)
-    data = bytearray(newest.read_bytes())
-    data[-100] ^= 1
-    newest.write_bytes(data)
-    conversation.questions.append(last)
+    flip_bit(newest, -100)
     before = fetch(server.url).counters["l3_tokens"]
     converse(server, conversations)
     page = until(server, lambda page: page.counters["store"].get("bad_pages", 0) > 0)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from bench.harness.models import build_model
 from bench.harness.server import Server, ServerOptions
-from tests.engine.harness.conversations import Conversation, converse, make_conversations
+from tests.engine.harness.conversations import converse, make_conversations
 from tests.engine.harness.ours import (
     assert_hidden_mode,
     assert_no_cache_output,
     assert_nothing_went_wrong,
     assert_restored_from_l3,
+    attach,
     extra_config,
     faulty,
+    file_backend,
+    flip_bit,
+    hidden_mode_env,
     our_server,
+    partition,
     stored_pages,
     told,
 )
@@ -46,6 +51,9 @@ class TestServerThatWasStartedWithoutUs:
             yield server
 
     def test_nothing_but_the_bootstrap_hook_exists(self, server: Server) -> None:
+        assert server.process is not None
+        command = psutil.Process(server.process.pid).cmdline()
+        assert command[1:3] == ["-m", "sglang.launch_server"]
         assert server.generate([1, 2, 3], 2).output_ids
         assert "hcache:" not in server.log_text()
         hooks = told(server, server.options.log.parent / "hooks")
@@ -54,8 +62,7 @@ class TestServerThatWasStartedWithoutUs:
     def test_an_attach_stores_plain_kv_and_says_so(
         self, server: Server, model: Path, tmp_path: Path
     ) -> None:
-        answer = server.attach_storage("dynamic", extra_config(tmp_path, mode="auto"))
-        assert answer.status_code == 200, answer.text
+        attach(server, extra_config(tmp_path, mode="auto"))
         server.wait_for_log(
             r"hcache: KV mode \(plain KV pages\): the server was started without HCACHE_ENABLE=1"
         )
@@ -71,28 +78,9 @@ class TestServerThatWaitsForABackend:
     @classmethod
     def server(cls, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         folder = tmp_path_factory.mktemp("waiting")
-        env = {"HCACHE_ENABLE": "1", "HCACHE_CONFIG": '{"mode": "hidden", "check_every_pages": 1}'}
-        with Server(ServerOptions(model, folder / "server.log", extra_env=env)) as server:
+        options = ServerOptions(model, folder / "server.log", extra_env=hidden_mode_env())
+        with Server(options) as server:
             yield server
-
-    def test_an_attach_finds_the_hidden_states_that_are_there(
-        self, server: Server, model: Path, tmp_path: Path
-    ) -> None:
-        assert_hidden_mode(server)
-        # This prompt predates the attach: its node is on the device, captured and without a key.
-        old, new = make_conversations(2, turns=2, tokens=300)
-        last = old.questions.pop()
-        converse(server, [old], flush=False)
-        answer = server.attach_storage("dynamic", extra_config(tmp_path))
-        assert answer.status_code == 200, answer.text
-        old.questions.append(last)
-        converse(server, [old, new])
-        assert_restored_from_l3([new], 64)
-        assert old.turns[1].cached.device > 0
-        again = Conversation([old.turns[1].prompt])
-        converse(server, [again])
-        assert_no_cache_output(model, [old, new, again])
-        server.detach_storage()
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -142,37 +130,17 @@ def test_a_wrong_option_at_start_up_stops_the_server_with_its_message(
     ) in server.log_text()
 
 
-@pytest.mark.parametrize("layers", [(0, 4, 0), (1, 2, 1)], ids=["hidden", "all three"])
-def test_hidden_pages_travel_through_sglangs_own_file_backend_and_still_prove_themselves(
-    layers: tuple[int, int, int], model: Path, tmp_path: Path
+def test_pages_travel_through_sglangs_own_file_backend_and_still_prove_themselves(
+    model: Path, tmp_path: Path
 ) -> None:
-    partition = dict(zip(("recompute", "hidden", "kv"), layers, strict=True))
-    l3 = tmp_path / "l3"
-    options = ServerOptions(
-        model,
-        tmp_path / "server.log",
-        storage_backend="file",
-        extra_config={"prefetch_threshold": 16},
-        extra_env={
-            "HCACHE_ENABLE": "1",
-            "HCACHE_CONFIG": json.dumps(
-                {"mode": "hidden", "check_every_pages": 1, "partition": partition}
-            ),
-            "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(l3),
-        },
-    )
-    with Server(options) as server:
+    env = hidden_mode_env(partition=partition(1, 2, 1))
+    with Server(file_backend(model, tmp_path, extra_env=env)) as server:
         conversations = make_conversations(2, turns=3, tokens=300)
-        rest = [conversation.questions.pop() for conversation in conversations]
-        converse(server, conversations)
+        converse(server, conversations, turns=2)
         assert_hidden_mode(server)
         assert_restored_from_l3(conversations, 64)
-        for path in l3.glob("*.bin"):  # this backend has no checksum of its own
-            data = bytearray(path.read_bytes())
-            data[5000] ^= 1
-            path.write_bytes(data)
-        for conversation, question in zip(conversations, rest, strict=True):
-            conversation.questions.append(question)
+        for path in (tmp_path / "l3").glob("*.bin"):  # this backend has no checksum of its own
+            flip_bit(path, 5000)
         converse(server, conversations)
         assert all(c.turns[2].cached.storage == 0 for c in conversations)
         assert "is not ours (checksum): a miss" in server.log_text()

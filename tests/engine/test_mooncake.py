@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from bench.harness.server import Server, ServerOptions
 from tests.engine.harness import mooncake
-from tests.engine.harness.conversations import Conversation, converse, make_conversations
+from tests.engine.harness.conversations import ask, converse, make_conversations
 from tests.engine.harness.ours import (
-    assert_hidden_mode,
     assert_no_cache_output,
     assert_nothing_went_wrong,
+    assert_sound_hidden_mode,
+    hidden_mode_env,
+    partition,
 )
 
 pytestmark = [
@@ -22,13 +23,8 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(
-    "partition",
-    [{"recompute": 0, "hidden": 4, "kv": 0}, {"recompute": 1, "hidden": 2, "kv": 1}],
-    ids=["hidden", "all three"],
-)
 def test_what_one_server_wrote_another_one_reads_and_believes_nothing_else(
-    partition: dict[str, int], model: Path, tmp_path: Path
+    model: Path, tmp_path: Path
 ) -> None:
     def server(name: str) -> Server:
         return Server(
@@ -37,12 +33,7 @@ def test_what_one_server_wrote_another_one_reads_and_believes_nothing_else(
                 tmp_path / f"{name}.log",
                 storage_backend="mooncake",
                 extra_config=mooncake.store_config(cluster),
-                extra_env={
-                    "HCACHE_ENABLE": "1",
-                    "HCACHE_CONFIG": json.dumps(
-                        {"mode": "hidden", "check_every_pages": 1, "partition": partition}
-                    ),
-                },
+                extra_env=hidden_mode_env(partition=partition(1, 2, 1)),
             )
         )
 
@@ -50,18 +41,16 @@ def test_what_one_server_wrote_another_one_reads_and_believes_nothing_else(
         first, second = make_conversations(2, turns=1, tokens=300)
         with server("writer") as writer:
             converse(writer, [first, second])
-            assert_hidden_mode(writer)
-            assert_nothing_went_wrong(writer)
+            assert_sound_hidden_mode(writer)
         with server("reader") as reader:
-            again = [Conversation([first.turns[0].prompt]), Conversation([second.turns[0].prompt])]
-            converse(reader, again)
+            prompts = [first.turns[0].prompt, second.turns[0].prompt]
+            again = ask(reader, prompts)
             assert [c.turns[0].cached.storage for c in again] == [256, 256]
             assert [c.outputs for c in again] == [first.outputs, second.outputs]
             for key in mooncake.keys(cluster):
                 if key.endswith("_v"):  # the second half of a page
                     mooncake.damage(cluster, key)
-            once_more = [Conversation(c.questions) for c in again]
-            converse(reader, once_more)
+            once_more = ask(reader, prompts)
             assert [c.turns[0].cached.storage for c in once_more] == [0, 0]
             assert "is not ours (checksum): a miss" in reader.log_text()
             assert_nothing_went_wrong(reader)

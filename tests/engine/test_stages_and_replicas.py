@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,19 @@ from tests.engine.harness.clients import Clients
 from tests.engine.harness.conversations import (
     Conversation,
     Turn,
+    ask,
     converse,
     make_conversations,
     random_tokens,
+    turns_of,
 )
 from tests.engine.harness.ours import (
     assert_hidden_mode,
     assert_no_cache_output,
-    assert_no_cache_reply_up_to_ties,
+    assert_no_cache_replies_up_to_ties,
     assert_nothing_went_wrong,
     assert_restored_from_l3,
+    assert_sound_hidden_mode,
     faulty,
     our_server,
     stored_pages,
@@ -83,8 +87,8 @@ def abreast(seed: int) -> list[Conversation]:
     return make_conversations(6, turns=3, tokens=100, seed=seed)
 
 
-def from_host(conversations: list[Conversation]) -> int:
-    return sum(turn.cached.host for c in conversations for turn in c.turns)
+def from_host(conversations: Sequence[Conversation]) -> int:
+    return sum(turn.cached.host for turn in turns_of(conversations))
 
 
 @pytest.mark.parametrize(
@@ -102,11 +106,9 @@ def test_stages_restore_from_host_memory_what_all_of_them_have(
         clients = Clients(server, 16, aborted=0.2, kept=30)
         clients.talk(8, until=lambda: len(clients.turns) == 30 and clients.counts["host"] > 0)
         server.wait_backed_up()
-        assert_hidden_mode(server)
-        assert_nothing_went_wrong(server)
+        assert_sound_hidden_mode(server)
     assert clients.counts["host"], clients.counts
-    for turn in clients.turns:
-        assert_no_cache_reply_up_to_ties(model, turn)
+    assert_no_cache_replies_up_to_ties(model, clients.turns)
 
 
 def test_what_one_stage_lost_is_a_miss_on_all(model: Path, tmp_path: Path) -> None:
@@ -114,14 +116,13 @@ def test_what_one_stage_lost_is_a_miss_on_all(model: Path, tmp_path: Path) -> No
     env = faulty("rows_lost", trigger, stage=1)
     with Server(small_pools(model, tmp_path, extra_env=env)) as server:
         trigger.touch()
-        lost = list(converse(server, abreast(1), flush=False, concurrent=True))
+        lost = converse(server, abreast(1), flush=False, concurrent=True)
         trigger.unlink()
-        again = [Conversation([c.turns[-1].prompt]) for c in lost]
-        converse(server, again)
-        kept = list(converse(server, abreast(2), flush=False, concurrent=True))
+        again = ask(server, [c.turns[-1].prompt for c in lost])
+        kept = converse(server, abreast(2), flush=False, concurrent=True)
         assert_hidden_mode(server)
     assert from_host(lost) == 0
-    assert all(turn.cached.storage == 0 for c in [*lost, *again] for turn in c.turns)
+    assert all(turn.cached.storage == 0 for turn in turns_of([*lost, *again]))
     assert from_host(kept) > 500
     assert_no_cache_output(model, [*lost, *again, *kept])
 
@@ -171,6 +172,5 @@ def test_replicas_share_one_store(model: Path, tmp_path: Path) -> None:
         found = json.loads(verified.output)["folders"][str(tmp_path / "l3")]
         assert (found["pages"], found["problems"]) == (len(sizes), 0)
         assert len(sizes) > 20
-        assert_hidden_mode(server)
-        assert_nothing_went_wrong(server)
+        assert_sound_hidden_mode(server)
     assert_no_cache_output(model, [Conversation([turn.prompt], turns=[turn]) for turn in asked])

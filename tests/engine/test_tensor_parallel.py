@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,34 +9,33 @@ import pytest
 
 from bench.harness.models import build_model
 from bench.harness.server import Server
-from tests.engine.harness.conversations import Conversation, converse, make_conversations
+from tests.engine.harness.conversations import (
+    ask,
+    converse,
+    converse_at_random,
+    make_conversations,
+    turns_of,
+)
 from tests.engine.harness.ours import (
     assert_hidden_mode,
     assert_no_cache_output,
-    assert_no_cache_reply_up_to_ties,
+    assert_no_cache_replies_up_to_ties,
     assert_nothing_went_wrong,
     assert_restored_from_l3,
+    assert_sound_hidden_mode,
     faulty,
+    file_backend,
+    flip_bit,
+    hidden_mode_env,
     our_server,
+    partition,
+    projections,
     stored_pages,
 )
 
 pytestmark = pytest.mark.engine
 
-REQUESTS = int(os.environ.get("HCACHE_TEST_RANK_REQUESTS", "200"))
 WATCHDOG = ("--watchdog-timeout", "240")
-
-
-def converse_in_turns(servers: Sequence[Server], conversations: list[Conversation]) -> None:
-    """One turn of all conversations on each of ``servers``, one server after the other."""
-    rest = [conversation.questions for conversation in conversations]
-    for number, server in enumerate(servers, 1):
-        for conversation, questions in zip(conversations, rest, strict=True):
-            conversation.questions = questions[:number]
-        with server:
-            converse(server, conversations)
-            assert_hidden_mode(server)
-            assert_nothing_went_wrong(server)
 
 
 def shares(folder: Path) -> dict[str, list[Path]]:
@@ -58,14 +55,16 @@ def size(paths: Sequence[Path]) -> int:
 def test_each_rank_stores_half_and_any_number_of_ranks_reads_it(
     model: Path, tmp_path: Path
 ) -> None:
-    """What one rank wrote two read, and back, and what two wrote one reads."""
-    conversations = make_conversations(2, turns=4, tokens=200)
-    logs = (tmp_path / f"{turn}.log" for turn in range(4))
-    servers = [
-        Server(our_server(model, tmp_path, tp=tp, log=log))
-        for tp, log in zip((1, 2, 1, 2), logs, strict=True)
-    ]
-    converse_in_turns(servers, conversations)
+    """What one rank wrote two read, and what these two wrote one reads."""
+    conversations = make_conversations(2, turns=3, tokens=200)
+    for turn, tp in enumerate((1, 2, 1), 1):
+        options = our_server(model, tmp_path, tp=tp, log=tmp_path / f"{turn}.log")
+        with Server(options) as server:
+            converse(server, conversations, turns=turn)
+            assert_sound_hidden_mode(server)
+            rows = 512 // tp  # of K and V of a rank
+            by_spec = f"4 layers by spec (fused weight {rows}x256, RoPE neox 64)"
+            assert projections(server) == [by_spec] * tp
     assert_restored_from_l3(conversations, 64)
     found = shares(tmp_path)
     assert sorted(found) == ["0of1", "0of2", "1of2"]
@@ -80,13 +79,31 @@ def test_each_rank_stores_half_and_any_number_of_ranks_reads_it(
     assert_no_cache_output(model, conversations)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "olmo2", "opt"])
-def test_two_ranks_with_other_models(family: str, model_cache: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "projection"),
+    [
+        # Its norm sees the heads of all ranks: the attention modules talk to each other.
+        pytest.param(
+            *(
+                "olmo2",
+                "layers 0, 1, 2, 3 by their attention modules: K is made by no norm and RoPE",
+            ),
+            marks=pytest.mark.versions,
+        ),
+        ("qwen3", "4 layers by spec (fused weight 128x256, rms norm over a head, RoPE neox 64)"),
+        ("opt", "4 layers by spec (fused weight 256x256, bias)"),
+    ],
+)
+def test_two_ranks_with_other_models(
+    family: str, projection: str, model_cache: Path, tmp_path: Path
+) -> None:
     """Grouped queries, norms over the heads of all ranks, biases and learned positions."""
     model = build_model(family, model_cache)
     with Server(our_server(model, tmp_path, tp=2, page_size=16)) as server:
-        conversations = converse(server, make_conversations(2, turns=3, tokens=150))
+        conversations = make_conversations(3, turns=2, tokens=200)
+        converse(server, conversations, concurrent=True)
         assert_hidden_mode(server)
+        assert [line.startswith(projection) for line in projections(server)] == [True, True]
         assert_nothing_went_wrong(server)
     assert_restored_from_l3(conversations, 16)
     assert {"0of2", "1of2"} == set(shares(tmp_path))
@@ -98,23 +115,17 @@ def test_a_share_that_is_gone_or_damaged_is_a_miss_on_all_ranks(
 ) -> None:
     with Server(our_server(model, tmp_path, tp=2, extra_args=WATCHDOG)) as server:
         lost, damaged = make_conversations(2, turns=3, tokens=300)
-        rest = [[c.questions.pop()] for c in (lost, damaged)]
-        converse(server, [lost])
+        converse(server, [lost], turns=2)
         before = set(stored_pages(tmp_path))
-        converse(server, [damaged])
+        converse(server, [damaged], turns=2)
         for path in before & set(shares(tmp_path)["1of2"]):
             path.unlink()
         for path in set(shares(tmp_path)["0of2"]) - before:
-            data = bytearray(path.read_bytes())
-            data[-1000] ^= 1
-            path.write_bytes(data)
-        for conversation, questions in zip((lost, damaged), rest, strict=True):
-            conversation.questions += questions
+            flip_bit(path, -1000)
         converse(server, [lost, damaged])
         assert [c.turns[2].cached.storage for c in (lost, damaged)] == [0, 0]
         # Both ranks have stored what was missing once more.
-        again = [Conversation([[*c.history, 1, 2, 3]]) for c in (lost, damaged)]
-        converse(server, again)
+        again = ask(server, [[*c.history, 1, 2, 3] for c in (lost, damaged)])
         assert all(c.turns[0].cached.storage > 800 for c in again)
         assert_hidden_mode(server)
     assert_no_cache_output(model, [lost, damaged, *again])
@@ -124,13 +135,8 @@ def test_a_share_that_is_gone_or_damaged_is_a_miss_on_all_ranks(
 def test_first_layers_are_recomputed_by_all_ranks_together(
     name: str, model: Path, tmp_path: Path
 ) -> None:
-    partition = {
-        "recompute": {"recompute": 1, "hidden": 3, "kv": 0},
-        "mixed": {"recompute": 1, "hidden": 2, "kv": 1},
-    }[name]
-    options = our_server(
-        model, tmp_path, tp=2, hcache={"partition": partition}, max_total_tokens=2048
-    )
+    layers = {"recompute": partition(1, 3, 0), "mixed": partition(1, 2, 1)}[name]
+    options = our_server(model, tmp_path, tp=2, hcache={"partition": layers}, max_total_tokens=2048)
     with Server(options) as server:
         conversations = make_conversations(3, turns=3, tokens=200)
         converse(server, conversations, concurrent=True)
@@ -144,23 +150,17 @@ def test_first_layers_are_recomputed_by_all_ranks_together(
 
 
 def test_shares_pass_through_a_backend_that_is_not_ours(model: Path, tmp_path: Path) -> None:
-    options = our_server(model, tmp_path, tp=2)
-    options.storage_backend = "file"
-    options.extra_config = {"prefetch_threshold": 16}
-    options.extra_env = {
-        "HCACHE_ENABLE": "1",
-        "HCACHE_CONFIG": '{"mode": "hidden", "check_every_pages": 1}',
-        "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path / "file"),
-    }
-    with Server(options) as server:
+    with Server(file_backend(model, tmp_path, tp=2, extra_env=hidden_mode_env())) as server:
         conversations = converse(server, make_conversations(2, turns=3))
-        assert_hidden_mode(server)
-        assert_nothing_went_wrong(server)
+        assert_sound_hidden_mode(server)
     assert_restored_from_l3(conversations, 64)
     assert_no_cache_output(model, conversations)
 
 
-def test_random_misses_on_one_rank_never_part_the_ranks(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("requests", [100, pytest.param(200, marks=pytest.mark.long)])
+def test_random_misses_on_one_rank_never_part_the_ranks(
+    requests: int, model: Path, tmp_path: Path
+) -> None:
     """Every request is answered as without a cache, whatever the second rank lacks; none hangs."""
     options = our_server(
         model,
@@ -172,25 +172,13 @@ def test_random_misses_on_one_rank_never_part_the_ranks(model: Path, tmp_path: P
         extra_args=WATCHDOG,
         extra_env=faulty("misses_on_rank_1"),
     )
-    dice = random.Random(1)
-    conversations = make_conversations(10, turns=REQUESTS // 10, tokens=30)
+    conversations = make_conversations(10, turns=requests // 10, tokens=30)
     with Server(options) as server:
-        served, cached = 0, 0
-        while served < REQUESTS:
-            waiting = [c for c in conversations if len(c.turns) < len(c.questions)]
-            chosen = dice.sample(waiting, min(len(waiting), dice.randint(1, 5)))
-            prompts = [conversation.next_prompt() for conversation in chosen]
-            replies = server.generate_many(prompts, 4)
-            for conversation, prompt, reply in zip(chosen, prompts, replies, strict=True):
-                conversation.add(prompt, reply)
-                cached += reply.cached.storage + reply.cached.host
-            served += len(chosen)
-            if dice.random() < 0.3:
-                server.flush_cache()
-        assert cached > 20 * REQUESTS  # or this would be a test of recomputation only
+        converse_at_random(server, conversations, at_once=5, flushed=0.3)
+        turns = turns_of(conversations)
+        cached = sum(turn.cached.storage + turn.cached.host for turn in turns)
+        assert cached > 20 * len(turns) == 20 * requests  # or it would test recomputation only
         assert_hidden_mode(server)
         log = server.log_text()
         assert "self-check" not in log and "Exception in thread" not in log
-    for conversation in conversations:
-        for turn in conversation.turns:
-            assert_no_cache_reply_up_to_ties(model, turn)
+    assert_no_cache_replies_up_to_ties(model, turns)

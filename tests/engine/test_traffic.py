@@ -10,15 +10,15 @@ import pytest
 from bench.harness.server import Server
 from tests.engine.harness.conversations import (
     Conversation,
+    ask,
     converse,
     make_conversations,
     random_tokens,
 )
 from tests.engine.harness.ours import (
-    assert_hidden_mode,
     assert_no_cache_output,
-    assert_nothing_went_wrong,
     assert_restored_from_l3,
+    assert_sound_hidden_mode,
     our_server,
 )
 
@@ -49,8 +49,7 @@ def server(
     with Server(options) as server:
         assert f"Tree Core: {core}\n" in server.log_text()
         yield server
-        assert_hidden_mode(server)
-        assert_nothing_went_wrong(server)
+        assert_sound_hidden_mode(server)
 
 
 def test_eight_conversations_at_once(server: Server, model: Path) -> None:
@@ -88,11 +87,9 @@ def test_generated_pages_are_restored_as_prompted_ones_are(server: Server, model
 
 def test_twenty_flushes(server: Server, model: Path) -> None:
     prompt = random_tokens(100, seed=70)
-    conversation = Conversation([prompt])
-    converse(server, [conversation])
+    (conversation,) = ask(server, [prompt])
     for _ in range(20):
-        again = Conversation([prompt])
-        converse(server, [again])
+        (again,) = ask(server, [prompt])
         assert again.turns[0].cached.storage == (len(prompt) - 1) // PAGE * PAGE
         assert again.outputs == conversation.outputs
     assert_no_cache_output(model, [conversation])
@@ -101,9 +98,7 @@ def test_twenty_flushes(server: Server, model: Path) -> None:
 def test_warm_turns_and_restored_turns_mix(server: Server, model: Path) -> None:
     """Without a flush in between, history is on the device for some and in L3 for others."""
     old, new = make_conversations(2, turns=3, tokens=150, seed=4)
-    old.questions, rest = old.questions[:1], old.questions[1:]
-    converse(server, [old])
-    old.questions += rest
+    converse(server, [old], turns=1)
     converse(server, [old, new], flush=False, concurrent=True)
     assert old.turns[1].cached.storage >= old.turns[1].history_tokens - PAGE
     assert_no_cache_output(model, [old, new])

@@ -11,11 +11,12 @@ import pytest
 
 from bench.harness.models import build_model, replace_weights
 from bench.harness.server import Server
-from tests.engine.harness.conversations import Conversation, converse, make_conversations
+from tests.engine.harness.conversations import Conversation, ask, converse, make_conversations
 from tests.engine.harness.ours import (
     assert_hidden_mode,
     assert_no_cache_output,
     assert_restored_from_l3,
+    flip_bit,
     our_server,
     projections,
     stored_pages,
@@ -38,16 +39,12 @@ def server(model: Path, folder: Path) -> Iterator[Server]:
 
 def flip_a_byte(pages: list[Path], rng: random.Random) -> None:
     for page in pages:
-        data = bytearray(page.read_bytes())
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        page.write_bytes(data)
+        flip_bit(page, rng.randrange(page.stat().st_size), rng.randrange(8))
 
 
 def flip_a_header_byte(pages: list[Path], rng: random.Random) -> None:
     for page in pages:
-        data = bytearray(page.read_bytes())
-        data[rng.randrange(88)] ^= 1 << rng.randrange(8)
-        page.write_bytes(data)
+        flip_bit(page, rng.randrange(88), rng.randrange(8))
 
 
 def truncate(pages: list[Path], rng: random.Random) -> None:
@@ -82,18 +79,15 @@ def test_damaged_pages_are_misses(
 ) -> None:
     before = set(stored_pages(folder))
     (conversation,) = make_conversations(1, turns=3, tokens=400, seed=DAMAGES.index(damage))
-    last = conversation.questions.pop()
-    converse(server, [conversation])
+    converse(server, [conversation], turns=2)
     assert_restored_from_l3([conversation], 64)
     pages = [page for page in stored_pages(folder) if page not in before]
     assert len(pages) >= 12
     damage(pages, random.Random(1))
-    conversation.questions.append(last)
     converse(server, [conversation])
     assert conversation.turns[2].cached.storage == 0
     # What was damaged has been written again by that turn, and serves.
-    again = Conversation([conversation.turns[2].prompt])
-    converse(server, [again])
+    (again,) = ask(server, [conversation.turns[2].prompt])
     assert again.turns[0].cached.storage >= len(again.turns[0].prompt) - 64
     assert_no_cache_output(model, [conversation, again])
 
@@ -134,9 +128,7 @@ def test_weights_updated_in_service_are_another_namespace(
     other = build_model("llama", model_cache, seed=1)
 
     def turn() -> Conversation:
-        (conversation,) = make_conversations(1, turns=1, tokens=400, seed=90)
-        converse(server, [conversation])
-        return conversation
+        return converse(server, make_conversations(1, turns=1, tokens=400, seed=90))[0]
 
     first = turn()
     server.update_weights_from_disk(other)

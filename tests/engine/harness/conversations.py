@@ -61,29 +61,62 @@ def make_conversations(
     return conversations
 
 
+def turns_of(conversations: Sequence[Conversation]) -> list[Turn]:
+    return [turn for conversation in conversations for turn in conversation.turns]
+
+
 def converse(
     server: Server,
     conversations: Sequence[Conversation],
     *,
+    turns: int | None = None,
     reply_tokens: int = 16,
     flush: bool = True,
     concurrent: bool = False,
-    logprobs: bool = False,
 ) -> Sequence[Conversation]:
     """Run every remaining turn, all conversations abreast, flushing L1 and L2 after each round.
 
     With `flush` each turn after the first must come back from L3; without it, from wherever the
-    server still has it.
+    server still has it. With `turns` each conversation stops when it has had so many.
     """
-    while any(len(c.turns) < len(c.questions) for c in conversations):
-        active = [c for c in conversations if len(c.turns) < len(c.questions)]
-        prompts = [c.next_prompt() for c in active]
-        if concurrent:
-            replies = server.generate_many(prompts, reply_tokens, logprobs=logprobs)
-        else:
-            replies = [server.generate(p, reply_tokens, logprobs=logprobs) for p in prompts]
-        for conversation, prompt, reply in zip(active, prompts, replies, strict=True):
-            conversation.add(prompt, reply)
+    while waiting := [c for c in conversations if len(c.turns) < len(c.questions[:turns])]:
+        _one_round(server, waiting, reply_tokens, concurrent=concurrent)
         if flush:
             server.flush_cache()
     return conversations
+
+
+def converse_at_random(
+    server: Server, conversations: Sequence[Conversation], *, at_once: int, flushed: float
+) -> None:
+    """Run every remaining turn, of up to `at_once` drawn conversations at a time.
+
+    Args:
+        flushed: Share of the rounds after which L1 and L2 are flushed.
+    """
+    dice = random.Random(1)
+    while waiting := [c for c in conversations if len(c.turns) < len(c.questions)]:
+        chosen = dice.sample(waiting, min(len(waiting), dice.randint(1, at_once)))
+        _one_round(server, chosen, 4, concurrent=True)
+        if dice.random() < flushed:
+            server.flush_cache()
+
+
+def _one_round(
+    server: Server, conversations: Sequence[Conversation], reply_tokens: int, *, concurrent: bool
+) -> None:
+    """The next turn of each."""
+    prompts = [c.next_prompt() for c in conversations]
+    if concurrent:
+        replies = server.generate_many(prompts, reply_tokens)
+    else:
+        replies = [server.generate(prompt, reply_tokens) for prompt in prompts]
+    for conversation, prompt, reply in zip(conversations, prompts, replies, strict=True):
+        conversation.add(prompt, reply)
+
+
+def ask(
+    server: Server, prompts: Sequence[Sequence[int]], **options: bool
+) -> Sequence[Conversation]:
+    """A conversation of one turn for each prompt; `flush` and `concurrent` as in `converse`."""
+    return converse(server, [Conversation([list(prompt)]) for prompt in prompts], **options)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.harness.options import hcache_config
-from bench.harness.server import Server, ServerOptions
+from bench.harness.server import CachedTokens, Server, ServerOptions
 from tests.cpu_engine.hcache_cpu_engine import cpu_engine_env
 
-from .conversations import Conversation, Turn
+from .conversations import Conversation, Turn, turns_of
 from .reference import assert_equal_or_tie, assert_equal_tokens, load_reference
 
 TIE_NATS = 0.126
@@ -24,10 +24,23 @@ TIE_FLOAT32 = 1e-4
 random model some are closer to the best one than this, and either may win."""
 
 
+CHECKED: dict[str, Any] = {"mode": "hidden", "check_every_pages": 1}
+"""Options of ours that tests begin with: every page is checked."""
+
+
+def partition(recompute: int, hidden: int, kv: int) -> dict[str, int]:
+    """Option `partition`: how many layers by which method."""
+    return {"recompute": recompute, "hidden": hidden, "kv": kv}
+
+
 def extra_config(folder: Path, **options: Any) -> dict[str, Any]:
-    """Extra config that loads our backend with the options `hcache`; every page is checked."""
-    checked = {"mode": "hidden", "check_every_pages": 1}
-    return hcache_config(folder / "l3", **(checked | options))
+    """Extra config that loads our backend with these options of ours."""
+    return hcache_config(folder / "l3", **(CHECKED | options))
+
+
+def hidden_mode_env(**options: Any) -> dict[str, str]:
+    """Environment for hidden mode where the L3 backend is another one, or none yet."""
+    return {"HCACHE_ENABLE": "1", "HCACHE_CONFIG": json.dumps(CHECKED | options)}
 
 
 def our_server(
@@ -43,9 +56,39 @@ def our_server(
     )
 
 
+def file_backend(
+    model: Path, folder: Path, *, extra_env: Mapping[str, str] | None = None, **options: Any
+) -> ServerOptions:
+    """Options of a server with SGLang's own file backend in `folder`."""
+    return ServerOptions(
+        model=model,
+        log=folder / "server.log",
+        storage_backend="file",
+        extra_config={"prefetch_threshold": 16},
+        extra_env={
+            "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder / "l3"),
+            **(extra_env or {}),
+        },
+        **options,
+    )
+
+
+def attach(server: Server, config: Mapping[str, Any], **policies: str) -> None:
+    """Attach our backend; raises AssertionError when it is refused."""
+    answer = server.attach_storage("dynamic", config, **policies)
+    assert answer.status_code == 200, answer.text
+
+
 def stored_pages(folder: Path) -> list[Path]:
     """The page files below `folder`."""
     return sorted((folder / "l3").glob("**/*.page"))
+
+
+def flip_bit(path: Path, at: int, bit: int = 0) -> None:
+    """Change a bit of the byte `at` of a file; a negative place counts from its end."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << bit
+    path.write_bytes(data)
 
 
 def assert_hidden_mode(server: Server) -> None:
@@ -68,15 +111,19 @@ def assert_nothing_went_wrong(server: Server) -> None:
     assert "Exception in thread" not in log
 
 
+def assert_sound_hidden_mode(server: Server) -> None:
+    assert_hidden_mode(server)
+    assert_nothing_went_wrong(server)
+
+
 def assert_no_cache_output(model: Path, conversations: Sequence[Conversation]) -> None:
     """Every reply is, token for token, what the model says without any cache (float32).
 
     The reply is fed to transformers in one pass: it is the greedy continuation if and only if each
     of its tokens is the best one after those before it.
     """
-    for conversation in conversations:
-        for turn in conversation.turns:
-            assert_equal_tokens(turn.reply.output_ids, best_tokens(model, turn))
+    for turn in turns_of(conversations):
+        assert_equal_tokens(turn.reply.output_ids, best_tokens(model, turn))
 
 
 def assert_no_cache_output_up_to_ties(
@@ -85,13 +132,19 @@ def assert_no_cache_output_up_to_ties(
     """The rule for bfloat16; the reference is this engine without any cache."""
     plain = ServerOptions(model, folder / "plain.log", cache="none", dtype="bfloat16")
     with Server(plain) as server:
-        for turn in (turn for conversation in conversations for turn in conversation.turns):
+        for turn in turns_of(conversations):
             want = server.generate(turn.prompt, len(turn.reply.output_ids), logprobs=True)
+            assert want.cached == CachedTokens(0, 0, 0)
             assert_equal_or_tie(turn.reply.output_ids, want.output_ids, want.top2, TIE_NATS)
 
 
-def assert_no_cache_reply_up_to_ties(model: Path, turn: Turn) -> None:
+def assert_no_cache_replies_up_to_ties(model: Path, turns: Sequence[Turn]) -> None:
     """Each token of a float32 reply is the best one without any cache, up to `TIE_FLOAT32`."""
+    for turn in turns:
+        _assert_no_cache_reply_up_to_ties(model, turn)
+
+
+def _assert_no_cache_reply_up_to_ties(model: Path, turn: Turn) -> None:
     logits, reply = _logits(model, turn), turn.reply.output_ids
     behind = logits.max(-1).values - logits[range(len(reply)), reply]
     assert behind.max() <= TIE_FLOAT32, (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,60 +10,21 @@ from typing import Any
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
 
 
-@dataclass(frozen=True)
-class Greedy:
-    """A greedy continuation and, per token, the log-probabilities of the two best candidates."""
-
-    tokens: list[int]
-    top2: list[tuple[float, float]]
-
-
-def greedy(
-    model: Path, prompts: Sequence[Sequence[int]], count: int, dtype: str = "float32"
-) -> list[Greedy]:
-    """Greedy continuations of `prompts` by transformers: no paging, no reuse of anything.
-
-    Exact only in float32. In bfloat16 kernels round differently, so take the reference from the
-    same engine instead (a `Server` with `cache="none"`).
-    """
-    import torch
-
-    net = load_reference(model, dtype)
-    with torch.inference_mode():
-        return [_greedy_one(net, list(prompt), count) for prompt in prompts]
-
-
-def load_reference(model: Path, dtype: str = "float32") -> Any:
-    """The model as transformers runs it. Kept until its weights change or four others came."""
+def load_reference(model: Path) -> Any:
+    """The model as transformers runs it, in float32. Kept until its weights change or four others
+    came."""
     newest = max(weights.stat().st_mtime_ns for weights in model.glob("*.safetensors"))
-    return _load(model, newest, dtype)
+    return _load(model, newest)
 
 
 @lru_cache(maxsize=4)
-def _load(model: Path, _newest: int, dtype: str) -> Any:
-    import torch
-
+def _load(model: Path, _newest: int) -> Any:
     stub_torchvision()
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(
-        model, dtype=getattr(torch, dtype), local_files_only=True
+        model, dtype="float32", local_files_only=True
     ).eval()
-
-
-def _greedy_one(net: Any, prompt: list[int], count: int) -> Greedy:
-    import torch
-
-    tokens: list[int] = []
-    top2: list[tuple[float, float]] = []
-    step, past = torch.tensor([prompt]), None
-    for _ in range(count):
-        out = net(input_ids=step, past_key_values=past, use_cache=True, logits_to_keep=1)
-        best = torch.log_softmax(out.logits[0, -1].float(), -1).topk(2)
-        tokens.append(int(best.indices[0]))
-        top2.append((float(best.values[0]), float(best.values[1])))
-        step, past = torch.tensor([[tokens[-1]]]), out.past_key_values
-    return Greedy(tokens, top2)
 
 
 def first_difference(got: Sequence[int], want: Sequence[int]) -> int | None:

@@ -20,6 +20,7 @@ from hcache_backend.engine.startup.partition_choice import fixed_partition
 from hcache_backend.page import PageLayout
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.model_config import shape_from_config
+from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile, Rate
 from hcache_backend.restore.eager import HandOut
 from hcache_backend.restore.layers import Recompute
@@ -230,6 +231,19 @@ class TestQueuedLoads:
         assert recomputed(loads) is None
 
 
+SLOW, FAST = Rate(per_second=1.0), Rate(per_second=1e18)
+
+
+def slow_bus(l3: Rate | None) -> Profile:
+    """A machine where everything that is copied takes long, and nothing else does."""
+    rates = {"hidden_copy": SLOW, "kv_load": SLOW, "projection": FAST, "dense": FAST}
+    return Profile(device="none", source="a test", dtype="float32", l3=l3, attention=FAST, **rates)
+
+
+def gpt2() -> ModelShape:
+    return shape_from_config(json.loads((CONFIGS / "gpt2.json").read_text()), "a test")
+
+
 class TestPartition:
     def test_kv_takes_the_place_of_recomputation_that_is_not_possible(self) -> None:
         parts = LayerMethods(Partition(1, 2, 1), None, None, 1024)
@@ -241,13 +255,7 @@ class TestPartition:
 
     def test_ranks_recompute_what_they_must_and_no_more(self) -> None:
         """A bus so slow that one rank recomputes everything it may."""
-        slow, fast = Rate(per_second=1.0), Rate(per_second=1e18)
-        rates = {"hidden_copy": slow, "kv_load": slow, "projection": fast, "dense": fast}
-        profile = Profile(
-            device="none", source="a test", dtype="float32", l3=None, attention=fast, **rates
-        )
-        config = json.loads((CONFIGS / "gpt2.json").read_text())
-        shape = shape_from_config(config, "a test")
+        profile, shape = slow_bus(l3=None), gpt2()
         stored = Partition(1, shape.layers - 1, 0)
         alone = LayerMethods(stored, profile, shape, 1024)
         assert alone.first_layers(100, 0, "none") == shape.layers
@@ -257,13 +265,7 @@ class TestPartition:
         self,
     ) -> None:
         """What is recomputed is known before it is read; what L2 has, all can be recomputed."""
-        slow, fast = Rate(per_second=1.0), Rate(per_second=1e18)
-        rates = {"hidden_copy": slow, "kv_load": slow, "projection": fast, "dense": fast}
-        profile = Profile(
-            device="none", source="a test", dtype="float32", l3=slow, attention=fast, **rates
-        )
-        config = json.loads((CONFIGS / "gpt2.json").read_text())
-        shape = shape_from_config(config, "a test")
+        profile, shape = slow_bus(l3=SLOW), gpt2()
         layerwise = LayerMethods(Partition(1, shape.layers - 1, 0), profile, shape, 1024)
         eager = replace(layerwise, eager=True)
         assert layerwise.first_layers(100, 0, "first") == shape.layers

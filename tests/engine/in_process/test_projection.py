@@ -115,13 +115,15 @@ def test_scales_that_are_no_numbers_are_left_to_the_engine() -> None:
     assert pool.of_layer(replace(layer, kernel=kernel)) is None
 
 
-def projections_of(modules: list[Attention]) -> tuple[Runtime, Projector, LayerSpecs]:
+def projections_of(
+    modules: list[Attention], config: HCacheConfig | None = None
+) -> tuple[Runtime, Projector, LayerSpecs]:
     """Everything between a passed probe and the first request, for a pool of two layers."""
     layers = [
         replace(attention_layer(index, None), module=module) for index, module in enumerate(modules)
     ]
     runner = SimpleNamespace(model_config=SimpleNamespace(context_len=POSITION_LIMIT))
-    runtime = Runtime(runner, HCacheConfig())
+    runtime = Runtime(runner, config or HCacheConfig())
     pool = pool_of(torch.float32)
     projector = Projector(MARKER, PagedPool(pool), 2)
     hidden, positions = tokens()
@@ -149,6 +151,18 @@ def test_a_layer_without_a_spec_on_one_rank_has_none_on_any(
     assert [(group.method, group.detail) for group in runtime.projection] == [
         ("spec", "fused weight 128x96, RoPE neox 16"),
         ("generic", "another rank has no spec"),
+    ]
+
+
+def test_the_option_projection_generic_leaves_every_layer_to_its_module() -> None:
+    config = HCacheConfig(projection="generic")
+    runtime, projector, projections = projections_of(
+        [Attention(rope=Rope()) for _ in range(2)], config
+    )
+    projections.settle()
+    assert by_spec(projector) == [False, False]
+    assert [(group.method, group.detail) for group in runtime.projection] == [
+        ("generic", "option 'projection' is 'generic'")
     ]
 
 
