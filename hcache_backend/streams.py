@@ -76,9 +76,14 @@ class Stream(ABC):
             _current.reset(token)
 
 
-def new_stream(device: torch.device | str, name: str) -> Stream:
-    """A stream of its own on ``device``; ``name`` is for debuggers."""
-    return _door.new_stream(torch.device(device), name)
+def new_stream(device: torch.device | str, name: str, *, in_turn: bool = False) -> Stream:
+    """A stream of its own on ``device``.
+
+    Args:
+        name: For debuggers.
+        in_turn: Its work talks to other ranks: on a CPU it must stand in turn with the caller's.
+    """
+    return _door.new_stream(torch.device(device), name, in_turn=in_turn)
 
 
 def current_stream(device: torch.device | str) -> Stream:
@@ -247,13 +252,13 @@ class Door:
     CUDA's streams where the device is a GPU, worker threads where it is the CPU.
     """
 
-    def new_stream(self, device: torch.device, name: str) -> Stream:
+    def new_stream(self, device: torch.device, name: str, *, in_turn: bool = False) -> Stream:
         if device.type == "cuda":
             # Behind forward passes there is nothing: SGLang's streams have priority 0 as well
             # (0.5.20 to 0.5.23), and that is the lowest that CUDA knows. A restore holds them up by
             # the length of its launches at most, which option restore_chunk_tokens bounds.
             return _CudaStream(torch.cuda.Stream(device, priority=0))
-        return WorkerStream(name)
+        return CallerStream() if in_turn else WorkerStream(name)
 
     def current_stream(self, device: torch.device) -> Stream:
         if device.type == "cuda":

@@ -27,13 +27,7 @@ from hcache_backend.restore.exchange import CollectiveOrder, Exchange
 from hcache_backend.restore.layers import Recompute, RestoredLayer
 from hcache_backend.restore.report import RestoreReport, RunningRestore
 from hcache_backend.restore.ring import Ring, largest_segment, ring_bytes
-from hcache_backend.streams import (
-    CallerStream,
-    Event,
-    current_stream,
-    held_for_device,
-    new_stream,
-)
+from hcache_backend.streams import Event, current_stream, held_for_device, new_stream
 from hcache_kernels.pages import gather_pages
 
 FIRST_PIECES = 4
@@ -81,9 +75,8 @@ class RestorePipeline:
         size = ring_bytes(layout, chunk_tokens, hidden)
         self._ring = torch.empty(size, dtype=torch.uint8, device=device)
         self._copy = new_stream(device, "copy")
-        # On a CPU, projections that talk to other ranks must do so in turn with forward passes.
-        in_turn = order is not None and self._device.type == "cpu"
-        self._compute = CallerStream() if in_turn else new_stream(device, "compute")
+        # Projections may talk to other ranks.
+        self._compute = new_stream(device, "compute", in_turn=order is not None)
         self._unread: deque[RunningRestore] = deque()
 
     @torch.no_grad()

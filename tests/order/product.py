@@ -87,7 +87,9 @@ class CheckedDoor(streams.Door):
     def __init__(self, checker: Checker) -> None:
         self._memory, self._clocks = checker.memory, checker.clocks
 
-    def new_stream(self, device: torch.device, name: str) -> streams.Stream:
+    def new_stream(
+        self, device: torch.device, name: str, *, in_turn: bool = False
+    ) -> streams.Stream:
         return CheckedStream(self._memory, self._clocks.new_stream(f"hcache {name}"), ours=True)
 
     def current_stream(self, device: torch.device) -> streams.Stream:
