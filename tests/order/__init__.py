@@ -13,7 +13,9 @@ reported: the two places, their streams, and the edge that is missing.
 - ``watch``: what a thread asks of torch, and the ways between host and device;
 - ``product``: the same for :mod:`hcache_backend.streams`;
 - ``rules``: what is not reported, each with its reason;
-- ``plugin``: puts all of it into the scheduler of a real SGLang server.
+- ``graphs``: decode graphs of SGLang, replayed without the product's Python;
+- ``plugin``: puts all of it into the scheduler of a real SGLang server;
+- ``waits``: prints where the host waited in there.
 
 What a checker of this kind must not leave out, because bugs hide behind it: queries that say no for
 a while (``Query.LAZY``), SGLang's read barrier published as early as its decode graphs do it, an

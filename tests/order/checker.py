@@ -28,8 +28,6 @@ class Checker:
     def __init__(self, query: Query = Query.LAZY, seed: int = 0) -> None:
         self.clocks = Clocks(query, seed)
         self.memory = Memory(self.clocks)
-        self.steps = 0  # forward passes of the engine
-        self.is_used = False  # by the engine
         self.stack = ExitStack()
         self.stand_ins = stand_ins(self.clocks)
 

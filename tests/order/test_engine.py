@@ -6,10 +6,12 @@ import json
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import requests
 
 from bench.harness.models import build_model
 from bench.harness.server import Server
@@ -42,14 +44,19 @@ def pressure(server: Server) -> None:
         server.generate_many([p + random_tokens(20 * turn, turn) for p in prompts], 12)
 
 
+def l3_rate(server: Server, bytes_per_second: int) -> None:
+    """How fast L3 is from now on; 0: no limit."""
+    (server.options.log.parent / "l3-rate").write_text(str(bytes_per_second))
+
+
 def eager(server: Server) -> None:
-    """Prompts from L3: alone, together, behind a prefix that is on the device, and aborted."""
+    """Prompts from L3: alone, together, and behind a prefix that is on the device."""
     prompts = [random_tokens(800, seed) for seed in (3, 4)]
     longer = prompts[0] + random_tokens(600, 77)
     for prompt in (*prompts, longer):
         server.generate(prompt, 1)
     server.flush_cache()
-    (server.options.log.parent / "l3-rate").write_text("4000000")  # bytes per second
+    l3_rate(server, 4_000_000)
     for prompt in prompts:
         server.generate([*prompt, 5, 6, 7], 8)
     server.flush_cache()
@@ -59,46 +66,155 @@ def eager(server: Server) -> None:
     server.generate([*longer, 1], 4)
 
 
-SCENARIOS: dict[str, Callable[[Server], None]] = {
-    f.__name__: f for f in (conversations, pressure, eager)
+def decode(server: Server) -> None:
+    """Batches that shrink from nine requests to one; then the same behind what L3 has of them."""
+    prompts = [random_tokens(70, seed) for seed in range(9)]
+    for turn in range(2):
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            for place, prompt in enumerate(prompts):
+                pool.submit(server.generate, [*prompt, turn], 3 + 3 * place)
+        server.flush_cache()
+
+
+def turns(server: Server) -> None:
+    """Conversations whose every turn comes from L3."""
+    converse(server, make_conversations(2, turns=2, tokens=200))
+
+
+MIDDLE = ("prefetch", "load", "prefill")
+
+
+def _abort(server: Server, where: str, prompt: list[int]) -> None:
+    """A request that the plugin aborts there; it may still end before."""
+    body = {"rid": f"abort in {where} {time.monotonic_ns()}", "input_ids": prompt}
+    requests.post(
+        f"{server.url}/generate",
+        json=body | {"sampling_params": {"max_new_tokens": 8}},
+        timeout=600,
+    )
+
+
+def aborts(server: Server) -> None:
+    """Requests that are aborted in the middle of something, beside one that goes on."""
+    prompts = [random_tokens(320, seed) for seed in range(3)]
+    server.generate_many(prompts, 1)
+    server.flush_cache()
+    l3_rate(server, 4_000_000)
+    for turn in range(2):
+        with ThreadPoolExecutor(4) as pool:
+            for where, prompt in zip(MIDDLE, prompts, strict=True):
+                more = random_tokens(400 if where == "prefill" else 40, turn)
+                pool.submit(_abort, server, where, [*prompt, *more])
+            pool.submit(server.generate, [*prompts[0], turn], 8)
+        server.flush_cache()
+
+
+def flushes(server: Server) -> None:
+    """Flushes at the first moment at which SGLang allows it, while others go on asking."""
+    prompts = [random_tokens(320, seed) for seed in range(3)]
+    server.generate_many(prompts, 1)
+    l3_rate(server, 4_000_000)
+    for turn in range(4):
+        with ThreadPoolExecutor(4) as pool:
+            pool.submit(server.flush_cache)
+            pool.submit(_abort, server, "prefetch", prompts[turn % 3])
+            for prompt in prompts[:2]:
+                pool.submit(server.generate, [*prompt, turn], 3 + 2 * turn)
+
+
+class Scenario(NamedTuple):
+    """What users do to a server, and to which.
+
+    Attributes:
+        happened: What the report must say for the scenario to have been one.
+        partitions: Which ones it runs with, see ``PARTITIONS``.
+        chunk: Tokens of a prefill's longest step.
+    """
+
+    use: Callable[[Server], None]
+    happened: Callable[[dict[str, Any]], object] = lambda found: found["steps"] > 10
+    partitions: tuple[str, ...] = ("mixed",)
+    restore: str = "layerwise"
+    tp: int = 1
+    chunk: int | None = None
+    decode_graphs: bool = False
+
+
+def _was_replayed(found: dict[str, Any]) -> bool:
+    return bool(found["replays"] > found["steps"] / 2)
+
+
+def _was_aborted(found: dict[str, Any]) -> bool:
+    return set(found["aborts"]) == set(MIDDLE)
+
+
+def _was_cut_off(found: dict[str, Any]) -> bool:
+    return "prefetch" in found["aborts"]
+
+
+EVERY = tuple(PARTITIONS)
+SCENARIOS = {
+    "conversations": Scenario(conversations, partitions=EVERY),
+    "pressure": Scenario(pressure, partitions=EVERY),
+    "eager": Scenario(eager, partitions=EVERY, restore="eager"),
+    "decode graphs": Scenario(decode, _was_replayed, EVERY, decode_graphs=True),
+    "two ranks": Scenario(turns, tp=2),
+    "two ranks, eager": Scenario(turns, restore="eager", tp=2),
+    "aborts": Scenario(aborts, _was_aborted, chunk=256),
+    "aborts, eager": Scenario(aborts, _was_aborted, restore="eager", chunk=256),
+    "flushes": Scenario(flushes, _was_cut_off),
+    "flushes, eager": Scenario(flushes, _was_cut_off, restore="eager"),
 }
 
 
-def check(model: Path, folder: Path, name: str, partition: str, **chosen: Any) -> dict[str, Any]:
+def check(
+    model: Path, folder: Path, name: str, partition: str, **chosen: Any
+) -> list[dict[str, Any]]:
     """Serve a scenario under the checker.
 
     Returns:
-        The report, see ``plugin/hcache_order.py``.
+        The report of each rank, see ``plugin/hcache_order.py``.
     """
-    settings = Settings(report=str(folder / "order.json"), **chosen)
+    scenario = SCENARIOS[name]
+    settings = Settings(
+        report=str(folder / "order.json"), decode_graphs=scenario.decode_graphs, **chosen
+    )
     paths = [str(HERE / "plugin"), str(HERE.parents[1]), cpu_engine_env()["PYTHONPATH"]]
-    hcache: dict[str, Any] = {"partition": PARTITIONS[partition], "check_every_pages": 4}
-    environment = settings.environment() | {"PYTHONPATH": os.pathsep.join(paths)}
-    if name == "eager":
-        hcache["restore"] = "eager"
-        (folder / "l3-rate").write_text("0")
-        environment["HCACHE_CPU_L3_FILE"] = str(folder / "l3-rate")
+    (folder / "l3-rate").write_text("0")
     options = our_server(
         model,
         folder,
-        hcache=hcache,
+        hcache={
+            "partition": PARTITIONS[partition],
+            "check_every_pages": 4,
+            "restore": scenario.restore,
+        },
         page_size=16,
         overlap=True,
+        tp=scenario.tp,
         max_total_tokens=2048,
-        extra_env=environment,
+        chunked_prefill_size=scenario.chunk,
+        extra_env={
+            **settings.environment(),
+            "PYTHONPATH": os.pathsep.join(paths),
+            "HCACHE_CPU_L3_FILE": str(folder / "l3-rate"),
+        },
     )
     with Server(options) as server:
-        SCENARIOS[name](server)
+        scenario.use(server)
         assert_hidden_mode(server)
-        report, ask = Path(settings.report), Path(settings.report + ".ask")
-        ask.touch()
-        deadline = time.monotonic() + 60
-        while not report.exists():
-            assert time.monotonic() < deadline, server.log_text()[-2000:]
-            time.sleep(0.1)
-    found: dict[str, Any] = json.loads(report.read_text())
-    assert found["steps"] > 10
+        reports = [Path(f"{settings.report}.{rank}") for rank in range(scenario.tp)]
+        for report in reports:
+            Path(f"{report}.ask").touch()
+        server.until(lambda: all(report.exists() for report in reports), "reports")
+    found: list[dict[str, Any]] = [json.loads(report.read_text()) for report in reports]
+    assert all(map(scenario.happened, found)), found
     return found
+
+
+def findings(found: list[dict[str, Any]]) -> str:
+    """What is wrong, on all ranks; empty if nothing is."""
+    return "\n\n".join(finding for report in found for finding in report["findings"])
 
 
 @pytest.fixture(scope="module")
@@ -106,38 +222,43 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_model("llama", tmp_path_factory.mktemp("models"))
 
 
-EVERY_RUN = [("conversations", "mixed"), ("pressure", "hidden"), ("eager", "recompute")]
+EVERY_RUN = [
+    ("conversations", "mixed"),
+    ("pressure", "hidden"),
+    ("eager", "recompute"),
+    ("decode graphs", "hidden"),
+]
 
 
 @pytest.mark.parametrize(
     ("name", "partition"),
     [
         pytest.param(name, partition, marks=() if (name, partition) in EVERY_RUN else LONG)
-        for name in SCENARIOS
-        for partition in PARTITIONS
+        for name, scenario in SCENARIOS.items()
+        for partition in scenario.partitions
     ],
 )
 def test_no_wrong_order(model: Path, tmp_path: Path, name: str, partition: str) -> None:
-    found = check(model, tmp_path, name, partition)
-    assert not found["findings"], "\n\n".join(found["findings"])
+    assert not findings(check(model, tmp_path, name, partition))
+
+
+RANDOM = {"query": "random", "seed": 1}
+WHATEVER = (RANDOM, {"query": "random", "seed": 2, "newest_first": True}, {"early_barrier": False})
 
 
 @LONG
 @pytest.mark.parametrize(
-    "chosen",
+    ("name", "chosen"),
     [
-        {"query": "random", "seed": 1},
-        {"query": "random", "seed": 2, "newest_first": True},
-        {"early_barrier": False},
+        pytest.param(name, chosen, id=f"{name}, {', '.join(chosen)}")
+        for name, scenario in SCENARIOS.items()
+        for chosen in (WHATEVER if scenario.partitions == EVERY else (RANDOM,))
     ],
-    ids=", ".join,
 )
-@pytest.mark.parametrize("name", SCENARIOS)
 def test_no_wrong_order_whatever_the_device_does(
     model: Path, tmp_path: Path, name: str, chosen: dict[str, Any]
 ) -> None:
-    found = check(model, tmp_path, name, "mixed", **chosen)
-    assert not found["findings"], "\n\n".join(found["findings"])
+    assert not findings(check(model, tmp_path, name, "mixed", **chosen))
 
 
 @LONG
@@ -155,4 +276,15 @@ def test_what_was_wrong_is_reported_when_its_edge_is_left_out(
     model: Path, tmp_path: Path, what: str, name: str, partition: str
 ) -> None:
     [edge] = [str(edge) for edge in all_edges() if edge.what == what]
-    assert check(model, tmp_path, name, partition, left_out=edge)["findings"]
+    assert findings(check(model, tmp_path, name, partition, left_out=edge))
+
+
+@LONG
+@pytest.mark.parametrize("gives_up", [True, False])
+def test_a_replay_whose_step_could_not_begin(model: Path, tmp_path: Path, gives_up: bool) -> None:
+    [edge] = [str(edge) for edge in all_edges() if edge.what == "capture.give_up_step()"]
+    left_out = None if gives_up else edge
+    found = check(
+        model, tmp_path, "decode graphs", "hidden", failing_begins=True, left_out=left_out
+    )
+    assert bool(findings(found)) is not gives_up

@@ -1,17 +1,18 @@
 """SGLang plugin: the scheduler of a CPU server on modelled streams, under the checker.
 
-``HCACHE_ORDER`` is a JSON object, see :class:`Settings`. What was found is written when the file
-``<report>.ask`` appears.
+``HCACHE_ORDER`` is a JSON object, see :class:`Settings`. Each rank writes what was found there to
+``<report>.<rank>`` when the file ``<report>.<rank>.ask`` appears.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,14 @@ class Settings:
     """How a server is checked.
 
     Attributes:
-        report: File for what was found.
+        report: File for what was found, without the rank.
         query: How events answer, see ``Query``.
         seed: For random answers.
         early_barrier: SGLang's read barrier is published before each forward pass, as its decode
             graphs do, and not behind it.
         newest_first: The page allocator hands out first what was freed last.
+        decode_graphs: Decode steps are replays of recorded graphs.
+        failing_begins: Every third step cannot begin to be captured.
         left_out: An edge of the product that is passed over, as ``tests.order.edges`` names it.
     """
 
@@ -38,11 +41,28 @@ class Settings:
     seed: int = 0
     early_barrier: bool = True
     newest_first: bool = False
+    decode_graphs: bool = False
+    failing_begins: bool = False
     left_out: str | None = None
 
     def environment(self) -> dict[str, str]:
         """For the server's process."""
         return {VARIABLE: json.dumps(asdict(self)), "SGLANG_ENABLE_WAR_BARRIER": "1"}
+
+
+@dataclass
+class Done:
+    """What the scheduler did while it was checked.
+
+    Attributes:
+        steps: Forward passes.
+        written_nodes: Nodes of the radix tree that were backed up to host memory.
+        aborts: Requests that were aborted, by what they were in the middle of.
+    """
+
+    steps: int = 0
+    written_nodes: int = 0
+    aborts: dict[str, int] = field(default_factory=dict)
 
 
 def activate() -> None:
@@ -59,9 +79,12 @@ def activate() -> None:
     for name, stand_in in checker.stand_ins.items():
         setattr(torch.cpu, name, stand_in)  # SGLang makes its forward stream before all else
 
-    def begin(*args: Any, **kwargs: Any) -> None:
-        if not checker.is_used:
-            checker.is_used = True
+    used: list[Any] = []
+
+    def begin(runner: Any, *args: Any, **kwargs: Any) -> None:
+        if not used:
+            used.append(runner)
+            settings.report += f".{runner.tp_rank}"
             _begin(checker, settings)
 
     HookRegistry.register(LOAD_MODEL, begin, HookType.BEFORE)
@@ -71,16 +94,39 @@ def _begin(checker: Any, settings: Settings) -> None:
     """In the scheduler's process and thread, before the weights are loaded."""
     from hcache_backend import streams
     from tests.order import edges, watch
+    from tests.order.graphs import DecodeGraphs
     from tests.order.product import CheckedDoor
 
     edges.leave_out(settings.left_out)
+    done = Done()
     # Left when the process ends.
     checker.stack.enter_context(streams.through(CheckedDoor(checker)))
     _say_what_is_pinned(checker)
     _say_what_is_kept(checker)
-    _watch_the_event_loop(checker, settings)
+    decode_graphs = DecodeGraphs(checker.stand_ins["Event"])
+
+    def found() -> dict[str, Any]:
+        return {
+            "findings": [str(finding) for finding in checker.findings],
+            **asdict(done),
+            "replays": decode_graphs.replays,
+            "accesses": checker.memory.accesses,
+            "host_waits": [
+                {**wait._asdict(), "times": times}
+                for wait, times in checker.clocks.host_waits.most_common()
+            ],
+            "streams": checker.clocks.names,
+        }
+
+    _watch_the_event_loop(checker, settings, done, found)
+    _count_written_nodes(done)
+    _abort_in_the_middle(done)
     if settings.newest_first:
         _hand_out_newest_first()
+    if settings.decode_graphs:
+        decode_graphs.install(_around)
+    if settings.failing_begins:
+        _fail_to_begin()
     checker.stack.enter_context(watch.streams_are_kept(checker.memory))
     checker.stack.enter_context(watch.Watch(checker.memory))
 
@@ -133,7 +179,9 @@ def _say_what_is_kept(checker: Any) -> None:
     utils._async_d2h = logprobs.async_d2h = to_host
 
 
-def _watch_the_event_loop(checker: Any, settings: Settings) -> None:
+def _watch_the_event_loop(
+    checker: Any, settings: Settings, done: Done, found: Callable[[], dict[str, Any]]
+) -> None:
     """What was set up before it is done; what comes is checked."""
     from sglang.srt.managers.scheduler import Scheduler
 
@@ -144,12 +192,13 @@ def _watch_the_event_loop(checker: Any, settings: Settings) -> None:
         pool = scheduler.req_to_token_pool.req_to_token
         if (block := checker.memory.find(pool)) is not None:
             block.name = "req_to_token"
-        threading.Thread(target=_answer, args=(checker, settings), daemon=True).start()
+        threading.Thread(target=_answer, args=(settings, found), daemon=True).start()
         checker.begin()
+        checker.clocks.host_waits.clear()
         return original(scheduler, *args, **kwargs)
 
     def forward(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
-        checker.steps += 1
+        done.steps += 1
         if settings.early_barrier:
             event = checker.stand_ins["Event"]()
             event.record()
@@ -175,24 +224,71 @@ def _name_streams(checker: Any, scheduler: Any) -> None:
             checker.clocks.names[stream.actor] = name
 
 
-def _answer(checker: Any, settings: Settings) -> None:
-    report, ask = Path(settings.report), Path(settings.report + ".ask")
+def _count_written_nodes(done: Done) -> None:
+    from hcache_backend.engine.controller import HiddenStateController
+
+    def write(original: Any, *args: Any, **kwargs: Any) -> Any:
+        host_indices = original(*args, **kwargs)
+        done.written_nodes += host_indices is not None
+        return host_indices
+
+    _around(HiddenStateController, "write", write)
+
+
+def _abort_in_the_middle(done: Done) -> None:
+    """A request whose id begins with ``abort in prefetch`` (or ``load``, or ``prefill``) is aborted
+    in the first turn of the scheduler that finds it there."""
+    from sglang.srt.managers.io_struct import AbortReq
+    from sglang.srt.managers.scheduler import Scheduler
+
+    aborted = set[str]()
+
+    def turn(original: Any, scheduler: Any, received: list[Any]) -> None:
+        cache, last, chunked = scheduler.tree_cache, scheduler.last_batch, scheduler.chunked_req
+        loading = last.reqs if last is not None and cache.ongoing_load_back else []
+        middle = {
+            "prefetch": [handle.rid for handle in cache.ongoing_prefetch],
+            "load": [req.rid for req in loading],
+            "prefill": [chunked.rid] if chunked is not None else [],
+        }
+        for phase, rids in middle.items():
+            for rid in rids:
+                if rid.startswith(f"abort in {phase}") and rid not in aborted:
+                    aborted.add(rid)
+                    done.aborts[phase] = done.aborts.get(phase, 0) + 1
+                    received = [*received, AbortReq(rid=rid)]
+        original(scheduler, received)
+
+    _around(Scheduler, "process_input_requests", turn)
+
+
+def _answer(settings: Settings, found: Callable[[], dict[str, Any]]) -> None:
+    ask, new = Path(settings.report + ".ask"), Path(settings.report + ".new")
     while True:
         if ask.exists():
-            found = {
-                "findings": [str(finding) for finding in checker.findings],
-                "steps": checker.steps,
-                "accesses": checker.memory.accesses,
-                "host_waits": [
-                    {**wait._asdict(), "times": times}
-                    for wait, times in checker.clocks.host_waits.most_common()
-                ],
-                "streams": checker.clocks.names,
-            }
-            report.with_suffix(".new").write_text(json.dumps(found, indent=1))
-            report.with_suffix(".new").replace(report)
+            new.write_text(json.dumps(found(), indent=1))
+            new.replace(settings.report)
             ask.unlink()
         time.sleep(0.1)
+
+
+def _fail_to_begin() -> None:
+    from hcache_backend.capture.staging import StagedCapture
+    from tests.order import edges
+
+    begins = itertools.count(1)
+
+    def begin(original: Any, *args: Any) -> Any:
+        if next(begins) % 3 == 0:
+            raise RuntimeError("a test's fault")
+        return original(*args)
+
+    def give_up(original: Any, capture: Any) -> None:
+        if not edges.is_left_out(depth=3):
+            original(capture)
+
+    _around(StagedCapture, "begin", begin)
+    _around(StagedCapture, "give_up_step", give_up)
 
 
 def _hand_out_newest_first() -> None:
