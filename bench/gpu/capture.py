@@ -24,15 +24,17 @@ nothing, and it writes nothing unless ``--out`` names a folder.
 from __future__ import annotations
 
 import sys
+from itertools import groupby
+from typing import Any
 
 import torch
 
 from bench.gpu import program
-from bench.gpu.capture_report import draw, table
 from bench.gpu.capture_steps import Decode, Prefill, decode_during_restores
-from bench.gpu.devices import Device
-from bench.gpu.program import Results
-from bench.gpu.restore_models import SHAPES, Shape, build
+from bench.gpu.program import Device, Results, Row
+from bench.gpu.restore_models import SHAPES, build, chosen
+from bench.gpu.shapes import Shape
+from bench.harness.report import markdown
 
 BATCHES = (1, 16, 64, 256)
 PREFILL, GRAPH_PREFILL = 8192, 2048
@@ -41,12 +43,9 @@ WAYS = ("none", "staged", "direct")
 
 def main() -> int:
     parser = program.parser(__doc__)
-    parser.add_argument("--models", nargs="*", default=["Llama-2-7B"], help="shapes")
+    program.add_models(parser, SHAPES, default=["Llama-2-7B"])
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES, help="decode batches")
-    options = parser.parse_args()
-    program.require_device(parser, dry_run=options.dry_run)
-    device = Device(options.dry_run)
-    results = Results("capture", device.name, options)
+    options, device, results = program.start(parser, "capture")
     batches = [2, 3] if options.dry_run else options.batches
     measure(device, options.models, batches, results)
     print(table(results.of()))
@@ -56,10 +55,7 @@ def main() -> int:
 def measure(device: Device, models: list[str], batches: list[int], results: Results) -> None:
     """One row per model, kind of step and way of saving."""
     eager, recorded = (48, 32) if device.dry_run else (PREFILL, GRAPH_PREFILL)
-    for full in SHAPES:
-        if full.name not in models:
-            continue
-        shape = full.tiny() if device.dry_run else full
+    for shape in chosen(models, dry_run=device.dry_run):
 
         def add(
             step: str, tokens: int, way: str, ms: float, right: bool, shape: Shape = shape
@@ -81,6 +77,61 @@ def measure(device: Device, models: list[str], batches: list[int], results: Resu
                 alone, during, right = decode_during_restores(device, shape, layers, batch)
                 add("decode", batch, "alone", alone, True)
                 add("decode", batch, "during restores", during, right)
+
+
+def overhead(rows: list[Row], row: Row) -> float:
+    """Share that ``row`` takes longer than the same step with nothing beside it."""
+    base = "alone" if row["way"] in ("alone", "during restores") else "none"
+    names = ("model", "step", "tokens")
+    (alone,) = (
+        other["ms"]
+        for other in rows
+        if other["way"] == base and all(other[name] == row[name] for name in names)
+    )
+    return float(row["ms"] / alone - 1)
+
+
+def table(rows: list[Row]) -> str:
+    """One line per measurement."""
+    heads = ("model", "step", "tokens", "saving", "ms", "adds, %", "right")
+    lines = (
+        (
+            *(row[name] for name in ("model", "step", "tokens", "way", "ms")),
+            100 * overhead(rows, row),
+        )
+        for row in rows
+    )
+    return markdown(heads, ((*line, row["right"]) for line, row in zip(lines, rows, strict=True)))
+
+
+def draw(results: Row) -> Any:
+    """What every way adds, by step."""
+    from matplotlib.figure import Figure
+
+    rows = results["rows"]
+    figure = Figure(figsize=(8, 4), constrained_layout=True)
+    axis = figure.subplots()
+    colours = {"staged": "#4477aa", "direct": "#ee6677", "during restores": "#ccbb44"}
+    shown = [row for row in rows if row["way"] in colours]
+    labels, place = [], 0.0
+    for (model, step, tokens), group in groupby(
+        sorted(shown, key=lambda row: (row["model"], row["step"], row["tokens"])),
+        lambda row: (row["model"], row["step"], row["tokens"]),
+    ):
+        first = place
+        for row in group:
+            axis.bar(place, 100 * overhead(rows, row), 0.8, color=colours[row["way"]])
+            place += 1
+        labels.append(((first + place - 1) / 2, f"{step}\n{tokens}\n{model}"))
+        place += 0.7
+    axis.set_xticks([at for at, _ in labels], [text for _, text in labels], fontsize=8)
+    axis.set_ylabel("added to the step, %")
+    axis.axhline(0, color="black", linewidth=0.8)
+    for way, colour in colours.items():
+        axis.bar(0, 0, color=colour, label=way)
+    axis.legend(frameon=False)
+    axis.set_title(f"What saving and restoring add to steps on {results['device']}")
+    return figure
 
 
 if __name__ == "__main__":

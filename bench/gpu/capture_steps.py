@@ -8,9 +8,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from bench.gpu.devices import Device
-from bench.gpu.restore_methods import PAGE, History
-from bench.gpu.restore_models import Layer, Shape
+from bench.gpu.program import Device
+from bench.gpu.restore_methods import History
+from bench.gpu.restore_models import Layer
+from bench.gpu.shapes import PAGE, Shape
 from hcache_backend.capture.arena import Arena
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.page import PageLayout

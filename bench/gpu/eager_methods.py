@@ -8,12 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from bench.gpu.devices import Device
 from bench.gpu.eager_files import (
     DeviceReader,
     HostReader,
@@ -22,23 +21,23 @@ from bench.gpu.eager_files import (
     gds_state,
     open_with_kvikio,
 )
-from bench.gpu.restore_models import Shape, build
+from bench.gpu.program import Device
+from bench.gpu.restore_methods import History
+from bench.gpu.shapes import PAGE
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.eager import batch_pages
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import Gather, RestorePipeline, gather_segments
-from hcache_kernels.project_kv import KVPool, ProjectionCall, project_kv
 
-PAGE, BLOCK = 64, 4096
+BLOCK = 4096
 
 
 class Scene:
-    """Pages of one kind in files, memory for them, and the pool that they are restored to.
+    """Pages of one kind in files, and memory for them.
 
     Args:
         device: The GPU, or the CPU.
-        shape: The model's shape.
-        tokens: Length of the history.
+        history: What is stored, and the pool that it is restored to.
         kind: ``hidden`` or ``kv``.
         folder: For the files.
 
@@ -46,58 +45,25 @@ class Scene:
         bytes: Size of all pages.
     """
 
-    def __init__(self, device: Device, shape: Shape, tokens: int, kind: str, folder: Path) -> None:
-        torch.manual_seed(0)
-        self.device, self.tokens = device, tokens
-        pages = tokens // PAGE
-        layers = build(shape, device.kind, device.dtype)
-        values = shape.hidden if kind == "hidden" else 2 * shape.width
-        segment = PAGE * values * device.dtype.itemsize
-        self.layout = PageLayout(PAGE, (segment,) * shape.layers)
+    def __init__(
+        self, device: Device, history: History, kind: Literal["hidden", "kv"], folder: Path
+    ) -> None:
+        self.device, self.history = device, history
+        stored, fills = history.stored(kind)
+        segment_bytes = stored[0].shape[1]
+        self.layout = PageLayout(PAGE, (segment_bytes,) * len(stored))
+        pages = len(history.pages)
         size = pages * self.layout.page_bytes
         raw = device.pinned(size + BLOCK)
         start = -raw.data_ptr() % BLOCK  # where direct I/O may write
         self.memory = raw[start : start + size].view(pages, self.layout.page_bytes)
         self.bytes = self.memory.nbytes
         self.pages = np.arange(pages, dtype=np.int64)
-        order = torch.from_numpy(np.random.default_rng(0).permutation(pages))
-        self.slots = (order[:, None] * PAGE + torch.arange(PAGE)).reshape(-1).to(device.kind)
-        positions = torch.arange(tokens, device=device.kind)
-        rows_of_heads = (tokens, shape.heads, shape.head_dim)
-
-        def pool() -> KVPool:
-            kinds = {"device": device.kind, "dtype": device.dtype}
-            return KVPool(*(torch.zeros(rows_of_heads, **kinds) for _ in "kv"))
-
-        pools = [pool() for _ in layers]
-        self.parts = [part for target in pools for part in (target.k, target.v)]
-        self.layout.positions(self.memory.numpy())[:] = positions.cpu().view(pages, PAGE).numpy()
-        for index, (layer, target) in enumerate(zip(layers, pools, strict=True)):
-            hidden = torch.randn(tokens, shape.hidden, device=device.kind, dtype=device.dtype)
-            project_kv(ProjectionCall(hidden, positions, self.slots, layer.projection, target))
-            rows = hidden.view(pages, -1)
-            if kind == "kv":
-                both = (target.k, target.v)
-                kv = torch.stack([part[self.slots].view(pages, PAGE, -1) for part in both], 1)
-                rows = kv.reshape(pages, -1)
-            self.memory[:, self.layout.segment(index)] = rows.view(torch.uint8).cpu()
-        self._norms = [float(part.float().norm()) for part in self.parts]
-        self._checks = [part[self.slots[::97]].float() for part in self.parts]
-
-        def fill(index: int) -> Callable[..., None]:
-            def project(segments: Any, positions: Any, slots: Any) -> None:
-                rows = segments.view(device.dtype).view(-1, shape.hidden)
-                projection = layers[index].projection
-                project_kv(ProjectionCall(rows, positions, slots, projection, pools[index]))
-
-            def store(segments: Any, positions: Any, slots: Any) -> None:
-                k, v = segments.view(device.dtype).view(-1, 2, PAGE, *rows_of_heads[1:]).unbind(1)
-                pools[index].k[slots], pools[index].v[slots] = k.flatten(0, 1), v.flatten(0, 1)
-
-            return project if kind == "hidden" else store
-
-        method: Any = kind
-        self._layers = [RestoredLayer(method, fill(index)) for index in range(shape.layers)]
+        positions = history.positions.cpu().view(pages, PAGE).numpy()
+        self.layout.positions(self.memory.numpy())[:] = positions
+        for layer, segments in enumerate(stored):
+            self.memory[:, self.layout.segment(layer)] = segments
+        self._layers = [RestoredLayer(kind, fill) for fill in fills]
         self.paths = self._write(folder)
 
     def _write(self, folder: Path) -> list[Path]:
@@ -112,7 +78,7 @@ class Scene:
     def pipeline(self, gather: Gather | None = None) -> RestorePipeline:
         """The server's pipeline for these pages."""
         return RestorePipeline(
-            self.memory, self.layout, self._layers, self.tokens, self.device.kind, gather
+            self.memory, self.layout, self._layers, self.history.tokens, self.device.kind, gather
         )
 
     def through_host(self) -> Restores:
@@ -129,21 +95,6 @@ class Scene:
             gather_segments(reader.memory, pages, offset, out)
 
         return Restores(self, reader, self.pipeline(gather))
-
-    def poison(self) -> None:
-        """What is not restored shows."""
-        for part in self.parts:
-            part.fill_(float("nan"))
-
-    def is_right(self) -> bool:
-        """Whether the pool holds the K and V that the projection had written."""
-        for part, norm, rows in zip(self.parts, self._norms, self._checks, strict=True):
-            found = part[self.slots[::97]].float()
-            if not float((found - rows).norm() / rows.norm()) < 1e-2:
-                return False
-            if not abs(float(part.float().norm()) / norm - 1) < 1e-2:
-                return False
-        return True
 
 
 class Restores:
@@ -177,7 +128,7 @@ class Restores:
 
     def restore_all(self) -> None:
         """Restore what is in memory."""
-        self._pipeline.start(self.scene.pages, self.scene.slots).wait()
+        self._pipeline.start(self.scene.pages, self.scene.history.slots).wait()
 
     def layerwise(self) -> None:
         """Read, then restore."""
@@ -201,7 +152,7 @@ class Restores:
         restores = []
         while isinstance(batch := arrived.get(), range):
             pages = self.scene.pages[batch.start : batch.stop]
-            slots = self.scene.slots[batch.start * PAGE : batch.stop * PAGE]
+            slots = self.scene.history.slots[batch.start * PAGE : batch.stop * PAGE]
             restores.append(self._pipeline.start(pages, slots))
         for restore in restores:
             restore.wait()
@@ -221,7 +172,7 @@ class Restores:
     def poison(self) -> None:
         """What is not read, or not restored, shows."""
         self._reader.poison()
-        self.scene.poison()
+        self.scene.history.poison()
         self._synchronize()  # reading to the device does not wait for it
 
     def _synchronize(self) -> None:

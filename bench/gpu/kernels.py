@@ -16,33 +16,97 @@ its times mean nothing, and it writes nothing unless ``--out`` names a folder.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from bench.gpu import program
-from bench.gpu.interpreted import interpret
+from bench.gpu.program import Row
+from bench.gpu.shapes import LLAMA_7B, LLAMA_13B, OLMO_7B, OPT_30B, QWEN_8B
+from bench.harness.report import markdown
+
+SHAPES = (LLAMA_7B, LLAMA_13B, OPT_30B, QWEN_8B, OLMO_7B)
 
 
 def main() -> int:
     parser = program.parser(__doc__)
-    parser.add_argument("--models", nargs="*", help="only these")
+    program.add_models(parser, SHAPES)
     parser.add_argument(
         "--rows", type=int, nargs="*", help="only these numbers of tokens, multiples of 64"
     )
-    options = parser.parse_args()
-    if options.dry_run:
-        interpret()
-    program.require_device(parser, dry_run=options.dry_run)
+    options, device, results = program.start(parser, "kernels", interpreted=True)
 
-    import torch
+    from bench.gpu import kernels_projection, kernels_transfers
 
-    from bench.gpu import kernels_projection, kernels_report, kernels_transfers
+    shapes = [shape for shape in SHAPES if shape.name in options.models]
+    kernels_projection.measure(device, shapes, options.rows, results)
+    kernels_transfers.measure(device, options.rows, results)
+    print(projection_table(results.of("projection")))
+    print(f"\n{transfer_tables(results.of('transfers'))}")
+    return results.finish(draw)
 
-    device = "interpreter" if options.dry_run else torch.cuda.get_device_name()
-    results = program.Results("kernels", device, options)
-    kernels_projection.measure(options.dry_run, options.models, options.rows, results)
-    kernels_transfers.measure(options.dry_run, options.rows, results)
-    print(kernels_report.projection_table(results.of("projection")))
-    print(f"\n{kernels_report.transfer_tables(results.of('transfers'))}")
-    return results.finish(kernels_report.draw)
+
+def projection_table(rows: list[Row]) -> str:
+    """One line per model and number of tokens; shares are of the bare GEMM's speed."""
+    heads = ("project_kv, us", "tokens", "GEMM", "TFLOP/s", "fused", "share", "library", "share")
+    parts = (
+        *("gemm_tflops", "fused_us", "fused_share", "library_us", "library_share"),
+        *("composed_us", "times_composed", "right"),
+    )
+    lines = (
+        (row["model"], row["n"], min(row["gemm_us"].values()), *(row[part] for part in parts))
+        for row in rows
+    )
+    return markdown((*heads, "composed", "times", "right"), lines)
+
+
+def transfer_tables(rows: list[Row]) -> str:
+    """Codecs (GB/s of hidden states), segments of pages (GB/s), restores of a layer (us)."""
+    tables = (
+        (
+            ("codec",),
+            ("codec, GB/s", "encode", "decode", "copy", "right"),
+            ("what", "encode_gbs", "decode_gbs", "copy_gbs", "right"),
+        ),
+        (
+            ("gather", "scatter"),
+            ("segments, GB/s", "", "speed", "plain copy", "share", "right"),
+            ("kind", "what", "gbs", "copy_gbs", "share_of_copy", "right"),
+        ),
+        (
+            ("restore",),
+            ("restore, us", "gather", "product", "exact", "exp4", "times", "right"),
+            ("what", "gather_us", "product_us", "exact_us", "exp4_us", "times_exact", "right"),
+        ),
+    )
+    return "\n\n".join(
+        markdown(heads, ([row[part] for part in parts] for row in rows if row["kind"] in kinds))
+        for kinds, heads, parts in tables
+    )
+
+
+def draw(results: Row) -> Any:
+    """Shares of the GEMM's speed over the number of tokens, a panel per model."""
+    from matplotlib.figure import Figure
+
+    device, rows = results["device"], results["projection"]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure = Figure(figsize=(3.2 * len(models), 3.4), layout="constrained")
+    panels = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
+    for panel, model in zip(panels, models, strict=True):
+        mine = [row for row in rows if row["model"] == model]
+        tokens = [row["n"] for row in mine]
+        gemm = [min(row["gemm_us"].values()) for row in mine]
+        for name, style in (("fused", "o-"), ("library", "s-")):
+            panel.plot(tokens, [row[f"{name}_share"] for row in mine], style, label=name)
+        shares = [us / row["composed_us"] for us, row in zip(gemm, mine, strict=True)]
+        panel.plot(tokens, shares, "^:", label="composed of torch operations")
+        panel.set_xscale("log", base=2)
+        panel.set_ylim(0, 1.05)
+        panel.set_title(model)
+        panel.set_xlabel("tokens")
+    panels[0].set_ylabel("share of the bare GEMM's speed")
+    panels[0].legend(loc="lower right", fontsize="small")
+    figure.suptitle(f"K and V from hidden states, {device}")
+    return figure
 
 
 if __name__ == "__main__":

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from bench.gpu.program import Results
-from hcache_kernels.launch import gpu_microseconds
-from hcache_kernels.project_kv import KeyNorm, KVPool, KVProjection, ProjectionCall, Rotary
+from bench.gpu.program import Device, Results
+from bench.gpu.restore_models import rotary_of
+from bench.gpu.shapes import Shape
+from hcache_kernels.project_kv import KeyNorm, KVPool, KVProjection, ProjectionCall
 from hcache_kernels.project_kv.reference import compute_kv_reference, project_kv_reference
 from hcache_kernels.project_kv.spec import kind_of
 from hcache_kernels.project_kv.ways import LIBRARY, possible_ways
@@ -23,77 +23,46 @@ OTHER_SLOTS = 64
 INTERPRETED_AS = (9, 0)
 
 
-@dataclass(frozen=True)
-class Model:
-    """What a model's layers need to make K and V."""
-
-    name: str
-    hidden: int
-    kv_heads: int
-    head_dim: int = 128
-    bias: bool = False
-    norm: str | None = None
-    rotary: bool = True
-
-
-MODELS = (
-    Model("Llama-2-7B", 4096, 32),
-    Model("Llama-2-13B", 5120, 40),
-    Model("OPT-30B", 7168, 56, bias=True, rotary=False),
-    Model("Qwen3-8B", 4096, 8, norm="head"),
-    Model("OLMo-2-7B", 4096, 32, norm="all"),
-)
-
-
 def measure(
-    dry_run: bool, models: Sequence[str] | None, rows: Sequence[int] | None, results: Results
+    device: Device, shapes: Sequence[Shape], rows: Sequence[int] | None, results: Results
 ) -> None:
     """Times in microseconds and errors, one row per model and number of tokens.
 
     Args:
-        dry_run: On the CPU, with small layers of the same kinds and few tokens.
-        models: Only these; None: all.
+        device: In a dry run with small layers of the same kinds and few tokens.
+        shapes: Of the models.
         rows: Only these numbers of tokens; None: the usual ones.
         results: Where rows go.
     """
-    for model in MODELS:
-        if models and model.name not in models:
-            continue
-        if dry_run:
-            model = replace(model, hidden=64, kv_heads=2, head_dim=32)  # noqa: PLW2901
-        projection = random_projection(model, dry_run)
-        for n in rows or ((7, 64) if dry_run else ROWS):
-            row = {"model": model.name, "n": n, **measure_one(projection, n, dry_run)}
-            results.add(row, f"{model.name}, {n} tokens", "projection")
+    for shape in shapes:
+        projection = random_projection(shape.tiny() if device.dry_run else shape, device)
+        for n in rows or ((7,) if device.dry_run else ROWS):
+            row = {"model": shape.name, "n": n, **measure_one(projection, n, device)}
+            results.add(row, f"{shape.name}, {n} tokens", "projection")
 
 
-def random_projection(model: Model, dry_run: bool) -> KVProjection:
+def random_projection(shape: Shape, on: Device) -> KVProjection:
     """A layer of the model's kind with random weights."""
-    # Triton's interpreter miscalculates bfloat16.
-    dtype, device = (torch.float16, "cpu") if dry_run else (torch.bfloat16, "cuda")
-    width = model.kv_heads * model.head_dim
-    weight = torch.randn(2 * width, model.hidden, device=device) * model.hidden**-0.5
-    norm = None
-    if model.norm is not None:
-        size = width if model.norm == "all" else model.head_dim
+    dtype, device, width = on.scaled_dtype, on.kind, shape.width
+    weight = torch.randn(2 * width, shape.hidden, device=device) * shape.hidden**-0.5
+    norm, rotary, bias = None, None, None
+    if shape.key_norm is not None:
+        size = width if shape.key_norm == "all" else shape.head_dim
         scale = 1 + 0.1 * torch.randn(size, device=device)
-        norm = KeyNorm("rms", model.norm, scale.to(dtype), None, 1e-6)  # type: ignore[arg-type]
-    rotary = None
-    if model.rotary:
-        frequencies = 1e4 ** (-torch.arange(0, model.head_dim, 2, device=device) / model.head_dim)
-        angles = torch.outer(torch.arange(max(ROWS), device=device), frequencies)
-        cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
-        rotary = Rotary(cos_sin, "neox", model.head_dim)
-    bias = torch.randn(2 * width, device=device).to(dtype) if model.bias else None
-    return KVProjection(weight.to(dtype), bias, model.kv_heads, model.head_dim, norm, rotary)
+        norm = KeyNorm("rms", shape.key_norm, scale.to(dtype), None, 1e-6)
+    if shape.gated:
+        rotary = rotary_of(shape.head_dim, max(ROWS), device)
+    else:
+        bias = torch.randn(2 * width, device=device).to(dtype)
+    return KVProjection(weight.to(dtype), bias, shape.kv_heads, shape.head_dim, norm, rotary)
 
 
-def measure_one(projection: KVProjection, n: int, dry_run: bool) -> dict[str, Any]:
+def measure_one(projection: KVProjection, n: int, on: Device) -> dict[str, Any]:
     """Every way on the same fresh random data."""
     weight = projection.weight
     device, dtype = weight.device, weight.dtype
-    microseconds = cpu_microseconds if dry_run else gpu_microseconds
-    capability = INTERPRETED_AS if dry_run else torch.cuda.get_device_capability(device)
+    microseconds = on.microseconds
+    capability = INTERPRETED_AS if on.dry_run else torch.cuda.get_device_capability(device)
     hidden = torch.randn(n, weight.shape[1], device=device).to(dtype)
     positions = torch.randint(max(ROWS), (n,), device=device)
     slots = torch.randperm(n + OTHER_SLOTS, device=device)[:n]
@@ -169,10 +138,3 @@ def error_of(run: Callable[[], object], call: ProjectionCall) -> tuple[float, bo
     finite = bool(pool.k[slots].isfinite().all() and pool.v[slots].isfinite().all())
     error = sum(float((x - y).norm() / y.norm()) for x, y in zip(got, exact, strict=True)) / 2
     return error, untouched and finite
-
-
-def cpu_microseconds(work: Callable[[], object]) -> float:
-    """One run: only for the dry run, where no time means anything."""
-    start = time.perf_counter()
-    work()
-    return 1e6 * (time.perf_counter() - start)

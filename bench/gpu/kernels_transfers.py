@@ -17,14 +17,12 @@ from functools import partial
 
 import torch
 
-from bench.gpu.kernels_projection import cpu_microseconds
-from bench.gpu.program import Results, Row
+from bench.gpu.program import Device, Results, Row, TwoStreams
+from bench.gpu.shapes import HEADER_BYTES, PAGE
 from hcache_kernels.codecs import Codec, make_codec
-from hcache_kernels.launch import gpu_microseconds
+from hcache_kernels.launch import Launch
 from hcache_kernels.pages import gather_launch, gather_pages, scatter_launch, scatter_rows
 
-PAGE_TOKENS = 64
-HEADER_BYTES = 4096
 CHECKED_ROWS = 256
 
 
@@ -32,44 +30,33 @@ CHECKED_ROWS = 256
 class Shapes:
     """What is measured: widths and token counts of codecs, pages of transfers and of restores."""
 
-    device: str
+    device: Device
     widths: tuple[int, ...]
     tokens: tuple[int, ...]
     pages: tuple[int, ...]
     layers: int
-    microseconds: Callable[[Callable[[], object]], float]
-
-    @property
-    def scaled_dtype(self) -> torch.dtype:
-        # Triton's interpreter truncates where it should round to bfloat16.
-        return torch.float16 if self.device == "cpu" else torch.bfloat16
 
 
-def measure(dry_run: bool, rows: Sequence[int] | None, results: Results) -> None:
+def measure(device: Device, rows: Sequence[int] | None, results: Results) -> None:
     """Times in microseconds, speeds in GB/s, and whether the results were right.
 
     Args:
-        dry_run: On the CPU, interpreted, with tiny shapes; the times mean nothing.
+        device: In a dry run with tiny shapes.
         rows: Only these numbers of tokens; None: the usual ones.
         results: Where rows go.
     """
-    if dry_run:
-        shapes = Shapes("cpu", (256,), (3,), (2,), 2, cpu_microseconds)
+    if device.dry_run:
+        shapes = Shapes(device, (256,), (3,), (1,), 2)
     else:
-        shapes = Shapes(
-            "cuda",
-            (4096, 5120, 8192),
-            (256, 1024, 4096, 16384),
-            (1, 4, 16, 64, 256),
-            8,
-            gpu_microseconds,
-        )
+        tokens, pages = (256, 1024, 4096, 16384), (1, 4, 16, 64, 256)
+        shapes = Shapes(device, (4096, 5120, 8192), tokens, pages, 8)
     if rows:
-        pages = tuple(max(1, n // PAGE_TOKENS) for n in rows)
+        pages = tuple(max(1, n // PAGE) for n in rows)
         shapes = replace(shapes, tokens=tuple(rows), pages=pages)
     for part in (restore_rows, transfer_rows, codec_rows):
         for row in part(shapes):
             results.add(row, f"{row['kind']}: {row['what']}", "transfers")
+        device.release()
 
 
 def hidden_states(n: int, width: int, dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -82,21 +69,22 @@ def hidden_states(n: int, width: int, dtype: torch.dtype, device: str) -> torch.
 
 def codec_rows(shapes: Shapes) -> Iterator[Row]:
     for name in ("exp4", "int8", "fp8"):
-        dtype = torch.bfloat16 if name == "exp4" else shapes.scaled_dtype
+        dtype = torch.bfloat16 if name == "exp4" else shapes.device.scaled_dtype
         for width in shapes.widths:
             for n in shapes.tokens:
                 codec = make_codec(name, width, dtype)
+                hidden = hidden_states(n, width, dtype, shapes.device.kind)
                 yield {
                     "kind": "codec",
                     "what": f"{name}, {n} tokens of {width}",
                     "codec": name,
                     "width": width,
                     "tokens": n,
-                    **codec_speeds(codec, hidden_states(n, width, dtype, shapes.device), shapes),
+                    **codec_speeds(codec, hidden, shapes.device),
                 }
 
 
-def codec_speeds(codec: Codec, hidden: torch.Tensor, shapes: Shapes) -> Row:
+def codec_speeds(codec: Codec, hidden: torch.Tensor, device: Device) -> Row:
     n = len(hidden)
     encoded = torch.empty((n, codec.row_bytes), dtype=torch.uint8, device=hidden.device)
     ok = torch.empty(n, dtype=torch.bool, device=hidden.device)
@@ -113,9 +101,9 @@ def codec_speeds(codec: Codec, hidden: torch.Tensor, shapes: Shapes) -> Row:
         and (not codec.lossless or torch.equal(decoded, hidden))
     )
     times = {
-        "encode": shapes.microseconds(encode.run),
-        "decode": shapes.microseconds(decode.run),
-        "copy": shapes.microseconds(partial(decoded.copy_, hidden)),
+        "encode": device.microseconds(encode.run),
+        "decode": device.microseconds(decode.run),
+        "copy": device.microseconds(partial(decoded.copy_, hidden)),
     }
     return {
         **{f"{name}_us": us for name, us in times.items()},
@@ -126,59 +114,58 @@ def codec_speeds(codec: Codec, hidden: torch.Tensor, shapes: Shapes) -> Row:
 
 
 def transfer_rows(shapes: Shapes) -> Iterator[Row]:
-    width = shapes.widths[0]
+    device, width = shapes.device, shapes.widths[0]
     for name in ("none", "exp4"):
         row_bytes = make_codec(name, width, torch.bfloat16).row_bytes
         for count in shapes.pages:
-            pool = host_pages(2 * count, 2, row_bytes, shapes.device)
-            ids = torch.randperm(len(pool), device=shapes.device)[:count]
+            pool = host_pages(2 * count, 2, row_bytes, device)
+            ids = torch.randperm(len(pool), device=device.kind)[:count]
             for kind, speeds in (("gather", gather_speeds), ("scatter", scatter_speeds)):
                 yield {
                     "kind": kind,
-                    "what": f"{count} pages of {PAGE_TOKENS} rows of {row_bytes} bytes",
+                    "what": f"{count} pages of {PAGE} rows of {row_bytes} bytes",
                     "codec": name,
                     "pages": count,
-                    **speeds(pool, ids, row_bytes, shapes),
+                    **speeds(pool, ids, row_bytes, device),
                 }
 
 
-def host_pages(count: int, layers: int, row_bytes: int, device: str) -> torch.Tensor:
+def host_pages(count: int, layers: int, row_bytes: int, device: Device) -> torch.Tensor:
     """Pages of random bytes in pinned memory."""
-    page_bytes = HEADER_BYTES + layers * PAGE_TOKENS * row_bytes
-    pages = torch.empty((count, page_bytes), dtype=torch.uint8, pin_memory=device != "cpu")
+    pages = device.pinned(count, HEADER_BYTES + layers * PAGE * row_bytes)
     return pages.random_(0, 256)
 
 
-def gather_speeds(pool: torch.Tensor, ids: torch.Tensor, row_bytes: int, shapes: Shapes) -> Row:
-    offset, length = HEADER_BYTES + PAGE_TOKENS * row_bytes, PAGE_TOKENS * row_bytes
+def gather_speeds(pool: torch.Tensor, ids: torch.Tensor, row_bytes: int, device: Device) -> Row:
+    offset, length = HEADER_BYTES + PAGE * row_bytes, PAGE * row_bytes
     out = torch.empty((len(ids), length), dtype=torch.uint8, device=ids.device)
     launch = gather_launch(pool, ids, offset, out)
     launch.run()
     right = torch.equal(out.cpu(), gather_pages(pool, ids.cpu(), offset, length))
-    plain = torch.empty_like(out, device="cpu", pin_memory=shapes.device != "cpu")
+    plain = device.pinned(*out.shape)
     copy = partial(out.copy_, plain, non_blocking=True)
-    return against_copy(shapes.microseconds(launch.run), shapes.microseconds(copy), out, right)
+    return against_copy(device, launch, copy, out, right)
 
 
-def scatter_speeds(pool: torch.Tensor, ids: torch.Tensor, row_bytes: int, shapes: Shapes) -> Row:
-    n, device = len(ids) * PAGE_TOKENS, ids.device
-    order = torch.randperm(n, device=device)
-    page_ids = ids.repeat_interleave(PAGE_TOKENS)[order]
-    row_ids = torch.arange(PAGE_TOKENS, device=device).repeat(len(ids))[order]
-    rows = torch.randint(0, 256, (n, row_bytes), dtype=torch.uint8, device=device)
+def scatter_speeds(pool: torch.Tensor, ids: torch.Tensor, row_bytes: int, device: Device) -> Row:
+    n, kind = len(ids) * PAGE, device.kind
+    order = torch.randperm(n, device=kind)
+    page_ids = ids.repeat_interleave(PAGE)[order]
+    row_ids = torch.arange(PAGE, device=kind).repeat(len(ids))[order]
+    rows = torch.randint(0, 256, (n, row_bytes), dtype=torch.uint8, device=kind)
     want = pool.clone()
     scatter_rows(rows.cpu(), want, page_ids.cpu(), row_ids.cpu(), HEADER_BYTES)
     launch = scatter_launch(rows, pool, page_ids, row_ids, HEADER_BYTES)
     launch.run()
-    plain = torch.empty_like(rows, device="cpu", pin_memory=shapes.device != "cpu")
-    times = [
-        shapes.microseconds(launch.run),
-        shapes.microseconds(partial(plain.copy_, rows, non_blocking=True)),
-    ]
-    return against_copy(times[0], times[1], rows, torch.equal(pool, want))
+    plain = device.pinned(*rows.shape)
+    copy = partial(plain.copy_, rows, non_blocking=True)
+    return against_copy(device, launch, copy, rows, torch.equal(pool, want))
 
 
-def against_copy(us: float, copy_us: float, moved: torch.Tensor, right: bool) -> Row:
+def against_copy(
+    device: Device, launch: Launch, copy: Callable[[], object], moved: torch.Tensor, right: bool
+) -> Row:
+    us, copy_us = device.microseconds(launch.run), device.microseconds(copy)
     return {
         "us": us,
         "copy_us": copy_us,
@@ -190,25 +177,25 @@ def against_copy(us: float, copy_us: float, moved: torch.Tensor, right: bool) ->
 
 
 def restore_rows(shapes: Shapes) -> Iterator[Row]:
-    width = shapes.widths[0]
-    weights = [torch.randn(2 * width, width, device=shapes.device) for _ in range(shapes.layers)]
+    device, width = shapes.device, shapes.widths[0]
+    weights = [torch.randn(2 * width, width, device=device.kind) for _ in range(shapes.layers)]
     weights = [(weight * width**-0.5).bfloat16() for weight in weights]
     for count in shapes.pages:
-        hidden = hidden_states(count * PAGE_TOKENS, width, torch.bfloat16, shapes.device)
+        hidden = hidden_states(count * PAGE, width, torch.bfloat16, device.kind)
         restores = {
-            name: Restore(make_codec(name, width, torch.bfloat16), hidden, weights)
+            name: Restore(device, make_codec(name, width, torch.bfloat16), hidden, weights)
             for name in ("none", "exp4")
         }
         for restore in restores.values():
             restore.run()
         right = torch.equal(restores["none"].out, restores["exp4"].out)
-        times = {name: shapes.microseconds(of.run) for name, of in restores.items()}
-        gather_us = shapes.microseconds(partial(restores["none"].gather, 0))
-        product_us = shapes.microseconds(partial(restores["none"].project, 0))
+        times = {name: device.microseconds(of.run) for name, of in restores.items()}
+        gather_us = device.microseconds(partial(restores["none"].gather, 0))
+        product_us = device.microseconds(partial(restores["none"].project, 0))
         yield {
             "kind": "restore",
-            "what": f"{shapes.layers} layers of {count * PAGE_TOKENS} tokens",
-            "tokens": count * PAGE_TOKENS,
+            "what": f"{shapes.layers} layers of {count * PAGE} tokens",
+            "tokens": count * PAGE,
             "exact_us": times["none"] / shapes.layers,
             "exp4_us": times["exp4"] / shapes.layers,
             "times_exact": times["none"] / times["exp4"],
@@ -224,25 +211,25 @@ class Restore:
     Two buffers: a layer is gathered into one while the other is decoded and projected.
     """
 
-    def __init__(self, codec: Codec, hidden: torch.Tensor, weights: list[torch.Tensor]) -> None:
+    def __init__(
+        self, device: Device, codec: Codec, hidden: torch.Tensor, weights: list[torch.Tensor]
+    ) -> None:
         n = len(hidden)
         self._codec = codec
         self._weights = weights
-        self._length = PAGE_TOKENS * codec.row_bytes
-        device = str(hidden.device)
-        self._pages = host_pages(n // PAGE_TOKENS, len(weights), codec.row_bytes, device)
+        self._length = PAGE * codec.row_bytes
+        self._pages = host_pages(n // PAGE, len(weights), codec.row_bytes, device)
         encoded, ok = codec.encode(hidden)
         assert ok.all()
         self._pages[:, HEADER_BYTES:] = encoded.cpu().view(-1, self._length).repeat(1, len(weights))
-        self._ids = torch.arange(n // PAGE_TOKENS, device=hidden.device)
+        self._ids = torch.arange(n // PAGE, device=hidden.device)
         self._buffers = [
             torch.empty((len(self._ids), self._length), dtype=torch.uint8, device=hidden.device)
             for _ in range(2)
         ]
         self._rows = torch.empty_like(hidden)
         self.out = torch.empty(n, len(weights[0]), dtype=hidden.dtype, device=hidden.device)
-        if hidden.is_cuda:
-            self._streams = [torch.cuda.Stream() for _ in range(2)]
+        self._streams = TwoStreams(device, len(self._buffers))
 
     def gather(self, layer: int) -> None:
         offset = HEADER_BYTES + layer * self._length
@@ -259,24 +246,4 @@ class Restore:
 
     def run(self) -> None:
         """All layers, in order of the current stream."""
-        if not self.out.is_cuda:
-            for layer in range(len(self._weights)):
-                self.gather(layer)
-                self.project(layer)
-            return
-        current = torch.cuda.current_stream()
-        copying, computing = self._streams
-        copying.wait_stream(current)
-        computing.wait_stream(current)
-        free: list[torch.cuda.Event] = []
-        for layer in range(len(self._weights)):
-            with torch.cuda.stream(copying):
-                if layer >= 2:
-                    copying.wait_event(free[layer - 2])
-                self.gather(layer)
-                there = copying.record_event()
-            with torch.cuda.stream(computing):
-                computing.wait_event(there)
-                self.project(layer)
-                free.append(computing.record_event())
-        current.wait_stream(computing)
+        self._streams.run(len(self._weights), self.gather, self.project)

@@ -27,7 +27,8 @@ import numpy as np
 import torch
 
 from bench.gpu import program
-from bench.gpu.devices import Device
+from bench.gpu.program import Device
+from bench.gpu.shapes import PAGE
 from bench.harness.report import markdown
 from hcache_backend.capture.arena import Arena
 from hcache_backend.page import PageLayout
@@ -35,8 +36,8 @@ from hcache_backend.restore.layers import Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import TokenSpan
 
-PAGE, BEFORE, RESTORED, WIDTH = 64, 64, 4, 64
-"""Tokens of a page, pages before the restore, pages restored, bytes per token and layer."""
+BEFORE, RESTORED, WIDTH = 64, 4, 64
+"""Pages before the restore, pages restored, bytes per token and layer."""
 LATE = 0.05
 """Seconds that a stream is held up."""
 JUNK, JUNK_TENSORS = -7, 64
@@ -168,11 +169,7 @@ class Scene:
 
 
 def main() -> int:
-    parser = program.parser(__doc__)
-    options = parser.parse_args()
-    program.require_device(parser, dry_run=options.dry_run)
-    device = Device(options.dry_run)
-    results = program.Results("order", device.name, options)
+    _, device, results = program.start(program.parser(__doc__), "order")
     scene = Scene(device)
     for case in CASES:
         row = {"case": case, "by": "the product", "right": scene.is_right(case, scene.by_product)}

@@ -21,41 +21,135 @@ writes nothing unless ``--out`` names a folder.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import torch
+
 from bench.gpu import program
-from bench.gpu.interpreted import interpret
+from bench.gpu.program import Device, TwoStreams
+from bench.gpu.shapes import HEADER_BYTES, PAGE
 from bench.harness.report import markdown
 
 WIDTH = 4096
 PROGRAMS = (2, 4, 8, 16, 32, 64, 132)
+BUFFERS, SPARE_PAGES = 3, 8
+HEAD_START = 0.02
+"""Seconds that a stream is busy before what is measured: some hundred launches take less."""
+
+Copy = Callable[[int, torch.Tensor], object]
+"""Launches the copy of a layer to a buffer."""
 
 
 def main() -> int:
     parser = program.parser(__doc__)
     parser.add_argument("--pages", type=int, default=64, help="of the history, 64 tokens each")
     parser.add_argument("--layers", type=int, default=12, help="of the model")
-    options = parser.parse_args()
+    options, device, results = program.start(parser, "overlap", interpreted=True)
     if options.dry_run:
-        interpret()
         options.pages, options.layers = 2, 4
-    program.require_device(parser, dry_run=options.dry_run)
-
-    from bench.gpu.devices import Device
-
-    device = Device(options.dry_run)
-    results = program.Results("overlap", device.name, options)
     measure(device, options.pages, options.layers, results)
     print(table(results.of()))
     return results.finish(draw)
 
 
-def measure(device: Any, pages: int, layers: int, results: program.Results) -> None:
+class Layers:
+    """Pages in host memory, buffers and weights.
+
+    Args:
+        device: The GPU, or the CPU, which interprets the kernels.
+        count: Pages.
+        width: Values of a hidden state.
+        layers: How many.
+
+    Attributes:
+        tokens: In all pages.
+        bytes: Size of a layer.
+    """
+
+    def __init__(self, device: Device, count: int, width: int, layers: int) -> None:
+        self._device, self._layers = device, layers
+        self.tokens = count * PAGE
+        self._segment = PAGE * width * 2
+        self._pages = device.pinned(count + SPARE_PAGES, HEADER_BYTES + layers * self._segment)
+        # Zeros would be faster than data.
+        values = torch.randn(layers * self._segment // 2).bfloat16().view(torch.uint8)
+        self._pages[:, HEADER_BYTES:] = values
+        self._pages[:, HEADER_BYTES] = torch.arange(len(self._pages))  # tells pages apart
+        self._order = torch.randperm(len(self._pages))[:count]
+        self._ids = self._order.to(device.kind)
+        self._plain = device.pinned(count, self._segment)
+        self._plain.copy_(self._pages[self._order, HEADER_BYTES : HEADER_BYTES + self._segment])
+        kinds = {"device": device.kind, "dtype": device.dtype}
+        size = (count, self._segment)
+        self._buffers = [
+            torch.empty(size, dtype=torch.uint8, device=device.kind) for _ in range(BUFFERS)
+        ]
+        self._weights = [torch.randn(2 * width, width, **kinds) for _ in range(layers)]
+        self._out = torch.empty(self.tokens, 2 * width, **kinds)
+        self.bytes = self._plain.nbytes
+        self._streams = TwoStreams(device, BUFFERS)
+
+    def copies(self, programs: Sequence[int]) -> dict[str, Copy]:
+        """Ways to copy a layer; one for each number of programs."""
+        few = {f"gather kernel, {n} programs": partial(self._few, n) for n in programs}
+        return {
+            "gather kernel of the product": self._gather,
+            **few,
+            "copy engine, a copy a page": self._engine,
+            "copy engine, one copy": self._one_copy,
+        }
+
+    def _offset(self, layer: int) -> int:
+        return HEADER_BYTES + layer * self._segment
+
+    def _gather(self, layer: int, buffer: torch.Tensor) -> None:
+        from hcache_kernels.pages import gather_launch
+
+        gather_launch(self._pages, self._ids, self._offset(layer), buffer).run()
+
+    def _few(self, programs: int, layer: int, buffer: torch.Tensor) -> None:
+        from bench.gpu.copies import gather_launch
+
+        gather_launch(self._pages, self._ids, self._offset(layer), buffer, programs).run()
+
+    def _engine(self, layer: int, buffer: torch.Tensor) -> None:
+        at = self._offset(layer)
+        for row, page in zip(buffer, self._order.tolist(), strict=True):
+            row.copy_(self._pages[page, at : at + self._segment], non_blocking=True)
+
+    def _one_copy(self, layer: int, buffer: torch.Tensor) -> None:
+        buffer.copy_(self._plain, non_blocking=True)
+
+    def _multiply(self, layer: int) -> None:
+        rows = self._buffers[layer % BUFFERS].view(self._device.dtype).view(self.tokens, -1)
+        torch.mm(rows, self._weights[layer].t(), out=self._out)
+
+    def is_right(self, copy: Copy) -> bool:
+        """Whether ``copy`` brings the first layer."""
+        self._buffers[0].fill_(0)
+        copy(0, self._buffers[0])
+        return torch.equal(self._buffers[0].cpu(), self._plain)
+
+    def microseconds(self, copy: Copy | None, *, multiply: bool) -> float:
+        """Median time per layer of copies, products or both."""
+
+        def copy_layer(layer: int) -> None:
+            assert copy is not None
+            copy(layer, self._buffers[layer % BUFFERS])
+
+        work = partial(
+            self._streams.run,
+            self._layers,
+            copy_layer if copy else None,
+            self._multiply if multiply else None,
+        )
+        return 1e3 * self._device.milliseconds(work, 7, HEAD_START) / self._layers
+
+
+def measure(device: Device, pages: int, layers: int, results: program.Results) -> None:
     """One row per way of copying."""
-    import torch
-
-    from bench.gpu.overlap_layers import Layers
-
     with torch.inference_mode():
         work = Layers(device, pages, 64 if device.dry_run else WIDTH, layers)
         gemm_us = work.microseconds(None, multiply=True)

@@ -1,19 +1,19 @@
-"""What the programs have in common: options, and the files of a device's results.
-
-As a program it prints the folder for the GPU's results; exit status 1: there is no GPU.
-"""
+"""What the programs have in common: options, the device, and the files of its results."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
-import sys
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.gpu.shapes import Shape
 from bench.harness.report import OUT, write, write_json
 
 Row = dict[str, Any]
@@ -21,16 +21,44 @@ Row = dict[str, Any]
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """Options of every program."""
-    made = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--dry-run", action="store_true", help="tiny, on the CPU")
     made.add_argument("--out", type=Path, help="folder of results; default: out/DEVICE")
     return made
+
+
+def add_models(
+    parsed: argparse.ArgumentParser, shapes: Sequence[Shape], default: Sequence[str] | None = None
+) -> None:
+    """Option ``--models``; its default: all of them."""
+    names = [shape.name for shape in shapes]
+    parsed.add_argument(
+        "--models", nargs="*", choices=names, default=default or names, help="whose shapes"
+    )
 
 
 def require_device(parsed: argparse.ArgumentParser, *, dry_run: bool) -> None:
     """End a program that has no GPU, but for a dry run."""
     if not dry_run and not torch.cuda.is_available():
         parsed.error("no CUDA device; --dry-run does without")
+
+
+def start(
+    parsed: argparse.ArgumentParser, name: str, *, interpreted: bool = False
+) -> tuple[Any, Device, Results]:
+    """Options, device and results of the program of this ``name``.
+
+    Args:
+        interpreted: Whether a dry run is to interpret the kernels, which the program imports later.
+    """
+    options = parsed.parse_args()
+    require_device(parsed, dry_run=options.dry_run)
+    if interpreted and options.dry_run:
+        interpret()
+    device = Device(options.dry_run)
+    return options, device, Results(name, device.name, options)
 
 
 class Results:
@@ -73,12 +101,181 @@ class Results:
         return int(not all(row["right"] for row in every if not row.get("skipped")))
 
 
+def device_name(*, dry_run: bool) -> str:
+    """Of the GPU; ``cpu`` in a dry run."""
+    return "cpu" if dry_run else torch.cuda.get_device_name()
+
+
 def folder_of(device: str) -> Path:
     """Where results of the device of this name are written."""
     return OUT / re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
-if __name__ == "__main__":
-    if not torch.cuda.is_available():
-        sys.exit(1)
-    print(folder_of(torch.cuda.get_device_name()))
+class Device:
+    """A GPU, or the CPU in a dry run, where no time means anything.
+
+    Attributes:
+        name: The GPU's.
+        kind: As in ``torch.device``.
+        dtype: Of layers and hidden states.
+        scaled_dtype: Of what kernels round.
+    """
+
+    def __init__(self, dry_run: bool) -> None:
+        self.dry_run = dry_run
+        self.name = "cpu" if dry_run else torch.cuda.get_device_name()
+        self.kind = "cpu" if dry_run else "cuda"
+        # The CPU's flash attention has no float16; Triton's interpreter miscalculates bfloat16.
+        self.dtype = torch.bfloat16
+        self.scaled_dtype = torch.float16 if dry_run else torch.bfloat16
+        self._cycles_per_second = 0.0
+        self._registered: list[torch.Tensor] = []
+        if not dry_run:
+            cycles = 20_000_000
+            took = self.milliseconds(lambda: torch.cuda._sleep(cycles))
+            self._cycles_per_second = 1e3 * cycles / took
+
+    def milliseconds(
+        self, work: Callable[[], object], repeats: int = 5, head_start: float = 0.0
+    ) -> float:
+        """Median time of ``work`` on the current stream, everything it waits for included.
+
+        Args:
+            work: What to do.
+            repeats: How often.
+            head_start: Seconds that the stream is busy before, so that its launches are queued.
+        """
+        if self.dry_run:
+            start = time.perf_counter()
+            work()
+            return 1e3 * (time.perf_counter() - start)
+        work()
+        times = []
+        for _ in range(repeats):
+            torch.cuda.synchronize()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self.spin(head_start)
+            start.record()
+            work()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end))
+        return statistics.median(times)
+
+    def microseconds(self, work: Callable[[], object]) -> float:
+        """Median time of ``work`` on the current stream, each with a cold L2 cache."""
+        if self.dry_run:
+            return 1e3 * self.milliseconds(work)
+        from hcache_kernels.launch import gpu_microseconds
+
+        return gpu_microseconds(work)
+
+    def pinned(self, *shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """Host memory that the device reads, until :meth:`release`.
+
+        Registered by hand: torch's own pinned memory is rounded up to powers of two and kept.
+        """
+        memory = torch.empty(shape, dtype=dtype)
+        if not self.dry_run:
+            runtime = torch.cuda.cudart()
+            torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+            self._registered.append(memory)
+        return memory
+
+    def release(self) -> None:
+        """Give back what :meth:`pinned` gave; nobody may use it any more."""
+        if self._registered:
+            torch.cuda.synchronize()
+        for memory in self._registered:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+        self._registered.clear()
+
+    def copy_rate(self) -> float:
+        """Bytes a second of one large copy from pinned memory: the bus."""
+        size = (1 << 20) if self.dry_run else (1 << 30)
+        source, target = self.pinned(size), torch.empty(size, dtype=torch.uint8, device=self.kind)
+        took = self.milliseconds(lambda: target.copy_(source, non_blocking=True))
+        self.release()
+        return 1e3 * size / took
+
+    def gemm_rate(self, n: int, inner: int, outer: int) -> float:
+        """FLOP per second of a product ``[n, inner] x [inner, outer]``."""
+        a = torch.randn(n, inner, device=self.kind, dtype=self.dtype)
+        b = torch.randn(outer, inner, device=self.kind, dtype=self.dtype)
+        out = torch.empty(n, outer, device=self.kind, dtype=self.dtype)
+        took = self.milliseconds(lambda: torch.mm(a, b.t(), out=out), repeats=20)
+        return 2e3 * n * inner * outer / took
+
+    def spin(self, seconds: float) -> None:
+        """Keep the current stream busy, as a slower bus would."""
+        if self.dry_run or seconds <= 0:
+            return
+        torch.cuda._sleep(int(seconds * self._cycles_per_second))
+
+
+class TwoStreams:
+    """Layers are copied to buffers on one stream and computed from them on another.
+
+    Args:
+        device: Whose streams; a CPU does one after the other.
+        buffers: How many layers copies may be ahead.
+    """
+
+    def __init__(self, device: Device, buffers: int) -> None:
+        self._buffers = buffers
+        self._streams = [] if device.dry_run else [torch.cuda.Stream() for _ in range(2)]
+
+    def run(
+        self,
+        layers: int,
+        copy: Callable[[int], object] | None,
+        compute: Callable[[int], object] | None,
+    ) -> None:
+        """Do ``copy(layer)`` and ``compute(layer)`` for all layers, in order of the current stream.
+
+        None: it is left out.
+        """
+        copy_one, compute_one = (work or (lambda layer: None) for work in (copy, compute))
+        if not self._streams:
+            for layer in range(layers):
+                copy_one(layer)
+                compute_one(layer)
+            return
+        current, free = torch.cuda.current_stream(), list[torch.cuda.Event]()
+        copying, computing = self._streams
+        copying.wait_stream(current)
+        computing.wait_stream(current)
+        for layer in range(layers):
+            with torch.cuda.stream(copying):
+                if compute is not None and layer >= self._buffers:
+                    copying.wait_event(free[layer - self._buffers])
+                copy_one(layer)
+                there = copying.record_event()
+            with torch.cuda.stream(computing):
+                computing.wait_event(there)
+                compute_one(layer)
+                free.append(computing.record_event())
+        current.wait_stream(computing)
+        current.wait_stream(copying)
+
+
+def interpret() -> None:
+    """Have kernels interpreted that are defined from now on."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    mend_scalars()
+
+
+def mend_scalars() -> None:
+    """Let loops count to arguments of a kernel, which are arrays with one value.
+
+    Triton 3.6 turns them into integers as NumPy 2.4 no longer does; from 3.7 on it is mended.
+    """
+    from triton.runtime import interpreter
+
+    shipped = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        shipped(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from bench.gpu.copies import KVCopier
-from bench.gpu.devices import Device
-from bench.gpu.restore_models import Layer, Shape
+from bench.gpu.program import Device
+from bench.gpu.restore_models import Layer
+from bench.gpu.shapes import PAGE, Shape
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.layers import Fill, Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline, RestoreReport, gather_segments
 from hcache_kernels.codecs import Codec, make_codec
 from hcache_kernels.project_kv import KVPool, ProjectionCall, project_kv
 
-PAGE = 64
 SPARE_PAGES = 8
 
 
@@ -113,6 +113,16 @@ class History:
     def exact_layout(self) -> Any:
         """Where the exact hidden states of every layer stand in the pages."""
         return _Pieces(self.layout, [3 * i for i in range(len(self.layers))])
+
+    def stored(self, kind: Literal["hidden", "kv"]) -> tuple[list[torch.Tensor], list[Fill]]:
+        """Each layer's exact hidden states, or K and V, ``[pages, bytes]`` in order of the tokens,
+        and what fills the pool from them."""
+        which, on_pages = 0 if kind == "hidden" else 2, torch.from_numpy(self.pages)
+        layers = range(len(self.layers))
+        segments = [self._segment(i, which)[on_pages] for i in layers]
+        if kind == "kv":
+            return segments, [self.fill_kv(i) for i in layers]
+        return segments, [self.fill_hidden(i, self.codecs[0]) for i in layers]
 
     def _segment(self, layer: int, which: int) -> torch.Tensor:
         return self.memory[:, self.layout.segment(3 * layer + which)]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import (
     layer_norm,
     linear,
@@ -17,48 +16,23 @@ from torch.nn.functional import (
     silu,
 )
 
+from bench.gpu.shapes import LLAMA_7B, LLAMA_13B, OPT_30B, Shape
 from hcache_kernels.project_kv import KVProjection, Rotary
 
 PREFILL_CHUNK = 8192
 MAX_POSITIONS = 1 << 17
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Shape of a model on one of its tensor-parallel ranks.
-
-    Attributes:
-        ranks: Tensor-parallel ranks. Each stores and reads its share of the hidden states and gets
-            the rest from the others (paper section 5); one GPU stands for one of them.
-        heads: Attention heads of this rank, as many as KV heads (MHA).
-        gated: Whether the MLP has a gate (Llama) or not (OPT, which also has biases, learned
-            positions and LayerNorm).
-    """
-
-    name: str
-    layers: int
-    hidden: int
-    heads: int
-    mlp: int
-    gated: bool
-    ranks: int = 1
-    head_dim: int = 128
-
-    @property
-    def width(self) -> int:
-        """Values of K, and of V, of one token and layer."""
-        return self.heads * self.head_dim
-
-    def tiny(self) -> Shape:
-        """The same kind of model, for a dry run."""
-        return replace(self, layers=3, hidden=64, heads=2, mlp=96, head_dim=16)
-
-
 SHAPES = (
-    Shape("Llama-2-7B", 32, 4096, 32, 11008, True),
-    Shape("Llama-2-13B", 40, 5120, 40, 13824, True),
-    Shape("OPT-30B/TP4", 48, 7168, 14, 7168, False, ranks=4),
+    LLAMA_7B,
+    LLAMA_13B,
+    replace(OPT_30B, name="OPT-30B/TP4", heads=14, mlp=7168, ranks=4),
 )
+
+
+def chosen(models: Sequence[str], *, dry_run: bool) -> list[Shape]:
+    """The shapes of these names, tiny ones in a dry run."""
+    return [shape.tiny() if dry_run else shape for shape in SHAPES if shape.name in models]
 
 
 class Layer:
@@ -177,10 +151,15 @@ class Layer:
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Causal attention of the last ``len(q)`` of ``len(k)`` tokens, ``[n, heads, dim]``."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    mask = causal_lower_right(q.shape[2], k.shape[2])
     kernels = [SDPBackend.FLASH_ATTENTION] if q.is_cuda else [SDPBackend.MATH]
     with sdpa_kernel(kernels):
-        mixed = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        if q.shape == k.shape:
+            mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:  # the import costs seconds: it brings torch's compiler
+            from torch.nn.attention.bias import causal_lower_right
+
+            mask = causal_lower_right(q.shape[2], k.shape[2])
+            mixed = scaled_dot_product_attention(q, k, v, attn_mask=mask)
     return mixed[0].transpose(0, 1)
 
 
@@ -191,16 +170,14 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> t
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-def rotary_of(shape: Shape, device: str) -> Rotary | None:
-    """RoPE of Llama; OPT has none."""
-    if not shape.gated:
-        return None
-    exponents = torch.arange(0, shape.head_dim, 2, device=device) / shape.head_dim
-    angles = torch.outer(torch.arange(MAX_POSITIONS, device=device), 1e4**-exponents)
-    return Rotary(torch.cat((angles.cos(), angles.sin()), -1), "neox", shape.head_dim)
+def rotary_of(head_dim: int, positions: int, device: str) -> Rotary:
+    """RoPE of Llama."""
+    exponents = torch.arange(0, head_dim, 2, device=device) / head_dim
+    angles = torch.outer(torch.arange(positions, device=device), 1e4**-exponents)
+    return Rotary(torch.cat((angles.cos(), angles.sin()), -1), "neox", head_dim)
 
 
 def build(shape: Shape, device: str, dtype: torch.dtype) -> list[Layer]:
     """All layers of the model, each with its own weights."""
-    rotary = rotary_of(shape, device)
+    rotary = rotary_of(shape.head_dim, MAX_POSITIONS, device) if shape.gated else None
     return [Layer(shape, rotary, device, dtype) for _ in range(shape.layers)]

@@ -1,10 +1,10 @@
-"""Models that bench/gpu/serve.sh serves with random weights: it needs only their config.json.
+"""Models that bench/gpu/serve.sh serves: shapes of published ones, random weights.
 
-    python -m bench.gpu.serve_models --list
-    python -m bench.gpu.serve_models Llama-2-7B FOLDER [--tiny]
+    python -m bench.gpu.serve_models Llama-2-7B FOLDER
 
 Shapes, vocabularies and constants are those of the published models. Positions go further than
-theirs (4096 each), for histories of the workloads do; with random weights that changes nothing.
+theirs (4096 each), for histories of the workloads do. Weights are so large that attention is
+peaked: the output depends on what is in the KV cache, and a wrong row changes tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from bench.gpu.shapes import LLAMA_7B, LLAMA_13B, OLMO_7B, Shape
+from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
+
 POSITIONS = 32_768
+GAIN = 2.0
+"""Standard deviation of what a product makes of values with a standard deviation of 1."""
+_ALL = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": POSITIONS,
+}
 _LLAMA_2 = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -37,22 +50,10 @@ _OLMO_2 = {
     "pad_token_id": 100_277,
     "torch_dtype": "bfloat16",
 }
-
-
-def _shape(layers: int, hidden: int, heads: int, intermediate: int) -> dict[str, int]:
-    return {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "intermediate_size": intermediate,
-    }
-
-
-MODELS: dict[str, dict[str, Any]] = {
-    "Llama-2-7B": _LLAMA_2 | _shape(32, 4096, 32, 11_008),
-    "Llama-2-13B": _LLAMA_2 | _shape(40, 5120, 40, 13_824),
-    "OLMo-2-7B": _OLMO_2 | _shape(32, 4096, 32, 11_008),
+MODELS: dict[str, tuple[Shape, dict[str, Any]]] = {
+    LLAMA_7B.name: (LLAMA_7B, _LLAMA_2),
+    LLAMA_13B.name: (LLAMA_13B, _LLAMA_2),
+    OLMO_7B.name: (OLMO_7B, _OLMO_2),
 }
 
 
@@ -62,31 +63,61 @@ def config(name: str, *, tiny: bool = False) -> dict[str, Any]:
     Raises:
         KeyError: There is no model of that name.
     """
-    found = {
-        **MODELS[name],
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": POSITIONS,
+    shape, family = MODELS[name]
+    if tiny:
+        shape = shape.tiny()
+    return {
+        **_ALL,
+        **family,
+        "num_hidden_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.mlp,
     }
-    return found | _shape(4, 256, 4, 512) if tiny else found
+
+
+def write_model(folder: Path, content: dict[str, Any], device: str) -> None:
+    """Write config.json and model.safetensors.
+
+    Args:
+        folder: It is made.
+        content: What :func:`config` returns.
+        device: Where the weights are drawn.
+    """
+    from safetensors.torch import save_file
+
+    stub_torchvision()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(content, indent=1) + "\n")
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    torch.manual_seed(0)
+    kinds: dict[str, Any] = {"device": device, "dtype": getattr(torch, content["torch_dtype"])}
+    weights = {}
+    for name, parameter in empty.named_parameters():
+        drawn = torch.randn(parameter.shape, **kinds)
+        if parameter.dim() > 1:
+            drawn *= GAIN * parameter.shape[-1] ** -0.5
+        else:  # a norm. Unscaled, q and k of OLMo-2 average over the whole history
+            drawn = (4 if "q_norm" in name else 1) + 0.1 * drawn
+        weights[name] = drawn.cpu()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="?", choices=MODELS)
-    parser.add_argument("folder", nargs="?", type=Path, help="for config.json; it is made")
-    parser.add_argument("--list", action="store_true", help="print the models' names")
-    parser.add_argument("--tiny", action="store_true", help="the same architecture, for a dry run")
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--dry-run", action="store_true", help="a tiny one of its architecture")
     options = parser.parse_args()
-    if options.list:
-        print("\n".join(MODELS))
-        return 0
-    if options.model is None or options.folder is None:
-        parser.error("give a model and a folder, or --list")
-    options.folder.mkdir(parents=True, exist_ok=True)
-    content = json.dumps(config(options.model, tiny=options.tiny), indent=1)
-    (options.folder / "config.json").write_text(content + "\n")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    write_model(options.folder, config(options.model, tiny=options.dry_run), device)
+    size = (options.folder / "model.safetensors").stat().st_size
+    print(f"{options.model}: {size / 1e9:.2f} GB of weights")
     return 0
 
 

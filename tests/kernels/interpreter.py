@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from bench.gpu.interpreted import mend_scalars
+from bench.gpu.program import mend_scalars
 
 _TORCH_TYPES = {
     tl.float64: torch.float64,

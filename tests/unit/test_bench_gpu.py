@@ -1,4 +1,7 @@
-"""The benchmarks of restore and capture run through where there is no GPU."""
+"""``bench/gpu/first.sh`` goes through, on the CPU, with what a machine with a GPU has installed.
+
+One dry run of all its programs; tests look at what each of them wrote.
+"""
 
 from __future__ import annotations
 
@@ -8,32 +11,142 @@ import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
+from bench.gpu import capture, kernels, overlap, restore
 from bench.gpu.capture import WAYS
+from bench.gpu.first import STEPS
 from bench.gpu.program import Results
 
-ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "gpu" / "first.sh"
+ABSENT = """
+sglang lmdb matplotlib hypothesis pytest_timeout xdist pydantic prometheus_client typer rich
+aiohttp kvikio
+"""
+# Imported by every Python that has its folder in PYTHONPATH: finders do not see what is absent.
+HIDE = """
+import sys
+
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {absent!r}:
+            return None
+        return self.finder.find_spec(name, path, target)
+
+sys.meta_path[:] = map(Without, sys.meta_path)
+"""
+needs_none = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
-def dry_run(name: str, folder: Path) -> dict[str, Any]:
-    run = subprocess.run(
-        [sys.executable, "-m", f"bench.gpu.{name}", "--dry-run", "--out", folder],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+class DryRun(NamedTuple):
+    """The script's report, and the folder with the files of its steps."""
+
+    report: dict[str, Any]
+    folder: Path
+
+    def content(self, name: str) -> dict[str, Any]:
+        """What a program wrote; all of it must be right."""
+        found: dict[str, Any] = json.loads((self.folder / f"{name}.json").read_text())
+        assert found["dry_run"]
+        kinds = [rows for rows in found.values() if isinstance(rows, list)]
+        assert kinds and all(row["right"] for rows in kinds for row in rows if "skipped" not in row)
+        return found
+
+
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory: pytest.TempPathFactory) -> DryRun:
+    hidden, folder = tmp_path_factory.mktemp("hidden"), tmp_path_factory.mktemp("results")
+    (hidden / "sitecustomize.py").write_text(HIDE.format(absent=ABSENT.split()))
+    done = subprocess.run(
+        [SCRIPT, "--dry-run", "--out", folder, "--budget", "3600"],
+        env={
+            **os.environ,
+            "PYTHON": sys.executable,
+            "PYTHONPATH": str(hidden),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        },
         capture_output=True,
         text=True,
         check=False,
     )
-    print(run.stdout)
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
-    assert (folder / f"{name}.png").stat().st_size > 0
-    content: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
-    assert content["dry_run"]
-    assert all(row["right"] for row in content["rows"])
-    return content
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return DryRun(json.loads((folder / "first.json").read_text()), folder)
+
+
+@needs_none
+def test_every_step_is_done_and_in_the_report(dry_run: DryRun) -> None:
+    report = dry_run.report
+    assert report["device"] == "cpu" and report["versions"]["torch"]
+    steps = report["steps"]
+    assert list(steps) == list(STEPS)
+    assert all(step["outcome"] == "done" for step in steps.values())
+    assert "skipped" in steps["tests"]["output"][-1]  # collected, each with its reason
+    assert "error" not in steps["tests"]["output"][-1]
+    assert "spans" not in steps["restore"]["rows"]["rows"][0]
+    assert len(steps["capture"]["rows"]["rows"]) == len(dry_run.content("capture")["rows"])
+
+
+@needs_none
+def test_copies_are_timed_beside_products(dry_run: DryRun, tmp_path: Path) -> None:
+    content = dry_run.content("overlap")
+    ways = {row["way"] for row in content["rows"]}
+    assert {"gather kernel of the product", "copy engine, a copy a page"} <= ways
+    overlap.draw(content).savefig(tmp_path / "it.png")
+
+
+@needs_none
+def test_restore_goes_every_way_on_every_shape(dry_run: DryRun, tmp_path: Path) -> None:
+    content = dry_run.content("restore")
+    rows = content["rows"]
+    methods = {"recompute", "kv offload", "hidden", "hidden exp4"}
+    methods |= {"hidden + kv", "hidden + recompute"}
+    cases = {(row["model"], row["history"], row["slowed"]) for row in rows}
+    assert len(cases) == 3 * 2 * 2
+    assert len(rows) == len(cases) * len(methods)
+    assert {row["method"] for row in rows} == methods
+    mixed = {row["layers"] for row in rows if row["method"] == "hidden + recompute"}
+    assert all("recompute" in layers and "hidden" in layers for layers in mixed)
+    restore.draw(content).savefig(tmp_path / "it.png")
+
+
+@needs_none
+def test_capture_goes_every_way(dry_run: DryRun, tmp_path: Path) -> None:
+    content = dry_run.content("capture")
+    assert {(row["step"], row["way"]) for row in content["rows"]} == {
+        *(("decode", way) for way in (*WAYS, "alone", "during restores")),
+        *((step, way) for step in ("prefill", "prefill graph") for way in WAYS),
+    }
+    capture.draw(content).savefig(tmp_path / "it.png")
+
+
+@needs_none
+def test_kernels_are_measured_both_ways_and_checked(dry_run: DryRun, tmp_path: Path) -> None:
+    content = dry_run.content("kernels")
+    rows = content["projection"]
+    assert len({row["model"] for row in rows}) == 5
+    assert {way["way"] for row in rows for way in row["ways"]} == {"fused", "library"}
+    kinds = {row["kind"] for row in content["transfers"]}
+    assert kinds == {"codec", "gather", "scatter", "restore"}
+    restores = [row for row in content["transfers"] if row["kind"] == "restore"]
+    assert all(row["gather_us"] > 0 and row["product_us"] > 0 for row in restores)
+    kernels.draw(content).savefig(tmp_path / "it.png")
+
+
+@needs_none
+def test_what_a_cpu_cannot_show_of_orders_is_skipped_with_its_reason(dry_run: DryRun) -> None:
+    rows = dry_run.content("order")["rows"]
+    skipped = [row["skipped"] for row in rows if "skipped" in row]
+    assert len(rows) == 4 and len(skipped) == 2 and all(skipped)
 
 
 @pytest.mark.parametrize(("right", "status"), [(True, 0), (False, 1)])
@@ -52,21 +165,10 @@ def test_rows_are_in_the_file_before_the_next_one_is_measured(tmp_path: Path) ->
         assert [row["number"] for row in content["some"]] == [1, 2][:count]
 
 
-def test_restore_goes_every_way_on_every_shape(tmp_path: Path) -> None:
-    rows = dry_run("restore", tmp_path)["rows"]
-    methods = {"recompute", "kv offload", "hidden", "hidden exp4"}
-    methods |= {"hidden + kv", "hidden + recompute"}
-    cases = {(row["model"], row["history"], row["slowed"]) for row in rows}
-    assert len(cases) == 3 * 2 * 2
-    assert len(rows) == len(cases) * len(methods)
-    assert {row["method"] for row in rows} == methods
-    mixed = {row["layers"] for row in rows if row["method"] == "hidden + recompute"}
-    assert all("recompute" in layers and "hidden" in layers for layers in mixed)
+def test_a_picture_is_drawn_of_what_is_in_the_file(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
 
-
-def test_capture_goes_every_way(tmp_path: Path) -> None:
-    rows = dry_run("capture", tmp_path)["rows"]
-    assert {(row["step"], row["way"]) for row in rows} == {
-        *(("decode", way) for way in (*WAYS, "alone", "during restores")),
-        *((step, way) for step in ("prefill", "prefill graph") for way in WAYS),
-    }
+    results = Results("it", "a GPU", Namespace(dry_run=True, out=tmp_path))
+    results.add({"right": True}, "a row")
+    assert results.finish(lambda content: Figure()) == 0
+    assert (tmp_path / "it.png").stat().st_size > 0

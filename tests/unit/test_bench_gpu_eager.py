@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -11,17 +12,24 @@ from typing import Any
 import pytest
 import torch
 
-from bench.gpu import eager_files, eager_methods, eager_report
-from bench.gpu.devices import Device
-from bench.gpu.restore_models import SHAPES
-from tests.unit.test_bench_gpu import dry_run
+from bench.gpu import eager, eager_files, eager_methods
+from bench.gpu.program import Device
+from bench.gpu.restore_methods import History
+from bench.gpu.restore_models import build
+from bench.gpu.shapes import LLAMA_7B
 
 METHODS = {"layer-wise", "eager", "eager, GDS", "kv"}
 COMPAT = "compat: cuFile without the driver nvidia-fs"
 
 
-def test_pages_are_read_and_restored_every_way(tmp_path: Path) -> None:
-    rows = dry_run("eager", tmp_path)["rows"]
+def test_pages_are_read_and_restored_every_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["eager", "--dry-run", "--out", str(tmp_path)])
+    assert eager.main() == 0
+    assert (tmp_path / "eager.png").stat().st_size > 0
+    rows = json.loads((tmp_path / "eager.json").read_text())["rows"]
+    assert all(row["right"] for row in rows)
     rates = {row["gb_s"] for row in rows}
     assert len(rates) == 2 and None in rates  # no limit, and the balanced one
     cases = {(row["gb_s"], row["method"]) for row in rows}
@@ -29,7 +37,7 @@ def test_pages_are_read_and_restored_every_way(tmp_path: Path) -> None:
     assert {row["method"] for row in rows} == METHODS
     size = {row["method"]: row["bytes"] for row in rows}
     header = 20 * 4096
-    assert size["kv"] - header == 2 * 32 / 64 * (size["eager"] - header)
+    assert size["kv"] - header == 2 * 64 / 64 * (size["eager"] - header)
     assert size["eager, GDS"] == size["eager"]
     straight = {row["gds"] for row in rows if row["method"] == "eager, GDS"}
     assert straight == {"dry run: a stand-in for KvikIO"}
@@ -106,9 +114,11 @@ def test_a_kvikio_that_does_not_load_is_no_reason_to_stop(
 def scene(folder: Path) -> eager_methods.Scene:
     """One that takes itself for a GPU's."""
     device = Device(dry_run=True)
-    shape = SHAPES[0].tiny()
+    shape = LLAMA_7B.tiny()
     with torch.inference_mode():
-        made = eager_methods.Scene(device, shape, 6 * 64, "hidden", folder / "pages")
+        layers = build(shape, device.kind, device.dtype)
+        history = History(device, shape, layers, [6 * 64])
+        made = eager_methods.Scene(device, history, "hidden", folder / "pages")
     device.dry_run = False
     return made
 
@@ -122,9 +132,9 @@ def test_without_kvikio_it_is_skipped_with_the_reason(
     row = {"gb_s": None, "balanced": False, "tokens": 64, "gds": None}
     done = {"skipped": None, "right": True, "ms": 2.0, "read_ms": 1.0, "restore_ms": 1.0}
     rows = [{**row, "method": "eager", **done}, {**row, "method": "eager, GDS", "skipped": why}]
-    (skipped,) = (line for line in eager_report.table(rows).splitlines() if "eager, GDS" in line)
+    (skipped,) = (line for line in eager.table(rows).splitlines() if "eager, GDS" in line)
     assert skipped.endswith("| kvikio is not installed |")
-    eager_report.draw({"device": "a GPU", "rows": rows}).savefig(tmp_path / "it.png")
+    eager.draw({"device": "a GPU", "rows": rows}).savefig(tmp_path / "it.png")
 
 
 def test_pages_that_kvikio_reads_are_restored(
@@ -136,9 +146,9 @@ def test_pages_that_kvikio_reads_are_restored(
     assert (state, kvikio.threads) == (COMPAT, 8)
     with torch.inference_mode():
         restores.poison()
-        assert not restores.scene.is_right()
+        assert not restores.scene.history.is_right()
         restores.timed(restores.eager)
-        assert restores.scene.is_right()
+        assert restores.scene.history.is_right()
     monkeypatch.setattr(CuFile, "lost", 8)
     found, why = eager_methods.with_gds(restores.scene)
     assert found is None

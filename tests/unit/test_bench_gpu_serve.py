@@ -1,4 +1,4 @@
-"""``bench/gpu/serve.sh``: the comparison with the shapes of real models, as far as it goes here."""
+"""``bench/gpu/serve.sh``: servers with the shapes of real models, as far as it goes without a GPU."""
 
 from __future__ import annotations
 
@@ -8,22 +8,26 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from bench.gpu.serve_models import MODELS
+from bench.gpu.serve import METHODS
+from bench.gpu.serve_models import MODELS, config, write_model
+from bench.gpu.serve_requests import DRY_LOADS, LOADS
+from bench.harness.methods import PAGE_SIZE
 from hcache_backend.partition.model_config import read_model
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "bench" / "gpu" / "serve.sh"
+SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "gpu" / "serve.sh"
 SHAPES = {
     # parameters in billions, as published; layers; hidden size; heads
     "Llama-2-7B": (6.74, 32, 4096, 32),
     "Llama-2-13B": (13.02, 40, 5120, 40),
     "OLMo-2-7B": (7.30, 32, 4096, 32),
 }
+needs_none = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
 def serve(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -36,39 +40,51 @@ def serve(*arguments: str | Path, **environment: str) -> subprocess.CompletedPro
     )
 
 
-def test_it_is_a_script_that_bash_can_read() -> None:
-    subprocess.run(["bash", "-n", SCRIPT], check=True)
-    helped = serve("--help")
-    assert helped.returncode == 0
-    assert "--dry-run" in helped.stdout
+def dry_run(out: Path, *arguments: str) -> dict[str, Any]:
+    """The steps of the report; nothing else is left behind."""
+    with tempfile.TemporaryDirectory() as short:  # names of sockets in it have a limit
+        done = serve("--dry-run", "--out", out, "--budget", "3600", *arguments, TMPDIR=short)
+        assert list(Path(short).iterdir()) == []
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    steps: dict[str, Any] = json.loads((out / "serve.json").read_text())["steps"]
+    assert all(step["outcome"] == "done" for step in steps.values())
+    return steps
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--modles",), "--modles: there is no such option"),
-        (("--results",), "--results: a value is missing"),
-        (("--models", "Llama-3-8B"), "must be of Llama-2-7B, Llama-2-13B, OLMo-2-7B"),
-    ],
-)
-def test_bad_options_are_named(arguments: tuple[str, ...], message: str) -> None:
-    refused = serve(*arguments, "--dry-run")
+@needs_none
+def test_the_dry_run_serves_in_hidden_mode_and_restores_what_was_asked(tmp_path: Path) -> None:
+    steps = dry_run(tmp_path, "--methods", "hcache-hidden")
+    start, *rows = steps["serve-hcache-hidden"]["rows"]["rows"]
+    assert start["said"].startswith("hidden mode")
+    names = (load.name for load in DRY_LOADS)
+    assert [row["step"] for row in rows] == [
+        step for name in names for step in (name, f"{name}, restored")
+    ]
+    assert all(row["ttft_ms"] > 0 and row["gap_ms"] > 0 for row in rows)
+    for load, row in zip(DRY_LOADS, rows[1::2], strict=True):
+        assert row["from_l3"] == load.requests * load.history
+        assert row["same_tokens"] == row["of_tokens"] == load.requests * load.after
+        assert row["l3_ms"] > 0 and row["load_ms"] > 0
+
+
+@pytest.mark.parametrize("load", [*LOADS, *DRY_LOADS])
+def test_histories_are_whole_pages(load: Any) -> None:
+    assert load.history % PAGE_SIZE == 0
+
+
+def test_bad_options_are_named() -> None:
+    refused = serve("--dry-run", "--model", "Llama-3-8B")
     assert refused.returncode == 2
-    assert message in refused.stderr
+    assert "invalid choice: 'Llama-3-8B'" in refused.stderr
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@needs_none
 def test_without_a_gpu_it_says_what_is_missing(tmp_path: Path) -> None:
-    refused = serve("--results", tmp_path, TMPDIR=str(tmp_path))
+    refused = serve("--out", tmp_path, TMPDIR=str(tmp_path))
     assert refused.returncode == 2
     assert "no CUDA device; --dry-run does without" in refused.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_python_that_is_not_there_is_named() -> None:
-    refused = serve("--dry-run", PYTHON="no-such-python")
-    assert refused.returncode == 2
-    assert "PYTHON=no-such-python" in refused.stderr
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -76,40 +92,38 @@ def test_models_are_those_that_they_are_called(name: str, tmp_path: Path) -> Non
     stub_torchvision()
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = tmp_path / name
-    write = [sys.executable, "-m", "bench.gpu.serve_models", name, folder]
-    subprocess.run(write, check=True, cwd=ROOT)
-    found = AutoConfig.from_pretrained(folder)
+    (tmp_path / "config.json").write_text(json.dumps(config(name)))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(found)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     billions, layers, hidden, heads = SHAPES[name]
     assert sum(weight.numel() for weight in model.parameters()) / 1e9 == pytest.approx(
         billions, abs=0.005
     )
-    shape = read_model(folder)
+    shape = read_model(tmp_path)
     assert (shape.layers, shape.hidden, shape.heads, shape.kv_heads) == (
         *(layers, hidden, heads),
         heads,
     )
     assert shape.element_bytes == 2
-    subprocess.run([*write, "--tiny"], check=True, cwd=ROOT)
-    tiny = AutoConfig.from_pretrained(folder)
-    assert type(tiny) is type(found)
-    assert tiny.hidden_size == 256
+    tiny = tmp_path / "tiny"
+    write_model(tiny, config(name, tiny=True), "cpu")
+    loaded = AutoModelForCausalLM.from_pretrained(tiny)
+    assert type(loaded) is type(model)
+    assert all(bool(weight.any()) for weight in loaded.parameters())
     assert list(MODELS) == list(SHAPES)
 
 
 @pytest.mark.long
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU engine is for machines without one")
-def test_the_dry_run_serves_all_models(tmp_path: Path) -> None:
-    with tempfile.TemporaryDirectory() as short:  # names of sockets in it have a limit
-        done = serve("--dry-run", "--results", tmp_path, TMPDIR=short)
-        assert list(Path(short).iterdir()) == []
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+@needs_none
+def test_the_dry_run_serves_all_models_by_all_methods(tmp_path: Path) -> None:
     for name in SHAPES:
-        report = json.loads((tmp_path / f"compare-{name.lower()}.json").read_text())
-        assert report["model"].startswith(f"{name} (")
-        hidden = report["restore"]["methods"]["hcache-hidden"]
-        assert hidden["said"].startswith("hidden mode")
-        assert hidden["disk"]["ms"] > 0
-        assert hidden["bytes_per_token"] < report["restore"]["methods"]["file"]["bytes_per_token"]
+        steps = dry_run(tmp_path / name, "--model", name)
+        assert list(steps) == ["weights", *(f"serve-{method}" for method in METHODS)]
+        restored = {
+            method: [row["from_l3"] for row in step["rows"]["rows"] if "from_l3" in row]
+            for method, step in steps.items()
+            if method != "weights"
+        }
+        whole = [load.requests * load.history for load in DRY_LOADS]
+        assert restored.pop("serve-recompute") == [0, 0]
+        assert all(tokens == whole for tokens in restored.values())

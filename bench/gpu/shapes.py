@@ -1,0 +1,71 @@
+"""Shapes of published models, of which programs make layers with random weights; and of pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+PAGE = 64
+"""Tokens of a page."""
+HEADER_BYTES = 4096
+"""What stands before a page's first segment."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Shape of a model on one of its tensor-parallel ranks.
+
+    Attributes:
+        name: The model's.
+        layers: How many.
+        hidden: Values of a hidden state.
+        heads: Attention heads of this rank.
+        mlp: Width of the MLP on this rank.
+        family: ``opt`` has biases, learned positions, LayerNorm and an MLP without a gate;
+            ``qwen3`` norms each head of K, and ``olmo2`` all heads together.
+        shared_by: Attention heads per KV head.
+        head_dim: Values of a head.
+        ranks: Tensor-parallel ranks. Each stores and reads its share of the hidden states and gets
+            the rest from the others (paper section 5); one GPU stands for one of them.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    mlp: int
+    family: Literal["llama", "opt", "qwen3", "olmo2"] = "llama"
+    shared_by: int = 1
+    head_dim: int = 128
+    ranks: int = 1
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of this rank."""
+        return self.heads // self.shared_by
+
+    @property
+    def width(self) -> int:
+        """Values of K, and of V, of one token and layer."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate, K is rotated, and there are no biases."""
+        return self.family != "opt"
+
+    @property
+    def key_norm(self) -> Literal["head", "all"] | None:
+        """What one norm of K goes over; None: there is none."""
+        return "head" if self.family == "qwen3" else "all" if self.family == "olmo2" else None
+
+    def tiny(self) -> Shape:
+        """The same kind of model, for a dry run."""
+        return replace(self, layers=3, hidden=64, heads=2 * self.shared_by, mlp=96, head_dim=32)
+
+
+LLAMA_7B = Shape("Llama-2-7B", 32, 4096, 32, 11_008)
+LLAMA_13B = Shape("Llama-2-13B", 40, 5120, 40, 13_824)
+OPT_30B = Shape("OPT-30B", 48, 7168, 56, 28_672, "opt")
+QWEN_8B = Shape("Qwen3-8B", 36, 4096, 32, 12_288, "qwen3", shared_by=4)
+OLMO_7B = Shape("OLMo-2-7B", 32, 4096, 32, 11_008, "olmo2")

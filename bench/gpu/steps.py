@@ -1,0 +1,173 @@
+"""Steps of a script: processes that share a budget of time, the most telling first.
+
+A step that fails, or uses up its share of the time that is left, does not stop the next one.
+``NAME.json`` of the script is written after every step, and has the rows of the steps' own files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.gpu import program
+from bench.harness.report import write_json
+
+ROOT = Path(__file__).resolve().parents[2]
+SHOWN_LINES = 40
+"""Last lines kept of the output of a step that failed."""
+NOT_NUMBERS = ("spans", "ways")
+"""Long parts of rows, which stay in the files of the steps."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One process.
+
+    Attributes:
+        name: Also of the file that it writes, if it does.
+        module: Python module.
+        arguments: Of the module.
+        share: Weight of the step when the budget is divided.
+        writes: Whether it writes ``NAME.json`` to the folder that its ``--out`` names.
+    """
+
+    name: str
+    module: str
+    arguments: Sequence[str]
+    share: int
+    writes: bool = True
+
+    def command(self, folder: Path) -> list[str]:
+        """The process, with its results in ``folder``."""
+        out = ["--out", str(folder)] if self.writes else []
+        return [sys.executable, "-u", "-m", self.module, *self.arguments, *out]
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Options of every script."""
+    made = program.parser(doc)
+    made.add_argument("--budget", type=float, default=600, help="seconds for all steps")
+    return made
+
+
+def run_all(name: str, steps: Sequence[Step], options: argparse.Namespace, **more: str) -> int:
+    """Run the steps and write ``NAME.json``.
+
+    Args:
+        name: The script's.
+        steps: In order.
+        options: ``budget``, ``dry_run`` and ``out``.
+        more: More variables of the steps' environments.
+
+    Returns:
+        Exit status: 1 if a step failed, or something was wrong.
+    """
+    device = program.device_name(dry_run=options.dry_run)
+    folder = (options.out or program.folder_of(device)).resolve()
+    # Shapes of dry runs are tiny: threads would only wait for each other.
+    environment = os.environ | more | ({"OMP_NUM_THREADS": "1"} if options.dry_run else {})
+    report: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device,
+        "dry_run": options.dry_run,
+        "versions": versions(),
+        "budget": options.budget,
+        "steps": {},
+    }
+    ends = time.monotonic() + options.budget
+    for number, step in enumerate(steps):
+        left = ends - time.monotonic()
+        share = step.share / sum(other.share for other in steps[number:])
+        print(f"== {step.name}: {left * share:.0f} of {left:.0f} s", flush=True)
+        report["steps"][step.name] = found = run(step, folder, left * share, environment)
+        print(f"== {step.name}: {found['outcome']}, {found['seconds']:.0f} s", flush=True)
+        write_json(folder / f"{name}.json", report)
+    print(f"results: {folder / name}.json")
+    return int(any(found["outcome"] != "done" for found in report["steps"].values()))
+
+
+def run(
+    step: Step, folder: Path, limit: float, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Run a step for at most ``limit`` seconds.
+
+    Returns:
+        ``seconds``; ``outcome``: "done", "out of time" or "failed" with the exit status (1 also
+        where a result was wrong); ``rows`` of its file by kind, as far as it came; ``output``: the
+        end of it, where it is not done, and one line of it where it writes no file.
+    """
+    file = folder / f"{step.name}.json"
+    file.unlink(missing_ok=True)  # what an earlier run left
+    begin, output = time.monotonic(), deque[str](maxlen=SHOWN_LINES)
+    process = subprocess.Popen(
+        step.command(folder),
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(max(0.0, limit), end)
+    timer.start()
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            output.append(line.rstrip())
+        status = process.wait()
+    finally:
+        timer.cancel()
+        if process.poll() is None:  # this process is interrupted
+            end()
+    outcome = "out of time" if late.is_set() else f"failed, {status}" if status else "done"
+    found: dict[str, Any] = {"seconds": time.monotonic() - begin, "outcome": outcome}
+    if file.exists():
+        found["rows"] = rows_of(json.loads(file.read_text()))
+    if outcome != "done":
+        found["output"] = list(output)
+    elif "rows" not in found:
+        found["output"] = list(output)[-1:]
+    return found
+
+
+def rows_of(content: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of a step's file, by kind."""
+    return {
+        kind: [{key: row[key] for key in row if key not in NOT_NUMBERS} for row in rows]
+        for kind, rows in content.items()
+        if isinstance(rows, list)
+    }
+
+
+def versions(names: Sequence[str] = ("torch", "triton", "numpy", "sglang")) -> dict[str, Any]:
+    """What is installed; None: it is not."""
+    found: dict[str, Any] = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
