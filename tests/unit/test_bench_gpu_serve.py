@@ -1,4 +1,4 @@
-"""``bench/gpu/serve.sh``: servers with the shapes of real models, as far as it goes without a GPU."""
+"""``bench/gpu/serve.sh``: servers with shapes of real models, as far as it goes without a GPU."""
 
 from __future__ import annotations
 
