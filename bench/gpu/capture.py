@@ -15,10 +15,6 @@ Decode steps replay a CUDA graph; prefill of 8192 tokens runs eagerly, and prefi
 replays a graph (staged, all its rows wait in staging at once). Also decode steps of other
 requests while restores of 4096 tokens run. After each run the shadow pages are compared with what
 the last step's projections received.
-
-Prints a table and writes ``out/DEVICE/capture.json`` and
-``capture.png``. ``--dry-run`` runs it on tiny shapes on the CPU, without graphs: its times mean
-nothing, and it writes nothing unless ``--out`` names a folder.
 """
 
 from __future__ import annotations

@@ -16,10 +16,6 @@ memory by eight threads, and go through the restore pipeline that the server use
 ``--rates`` in GB/s slow the reading down; 0 is the disk as it is. One more rate is measured: where
 reading and restoring hidden states take equally long. K and V are compared with those of the
 forward pass after every restore. Times are medians of five, from the first read to the last layer.
-
-Prints a table and writes ``out/DEVICE/eager.json`` and
-``eager.png``. ``--dry-run`` runs it on tiny shapes on the CPU, with a stand-in for KvikIO: its
-times mean nothing, and it writes nothing unless ``--out`` names a folder.
 """
 
 from __future__ import annotations

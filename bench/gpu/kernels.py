@@ -7,10 +7,6 @@
 - codecs, gathering and scattering parts of pages in pinned memory, and both beside products:
   kernels_transfers.py
 - correctness of both ways on the same random data, against float64
-
-Prints tables and writes ``out/DEVICE/kernels.json`` and
-``kernels.png``. ``--dry-run`` runs everything on tiny shapes under Triton's interpreter instead:
-its times mean nothing, and it writes nothing unless ``--out`` names a folder.
 """
 
 from __future__ import annotations

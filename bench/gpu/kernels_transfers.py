@@ -51,8 +51,8 @@ def measure(device: Device, rows: Sequence[int] | None, results: Results) -> Non
         tokens, pages = (256, 1024, 4096, 16384), (1, 4, 16, 64, 256)
         shapes = Shapes(device, (4096, 5120, 8192), tokens, pages, 8)
     if rows:
-        pages = tuple(max(1, n // PAGE) for n in rows)
-        shapes = replace(shapes, tokens=tuple(rows), pages=pages)
+        whole = tuple(max(1, n // PAGE) for n in rows)
+        shapes = replace(shapes, tokens=tuple(rows), pages=whole)
     for part in (restore_rows, transfer_rows, codec_rows):
         for row in part(shapes):
             results.add(row, f"{row['kind']}: {row['what']}", "transfers")

@@ -11,8 +11,6 @@ recomputation on another (its load stream), and dropped as soon as the restore i
 Each is done by the product's code (engine/loads.py and restore/pipeline.py) and without waiting or
 keeping, where the wrong values must show: else the check proves nothing. On a CPU only the product
 runs: there the caller is the only current stream, and memory is not used again while it is needed.
-
-Prints a table and writes ``out/DEVICE/order.json``.
 """
 
 from __future__ import annotations

@@ -12,10 +12,6 @@ Copies are done by:
 
 Each is measured alone and with the products. Where they overlap, both together take as long as the
 longer one; where they do not, as long as their sum.
-
-Prints a table and writes ``out/DEVICE/overlap.json`` (row by row) and ``overlap.png``.
-``--dry-run`` runs it on tiny shapes under Triton's interpreter: its times mean nothing, and it
-writes nothing unless ``--out`` names a folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""What the programs have in common: options, the device, and the files of its results."""
+"""What the programs have in common: options, the device, and the files of its results.
+
+Each prints a table and writes ``out/DEVICE/NAME.json``, row by row, and a picture if matplotlib is
+installed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,11 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--dry-run", action="store_true", help="tiny, on the CPU")
+    made.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="tiny, on the CPU, where times mean nothing; writes only to the folder of --out",
+    )
     made.add_argument("--out", type=Path, help="folder of results; default: out/DEVICE")
     return made
 
@@ -123,7 +131,7 @@ class Device:
 
     def __init__(self, dry_run: bool) -> None:
         self.dry_run = dry_run
-        self.name = "cpu" if dry_run else torch.cuda.get_device_name()
+        self.name = device_name(dry_run=dry_run)
         self.kind = "cpu" if dry_run else "cuda"
         # The CPU's flash attention has no float16; Triton's interpreter miscalculates bfloat16.
         self.dtype = torch.bfloat16

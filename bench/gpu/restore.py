@@ -16,10 +16,6 @@ hidden states, and a device copy stands for the all-gather of the rest; recomput
 all-reduces, and measured once, since it copies nothing. ``--rates`` in GB/s slow the copy down as a
 slower bus or L3 would; 0 is the bus as it is. K and V are compared with those of the forward pass
 after every method.
-
-Prints a table and writes ``out/DEVICE/restore.json`` (row by row) and
-``restore.png`` (a timeline of the streams). ``--dry-run`` runs it on tiny shapes on the CPU: its
-times mean nothing, and it writes nothing unless ``--out`` names a folder.
 """
 
 from __future__ import annotations
