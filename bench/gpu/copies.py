@@ -36,19 +36,7 @@ def gather_launch(
         out: uint8 ``[p, length]``; ``length`` is a multiple of 8.
         programs: At least 1.
     """
-    words = out.shape[1] // WORD
-    parts = len(page_ids) * triton.cdiv(words, BLOCK)
-    arguments = {
-        "pages": pages,
-        "page_ids": page_ids,
-        "out": out,
-        "page_bytes": pages.shape[1],
-        "offset": offset,
-        "parts": parts,
-        "WORDS": words,
-        "BLOCK": BLOCK,
-    }
-    return Launch(_gather_kernel, (min(programs, parts),), arguments, WARPS, stages=1)
+    return _launch(pages, page_ids, offset, out, None, programs)
 
 
 def slots_launch(rows: torch.Tensor, slots: torch.Tensor, part: torch.Tensor) -> Launch:
@@ -59,18 +47,34 @@ def slots_launch(rows: torch.Tensor, slots: torch.Tensor, part: torch.Tensor) ->
         slots: int64 ``[n]``.
         part: K or V of a pool, ``[slots, heads, head_dim]`` with ``width`` values a slot.
     """
-    words = rows.shape[1] * rows.itemsize // WORD
+    rows, pool = rows.view(torch.uint8), part.view(torch.uint8).view(len(part), -1)
+    return _launch(rows, None, 0, pool, slots, KV_PROGRAMS)
+
+
+def _launch(
+    source: torch.Tensor,
+    sources: torch.Tensor | None,
+    offset: int,
+    target: torch.Tensor,
+    targets: torch.Tensor | None,
+    programs: int,
+) -> Launch:
+    """``target[targets[i]] = source[sources[i], offset:]``; None: one row after the other."""
+    words = target.shape[1] // WORD
     block = triton.next_power_of_2(min(words, BLOCK))
-    parts = len(rows) * triton.cdiv(words, block)
+    parts = len(target if targets is None else targets) * triton.cdiv(words, block)
     arguments = {
-        "rows": rows.view(torch.uint8),
-        "slots": slots,
-        "pool": part.view(torch.uint8),
+        "source": source,
+        "sources": sources,
+        "source_bytes": source.shape[1],
+        "offset": offset,
+        "target": target,
+        "targets": targets,
         "parts": parts,
         "WORDS": words,
         "BLOCK": block,
     }
-    return Launch(_slots_kernel, (min(KV_PROGRAMS, parts),), arguments, WARPS, stages=1)
+    return Launch(_copy_kernel, (min(programs, parts),), arguments, WARPS, stages=1)
 
 
 class KVCopier:
@@ -112,40 +116,24 @@ class KVCopier:
 
 
 @triton.jit
-def _gather_kernel(
-    pages,  # uint8 [pages, page_bytes]
-    page_ids,  # [p]
-    out,  # uint8 [p, 8 * WORDS]
-    page_bytes,
+def _copy_kernel(
+    source,  # uint8 [rows, source_bytes]
+    sources,  # [n] or None
+    source_bytes,
     offset,
+    target,  # uint8 [rows, 8 * WORDS]
+    targets,  # [n] or None
     parts,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    of_page: tl.constexpr = (WORDS + BLOCK - 1) // BLOCK
+    words: tl.constexpr = tl.pointer_type(tl.int64)
+    per_row: tl.constexpr = (WORDS + BLOCK - 1) // BLOCK
     for part in range(tl.program_id(0), parts, tl.num_programs(0)):
-        item = part // of_page
-        page = tl.load(page_ids + item).to(tl.int64)
-        source = (pages + page * page_bytes + offset).to(tl.pointer_type(tl.int64))
-        target = out.to(tl.pointer_type(tl.int64)) + item * WORDS
-        at = (part % of_page) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(target + at, tl.load(source + at, mask=at < WORDS), mask=at < WORDS)
-
-
-@triton.jit
-def _slots_kernel(
-    rows,  # uint8 [n, 8 * WORDS]
-    slots,  # [n]
-    pool,  # uint8 [slots, 8 * WORDS]
-    parts,
-    WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    of_row: tl.constexpr = (WORDS + BLOCK - 1) // BLOCK
-    for part in range(tl.program_id(0), parts, tl.num_programs(0)):
-        row = part // of_row
-        slot = tl.load(slots + row).to(tl.int64)
-        source = rows.to(tl.pointer_type(tl.int64)) + row * WORDS
-        target = (pool + slot * (8 * WORDS)).to(tl.pointer_type(tl.int64))
-        at = (part % of_row) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(target + at, tl.load(source + at, mask=at < WORDS), mask=at < WORDS)
+        row = part // per_row
+        read = row if sources is None else tl.load(sources + row)
+        written = row if targets is None else tl.load(targets + row)
+        from_row = (source + read.to(tl.int64) * source_bytes + offset).to(words)
+        to_row = (target + written.to(tl.int64) * (8 * WORDS)).to(words)
+        at = (part % per_row) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(to_row + at, tl.load(from_row + at, mask=at < WORDS), mask=at < WORDS)
