@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.gpu.serve import METHODS
+from bench.gpu.serve import METHODS, main
 from bench.gpu.serve_models import MODELS, config, write_model
 from bench.gpu.serve_requests import DRY_LOADS, LOADS
 from bench.harness.methods import PAGE_SIZE
@@ -30,20 +30,16 @@ SHAPES = {
 needs_none = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
-def serve(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [SCRIPT, *arguments],
-        env={**os.environ, "PYTHON": sys.executable, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 def dry_run(out: Path, *arguments: str) -> dict[str, Any]:
     """The steps of the report; nothing else is left behind."""
     with tempfile.TemporaryDirectory() as short:  # names of sockets in it have a limit
-        done = serve("--dry-run", "--out", out, "--budget", "3600", *arguments, TMPDIR=short)
+        done = subprocess.run(
+            [SCRIPT, "--dry-run", "--out", out, "--budget", "3600", *arguments],
+            env={**os.environ, "PYTHON": sys.executable, "TMPDIR": short},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert list(Path(short).iterdir()) == []
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
@@ -73,17 +69,26 @@ def test_histories_are_whole_pages(load: Any) -> None:
     assert load.history % PAGE_SIZE == 0
 
 
-def test_bad_options_are_named() -> None:
-    refused = serve("--dry-run", "--model", "Llama-3-8B")
-    assert refused.returncode == 2
-    assert "invalid choice: 'Llama-3-8B'" in refused.stderr
-
-
-@needs_none
-def test_without_a_gpu_it_says_what_is_missing(tmp_path: Path) -> None:
-    refused = serve("--out", tmp_path, TMPDIR=str(tmp_path))
-    assert refused.returncode == 2
-    assert "no CUDA device; --dry-run does without" in refused.stderr
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dry-run", "--model", "Llama-3-8B"], "invalid choice: 'Llama-3-8B'"),
+        (["--dry-run", "--methods", "host"], "invalid choice: 'host'"),
+        pytest.param([], "no CUDA device; --dry-run does without", marks=needs_none),
+    ],
+)
+def test_what_cannot_be_served_is_refused(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["serve", "--out", str(tmp_path), *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
