@@ -131,13 +131,12 @@ class HiddenStateController(HybridCacheController):
             # HiCache backs a page up as soon as the step that fills its last slot is launched, and
             # waits only for what SGLang's read barrier lets through: with decode graphs that is
             # published before the step has written. (Plain HiCache copies in the same order.)
-            self.after_forwards(self.l2_transfer_engine.device_to_host_stream)
+            self.after_forwards(streams.of(self.l2_transfer_engine.device_to_host_stream))
         super().start_writing()
         self._checks.backups_launched()
 
-    def after_forwards(self, engine_stream: Any) -> None:
-        """Let a stream of SGLang's transfers wait for the forward passes that were launched."""
-        stream = streams.of(engine_stream)
+    def after_forwards(self, stream: streams.Stream) -> None:
+        """Let a stream of transfers wait for the forward passes that were launched."""
         stream.wait(streams.current_stream(self._capture.device).record())
         if self.load_fence_stream is not None:  # the forward passes' own, once SGLang is set up
             stream.wait(streams.of(self.load_fence_stream).record())

@@ -139,7 +139,7 @@ class EagerLoads:
         self._pipeline = pipeline
         self._loads = loads
         self._controller: Any = None
-        self._loading_stream: Any = None  # SGLang's, of loads and restores
+        self._loading_stream: Any = None  # of SGLang's loads, and of restores
         self._anchors: dict[Any, Any] = {}  # of running prefetches: the node before them
         self._restores = EagerRestores(pool.page_size, pages, self._launch, limit)
         pages.eager = self._restores
@@ -149,7 +149,8 @@ class EagerLoads:
         """The scheduler's turn: HiCache has just seen what its storage threads brought."""
         restores, size = self._restores, self._pool.page_size
         self._pages.cache, self._controller = cache, cache.cache_controller
-        self._loading_stream = cache.cache_controller.l2_transfer_engine.host_to_device_stream
+        transfers = cache.cache_controller.l2_transfer_engine
+        self._loading_stream = streams.of(transfers.host_to_device_stream)
         self._anchors = {
             info.operation: info.anchor_node_id
             for info in cache.ongoing_prefetch.values()
@@ -189,7 +190,7 @@ class EagerLoads:
         if reads_others:
             # They may be writing what is before the prefetch.
             self._controller.after_forwards(self._loading_stream)
-        with streams.of(self._loading_stream).as_current():
+        with self._loading_stream.as_current():
             restore = self._pipeline.start(arena.physical(host_pages), slots, recompute, first)
         if reads_others:
             # Nobody keeps these: the next forward pass may write there.
