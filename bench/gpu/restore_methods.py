@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -315,12 +315,7 @@ class Ways:
                 copier.copy(k, v, pool)
                 self._slow_down(history.kv_bytes, rate)
 
-        history.poison()
-        took = history.device.milliseconds(restore)
-        n_layers = len(history.layers)
-        size = n_layers * history.kv_bytes
-        counted = f"{n_layers} kv by {copier.name}"
-        return Way("kv offload", took, size, 0.0, history.is_right(), None, counted)
+        return self._kv_offload(restore, f"by {copier.name}")
 
     def _bulk_kv(self, rate: float) -> Way:
         """One copy of everything, then one scatter a layer."""
@@ -335,7 +330,11 @@ class Ways:
                 pool.k[history.slots] = k.view(-1, *heads)
                 pool.v[history.slots] = v.view(-1, *heads)
 
+        return self._kv_offload(restore, "in one copy")
+
+    def _kv_offload(self, restore: Callable[[], None], how: str) -> Way:
+        history, n_layers = self.history, len(self.history.layers)
         history.poison()
         took = history.device.milliseconds(restore)
-        counted = f"{len(history.layers)} kv in one copy"
-        return Way("kv offload", took, arrived.nbytes, 0.0, history.is_right(), None, counted)
+        size, counted = n_layers * history.kv_bytes, f"{n_layers} kv {how}"
+        return Way("kv offload", took, size, 0.0, history.is_right(), None, counted)

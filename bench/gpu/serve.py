@@ -52,9 +52,9 @@ def main() -> int:
         chosen = [
             Step("weights", "bench.gpu.serve_models", [options.model, model, *dry], 3, writes=False)
         ]
-        for method in options.methods:
-            arguments = [method, model, *dry]
-            chosen.append(Step(f"serve-{method}", "bench.gpu.serve_requests", arguments, 4))
+        for number, method in enumerate(options.methods):
+            arguments, share = [method, model, *dry], 4 if number else 8  # the first one compiles
+            chosen.append(Step(f"serve-{method}", "bench.gpu.serve_requests", arguments, share))
         return steps.run_all("serve", chosen, options, TMPDIR=scratch)
 
 
