@@ -216,16 +216,10 @@ class EagerLoads:
         """
         with self._pages.given_to(load):
             device_indices = ask()
-        handed = load.handed
-        if handed is None:
-            return device_indices
-        if device_indices is None:  # what was allocated is free again
-            for restore in handed.restores:
-                restore.wait()
-            return None
-        size, ready = self._pool.page_size, int(handed.ready.sum())
-        metrics.TOKENS.count("ready_at_load", ready * size)
-        metrics.TOKENS.count("not_ready_at_load", (len(handed.ready) - ready) * size)
+        if load.handed is not None:
+            size, ready = self._pool.page_size, int(load.handed.ready.sum())
+            metrics.TOKENS.count("ready_at_load", ready * size)
+            metrics.TOKENS.count("not_ready_at_load", (len(load.handed.ready) - ready) * size)
         return device_indices
 
     def give_back(self) -> None:

@@ -141,7 +141,7 @@ class LoadQueue:
         if recompute is not None:
             lack = ~np.concatenate([load.whole for load in loads])
             there = self._slots(slots, lack)
-            recompute = self._only_for(recompute, pages[lack], there, behind=restores)
+            recompute = self._only_for(recompute, pages[lack], there)
         missing = ~ready
         if recompute is None and not missing.any():
             return restores
@@ -207,17 +207,8 @@ class LoadQueue:
 
         return Recompute(layers, fill)
 
-    def _only_for(
-        self,
-        recompute: Recompute,
-        pages: Ids,
-        slots: torch.Tensor,
-        behind: Sequence[RunningRestore],
-    ) -> Recompute:
+    def _only_for(self, recompute: Recompute, pages: Ids, slots: torch.Tensor) -> Recompute:
         """The same for all tokens of ``pages`` (physical), whichever of them are transferred."""
-        for restore in behind:  # it may have restored some of these layers, or those before
-            for layer in range(recompute.layers):
-                restore.wait_for_layer(layer)
         self._arena.host_access(pages, write=False, header=True)
         positions = self._layout.positions(self._arena.memory)[pages].reshape(-1)
         there = to_device(positions.astype(np.int64), slots.device)

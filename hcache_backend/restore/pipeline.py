@@ -154,9 +154,9 @@ class RestorePipeline:
             start = now.record(timed=True)
             now.run(lambda: recompute.fill(positions, slots))
             done = now.record(timed=True)
+            # Recomputation has the device first. Copies that come now (and may talk to other
+            # ranks) go to parts of the ring that projections free, so they are behind it too.
             self._compute.wait(done)
-            if self._order is not None:
-                self._copy.wait(done)
             restore.timed.append(("compute", 0, start, done))
             restore.layers += [done] * first
         else:
