@@ -13,6 +13,8 @@ reported: the two places, their streams, and the edge that is missing.
 - ``watch``: what a thread asks of torch, and the ways between host and device;
 - ``product``: the same for :mod:`hcache_backend.streams`;
 - ``rules``: what is not reported, each with its reason;
+- ``edges``, ``reports``: every place of the product that orders streams, and what is reported when
+  it is left out;
 - ``graphs``: decode graphs of SGLang, replayed without the product's Python;
 - ``plugin``: puts all of it into the scheduler of a real SGLang server;
 - ``waits``: prints where the host waited in there.

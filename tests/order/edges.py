@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 PACKAGE = Path(__file__).parents[2] / "hcache_backend"
 PARTS = ("capture", "restore", "engine")
-ORDERING = ("wait", "keep", "wait_for_layer", "give_up_step")
+ORDERING = ("wait", "keep", "wait_for_layer", "after_forwards", "give_up_step")
 
 
 class Edge(NamedTuple):
@@ -19,53 +19,59 @@ class Edge(NamedTuple):
 
     Attributes:
         file: Below the package.
-        lines: First and last line of the call.
+        function: The innermost one that the call stands in.
         what: The call as it stands there.
+        lines: Its first and last line.
     """
 
     file: str
-    lines: tuple[int, int]
+    function: str
     what: str
+    lines: tuple[int, int]
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.lines[0]} {self.what}"
+        return f"{self.file}:{self.function} {self.what}"
 
 
 def all_edges() -> list[Edge]:
-    """The edges of the product, by file and line."""
-    return [
-        edge
-        for part in PARTS
-        for path in sorted((PACKAGE / part).rglob("*.py"))
-        for edge in _in(path)
-    ]
+    """The edges of the product; no two have the same ``str``."""
+    files = (path for part in PARTS for path in sorted((PACKAGE / part).rglob("*.py")))
+    return [edge for path in files for edge in _Edges(path).found]
 
 
-def _in(path: Path) -> Iterator[Edge]:
-    text = path.read_text()
-    for node in ast.walk(ast.parse(text)):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr in ORDERING
-        ):
-            what = " ".join(str(ast.get_source_segment(text, node)).split())
+class _Edges(ast.NodeVisitor):
+    """The edges in one file."""
+
+    def __init__(self, path: Path) -> None:
+        self.found: list[Edge] = []
+        self._file, self._text = str(path.relative_to(PACKAGE)), path.read_text()
+        self._function = ""
+        self.visit(ast.parse(self._text))
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        outer, self._function = self._function, node.name
+        self.generic_visit(node)
+        self._function = outer
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if isinstance(node.func, ast.Attribute) and node.func.attr in ORDERING:
+            what = " ".join(str(ast.get_source_segment(self._text, node)).split())
             lines = (node.lineno, node.end_lineno or node.lineno)
-            yield Edge(str(path.relative_to(PACKAGE)), lines, what)
+            self.found.append(Edge(self._file, self._function, what, lines))
+        self.generic_visit(node)
 
 
 _left_out: Edge | None = None
 
 
 @contextmanager
-def without(edge: Edge | None) -> Iterator[None]:
-    """Within the block the checked streams pass over the calls of ``edge``."""
-    global _left_out  # noqa: PLW0603
-    _left_out = edge
+def without(name: str | None) -> Iterator[None]:
+    """Within the block the checked streams pass over the edge whose ``str`` is ``name``."""
+    leave_out(name)
     try:
         yield
     finally:
-        _left_out = None
+        leave_out(None)
 
 
 def leave_out(name: str | None) -> None:
@@ -74,11 +80,14 @@ def leave_out(name: str | None) -> None:
     _left_out = None if name is None else next(e for e in all_edges() if str(e) == name)
 
 
-def is_left_out(depth: int = 2) -> bool:
-    """Whether the caller's caller is in the edge that is left out."""
+def is_left_out() -> bool:
+    """Whether the caller runs for the edge that is left out: in that call, or within it."""
     if _left_out is None:
         return False
-    frame = sys._getframe(depth)
-    file = frame.f_code.co_filename
-    first, last = _left_out.lines
-    return file == str(PACKAGE / _left_out.file) and first <= frame.f_lineno <= last
+    file, (first, last) = str(PACKAGE / _left_out.file), _left_out.lines
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == file and first <= frame.f_lineno <= last:
+            return True
+        frame = frame.f_back
+    return False

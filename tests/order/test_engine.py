@@ -20,6 +20,7 @@ from tests.engine.harness.conversations import converse, make_conversations, ran
 from tests.engine.harness.ours import assert_hidden_mode, our_server
 from tests.order.edges import all_edges
 from tests.order.plugin.hcache_order import Settings
+from tests.order.reports import SERVED
 
 HERE = Path(__file__).parent
 LONG = pytest.mark.long
@@ -262,21 +263,13 @@ def test_no_wrong_order_whatever_the_device_does(
 
 
 @LONG
-@pytest.mark.parametrize(
-    ("what", "name", "partition"),
-    [
-        ("now.wait(made)", "eager", "recompute"),
-        ("now.keep(span.prefix)", "eager", "recompute"),
-        ("now.keep(slots)", "eager", "recompute"),
-        ("stream.wait(streams.of(self.load_fence_stream).record())", "conversations", "mixed"),
-    ],
-    ids=["row 1", "row 2", "row 2b", "row 2c"],
-)
-def test_what_was_wrong_is_reported_when_its_edge_is_left_out(
-    model: Path, tmp_path: Path, what: str, name: str, partition: str
+@pytest.mark.parametrize("edge", SERVED)
+def test_every_edge_that_only_a_server_has_is_missed(
+    model: Path, tmp_path: Path, edge: str
 ) -> None:
-    [edge] = [str(edge) for edge in all_edges() if edge.what == what]
-    assert findings(check(model, tmp_path, name, partition, left_out=edge))
+    scenario, what = SERVED[edge]
+    found = check(model, tmp_path, scenario, "mixed", left_out=edge)
+    assert what in findings(found).splitlines()
 
 
 @LONG

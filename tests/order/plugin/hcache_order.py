@@ -284,7 +284,7 @@ def _fail_to_begin() -> None:
         return original(*args)
 
     def give_up(original: Any, capture: Any) -> None:
-        if not edges.is_left_out(depth=3):
+        if not edges.is_left_out():
             original(capture)
 
     _around(StagedCapture, "begin", begin)

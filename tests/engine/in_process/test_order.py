@@ -1,0 +1,94 @@
+"""Eager loads in SGLang's own allocator on modelled streams: no wrong order, and none without its
+edges (see tests/order)."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+
+from hcache_backend.engine.controller import HiddenStateController
+from hcache_backend.engine.eager_loads import EagerLoads, ReservablePages
+from tests.order import edges
+from tests.order.checker import Checker
+from tests.order.reports import IN_PROCESS
+from tests.order.scenario_loads import Loading
+from tests.order.scenario_restore import GPU, PAGES, SIZE
+from tests.order.scenarios import run
+
+
+class Prefetch:
+    """HiCache's operation for six host pages that begins behind a node of the radix tree."""
+
+    def __init__(self, first: int, node: str) -> None:
+        self.operation, self.anchor_node_id = self, node
+        self.host_indices = torch.arange(first * SIZE, (first + 6) * SIZE, device="cpu")
+        self.hash_value = list(range(first, first + 6))
+        self.completed_tokens = 0
+
+
+def eager(checker: Checker) -> None:
+    """Pages arrive of two prefetches, one at the root and one behind six pages on the device.
+
+    Forward passes were launched over the device pages that are reserved, and over those before the
+    second prefetch, which go to somebody else next.
+    """
+    loading = Loading(checker)
+    engine = loading.engine
+    allocator = PagedTokenToKVPoolAllocator(
+        (PAGES - 1) * SIZE, SIZE, torch.float32, GPU, SimpleNamespace(), need_sort=False
+    )
+    pages = ReservablePages(allocator)
+    pool = SimpleNamespace(
+        page_size=SIZE,
+        arena=loading.arena,
+        page_ids=lambda indices: indices[::SIZE].numpy() // SIZE,
+    )
+    eager = EagerLoads(pages, pool, loading.pipeline, loading.queue, PAGES)  # type: ignore[arg-type]
+    controller = SimpleNamespace(
+        _capture=SimpleNamespace(device=GPU),
+        load_fence_stream=engine.forward_stream,
+        l2_transfer_engine=SimpleNamespace(host_to_device_stream=engine.loading),
+    )
+    controller.after_forwards = partial(HiddenStateController.after_forwards, controller)
+    checker.begin()
+    with checker.on(engine.schedule):
+        before, others = pages.take(6), pages.take(12)
+        engine.forward(others)
+        pages.give(others)
+        at_root, behind = Prefetch(0, "root"), Prefetch(6, "node")
+        pages.cache = SimpleNamespace(
+            cache_controller=controller,
+            ongoing_prefetch={0: at_root, 1: behind},
+            tree_core=SimpleNamespace(
+                empty_match_result=SimpleNamespace(last_device_node="root"),
+                is_full_device_evicted=lambda node: False,
+                collect_full_device_indices=lambda node, root: before[
+                    : 0 if node == root else None
+                ],
+            ),
+        )
+        at_root.completed_tokens = 2 * SIZE
+        eager.turn(pages.cache)
+        engine.forward(before)
+        behind.completed_tokens = 2 * SIZE
+        eager.turn(pages.cache)
+        pages.give(before)
+        engine.forward(pages.take(6))
+
+
+def test_eager_loads_wait_for_forward_passes_and_those_for_them() -> None:
+    checker = Checker()
+    run(eager, checker)
+    assert not checker.findings, checker.report()
+
+
+@pytest.mark.parametrize("edge", IN_PROCESS)
+def test_every_edge_of_eager_loads_is_missed(edge: str) -> None:
+    checker = Checker()
+    with edges.without(edge):
+        run(eager, checker)
+    assert IN_PROCESS[edge].what in {finding.what for finding in checker.findings}

@@ -1,0 +1,129 @@
+"""What is reported without each edge: the proof that it is needed, and that it is looked at."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Report(NamedTuple):
+    """What a scenario reports when an edge is left out.
+
+    Attributes:
+        scenario: Its name.
+        what: First line of one of its findings.
+    """
+
+    scenario: str
+    what: str
+
+
+UNIT = {
+    "capture/ledger.py:read self._stream.wait(current_stream(self._device).record())": Report(
+        "capture", "hcache reader reads what schedule writes"
+    ),
+    "capture/ledger.py:read self._stream.keep(values)": Report(
+        "capture", "device memory of schedule dies while hcache reader may use it"
+    ),
+    "capture/staging.py:_wait_for_places now.wait(last)": Report(
+        "capture", "forward writes what hcache transfer reads"
+    ),
+    "capture/staging.py:_move_layer now.wait(step.holders[part])": Report(
+        "capture", "forward writes what hcache transfer reads"
+    ),
+    "capture/staging.py:_move_layer self._transfer.wait(now.record())": Report(
+        "capture", "hcache transfer reads what forward writes"
+    ),
+    "capture/staging.py:end transfer.wait(current_stream(self.device).record())": Report(
+        "capture", "hcache transfer reads what forward writes"
+    ),
+    "capture/staging.py:end transfer.keep(step.marks)": Report(
+        "capture", "device memory of forward dies while hcache transfer may use it"
+    ),
+    "capture/staging.py:_save self._transfer.keep(step.where)": Report(
+        "capture", "device memory of forward dies while hcache transfer may use it"
+    ),
+    "engine/capture_hooks.py:_begin capture.give_up_step()": Report(
+        "capture, a step that cannot begin", "forward writes what hcache transfer reads"
+    ),
+    "restore/eager.py:_wait restore.wait()": Report(
+        "eager", "forward writes what host to device writes"
+    ),
+    "restore/exchange.py:forward_begins self._forward.wait(event)": Report(
+        "restore, between ranks", "forward writes what hcache copy writes"
+    ),
+    "restore/exchange.py:restore_begins stream.wait(launched)": Report(
+        "restore, between ranks", "hcache copy writes what forward writes"
+    ),
+    "restore/pipeline.py:start self._copy.wait(now.record())": Report(
+        "loads", "hcache copy reads what schedule writes"
+    ),
+    "restore/pipeline.py:start self._copy.wait(self._compute.record())": Report(
+        "eager", "hcache copy writes what hcache compute reads"
+    ),
+    "restore/pipeline.py:start stream.keep(tensor)": Report(
+        "loads", "device memory of host to device dies while hcache copy may use it"
+    ),
+    "restore/pipeline.py:start now.keep(slots)": Report(
+        "eager", "device memory of schedule dies while host to device may use it"
+    ),
+    "restore/pipeline.py:start now.wait(ready if self._order is None else self._copy.record())": (
+        Report("loads", "host to device reads what hcache copy writes")
+    ),
+    "restore/pipeline.py:start self._compute.wait(done)": Report(
+        "restore, between ranks", "hcache compute writes what host to device writes"
+    ),
+    "restore/pipeline.py:_fill self._compute.wait(copied)": Report(
+        "restore, mixed", "hcache compute reads what hcache copy writes"
+    ),
+    "restore/report.py:wait_for_layer current_stream(self.device).wait(self.layers[layer])": Report(
+        "restore, mixed", "forward reads what hcache compute writes"
+    ),
+    "restore/report.py:wait current_stream(self.device).wait(event)": Report(
+        "eager", "forward writes what host to device writes"
+    ),
+    "restore/ring.py:next stream.wait(self._users[self._taken - self.parts])": Report(
+        "restore, hidden states", "hcache copy writes what hcache compute reads"
+    ),
+    "engine/loads.py:fill now.wait(made)": Report(
+        "eager", "host to device reads what schedule writes"
+    ),
+    "engine/loads.py:fill now.keep(span.prefix)": Report(
+        "loads", "device memory of schedule dies while host to device may use it"
+    ),
+}
+"""By the ``str`` of the edge; scenarios of ``scenarios.py``."""
+
+IN_PROCESS = {
+    "engine/controller.py:after_forwards "
+    "stream.wait(streams.current_stream(self._capture.device).record())": Report(
+        "eager", "hcache copy reads what schedule writes"
+    ),
+    "engine/eager_loads.py:_begin self._controller.after_forwards(self._loading_stream)": Report(
+        "eager", "hcache copy writes what forward writes"
+    ),
+    "engine/eager_loads.py:_launch self._controller.after_forwards(self._loading_stream)": Report(
+        "eager", "host to device reads what forward writes"
+    ),
+    "engine/eager_loads.py:_launch restore.wait_for_layer(0)": Report(
+        "eager", "forward writes what host to device reads"
+    ),
+}
+"""Likewise; the scenario needs SGLang, but no server: ``tests/engine/in_process/test_order.py``."""
+
+SERVED = {
+    "engine/controller.py:start_writing "
+    "self.after_forwards(self.l2_transfer_engine.device_to_host_stream)": Report(
+        "conversations", "device to host reads what forward writes"
+    ),
+    "engine/controller.py:after_forwards "
+    "stream.wait(streams.of(self.load_fence_stream).record())": Report(
+        "conversations", "device to host reads what forward writes"
+    ),
+    "engine/host_pool.py:backup_from_device_all_layer now.wait(self._capture.transfers())": Report(
+        "conversations", "host reads what hcache transfer writes"
+    ),
+    "engine/host_pool.py:load_to_device_per_layer restore.wait_for_layer(layer_id)": Report(
+        "conversations", "forward reads what hcache compute writes"
+    ),
+}
+"""Likewise; scenarios of ``test_engine.py``, with a mixed partition."""

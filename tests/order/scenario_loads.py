@@ -1,0 +1,165 @@
+"""Scenarios of loads: those that the scheduler queues, and those that eager restores prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hcache_backend.capture.arena import Arena
+from hcache_backend.engine.layer_methods import LayerMethods
+from hcache_backend.engine.loads import LoadQueue, QueuedLoad
+from hcache_backend.partition.costs import Partition
+from hcache_backend.restore.eager import EagerRestores
+from hcache_backend.restore.reservation import Launched
+from tests.order.checker import Checker
+from tests.order.scenario_restore import GPU, PAGES, SIZE, Engine, Pool
+
+
+class FreePages:
+    """The device's pages as SGLang's allocator has them, in device memory; newest first."""
+
+    def __init__(self) -> None:
+        self._ids = torch.arange(PAGES, device=GPU)
+
+    def count(self) -> int:
+        return len(self._ids)
+
+    def make_room(self, pages: int) -> None:
+        pass
+
+    def take(self, pages: int) -> torch.Tensor:
+        taken, self._ids = self._ids[:pages], self._ids[pages:]
+        return (taken[:, None] * SIZE + torch.arange(SIZE, device=GPU)).flatten()
+
+    def give(self, slots: torch.Tensor) -> None:
+        self._ids = torch.cat((slots[::SIZE] // SIZE, self._ids))
+
+
+class Loading:
+    """Loads and eager restores of one sequence, whose host page ``i`` is its page ``i``.
+
+    Attributes:
+        before_prefetch: Slots of the tokens before a prefetch; None: they are not on the device.
+    """
+
+    def __init__(self, checker: Checker) -> None:
+        partition = Partition(recompute=2, hidden=2, kv=1)
+        methods = LayerMethods(partition, None, None, 4 * SIZE)
+        self.checker, self.pool = checker, Pool(checker, methods.methods)
+        self.engine = Engine(checker, self.pool)
+        self.arena = Arena(
+            self.pool.memory.numpy(), self.pool.layout, PAGES, PAGES, lambda page: None
+        )
+        self.pipeline = self.pool.pipeline(4 * SIZE)
+        self.queue = LoadQueue(self.arena, self.pipeline, methods, self.pool, GPU)  # type: ignore[arg-type]
+        self.free = FreePages()
+        self.eager = EagerRestores(SIZE, self.free, self._launch, limit=PAGES)
+        self.before_prefetch: torch.Tensor | None = None
+
+    def _launch(
+        self,
+        prefetch: Hashable,
+        host_pages: npt.NDArray[np.int64],
+        slots: torch.Tensor,
+        before: torch.Tensor | None,
+    ) -> Launched:
+        """As ``hcache_backend/engine/eager_loads.py``, which needs SGLang."""
+        first = max(self.queue.stored_from, int(self.arena.first_layers(host_pages).max()))
+        recompute = None
+        if before is not None and self.before_prefetch is not None:
+            prefix = torch.cat((self.before_prefetch, before))
+            recompute = self.queue.recompute_of(host_pages, first, lambda: prefix)
+        with self.checker.on(self.engine.loading):
+            physical = self.arena.physical(host_pages)
+            restore = self.pipeline.start(physical, slots, recompute, first)
+        return Launched(restore, recompute is not None, recompute is not None)
+
+    def plan(self, pages: range, prefix: torch.Tensor) -> QueuedLoad:
+        """A load of these pages, behind tokens in the slots ``prefix``."""
+        load = self.queue.plan(np.array(pages), prefix.clone)  # SGLang makes it of a node's path
+        assert load is not None
+        return load
+
+    def launch(self, load: QueuedLoad, slots: torch.Tensor) -> None:
+        """HiCache queues and starts a load, and a forward pass uses it."""
+        engine = self.engine
+        self.queue.add(load, slots)
+        engine.loads_wait()
+        with self.checker.on(engine.loading):
+            slots.record_stream(engine.loading)  # as HiCache does with its indices
+            done = engine.layers_done(self.queue.launch(slots))
+        engine.forward(slots, done)
+
+    def begin(self, prefetch: Hashable, pages: range) -> None:
+        """A prefetch of these pages begins."""
+        self.eager.reserve(prefetch, list(pages), np.array(pages))
+        self.engine.loads_wait()
+
+    def arrived(self, prefetch: Hashable, pages: int) -> None:
+        """The first pages of a prefetch are there, beside a forward pass over other tokens."""
+        self.eager.arrived(prefetch, pages)
+        self.forward(1)
+
+    def hand_out(self, pages: range, prefix: torch.Tensor) -> None:
+        """A load gets what was prepared for it."""
+        load = self.plan(pages, prefix)
+        load.handed = self.eager.hand_out(load.host_pages)
+        assert load.handed is not None
+        self.launch(load, load.handed.slots)
+
+    def forward(self, pages: int) -> None:
+        """A forward pass over so many fresh pages, which are free again behind it."""
+        self.eager.make_free(pages)
+        slots = self.free.take(pages)
+        self.engine.forward(slots)
+        self.free.give(slots)
+
+
+def loads(checker: Checker) -> None:
+    """Loads behind a prefix that a forward pass has just written."""
+    loading = Loading(checker)
+    checker.begin()
+    with checker.on(loading.engine.schedule):
+        for _ in range(3):
+            prefix, slots = loading.free.take(4), loading.free.take(3)
+            load = loading.plan(range(4, 7), prefix)
+            loading.engine.forward(prefix)
+            loading.launch(load, slots)
+            loading.free.give(torch.cat((slots, prefix)))
+
+
+def eager(checker: Checker) -> None:
+    """Prefetches that are restored while they are read, handed out or given back."""
+    loading = Loading(checker)
+    checker.begin()
+    with checker.on(loading.engine.schedule):
+        nothing = loading.before_prefetch = torch.empty(0, dtype=torch.int64, device=GPU)
+        loading.begin("handed out", range(9))
+        for pages in (2, 5, 9):
+            loading.arrived("handed out", pages)
+        loading.eager.end("handed out")
+        loading.hand_out(range(9), nothing)
+
+        loading.begin("given back", range(6))
+        for pages in (3, 6):
+            loading.arrived("given back", pages)
+        loading.eager.host_freed(np.arange(3))
+        loading.forward(3)
+        loading.eager.end("given back")
+
+
+def eager_behind_an_unknown_prefix(checker: Checker) -> None:
+    """What is before a prefetch is known at its load only: its first layers are recomputed then."""
+    loading = Loading(checker)
+    checker.begin()
+    with checker.on(loading.engine.schedule):
+        loading.begin("late", range(4, 10))
+        loading.arrived("late", 4)
+        loading.eager.end("late")
+        loading.arena.expect(np.array([8, 9]), 3)  # one more layer was not read from L3
+        prefix = loading.free.take(4)
+        loading.engine.forward(prefix)
+        loading.hand_out(range(4, 10), prefix)

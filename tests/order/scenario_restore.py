@@ -1,0 +1,204 @@
+"""Scenarios of the restore pipeline: pages in host memory become K and V under forward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hcache_backend import streams
+from hcache_backend.page import PageLayout
+from hcache_backend.restore.exchange import CollectiveOrder
+from hcache_backend.restore.layers import Fill, Recompute, RestoredLayer
+from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_backend.restore.recompute import TokenSpan
+from hcache_backend.restore.report import RunningRestore
+from tests.order.checker import Checker
+
+GPU = torch.device("cpu")
+"""A variable: on a machine with a GPU it would name that."""
+SIZE, WIDTH, PAGES = 4, 64, 24
+SLOTS = SIZE * PAGES
+
+
+class Pool:
+    """K and V of a few layers on the modelled device, and pages in pinned memory.
+
+    Besides memory, two things that one kernel at a time may have stand as memory that all of them
+    write: the device's time, which belongs to recomputation before projections (a forward pass
+    wants the first layers first), and the links to other ranks.
+
+    Args:
+        methods: How each layer is restored.
+        shares: As many ranks have a share of the hidden states of every page.
+    """
+
+    def __init__(self, checker: Checker, methods: Sequence[str], shares: int = 1) -> None:
+        row = 4 * WIDTH
+        lengths = {"hidden": SIZE * row // shares, "kv": 2 * SIZE * row, "recompute": 0}
+        self.methods = methods
+        self.layout = PageLayout(SIZE, tuple(lengths[m] for m in methods), shares=shares)
+        self.memory = checker.pinned(
+            torch.zeros((2 * PAGES, self.layout.page_bytes), dtype=torch.uint8), "arena"
+        )
+        positions = self.layout.positions(self.memory.numpy())
+        positions[:PAGES] = np.arange(SLOTS).reshape(PAGES, SIZE)
+        shape = (len(methods), SLOTS, WIDTH)
+        self.k = checker.on_device(torch.zeros(shape), "K")
+        self.v = checker.on_device(torch.zeros(shape), "V")
+        self.time = checker.on_device(torch.zeros(1), "the device's time")
+        self.links = checker.on_device(torch.zeros(1), "links to other ranks")
+
+    def fill(self, layer: int) -> Fill:
+        """Writes K and V of ``layer`` from its segments."""
+
+        def hidden(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+            self.time.add_(1)
+            rows = segments.view(torch.float32).view(-1, WIDTH)
+            self.k[layer, slots] = rows + positions[:, None]
+            self.v[layer, slots] = rows * 2
+
+        def kv(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+            k, v = segments.view(torch.float32).view(-1, 2, SIZE, WIDTH).unbind(1)
+            self.k[layer, slots] = k.reshape(-1, WIDTH)
+            self.v[layer, slots] = v.reshape(-1, WIDTH)
+
+        return hidden if self.methods[layer] == "hidden" else kv
+
+    def talk(self) -> None:
+        """Use the links to other ranks, if there are any."""
+        if self.layout.shares > 1:
+            self.links.add_(1)
+
+    def recompute(self, layers: int) -> Recompute | None:
+        """How the first ``layers`` of tokens without a prefix are recomputed; none if 0."""
+
+        def fill(positions: torch.Tensor, slots: torch.Tensor) -> None:
+            self.run(layers, positions, slots, ())
+
+        return Recompute(layers, fill) if layers else None
+
+    def run(
+        self,
+        layers: int,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        spans: Iterable[TokenSpan],
+    ) -> None:
+        """Recompute the first layers, as :class:`hcache_backend.restore.recompute.Recomputer`."""
+        self.time.add_(1)
+        self.talk()
+        for layer in range(layers):
+            self.k[layer, slots] = positions[:, None].float()
+            self.v[layer, slots] = positions[:, None].float()
+            for span in spans:
+                self.k[layer, span.prefix].sum()
+                self.v[layer, span.prefix].sum()
+
+    def pipeline(self, chunk_tokens: int, **others: Any) -> RestorePipeline:
+        """A pipeline into this pool; ``others`` are arguments of :class:`RestorePipeline`."""
+        layers = [
+            RestoredLayer(method, None if method == "recompute" else self.fill(i))  # type: ignore[arg-type]
+            for i, method in enumerate(self.methods)
+        ]
+        return RestorePipeline(self.memory, self.layout, layers, chunk_tokens, GPU, **others)
+
+    def some(self, pages: int, seed: int) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
+        """Pages in any order, and as many slots, made on the current stream."""
+        rng = np.random.default_rng(seed)
+        chosen = rng.permutation(PAGES)[:pages].astype(np.int64)
+        slots = rng.permutation(SLOTS)[: pages * SIZE]
+        return chosen, streams.to_device(slots, GPU)
+
+
+class Engine:
+    """SGLang's streams, and what it does on them beside us."""
+
+    def __init__(self, checker: Checker, pool: Pool, order: CollectiveOrder | None = None) -> None:
+        self._checker, self._pool, self._order = checker, pool, order
+        self.schedule, self.forward_stream, self.loading = (
+            checker.stream(name) for name in ("schedule", "forward", "host to device")
+        )
+
+    def loads_wait(self) -> None:
+        """The stream of loads is put behind what was launched so far."""
+        self.loading.wait_stream(self.schedule)
+        self.loading.wait_stream(self.forward_stream)
+
+    def layers_done(self, restores: Sequence[RunningRestore]) -> list[Any]:
+        """On the stream of loads: an event behind each layer, as HiCache asks for them."""
+        done = []
+        for layer in range(len(self._pool.methods)):
+            for restore in restores:
+                restore.wait_for_layer(layer)
+            done.append(self.loading.record_event())
+        return done
+
+    def forward(self, slots: torch.Tensor, layers: Sequence[Any] = ()) -> None:
+        """A forward pass writes ``slots`` and reads them; it waits for each of the ``layers``."""
+        pool = self._pool
+        self.forward_stream.wait_stream(self.schedule)
+        with self._checker.on(self.forward_stream), torch.no_grad():
+            if self._order is not None:
+                self._order.forward_begins()
+            slots.record_stream(self.forward_stream)
+            pool.talk()
+            for event in layers:
+                event.wait()
+            for layer in range(len(pool.methods)):
+                for rows in (pool.k, pool.v):
+                    rows[layer, slots].sum()
+                    rows[layer, slots] = 1.0
+
+
+def restores(checker: Checker, methods: Sequence[str], recomputed: int = 0) -> None:
+    """Restores one after the other, of more pages than a projection takes, under forward passes."""
+    pool = Pool(checker, methods)
+    engine, pipeline = Engine(checker, pool), pool.pipeline(4 * SIZE)
+    checker.begin()
+    for seed in range(4):
+        with checker.on(engine.schedule):
+            pages, slots = pool.some(9, seed)
+        engine.loads_wait()
+        with checker.on(engine.loading):
+            slots.record_stream(engine.loading)  # as HiCache does with its indices
+            done = engine.layers_done([pipeline.start(pages, slots, pool.recompute(recomputed))])
+        engine.forward(slots, done)
+        pipeline.finished()
+
+
+class Exchange:
+    """Another rank sends what this one has."""
+
+    shares, number, on_scheduler_thread = 2, 0, False
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def gather(self, shares: torch.Tensor, fetch: Callable[[torch.Tensor], None]) -> None:
+        """See :meth:`hcache_backend.restore.exchange.Exchange.gather`."""
+        fetch(shares[0])
+        shares[1].copy_(shares[0])
+        self._pool.talk()
+
+
+def restores_between_ranks(checker: Checker) -> None:
+    """Restores and forward passes that talk to other ranks, in no order but the pipeline's own."""
+    pool = Pool(checker, ["recompute", "hidden", "hidden", "hidden", "kv"], shares=2)
+    order = CollectiveOrder("cuda")  # on a CPU there would be nothing to order
+    engine = Engine(checker, pool, order)
+    pipeline = pool.pipeline(4 * SIZE, exchange=Exchange(pool), order=order)
+    checker.begin()
+    for seed in range(4):
+        with checker.on(engine.schedule):
+            pages, slots = pool.some(9, seed)
+            others = streams.to_device(np.setdiff1d(np.arange(SLOTS), slots.numpy()), GPU)
+        engine.loading.wait_stream(engine.schedule)
+        with checker.on(engine.loading):
+            slots.record_stream(engine.loading)
+            done = engine.layers_done([pipeline.start(pages, slots, pool.recompute(1))])
+        engine.forward(others)
+        engine.forward(slots, done)
