@@ -5,21 +5,19 @@ The folder has links to everything in the checkout; new files of a block stay in
 
 from __future__ import annotations
 
+import doctest
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.docs.pages import Block, Finding, Page
 
 MARK = "runnable"
-ANYTHING = "..."
-"""A line of expected output that stands for any number of lines."""
-
 _ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 300.0
 """Time limit of a command, for one that hangs."""
@@ -31,11 +29,12 @@ _SHOWN_LINES = 8
 
 
 class Step(NamedTuple):
-    """A command of a block, and the output that it has to print (None: any)."""
+    """A command of a block, and the output that it has to print (None: any); ``...`` in it stands
+    for any text."""
 
     line: int
     command: str
-    output: tuple[str, ...] | None
+    output: str | None
 
 
 class Ended(NamedTuple):
@@ -82,18 +81,15 @@ def _steps(block: Block) -> list[Step]:
     if block.language == "sh":
         return [Step(block.line, block.text, None)]
     steps: list[Step] = []
-    output: list[str] = []
     for line, text in enumerate(block.text.splitlines(), start=block.line):
         if text.startswith("$ "):
-            output = []
-            steps.append(Step(line, text[2:], ()))
+            steps.append(Step(line, text[2:], ""))
         elif not steps:
             raise ValueError("a console block begins with `$ ` and a command")
-        elif text.startswith("> ") and not output:
+        elif text.startswith("> ") and not steps[-1].output:
             steps[-1] = steps[-1]._replace(command=f"{steps[-1].command}\n{text[2:]}")
         else:
-            output.append(text.rstrip())
-            steps[-1] = steps[-1]._replace(output=tuple(output))
+            steps[-1] = steps[-1]._replace(output=f"{steps[-1].output}{text.rstrip()}\n")
     return steps
 
 
@@ -107,35 +103,12 @@ def _run(step: Step, folder: Path, home: Path) -> tuple[int, str] | None:
     if ended.status != 0:
         shown = "\n    ".join(lines[-_SHOWN_LINES:])
         return step.line, f"`{first}` ended with status {ended.status}\n    {shown}"
-    if step.output is None:
+    printed, compare = "".join(f"{line}\n" for line in lines), doctest.OutputChecker()
+    if step.output is None or compare.check_output(step.output, printed, doctest.ELLIPSIS):
         return None
-    differs = _difference(step.output, lines)
-    if differs is None:
-        return None
-    number, wanted, got = differs
-    below = step.command.count("\n") + 1
-    return step.line + below + number, f"`{first}` prints another line: {got!r}, not {wanted!r}"
-
-
-def _difference(
-    expected: Sequence[str], lines: Sequence[str]
-) -> tuple[int, str | None, str | None] | None:
-    """The first expected line that is not printed: its number, it, and what is printed there.
-
-    `ANYTHING` stands for all lines up to the first one that is equal to the next expected line.
-    """
-    at, skips = 0, False
-    for number, wanted in enumerate(expected):
-        if wanted == ANYTHING:
-            skips = True
-            continue
-        if skips:
-            at = next((n for n in range(at, len(lines)) if lines[n] == wanted), len(lines))
-        got = lines[at] if at < len(lines) else None
-        if got != wanted:
-            return number, wanted, got
-        at, skips = at + 1, False
-    return None if skips or at >= len(lines) else (len(expected), None, lines[at])
+    wanted = doctest.Example(step.command, step.output)
+    differs = compare.output_difference(wanted, printed, doctest.ELLIPSIS)
+    return step.line, f"`{first}` prints something else\n{differs}"
 
 
 def _execute(command: str, folder: Path, home: Path) -> Ended:

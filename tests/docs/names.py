@@ -243,8 +243,8 @@ def _families() -> list[str]:
 
 
 @cache
-def _known_metrics() -> dict[str, set[str]]:
-    """Names as a server shows them -> labels."""
+def known_metrics() -> dict[str, set[str]]:
+    """Names of samples as a server shows them -> labels."""
     known: dict[str, set[str]] = {}
     for metric in (one.family for one in metrics.ALL):
         for family in metric.describe():
@@ -255,7 +255,7 @@ def _known_metrics() -> dict[str, set[str]]:
 
 
 def _metrics(text: str) -> Iterator[str]:
-    known = _known_metrics()
+    known = known_metrics()
     for name, braces in _METRIC.findall(text):
         if name in _MODULES or f"{name}/" in text or f"{name}." in text:
             continue
