@@ -77,7 +77,7 @@ def without(name: str | None) -> Iterator[None]:
 def leave_out(name: str | None) -> None:
     """From now on pass over the edge whose ``str`` is ``name``, in this process."""
     global _left_out  # noqa: PLW0603
-    _left_out = None if name is None else next(e for e in all_edges() if str(e) == name)
+    _left_out = None if name is None else {str(edge): edge for edge in all_edges()}[name]
 
 
 def is_left_out() -> bool:

@@ -112,7 +112,7 @@ IN_PROCESS = {
 
 SERVED = {
     "engine/controller.py:start_writing "
-    "self.after_forwards(self.l2_transfer_engine.device_to_host_stream)": Report(
+    "self.after_forwards(streams.of(self.l2_transfer_engine.device_to_host_stream))": Report(
         "conversations", "device to host reads what forward writes"
     ),
     "engine/controller.py:after_forwards "
