@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.order.waits import table
+from tests.order.waits import AROUND, table
 
 OURS = "hcache_backend/capture/ledger.py"
 
@@ -18,7 +18,7 @@ def test_waits_are_told_by_the_innermost_function_of_ours() -> None:
         "host_waits": [
             wait(f"{OURS}:125 (settle) < hcache_backend/engine/controller.py:237 (write)", 3),
             wait(f"sglang/srt/a.py:1 (copy) < {OURS}:120 (settle)", 2),
-            wait("sglang/srt/a.py:1 (copy) < sglang/srt/b.py:2 (run)", 1),
+            wait(f"sglang/srt/a.py:1 (copy) < {AROUND}:2 (run)", 1),
         ],
     }
     assert table(found) == [

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 OURS = "hcache_backend/"
+AROUND = "hcache_backend/engine/hooks.py"
+"""Stands around functions of SGLang; what they wait for is theirs."""
 
 
 def table(found: dict[str, Any]) -> list[tuple[str, str, int, float, float]]:
@@ -25,7 +27,8 @@ def table(found: dict[str, Any]) -> list[tuple[str, str, int, float, float]]:
     waits = Counter[tuple[str, str]]()
     for wait in found["host_waits"]:
         frames = wait["where"].split(" < ")
-        nearest = next((frame for frame in frames if frame.startswith(OURS)), frames[0])
+        ours = (f for f in frames if f.startswith(OURS) and not f.startswith(AROUND))
+        nearest = next(ours, frames[0])
         file, _, function = nearest.rpartition(" ")
         waits[wait["thread"], f"{file.rpartition(':')[0]}:{function.strip('()')}"] += wait["times"]
     return [
