@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bench.compare.report import SETTING_TITLES, TIERS, tried
+from bench.compare.report import SETTING_TITLES, TIERS
 from bench.harness.methods import HYBRID
 
 if TYPE_CHECKING:
@@ -60,6 +60,15 @@ def _draw_restore(report: Mapping[str, Any]) -> Figure:
     storage.set_yticks(range(len(methods)), titles)
     storage.invert_yaxis()
     return _titled(figure, f"Restoring {restore['tokens']:,} tokens", report)
+
+
+def tried(restore: Mapping[str, Any], setting: str) -> dict[str, dict[str, Any]]:
+    """Rows of a setting by method; recomputation is the same in all."""
+    methods: Mapping[str, Mapping[str, Any]] = restore["methods"]
+    if not any(row[setting] for row in methods.values()):
+        return {}
+    rows = {name: row["disk" if name == "recompute" else setting] for name, row in methods.items()}
+    return {name: row for name, row in rows.items() if row}
 
 
 def _bytes_per_token(row: Mapping[str, Any]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bench.harness.report import markdown as table
@@ -18,7 +18,7 @@ _LAYERS = re.compile(r"hidden mode: (.*?), \d+ bytes")
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """The report as a document: a table for each setting and each part."""
+    """The report as a document: a table for each part."""
     parts = [
         f"# Methods compared on {report['device']}",
         f"SGLang {report['sglang_version']}, {report['date']}. Model: {report['model']}.",
@@ -30,29 +30,12 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 
 def table_lines(results: Mapping[str, Any]) -> str:
-    """The table of the part that ``results`` hold, for the marked blocks of the documentation.
-
-    Restores are in milliseconds; over the balanced bus it is the load alone.
-    """
+    """The table of the part that ``results`` hold, for the marked blocks of the documentation."""
     if results.get("saving"):
         return _saving_table(results["saving"])
     if results.get("load"):
         return _load_table(results["load"])
-    methods = results["restore"]["methods"]
-    return table(
-        ("method", "bytes per token", "L3 as it is", "of it reading", "balanced bus", "slow L3"),
-        [
-            (
-                row["title"],
-                next((_number(row[s], "bytes_per_token") for s in SETTING_TITLES if row[s]), "-"),
-                _number(row["disk"], "ms"),
-                _number(row["disk"], "l3_ms"),
-                _number(row["balanced"], "load_ms"),
-                _number(row["slow"], "ms"),
-            )
-            for row in methods.values()
-        ],
-    )
+    return _restore_table(results["restore"])
 
 
 def _number(row: Mapping[str, Any] | None, part: str) -> str:
@@ -67,69 +50,48 @@ def layers(said: str) -> str:
     return "KV pages" if "KV mode" in said else ""
 
 
-def tried(restore: Mapping[str, Any], setting: str) -> dict[str, dict[str, Any]]:
-    """Rows of a setting by method; recomputation is the same in all."""
-    methods: Mapping[str, Mapping[str, Any]] = restore["methods"]
-    if not any(row[setting] for row in methods.values()):
-        return {}
-    rows = {name: row["disk" if name == "recompute" else setting] for name, row in methods.items()}
-    return {name: row for name, row in rows.items() if row}
-
-
 def _restores(restore: Mapping[str, Any]) -> Iterator[str]:
     options = ", ".join(f"`{name}` {value}" for name, value in restore["hcache_options"].items())
     yield (
         f"## Restoring a history of {restore['tokens']:,} tokens\n\n"
         f"Milliseconds in the server, medians of {restore['rounds']}: from the start of the "
-        "prefetch to the last layer on the device. L3 is read from a cold page cache. Options of "
-        f"all servers of ours: {options}."
+        "prefetch to the last layer on the device; over the balanced bus the load alone. L3 is "
+        f"read from a cold page cache. Options of all servers of ours: {options}."
     )
-    for setting in SETTING_TITLES:
-        rows = tried(restore, setting)
-        if rows:
-            yield f"### {_heading(restore, setting)}"
-            yield table(_head(setting), [_row(restore, name, setting) for name in rows])
+    yield _restore_table(restore)
+    methods = restore["methods"].values()
+    if any(row["balanced"] or row["slow"] for row in methods):
+        bus = restore["balanced_bus_bytes_per_second"] / 1e6
+        l3 = restore["slow_l3_bytes_per_second"] / 1e6
+        yield (
+            f"Balanced bus: copies to the device are slowed down to {bus:,.0f} MB/s, at which "
+            "hidden states take as long to copy as to project. Slow L3: reads are slowed down to "
+            f"{l3:,.0f} MB/s, at which hidden states take three times as long to read as to "
+            "project."
+        )
+    yield "\n".join(
+        f"- {row['title']}, {title}: {text}"
+        for setting, title in SETTING_TITLES.items()
+        for row in methods
+        if row[setting] and (text := layers(row[setting]["said"]))
+    )
     yield from (f"Left out: {line}." for line in restore["left_out"])
 
 
-def _heading(restore: Mapping[str, Any], setting: str) -> str:
-    if setting == "balanced":
-        rate = restore["balanced_bus_bytes_per_second"] / 1e6
-        return (
-            f"Balanced bus: copies to the device are slowed down to {rate:,.0f} MB/s, at which "
-            "hidden states take as long to copy as to project"
-        )
-    if setting == "slow":
-        rate = restore["slow_l3_bytes_per_second"] / 1e6
-        return (
-            f"Slow L3: reads are slowed down to {rate:,.0f} MB/s, at which hidden states take "
-            "three times as long to read as to project"
-        )
-    return "L3 as it is"
-
-
-def _head(setting: str) -> Sequence[str]:
-    last = "load: times as fast as KV pages" if setting == "balanced" else "layers"
-    return ("", "bytes per token", "restore", "of it L3", "of it load", last)
-
-
-def _row(restore: Mapping[str, Any], name: str, setting: str) -> Sequence[str]:
-    methods = restore["methods"]
-    row = tried(restore, setting)[name]
-    loads = bool(row["load_ms"])
-    last = layers(row["said"])
-    if setting == "balanced":
-        kv = (methods.get("hcache-kv") or {}).get("balanced")
-        took = row["load_ms"] or row["ms"]
-        ratio = f"{kv['load_ms'] / took:.2f}" if kv else "-"
-        last = f"{ratio} ({last})" if last and last != "KV pages" else ratio
-    return (
-        methods[name]["title"],
-        f"{row['bytes_per_token']:,.0f}" if row["bytes_per_token"] else "-",
-        f"{row['ms']:,.0f}",
-        f"{row['l3_ms']:,.0f}" if loads else "-",
-        f"{row['load_ms']:,.0f}" if loads else "-",
-        last or "-",
+def _restore_table(restore: Mapping[str, Any]) -> str:
+    return table(
+        ("method", "bytes per token", "L3 as it is", "of it reading", "balanced bus", "slow L3"),
+        [
+            (
+                row["title"],
+                next((_number(row[s], "bytes_per_token") for s in SETTING_TITLES if row[s]), "-"),
+                _number(row["disk"], "ms"),
+                _number(row["disk"], "l3_ms"),
+                _number(row["balanced"], "load_ms"),
+                _number(row["slow"], "ms"),
+            )
+            for row in restore["methods"].values()
+        ],
     )
 
 

@@ -4,8 +4,7 @@
 
 - projection: ``project_kv`` both ways, the bare GEMM of the same shape (the faster of both weight
   layouts) and the same operation composed of torch's; medians of CUDA events, cold L2 cache
-- codecs, gathering and scattering parts of pages in pinned memory, and both beside products:
-  kernels_transfers.py
+- codecs, and gathering and scattering parts of pages in pinned memory: kernels_transfers.py
 - correctness of both ways on the same random data, against float64
 """
 
@@ -55,7 +54,7 @@ def projection_table(rows: list[Row]) -> str:
 
 
 def transfer_tables(rows: list[Row]) -> str:
-    """Codecs (GB/s of hidden states), segments of pages (GB/s), restores of a layer (us)."""
+    """Codecs (GB/s of hidden states), segments of pages (GB/s)."""
     tables = (
         (
             ("codec",),
@@ -66,11 +65,6 @@ def transfer_tables(rows: list[Row]) -> str:
             ("gather", "scatter"),
             ("segments, GB/s", "", "speed", "plain copy", "share", "right"),
             ("kind", "what", "gbs", "copy_gbs", "share_of_copy", "right"),
-        ),
-        (
-            ("restore",),
-            ("restore, us", "gather", "product", "exact", "exp4", "times", "right"),
-            ("what", "gather_us", "product_us", "exact_us", "exp4_us", "times_exact", "right"),
         ),
     )
     return "\n\n".join(

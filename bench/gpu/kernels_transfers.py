@@ -4,9 +4,6 @@
   device memory of the same hidden states
 - gather: segments of pages into one buffer, against one plain copy of as many bytes from pinned
   memory; scatter: rows to their places in pages, against one plain copy to pinned memory
-- restore: all layers of some pages, gather on one stream and decoding and the projection's product
-  on another, each a layer behind; exp4 against exact. Beside it stand the gathering of a layer and
-  its product alone: overlapped, the restore takes as long as the longer one, and not as their sum
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from functools import partial
 
 import torch
 
-from bench.gpu.program import Device, Results, Row, TwoStreams
+from bench.gpu.program import Device, Results, Row
 from bench.gpu.shapes import HEADER_BYTES, PAGE
 from hcache_kernels.codecs import Codec, make_codec
 from hcache_kernels.launch import Launch
@@ -28,13 +25,12 @@ CHECKED_ROWS = 256
 
 @dataclass(frozen=True)
 class Shapes:
-    """What is measured: widths and token counts of codecs, pages of transfers and of restores."""
+    """What is measured: widths and token counts of codecs, pages of transfers."""
 
     device: Device
     widths: tuple[int, ...]
     tokens: tuple[int, ...]
     pages: tuple[int, ...]
-    layers: int
 
 
 def measure(device: Device, rows: Sequence[int] | None, results: Results) -> None:
@@ -46,14 +42,14 @@ def measure(device: Device, rows: Sequence[int] | None, results: Results) -> Non
         results: Where rows go.
     """
     if device.dry_run:
-        shapes = Shapes(device, (256,), (3,), (1,), 2)
+        shapes = Shapes(device, (256,), (3,), (1,))
     else:
         tokens, pages = (256, 1024, 4096, 16384), (1, 4, 16, 64, 256)
-        shapes = Shapes(device, (4096, 5120, 8192), tokens, pages, 8)
+        shapes = Shapes(device, (4096, 5120, 8192), tokens, pages)
     if rows:
         whole = tuple(max(1, n // PAGE) for n in rows)
         shapes = replace(shapes, tokens=tuple(rows), pages=whole)
-    for part in (restore_rows, transfer_rows, codec_rows):
+    for part in (transfer_rows, codec_rows):
         for row in part(shapes):
             results.add(row, f"{row['kind']}: {row['what']}", "transfers")
         device.release()
@@ -118,7 +114,7 @@ def transfer_rows(shapes: Shapes) -> Iterator[Row]:
     for name in ("none", "exp4"):
         row_bytes = make_codec(name, width, torch.bfloat16).row_bytes
         for count in shapes.pages:
-            pool = host_pages(2 * count, 2, row_bytes, device)
+            pool = device.pinned(2 * count, HEADER_BYTES + 2 * PAGE * row_bytes).random_(0, 256)
             ids = torch.randperm(len(pool), device=device.kind)[:count]
             for kind, speeds in (("gather", gather_speeds), ("scatter", scatter_speeds)):
                 yield {
@@ -128,12 +124,6 @@ def transfer_rows(shapes: Shapes) -> Iterator[Row]:
                     "pages": count,
                     **speeds(pool, ids, row_bytes, device),
                 }
-
-
-def host_pages(count: int, layers: int, row_bytes: int, device: Device) -> torch.Tensor:
-    """Pages of random bytes in pinned memory."""
-    pages = device.pinned(count, HEADER_BYTES + layers * PAGE * row_bytes)
-    return pages.random_(0, 256)
 
 
 def gather_speeds(pool: torch.Tensor, ids: torch.Tensor, row_bytes: int, device: Device) -> Row:
@@ -174,74 +164,3 @@ def against_copy(
         "share_of_copy": copy_us / us,
         "right": right,
     }
-
-
-def restore_rows(shapes: Shapes) -> Iterator[Row]:
-    device, width = shapes.device, shapes.widths[0]
-    weights = [torch.randn(2 * width, width, device=device.kind) for _ in range(shapes.layers)]
-    weights = [(weight * width**-0.5).bfloat16() for weight in weights]
-    for count in shapes.pages:
-        hidden = hidden_states(count * PAGE, width, torch.bfloat16, device.kind)
-        restores = {
-            name: Restore(device, make_codec(name, width, torch.bfloat16), hidden, weights)
-            for name in ("none", "exp4")
-        }
-        times = {name: device.microseconds(of.run) for name, of in restores.items()}
-        right = torch.equal(restores["none"].out, restores["exp4"].out)
-        gather_us = device.microseconds(partial(restores["none"].gather, 0))
-        product_us = device.microseconds(partial(restores["none"].project, 0))
-        yield {
-            "kind": "restore",
-            "what": f"{shapes.layers} layers of {count * PAGE} tokens",
-            "tokens": count * PAGE,
-            "exact_us": times["none"] / shapes.layers,
-            "exp4_us": times["exp4"] / shapes.layers,
-            "times_exact": times["none"] / times["exp4"],
-            "gather_us": gather_us,
-            "product_us": product_us,
-            "right": right,
-        }
-
-
-class Restore:
-    """Every layer of the same tokens, from pages to K and V (without norm, RoPE and scatter).
-
-    Two buffers: a layer is gathered into one while the other is decoded and projected.
-    """
-
-    def __init__(
-        self, device: Device, codec: Codec, hidden: torch.Tensor, weights: list[torch.Tensor]
-    ) -> None:
-        n = len(hidden)
-        self._codec = codec
-        self._weights = weights
-        self._length = PAGE * codec.row_bytes
-        self._pages = host_pages(n // PAGE, len(weights), codec.row_bytes, device)
-        encoded, ok = codec.encode(hidden)
-        assert ok.all()
-        self._pages[:, HEADER_BYTES:] = encoded.cpu().view(-1, self._length).repeat(1, len(weights))
-        self._ids = torch.arange(n // PAGE, device=hidden.device)
-        self._buffers = [
-            torch.empty((len(self._ids), self._length), dtype=torch.uint8, device=hidden.device)
-            for _ in range(2)
-        ]
-        self._rows = torch.empty_like(hidden)
-        self.out = torch.empty(n, len(weights[0]), dtype=hidden.dtype, device=hidden.device)
-        self._streams = TwoStreams(device, len(self._buffers))
-
-    def gather(self, layer: int) -> None:
-        offset = HEADER_BYTES + layer * self._length
-        gather_launch(self._pages, self._ids, offset, self._buffers[layer % 2]).run()
-
-    def project(self, layer: int) -> None:
-        encoded = self._buffers[layer % 2].view(-1, self._codec.row_bytes)
-        rows = self._rows
-        if self._codec.is_view:
-            rows = encoded.view(rows.dtype)
-        else:
-            self._codec.decode_launch(encoded, rows).run()
-        torch.mm(rows, self._weights[layer].t(), out=self.out)
-
-    def run(self) -> None:
-        """All layers, in order of the current stream."""
-        self._streams.run(len(self._weights), self.gather, self.project)

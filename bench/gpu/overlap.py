@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from bench.gpu import program
-from bench.gpu.program import Device, TwoStreams
+from bench.gpu.program import Device
 from bench.gpu.shapes import HEADER_BYTES, PAGE
 from bench.harness.report import markdown
 
@@ -85,7 +85,7 @@ class Layers:
         self._weights = [torch.randn(2 * width, width, **kinds) for _ in range(layers)]
         self._out = torch.empty(self.tokens, 2 * width, **kinds)
         self.bytes = self._plain.nbytes
-        self._streams = TwoStreams(device, BUFFERS)
+        self._streams = [] if device.dry_run else [torch.cuda.Stream() for _ in range(2)]
 
     def copies(self, programs: Sequence[int]) -> dict[str, Copy]:
         """Ways to copy a layer; one for each number of programs."""
@@ -130,18 +130,41 @@ class Layers:
 
     def microseconds(self, copy: Copy | None, *, multiply: bool) -> float:
         """Median time per layer of copies, products or both."""
+        work = partial(self._run, copy, multiply=multiply)
+        return 1e3 * self._device.milliseconds(work, 7, HEAD_START) / self._layers
+
+    def _run(self, copy: Copy | None, *, multiply: bool) -> None:
+        """Copies on one stream, products on another (a CPU does one after the other)."""
 
         def copy_layer(layer: int) -> None:
-            assert copy is not None
-            copy(layer, self._buffers[layer % BUFFERS])
+            if copy is not None:
+                copy(layer, self._buffers[layer % BUFFERS])
 
-        work = partial(
-            self._streams.run,
-            self._layers,
-            copy_layer if copy else None,
-            self._multiply if multiply else None,
-        )
-        return 1e3 * self._device.milliseconds(work, 7, HEAD_START) / self._layers
+        def multiply_layer(layer: int) -> None:
+            if multiply:
+                self._multiply(layer)
+
+        if not self._streams:
+            for layer in range(self._layers):
+                copy_layer(layer)
+                multiply_layer(layer)
+            return
+        current, free = torch.cuda.current_stream(), list[torch.cuda.Event]()
+        copying, computing = self._streams
+        copying.wait_stream(current)
+        computing.wait_stream(current)
+        for layer in range(self._layers):
+            with torch.cuda.stream(copying):
+                if multiply and layer >= BUFFERS:
+                    copying.wait_event(free[layer - BUFFERS])
+                copy_layer(layer)
+                there = copying.record_event()
+            with torch.cuda.stream(computing):
+                computing.wait_event(there)
+                multiply_layer(layer)
+                free.append(computing.record_event())
+        current.wait_stream(computing)
+        current.wait_stream(copying)
 
 
 def measure(device: Device, pages: int, layers: int, results: program.Results) -> None:

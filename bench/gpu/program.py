@@ -221,52 +221,6 @@ class Device:
         torch.cuda._sleep(int(seconds * self._cycles_per_second))
 
 
-class TwoStreams:
-    """Layers are copied to buffers on one stream and computed from them on another.
-
-    Args:
-        device: Whose streams; a CPU does one after the other.
-        buffers: How many layers copies may be ahead.
-    """
-
-    def __init__(self, device: Device, buffers: int) -> None:
-        self._buffers = buffers
-        self._streams = [] if device.dry_run else [torch.cuda.Stream() for _ in range(2)]
-
-    def run(
-        self,
-        layers: int,
-        copy: Callable[[int], object] | None,
-        compute: Callable[[int], object] | None,
-    ) -> None:
-        """Do ``copy(layer)`` and ``compute(layer)`` for all layers, in order of the current stream.
-
-        None: it is left out.
-        """
-        copy_one, compute_one = (work or (lambda layer: None) for work in (copy, compute))
-        if not self._streams:
-            for layer in range(layers):
-                copy_one(layer)
-                compute_one(layer)
-            return
-        current, free = torch.cuda.current_stream(), list[torch.cuda.Event]()
-        copying, computing = self._streams
-        copying.wait_stream(current)
-        computing.wait_stream(current)
-        for layer in range(layers):
-            with torch.cuda.stream(copying):
-                if compute is not None and layer >= self._buffers:
-                    copying.wait_event(free[layer - self._buffers])
-                copy_one(layer)
-                there = copying.record_event()
-            with torch.cuda.stream(computing):
-                computing.wait_event(there)
-                compute_one(layer)
-                free.append(computing.record_event())
-        current.wait_stream(computing)
-        current.wait_stream(copying)
-
-
 def interpret() -> None:
     """Have kernels interpreted that are defined from now on."""
     os.environ["TRITON_INTERPRET"] = "1"

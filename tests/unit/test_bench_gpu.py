@@ -136,9 +136,7 @@ def test_kernels_are_measured_both_ways_and_checked(dry_run: DryRun, tmp_path: P
     assert len({row["model"] for row in rows}) == 5
     assert {way["way"] for row in rows for way in row["ways"]} == {"fused", "library"}
     kinds = {row["kind"] for row in content["transfers"]}
-    assert kinds == {"codec", "gather", "scatter", "restore"}
-    restores = [row for row in content["transfers"] if row["kind"] == "restore"]
-    assert all(row["gather_us"] > 0 and row["product_us"] > 0 for row in restores)
+    assert kinds == {"codec", "gather", "scatter"}
     kernels.draw(content).savefig(tmp_path / "it.png")
 
 

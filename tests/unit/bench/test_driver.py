@@ -162,19 +162,23 @@ def test_a_flush_that_fails_ends_the_run_with_its_reason() -> None:
         ask(Notes(flush_error=True), flat([[3, 3]]), pace)
 
 
-@pytest.mark.parametrize("distribution", ["poisson", "uniform"])
-@pytest.mark.parametrize("arrivals", ["requests", "sessions"])
-def test_requests_come_at_the_rate(
-    distribution: Any, arrivals: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waited: list[float] = []
+@pytest.fixture
+def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds of every sleep, none of which takes any time."""
+    seconds_slept: list[float] = []
     sleep = asyncio.sleep
 
     async def note(seconds: float) -> None:
-        waited.append(seconds)
+        seconds_slept.append(seconds)
         await sleep(0)
 
     monkeypatch.setattr(asyncio, "sleep", note)
+    return seconds_slept
+
+
+@pytest.mark.parametrize("distribution", ["poisson", "uniform"])
+@pytest.mark.parametrize("arrivals", ["requests", "sessions"])
+def test_requests_come_at_the_rate(distribution: Any, arrivals: str, waited: list[float]) -> None:
     workload = flat([[3]] * 2000, arrivals=arrivals)
     ask(Notes(), workload, Pace(rate=4.0, distribution=distribution))
     gaps = [seconds for seconds in waited if seconds]
@@ -186,15 +190,7 @@ def test_requests_come_at_the_rate(
     assert squares == pytest.approx(expected * 0.25**2, rel=0.15)
 
 
-def test_a_session_waits_between_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[float] = []
-    sleep = asyncio.sleep
-
-    async def note(seconds: float) -> None:
-        waited.append(seconds)
-        await sleep(0)
-
-    monkeypatch.setattr(asyncio, "sleep", note)
+def test_a_session_waits_between_its_rounds(waited: list[float]) -> None:
     workload = flat([[3, 3, 3]], arrivals="sessions", interval_s=30.0)
     ask(Notes(), workload)
     assert waited.count(30.0) == 2
