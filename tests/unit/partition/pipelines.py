@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from pathlib import Path
 
 from hypothesis import strategies as st
 
 from hcache_backend.partition.costs import LayerCosts, Partition
+from hcache_backend.partition.model_config import read_model
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile, Rate
+
+CONFIGS = Path(__file__).parent / "configs"
 
 seconds = st.floats(0.01, 10)
 rings = st.none() | st.integers(1, 8)
@@ -90,17 +94,19 @@ def models(draw: st.DrawFn) -> ModelShape:
     )
 
 
+def public_model(name: str) -> ModelShape:
+    """The model of a file in ``configs``."""
+    return read_model(CONFIGS / f"{name}.json")
+
+
 def machine(io: float, compute: float) -> Profile:
     """A machine that moves ``io`` GB/s and computes ``compute`` TFLOP/s."""
     bus, flops = Rate(per_second=io * 1e9), Rate(per_second=compute * 1e12)
-    return Profile(
-        device="any",
-        source="test",
-        dtype="bfloat16",
-        l3=None,
-        hidden_copy=bus,
-        kv_load=bus,
-        projection=flops,
-        dense=flops,
-        attention=flops,
-    )
+    return machine_of(None, bus, bus, flops, flops, flops)
+
+
+def machine_of(l3: Rate | None, *rates: Rate) -> Profile:
+    """A machine of these ``rates``: hidden_copy, kv_load, projection, dense, attention."""
+    names = ("hidden_copy", "kv_load", "projection", "dense", "attention")
+    measured = dict(zip(names, rates, strict=True))
+    return Profile(device="any", source="test", dtype="bfloat16", l3=l3, **measured)

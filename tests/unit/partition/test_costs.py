@@ -1,13 +1,10 @@
-"""Costs from shapes and rates, and the paper's own numbers."""
+"""Costs from shapes and rates, and what they make the search choose."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
 from hcache_backend.partition.costs import Partition, layer_costs
-from hcache_backend.partition.model_config import read_model
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.presets import (
     BUS_SHARE,
@@ -16,18 +13,13 @@ from hcache_backend.partition.presets import (
     preset_profile,
 )
 from hcache_backend.partition.profile import Rate
-from hcache_backend.partition.solver import closed_form, makespan, search
-
-CONFIGS = Path(__file__).parent / "configs"
-
-
-def shape(name: str) -> ModelShape:
-    return read_model(CONFIGS / f"{name}.json")
+from hcache_backend.partition.solver import makespan, search
+from tests.unit.partition.pipelines import public_model
 
 
 def opt(**changes: int) -> ModelShape:
     """A layer as in the paper's analysis: MHA, and an MLP of two matrices of 4 D."""
-    return shape("opt-30b").model_copy(update=changes)
+    return public_model("opt-30b").model_copy(update=changes)
 
 
 # ---- one layer (paper section 3.2) ----
@@ -67,7 +59,7 @@ def test_recomputation_attends_to_the_prefix() -> None:
 def test_the_last_recomputed_layer_can_end_with_its_k_and_v(
     name: str, tp: int, of_projection: float
 ) -> None:
-    model, profile = shape(name), preset_profile("a100-40g")
+    model, profile = public_model(name), preset_profile("a100-40g")
     whole = layer_costs(profile, model, 1024, tp=tp)
     early = layer_costs(profile, model, 1024, tp=tp, early_stop=True)
     assert whole.c_tok_last is None
@@ -117,7 +109,7 @@ def test_without_nvlink_every_rank_loads_whole_hidden_states() -> None:
 
 def test_few_kv_heads_and_latents_are_on_every_rank() -> None:
     profile = preset_profile("h100")
-    gqa, mla = shape("llama-3-8b"), shape("deepseek-v3")
+    gqa, mla = public_model("llama-3-8b"), public_model("deepseek-v3")
     one, eight, sixteen = (layer_costs(profile, gqa, 1024, tp=tp) for tp in (1, 8, 16))
     assert eight.io_kv == pytest.approx(one.io_kv / 8)
     assert sixteen.io_kv == eight.io_kv
@@ -141,57 +133,13 @@ def test_l3_is_the_slower_transfer_or_comes_first() -> None:
     assert layer_costs(preset_profile("a100-40g"), model, 1024, l3="first") == none
 
 
-# ---- the paper's schedules ----
-#
-# One compute share (0.69) and one bus share (0.84) for all rows; see presets.py for where they
-# come from. Four SSDs give 27.6 GB/s, more than the bus does, 26.9: the 7B and 13B rows are bound
-# by the bus, the 30B row and the single SSD by the SSDs. Ours fills the pipeline, the paper's
-# closed form does not: that is the difference between the two in every row.
-
-# KV over what is stored: table 3 has 1.94 (256 / 132), 1.90 (400 / 210) and 2.40 (672 / 280). Its
-# KiB are half of what 16-bit states take, which no ratio notices. Its 13B row does not follow from
-# its own schedule: 36 layers of 10 KiB and 4 of 20 are 440 of 800 KiB, 1.82. With one layer more of
-# KV ours is 1.78.
-
-
-@pytest.mark.parametrize(
-    ("name", "tp", "ssds", "paper", "ours", "closed", "ratio"),
-    [
-        pytest.param("llama-2-7b", 1, 4, (0, 31, 1), (0, 31, 1), (0, 32, 0), 512 / 264, id="7B"),
-        pytest.param("llama-2-13b", 1, 4, (0, 36, 4), (0, 35, 5), (0, 36, 4), 800 / 450, id="13B"),
-        pytest.param("opt-30b", 4, 4, (8, 40, 0), (8, 40, 0), (7, 41, 0), 1344 / 560, id="30B"),
-        # Section 6.3.2
-        pytest.param(
-            "llama-2-13b", 1, 1, (9, 31, 0), (10, 30, 0), (9, 31, 0), 800 / 300, id="13B, one SSD"
-        ),
-    ],
-)
-def test_the_papers_schedules(
-    name: str,
-    tp: int,
-    ssds: int,
-    paper: tuple[int, ...],
-    ours: tuple[int, ...],
-    closed: tuple[int, ...],
-    ratio: float,
-) -> None:
-    model, profile = shape(name), preset_profile("a100-40g", ssds)
-    costs = layer_costs(profile, model, 1024, tp=tp)
-    found = search(costs, model.layers)
-    assert (found.recompute, found.hidden, found.kv) == ours
-    stored = found.bytes_per_token(model)
-    assert model.layers * model.kv_bytes / stored == pytest.approx(ratio)
-    form = closed_form(costs, model.layers)
-    assert form is not None
-    assert (form.recompute, form.hidden, form.kv) == closed
-    for mine in (ours, closed):
-        assert all(abs(a - b) <= 1 for a, b in zip(mine, paper, strict=True))
+# ---- what they make the search choose ----
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-8b"])
 @pytest.mark.parametrize("ssds", [0, 1, 4])
 def test_gqa_on_an_h200_is_kv_and_recomputation(name: str, ssds: int) -> None:
-    model = shape(name)
+    model = public_model(name)
     found = search(layer_costs(preset_profile("h200", ssds), model, 1024), model.layers)
     assert found.hidden == 0
     assert found.kv > 0
@@ -201,7 +149,7 @@ def test_gqa_on_an_h200_is_kv_and_recomputation(name: str, ssds: int) -> None:
 @pytest.mark.parametrize("name", ["llama-2-7b", "llama-2-13b", "opt-30b"])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_hidden_states_pay_for_mha_on_every_machine(preset: str, name: str) -> None:
-    model = shape(name)
+    model = public_model(name)
     costs = layer_costs(preset_profile(preset), model, 1024)
     found = search(costs, model.layers)
     assert found.hidden > 0

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from hcache_backend.partition.model_config import ModelConfigError, read_model, shape_from_config
-
-CONFIGS = Path(__file__).parent / "configs"
+from tests.unit.partition.pipelines import CONFIGS, public_model
 
 LLAMA = json.loads((CONFIGS / "llama-2-7b.json").read_text())
 DEEPSEEK = json.loads((CONFIGS / "deepseek-v3.json").read_text())
@@ -34,7 +33,7 @@ DEEPSEEK = json.loads((CONFIGS / "deepseek-v3.json").read_text())
     ],
 )
 def test_bytes(name: str, attention: str, layers: int, hidden_bytes: int, kv_bytes: int) -> None:
-    shape = read_model(CONFIGS / f"{name}.json")
+    shape = public_model(name)
     assert shape.attention == attention
     assert (shape.layers, shape.hidden_bytes, shape.kv_bytes) == (layers, hidden_bytes, kv_bytes)
 
@@ -56,13 +55,13 @@ def test_bytes(name: str, attention: str, layers: int, hidden_bytes: int, kv_byt
     ],
 )
 def test_flops_are_twice_the_active_weights(name: str, billions: float) -> None:
-    shape = read_model(CONFIGS / f"{name}.json")
+    shape = public_model(name)
     assert shape.layers * shape.dense_flops == pytest.approx(2e9 * billions, rel=0.02)
 
 
 def test_a_model_folder_is_read_too(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert read_model(tmp_path) == read_model(CONFIGS / "llama-2-7b.json")
+    assert read_model(tmp_path) == public_model("llama-2-7b")
 
 
 def test_a_nested_text_model_takes_the_outer_dtype() -> None:

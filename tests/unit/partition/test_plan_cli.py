@@ -13,10 +13,9 @@ from typer.testing import CliRunner, Result
 
 from hcache_backend.cli.main import app
 from hcache_backend.partition import measure
-from hcache_backend.partition.model_config import read_model
 from hcache_backend.partition.presets import preset_profile
+from tests.unit.partition.pipelines import CONFIGS, public_model
 
-CONFIGS = Path(__file__).parent / "configs"
 RUNNER = CliRunner()
 
 TINY = {
@@ -173,7 +172,7 @@ def test_a_profile_of_another_model_is_taken_over_and_said(tmp_path: Path) -> No
     assert same["layers"] == plan("llama-2-7b", "h100", "--ssds", 2)["layers"]
     dram = plan("llama-2-7b", path, "--ssds", 0)
     assert dram["layers"] == plan("llama-2-7b", "h100")["layers"]
-    other = read_model(CONFIGS / "llama-2-13b.json")
+    other = public_model("llama-2-13b")
     profile.model_copy(update={"model": other}).save(path)
     assert any("another shape" in note for note in plan("llama-2-7b", path)["notes"])
 

@@ -8,46 +8,20 @@ from hypothesis import strategies as st
 
 from bench.token_wise import TILE, TokenSplit, token_wise_costs, token_wise_makespan
 from hcache_backend.partition.costs import Partition, layer_costs
-from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.presets import preset_profile
 from hcache_backend.partition.profile import Profile, Rate
 from hcache_backend.partition.solver import makespan, search, steady_makespan
+from tests.unit.partition.pipelines import machine_of, public_model
 
 TOKENS = 8 * TILE
-HEADS = 16
-MODEL = ModelShape(
-    family="any",
-    layers=24,
-    hidden=128 * HEADS,
-    heads=HEADS,
-    kv_heads=HEADS,
-    head_dim=128,
-    value_dim=128,
-    mlp_width=4 * 128 * HEADS,
-)
+MODEL = public_model("opt-350m")
 
 rates = st.builds(
     lambda seconds, per_second: Rate(seconds=seconds, per_second=per_second),
     st.just(0.0) | st.floats(0, 1e-4),
     st.floats(1e9, 1e15),
 )
-profiles = st.builds(
-    lambda l3, *measured: Profile(
-        device="any",
-        source="test",
-        dtype="bfloat16",
-        l3=l3,
-        **dict(
-            zip(
-                ("hidden_copy", "kv_load", "projection", "dense", "attention"),
-                measured,
-                strict=True,
-            )
-        ),
-    ),
-    st.none() | rates,
-    *[rates] * 5,
-)
+profiles = st.builds(machine_of, st.none() | rates, *[rates] * 5)
 
 
 @st.composite
