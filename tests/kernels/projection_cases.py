@@ -72,6 +72,10 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+CASES = pairwise(FACTORS)
+"""Arguments of :func:`make_call`."""
+
+
 @dataclass(frozen=True)
 class Call(ProjectionCall):
     """A call with a pool full of noise.

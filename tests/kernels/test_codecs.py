@@ -46,16 +46,6 @@ def test_exp4_gives_back_every_bit_or_says_that_it_cannot(exponents: np.ndarray,
     assert not ok or torch.equal(bits_of(decoded), bits_of(rows))
 
 
-@settings(max_examples=100, deadline=None)
-@given(data=st.binary(min_size=2 * WIDTH, max_size=2 * WIDTH))
-def test_exp4_of_any_bytes(data: bytes) -> None:
-    rows = torch.frombuffer(bytearray(data), dtype=torch.bfloat16)[None]
-    decoded, ok = round_trip(make_codec("exp4", WIDTH, torch.bfloat16), rows)
-    exponents = np.frombuffer(data, np.uint16) >> 7 & 0xFF
-    assert ok.item() == (fewest_outside(exponents) <= most_exceptions(WIDTH))
-    assert not ok or torch.equal(bits_of(decoded), bits_of(rows))
-
-
 @pytest.mark.parametrize("width", [16, 256, 784, 4096, 65536])
 def test_exp4_holds_as_many_exceptions_as_it_says_and_not_one_more(width: int) -> None:
     codec = make_codec("exp4", width, torch.bfloat16)
@@ -67,27 +57,6 @@ def test_exp4_holds_as_many_exceptions_as_it_says_and_not_one_more(width: int) -
     decoded, ok = round_trip(codec, rows)
     assert ok.tolist() == [True, False]
     assert torch.equal(bits_of(decoded[0]), bits_of(rows[0]))
-
-
-def test_exp4_holds_any_number_of_zeros() -> None:
-    """They are frequent: a residual stream in bfloat16 often adds up to nothing."""
-    rows = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
-    rows[:, ::5] = 0
-    rows[1, ::3] = -0.0
-    rows[2, 1::3] = 1e-40  # the smallest exponent, and not zero
-    decoded, ok = round_trip(make_codec("exp4", WIDTH, torch.bfloat16), rows)
-    assert ok.all()
-    assert torch.equal(bits_of(decoded), bits_of(rows))
-
-
-def test_exp4_chooses_its_window_for_each_row() -> None:
-    """Attention-sink rows have another scale; with one window for all they would be lost."""
-    codec = make_codec("exp4", WIDTH, torch.bfloat16)
-    rows = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
-    rows *= torch.tensor([[1.0], [2.0**-40], [2.0**60], [1.0]])
-    decoded, ok = round_trip(codec, rows.bfloat16())
-    assert ok.all()
-    assert torch.equal(decoded, rows.bfloat16())
 
 
 def test_exp4_takes_at_most_0_77_of_the_bytes() -> None:
@@ -128,6 +97,7 @@ def test_scaled_codecs_keep_the_error_that_they_state(
     decoded, ok = round_trip(codec, rows)
     exact, got = rows[ok].double(), decoded[ok].double()
     assert got.isfinite().all()
+    assert (got[exact == 0] == 0).all()
     amax = exact.abs().amax(1, keepdim=True)
     bound = amax / 254 if name == "int8" else (exact.abs() / 16).clamp_min(amax / 448 / 1024)
     rounding = torch.finfo(dtype).eps * exact.abs() + torch.finfo(dtype).smallest_normal
@@ -145,13 +115,6 @@ def test_scaled_codecs_refuse_rows_that_are_not_finite_or_out_of_range(
     in_range = (amax >= 2.0**-100) & (amax <= 2.0**100) | (amax == 0)
     assert torch.equal(ok, in_range)  # neither for NaN and infinity
     assert not ok[5] and not ok[6]
-
-
-@pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_rows_of_zeros_come_back_as_zeros(name: str) -> None:
-    decoded, ok = round_trip(make_codec(name, WIDTH, torch.float16), torch.zeros(2, WIDTH).half())
-    assert ok.all()
-    assert (decoded == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn])

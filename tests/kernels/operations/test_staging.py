@@ -53,71 +53,38 @@ def test_stage_rows_that_are_part_of_something_wider(device: str, columns: int) 
     assert torch.equal(got.rows.cpu(), want.rows)
 
 
-def saved_by_kernel(
-    device: str,
-    arena: torch.Tensor,
-    staged: torch.Tensor,
-    slots: torch.Tensor,
-    shadows: torch.Tensor,
-    segments: torch.Tensor,
-    page_size: int,
-    kept: range,
-) -> torch.Tensor:
-    """The arena once the kernel has run."""
-    got = arena.pin_memory() if device == "cuda" else arena
-    places = (slots.to(device), shadows.to(device))
-    launch = save_launch(staged.to(device), *places, got, segments.to(device), page_size, kept)
-    launch.run()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return got
-
-
-@pytest.mark.parametrize("row_bytes", [1, 6, 160, 3000])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_save_rows(device: str, row_bytes: int, page_size: int) -> None:
+@pytest.mark.parametrize(
+    ("page_size", "row_bytes", "n", "kept"),
+    [
+        *((size, width, 7, None) for size in (1, 4, 16) for width in (1, 6, 160, 3000)),
+        *((8, 24, 20, kept) for kept in (range(0, 4), range(4, 8), range(6, 8), range(3, 4))),
+    ],
+)
+def test_save_rows(device: str, page_size: int, row_bytes: int, n: int, kept: range | None) -> None:
+    """Rows of tokens outside ``kept`` go nowhere; the segments are as short as that share."""
     torch.manual_seed(page_size)
-    layers, n, pages, device_pages = 3, 7, 12, 8
-    segment = page_size * row_bytes
+    layers, pages, device_pages = 3, 12, 8
+    share = kept or range(page_size)
+    segment = len(share) * row_bytes
     segments = torch.tensor([16, 16 + segment, 16 + 3 * segment])
     page_bytes = 16 + 5 * segment
     page_bytes += -page_bytes % 8
     arena = torch.full((pages, page_bytes), 0xEE, dtype=torch.uint8)
-    staged = torch.randint(0, 256, (layers, PLACES, row_bytes), dtype=torch.uint8)[:, 1 : n + 1]
+    staged = torch.randint(0, 256, (layers, n + 2, row_bytes), dtype=torch.uint8)[:, 1 : n + 1]
     slots = torch.randperm(device_pages * page_size)[:n]
-    shadows = torch.randperm(pages)[:device_pages]
-    want = arena.clone()
-    save_rows(staged, slots, shadows, want, segments, page_size)
-    for layer in range(layers):
-        for i, slot in enumerate(slots.tolist()):
-            start = int(segments[layer]) + slot % page_size * row_bytes
-            row = want[shadows[slot // page_size], start : start + row_bytes]
-            assert torch.equal(row, staged[layer, i])
-    got = saved_by_kernel(
-        device, arena, staged, slots, shadows, segments, page_size, range(page_size)
-    )
-    assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("kept", [range(0, 4), range(4, 8), range(6, 8), range(3, 4)])
-def test_save_rows_of_a_share(device: str, kept: range) -> None:
-    """Rows of other tokens of a page go nowhere; the segments are as short as the share."""
-    torch.manual_seed(kept.start)
-    layers, pages, device_pages, page_size, row_bytes = 2, 6, 4, 8, 24
-    segment = len(kept) * row_bytes
-    segments = torch.tensor([16, 16 + segment])
-    arena = torch.full((pages, 16 + 2 * segment), 0xEE, dtype=torch.uint8)
-    slots = torch.randperm(device_pages * page_size)[:20]
-    staged = torch.randint(0, 256, (layers, len(slots), row_bytes), dtype=torch.uint8)
     shadows = torch.randperm(pages)[:device_pages]
     expected = arena.clone()
     for layer in range(layers):
         for i, slot in enumerate(slots.tolist()):
-            if slot % page_size in kept:
-                start = int(segments[layer]) + (slot % page_size - kept.start) * row_bytes
+            if slot % page_size in share:
+                start = int(segments[layer]) + (slot % page_size - share.start) * row_bytes
                 expected[shadows[slot // page_size], start : start + row_bytes] = staged[layer, i]
     want = arena.clone()
     save_rows(staged, slots, shadows, want, segments, page_size, kept)
     assert torch.equal(want, expected)
-    got = saved_by_kernel(device, arena, staged, slots, shadows, segments, page_size, kept)
+    got = arena.pin_memory() if device == "cuda" else arena
+    places = (slots.to(device), shadows.to(device))
+    save_launch(staged.to(device), *places, got, segments.to(device), page_size, share).run()
+    if device == "cuda":
+        torch.cuda.synchronize()
     assert torch.equal(got, want)
