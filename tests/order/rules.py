@@ -14,14 +14,16 @@ if TYPE_CHECKING:
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _CHECKER = str(Path(__file__).parent) + os.sep
+_TRANSPARENT = ("/contextlib.py", "/hcache_cpu_engine/plugin.py")
 _ROOTS = ("/hcache_backend/", "/kernels/", "/sglang/", "/tests/")
 
 
 def is_machinery(file: str) -> bool:
-    """Frames that say nothing: torch's, the checker's, and context managers'."""
+    """Frames that say nothing: torch's, the checker's, context managers', and those of the CPU
+    engine around torch's factories, behind which it would not show that a tensor is the host's."""
     if file.startswith(_CHECKER):
         return not Path(file).name.startswith(("test_", "scenario"))
-    return file.startswith(_TORCH) or file.endswith("/contextlib.py")
+    return file.startswith(_TORCH) or file.endswith(_TRANSPARENT)
 
 
 def short(file: str) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cpu_engine.hcache_cpu_engine.plugin import _unpinned
 from tests.order.checker import Checker
 from tests.order.clocks import Query
 
@@ -179,6 +180,16 @@ def test_memory_of_the_host_is_its_own_affair(checker: Checker) -> None:
         values.numpy()
     assert not findings(checker)
     assert not checker.clocks.host_waits
+
+
+def test_memory_of_the_host_is_so_behind_the_factories_of_the_cpu_engine(checker: Checker) -> None:
+    make = _unpinned(torch.tensor)
+    with checker.watching():
+        checker.begin()
+        make([1, 2], device="cpu").tolist()
+        assert not checker.clocks.host_waits
+        make([1, 2], device=GPU).tolist()
+    assert checker.clocks.host_waits
 
 
 def test_the_engine_s_path_reaches_streams_by_one_door() -> None:
