@@ -126,7 +126,7 @@ def scatter_rows_reference(
 
 
 def _check_pages(pages: torch.Tensor, offset: int, length: int) -> None:
-    """Refuse memory that is no pages, and a segment that a page does not hold."""
+    """Refuse, by a ValueError, memory that is no pages and a segment that no page holds."""
     if pages.dtype != torch.uint8 or pages.dim() != 2 or not pages.is_contiguous():
         raise ValueError(
             f"pages are {list(pages.shape)} of {pages.dtype}: must be contiguous uint8 "
@@ -142,7 +142,7 @@ def _check_pages(pages: torch.Tensor, offset: int, length: int) -> None:
 
 
 def _check_ids(name: str, ids: torch.Tensor, count: int, limit: int) -> None:
-    """Refuse ids that are no vector of ``count``, and ids on the CPU that are not below ``limit``.
+    """Refuse, by a ValueError, ids that are no vector of ``count``, or (CPU) not below ``limit``.
 
     Reads no values of the GPU, so it never synchronises: ids that come from there were checked by
     whoever made them.

@@ -199,7 +199,7 @@ def parse_header(data: memoryview) -> Header:
 
 
 def header_length(data: memoryview) -> int:
-    """How many bytes the header at the beginning of ``data`` (a block) claims to have."""
+    """Bytes that the header at the start of ``data`` (a block) claims, or a DamagedFileError."""
     if len(data) < _PREFIX.size or bytes(data[:4]) != MAGIC:
         raise DamagedFileError("no page file (magic)")
     length = int(_PREFIX.unpack_from(data)[4])

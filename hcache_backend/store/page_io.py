@@ -112,6 +112,9 @@ class PageIO:
 
         Returns:
             Bytes that had to be copied into aligned memory.
+
+        Raises:
+            OSError: Also when the file system took only part of it.
         """
         length = sum(piece.nbytes for piece in pieces)
         file = PageMemory([*pieces, ZEROS[: round_up(length) - length]])
@@ -133,6 +136,9 @@ class PageIO:
 
         Returns:
             Bytes that had to be copied out of aligned memory.
+
+        Raises:
+            OSError: The file could not be read, or only in part.
         """
         target = PageMemory(pieces)
         if _aligned(pieces, offset, self.alignment):

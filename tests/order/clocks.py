@@ -7,7 +7,6 @@ import sys
 import threading
 from collections import Counter
 from enum import Enum
-from functools import cache
 from types import CodeType
 from typing import NamedTuple
 
@@ -23,10 +22,6 @@ POLLS = 3
 
 Clock = npt.NDArray[np.int64]
 """``[ACTORS]``: for each actor, its last step that is done."""
-
-
-is_machinery = cache(rules.is_machinery)
-"""Asked of every frame of every access."""
 
 
 class Frame(NamedTuple):
@@ -47,7 +42,7 @@ def site(depth: int = 12) -> Site:
     """The place in the program that this runs for."""
     frame, found = sys._getframe(1), list[Frame]()
     while frame is not None and len(found) < depth:
-        if not is_machinery(frame.f_code.co_filename):
+        if not rules.is_machinery(frame.f_code.co_filename):
             found.append(Frame(frame.f_code, frame.f_lineno))
         frame = frame.f_back
     return tuple(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,6 +19,7 @@ _TRANSPARENT = ("/contextlib.py", "/hcache_cpu_engine/plugin.py")
 _ROOTS = ("/hcache_backend/", "/kernels/", "/sglang/", "/tests/")
 
 
+@cache  # asked of every frame of every access
 def is_machinery(file: str) -> bool:
     """Frames that say nothing: torch's, the checker's, context managers', and those of the CPU
     engine around torch's factories, behind which it would not show that a tensor is the host's."""

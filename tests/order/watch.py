@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.order import accesses, rules
-from tests.order.clocks import HOST, Frame, is_machinery, site
+from tests.order.clocks import HOST, Frame, site
 from tests.order.memory import Kind, Memory
 
 aten = torch.ops.aten
@@ -281,7 +281,7 @@ _says_cpu: dict[tuple[Any, int], bool] = {}
 def says_cpu() -> bool:
     """Whether the statement that asks for a device names the host, or always means it."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and is_machinery(frame.f_code.co_filename):
+    while frame is not None and rules.is_machinery(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
         return False
