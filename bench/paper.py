@@ -35,9 +35,17 @@ two that it gives. With it 31 + 9 layers end together, as they do in the paper's
 
 
 def mha(family: str, layers: int, heads: int, mlp_width: int, *, gated: bool) -> ModelShape:
-    sizes = {"layers": layers, "hidden": 128 * heads, "heads": heads, "kv_heads": heads}
-    widths = {"head_dim": 128, "value_dim": 128, "mlp_width": mlp_width}
-    return ModelShape(family=family, gated=gated, **sizes, **widths)
+    return ModelShape(
+        family=family,
+        gated=gated,
+        layers=layers,
+        hidden=128 * heads,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=128,
+        value_dim=128,
+        mlp_width=mlp_width,
+    )
 
 
 MODELS = {

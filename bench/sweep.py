@@ -181,7 +181,11 @@ def token_gaps(
     """
     begun, stamps = threading.Event(), []
     sampling = {"max_new_tokens": GAPS + 32, "ignore_eos": True}
-    body = {"input_ids": prompt(sweep, 65, number), "sampling_params": sampling, "stream": True}
+    body: dict[str, Any] = {
+        "input_ids": prompt(sweep, 65, number),
+        "sampling_params": sampling,
+        "stream": True,
+    }
     server = restored.server
 
     def generate() -> None:

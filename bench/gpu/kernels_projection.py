@@ -81,7 +81,7 @@ def measure_one(projection: KVProjection, n: int, on: Device) -> dict[str, Any]:
     torch_error, _ = error_of(composed, call)
     composed_us = microseconds(composed)
 
-    ways = []
+    ways: list[dict[str, Any]] = []
     for way in possible_ways(kind_of(projection), dtype, capability):
         run = partial(way.run, call)
         error, untouched = error_of(run, call)

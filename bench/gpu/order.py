@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -45,11 +46,12 @@ CASES = ("made late", "freed early")
 
 def load_queue() -> Any:
     """The class in engine/loads.py, without what it imports for other work than this."""
-    for name, content in {
+    stand_ins: dict[str, dict[str, Any]] = {
         "hcache_backend.engine.metrics": {},
         "hcache_backend.engine.layer_methods": {"LayerMethods": object},
         "hcache_backend.store": {"EIGHTHS": 8},
-    }.items():
+    }
+    for name, content in stand_ins.items():
         stand_in = ModuleType(name)
         vars(stand_in).update(content)
         sys.modules.setdefault(name, stand_in)
@@ -176,8 +178,8 @@ def main() -> int:
         if device.dry_run:
             row["skipped"] = "a CPU has one current stream, and reuses no memory that is needed"
         else:
-            late = case == "made late"
-            wrong = not scene.is_right(case, lambda p, late=late: scene.by_hand(p, wait=not late))
+            by_hand = partial(scene.by_hand, wait=case != "made late")
+            wrong = not scene.is_right(case, by_hand)
             row |= {"wrong": wrong, "right": wrong}
         results.add(row, f"{case}, {row['by']}")
     print(table(results.of()))

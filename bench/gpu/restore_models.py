@@ -83,7 +83,7 @@ class Layer:
         x: torch.Tensor,
         positions: torch.Tensor,
         lengths: Sequence[int],
-        watch: Callable[[torch.Tensor], None] = lambda hidden: None,
+        watch: Callable[[torch.Tensor], object] = lambda hidden: None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Prefill of whole sequences in chunks, as an engine does it.
 
@@ -128,7 +128,7 @@ class Layer:
         x: torch.Tensor,
         positions: torch.Tensor,
         cache: torch.Tensor,
-        watch: Callable[[torch.Tensor], None],
+        watch: Callable[[torch.Tensor], object],
     ) -> torch.Tensor:
         """One decode step of ``n`` requests.
 

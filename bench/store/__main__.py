@@ -76,7 +76,7 @@ def table_lines(results: dict[str, Any]) -> str:
         )
     tables = [markdown((*heads, "store writes, MiB/s", "of the ceiling"), rows)]
     heads = ("pages in the index", "128 `exists`, us", "of raw lmdb gets", "open, ms")
-    rows = [
+    indexes = [
         (
             f"{int(pages):,}",
             f"{found['exists128_us']:,.0f}",
@@ -85,7 +85,7 @@ def table_lines(results: dict[str, Any]) -> str:
         )
         for pages, found in results["indexes"].items()
     ]
-    return "\n\n".join((*tables, markdown(heads, rows)))
+    return "\n\n".join((*tables, markdown(heads, indexes)))
 
 
 def ratio(speeds: dict[str, list[float]], name: str, other: str) -> float:

@@ -74,7 +74,8 @@ def scattered(number: int) -> bytes:
 def time_exists(store: PageStore, pages: int, rounds: int = 2000) -> dict[str, float]:
     """Microseconds for 128 keys, ours and raw lmdb in turn."""
     chance = np.random.default_rng(1)
-    ours, raw = [], []
+    ours: list[float] = []
+    raw: list[float] = []
     with store.volumes[0].use() as folder:
         env, table = folder.index._env, folder.index._pages
         for number in range(rounds):
