@@ -12,6 +12,7 @@ from hcache_backend.restore.recompute import RecomputeAttention
 ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention.forward"
 FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 EVENTS = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.check_hicache_events"
+PREFETCH = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.prefetch_from_storage"
 LOAD_BACK = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.init_load_back"
 RESET = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.reset"
 _WEIGHTS = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater."
@@ -46,6 +47,11 @@ def prefix_hooks() -> list[Hook]:
 def eager_hooks() -> list[Hook]:
     """What eager restores need: HiCache's turn in every turn of the scheduler."""
     return [Hook(EVENTS, _after_events)]
+
+
+def use_hooks() -> list[Hook]:
+    """What tells L3 which pages are used although L1 or L2 have them."""
+    return [Hook(PREFETCH, _around_prefetch)]
 
 
 def weight_hooks() -> list[Hook]:
@@ -155,6 +161,18 @@ def _after_events(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) 
     if eager is not None:
         eager.turn(cache)
     return result
+
+
+def _around_prefetch(
+    original: Callable[..., Any], cache: Any, request: Any, anchor: Any, *a: Any, **kw: Any
+) -> Any:
+    """``anchor`` is the last node of what L1 and L2 have of a request that was received."""
+    controller = getattr(cache, "cache_controller", None)
+    use_prefix = getattr(getattr(controller, "storage_backend", None), "use_prefix", None)
+    if use_prefix is not None:
+        cache.hicache_storage_pass_prefix_keys = True  # with what is written, too
+        use_prefix(cache.get_prefix_hash_values(anchor))
+    return original(cache, request, anchor, *a, **kw)
 
 
 def _capture_forward(

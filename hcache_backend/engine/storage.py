@@ -113,13 +113,14 @@ class HCacheStorage(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        self._set(keys, host_indices)
+        self._set(keys, host_indices, prefix=_prefix(extra_info))
         return [True] * len(keys)
 
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
         pages = _leading(self._exists(keys))
+        self.use_prefix([*_prefix(extra_info), *keys[:pages]])
         self._count_tokens(found=pages, absent=len(keys) - pages)
         return pages
 
@@ -140,6 +141,7 @@ class HCacheStorage(HiCacheStorage):
                 hits[transfer.name] = max(lengths)
             restorable = [length for length in restorable if length in lengths]
         usable = restorable[-1] if restorable else 0
+        self.use_prefix([*_prefix(extra_info), *keys[:usable]])
         self._count_tokens(found=usable, other_pool=pages - usable, absent=len(keys) - pages)
         return PoolTransferResult(usable, hits, restorable)
 
@@ -152,8 +154,23 @@ class HCacheStorage(HiCacheStorage):
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         for t in transfers:
-            self._set(t.keys or [], t.host_indices, t.name)
+            self._set(t.keys or [], t.host_indices, t.name, _prefix(extra_info))
         return {t.name: [True] * len(t.keys or []) for t in transfers}
+
+    def use_prefix(self, keys: Sequence[str]) -> None:
+        """A request uses the pages ``keys`` of its prompt, from the first one on, wherever they are.
+
+        Any thread; waits for nothing.
+        """
+
+        def use() -> None:
+            hashes = [key_bytes(key) for key in keys]
+            for share in range(self._pages_of(PoolName.KV).shares):
+                namespace = self._serving_namespace(PoolName.KV, share)
+                if namespace is not None:
+                    self._store.use(namespace, hashes)
+
+        self._guard("use", use, None)
 
     # ---- single values ----
 
@@ -235,12 +252,18 @@ class HCacheStorage(HiCacheStorage):
 
         return self._guard("get", get, [False] * len(keys))
 
-    def _set(self, keys: Sequence[str], host_indices: Any, pool: str = PoolName.KV) -> None:
+    def _set(
+        self,
+        keys: Sequence[str],
+        host_indices: Any,
+        pool: str = PoolName.KV,
+        prefix: Sequence[str] = (),
+    ) -> None:
         def put() -> None:
             pages = self._pages_of(pool)
             memory = None if pages.empty else pages.to_write(host_indices, len(keys))
             for share, parts in enumerate(memory.shares if memory else ()):
-                self._write(keys, parts, pool, share)
+                self._write(keys, parts, pool, share, prefix)
 
         self._guard("set", put, None)
 
@@ -294,16 +317,23 @@ class HCacheStorage(HiCacheStorage):
         parts: Sequence[Parts],
         pool: str = PoolName.KV,
         share: int = 0,
+        prefix: Sequence[str] = (),
     ) -> None:
         namespace = self._serving_namespace(pool, share)
         if namespace is None:
             metrics.PAGES.count("dropped_suspended", len(keys))
             return
         start = time.perf_counter()
-        pages, hashes = self._pages_of(pool), [key_bytes(key) for key in keys]
+        pages, hashes = self._pages_of(pool), [key_bytes(key) for key in (*prefix, *keys)]
+        before = len(prefix)
         with metrics.timed("l3_write"):
             stored = self._store.put(
-                namespace, hashes, parts, share=pages.share_of_tokens, table=pages.table()
+                namespace,
+                hashes[before:],
+                parts,
+                prefix=hashes[:before],
+                share=pages.share_of_tokens,
+                table=pages.table(),
             )
         self._store_counters.publish()
         size = sum(map(_bytes, parts))
@@ -376,6 +406,11 @@ class HCacheStorage(HiCacheStorage):
 
 def _bytes(page: Parts) -> int:
     return sum(part.nbytes for part in page)
+
+
+def _prefix(extra_info: HiCacheStorageExtraInfo | None) -> list[str]:
+    """The keys of the pages before those of a call, as far as SGLang tells."""
+    return list(extra_info.prefix_keys or ()) if extra_info else []
 
 
 def _leading(found: Sequence[bool]) -> int:

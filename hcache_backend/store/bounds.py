@@ -68,4 +68,4 @@ def evict(folder: Folder, wanted: int, stats: StoreStats, problems: ProblemLog) 
         freed += removed
         stats.add(pages_evicted=len(gone), bytes_evicted=removed)
     if stuck:
-        folder.index.touch(stuck, now)
+        folder.index.touch(dict.fromkeys(stuck, now))

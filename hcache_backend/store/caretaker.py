@@ -1,4 +1,4 @@
-"""What goes on in the background for one folder: syncing, recency, coming back, adopting files."""
+"""What goes on in the background: syncing, coming back, adopting files; and saving of uses."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import lmdb
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.store.check import find_unknown_files
+from hcache_backend.store.recency import Recency
 from hcache_backend.store.volume import Volume
 
 logger = logging.getLogger("hcache.store")
@@ -18,8 +19,10 @@ _LONGEST_PAUSE = 1.0
 _RECENCY_SECONDS = 5.0
 
 
-def take_care(volume: Volume, config: HCacheConfig, stopping: threading.Event) -> None:
-    """Look after ``volume`` until ``stopping`` is set; what a thread does."""
+def take_care(
+    volume: Volume, recency: Recency, config: HCacheConfig, stopping: threading.Event
+) -> None:
+    """Look after ``volume``, and the ``recency`` of all, until ``stopping`` is set: a thread."""
     pause = min(config.sync_seconds, _LONGEST_PAUSE)
     next_sync = next_save = time.monotonic()
     while not stopping.wait(pause):
@@ -30,8 +33,8 @@ def take_care(volume: Volume, config: HCacheConfig, stopping: threading.Event) -
             if syncs and now >= next_sync:
                 volume.flush()
                 next_sync = now + config.sync_seconds - pause
-            elif now >= next_save:
-                volume.save_recency()
+            if now >= next_save:
+                recency.save()
                 next_save = now + _RECENCY_SECONDS
             _complete_index(volume, stopping)
         except Exception:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -141,6 +141,11 @@ class Index:
                 present = cursor.next()
         return found
 
+    def oldest_stamp(self) -> int | None:
+        """The stamp of the least recently used entry; None where there is none."""
+        with self._env.begin() as txn, txn.cursor(db=self._recency) as cursor:
+            return _STAMP.unpack_from(cursor.key())[0] if cursor.first() else None
+
     def totals(self) -> Totals:
         """Page files and bytes in this folder."""
         with self._env.begin(db=self._meta) as txn:
@@ -169,10 +174,10 @@ class Index:
         with self._change() as txn:
             return sum(self._remove(txn, name) for name in names)
 
-    def touch(self, names: Iterable[PageName], stamp: int) -> None:
+    def touch(self, stamps: Mapping[PageName, int]) -> None:
         """Set the last use of entries; those that are not there are ignored."""
         with self._change() as txn:
-            for name in names:
+            for name, stamp in stamps.items():
                 old = self._find(txn, name)
                 if old is not None and old.stamp < stamp:
                     new = old._replace(stamp=stamp)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -47,9 +46,17 @@ class Written(NamedTuple):
 
 
 def write_page(
-    folder: Folder, name: PageName, writer: bytes, memory: PageMemory, table: SegmentTable
+    folder: Folder,
+    name: PageName,
+    writer: bytes,
+    memory: PageMemory,
+    table: SegmentTable,
+    stamp: int,
 ) -> Written:
-    """Write the share of a page in ``memory`` to a file of the session, or leave nothing of it."""
+    """Write the share of a page in ``memory`` to a file of the session, or leave nothing of it.
+
+    ``stamp`` is when it was used, for the index.
+    """
     layout = file_layout(table, name.share)
     header = folder.io.scratch.header(layout.header_bytes)
 
@@ -67,7 +74,7 @@ def write_page(
     except OSError:
         remove_nameless(folder, number)
         raise
-    entry = Entry(name, layout.header_bytes, layout.payload_bytes, writer, time.time_ns())
+    entry = Entry(name, layout.header_bytes, layout.payload_bytes, writer, stamp)
     return Written(number, entry, copied)
 
 

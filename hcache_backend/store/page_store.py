@@ -6,7 +6,6 @@ conversation back uses all disks at once. A folder that fails or vanishes costs 
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import threading
@@ -30,6 +29,7 @@ from hcache_backend.store.format import (
 )
 from hcache_backend.store.page_files import Written
 from hcache_backend.store.page_io import PageMemory
+from hcache_backend.store.recency import Recency
 from hcache_backend.store.shares import WHOLE, Parts, SegmentTable, Share, Subset
 from hcache_backend.store.stats import ProblemLog, StoreContext, StoreStats
 from hcache_backend.store.volume import Volume, cover, result_of
@@ -53,6 +53,7 @@ class _Write(NamedTuple):
     name: PageName
     memory: PageMemory
     table: SegmentTable
+    stamp: int
 
 
 class _Writing(NamedTuple):
@@ -103,9 +104,12 @@ class PageStore:
             for volume in self.volumes:
                 volume.close()
             raise
+        self._recency = Recency(self.volumes)
         self._stopping = threading.Event()
         self._caretakers = [
-            threading.Thread(target=take_care, args=(volume, config, self._stopping), daemon=True)
+            threading.Thread(
+                target=take_care, args=(volume, self._recency, config, self._stopping), daemon=True
+            )
             for volume in self.volumes
             if background
         ]
@@ -132,12 +136,22 @@ class PageStore:
                 missing[number] &= ~mask
         return [not mask for mask in missing]
 
+    def use(self, namespace: bytes, keys: Sequence[bytes]) -> None:
+        """The pages ``keys`` (32 bytes each) of a sequence, from its first one on, are being used.
+
+        Wherever they are: what L1 and L2 serve is worth keeping here, too.
+        """
+        keys = list(keys)
+        check_names(namespace, keys)
+        self._recency.note(namespace, keys)
+
     def put(
         self,
         namespace: bytes,
         keys: Sequence[bytes],
         pages: Sequence[Parts],
         *,
+        prefix: Sequence[bytes] = (),
         share: Share = WHOLE,
         table: SegmentTable | None = None,
     ) -> list[bool]:
@@ -152,6 +166,8 @@ class PageStore:
             pages: The memory of the payload of the share: segments that do not divide, and of the
                 others the blocks of the share's eighths, in the order of the page, with nothing
                 between. The payload of the whole page is the page.
+            prefix: The keys of the pages before them in their sequence, from its first one on.
+                They are in use, too.
             share: The tokens of every page that the caller has.
             table: How the whole page divides; a must for shares and for reading parts of a layer.
                 Without it every part is one segment.
@@ -160,17 +176,19 @@ class PageStore:
             ValueError: Names of a wrong length, no such share, a share without a table, or memory
                 of another length than that of the payload.
         """
-        keys = list(keys)
-        check_names(namespace, keys)
+        keys, prefix = list(keys), list(prefix)
+        check_names(namespace, [*prefix, *keys])
         check_share(share)
         if len(pages) != len(keys):
             raise ValueError(f"{len(pages)} pages for {len(keys)} keys")
         deadline = time.monotonic() + self._config.write_seconds
+        stamps = self._recency.note_new(namespace, prefix, keys)
         done = self._already_stored(namespace, keys, share)
         work = []
         for number, (key, parts) in enumerate(zip(keys, pages, strict=True)):
             if not done[number]:
-                work.append(_write(number, PageName(namespace, key, share), parts, table))
+                name = PageName(namespace, key, share)
+                work.append(_write(number, name, parts, table, stamps[number]))
         volumes = [volume for volume in self.volumes if volume.is_online()]
         if work and not volumes:
             self.stats.add(pages_dropped_offline=len(work))
@@ -257,6 +275,7 @@ class PageStore:
 
     def flush(self) -> bool:
         """Bring everything that was put to the disks; False when a disk refused."""
+        self._recency.save()
         flushed = [volume.flush() for volume in self.volumes]
         return all(flushed)
 
@@ -268,6 +287,7 @@ class PageStore:
         self._stopping.set()
         for caretaker in self._caretakers:
             caretaker.join(_CLOSE_SECONDS)
+        self._recency.save()
         for volume in self.volumes:
             if self._config.durability != "none" and volume.dirty:
                 volume.flush()
@@ -289,21 +309,22 @@ class PageStore:
     def _already_stored(self, namespace: bytes, keys: Sequence[bytes], share: Share) -> list[bool]:
         """Which pages need not be written again; their files are looked for, not only entries."""
         covers = cover(self.volumes, namespace, keys, share.eighths, Volume.holds_file)
-        for piece in itertools.chain(*covers):
-            piece.volume.touch(piece.entry.name)
         stored = [bool(pieces) for pieces in covers]
         self.stats.add(pages_already_stored=sum(stored))
         return stored
 
     def _start_writing(self, volume: Volume, items: Sequence[_Write], deadline: float) -> _Writing:
         incoming = sum(file_layout(item.table, item.name.share).file_bytes for item in items)
-        if not volume.make_room(incoming, deadline - time.monotonic()):
+        full = volume.is_full(incoming)
+        if full:
+            self._recency.save()  # so that what goes is what nobody used
+        if full and not volume.make_room(incoming, deadline - time.monotonic()):
             self.stats.add(pages_dropped_full=len(items))
             self._problems.report("full", f"{volume.path} is full; pages are not stored")
             return _Writing(volume, {})
         futures = {}
         for item in items:
-            write = partial(volume.write, item.name, item.memory, item.table)
+            write = partial(volume.write, item.name, item.memory, item.table, item.stamp)
             futures[item.number] = volume.start(volume.writers, write)
         return _Writing(volume, futures)
 
@@ -332,7 +353,9 @@ class PageStore:
                 )
 
 
-def _write(number: int, name: PageName, parts: Parts, table: SegmentTable | None) -> _Write:
+def _write(
+    number: int, name: PageName, parts: Parts, table: SegmentTable | None, stamp: int
+) -> _Write:
     share = name.share
     memory = PageMemory(parts, share)
     if table is None:
@@ -345,7 +368,7 @@ def _write(number: int, name: PageName, parts: Parts, table: SegmentTable | None
             f"memory of {memory.length} bytes for share {share.number} of {share.of} of a page; "
             f"by its table it has {payload_bytes}"
         )
-    return _Write(number, name, memory, table)
+    return _Write(number, name, memory, table, stamp)
 
 
 def _groups(work: Sequence[_Write], volumes: int) -> Iterator[list[_Write]]:

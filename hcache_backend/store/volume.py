@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -39,7 +37,6 @@ from hcache_backend.store.stats import StoreContext
 logger = logging.getLogger("hcache.store")
 
 _LOCK_SECONDS = 5.0
-_TOUCHES_AT_MOST = 65536
 
 _Result = TypeVar("_Result")
 
@@ -52,8 +49,6 @@ class Volume(Presence):
         threads = store.config.io_threads
         self.readers = ThreadPoolExecutor(threads, f"hcache-read-{path.name}")
         self.writers = ThreadPoolExecutor(threads, f"hcache-write-{path.name}")
-        self._touched: dict[PageName, None] = {}
-        self._touch_lock = threading.Lock()
         self.dirty = False
 
     def coverage(self, namespace: bytes, keys: Sequence[bytes]) -> list[int]:
@@ -91,15 +86,16 @@ class Volume(Presence):
         else:
             self.worked()
             self._stats.add(bytes_read=read, bytes_copied=copied)
-            self.touch(entry.name)
             return True
         return False
 
-    def write(self, name: PageName, memory: PageMemory, table: SegmentTable) -> Written | None:
+    def write(
+        self, name: PageName, memory: PageMemory, table: SegmentTable, stamp: int
+    ) -> Written | None:
         """Write a share to a nameless file; None when that fails. :meth:`commit` names it."""
         try:
             with self.use() as folder:
-                written = write_page(folder, name, self._writer, memory, table)
+                written = write_page(folder, name, self._writer, memory, table, stamp)
         except OfflineError:
             self._stats.add(pages_dropped_offline=1)
             return None
@@ -120,12 +116,14 @@ class Volume(Presence):
             done.set_result(work())
             return done
 
+    def is_full(self, incoming: int) -> bool:
+        """Whether ``incoming`` bytes have room only when others go."""
+        return self._ask(lambda folder: excess_bytes(folder, self._config, incoming) > 0, False)
+
     def make_room(self, incoming: int, seconds: float) -> bool:
         """Evict what is needed for ``incoming`` bytes; False when there is no room."""
 
         def work(folder: Folder) -> bool:
-            if excess_bytes(folder, self._config, incoming) == 0:
-                return True
             with folder.lock.held(seconds):
                 return self._evict_for(folder, incoming)
 
@@ -165,19 +163,6 @@ class Volume(Presence):
         if not writing.cancel():
             writing.add_done_callback(remove)
 
-    def touch(self, name: PageName) -> None:
-        """Note that a page was used; the index learns it later."""
-        with self._touch_lock:
-            self._touched[name] = None
-            enough = len(self._touched) >= _TOUCHES_AT_MOST
-        if enough:
-            self.save_recency()
-
-    def _take_touched(self) -> dict[PageName, None]:
-        with self._touch_lock:
-            touched, self._touched = self._touched, {}
-        return touched
-
     def drop(self, namespace: bytes, writer: bytes | None = None) -> int:
         """Delete the pages of a namespace (those of one writer); returns how many."""
 
@@ -201,7 +186,6 @@ class Volume(Presence):
 
     def flush(self) -> bool:
         """Bring everything to the disk; False when it refused."""
-        self.save_recency()
         self.dirty = False
         try:
             with self.use() as folder:
@@ -214,20 +198,20 @@ class Volume(Presence):
         self._stats.add(syncs=1)
         return True
 
-    def save_recency(self) -> None:
-        """Tell the index which pages were used."""
-        touched = self._take_touched()
-        if not touched:
-            return
+    def oldest_stamp(self) -> int | None:
+        """When the least recently used page was used; None where there is no page."""
+        return self._ask(lambda folder: folder.index.oldest_stamp(), None)
+
+    def set_stamps(self, stamps: Mapping[PageName, int]) -> None:
+        """Tell the index when pages were used; those that are not there are ignored."""
 
         def work(folder: Folder) -> None:
             with folder.lock.held(_LOCK_SECONDS):
-                folder.index.touch(touched, time.time_ns())
+                folder.index.touch(stamps)
 
         self._ask(work, None)
 
     def close(self) -> None:
-        self.save_recency()
         self.readers.shutdown(wait=False)
         self.writers.shutdown(wait=False)
         super().close()
@@ -285,7 +269,6 @@ class Volume(Presence):
         """Make room; the folder's lock is held."""
         excess = excess_bytes(folder, self._config, incoming, on_disk)
         if excess:
-            folder.index.touch(self._take_touched(), time.time_ns())
             evict(folder, excess, self._stats, self._problems)
         return excess_bytes(folder, self._config, incoming, on_disk, brim=True) == 0
 

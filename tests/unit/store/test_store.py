@@ -134,7 +134,7 @@ def test_the_quota_holds_and_the_least_recently_used_go(tmp_path: Path) -> None:
         put(store, number)
     assert store.stats.pages_evicted == 0
     for number in (0, 1, 2):
-        assert get(store, number) is not None
+        store.use(NAMESPACE, [key(number)])
     put(store, 10)
     assert store.stats.pages_evicted == 4, "down to the low water mark, the new page included"
     present = store.exists(NAMESPACE, [key(number) for number in range(11)])
@@ -146,7 +146,7 @@ def test_the_quota_holds_and_the_least_recently_used_go(tmp_path: Path) -> None:
 def test_recency_survives_reopening(tmp_path: Path) -> None:
     store = open_quiet(tmp_path / "store")
     put(store, *range(10))
-    assert get(store, 0) is not None
+    store.use(NAMESPACE, [key(0)])
     store.close()
     store = open_quiet(tmp_path / "store", quota_bytes=10 * FILE, low_water=0.2, high_water=1.0)
     put(store, 10)

@@ -1,0 +1,132 @@
+"""When pages were last used: the ends of sequences go before what stands before them.
+
+A page is worth something only while every page before it in its sequence is there, so a use counts
+for a sequence from its first page on. The stamp of page ``i`` of a sequence is its *level* minus
+``i``, in nanoseconds. A level is the time of a use, and levels never rise along a sequence. So the
+least recently used pages of every folder are ends of sequences, and one sequence is gone before the
+next one loses a page.
+
+A page whose level is young keeps it: less than 1/16 of the age of the oldest page that the folders
+hold. That bounds how often a page that is used all the time is written to the index.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hcache_backend.store.format import PageName
+from hcache_backend.store.volume import Volume
+
+_YOUNG = 16
+_PENDING_AT_MOST = 1 << 20
+"""Keys of uses that wait to be saved; more in one interval are not noted."""
+
+
+class _Use(NamedTuple):
+    """A sequence was used up to the last of ``keys``, at ``time`` (ns since 1970)."""
+
+    namespace: bytes
+    keys: Sequence[bytes]
+    time: int
+
+
+class Recency:
+    """The uses of a store's pages, which its ``volumes`` learn now and then. Any thread."""
+
+    def __init__(self, volumes: Sequence[Volume]) -> None:
+        self._volumes = volumes
+        self._lock = threading.Lock()
+        self._pending: dict[tuple[bytes, bytes], _Use] = {}
+        self._pending_keys = 0
+        self._saving = threading.Lock()
+
+    def note(self, namespace: bytes, keys: Sequence[bytes]) -> None:
+        """The pages ``keys`` of a sequence, from its first one on, are being used. Never waits."""
+        if keys:
+            self._note(_Use(namespace, keys, time.time_ns()))
+
+    def note_new(
+        self, namespace: bytes, prefix: Sequence[bytes], keys: Sequence[bytes]
+    ) -> list[int]:
+        """Pages ``keys`` behind those of ``prefix`` are about to be stored; returns their stamps.
+
+        Those that are there are being used.
+        """
+        with self._saving:
+            now = time.time_ns()
+            young, level, start, there = self._young(now), now, 0, 0
+            if prefix:
+                [last] = self._levels(namespace, prefix[-1:], len(prefix) - 1)
+                if last is not None and last >= young:  # then so are those before it
+                    level, start = min(level, last), len(prefix)
+            stamps = []
+            sequence = [*prefix, *keys]
+            for place, found in enumerate(self._levels(namespace, sequence[start:], start), start):
+                if place >= len(prefix):
+                    stamps.append(level - place)
+                if found is not None:
+                    there = place + 1
+                    if found >= young:
+                        level = min(level, found)
+            if there:
+                self._note(_Use(namespace, sequence[:there], now))
+            return stamps
+
+    def save(self) -> None:
+        """Tell the index of each folder which pages were used."""
+        with self._saving:
+            with self._lock:
+                uses, self._pending, self._pending_keys = self._pending, {}, 0
+            young = self._young(time.time_ns()) if uses else 0
+            changes: list[dict[PageName, int]] = [{} for _ in self._volumes]
+            for use in uses.values():
+                self._apply(use, young, changes)
+            for volume, change in zip(self._volumes, changes, strict=True):
+                if change:
+                    volume.set_stamps(change)
+
+    def _note(self, use: _Use) -> None:
+        with self._lock:
+            if self._pending_keys < _PENDING_AT_MOST:
+                self._pending[use.namespace, use.keys[-1]] = use
+                self._pending_keys += len(use.keys)
+
+    def _apply(self, use: _Use, young: int, changes: Sequence[dict[PageName, int]]) -> None:
+        """Note in ``changes``, one for each volume, what a use changes."""
+        namespace, keys, level = use
+        [last] = self._levels(namespace, keys[-1:], len(keys) - 1)
+        if last is not None and last >= young:
+            return
+        files = [volume.lookup(namespace, keys) for volume in self._volumes]
+        for place in range(len(keys)):
+            entries = [
+                (change, entry)
+                for change, found in zip(changes, files, strict=True)
+                for entry in found[place]
+            ]
+            levels = [entry.stamp + place for _, entry in entries]
+            if levels and min(levels) >= young:
+                level = min(level, *levels)
+                continue
+            for change, entry in entries:
+                stamp = max(level - place, change.get(entry.name, 0))
+                if stamp > entry.stamp:
+                    change[entry.name] = stamp
+
+    def _levels(self, namespace: bytes, keys: Sequence[bytes], first: int) -> list[int | None]:
+        """The levels of consecutive pages from page ``first`` on; None: not there."""
+        found: list[int | None] = [None] * len(keys)
+        for volume in self._volumes:
+            for i, entries in enumerate(volume.lookup(namespace, keys)):
+                for entry in entries:
+                    level = entry.stamp + first + i
+                    found[i] = min(level, found[i] or level)
+        return found
+
+    def _young(self, now: int) -> int:
+        """Levels from this one on are young."""
+        stamps = [stamp for volume in self._volumes if (stamp := volume.oldest_stamp())]
+        return now - max(0, now - min(stamps, default=now)) // _YOUNG

@@ -1,0 +1,157 @@
+"""What a full folder loses: ends of sequences, those of the least recently used first."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
+
+import lmdb
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+from store_testing import NAMESPACE, PAGE, FileOps, content, key, memory, open_quiet
+
+from hcache_backend.store import PageStore
+
+FILE = PAGE + 4096
+
+
+def store_sequence(store: PageStore, numbers: Sequence[int], known: int = 0) -> None:
+    """Store pages of a sequence behind its first ``known`` ones."""
+    keys = [key(number) for number in numbers]
+    pages = [[memory(content(name))] for name in keys[known:]]
+    assert all(store.put(NAMESPACE, keys[known:], pages, prefix=keys[:known]))
+
+
+def found(store: PageStore, numbers: Sequence[int]) -> int:
+    """How many pages of a sequence can be used, from its first one on."""
+    present = store.exists(NAMESPACE, [key(number) for number in numbers])
+    return [*present, False].index(False)
+
+
+@pytest.fixture(params=[1, 3], ids=["one folder", "three folders"])
+def folders(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
+    return [tmp_path / str(number) for number in range(request.param)]
+
+
+def bounded(folders: Sequence[Path], pages: int) -> PageStore:
+    quota = -(-pages // len(folders)) * FILE
+    return open_quiet(*folders, quota_bytes=quota, high_water=1.0, low_water=0.95)
+
+
+def test_conversations_that_stay_on_the_device_lose_whole_ones(folders: list[Path]) -> None:
+    """Six of them round robin; what L1 serves is a use, and what went is stored again from L2."""
+    store = bounded(folders, 60)
+    conversations = [range(100 * c, 100 * c + 16) for c in range(6)]
+    for turn in range(4):
+        for pages in conversations:
+            store_sequence(store, pages[: 4 * turn + 4])
+    whole = [found(store, pages) == 16 for pages in conversations]
+    assert sum(whole) >= 3
+    assert whole == sorted(whole), "the least recently used go first"
+
+
+def test_a_shared_prompt_stays_while_anybody_uses_it(folders: list[Path]) -> None:
+    store = bounded(folders, 60)
+    shared = range(5)
+    users = [[*shared, *range(100 * u, 100 * u + 10)] for u in range(1, 11)]
+    for pages in users:
+        store_sequence(store, pages, known=5 if found(store, shared) == 5 else 0)
+    assert found(store, users[-1]) == 15
+
+
+def test_the_end_of_the_older_of_two_goes_first(folders: list[Path]) -> None:
+    store = bounded(folders, 26)
+    first, second = range(15), range(100, 115)
+    store_sequence(store, first)
+    store_sequence(store, second)
+    assert found(store, second) == 15
+    assert found(store, first) >= 8
+
+
+def test_hot_pages_are_not_written_to_the_index_again_and_again(tmp_path: Path) -> None:
+    class CountingOps(FileOps):
+        commits = 0
+
+        def commit(self, txn: lmdb.Transaction) -> None:
+            self.commits += 1
+            super().commit(txn)
+
+    ops = CountingOps()
+    store = open_quiet(tmp_path / "store", ops=ops)
+    numbers = range(64)
+    store_sequence(store, numbers)
+    with store.volumes[0].use() as folder:  # an old page: what is younger than 1/16 of it is young
+        entries = folder.index.lookup(NAMESPACE, [key(0)])[0]
+        folder.index.remove([entries[0].name])
+        folder.index.insert([entries[0]._replace(stamp=entries[0].stamp - 3600 * 10**9)])
+    keys = [key(number) for number in numbers[1:]]
+    before = ops.commits
+    for _ in range(20):
+        store.use(NAMESPACE, keys)
+        store.flush()
+    assert ops.commits == before
+
+
+class Uses(RuleBasedStateMachine):
+    """A tree of sequences over three folders; uses, new pages and pauses in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = Path(tempfile.mkdtemp(dir="/dev/shm"))
+        self.store = open_quiet(*(self.root / name for name in "abc"))
+        self.clock = mock.patch("hcache_backend.store.recency.time.time_ns", self.now)
+        self.clock.start()
+        self.time = 10**18
+        self.sequences: list[list[int]] = [[0]]
+        self.fresh = 1
+        store_sequence(self.store, [0])
+
+    def now(self) -> int:
+        return self.time
+
+    @rule(nanoseconds=st.sampled_from([1, 10**6, 10**9, 10**12]))
+    def pause(self, nanoseconds: int) -> None:
+        self.time += nanoseconds
+
+    @rule()
+    def save(self) -> None:
+        self.store.flush()
+
+    @rule(data=st.data(), behind=st.floats(0, 1), pages=st.integers(1, 5))
+    def store_more(self, data: st.DataObject, behind: float, pages: int) -> None:
+        sequence = data.draw(st.sampled_from(self.sequences))
+        prefix = sequence[: 1 + int(behind * (len(sequence) - 1))]
+        longer = [*prefix, *range(self.fresh, self.fresh + pages)]
+        self.fresh += pages
+        store_sequence(self.store, longer, known=len(prefix))
+        self.sequences.append(longer)
+
+    @rule(data=st.data(), part=st.floats(0, 1))
+    def use(self, data: st.DataObject, part: float) -> None:
+        sequence = data.draw(st.sampled_from(self.sequences))
+        used = sequence[: 1 + int(part * (len(sequence) - 1))]
+        self.store.use(NAMESPACE, [key(number) for number in used])
+
+    def teardown(self) -> None:
+        self.clock.stop()
+        self.store.flush()
+        stamps = {}
+        for volume in self.store.volumes:
+            with volume.use() as folder:
+                stamps |= {entry.name.key: entry.stamp for entry in folder.index.entries()}
+        self.store.close()
+        shutil.rmtree(self.root)
+        for sequence in self.sequences:
+            last = [stamps[key(number)] for number in sequence]
+            assert last == sorted(set(last), reverse=True), "a page is newer than one before it"
+
+
+TestUses = Uses.TestCase
+TestUses.settings = settings(
+    max_examples=40, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+)
