@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
 from hcache_backend.restore.recompute import RecomputeAttention
 
+logger = logging.getLogger("hcache")
+
 ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention.forward"
 FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 EVENTS = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.check_hicache_events"
 PREFETCH = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.prefetch_from_storage"
+RECEIVED = "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache"
 LOAD_BACK = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.init_load_back"
 RESET = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.reset"
 _WEIGHTS = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater."
@@ -50,8 +55,8 @@ def eager_hooks() -> list[Hook]:
 
 
 def use_hooks() -> list[Hook]:
-    """What tells L3 which pages are used although L1 or L2 have them."""
-    return [Hook(PREFETCH, _around_prefetch)]
+    """What L3 needs to know which pages are used although L1 or L2 have them."""
+    return [Hook(PREFETCH, _around_prefetch), Hook(RECEIVED, _after_received)]
 
 
 def weight_hooks() -> list[Hook]:
@@ -64,6 +69,13 @@ def weight_hooks() -> list[Hook]:
         *(Hook(_WEIGHTS + name, _around_weight_update) for name in updates),
         Hook(RESET, _after_reset),
     ]
+
+
+def notice_uses() -> None:
+    """Have L3 told which pages are used, or say that it is not."""
+    unnoticed = install(use_hooks())
+    if unnoticed is not None:
+        logger.warning("hcache: L3 may evict pages that L1 and L2 serve: %s", unnoticed)
 
 
 def install(hooks: list[Hook]) -> str | None:
@@ -163,16 +175,41 @@ def _after_events(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) 
     return result
 
 
-def _around_prefetch(
-    original: Callable[..., Any], cache: Any, request: Any, anchor: Any, *a: Any, **kw: Any
+def _around_prefetch(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
+    use = _use(cache)
+    if use is None:
+        return original(cache, *a, **kw)
+    cache.hicache_storage_pass_prefix_keys = True  # where nodes are written, too
+    given = inspect.signature(original).bind(cache, *a, **kw)
+    # All that L1 and L2 have of the prompt; SGLang leaves out the keys of the last node.
+    prefix = _keys_to(cache, given.arguments["last_host_node_id"])
+    given.arguments["prefix_keys"] = prefix
+    use(prefix)
+    return original(*given.args, **given.kwargs)
+
+
+def _after_received(
+    original: Callable[..., Any], scheduler: Any, req: Any, *a: Any, **kw: Any
 ) -> Any:
-    """``anchor`` is the last node of what L1 and L2 have of a request that was received."""
+    """SGLang does not prefetch behind a node that is not backed up, and uses it all the same."""
+    result = original(scheduler, req, *a, **kw)
+    cache, node = scheduler.tree_cache, req.last_host_node
+    use = _use(cache)
+    if use is not None and node is not None and not cache.is_backuped(node):
+        use(_keys_to(cache, node))
+    return result
+
+
+def _use(cache: Any) -> Callable[[list[str]], None] | None:
+    """:meth:`HCacheStorage.use` of the L3 of ``cache``; None where that is another one."""
     controller = getattr(cache, "cache_controller", None)
-    use_prefix = getattr(getattr(controller, "storage_backend", None), "use_prefix", None)
-    if use_prefix is not None:
-        cache.hicache_storage_pass_prefix_keys = True  # with what is written, too
-        use_prefix(cache.get_prefix_hash_values(anchor))
-    return original(cache, request, anchor, *a, **kw)
+    return getattr(getattr(controller, "storage_backend", None), "use", None)
+
+
+def _keys_to(cache: Any, node: int) -> list[str]:
+    """The keys of all pages up to the last one of ``node``."""
+    tree = cache.tree_core
+    return [*tree.get_prefix_hash_values(node), *tree.get_hash_values(node)]
 
 
 def _capture_forward(

@@ -139,10 +139,10 @@ class PageStore:
     def use(self, namespace: bytes, keys: Sequence[bytes]) -> None:
         """The pages ``keys`` (32 bytes each) of a sequence, from its first one on, are being used.
 
-        Wherever they are: what L1 and L2 serve is worth keeping here, too.
+        Wherever they are: what L1 and L2 serve is worth keeping here, too. Never waits; all keys
+        but the last are read later.
         """
-        keys = list(keys)
-        check_names(namespace, keys)
+        check_names(namespace, list(keys[-1:]))
         self._recency.note(namespace, keys)
 
     def put(
@@ -176,8 +176,8 @@ class PageStore:
             ValueError: Names of a wrong length, no such share, a share without a table, or memory
                 of another length than that of the payload.
         """
-        keys, prefix = list(keys), list(prefix)
-        check_names(namespace, [*prefix, *keys])
+        keys = list(keys)
+        check_names(namespace, [*prefix[-1:], *keys])
         check_share(share)
         if len(pages) != len(keys):
             raise ValueError(f"{len(pages)} pages for {len(keys)} keys")

@@ -44,7 +44,10 @@ class Recency:
         self._saving = threading.Lock()
 
     def note(self, namespace: bytes, keys: Sequence[bytes]) -> None:
-        """The pages ``keys`` of a sequence, from its first one on, are being used. Never waits."""
+        """The pages ``keys`` of a sequence, from its first one on, are being used. Never waits.
+
+        Keys but the last are read when the use is saved, by another thread.
+        """
         if keys:
             self._note(_Use(namespace, keys, time.time_ns()))
 
@@ -57,22 +60,22 @@ class Recency:
         """
         with self._saving:
             now = time.time_ns()
-            young, level, start, there = self._young(now), now, 0, 0
+            young, level, start, used = self._young(now), now, 0, 0
             if prefix:
                 [last] = self._levels(namespace, prefix[-1:], len(prefix) - 1)
                 if last is not None and last >= young:  # then so are those before it
                     level, start = min(level, last), len(prefix)
             stamps = []
-            sequence = [*prefix, *keys]
-            for place, found in enumerate(self._levels(namespace, sequence[start:], start), start):
+            sequence = [*prefix[start:], *keys]
+            for place, found in enumerate(self._levels(namespace, sequence, start), start):
                 if place >= len(prefix):
                     stamps.append(level - place)
-                if found is not None:
-                    there = place + 1
-                    if found >= young:
-                        level = min(level, found)
-            if there:
-                self._note(_Use(namespace, sequence[:there], now))
+                if found is not None and found >= young:
+                    level = min(level, found)
+                elif found is not None:
+                    used = place + 1
+            if used:
+                self._note(_Use(namespace, [*prefix, *keys][:used], now))
             return stamps
 
     def save(self) -> None:
@@ -96,10 +99,11 @@ class Recency:
 
     def _apply(self, use: _Use, young: int, changes: Sequence[dict[PageName, int]]) -> None:
         """Note in ``changes``, one for each volume, what a use changes."""
-        namespace, keys, level = use
-        [last] = self._levels(namespace, keys[-1:], len(keys) - 1)
+        namespace, level = use.namespace, use.time
+        [last] = self._levels(namespace, use.keys[-1:], len(use.keys) - 1)
         if last is not None and last >= young:
             return
+        keys = list(use.keys)
         files = [volume.lookup(namespace, keys) for volume in self._volumes]
         for place in range(len(keys)):
             entries = [

@@ -208,6 +208,13 @@ def test_the_hooks_on_weight_updates_have_their_places(sglang: Source) -> None:
     assert any(all(map(there, names)) for names in hooks._WEIGHT_UPDATES_BY_VERSION)
 
 
+def test_the_hook_on_prefetches_finds_its_arguments(sglang: Source) -> None:
+    found = sglang.find(hooks.PREFETCH)
+    assert found is not None and isinstance(found.node, ast.FunctionDef)
+    names = {argument.arg for argument in found.node.args.args}
+    assert {"last_host_node_id", "prefix_keys"} <= names
+
+
 def test_where_versions_differ_one_of_the_ways_is_there(sglang: Source) -> None:
     classes = {name.rpartition(".")[2]: name for names in seams.OBJECTS.values() for name in names}
     for sets in seams.ONE_OF:

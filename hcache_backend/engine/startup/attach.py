@@ -143,6 +143,7 @@ def _check_late_start(runtime: Runtime) -> None:
     missing = hooks.install(hooks.weight_hooks())
     if missing:
         raise ConfigError(f"hcache: {missing}; weight updates could not be noticed")
+    hooks.notice_uses()
 
 
 def _open(config: HCacheConfig, writer: bytes) -> PageStore:

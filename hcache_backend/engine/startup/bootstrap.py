@@ -42,6 +42,7 @@ def _join(runner: Any) -> None:
     unnoticed = hooks.install(hooks.weight_hooks())
     if unnoticed is not None:
         runtime.lose_trust(f"weight updates would go unnoticed: {unnoticed}")
+    hooks.notice_uses()
     reason = unnoticed or unsupported_reason()
     if reason is None and config.mode == "kv":
         reason = "option 'mode' is 'kv'"

@@ -26,7 +26,12 @@ from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
 @pytest.fixture(autouse=True)
 def unhooked() -> Iterator[None]:
     """Undo every hook afterwards."""
-    ours = (*hooks.hidden_mode_hooks(), *graph_hooks(), *hooks.weight_hooks())
+    ours = (
+        *hooks.hidden_mode_hooks(),
+        *graph_hooks(),
+        *hooks.weight_hooks(),
+        *hooks.use_hooks(),
+    )
     targets = [hook.target for hook in ours]
     before = {target: hooks._resolve(target) for target in targets}
     yield
@@ -37,7 +42,12 @@ def unhooked() -> Iterator[None]:
 
 
 def test_every_seam_is_there_and_each_hook_is_applied_once() -> None:
-    wanted = [*hooks.hidden_mode_hooks(), *graph_hooks(), *hooks.weight_hooks()]
+    wanted = [
+        *hooks.hidden_mode_hooks(),
+        *graph_hooks(),
+        *hooks.weight_hooks(),
+        *hooks.use_hooks(),
+    ]
     assert install(wanted) is None
     assert install(wanted) is None
     assert len([h for h in HookRegistry._hooks[hooks.RESET] if h[0] is HookType.AROUND]) == 1

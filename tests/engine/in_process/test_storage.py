@@ -10,7 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+)
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hcache_backend import HCacheStorage
@@ -179,15 +184,35 @@ def test_nothing_raises_into_hicaches_threads(
         raise MemoryError("no")
 
     indices = pool.fill(range(0, 2))
-    for name in ("put", "get", "exists", "drop"):
-        monkeypatch.setattr(storage._store, name, fail)
+    for name in ("put", "get", "exists", "use", "drop"):
+        monkeypatch.setattr(storage._pools._store, name, fail)
     assert storage.batch_set_v1(KEYS[:2], indices) == [True, True]
     assert storage.batch_get_v1(KEYS[:2], indices) == [False, False]
     assert storage.batch_exists(KEYS[:2]) == 0
     transfer = PoolTransfer(PoolName.KV, host_indices=indices, keys=KEYS[:2])
     assert storage.batch_get_v2([transfer]) == {PoolName.KV: [False, False]}
     assert storage.batch_set_v2([transfer]) == {PoolName.KV: [True, True]}
+    storage.use(KEYS[:2])
     storage.clear()
+
+
+def test_a_prefix_of_thousands_of_pages_costs_the_scheduler_no_time(
+    storage: HCacheStorage, pool: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys are converted when a use is saved, and not where the last page's use is known."""
+    long = [f"{i:064x}" for i in range(2000)]
+    storage.batch_set_v1(long[:1], pool.fill(range(1)))
+    storage.batch_set_v1(long[-1:], pool.fill(range(1)), HiCacheStorageExtraInfo(long[:-1]))
+    converted = []
+
+    def count(key: str) -> bytes:
+        converted.append(key)
+        return key_bytes(key)
+
+    monkeypatch.setattr("hcache_backend.engine.stored_pools.key_bytes", count)
+    storage.use(long)
+    assert converted == long[-1:] * len(converted)
+    assert len(converted) <= 4
 
 
 def test_lost_trust_deletes_what_this_server_wrote(
