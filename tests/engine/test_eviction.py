@@ -1,0 +1,114 @@
+"""What a full L3 keeps: the beginnings of conversations in use, also of those that L1 serves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.harness.server import Server, ServerOptions
+from tests.engine.harness.conversations import random_tokens
+from tests.engine.harness.ours import (
+    assert_hidden_mode,
+    assert_nothing_went_wrong,
+    attach,
+    extra_config,
+    hidden_mode_env,
+    stored_pages,
+)
+
+pytestmark = pytest.mark.engine
+
+PAGE = 64
+
+
+@pytest.fixture(scope="module", params=["hidden", "kv"])
+def server(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """Its device and its host memory have room for all that a test sends."""
+    folder = tmp_path_factory.mktemp(request.param)
+    env = hidden_mode_env(mode=request.param)
+    options = ServerOptions(model, folder / "server.log", max_total_tokens=8192, extra_env=env)
+    with Server(options) as server:
+        if request.param == "hidden":
+            assert_hidden_mode(server)
+        yield server
+        assert_nothing_went_wrong(server)
+
+
+@pytest.fixture(params=[1, 3], ids=["one folder", "three folders"])
+def folders(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
+    return [tmp_path / "l3" / str(number) for number in range(request.param)]
+
+
+class L3:
+    """L3 of ``server`` in ``folders``, with room for ``pages`` of them in all."""
+
+    def __init__(self, server: Server, folders: Sequence[Path], pages: int) -> None:
+        self._server = server
+        self._folders = folders
+        hidden = "hcache: hidden mode" in server.log_text()
+        self._options: dict[str, Any] = {
+            "mode": "hidden" if hidden else "kv",
+            "dirs": [str(folder) for folder in folders],
+        }
+        self._attach()
+        self._server.generate(random_tokens(PAGE, seed=0), 1)
+        self._server.flush_cache()
+        [page] = stored_pages(folders[0].parent.parent)
+        self._server.clear_storage()
+        self._server.detach_storage()
+        self._attach(quota_bytes=-(-pages // len(folders)) * page.stat().st_size)
+
+    def _attach(self, **options: Any) -> None:
+        attach(self._server, extra_config(self._folders[0], **self._options, **options))
+
+    def found(self, *prompts: Sequence[int]) -> list[int]:
+        """Tokens of each prompt that L3 has; to be called once, as it stores what it has not."""
+        self._server.detach_storage()
+        self._server.flush_cache()
+        self._attach()
+        replies = [self._server.generate([*prompt, 0], 1) for prompt in prompts]
+        self._server.detach_storage()
+        return [reply.cached.storage for reply in replies]
+
+
+def send(server: Server, prompt: Sequence[int]) -> None:
+    """All pages of `prompt` are computed or in L1, and then in L3."""
+    server.generate([*prompt, 0], 1)
+    server.wait_backed_up()
+
+
+def test_of_conversations_that_stay_on_the_device_whole_ones_are_kept(
+    server: Server, folders: list[Path]
+) -> None:
+    l3 = L3(server, folders, 60)
+    conversations = [random_tokens(16 * PAGE, seed=c) for c in range(1, 7)]
+    for turn in range(1, 5):
+        for conversation in conversations:
+            send(server, conversation[: 4 * turn * PAGE])
+    assert sum(tokens == 16 * PAGE for tokens in l3.found(*conversations)) >= 3
+
+
+def test_a_shared_prompt_is_kept_for_the_newest_user(server: Server, folders: list[Path]) -> None:
+    l3 = L3(server, folders, 60)
+    shared = random_tokens(5 * PAGE, seed=10)
+    users = [[*shared, *random_tokens(10 * PAGE, seed=10 + user)] for user in range(1, 11)]
+    for prompt in users:
+        send(server, prompt)
+    [tokens] = l3.found(users[-1])
+    assert tokens >= 900
+
+
+def test_of_two_conversations_the_older_one_loses_its_end(
+    server: Server, folders: list[Path]
+) -> None:
+    l3 = L3(server, folders, 26)
+    first, second = (random_tokens(15 * PAGE, seed=seed) for seed in (30, 31))
+    send(server, first)
+    send(server, second)
+    in_first, in_second = l3.found(first, second)
+    assert in_first >= 8 * PAGE or in_second == 15 * PAGE
