@@ -25,7 +25,7 @@ demo: setup
 test: setup versions
 	$(BIN)/python -m pytest -m "not long" --numprocesses 2 --dist loadfile $(ARGS)
 
-# Up to two hours, one after the other. What it finds is committed.
+# Up to an hour, one after the other. What it finds is committed.
 test-long: setup
 	$(BIN)/python -m pytest -m long --long-results=bench/results/long.json $(ARGS)
 
