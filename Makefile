@@ -5,6 +5,7 @@ PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 	&& echo $$python && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
+DRIVER := $(VENV)/driver
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 ARGS ?=
 
@@ -63,7 +64,7 @@ lint: setup
 docs: setup
 	$(BIN)/python -m tests.docs $(ARGS)
 
-setup: $(VENV)/.package
+setup: $(VENV)/.package $(DRIVER)/libcuda.so.1
 	@requirements/system-packages.sh
 
 $(VENV)/.created: PYTHON := $(or $(GPU_PYTHON),$(PYTHON))
@@ -88,7 +89,7 @@ endif
 	@touch $@
 
 $(VENV)/.package: $(VENV)/.engine requirements/package.txt requirements/dev.txt \
-		requirements/kernels-cpu.txt requirements/mooncake.txt pyproject.toml
+		requirements/kernels-cpu.txt requirements/kvikio.txt requirements/mooncake.txt pyproject.toml
 ifeq ($(GPU_PYTHON),)
 	$(PIP) install -r requirements/package.txt -r requirements/dev.txt -r requirements/mooncake.txt
 	$(PIP) install --no-deps -r requirements/kernels-cpu.txt
@@ -97,7 +98,13 @@ else
 	$(PIP) install -r requirements/dev.txt
 	$(PIP) install --editable .
 endif
+	$(PIP) install --no-deps -r requirements/kvikio.txt
 	@touch $@
+
+# What KvikIO's tests have for a GPU driver.
+$(DRIVER)/libcuda.so.1: tests/unit/store/kvikio_driver.c | $(VENV)/.created
+	mkdir -p $(DRIVER)
+	gcc -shared -fPIC -O1 -Wall -o $@ $<
 
 # SGLang's other versions, unpacked and not installed; what cannot be had is skipped with its reason.
 versions: setup

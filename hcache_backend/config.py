@@ -80,7 +80,7 @@ class HCacheConfig(BaseModel):
         buffer_bytes: Aligned buffer of each of these threads, for memory that is not aligned.
         write_seconds: Time limit for storing a batch of pages; the rest is dropped and counted.
         read_seconds: Longest wait of a read batch for its turn; after it the pages are misses.
-        reader: What reads pages; ``kvikio`` wants KvikIO and a GPU driver.
+        reader: What reads pages into host memory; ``kvikio`` wants KvikIO and a GPU driver.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)

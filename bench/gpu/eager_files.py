@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -103,28 +102,6 @@ class DeviceReader:
     def close(self) -> None:
         for file in self._files:
             file.close()
-
-
-def gds_state() -> tuple[bool, str]:
-    """On a machine with a GPU, whether KvikIO can read to it, and how it does, or why it cannot.
-
-    ``GDS`` stands first where the driver of GPUDirect Storage is loaded, ``compat`` where bytes
-    pass through host memory.
-    """
-    if find_spec("kvikio") is None:
-        return False, "kvikio is not installed"
-    try:
-        import kvikio.cufile_driver
-        import kvikio.defaults
-    except (ImportError, OSError, RuntimeError) as error:
-        return False, f"kvikio cannot be imported: {error}"
-    if kvikio.defaults.is_compat_mode_preferred():
-        return True, "compat: KvikIO without cuFile"
-    if not kvikio.cufile_driver.get("is_gds_available"):
-        return True, "compat: cuFile without the driver nvidia-fs"
-    if kvikio.cufile_driver.get("allow_compat_mode"):
-        return True, "GDS, or compat where cuFile does not support the file system"
-    return True, "GDS"
 
 
 def open_with_kvikio(path: Path) -> Any:

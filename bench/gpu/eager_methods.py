@@ -13,17 +13,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from bench.gpu.eager_files import (
-    DeviceReader,
-    HostReader,
-    Reader,
-    StandIn,
-    gds_state,
-    open_with_kvikio,
-)
+from bench.gpu.eager_files import DeviceReader, HostReader, Reader, StandIn, open_with_kvikio
 from bench.gpu.program import Device
 from bench.gpu.restore_methods import History
 from bench.gpu.shapes import PAGE
+from hcache_backend.kvikio_state import kvikio_state
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.eager import batch_pages
 from hcache_backend.restore.layers import RestoredLayer
@@ -188,12 +182,12 @@ def with_gds(scene: Scene) -> tuple[Restores | None, str]:
     """Reading straight to the device and how that is done, or None and why it cannot be."""
     if scene.device.dry_run:
         return scene.through_device(StandIn), "dry run: a stand-in for KvikIO"
-    usable, state = gds_state()
-    if not usable:
-        return None, state
+    mode, why = kvikio_state()
+    if mode == "nothing":
+        return None, f"kvikio: {why}"
     try:
         restores = scene.through_device(open_with_kvikio)
         restores.read()
     except (RuntimeError, OSError) as error:
         return None, f"kvikio: {error}"
-    return restores, state
+    return restores, f"{mode}: {why}"

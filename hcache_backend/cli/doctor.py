@@ -16,8 +16,9 @@ import typer
 
 from hcache_backend.cli.common import AsJson, Dirs, human_bytes, print_json, screen, settings, table
 from hcache_backend.config import CONFIG_VARIABLE, ENABLE_VARIABLE, HCacheConfig
+from hcache_backend.kvikio_state import kvikio_state
 from hcache_backend.server_report import ServerReport, read_report
-from hcache_backend.store import FileOps, is_store_folder, kvikio_state
+from hcache_backend.store import FileOps, is_store_folder
 from hcache_backend.store.file_ops import try_lock
 from hcache_backend.store.page_io import probe_alignment
 
@@ -173,13 +174,15 @@ def _speed(work: Callable[[], object]) -> str:
 
 
 def _kvikio(config: HCacheConfig) -> Check:
-    state = kvikio_state()
-    wanted = config.reader == "kvikio"
-    return Check(
-        "KvikIO",
-        "fair" if wanted and state != "usable" else "good",
-        state + ("" if wanted else "; option 'reader' is 'posix', which does not need it"),
-    )
+    mode, why = kvikio_state()
+    if config.reader == "posix":
+        use = "option 'reader' is 'posix', which does not need it"
+    elif mode == "nothing":
+        use = "option 'reader' is 'kvikio', so pages are read as 'posix'"
+    else:
+        use = "it reads pages into host memory, for which GDS is not needed"
+    wanted_in_vain = config.reader == "kvikio" and mode == "nothing"
+    return Check("KvikIO", "fair" if wanted_in_vain else "good", f"{mode}: {why}; {use}")
 
 
 def _sglang() -> Iterator[Check]:

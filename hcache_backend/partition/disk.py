@@ -54,7 +54,7 @@ def read_rate(
     Raises:
         OSError: A folder cannot be written or read, or is too full for the measurement.
     """
-    ops = ops or best_file_ops(config.reader)
+    ops = ops or best_file_ops(config)
     piece = round_up(min(_PAGE_TOKENS * model.layers * model.hidden_bytes, _MOST_PIECE_BYTES))
     with ExitStack() as stack:
         probes = [

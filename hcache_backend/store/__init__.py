@@ -3,11 +3,13 @@
 The parts, from the outside in: ``page_store`` puts pages on folders in turn; ``volume`` is one
 folder while the server runs (``presence``: it may vanish and come back; ``bounds``: what goes when
 it is full); ``folder`` is what is on the disk (``index``); ``page_files`` writes, reads and deletes
-one page file (``format``, ``page_io``, ``file_ops``); ``check`` compares files with the index.
+one page file (``format``, ``page_io``, ``file_ops``, ``kvikio_ops``); ``check`` compares files
+with the index.
 """
 
-from hcache_backend.store.file_ops import FileOps, best_file_ops, kvikio_state
+from hcache_backend.store.file_ops import FileOps
 from hcache_backend.store.folder import SERVER_REPORT, NotOurFolderError, is_store_folder
+from hcache_backend.store.kvikio_ops import best_file_ops
 from hcache_backend.store.page_store import PageStore
 from hcache_backend.store.shares import (
     EIGHTHS,
@@ -35,5 +37,4 @@ __all__ = [
     "Subset",
     "best_file_ops",
     "is_store_folder",
-    "kvikio_state",
 ]

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.store.caretaker import take_care
-from hcache_backend.store.file_ops import FileOps, best_file_ops
+from hcache_backend.store.file_ops import FileOps
 from hcache_backend.store.folder import NotOurFolderError
 from hcache_backend.store.format import (
     PageName,
@@ -27,6 +27,7 @@ from hcache_backend.store.format import (
     check_writer,
     file_layout,
 )
+from hcache_backend.store.kvikio_ops import best_file_ops
 from hcache_backend.store.page_files import Written
 from hcache_backend.store.page_io import PageMemory
 from hcache_backend.store.recency import Recency
@@ -95,7 +96,7 @@ class PageStore:
         self._turn_lock = threading.Lock()
         self._problems = ProblemLog()
         self._closed = False
-        ops = ops or best_file_ops(config.reader)
+        ops = ops or best_file_ops(config)
         context = StoreContext(config, ops, writer, self.stats, self._problems)
         self.volumes = [Volume(path, context) for path in config.dirs]
         try:

@@ -16,6 +16,7 @@ BENCH = ROOT / "bench"
 # A part imports only parts of a lower rank (docs/structure.md).
 RANKS = {
     "config": 0,
+    "kvikio_state": 0,
     "page": 0,
     "trace": 0,
     "fingerprint": 1,

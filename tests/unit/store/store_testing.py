@@ -13,17 +13,24 @@ import numpy as np
 from hcache_backend.config import HCacheConfig, parse_config
 from hcache_backend.store import FileOps, PageStore, SegmentTable, Share
 from hcache_backend.store.format import parse_name
+from hcache_backend.store.kvikio_ops import KvikioFileOps
 
 NAMESPACE = b"namespace-------"
 OTHER_NAMESPACE = b"other-namespace-"
 WRITER = b"writer-1"
 PAGE = 16384
 
+READER = os.environ.get("HCACHE_TEST_READER", "posix")
+"""What reads the pages: ``test_kvikio.py`` runs these tests over the other one."""
+
+Ops: type[FileOps] = KvikioFileOps if READER == "kvikio" else FileOps
+"""What tests derive their own file operations from."""
+
 OPENED: list[PageStore] = []
 """Stores that a test may have left open."""
 
 
-class BufferedOps(FileOps):
+class BufferedOps(Ops):
     """A file system that has no direct I/O."""
 
     def open(self, name: str, flags: int, dir_fd: int) -> int:
@@ -72,7 +79,7 @@ def memory(data: bytes | int, shift: int = 0) -> memoryview:
 
 def config(*dirs: Path, **options: object) -> HCacheConfig:
     """Options of a small store."""
-    table = {"dirs": [str(path) for path in dirs], "min_free_bytes": 0, **options}
+    table = {"dirs": [str(path) for path in dirs], "min_free_bytes": 0, "reader": READER, **options}
     return parse_config(table, "test")
 
 

@@ -17,6 +17,7 @@ from store_testing import (
     OTHER_NAMESPACE,
     PAGE,
     WRITER,
+    Ops,
     assert_sound,
     content,
     get,
@@ -38,7 +39,7 @@ VERSIONS = 2
 FAULTS = ("EIO", "ENOSPC", "EIO-after", "short", "torn", "lost")
 
 
-class FaultyOps(FileOps):
+class FaultyOps(Ops):
     """Operation number ``at`` fails in the way ``fault``; all others work.
 
     - ``EIO``, ``ENOSPC``: it does nothing and fails
@@ -57,6 +58,7 @@ class FaultyOps(FileOps):
     }
 
     def __init__(self, at: int = -1, fault: str = "") -> None:
+        super().__init__()
         self.at = at
         self.fault = fault
         self.names: list[str] = []
@@ -100,7 +102,7 @@ def _faulty(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     return operation
 
 
-OPERATIONS = {name: value for name, value in vars(FileOps).items() if callable(value)}
+OPERATIONS = {name: getattr(Ops, name) for name, it in vars(FileOps).items() if callable(it)}
 for _name, _plain in OPERATIONS.items():
     setattr(FaultyOps, _name, _faulty(_name, _plain))
 

@@ -14,6 +14,7 @@ import pytest
 from store_testing import (
     NAMESPACE,
     BufferedOps,
+    Ops,
     assert_sound,
     content,
     get,
@@ -25,7 +26,7 @@ from store_testing import (
     put,
 )
 
-from hcache_backend.store import SERVER_REPORT, FileOps, NotOurFolderError
+from hcache_backend.store import SERVER_REPORT, NotOurFolderError
 from hcache_backend.store.check import find_unknown_files
 from hcache_backend.store.folder import MARKER
 from hcache_backend.store.page_io import BUFFERED, probe_alignment
@@ -67,7 +68,7 @@ def test_a_deleted_folder_is_made_anew(tmp_path: Path) -> None:
 def test_a_failing_folder_rests_and_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class BrokenOps(FileOps):
+    class BrokenOps(Ops):
         broken = False
 
         def write(self, fd: int, buffers: Sequence[Any], offset: int) -> int:

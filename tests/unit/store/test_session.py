@@ -6,16 +6,15 @@ import errno
 import os
 from pathlib import Path
 
-from store_testing import assert_sound, content, get, key, names, open_quiet, put
+from store_testing import Ops, assert_sound, content, get, key, names, open_quiet, put
 
-from hcache_backend.store import FileOps
 from hcache_backend.store.folder import LANES
 
 
 def test_files_are_made_in_folders_in_turn(tmp_path: Path) -> None:
     places = []
 
-    class WatchingOps(FileOps):
+    class WatchingOps(Ops):
         def open(self, name: str, flags: int, dir_fd: int) -> int:
             if flags & os.O_EXCL and name.isdigit():
                 places.append(Path(f"/proc/self/fd/{dir_fd}").readlink())
@@ -31,7 +30,7 @@ def test_files_are_made_in_folders_in_turn(tmp_path: Path) -> None:
 
 
 def test_a_file_system_that_does_not_place_folders_apart_is_used_as_it_is(tmp_path: Path) -> None:
-    class PlainOps(FileOps):
+    class PlainOps(Ops):
         def spread_folders(self, fd: int) -> None:
             raise OSError(errno.ENOTTY, "Inappropriate ioctl for device")
 

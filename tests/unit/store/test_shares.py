@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from store_testing import (
     NAMESPACE,
     BufferedOps,
+    Ops,
     content,
     key,
     memory,
@@ -20,7 +21,7 @@ from store_testing import (
     payload,
 )
 
-from hcache_backend.store import WHOLE, FileOps, PageStore, Segment, SegmentTable, Share, Subset
+from hcache_backend.store import WHOLE, PageStore, Segment, SegmentTable, Share, Subset
 from hcache_backend.store.file_ops import MAX_VECTORS
 from hcache_backend.store.format import file_layout
 from hcache_backend.store.shares import ALL_EIGHTHS
@@ -263,10 +264,11 @@ def test_what_is_covered_is_not_written_again(store: PageStore) -> None:
     assert len(page_files(folder)) == 2
 
 
-class CountingOps(FileOps):
+class CountingOps(Ops):
     """Counts the readings of more than a header."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.readings: list[int] = []
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from store_testing import (
     OTHER_NAMESPACE,
     PAGE,
     WRITER,
+    Ops,
     assert_sound,
     config,
     content,
@@ -26,7 +28,7 @@ from store_testing import (
     put,
 )
 
-from hcache_backend.store import FileOps, PageStore
+from hcache_backend.store import PageStore
 
 FILE = PAGE + 4096
 
@@ -75,7 +77,7 @@ def test_memory_may_change_as_soon_as_put_returns(memory_path: Path) -> None:
 
 
 def test_memory_may_change_after_a_put_that_ran_out_of_time(tmp_path: Path) -> None:
-    class SlowOps(FileOps):
+    class SlowOps(Ops):
         gate = threading.Event()
 
         def write(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
@@ -155,7 +157,7 @@ def test_recency_survives_reopening(tmp_path: Path) -> None:
 
 
 def test_free_space_is_kept(tmp_path: Path) -> None:
-    class SmallDisk(FileOps):
+    class SmallDisk(Ops):
         def free_bytes(self, fd: int) -> int:
             return 10 * FILE - sum(path.stat().st_size for path in page_files(tmp_path / "store"))
 
@@ -173,7 +175,7 @@ def test_free_space_is_kept(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_removed_does_not_stop_eviction(tmp_path: Path) -> None:
     stuck = key(0).hex()
 
-    class StuckOps(FileOps):
+    class StuckOps(Ops):
         def unlink(self, name: str, dir_fd: int) -> None:
             if stuck in name:
                 raise PermissionError(errno.EPERM, "Operation not permitted")
@@ -188,7 +190,7 @@ def test_a_file_that_cannot_be_removed_does_not_stop_eviction(tmp_path: Path) ->
 
 
 def test_a_page_that_is_evicted_while_it_is_read_is_still_right(tmp_path: Path) -> None:
-    class EvictingOps(FileOps):
+    class EvictingOps(Ops):
         store: PageStore | None = None
 
         def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -204,6 +206,26 @@ def test_a_page_that_is_evicted_while_it_is_read_is_still_right(tmp_path: Path) 
     assert get(store, 1) == content(key(1))
     ops.store = None
     assert get(store, 1) is None
+
+
+@pytest.mark.parametrize("left", [0, 4096, 4096 + PAGE // 2])
+def test_a_page_that_is_cut_while_it_is_read_is_a_miss(tmp_path: Path, left: int) -> None:
+    class CuttingOps(Ops):
+        cutting = False
+
+        def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if self.cutting:
+                os.truncate(f"/proc/self/fd/{fd}", left)
+            return super().read(fd, buffers, offset)
+
+    ops = CuttingOps()
+    store = open_quiet(tmp_path / "store", ops=ops)
+    put(store, 1, 2)
+    ops.cutting = True
+    assert get(store, 1) is None
+    assert store.stats.read_errors == 1
+    ops.cutting = False
+    assert get(store, 2) == content(key(2))
 
 
 def test_drop_writer_deletes_what_one_server_run_wrote(tmp_path: Path) -> None:

@@ -1,0 +1,135 @@
+"""The store over KvikIO: the real library, over a stand-in for the GPU driver.
+
+The loader looks for the driver where ``LD_LIBRARY_PATH`` points when a process starts, so whatever
+needs it runs in processes of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import xxhash
+from store_testing import config
+from typer.testing import CliRunner
+
+from hcache_backend.cli.main import app
+from hcache_backend.kvikio_state import KvikioState, kvikio_state
+from hcache_backend.store import FileOps, best_file_ops
+
+DRIVER = Path(sys.prefix) / "driver"
+"""Where ``make setup`` puts the stand-in."""
+
+FAULTS = "test_faults.py::test_whatever_operation_fails_reads_are_right_or_misses"
+READING = (
+    "with_kvikio.py",
+    "test_format.py",
+    "test_store.py",
+    "test_processes.py::test_many_processes_share_a_store",
+    f"{FAULTS}[EIO]",
+    f"{FAULTS}[short]",
+)
+LONG = (pytest.mark.long, pytest.mark.timeout(7200))
+
+
+def run(folder: Path, *command: object, **variables: str) -> str:
+    """What a Python process says that has ``folder`` for its driver's, KvikIO without cuFile."""
+    libraries = os.pathsep.join((str(folder), os.environ.get("LD_LIBRARY_PATH", "")))
+    known = {**os.environ, "LD_LIBRARY_PATH": libraries, "KVIKIO_COMPAT_MODE": "ON"}
+    found = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=Path(__file__).parent,
+        env=known | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
+    return found.stdout
+
+
+@pytest.mark.parametrize(
+    ("tests", "marks"),
+    [
+        pytest.param(READING, "not long", id="reading"),
+        pytest.param(("with_kvikio.py", "."), "long or not long", id="all", marks=LONG),
+    ],
+)
+def test_the_store_keeps_its_promises(tests: tuple[str, ...], marks: str) -> None:
+    assert (DRIVER / "libcuda.so.1").exists(), "make setup compiles the stand-in"
+    options = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marks)
+    said = run(DRIVER, *options, *tests, HCACHE_TEST_READER="kvikio")
+    assert " passed" in said and "skipped" not in said
+
+
+def test_without_kvikio_or_a_driver_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    mode, why = kvikio_state()
+    assert mode == "nothing" and "no GPU driver" in why
+    monkeypatch.setitem(sys.modules, "kvikio", None)
+    assert kvikio_state() == ("nothing", "it is not installed")
+
+
+def test_a_driver_that_kvikio_cannot_use_is_found_by_a_read(tmp_path: Path) -> None:
+    shutil.copy(xxhash._xxhash.__file__, tmp_path / "libcuda.so.1")
+    code = "from hcache_backend.kvikio_state import kvikio_state; print(*kvikio_state())"
+    said = run(tmp_path, "-c", code)
+    assert said.startswith("nothing it fails: ") and "undefined symbol" in said
+
+
+@pytest.fixture
+def state(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> KvikioState:
+    """The state of the test's parameters, as every module finds it."""
+    found = KvikioState(*request.param)
+    for module in ("cli.doctor", "store.kvikio_ops"):
+        monkeypatch.setattr(f"hcache_backend.{module}.kvikio_state", lambda: found)
+    return found
+
+
+@pytest.mark.parametrize("state", [("nothing", "a reason")], indirect=True)
+def test_pages_are_read_as_posix_where_kvikio_does_nothing(
+    state: KvikioState, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert type(best_file_ops(config(tmp_path, reader="posix"))) is FileOps
+        assert caplog.messages == []
+        assert type(best_file_ops(config(tmp_path, reader="kvikio"))) is FileOps
+    [message] = caplog.messages
+    assert message.endswith("'reader' is 'kvikio': a reason")
+
+
+@pytest.mark.parametrize(
+    ("state", "reader", "verdict", "said"),
+    [
+        (("nothing", "a reason"), "posix", "good", "does not need it"),
+        (("nothing", "a reason"), "kvikio", "fair", "pages are read as 'posix'"),
+        (("compat", "a reason"), "kvikio", "good", "reads pages into host memory"),
+        (("GDS", "a reason"), "kvikio", "good", "for which GDS is not needed"),
+    ],
+    indirect=["state"],
+)
+def test_doctor_says_what_kvikio_would_do(
+    state: KvikioState,
+    reader: str,
+    verdict: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = {"dirs": [str(tmp_path / "store")], "reader": reader}
+    monkeypatch.setenv("HCACHE_CONFIG", json.dumps(options))
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    checks = {check["subject"]: check for check in json.loads(result.output)["checks"]}
+    found = checks["KvikIO"]
+    assert found["verdict"] == verdict
+    assert found["detail"].startswith(f"{state.mode}: a reason; ") and said in found["detail"]

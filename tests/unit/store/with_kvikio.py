@@ -1,0 +1,174 @@
+"""Tests that need KvikIO and a GPU driver; ``test_kvikio.py`` runs them over the stand-in."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import kvikio
+import kvikio.defaults
+import pytest
+import torch
+from store_testing import Ops, content, get, key, memory, open_quiet, page_files, put
+
+from bench.gpu import eager_methods
+from bench.gpu.eager_files import THREADS, open_with_kvikio
+from bench.gpu.program import Device
+from bench.gpu.restore_methods import History
+from bench.gpu.restore_models import build
+from bench.gpu.shapes import LLAMA_7B
+from hcache_backend import kvikio_state as states
+from hcache_backend.kvikio_state import kvikio_state
+
+
+def test_pages_are_read_by_kvikio_past_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*ignored: object) -> int:
+        raise OSError("not by KvikIO")
+
+    store = open_quiet(tmp_path / "store", io_threads=5)
+    assert kvikio.defaults.get("num_threads") >= 5
+    with store.volumes[0].use() as folder:
+        direct = bool(folder.io.alignment.flags)
+    put(store, 1)
+    monkeypatch.setattr(os, "preadv", refuse)
+    [path] = page_files(tmp_path / "store")
+    kvikio.drop_file_page_cache(path, 0, 0, True)
+    assert get(store, 1) == content(key(1))
+    cached, _ = kvikio.get_page_cache_info(path)
+    assert cached == 0 or not direct
+
+
+@pytest.mark.parametrize("refused", [1, None], ids=["not begun", "not finished"])
+def test_a_read_that_failed_writes_to_memory_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int | None
+) -> None:
+    """Every part has ended before the error is raised and the file closed."""
+    said: list[str] = []
+
+    class Read:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def get(self) -> int:
+            said.append(f"end {self.number}")
+            if refused is None and self.number == 0:
+                raise RuntimeError("a bad sector")
+            return 4096
+
+    class File(ExitStack):
+        def __init__(self, path: str, flags: str) -> None:
+            super().__init__()
+            self.callback(said.append, "close")
+            self.begun = 0
+
+        def pread(self, buffer: memoryview, size: int, offset: int, task_size: int) -> Read:
+            assert task_size >= size, "KvikIO alone knows of the other tasks of a read"
+            if self.begun == refused:
+                raise RuntimeError("a strange address")
+            self.begun += 1
+            return Read(self.begun - 1)
+
+    monkeypatch.setattr(kvikio, "CuFile", File)
+    with pytest.raises(OSError, match=r"kvikio: a (bad sector|strange address)"):
+        Ops().read(0, [memory(4096) for _ in range(3)], 0)
+    assert said == [*(f"end {number}" for number in range(refused or 3)), "close"]
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Says what the machine has: other things than the one that runs the tests."""
+    there = tmp_path / "there"
+    there.mkdir()
+
+    def have(**found: bool) -> None:
+        for name in ("MODULES", "GDS_DRIVER", "UDEV"):
+            path = there if found[name] else tmp_path / "not there"
+            monkeypatch.setattr(states, name, path)
+
+    return have
+
+
+def test_it_is_known_how_bytes_would_come_to_the_device(machine: Callable[..., None]) -> None:
+    without_compat = kvikio.defaults.set({"compat_mode": kvikio.CompatMode.OFF})
+    with without_compat:
+        machine(MODULES=True, GDS_DRIVER=True, UDEV=True)
+        assert kvikio_state().mode == "GDS"
+        machine(MODULES=True, GDS_DRIVER=False, UDEV=True)
+        assert kvikio_state() == ("compat", "cuFile's driver nvidia-fs is not loaded")
+        machine(MODULES=False, GDS_DRIVER=False, UDEV=True)
+        mode, why = kvikio_state()
+        assert mode == "nothing"
+        assert "would hang" in why and "KVIKIO_COMPAT_MODE=ON" in why
+        assert kvikio.defaults.get("compat_mode") == kvikio.CompatMode.OFF, "as it was found"
+    with kvikio.defaults.set({"compat_mode": kvikio.CompatMode.ON}):
+        machine(MODULES=False, GDS_DRIVER=True, UDEV=False)
+        mode, why = kvikio_state()
+        assert (mode, why) == ("compat", "compatibility mode is on (KVIKIO_COMPAT_MODE)")
+
+
+def test_it_is_known_why_kvikio_does_without_cufile(
+    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvikio.defaults, "is_compat_mode_preferred", lambda: True)
+    with kvikio.defaults.set({"compat_mode": kvikio.CompatMode.AUTO}):
+        machine(MODULES=False, GDS_DRIVER=True, UDEV=False)
+        assert kvikio_state().mode == "compat"
+        assert "containers must mount it" in kvikio_state().why
+        machine(MODULES=True, GDS_DRIVER=True, UDEV=True)
+        assert "libcufile.so.0" in kvikio_state().why
+
+
+class DeviceFile:
+    """A file that KvikIO reads to memory of the device, for which the driver takes a tensor's."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open_with_kvikio(path)
+        self.close = self._file.close
+
+    def pread(self, buffer: torch.Tensor, size: int) -> Any:
+        whole = buffer.untyped_storage()
+        driver = ctypes.CDLL("libcuda.so.1")
+        start, length = ctypes.c_void_p(whole.data_ptr()), ctypes.c_size_t(whole.nbytes())
+        driver.stand_in_device_memory(start, length)
+
+        class OnDevice:
+            __cuda_array_interface__ = {  # noqa: RUF012
+                "shape": tuple(buffer.shape),
+                "typestr": "|u1",
+                "data": (buffer.data_ptr(), False),
+                "version": 3,
+            }
+
+        return self._file.pread(OnDevice(), size)
+
+
+def test_the_benchmark_restores_pages_that_kvikio_reads_to_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(eager_methods, "open_with_kvikio", DeviceFile)
+    device, shape = Device(dry_run=True), LLAMA_7B.tiny()
+    with torch.inference_mode():
+        layers = build(shape, device.kind, device.dtype)
+        history = History(device, shape, layers, [6 * 64])
+        scene = eager_methods.Scene(device, history, "hidden", tmp_path / "pages")
+    device.dry_run = False
+    with kvikio.defaults.set({"compat_mode": kvikio.CompatMode.ON}):
+        restores, state = eager_methods.with_gds(scene)
+        assert restores is not None and state.startswith("compat: ")
+        assert kvikio.defaults.get("num_threads") == THREADS
+        with torch.inference_mode():
+            restores.poison()
+            assert not history.is_right()
+            restores.timed(restores.eager)
+            assert history.is_right()
+        restores.close()
+        os.truncate(scene.paths[-1], 4096)
+        nothing, why = eager_methods.with_gds(scene)
+        assert nothing is None and "EOF" in why
