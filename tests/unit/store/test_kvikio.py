@@ -59,7 +59,12 @@ def run(folder: Path, *command: object, **variables: str) -> str:
     ("tests", "marks"),
     [
         pytest.param(READING, "not long", id="reading"),
-        pytest.param(("with_kvikio.py", "."), "long or not long", id="all", marks=LONG),
+        pytest.param(
+            ("with_kvikio.py", ".", f"--ignore={Path(__file__).name}"),
+            "long or not long",
+            id="all",
+            marks=LONG,
+        ),
     ],
 )
 def test_the_store_keeps_its_promises(tests: tuple[str, ...], marks: str) -> None:
