@@ -113,7 +113,7 @@ versions: setup
 # The page store against the disk's ceiling, SGLang's HiCacheFile and lmdb. BENCH_DIR: where.
 bench-store: setup
 	PYTHONPATH=tests/cpu_engine SGLANG_USE_CPU_ENGINE=1 \
-		$(BIN)/python -m bench.store $(if $(BENCH_DIR),--dir $(BENCH_DIR)) $(ARGS)
+		$(if $(CPU_SETUP),LD_LIBRARY_PATH=$(DRIVER)) $(BIN)/python -m bench.store $(if $(BENCH_DIR),--dir $(BENCH_DIR)) $(ARGS)
 
 # What each codec of hidden states costs: bytes, error of K and V, changed tokens. Ten minutes.
 bench-codecs: setup

@@ -10,6 +10,8 @@ rounds, and within a round the contestants come right after each other.
   memory, with the block size and thread count that were best in tries before; writes end with one
   fdatasync
 - store: ``put`` (durability ``batch``) and a final ``flush``; ``get`` with a cold cache
+- store, KvikIO: reads of the same files with option ``reader`` ``kvikio``; without a GPU over the
+  stand-in for the driver that the tests have
 - HiCacheFile: SGLang's own file backend, read with a cold cache (its files' pages are dropped)
 - exists: 128 random keys of an index with a million pages, against lmdb gets of the same keys
 
@@ -30,7 +32,7 @@ from typing import Any
 
 from bench.harness.report import OUT, grouped_bars, markdown, write
 from bench.store.index import bench_index
-from bench.store.pages import CEILING, RIVAL, STORE, bench_pages
+from bench.store.pages import CEILING, KVIKIO, RIVAL, STORE, bench_pages
 
 
 def main() -> None:
@@ -61,20 +63,27 @@ def main() -> None:
 def table_lines(results: dict[str, Any]) -> str:
     """Speeds of pages, and what an index of many pages takes."""
     heads = ("page", "store reads, MiB/s", "of the ceiling", "of HiCacheFile")
-    rows = []
+    rows, by_kvikio = [], []
     for size, found in sorted(results["pages"].items(), key=lambda page: int(page[0])):
         kib = int(size) // 1024
+        page = f"{kib} KiB" if kib < 1024 else f"{kib // 1024} MiB"
+        read = found["read"]
         rows.append(
             (
-                f"{kib} KiB" if kib < 1024 else f"{kib // 1024} MiB",
-                f"{median(found['read'][STORE]):,.0f}",
-                ratio(found["read"], STORE, CEILING),
-                ratio(found["read"], STORE, RIVAL) if RIVAL in found["read"] else None,
+                page,
+                f"{median(read[STORE]):,.0f}",
+                ratio(read, STORE, CEILING),
+                ratio(read, STORE, RIVAL) if RIVAL in read else None,
                 f"{median(found['write'][STORE]):,.0f}",
                 ratio(found["write"], STORE, CEILING),
             )
         )
+        if KVIKIO in read:
+            by_kvikio.append((page, f"{median(read[KVIKIO]):,.0f}", ratio(read, KVIKIO, STORE)))
     tables = [markdown((*heads, "store writes, MiB/s", "of the ceiling"), rows)]
+    if by_kvikio:
+        columns = ("page", "reads through KvikIO, MiB/s", "of the store's by `posix`")
+        tables.append(markdown(columns, by_kvikio))
     heads = ("pages in the index", "128 `exists`, us", "of raw lmdb gets", "open, ms")
     indexes = [
         (
@@ -98,9 +107,10 @@ def draw(results: dict[str, Any]) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
-    names = {STORE: STORE, CEILING: CEILING, RIVAL: RIVAL}
     panels = zip(figure.subplots(1, 2, sharey=True), ("read", "write"), strict=True)
     for axes, kind in panels:
+        measured = set().union(*(found[kind] for found in results["pages"].values()))
+        names = {name: name for name in (STORE, CEILING, RIVAL, KVIKIO) if name in measured}
         rows = [
             {"page": f"{int(size) // 1024} KiB"}
             | {name: median(speeds) for name, speeds in found[kind].items()}

@@ -7,28 +7,30 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from hcache_backend.config import parse_config
+from hcache_backend.kvikio_state import kvikio_state
 from hcache_backend.store import PageStore
 
 MIB = 1 << 20
 BATCH = 128
 NAMESPACE = b"bench-----------"
 WRITER = b"bench---"
-STORE, RIVAL, CEILING = "store", "HiCacheFile", "ceiling"
+STORE, KVIKIO, RIVAL, CEILING = "store", "store, KvikIO", "HiCacheFile", "ceiling"
 _LEAST_BYTES = 512 * MIB
 _BLOCKS = (MIB, 4 * MIB, 16 * MIB)
 _THREADS = (4, 8)
 _TRIES = 2
 
+Contestant = TypeVar("Contestant")
 Way = tuple[int, int]
 """How a large file is moved: block size and number of threads."""
 
@@ -62,29 +64,43 @@ def bench_pages(folder: Path, page: int, rounds: int, io_threads: int) -> Speeds
     memory = memoryview(mmap.mmap(-1, BATCH * page))
     memory[:] = np.random.default_rng(0).bytes(MIB) * (BATCH * page // MIB)
     pages = [[memory[number * page : (number + 1) * page]] for number in range(BATCH)]
-    config = parse_config(
-        {"dirs": [str(folder / "store")], "min_free_bytes": 0, "io_threads": io_threads},
-        "bench",
-    )
+    options = {"dirs": [str(folder / "store")], "min_free_bytes": 0, "io_threads": io_threads}
     rival = hicache_file(folder / "hicache")
     chance = np.random.default_rng(page)
     one = LargeFile(folder, size, memory)
     speeds = Speeds(ceiling=one.best_ways())
-    with closing(PageStore(config, WRITER)) as store:
+    with ExitStack() as opened:
+
+        def store_of(reader: str) -> PageStore:
+            config = parse_config(options | {"reader": reader}, "bench")
+            return opened.enter_context(closing(PageStore(config, WRITER)))
+
+        stores = {STORE: store_of("posix")}
+        mode, why = kvikio_state()
+        if mode == "nothing":
+            print(f"without KvikIO: {why}")
+        else:
+            stores[KVIKIO] = store_of("kvikio")
         for number in range(rounds):
             names = [[chance.bytes(32) for _ in range(BATCH)] for _ in range(batches)]
+            readers = in_turn(list(stores.items()), number)
             contest = [
-                partial(_store_round, store, names, pages, size, speeds),
+                partial(_store_round, stores[STORE], readers, names, pages, size, speeds),
                 partial(one.round, speeds),
             ]
             if rival is not None:
                 contest.append(partial(_rival_round, rival, names, pages, size, speeds))
-            # Nobody is always the one who comes after the others.
-            for entrant in contest[number % len(contest) :] + contest[: number % len(contest)]:
+            for entrant in in_turn(contest, number):
                 settle()
                 entrant()
             print(f"{page // 1024} KiB, round {number + 1} of {rounds}", flush=True)
     return speeds
+
+
+def in_turn(contestants: list[Contestant], number: int) -> list[Contestant]:
+    """Their order in this round: nobody is always the one who comes after the others."""
+    first = number % len(contestants)
+    return contestants[first:] + contestants[:first]
 
 
 class LargeFile:
@@ -190,25 +206,27 @@ def require(condition: bool, message: str) -> None:
 
 def _store_round(
     store: PageStore,
+    readers: Sequence[tuple[str, PageStore]],
     names: Sequence[list[bytes]],
     pages: Sequence[list[memoryview]],
     size: int,
     speeds: Speeds,
 ) -> None:
-    """Put all batches and flush; get them all; delete them."""
+    """Put all batches and flush; get them all, by each of the readers; delete them."""
 
     def write() -> None:
         for keys in names:
             require(all(store.put(NAMESPACE, keys, pages)), "not everything was stored")
         require(store.flush(), "not everything was synced")
 
-    def read() -> None:
+    def read(reader: PageStore) -> None:
         for keys in names:
-            require(all(store.get(NAMESPACE, keys, pages)), "not everything was read")
+            require(all(reader.get(NAMESPACE, keys, pages)), "not everything was read")
 
     speeds.note("write", STORE, size, write)
-    drop_cache(path for volume in store.volumes for path in volume.path.glob("pages/??/*.page"))
-    speeds.note("read", STORE, size, read)
+    for name, reader in readers:
+        drop_cache(path for volume in store.volumes for path in volume.path.glob("pages/??/*.page"))
+        speeds.note("read", name, size, partial(read, reader))
     store.drop(NAMESPACE)
 
 
