@@ -47,11 +47,21 @@ class PartitionOption(BaseModel):
     kv: int = Field(default=0, ge=0)
 
 
-PAGE_OPTIONS = frozenset({"mode", "partition", "codec"})
-"""Options that shape pages: a running server does not change them."""
-
-FIXED_AT_START = frozenset({"projection", "restore", "restore_chunk_tokens", "restore_share"})
-"""Other options that a running server does not change."""
+FIXED_AT_START = frozenset(
+    {
+        "mode",
+        "partition",
+        "profile",
+        "codec",
+        "check_every_pages",
+        "projection",
+        "restore_chunk_tokens",
+        "restore",
+        "restore_share",
+    }
+)
+"""Options that a running server does not change; a run-time attach chooses the others, which are
+those of the page store."""
 
 
 class HCacheConfig(BaseModel):
@@ -163,12 +173,15 @@ class HCacheConfig(BaseModel):
         return self
 
 
-def parse_config(options: object, source: str) -> HCacheConfig:
+def parse_config(
+    options: object, source: str, inherited: HCacheConfig | None = None
+) -> HCacheConfig:
     """Check ``options`` and build the configuration.
 
     Args:
-        options: The table of options; ``None`` means all defaults.
+        options: The table of options; ``None`` is an empty one.
         source: Where the table came from, for the message.
+        inherited: Has the options that are not in the table; None: they have their defaults.
 
     Raises:
         ConfigError: One line for every wrong option.
@@ -181,7 +194,8 @@ def parse_config(options: object, source: str) -> HCacheConfig:
             f"not {options!r}"
         )
     try:
-        return HCacheConfig.model_validate(dict(options))
+        known = inherited.model_dump(exclude_unset=True) if inherited is not None else {}
+        return HCacheConfig.model_validate({**known, **options})
     except ValidationError as error:
         lines = [_explain(detail, source) for detail in error.errors()]
         raise ConfigError("; ".join(lines)) from None

@@ -54,11 +54,10 @@ def settings(dirs: Sequence[Path] | None, **options: object) -> HCacheConfig:
     """The options of the environment, and over them those of the command; wrong ones end it."""
     try:
         found = config_from_environment({**os.environ, ENABLE_VARIABLE: "1"})
-        table: dict[str, object] = found.model_dump() if found else {}
         if dirs:
-            table["dirs"] = [path.absolute() for path in dirs]
+            options["dirs"] = [path.absolute() for path in dirs]
         given = {name: value for name, value in options.items() if value is not None}
-        return parse_config({**table, **given}, "hcache")
+        return parse_config(given, "hcache", found)
     except ConfigError as error:
         fail(str(error))
 

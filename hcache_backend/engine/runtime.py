@@ -28,6 +28,7 @@ from hcache_backend.fingerprint import (
 from hcache_backend.page import FORMAT_VERSION, WRITER_BYTES
 from hcache_backend.partition.profile import Profile
 from hcache_backend.server_report import LayerGroup, ServerReport
+from hcache_backend.store import PageStore
 
 logger = logging.getLogger("hcache")
 
@@ -59,6 +60,8 @@ class Runtime:
         config: Options of this server, or None while nobody asked for us.
         mode: ``hidden`` or ``kv``; None until the host pool is built.
         reason: Why the mode is ``kv``.
+        store: The page store of a server that was started with it as L3, until the storage class
+            takes it.
         writer: 8 bytes that mark the pages of this server run.
         page_fields: What the namespace of hidden-state pages holds besides the weights.
         on_weights_changed: Called, on the scheduler thread, when captured rows lose their meaning.
@@ -73,6 +76,7 @@ class Runtime:
     config: HCacheConfig | None = None
     mode: str | None = None
     reason: str | None = None
+    store: PageStore | None = None
     writer: bytes = field(default_factory=lambda: os.urandom(WRITER_BYTES))
     weights: Weights | None = None
     page_fields: dict[str, object] = field(default_factory=dict)

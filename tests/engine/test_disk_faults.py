@@ -28,7 +28,7 @@ from tests.engine.harness.ours import (
     assert_nothing_went_wrong,
     assert_restored_from_l3,
     attach,
-    extra_config,
+    attach_config,
     faulty,
     our_server,
     stored_pages,
@@ -255,7 +255,7 @@ def test_a_prefetch_waits_as_long_as_its_options_say(
 
     def hits(fault: Fault, base: float, per_ki_token: float) -> int:
         server.detach_storage()
-        config = extra_config(disk, **STORE)
+        config = attach_config(disk, **STORE)
         config |= {
             "prefetch_timeout_base": base,
             "prefetch_timeout_per_ki_token": per_ki_token,

@@ -17,7 +17,7 @@ from tests.engine.harness.ours import (
     assert_nothing_went_wrong,
     assert_restored_from_l3,
     attach,
-    extra_config,
+    attach_config,
     faulty,
     file_backend,
     flip_bit,
@@ -62,7 +62,7 @@ class TestServerThatWasStartedWithoutUs:
     def test_an_attach_stores_plain_kv_and_says_so(
         self, server: Server, model: Path, tmp_path: Path
     ) -> None:
-        attach(server, extra_config(tmp_path, mode="auto"))
+        attach(server, attach_config(tmp_path))
         server.wait_for_log(
             r"hcache: KV mode \(plain KV pages\): the server was started without HCACHE_ENABLE=1"
         )
@@ -71,6 +71,19 @@ class TestServerThatWasStartedWithoutUs:
         assert_no_cache_output(model, conversations)
         server.detach_storage()
         assert stored_pages(tmp_path)  # detach leaves the data
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [("mode", "hidden"), ("codec", "int8"), ("restore", "eager"), ("check_every_pages", 1)],
+    )
+    def test_options_of_hidden_states_are_refused(
+        self, name: str, value: object, server: Server, tmp_path: Path
+    ) -> None:
+        assert (
+            f"option '{name}' is {value!r} but this server runs in kv mode (the server was started "
+            "without HCACHE_ENABLE=1); it can only change at a restart"
+        ) in attach_error(server, attach_config(tmp_path, **{name: value}))
+        assert not stored_pages(tmp_path)
 
 
 class TestServerThatWaitsForABackend:
@@ -93,8 +106,12 @@ class TestServerThatWaitsForABackend:
             ({"dirs": ["relative"]}, "every folder must be an absolute path, not 'relative'"),
             ({"dirs": ["/proc/no"]}, "hcache: option 'dirs' is ['/proc/no']:"),
             ({"check_every_pages": -1}, "option 'check_every_pages' is -1: Input should be"),
-            ({"mode": "kv"}, "option 'mode' is 'kv' but this server runs with 'hidden'"),
-            ({"codec": "int8"}, "option 'codec' is 'int8' but this server runs with 'none'"),
+            ({"mode": "kv"}, "option 'mode' is 'kv' but this server runs in hidden mode; it can"),
+            ({"mode": "auto"}, "option 'mode' is 'auto' but this server was started with 'hidden'"),
+            (
+                {"codec": "int8"},
+                "option 'codec' is 'int8' but this server was started with 'none'; it can only",
+            ),
             (
                 {"restore": "eager"},
                 "option 'restore' is 'eager' but this server was started with 'layerwise'",
@@ -105,11 +122,11 @@ class TestServerThatWaitsForABackend:
     def test_a_wrong_option_is_refused_with_its_reason(
         self, options: dict[str, object], message: str, server: Server, tmp_path: Path
     ) -> None:
-        text = attach_error(server, extra_config(tmp_path, **options))
+        text = attach_error(server, attach_config(tmp_path, **options))
         assert message.replace("\\", "") in text.replace("\\", "")
 
     def test_options_in_the_wrong_place_are_refused(self, server: Server, tmp_path: Path) -> None:
-        config = extra_config(tmp_path)
+        config = attach_config(tmp_path)
         assert "it belongs under the key 'hcache'" in attach_error(
             server, {**config, "dirs": ["/tmp"]}
         )
@@ -118,16 +135,42 @@ class TestServerThatWaitsForABackend:
         )
 
 
-def test_a_wrong_option_at_start_up_stops_the_server_with_its_message(
-    model: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"restore_chunk_token": 1024},
+            "hcache: unknown option 'restore_chunk_token' (value 1024); did you mean "
+            "'restore_chunk_tokens'?",
+        ),
+        (
+            {"dirs": ["/proc/version/pages"]},
+            "hcache: option 'dirs' is ['/proc/version/pages']: [Errno 20] Not a directory: "
+            "'/proc/version/pages'",
+        ),
+        (
+            {"partition": partition(0, 5, 0)},
+            "hcache: option 'partition' is {'recompute': 0, 'hidden': 5, 'kv': 0}: that is 5 "
+            "layers, and the model has 4",
+        ),
+        (
+            {"profile": "/proc/version"},
+            "hcache: option 'profile': /proc/version: no profile: ",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_wrong_option_at_start_up_stops_the_server_with_one_line(
+    options: dict[str, object], message: str, model: Path, tmp_path: Path
 ) -> None:
-    server = Server(our_server(model, tmp_path, hcache={"restore_chunk_token": 1024}))
+    server = Server(our_server(model, tmp_path, tp=2, hcache=options))
     server.launch()
     assert server.wait_exit() != 0
-    assert (
-        "ConfigError: hcache: unknown option 'restore_chunk_token' (value 1024); "
-        "did you mean 'restore_chunk_tokens'?"
-    ) in server.log_text()
+    log = server.log_text()
+    assert log.count(message) == 1
+    assert "Traceback" not in log
+    for too_late in ("cannot be used for now", "projection:", "partition:", "KV mode"):
+        assert f"hcache: {too_late}" not in log
 
 
 def test_pages_travel_through_sglangs_own_file_backend_and_still_prove_themselves(

@@ -14,6 +14,7 @@ from tests.engine.harness.ours import (
     assert_restored_from_l3,
     assert_sound_hidden_mode,
     attach,
+    attach_config,
     extra_config,
     our_server,
 )
@@ -73,7 +74,7 @@ def test_prefetch_policies(model: Path, tmp_path: Path) -> None:
         conversations = converse(server, make_conversations(2, turns=3, tokens=400))
         assert_restored_from_l3(conversations, 64)
         server.detach_storage()
-        attach(server, patient, hicache_storage_prefetch_policy="best_effort")
+        attach(server, attach_config(tmp_path), hicache_storage_prefetch_policy="best_effort")
         # It may stop as soon as prefill could run, with whatever has come.
         more = converse(server, make_conversations(2, turns=3, tokens=400, seed=1))
         assert_sound_hidden_mode(server)

@@ -58,6 +58,16 @@ def test_every_wrong_option_is_named_at_once() -> None:
     assert "'check_every_pages'" in str(error.value)
 
 
+def test_options_that_are_not_set_are_inherited(tmp_path: Path) -> None:
+    server = {"mode": "hidden", "partition": {"hidden": 4}, "quota_bytes": 5, "low_water": 0.5}
+    running = parse_config({"dirs": [str(tmp_path)], **server}, "start")
+    assert parse_config(None, "hcache", running) == running
+    changed = parse_config({"quota_bytes": 6, "high_water": 0.6}, "hcache", running)
+    assert changed == running.model_copy(update={"quota_bytes": 6, "high_water": 0.6})
+    with pytest.raises(ConfigError, match=r"'low_water' is 0.5: must not be above 'high_water'"):
+        parse_config({"high_water": 0.4}, "hcache", running)
+
+
 def test_the_environment_enables_and_configures(tmp_path: Path) -> None:
     assert config_from_environment({}) is None
     assert config_from_environment({"HCACHE_ENABLE": "0", "HCACHE_CONFIG": "nonsense"}) is None

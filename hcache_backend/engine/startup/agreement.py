@@ -1,13 +1,20 @@
-"""Agreement between ranks at start-up: all take a step towards hidden mode, or none does."""
+"""Agreement between ranks at start-up: all take a step towards hidden mode, or none does.
+
+A wrong option stops all of them, once and before anything is set up for it.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import signal
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+
 from hcache_backend.config import ConfigError
-from hcache_backend.engine.ranks import on_all_ranks
+from hcache_backend.engine.ranks import on_all_ranks, said_by_all_ranks
 
 logger = logging.getLogger("hcache")
 
@@ -32,13 +39,10 @@ def all_or_none(work: Callable[[], _Result], *groups: Any) -> _Result:
 
     Raises:
         Refused: On every rank, when ``work`` failed on one of them.
-        ConfigError: An option is wrong; every rank finds that alike, and the server stops.
     """
     reason: str | None = None
     try:
         result = work()
-    except ConfigError:
-        raise
     except Refused as refused:
         reason = str(refused)
     except Exception as error:
@@ -50,3 +54,28 @@ def all_or_none(work: Callable[[], _Result], *groups: Any) -> _Result:
     if not fine:
         raise Refused(reason or "another tensor-parallel rank or pipeline stage refused")
     return result
+
+
+def or_stop(work: Callable[[], _Result]) -> _Result:
+    """What ``work`` returns on this rank, when no rank found a wrong option in it.
+
+    Otherwise the server stops, with one line in the log: to an exception SGLang adds tracebacks
+    that hide the message. All ranks of a data-parallel group must call it at one point.
+
+    Raises:
+        SystemExit: On every rank, when ``work`` raised a ConfigError on one of them.
+    """
+    own = dist.get_rank() if dist.is_initialized() else 0
+    problem: str | None = None
+    try:
+        result = work()
+    except ConfigError as error:
+        problem = str(error)
+    said = said_by_all_ranks((own, problem))
+    found = [(rank, what) for rank, what in said if what is not None]
+    if not found:
+        return result
+    if found[0][0] == own:
+        logger.error("%s", problem)
+    os.kill(os.getppid(), signal.SIGQUIT)  # what SGLang's schedulers send when they fail
+    raise SystemExit(1)

@@ -6,6 +6,7 @@ a rank that failed alone would leave the others waiting in HiCache's next collec
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,7 +15,6 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
 from hcache_backend.config import (
     FIXED_AT_START,
-    PAGE_OPTIONS,
     ConfigError,
     HCacheConfig,
     nearest,
@@ -31,6 +31,7 @@ from hcache_backend.store import PageStore
 logger = logging.getLogger("hcache")
 
 STARTED_WITHOUT_US = "the server was started without HCACHE_ENABLE=1"
+_NO_RIGHT_TO_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 _OUR_KEYS = ("backend_name", "module_path", "class_name", "interface_v1", "hcache")
 _SGLANG_KEYS = (
@@ -90,20 +91,12 @@ def leave_report(joined: Joined) -> None:
     keep_profile(joined.runtime, joined.config.dirs[0])
 
 
-def _join_here(storage_config: HiCacheStorageConfig) -> Joined:
-    extra = storage_config.extra_config or {}
-    _check_outer_keys(extra)
-    config = parse_config(extra.get("hcache"), "hcache")
-    runtime = current()
-    if runtime.config is not None:
-        _check_fixed_options(runtime.config, config)
-    else:
-        _check_late_start(runtime)
-    adapters = adapter_digests(runtime.runner)
-    return Joined(runtime, config, adapters, _open(config, runtime.writer))
+def check_extra_config(extra: Mapping[str, Any]) -> None:
+    """Check what stands beside our options.
 
-
-def _check_outer_keys(extra: Mapping[str, Any]) -> None:
+    Raises:
+        ConfigError: A key is unknown, or SGLang would not hand over pages as we want them.
+    """
     for key, value in extra.items():
         if key not in _OUR_KEYS + _SGLANG_KEYS:
             if key in HCacheConfig.model_fields:
@@ -118,19 +111,59 @@ def _check_outer_keys(extra: Mapping[str, Any]) -> None:
         )
 
 
-def _check_fixed_options(running: HCacheConfig, wanted: HCacheConfig) -> None:
-    """What is not said of the options that shape pages has its default; others stay as they are."""
-    names = set(PAGE_OPTIONS | (FIXED_AT_START & wanted.model_fields_set))
-    used = running.model_dump(include=names)
-    for name, asked in wanted.model_dump(include=names).items():
-        if asked != used[name]:
-            fixed, shapes = "was started with", ""
-            if name in PAGE_OPTIONS:
-                fixed, shapes = "runs with", "shapes pages, so it "
+def open_store(config: HCacheConfig, writer: bytes) -> PageStore:
+    """The page store of option ``dirs``.
+
+    Raises:
+        ConfigError: No folder can be used, or one is in use for something else.
+    """
+    try:
+        return PageStore(config, writer)
+    except OSError as error:
+        hint = ""
+        if error.errno in _NO_RIGHT_TO_WRITE:
+            hint = "; every folder must be one that this user can create and write"
+        folders = [str(path) for path in config.dirs]
+        raise ConfigError(f"hcache: option 'dirs' is {folders}: {error}{hint}") from None
+
+
+def _join_here(storage_config: HiCacheStorageConfig) -> Joined:
+    runtime = current()
+    adapters = adapter_digests(runtime.runner)
+    config, store = runtime.config, runtime.store
+    runtime.store = None
+    if config is None or store is None:  # not at start-up
+        config = _attach_config(runtime, storage_config.extra_config or {})
+        store = open_store(config, runtime.writer)
+    return Joined(runtime, config, adapters, store)
+
+
+def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
+    """The options of an attach, and for those that it does not set what the server has.
+
+    Raises:
+        ConfigError: An option is wrong, or the running server cannot follow it any more.
+    """
+    check_extra_config(extra)
+    options = extra.get("hcache") or {}
+    config = parse_config(options, "hcache", runtime.config)
+    started = runtime.config or HCacheConfig()
+    in_mode = f"runs in {runtime.mode or 'kv'} mode"
+    if runtime.mode != "hidden":
+        in_mode += f" ({runtime.reason or STARTED_WITHOUT_US})"
+    for name in sorted(FIXED_AT_START.intersection(options)):
+        asked, has = getattr(config, name), getattr(started, name)
+        told = in_mode if runtime.config is None else f"was started with {has!r}"
+        if name == "mode" and asked != "auto":  # a server may be in another mode than it was to be
+            has, told = runtime.mode or "kv", in_mode
+        if asked != has:
             raise ConfigError(
-                f"hcache: option {name!r} is {asked!r} but this server {fixed} {used[name]!r}; "
-                f"it {shapes}can only change at a restart"
+                f"hcache: option {name!r} is {asked!r} but this server {told}; "
+                "it can only change at a restart"
             )
+    if runtime.config is None:
+        _check_late_start(runtime)
+    return config
 
 
 def _check_late_start(runtime: Runtime) -> None:
@@ -144,16 +177,6 @@ def _check_late_start(runtime: Runtime) -> None:
     if missing:
         raise ConfigError(f"hcache: {missing}; weight updates could not be noticed")
     hooks.notice_uses()
-
-
-def _open(config: HCacheConfig, writer: bytes) -> PageStore:
-    try:
-        return PageStore(config, writer)
-    except OSError as error:
-        raise ConfigError(
-            f"hcache: option 'dirs' is {[str(path) for path in config.dirs]}: {error}; "
-            "every folder must be one that this user can create and write"
-        ) from None
 
 
 def _agree(
@@ -170,7 +193,7 @@ def _agree(
     knows_weights = joined is not None and joined.runtime.weights is not None
     said = said_by_all_ranks((rank, problem, knows_weights))
     if problem is not None:
-        raise ConfigError(problem) from error
+        raise ConfigError(problem) from (None if known else error)
     for other, its_problem, _ in said:
         if its_problem is not None:
             raise ConfigError(f"{its_problem} (on {other})")

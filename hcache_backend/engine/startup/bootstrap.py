@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Mapping
 from typing import Any
 
-from hcache_backend.config import HCacheConfig, config_from_environment, parse_config
+from hcache_backend.config import (
+    ENABLE_VARIABLE,
+    HCacheConfig,
+    config_from_environment,
+    parse_config,
+)
 from hcache_backend.engine import hooks
 from hcache_backend.engine.arguments import resolved, unsupported_reason
 from hcache_backend.engine.runtime import remember
+from hcache_backend.engine.startup.agreement import or_stop
+from hcache_backend.engine.startup.attach import check_extra_config, open_store
 from hcache_backend.engine.startup.restore_trace import install_if_asked
 
 logger = logging.getLogger("hcache")
@@ -20,8 +29,9 @@ CLASS_NAME = "HCacheStorage"
 def bootstrap(runner: Any) -> None:
     """Called when a process has loaded its model.
 
+    The server stops with a message when we are configured wrongly.
+
     Raises:
-        ConfigError: We are configured, wrongly; it stops the server, with a message.
         RuntimeError: A trace was asked for that cannot be made; it stops the server too.
     """
     _join(runner)
@@ -31,13 +41,18 @@ def bootstrap(runner: Any) -> None:
 def _join(runner: Any) -> None:
     runtime = remember(runner)
     args = resolved(runner.server_args)
-    config = wanted_config(args)
+    extra = _our_extra_config(args)
+    if extra is None and ENABLE_VARIABLE not in os.environ:
+        return
+    config = or_stop(lambda: _start_config(extra))
     if config is None:
         return
     if not args.enable_hierarchical_cache:
         logger.warning("hcache: configured, but --enable-hierarchical-cache is off: nothing to do")
         return
     runtime.config = config
+    if extra is not None:
+        runtime.store = or_stop(lambda: open_store(config, runtime.writer))
     runtime.read_weights()
     unnoticed = hooks.install(hooks.weight_hooks())
     if unnoticed is not None:
@@ -63,17 +78,26 @@ def _join(runner: Any) -> None:
     register_stack_strategy(HiddenStateStrategy(runtime, reason))  # before SGLang's own
 
 
-def wanted_config(server_args: Any) -> HCacheConfig | None:
-    """Our options when this server was started for us, else None.
+def _our_extra_config(args: Any) -> Mapping[str, Any] | None:
+    """The extra config of a server that is started with our L3, else None."""
+    text = args.hicache_storage_backend_extra_config
+    if args.hicache_storage_backend != "dynamic" or not text:
+        return None
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+
+    extra, *_ = HybridCacheController.parse_storage_backend_extra_config(text)
+    ours = (extra.get("module_path"), extra.get("class_name")) == (MODULE_PATH, CLASS_NAME)
+    return extra if ours else None
+
+
+def _start_config(extra: Mapping[str, Any] | None) -> HCacheConfig | None:
+    """The options of a server that is started for us: those of its L3 over the environment's.
 
     Raises:
-        ConfigError: The options are wrong.
+        ConfigError: They are wrong.
     """
-    text = server_args.hicache_storage_backend_extra_config
-    if server_args.hicache_storage_backend == "dynamic" and text:
-        from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
-
-        extra, *_ = HybridCacheController.parse_storage_backend_extra_config(text)
-        if (extra.get("module_path"), extra.get("class_name")) == (MODULE_PATH, CLASS_NAME):
-            return parse_config(extra.get("hcache"), "hcache")
-    return config_from_environment()
+    environment = config_from_environment()
+    if extra is None:
+        return environment
+    check_extra_config(extra)
+    return parse_config(extra.get("hcache"), "hcache", environment)

@@ -13,6 +13,7 @@ from hcache_backend.engine.arguments import resolved
 from hcache_backend.engine.kv_segments import PoolParking
 from hcache_backend.engine.layer_methods import LayerMethods, pipeline_seconds
 from hcache_backend.engine.runtime import Runtime
+from hcache_backend.engine.startup.agreement import or_stop
 from hcache_backend.engine.startup.codec_choice import wanted_codec
 from hcache_backend.engine.startup.page_plan import kv_bytes_per_token
 from hcache_backend.engine.startup.quick_profile import find_profile
@@ -29,8 +30,7 @@ logger = logging.getLogger("hcache")
 def layer_methods(runtime: Runtime, kvcache: Any) -> LayerMethods:
     """How each layer of this server is stored. All ranks must ask first at the same point.
 
-    Raises:
-        ConfigError: Option ``partition`` or ``profile`` is wrong; it stops the server.
+    The server stops when option ``partition`` or ``profile`` is wrong.
     """
     if runtime.layer_methods is None:
         runtime.layer_methods = _choose(runtime, kvcache)
@@ -47,18 +47,15 @@ def _choose(runtime: Runtime, kvcache: Any) -> LayerMethods:
     chunk_tokens = min(config.restore_chunk_tokens, int(kvcache.size))
     row_bytes = wanted_codec(runtime, runtime.runner).row_bytes
     parks = PoolParking.fits(kvcache, row_bytes)
-    partition = fixed_partition(config, layers)
+    partition = or_stop(lambda: fixed_partition(config, layers))
     shape = profile = None
     if partition is None or config.profile is not None:
         shape = _shape(runtime.runner, kvcache, row_bytes)
     if shape is not None:
         stages, stage = get_pp_group(), get_tp_group()
         first = stages.is_first_rank and stage.is_first_rank
-        found = find_profile(runtime, kvcache, shape) if first else None
-        found = stages.all_gather_object(stage.all_gather_object(found)[0])[0]
-        if isinstance(found, ConfigError):
-            raise found
-        profile = found
+        found = or_stop(lambda: find_profile(runtime, kvcache, shape) if first else None)
+        profile = stages.all_gather_object(stage.all_gather_object(found)[0])[0]
     _, shares = share_of_rank(0, ranks, int(kvcache.page_size))
     if profile is not None and shares > 1:
         profile = profile.model_copy(update={"gathers": True})

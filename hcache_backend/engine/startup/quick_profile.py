@@ -21,12 +21,14 @@ logger = logging.getLogger("hcache")
 _QUICK_SECONDS = 0.2
 
 
-def find_profile(runtime: Runtime, kvcache: Any, shape: ModelShape) -> Profile | ConfigError | None:
+def find_profile(runtime: Runtime, kvcache: Any, shape: ModelShape) -> Profile | None:
     """The profile of option ``profile``, the one that was kept, or a new quick one.
 
     Returns:
-        None where the machine could not be measured; an error where the option names no usable
-        file: all ranks are to raise it.
+        None where the machine could not be measured.
+
+    Raises:
+        ConfigError: The option names no usable file.
     """
     config = runtime.config
     assert config is not None
@@ -34,7 +36,7 @@ def find_profile(runtime: Runtime, kvcache: Any, shape: ModelShape) -> Profile |
         try:
             return load_profile(config.profile)
         except ProfileError as error:
-            return ConfigError(f"hcache: option 'profile': {error}")
+            raise ConfigError(f"hcache: option 'profile': {error}") from None
     device = torch.device(kvcache.device)
     digest = hashlib.sha256(f"{device_name(device)} {shape.model_dump_json()}".encode()).hexdigest()
     file = f"profile-{digest[:12]}.json"

@@ -33,9 +33,14 @@ def partition(recompute: int, hidden: int, kv: int) -> dict[str, int]:
     return {"recompute": recompute, "hidden": hidden, "kv": kv}
 
 
+def attach_config(folder: Path, **options: Any) -> dict[str, Any]:
+    """Extra config of an attach: these options of ours, the others are what the server has."""
+    return hcache_config(folder / "l3", **options)
+
+
 def extra_config(folder: Path, **options: Any) -> dict[str, Any]:
-    """Extra config that loads our backend with these options of ours."""
-    return hcache_config(folder / "l3", **(CHECKED | options))
+    """Extra config of a server that starts with our backend and these options of ours."""
+    return attach_config(folder, **(CHECKED | options))
 
 
 def hidden_mode_env(**options: Any) -> dict[str, str]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +17,13 @@ from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from bench.harness.options import hcache_config
+from hcache_backend.config import ConfigError
 from hcache_backend.engine import hooks
 from hcache_backend.engine.arguments import unsupported_reason
 from hcache_backend.engine.hooks import Hook, install
 from hcache_backend.engine.runtime import Weights, current
+from hcache_backend.engine.startup import agreement
 from hcache_backend.engine.startup import bootstrap as bootstrap_module
 from hcache_backend.engine.startup.bootstrap import bootstrap
 from hcache_backend.engine.startup.graphs import graph_hooks
@@ -148,6 +155,51 @@ def test_weights_that_could_change_unnoticed_mean_no_l3_at_all(
     assert "weight updates would go unnoticed" in str(weights.suspended)
     current().caches_were_flushed()
     assert current().weights == weights
+
+
+def test_options_of_the_l3_stand_over_those_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HCACHE_ENABLE", "1")
+    monkeypatch.setenv("HCACHE_CONFIG", '{"mode": "kv", "quota_bytes": 5}')
+    monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
+    monkeypatch.setattr("hcache_backend.engine.runtime._stage_weights", lambda _: Weights(b"w"))
+    monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
+    extra = hcache_config(tmp_path, quota_bytes=6)
+    arguments = {"hicache_storage_backend_extra_config": json.dumps(extra)}
+    bootstrap(runner(hicache_storage_backend="dynamic", **arguments))
+    config, store = current().config, current().store
+    assert config is not None
+    assert store is not None
+    store.close()
+    assert (config.dirs, config.mode, config.quota_bytes) == ((tmp_path,), "kv", 6)
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "logged"),
+    [(None, ["disk"], []), ("option", [None], ["option"]), ("option", ["disk"], ["option"])],
+    ids=["another rank", "this rank", "both"],
+)
+def test_a_wrong_option_stops_every_rank_and_is_told_once(
+    own: str | None,
+    others: list[str | None],
+    logged: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def work() -> None:
+        if own is not None:
+            raise ConfigError(own)
+
+    signals: list[object] = []
+    monkeypatch.setattr(
+        agreement, "said_by_all_ranks", lambda said: [said, *enumerate(others, start=1)]
+    )
+    monkeypatch.setattr(agreement.os, "kill", lambda *sent: signals.append(sent))
+    with pytest.raises(SystemExit):
+        agreement.or_stop(work)
+    assert [record.getMessage() for record in caplog.records] == logged
+    assert signals == [(os.getppid(), signal.SIGQUIT)]
 
 
 def test_a_server_that_is_not_ours_gets_nothing_but_the_memory_of_its_runner() -> None:
