@@ -76,7 +76,10 @@ class StoredPools:
         Raises:
             ConfigError: ``tp_lcm_size`` does not divide the KV heads.
         """
-        self._pools[name] = PoolPages(name, host_pool, self._config)
+        pages = self._pools[name] = PoolPages(name, host_pool, self._config)
+        if name == PoolName.KV and self._config.tp_rank == self._config.pp_rank == 0:
+            page_bytes = host_pool.size_per_token * host_pool.page_size
+            self._store.check_room(page_bytes // pages.shares)
 
     def is_suspended(self) -> bool:
         """Whether L3 neither takes nor gives for now."""

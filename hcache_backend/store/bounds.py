@@ -17,16 +17,13 @@ from hcache_backend.store.page_files import delete_page
 from hcache_backend.store.stats import ProblemLog, StoreStats
 
 
-def excess_bytes(
-    folder: Folder, config: HCacheConfig, incoming: int, on_disk: int = 0, *, brim: bool = False
-) -> int:
+def excess_bytes(folder: Folder, config: HCacheConfig, incoming: int, on_disk: int = 0) -> int:
     """Bytes that must go before ``incoming`` bytes may come; 0 when there is room.
 
     Args:
         on_disk: How many of them are written already.
-        brim: Whether the folder may be filled up to its bounds, not to its water marks only.
     """
-    high, low = (1.0, 1.0) if brim else (config.high_water, config.low_water)
+    high, low = config.high_water, config.low_water
     used = folder.index.totals().bytes
     quota = config.quota_bytes
     excess = 0
@@ -36,6 +33,32 @@ def excess_bytes(
     if missing > 0:
         excess = max(excess, missing + int((high - low) * used))
     return excess
+
+
+def broken_bound(
+    folder: Folder, config: HCacheConfig, incoming: int, on_disk: int = 0, *, empty: bool = False
+) -> str | None:
+    """The bound that ``incoming`` bytes would break, in words; None when there is room for them.
+
+    Args:
+        on_disk: How many of them are written already.
+        empty: Whether to ask as if the folder held no pages.
+    """
+    used = folder.index.totals().bytes
+    kept = 0 if empty else used
+    quota = config.quota_bytes
+    if quota is not None and kept + incoming > quota:
+        return (
+            f"option 'quota_bytes' allows {quota:,} bytes of page files, and with {incoming:,} "
+            f"more there would be {kept + incoming:,}"
+        )
+    left = folder.ops.free_bytes(folder.root_fd) + used - kept - (incoming - on_disk)
+    if left < config.min_free_bytes:
+        return (
+            f"option 'min_free_bytes' keeps {config.min_free_bytes:,} bytes of its file system "
+            f"free, and with {incoming:,} more {max(left, 0):,} would be"
+        )
+    return None
 
 
 def evict(folder: Folder, wanted: int, stats: StoreStats, problems: ProblemLog) -> None:

@@ -267,6 +267,11 @@ class PageStore:
         self.stats.add(pages_read=hits, misses=len(keys) - hits)
         return found
 
+    def check_room(self, page_bytes: int) -> None:
+        """Say in the log which folders could hold no page of ``page_bytes``, were they empty."""
+        for volume in self.volumes:
+            volume.check_room(page_bytes)
+
     def drop(self, namespace: bytes, writer: bytes | None = None) -> int:
         """Delete the pages of a namespace (those of one server run); returns how many files."""
         check_names(namespace, [])
@@ -302,10 +307,11 @@ class PageStore:
             except NotOurFolderError:
                 raise
             except OSError as error:
-                failures.append(error)
-                logger.warning("hcache: %s cannot be used for now: %s", volume.path, error)
+                failures.append((volume.path, error))
         if len(failures) == len(self.volumes):
-            raise failures[0]
+            raise failures[0][1]
+        for path, failure in failures:
+            logger.warning("hcache: %s cannot be used for now: %s", path, failure)
 
     def _already_stored(self, namespace: bytes, keys: Sequence[bytes], share: Share) -> list[bool]:
         """Which pages need not be written again; their files are looked for, not only entries."""
@@ -321,7 +327,6 @@ class PageStore:
             self._recency.save()  # so that what goes is what nobody used
         if full and not volume.make_room(incoming, deadline - time.monotonic()):
             self.stats.add(pages_dropped_full=len(items))
-            self._problems.report("full", f"{volume.path} is full; pages are not stored")
             return _Writing(volume, {})
         futures = {}
         for item in items:

@@ -16,9 +16,9 @@ from typing import NamedTuple, TypeVar
 
 import lmdb
 
-from hcache_backend.store.bounds import evict, excess_bytes
+from hcache_backend.store.bounds import broken_bound, evict, excess_bytes
 from hcache_backend.store.folder import Folder
-from hcache_backend.store.format import DamagedFileError, PageName
+from hcache_backend.store.format import BLOCK, DamagedFileError, PageName, round_up
 from hcache_backend.store.index import Entry
 from hcache_backend.store.page_files import (
     OtherSizeError,
@@ -129,6 +129,17 @@ class Volume(Presence):
 
         # What goes wrong here goes wrong again, and is counted, when the pages are written.
         return self._ask(work, True)
+
+    def check_room(self, page_bytes: int) -> None:
+        """Say in the log when the folder could hold no page of this size, were it empty."""
+        file_bytes = BLOCK + round_up(page_bytes)
+
+        def work(folder: Folder) -> None:
+            bound = broken_bound(folder, self._config, file_bytes, empty=True)
+            if bound is not None:
+                logger.warning("hcache: %s can hold no page: %s", self.path, bound)
+
+        self._ask(work, None)
 
     def commit(self, batch: Sequence[Written], seconds: float) -> list[bool]:
         """Make pages of nameless files, False for one that failed."""
@@ -270,7 +281,11 @@ class Volume(Presence):
         excess = excess_bytes(folder, self._config, incoming, on_disk)
         if excess:
             evict(folder, excess, self._stats, self._problems)
-        return excess_bytes(folder, self._config, incoming, on_disk, brim=True) == 0
+        bound = broken_bound(folder, self._config, incoming, on_disk)
+        if bound is not None:
+            full = f"{self.path} is full: {bound}; new pages are not stored"
+            self._problems.report(f"full {self.path}", full)
+        return bound is None
 
     def _discard(self, entry: Entry, damaged: os.stat_result | None) -> None:
         """Take a page out that is damaged or, without status of a file, missing.

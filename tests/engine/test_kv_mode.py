@@ -143,8 +143,13 @@ def test_hidden_mode_that_is_insisted_on_for_multi_query_attention_needs_host_me
     insist = {"mode": "hidden"}
     with Server(our_server(model, tmp_path / "small", hcache=insist)) as server:
         # Twice the KV pool's memory is what the tokens on the device alone take here.
-        assert KV_MODE + "--hicache-ratio 2.0 gives 0.0" in server.log_text()
-    options = our_server(model, tmp_path / "hidden", hcache=insist, hicache_ratio=4.0)
+        told = server.wait_for_log(
+            r"KV pages\): --hicache-ratio 2.0 gives (.*) GB of host memory, and .* alone take (.*) "
+            r"GB; --hicache-ratio (.*) is the least that will do"
+        )
+        assert told[1] != told[2]
+    ratio = float(told[3]) + 2
+    options = our_server(model, tmp_path / "hidden", hcache=insist, hicache_ratio=ratio)
     with Server(options) as server:
         conversations = converse(server, make_conversations(1, turns=2, tokens=300))
         assert_hidden_mode(server)

@@ -21,7 +21,7 @@ from hcache_backend.config import (
     parse_config,
 )
 from hcache_backend.engine import hooks
-from hcache_backend.engine.arguments import adapter_digests, resolved
+from hcache_backend.engine.arguments import adapter_digests, page_size, resolved
 from hcache_backend.engine.ranks import said_by_all_ranks
 from hcache_backend.engine.runtime import Runtime, current
 from hcache_backend.engine.startup.quick_profile import keep_profile
@@ -111,6 +111,15 @@ def check_extra_config(extra: Mapping[str, Any]) -> None:
         )
 
 
+def warn_of_single_tokens(runtime: Runtime) -> None:
+    """Say that ``--page-size`` was forgotten, if it was."""
+    if page_size(runtime.runner.server_args) == 1:
+        logger.warning(
+            "hcache: the page size is 1: every token becomes a file, and pages of hidden states "
+            "are larger than they need be; start the server with --page-size 64"
+        )
+
+
 def open_store(config: HCacheConfig, writer: bytes) -> PageStore:
     """The page store of option ``dirs``.
 
@@ -163,6 +172,7 @@ def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
             )
     if runtime.config is None:
         _check_late_start(runtime)
+        warn_of_single_tokens(runtime)
     return config
 
 

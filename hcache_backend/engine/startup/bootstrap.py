@@ -17,7 +17,11 @@ from hcache_backend.engine import hooks
 from hcache_backend.engine.arguments import resolved, unsupported_reason
 from hcache_backend.engine.runtime import remember
 from hcache_backend.engine.startup.agreement import or_stop
-from hcache_backend.engine.startup.attach import check_extra_config, open_store
+from hcache_backend.engine.startup.attach import (
+    check_extra_config,
+    open_store,
+    warn_of_single_tokens,
+)
 from hcache_backend.engine.startup.restore_trace import install_if_asked
 
 logger = logging.getLogger("hcache")
@@ -51,6 +55,7 @@ def _join(runner: Any) -> None:
         logger.warning("hcache: configured, but --enable-hierarchical-cache is off: nothing to do")
         return
     runtime.config = config
+    warn_of_single_tokens(runtime)
     if extra is not None:
         runtime.store = or_stop(lambda: open_store(config, runtime.writer))
     runtime.read_weights()

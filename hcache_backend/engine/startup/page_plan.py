@@ -162,16 +162,30 @@ def plan_host_pages(
         option = f"--hicache-ratio {ratio}"
     host = int(given // layout.page_bytes) - device
     if host < 1:
+        least = (device + 1) * layout.page_bytes
+        if size_gb > 0:
+            enough = f"--hicache-size {int(least // 1e9) + 1}"
+        else:
+            hundredths = int(100 * least / kvcache.size / kv_bytes_per_token(kvcache)) + 1
+            enough = f"--hicache-ratio {hundredths / 100:.2f}"
+        there, taken = _gigabytes(given, device * layout.page_bytes)
         raise Refused(
-            f"{option} gives {given / 1e9:.2f} GB of host memory, and the hidden states of the "
-            f"tokens on the device alone take {device * layout.page_bytes / 1e9:.2f} GB"
+            f"{option} gives {there} GB of host memory, and the hidden states of the tokens on the "
+            f"device alone take {taken} GB; {enough} is the least that will do"
         )
     if given > budget_bytes:
-        raise Refused(
-            f"{option} asks for {given / 1e9:.2f} GB of host memory and "
-            f"{budget_bytes / 1e9:.2f} GB are there"
-        )
+        wanted, there = _gigabytes(given, budget_bytes)
+        raise Refused(f"{option} asks for {wanted} GB of host memory and {there} GB are there")
     return HostPages(host, device)
+
+
+def _gigabytes(*sizes: float) -> list[str]:
+    """Sizes in bytes as GB, with two digits behind the point or as many as tell them apart."""
+    for digits in range(2, 10):
+        shown = [f"{size / 1e9:.{digits}f}" for size in sizes]
+        if len(set(shown)) == len(sizes):
+            break
+    return shown
 
 
 def staging_places(layers: int, step_tokens: int, decode_tokens: int, recorded_tokens: int) -> int:

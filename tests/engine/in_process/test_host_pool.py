@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from types import SimpleNamespace
 
@@ -13,7 +14,11 @@ from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.engine.host_pool import HiddenStatePool, HostPages
 from hcache_backend.engine.startup.agreement import Refused
-from hcache_backend.engine.startup.page_plan import plan_host_pages, staging_places
+from hcache_backend.engine.startup.page_plan import (
+    kv_bytes_per_token,
+    plan_host_pages,
+    staging_places,
+)
 from hcache_backend.page import PageLayout
 from hcache_kernels.codecs import ExactCodec
 
@@ -143,10 +148,33 @@ def test_shadows_stand_within_the_memory_that_was_given() -> None:
     assert pages.device == 9
     assert (sum(pages) * LAYOUT.page_bytes) <= 200 * kv < (sum(pages) + 1) * LAYOUT.page_bytes
     assert plan_host_pages(device, LAYOUT, 1e-3, 200.0, 1e12).host == 1_000_000 // 5120 - 9
-    with pytest.raises(Refused, match=r"--hicache-ratio 2.0 gives .* on the device alone"):
-        plan_host_pages(device, LAYOUT, 0, 2.0, 1e12)
     with pytest.raises(Refused, match=r"asks for .* GB are there"):
         plan_host_pages(device, LAYOUT, 0, 200.0, 1000)
+
+
+@pytest.mark.parametrize("pages", [8, 24, 1000])
+@pytest.mark.parametrize("share", [0.1, 0.999, 1.0])
+def test_too_little_host_memory_is_told_with_what_will_do(pages: int, share: float) -> None:
+    device = kv_pool(pages)
+    alone = (int(device.k_buffer[0].shape[0]) // LAYOUT.page_size) * LAYOUT.page_bytes
+    ratio = share * alone / (device.size * kv_bytes_per_token(device))
+    for size_gb, option in ((0.0, "ratio"), (share * alone / 1e9, "size")):
+        with pytest.raises(Refused) as refused:
+            plan_host_pages(device, LAYOUT, size_gb, ratio, 1e12)
+        told = re.fullmatch(
+            r"--hicache-(.*) gives (.*) GB of host memory, and the hidden states of the tokens on "
+            r"the device alone take (.*) GB; --hicache-(.*) (.*) is the least that will do",
+            str(refused.value),
+        )
+        assert told is not None, refused.value
+        assert told[4] == option
+        assert share == 1.0 or told[2] != told[3]
+        enough = float(told[5])
+        sizes = (0.0, enough) if option == "ratio" else (enough, 0.0)
+        assert plan_host_pages(device, LAYOUT, *sizes, 1e12).host >= 1
+        if option == "ratio":
+            with pytest.raises(Refused):
+                plan_host_pages(device, LAYOUT, 0, enough - 0.02, 1e12)
 
 
 def test_staging_holds_the_largest_graph_two_decode_steps_or_two_layers_of_prefill() -> None:

@@ -156,7 +156,7 @@ def test_recency_survives_reopening(tmp_path: Path) -> None:
     assert len(page_files(tmp_path / "store")) == 2
 
 
-def test_free_space_is_kept(tmp_path: Path) -> None:
+def test_free_space_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class SmallDisk(Ops):
         def free_bytes(self, fd: int) -> int:
             return 10 * FILE - sum(path.stat().st_size for path in page_files(tmp_path / "store"))
@@ -170,6 +170,68 @@ def test_free_space_is_kept(tmp_path: Path) -> None:
     store = open_quiet(tmp_path / "store", ops=SmallDisk(), min_free_bytes=100 * FILE)
     assert put(store, 30) == [False]
     assert store.stats.pages_dropped_full == 1
+    assert caplog.messages == [
+        f"hcache: {tmp_path / 'store'} is full: option 'min_free_bytes' keeps {100 * FILE:,} bytes "
+        f"of its file system free, and with {FILE:,} more {9 * FILE:,} would be; new pages are not "
+        "stored"
+    ]
+
+
+def test_a_quota_that_is_used_up_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class StuckOps(Ops):
+        def unlink(self, name: str, dir_fd: int) -> None:
+            if name.endswith(".page"):
+                raise PermissionError(errno.EPERM, "Operation not permitted")
+            super().unlink(name, dir_fd)
+
+    store = open_quiet(tmp_path / "store", ops=StuckOps(), quota_bytes=2 * FILE + 1)
+    assert put(store, 0, 1) == [True, True]
+    assert put(store, 2) == [False]
+    assert (
+        f"hcache: {tmp_path / 'store'} is full: option 'quota_bytes' allows {2 * FILE + 1:,} bytes "
+        f"of page files, and with {FILE:,} more there would be {3 * FILE:,}; new pages are not "
+        "stored"
+    ) in caplog.messages
+
+
+def test_a_folder_that_can_hold_no_page_is_named_with_its_bound(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class SmallDisk(Ops):
+        def free_bytes(self, fd: int) -> int:
+            return 3 * FILE - sum(path.stat().st_size for path in page_files(tmp_path / "store"))
+
+    def told(**bounds: int) -> list[str]:
+        caplog.clear()
+        store = open_quiet(tmp_path / "store", ops=SmallDisk(), **bounds)
+        store.check_room(PAGE)
+        store.close()
+        return [line.removeprefix(f"hcache: {tmp_path / 'store'} ") for line in caplog.messages]
+
+    put(open_quiet(tmp_path / "store"), 0, 1, 2)
+    assert told(quota_bytes=FILE, min_free_bytes=2 * FILE) == []
+    assert told(quota_bytes=FILE - 1) == [
+        f"can hold no page: option 'quota_bytes' allows {FILE - 1:,} bytes of page files, and with "
+        f"{FILE:,} more there would be {FILE:,}"
+    ]
+    assert told(min_free_bytes=2 * FILE + 1) == [
+        f"can hold no page: option 'min_free_bytes' keeps {2 * FILE + 1:,} bytes of its file "
+        f"system free, and with {FILE:,} more {2 * FILE:,} would be"
+    ]
+
+
+def test_a_folder_is_out_of_use_for_now_only_where_others_are_in_use(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    blocked = [tmp_path / "file" / name for name in "ab"]
+    with pytest.raises(NotADirectoryError):
+        open_quiet(*blocked)
+    assert caplog.messages == []
+    open_quiet(tmp_path / "store", *blocked)
+    assert [line.split(":")[1] for line in caplog.messages] == [
+        f" {path} cannot be used for now" for path in blocked
+    ]
 
 
 def test_a_file_that_cannot_be_removed_does_not_stop_eviction(tmp_path: Path) -> None:
