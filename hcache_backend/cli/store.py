@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -31,7 +31,7 @@ from hcache_backend.config import HCacheConfig
 from hcache_backend.server_report import ServerReport, read_report
 from hcache_backend.store import FileOps, PageStore
 from hcache_backend.store.check import find_unknown_files, verify_folder
-from hcache_backend.store.folder import Folder
+from hcache_backend.store.folder import Folder, FolderView
 from hcache_backend.store.index import Entry
 
 _WRITER = b"hcachcli"  # a store has a writer; these commands write no pages
@@ -87,7 +87,7 @@ def list_pages(
     rows: list[dict[str, Any]] = []
     with explained():
         for path in config.dirs:
-            with _opened(path) as folder:
+            with _viewed(path) as folder:
                 found = islice(_entries(folder, namespace), limit - len(rows))
                 rows += [_row(path, entry) for entry in found]
     if as_json:
@@ -134,11 +134,15 @@ def verify(
             if rebuild:
                 with _opened(path) as folder:
                     folder.set_index_aside()
-            with _opened(path) as folder:
-                if rebuild or (repair and folder.index_is_partial):
-                    adopted = len(find_unknown_files(folder, adopt=True, progress=report).pages)
-                    folder.mark_index_complete()
-                found = verify_folder(folder, repair=repair, progress=report)
+            if rebuild or repair:
+                with _opened(path) as folder:
+                    if rebuild or folder.index_is_partial:
+                        adopted = len(find_unknown_files(folder, adopt=True, progress=report).pages)
+                        folder.mark_index_complete()
+                    found = verify_folder(folder, repair=repair, progress=report)
+            else:
+                with _viewed(path) as view:
+                    found = verify_folder(view, progress=report)
             results[str(path)] = {
                 **asdict(found),
                 "adopted": adopted,
@@ -193,7 +197,7 @@ def clear(
     with explained():
         doomed: Counter[bytes] = Counter()
         for path in config.dirs:
-            with _opened(path) as folder:
+            with _viewed(path) as folder:
                 doomed.update(entry.name.namespace for entry in _entries(folder, namespace))
     if namespace is not None and len(doomed) > 1:
         fail(f"namespace {namespace!r} could be {len(doomed)} of them; give more digits")
@@ -211,14 +215,17 @@ def clear(
         screen.print(f"{dropped:,} pages deleted")
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Folder]:
-    """A store folder, opened beside the servers that use it."""
-    with closing(Folder(path, FileOps(), HCacheConfig().buffer_bytes, create=False)) as folder:
-        yield folder
+def _viewed(path: Path) -> closing[FolderView]:
+    """A store folder to look at, beside the servers that use it; it need not be writable."""
+    return closing(FolderView(path, FileOps(), HCacheConfig().buffer_bytes))
 
 
-def _entries(folder: Folder, namespace: str | None) -> Iterator[Entry]:
+def _opened(path: Path) -> closing[Folder]:
+    """A store folder to change, opened beside the servers that use it."""
+    return closing(Folder(path, FileOps(), HCacheConfig().buffer_bytes, create=False))
+
+
+def _entries(folder: FolderView, namespace: str | None) -> Iterator[Entry]:
     """The entries of ``folder`` whose namespace begins with these hexadecimal digits."""
     digits = (namespace or "").lower()
     for entry in folder.index.entries():
@@ -227,7 +234,7 @@ def _entries(folder: Folder, namespace: str | None) -> Iterator[Entry]:
 
 
 def _folder_stats(path: Path) -> dict[str, Any]:
-    with _opened(path) as folder:
+    with _viewed(path) as folder:
         totals = folder.index.totals()
         spaces: dict[str, dict[str, Any]] = {}
         for entry in folder.index.entries():

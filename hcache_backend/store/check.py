@@ -10,7 +10,7 @@ import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from hcache_backend.store.folder import Folder
+from hcache_backend.store.folder import FolderView
 from hcache_backend.store.format import DamagedFileError, PageName, parse_name
 from hcache_backend.store.index import Entry
 from hcache_backend.store.page_files import (
@@ -61,7 +61,7 @@ class Findings:
 
 
 def find_unknown_files(
-    folder: Folder,
+    folder: FolderView,
     *,
     adopt: bool,
     stop: Callable[[], bool] = lambda: False,
@@ -72,7 +72,7 @@ def find_unknown_files(
     Headers are verified here, payloads when they are read.
 
     Args:
-        adopt: Enter the sound ones, with their time of writing as last use.
+        adopt: Enter the sound ones, with their time of writing as last use; no view allows that.
         stop: Asked now and then whether to end early.
         progress: Told how many shard folders are done, and how many there are.
     """
@@ -100,13 +100,15 @@ def find_unknown_files(
                 found = _entries(folder, names[start : start + _FILES_AT_A_TIME], result)
                 if adopt:
                     folder.index.insert(found)
+                else:  # without the lock, a page may have been stored meanwhile
+                    found = [entry for entry in found if folder.index.find(entry.name) is None]
             result.pages += [entry.name for entry in found]
         progress(done, len(shards))
     return result
 
 
 def verify_folder(
-    folder: Folder,
+    folder: FolderView,
     *,
     repair: bool = False,
     progress: Callable[[int, int], None] = lambda done, pages: None,
@@ -115,7 +117,7 @@ def verify_folder(
 
     Args:
         repair: Delete damaged files and entries without file. Files that the index does not know
-            are entered by a rebuild, or deleted here when they are damaged.
+            are entered by a rebuild, or deleted here when they are damaged. No view allows that.
         progress: Told how many pages are done, and how many there are.
     """
     findings = Findings(index=folder.index.check())
@@ -138,7 +140,7 @@ def verify_folder(
     return findings
 
 
-def _verify_entry(folder: Folder, entry: Entry, findings: Findings, repair: bool) -> None:
+def _verify_entry(folder: FolderView, entry: Entry, findings: Findings, repair: bool) -> None:
     name = entry.name
     path = f"{name.shard}/{name.file}"
     payload = memoryview(mmap.mmap(-1, max(entry.payload_bytes, 1)))[: entry.payload_bytes]
@@ -160,7 +162,7 @@ def _verify_entry(folder: Folder, entry: Entry, findings: Findings, repair: bool
     findings.repaired += repair and _remove(folder, name)
 
 
-def _remove(folder: Folder, name: PageName) -> bool:
+def _remove(folder: FolderView, name: PageName) -> bool:
     with folder.lock.held(_LOCK_SECONDS):
         try:
             delete_page(folder, name)
@@ -170,7 +172,7 @@ def _remove(folder: Folder, name: PageName) -> bool:
     return True
 
 
-def _entries(folder: Folder, names: Sequence[PageName], result: Unknown) -> list[Entry]:
+def _entries(folder: FolderView, names: Sequence[PageName], result: Unknown) -> list[Entry]:
     """What the index will say of page files that it still does not know."""
     entries = []
     for name in names:

@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 
 import lmdb
 
@@ -153,6 +153,13 @@ class FolderLock:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
         finally:
             self._thread_lock.release()
+
+
+class NoLock:
+    """What those who only look hold instead of the folder's lock."""
+
+    def held(self, seconds: float) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def try_lock(fd: int) -> bool:

@@ -26,9 +26,17 @@ from pathlib import Path
 
 import lmdb
 
-from hcache_backend.store.file_ops import FOLDER, FileOps, FolderLock, kept_open, opened, try_lock
+from hcache_backend.store.file_ops import (
+    FOLDER,
+    FileOps,
+    FolderLock,
+    NoLock,
+    kept_open,
+    opened,
+    try_lock,
+)
 from hcache_backend.store.index import INDEX_FILE, INDEX_FORMAT, Index
-from hcache_backend.store.page_io import PageIO, probe_alignment
+from hcache_backend.store.page_io import PageIO, probe_alignment, reading_alignment
 
 MARKER = "hcache-store.json"
 SERVER_REPORT = "server.json"
@@ -102,53 +110,46 @@ class Session:
         self._open_files.close()
 
 
-class Folder:
-    """An open store folder; what its disk refuses is an OSError.
+class FolderView:
+    """A store folder, opened to look at it: nothing in it changes, and it need not be writable.
+
+    What its disk refuses is an OSError.
 
     Args:
         buffer_bytes: Size of the aligned buffer of every thread that reads or writes pages.
-        create: Make the folder, or make an empty one a store's.
 
     Attributes:
+        lock: What protects a change from those of others.
         index_is_partial: Page files may be there that the index does not know.
-        users: How many hold it open; counted by :class:`~hcache_backend.store.presence.Presence`.
 
     Raises:
         NotOurFolderError: It is not empty and not a store's.
         OSError: It cannot be used.
     """
 
-    def __init__(self, path: Path, ops: FileOps, buffer_bytes: int, *, create: bool) -> None:
+    lock: FolderLock | NoLock = NoLock()
+
+    def __init__(self, path: Path, ops: FileOps, buffer_bytes: int) -> None:
         self.path = path
         self.ops = ops
-        self.users = 0
-        if create:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with ExitStack() as stack:
             self.root_fd = kept_open(os.open(path, FOLDER), stack)
-            _check_marker(path, ops, self.root_fd, create)
-            self.lock = FolderLock(
-                kept_open(ops.open(_LOCK, os.O_RDWR | os.O_CREAT, self.root_fd), stack)
-            )
-            with self.lock.held(_OPEN_SECONDS):
-                for name in (_INDEX, _PAGES, _SESSIONS):
-                    _ensure_folder(ops, name, self.root_fd)
-                self.pages_fd = kept_open(ops.open(_PAGES, FOLDER, self.root_fd), stack)
-                _remove_dead_sessions(ops, self.root_fd)
-                self.session = Session(ops, self.root_fd)
-                stack.callback(self.session.close)
-                self.index = _open_index(path, ops, self.root_fd)
-                stack.callback(self.index.close)
-                alignment = probe_alignment(ops, self.session.fd, "probe")
-                self.io = PageIO(ops, alignment, buffer_bytes)
-                known = (self.index.meta(b"complete"), self.index.meta(b"boot"))
-                self.index_is_partial = known != (INDEX_FORMAT, _boot_id())
-                if self.index_is_partial and self._holds_no_pages():
-                    self.index.set_meta(complete=INDEX_FORMAT, boot=_boot_id())
-                    self.index_is_partial = False
-            self._index_inode = (path / _INDEX).stat().st_ino
-            self._index_file_inode = (path / _INDEX / INDEX_FILE).stat().st_ino
+            self._open(stack, buffer_bytes)
             self._open_files = stack.pop_all()
+
+    def _open(self, stack: ExitStack, buffer_bytes: int) -> None:
+        _check_marker(self.path, self.ops, self.root_fd, create=False)
+        self.pages_fd = kept_open(self.ops.open(_PAGES, FOLDER, self.root_fd), stack)
+        try:
+            self.index = Index(self.path / _INDEX, self.ops, readonly=True)
+        except lmdb.Error as error:
+            problem = (
+                f"its index cannot be opened: {error}; hcache verify --rebuild makes a new one"
+            )
+            raise OSError(errno.EIO, problem, str(self.path)) from None
+        stack.callback(self.index.close)
+        self.index_is_partial = not self._index_is_complete()
+        self.io = PageIO(self.ops, reading_alignment(self.ops, self.root_fd, MARKER), buffer_bytes)
 
     @contextmanager
     def shard(self, name: str, *, make: bool = False) -> Iterator[int]:
@@ -170,6 +171,57 @@ class Folder:
     def shards(self) -> list[str]:
         """The shard folders that are there."""
         return sorted(SHARDS.intersection(self.ops.list(self.pages_fd)))
+
+    def close(self) -> None:
+        self._open_files.close()
+
+    def _index_is_complete(self) -> bool:
+        return (self.index.meta(b"complete"), self.index.meta(b"boot")) == (
+            INDEX_FORMAT,
+            _boot_id(),
+        )
+
+
+class Folder(FolderView):
+    """An open store folder in use.
+
+    Args:
+        create: Make the folder, or make an empty one a store's.
+
+    Attributes:
+        users: How many hold it open; counted by :class:`~hcache_backend.store.presence.Presence`.
+    """
+
+    lock: FolderLock
+
+    def __init__(self, path: Path, ops: FileOps, buffer_bytes: int, *, create: bool) -> None:
+        self.users = 0
+        self._create = create
+        if create:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        super().__init__(path, ops, buffer_bytes)
+        self._index_inode = (path / _INDEX).stat().st_ino
+        self._index_file_inode = (path / _INDEX / INDEX_FILE).stat().st_ino
+
+    def _open(self, stack: ExitStack, buffer_bytes: int) -> None:
+        ops, root_fd = self.ops, self.root_fd
+        _check_marker(self.path, ops, root_fd, self._create)
+        self.lock = FolderLock(kept_open(ops.open(_LOCK, os.O_RDWR | os.O_CREAT, root_fd), stack))
+        with self.lock.held(_OPEN_SECONDS):
+            for name in (_INDEX, _PAGES, _SESSIONS):
+                _ensure_folder(ops, name, root_fd)
+            self.pages_fd = kept_open(ops.open(_PAGES, FOLDER, root_fd), stack)
+            _remove_dead_sessions(ops, root_fd)
+            self.session = Session(ops, root_fd)
+            stack.callback(self.session.close)
+            self.index = _open_index(self.path, ops, root_fd)
+            stack.callback(self.index.close)
+            alignment = probe_alignment(ops, self.session.fd, "probe")
+            self.io = PageIO(ops, alignment, buffer_bytes)
+            self.index_is_partial = not self._index_is_complete()
+            if self.index_is_partial and self._holds_no_pages():
+                self.index.set_meta(complete=INDEX_FORMAT, boot=_boot_id())
+                self.index_is_partial = False
 
     def is_in_place(self) -> bool:
         """Whether path and index still lead to what was opened."""
@@ -201,9 +253,6 @@ class Folder:
         with self.lock.held(_OPEN_SECONDS):
             if self.is_in_place():  # else another process was faster
                 _set_aside(self.ops, self.root_fd)
-
-    def close(self) -> None:
-        self._open_files.close()
 
     def _holds_no_pages(self) -> bool:
         for name in self.shards():

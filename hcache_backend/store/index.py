@@ -11,10 +11,11 @@ are made by the holder of the folder's lock. It can be rebuilt from the page fil
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from hcache_backend.store.shares import ALL_EIGHTHS, Share
 
 INDEX_FORMAT = b"1"
 INDEX_FILE = "data.mdb"
+LOCK_FILE = "lock.mdb"
 MAP_BYTES = 64 << 30
 """Address space, not disk: room for some 300 million pages."""
 
@@ -69,20 +71,25 @@ class Index:
     Reading needs no lock, changing that of the folder. A change that raises lmdb.Error has changed
     nothing.
 
+    Args:
+        readonly: Nothing is to be changed, and the folder need not be writable.
+
     Raises:
         lmdb.Error: It cannot be opened; it may be rebuilt.
     """
 
-    def __init__(self, folder: Path, ops: FileOps) -> None:
+    def __init__(self, folder: Path, ops: FileOps, *, readonly: bool = False) -> None:
         self._ops = ops
-        self._env, self._identity = _open_environment(folder)
+        self._env, self._identity = _open_environment(folder, readonly)
         try:
             # Where the tables exist this changes nothing and syncs nothing.
-            with self._env.begin(write=True) as txn:
-                self._pages = self._env.open_db(b"pages", txn=txn)
-                self._recency = self._env.open_db(b"recency", txn=txn)
-                self._meta = self._env.open_db(b"meta", txn=txn)
-            self._env.reader_check()
+            with nullcontext() if readonly else self._env.begin(write=True) as txn:
+                self._pages, self._recency, self._meta = (
+                    self._env.open_db(name, txn=txn, create=not readonly)
+                    for name in (b"pages", b"recency", b"meta")
+                )
+            if not readonly:
+                self._env.reader_check()
         except BaseException:
             self.close()
             raise
@@ -291,12 +298,15 @@ _environments: dict[tuple[int, int], tuple[lmdb.Environment, int]] = {}
 _environments_lock = threading.Lock()
 
 
-def _open_environment(folder: Path) -> tuple[lmdb.Environment, tuple[int, int]]:
+def _open_environment(folder: Path, readonly: bool) -> tuple[lmdb.Environment, tuple[int, int]]:
     status = folder.stat()
     identity = (status.st_dev, status.st_ino)
     with _environments_lock:
         env, users = _environments.get(identity, (None, 0))
         if env is None:
+            # Readers enter themselves in the lock file. Where it cannot be written, a writer under
+            # another user would not know of them, and they may see what it is changing.
+            enters = not readonly or os.access(folder / LOCK_FILE, os.W_OK)
             # metasync off: a power cut may undo the last commit, never damage the index.
             env = lmdb.open(
                 str(folder),
@@ -306,6 +316,8 @@ def _open_environment(folder: Path) -> tuple[lmdb.Environment, tuple[int, int]]:
                 metasync=False,
                 readahead=False,
                 meminit=False,
+                readonly=readonly,
+                lock=enters,
                 mode=0o600,
             )
         _environments[identity] = (env, users + 1)

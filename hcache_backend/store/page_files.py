@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from hcache_backend.store.file_ops import opened
-from hcache_backend.store.folder import Folder
+from hcache_backend.store.folder import Folder, FolderView
 from hcache_backend.store.format import (
     BLOCK,
     Block,
@@ -85,7 +85,7 @@ def remove_nameless(folder: Folder, number: int) -> None:
         folder.ops.unlink(name, dir_fd)
 
 
-def file_exists(folder: Folder, name: PageName) -> bool:
+def file_exists(folder: FolderView, name: PageName) -> bool:
     """Whether a page file is really there."""
     try:
         with folder.shard(name.shard) as shard_fd:
@@ -95,7 +95,7 @@ def file_exists(folder: Folder, name: PageName) -> bool:
     return True
 
 
-def delete_page(folder: Folder, name: PageName, only: os.stat_result | None = None) -> bool:
+def delete_page(folder: FolderView, name: PageName, only: os.stat_result | None = None) -> bool:
     """Delete a page file, under the folder's lock; its entry in the index is the caller's.
 
     Another file than the one with status ``only`` stays. Returns whether nothing stands there now.
@@ -113,7 +113,7 @@ def delete_page(folder: Folder, name: PageName, only: os.stat_result | None = No
 
 
 @contextmanager
-def opened_page(folder: Folder, name: PageName) -> Iterator[tuple[int, os.stat_result]]:
+def opened_page(folder: FolderView, name: PageName) -> Iterator[tuple[int, os.stat_result]]:
     """A page file, open for reading, and its status; FileNotFoundError when it is not there."""
     with folder.shard(name.shard) as shard_fd:
         fd = folder.ops.open(name.file, os.O_RDONLY | folder.io.alignment.flags, shard_fd)
@@ -128,7 +128,9 @@ def opened_page(folder: Folder, name: PageName) -> Iterator[tuple[int, os.stat_r
         folder.ops.close(fd)
 
 
-def read_page(folder: Folder, entry: Entry, memory: PageMemory, wanted: Subset) -> tuple[int, int]:
+def read_page(
+    folder: FolderView, entry: Entry, memory: PageMemory, wanted: Subset
+) -> tuple[int, int]:
     """Read and verify what is wanted of a page file, into the memory of the same or another share.
 
     Args:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from hcache_backend.store.file_ops import FileOps
+from hcache_backend.store.file_ops import FileOps, opened
 from hcache_backend.store.format import BLOCK, round_up
 from hcache_backend.store.shares import WHOLE, Parts, Share
 
@@ -209,6 +209,19 @@ def probe_alignment(ops: FileOps, dir_fd: int, name: str) -> Alignment:
     finally:
         ops.close(fd)
         ops.unlink(name, dir_fd)
+
+
+def reading_alignment(ops: FileOps, dir_fd: int, name: str) -> Alignment:
+    """What direct reads in a folder want: whole blocks, if its file ``name`` can be read so."""
+    room = memoryview(mmap.mmap(-1, BLOCK))
+    try:
+        with opened(ops, name, os.O_RDONLY | os.O_DIRECT, dir_fd) as fd:
+            ops.read(fd, [room], 0)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        return BUFFERED
+    return Alignment(os.O_DIRECT, BLOCK, BLOCK)
 
 
 def _aligned(pieces: Sequence[memoryview], offset: int, alignment: Alignment) -> bool:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +129,82 @@ def test_doctor_looks_at_folders_and_leaves_nothing(folder: Path, store: PageSto
     checks = {check["subject"]: check for check in hcache_json("doctor", "-d", new)["checks"]}
     assert "does not exist yet" in checks[str(new)]["detail"]
     assert not new.exists()
+
+
+def by_permissions(folder: Path) -> list[str]:
+    """Take away every right to write; the command runs without root's power to ignore that."""
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(path.stat().st_mode & ~0o222)
+    return []
+
+
+def by_mount(folder: Path) -> list[str]:
+    """The command runs where the folder is mounted read-only, as kernels do after disk errors."""
+    mount = f"mount --bind {folder} {folder} && mount -o remount,bind,ro {folder} && exec "
+    inside = ["unshare", "--map-root-user", "--mount", "sh", "-c", mount + '"$@"', "sh"]
+    if subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no mount namespaces here")
+    return inside
+
+
+def without_root_power() -> None:
+    """From the next exec on, permissions hold for root too; for others nothing changes."""
+    drop_from_bounding_set, may_ignore_permissions = 24, 1
+    ctypes.CDLL(None).prctl(drop_from_bounding_set, may_ignore_permissions, 0, 0, 0)
+
+
+SEVERAL_COMMANDS = """
+import json, sys
+from typer.testing import CliRunner
+from hcache_backend.cli.main import app
+folder, *commands = sys.argv[1:]
+for command in commands:
+    result = CliRunner().invoke(app, [command, "-d", folder, "--json"])
+    print(json.dumps([result.exit_code, result.output]))
+"""
+
+
+@pytest.mark.parametrize("protect", [by_permissions, by_mount])
+def test_a_store_that_cannot_be_written_can_be_looked_at(
+    protect: Callable[[Path], list[str]], folder: Path, store: PageStore
+) -> None:
+    store.close()
+    before = names(folder)
+    run = subprocess.run(
+        [
+            *protect(folder),
+            *(sys.executable, "-c", SEVERAL_COMMANDS, str(folder)),
+            *("stats", "ls", "verify", "doctor", "gc"),
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+        preexec_fn=without_root_power,
+    )
+    results = [json.loads(line) for line in run.stdout.splitlines()]
+    assert [status for status, _ in results] == [0, 0, 0, 1, 2], results
+    stats, pages, verified, doctor = (json.loads(output) for _, output in results[:4])
+    assert stats["folders"][0]["pages"] == 6
+    assert len(pages["pages"]) == 6
+    [found] = verified["folders"].values()
+    assert (found["pages"], found["problems"]) == (6, 0)
+    checks = {check["subject"]: check for check in doctor["checks"]}
+    assert checks[str(folder)]["verdict"] == "good"
+    assert checks[f"{folder}: writing"]["verdict"] == "bad"
+    assert any(reason in results[4][1] for reason in ("Permission denied", "Read-only file"))
+    assert names(folder) == before
+
+
+def test_a_store_whose_index_is_gone_is_to_be_verified_with_a_new_one(
+    folder: Path, store: PageStore
+) -> None:
+    store.close()
+    (folder / "index" / "data.mdb").unlink()
+    told = " ".join(hcache("stats", "-d", folder, status=2).split())
+    assert "its index cannot be opened" in told
+    assert "hcache verify --rebuild makes a new one" in told
+    assert hcache_json("verify", "--rebuild", "-d", folder)["folders"][str(folder)]["pages"] == 6
+    assert hcache_json("stats", "-d", folder)["folders"][0]["pages"] == 6
 
 
 def test_doctor_says_when_a_folder_cannot_work(tmp_path: Path) -> None:
