@@ -117,6 +117,7 @@ def runner(**arguments: Any) -> Any:
         "hicache_storage_backend": None,
         "hicache_storage_backend_extra_config": None,
         "enable_hierarchical_cache": True,
+        "page_size": 64,
     }
     return SimpleNamespace(
         server_args=SimpleNamespace(**{**defaults, **arguments}), model=torch.nn.Linear(2, 2)
