@@ -358,6 +358,19 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, runtime: Runtime)
         HCacheStorage(storage_config(tmp_path))
 
 
+def test_an_attach_with_pages_of_one_token_is_warned_of(
+    tmp_path: Path, runtime: Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warnings() -> list[str]:
+        caplog.clear()
+        HCacheStorage(storage_config(tmp_path)).close()
+        return [line for line in caplog.messages if "--page-size 64" in line]
+
+    assert warnings() == []
+    runtime.runner.server_args.page_size = None  # it was not given
+    assert len(warnings()) == 1
+
+
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
 def test_a_folder_that_cannot_be_written_is_to_be_one_that_can(
     number: int, tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
