@@ -76,13 +76,11 @@ def _look_at_folder(path: Path, config: HCacheConfig) -> Iterator[Check]:
     else:
         yield Check(str(path), "good", f"does not exist yet; it will be made in {place}")
     yield _file_system(path, place)
-    free = shutil.disk_usage(place).free
-    enough = free > 2 * config.min_free_bytes
-    yield Check(
-        f"{path}: free",
-        "good" if enough else "fair",
-        f"{human_bytes(free)}, of which {human_bytes(config.min_free_bytes)} stay free",
-    )
+    free, kept = shutil.disk_usage(place).free, config.min_free_bytes
+    detail = f"{human_bytes(free)}, of which {human_bytes(kept)} stay free"
+    if free <= kept:
+        detail = f"{human_bytes(free)}: no room, option 'min_free_bytes' keeps {human_bytes(kept)}"
+    yield Check(f"{path}: free", "good" if free > 2 * kept else "fair", detail)
     yield from _try_out(path, place)
     report = read_report(path)
     if report is not None:

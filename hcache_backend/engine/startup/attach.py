@@ -154,13 +154,13 @@ def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
         ConfigError: An option is wrong, or the running server cannot follow it any more.
     """
     check_extra_config(extra)
-    options = extra.get("hcache") or {}
+    options = extra.get("hcache")
     config = parse_config(options, "hcache", runtime.config)
     started = runtime.config or HCacheConfig()
     in_mode = f"runs in {runtime.mode or 'kv'} mode"
     if runtime.mode != "hidden":
         in_mode += f" ({runtime.reason or STARTED_WITHOUT_US})"
-    for name in sorted(FIXED_AT_START.intersection(options)):
+    for name in sorted(FIXED_AT_START.intersection(options or ())):
         asked, has = getattr(config, name), getattr(started, name)
         told = in_mode if runtime.config is None else f"was started with {has!r}"
         if name == "mode" and asked != "auto":  # a server may be in another mode than it was to be

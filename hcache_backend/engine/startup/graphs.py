@@ -39,7 +39,11 @@ def _before_graphs(original: Callable[..., Any], runner: Any, *a: Any, **kw: Any
 
 
 def record_copies(runtime: Runtime, runner: Any) -> None:
-    """Called right before SGLang records its CUDA graphs. Never raises."""
+    """Called right before SGLang records its CUDA graphs.
+
+    Raises:
+        SystemExit: An option is wrong; nothing else is raised.
+    """
     if runner.device == "cpu" or getattr(runner, "is_draft_worker", False) or graphs_are_off():
         return
     try:

@@ -207,6 +207,16 @@ def test_a_store_whose_index_is_gone_is_to_be_verified_with_a_new_one(
     assert hcache_json("stats", "-d", folder)["folders"][0]["pages"] == 6
 
 
+def test_doctor_says_when_the_disk_has_no_room(
+    folder: Path, store: PageStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HCACHE_CONFIG", json.dumps({"min_free_bytes": 1 << 60}))
+    checks = {check["subject"]: check for check in hcache_json("doctor", "-d", folder)["checks"]}
+    found = checks[f"{folder}: free"]
+    assert found["verdict"] == "fair"
+    assert "no room, option 'min_free_bytes' keeps 1048576.0 TiB" in found["detail"]
+
+
 def test_doctor_says_when_a_folder_cannot_work(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     found = hcache_json("doctor", "-d", tmp_path, status=1)
