@@ -200,8 +200,6 @@ class Folder(FolderView):
         if create:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         super().__init__(path, ops, buffer_bytes)
-        self._index_inode = (path / _INDEX).stat().st_ino
-        self._index_file_inode = (path / _INDEX / INDEX_FILE).stat().st_ino
 
     def _open(self, stack: ExitStack, buffer_bytes: int) -> None:
         ops, root_fd = self.ops, self.root_fd
@@ -222,6 +220,8 @@ class Folder(FolderView):
             if self.index_is_partial and self._holds_no_pages():
                 self.index.set_meta(complete=INDEX_FORMAT, boot=_boot_id())
                 self.index_is_partial = False
+        self._index_inode = (self.path / _INDEX).stat().st_ino
+        self._index_file_inode = (self.path / _INDEX / INDEX_FILE).stat().st_ino
 
     def is_in_place(self) -> bool:
         """Whether path and index still lead to what was opened."""
