@@ -1,222 +1,263 @@
-"""What each codec of hidden states costs: bytes, error of K and V, and changed tokens.
+"""What each codec of hidden states costs: bytes, and what it changes in the model's output.
 
-- bytes per token: page files of a real SGLang server that captured them
-- K and V: projected from encoded and decoded hidden states of the same model, against those of
-  the exact ones; relative, root mean square, all heads together and the worst head
-- identical tokens: conversations whose history comes back from L3 before each reply. A token counts
-  as identical if the exact model picks it after the same prompt and the same tokens before it. In
-  float32 the exact model is transformers without any cache; exp4 is for bfloat16, where its
-  conversations are compared token by token with those of a server with codec none
+A server without a cache holds conversations. Every codec's server is then given the same texts,
+turn by turn: the history of each comes back from L3, question and reply behind it are computed, and
+what the model makes of the reply's tokens is compared with
 
-The model is random: its margins between tokens are smaller than those of a trained one.
+- a server without a cache, which computes the whole text in the same type. The row `decoded` is its
+  own replies against that: what rounding alone changes between one token at a time and all at once
+- codec `none`: what the codec alone changes
+
+Bytes per token are those of the page files.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-
-from bench.demo.codecs import not_restored
-from bench.demo.conversations import MethodRun, Script, run_method
-from bench.harness.machine import find_machine
+from bench.demo.conversations import POOL_TOKENS, Script
+from bench.harness.machine import Machine, find_machine
+from bench.harness.methods import METHODS, PAGE_SIZE, server_options
 from bench.harness.models import TinyLlama
-from bench.harness.program import parser
+from bench.harness.program import at_least, failing, parser, stamp, steps
+from bench.harness.reference import Scores, agreement
 from bench.harness.report import OUT, grouped_bars, markdown, write
-from hcache_kernels.codecs import make_codec
+from bench.harness.restorer import page_files
+from bench.harness.server import Server
 
-CASES = (
-    ("none", "float32"),
-    ("int8", "float32"),
-    ("fp8", "float32"),
-    ("none", "bfloat16"),
-    ("exp4", "bfloat16"),
-)
+CODECS = {"float32": ("none", "int8", "fp8"), "bfloat16": ("none", "exp4", "int8", "fp8")}
+"""Codecs by the type that the model is served in; the first one changes no value."""
+UNCODED = "none"
 Row = dict[str, Any]
+
+
+class Turn(NamedTuple):
+    """A turn of a conversation that the server without a cache held.
+
+    Attributes:
+        ids: History, question and reply.
+        history: Tokens of the history; 0 in a first turn.
+        reply: Tokens of the reply.
+    """
+
+    ids: list[int]
+    history: int
+    reply: int
+
+    @property
+    def start(self) -> int:
+        """Place of the reply's first token."""
+        return len(self.ids) - self.reply
 
 
 def main() -> None:
     parsed = parser("bench.codecs", __doc__)
-    parsed.add_argument("--conversations", type=int, default=10)
-    parsed.add_argument("--turns", type=int, default=3)
-    parsed.add_argument("--question-tokens", type=int, default=500)
-    parsed.add_argument("--reply-tokens", type=int, default=100)
-    parsed.add_argument("--out", type=Path, default=OUT, help="folder for codecs.json and .png")
+    add = parsed.add_argument
+    add("--conversations", type=at_least(1), default=8, help="conversations held")
+    add("--turns", type=at_least(2), default=3, help="turns of each conversation")
+    add("--question-tokens", type=at_least(1), default=300, help="tokens of each question")
+    add("--reply-tokens", type=at_least(1), default=100, help="tokens of each reply")
+    add("--out", type=Path, default=OUT, help="folder for codecs.json and codecs.png")
     options = parsed.parse_args()
     script = Script(
         options.conversations, options.turns, options.question_tokens, options.reply_tokens
     )
-    machine = find_machine()
-    with tempfile.TemporaryDirectory(prefix="hcache-bench-") as scratch:
-        model = TinyLlama(vocabulary=script.vocabulary).build(Path(scratch))
-        runs = {}
-        for codec, dtype in CASES:
-            print(f"codec {codec}, {dtype}: serving", flush=True)
-            folder = Path(scratch) / f"{codec}-{dtype}"
-            runs[codec, dtype] = run_method(
-                "hcache-hidden", script, model, machine, folder, lambda step: None, dtype, codec
+    with failing():
+        results = measure(script, find_machine())
+        print(table_lines(results))
+        write(options.out, "codecs", results, draw)
+
+
+def measure(script: Script, machine: Machine) -> Row:
+    """Run every server; returns the content of ``codecs.json``.
+
+    Raises:
+        ServerError: A server did not start, a request failed, or a history did not come back.
+    """
+    turns = script.conversations * script.turns
+    servers = sum(len(codecs) for codecs in CODECS.values())
+    with (
+        steps((servers + 2 * len(CODECS)) * turns + 1) as (_, advance),
+        tempfile.TemporaryDirectory(prefix="hcache-bench-") as scratch,
+    ):
+        advance("preparing SGLang and a tiny model")
+        shape = TinyLlama(vocabulary=script.vocabulary)
+        serve = _Servers(shape.build(Path(scratch)), machine, Path(scratch), advance)
+        rows = [row for dtype in CODECS for row in _rows(serve, script, dtype)]
+    return {**stamp(machine), "model": shape.describe(), **asdict(script), "codecs": rows}
+
+
+def _rows(serve: _Servers, script: Script, dtype: str) -> Iterator[Row]:
+    """Replies of the server without a cache, then one row per codec."""
+    talk, decoded, exact = serve.reference(script, dtype)
+    yield {"codec": "decoded", "dtype": dtype, "as_recomputed": compared("decoded", decoded, exact)}
+    found: dict[str, tuple[Scores, float]] = {}
+    for codec in CODECS[dtype]:
+        scores, stored = found[codec] = serve.restored(talk, dtype, codec)
+        uncoded, most = found[UNCODED]
+        coded = codec != UNCODED
+        yield {
+            "codec": codec,
+            "dtype": dtype,
+            "stored_bytes_per_token": stored,
+            "share_of_uncoded": stored / most if coded else None,
+            "as_recomputed": compared(codec, scores, exact),
+            "as_uncoded": compared(codec, scores, uncoded) if coded else None,
+        }
+
+
+def compared(row: str, scores: Scores, reference: Scores) -> Row:
+    """What ``codecs.json`` says of scores beside those of a reference."""
+    return asdict(agreement(row, scores, reference))
+
+
+class _Servers:
+    """Starts servers and has them score texts."""
+
+    def __init__(
+        self, model: Path, machine: Machine, scratch: Path, advance: Callable[[str], None]
+    ) -> None:
+        self._model, self._machine, self._scratch = model, machine, scratch
+        self._advance = advance
+
+    def _server(self, method: str, folder: Path, dtype: str, **hcache: str) -> Server:
+        return Server(
+            server_options(
+                METHODS[method],
+                self._machine,
+                self._model,
+                folder,
+                pool_tokens=POOL_TOKENS,
+                hcache=hcache,
+                dtype=dtype,
+                attention_backend="torch_native",
+                chunked_prefill_size=POOL_TOKENS,
             )
-            if problems := not_restored(codec, runs[codec, dtype]):
-                # A comparison of replies whose history was computed again would say nothing.
-                raise SystemExit("\n".join(problems))
-        rows = measure(runs, script, load(model))
-    results = {"device": machine.name, "codecs": rows}
-    print(table_lines(results))
-    write(options.out, "codecs", results, draw)
-
-
-def load(model: Path) -> Any:
-    """The model in transformers, float32."""
-    from transformers import LlamaForCausalLM
-
-    return LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-
-
-def measure(runs: dict[tuple[str, str], MethodRun], script: Script, net: Any) -> list[Row]:
-    """One row a codec."""
-    exact_bytes = {
-        dtype: run.stored_bytes / run.stored_tokens
-        for (codec, dtype), run in runs.items()
-        if codec == "none"
-    }
-    hidden = hidden_states(net, prompts_of(script, runs["none", "float32"])[-1][0])
-    rows = []
-    for (codec, dtype), run in runs.items():
-        if dtype == "float32":
-            same = teacher_forced(net, prompts_of(script, run))
-        else:
-            same = side_by_side(run, runs["none", dtype])
-        stored = run.stored_bytes / run.stored_tokens
-        rows.append(
-            {
-                "codec": codec,
-                "dtype": dtype,
-                "stored_bytes_per_token": stored,
-                "share_of_exact": stored / exact_bytes[dtype],
-                **kv_errors(net, hidden, codec, getattr(torch, dtype)),
-                "tokens": len(same),
-                "identical": sum(same),
-                "identical_share": sum(same) / len(same),
-            }
         )
-    return rows
+
+    def reference(
+        self, script: Script, dtype: str
+    ) -> tuple[Sequence[Sequence[Turn]], Scores, Scores]:
+        """Conversations held without a cache, and two scores of the replies behind a history:
+        as the server decoded them, and as it computes whole texts."""
+        talk: list[list[Turn]] = []
+        decoded, whole = _Scored(), _Scored()
+        with self._server("recompute", self._scratch / f"reference-{dtype}", dtype) as server:
+            for conversation in range(script.conversations):
+                talk.append([])
+                ids: list[int] = []
+                for number in range(script.turns):
+                    self._advance(f"no cache, {dtype}: conversation {conversation + 1}")
+                    history = len(ids)
+                    ids = [*ids, *script.question(conversation, number)]
+                    reply = server.generate(ids, script.reply_tokens, logprobs=True)
+                    ids = [*ids, *reply.output_ids]
+                    turn = Turn(ids, history, script.reply_tokens)
+                    talk[-1].append(turn)
+                    self._advance(f"no cache, {dtype}: the same text at once")
+                    if history:
+                        decoded.add(reply.output_ids, [best for best, _ in reply.top2])
+                        best, logprobs, _ = server.score(turn.ids, turn.start)
+                        whole.add(best, logprobs)
+        return talk, decoded.scores, whole.scores
+
+    def restored(
+        self, talk: Sequence[Sequence[Turn]], dtype: str, codec: str
+    ) -> tuple[Scores, float]:
+        """Scores of the replies behind restored histories, and bytes per token of the pages."""
+        folder, scored = self._scratch / f"{codec}-{dtype}", _Scored()
+        with self._server("hcache-hidden", folder, dtype, codec=codec) as server:
+            for number, conversation in enumerate(talk):
+                for turn in conversation:
+                    self._advance(f"codec {codec}, {dtype}: conversation {number + 1}")
+                    best, logprobs, from_l3 = server.score(turn.ids, turn.start)
+                    if from_l3 <= turn.history - PAGE_SIZE:
+                        # A history that was computed again would say nothing about the codec.
+                        raise server.error(
+                            f"{from_l3} of {turn.history} tokens of a history came from L3"
+                        )
+                    if turn.history:
+                        scored.add(best, logprobs)
+                    server.flush_cache()
+            if f"codec {codec}" not in server.log_text():
+                raise server.error(f"codec {codec} is not in use")
+        pages = page_files(folder / "l3")
+        size = sum(path.stat().st_size for path in pages)
+        return scored.scores, size / (PAGE_SIZE * len(pages))
 
 
-def prompts_of(script: Script, run: MethodRun) -> list[tuple[list[int], list[int]]]:
-    """Prompt and reply of every turn whose history was restored."""
-    histories: dict[int, list[int]] = {}
-    pairs = []
-    for turn in run.turns:
-        history = histories.get(turn.conversation, [])
-        prompt = [*history, *script.question(turn.conversation, turn.turn)]
-        reply = list(turn.output_ids)
-        if history:
-            pairs.append((prompt, reply))
-        histories[turn.conversation] = prompt + reply
-    return pairs
+class _Scored:
+    """Scores of several texts, one behind the other."""
 
+    def __init__(self) -> None:
+        self._best: list[int] = []
+        self._logprobs: list[float] = []
 
-@torch.inference_mode()
-def teacher_forced(net: Any, pairs: Sequence[tuple[list[int], list[int]]]) -> list[bool]:
-    """For each token of the replies, whether the exact model picks it in its place."""
-    same = []
-    for prompt, reply in pairs:
-        ids = torch.tensor([prompt + reply[:-1]])
-        best = net(input_ids=ids, logits_to_keep=len(reply)).logits[0].argmax(-1)
-        same += (best == torch.tensor(reply)).tolist()
-    return same
+    def add(self, best: Sequence[int], logprobs: Sequence[float]) -> None:
+        self._best += best
+        self._logprobs += logprobs
 
-
-def side_by_side(run: MethodRun, exact: MethodRun) -> list[bool]:
-    """For each token of the replies after a restore, whether the exact run has the same."""
-    return [
-        got == want
-        for turn, reference in zip(run.turns, exact.turns, strict=True)
-        if turn.turn
-        for got, want in zip(turn.output_ids, reference.output_ids, strict=True)
-    ]
-
-
-@torch.inference_mode()
-def hidden_states(net: Any, ids: list[int]) -> list[torch.Tensor]:
-    """What the projections of every layer receive for ``ids``, ``[n, hidden]``."""
-    seen: list[torch.Tensor] = []
-    handles = [
-        layer.self_attn.k_proj.register_forward_pre_hook(
-            lambda module, args: seen.append(args[0][0].clone())
-        )
-        for layer in net.model.layers
-    ]
-    net(input_ids=torch.tensor([ids]), logits_to_keep=1)
-    for handle in handles:
-        handle.remove()
-    return seen
-
-
-@torch.inference_mode()
-def kv_errors(net: Any, hidden: list[torch.Tensor], codec: str, dtype: torch.dtype) -> Row:
-    """Relative errors of K and V that the codec alone makes (RoPE turns, and changes no length)."""
-    heads: dict[str, list[torch.Tensor]] = {"k": [], "v": []}
-    for layer, states in zip(net.model.layers, hidden, strict=True):
-        exact = states.to(dtype)
-        encoder = make_codec(codec, exact.shape[1], dtype)
-        encoded, ok = encoder.encode(exact)
-        assert ok.all(), f"{codec} cannot hold {int((~ok).sum())} rows"
-        decoded = encoder.decode(encoded)
-        attention = layer.self_attn
-        for name, linear in (("k", attention.k_proj), ("v", attention.v_proj)):
-            want, got = (linear(rows.float()) for rows in (exact, decoded))
-            want, got = (x.unflatten(1, (-1, attention.head_dim)) for x in (want, got))
-            square = (got - want).square().mean((0, 2)) / want.square().mean((0, 2))
-            heads[name].append(square.sqrt())
-    return {
-        f"{name}_error{which}": float(function(torch.cat(heads[name])))
-        for name in ("k", "v")
-        for which, function in (("", torch.mean), ("_worst_head", torch.max))
-    }
+    @property
+    def scores(self) -> Scores:
+        return Scores(self._best, self._logprobs)
 
 
 def table_lines(results: Row) -> str:
-    """Bytes, errors and identical tokens by codec."""
-    heads = ("codec", "in", "bytes per token", "of exact", "error of K", "of V", "identical tokens")
+    """Bytes and changed output by codec."""
+    heads = ("codec", "in", "bytes per token", "of uncoded", "same token as without a cache")
+    more = ("log-probability off by", "same token as uncoded", "off by")
     rows = [
         (
-            f"`{row['codec']}`",
+            row["codec"] if row["codec"] == "decoded" else f"`{row['codec']}`",
             row["dtype"],
-            f"{row['stored_bytes_per_token']:,.0f}",
-            row["share_of_exact"],
-            f"{row['k_error']:.2%}",
-            f"{row['v_error']:.2%}",
-            f"{row['identical']} of {row['tokens']} ({row['identical_share']:.1%})",
+            f"{row['stored_bytes_per_token']:,.0f}" if "stored_bytes_per_token" in row else None,
+            row.get("share_of_uncoded"),
+            *_shown(row["as_recomputed"]),
+            *_shown(row.get("as_uncoded")),
         )
         for row in results["codecs"]
     ]
-    return markdown(heads, rows)
+    return markdown((*heads, *more), rows)
+
+
+def _shown(found: Mapping[str, Any] | None) -> tuple[str | None, str | None]:
+    """Same tokens, and the mean (largest) difference of log-probabilities."""
+    if found is None:
+        return None, None
+    differences = f"{found['mean_difference']:.2g} ({found['largest_difference']:.2g})"
+    return f"{found['same']:,} of {found['tokens']:,}", differences
 
 
 def draw(results: Row) -> Any:
-    """Bytes, error of K, and identical tokens of every codec."""
+    """Bytes and changed output of every codec."""
     from matplotlib.figure import Figure
 
-    rows = [
-        {**row, "name": f"{row['codec']}, {row['dtype']}"}
-        for row in results["codecs"]
-        if (row["codec"], row["dtype"]) != ("none", "bfloat16")
-    ]
-    figure = Figure(figsize=(10, 3.4), layout="constrained")
-    for axes, (title, key) in zip(
+    rows = []
+    for row in results["codecs"]:
+        exact = row["as_recomputed"]
+        rows.append(
+            {
+                "name": f"{row['codec']}, {row['dtype']}",
+                "bytes": row.get("stored_bytes_per_token"),
+                "changed": 100 * (1 - exact["same"] / exact["tokens"]),
+                "difference": exact["mean_difference"],
+            }
+        )
+    figure = Figure(figsize=(15, 3.4), layout="constrained")
+    for axes, (title, key, form) in zip(
         figure.subplots(1, 3),
         (
-            ("bytes, of exact hidden states", "share_of_exact"),
-            ("error of K, relative", "k_error"),
-            ("identical greedy tokens", "identical_share"),
+            ("bytes per token", "bytes", "%.0f"),
+            ("other tokens than without a cache, %", "changed", "%.2f"),
+            ("mean difference of log-probabilities", "difference", "%.1g"),
         ),
         strict=True,
     ):
-        grouped_bars(axes, title, rows, "name", {title: key}, "%.3f")
+        grouped_bars(axes, title, rows, "name", {title: key}, form)
     return figure
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from bench.demo.conversations import MethodRun, Turn
 from bench.harness.methods import METHODS as ALL_METHODS
+from bench.harness.reference import reference_of
 from bench.harness.report import grouped_bars, markdown
 from bench.harness.restorer import Restore
 
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 L3_METHODS = ("file", "hcache-hidden")
-METHODS = ("recompute", *L3_METHODS)
+REFERENCE = "recompute"
+"""The method without a cache, which the others are compared with."""
+METHODS = (REFERENCE, *L3_METHODS)
 OURS = "hcache-hidden"
 _HEAD = (
     "bytes per token",
@@ -34,7 +37,8 @@ def problems(runs: Mapping[str, MethodRun], page_size: int) -> list[str]:
     """What went wrong, one line each; empty when the demo succeeded."""
     found = []
     for name in L3_METHODS:
-        for turn, reference in zip(runs[name].turns, runs["recompute"].turns, strict=True):
+        exact = reference_of(name, runs[name], runs[REFERENCE])
+        for turn, reference in zip(runs[name].turns, exact.turns, strict=True):
             where = f"{name}: conversation {turn.conversation}, turn {turn.turn}"
             if turn.output_ids != reference.output_ids:
                 found.append(f"{where}: the reply differs from that without a cache")
@@ -79,7 +83,11 @@ def build_report(
         "succeeded": not found,
         "problems": found,
         "identical_tokens": all(turn["identical_tokens"] for turn in turns),
-        "methods": {name: _method_entry(runs[name], runs["recompute"]) for name in METHODS},
+        "methods": {
+            name: _method_entry(runs[name])
+            | ({} if name == REFERENCE else _likeness(name, runs[name], runs[REFERENCE]))
+            for name in METHODS
+        },
         **({"codecs": dict(codecs)} if codecs else {}),
         "turns": turns,
     }
@@ -101,14 +109,20 @@ def _turn_entry(by_method: Mapping[str, Turn]) -> dict[str, Any]:
     }
 
 
-def _method_entry(run: MethodRun, reference: MethodRun) -> dict[str, Any]:
+def _likeness(name: str, run: MethodRun, reference: MethodRun) -> dict[str, bool]:
+    exact = reference_of(name, run, reference)
+    return {
+        "identical_tokens": [turn.output_ids for turn in run.turns]
+        == [turn.output_ids for turn in exact.turns]
+    }
+
+
+def _method_entry(run: MethodRun) -> dict[str, Any]:
     restores = [turn.restore for turn in run.turns if turn.restore is not None]
     entry: dict[str, Any] = {
         "stored_bytes_per_token": (
             run.stored_bytes / run.stored_tokens if run.stored_tokens else 0.0
         ),
-        "identical_tokens": [t.output_ids for t in run.turns]
-        == [t.output_ids for t in reference.turns],
         "l3_tokens": sum(turn.l3_tokens for turn in run.turns),
         "history_tokens": sum(turn.history_tokens for turn in run.turns),
         "restore_ms_per_1k_tokens": _median_per_1k(restores, "ms"),

@@ -54,7 +54,7 @@ def measure(device: Device, models: list[str], batches: list[int], results: Resu
     for shape in chosen(models, dry_run=device.dry_run):
 
         def add(
-            step: str, tokens: int, way: str, ms: float, right: bool, shape: Shape = shape
+            step: str, tokens: int, way: str, ms: float, right: bool | None, shape: Shape = shape
         ) -> None:
             row = {"model": shape.name, "step": step, "tokens": tokens, "way": way, "ms": ms}
             results.add({**row, "right": right}, f"{shape.name}, {step} of {tokens}, {way}")
@@ -71,13 +71,18 @@ def measure(device: Device, models: list[str], batches: list[int], results: Resu
                 add("prefill", eager, way, *Prefill(device, shape, layers, eager).run(way))
             for batch in batches:
                 alone, during, right = decode_during_restores(device, shape, layers, batch)
-                add("decode", batch, "alone", alone, True)
+                add("decode", batch, "alone", alone, None)
                 add("decode", batch, "during restores", during, right)
 
 
-def overhead(rows: list[Row], row: Row) -> float:
-    """Share that ``row`` takes longer than the same step with nothing beside it."""
+def overhead(rows: list[Row], row: Row) -> float | None:
+    """Share that ``row`` takes longer than the same step with nothing beside it.
+
+    None where that is the row itself.
+    """
     base = "alone" if row["way"] in ("alone", "during restores") else "none"
+    if row["way"] == base:
+        return None
     names = ("model", "step", "tokens")
     (alone,) = (
         other["ms"]
@@ -90,14 +95,12 @@ def overhead(rows: list[Row], row: Row) -> float:
 def table(rows: list[Row]) -> str:
     """One line per measurement."""
     heads = ("model", "step", "tokens", "saving", "ms", "adds, %", "right")
-    lines = (
-        (
-            *(row[name] for name in ("model", "step", "tokens", "way", "ms")),
-            100 * overhead(rows, row),
-        )
-        for row in rows
-    )
-    return markdown(heads, ((*line, row["right"]) for line, row in zip(lines, rows, strict=True)))
+    lines = []
+    for row in rows:
+        added = overhead(rows, row)
+        shown = (row[name] for name in ("model", "step", "tokens", "way", "ms"))
+        lines.append((*shown, added and 100 * added, row["right"]))
+    return markdown(heads, lines)
 
 
 def draw(results: Row) -> Any:
@@ -116,7 +119,7 @@ def draw(results: Row) -> Any:
     ):
         first = place
         for row in group:
-            axis.bar(place, 100 * overhead(rows, row), 0.8, color=colours[row["way"]])
+            axis.bar(place, 100 * (overhead(rows, row) or 0.0), 0.8, color=colours[row["way"]])
             place += 1
         labels.append(((first + place - 1) / 2, f"{step}\n{tokens}\n{model}"))
         place += 0.7

@@ -130,8 +130,8 @@ class Forward(ABC):
             self.forward(watch)
         return graph.replay
 
-    def run(self, way: str) -> tuple[float, bool]:
-        """Milliseconds of a pass, and whether the last one's rows were saved."""
+    def run(self, way: str) -> tuple[float, bool | None]:
+        """Milliseconds of a pass, and whether the last one's rows were saved; None: none are."""
         saving = Saving(self.device, self.shape, self.tokens, self.places)
 
         def captured(launch: Callable[[], object], *, replayed: bool) -> None:
@@ -155,7 +155,7 @@ class Forward(ABC):
                     launch()
 
         took = self.device.milliseconds(passes) / self.steps
-        right = way == "none" or saving.saved(self._inputs())
+        right = None if way == "none" else saving.saved(self._inputs())
         self.device.release()
         return took, right
 

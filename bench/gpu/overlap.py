@@ -76,7 +76,7 @@ class Layers:
         self._order = torch.randperm(len(self._pages))[:count]
         self._ids = self._order.to(device.kind)
         self._plain = device.pinned(count, self._segment)
-        self._plain.copy_(self._pages[self._order, HEADER_BYTES : HEADER_BYTES + self._segment])
+        self._plain.copy_(self._first_layer())
         kinds = {"device": device.kind, "dtype": device.dtype}
         size = (count, self._segment)
         self._buffers = [
@@ -126,7 +126,11 @@ class Layers:
         """Whether ``copy`` brings the first layer."""
         self._buffers[0].fill_(0)
         copy(0, self._buffers[0])
-        return torch.equal(self._buffers[0].cpu(), self._plain)
+        return torch.equal(self._buffers[0].cpu(), self._first_layer())
+
+    def _first_layer(self) -> torch.Tensor:
+        """What the pages hold of it, in their order, ``[pages, bytes]``."""
+        return self._pages[self._order, HEADER_BYTES : HEADER_BYTES + self._segment]
 
     def microseconds(self, copy: Copy | None, *, multiply: bool) -> float:
         """Median time per layer of copies, products or both."""

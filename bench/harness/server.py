@@ -209,6 +209,25 @@ class Server:
         reply = self._done("/generate", json=body, timeout=timeout).json()
         return Reply(reply["output_ids"], reply["meta_info"])
 
+    def score(self, input_ids: Sequence[int], start: int) -> tuple[list[int], list[float], int]:
+        """What the model makes of each token from ``start`` (at least 1) on, in one prefill.
+
+        Returns:
+            The most likely token in each of their places, their log-probabilities, and how many
+            tokens before them came from L3.
+        """
+        body = {
+            "input_ids": list(input_ids),
+            "sampling_params": {"temperature": 0.0, "max_new_tokens": 1},
+            "return_logprob": True,
+            "logprob_start_len": start - 1,
+            "top_logprobs_num": 1,
+        }
+        said = self._done("/generate", json=body, timeout=600.0).json()["meta_info"]
+        best = [found[0][1] for found in said["input_top_logprobs"][1:]]
+        logprobs = [found[0] for found in said["input_token_logprobs"][1:]]
+        return best, logprobs, CachedTokens.of(said).storage
+
     def generate_many(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any
     ) -> list[Reply]:

@@ -70,6 +70,7 @@ def test_report_has_every_turn_and_the_medians_of_every_method() -> None:
     assert ours["load_ms_per_1k_tokens"] == 10.0
     assert report["methods"]["recompute"]["restore_ms_per_1k_tokens"] == 250.0
     assert report["methods"]["recompute"]["stored_bytes_per_token"] == 0
+    assert "identical_tokens" not in report["methods"]["recompute"]
     assert len(report["turns"]) == 4
     assert report["turns"][3] | {"restore_ms": None} == {
         "conversation": 1,
@@ -120,12 +121,13 @@ def make_codec_runs() -> dict[str, MethodRun]:
     return {
         name: MethodRun(turns, 512, 512 * size, f"hidden mode: 4 layers, codec {name}")
         for name, size in sizes.items()
-    }
+    } | {"recompute": MethodRun(turns)}
 
 
-def test_codecs_are_compared_with_exact_hidden_states_and_with_kv() -> None:
+def test_codecs_are_compared_with_recomputation_with_exact_hidden_states_and_with_kv() -> None:
     runs = make_codec_runs()
     runs["int8"] = with_turn(runs["int8"], 3, output_ids=(1, 3))
+    runs["recompute"] = with_turn(runs["recompute"], 2, output_ids=(7, 2))
     codecs = codec_report(runs, TinyLlama())
     report = json.loads(json.dumps(build_report(make_runs(), PAGE, ABOUT, codecs)))
     assert report["succeeded"] is True  # int8 may differ
@@ -133,13 +135,17 @@ def test_codecs_are_compared_with_exact_hidden_states_and_with_kv() -> None:
         "stored_bytes_per_token": 1216,
         "share_of_kv": round(1216 / 4096, 4),
         "l3_tokens": 2 * 192,
-        "same_tokens": 7,
+        "as_recomputed": 5,
+        "as_uncoded": 7,
         "reply_tokens": 8,
     }
+    assert report["codecs"]["codecs"]["none"]["as_recomputed"] == 6
+    assert report["codecs"]["codecs"]["none"]["as_uncoded"] is None
+    assert list(report["codecs"]["codecs"]) == ["none", "exp4", "int8", "fp8"]
     console = Console(width=80, record=True, file=StringIO())
     console.print(codec_table(report["codecs"]))
     text = console.export_text()
-    for cell in ("none", "exp4", "1,728", "0.42", "8 of 8", "7 of 8"):
+    for cell in ("none", "exp4", "1,728", "0.42", " 5 ", " 7 ", " 8 "):
         assert cell in text
 
 

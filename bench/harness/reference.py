@@ -1,0 +1,76 @@
+"""What a run is compared with: always another run, or no comparison could fail."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TypeVar
+
+_Run = TypeVar("_Run")
+
+
+class OwnReference(ValueError):
+    """A row of results would be compared with itself."""
+
+
+def reference_of(row: str, run: object, reference: _Run) -> _Run:
+    """The run that a row is compared with.
+
+    Args:
+        row: The row's name, for the error.
+        run: What the row shows.
+        reference: A run without a cache, or without what the row is about.
+
+    Raises:
+        OwnReference: It is the same run.
+    """
+    if run is reference:
+        raise OwnReference(
+            f"the reference of row {row!r} is the row's own run; it must be another run"
+        )
+    return reference
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What one run makes of the tokens of some texts, each after the true ones before it.
+
+    Attributes:
+        best: The token that the run finds most likely in the place of each.
+        logprobs: Log-probability of each.
+    """
+
+    best: Sequence[int]
+    logprobs: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How near the scores of a run are to those of its reference.
+
+    Attributes:
+        tokens: How many were scored.
+        same: For how many both find the same token most likely.
+        mean_difference: Mean distance of the log-probabilities.
+        largest_difference: The largest one.
+    """
+
+    tokens: int
+    same: int
+    mean_difference: float
+    largest_difference: float
+
+
+def agreement(row: str, run: Scores, reference: Scores) -> Agreement:
+    """Compare scores of the same texts.
+
+    Raises:
+        OwnReference: They are the same run's.
+    """
+    reference = reference_of(row, run, reference)
+    same = [got == want for got, want in zip(run.best, reference.best, strict=True)]
+    differences = [
+        abs(got - want) for got, want in zip(run.logprobs, reference.logprobs, strict=True)
+    ]
+    return Agreement(len(same), sum(same), fmean(differences), max(differences))
