@@ -50,6 +50,7 @@ class PartitionOption(BaseModel):
 FIXED_AT_START = frozenset(
     {
         "mode",
+        "pages",
         "partition",
         "profile",
         "codec",
@@ -70,6 +71,7 @@ class HCacheConfig(BaseModel):
     Attributes:
         dirs: Folders of the page store (L3). Created with mode 0700 when missing.
         mode: What pages hold; ``auto``: hidden states where the model allows them and they pay.
+        pages: ``own`` where the model allows them; ``plain``: SGLang's KV pages.
         partition: How each layer is stored; ``auto``: the fastest restores by the profile.
         profile: A file of ``hcache profile``; None: a kept one, or a quick measurement.
         codec: How hidden states are encoded; KV pages are not.
@@ -97,6 +99,7 @@ class HCacheConfig(BaseModel):
 
     dirs: tuple[Path, ...] = Field(default_factory=default_dirs)
     mode: Literal["auto", "hidden", "kv"] = "auto"
+    pages: Literal["own", "plain"] = "own"
     partition: Literal["auto"] | PartitionOption = "auto"
     profile: Path | None = None
     codec: Literal["none", "exp4", "int8", "fp8"] = "none"

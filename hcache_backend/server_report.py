@@ -34,7 +34,8 @@ class ServerReport(BaseModel):
     Attributes:
         time: When that was, in seconds since 1970.
         model: Its path or name.
-        reason: Why they do not hold hidden states, or None.
+        pages: Its own pages, or SGLang's plain ones.
+        reason: Why they do not hold hidden states, or are plain; None: they hold some.
         codec: How its hidden states are encoded; None in KV mode.
         partition: What it stores of its layers, in words; None in KV mode.
         projection: How its layers are projected; empty in KV mode.
@@ -45,6 +46,7 @@ class ServerReport(BaseModel):
     time: float
     model: str
     mode: Literal["hidden", "kv"]
+    pages: Literal["own", "plain"]
     reason: str | None
     codec: str | None
     partition: str | None = None

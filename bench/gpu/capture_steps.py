@@ -12,7 +12,7 @@ from bench.gpu.program import Device
 from bench.gpu.restore_methods import History
 from bench.gpu.restore_models import Layer
 from bench.gpu.shapes import PAGE, Shape
-from hcache_backend.capture.arena import Arena
+from hcache_backend.capture.shadows import ShadowArena
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.layers import RestoredLayer
@@ -37,7 +37,7 @@ class Saving:
         pages = -(-tokens // PAGE) + 1  # slot 0 belongs to the padding page
         self.memory = device.pinned(pages + 1, layout.page_bytes)
         self.memory.fill_(0xEE)
-        self.arena = Arena(self.memory.numpy(), layout, 1, pages, lambda page: None)
+        self.arena = ShadowArena(self.memory.numpy(), layout, 1, pages, lambda page: None)
         self.staging = Staging(shape.layers, self.codec, places, device.kind)
         self.capture = StagedCapture(self.arena, self.memory, self.staging, range(shape.layers))
         self.slots = torch.randperm((pages - 1) * PAGE, device=device.kind)[:tokens] + PAGE

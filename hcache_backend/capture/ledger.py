@@ -14,7 +14,8 @@ from functools import partial
 
 import torch
 
-from hcache_backend.capture.arena import Arena, Ids
+from hcache_backend.arena import Ids
+from hcache_backend.capture.shadows import ShadowArena
 from hcache_backend.streams import (
     Event,
     StreamFailed,
@@ -68,7 +69,7 @@ class Ledger:
         transfer_ms: Time that stage two took.
     """
 
-    def __init__(self, arena: Arena, device: torch.device) -> None:
+    def __init__(self, arena: ShadowArena, device: torch.device) -> None:
         self.broken: str | None = None
         self.tokens_missing = 0
         self.tokens_unfit = 0

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from hcache_backend.capture.arena import Arena, Ids, ShadowChanges, Verdict
+from hcache_backend.arena import Ids
 from hcache_backend.capture.ledger import Ledger, Proof, StepEntry
+from hcache_backend.capture.shadows import ShadowArena, ShadowChanges, Verdict
 from hcache_backend.streams import (
     Event,
     Stream,
@@ -167,7 +168,7 @@ class StagedCapture:
     """
 
     def __init__(
-        self, arena: Arena, memory: torch.Tensor, staging: Staging, segments: Sequence[int]
+        self, arena: ShadowArena, memory: torch.Tensor, staging: Staging, segments: Sequence[int]
     ) -> None:
         self.arena = arena
         self.waits_for_staging = 0
@@ -347,11 +348,11 @@ class StagedCapture:
     # ---- backup ----
 
     def back_up(self, slots: Ids, host_pages: Ids) -> None:
-        """The pages of ``slots`` become ``host_pages``, without a copy: :meth:`Arena.swap`."""
+        """The pages of ``slots`` become ``host_pages`` by :meth:`ShadowArena.swap`."""
         self._use_shadows(self.arena.swap(slots, host_pages))
 
     def host_freed(self, host_pages: Ids) -> None:
-        """See :meth:`Arena.host_freed`."""
+        """See :meth:`ShadowArena.host_freed`."""
         self.ledger.settle()
         self._use_shadows(self.arena.host_freed(host_pages))
 

@@ -17,6 +17,8 @@ import typer
 from hcache_backend.cli.common import AsJson, Dirs, human_bytes, print_json, screen, settings, table
 from hcache_backend.config import CONFIG_VARIABLE, ENABLE_VARIABLE, HCacheConfig
 from hcache_backend.kvikio_state import kvikio_state
+from hcache_backend.partition.plan import describe
+from hcache_backend.partition.record import PartitionRecord, kept_profiles, records
 from hcache_backend.server_report import ServerReport, read_report
 from hcache_backend.store import FileOps, is_store_folder
 from hcache_backend.store.file_ops import try_lock
@@ -85,11 +87,13 @@ def _look_at_folder(path: Path, config: HCacheConfig) -> Iterator[Check]:
     report = read_report(path)
     if report is not None:
         yield _last_server(path, report)
+    for _, record in records(path):
+        yield _partition(path, record)
 
 
 def _last_server(path: Path, report: ServerReport) -> Check:
     started = time.strftime("%Y-%m-%d %H:%M", time.localtime(report.time))
-    parts = [f"{report.model}, started {started}: {report.mode} mode"]
+    parts = [f"{report.model}, started {started}: {report.mode} mode, {report.pages} pages"]
     if report.reason is not None:
         parts.append(report.reason)
     if report.codec is not None:
@@ -99,8 +103,23 @@ def _last_server(path: Path, report: ServerReport) -> Check:
         parts.append(f"layers {', '.join(map(str, group.layers))} {how}: {group.detail}")
     if report.partition is not None:
         parts.append(f"stored: {report.partition}")
-    best = report.mode == "hidden" and all(group.method == "spec" for group in report.projection)
+    best = report.pages == "own" and all(group.method == "spec" for group in report.projection)
     return Check(f"{path}: last server", "good" if best else "fair", "; ".join(parts))
+
+
+def _partition(path: Path, record: PartitionRecord) -> Check:
+    """What is stored of each layer of a model, and whether another partition were faster here."""
+    found = f"{describe(record.partition)}: {record.reason}"
+    for profile in kept_profiles(path, record.shape) if record.shape else ():
+        better = record.better(profile)
+        if better is not None:
+            partition, times = better
+            found += (
+                f"; restores would be {times:.2f} times as fast with {describe(partition)} on "
+                f"{profile.device} (hcache plan --apply; what is stored would be stored anew)"
+            )
+            return Check(f"{path}: partition of {record.model}", "fair", found)
+    return Check(f"{path}: partition of {record.model}", "good", found)
 
 
 def _file_system(path: Path, place: Path) -> Check:

@@ -83,6 +83,7 @@ class MetricsPage:
         counters: For each key of `COUNTERS`, the counts by the value of its label.
         stages: Durations by stage.
         mode: ``hidden`` or ``kv``.
+        pages: ``own`` or ``plain``.
         reason: Why it is ``kv``, or empty.
         codec: How hidden states are encoded; None in KV mode.
         suspended: Why L3 is neither read nor written, or None.
@@ -94,6 +95,7 @@ class MetricsPage:
     counters: Mapping[str, Mapping[str, float]]
     stages: Mapping[str, Histogram]
     mode: str
+    pages: str
     reason: str
     codec: str | None
     suspended: str | None
@@ -185,6 +187,7 @@ def parse(text: str) -> MetricsPage:
             for name, below in buckets.items()
         },
         mode=modes[0]["mode"],
+        pages=modes[0]["pages"],
         reason=modes[0]["reason"],
         codec=codecs[0]["used"] if codecs and modes[0]["mode"] == "hidden" else None,
         suspended=suspended[0]["reason"] if suspended else None,
@@ -224,6 +227,7 @@ def summary(page: MetricsPage, before: MetricsPage | None) -> dict[str, Any]:
         }
     return {
         "mode": page.mode,
+        "pages": page.pages,
         "reason": page.reason or None,
         "codec": page.codec,
         "suspended": page.suspended,
@@ -265,6 +269,7 @@ def moved(before: MetricsPage | NoMetrics, after: MetricsPage | NoMetrics) -> di
     dropped = [label for label in after.counters["store"] if label.startswith("pages_dropped")]
     return {
         "mode": after.mode,
+        "pages": after.pages,
         "bytes_read": grown("store", "bytes_read"),
         "bytes_written": grown("store", "bytes_written"),
         "bytes_restored": sum(grown("bytes", label) for label in restored),

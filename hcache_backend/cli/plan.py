@@ -11,12 +11,13 @@ from rich.text import Text
 
 from hcache_backend.cli.common import AsJson, explained, fail, print_json, screen, table
 from hcache_backend.config import nearest
-from hcache_backend.partition.costs import LayerMethod
+from hcache_backend.partition.costs import LayerMethod, Partition
 from hcache_backend.partition.model_config import ModelConfigError, read_model
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.plan import LENGTHS, PartitionPlan, RestorePath, describe
 from hcache_backend.partition.presets import PRESETS, preset_profile
 from hcache_backend.partition.profile import Profile, ProfileError, load_profile
+from hcache_backend.partition.record import records, save_record
 
 _TITLES = {
     "mix": "this partition",
@@ -85,6 +86,15 @@ def plan(
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Write a picture of the pipelines, as PNG.")
     ] = None,
+    apply: Annotated[
+        Path | None,
+        typer.Option(
+            "--apply",
+            metavar="DIR",
+            help="Let servers store this partition from their next start on, in the page store "
+            "with this folder, which a server with the model has opened before.",
+        ),
+    ] = None,
 ) -> None:
     """Plan which layers to store as hidden states, as KV, or not at all; predict restore times."""
     with explained(ModelConfigError):
@@ -106,11 +116,34 @@ def plan(
                 _draw(result, plot)
         except ImportError:
             fail("--plot needs matplotlib: pip install matplotlib")
+    if apply is not None:
+        _apply(apply, shape, result.partition)
     if as_json:
         report = result.report()
         print_json({**report, "notes": report["notes"] + extra})
     else:
         _show(result, model, extra)
+
+
+def _apply(folder: Path, shape: ModelShape, partition: Partition) -> None:
+    """Change the record of the model in a store folder."""
+    found = [
+        (name, record)
+        for name, record in records(folder)
+        if record.shape is not None and _dimensions(record.shape) == _dimensions(shape)
+    ]
+    if not found:
+        fail(f"--apply {folder}: no server with this model has decided on a partition there")
+    for name, record in found:
+        with explained():
+            changed = record.with_partition(partition, "hcache plan --apply")
+            save_record(folder, name, changed, replace=True)
+
+
+def _dimensions(shape: ModelShape) -> tuple[int, ...]:
+    """What tells models apart, however their values are stored."""
+    widths = (shape.hidden, shape.mlp_width, shape.head_dim, shape.value_dim)
+    return (shape.layers, shape.heads, shape.kv_heads, *widths)
 
 
 def _find_hardware(name: str, ssds: int | None) -> tuple[Profile, bool]:

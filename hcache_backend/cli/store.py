@@ -258,11 +258,12 @@ def _folder_stats(path: Path) -> dict[str, Any]:
 
 
 def _last_server(path: Path, report: ServerReport) -> str:
-    """Mode of the server that opened the folder last, and why it is not hidden mode."""
+    """What pages the server that opened the folder last has, and why no other ones."""
     why = f" ({report.reason})" if report.reason is not None else ""
     codec = f", codec {report.codec}" if report.codec is not None else ""
     opened = _when(report.time)
-    return f"Last server of {path}: {report.mode} mode{why}{codec}; {report.model}, {opened}"
+    pages = f"{report.mode} mode, {report.pages} pages"
+    return f"Last server of {path}: {pages}{why}{codec}; {report.model}, {opened}"
 
 
 def _row(path: Path, entry: Entry) -> dict[str, Any]:

@@ -142,7 +142,8 @@ def _panel(server: Watched) -> Panel:
 
 
 def _state(seen: dict[str, Any]) -> str:
-    said = [f"{seen['mode']} mode" + (f" ({seen['reason']})" if seen["reason"] else "")]
+    why = f" ({seen['reason']})" if seen["reason"] else ""
+    said = [f"{seen['mode']} mode, {seen['pages']} pages{why}"]
     if seen["codec"] is not None:
         said.append(f"codec {seen['codec']}")
     if seen["suspended"] is not None:

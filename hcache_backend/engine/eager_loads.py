@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from hcache_backend import streams
 from hcache_backend.engine import metrics
-from hcache_backend.engine.host_pool import HiddenStatePool
+from hcache_backend.engine.host_pool import OwnPagesPool
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.restore.eager import EagerRestores, batch_pages
 from hcache_backend.restore.pipeline import RestorePipeline
@@ -129,7 +129,7 @@ class EagerLoads:
     def __init__(
         self,
         pages: ReservablePages,
-        pool: HiddenStatePool,
+        pool: OwnPagesPool,
         pipeline: RestorePipeline,
         loads: LoadQueue,
         limit: int,
@@ -143,7 +143,7 @@ class EagerLoads:
         self._anchors: dict[Any, Any] = {}  # of running prefetches: the node before them
         self._restores = EagerRestores(pool.page_size, pages, self._launch, limit)
         pages.eager = self._restores
-        pool.on_freed = self._restores.host_freed
+        pool.on_freed.append(self._restores.host_freed)
 
     def turn(self, cache: Any) -> None:
         """The scheduler's turn: HiCache has just seen what its storage threads brought."""

@@ -49,9 +49,9 @@ def prefix_hooks() -> list[Hook]:
     return [Hook(LOAD_BACK, _around_load_back)]
 
 
-def eager_hooks() -> list[Hook]:
-    """What eager restores need: HiCache's turn in every turn of the scheduler."""
-    return [Hook(EVENTS, _after_events)]
+def own_pages_hooks() -> list[Hook]:
+    """What own pages need: HiCache's turn in every turn of the scheduler."""
+    return [Hook(EVENTS, _around_events)]
 
 
 def use_hooks() -> list[Hook]:
@@ -167,11 +167,13 @@ def _around_load_back(original: Callable[..., Any], cache: Any, params: Any, *a:
         return original(cache, params, *a)
 
 
-def _after_events(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
+def _around_events(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
+    turn = getattr(getattr(cache, "cache_controller", None), "turn", None)
+    if turn is None:
+        return original(cache, *a, **kw)
+    cache.hicache_storage_pass_prefix_keys = True  # they tell where in its sequence a node is
     result = original(cache, *a, **kw)
-    eager = getattr(getattr(cache, "cache_controller", None), "eager", None)
-    if eager is not None:
-        eager.turn(cache)
+    turn(cache)
     return result
 
 

@@ -1,4 +1,4 @@
-"""L2 in page form: SGLang's host pool, holding our pages in the arena."""
+"""L2 in page form: SGLang's host pool, holding our own pages in the arena."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.pool_host.base import HostKVCache
 
-from hcache_backend.capture.arena import Arena, Ids
+from hcache_backend.arena import Arena, Ids
+from hcache_backend.capture.shadows import ShadowArena
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.loads import LoadQueue
@@ -24,22 +25,21 @@ class HostPages(NamedTuple):
     """Pages of the arena: what HiCache may allocate, and a shadow for each page of the device."""
 
     host: int
-    device: int
+    shadows: int
 
 
-class HiddenStatePool(HostKVCache):
+class OwnPagesPool(HostKVCache):
     """Our pages in host memory; opaque bytes to everything else in HiCache.
-
-    HiCache's host indices are logical: the arena says which memory a page is in. The memory also
-    holds the shadow pages of the device, which HiCache never sees.
 
     Args:
         layout: SGLang's name of the host layout; pages look the same whatever it is, but HiCache
             decides by it how indices travel.
-        stamp: Writes the header of a page that is complete.
+        kv: Copies the K and V that pages hold.
 
     Attributes:
-        on_freed: Told of pages (int64 ``[n]``) that HiCache has freed, if anybody wants to know.
+        on_freed: Who wants to know of pages (int64 ``[n]``) that HiCache has freed.
+        on_transferred: Who wants to know of pages (int64 ``[n]``) that were copied from or to
+            slots (int64 ``[n * page_size]``, on the device), on the current stream.
         pieces_per_page: As how many pieces of memory storage backends see a page.
 
     Raises:
@@ -53,22 +53,21 @@ class HiddenStatePool(HostKVCache):
         layout: str,
         *,
         page_layout: PageLayout,
-        host_pages: HostPages,
-        stamp: Callable[[np.ndarray], None],
+        pages: HostPages,
+        kv: KVSegments,
         pin_memory: bool,
         allocator_type: str,
     ) -> None:
         self.page_layout = page_layout
         self.layer_num = len(page_layout.segment_bytes)
         self.target_layer_num = self.layer_num
-        self._host_pages = host_pages
-        self._stamp = stamp
-        self._capture: StagedCapture | None = None
+        self._pages = pages
+        self._kv = kv
         self._loads: LoadQueue | None = None
-        self._kv: KVSegments | None = None
         self._restores: tuple[RunningRestore, ...] = ()
         self._backed_up: Event | None = None
-        self.on_freed: Callable[[Ids], None] | None = None
+        self.on_freed: list[Callable[[Ids], None]] = []
+        self.on_transferred: list[Callable[[Ids, torch.Tensor], None]] = []
         self.pieces_per_page = 1
         self.device_pool = device_pool
         geometry = {
@@ -84,7 +83,7 @@ class HiddenStatePool(HostKVCache):
         super().__init__(
             **{name: value for name, value in geometry.items() if name in asked},
             # The base class makes pages of tokens of a ratio, rounds down and adds one page.
-            host_to_device_ratio=(host_pages.host - 0.5) * page_size / device_pool.size,
+            host_to_device_ratio=(pages.host - 0.5) * page_size / device_pool.size,
             host_size=0,
             page_size=page_size,
             layout=layout,
@@ -92,11 +91,11 @@ class HiddenStatePool(HostKVCache):
             device="cpu",
             allocator_type=allocator_type,
         )
-        assert self.page_num == host_pages.host
+        assert self.page_num == pages.host
 
-    def use(self, capture: StagedCapture, kv: KVSegments, loads: LoadQueue) -> None:
-        """Give the pool what fills its pages and what turns them into K and V."""
-        self._capture, self._kv, self._loads = capture, kv, loads
+    def use(self, loads: LoadQueue) -> None:
+        """Give the pool what turns pages into K and V."""
+        self._loads = loads
 
     # ---- sizes and memory ----
 
@@ -110,17 +109,19 @@ class HiddenStatePool(HostKVCache):
     def init_kv_buffer(self) -> torch.Tensor:
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
-        pages = self._host_pages
         self.token_stride_size = self.size_per_token
         buffer: torch.Tensor = ALLOC_MEMORY_FUNCS[self.device_pool.device](
-            (pages.host + pages.device, self.page_layout.page_bytes),
+            (sum(self._pages), self.page_layout.page_bytes),
             dtype=torch.uint8,
             device=self.device,
             pin_memory=self.pin_memory,
             allocator=self.allocator,
         )
-        self.arena = Arena(buffer.numpy(), self.page_layout, pages.host, pages.device, self._stamp)
+        self.arena = self._new_arena(buffer.numpy())
         return buffer
+
+    def _new_arena(self, memory: np.ndarray) -> Arena:
+        return Arena(memory, self.page_layout, self._pages.host)
 
     def page_ids(self, host_indices: torch.Tensor) -> Ids:
         """Logical pages that host indices (int64 ``[pages * page_size]``) stand for."""
@@ -130,20 +131,17 @@ class HiddenStatePool(HostKVCache):
     # ---- what HiCache does with its indices ----
 
     def free(self, indices: torch.Tensor) -> int:
-        if self._capture is not None and indices.numel():
-            host_pages = self.page_ids(indices)
-            self._capture.host_freed(host_pages)
-            if self.on_freed is not None:
-                self.on_freed(host_pages)
+        if indices.numel():
+            for told in self.on_freed:
+                told(self.page_ids(indices))
         freed: int = super().free(indices)
         return freed
 
     def clear(self) -> None:
-        if self._capture is not None:
+        if self._backed_up is not None:
             # Whoever gets a page next may write it at once, so nothing may be on its way there.
             with contextlib.suppress(StreamFailed):
-                self._capture.transfers().synchronize()
-            self._capture.ledger.forget()
+                self._backed_up.synchronize()
         super().clear()
 
     # ---- device <-> host ----
@@ -151,16 +149,13 @@ class HiddenStatePool(HostKVCache):
     def backup_from_device_all_layer(
         self, device_pool: Any, host_indices: Any, device_indices: Any, io_backend: str
     ) -> None:
-        """The controller exchanged table entries: K and V are missing in the pages, and the rows
-        that are still on their way."""
-        assert self._capture is not None and self._kv is not None
-        device = self._capture.device
-        now = current_stream(device)
+        device, host_pages = self.device_pool.device, self.page_ids(host_indices)
         if self._kv.layers:
-            pages = to_device(self.arena.physical(self.page_ids(host_indices)), device)
+            pages = to_device(self.arena.physical(host_pages), device)
             self._kv.save(self.page_layout, self.kv_buffer, pages, device_indices)
-        now.wait(self._capture.transfers())
-        self._backed_up = now.record()
+        for told in self.on_transferred:
+            told(host_pages, device_indices)
+        self._backed_up = current_stream(device).record()
 
     def backed_up(self) -> Event:
         """An event behind the last backup that was launched."""
@@ -184,6 +179,8 @@ class HiddenStatePool(HostKVCache):
         for restore in self._restores:
             restore.wait_for_layer(layer_id)
         if layer_id == self.layer_num - 1:
+            for told in self.on_transferred:
+                told(self.page_ids(host_indices), device_indices)
             self._loads.count_finished()
 
     # ---- pages as storage backends see them ----
@@ -191,11 +188,11 @@ class HiddenStatePool(HostKVCache):
     @property
     def holds_kv(self) -> bool:
         """Whether pages hold K and V of some layers."""
-        return self._kv is not None and bool(self._kv.layers)
+        return bool(self._kv.layers)
 
     def planes(self, layer: int) -> int:
         """How many token-major runs the segment of a layer consists of."""
-        return 2 if self._kv is not None and layer in self._kv.layers else 1
+        return 2 if layer in self._kv.layers else 1
 
     def first_layer(self, host_indices: torch.Tensor) -> int:
         """Layers before this one are not wanted from L3 in the pages of these indices."""
@@ -227,3 +224,52 @@ class HiddenStatePool(HostKVCache):
 
     def _physical(self, index: Any) -> int:
         return int(self.arena.physical(np.array([int(index) // self.page_size]))[0])
+
+
+class HiddenStatePool(OwnPagesPool):
+    """Own pages with hidden states, which capture writes before HiCache asks for a backup.
+
+    HiCache's host indices are logical: the arena says which memory a page is in. The memory also
+    holds the shadow pages of the device, which HiCache never sees.
+
+    Args:
+        stamp: Writes the header of a page that is complete.
+        others: Those of :class:`OwnPagesPool`.
+    """
+
+    arena: ShadowArena
+
+    def __init__(self, *args: Any, stamp: Callable[[np.ndarray], None], **others: Any) -> None:
+        self._stamp = stamp
+        self._capture: StagedCapture | None = None
+        super().__init__(*args, **others)
+
+    def follow(self, capture: StagedCapture) -> None:
+        """Give the pool what fills the shadows."""
+        self._capture = capture
+
+    def _new_arena(self, memory: np.ndarray) -> ShadowArena:
+        return ShadowArena(memory, self.page_layout, *self._pages, self._stamp)
+
+    def free(self, indices: torch.Tensor) -> int:
+        if self._capture is not None and indices.numel():
+            self._capture.host_freed(self.page_ids(indices))
+        return super().free(indices)
+
+    def clear(self) -> None:
+        if self._capture is not None:
+            with contextlib.suppress(StreamFailed):  # rows are written without a backup, too
+                self._capture.transfers().synchronize()
+            self._capture.ledger.forget()
+        super().clear()
+
+    def backup_from_device_all_layer(
+        self, device_pool: Any, host_indices: Any, device_indices: Any, io_backend: str
+    ) -> None:
+        """The controller exchanged table entries: K and V are missing in the pages, and the rows
+        that are still on their way."""
+        assert self._capture is not None
+        super().backup_from_device_all_layer(device_pool, host_indices, device_indices, io_backend)
+        now = current_stream(self._capture.device)
+        now.wait(self._capture.transfers())
+        self._backed_up = now.record()

@@ -61,15 +61,22 @@ class KVSegments:
 
         return RestoredLayer("kv", fill)
 
-    def differs(self, layout: PageLayout, page: torch.Tensor, slots: torch.Tensor) -> int | None:
-        """The first layer whose segment in ``page`` is not the pool's, or None.
+    def held(self, slots: torch.Tensor) -> torch.Tensor:
+        """What the pool has of the tokens of a page, segment after segment: uint8, on the device.
 
-        ``page`` is uint8 ``[page_bytes]`` on the CPU; ``slots`` are those of its tokens, int64
-        ``[page_size]``, on the device.
+        ``slots`` are theirs, int64 ``[page_size]``, on the device.
         """
-        for layer in self.layers:
-            held = [buffer[slots].flatten().view(torch.uint8) for buffer in self._planes(layer)]
-            if not torch.equal(torch.cat(held).cpu(), page[layout.segment(layer)]):
+        planes = [buffer[slots].flatten() for n in self.layers for buffer in self._planes(n)]
+        return torch.cat([plane.view(torch.uint8) for plane in planes])
+
+    def differs(self, layout: PageLayout, page: torch.Tensor, held: torch.Tensor) -> int | None:
+        """The first layer whose segment in ``page`` is not what the pool ``held``, or None.
+
+        ``page`` is uint8 ``[page_bytes]``; both are on the CPU.
+        """
+        lengths = [layout.segment_bytes[layer] for layer in self.layers]
+        for layer, segment in zip(self.layers, held.split(lengths), strict=True):
+            if not torch.equal(segment, page[layout.segment(layer)]):
                 return layer
         return None
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hcache_backend.capture.arena import Arena, Ids
+from hcache_backend.arena import Arena, Ids
 from hcache_backend.engine import metrics
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.restore.eager import HandOut

@@ -109,8 +109,9 @@ PROBLEMS = Metric(Counter, "hcache_problems", "Problems by kind, each a cache mi
 MODE = Metric(
     Gauge,
     "hcache_mode",
-    "1 for the mode (hidden, kv) that the server is in, and why",
+    "1 for the mode (hidden, kv) that the server is in, its pages (own, plain), and why",
     "mode",
+    "pages",
     "reason",
     multiprocess_mode="max",
 )

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.engine import metrics
@@ -27,6 +27,7 @@ from hcache_backend.fingerprint import (
 )
 from hcache_backend.page import FORMAT_VERSION, WRITER_BYTES
 from hcache_backend.partition.profile import Profile
+from hcache_backend.partition.record import PartitionRecord
 from hcache_backend.server_report import LayerGroup, ServerReport
 from hcache_backend.store import PageStore
 
@@ -59,22 +60,25 @@ class Runtime:
         runner: SGLang's ModelRunner.
         config: Options of this server, or None while nobody asked for us.
         mode: ``hidden`` or ``kv``; None until the host pool is built.
-        reason: Why the mode is ``kv``.
+        own_pages: Whether the host pool holds our own pages, not SGLang's plain ones.
+        reason: Why the mode is ``kv``, or why pages are plain.
         store: The page store of a server that was started with it as L3, until the storage class
             takes it.
         writer: 8 bytes that mark the pages of this server run.
-        page_fields: What the namespace of hidden-state pages holds besides the weights.
+        page_fields: What the namespace of our own pages holds besides the weights.
         on_weights_changed: Called, on the scheduler thread, when captured rows lose their meaning.
         on_caches_flushed: Called, on the scheduler thread, when L1 and L2 have been emptied.
         on_distrust: Called when projected K and V stop matching those of the model.
         projection: How the layers are projected; empty in KV mode.
         layer_methods: How each layer is stored; None until it was decided.
         kept_profile: A profile that was measured at start-up, and its file's name in a store.
+        kept_partition: What is stored of each layer, if that was decided at start-up, likewise.
     """
 
     runner: Any
     config: HCacheConfig | None = None
-    mode: str | None = None
+    mode: Literal["hidden", "kv"] | None = None
+    own_pages: bool = False
     reason: str | None = None
     store: PageStore | None = None
     writer: bytes = field(default_factory=lambda: os.urandom(WRITER_BYTES))
@@ -86,6 +90,7 @@ class Runtime:
     projection: list[LayerGroup] = field(default_factory=list)
     layer_methods: LayerMethods | None = None
     kept_profile: tuple[str, Profile] | None = None
+    kept_partition: tuple[str, PartitionRecord] | None = None
     distrust: str | None = None
     _namespaces: dict[tuple[bytes, str], bytes] = field(default_factory=dict)
     _suspended: metrics.SuspendedGauge = field(default_factory=metrics.SuspendedGauge)
@@ -95,16 +100,24 @@ class Runtime:
     _flush_due: bool = False
     _updates_untold: int = 0
 
-    def use_hidden_mode(self) -> None:
-        """The host pool holds pages of hidden states."""
-        self.mode = "hidden"
-        metrics.MODE.set("hidden", "")
+    def use_own_pages(self, fields: dict[str, object], reason: str | None = None) -> None:
+        """The host pool holds our own pages.
 
-    def use_kv_mode(self, reason: str) -> None:
-        """The host pool holds plain KV pages, and this is why."""
-        self.mode, self.reason = "kv", reason
-        metrics.MODE.set("kv", reason)
-        logger.warning("hcache: KV mode (plain KV pages): %s", reason)
+        Args:
+            fields: What their namespace holds besides the weights.
+            reason: Why there are no hidden states in them; None: there are.
+        """
+        self.mode, self.own_pages, self.reason = "kv" if reason else "hidden", True, reason
+        self.page_fields = fields
+        metrics.MODE.set(self.mode, "own", reason or "")
+        if reason is not None:
+            logger.info("hcache: KV mode, own pages: %s", reason)
+
+    def use_plain_pages(self, reason: str) -> None:
+        """The host pool holds SGLang's plain KV pages, and this is why."""
+        self.mode, self.own_pages, self.reason = "kv", False, reason
+        metrics.MODE.set("kv", "plain", reason)
+        logger.warning("hcache: KV mode, plain pages: %s", reason)
 
     def report(self) -> ServerReport:
         """What this server says about itself to ``hcache doctor``."""
@@ -113,6 +126,7 @@ class Runtime:
             time=time.time(),
             model=str(self.runner.model_config.model_path),
             mode="hidden" if hidden else "kv",
+            pages="own" if self.own_pages else "plain",
             reason=self.reason,
             codec=str(self.page_fields["codec"]) if hidden else None,
             partition=self.layer_methods.describe() if hidden and self.layer_methods else None,
@@ -140,13 +154,14 @@ class Runtime:
             self._namespaces[key] = namespace({**made_by, **shape})
         return self._namespaces[key]
 
-    def page_namespace(self) -> bytes:
-        """Namespace of the hidden-state pages of this moment (16 bytes)."""
-        assert self.weights is not None
-        return self.namespace_of(self.weights, **self.page_fields)
+    def page_namespace(self, weights: Weights | None = None) -> bytes:
+        """Namespace (16 bytes) of our own pages, by default those of this moment's weights."""
+        weights = weights or self.weights
+        assert weights is not None
+        return self.namespace_of(weights, **self.page_fields)
 
     def page_namespaces(self) -> tuple[bytes, ...]:
-        """Namespaces of all hidden-state pages that the weights of this moment made.
+        """Namespaces of all pages of ours that the weights of this moment made.
 
         Until all pipeline stages have said what their new weights are, another name stands in.
         """

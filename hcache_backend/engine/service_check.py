@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hcache_backend.capture.arena import Ids
+from hcache_backend.arena import Ids
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.engine import metrics
-from hcache_backend.engine.host_pool import HiddenStatePool
+from hcache_backend.engine.host_pool import HiddenStatePool, OwnPagesPool
 from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.runtime import Runtime
@@ -27,7 +27,7 @@ from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.check import first_problem, projection_problem
 from hcache_backend.projection.projector import Projector
 from hcache_backend.restore.exchange import Exchange, ExchangeFailed
-from hcache_backend.streams import StreamFailed
+from hcache_backend.streams import Event, StreamFailed, current_stream, host_tensor
 from hcache_kernels.codecs import Codec
 
 logger = logging.getLogger("hcache")
@@ -75,10 +75,119 @@ class PageCheck:
             )
 
         problem = first_problem(map(problem_of, self.hidden_layers))
-        other = self.kv.differs(self.layout, page, slots)
-        if problem is None and other is not None:
-            return f"stored K and V of layer {other} are not those of the pool"
+        if problem is None and self.kv.layers:
+            problem = _kv_problem(self.kv, self.layout, page, self.kv.held(slots).cpu())
         return problem
+
+
+def _kv_problem(
+    kv: KVSegments, layout: PageLayout, page: torch.Tensor, held: torch.Tensor
+) -> str | None:
+    layer = kv.differs(layout, page, held)
+    return None if layer is None else f"K and V of layer {layer} in a page are not the pool's"
+
+
+class _Sample:
+    """One of every so many pages; 0: none. The same on every rank."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._pages_before = 0
+
+    def choose(self, pages: int) -> int | None:
+        """Which of the next ``pages`` pages, if one."""
+        if self._every == 0:
+            return None
+        if self._pages_before >= pages:
+            self._pages_before -= pages
+            return None
+        chosen = self._pages_before
+        self._pages_before = self._every - 1 - (pages - 1 - chosen) % self._every
+        return chosen
+
+
+class _CopiedPage(NamedTuple):
+    """What the pool held of a page: uint8, on the CPU once ``event`` has passed."""
+
+    host_page: int
+    held: torch.Tensor
+    event: Event
+
+
+class KVChecks:
+    """Is a page of K and V what the pool holds? A sample of backups and of loads is compared.
+
+    Behind a transfer, on its stream, what the pool holds is copied once more, in another way; it is
+    compared when it has arrived, and nobody waits. Scheduler thread only.
+
+    Args:
+        group: The tensor-parallel ranks.
+        stages: Number of pipeline stages. With several, none can stop loads by itself: a page that
+            differs ends the use of L3 alone.
+
+    Attributes:
+        failed: A page differed: no page is written or loaded any more. The same on every rank.
+    """
+
+    def __init__(
+        self, runtime: Runtime, pool: OwnPagesPool, kv: KVSegments, group: Any, stages: int
+    ) -> None:
+        assert runtime.config is not None
+        self.failed = False
+        self._runtime = runtime
+        self._pool = pool
+        self._kv = kv
+        self._group = group
+        self._alone = stages == 1
+        self._sample = _Sample(runtime.config.check_every_pages)
+        self._copied: deque[_CopiedPage] = deque()
+
+    def transferred(self, host_pages: Ids, slots: torch.Tensor) -> None:
+        """Pages (int64 ``[n]``) were copied to or from ``slots``, on the current stream.
+
+        ``slots`` are int64 ``[n * page_size]``, on the device.
+        """
+        size, i = self._pool.page_size, self._sample.choose(len(host_pages))
+        if i is None:
+            return
+        held = self._kv.held(slots[i * size : (i + 1) * size])
+        target = host_tensor(held.shape, torch.uint8, held.device)
+        target.copy_(held, non_blocking=True)
+        event = current_stream(held.device).record()
+        self._copied.append(_CopiedPage(int(host_pages[i]), target, event))
+
+    def freed(self, host_pages: Ids) -> None:
+        """HiCache has freed ``host_pages`` (int64 ``[n]``): others may write them."""
+        gone = set(host_pages.tolist())
+        self._copied = deque(copied for copied in self._copied if copied.host_page not in gone)
+
+    def forget(self) -> None:
+        """All transfers were dropped."""
+        self._copied.clear()
+
+    def run(self) -> None:
+        """Compare what has arrived on every rank. All must call it at one point."""
+        while self._copied:
+            (arrived,) = on_all_ranks(self._group, self._copied[0].event.query())
+            if not arrived:
+                return
+            problem = self._problem(self._copied.popleft())
+            (right,) = on_all_ranks(self._group, problem is None)
+            if not right:
+                self.failed = self._alone
+                metrics.PROBLEMS.count("self_check")
+                problem = problem or "a page of another rank differs"
+                self._runtime.lose_trust(f"the self-check in service failed: {problem}")
+
+    def _problem(self, copied: _CopiedPage) -> str | None:
+        metrics.TOKENS.count("checked", self._pool.page_size)
+        try:
+            copied.event.synchronize()
+        except StreamFailed as failed:
+            return str(failed)
+        [page] = self._pool.arena.pages(np.array([copied.host_page]))
+        layout = self._pool.page_layout
+        return _kv_problem(self._kv, layout, torch.from_numpy(page), copied.held)
 
 
 class _ChosenPage(NamedTuple):
@@ -108,7 +217,8 @@ class ServiceChecks:
         self._capture = capture
         self._check_page = check_page
         self._group = group
-        self._pages_until_check = 0
+        assert runtime.config is not None
+        self._sample = _Sample(runtime.config.check_every_pages)
         self._chosen: list[_ChosenPage] = []
         self._due: deque[_ChosenPage] = deque()
 
@@ -120,16 +230,9 @@ class ServiceChecks:
             slots: The same on the CPU.
             host_pages: Where they are backed up to, int64 ``[n / page_size]``.
         """
-        assert self._runtime.config is not None
-        every = self._runtime.config.check_every_pages
-        size, pages = self._pool.page_size, len(host_pages)
-        if every == 0:
+        size, i = self._pool.page_size, self._sample.choose(len(host_pages))
+        if i is None:
             return
-        if self._pages_until_check >= pages:
-            self._pages_until_check -= pages
-            return
-        i = self._pages_until_check
-        self._pages_until_check = every - 1 - (pages - 1 - i) % every
         rows = slice(i * size, (i + 1) * size)
         page = _ChosenPage(device_indices[rows], int(host_pages[i]), int(slots[i * size]) // size)
         self._chosen.append(page)

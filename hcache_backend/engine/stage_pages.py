@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hcache_backend.capture.arena import Arena, Ids
+from hcache_backend.arena import Ids
+from hcache_backend.capture.shadows import ShadowArena
 from hcache_backend.engine.ranks import FirstStage, PipelineStages
 
 logger = logging.getLogger("hcache")
@@ -47,7 +48,7 @@ class StagePages:
 
     def __init__(
         self,
-        arena: Arena,
+        arena: ShadowArena,
         host_pages: int,
         trusted: Callable[[], bool],
         lose_trust: Callable[[str], None],

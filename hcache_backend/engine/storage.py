@@ -41,7 +41,7 @@ _Result = TypeVar("_Result")
 
 
 class HCacheStorage(HiCacheStorage):
-    """Pages in local files, hidden-state pages in hidden mode and plain KV pages in KV mode.
+    """Pages in local files: our own, or SGLang's plain KV pages.
 
     Args:
         storage_config: SGLang's description of this rank.
@@ -62,12 +62,12 @@ class HCacheStorage(HiCacheStorage):
         self._runtime, config, adapters, store = joined
         self._pools = StoredPools(self._runtime, store, storage_config, adapters)
         self._runtime.on_distrust.append(self._drop_own_pages)
-        if storage_config.tp_rank == storage_config.pp_rank == 0:
-            self._guard("report", partial(attach.leave_report, joined), None)
+        self._guard("report", partial(attach.leave_report, joined, storage_config), None)
         logger.info(
-            "hcache: L3 in %s, %s mode%s",
+            "hcache: L3 in %s, %s mode, %s pages%s",
             ", ".join(map(str, config.dirs)),
             self._runtime.mode or "kv",
+            "own" if self._runtime.own_pages else "plain",
             f" ({self._runtime.reason})" if self._runtime.reason else "",
         )
 

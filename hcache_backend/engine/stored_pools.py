@@ -227,7 +227,7 @@ class StoredPools:
         return self._namespace(pool, share, weights)
 
     def _namespace(self, pool: str, share: int, weights: Weights) -> bytes:
-        if self._runtime.mode == "hidden" and pool == PoolName.KV:
+        if self._runtime.own_pages and pool == PoolName.KV:
             return self._runtime.namespace_of(weights, **self._runtime.page_fields)
         fields = self._pools[pool].fields(share)
         if self._adapters:

@@ -71,6 +71,9 @@ OURS = {
     ("batch", "attention"),
     ("controller", "loading_behind"),
     ("controller", "use_hidden_states"),
+    ("controller", "use_own_pages"),
+    ("cache_controller", "check_by"),
+    ("cache_controller", "use_hidden_states"),
     ("storage_backend", "use"),
     ("memory", "finish"),
     ("memory", "shares"),
@@ -78,7 +81,9 @@ OURS = {
 """What we put there ourselves."""
 
 OVERRIDDEN: dict[str, set[str]] = {
-    "HiddenStateController": {
+    "HiddenStateController": {"reset", "start_writing", "write", "write_storage"},
+    "KVController": {"reset", "write"},
+    "OwnPagesController": {
         "_generic_page_get",
         "_move_op_indices",
         "_move_write_operation",
@@ -90,9 +95,9 @@ OVERRIDDEN: dict[str, set[str]] = {
         "reset",
         "start_writing",
         "write",
-        "write_storage",
     },
-    "HiddenStatePool": {
+    "HiddenStatePool": {"backup_from_device_all_layer", "clear", "free"},
+    "OwnPagesPool": {
         "backup_from_device_all_layer",
         "clear",
         "free",
@@ -104,7 +109,7 @@ OVERRIDDEN: dict[str, set[str]] = {
         "load_to_device_per_layer",
         "set_from_flat_data_page",
     },
-    "HiddenStateStrategy": {"build", "matches"},
+    "OwnPagesStrategy": {"build", "matches"},
     "HCacheStorage": {
         "batch_exists",
         "batch_exists_v2",
@@ -126,7 +131,7 @@ OVERRIDDEN: dict[str, set[str]] = {
 """What our subclasses take over from SGLang's classes."""
 
 CALLED_BY_SGLANG = {
-    "HiddenStatePool": {"get_ksize_per_token", "get_page_buffer_meta", "get_hybrid_pool_buffer"},
+    "OwnPagesPool": {"get_ksize_per_token", "get_page_buffer_meta", "get_hybrid_pool_buffer"},
     "HCacheStorage": {"close"},
 }
 """Methods that no base class has and SGLang calls."""

@@ -12,7 +12,7 @@ import pytest
 from hcache_backend.engine import hooks
 from tests.contract import seams
 from tests.contract.source import Definition, Parameters, Source
-from tests.contract.uses import Uses
+from tests.contract.uses import Subclass, Uses
 from tests.contract.versions import ROOT, WANTED, source
 
 ENGINE = [
@@ -33,6 +33,10 @@ def sglang(request: pytest.FixtureRequest) -> Source:
 
 
 USES = {path: Uses(path, ROOT) for path in [*ENGINE, *STAND_INS]}
+OURS: dict[str, Subclass] = {}
+for _ in range(2):  # subclasses of SGLang's classes, and then those of these
+    known = [ours for file in USES.values() for ours in file.subclasses(OURS)]
+    OURS |= {ours.name: ours for ours in known}
 
 
 def short(dotted: str) -> str:
@@ -89,12 +93,7 @@ def test_members_of_imported_classes_are_there(sglang: Source) -> None:
 
 def test_calls_fit(sglang: Source) -> None:
     problems = []
-    ours = {
-        subclass.name: subclass.base
-        for file in USES.values()
-        for subclass in file.subclasses()
-        if "__init__" not in subclass.methods
-    }
+    ours = {name: ours for name, ours in OURS.items() if "__init__" not in ours.defined}
     for file in USES.values():
         for call in file.calls(ours):
             target = found(sglang, call.target)
@@ -119,38 +118,36 @@ def test_our_subclasses_override_what_sglang_calls_and_can_take_its_arguments(
     sglang: Source,
 ) -> None:
     problems = []
-    for file in USES.values():
-        for ours in file.subclasses():
-            base = found(sglang, ours.base)
-            if not isinstance(base.node, ast.ClassDef):
+    for ours in OURS.values():
+        base = found(sglang, ours.base)
+        if not isinstance(base.node, ast.ClassDef):
+            continue
+        for name, method in ours.methods.items():
+            original = sglang.method(base, name)
+            if name == "__init__" or original is None:
                 continue
-            for name, method in ours.methods.items():
-                original = sglang.method(base, name)
-                if name == "__init__" or original is None:
-                    continue
-                problem = Parameters.of(method, bound=True).problem_as_override(
-                    Parameters.of(original, bound=True)
-                )
-                if problem is not None:
-                    problems.append(f"{ours.name}.{name}: {problem}")
-            known = sglang.attributes(base)
-            problems += [
-                f"{ours.name} uses {name}, {short(ours.base)} has none"
-                for name in sorted(ours.inherited - known)
-            ]
+            problem = Parameters.of(method, bound=True).problem_as_override(
+                Parameters.of(original, bound=True)
+            )
+            if problem is not None:
+                problems.append(f"{ours.name}.{name}: {problem}")
+        known = sglang.attributes(base)
+        problems += [
+            f"{ours.name} uses {name}, {short(ours.base)} has none"
+            for name in sorted(ours.inherited - known)
+        ]
     assert not problems
 
 
 def test_our_subclasses_override_what_is_written_down_and_nothing_else(sglang: Source) -> None:
     """A method that SGLang renames is one that it stops calling, without a word."""
-    for file in USES.values():
-        for ours in file.subclasses():
-            base = found(sglang, ours.base)
-            if isinstance(base.node, ast.ClassDef):
-                overridden = {name for name in ours.methods if sglang.method(base, name)}
-                written_down = seams.OVERRIDDEN.get(ours.name, set())
-                assert overridden - {"__init__"} == written_down, f"{ours.name}: {HINT}"
-                assert seams.CALLED_BY_SGLANG.get(ours.name, set()) <= set(ours.methods)
+    for ours in OURS.values():
+        base = found(sglang, ours.base)
+        if isinstance(base.node, ast.ClassDef):
+            overridden = {name for name in ours.methods if sglang.method(base, name)}
+            written_down = seams.OVERRIDDEN.get(ours.name, set())
+            assert overridden - {"__init__"} == written_down, f"{ours.name}: {HINT}"
+            assert seams.CALLED_BY_SGLANG.get(ours.name, set()) <= set(ours.methods)
 
 
 def test_methods_that_no_base_class_has_are_called(sglang: Source) -> None:
@@ -163,12 +160,11 @@ def test_methods_that_no_base_class_has_are_called(sglang: Source) -> None:
 
 def test_nothing_that_a_base_class_leaves_open_is_left_open_by_us(sglang: Source) -> None:
     problems = []
-    for file in USES.values():
-        for ours in file.subclasses():
-            base = found(sglang, ours.base)
-            if isinstance(base.node, ast.ClassDef):
-                missing = sglang.abstract(base) - set(ours.methods)
-                problems += [f"{ours.name} lacks {name}" for name in sorted(missing)]
+    for ours in OURS.values():
+        base = found(sglang, ours.base)
+        if isinstance(base.node, ast.ClassDef):
+            missing = sglang.abstract(base) - ours.defined
+            problems += [f"{ours.name} lacks {name}" for name in sorted(missing)]
     assert not problems
 
 

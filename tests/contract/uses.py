@@ -6,7 +6,7 @@ Nothing is listed by hand that can be found, so a new use is a use that is check
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,12 +29,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Subclass:
-    """A class of ours on top of one of SGLang's.
+    """A class of ours on top of one of SGLang's, or of another one of ours that is.
 
     Attributes:
         base: Dotted name of SGLang's class.
         methods: What it defines.
-        inherited: Attributes of ``self`` and ``super()`` that it uses and does not define.
+        inherited: Attributes of ``self`` and ``super()`` that it uses and we do not define.
+        defined: All that it defines, with what it has from ours.
     """
 
     where: str
@@ -42,6 +43,7 @@ class Subclass:
     base: str
     methods: dict[str, ast.FunctionDef]
     inherited: frozenset[str]
+    defined: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -99,13 +101,13 @@ class Uses:
         prefixes = {text for text in constants.values() if text.endswith(".")}
         return {text for text in found if text not in prefixes and " " not in text}
 
-    def calls(self, ours: dict[str, str]) -> Iterator[Call]:
+    def calls(self, ours: Mapping[str, Subclass]) -> Iterator[Call]:
         """Calls of imported names, of their members, of our subclasses, and of ``super()``.
 
         Args:
-            ours: Names of subclasses that are constructed as their base, with that.
+            ours: Our subclasses by name, those that are constructed as their base.
         """
-        names = self._names | ours
+        names = self._names | {name: subclass.base for name, subclass in ours.items()}
         for node in ast.walk(self._tree):
             if isinstance(node, ast.Call):
                 first, _, rest = ast.unparse(node.func).partition(".")
@@ -113,11 +115,14 @@ class Uses:
                     yield self._call(node, f"{names[first]}.{rest}" if rest else names[first])
         for node in ast.walk(self._tree):
             if isinstance(node, ast.ClassDef):
-                bases = [self._names[ast.unparse(b)] for b in node.bases if ast.unparse(b) in names]
+                bases = [names[ast.unparse(b)] for b in node.bases if ast.unparse(b) in names]
                 for call in ast.walk(node) if bases else ():
                     if isinstance(call, ast.Call):
                         owner, _, name = ast.unparse(call.func).rpartition(".")
-                        if owner == "super()":
+                        above = {ast.unparse(base) for base in node.bases}
+                        if owner == "super()" and not any(
+                            name in ours[base].defined for base in above & ours.keys()
+                        ):
                             yield self._call(call, f"{bases[0]}.{name}")
 
     def _call(self, node: ast.Call, target: str) -> Call:
@@ -136,19 +141,24 @@ class Uses:
                 if owner is not None:
                     yield Attribute(self._where(node), owner, node.attr)
 
-    def subclasses(self) -> Iterator[Subclass]:
+    def subclasses(self, ours: Mapping[str, Subclass]) -> Iterator[Subclass]:
+        """Those of SGLang's classes, and of those of ``ours`` that are known so far."""
         for node in ast.walk(self._tree):
             if not isinstance(node, ast.ClassDef):
                 continue
-            for base in node.bases:
-                if isinstance(base, ast.Name) and base.id in self._names:
+            for name in map(ast.unparse, node.bases):
+                above = ours.get(name)
+                base = above.base if above else self._names.get(name)
+                if base is not None:
                     methods = {m.name: m for m in node.body if isinstance(m, ast.FunctionDef)}
+                    defined = {*methods, *_own_fields(node), *(above.defined if above else ())}
                     yield Subclass(
                         f"{self.path}:{node.lineno}",
                         node.name,
-                        self._names[base.id],
+                        base,
                         methods,
-                        frozenset(_of_self(node) - set(methods) - _own_fields(node)),
+                        frozenset(_of_self(node) - defined),
+                        frozenset(defined),
                     )
 
     def attributes(self) -> Iterator[Attribute]:
@@ -205,7 +215,12 @@ def _of_self(cls: ast.ClassDef) -> set[str]:
 
 
 def _own_fields(cls: ast.ClassDef) -> set[str]:
-    return {
+    declared = {
+        node.target.id
+        for node in cls.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    return declared | {
         node.attr
         for node in ast.walk(cls)
         if isinstance(node, ast.Attribute)

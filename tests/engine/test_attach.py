@@ -116,7 +116,9 @@ def test_data_survives_a_detach_and_ends_with_clear(
     assert_no_cache_output(model, [conversation])
     told = CliRunner().invoke(app, ["stats", "--dir", str(tmp_path / "l3")]).stdout
     hidden = "hcache: hidden mode" in server.log_text()
-    expected = "hidden mode, codec none; " if hidden else f"kv mode ({WITHOUT_US}); "
+    expected = f"kv mode, plain pages ({WITHOUT_US}); "
+    if hidden:
+        expected = "hidden mode, own pages, codec none; "
     assert f"Last server of {tmp_path / 'l3'}: {expected}{model}" in told
 
 

@@ -26,8 +26,8 @@ def test_a_wrong_rope_at_start_up_means_kv_mode(model: Path, tmp_path: Path) -> 
     with Server(our_server(model, tmp_path, extra_env=faulty("wrong_rope"))) as server:
         conversations = converse(server, make_conversations(1, turns=2))
         log = server.log_text()
-    assert "hcache: KV mode (plain KV pages): projected K of model.layers.0.self_attn" in log
-    assert conversations[0].turns[1].cached.storage > 0  # plain KV, through the same store
+    assert "hcache: KV mode, own pages: projected K of model.layers.0.self_attn" in log
+    assert conversations[0].turns[1].cached.storage > 0  # K and V, through the same store
     assert_no_cache_output(model, conversations)
 
 
@@ -50,6 +50,34 @@ def test_a_wrong_rope_in_service_ends_backups_and_drops_what_was_written(
         assert old.turns[1].cached.storage == 0
         assert new.turns[1].cached.storage == 0
     assert_no_cache_output(model, [old, new])
+
+
+def test_wrong_copies_of_k_and_v_end_backups_and_loads_and_drop_what_was_written(
+    model: Path, tmp_path: Path
+) -> None:
+    """Also of what host memory has by then, though the pool of the device holds a few only."""
+    trigger = tmp_path / "trigger"
+    options = our_server(
+        model,
+        tmp_path,
+        hcache={"mode": "kv"},
+        page_size=16,
+        max_total_tokens=1024,
+        extra_env=faulty("wrong_copies", trigger),
+    )
+    with Server(options) as server:
+        conversations = make_conversations(4, turns=2, tokens=200)
+        converse(server, conversations[:1], turns=1, flush=False)
+        assert stored_pages(tmp_path)
+        trigger.touch()
+        converse(server, conversations[1:2], turns=1, flush=False)
+        server.wait_for_log("the self-check in service failed: K and V of layer 3 in a page are")
+        server.wait_for_log(r"\d+ pages that this server wrote were deleted")
+        converse(server, conversations, flush=False)
+        assert stored_pages(tmp_path) == []
+    assert all(turn.cached.host == 0 for c in conversations for turn in c.turns[1:])
+    assert all(turn.cached.storage == 0 for turn in turns_of(conversations))
+    assert_no_cache_output(model, conversations)
 
 
 @pytest.mark.parametrize("fault", ["wrong_spec_rope", "wrong_spec_rows"])

@@ -1,5 +1,5 @@
-"""Plain KV pages: models that hidden mode refuses, ranks, host layouts, and requests that must not
-share."""
+"""Models that hidden mode refuses, with own and with plain pages: ranks, host layouts, and requests
+that must not share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from tests.engine.harness.ours import (
 
 pytestmark = pytest.mark.engine
 
-KV_MODE = "hcache: KV mode (plain KV pages): "
+OWN_PAGES = "hcache: KV mode, own pages: "
+PLAIN_PAGES = "hcache: KV mode, plain pages: "
 
 
 def from_device_and_l3(server: Server, prompt: list[int]) -> tuple[Reply, Reply]:
@@ -42,27 +43,34 @@ def from_device_and_l3(server: Server, prompt: list[int]) -> tuple[Reply, Reply]
 
 
 LAYOUTS = [("layer_first", "kernel"), ("layer_first", "direct"), ("page_first_direct", "direct")]
+KINDS: dict[str, dict[str, str]] = {
+    "plain": {"mode": "kv", "pages": "plain"},
+    "own": {"mode": "kv"},
+    "hidden": {"mode": "hidden"},
+}
 
 
 @pytest.mark.parametrize(
-    ("layout", "backend", "mode"),
+    ("layout", "backend", "kind"),
     [
-        *((*layout, "kv") for layout in LAYOUTS),
+        *((*layout, "plain") for layout in LAYOUTS),
         (*LAYOUTS[-1], "hidden"),
-        # Pages of hidden states are in our own arena, in one layout.
+        (*LAYOUTS[1], "own"),
+        # Own pages are in our own arena, in one layout.
         *(pytest.param(*layout, "hidden", marks=pytest.mark.long) for layout in LAYOUTS[:-1]),
+        *(pytest.param(*layout, "own", marks=pytest.mark.long) for layout in LAYOUTS[::2]),
     ],
 )
 def test_other_host_layouts_and_io_backends(
-    layout: str, backend: str, mode: str, model: Path, tmp_path: Path
+    layout: str, backend: str, kind: str, model: Path, tmp_path: Path
 ) -> None:
-    options = our_server(
-        model, tmp_path, hcache={"mode": mode}, mem_layout=layout, io_backend=backend
-    )
+    options = our_server(model, tmp_path, hcache=KINDS[kind], mem_layout=layout, io_backend=backend)
     with Server(options) as server:
         conversations = converse(server, make_conversations(1, turns=2, tokens=768))
-        if mode == "hidden":
+        if kind == "hidden":
             assert_hidden_mode(server)
+        else:
+            assert (PLAIN_PAGES if kind == "plain" else OWN_PAGES) in server.log_text()
         assert_nothing_went_wrong(server)
     assert conversations[0].turns[0].cached.storage == 0
     assert_restored_from_l3(conversations, 64)
@@ -76,12 +84,14 @@ def test_pages_that_are_divided_by_heads_serve_other_numbers_of_ranks(
         options = our_server(
             model,
             tmp_path,
-            hcache={"mode": "kv"},
             mem_layout="page_head",
             tp=tp,
             log=tmp_path / f"{tp}-{tp_lcm_size}.log",
         )
-        options.extra_config = {**extra_config(tmp_path, mode="kv"), "tp_lcm_size": tp_lcm_size}
+        options.extra_config = {
+            **extra_config(tmp_path, **KINDS["plain"]),
+            "tp_lcm_size": tp_lcm_size,
+        }
         with Server(options) as server:
             (first,), (second,) = ask(server, [prompt]), ask(server, [prompt])
             assert_nothing_went_wrong(server)
@@ -103,7 +113,7 @@ def test_pages_that_are_divided_by_heads_serve_other_numbers_of_ranks(
 def test_ranks_of_an_mla_model_share_one_copy_of_a_page(model_cache: Path, tmp_path: Path) -> None:
     model = build_model("deepseek", model_cache)
     with Server(our_server(model, tmp_path, tp=2)) as server:
-        assert KV_MODE + "the KV pool is a MLATokenToKVPool (FULL)" in server.log_text()
+        assert PLAIN_PAGES + "the KV pool is a MLATokenToKVPool (FULL)" in server.log_text()
         from_device, from_l3 = from_device_and_l3(server, random_tokens(300, seed=5))
         assert_nothing_went_wrong(server)
     assert from_l3.cached.storage == 256
@@ -128,7 +138,7 @@ def test_models_that_hidden_mode_does_not_know(
     model = build_model(name, model_cache)
     with Server(our_server(model, tmp_path)) as server:
         log = server.log_text()
-        assert KV_MODE in log
+        assert OWN_PAGES in log
         assert reason in log
         from_device, from_l3 = from_device_and_l3(server, random_tokens(300, seed=5))
         assert from_l3.cached.storage == 256
@@ -144,8 +154,8 @@ def test_hidden_mode_that_is_insisted_on_for_multi_query_attention_needs_host_me
     with Server(our_server(model, tmp_path / "small", hcache=insist)) as server:
         # Twice the KV pool's memory is what the tokens on the device alone take here.
         told = server.wait_for_log(
-            r"KV pages\): --hicache-ratio 2.0 gives (.*) GB of host memory, and .* alone take (.*) "
-            r"GB; --hicache-ratio (.*) is the least that will do"
+            r"KV mode, own pages: --hicache-ratio 2.0 gives (.*) GB of host memory, and .* alone "
+            r"take (.*) GB; --hicache-ratio (.*) is the least that will do"
         )
         assert told[1] != told[2]
     ratio = float(told[3]) + 2
@@ -168,7 +178,7 @@ def test_a_sliding_window_comes_back_with_the_pages_before_it(
     """
     model = build_model("mellum", model_cache)
     with Server(our_server(model, tmp_path)) as server:
-        assert KV_MODE + "the KV pool is a SWAKVPool (FULL, SWA)" in server.log_text()
+        assert PLAIN_PAGES + "the KV pool is a SWAKVPool (FULL, SWA)" in server.log_text()
         history = random_tokens(650, seed=42)
         server.generate(history, 2)
         server.flush_cache()
@@ -182,7 +192,7 @@ def test_a_sliding_window_comes_back_with_the_pages_before_it(
     assert len(stored_pages(tmp_path)) == 10 + 2
 
 
-def test_adapters_mean_kv_mode_and_no_pages_shared_with_other_adapters_or_salts(
+def test_adapters_mean_k_and_v_and_no_pages_shared_with_other_adapters_or_salts(
     model: Path, model_cache: Path, tmp_path: Path
 ) -> None:
     adapter = tmp_path / "adapter"
@@ -206,7 +216,7 @@ def test_adapters_mean_kv_mode_and_no_pages_shared_with_other_adapters_or_salts(
         {"lora": "tiny", "cache_salt": "a"},
     ]
     with Server(options) as server:
-        assert KV_MODE + "LoRA adapters" in server.log_text()
+        assert OWN_PAGES + "LoRA adapters" in server.log_text()
         assert [hits(server, **kind) for kind in kinds] == [0] * len(kinds)
         assert [hits(server, **kind) for kind in kinds] == [256] * len(kinds)
         (plain,) = ask(server, [prompt])

@@ -64,7 +64,7 @@ class TestServerThatWasStartedWithoutUs:
     ) -> None:
         attach(server, attach_config(tmp_path))
         server.wait_for_log(
-            r"hcache: KV mode \(plain KV pages\): the server was started without HCACHE_ENABLE=1"
+            r"hcache: KV mode, plain pages: the server was started without HCACHE_ENABLE=1"
         )
         conversations = converse(server, make_conversations(2, turns=2))
         assert_restored_from_l3(conversations, 64)
@@ -213,7 +213,7 @@ def test_auto_chooses_kv_where_hidden_states_are_not_smaller(
     with Server(our_server(model, tmp_path, hcache={"mode": "auto"})) as server:
         conversations = converse(server, make_conversations(2, turns=2))
         assert (
-            "hcache: KV mode (plain KV pages): the partition has no hidden states: "
+            "hcache: KV mode, own pages: the partition has no hidden states: "
         ) in server.log_text()
         assert_restored_from_l3(conversations, 64)
     assert_no_cache_output(model, conversations)

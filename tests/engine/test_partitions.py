@@ -29,6 +29,7 @@ from tests.engine.harness.ours import (
     assert_no_cache_output,
     assert_no_cache_output_up_to_ties,
     assert_nothing_went_wrong,
+    assert_own_pages_of_kv,
     assert_restored_from_l3,
     assert_sound_hidden_mode,
     faulty,
@@ -62,7 +63,8 @@ MORE_CASES = [
 
 
 def said(numbers: tuple[int, int, int]) -> str:
-    return f"hcache: hidden mode: {describe(Partition(*numbers))}, "
+    how = "own pages" if numbers == PARTITIONS["all KV"] else "hidden mode"
+    return f"hcache: {how}: {describe(Partition(*numbers))}, "
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,10 @@ def test_output_is_that_of_no_cache(
     hcache = {"partition": partition(*PARTITIONS[name])}
     with Server(our_server(model, tmp_path, hcache=hcache)) as server:
         conversations = converse(server, make_conversations(2, turns=3, tokens=300))
-        assert_hidden_mode(server)
+        if name == "all KV":
+            assert_own_pages_of_kv(server)
+        else:
+            assert_hidden_mode(server)
         assert said(PARTITIONS[name]) in server.log_text()  # and nothing was replaced by KV
         assert_nothing_went_wrong(server)
     assert_restored_from_l3(conversations, 64)

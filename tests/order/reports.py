@@ -95,7 +95,7 @@ UNIT = {
 
 IN_PROCESS = {
     "engine/controller.py:after_forwards "
-    "stream.wait(streams.current_stream(self._capture.device).record())": Report(
+    "stream.wait(streams.current_stream(self.device).record())": Report(
         "eager", "hcache copy reads what schedule writes"
     ),
     "engine/eager_loads.py:_begin self._controller.after_forwards(self._loading_stream)": Report(

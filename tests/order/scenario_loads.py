@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hcache_backend.capture.arena import Arena
+from hcache_backend.capture.shadows import ShadowArena
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.partition.costs import Partition
@@ -50,7 +50,7 @@ class Loading:
         methods = LayerMethods(partition, None, None, 4 * SIZE)
         self.checker, self.pool = checker, Pool(checker, methods.methods)
         self.engine = Engine(checker, self.pool)
-        self.arena = Arena(
+        self.arena = ShadowArena(
             self.pool.memory.numpy(), self.pool.layout, PAGES, PAGES, lambda page: None
         )
         self.pipeline = self.pool.pipeline(4 * SIZE)

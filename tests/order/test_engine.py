@@ -18,7 +18,7 @@ from bench.harness.models import build_model
 from bench.harness.server import Server
 from tests.cpu_engine.hcache_cpu_engine import cpu_engine_env
 from tests.engine.harness.conversations import converse, make_conversations, random_tokens
-from tests.engine.harness.ours import assert_hidden_mode, our_server
+from tests.engine.harness.ours import assert_hidden_mode, assert_own_pages_of_kv, our_server
 from tests.order.edges import all_edges
 from tests.order.plugin.hcache_order import Settings
 from tests.order.reports import SERVED
@@ -29,6 +29,7 @@ PARTITIONS = {
     "hidden": {"recompute": 0, "hidden": 4, "kv": 0},
     "recompute": {"recompute": 2, "hidden": 2, "kv": 0},
     "mixed": {"recompute": 2, "hidden": 1, "kv": 1},
+    "kv": {"recompute": 0, "hidden": 0, "kv": 4},
 }
 
 
@@ -215,7 +216,10 @@ def check(
     )
     with Server(options) as server:
         scenario.use(server)
-        assert_hidden_mode(server)
+        if partition == "kv":
+            assert_own_pages_of_kv(server)
+        else:
+            assert_hidden_mode(server)
         reports = [Path(f"{settings.report}.{rank}") for rank in range(scenario.tp)]
         for report in reports:
             Path(f"{report}.ask").touch()
@@ -237,6 +241,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 EVERY_RUN = [
     ("conversations", "mixed"),
+    ("decode graphs", "kv"),
     ("pressure", "hidden"),
     ("eager", "recompute"),
     ("decode graphs", "hidden"),

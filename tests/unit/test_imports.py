@@ -19,6 +19,7 @@ RANKS = {
     "kvikio_state": 0,
     "page": 0,
     "trace": 0,
+    "arena": 1,
     "fingerprint": 1,
     "streams": 1,
     "store": 1,

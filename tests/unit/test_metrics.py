@@ -14,7 +14,7 @@ from hcache_backend.store import StoreStats
 
 logging.basicConfig(stream=sys.stdout)
 shutil.rmtree(sys.argv[1])
-metrics.MODE.set("hidden", "")
+metrics.MODE.set("hidden", "own", "")
 metrics.TOKENS.count("captured", 1)
 metrics.SuspendedGauge().set("why")
 counters = metrics.StoreCounters(stats := StoreStats())

@@ -16,11 +16,15 @@ from hcache_backend.store import SERVER_REPORT, PageStore
 
 BY_SPEC = LayerGroup(layers=(0, 2), method="spec", detail="fused weight 512x256")
 BY_MODULE = LayerGroup(layers=(1,), method="generic", detail="V is nowhere")
-KV = ServerReport(time=0.0, model="m", mode="kv", reason="LoRA", codec=None, projection=())
+KV = ServerReport(
+    time=0.0, model="m", mode="kv", pages="own", reason="LoRA", codec=None, projection=()
+)
+PLAIN = KV.model_copy(update={"pages": "plain"})
 MIXED = ServerReport(
     time=0.0,
     model="m",
     mode="hidden",
+    pages="own",
     reason=None,
     codec="exp4",
     projection=(BY_SPEC, BY_MODULE),
@@ -54,14 +58,21 @@ def test_stats_says_what_mode_the_last_server_was_in(folder: Path) -> None:
     write_report(folder, KV)
     last = last_server(folder)
     assert (last["mode"], last["reason"]) == ("kv", "LoRA")
-    assert f"Last server of {folder}: kv mode (LoRA); m, " in hcache("stats", "-d", folder)
+    assert f"Last server of {folder}: kv mode, own pages (LoRA); m, " in hcache(
+        "stats", "-d", folder
+    )
 
 
 @pytest.mark.parametrize(
     ("report", "verdict", "said"),
     [
-        (KV, "fair", ": kv mode; LoRA"),
-        (BEST, "good", ": hidden mode; codec exp4; layers 0, 2 by spec: fused weight 512x256"),
+        (KV, "good", ": kv mode, own pages; LoRA"),
+        (PLAIN, "fair", ": kv mode, plain pages; LoRA"),
+        (
+            BEST,
+            "good",
+            ": hidden mode, own pages; codec exp4; layers 0, 2 by spec: fused weight 512x256",
+        ),
         (MIXED, "fair", "512x256; layers 1 by their attention modules: V is nowhere"),
     ],
 )

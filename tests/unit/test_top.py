@@ -72,7 +72,7 @@ def run(*arguments: str) -> tuple[int, str]:
 @pytest.fixture(scope="module")
 def pages() -> list[str]:
     """Two pages of one server, with work in between."""
-    metrics.MODE.set("hidden", "")
+    metrics.MODE.set("hidden", "own", "")
     metrics.CODEC.set("int8", "none")
     counters = metrics.StoreCounters(stats := StoreStats())
     stats.add(bytes_read=1000, pages_evicted=3)
@@ -126,10 +126,11 @@ def test_suspended_l3_and_kv_mode_show_with_their_reasons() -> None:
     assert page.suspended == "the weights were updated"
     gauge.set(None)
     assert parse(written()).suspended is None
-    metrics.MODE.family.labels(mode="hidden", reason="").set(0)
-    metrics.MODE.set("kv", "LoRA adapters")
+    metrics.MODE.family.labels(mode="hidden", pages="own", reason="").set(0)
+    metrics.MODE.set("kv", "plain", "LoRA adapters")
     page = parse(written())
-    assert (page.mode, page.reason, page.codec) == ("kv", "LoRA adapters", None)
+    assert (page.mode, page.pages, page.codec) == ("kv", "plain", None)
+    assert page.reason == "LoRA adapters"
     metrics.MODE.family.clear()
 
 
@@ -142,7 +143,7 @@ def test_one_picture_of_a_server_and_of_one_that_is_not_there(
         nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
         status, output = run("--once", "-i", "0.2", address(server), nobody)
     assert status == 1
-    assert "hidden mode, codec none, 0 requests running" in output
+    assert "hidden mode, own pages, codec none, 0 requests running" in output
     assert "192 tokens" in output
     assert "page_checksum 1" in output
     assert "the server does not answer" in output and "refused" in output

@@ -25,6 +25,7 @@ from hcache_backend.engine.arguments import adapter_digests, page_size, resolved
 from hcache_backend.engine.ranks import said_by_all_ranks
 from hcache_backend.engine.runtime import Runtime, current
 from hcache_backend.engine.startup.quick_profile import keep_profile
+from hcache_backend.partition.record import save_record
 from hcache_backend.server_report import write_report
 from hcache_backend.store import PageStore
 
@@ -71,7 +72,7 @@ def join(storage_config: HiCacheStorageConfig) -> Joined:
         _agree(storage_config, joined, error)
         assert joined is not None
         if joined.runtime.config is None:
-            joined.runtime.use_kv_mode(STARTED_WITHOUT_US)
+            joined.runtime.use_plain_pages(STARTED_WITHOUT_US)
     except BaseException:
         if joined is not None:
             joined.store.close()
@@ -79,16 +80,23 @@ def join(storage_config: HiCacheStorageConfig) -> Joined:
     return joined
 
 
-def leave_report(joined: Joined) -> None:
-    """Say in every folder of the store which server opened it and how.
+def leave_report(joined: Joined, storage_config: HiCacheStorageConfig) -> None:
+    """Say in every folder of the store which server opened it and how; keep what it decided.
 
     Raises:
         OSError: It cannot be written.
     """
-    report = joined.runtime.report()
-    for folder in joined.config.dirs:
-        write_report(folder, report)
-    keep_profile(joined.runtime, joined.config.dirs[0])
+    if storage_config.tp_rank != 0:
+        return
+    runtime, folders = joined.runtime, joined.config.dirs
+    if runtime.kept_partition is not None:  # each stage has its own
+        name, record = runtime.kept_partition
+        save_record(folders[0], name, record, replace=False)
+    if storage_config.pp_rank == 0:
+        report = runtime.report()
+        for folder in folders:
+            write_report(folder, report)
+        keep_profile(runtime, folders[0])
 
 
 def check_extra_config(extra: Mapping[str, Any]) -> None:
@@ -165,6 +173,8 @@ def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
         told = in_mode if runtime.config is None else f"was started with {has!r}"
         if name == "mode" and asked != "auto":  # a server may be in another mode than it was to be
             has, told = runtime.mode or "kv", in_mode
+        if name == "pages" and not runtime.own_pages:  # whatever it was to have
+            has, told = "plain", in_mode
         if asked != has:
             raise ConfigError(
                 f"hcache: option {name!r} is {asked!r} but this server {told}; "

@@ -63,24 +63,27 @@ def _join(runner: Any) -> None:
     if unnoticed is not None:
         runtime.lose_trust(f"weight updates would go unnoticed: {unnoticed}")
     hooks.notice_uses()
-    reason = unnoticed or unsupported_reason()
-    if reason is None and config.mode == "kv":
-        reason = "option 'mode' is 'kv'"
+    plain = unnoticed or unsupported_reason()
+    if plain is None and config.pages == "plain":
+        plain = "option 'pages' is 'plain'"
     try:
         from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import register_stack_strategy
 
         from hcache_backend.engine.startup.graphs import graph_hooks
-        from hcache_backend.engine.startup.strategy import HiddenStateStrategy
+        from hcache_backend.engine.startup.strategy import OwnPagesStrategy
     except ImportError as error:
-        runtime.use_kv_mode(reason or f"this SGLang lacks a seam: {error}")
+        runtime.use_plain_pages(plain or f"this SGLang lacks a seam: {error}")
         return
-    if reason is None:
-        reason = hooks.install(hooks.hidden_mode_hooks())
-    if reason is None:
+    if plain is None:
+        plain = hooks.install(hooks.own_pages_hooks())
+    no_hidden = "option 'mode' is 'kv'" if config.mode == "kv" else None
+    if plain is None and no_hidden is None:
+        no_hidden = hooks.install(hooks.hidden_mode_hooks())
+    if plain is None and no_hidden is None:
         no_graphs = hooks.install(graph_hooks())
         if no_graphs is not None:
             logger.debug("hcache: %s", no_graphs)  # hidden mode says so where graphs are recorded
-    register_stack_strategy(HiddenStateStrategy(runtime, reason))  # before SGLang's own
+    register_stack_strategy(OwnPagesStrategy(runtime, plain, no_hidden))  # before SGLang's own
 
 
 def _our_extra_config(args: Any) -> Mapping[str, Any] | None:

@@ -19,7 +19,7 @@ from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.codec_choice import wanted_codec
 from hcache_backend.engine.startup.page_plan import staging_places, step_tokens
 from hcache_backend.engine.startup.partition_choice import layer_methods
-from hcache_backend.engine.startup.refusals import graphs_are_off, refusal
+from hcache_backend.engine.startup.refusals import graphs_are_off, own_pages_refusal, refusal
 from hcache_backend.engine.startup.self_check import attention_modules
 from hcache_kernels.codecs import Codec
 
@@ -48,7 +48,7 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
         return
     try:
         kvcache = runner.token_to_kv_pool
-        if refusal(runtime, kvcache) is not None:
+        if own_pages_refusal(runtime, kvcache) or refusal(runtime, kvcache):
             return  # the same question is answered aloud when the host pool is built
         codec = wanted_codec(runtime, runner)
         hidden = layer_methods(runtime, kvcache).layers("hidden")

@@ -35,73 +35,110 @@ _DECODE_TOKENS = 256
 
 @dataclass
 class PagePlan:
-    """What pages look like, how many there are, and what they pass through.
+    """What own pages look like and how many there are; their segments are K and V.
 
     Attributes:
-        layers: All layers of this pipeline stage.
         methods: What is stored of each layer.
-        recomputer: Recomputes the first layers; None where it cannot or need not.
-        codec: Encodes hidden states.
-        exchange: Between the ranks that share the tokens of every page; None: pages are whole.
-        hooks: The capture hooks that CUDA graphs were recorded with, if any.
         kv: Copies the K and V that are stored.
         layout: Layout of a page.
         pages: How many pages there are; from :meth:`find_room`.
-        staging: Where captured rows go first; from :meth:`find_room`.
     """
 
     kvcache: Any
-    layers: tuple[AttentionLayer, ...]
     methods: LayerMethods
-    recomputer: Recomputer | None
-    codec: Codec
-    exchange: Exchange | None
-    hooks: HiddenCapture | None
     kv: KVSegments = field(init=False)
     layout: PageLayout = field(init=False)
     pages: HostPages = field(init=False)
-    staging: Staging = field(init=False)
 
     def __post_init__(self) -> None:
-        tokens, exchange = self.kvcache.page_size, self.exchange
-        number, shares = (exchange.number, exchange.shares) if exchange else (0, 1)
-        self.kv = KVSegments(self.kvcache, self.methods.layers("kv"), tokens)
-        segments = [0] * len(self.methods.methods)
-        for layer in self.methods.layers("hidden"):
-            segments[layer] = tokens // shares * self.codec.row_bytes
-        for layer in self.kv.layers:
-            segments[layer] = self.kv.segment_bytes(layer)
-        self.layout = PageLayout(tokens, tuple(segments), number, shares)
+        self.kv = KVSegments(self.kvcache, self.methods.layers("kv"), self.kvcache.page_size)
+        self.layout = self._layout()
 
-    @property
-    def hidden_layers(self) -> list[AttentionLayer]:
-        """Layers that are stored as hidden states."""
-        return [self.layers[index] for index in self.methods.layers("hidden")]
+    def _layout(self) -> PageLayout:
+        return PageLayout(self.kvcache.page_size, tuple(map(self.kv.segment_bytes, self.kv.layers)))
 
-    def find_room(self, runner: Any) -> None:
-        """Divide host memory, and take staging; talks to no other rank.
+    def find_room(self) -> None:
+        """Divide host memory; talks to no other rank.
 
         Raises:
             Refused: There is no room.
         """
-        memory, hidden = get_memory(), self.methods.layers("hidden")
-        device = self.kvcache.device
+        self._divide_host_memory(with_shadows=False)
+        self._try_ring()
+
+    def _divide_host_memory(self, *, with_shadows: bool) -> None:
+        memory = get_memory()
         self.pages = plan_host_pages(
             self.kvcache,
             self.layout,
             memory.hicache_size,
             memory.hicache_ratio,
             host_memory_budget_bytes(),
+            with_shadows=with_shadows,
         )
+
+    def _try_ring(self) -> None:
+        """Is there room for restores? Freed memory stays in torch's cache until it is needed."""
+        hidden = self.methods.layers("hidden")
+        room = ring_bytes(self.layout, self.methods.chunk_tokens, hidden)
+        try:
+            torch.empty(room, dtype=torch.uint8, device=self.kvcache.device)
+        except torch.OutOfMemoryError as error:
+            raise Refused(f"no device memory for restores: {error}") from None
+
+
+@dataclass
+class HiddenPagePlan(PagePlan):
+    """What own pages with hidden states look like, and what the rows of hidden states pass through.
+
+    Attributes:
+        layers: All layers of this pipeline stage.
+        recomputer: Recomputes the first layers; None where it cannot or need not.
+        codec: Encodes hidden states.
+        exchange: Between the ranks that share the tokens of every page; None: pages are whole.
+        hooks: The capture hooks that CUDA graphs were recorded with, if any.
+        runner: SGLang's ModelRunner.
+        staging: Where captured rows go first; from :meth:`find_room`.
+    """
+
+    layers: tuple[AttentionLayer, ...]
+    recomputer: Recomputer | None
+    codec: Codec
+    exchange: Exchange | None
+    hooks: HiddenCapture | None
+    runner: Any
+    staging: Staging = field(init=False)
+
+    def _layout(self) -> PageLayout:
+        tokens, exchange = self.kvcache.page_size, self.exchange
+        number, shares = (exchange.number, exchange.shares) if exchange else (0, 1)
+        segments = [0] * len(self.methods.methods)
+        for layer in self.methods.layers("hidden"):
+            segments[layer] = tokens // shares * self.codec.row_bytes
+        for layer in self.kv.layers:
+            segments[layer] = self.kv.segment_bytes(layer)
+        return PageLayout(tokens, tuple(segments), number, shares)
+
+    @property
+    def hidden_layers(self) -> list[AttentionLayer]:
+        """Layers that are stored as hidden states."""
+        return [self.layers[index] for index in self.methods.layers("hidden")]
+
+    def find_room(self) -> None:
+        """Divide host memory, and take staging; talks to no other rank.
+
+        Raises:
+            Refused: There is no room.
+        """
+        device, hidden = self.kvcache.device, self.methods.layers("hidden")
+        self._divide_host_memory(with_shadows=True)
         recorded = self.hooks.staging if self.hooks is not None else None
-        places = staging_places(len(hidden), *step_tokens(runner), 0)
+        places = staging_places(len(hidden), *step_tokens(self.runner), 0)
         try:
             self.staging = recorded or Staging(len(hidden), self.codec, places, device)
-            # Is there room for restores? Freed memory stays in torch's cache until it is needed.
-            room = ring_bytes(self.layout, self.methods.chunk_tokens, hidden)
-            torch.empty(room, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
-            raise Refused(f"no device memory for staging and restores: {error}") from None
+            raise Refused(f"no device memory for staging: {error}") from None
+        self._try_ring()
 
 
 def make_exchange(probe: Probe, page_size: int) -> Exchange | None:
@@ -142,7 +179,13 @@ def kv_bytes_per_token(kvcache: Any) -> int:
 
 
 def plan_host_pages(
-    kvcache: Any, layout: PageLayout, size_gb: float, ratio: float, budget_bytes: float
+    kvcache: Any,
+    layout: PageLayout,
+    size_gb: float,
+    ratio: float,
+    budget_bytes: float,
+    *,
+    with_shadows: bool,
 ) -> HostPages:
     """Divide the memory that HiCache may take into host pages and shadows.
 
@@ -154,29 +197,32 @@ def plan_host_pages(
     Raises:
         Refused: It is not enough, or not there.
     """
-    device = int(kvcache.k_buffer[0].shape[0]) // layout.page_size
+    shadows = int(kvcache.k_buffer[0].shape[0]) // layout.page_size if with_shadows else 0
     if size_gb > 0:
         given, option = size_gb * 1e9, f"--hicache-size {size_gb} (GB)"
     else:
         given = ratio * kvcache.size * kv_bytes_per_token(kvcache)
         option = f"--hicache-ratio {ratio}"
-    host = int(given // layout.page_bytes) - device
+    host = int(given // layout.page_bytes) - shadows
     if host < 1:
-        least = (device + 1) * layout.page_bytes
+        least = max(1, shadows + 1) * layout.page_bytes
         if size_gb > 0:
             enough = f"--hicache-size {int(least // 1e9) + 1}"
         else:
             hundredths = int(100 * least / kvcache.size / kv_bytes_per_token(kvcache)) + 1
             enough = f"--hicache-ratio {hundredths / 100:.2f}"
-        there, taken = _gigabytes(given, device * layout.page_bytes)
+        there, taken = _gigabytes(given, max(1, shadows) * layout.page_bytes)
+        whose = "one page takes"
+        if shadows:
+            whose = "the hidden states of the tokens on the device alone take"
         raise Refused(
-            f"{option} gives {there} GB of host memory, and the hidden states of the tokens on the "
-            f"device alone take {taken} GB; {enough} is the least that will do"
+            f"{option} gives {there} GB of host memory, and {whose} {taken} GB; {enough} is the "
+            "least that will do"
         )
     if given > budget_bytes:
         wanted, there = _gigabytes(given, budget_bytes)
         raise Refused(f"{option} asks for {wanted} GB of host memory and {there} GB are there")
-    return HostPages(host, device)
+    return HostPages(host, shadows)
 
 
 def _gigabytes(*sizes: float) -> list[str]:

@@ -1,6 +1,7 @@
 """Which layers this server stores as hidden states, as KV or not at all (paper section 4.1).
 
-Decided once, before CUDA graphs are recorded, because what is captured hangs on it.
+Decided before CUDA graphs are recorded, because what is captured hangs on it, and for a model once
+in the life of a store.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from hcache_backend.partition.costs import LAYER_METHODS, L3Path, Partition, lay
 from hcache_backend.partition.model_config import ModelConfigError, shape_from_config
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.plan import describe
+from hcache_backend.partition.record import PartitionRecord, find_record, record_name
 from hcache_backend.partition.solver import search
 from hcache_backend.restore.exchange import share_of_rank
 
@@ -38,7 +40,10 @@ def layer_methods(runtime: Runtime, kvcache: Any) -> LayerMethods:
 
 
 def _choose(runtime: Runtime, kvcache: Any) -> LayerMethods:
-    """By the options, else by the profile, which only the first rank of the first stage finds."""
+    """By the options, else by what the store has, else by the profile.
+
+    The profile is found by the first rank of the first stage only.
+    """
     from sglang.srt.distributed.parallel_state import get_pp_group, get_tp_group
 
     config, args = runtime.config, resolved(runtime.runner.server_args)
@@ -47,22 +52,36 @@ def _choose(runtime: Runtime, kvcache: Any) -> LayerMethods:
     chunk_tokens = min(config.restore_chunk_tokens, int(kvcache.size))
     row_bytes = wanted_codec(runtime, runtime.runner).row_bytes
     parks = PoolParking.fits(kvcache, row_bytes)
-    partition = or_stop(lambda: fixed_partition(config, layers))
+    stages, stage = get_pp_group(), get_tp_group()
+    store = _Store(runtime, kvcache, args.hicache_storage_backend)
+    recorded = stage.all_gather_object(store.find() if stage.is_first_rank else None)[0]
+    partition, reason = or_stop(lambda: fixed_partition(config, layers)), "by an option"
+    by_option = partition is not None
+    if recorded is not None and partition not in (None, recorded.partition):
+        logger.warning(
+            "hcache: partition: the options want %s, other pages of this model in the store have "
+            "%s (%s): none finds those of the other",
+            describe(partition),
+            describe(recorded.partition),
+            recorded.reason,
+        )
+    if partition is None and recorded is not None:
+        partition, reason = recorded.partition, recorded.reason
+        logger.info("hcache: partition: %s, as the store has it: %s", describe(partition), reason)
     shape = profile = None
-    if partition is None or config.profile is not None:
+    if not by_option or config.profile is not None:
         shape = _shape(runtime.runner, kvcache, row_bytes)
-    if shape is not None:
-        stages, stage = get_pp_group(), get_tp_group()
+    if shape is not None and (partition is None or partition.methods != {"kv"}):
         first = stages.is_first_rank and stage.is_first_rank
         found = or_stop(lambda: find_profile(runtime, kvcache, shape) if first else None)
         profile = stages.all_gather_object(stage.all_gather_object(found)[0])[0]
     _, shares = share_of_rank(0, ranks, int(kvcache.page_size))
     if profile is not None and shares > 1:
         profile = profile.model_copy(update={"gathers": True})
-    if partition is None and profile is not None and shape is not None:
-        from_l3: L3Path = "overlapped" if eager else "first"
-        l3: L3Path = "none" if args.hicache_storage_backend is None else from_l3
-        tokens = min(int(runtime.runner.model_config.context_len), int(kvcache.size))
+    from_l3: L3Path = "overlapped" if eager else "first"
+    l3: L3Path = "none" if args.hicache_storage_backend is None else from_l3
+    tokens = min(int(runtime.runner.model_config.context_len), int(kvcache.size))
+    if partition is None and profile is not None and shape is not None and store.is_ours:
         usable = set(LAYER_METHODS)
         if ranks > 1:
             usable.remove("recompute")
@@ -74,23 +93,55 @@ def _choose(runtime: Runtime, kvcache: Any) -> LayerMethods:
             pipeline_seconds(chunk_tokens, tokens, ranks, parks),
             usable,
         )
-        logger.info(
-            "hcache: partition: %s; the best for %d tokens by the profile of %s (%s)",
-            describe(partition),
-            tokens,
-            profile.device,
-            profile.source,
-        )
+        reason = f"the best for {tokens} tokens by the profile of {profile.device}"
+        logger.info("hcache: partition: %s; %s (%s)", describe(partition), reason, profile.source)
     elif partition is None:
-        logger.warning(
-            "hcache: partition: without a profile hidden states are taken where they are smaller "
-            "than KV"
-        )
         smaller = layers * row_bytes < kv_bytes_per_token(kvcache)
         partition = Partition(0, layers, 0) if smaller else Partition(0, 0, layers)
+        reason = "hidden states where they are smaller than K and V"
+        logger.warning(
+            "hcache: partition: %s: %s, because there is %s",
+            describe(partition),
+            reason,
+            "no profile" if store.is_ours else "another L3 than ours",
+        )
+    if recorded is None and store.is_ours:
+        numbers = {"recompute": partition.recompute, "hidden": partition.hidden, "kv": partition.kv}
+        runtime.kept_partition = (
+            store.name,
+            PartitionRecord(
+                model=str(runtime.runner.model_config.model_path),
+                reason=reason,
+                **numbers,
+                shape=shape,
+                tokens=tokens,
+                tp=ranks,
+                l3=l3,
+            ),
+        )
     return LayerMethods(
         partition, profile, shape, chunk_tokens, parks=parks, ranks=ranks, eager=eager
     )
+
+
+class _Store:
+    """Our store, where it is L3 of this server, or may become that; what it has of the partition.
+
+    Attributes:
+        is_ours: L3 is not another backend.
+        name: The record's file.
+    """
+
+    def __init__(self, runtime: Runtime, kvcache: Any, backend: str | None) -> None:
+        assert runtime.config is not None and runtime.weights is not None
+        stage = {"first_layer": kvcache.start_layer, "layers": int(kvcache.layer_num)}
+        key = runtime.namespace_of(runtime.weights, any_ranks=True, kind="partition", **stage)
+        self.is_ours = runtime.store is not None or backend is None
+        self.name = record_name(key)
+        self._folders = runtime.config.dirs
+
+    def find(self) -> PartitionRecord | None:
+        return find_record(self._folders, self.name) if self.is_ours else None
 
 
 def fixed_partition(config: HCacheConfig, layers: int) -> Partition | None:

@@ -1,4 +1,5 @@
-"""What hidden mode refuses before any forward pass; the same answer on every rank."""
+"""What own pages, and hidden states in them, refuse before any forward pass; the same answer on
+every rank."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.projection.check import TOLERANCE
 
 
-def refusal(runtime: Runtime, kvcache: Any) -> str | None:
-    """Why this server cannot use hidden mode, or None as far as its arguments tell."""
-    runner, args = runtime.runner, resolved(runtime.runner.server_args)
+def own_pages_refusal(runtime: Runtime, kvcache: Any) -> str | None:
+    """Why this server keeps SGLang's plain pages, or None as far as its arguments tell."""
+    args = resolved(runtime.runner.server_args)
     checks = (
-        (args.enable_lora or args.lora_paths, "LoRA adapters change the projection per request"),
-        (args.speculative_algorithm, "speculative decoding keeps tokens that are taken back"),
+        (args.speculative_algorithm, "speculative decoding: draft models have pools of their own"),
         (args.enable_dp_attention, "data-parallel attention"),
+        (getattr(args, "attn_cp_size", 1) > 1, "attention in context-parallel ranks"),
         (
             args.hicache_host_memory_mode == "buffer_only",
             "--hicache-host-memory-mode buffer_only keeps no host copies",
@@ -29,10 +30,24 @@ def refusal(runtime: Runtime, kvcache: Any) -> str | None:
             "retraction uses the host pool for plain KV",
         ),
         (args.disaggregation_mode not in (None, "null"), "prefill/decode disaggregation moves KV"),
+        (kvcache.dtype not in TOLERANCE, f"KV quantised as {kvcache.dtype}"),
+        (
+            getattr(kvcache, "k_scale_buffer", None) is not None,
+            "quantised KV with scales in buffers of their own",
+        ),
+        (kvcache.k_buffer[0].dim() != 3, "the KV pool is not [slots, heads, head_dim]"),
+    )
+    return next((reason for refused, reason in checks if refused), None)
+
+
+def refusal(runtime: Runtime, kvcache: Any) -> str | None:
+    """Why this server cannot store hidden states in its own pages, or None as far as its arguments
+    tell."""
+    runner, args = runtime.runner, resolved(runtime.runner.server_args)
+    checks = (
+        (args.enable_lora or args.lora_paths, "LoRA adapters change the projection per request"),
         (args.enable_two_batch_overlap, "two-batch overlap runs each layer twice a step"),
         (runner.model_config.model_is_mrope, "positions of several dimensions (mrope)"),
-        (kvcache.dtype not in TOLERANCE, f"KV quantised as {kvcache.dtype}"),
-        (kvcache.k_buffer[0].dim() != 3, "the KV pool is not [slots, heads, head_dim]"),
         (
             kvcache.device != "cpu" and _compiled(args),
             "compiled forward passes (torch.compile, tc_piecewise graphs) run without our hooks",

@@ -1,9 +1,10 @@
-"""HiCache's stack in hidden mode: host pool, capture, restores and controller, put together."""
+"""HiCache's stack over own pages: host pool, capture, restores and controller, put together."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,18 +18,18 @@ from sglang.srt.runtime_context import get_memory
 
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.engine import metrics
-from hcache_backend.engine.arguments import resolved
+from hcache_backend.engine.arguments import adapter_digests, resolved
 from hcache_backend.engine.capture_hooks import HiddenCapture, invalidate_on_allocation
-from hcache_backend.engine.controller import HiddenStateController
+from hcache_backend.engine.controller import KVController, OwnPagesController
 from hcache_backend.engine.eager_loads import EagerLoads, ReservablePages, eager_problem
-from hcache_backend.engine.hooks import eager_hooks, install
-from hcache_backend.engine.host_pool import HiddenStatePool
+from hcache_backend.engine.hidden_controller import HiddenStateController
+from hcache_backend.engine.host_pool import HiddenStatePool, OwnPagesPool
 from hcache_backend.engine.kv_segments import PoolParking
 from hcache_backend.engine.loads import LoadQueue
 from hcache_backend.engine.runtime import Runtime
-from hcache_backend.engine.service_check import PageCheck, ServiceChecks
+from hcache_backend.engine.service_check import KVChecks, PageCheck, ServiceChecks
 from hcache_backend.engine.stage_pages import StagePages
-from hcache_backend.engine.startup.page_plan import PagePlan
+from hcache_backend.engine.startup.page_plan import HiddenPagePlan, PagePlan
 from hcache_backend.projection.projector import Projector
 from hcache_backend.restore.exchange import CollectiveOrder
 from hcache_backend.restore.layers import RestoredLayer
@@ -38,76 +39,123 @@ from hcache_backend.restore.ring import ring_bytes
 logger = logging.getLogger("hcache")
 
 
-def build_stack(
-    runtime: Runtime,
-    kvcache: Any,
-    params: Any,
-    plan: PagePlan,
-    projector: Projector,
-    **kwargs: Any,
-) -> StackBuildResult:
-    """What HiCache works with in hidden mode, by the plan that every rank agreed on.
+@dataclass
+class Stack:
+    """Puts the stack of a server together. It is used once.
 
-    ``params`` and ``kwargs`` are what SGLang gives a stack strategy.
+    Args:
+        params: What SGLang gives a stack strategy...
+        arguments: ...and what it gives by name.
     """
-    assert runtime.config is not None
-    memory, layout = get_memory(), plan.layout
-    allocator, ranks = params.token_to_kv_pool_allocator, params.tp_cache_group
-    _use_hidden_mode(runtime, kvcache, plan)
-    pool = HiddenStatePool(
-        kvcache,
-        params.page_size,
-        memory.hicache_mem_layout,
-        page_layout=layout,
-        host_pages=plan.pages,
-        stamp=lambda page: layout.stamp(page, runtime.page_namespace(), runtime.writer),
-        pin_memory=kvcache.device != "cpu",
-        allocator_type=get_allocator_type(),
-    )
-    reservable = _reservable(runtime, allocator)
-    order = CollectiveOrder(kvcache.device) if get_tp_group().world_size > 1 else None
-    capture = _start_capture(runtime, allocator, pool, plan, order)
-    pipeline = RestorePipeline(
-        pool.kv_buffer,
-        layout,
-        _restored_layers(kvcache, plan, projector),
-        plan.methods.chunk_tokens,
-        kvcache.device,
-        exchange=plan.exchange,
-        order=order,
-    )
-    loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, kvcache.device)
-    pool.use(capture, plan.kv, loads)
-    group = HostPoolGroup([PoolEntry(PoolName.KV, pool, kvcache, lambda layer: layer, True)])
-    controller = HiddenStateController(
-        allocator,
-        group,
-        params.page_size,
-        ranks,
-        attn_cp_group=params.attn_cp_cache_group,
-        attn_tp_group=params.attn_tp_cache_group,
-        pp_group=params.pp_cache_group,
-        write_policy=memory.hicache_write_policy,
-        io_backend=memory.hicache_io_backend,
-        **{name: kwargs[name] for name in _CONTROLLER_ARGUMENTS},
-    )
-    check = PageCheck(layout, plan.codec, plan.hidden_layers, plan.kv, projector, plan.exchange)
-    checks = ServiceChecks(runtime, pool, capture, check, ranks)
-    stages = StagePages(
-        pool.arena, plan.pages.host, lambda: runtime.distrust is None, runtime.lose_trust
-    )
-    eager = None
-    if reservable is not None:
-        most = max(1, int(plan.pages.device * runtime.config.restore_share))
-        eager = EagerLoads(reservable, pool, pipeline, loads, most)
-        runtime.on_weights_changed.append(eager.give_back)
-    controller.use_hidden_states(runtime, pool, capture, checks, loads, stages, eager)
-    return StackBuildResult(
-        host_pool_group=group,
-        cache_controller=controller,
-        component_host_pools={ComponentType.FULL: pool},
-        pools_desc="hidden states",
-    )
+
+    runtime: Runtime
+    kvcache: Any
+    params: Any
+    arguments: Mapping[str, Any]
+    _reservable: ReservablePages | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Before capture wraps the allocator: what is handed out of a reservation is allocated, too.
+        self._reservable = _reservable(self.runtime, self.params.token_to_kv_pool_allocator)
+
+    def build_kv(self, plan: PagePlan) -> StackBuildResult:
+        """What HiCache works with where own pages hold K and V, by the plan of all ranks."""
+        pool = OwnPagesPool(**self._pool_arguments(plan))
+        restored = [plan.kv.restored_layer(layer) for layer in plan.kv.layers]
+        pipeline = RestorePipeline(
+            pool.kv_buffer, plan.layout, restored, plan.methods.chunk_tokens, self.kvcache.device
+        )
+        loads = LoadQueue(pool.arena, pipeline, plan.methods, None, self.kvcache.device)
+        result = self._joined(KVController, pool, pipeline, loads)
+        params = self.params
+        checks = KVChecks(self.runtime, pool, plan.kv, params.tp_cache_group, params.pp_size)
+        pool.on_freed.append(checks.freed)
+        pool.on_transferred.append(checks.transferred)
+        result.cache_controller.check_by(checks)
+        return result
+
+    def build_hidden(self, plan: HiddenPagePlan, projector: Projector) -> StackBuildResult:
+        """What HiCache works with in hidden mode, by the plan that every rank agreed on."""
+        runtime, kvcache, layout = self.runtime, self.kvcache, plan.layout
+        ranks = self.params.tp_cache_group
+        pool = HiddenStatePool(
+            stamp=lambda page: layout.stamp(page, runtime.page_namespace(), runtime.writer),
+            **self._pool_arguments(plan),
+        )
+        order = CollectiveOrder(kvcache.device) if get_tp_group().world_size > 1 else None
+        allocator = self.params.token_to_kv_pool_allocator
+        capture = _start_capture(runtime, allocator, pool, plan, order)
+        pipeline = RestorePipeline(
+            pool.kv_buffer,
+            layout,
+            _restored_layers(kvcache, plan, projector),
+            plan.methods.chunk_tokens,
+            kvcache.device,
+            exchange=plan.exchange,
+            order=order,
+        )
+        loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, kvcache.device)
+        pool.follow(capture)
+        result = self._joined(HiddenStateController, pool, pipeline, loads)
+        check = PageCheck(layout, plan.codec, plan.hidden_layers, plan.kv, projector, plan.exchange)
+        result.cache_controller.use_hidden_states(
+            capture,
+            ServiceChecks(runtime, pool, capture, check, ranks),
+            StagePages(
+                pool.arena, plan.pages.host, lambda: runtime.distrust is None, runtime.lose_trust
+            ),
+        )
+        return result
+
+    def _pool_arguments(self, plan: PagePlan) -> dict[str, Any]:
+        return {
+            "device_pool": self.kvcache,
+            "page_size": self.params.page_size,
+            "layout": get_memory().hicache_mem_layout,
+            "page_layout": plan.layout,
+            "pages": plan.pages,
+            "kv": plan.kv,
+            "pin_memory": self.kvcache.device != "cpu",
+            "allocator_type": get_allocator_type(),
+        }
+
+    def _joined(
+        self,
+        controller_class: type[OwnPagesController],
+        pool: OwnPagesPool,
+        pipeline: RestorePipeline,
+        loads: LoadQueue,
+    ) -> StackBuildResult:
+        params, memory, config = self.params, get_memory(), self.runtime.config
+        assert config is not None
+        allocator = params.token_to_kv_pool_allocator
+        pool.use(loads)
+        entry = PoolEntry(PoolName.KV, pool, self.kvcache, lambda layer: layer, True)
+        group = HostPoolGroup([entry])
+        controller = controller_class(
+            allocator,
+            group,
+            params.page_size,
+            params.tp_cache_group,
+            attn_cp_group=params.attn_cp_cache_group,
+            attn_tp_group=params.attn_tp_cache_group,
+            pp_group=params.pp_cache_group,
+            write_policy=memory.hicache_write_policy,
+            io_backend=memory.hicache_io_backend,
+            **{name: self.arguments[name] for name in _CONTROLLER_ARGUMENTS},
+        )
+        eager = None
+        if self._reservable is not None:
+            most = max(1, int(self.kvcache.size // params.page_size * config.restore_share))
+            eager = EagerLoads(self._reservable, pool, pipeline, loads, most)
+            self.runtime.on_weights_changed.append(eager.give_back)
+        controller.use_own_pages(self.runtime, pool, loads, eager)
+        return StackBuildResult(
+            host_pool_group=group,
+            cache_controller=controller,
+            component_host_pools={ComponentType.FULL: pool},
+            pools_desc="own pages",
+        )
 
 
 _CONTROLLER_ARGUMENTS = (
@@ -120,24 +168,12 @@ _CONTROLLER_ARGUMENTS = (
 )
 
 
-def _use_hidden_mode(runtime: Runtime, kvcache: Any, plan: PagePlan) -> None:
+def use_hidden_mode(runtime: Runtime, kvcache: Any, plan: HiddenPagePlan) -> None:
     """Say what pages look like: in their namespace, in metrics and in the log."""
     assert runtime.config is not None
-    runtime.use_hidden_mode()
     runtime.layer_methods = plan.methods
     metrics.CODEC.set(runtime.config.codec, plan.codec.name)
-    runtime.page_fields = {
-        "kind": "hidden",
-        "partition": list(plan.methods.methods),
-        "codec": plan.codec.name,
-        "first_layer": kvcache.start_layer,
-    }
-    ranks = get_tp_group()
-    if not plan.kv.layers:
-        runtime.page_fields["any_ranks"] = True
-    elif ranks.world_size > 1:
-        # Hidden states are the same on every rank; K and V are those of its own heads.
-        runtime.page_fields["tp"] = [ranks.rank_in_group, ranks.world_size]
+    runtime.use_own_pages({**_page_fields(kvcache, plan), "codec": plan.codec.name})
     chunk_tokens = plan.methods.chunk_tokens
     logger.info(
         "hcache: restores take %.0f MB of device memory beside one projection of %d tokens",
@@ -154,14 +190,58 @@ def _use_hidden_mode(runtime: Runtime, kvcache: Any, plan: PagePlan) -> None:
     )
 
 
+def use_kv_mode(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str) -> None:
+    """Say what pages look like, and the ``reason`` why they hold no hidden states."""
+    runtime.layer_methods = plan.methods
+    fields = {**_page_fields(kvcache, plan), **kv_fields(runtime.runner)}
+    runtime.use_own_pages(fields, reason)
+    logger.info(
+        "hcache: own pages: %s, %d bytes per %d-token page, %d host pages",
+        plan.methods.describe(),
+        plan.layout.page_bytes,
+        plan.layout.page_size,
+        plan.pages.host,
+    )
+
+
+def _page_fields(kvcache: Any, plan: PagePlan) -> dict[str, object]:
+    """What the namespace of own pages holds besides the weights."""
+    fields: dict[str, object] = {
+        "kind": "own",
+        "partition": list(plan.methods.methods),
+        "first_layer": kvcache.start_layer,
+    }
+    ranks = get_tp_group()
+    if not plan.kv.layers:
+        fields["any_ranks"] = True
+    elif ranks.world_size > 1:
+        # Hidden states are the same on every rank; K and V are those of its own heads.
+        fields["tp"] = [ranks.rank_in_group, ranks.world_size]
+    return fields
+
+
+def kv_fields(runner: Any) -> dict[str, object]:
+    """What K and V depend on besides the weights: adapters, and the scales of quantised values."""
+    fields: dict[str, object] = {}
+    adapters = adapter_digests(runner)
+    if adapters:
+        fields["adapters"] = adapters
+    scales = {
+        name: [module.k_scale_float, module.v_scale_float]
+        for name, module in runner.model.named_modules()
+        if getattr(module, "k_scale_float", None) is not None
+    }
+    if scales:
+        fields["scales"] = scales
+    return fields
+
+
 def _reservable(runtime: Runtime, allocator: Any) -> ReservablePages | None:
     """The device's pages, some of which are to be reserved; None: restores are layer-wise."""
     assert runtime.config is not None
     if runtime.config.restore == "layerwise":
         return None
     problem = eager_problem(allocator, resolved(runtime.runner.server_args))
-    if problem is None:
-        problem = install(eager_hooks())
     if problem is None:
         return ReservablePages(allocator)
     logger.warning("hcache: restores are layer-wise, not eager: %s", problem)
@@ -172,7 +252,7 @@ def _start_capture(
     runtime: Runtime,
     allocator: Any,
     pool: HiddenStatePool,
-    plan: PagePlan,
+    plan: HiddenPagePlan,
     order: CollectiveOrder | None,
 ) -> StagedCapture:
     """Capture what the layers that are stored as hidden states receive in every forward pass."""
@@ -195,7 +275,9 @@ def _start_capture(
     return capture
 
 
-def _restored_layers(kvcache: Any, plan: PagePlan, projector: Projector) -> list[RestoredLayer]:
+def _restored_layers(
+    kvcache: Any, plan: HiddenPagePlan, projector: Projector
+) -> list[RestoredLayer]:
     row_bytes = plan.codec.row_bytes
     parks = PoolParking.fits(kvcache, row_bytes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
@@ -20,53 +21,100 @@ from hcache_backend.engine.startup.agreement import Refused, all_or_none
 from hcache_backend.engine.startup.codec_choice import choose_codec
 from hcache_backend.engine.startup.graphs import check_recording
 from hcache_backend.engine.startup.layer_specs import LayerSpecs
-from hcache_backend.engine.startup.page_plan import PagePlan, make_exchange
+from hcache_backend.engine.startup.page_plan import HiddenPagePlan, PagePlan, make_exchange
 from hcache_backend.engine.startup.partition_choice import layer_methods
 from hcache_backend.engine.startup.recompute_check import find_recomputer
-from hcache_backend.engine.startup.refusals import refusal
+from hcache_backend.engine.startup.refusals import own_pages_refusal, refusal
 from hcache_backend.engine.startup.self_check import attention_modules, compare, observe
-from hcache_backend.engine.startup.stack import build_stack
+from hcache_backend.engine.startup.stack import Stack, use_hidden_mode, use_kv_mode
+from hcache_backend.partition.costs import Partition
 from hcache_backend.projection.generic import ProjectionBatch
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.projection.projector import Projector
 
 _Result = TypeVar("_Result")
 
+_SMALLEST_PAGE = 4
+"""Own pages of K and V have at least so many times the bytes of a header."""
 
-class HiddenStateStrategy(StackStrategy):
-    """Hidden mode for a plain MHA/GQA pool, if everything it needs is there; else KV mode.
+
+class OwnPagesStrategy(StackStrategy):
+    """Own pages for a plain MHA/GQA pool: with hidden states where these are possible and pay, else
+    of K and V; and SGLang's plain pages where there can be no own ones.
 
     Args:
         runtime: State of this process.
-        reason: Why hidden mode is already out of the question, or None.
+        plain: Why own pages are already out of the question, or None.
+        no_hidden: Why hidden states in them are, or None.
     """
 
-    def __init__(self, runtime: Runtime, reason: str | None) -> None:
+    def __init__(self, runtime: Runtime, plain: str | None, no_hidden: str | None) -> None:
         self._runtime = runtime
-        self._reason = reason
+        self._plain = plain
+        self._no_hidden = no_hidden
 
     def matches(self, kvcache: Any, components: Any) -> bool:
         if type(kvcache) is MHATokenToKVPool and components == {ComponentType.FULL}:
             return True
         names = ", ".join(sorted(component.name for component in components))
-        self._runtime.use_kv_mode(
-            self._reason or f"the KV pool is a {type(kvcache).__name__} ({names})"
+        self._runtime.use_plain_pages(
+            self._plain or f"the KV pool is a {type(kvcache).__name__} ({names})"
         )
         return False
 
     def build(self, *, kvcache: Any, params: Any, server_args: Any, **kwargs: Any) -> Any:
-        marker = ProjectionBatch(ForwardMode.EXTEND)
-        projector = Projector(marker, PagedPool(kvcache), kvcache.layer_num)
+        runtime = self._runtime
         try:
-            plan = self._plan(kvcache, params, projector)
-        except Refused as refused:  # on every rank of every stage
-            self._runtime.use_kv_mode(str(refused))
+            self._step(params, partial(self._refuse, own_pages_refusal, self._plain, kvcache))
+            try:
+                marker = ProjectionBatch(ForwardMode.EXTEND)
+                projector = Projector(marker, PagedPool(kvcache), kvcache.layer_num)
+                hidden = self._plan(kvcache, params, projector)
+            except Refused as refused:  # on every rank of every stage, here and below
+                reason = str(refused)
+                plan = self._kv_plan(kvcache, params)
+                use_kv_mode(runtime, kvcache, plan, reason)
+                return Stack(runtime, kvcache, params, kwargs).build_kv(plan)
+            use_hidden_mode(runtime, kvcache, hidden)
+            return Stack(runtime, kvcache, params, kwargs).build_hidden(hidden, projector)
+        except Refused as refused:
+            runtime.use_plain_pages(str(refused))
             return _PlainKvStrategy().build(
                 kvcache=kvcache, params=params, server_args=server_args, **kwargs
             )
-        return build_stack(self._runtime, kvcache, params, plan, projector, **kwargs)
 
-    def _plan(self, kvcache: Any, params: Any, projector: Projector) -> PagePlan:
+    def _step(self, params: Any, work: Callable[[], _Result]) -> _Result:
+        return all_or_none(work, params.tp_cache_group, params.pp_cache_group)
+
+    def _refuse(
+        self, refusal: Callable[[Runtime, Any], str | None], known: str | None, kvcache: Any
+    ) -> None:
+        reason = known or refusal(self._runtime, kvcache)
+        if reason is not None:
+            raise Refused(reason)
+
+    def _kv_plan(self, kvcache: Any, params: Any) -> PagePlan:
+        """Pages of K and V of all layers.
+
+        Raises:
+            Refused: On every rank: there is no room for them, or too much of it is for headers.
+        """
+        assert self._runtime.config is not None
+        chunk = min(self._runtime.config.restore_chunk_tokens, int(kvcache.size))
+        everything = Partition(0, 0, int(kvcache.layer_num))
+        plan = PagePlan(kvcache, LayerMethods(everything, None, None, chunk))
+        header, page = plan.layout.header_bytes, plan.layout.page_bytes
+        if header * _SMALLEST_PAGE > page:
+            raise Refused(
+                f"of the {page} bytes of a page of {kvcache.page_size} tokens (--page-size) its "
+                f"header would take {header}"
+            )
+        self._step(params, plan.find_room)
+        [host_pages] = smallest(params.pp_cache_group, plan.pages.host)
+        plan.pages = plan.pages._replace(host=host_pages)
+        return plan
+
+    def _plan(self, kvcache: Any, params: Any, projector: Projector) -> HiddenPagePlan:
         """Everything that hidden mode needs, proven on every rank of every stage.
 
         The K and V that the model writes in the probe stay in the pool to the last check.
@@ -78,10 +126,8 @@ class HiddenStateStrategy(StackStrategy):
         config, ranks, stages = runtime.config, params.tp_cache_group, params.pp_cache_group
         assert config is not None
 
-        def step(work: Callable[[], _Result]) -> _Result:
-            return all_or_none(work, ranks, stages)
-
-        step(lambda: self._check_server(kvcache))
+        step = partial(self._step, params)
+        step(partial(self._refuse, refusal, self._no_hidden, kvcache))
         methods = step(lambda: self._choose_methods(kvcache))
         if params.pp_size > 1:  # the first layers are in another stage
             methods = methods.without_recompute()
@@ -95,9 +141,11 @@ class HiddenStateStrategy(StackStrategy):
             methods = methods.without_recompute()
         hooks = step(lambda: check_recording(runner, codec))
         plan = step(
-            lambda: PagePlan(kvcache, probe.layers, methods, recomputer, codec, exchange, hooks)
+            lambda: HiddenPagePlan(
+                kvcache, methods, probe.layers, recomputer, codec, exchange, hooks, runner
+            )
         )
-        step(lambda: plan.find_room(runner))
+        step(plan.find_room)
         specs = LayerSpecs(runtime, probe, projector, ranks)
         step(specs.find)
         step(specs.check_writing)
@@ -109,15 +157,11 @@ class HiddenStateStrategy(StackStrategy):
         specs.follow_weights()
         return plan
 
-    def _check_server(self, kvcache: Any) -> None:
-        reason = self._reason or refusal(self._runtime, kvcache)
-        if reason is not None:
-            raise Refused(reason)
-
     def _choose_methods(self, kvcache: Any) -> LayerMethods:
         config, methods = self._runtime.config, layer_methods(self._runtime, kvcache)
         assert config is not None
-        if config.mode == "auto" and config.partition == "auto" and not methods.layers("hidden"):
+        chosen = config.mode == "auto" and config.partition == "auto"
+        if not methods.layers("hidden") and (chosen or not methods.layers("recompute")):
             raise Refused(
                 f"the partition has no hidden states: {methods.describe()} (options 'mode': "
                 "'hidden' and 'partition' insist)"

@@ -55,6 +55,21 @@ def _wrong_rope() -> None:
     wrap("project_to_pool")
 
 
+def _wrong_copies() -> None:
+    """Backups leave a wrong byte in K of the last layer."""
+    from hcache_backend.engine.kv_segments import KVSegments
+
+    save = KVSegments.save
+
+    def faulty(self: Any, layout: Any, memory: Any, pages: Any, slots: Any) -> None:
+        save(self, layout, memory, pages, slots)
+        if _active():
+            last = layout.segment(len(layout.segment_bytes) - 1)
+            memory[pages, last.start] += 1
+
+    KVSegments.save = faulty  # type: ignore[method-assign]
+
+
 def _wrong_spec(**wrong: Any) -> Callable[[], None]:
     """The search hands out specs with parts of ``wrong``, as if they had been proven."""
 
@@ -106,7 +121,7 @@ def _reallocate(controller: Any, device_indices: Any) -> None:
 
 def _wrap_write(before: bool) -> Callable[[], None]:
     def inject() -> None:
-        from hcache_backend.engine.controller import HiddenStateController
+        from hcache_backend.engine.hidden_controller import HiddenStateController
 
         write = HiddenStateController.write
 
@@ -204,16 +219,16 @@ def _hooks() -> list[str]:
 
 def _rows_lost() -> None:
     """Rows turn out not to have been written."""
-    from hcache_backend.capture.arena import Arena, Verdict
+    from hcache_backend.capture.shadows import ShadowArena, Verdict
 
-    prove = Arena.prove
+    prove = ShadowArena.prove
 
     def faulty(self: Any, slots: Any, ticket: int, verdicts: Any) -> Any:
         if _active():
             verdicts[:] = Verdict.MISSING
         return prove(self, slots, ticket, verdicts)
 
-    Arena.prove = faulty
+    ShadowArena.prove = faulty
 
 
 _trees: list[Any] = []
@@ -278,7 +293,7 @@ def _misses_on_rank_1() -> None:
     """Now and then the second tensor-parallel rank lacks something, wherever it can lack it."""
     import random
 
-    from hcache_backend.engine.controller import HiddenStateController
+    from hcache_backend.engine.hidden_controller import HiddenStateController
     from hcache_backend.engine.service_check import ServiceChecks
     from hcache_backend.engine.storage import HCacheStorage
 
@@ -311,6 +326,7 @@ def _misses_on_rank_1() -> None:
 
 FAULTS: dict[str, Callable[[], None]] = {
     "wrong_rope": _wrong_rope,
+    "wrong_copies": _wrong_copies,
     "wrong_spec_rope": _wrong_spec(rotary=_other_style),
     "wrong_spec_rows": _wrong_spec(k=_rows_of_q),
     "slot_reallocated_before_backup": _wrap_write(before=True),

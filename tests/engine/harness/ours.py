@@ -102,6 +102,13 @@ def assert_hidden_mode(server: Server) -> None:
     assert "KV mode" not in log
 
 
+def assert_own_pages_of_kv(server: Server) -> None:
+    log = server.log_text()
+    assert "hcache: KV mode, own pages: " in log
+    assert "hcache: own pages: " in log
+    assert "plain pages" not in log
+
+
 def projections(server: Server) -> list[str]:
     """What the server said about how it projects, a line for each kind of layers."""
     found: list[str] = re.findall(r"hcache: projection: (.*)", server.log_text())

@@ -28,7 +28,8 @@ def test_as_many_pages_fit_as_were_asked_for() -> None:
     kvcache = SimpleNamespace(k_buffer=buffers, v_buffer=buffers, size=640, layer_num=4)
     assert kv_bytes_per_token(kvcache) == 4 * 1024
     layout = PageLayout(64, (0, 64 * 512, 64 * 512, 64 * 1024))
-    by_size = plan_host_pages(kvcache, layout, found.host_bytes / 1e9, 0, 1e12)
+    by_size = plan_host_pages(kvcache, layout, found.host_bytes / 1e9, 0, 1e12, with_shadows=True)
     assert by_size == (found.pages, found.shadows)
     ratio = found.ratio + 1e-9
-    assert plan_host_pages(kvcache, layout, 0, ratio, 1e12) == (found.pages, found.shadows)
+    by_ratio = plan_host_pages(kvcache, layout, 0, ratio, 1e12, with_shadows=True)
+    assert by_ratio == (found.pages, found.shadows)

@@ -30,15 +30,16 @@ from hcache_backend.engine.startup.graphs import graph_hooks
 from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
 
 
+def every_hook() -> list[Hook]:
+    """What a server in hidden mode has."""
+    always = [*hooks.own_pages_hooks(), *hooks.weight_hooks(), *hooks.use_hooks()]
+    return [*always, *hooks.hidden_mode_hooks(), *graph_hooks()]
+
+
 @pytest.fixture(autouse=True)
 def unhooked() -> Iterator[None]:
     """Undo every hook afterwards."""
-    ours = (
-        *hooks.hidden_mode_hooks(),
-        *graph_hooks(),
-        *hooks.weight_hooks(),
-        *hooks.use_hooks(),
-    )
+    ours = every_hook()
     targets = [hook.target for hook in ours]
     before = {target: hooks._resolve(target) for target in targets}
     yield
@@ -49,12 +50,7 @@ def unhooked() -> Iterator[None]:
 
 
 def test_every_seam_is_there_and_each_hook_is_applied_once() -> None:
-    wanted = [
-        *hooks.hidden_mode_hooks(),
-        *graph_hooks(),
-        *hooks.weight_hooks(),
-        *hooks.use_hooks(),
-    ]
+    wanted = every_hook()
     assert install(wanted) is None
     assert install(wanted) is None
     assert len([h for h in HookRegistry._hooks[hooks.RESET] if h[0] is HookType.AROUND]) == 1
@@ -133,8 +129,8 @@ def test_an_unsupported_version_means_kv_mode_with_that_reason(
     monkeypatch.setattr(bootstrap_module, "unsupported_reason", lambda: "SGLang 9 is not one")
     monkeypatch.setattr("hcache_backend.engine.runtime._stage_weights", lambda _: Weights(b"w"))
     monkeypatch.setattr(
-        "hcache_backend.engine.startup.strategy.HiddenStateStrategy",
-        lambda runtime, reason: reasons.append(reason),
+        "hcache_backend.engine.startup.strategy.OwnPagesStrategy",
+        lambda runtime, plain, no_hidden: reasons.append(plain),
     )
     monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
     bootstrap(runner())

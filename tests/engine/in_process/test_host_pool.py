@@ -13,6 +13,7 @@ import torch
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.engine.host_pool import HiddenStatePool, HostPages
+from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.page_plan import (
     kv_bytes_per_token,
@@ -46,19 +47,20 @@ def kv_pool(pages: int) -> SimpleNamespace:
 
 @pytest.fixture
 def pool() -> HiddenStatePool:
-    pages = HostPages(host=6, device=9)
+    device = kv_pool(8)
     pool = HiddenStatePool(
-        kv_pool(8),
+        device,
         PAGE,
         "page_first",
         page_layout=LAYOUT,
-        host_pages=pages,
+        pages=HostPages(host=6, shadows=9),
+        kv=KVSegments(device, (), PAGE),
         stamp=lambda page: LAYOUT.stamp(page, b"n" * 16, b"w" * 8),
         pin_memory=False,
         allocator_type="default",
     )
     capture = StagedCapture(pool.arena, pool.kv_buffer, Staging(LAYERS, CODEC, 32, "cpu"), range(2))
-    pool._capture = capture
+    pool.follow(capture)
     return pool
 
 
@@ -144,12 +146,13 @@ def test_a_flush_waits_for_rows_that_are_on_their_way_to_pages(pool: HiddenState
 def test_shadows_stand_within_the_memory_that_was_given() -> None:
     device = kv_pool(8)
     kv = 2 * LAYERS * WIDTH * 4 * device.size
-    pages = plan_host_pages(device, LAYOUT, 0, 200.0, 1e12)
-    assert pages.device == 9
+    pages = plan_host_pages(device, LAYOUT, 0, 200.0, 1e12, with_shadows=True)
+    assert pages.shadows == 9
     assert (sum(pages) * LAYOUT.page_bytes) <= 200 * kv < (sum(pages) + 1) * LAYOUT.page_bytes
-    assert plan_host_pages(device, LAYOUT, 1e-3, 200.0, 1e12).host == 1_000_000 // 5120 - 9
+    by_size = plan_host_pages(device, LAYOUT, 1e-3, 200.0, 1e12, with_shadows=True)
+    assert by_size.host == 1_000_000 // 5120 - 9
     with pytest.raises(Refused, match=r"asks for .* GB are there"):
-        plan_host_pages(device, LAYOUT, 0, 200.0, 1000)
+        plan_host_pages(device, LAYOUT, 0, 200.0, 1000, with_shadows=True)
 
 
 @pytest.mark.parametrize("pages", [8, 24, 1000])
@@ -160,7 +163,7 @@ def test_too_little_host_memory_is_told_with_what_will_do(pages: int, share: flo
     ratio = share * alone / (device.size * kv_bytes_per_token(device))
     for size_gb, option in ((0.0, "ratio"), (share * alone / 1e9, "size")):
         with pytest.raises(Refused) as refused:
-            plan_host_pages(device, LAYOUT, size_gb, ratio, 1e12)
+            plan_host_pages(device, LAYOUT, size_gb, ratio, 1e12, with_shadows=True)
         told = re.fullmatch(
             r"--hicache-(.*) gives (.*) GB of host memory, and the hidden states of the tokens on "
             r"the device alone take (.*) GB; --hicache-(.*) (.*) is the least that will do",
@@ -171,10 +174,10 @@ def test_too_little_host_memory_is_told_with_what_will_do(pages: int, share: flo
         assert share == 1.0 or told[2] != told[3]
         enough = float(told[5])
         sizes = (0.0, enough) if option == "ratio" else (enough, 0.0)
-        assert plan_host_pages(device, LAYOUT, *sizes, 1e12).host >= 1
+        assert plan_host_pages(device, LAYOUT, *sizes, 1e12, with_shadows=True).host >= 1
         if option == "ratio":
             with pytest.raises(Refused):
-                plan_host_pages(device, LAYOUT, 0, enough - 0.02, 1e12)
+                plan_host_pages(device, LAYOUT, 0, enough - 0.02, 1e12, with_shadows=True)
 
 
 def test_staging_holds_the_largest_graph_two_decode_steps_or_two_layers_of_prefill() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
-from hcache_backend.engine.controller import HiddenStateController
+from hcache_backend.engine.controller import OwnPagesController
 from hcache_backend.engine.eager_loads import EagerLoads, ReservablePages
 from tests.order import edges
 from tests.order.checker import Checker
@@ -46,14 +46,15 @@ def eager(checker: Checker) -> None:
         page_size=SIZE,
         arena=loading.arena,
         page_ids=lambda indices: indices[::SIZE].numpy() // SIZE,
+        on_freed=[],
     )
     eager = EagerLoads(pages, pool, loading.pipeline, loading.queue, PAGES)  # type: ignore[arg-type]
     controller = SimpleNamespace(
-        _capture=SimpleNamespace(device=GPU),
+        device=GPU,
         load_fence_stream=engine.forward_stream,
         l2_transfer_engine=SimpleNamespace(host_to_device_stream=engine.loading),
     )
-    controller.after_forwards = partial(HiddenStateController.after_forwards, controller)
+    controller.after_forwards = partial(OwnPagesController.after_forwards, controller)
     checker.begin()
     with checker.on(engine.schedule):
         before, others = pages.take(6), pages.take(12)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.engine.host_pool import HiddenStatePool, HostPages
+from hcache_backend.engine.host_pool import HostPages, OwnPagesPool
+from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.page import PageLayout
@@ -44,29 +45,23 @@ class Pipeline:
         return []
 
 
-class Capture:
-    """Is told of freed pages."""
-
-    def host_freed(self, host_pages: np.ndarray) -> None:
-        pass
-
-
 @pytest.fixture
-def pool() -> HiddenStatePool:
+def pool() -> OwnPagesPool:
     layout: PageLayout = LAYOUT
-    pool = HiddenStatePool(
-        kv_pool(8),
+    device = kv_pool(8)
+    pool = OwnPagesPool(
+        device,
         PAGE,
         "page_first",
         page_layout=layout,
-        host_pages=HostPages(host=6, device=9),
-        stamp=lambda page: layout.stamp(page, b"n" * 16, b"w" * 8),
+        pages=HostPages(host=6, shadows=0),
+        kv=KVSegments(device, (), PAGE),
         pin_memory=False,
         allocator_type="default",
     )
     parts = LayerMethods(Partition(0, LAYERS, 0), None, None, 64)
     loads = LoadQueue(pool.arena, Pipeline(), parts, None, "cpu")  # type: ignore[arg-type]
-    pool.use(Capture(), None, loads)  # type: ignore[arg-type]
+    pool.use(loads)
     return pool
 
 
@@ -75,7 +70,7 @@ def slots_of(*pages: int) -> torch.Tensor:
 
 
 def load(
-    pool: HiddenStatePool, host: list[int], device: list[int], handed: HandOut | None = None
+    pool: OwnPagesPool, host: list[int], device: list[int], handed: HandOut | None = None
 ) -> Pipeline:
     """Load host pages to device pages; others made what was ``handed`` out of it."""
     loads: Any = pool._loads
@@ -93,7 +88,7 @@ def handed_out(device: list[int], ready: list[bool], whole: list[bool], *made: A
 
 
 def test_only_missing_pages_are_transferred_and_all_restores_waited_for(
-    pool: HiddenStatePool,
+    pool: OwnPagesPool,
 ) -> None:
     early = Restore()
     handed = handed_out([5, 6, 2], *2 * [[False, True, False]], early)
@@ -102,7 +97,7 @@ def test_only_missing_pages_are_transferred_and_all_restores_waited_for(
     assert early.waited == pipeline.restore.waited == list(range(LAYERS))
 
 
-def test_nothing_is_launched_where_nothing_is_missing(pool: HiddenStatePool) -> None:
+def test_nothing_is_launched_where_nothing_is_missing(pool: OwnPagesPool) -> None:
     early = [Restore(), Restore()]
     pipeline = load(pool, [3, 1], [5, 6], handed_out([5, 6], *2 * [[True, True]], *early))
     assert pipeline.started == []
@@ -110,7 +105,7 @@ def test_nothing_is_launched_where_nothing_is_missing(pool: HiddenStatePool) -> 
 
 
 def test_first_layers_are_recomputed_for_pages_that_lack_them_whatever_is_transferred(
-    pool: HiddenStatePool, monkeypatch: pytest.MonkeyPatch
+    pool: OwnPagesPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     LAYOUT.positions(pool.arena.memory)[:] = np.arange(len(pool.arena.memory))[:, None]
     early, seen = Restore(), []
@@ -129,14 +124,14 @@ def test_first_layers_are_recomputed_for_pages_that_lack_them_whatever_is_transf
     assert seen == [([3, 4], [5, 2])]
 
 
-def test_a_pool_without_eager_restores_launches_everything(pool: HiddenStatePool) -> None:
+def test_a_pool_without_eager_restores_launches_everything(pool: OwnPagesPool) -> None:
     pipeline = load(pool, [3, 1], [5, 6])
     assert pipeline.started == [([3, 1], [5, 6], None)]
 
 
-def test_who_restored_a_page_hears_that_it_was_freed(pool: HiddenStatePool) -> None:
+def test_who_restored_a_page_hears_that_it_was_freed(pool: OwnPagesPool) -> None:
     freed: list[int] = []
-    pool.on_freed = lambda pages: freed.extend(pages.tolist())
+    pool.on_freed.append(lambda pages: freed.extend(pages.tolist()))
     indices = pool.alloc(2 * PAGE)
     assert indices is not None
     pool.free(indices)

@@ -390,7 +390,7 @@ class TestAnAttach:
     def running(self, runtime: Runtime, tmp_path: Path) -> Runtime:
         options = {"dirs": [str(tmp_path / "start")], "mode": "hidden", "codec": "exp4"}
         runtime.config = parse_config(options, "start")
-        runtime.mode = "hidden"
+        runtime.mode, runtime.own_pages = "hidden", True
         return runtime
 
     def joined(self, **options: Any) -> HCacheConfig:
@@ -417,6 +417,7 @@ class TestAnAttach:
         assert "dirs" in of_the_store
         others: dict[str, object] = {
             "mode": "kv",
+            "pages": "plain",
             "partition": {"hidden": 2},
             "profile": "/tmp/profile.json",
             "codec": "none",

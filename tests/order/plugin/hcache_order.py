@@ -142,8 +142,8 @@ def _around(owner: Any, name: str, wrap: Callable[..., Any]) -> None:
 
 
 def _say_what_is_pinned(checker: Any) -> None:
-    from hcache_backend.capture.arena import Arena
-    from hcache_backend.engine.host_pool import HiddenStatePool
+    from hcache_backend.arena import Arena
+    from hcache_backend.engine.host_pool import OwnPagesPool
 
     def arena(original: Any, pool: Any) -> Any:
         return checker.pinned(original(pool), "arena")
@@ -155,7 +155,7 @@ def _say_what_is_pinned(checker: Any) -> None:
         length = layout.header_bytes if header else layout.page_bytes
         checker.touch_pages(pages, layout.page_bytes, length, "write" if write else "read")
 
-    _around(HiddenStatePool, "init_kv_buffer", arena)
+    _around(OwnPagesPool, "init_kv_buffer", arena)
     _around(Arena, "host_access", touched)
 
 
@@ -225,14 +225,14 @@ def _name_streams(checker: Any, scheduler: Any) -> None:
 
 
 def _count_written_nodes(done: Done) -> None:
-    from hcache_backend.engine.controller import HiddenStateController
+    from hcache_backend.engine.controller import OwnPagesController
 
     def write(original: Any, *args: Any, **kwargs: Any) -> Any:
         host_indices = original(*args, **kwargs)
         done.written_nodes += host_indices is not None
         return host_indices
 
-    _around(HiddenStateController, "write", write)
+    _around(OwnPagesController, "write", write)
 
 
 def _abort_in_the_middle(done: Done) -> None:

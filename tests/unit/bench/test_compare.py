@@ -307,7 +307,7 @@ def test_each_part_has_its_table_in_the_documentation() -> None:
 
 
 def test_what_a_server_said_of_its_layers() -> None:
-    said = "partition: 8 layers loaded as KV; the best; KV mode (plain KV pages): no hidden states"
+    said = "partition: 8 layers loaded as KV; the best; KV mode, own pages: no hidden states"
     assert layers(said) == "KV pages"
     assert layers("hidden mode: 2 layers recomputed, 6 layers x, 64 bytes a 64-token page") == (
         "2 layers recomputed, 6 layers x"

@@ -98,7 +98,7 @@ def test_a_workload_that_the_server_would_refuse_is_refused_before() -> None:
         check_length(workload, {"max_req_input_len": 100})
 
 
-MODE = 'hcache_mode{mode="hidden",reason=""} 1.0\n'
+MODE = 'hcache_mode{mode="hidden",pages="own",reason=""} 1.0\n'
 
 
 def page(read: int, restored: int, dropped: int = 0) -> MetricsPage:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hcache_backend.capture.arena import Arena
+from hcache_backend.capture.shadows import ShadowArena
 from hcache_backend.page import PageLayout
 
 SIZE = 4
@@ -13,9 +13,9 @@ HOST_PAGES, DEVICE_PAGES = 6, 5
 NAMESPACE, WRITER = b"n" * 16, b"w" * 8
 
 
-def arena(host_pages: int = HOST_PAGES, device_pages: int = DEVICE_PAGES) -> Arena:
+def arena(host_pages: int = HOST_PAGES, device_pages: int = DEVICE_PAGES) -> ShadowArena:
     memory = np.full((host_pages + device_pages, LAYOUT.page_bytes), 0xEE, np.uint8)
-    return Arena(
+    return ShadowArena(
         memory,
         LAYOUT,
         host_pages,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hcache_backend.capture.arena import NO_NAMESPACE, Arena, Verdict
+from hcache_backend.capture.shadows import NO_NAMESPACE, ShadowArena, Verdict
 from tests.unit.capture.small_arena import (
     LAYOUT,
     NAMESPACE,
@@ -16,7 +16,7 @@ from tests.unit.capture.small_arena import (
 )
 
 
-def captured(a: Arena, pages: list[int], first: int = 0) -> np.ndarray:
+def captured(a: ShadowArena, pages: list[int], first: int = 0) -> np.ndarray:
     slots = slots_of(pages)
     positions = np.arange(first, first + len(slots))
     ticket = a.begin(slots, positions, positions + 500)
@@ -25,7 +25,7 @@ def captured(a: Arena, pages: list[int], first: int = 0) -> np.ndarray:
     return slots
 
 
-def promised(a: Arena) -> tuple[np.ndarray, int]:
+def promised(a: ShadowArena) -> tuple[np.ndarray, int]:
     """Slots of device page 2 whose rows are on their way, and the ticket of their proof."""
     slots = slots_of([2])
     ticket = a.begin(slots, np.arange(4), np.arange(4))
@@ -135,7 +135,7 @@ def test_slots_that_are_no_whole_pages_are_refused() -> None:
 
 def test_the_memory_must_have_a_page_for_every_entry() -> None:
     with pytest.raises(ValueError, match=r"the arena needs \(11, "):
-        Arena(np.zeros((10, LAYOUT.page_bytes), np.uint8), LAYOUT, 6, 5, lambda page: None)
+        ShadowArena(np.zeros((10, LAYOUT.page_bytes), np.uint8), LAYOUT, 6, 5, lambda page: None)
 
 
 # ---- pages without the segments of their first layers never pass for whole ones ----

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hcache_backend.capture.arena import ShadowChanges
+from hcache_backend.capture.shadows import ShadowChanges
 from tests.unit.capture.small_arena import (
     DEVICE_PAGES,
     HOST_PAGES,
@@ -208,10 +208,20 @@ class ScriptedScheduler(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def load(self, data: st.DataObject) -> None:
-        node = self.pick(data, lambda n: n.device is None and n.promised and n.written)
-        if node is not None and node.host is not None and len(self.free_device) >= node.pages:
-            node.device = self.allocate(node.pages)
-            self.arena.loaded(slots_of(node.device), ids(*node.host))
+        """A node can be loaded, or is removed: else it would be a miss for ever."""
+        node = self.pick(data, lambda n: n.device is None)
+        if node is None or node.host is None or len(self.free_device) < node.pages:
+            return
+        pages = ids(*node.host)
+        if self.arena.waits_for_proof(pages):
+            return
+        if not all(LAYOUT.is_stamped(page) for page in self.arena.pages(pages)):
+            assert not node.written, "a backup was lost"
+            self.free_host_pages(node.host)
+            self.nodes.remove(node)
+            return
+        node.device = self.allocate(node.pages)
+        self.arena.loaded(slots_of(node.device), pages)
 
     @precondition(lambda self: len(self.free_host) >= 2)
     @rule(pages=st.integers(1, 2))
@@ -230,6 +240,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
+        self.drain()  # the host pool waits for the transfers
         self.arena.clear()
         self.free_device, self.free_host = list(range(DEVICE_PAGES)), list(range(HOST_PAGES))
         self.nodes.clear()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.capture.arena import Arena
+from hcache_backend.capture.shadows import ShadowArena
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.page import PageLayout
 from hcache_backend.streams import Event, WorkerStream
@@ -37,7 +37,7 @@ class Machine:
 
     def __init__(self, *, is_view: bool = True, places: int = PLACES) -> None:
         memory = torch.zeros((HOST_PAGES + DEVICE_PAGES, LAYOUT.page_bytes), dtype=torch.uint8)
-        self.arena = Arena(
+        self.arena = ShadowArena(
             memory.numpy(),
             LAYOUT,
             HOST_PAGES,

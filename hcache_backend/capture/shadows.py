@@ -1,4 +1,4 @@
-"""The arena: host pages and shadow pages in one piece of pinned memory; a backup copies nothing.
+"""An arena with shadows: capture fills pages in advance, and a backup copies nothing.
 
 HiCache's index of a host page is logical: a table says which physical page it is at present. Every
 page of the device's KV pool owns one more physical page, its *shadow*, where capture writes the
@@ -12,9 +12,8 @@ rows of its tokens. To back up a device page is to exchange the two table entrie
   are exchanged once more: the shadow has the rows again, and the page can be backed up again.
 - A page that came from L3 may lack the segments of its first layers. It cannot be backed up again.
 
-This is bookkeeping on the CPU, for the scheduler thread alone, except :meth:`Arena.physical`,
-:meth:`Arena.pages`, :meth:`Arena.first_layers` and :meth:`Arena.expect`, which any thread may use
-for pages that it owns.
+This is for the scheduler thread alone, except what every :class:`~hcache_backend.arena.Arena` has,
+which any thread may use for pages that it owns.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hcache_backend.arena import Arena, Ids
 from hcache_backend.page import NO_NAMESPACE, WRITER_BYTES, PageLayout
-
-Ids = npt.NDArray[np.int64]
 
 
 class _RowState(IntEnum):
@@ -62,7 +60,7 @@ class ShadowChanges(NamedTuple):
     physical: Ids
 
 
-class Arena:
+class ShadowArena(Arena):
     """Page tables, validity of rows, and the tokens of every slot.
 
     Args:
@@ -84,11 +82,9 @@ class Arena:
         device_pages: int,
         stamp: Callable[[npt.NDArray[np.uint8]], None],
     ) -> None:
-        wanted = (host_pages + device_pages, layout.page_bytes)
-        if memory.shape != wanted or host_pages < 1 or device_pages < 1:
-            raise ValueError(f"memory is {memory.shape}, the arena needs {wanted}")
-        self.memory = memory
-        self.layout = layout
+        if host_pages < 1 or device_pages < 1:
+            raise ValueError(f"{host_pages} host pages, {device_pages} device pages: at least one")
+        super().__init__(memory, layout, host_pages + device_pages)
         self._stamp = stamp
         slots = device_pages * layout.page_size
         self._host = np.arange(host_pages, dtype=np.int64)
@@ -100,7 +96,6 @@ class Arena:
         self._token_ids = np.zeros(slots, np.int32)
         self._tenant = np.full(host_pages, -1, np.int64)  # device page whose tokens it holds
         self._home = np.full(device_pages, -1, np.int64)  # the same link from the other side
-        self._first_layer = np.zeros(host_pages + device_pages, np.uint16)  # by physical page
         self._unproven: set[int] = set()  # host pages that wait for the proof of their rows
         self._blank_header = np.empty(layout.header_bytes, np.uint8)
         layout.begin(self._blank_header, NO_NAMESPACE, bytes(WRITER_BYTES))
@@ -234,33 +229,7 @@ class Arena:
         return bool(self._tenant[host_page] == device_page)
 
     def physical(self, host_pages: Ids) -> Ids:
-        """Physical pages of ``host_pages``, int64 of the same shape. Any thread."""
         return self._host[host_pages]
-
-    def pages(self, host_pages: Ids, *, header: bool = False) -> list[npt.NDArray[np.uint8]]:
-        """Views of ``host_pages`` (int64 ``[pages]``), uint8 ``[page_bytes]`` each. Any thread.
-
-        With ``header`` the caller reads nothing but their headers.
-        """
-        physical = self._host[host_pages]
-        self.host_access(physical, write=False, header=header)
-        return [self.memory[page] for page in physical.tolist()]
-
-    def host_access(self, pages: Ids, *, write: bool, header: bool = False) -> None:
-        """The CPU is about to read or write physical ``pages``, or only their headers. Any thread.
-
-        Does nothing. NumPy's accesses show in no stream: this is where tests/order sees them.
-        """
-
-    def first_layers(self, host_pages: Ids) -> npt.NDArray[np.uint16]:
-        """The first (stored) layer whose segment is there, for each host page."""
-        return self._first_layer[self._host[host_pages]]
-
-    def expect(self, host_pages: Ids, first_layer: int) -> None:
-        """The pages are about to be read from L3, without the segments of earlier layers."""
-        physical = self._host[host_pages]
-        self.host_access(physical, write=True)
-        self._first_layer[physical] = first_layer
 
     def host_freed(self, host_pages: Ids) -> ShadowChanges:
         """HiCache freed ``host_pages``: tokens still on the device take their rows back."""

@@ -1,0 +1,189 @@
+"""What hidden states add to HiCache's controller over own pages.
+
+A node is backed up only when every row of it is valid, by exchanging table entries of the arena;
+and no page of other weights is ever projected. How many of the first layers are recomputed is
+decided before pages are read, so that their segments are not, and again at the load.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from hcache_backend.arena import Ids
+from hcache_backend.capture.staging import StagedCapture
+from hcache_backend.engine import metrics
+from hcache_backend.engine.controller import OwnPagesController
+from hcache_backend.engine.host_pool import HiddenStatePool
+from hcache_backend.engine.loads import QueuedLoad
+from hcache_backend.engine.ranks import on_all_ranks
+from hcache_backend.engine.service_check import ServiceChecks
+from hcache_backend.engine.stage_pages import StagePages
+from hcache_backend.page import Bytes, Ints
+from hcache_backend.streams import StreamFailed
+
+
+class HiddenStateController(OwnPagesController):
+    """Backup, load and storage transfers of pages with hidden states."""
+
+    _pool: HiddenStatePool
+
+    def use_hidden_states(
+        self, capture: StagedCapture, checks: ServiceChecks, stages: StagePages
+    ) -> None:
+        """Give the controller what it works with besides; called once, before the first request."""
+        self._capture = capture
+        self._checks = checks
+        self._stages = stages
+        self._writing = False
+        self._never_loaded = False  # what is to be evicted
+
+    def reset(self) -> None:
+        super().reset()
+        self._checks.forget_chosen()
+
+    def turn(self, cache: Any) -> None:
+        super().turn(cache)
+        if self._never_loaded:
+            # A node whose load is refused stays a hit for HiCache: a miss for ever, which hides
+            # what L3 has. It has no way to remove one node, so all go that are in L2 only.
+            cache.evict_host(self._pool.size)
+            self._never_loaded = False
+
+    # ---- device -> host ----
+
+    def write(self, device_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Back up a node, or return None on every rank when a row of it is not valid.
+
+        Pipeline stages cannot agree: they back it up whether its rows are valid or not.
+        """
+        self._checks.run_due()
+        self._stages.talk()
+        slots, problem = self._slots_to_write(device_indices)
+        valid = self._agreed(problem is None)
+        if not valid:
+            self._not_backed_up(problem or "another rank", len(device_indices))
+            if self._stages.alone:
+                return None
+        self._writing = True
+        try:
+            host_indices = super().write(device_indices, *args, **kwargs)
+        finally:
+            self._writing = False
+        if host_indices is None:
+            return None
+        host_pages = self._pool.page_ids(host_indices)
+        if valid:
+            metrics.TOKENS.count("backed_up", len(device_indices))
+            self._capture.back_up(slots, host_pages)
+            self._checks.choose(device_indices, slots, host_pages)
+        self._stages.backed_up(host_pages, whole=valid)
+        if kwargs.get("flush", True):
+            self.start_writing()
+        return host_indices
+
+    def start_writing(self) -> None:
+        if self._writing:
+            return  # not within ``write``: K and V must go where the exchange puts them
+        super().start_writing()
+        self._checks.backups_launched()
+
+    def _slots_to_write(self, device_indices: torch.Tensor) -> tuple[Ids, str | None]:
+        """Slots of a node, and why it cannot be backed up."""
+        if self._runtime.distrust is not None:
+            return np.empty(0, np.int64), "self-check failed"
+        try:
+            slots = self._capture.ledger.slots_on_cpu(device_indices)
+        except StreamFailed:
+            return np.empty(0, np.int64), "capture broke"
+        self._capture.ledger.settle()
+        if self._capture.ledger.broken is not None:
+            return slots, "capture broke"
+        return slots, self._capture.arena.problem(slots)
+
+    def _agreed(self, fine: bool) -> bool:
+        """Whether all ranks say so; a rank that lost its trust takes the others with it."""
+        fine, trusted = on_all_ranks(self.tp_group, fine, self._runtime.distrust is None)
+        if not trusted:
+            self._runtime.lose_trust("another tensor-parallel rank failed its self-check")
+        return fine and trusted
+
+    # ---- host -> device ----
+
+    def _planned(self, host_pages: Ids) -> QueuedLoad | None:
+        """None when a page cannot be restored.
+
+        It may be one of other weights, or lack segments of layers that cannot be recomputed.
+        """
+        load, problem, for_ever = QueuedLoad(host_pages), None, False
+        if not self._may_project(host_pages):
+            problem = "stale_host_page"
+            for_ever = not self._pool.arena.waits_for_proof(host_pages)
+            metrics.PROBLEMS.count(problem)
+        else:
+            planned = self._loads.plan(host_pages, self._prefix)
+            if planned is None:
+                problem, for_ever = "layers_not_recomputable", True
+                metrics.PROBLEMS.count(problem)
+            load = planned or load
+        self._stages.talk()
+        if not self._stages.have(host_pages):
+            problem = "another_stage"
+        fine = self._agreed(problem is None)
+        if not self._stages.decide(fine):
+            tokens = len(host_pages) * self.page_size
+            metrics.TOKENS.count(f"not_restored_{problem or 'another_rank'}", tokens)
+            if self._stages.alone:  # stages could not do it at one point
+                (may_come,) = on_all_ranks(self.tp_group, not for_ever)
+                self._never_loaded |= not may_come
+            return None
+        if not fine:  # the first stage knew that it is: a mistake of ours
+            self._runtime.lose_trust("a page is not what the first pipeline stage took it for")
+        return load
+
+    def _queued(self, load: QueuedLoad, device_indices: torch.Tensor) -> None:
+        self._capture.ledger.loaded(device_indices, load.host_pages)
+        super()._queued(load, device_indices)
+
+    def _may_project(self, host_pages: Ids) -> bool:
+        self._capture.ledger.settle(wait=False)
+        if self._runtime.distrust is not None:
+            return False
+        namespaces, layout = self._runtime.page_namespaces(), self._pool.page_layout
+        return all(
+            layout.namespace_of(page) in namespaces and self._has_known_positions(page)
+            for page in self._pool.arena.pages(host_pages, header=True)
+        )
+
+    # ---- host <-> storage ----
+
+    def write_storage(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The backup is done, so its rows have arrived: check, and pass it on to L3."""
+        self._capture.ledger.settle()
+        self._checks.run_until(self._pool.page_ids(host_indices))
+        self._stages.talk()
+        return super().write_storage(host_indices, *args, **kwargs)
+
+    def _finish_header(
+        self, page: Bytes, host_page: int, token_ids: Ints, position: int | None
+    ) -> str | None:
+        """It was written when the page's rows were proven."""
+        layout = self._pool.page_layout
+        if self._runtime.distrust is not None:
+            return "page_of_distrust"
+        if self._pool.arena.first_layers(np.array([host_page])).any():
+            return "page_with_lost_first_layers"
+        if not layout.is_stamped(page):
+            return "page_with_lost_rows"
+        if layout.namespace_of(page) != self._runtime.page_namespace():
+            return "host_page_of_other_namespace"
+        if not np.array_equal(layout.token_ids(page), token_ids):
+            return "host_page_of_other_tokens"
+        return None
+
+    def _expect(self, host_indices: torch.Tensor, first_layer: int) -> Ids:
+        host_pages = super()._expect(host_indices, first_layer)
+        self._stages.brought(host_pages)
+        return host_pages

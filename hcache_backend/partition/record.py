@@ -1,0 +1,118 @@
+"""What a store holds of each layer of a model: decided once, and followed by every later server.
+
+Else a restart, or a second server on other hardware, would orphan all that is stored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hcache_backend.partition.costs import L3Path, Partition
+from hcache_backend.partition.model_shape import ModelShape
+from hcache_backend.partition.plan import PartitionPlan
+from hcache_backend.partition.profile import Profile, ProfileError, load_profile
+from hcache_backend.partition.solver import makespan
+
+_WORTH_IT = 1.1
+"""Another partition is worth a word if restores by the recorded one take so many times as long."""
+
+
+class PartitionRecord(BaseModel):
+    """Numbers of layers by method, as :class:`~hcache_backend.partition.costs.Partition` has them.
+
+    Attributes:
+        model: Path or name, for readers.
+        reason: What decided it.
+        shape: The model as the cost model sees it; None where its configuration did not tell.
+        tokens: Tokens of the restores that it was chosen for.
+        tp: Tensor-parallel ranks, likewise.
+        l3: Where L3 was, likewise.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str
+    reason: str
+    recompute: int = Field(ge=0)
+    hidden: int = Field(ge=0)
+    kv: int = Field(ge=0)
+    shape: ModelShape | None
+    tokens: int = Field(gt=0)
+    tp: int = Field(gt=0)
+    l3: L3Path
+
+    @property
+    def partition(self) -> Partition:
+        return Partition(self.recompute, self.hidden, self.kv)
+
+    def with_partition(self, partition: Partition, reason: str) -> PartitionRecord:
+        """The same model with another partition."""
+        numbers = {
+            "recompute": partition.recompute, "hidden": partition.hidden, "kv": partition.kv
+        }  # fmt: skip
+        return self.model_copy(update={**numbers, "reason": reason})
+
+    def better(self, profile: Profile) -> tuple[Partition, float] | None:
+        """A partition by which restores on this machine are 10% faster or more, and how much."""
+        if self.shape is None:
+            return None
+        plan = PartitionPlan(profile, self.shape, self.tokens, self.tp, self.l3, "layerwise")
+        best = plan.partition
+        faster = makespan(plan.costs, self.partition) / makespan(plan.costs, best)
+        return (best, faster) if faster >= _WORTH_IT else None
+
+
+def record_name(key: bytes) -> str:
+    """The file in a store folder for the model (with its settings) that ``key`` tells apart."""
+    return f"partition-{key.hex()[:16]}.json"
+
+
+def find_record(folders: Iterable[Path], name: str) -> PartitionRecord | None:
+    """The record of that name in the first folder that has one which can be read."""
+    for folder in folders:
+        with contextlib.suppress(OSError, ValidationError):
+            return PartitionRecord.model_validate_json((folder / name).read_bytes())
+    return None
+
+
+def records(folder: Path) -> Iterator[tuple[str, PartitionRecord]]:
+    """All records of a store folder, by their names."""
+    for path in sorted(folder.glob("partition-*.json")):
+        record = find_record([folder], path.name)
+        if record is not None:
+            yield path.name, record
+
+
+def save_record(folder: Path, name: str, record: PartitionRecord, *, replace: bool) -> None:
+    """Write a record; without ``replace`` the one that is there stays.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    temporary = folder / f".{name}.{secrets.token_hex(4)}"
+    try:
+        temporary.touch(mode=0o600)
+        temporary.write_text(record.model_dump_json(indent=2) + "\n")
+        if replace:
+            temporary.replace(folder / name)
+        else:
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, folder / name)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def kept_profiles(folder: Path, shape: ModelShape) -> Iterator[Profile]:
+    """Profiles of ``shape`` that servers left in a store folder."""
+    for path in sorted(folder.glob("profile-*.json")):
+        with contextlib.suppress(ProfileError):
+            profile = load_profile(path)
+            if profile.model == shape:
+                yield profile
