@@ -1,8 +1,8 @@
 """Every option, once.
 
 Options stand under the key ``hcache`` of SGLang's ``--hicache-storage-backend-extra-config``
-(JSON, or ``@file.toml``), or in the environment variable ``HCACHE_CONFIG`` (JSON of the same
-table, or ``@file.toml``) when the backend comes later or is one of SGLang's own.
+(JSON, or ``@file.toml``), and below that in the environment variable ``HCACHE_CONFIG`` (JSON of
+the same table, or ``@file.toml``), for a backend that comes later or is one of SGLang's own.
 """
 
 from __future__ import annotations
@@ -204,17 +204,24 @@ def parse_config(
         raise ConfigError("; ".join(lines)) from None
 
 
-def config_from_environment(environ: Mapping[str, str] = os.environ) -> HCacheConfig | None:
-    """The configuration of a server that was started with ``HCACHE_ENABLE=1``, else None.
+def is_enabled(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a server is to be prepared for us although its L3 is not ours.
 
     Raises:
-        ConfigError: ``HCACHE_ENABLE`` is neither 0 nor 1, or ``HCACHE_CONFIG`` is wrong.
+        ConfigError: ``HCACHE_ENABLE`` is neither 0 nor 1.
     """
     enabled = environ.get(ENABLE_VARIABLE, "0")
     if enabled not in ("0", "1"):
         raise ConfigError(f"{ENABLE_VARIABLE} is {enabled!r}; it must be 0 or 1")
-    if enabled == "0":
-        return None
+    return enabled == "1"
+
+
+def config_from_environment(environ: Mapping[str, str] = os.environ) -> HCacheConfig:
+    """The options in ``HCACHE_CONFIG``; the others have their defaults.
+
+    Raises:
+        ConfigError: They are wrong.
+    """
     text = environ.get(CONFIG_VARIABLE, "")
     return parse_config(_load_table(text) if text else None, CONFIG_VARIABLE)
 

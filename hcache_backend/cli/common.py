@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hcache_backend.config import (
-    ENABLE_VARIABLE,
     ConfigError,
     HCacheConfig,
     config_from_environment,
@@ -53,11 +51,10 @@ def fail(message: str) -> NoReturn:
 def settings(dirs: Sequence[Path] | None, **options: object) -> HCacheConfig:
     """The options of the environment, and over them those of the command; wrong ones end it."""
     try:
-        found = config_from_environment({**os.environ, ENABLE_VARIABLE: "1"})
         if dirs:
             options["dirs"] = [path.absolute() for path in dirs]
         given = {name: value for name, value in options.items() if value is not None}
-        return parse_config(given, "hcache", found)
+        return parse_config(given, "hcache", config_from_environment())
     except ConfigError as error:
         fail(str(error))
 

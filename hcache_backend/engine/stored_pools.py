@@ -76,8 +76,9 @@ class StoredPools:
         Raises:
             ConfigError: ``tp_lcm_size`` does not divide the KV heads.
         """
+        is_first = not self._pools  # the pool of K and V may come a second time, among all others
         pages = self._pools[name] = PoolPages(name, host_pool, self._config)
-        if name == PoolName.KV and self._config.tp_rank == self._config.pp_rank == 0:
+        if is_first and self._config.tp_rank == self._config.pp_rank == 0:
             page_bytes = host_pool.size_per_token * host_pool.page_size
             self._store.check_room(page_bytes // pages.shares)
 

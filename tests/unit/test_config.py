@@ -11,6 +11,7 @@ from hcache_backend.config import (
     HCacheConfig,
     config_from_environment,
     default_dirs,
+    is_enabled,
     parse_config,
 )
 
@@ -69,28 +70,28 @@ def test_options_that_are_not_set_are_inherited(tmp_path: Path) -> None:
 
 
 def test_the_environment_enables_and_configures(tmp_path: Path) -> None:
-    assert config_from_environment({}) is None
-    assert config_from_environment({"HCACHE_ENABLE": "0", "HCACHE_CONFIG": "nonsense"}) is None
-    assert config_from_environment({"HCACHE_ENABLE": "1"}) == HCacheConfig()
+    assert not is_enabled({})
+    assert not is_enabled({"HCACHE_ENABLE": "0"})
+    assert is_enabled({"HCACHE_ENABLE": "1"})
+    assert config_from_environment({}) == HCacheConfig()
     table = tmp_path / "options.toml"
     table.write_text('mode = "kv"\n')
     for text in ('{"mode": "kv"}', f"@{table}"):
-        config = config_from_environment({"HCACHE_ENABLE": "1", "HCACHE_CONFIG": text})
-        assert config is not None
-        assert config.mode == "kv"
+        assert config_from_environment({"HCACHE_CONFIG": text}).mode == "kv"
 
 
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
         ({"HCACHE_ENABLE": "yes"}, "HCACHE_ENABLE is 'yes'; it must be 0 or 1"),
-        ({"HCACHE_ENABLE": "1", "HCACHE_CONFIG": "{"}, "neither JSON nor @file.toml"),
-        ({"HCACHE_ENABLE": "1", "HCACHE_CONFIG": "@/no/such.toml"}, "cannot read /no/such.toml"),
-        ({"HCACHE_ENABLE": "1", "HCACHE_CONFIG": "[1]"}, "HCACHE_CONFIG: must be a table"),
-        ({"HCACHE_ENABLE": "1", "HCACHE_CONFIG": '{"mod": 1}'}, "did you mean 'mode'?"),
+        ({"HCACHE_CONFIG": "{"}, "neither JSON nor @file.toml"),
+        ({"HCACHE_CONFIG": "@/no/such.toml"}, "cannot read /no/such.toml"),
+        ({"HCACHE_CONFIG": "[1]"}, "HCACHE_CONFIG: must be a table"),
+        ({"HCACHE_CONFIG": '{"mod": 1}'}, "did you mean 'mode'?"),
     ],
 )
 def test_a_wrong_environment_is_explained(environment: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError) as error:
+        is_enabled(environment)
         config_from_environment(environment)
     assert message in str(error.value)

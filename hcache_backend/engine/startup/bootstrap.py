@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from hcache_backend.config import (
+    CONFIG_VARIABLE,
     ENABLE_VARIABLE,
     HCacheConfig,
     config_from_environment,
+    is_enabled,
     parse_config,
 )
 from hcache_backend.engine import hooks
@@ -47,6 +49,8 @@ def _join(runner: Any) -> None:
     args = resolved(runner.server_args)
     extra = _our_extra_config(args)
     if extra is None and ENABLE_VARIABLE not in os.environ:
+        if CONFIG_VARIABLE in os.environ:
+            logger.warning("hcache: HCACHE_CONFIG does nothing here without HCACHE_ENABLE=1")
         return
     config = or_stop(lambda: _start_config(extra))
     if config is None:
@@ -104,6 +108,8 @@ def _start_config(extra: Mapping[str, Any] | None) -> HCacheConfig | None:
     Raises:
         ConfigError: They are wrong.
     """
+    if not is_enabled() and extra is None:
+        return None
     environment = config_from_environment()
     if extra is None:
         return environment

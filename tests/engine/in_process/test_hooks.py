@@ -157,7 +157,6 @@ def test_weights_that_could_change_unnoticed_mean_no_l3_at_all(
 def test_options_of_the_l3_stand_over_those_of_the_environment(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("HCACHE_ENABLE", "1")
     monkeypatch.setenv("HCACHE_CONFIG", '{"mode": "kv", "quota_bytes": 5}')
     monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
     monkeypatch.setattr("hcache_backend.engine.runtime._stage_weights", lambda _: Weights(b"w"))
@@ -205,3 +204,16 @@ def test_a_server_that_is_not_ours_gets_nothing_but_the_memory_of_its_runner() -
     assert current().runner is plain
     assert current().weights is None
     assert not [target for target, found in HookRegistry._hooks.items() if found]
+
+
+@pytest.mark.parametrize("enabled", [None, "0"])
+def test_options_without_the_variable_that_enables_them_are_warned_of(
+    enabled: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HCACHE_CONFIG", '{"mode": "hidden"}')
+    if enabled is not None:  # somebody knows
+        monkeypatch.setenv("HCACHE_ENABLE", enabled)
+    bootstrap(runner())
+    assert current().config is None
+    warning = "hcache: HCACHE_CONFIG does nothing here without HCACHE_ENABLE=1"
+    assert caplog.messages.count(warning) == (enabled is None)
