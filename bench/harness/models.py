@@ -205,7 +205,7 @@ def build_model(name: str, cache_dir: Path, *, seed: int = 0, **overrides: Any) 
         cache_dir.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=cache_dir))
         _save_random(built, seed, scratch)
-        _publish(scratch, folder)
+        publish(scratch, folder)
     return folder
 
 
@@ -271,7 +271,7 @@ def with_changed_layers(model: Path, folder: Path, layers: Sequence[int]) -> Pat
     return folder
 
 
-def _publish(scratch: Path, folder: Path) -> None:
+def publish(scratch: Path, folder: Path) -> None:
     """Move a finished folder to its name; another process that was faster has made the same one."""
     try:
         scratch.rename(folder)

@@ -11,7 +11,7 @@ Put the parent folder on PYTHONPATH (`cpu_engine_env` does) and start `sglang.la
 This module imports nothing heavy: it is loaded at the start of every server process.
 """
 
-from .environment import cpu_engine_env, warm_extensions
+from .environment import cache_dir, cpu_engine_env, warm_extensions
 from .shims import stub_torchvision
 
-__all__ = ["cpu_engine_env", "stub_torchvision", "warm_extensions"]
+__all__ = ["cache_dir", "cpu_engine_env", "stub_torchvision", "warm_extensions"]
