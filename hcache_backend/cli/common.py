@@ -61,9 +61,10 @@ def settings(dirs: Sequence[Path] | None, **options: object) -> HCacheConfig:
 
 def existing_store(config: HCacheConfig) -> HCacheConfig:
     """``config`` if all of its folders are stores; otherwise the command ends."""
-    for path in config.dirs:
-        if not is_store_folder(path):
-            fail(f"{path} is no page store; name its folders with --dir")
+    with explained():
+        for path in config.dirs:
+            if not is_store_folder(path):
+                fail(f"{path} is no page store; name its folders with --dir")
     return config
 
 

@@ -14,7 +14,16 @@ from typing import Literal, NamedTuple
 
 import typer
 
-from hcache_backend.cli.common import AsJson, Dirs, human_bytes, print_json, screen, settings, table
+from hcache_backend.cli.common import (
+    AsJson,
+    Dirs,
+    explained,
+    human_bytes,
+    print_json,
+    screen,
+    settings,
+    table,
+)
 from hcache_backend.config import CONFIG_VARIABLE, ENABLE_VARIABLE, HCacheConfig
 from hcache_backend.kvikio_state import kvikio_state
 from hcache_backend.partition.plan import describe
@@ -48,7 +57,8 @@ class Check(NamedTuple):
 def doctor(dirs: Dirs = None, as_json: AsJson = False) -> None:
     """Check folders, disks, KvikIO and SGLang. Exit status 1: something cannot work."""
     config = settings(dirs)
-    checks = [check for path in config.dirs for check in _look_at_folder(path, config)]
+    with explained():
+        checks = [check for path in config.dirs for check in _look_at_folder(path, config)]
     checks += [_kvikio(config), *_sglang()]
     if as_json:
         print_json({"checks": [check._asdict() for check in checks]})

@@ -77,5 +77,6 @@ def or_stop(work: Callable[[], _Result]) -> _Result:
         return result
     if found[0][0] == own:
         logger.error("%s", problem)
+    said_by_all_ranks(None)  # the first signal ends all: it waits for that line
     os.kill(os.getppid(), signal.SIGQUIT)  # what SGLang's schedulers send when they fail
     raise SystemExit(1)

@@ -188,13 +188,18 @@ def test_a_wrong_option_stops_every_rank_and_is_told_once(
             raise ConfigError(own)
 
     signals: list[object] = []
-    monkeypatch.setattr(
-        agreement, "said_by_all_ranks", lambda said: [said, *enumerate(others, start=1)]
-    )
+    lines_by_meeting: list[int] = []
+
+    def said_by_all_ranks(said: object) -> list[object]:
+        lines_by_meeting.append(len(caplog.records))
+        return [said, *enumerate(others, start=1)]
+
+    monkeypatch.setattr(agreement, "said_by_all_ranks", said_by_all_ranks)
     monkeypatch.setattr(agreement.os, "kill", lambda *sent: signals.append(sent))
     with pytest.raises(SystemExit):
         agreement.or_stop(work)
     assert [record.getMessage() for record in caplog.records] == logged
+    assert lines_by_meeting == [0, len(logged)], "no rank ends all before the line is in the log"
     assert signals == [(os.getppid(), signal.SIGQUIT)]
 
 

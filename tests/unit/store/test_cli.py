@@ -149,8 +149,9 @@ def by_mount(folder: Path) -> list[str]:
 
 def without_root_power() -> None:
     """From the next exec on, permissions hold for root too; for others nothing changes."""
-    drop_from_bounding_set, may_ignore_permissions = 24, 1
-    ctypes.CDLL(None).prctl(drop_from_bounding_set, may_ignore_permissions, 0, 0, 0)
+    drop_from_bounding_set = 24
+    for power in (1, 2):  # to ignore the permissions of files, and those to read and search
+        ctypes.CDLL(None).prctl(drop_from_bounding_set, power, 0, 0, 0)
 
 
 SEVERAL_COMMANDS = """
@@ -164,24 +165,25 @@ for command in commands:
 """
 
 
+def in_a_process(inside: list[str], folder: Path, *commands: str) -> list[tuple[int, str]]:
+    """Status and output of commands on a folder that the command line ``inside`` runs."""
+    run = subprocess.run(
+        [*inside, sys.executable, "-c", SEVERAL_COMMANDS, str(folder), *commands],
+        capture_output=True,
+        text=True,
+        check=True,
+        preexec_fn=without_root_power,
+    )
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
 @pytest.mark.parametrize("protect", [by_permissions, by_mount])
 def test_a_store_that_cannot_be_written_can_be_looked_at(
     protect: Callable[[Path], list[str]], folder: Path, store: PageStore
 ) -> None:
     store.close()
     before = names(folder)
-    run = subprocess.run(
-        [
-            *protect(folder),
-            *(sys.executable, "-c", SEVERAL_COMMANDS, str(folder)),
-            *("stats", "ls", "verify", "doctor", "gc"),
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-        preexec_fn=without_root_power,
-    )
-    results = [json.loads(line) for line in run.stdout.splitlines()]
+    results = in_a_process(protect(folder), folder, "stats", "ls", "verify", "doctor", "gc")
     assert [status for status, _ in results] == [0, 0, 0, 1, 2], results
     stats, pages, verified, doctor = (json.loads(output) for _, output in results[:4])
     assert stats["folders"][0]["pages"] == 6
@@ -193,6 +195,19 @@ def test_a_store_that_cannot_be_written_can_be_looked_at(
     assert checks[f"{folder}: writing"]["verdict"] == "bad"
     assert any(reason in results[4][1] for reason in ("Permission denied", "Read-only file"))
     assert names(folder) == before
+
+
+def test_a_store_that_cannot_be_read_is_named(folder: Path, store: PageStore) -> None:
+    store.close()
+    folder.parent.chmod(0)
+    try:
+        results = in_a_process([], folder, "stats", "ls", "verify", "doctor")
+    finally:
+        folder.parent.chmod(0o700)
+    for status, output in results:
+        assert status == 2
+        assert "Permission denied" in output
+        assert str(folder) in output
 
 
 def test_a_store_whose_index_is_gone_is_to_be_verified_with_a_new_one(
