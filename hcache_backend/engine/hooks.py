@@ -17,6 +17,8 @@ ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention.forward"
 FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 EVENTS = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.check_hicache_events"
 PREFETCH = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.prefetch_from_storage"
+WRITTEN = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.write_backup_storage"
+IDLE = "sglang.srt.managers.scheduler.Scheduler.on_idle"
 RECEIVED = "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache"
 LOAD_BACK = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.init_load_back"
 RESET = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.reset"
@@ -55,8 +57,13 @@ def own_pages_hooks() -> list[Hook]:
 
 
 def use_hooks() -> list[Hook]:
-    """What L3 needs to know which pages are used although L1 or L2 have them."""
-    return [Hook(PREFETCH, _around_prefetch), Hook(RECEIVED, _after_received)]
+    """What L3 needs to know which pages are used although L1 or L2 have them, and to have them."""
+    return [
+        Hook(PREFETCH, _around_prefetch),
+        Hook(RECEIVED, _after_received),
+        Hook(WRITTEN, _after_written),
+        Hook(IDLE, _before_idle),
+    ]
 
 
 def weight_hooks() -> list[Hook]:
@@ -178,15 +185,16 @@ def _around_events(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any)
 
 
 def _around_prefetch(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
-    use = _use(cache)
-    if use is None:
+    l3 = _our_l3(cache)
+    if l3 is None:
         return original(cache, *a, **kw)
     cache.hicache_storage_pass_prefix_keys = True  # where nodes are written, too
     given = inspect.signature(original).bind(cache, *a, **kw)
     # All that L1 and L2 have of the prompt; SGLang leaves out the keys of the last node.
-    prefix = _keys_to(cache, given.arguments["last_host_node_id"])
-    given.arguments["prefix_keys"] = prefix
-    use(prefix)
+    node = given.arguments["last_host_node_id"]
+    given.arguments["prefix_keys"] = prefix = _keys_to(cache, node)
+    l3.use(prefix)
+    l3.repairs.saw(cache, node)
     return original(*given.args, **given.kwargs)
 
 
@@ -196,16 +204,34 @@ def _after_received(
     """SGLang does not prefetch behind a node that is not backed up, and uses it all the same."""
     result = original(scheduler, req, *a, **kw)
     cache, node = scheduler.tree_cache, req.last_host_node
-    use = _use(cache)
-    if use is not None and node is not None and not cache.is_backuped(node):
-        use(_keys_to(cache, node))
+    l3 = _our_l3(cache)
+    if l3 is not None and node is not None and not cache.is_backuped(node):
+        l3.use(_keys_to(cache, node))
     return result
 
 
-def _use(cache: Any) -> Callable[[list[str]], None] | None:
-    """:meth:`HCacheStorage.use` of the L3 of ``cache``; None where that is another one."""
+def _after_written(
+    original: Callable[..., Any], cache: Any, node_id: int, *a: Any, **kw: Any
+) -> Any:
+    result = original(cache, node_id, *a, **kw)
+    l3 = _our_l3(cache)
+    if l3 is not None:
+        l3.repairs.saw(cache, node_id)
+    return result
+
+
+def _before_idle(original: Callable[..., Any], scheduler: Any, *a: Any, **kw: Any) -> Any:
+    l3 = _our_l3(scheduler.tree_cache)
+    if l3 is not None:
+        l3.repairs.turn(scheduler.tree_cache)
+    return original(scheduler, *a, **kw)
+
+
+def _our_l3(cache: Any) -> Any:
+    """The :class:`HCacheStorage` of ``cache``; None where its L3 is another one or none."""
     controller = getattr(cache, "cache_controller", None)
-    return getattr(getattr(controller, "storage_backend", None), "use", None)
+    backend = getattr(controller, "storage_backend", None)
+    return backend if hasattr(backend, "repairs") else None
 
 
 def _keys_to(cache: Any, node: int) -> list[str]:

@@ -32,6 +32,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hcache_backend.engine import metrics
 from hcache_backend.engine.pool_pages import tensor_parts
+from hcache_backend.engine.repairs import Repairs
 from hcache_backend.engine.startup import attach
 from hcache_backend.engine.stored_pools import StoredPools
 
@@ -51,6 +52,9 @@ class HCacheStorage(HiCacheStorage):
         ConfigError: An option is wrong, or would change the shape of pages of a running server.
             At start-up it stops the server, at a run-time attach it becomes an HTTP 400. All ranks
             raise, or none.
+
+    Attributes:
+        repairs: Puts pages again that L3 evicted and L2 still has.
     """
 
     # What the store gives is verified block by block, and it may be put together from the shares
@@ -61,6 +65,7 @@ class HCacheStorage(HiCacheStorage):
         joined = attach.join(storage_config)
         self._runtime, config, adapters, store = joined
         self._pools = StoredPools(self._runtime, store, storage_config, adapters)
+        self.repairs = Repairs(self._pools, storage_config.pp_size)
         self._runtime.on_distrust.append(self._drop_own_pages)
         self._guard("report", partial(attach.leave_report, joined, storage_config), None)
         logger.info(

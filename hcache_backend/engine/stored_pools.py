@@ -19,7 +19,7 @@ from hcache_backend.engine import metrics
 from hcache_backend.engine.pool_pages import PartialRead, PoolPages
 from hcache_backend.engine.runtime import Runtime, Weights
 from hcache_backend.page import key_bytes
-from hcache_backend.store import PageStore, Parts
+from hcache_backend.store import Gap, PageStore, Parts
 
 
 class PageKeys(Sequence[bytes]):
@@ -67,6 +67,7 @@ class StoredPools:
         self._config = config
         self._adapters = adapters
         self._pools: dict[str, PoolPages] = {}
+        self._last_uses: dict[str, int] = {}
         self._lock = threading.Lock()
         self._metrics = StorageMetrics()
 
@@ -128,23 +129,38 @@ class StoredPools:
         """Store pages of the host pool; ``prefix`` are the keys before theirs in the sequence."""
         pages = self._pools[pool]
         memory = None if pages.empty else pages.to_write(host_indices, len(keys))
+        last_uses = self._last_uses
+        last_use = min((last_uses[key] for key in keys if key in last_uses), default=None)
         for share, parts in enumerate(memory.shares if memory else ()):
-            self.write(keys, parts, pool, share, prefix)
+            self.write(keys, parts, pool, share, prefix, last_use)
 
     def use(self, keys: Sequence[str]) -> None:
         """A request uses the pages ``keys`` of its prompt, from the first one on.
 
         The time that this takes does not grow with the prompt.
         """
-        for namespace in self._namespaces():
-            self._store.use(namespace, PageKeys(keys))
+        for pool, namespace in self._namespaces():
+            # Other pools need the last pages of a prompt only.
+            complete = pool == PoolName.KV and not self._pools[pool].empty
+            self._store.use(namespace, PageKeys(keys), complete=complete)
+
+    def take_gaps(self) -> list[Gap]:
+        """KV pages of prompts in use that L3 has no more, since the last call. Never waits."""
+        return self._store.take_gaps()
+
+    def expect_again(self, last_uses: dict[str, int]) -> None:
+        """Pages that will be set again, and when they were used, in nanoseconds since 1970.
+
+        Those of the call before have been set.
+        """
+        self._last_uses = last_uses
 
     def drop(self, writer: bytes | None = None) -> int:
         """Delete the pages (that ``writer`` wrote) of the weights and pools that are served.
 
         Returns how many files went.
         """
-        return sum(self._store.drop(namespace, writer) for namespace in self._namespaces())
+        return sum(self._store.drop(namespace, writer) for _, namespace in self._namespaces())
 
     def read(
         self,
@@ -180,8 +196,9 @@ class StoredPools:
         pool: str = PoolName.KV,
         share: int = 0,
         prefix: Sequence[str] = (),
+        last_use: int | None = None,
     ) -> None:
-        """Store a share of pages from the memory ``parts``."""
+        """Store a share of pages from the memory ``parts``; see :meth:`PageStore.put`."""
         namespace = self._serving_namespace(pool, share)
         if namespace is None:
             metrics.PAGES.count("dropped_suspended", len(keys))
@@ -194,6 +211,7 @@ class StoredPools:
                 hashes,
                 parts,
                 prefix=PageKeys(prefix),
+                last_use=last_use,
                 share=pages.share_of_tokens,
                 table=pages.table(),
             )
@@ -235,13 +253,13 @@ class StoredPools:
             fields["adapters"] = self._adapters
         return self._runtime.namespace_of(weights, **fields)
 
-    def _namespaces(self) -> list[bytes]:
-        """Those of all pools and shares."""
+    def _namespaces(self) -> list[tuple[str, bytes]]:
+        """Those of all shares of all pools, with the pools' names."""
         weights = self._runtime.weights
         if weights is None:
             return []
         return [
-            self._namespace(pool, share, weights)
+            (pool, self._namespace(pool, share, weights))
             for pool, pages in list(self._pools.items())
             for share in range(pages.shares)
         ]

@@ -11,6 +11,7 @@ from hcache_backend.store.file_ops import FileOps
 from hcache_backend.store.folder import SERVER_REPORT, NotOurFolderError, is_store_folder
 from hcache_backend.store.kvikio_ops import best_file_ops
 from hcache_backend.store.page_store import PageStore
+from hcache_backend.store.recency import Gap
 from hcache_backend.store.shares import (
     EIGHTHS,
     WHOLE,
@@ -27,6 +28,7 @@ __all__ = [
     "SERVER_REPORT",
     "WHOLE",
     "FileOps",
+    "Gap",
     "NotOurFolderError",
     "PageStore",
     "Parts",

@@ -61,6 +61,21 @@ def broken_bound(
     return None
 
 
+def pressure(folder: Folder, config: HCacheConfig) -> tuple[int, int]:
+    """The last use of the page that goes next, 0 where there is room; and the bytes of all pages.
+
+    Folders that get pages in this order lose what was used least recently in all of them.
+    """
+    totals = folder.index.totals()
+    page = totals.bytes // max(totals.pages, 1)
+    margin = int((config.high_water - config.low_water) * totals.bytes)
+    quota = config.quota_bytes
+    has_room = (quota is None or totals.bytes + page <= config.low_water * quota) and (
+        folder.ops.free_bytes(folder.root_fd) >= config.min_free_bytes + margin + page
+    )
+    return 0 if has_room else folder.index.oldest_stamp() or 0, totals.bytes
+
+
 def evict(folder: Folder, wanted: int, stats: StoreStats, problems: ProblemLog) -> None:
     """Delete least recently used pages until ``wanted`` bytes are free.
 

@@ -7,7 +7,6 @@ conversation back uses all disks at once. A folder that fails or vanishes costs 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ from hcache_backend.store.format import (
 from hcache_backend.store.kvikio_ops import best_file_ops
 from hcache_backend.store.page_files import Written
 from hcache_backend.store.page_io import PageMemory
-from hcache_backend.store.recency import Recency
+from hcache_backend.store.recency import Gap, Recency
 from hcache_backend.store.shares import WHOLE, Parts, SegmentTable, Share, Subset
 from hcache_backend.store.stats import ProblemLog, StoreContext, StoreStats
 from hcache_backend.store.volume import Volume, cover, result_of
@@ -92,8 +91,6 @@ class PageStore:
         check_writer(writer)
         self.stats = StoreStats()
         self._config = config
-        self._turn = int.from_bytes(os.urandom(2), "little")
-        self._turn_lock = threading.Lock()
         self._problems = ProblemLog()
         self._closed = False
         ops = ops or best_file_ops(config)
@@ -137,14 +134,24 @@ class PageStore:
                 missing[number] &= ~mask
         return [not mask for mask in missing]
 
-    def use(self, namespace: bytes, keys: Sequence[bytes]) -> None:
+    def use(self, namespace: bytes, keys: Sequence[bytes], *, complete: bool = False) -> None:
         """The pages ``keys`` (32 bytes each) of a sequence, from its first one on, are being used.
 
         Wherever they are: what L1 and L2 serve is worth keeping here, too. Never waits; all keys
         but the last are read later.
+
+        Args:
+            complete: Say in :meth:`take_gaps` which of them are not there.
+
+        Raises:
+            ValueError: Names of a wrong length.
         """
         check_names(namespace, list(keys[-1:]))
-        self._recency.note(namespace, keys)
+        self._recency.note(namespace, keys, complete)
+
+    def take_gaps(self) -> list[Gap]:
+        """What uses of sequences found missing since the last call, in their order. Never waits."""
+        return self._recency.take_gaps()
 
     def put(
         self,
@@ -153,6 +160,7 @@ class PageStore:
         pages: Sequence[Parts],
         *,
         prefix: Sequence[bytes] = (),
+        last_use: int | None = None,
         share: Share = WHOLE,
         table: SegmentTable | None = None,
     ) -> list[bool]:
@@ -169,6 +177,8 @@ class PageStore:
                 between. The payload of the whole page is the page.
             prefix: The keys of the pages before them in their sequence, from its first one on.
                 They are in use, too.
+            last_use: When the pages were used, in nanoseconds since 1970; None: they are in use.
+                A full folder does not take pages that would be the first to go.
             share: The tokens of every page that the caller has.
             table: How the whole page divides; a must for shares and for reading parts of a layer.
                 Without it every part is one segment.
@@ -183,7 +193,7 @@ class PageStore:
         if len(pages) != len(keys):
             raise ValueError(f"{len(pages)} pages for {len(keys)} keys")
         deadline = time.monotonic() + self._config.write_seconds
-        stamps = self._recency.note_new(namespace, prefix, keys)
+        stamps = self._recency.note_new(namespace, prefix, keys, last_use)
         done = self._already_stored(namespace, keys, share)
         work = []
         for number, (key, parts) in enumerate(zip(keys, pages, strict=True)):
@@ -194,15 +204,11 @@ class PageStore:
         if work and not volumes:
             self.stats.add(pages_dropped_offline=len(work))
             work = []
-        with self._turn_lock:  # a batch begins in the round of folders where the one before ended
-            turn = self._turn
-            self._turn += max(len(work), 1)
         before: list[_Writing] = []
         for group in _groups(work, len(volumes)):
-            placed: list[list[_Write]] = [[] for _ in volumes]
-            for item in group:
-                # By its place in the sequence, so that what is stored already keeps its turn.
-                placed[(turn + item.number) % len(volumes)].append(item)
+            # The last round may end early: the folders that can do with more pages come first.
+            volumes.sort(key=Volume.pressure)
+            placed = [group[start :: len(volumes)] for start in range(len(volumes))]
             started = [
                 self._start_writing(volume, items, deadline)
                 for volume, items in zip(volumes, placed, strict=True)
@@ -325,6 +331,11 @@ class PageStore:
         full = volume.is_full(incoming)
         if full:
             self._recency.save()  # so that what goes is what nobody used
+            # What would be the first to go does not come.
+            oldest = volume.oldest_stamp() or 0
+            newer = [item for item in items if item.stamp > oldest]
+            self.stats.add(pages_dropped_old=len(items) - len(newer))
+            items = newer
         if full and not volume.make_room(incoming, deadline - time.monotonic()):
             self.stats.add(pages_dropped_full=len(items))
             return _Writing(volume, {})

@@ -14,15 +14,29 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from hcache_backend.store.format import PageName
+from hcache_backend.store.index import Entry
+from hcache_backend.store.shares import ALL_EIGHTHS
 from hcache_backend.store.volume import Volume
 
 _YOUNG = 16
 _PENDING_AT_MOST = 1 << 20
 """Keys of uses that wait to be saved; more in one interval are not noted."""
+
+
+_GAPS_AT_MOST = 256
+
+
+class Gap(NamedTuple):
+    """Pages that a sequence lacks of which it was used up to the last of ``keys``, at ``time``."""
+
+    keys: Sequence[bytes]
+    missing: list[int]
+    """Their places in ``keys``."""
+    time: int
 
 
 class _Use(NamedTuple):
@@ -31,6 +45,8 @@ class _Use(NamedTuple):
     namespace: bytes
     keys: Sequence[bytes]
     time: int
+    complete: bool
+    """Whether all its pages should be there."""
 
 
 class Recency:
@@ -39,28 +55,40 @@ class Recency:
     def __init__(self, volumes: Sequence[Volume]) -> None:
         self._volumes = volumes
         self._lock = threading.Lock()
-        self._pending: dict[tuple[bytes, bytes], _Use] = {}
+        self._pending: dict[tuple[bytes, bytes, bool], _Use] = {}
         self._pending_keys = 0
+        self._gaps: dict[tuple[bytes, bytes], Gap] = {}
         self._saving = threading.Lock()
 
-    def note(self, namespace: bytes, keys: Sequence[bytes]) -> None:
+    def note(self, namespace: bytes, keys: Sequence[bytes], complete: bool) -> None:
         """The pages ``keys`` of a sequence, from its first one on, are being used. Never waits.
 
-        Keys but the last are read when the use is saved, by another thread.
+        Keys but the last are read when the use is saved, by another thread. Where the pages should
+        all be there (``complete``), those that are not become a :class:`Gap`.
         """
         if keys:
-            self._note(_Use(namespace, keys, time.time_ns()))
+            self._note(_Use(namespace, keys, time.time_ns(), complete))
+
+    def take_gaps(self) -> list[Gap]:
+        """What was found missing since the last call, in the order of uses. Never waits."""
+        with self._lock:
+            gaps, self._gaps = self._gaps, {}
+        return list(gaps.values())
 
     def note_new(
-        self, namespace: bytes, prefix: Sequence[bytes], keys: Sequence[bytes]
+        self,
+        namespace: bytes,
+        prefix: Sequence[bytes],
+        keys: Sequence[bytes],
+        last_use: int | None = None,
     ) -> list[int]:
         """Pages ``keys`` behind those of ``prefix`` are about to be stored; returns their stamps.
 
-        Those that are there are being used.
+        They and those of them that are there are being used, or were at ``last_use``.
         """
         with self._saving:
             now = time.time_ns()
-            young, level, start, used = self._young(now), now, 0, 0
+            young, level, start, used = self._young(now), last_use or now, 0, 0
             if prefix:
                 [last] = self._levels(namespace, prefix[-1:], len(prefix) - 1)
                 if last is not None and last >= young:  # then so are those before it
@@ -74,8 +102,8 @@ class Recency:
                     level = min(level, found)
                 elif found is not None:
                     used = place + 1
-            if used:
-                self._note(_Use(namespace, [*prefix, *keys][:used], now))
+            if used and last_use is None:
+                self._note(_Use(namespace, [*prefix, *keys][:used], now, False))
             return stamps
 
     def save(self) -> None:
@@ -94,12 +122,12 @@ class Recency:
     def _note(self, use: _Use) -> None:
         with self._lock:
             if self._pending_keys < _PENDING_AT_MOST:
-                self._pending[use.namespace, use.keys[-1]] = use
+                self._pending[use.namespace, use.keys[-1], use.complete] = use
                 self._pending_keys += len(use.keys)
 
     def _apply(self, use: _Use, young: int, changes: Sequence[dict[PageName, int]]) -> None:
         """Note in ``changes``, one for each volume, what a use changes."""
-        namespace, level = use.namespace, use.time
+        namespace, level, missing = use.namespace, use.time, []
         [last] = self._levels(namespace, use.keys[-1:], len(use.keys) - 1)
         if last is not None and last >= young:
             return
@@ -111,6 +139,8 @@ class Recency:
                 for change, found in zip(changes, files, strict=True)
                 for entry in found[place]
             ]
+            if use.complete and not _is_whole(entry for _, entry in entries):
+                missing.append(place)
             levels = [entry.stamp + place for _, entry in entries]
             if levels and min(levels) >= young:
                 level = min(level, *levels)
@@ -119,6 +149,9 @@ class Recency:
                 stamp = max(level - place, change.get(entry.name, 0))
                 if stamp > entry.stamp:
                     change[entry.name] = stamp
+        with self._lock:
+            if missing and len(self._gaps) < _GAPS_AT_MOST:
+                self._gaps[namespace, keys[-1]] = Gap(keys, missing, use.time)
 
     def _levels(self, namespace: bytes, keys: Sequence[bytes], first: int) -> list[int | None]:
         """The levels of consecutive pages from page ``first`` on; None: not there."""
@@ -134,3 +167,11 @@ class Recency:
         """Levels from this one on are young."""
         stamps = [stamp for volume in self._volumes if (stamp := volume.oldest_stamp())]
         return now - max(0, now - min(stamps, default=now)) // _YOUNG
+
+
+def _is_whole(files: Iterable[Entry]) -> bool:
+    """Whether ``files`` have all of a page together."""
+    eighths = 0
+    for entry in files:
+        eighths |= entry.name.share.eighths
+    return eighths == ALL_EIGHTHS

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 
 import lmdb
 
-from hcache_backend.store.bounds import broken_bound, evict, excess_bytes
+from hcache_backend.store.bounds import broken_bound, evict, excess_bytes, pressure
 from hcache_backend.store.folder import Folder
 from hcache_backend.store.format import BLOCK, DamagedFileError, PageName, round_up
 from hcache_backend.store.index import Entry
@@ -115,6 +115,10 @@ class Volume(Presence):
             done: Future[_Result] = Future()
             done.set_result(work())
             return done
+
+    def pressure(self) -> tuple[int, int]:
+        """What grows with the worth of what a further page would drive out; see :mod:`.bounds`."""
+        return self._ask(lambda folder: pressure(folder, self._config), (0, 0))
 
     def is_full(self, incoming: int) -> bool:
         """Whether ``incoming`` bytes have room only when others go."""

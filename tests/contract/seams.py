@@ -74,7 +74,7 @@ OURS = {
     ("controller", "use_own_pages"),
     ("cache_controller", "check_by"),
     ("cache_controller", "use_hidden_states"),
-    ("storage_backend", "use"),
+    ("backend", "repairs"),
     ("memory", "finish"),
     ("memory", "shares"),
 }

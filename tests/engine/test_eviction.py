@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.harness.server import Server, ServerOptions
+from bench.harness.server import POLL_S, WAIT_S, Server, ServerOptions
 from tests.engine.harness.conversations import random_tokens
 from tests.engine.harness.ours import (
     assert_hidden_mode,
@@ -28,7 +29,7 @@ PAGE = 64
 def server(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """Its device and its host memory have room for all that a test sends."""
+    """The server's device and its host memory have room for all that a test sends."""
     folder = tmp_path_factory.mktemp(request.param)
     env = hidden_mode_env(mode=request.param)
     options = ServerOptions(model, folder / "server.log", max_total_tokens=8192, extra_env=env)
@@ -39,15 +40,27 @@ def server(
         assert_nothing_went_wrong(server)
 
 
+@pytest.fixture(autouse=True)
+def detached(server: Server) -> Iterator[None]:
+    """Tests leave the shared server without a backend."""
+    yield
+    server.detach_storage()
+
+
 @pytest.fixture(params=[1, 3], ids=["one folder", "three folders"])
 def folders(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
     return [tmp_path / "l3" / str(number) for number in range(request.param)]
 
 
 class L3:
-    """L3 of ``server`` in ``folders``, with room for ``pages`` of them in all."""
+    """L3 of `server` in `folders`, with room for `pages` of them in all.
 
-    def __init__(self, server: Server, folders: Sequence[Path], pages: int) -> None:
+    It knows the page files of `prompts`.
+    """
+
+    def __init__(
+        self, server: Server, folders: Sequence[Path], pages: int, prompts: Sequence[list[int]]
+    ) -> None:
         self._server = server
         self._folders = folders
         hidden = "hcache: hidden mode" in server.log_text()
@@ -55,16 +68,34 @@ class L3:
             "mode": "hidden" if hidden else "kv",
             "dirs": [str(folder) for folder in folders],
         }
+        server.flush_cache()
         self._attach()
-        self._server.generate(random_tokens(PAGE, seed=0), 1)
-        self._server.flush_cache()
-        [page] = stored_pages(folders[0].parent.parent)
+        self._files: list[set[str]] = []
+        before: set[str] = set()
+        for prompt in prompts:
+            send(server, prompt)
+            self._files.append(self._stored() - before)
+            before |= self._files[-1]
+        page = stored_pages(folders[0].parent.parent)[0]
+        quota = -(-pages // len(folders)) * page.stat().st_size
         self._server.clear_storage()
+        self._server.flush_cache()
         self._server.detach_storage()
-        self._attach(quota_bytes=-(-pages // len(folders)) * page.stat().st_size)
+        self._attach(quota_bytes=quota)
 
     def _attach(self, **options: Any) -> None:
         attach(self._server, extra_config(self._folders[0], **self._options, **options))
+
+    def _stored(self) -> set[str]:
+        return {page.name for page in stored_pages(self._folders[0].parent.parent)}
+
+    def wait_for_last(self, prompts: int) -> None:
+        """Wait until all pages of the last `prompts` of those that are known are there."""
+        wanted = set().union(*self._files[-prompts:])
+        deadline = time.monotonic() + WAIT_S
+        while missing := wanted - self._stored():
+            assert time.monotonic() < deadline, f"{len(missing)} of {len(wanted)} pages are missing"
+            time.sleep(POLL_S)
 
     def found(self, *prompts: Sequence[int]) -> list[int]:
         """Tokens of each prompt that L3 has; to be called once, as it stores what it has not."""
@@ -85,18 +116,20 @@ def send(server: Server, prompt: Sequence[int]) -> None:
 def test_of_conversations_that_stay_on_the_device_whole_ones_are_kept(
     server: Server, folders: list[Path]
 ) -> None:
-    l3 = L3(server, folders, 60)
+    """HiCache writes a page once: those that went while L2 has them are put again."""
     conversations = [random_tokens(16 * PAGE, seed=c) for c in range(1, 7)]
+    l3 = L3(server, folders, 60, conversations)
     for turn in range(1, 5):
         for conversation in conversations:
             send(server, conversation[: 4 * turn * PAGE])
+    l3.wait_for_last(3)
     assert sum(tokens == 16 * PAGE for tokens in l3.found(*conversations)) >= 3
 
 
 def test_a_shared_prompt_is_kept_for_the_newest_user(server: Server, folders: list[Path]) -> None:
-    l3 = L3(server, folders, 60)
     shared = random_tokens(5 * PAGE, seed=10)
     users = [[*shared, *random_tokens(10 * PAGE, seed=10 + user)] for user in range(1, 11)]
+    l3 = L3(server, folders, 60, users[:1])
     for prompt in users:
         send(server, prompt)
     [tokens] = l3.found(users[-1])
@@ -106,8 +139,8 @@ def test_a_shared_prompt_is_kept_for_the_newest_user(server: Server, folders: li
 def test_of_two_conversations_the_older_one_loses_its_end(
     server: Server, folders: list[Path]
 ) -> None:
-    l3 = L3(server, folders, 26)
     first, second = (random_tokens(15 * PAGE, seed=seed) for seed in (30, 31))
+    l3 = L3(server, folders, 26, [first])
     send(server, first)
     send(server, second)
     in_first, in_second = l3.found(first, second)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import lmdb
@@ -13,9 +15,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
-from store_testing import NAMESPACE, PAGE, FileOps, content, key, memory, open_quiet
+from store_testing import NAMESPACE, PAGE, WRITER, FileOps, content, key, memory, open_quiet
 
-from hcache_backend.store import PageStore
+from hcache_backend.store import WHOLE, PageStore
+from hcache_backend.store.format import PageName
+from hcache_backend.store.index import Entry
 
 FILE = PAGE + 4096
 
@@ -43,16 +47,34 @@ def bounded(folders: Sequence[Path], pages: int) -> PageStore:
     return open_quiet(*folders, quota_bytes=quota, high_water=1.0, low_water=0.95)
 
 
-def test_conversations_that_stay_on_the_device_lose_whole_ones(folders: list[Path]) -> None:
+def put_again(store: PageStore) -> None:
+    """What is missing of sequences in use is stored once more, in nodes of four pages."""
+    for gap in store.take_gaps():
+        for end in sorted({place // 4 * 4 + 4 for place in gap.missing}):
+            keys = gap.keys[end - 4 : end]
+            pages = [[memory(content(name))] for name in keys]
+            prefix = gap.keys[: end - 4]
+            store.put(NAMESPACE, keys, pages, prefix=prefix, last_use=gap.time)
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["put again later", "put again at once"])
+def test_of_conversations_that_stay_on_the_device_the_last_ones_are_whole(
+    folders: list[Path], at_once: bool
+) -> None:
     """Six of them round robin; what L1 serves is a use, and what went is stored again from L2."""
     store = bounded(folders, 60)
     conversations = [range(100 * c, 100 * c + 16) for c in range(6)]
     for turn in range(4):
         for pages in conversations:
-            store_sequence(store, pages[: 4 * turn + 4])
-    whole = [found(store, pages) == 16 for pages in conversations]
-    assert sum(whole) >= 3
-    assert whole == sorted(whole), "the least recently used go first"
+            known = 4 * turn
+            store.use(NAMESPACE, [key(number) for number in pages[:known]], complete=True)
+            store_sequence(store, pages[: known + 4], known)
+            if at_once:
+                put_again(store)
+    for _ in range(2):
+        store.flush()
+        put_again(store)
+    assert [found(store, pages) == 16 for pages in conversations] == 3 * [False] + 3 * [True]
 
 
 def test_a_shared_prompt_stays_while_anybody_uses_it(folders: list[Path]) -> None:
@@ -73,14 +95,58 @@ def test_the_end_of_the_older_of_two_goes_first(folders: list[Path]) -> None:
     assert found(store, first) >= 8
 
 
+class CountingOps(FileOps):
+    """Counts changes of the index."""
+
+    commits = 0
+
+    def commit(self, txn: lmdb.Transaction) -> None:
+        self.commits += 1
+        super().commit(txn)
+
+
+class CountingEnvironment:
+    """Counts an index's transactions, those that only read included."""
+
+    def __init__(self, env: lmdb.Environment) -> None:
+        self._env = env
+        self.transactions = 0
+
+    def begin(self, *args: Any, **options: Any) -> lmdb.Transaction:
+        self.transactions += 1
+        return self._env.begin(*args, **options)
+
+
+def test_a_history_of_thousands_of_pages_takes_a_few_transactions(tmp_path: Path) -> None:
+    ops = CountingOps()
+    store = open_quiet(tmp_path / "store", ops=ops)
+    keys = [key(number) for number in range(2000)]
+    hour_ago = time.time_ns() - 3600 * 10**9
+    with store.volumes[0].use() as folder:
+        names = [PageName(NAMESPACE, name, WHOLE) for name in keys]
+        folder.index.insert(
+            Entry(name, 4096, PAGE, WRITER, hour_ago - place) for place, name in enumerate(names)
+        )
+        other = PageName(NAMESPACE, key(5000), WHOLE)
+        folder.index.insert([Entry(other, 4096, PAGE, WRITER, hour_ago - 10**12)])
+        env = CountingEnvironment(folder.index._env)
+        folder.index._env = env  # type: ignore[assignment]
+
+    def cost(work: Callable[[], object]) -> tuple[int, int]:
+        ops.commits = env.transactions = 0
+        work()
+        return env.transactions, ops.commits
+
+    assert cost(lambda: store.exists(NAMESPACE, keys)) == (1, 0)
+    assert cost(lambda: store.use(NAMESPACE, keys)) == (0, 0)
+    # How old the oldest page is, how old the last one is, all of them, and their new stamps.
+    assert cost(store.flush) == (4, 1)
+    assert cost(lambda: store.use(NAMESPACE, keys)) == (0, 0)
+    assert cost(store.flush) == (2, 0)
+    store.close()
+
+
 def test_hot_pages_are_not_written_to_the_index_again_and_again(tmp_path: Path) -> None:
-    class CountingOps(FileOps):
-        commits = 0
-
-        def commit(self, txn: lmdb.Transaction) -> None:
-            self.commits += 1
-            super().commit(txn)
-
     ops = CountingOps()
     store = open_quiet(tmp_path / "store", ops=ops)
     numbers = range(64)
