@@ -24,6 +24,7 @@ from tests.engine.harness.ours import (
     assert_hidden_mode,
     assert_no_cache_output,
     assert_nothing_went_wrong,
+    assert_own_pages_of_kv,
     assert_restored_from_l3,
     attach,
     attach_config,
@@ -40,17 +41,23 @@ PATH = "/hicache/storage-backend"
 WITHOUT_US = "the server was started without HCACHE_ENABLE=1"
 
 
-@pytest.fixture(scope="module", params=["hidden", "kv"])
+@pytest.fixture(scope="module", params=["hidden", "own K and V", "plain"])
 def server(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """Started for us and hence in hidden mode, or without us, so that its pages are plain KV."""
-    folder = tmp_path_factory.mktemp(request.param)
-    env = hidden_mode_env() if request.param == "hidden" else {}
+    """Started for us, with pages of ours, or without us, so that its pages are plain KV."""
+    folder = tmp_path_factory.mktemp(request.param.replace(" ", "-"))
+    env = {
+        "hidden": hidden_mode_env(),
+        "own K and V": hidden_mode_env(mode="kv"),
+        "plain": {},
+    }[request.param]
     options = ServerOptions(model, folder / "server.log", extra_env=env)
     with Server(options) as server:
         if request.param == "hidden":
             assert_hidden_mode(server)
+        elif request.param == "own K and V":
+            assert_own_pages_of_kv(server)
         yield server
         assert_nothing_went_wrong(server)
 
@@ -119,6 +126,8 @@ def test_data_survives_a_detach_and_ends_with_clear(
     expected = f"kv mode, plain pages ({WITHOUT_US}); "
     if hidden:
         expected = "hidden mode, own pages, codec none; "
+    elif "own pages: " in server.log_text():
+        expected = "kv mode, own pages (option 'mode' is 'kv'); "
     assert f"Last server of {tmp_path / 'l3'}: {expected}{model}" in told
 
 

@@ -13,6 +13,8 @@ from hcache_backend.config import HCacheConfig
 from tests.engine.harness.clients import Clients
 from tests.engine.harness.ours import (
     assert_no_cache_replies_up_to_ties,
+    assert_nothing_went_wrong,
+    assert_own_pages_of_kv,
     assert_sound_hidden_mode,
     faulty,
     holdings,
@@ -28,7 +30,11 @@ LONG_S = float(os.environ.get("HCACHE_TEST_SOAK_SECONDS", "300"))
 GROWTH = 1.05
 """Memory at the end may be so much of what it was after the warm-up."""
 KINDS = ("replied", "aborted", "disconnected", "device", "host", "storage")
-PARTITIONS = {"hidden": partition(0, 4, 0), "all three": partition(1, 2, 1)}
+PARTITIONS = {
+    "hidden": partition(0, 4, 0),
+    "all three": partition(1, 2, 1),
+    "K and V": partition(0, 0, 4),
+}
 
 
 @pytest.mark.timeout(LONG_S + 1200)
@@ -38,6 +44,7 @@ PARTITIONS = {"hidden": partition(0, 4, 0), "all three": partition(1, 2, 1)}
         pytest.param("all three", 9.0, 3, 40, id="short"),
         pytest.param("hidden", LONG_S, 10, 200, marks=pytest.mark.long, id="hidden"),
         pytest.param("all three", LONG_S, 10, 200, marks=pytest.mark.long, id="all three"),
+        pytest.param("K and V", LONG_S, 10, 200, marks=pytest.mark.long, id="K and V"),
     ],
 )
 def test_soak(
@@ -82,7 +89,11 @@ def test_soak(
         record_property("requests_and_tokens", dict(clients.counts))
         record_property("held_after_each_round", seen)
         assert server.generate([1, 2, 3], 2).output_ids
-        assert_sound_hidden_mode(server)
+        if name == "K and V":
+            assert_own_pages_of_kv(server)
+            assert_nothing_went_wrong(server)
+        else:
+            assert_sound_hidden_mode(server)
         assert "leak detected" not in server.log_text()
     for told in seen:
         assert told["locked_nodes"] == 0, seen
