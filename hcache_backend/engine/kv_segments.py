@@ -18,7 +18,8 @@ class KVSegments:
     """Copies K and V of some layers between the pool and pages, which hold them as the pool does.
 
     A segment has K of all tokens of its page, then V. Layers are numbered as by ``kvcache``, which
-    is SGLang's ``MHATokenToKVPool``.
+    is SGLang's ``MHATokenToKVPool``. The slots of a page follow each other there, from a multiple
+    of the page size on, so that whole pages are copied.
     """
 
     def __init__(self, kvcache: Any, layers: Sequence[int], page_size: int) -> None:
@@ -42,10 +43,11 @@ class KVSegments:
             slots: Slots of their tokens, int64 ``[p * page_size]``, on the device.
         """
         only = torch.zeros_like(pages)  # a plane is one row
+        held = self._pages_of(slots)
         for layer in self.layers:
             offset = layout.segment_offsets[layer]
             for buffer in self._planes(layer):
-                rows = buffer[slots].view(len(pages), -1).view(torch.uint8)
+                rows = self._by_page(buffer)[held].view(torch.uint8)
                 scatter_rows(rows, memory, pages, only, offset)
                 offset += rows.shape[1]
 
@@ -55,9 +57,9 @@ class KVSegments:
         widths = [self._page_size * buffer[0].nbytes for buffer in planes]
 
         def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+            held = self._pages_of(slots)
             for buffer, plane in zip(planes, segments.split(widths, dim=1), strict=True):
-                rows = plane.contiguous().view(buffer.dtype)
-                buffer.index_copy_(0, slots, rows.view(-1, *buffer.shape[1:]))
+                self._by_page(buffer).index_copy_(0, held, plane.view(buffer.dtype))
 
         return RestoredLayer("kv", fill)
 
@@ -79,6 +81,14 @@ class KVSegments:
             if not torch.equal(segment, page[layout.segment(layer)]):
                 return layer
         return None
+
+    def _pages_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """Pages of the pool, int64 ``[p]``, whose slots are ``slots`` (``[p * page_size]``)."""
+        return slots[:: self._page_size] // self._page_size
+
+    def _by_page(self, buffer: torch.Tensor) -> torch.Tensor:
+        """A buffer of the pool, ``[slots, heads, dim]``, as one row for each page."""
+        return buffer.view(len(buffer) // self._page_size, -1)
 
     def _planes(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._kvcache.k_buffer[layer], self._kvcache.v_buffer[layer]
