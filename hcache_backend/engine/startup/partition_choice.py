@@ -7,7 +7,7 @@ in the life of a store.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.engine.arguments import resolved
@@ -22,8 +22,9 @@ from hcache_backend.partition.costs import LAYER_METHODS, L3Path, Partition, lay
 from hcache_backend.partition.model_config import ModelConfigError, shape_from_config
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.plan import describe
+from hcache_backend.partition.profile import Profile
 from hcache_backend.partition.record import PartitionRecord, find_record, record_name
-from hcache_backend.partition.solver import search
+from hcache_backend.partition.solver import Objective, search
 from hcache_backend.restore.exchange import share_of_rank
 
 logger = logging.getLogger("hcache")
@@ -37,6 +38,13 @@ def layer_methods(runtime: Runtime, kvcache: Any) -> LayerMethods:
     if runtime.layer_methods is None:
         runtime.layer_methods = _choose(runtime, kvcache)
     return runtime.layer_methods
+
+
+class _Decision(NamedTuple):
+    """What is stored of each layer, and why."""
+
+    partition: Partition
+    reason: str
 
 
 def _choose(runtime: Runtime, kvcache: Any) -> LayerMethods:
@@ -53,25 +61,14 @@ def _choose(runtime: Runtime, kvcache: Any) -> LayerMethods:
     row_bytes = wanted_codec(runtime, runtime.runner).row_bytes
     parks = PoolParking.fits(kvcache, row_bytes)
     stages, stage = get_pp_group(), get_tp_group()
+    wanted = or_stop(lambda: fixed_partition(config, layers))
     store = _Store(runtime, kvcache, args.hicache_storage_backend)
     recorded = stage.all_gather_object(store.find() if stage.is_first_rank else None)[0]
-    partition, reason = or_stop(lambda: fixed_partition(config, layers)), "by an option"
-    by_option = partition is not None
-    if recorded is not None and partition not in (None, recorded.partition):
-        logger.warning(
-            "hcache: partition: the options want %s, other pages of this model in the store have "
-            "%s (%s): none finds those of the other",
-            describe(partition),
-            describe(recorded.partition),
-            recorded.reason,
-        )
-    if partition is None and recorded is not None:
-        partition, reason = recorded.partition, recorded.reason
-        logger.info("hcache: partition: %s, as the store has it: %s", describe(partition), reason)
+    decision = _known(wanted, recorded)
     shape = profile = None
-    if not by_option or config.profile is not None:
+    if wanted is None or config.profile is not None:
         shape = _shape(runtime.runner, kvcache, row_bytes)
-    if shape is not None and (partition is None or partition.methods != {"kv"}):
+    if shape is not None and (decision is None or decision.partition.methods != {"kv"}):
         first = stages.is_first_rank and stage.is_first_rank
         found = or_stop(lambda: find_profile(runtime, kvcache, shape) if first else None)
         profile = stages.all_gather_object(stage.all_gather_object(found)[0])[0]
@@ -81,47 +78,81 @@ def _choose(runtime: Runtime, kvcache: Any) -> LayerMethods:
     from_l3: L3Path = "overlapped" if eager else "first"
     l3: L3Path = "none" if args.hicache_storage_backend is None else from_l3
     tokens = min(int(runtime.runner.model_config.context_len), int(kvcache.size))
-    if partition is None and profile is not None and shape is not None and store.is_ours:
-        usable = set(LAYER_METHODS)
-        if ranks > 1:
-            usable.remove("recompute")
-        if shape.hidden_bytes >= shape.kv_bytes:  # equal sizes differ in noise only
-            usable.remove("hidden")
-        partition = search(
-            layer_costs(profile, shape, tokens, tp=ranks, l3=l3, early_stop=True),
-            layers,
-            pipeline_seconds(chunk_tokens, tokens, ranks, parks),
-            usable,
-        )
-        reason = f"the best for {tokens} tokens by the profile of {profile.device}"
-        logger.info("hcache: partition: %s; %s (%s)", describe(partition), reason, profile.source)
-    elif partition is None:
+    if decision is None and profile is not None and shape is not None and store.is_ours:
+        seconds = pipeline_seconds(chunk_tokens, tokens, ranks, parks)
+        decision = _fastest(profile, shape, tokens, ranks, l3, layers, seconds)
+    elif decision is None:
         smaller = layers * row_bytes < kv_bytes_per_token(kvcache)
-        partition = Partition(0, layers, 0) if smaller else Partition(0, 0, layers)
-        reason = "hidden states where they are smaller than K and V"
-        logger.warning(
-            "hcache: partition: %s: %s, because there is %s",
-            describe(partition),
-            reason,
-            "no profile" if store.is_ours else "another L3 than ours",
-        )
+        decision = _smallest(layers, smaller, "no profile" if store.is_ours else "another L3")
     if recorded is None and store.is_ours:
-        numbers = {"recompute": partition.recompute, "hidden": partition.hidden, "kv": partition.kv}
-        runtime.kept_partition = (
-            store.name,
-            PartitionRecord(
-                model=str(runtime.runner.model_config.model_path),
-                reason=reason,
-                **numbers,
-                shape=shape,
-                tokens=tokens,
-                tp=ranks,
-                l3=l3,
-            ),
+        partition, reason = decision
+        record = PartitionRecord(
+            model=str(runtime.runner.model_config.model_path),
+            reason=reason,
+            recompute=partition.recompute,
+            hidden=partition.hidden,
+            kv=partition.kv,
+            shape=shape,
+            tokens=tokens,
+            tp=ranks,
+            l3=l3,
         )
+        runtime.kept_partition = store.name, record
     return LayerMethods(
-        partition, profile, shape, chunk_tokens, parks=parks, ranks=ranks, eager=eager
+        decision.partition, profile, shape, chunk_tokens, parks=parks, ranks=ranks, eager=eager
     )
+
+
+def _known(wanted: Partition | None, recorded: PartitionRecord | None) -> _Decision | None:
+    """By the options, else by the store's record; None: it is to be decided."""
+    if wanted is not None:
+        if recorded is not None and wanted != recorded.partition:
+            logger.warning(
+                "hcache: partition: the options want %s, and the store has pages of this model "
+                "with %s (%s): neither finds the other's",
+                describe(wanted),
+                describe(recorded.partition),
+                recorded.reason,
+            )
+        return _Decision(wanted, "by an option")
+    if recorded is None:
+        return None
+    logger.info(
+        "hcache: partition: %s, as the store has it: %s",
+        describe(recorded.partition),
+        recorded.reason,
+    )
+    return _Decision(recorded.partition, recorded.reason)
+
+
+def _fastest(
+    profile: Profile,
+    shape: ModelShape,
+    tokens: int,
+    ranks: int,
+    l3: L3Path,
+    layers: int,
+    seconds: Objective,
+) -> _Decision:
+    """The partition whose restores are the fastest by the profile."""
+    usable = set(LAYER_METHODS)
+    if ranks > 1:
+        usable.remove("recompute")
+    if shape.hidden_bytes >= shape.kv_bytes:  # equal sizes differ in noise only
+        usable.remove("hidden")
+    costs = layer_costs(profile, shape, tokens, tp=ranks, l3=l3, early_stop=True)
+    partition = search(costs, layers, seconds, usable)
+    reason = f"the best for {tokens} tokens by the profile of {profile.device}"
+    logger.info("hcache: partition: %s; %s (%s)", describe(partition), reason, profile.source)
+    return _Decision(partition, reason)
+
+
+def _smallest(layers: int, hidden: bool, because: str) -> _Decision:
+    """Hidden states of all layers if these are smaller (``hidden``), else K and V of all."""
+    partition = Partition(0, layers, 0) if hidden else Partition(0, 0, layers)
+    reason = "hidden states where they are smaller than K and V"
+    logger.warning("hcache: partition: %s: %s (%s)", describe(partition), reason, because)
+    return _Decision(partition, reason)
 
 
 class _Store:
