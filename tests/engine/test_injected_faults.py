@@ -52,6 +52,16 @@ def test_a_wrong_rope_in_service_ends_backups_and_drops_what_was_written(
     assert_no_cache_output(model, [old, new])
 
 
+def test_wrong_copies_of_k_and_v_at_start_up_mean_plain_pages(model: Path, tmp_path: Path) -> None:
+    options = our_server(model, tmp_path, hcache={"mode": "kv"}, extra_env=faulty("wrong_copies"))
+    with Server(options) as server:
+        conversations = converse(server, make_conversations(1, turns=2))
+        said = "hcache: KV mode, plain pages: K or V of layer 3 come back from host memory as"
+        assert said in server.log_text()
+    assert_restored_from_l3(conversations, 64)
+    assert_no_cache_output(model, conversations)
+
+
 def test_wrong_copies_of_k_and_v_end_backups_and_loads_and_drop_what_was_written(
     model: Path, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from hcache_backend.engine.ranks import smallest
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
 from hcache_backend.engine.startup.codec_choice import choose_codec
+from hcache_backend.engine.startup.copy_check import check_copies
 from hcache_backend.engine.startup.graphs import check_recording
 from hcache_backend.engine.startup.layer_specs import LayerSpecs
 from hcache_backend.engine.startup.page_plan import HiddenPagePlan, PagePlan, make_exchange
@@ -97,7 +98,8 @@ class OwnPagesStrategy(StackStrategy):
         """Pages of K and V of all layers.
 
         Raises:
-            Refused: On every rank: there is no room for them, or too much of it is for headers.
+            Refused: On every rank: there is no room for them, or too much of it is for headers, or
+                K and V do not come back from them.
         """
         assert self._runtime.config is not None
         chunk = min(self._runtime.config.restore_chunk_tokens, int(kvcache.size))
@@ -110,6 +112,7 @@ class OwnPagesStrategy(StackStrategy):
                 f"header would take {header}"
             )
         self._step(params, plan.find_room)
+        self._step(params, lambda: check_copies(plan))
         [host_pages] = smallest(params.pp_cache_group, plan.pages.host)
         plan.pages = plan.pages._replace(host=host_pages)
         return plan

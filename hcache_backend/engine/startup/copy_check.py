@@ -1,0 +1,54 @@
+"""The check at start-up that own pages of K and V bring back what the pool held.
+
+It also compiles the kernels that copy them: what was not tried at the start is not believed later.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hcache_backend.engine.startup.agreement import Refused
+from hcache_backend.engine.startup.page_plan import PagePlan
+from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_backend.streams import host_tensor
+
+_FROM, _TO, _HOST = (1, 2), (4, 3), (1, 0)
+"""Pages of the pool, and of host memory between them."""
+
+
+def check_copies(plan: PagePlan) -> None:
+    """Copy two pages of the pool to host memory, and from there to two others.
+
+    Nothing may be allocated yet: these pages of the pool are overwritten.
+
+    Raises:
+        Refused: What comes back is something else, or nothing comes back.
+    """
+    kvcache, layout, kv = plan.kvcache, plan.layout, plan.kv
+    size, device = layout.page_size, kvcache.k_buffer[0].device
+    if len(kvcache.k_buffer[0]) <= size * max(*_FROM, *_TO):
+        raise Refused("the KV pool is too small to try copies of its pages")
+    slots, others = (
+        torch.cat([torch.arange(page * size, (page + 1) * size) for page in pages]).to(device)
+        for pages in (_FROM, _TO)
+    )
+    memory = host_tensor((len(_HOST), layout.page_bytes), torch.uint8, device).zero_()
+    buffers = [buffer.view(torch.uint8) for buffer in (*kvcache.k_buffer, *kvcache.v_buffer)]
+    for buffer in buffers:
+        rows = buffer[slots]
+        buffer[slots] = torch.randint_like(rows, 1, 256)
+    try:
+        kv.save(layout, memory, torch.tensor(_HOST, device=device), slots)
+        layers = [kv.restored_layer(layer) for layer in kv.layers]
+        pipeline = RestorePipeline(memory, layout, layers, len(slots), device)
+        pipeline.start(np.array(_HOST), others).wait()
+        wrong = [not torch.equal(buffer[slots], buffer[others]) for buffer in buffers]
+    except Exception as error:  # a kernel that cannot be compiled, or memory that is not there
+        raise Refused(f"K and V cannot be copied: {type(error).__name__}: {error}") from None
+    finally:
+        for buffer in buffers:
+            buffer[torch.cat((slots, others))] = 0
+    if any(wrong):
+        layer = wrong.index(True) % len(kvcache.k_buffer)
+        raise Refused(f"K or V of layer {layer} come back from host memory as something else")
