@@ -151,7 +151,7 @@ def _smallest(layers: int, hidden: bool, because: str) -> _Decision:
     """Hidden states of all layers if these are smaller (``hidden``), else K and V of all."""
     partition = Partition(0, layers, 0) if hidden else Partition(0, 0, layers)
     reason = "hidden states where they are smaller than K and V"
-    logger.warning("hcache: partition: %s: %s (%s)", describe(partition), reason, because)
+    logger.info("hcache: partition: %s: %s (%s)", describe(partition), reason, because)
     return _Decision(partition, reason)
 
 
