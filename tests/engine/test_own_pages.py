@@ -13,9 +13,8 @@ from hcache_backend.partition.profile import Rate
 from tests.engine.harness.conversations import Conversation, converse, make_conversations, turns_of
 from tests.engine.harness.ours import (
     assert_no_cache_output,
-    assert_nothing_went_wrong,
-    assert_own_pages_of_kv,
     assert_restored_from_l3,
+    assert_sound_own_pages,
     file_backend,
     hidden_mode_env,
     our_server,
@@ -41,14 +40,12 @@ def test_pages_come_back_from_host_memory_from_l3_and_after_a_restart(
         assert sum(turn.cached.host for turn in turns_of(conversations)) > 300
         from_l3 = converse(server, make_conversations(2, turns=3, tokens=300, seed=6))
         assert_restored_from_l3(from_l3, 16)
-        assert_own_pages_of_kv(server)
-        assert_nothing_went_wrong(server)
+        assert_sound_own_pages(server, "kv")
     options.log = tmp_path / "restarted.log"
     with Server(options) as server:
         again = converse(server, make_conversations(2, turns=3, tokens=300, seed=6), flush=False)
         assert all(c.turns[0].cached.storage >= 300 - 16 for c in again)
-        assert_own_pages_of_kv(server)
-        assert_nothing_went_wrong(server)
+        assert_sound_own_pages(server, "kv")
     assert stored_pages(tmp_path)
     assert_no_cache_output(model, [*conversations, *from_l3, *again])
 
@@ -60,8 +57,7 @@ def test_models_of_other_kinds(name: str, model_cache: Path, tmp_path: Path) -> 
     with Server(our_server(model, tmp_path, hcache={"mode": "kv"})) as server:
         conversations = converse(server, make_conversations(2, turns=3, tokens=300))
         assert_restored_from_l3(conversations, 64)
-        assert_own_pages_of_kv(server)
-        assert_nothing_went_wrong(server)
+        assert_sound_own_pages(server, "kv")
     assert_no_cache_output(model, conversations)
 
 
@@ -73,8 +69,7 @@ def test_ranks_and_stages_store_their_own_heads_and_layers(
     with Server(our_server(model, tmp_path, hcache={"mode": "auto"}, **options)) as server:
         conversations = converse(server, make_conversations(2, turns=3, tokens=200))
         assert_restored_from_l3(conversations, 64)
-        assert_own_pages_of_kv(server)
-        assert_nothing_went_wrong(server)
+        assert_sound_own_pages(server, "kv")
     assert_no_cache_output(model, conversations)
 
 
@@ -97,8 +92,7 @@ def test_write_back_and_eager_restores_under_pressure(model_cache: Path, tmp_pat
                 converse(server, part, turns=turns, flush=False, concurrent=True)
         again = make_conversations(6, turns=3, tokens=120, seed=5)
         converse(server, again, flush=False, concurrent=True)
-        assert_own_pages_of_kv(server)
-        assert_nothing_went_wrong(server)
+        assert_sound_own_pages(server, "kv")
     assert sum(turn.cached.host + turn.cached.storage for turn in turns_of(again)) > 300
     assert_no_cache_output(model, [*conversations, *again])
 
@@ -109,8 +103,7 @@ def test_another_l3_gets_pages_that_prove_themselves(model_cache: Path, tmp_path
     with Server(file_backend(model, tmp_path, extra_env=env)) as server:
         conversations = converse(server, make_conversations(2, turns=2, tokens=300))
         assert_restored_from_l3(conversations, 64)
-        assert_own_pages_of_kv(server)
-        assert_nothing_went_wrong(server)
+        assert_sound_own_pages(server, "kv")
     assert_no_cache_output(model, conversations)
 
 

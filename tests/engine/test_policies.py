@@ -13,6 +13,7 @@ from tests.engine.harness.ours import (
     assert_no_cache_output,
     assert_restored_from_l3,
     assert_sound_hidden_mode,
+    assert_sound_own_pages,
     attach,
     attach_config,
     extra_config,
@@ -22,14 +23,23 @@ from tests.engine.harness.ours import (
 pytestmark = pytest.mark.engine
 
 
-def test_write_through_selective_backs_up_what_is_used_twice(model: Path, tmp_path: Path) -> None:
-    options = our_server(model, tmp_path, write_policy="write_through_selective", page_size=16)
+@pytest.mark.parametrize("mode", ["hidden", "kv"])
+def test_write_through_selective_backs_up_what_is_used_twice(
+    mode: str, model: Path, tmp_path: Path
+) -> None:
+    options = our_server(
+        model,
+        tmp_path,
+        hcache={"mode": mode},
+        write_policy="write_through_selective",
+        page_size=16,
+    )
     with Server(options) as server:
         for _ in range(2):  # the second time makes it worth a backup
             converse(server, make_conversations(2, turns=1, tokens=300, seed=1), flush=False)
         server.flush_cache()
         again = converse(server, make_conversations(2, turns=2, tokens=300, seed=1))
-        assert_sound_hidden_mode(server)
+        assert_sound_own_pages(server, mode)
     assert all(c.turns[0].cached.storage >= 300 - 16 for c in again)
     assert_no_cache_output(model, again)
 
@@ -66,9 +76,10 @@ def test_write_back_of_nodes_that_were_restored_and_evicted_again(
     assert_no_cache_output(model, [*conversations, *again])
 
 
-def test_prefetch_policies(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["hidden", "kv"])
+def test_prefetch_policies(mode: str, model: Path, tmp_path: Path) -> None:
     # SGLang's one second would be a miss on a busy machine.
-    patient = extra_config(tmp_path) | {"prefetch_timeout_base": 240}
+    patient = extra_config(tmp_path, mode=mode) | {"prefetch_timeout_base": 240}
     options = replace(our_server(model, tmp_path, prefetch_policy="timeout"), extra_config=patient)
     with Server(options) as server:
         conversations = converse(server, make_conversations(2, turns=3, tokens=400))
@@ -77,7 +88,7 @@ def test_prefetch_policies(model: Path, tmp_path: Path) -> None:
         attach(server, attach_config(tmp_path), hicache_storage_prefetch_policy="best_effort")
         # It may stop as soon as prefill could run, with whatever has come.
         more = converse(server, make_conversations(2, turns=3, tokens=400, seed=1))
-        assert_sound_hidden_mode(server)
+        assert_sound_own_pages(server, mode)
     assert_no_cache_output(model, [*conversations, *more])
 
 

@@ -13,9 +13,7 @@ from hcache_backend.config import HCacheConfig
 from tests.engine.harness.clients import Clients
 from tests.engine.harness.ours import (
     assert_no_cache_replies_up_to_ties,
-    assert_nothing_went_wrong,
-    assert_own_pages_of_kv,
-    assert_sound_hidden_mode,
+    assert_sound_own_pages,
     faulty,
     holdings,
     our_server,
@@ -89,11 +87,7 @@ def test_soak(
         record_property("requests_and_tokens", dict(clients.counts))
         record_property("held_after_each_round", seen)
         assert server.generate([1, 2, 3], 2).output_ids
-        if name == "K and V":
-            assert_own_pages_of_kv(server)
-            assert_nothing_went_wrong(server)
-        else:
-            assert_sound_hidden_mode(server)
+        assert_sound_own_pages(server, "kv" if name == "K and V" else "hidden")
         assert "leak detected" not in server.log_text()
     for told in seen:
         assert told["locked_nodes"] == 0, seen

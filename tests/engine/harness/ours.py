@@ -128,6 +128,15 @@ def assert_sound_hidden_mode(server: Server) -> None:
     assert_nothing_went_wrong(server)
 
 
+def assert_sound_own_pages(server: Server, mode: str) -> None:
+    """Own pages with hidden states (mode `hidden`), or of K and V (`kv`); nothing went wrong."""
+    if mode == "hidden":
+        assert_hidden_mode(server)
+    else:
+        assert_own_pages_of_kv(server)
+    assert_nothing_went_wrong(server)
+
+
 def assert_no_cache_output(model: Path, conversations: Sequence[Conversation]) -> None:
     """Every reply is, token for token, what the model says without any cache (float32).
 
