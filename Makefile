@@ -15,7 +15,7 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
 .PHONY: setup versions demo test test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
-	bench-partition bench-paper bench-eager bench-compare \
+	bench-partition bench-paper bench-eager bench-eviction bench-compare \
 	record-demo record-compare
 .DELETE_ON_ERROR:
 
@@ -122,6 +122,10 @@ bench-codecs: setup
 # The paper's Table 3 and figures 11 to 13, simulated, beside its numbers. Seconds.
 bench-paper: setup
 	$(BIN)/python -m bench.paper $(ARGS)
+
+# What a full store still has of each prompt, beside LRU and the best possible. Minutes.
+bench-eviction: setup
+	$(BIN)/python -m bench.eviction $(ARGS)
 
 # Every partition on a real server, over a slower and slower bus. A quarter of an hour, alone.
 bench-partition: setup

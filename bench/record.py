@@ -32,6 +32,7 @@ PROGRAMS = {
     "eager": "bench.sweep",
     "codecs": "bench.codecs",
     "store": "bench.store.__main__",
+    "eviction": "bench.eviction",
 }
 """Name of the results -> the module that makes their table."""
 _BLOCK = re.compile(r"(<!-- results: (\w+) -->\n)(.*?\n)(<!-- end -->)", re.DOTALL)

@@ -1,0 +1,266 @@
+"""What a full page store still has of each prompt, by its quota: beside LRU and the best possible.
+
+    python -m bench.eviction [--out FOLDER]
+
+Frozen traces (:mod:`bench.workload.traces`) go through the store itself: its index, its stamps, its
+eviction. Pages hold four bytes, and the clock is the trace's. In front stand the device and host
+memory (L1, L2) with room for 2% of the trace's pages; what they serve, the store is only told, as
+in a server. Counted are the pages of each prompt that the store has, from the first one on, whether
+L1 and L2 have them or not: what would be found after a restart. Quotas are shares of all pages of
+the trace.
+
+- LRU by chains: every use counts at once for the whole sequence, and of pages that were last used
+  by the same request the last one goes first
+- best possible: knows all requests. A page is found if it was kept since it was used last: an
+  interval between two uses. As many intervals may overlap as the quota has pages; giving up the one
+  that ends last wherever there are too many keeps as many as possible. A use of a page is a use of
+  those before it, so their intervals end no later: with ties broken by the place in the sequence,
+  ends go first, and all that is kept is found. So no other order of eviction finds more pages
+
+Ends with status 1 if the store misses a goal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import heapq
+import mmap
+import sys
+import tempfile
+import time
+from collections import OrderedDict
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from statistics import mean
+from typing import Any
+from unittest import mock
+
+from bench.harness.report import OUT, markdown, write
+from bench.workload.traces import TRACES, Request
+from hcache_backend.config import parse_config
+from hcache_backend.store import PageStore
+
+SEED = 1
+QUOTAS = (0.05, 0.1, 0.2, 0.4)
+FRONT = 0.02
+"""Pages of L1 and L2 together, of all pages of the trace."""
+SAVE_S = 5.0
+"""Seconds between two savings of uses, as in service."""
+NAMESPACE, WRITER = b"bench-----------", b"bench---"
+FILE_BYTES = 8192  # of a page of four bytes: a block of header, a block of payload
+WORST_LOSS, LEAST_MEAN, LEAST_AT_5 = 0.01, 0.90, 0.84
+SERIES = {"store": "the store", "lru": "LRU by chains", "best": "best possible"}
+STYLES = {"store": "o-", "lru": "s--", "best": "k:"}
+Row = dict[str, Any]
+
+
+def leading(there: Container[int], pages: Sequence[int]) -> int:
+    """How many of ``pages`` are there, from the first one on."""
+    return next((place for place, page in enumerate(pages) if page not in there), len(pages))
+
+
+class Chains:
+    """The ``capacity`` pages that were used last; of one request's pages the last ones go first."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._pages: OrderedDict[int, None] = OrderedDict()
+
+    def found(self, pages: Sequence[int]) -> int:
+        return leading(self._pages, pages)
+
+    def use(self, pages: Sequence[int]) -> None:
+        """All ``pages`` of a sequence, from its first one on, are there now, and just used."""
+        for page in reversed(pages):
+            self._pages[page] = None
+            self._pages.move_to_end(page)
+        while len(self._pages) > self._capacity:
+            self._pages.popitem(last=False)
+
+
+def lru_by_chains(trace: Iterable[Request], capacity: int) -> int:
+    """Pages of prompts that LRU by chains finds among ``capacity`` pages."""
+    held, found = Chains(capacity), 0
+    for request in trace:
+        found += held.found(request.pages[: request.prompt])
+        held.use(request.pages)
+    return found
+
+
+def best_possible(trace: Sequence[Request], capacity: int) -> int:
+    """The most pages of prompts that anything can find among ``capacity`` pages."""
+    following: dict[int, int] = {}  # number of the request that looks a page up next
+    next_uses = []
+    for number, request in reversed([*enumerate(trace)]):
+        next_uses.append([following.get(page) for page in request.pages])
+        following |= dict.fromkeys(request.pages[: request.prompt], number)
+    held: dict[int, int] = {}  # page -> the request that it is kept for
+    last: list[tuple[int, int]] = []  # the latest first; of pages that are kept, and others
+    found = 0
+    for request in trace:
+        found += sum(held.pop(page, None) is not None for page in request.pages[: request.prompt])
+        for page, needed in zip(request.pages, next_uses.pop(), strict=True):
+            if needed is not None:
+                held[page] = needed
+                heapq.heappush(last, (-needed, page))
+        while len(held) > capacity:
+            needed, page = heapq.heappop(last)
+            if held.get(page) == -needed:
+                del held[page]
+    return found
+
+
+class StoreUnderTrace:
+    """The store, told what an engine tells it.
+
+    Args:
+        front: Pages that L1 and L2 have room for.
+    """
+
+    def __init__(self, store: PageStore, front: int) -> None:
+        self._store = store
+        self._front = Chains(front)
+        self._memory = memoryview(mmap.mmap(-1, mmap.PAGESIZE))[:4]
+        self._saved = 0.0
+
+    def serve(self, request: Request) -> int:
+        """Look the prompt up and store what is missing; returns how many pages were found."""
+        keys = [_key(page) for page in request.pages]
+        there = [*self._store.exists(NAMESPACE, keys), False].index(False)
+        found = min(there, request.prompt)
+        self._store.use(NAMESPACE, keys[: max(found, self._front.found(request.pages))])
+        # Prompt and reply are written when they are new. What the store lost, and L1 and L2 still
+        # have, is put again when the server is idle.
+        pages = [[self._memory]] * (len(keys) - there)
+        self._store.put(NAMESPACE, keys[there:], pages, prefix=keys[:there])
+        self._front.use(request.pages)
+        if request.time >= self._saved + SAVE_S:
+            self._store.flush()
+            self._saved = request.time
+        return found
+
+
+def _key(page: int) -> bytes:
+    return hashlib.sha256(page.to_bytes(8, "big")).digest()
+
+
+@contextmanager
+def clock_of(trace: Iterable[Request]) -> Iterator[Iterator[Request]]:
+    """The requests one by one, the process's clock (ns since 1970) being that of each."""
+    now = 0
+
+    def requests() -> Iterator[Request]:
+        nonlocal now
+        for request in trace:
+            now = 10**18 + int(request.time * 1e9)
+            yield request
+
+    with mock.patch("time.time_ns", lambda: now):
+        yield requests()
+
+
+def through_the_store(trace: Sequence[Request], capacity: int, front: int, folder: Path) -> int:
+    """Pages of prompts that a store in ``folder`` finds with a quota of ``capacity`` pages."""
+    options = {"quota_bytes": capacity * FILE_BYTES, "min_free_bytes": 0, "durability": "none"}
+    config = parse_config({"dirs": [str(folder)], "io_threads": 1, **options}, "bench")
+    with clock_of(trace) as requests, closing(PageStore(config, WRITER, background=False)) as store:
+        server = StoreUnderTrace(store, front)
+        return sum(map(server.serve, requests))
+
+
+def measure(name: str, trace: Sequence[Request], folder: Path) -> Row:
+    """What is found at every quota, as a share of all pages of prompts."""
+    pages = len({page for request in trace for page in request.pages})
+    asked = sum(request.prompt for request in trace)
+    found = {}
+    for quota in QUOTAS:
+        start, capacity = time.perf_counter(), int(quota * pages)
+        with tempfile.TemporaryDirectory(dir=folder, prefix="hcache-bench-") as root:
+            stored = through_the_store(trace, capacity, int(FRONT * pages), Path(root) / "l3")
+        counts = {
+            "store": stored,
+            "lru": lru_by_chains(trace, capacity),
+            "best": best_possible(trace, capacity),
+        }
+        shares = found[f"{quota:.0%}"] = {by: count / asked for by, count in counts.items()}
+        told = ", ".join(f"{label} {shares[by]:.3f}" for by, label in SERIES.items())
+        print(f"{name}, {quota:.0%}: {told} ({time.perf_counter() - start:.0f} s)", flush=True)
+    sizes = {"requests": len(trace), "pages": pages, "pages_asked": asked}
+    return {"trace": name, **sizes, "found": found}
+
+
+def of_the_best(rows: Sequence[Row], quota: str) -> float:
+    """Share of the best possible that the store finds: the mean over the traces."""
+    return mean(row["found"][quota]["store"] / row["found"][quota]["best"] for row in rows)
+
+
+def missed_goals(rows: Sequence[Row]) -> list[str]:
+    """What the store should reach and does not, one line each."""
+    missed = [
+        f"{row['trace']}, {quota}: {found['store']:.3f} found, LRU by chains {found['lru']:.3f}"
+        for row in rows
+        for quota, found in row["found"].items()
+        if found["store"] < found["lru"] - WORST_LOSS
+    ]
+    shares = {quota: of_the_best(rows, quota) for quota in rows[0]["found"]}
+    for name, share, least in (
+        ("at 5%", shares["5%"], LEAST_AT_5),
+        ("mean of all quotas", mean(shares.values()), LEAST_MEAN),
+    ):
+        if share < least:
+            missed.append(f"{name}: {share:.3f} of the best possible, not {least}")
+    return missed
+
+
+def table_lines(rows: Sequence[Row]) -> str:
+    """Shares that are found, by trace and quota."""
+    quotas = list(rows[0]["found"])
+    lines: list[list[object]] = []
+    for row in rows:
+        shares = (row["found"][quota] for quota in quotas)
+        lines.append(
+            [row["trace"], *(" / ".join(f"{part[by]:.2f}" for by in SERIES) for part in shares)]
+        )
+    lines.append(["the store, of the best possible", *(of_the_best(rows, each) for each in quotas)])
+    return markdown((" / ".join(SERIES.values()), *quotas), lines)
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """Shares that are found over the quota, a panel for each trace."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 3.2), layout="constrained")
+    for axes, row in zip(figure.subplots(1, len(rows), sharey=True), rows, strict=True):
+        for by, label in SERIES.items():
+            shares = [found[by] for found in row["found"].values()]
+            axes.plot(list(row["found"]), shares, STYLES[by], label=label)
+        axes.set_title(row["trace"], fontsize=10)
+        axes.set_xlabel("quota, of all pages")
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("pages of prompts found")
+    figure.axes[0].legend(fontsize=8)
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    shared = Path("/dev/shm")
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        default=shared if shared.is_dir() else Path(tempfile.gettempdir()),
+        help="folder for the store, which is removed; best in memory",
+    )
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for eviction.json and .png")
+    options = parser.parse_args()
+    rows = [measure(name, make(SEED), options.dir) for name, make in TRACES.items()]
+    print(table_lines(rows))
+    write(options.out, "eviction", rows, draw)
+    if missed := missed_goals(rows):
+        sys.exit("\n".join(missed))
+
+
+if __name__ == "__main__":
+    main()
