@@ -32,7 +32,8 @@ def own_pages_refusal(runtime: Runtime, kvcache: Any) -> str | None:
         (args.disaggregation_mode not in (None, "null"), "prefill/decode disaggregation moves KV"),
         (kvcache.dtype not in TOLERANCE, f"KV quantised as {kvcache.dtype}"),
         (
-            getattr(kvcache, "k_scale_buffer", None) is not None,
+            getattr(kvcache, "k_scale_buffer", None) is not None
+            or hasattr(getattr(kvcache, "quant_method", None), "k_scales_gpu"),
             "quantised KV with scales in buffers of their own",
         ),
         (kvcache.k_buffer[0].dim() != 3, "the KV pool is not [slots, heads, head_dim]"),

@@ -1,4 +1,4 @@
-"""What hidden mode refuses on CUDA only, asked without a GPU."""
+"""What own pages refuse, and hidden mode on CUDA only, asked without a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,13 @@ def server(monkeypatch: pytest.MonkeyPatch, prefill: str) -> tuple[Any, Any]:
     runner = SimpleNamespace(
         server_args=arguments, model_config=SimpleNamespace(model_is_mrope=False)
     )
-    pool = SimpleNamespace(device="cuda", dtype=torch.bfloat16, k_buffer=[torch.empty(1, 1, 1)])
+    pool = SimpleNamespace(
+        device="cuda",
+        dtype=torch.bfloat16,
+        k_buffer=[torch.empty(1, 1, 1)],
+        k_scale_buffer=None,
+        quant_method=SimpleNamespace(),
+    )
     monkeypatch.setattr(refusals, "resolved", lambda args: args)
     monkeypatch.setattr(refusals, "graphs_are_off", lambda: False)
     monkeypatch.setattr(refusals, "_graphs", lambda: graphs)
@@ -45,6 +51,37 @@ def test_prefill_graphs_that_would_not_wait_for_a_restore(
     monkeypatch: pytest.MonkeyPatch, prefill: str, reason: str | None
 ) -> None:
     said = refusals.refusal(*server(monkeypatch, prefill))
+    assert said is None if reason is None else reason in str(said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pool", "reason"),
+    [
+        ({}, {}, None),
+        ({"enable_lora": True, "enable_two_batch_overlap": True}, {}, None),
+        ({"speculative_algorithm": "EAGLE"}, {}, "draft models have pools of their own"),
+        ({"enable_dp_attention": True}, {}, "data-parallel attention"),
+        ({"attn_cp_size": 2}, {}, "context-parallel"),
+        ({"hicache_host_memory_mode": "buffer_only"}, {}, "keeps no host copies"),
+        ({"disaggregation_decode_retraction_backup": "host_pool"}, {}, "retraction"),
+        ({"disaggregation_mode": "prefill"}, {}, "disaggregation moves KV"),
+        ({}, {"dtype": torch.int8}, "KV quantised as torch.int8"),
+        ({}, {"k_scale_buffer": [torch.empty(1)]}, "scales in buffers of their own"),
+        ({}, {"quant_method": SimpleNamespace(k_scales_gpu=1)}, "scales in buffers of their own"),
+        # [pages, heads, page_size, head_dim]: slots are no rows.
+        ({}, {"k_buffer": [torch.empty(1, 1, 1, 1)]}, "not [slots, heads, head_dim]"),
+    ],
+)
+def test_servers_that_keep_plain_pages(
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: dict[str, Any],
+    pool: dict[str, Any],
+    reason: str | None,
+) -> None:
+    runtime, kvcache = server(monkeypatch, "breakable")
+    vars(runtime.runner.server_args).update(arguments)
+    vars(kvcache).update(pool)
+    said = refusals.own_pages_refusal(runtime, kvcache)
     assert said is None if reason is None else reason in str(said)
 
 
