@@ -91,8 +91,9 @@ def plan(
         typer.Option(
             "--apply",
             metavar="DIR",
-            help="Let servers store this partition from their next start on, in the page store "
-            "with this folder, which a server with the model has opened before.",
+            help="Let servers store every layer by the method that is best for it here, from their "
+            "next start on, in the page store with this folder, which a server with the model has "
+            "opened before.",
         ),
     ] = None,
 ) -> None:
@@ -117,7 +118,7 @@ def plan(
         except ImportError:
             fail("--plot needs matplotlib: pip install matplotlib")
     if apply is not None:
-        _apply(apply, shape, result.partition)
+        _apply(apply, shape, result.stored)
     if as_json:
         report = result.report()
         print_json({**report, "notes": report["notes"] + extra})

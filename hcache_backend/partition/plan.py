@@ -66,6 +66,11 @@ class PartitionPlan:
         return self._best(self.costs)
 
     @cached_property
+    def stored(self) -> Partition:
+        """The best one of which every layer is stored: what servers choose by themselves."""
+        return search(self.costs, self.model.layers, methods=("hidden", "kv"))
+
+    @cached_property
     def closed_form(self) -> Partition | None:
         """The paper's own answer, where it has one that this plan may give."""
         found = closed_form(self.costs, self.model.layers)

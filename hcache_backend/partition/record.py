@@ -63,7 +63,7 @@ class PartitionRecord(BaseModel):
         if self.shape is None:
             return None
         plan = PartitionPlan(profile, self.shape, self.tokens, self.tp, self.l3, "layerwise")
-        best, ours = plan.partition, self.partition
+        best, ours = plan.stored, self.partition
         if ours.hidden and self.tp == 1:  # a restore may recompute first layers that are stored
             ours = ours.recomputing(recompute_layers(plan.costs, ours))
         faster = makespan(plan.costs, ours) / makespan(plan.costs, best)

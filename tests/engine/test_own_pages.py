@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from bench.harness.models import build_model
 from bench.harness.server import Server
-from hcache_backend.partition.presets import preset_profile
-from hcache_backend.partition.profile import Rate
+from hcache_backend.cli.main import app
+from hcache_backend.partition.profile import Profile, Rate
 from tests.engine.harness.conversations import Conversation, converse, make_conversations, turns_of
 from tests.engine.harness.ours import (
     assert_no_cache_output,
@@ -108,22 +109,36 @@ def test_another_l3_gets_pages_that_prove_themselves(model_cache: Path, tmp_path
 
 
 def test_servers_with_other_profiles_find_each_others_pages(model: Path, tmp_path: Path) -> None:
-    """What the first one decided is followed, also where projecting takes for ever."""
-    fast = preset_profile("a100-40g", 1)
-    slow = fast.model_copy(update={"projection": Rate(per_second=1e6)})
-    served: list[Conversation] = []
-    for number, profile in enumerate((fast, slow, fast)):
-        profile.save(path := tmp_path / f"{number}.json")
+    """What the first one decided is followed, also where projecting takes for ever, until the user
+    changes it."""
+    for name, slow in (("fast.json", "kv_load"), ("slow.json", "projection")):
+        rates = {
+            rate: Rate(seconds=1.0 if rate in (slow, "dense") else 1e-6, per_second=1e18)
+            for rate in ("hidden_copy", "kv_load", "projection", "dense", "attention")
+        }
+        profile = Profile(device="none", source="a test", dtype="float32", l3=None, **rates)
+        profile.save(tmp_path / name)
+
+    def conversation(number: int, profile: str) -> tuple[Conversation, str]:
         options = our_server(
             model,
             tmp_path,
-            hcache={"mode": "auto", "profile": str(path)},
+            hcache={"mode": "auto", "profile": str(tmp_path / profile)},
             log=tmp_path / f"{number}.log",
         )
         with Server(options) as server:
-            [conversation] = converse(server, make_conversations(1, turns=1, tokens=400))
-            assert (", as the store has it: " in server.log_text()) is (number > 0)
-            served.append(conversation)
-    assert [c.turns[0].cached.storage for c in served] == [0, 384, 384]
-    assert len(list((tmp_path / "l3").glob("partition-*.json"))) == 1
-    assert_no_cache_output(model, served)
+            [asked] = converse(server, make_conversations(1, turns=1, tokens=400))
+            return asked, server.log_text()
+
+    profiles = ("fast.json", "slow.json", "fast.json")
+    served = [conversation(number, profile) for number, profile in enumerate(profiles)]
+    assert [c.turns[0].cached.storage for c, _ in served] == [0, 384, 384]
+    followed = ", as the store has it: the best for "
+    assert [followed in log for _, log in served] == [False, True, True]
+    slow_path, store = str(tmp_path / "slow.json"), str(tmp_path / "l3")
+    command = ["plan", "-m", str(model), "-w", slow_path, "--apply", store]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    changed, log = conversation(3, "fast.json")
+    assert changed.turns[0].cached.storage == 0
+    assert ", as the store has it: hcache plan --apply" in log
+    assert_no_cache_output(model, [*(c for c, _ in served), changed])

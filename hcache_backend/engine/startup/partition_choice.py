@@ -18,7 +18,7 @@ from hcache_backend.engine.startup.agreement import or_stop
 from hcache_backend.engine.startup.codec_choice import wanted_codec
 from hcache_backend.engine.startup.page_plan import kv_bytes_per_token
 from hcache_backend.engine.startup.quick_profile import find_profile
-from hcache_backend.partition.costs import LAYER_METHODS, L3Path, Partition, layer_costs
+from hcache_backend.partition.costs import L3Path, LayerMethod, Partition, layer_costs
 from hcache_backend.partition.model_config import ModelConfigError, shape_from_config
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.plan import describe
@@ -134,10 +134,12 @@ def _fastest(
     layers: int,
     seconds: Objective,
 ) -> _Decision:
-    """The partition whose restores are the fastest by the profile."""
-    usable = set(LAYER_METHODS)
-    if ranks > 1:
-        usable.remove("recompute")
+    """The partition whose restores are the fastest by the profile.
+
+    Every layer is stored: who leaves first layers out saves disk, and hits in host memory and
+    faster disks want them. A restore may recompute layers that are stored.
+    """
+    usable: set[LayerMethod] = {"hidden", "kv"}
     if shape.hidden_bytes >= shape.kv_bytes:  # equal sizes differ in noise only
         usable.remove("hidden")
     costs = layer_costs(profile, shape, tokens, tp=ranks, l3=l3, early_stop=True)
