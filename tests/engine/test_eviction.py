@@ -15,7 +15,7 @@ from tests.engine.harness.ours import (
     assert_hidden_mode,
     assert_nothing_went_wrong,
     attach,
-    extra_config,
+    attach_config,
     hidden_mode_env,
     stored_pages,
 )
@@ -25,16 +25,26 @@ pytestmark = pytest.mark.engine
 PAGE = 64
 
 
-@pytest.fixture(scope="module", params=["hidden", "kv"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("hidden", 1),
+        ("kv", 1),
+        pytest.param(("hidden", 2), marks=pytest.mark.long),
+        pytest.param(("kv", 2), marks=pytest.mark.long),
+    ],
+    ids=lambda param: f"{param[0]}, ranks: {param[1]}",
+)
 def server(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """The server's device and its host memory have room for all that a test sends."""
-    folder = tmp_path_factory.mktemp(request.param)
-    env = hidden_mode_env(mode=request.param)
-    options = ServerOptions(model, folder / "server.log", max_total_tokens=8192, extra_env=env)
+    mode, ranks = request.param
+    log = tmp_path_factory.mktemp(mode) / "server.log"
+    env = hidden_mode_env(mode=mode)
+    options = ServerOptions(model, log, max_total_tokens=8192, tp=ranks, extra_env=env)
     with Server(options) as server:
-        if request.param == "hidden":
+        if mode == "hidden":
             assert_hidden_mode(server)
         yield server
         assert_nothing_went_wrong(server)
@@ -63,11 +73,6 @@ class L3:
     ) -> None:
         self._server = server
         self._folders = folders
-        hidden = "hcache: hidden mode" in server.log_text()
-        self._options: dict[str, Any] = {
-            "mode": "hidden" if hidden else "kv",
-            "dirs": [str(folder) for folder in folders],
-        }
         server.flush_cache()
         self._attach()
         self._files: list[set[str]] = []
@@ -77,14 +82,16 @@ class L3:
             self._files.append(self._stored() - before)
             before |= self._files[-1]
         page = stored_pages(folders[0].parent.parent)[0]
-        quota = -(-pages // len(folders)) * page.stat().st_size
+        files = -(-pages // len(folders)) * server.options.tp  # each rank's share is one
+        quota = files * page.stat().st_size
         self._server.clear_storage()
         self._server.flush_cache()
         self._server.detach_storage()
         self._attach(quota_bytes=quota)
 
     def _attach(self, **options: Any) -> None:
-        attach(self._server, extra_config(self._folders[0], **self._options, **options))
+        dirs = [str(folder) for folder in self._folders]
+        attach(self._server, attach_config(self._folders[0], dirs=dirs, **options))
 
     def _stored(self) -> set[str]:
         return {page.name for page in stored_pages(self._folders[0].parent.parent)}
