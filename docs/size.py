@@ -20,10 +20,10 @@ import torch
 import typer
 
 from hcache_backend.config import HCacheConfig
-from hcache_backend.page import PageLayout
+from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer, kv_layer
 from hcache_backend.restore.exchange import share_of_rank
-from hcache_backend.store import WHOLE, Segment, SegmentTable, Share
 from hcache_backend.store.format import file_layout
+from hcache_backend.units import WHOLE, Segment, SegmentTable
 from hcache_kernels.codecs import CODECS, UnsupportedRows, make_codec
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -54,26 +54,23 @@ def page_size(plan: dict[str, Any], tokens: int, codec: str, kv_mode: bool) -> P
     """
     model, ranks = plan["model"], plan["tp"]
     heads = -(-model["kv_heads"] // ranks) / model["kv_heads"]
-    kv_bytes = tokens * int(plan["bytes_per_token_and_layer"]["kv"] * heads)
+    kv_bytes = int(plan["bytes_per_token_and_layer"]["kv"] * heads)  # per token, of one rank
     if kv_mode:
-        plane = Segment(model["layers"] * kv_bytes // 2, 0)
+        plane = Segment(model["layers"] * tokens * kv_bytes // 2)
         file = file_layout(SegmentTable((plane, plane)), WHOLE)
         return PageSize(2 * plane.length, ranks, file.file_bytes, has_shadows=False)
-    number, shares = share_of_rank(0, ranks, tokens)
-    row_bytes = make_codec(codec, model["hidden"], _DTYPES[model["element_bytes"]]).row_bytes
-    lengths = {"recompute": 0, "hidden": tokens // shares * row_bytes, "kv": kv_bytes}
-    methods = [m for m in ("recompute", "hidden", "kv") for _ in range(plan["layers"][m])]
-    layout = PageLayout(tokens, tuple(lengths[m] for m in methods), number, shares)
-    # K and V are those of a rank's own heads, so pages that have some are each rank's own.
-    share = WHOLE if "kv" in methods else Share(number, shares)
-    table = SegmentTable(
-        (
-            Segment(layout.header_bytes, 0),
-            *(Segment(lengths[m] * share.of, 2 if m == "kv" else 1) for m in methods if lengths[m]),
-        )
-    )
-    files = ranks if "kv" in methods else shares
-    return PageSize(layout.page_bytes, files, file_layout(table, share).file_bytes, True)
+    share, itemsize = share_of_rank(0, ranks, tokens), model["element_bytes"]
+    row_bytes = make_codec(codec, model["hidden"], _DTYPES[itemsize]).row_bytes
+    kv_values = kv_bytes // (2 * itemsize) * share.of
+    stored = {
+        "recompute": RECOMPUTED,
+        "hidden": hidden_layer(tokens, row_bytes, model["hidden"], codec),
+        "kv": kv_layer(tokens, kv_values, kv_values, itemsize, share.of),
+    }
+    methods = [m for m in stored for _ in range(plan["layers"][m])]
+    layout = PageLayout(tokens, tuple(stored[m] for m in methods), share)
+    files = ranks if "kv" in methods else share.of  # K and V are those of a rank's own heads
+    return PageSize(layout.page_bytes, files, file_layout(layout.table, share).file_bytes, True)
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,18 @@
 
 A page holds ``page_size`` consecutive tokens of one sequence, all layers:
 
-- bytes are little-endian; a page is a header, then one layer segment after the other;
+- bytes are little-endian; a page is a header, then what is stored of one layer after the other:
+  nothing, hidden states, or K and then V (:mod:`hcache_backend.units` says how they divide);
 - the header is padded to a multiple of 4096 bytes: direct I/O reads straight into a page, and
   segments keep the alignment of the page;
-- where tensor-parallel ranks share the tokens of a page (paper section 5), each rank's page has the
-  hidden states of its own tokens only; all that the header says of tokens it says of all of them;
-- the header holds a checksum of every segment, and one of itself;
-- a reader believes a page only if magic, version, namespace, key and checksums all agree, whatever
-  storage backend brought it. A backend that verifies what it reads by itself may put a page
-  together from the shares of others: then the header tells nothing of the segments.
+- where tensor-parallel ranks share pages (paper section 5), each rank's page has the hidden states
+  of its own tokens and K and V of its own heads; all that the header says of tokens and layers it
+  says of the whole page;
+- the header holds the digest of every unit of the rank's page, the same number as the header of a
+  page file, and a checksum of itself;
+- a reader believes a page only if magic, version, layers, namespace, key and digests all agree,
+  whatever storage backend brought it. A backend that verifies what it reads by itself may put a
+  page together from the shares of others: then the header tells nothing of the units.
 
 ====== ===== ====================================================================
 offset bytes field
@@ -18,7 +21,8 @@ offset bytes field
 0      4     magic ``HCPG``
 4      2     format version
 6      2     layers
-8      4     header bytes
+8      2     segments, without the header
+10     2     header bytes / 4096
 12     4     page size in tokens
 16     16    xxh3-128 of bytes 32 to the end of the header
 32     16    namespace (weights, dtypes, page size, format, partition, stage)
@@ -28,9 +32,17 @@ offset bytes field
 89     1     number of shares
 90     6     0
 96     4*p   positions of the tokens, int32
-96+4*p 4*p   token ids, int32
-96+8*p 16*l  xxh3-128 of every segment
+...    4*p   token ids, int32
+...    12*l  of every layer: method (0 recompute, 1 hidden, 2 kv; uint8), 0 (uint8), slot
+             (uint16), codec (8 ASCII characters)
+...    8*s   of every segment: bytes in the whole page (uint32), groups (uint16), units
+             per group (uint16)
+...    8*u   xxh3-64 of every unit of this share, in the order of the page; 0 behind
+             them: there is room for those of the whole page
 ====== ===== ====================================================================
+
+The slot of a layer is the number of its first segment, 65535 for a layer of which nothing is
+stored. The codec names what encodes its units.
 """
 
 from __future__ import annotations
@@ -40,13 +52,27 @@ import re
 import struct
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from hcache_backend.units import (
+    EIGHTHS,
+    PACKED_SEGMENT,
+    WHOLE,
+    Segment,
+    SegmentTable,
+    Share,
+    Unit,
+    digest,
+    units_of,
+    units_per_group,
+)
+
 _MAGIC = b"HCPG"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 NAMESPACE_BYTES = 16
 KEY_BYTES = 32
 WRITER_BYTES = 8
@@ -55,7 +81,7 @@ NO_NAMESPACE = bytes(NAMESPACE_BYTES)
 """The namespace of a page whose rows are not all there."""
 
 _SHA256_HEX = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
-_PREFIX = struct.Struct("<4sHHII")
+_PREFIX = struct.Struct("<4sHHHHI")
 _CHECKSUM = slice(16, 32)
 _COVERED = 32
 _NAMESPACE = slice(32, 48)
@@ -63,10 +89,53 @@ _KEY = slice(48, 80)
 _WRITER = slice(80, 88)
 _SHARE = slice(88, 90)
 _TOKENS = 96
-_DIGEST_BYTES = 16
+_LAYER = struct.Struct("<BxH8s")
+_NO_SLOT = 65535
+_DIGEST = np.dtype("<u8")
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int32]
+Digests = npt.NDArray[np.uint64]
+
+
+class StoredLayer(NamedTuple):
+    """What pages hold of one layer.
+
+    Attributes:
+        segments: None, its hidden states, or its K and its V.
+        codec: Name of what encodes them; at most 8 ASCII characters.
+    """
+
+    segments: tuple[Segment, ...]
+    codec: str = "none"
+
+
+RECOMPUTED = StoredLayer(())
+"""A layer of which nothing is stored."""
+
+
+def hidden_layer(tokens: int, row_bytes: int, values: int, codec: str = "none") -> StoredLayer:
+    """A layer whose hidden states are stored: ``tokens`` rows of ``values`` values, encoded.
+
+    They divide into eighths of the tokens; a number of tokens that does not, is one group.
+    """
+    groups = 1 if tokens % EIGHTHS else EIGHTHS
+    pieces = units_per_group(tokens // groups, values)
+    return StoredLayer((Segment(tokens * row_bytes, groups, pieces),), codec)
+
+
+def kv_layer(tokens: int, k_values: int, v_values: int, itemsize: int, groups: int) -> StoredLayer:
+    """A layer whose K and V are stored, in ``groups`` groups of heads.
+
+    Args:
+        k_values: Values of K per token, in all heads of all ranks; ``v_values`` of V.
+        itemsize: Bytes per value.
+    """
+    segments = (
+        Segment(tokens * values * itemsize, groups, units_per_group(tokens, values // groups))
+        for values in (k_values, v_values)
+    )
+    return StoredLayer(tuple(segments))
 
 
 @dataclass(frozen=True)
@@ -75,27 +144,58 @@ class PageLayout:
 
     Attributes:
         page_size: Tokens per page.
-        segment_bytes: Bytes of every layer segment, first layer first; 0 for a layer of which
-            nothing is stored. With several shares, of what this share holds.
-        share: Number of the share of the tokens whose hidden states the page holds.
-        shares: How many there are; divides ``page_size``.
+        layers: What is stored of each layer, first layer first.
+        share: The share of the page that this rank holds.
+
+    Raises:
+        ValueError: A segment does not divide as it says.
     """
 
     page_size: int
-    segment_bytes: tuple[int, ...]
-    share: int = 0
-    shares: int = 1
+    layers: tuple[StoredLayer, ...]
+    share: Share = WHOLE
+
+    @cached_property
+    def form(self) -> str:
+        """Digest of how the whole page divides, for its namespace."""
+        return xxhash.xxh3_64_hexdigest(self._prefix + self._tables)
+
+    @property
+    def head_groups(self) -> int | None:
+        """Groups of heads that K and V divide into; None: there are no K and V."""
+        groups = (layer.segments[0].groups for layer in self.layers if len(layer.segments) == 2)
+        return next(groups, None)
 
     @property
     def kept(self) -> range:
         """The tokens of a page whose hidden states it holds."""
-        rows = self.page_size // self.shares
-        return range(self.share * rows, (self.share + 1) * rows)
+        number, of = self.share
+        rows = self.page_size // of
+        return range(number * rows, (number + 1) * rows)
+
+    @cached_property
+    def table(self) -> SegmentTable:
+        """How the whole page divides: its header is segment 0."""
+        return SegmentTable((Segment(self.header_bytes), *self._segments))
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """The units of this rank's page; the header is the first one."""
+        return units_of(self.table, self.share)
 
     @cached_property
     def header_bytes(self) -> int:
-        used = _TOKENS + 8 * self.page_size + _DIGEST_BYTES * len(self.segment_bytes)
+        units = sum(segment.groups * segment.pieces for segment in self._segments)
+        used = self._digests_at + _DIGEST.itemsize * units
         return -(-used // HEADER_ALIGNMENT) * HEADER_ALIGNMENT
+
+    @cached_property
+    def segment_bytes(self) -> tuple[int, ...]:
+        """Bytes of every layer in this rank's page; 0 for a layer of which nothing is stored."""
+        return tuple(
+            sum(segment.length_in(self.share) for segment in layer.segments)
+            for layer in self.layers
+        )
 
     @cached_property
     def segment_offsets(self) -> tuple[int, ...]:
@@ -106,16 +206,15 @@ class PageLayout:
     def page_bytes(self) -> int:
         return self.header_bytes + sum(self.segment_bytes)
 
-    @cached_property
-    def _prefix(self) -> bytes:
-        return _PREFIX.pack(
-            _MAGIC, FORMAT_VERSION, len(self.segment_bytes), self.header_bytes, self.page_size
-        )
-
     def segment(self, layer: int) -> slice:
-        """The bytes of one layer segment inside a page."""
+        """The bytes of one layer inside a page."""
         start = self.segment_offsets[layer]
         return slice(start, start + self.segment_bytes[layer])
+
+    def segments_from(self, layer: int) -> frozenset[int]:
+        """Numbers, as in :attr:`table`, of the header and the segments from ``layer`` on."""
+        before = sum(len(stored.segments) for stored in self.layers[:layer])
+        return frozenset((0, *range(1 + before, len(self.table.segments))))
 
     def positions(self, pages: Bytes) -> Ints:
         """View of the positions of ``pages`` (``[..., page_bytes]``): int32, ``[..., p]``."""
@@ -126,12 +225,6 @@ class PageLayout:
         start = _TOKENS + 4 * self.page_size
         return pages[..., start : start + 4 * self.page_size].view(np.int32)
 
-    def _digests(self, page: Bytes) -> Bytes:
-        """View of the checksums of the segments: uint8 ``[layers, 16]``."""
-        start = _TOKENS + 8 * self.page_size
-        table = page[start : start + _DIGEST_BYTES * len(self.segment_bytes)]
-        return table.reshape(-1, _DIGEST_BYTES)
-
     def begin(self, page: Bytes, namespace: bytes, writer: bytes) -> None:
         """Write the header of a fresh page; positions, ids and segments are the caller's.
 
@@ -139,7 +232,8 @@ class PageLayout:
         """
         page[: self.header_bytes] = 0
         page[: _PREFIX.size] = np.frombuffer(self._prefix, np.uint8)
-        page[_SHARE] = self.share, self.shares
+        page[self._tables_at] = np.frombuffer(self._tables, np.uint8)
+        page[_SHARE] = self.share
         self.stamp(page, namespace, writer)
 
     def stamp(self, page: Bytes, namespace: bytes, writer: bytes) -> None:
@@ -148,12 +242,16 @@ class PageLayout:
         page[_WRITER] = np.frombuffer(writer, np.uint8)
 
     def seal(self, page: Bytes, key: bytes) -> None:
-        """Stamp key and checksums: from here on the page proves itself."""
-        page[_SHARE] = self.share, self.shares  # the header may have come with another share
+        """Stamp key and digests: from here on the page proves itself."""
+        page[_SHARE] = self.share  # the header may have come with another share
         page[_KEY] = np.frombuffer(key, np.uint8)
-        for layer, digest in enumerate(self._digests(page)):
-            digest[:] = np.frombuffer(_digest(page[self.segment(layer)]), np.uint8)
-        page[_CHECKSUM] = np.frombuffer(_digest(page[_COVERED : self.header_bytes]), np.uint8)
+        page[self._digests_at : self.header_bytes] = 0
+        self._digests(page)[:] = self._digests_now(page)
+        page[_CHECKSUM] = np.frombuffer(self._checksum_now(page), np.uint8)
+
+    def unit_digests(self, page: Bytes) -> list[int]:
+        """The digests of all :attr:`units` of a sealed page, as a page file has them."""
+        return [digest([page[: self.header_bytes].data]), *self._digests(page).tolist()]
 
     def problem(
         self,
@@ -170,22 +268,21 @@ class PageLayout:
             namespace: 16 bytes the page must belong to.
             key: 32 bytes of the page's key.
             token_ids: The page's tokens as the radix tree knows them, when the caller has them.
-            segments: Look at share and segments too; not where the storage verified what it read.
+            segments: Look at share and units too; not where the storage verified what it read.
         """
         if page[: _PREFIX.size].tobytes() != self._prefix:
+            return "format"
+        if page[self._tables_at].tobytes() != self._tables:
             return "format"
         if page[_NAMESPACE].tobytes() != namespace:
             return "namespace"
         if page[_KEY].tobytes() != key:
             return "key"
-        if page[_CHECKSUM].tobytes() != _digest(page[_COVERED : self.header_bytes]):
+        if page[_CHECKSUM].tobytes() != self._checksum_now(page):
             return "checksum"
-        if segments and page[_SHARE].tolist() != [self.share, self.shares]:
+        if segments and page[_SHARE].tolist() != [*self.share]:
             return "share"
-        if segments and any(
-            digest.tobytes() != _digest(page[self.segment(layer)])
-            for layer, digest in enumerate(self._digests(page))
-        ):
+        if segments and self._digests(page).tolist() != self._digests_now(page):
             return "checksum"
         if token_ids is not None and not np.array_equal(self.token_ids(page), token_ids):
             return "token ids"
@@ -199,6 +296,57 @@ class PageLayout:
         """Whether ``page`` was stamped: no row of it was lost, or is still on its way."""
         return self.namespace_of(page) != NO_NAMESPACE
 
+    @cached_property
+    def _segments(self) -> tuple[Segment, ...]:
+        return tuple(segment for layer in self.layers for segment in layer.segments)
+
+    @cached_property
+    def _prefix(self) -> bytes:
+        return _PREFIX.pack(
+            _MAGIC,
+            FORMAT_VERSION,
+            len(self.layers),
+            len(self._segments),
+            self.header_bytes // HEADER_ALIGNMENT,
+            self.page_size,
+        )
+
+    @cached_property
+    def _tables(self) -> bytes:
+        """The tables of layers and segments."""
+        packed, slot = [], 0
+        for segments, codec in self.layers:
+            method = len(segments)
+            packed.append(_LAYER.pack(method, slot if segments else _NO_SLOT, codec.encode()))
+            slot += len(segments)
+        return b"".join((*packed, *(PACKED_SEGMENT.pack(*segment) for segment in self._segments)))
+
+    @cached_property
+    def _tables_at(self) -> slice:
+        start = _TOKENS + 8 * self.page_size
+        return slice(start, start + len(self._tables))
+
+    @property
+    def _digests_at(self) -> int:
+        return self._tables_at.stop
+
+    def _digests(self, page: Bytes) -> Digests:
+        """View of the digests in the header: of all units but the header, which has a checksum."""
+        start = self._digests_at
+        end = start + _DIGEST.itemsize * (len(self.units) - 1)
+        return page[start:end].view(_DIGEST)
+
+    def _digests_now(self, page: Bytes) -> list[int]:
+        """What they would be of the page as it is."""
+        memory = page.data
+        return [
+            digest([memory[unit.payload_offset : unit.payload_offset + unit.length]])
+            for unit in self.units[1:]
+        ]
+
+    def _checksum_now(self, page: Bytes) -> bytes:
+        return xxhash.xxh3_128_digest(page[_COVERED : self.header_bytes].data)
+
 
 def key_bytes(key: str) -> bytes:
     """32 bytes for a key: SGLang's sha256 itself, or the sha256 of any other text.
@@ -208,7 +356,3 @@ def key_bytes(key: str) -> bytes:
     if _SHA256_HEX.fullmatch(key):
         return bytes.fromhex(key)
     return hashlib.sha256(b"text:" + key.encode()).digest()
-
-
-def _digest(part: Bytes) -> bytes:
-    return xxhash.xxh3_128_digest(part.data)

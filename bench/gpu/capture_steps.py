@@ -14,7 +14,7 @@ from bench.gpu.restore_models import Layer
 from bench.gpu.shapes import PAGE, Shape
 from hcache_backend.capture.shadows import ShadowArena
 from hcache_backend.capture.staging import StagedCapture, Staging
-from hcache_backend.page import PageLayout
+from hcache_backend.page import PageLayout, hidden_layer
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_kernels.codecs import make_codec
@@ -33,7 +33,8 @@ class Saving:
     def __init__(self, device: Device, shape: Shape, tokens: int, places: int) -> None:
         self.device, self.shape, self.tokens = device, shape, tokens
         self.codec = make_codec("none", shape.hidden, device.dtype)
-        layout = PageLayout(PAGE, (PAGE * self.codec.row_bytes,) * shape.layers)
+        stored = hidden_layer(PAGE, self.codec.row_bytes, shape.hidden)
+        layout = PageLayout(PAGE, (stored,) * shape.layers)
         pages = -(-tokens // PAGE) + 1  # slot 0 belongs to the padding page
         self.memory = device.pinned(pages + 1, layout.page_bytes)
         self.memory.fill_(0xEE)

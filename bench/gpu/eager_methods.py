@@ -18,10 +18,11 @@ from bench.gpu.program import Device
 from bench.gpu.restore_methods import History
 from bench.gpu.shapes import PAGE
 from hcache_backend.kvikio_state import kvikio_state
-from hcache_backend.page import PageLayout
+from hcache_backend.page import PageLayout, StoredLayer
 from hcache_backend.restore.eager import batch_pages
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import Gather, RestorePipeline, gather_segments
+from hcache_backend.units import Segment
 
 BLOCK = 4096
 
@@ -44,8 +45,8 @@ class Scene:
     ) -> None:
         self.device, self.history = device, history
         stored, fills = history.stored(kind)
-        segment_bytes = stored[0].shape[1]
-        self.layout = PageLayout(PAGE, (segment_bytes,) * len(stored))
+        whole = StoredLayer((Segment(stored[0].shape[1]),))
+        self.layout = PageLayout(PAGE, (whole,) * len(stored))
         pages = len(history.pages)
         size = pages * self.layout.page_bytes
         raw = device.pinned(size + BLOCK)

@@ -30,7 +30,7 @@ from bench.gpu.program import Device
 from bench.gpu.shapes import PAGE
 from bench.harness.report import markdown
 from hcache_backend.capture.shadows import ShadowArena
-from hcache_backend.page import PageLayout
+from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer
 from hcache_backend.restore.layers import Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import TokenSpan
@@ -49,7 +49,6 @@ def load_queue() -> Any:
     stand_ins: dict[str, dict[str, Any]] = {
         "hcache_backend.engine.metrics": {},
         "hcache_backend.engine.layer_methods": {"LayerMethods": object},
-        "hcache_backend.store": {"EIGHTHS": 8},
     }
     for name, content in stand_ins.items():
         stand_in = ModuleType(name)
@@ -83,7 +82,7 @@ class Scene:
     def __init__(self, device: Device) -> None:
         self.device = device
         kind = device.kind
-        layout = PageLayout(PAGE, (0, PAGE * WIDTH))
+        layout = PageLayout(PAGE, (RECOMPUTED, hidden_layer(PAGE, WIDTH, WIDTH)))
         self.memory = device.pinned(RESTORED + 1, layout.page_bytes)
         self.memory.zero_()
         first = BEFORE * PAGE

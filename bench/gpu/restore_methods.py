@@ -14,9 +14,10 @@ from bench.gpu.copies import KVCopier
 from bench.gpu.program import Device
 from bench.gpu.restore_models import Layer
 from bench.gpu.shapes import PAGE, Shape
-from hcache_backend.page import PageLayout
+from hcache_backend.page import PageLayout, StoredLayer
 from hcache_backend.restore.layers import Fill, Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline, RestoreReport, gather_segments
+from hcache_backend.units import WHOLE, Segment
 from hcache_kernels.codecs import Codec, make_codec
 from hcache_kernels.project_kv import KVPool, ProjectionCall, project_kv
 
@@ -51,7 +52,7 @@ class _Pieces:
 
     def __init__(self, whole: PageLayout, segments: Sequence[int]) -> None:
         self.page_size = whole.page_size
-        self.shares = 1  # what another rank would bring is not there to be gathered
+        self.share = WHOLE  # what another rank would bring is not there to be gathered
         self.positions = whole.positions
         self.segment_bytes = tuple(whole.segment_bytes[s] if s >= 0 else 0 for s in segments)
         self.segment_offsets = tuple(whole.segment_offsets[s] if s >= 0 else 0 for s in segments)
@@ -69,8 +70,9 @@ class History:
         self.codecs = [make_codec(name, shape.hidden, device.dtype) for name in ("none", "exp4")]
         kind, pages = device.kind, self.tokens // PAGE
         kv_row = 2 * shape.width * device.dtype.itemsize
-        segments = [codec.row_bytes * self.own for codec in self.codecs] + [kv_row * PAGE]
-        self.layout = PageLayout(PAGE, tuple(segments) * len(layers))
+        lengths = [codec.row_bytes * self.own for codec in self.codecs] + [kv_row * PAGE]
+        stored = tuple(StoredLayer((Segment(length),)) for length in lengths)
+        self.layout = PageLayout(PAGE, stored * len(layers))
         self.memory = device.pinned(pages + SPARE_PAGES, self.layout.page_bytes)
         rng = np.random.default_rng(0)
         self.pages = rng.permutation(pages + SPARE_PAGES)[:pages].astype(np.int64)

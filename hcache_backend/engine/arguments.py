@@ -50,6 +50,21 @@ def page_size(server_args: Any) -> int:
     return int(resolved(server_args).page_size or 1)
 
 
+def storage_extra_config(args: Any) -> dict[str, Any]:
+    """What ``--hicache-storage-backend-extra-config`` says; empty without it.
+
+    ``args`` are the arguments in force.
+    """
+    text = args.hicache_storage_backend_extra_config
+    if not text:
+        return {}
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+
+    extra: dict[str, Any]
+    extra, *_ = HybridCacheController.parse_storage_backend_extra_config(text)
+    return extra
+
+
 def adapter_digests(runner: Any) -> dict[str, str]:
     """Digests of weights and scaling of the LoRA adapters whose pages outlive the server.
 

@@ -190,10 +190,6 @@ class OwnPagesPool(HostKVCache):
         """Whether pages hold K and V of some layers."""
         return bool(self._kv.layers)
 
-    def planes(self, layer: int) -> int:
-        """How many token-major runs the segment of a layer consists of."""
-        return 2 if layer in self._kv.layers else 1
-
     def first_layer(self, host_indices: torch.Tensor) -> int:
         """Layers before this one are not wanted from L3 in the pages of these indices."""
         return int(self.arena.first_layers(self.page_ids(host_indices)).max(initial=0))

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from hcache_backend.page import PageLayout
+from hcache_backend.page import PageLayout, StoredLayer, kv_layer
 from hcache_backend.restore.layers import RestoredLayer
+from hcache_backend.units import Share
 from hcache_kernels.pages import scatter_rows
 
 _WORD = torch.int64
@@ -17,19 +18,30 @@ _WORD = torch.int64
 class KVSegments:
     """Copies K and V of some layers between the pool and pages, which hold them as the pool does.
 
-    A segment has K of all tokens of its page, then V. Layers are numbered as by ``kvcache``, which
-    is SGLang's ``MHATokenToKVPool``. The slots of a page follow each other there, from a multiple
-    of the page size on, so that whole pages are copied.
+    A page has K of one group of this rank's heads after the other, each of all tokens, then V. With
+    one group that is what the pool's slots hold. Layers are numbered as by ``kvcache``, which is
+    SGLang's ``MHATokenToKVPool``. The slots of a page follow each other there, from a multiple of
+    the page size on, so that whole pages are copied.
+
+    Args:
+        share: What this rank holds of a page: its heads are as many of those of all ranks.
+        groups: Groups of heads in the whole page.
     """
 
-    def __init__(self, kvcache: Any, layers: Sequence[int], page_size: int) -> None:
+    def __init__(
+        self, kvcache: Any, layers: Sequence[int], page_size: int, share: Share, groups: int
+    ) -> None:
         self._kvcache = kvcache
         self._page_size = page_size
+        self._ranks, self._whole_groups = share.of, groups
+        self._groups = groups // share.of
         self.layers = tuple(layers)
 
-    def segment_bytes(self, layer: int) -> int:
-        """Bytes of K and V of a page of one layer."""
-        return self._page_size * sum(buffer[0].nbytes for buffer in self._planes(layer))
+    def stored_layer(self, layer: int) -> StoredLayer:
+        """What whole pages hold of one layer."""
+        k, v = (buffer[0].numel() * self._ranks for buffer in self._planes(layer))
+        itemsize = self._kvcache.k_buffer[layer].element_size()
+        return kv_layer(self._page_size, k, v, itemsize, self._whole_groups)
 
     def save(
         self, layout: PageLayout, memory: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
@@ -47,7 +59,8 @@ class KVSegments:
         for layer in self.layers:
             offset = layout.segment_offsets[layer]
             for buffer in self._planes(layer):
-                rows = self._by_page(buffer)[held].view(torch.uint8)
+                rows = _swapped(self._by_page(buffer)[held], self._page_size, self._groups)
+                rows = rows.view(torch.uint8)
                 scatter_rows(rows, memory, pages, only, offset)
                 offset += rows.shape[1]
 
@@ -59,7 +72,8 @@ class KVSegments:
         def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
             held = self._pages_of(slots)
             for buffer, plane in zip(planes, segments.split(widths, dim=1), strict=True):
-                self._by_page(buffer).index_copy_(0, held, plane.view(buffer.dtype))
+                rows = _swapped(plane.view(buffer.dtype), self._groups, self._page_size)
+                self._by_page(buffer).index_copy_(0, held, rows)
 
         return RestoredLayer("kv", fill)
 
@@ -68,8 +82,10 @@ class KVSegments:
 
         ``slots`` are theirs, int64 ``[page_size]``, on the device.
         """
-        planes = [buffer[slots].flatten() for n in self.layers for buffer in self._planes(n)]
-        return torch.cat([plane.view(torch.uint8) for plane in planes])
+        pages, size = self._pages_of(slots), self._page_size
+        buffers = (buffer for layer in self.layers for buffer in self._planes(layer))
+        planes = (_swapped(self._by_page(buffer)[pages], size, self._groups) for buffer in buffers)
+        return torch.cat([plane[0].view(torch.uint8) for plane in planes])
 
     def differs(self, layout: PageLayout, page: torch.Tensor, held: torch.Tensor) -> int | None:
         """The first layer whose segment in ``page`` is not what the pool ``held``, or None.
@@ -92,6 +108,11 @@ class KVSegments:
 
     def _planes(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._kvcache.k_buffer[layer], self._kvcache.v_buffer[layer]
+
+
+def _swapped(rows: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
+    """Rows ``[p, outer * inner * n]`` as ``[p, inner * outer * n]``; no copy where one is 1."""
+    return rows.view(len(rows), outer, inner, -1).transpose(1, 2).reshape(len(rows), -1)
 
 
 class PoolParking:

@@ -24,7 +24,6 @@ from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import Recomputer, TokenSpan
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.restore.reservation import runs
-from hcache_backend.store import EIGHTHS
 from hcache_backend.streams import current_stream, to_device
 
 logger = logging.getLogger("hcache")
@@ -91,8 +90,8 @@ class LoadQueue:
 
         Any thread. 0: all that are stored are to be read.
         """
-        if self._recomputer is None or self._layout.page_size % EIGHTHS:
-            return 0  # the store only divides pages whose tokens divide
+        if self._recomputer is None:
+            return 0
         first = self._methods.first_layers(tokens, 0, "first")
         return first if first > self.stored_from else 0
 

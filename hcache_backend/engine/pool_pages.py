@@ -12,13 +12,15 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from hcache_backend.config import ConfigError
 from hcache_backend.page import PageLayout
-from hcache_backend.store import EIGHTHS, WHOLE, Parts, Segment, SegmentTable, Share, Subset
+from hcache_backend.store import Subset
+from hcache_backend.units import WHOLE, Parts, SegmentTable, Share
 
 logger = logging.getLogger("hcache")
 
@@ -47,7 +49,8 @@ class PoolPages:
             divided by heads, so that servers with more ranks can read it.
 
     Raises:
-        ConfigError: ``tp_lcm_size`` does not divide the heads.
+        ConfigError: ``tp_lcm_size`` does not divide the heads, or is not what our pages, which
+            there were before the storage, go by.
     """
 
     def __init__(self, name: str, host_pool: Any, config: HiCacheStorageConfig) -> None:
@@ -75,7 +78,15 @@ class PoolPages:
         divided = name == PoolName.MAMBA or isinstance(host_pool, MHATokenToKVPoolHost)
         # MLA ranks hold copies of their own pages, not of states and drafts beside them.
         self._same_on_all_ranks = config.is_mla_model and not divided
-        if config.tp_lcm_size and name == PoolName.KV and not self._any_ranks:
+        own_groups = self._own_groups(config)
+        if own_groups and config.tp_lcm_size not in (None, own_groups):
+            raise ConfigError(
+                f"extra config: 'tp_lcm_size' is {config.tp_lcm_size} but the pages of this server "
+                f"have {own_groups} groups of heads; it shapes pages, so it can only change at a "
+                "restart"
+            )
+        any_ranks = self._any_ranks or own_groups is not None
+        if config.tp_lcm_size and name == PoolName.KV and not any_ranks:
             logger.warning(
                 "hcache: 'tp_lcm_size' does nothing here: KV pages can be divided by heads with "
                 "--hicache-mem-layout page_head only, and not those of MLA"
@@ -112,27 +123,20 @@ class PoolPages:
         }
 
     def table(self) -> SegmentTable | None:
-        """How a whole page of hidden states divides; None: nobody knows what is inside."""
-        layout = self._layout
-        if layout is None or layout.page_size % EIGHTHS:
-            return None
-        shares = self.share_of_tokens.of
-        segments = (
-            Segment(length * shares, self.host_pool.planes(layer))
-            for layer, length in enumerate(layout.segment_bytes)
-            if length
-        )
-        return SegmentTable((Segment(layout.header_bytes, 0), *segments))
+        """How a whole page of ours divides; None: nobody knows what is inside."""
+        return self._layout.table if self._layout is not None else None
 
     @property
-    def share_of_tokens(self) -> Share:
-        """The share of its tokens that a page holds, as other ranks can complete it.
+    def share(self) -> Share:
+        """The share of a page that this rank holds, as other ranks can complete it."""
+        return self._layout.share if self._layout is not None else WHOLE
 
-        Pages with K and V of this rank's heads are nobody else's: they are whole.
-        """
-        if self._layout is None or self.host_pool.holds_kv:
-            return WHOLE
-        return Share(self._layout.share, self._layout.shares)
+    def digests(self, pages: Sequence[Parts]) -> list[list[int]] | None:
+        """The digests that sealed pages of ours hold; None: pages of another kind have none."""
+        layout = self._layout
+        if layout is None:
+            return None
+        return [layout.unit_digests(np.frombuffer(page, np.uint8)) for [page] in pages]
 
     def wanted(self, host_indices: torch.Tensor) -> PartialRead | None:
         """What is to be read into pages of ours; None: all of them, or pages of another kind."""
@@ -140,10 +144,8 @@ class PoolPages:
         first = self.host_pool.first_layer(host_indices) if layout is not None else 0
         if layout is None or first == 0:
             return None
-        stored = [layer for layer, length in enumerate(layout.segment_bytes) if length]
-        segments = frozenset((0, *(1 + i for i, layer in enumerate(stored) if layer >= first)))
         size = layout.header_bytes + sum(layout.segment_bytes[first:])
-        return PartialRead(Subset(segments), size)
+        return PartialRead(Subset(layout.segments_from(first)), size)
 
     def to_write(self, host_indices: torch.Tensor, pages: int) -> PoolMemory | None:
         """Memory that holds ``pages`` pages at ``host_indices`` (``[pages * page_size]``).
@@ -170,6 +172,12 @@ class PoolPages:
                     self.host_pool.set_from_flat_data_page(index, copy)
 
         return self._copies(copies)._replace(finish=finish)
+
+    def _own_groups(self, config: HiCacheStorageConfig) -> int | None:
+        """Groups of heads in pages of ours; None where ranks cannot read those of others."""
+        layout = self._layout
+        shared = layout is not None and layout.share.of == config.tp_size
+        return layout.head_groups if layout is not None and shared else None
 
     def _in_place(self, host_indices: torch.Tensor, pages: int) -> PoolMemory | None:
         """The pages where they are, or None where the pool has no addresses to offer."""

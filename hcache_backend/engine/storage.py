@@ -57,8 +57,8 @@ class HCacheStorage(HiCacheStorage):
         repairs: Puts pages again that L3 evicted and L2 still has.
     """
 
-    # What the store gives is verified block by block, and it may be put together from the shares
-    # of several ranks; segments that the host pool does not want are not read.
+    # What the store gives is verified unit by unit, and it may be put together from the shares of
+    # several ranks; segments that the host pool does not want are not read.
     verifies_segments = True
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:

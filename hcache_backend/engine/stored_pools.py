@@ -19,7 +19,8 @@ from hcache_backend.engine import metrics
 from hcache_backend.engine.pool_pages import PartialRead, PoolPages
 from hcache_backend.engine.runtime import Runtime, Weights
 from hcache_backend.page import key_bytes
-from hcache_backend.store import Gap, PageStore, Parts
+from hcache_backend.store import Gap, PageStore
+from hcache_backend.units import Parts
 
 
 class PageKeys(Sequence[bytes]):
@@ -98,7 +99,7 @@ class StoredPools:
                 return [False] * len(keys)
             hashes = [key_bytes(key) for key in keys]
             with metrics.timed("l3_exists"):
-                here = self._store.exists(namespace, hashes, share=pages.share_of_tokens)
+                here = self._store.exists(namespace, hashes, share=pages.share)
             metrics.LOOKUPS.count("found", sum(here))
             metrics.LOOKUPS.count("absent", len(here) - sum(here))
             found = list(map(and_, found, here))
@@ -176,9 +177,9 @@ class StoredPools:
             return [False] * len(keys)
         start = time.perf_counter()
         hashes = [key_bytes(key) for key in keys]
-        share_of_tokens, subset = self._pools[pool].share_of_tokens, wanted and wanted.subset
+        own, subset = self._pools[pool].share, wanted and wanted.subset
         with metrics.timed("l3_read"):
-            found = self._store.get(namespace, hashes, parts, subset=subset, share=share_of_tokens)
+            found = self._store.get(namespace, hashes, parts, subset=subset, share=own)
         self._store_counters.publish()
         there = compress(parts, found)
         size = sum(wanted.bytes if wanted else _bytes(page) for page in there)
@@ -212,8 +213,9 @@ class StoredPools:
                 parts,
                 prefix=PageKeys(prefix),
                 last_use=last_use,
-                share=pages.share_of_tokens,
+                share=pages.share,
                 table=pages.table(),
+                digests=pages.digests(parts),
             )
         self._store_counters.publish()
         size = sum(map(_bytes, parts))

@@ -18,9 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hcache_backend.streams import Event, Stream, current_stream
-
-MOST_SHARES = 8
-"""Pages in storage are divided into eighths of their tokens."""
+from hcache_backend.units import EIGHTHS, Share
 
 _TIMEOUT = timedelta(minutes=5)
 
@@ -32,17 +30,15 @@ class ExchangeFailed(RuntimeError):
     """A rank could not give its share."""
 
 
-def share_of_rank(rank: int, ranks: int, page_size: int) -> tuple[int, int]:
+def share_of_rank(rank: int, ranks: int, page_size: int) -> Share:
     """Which share of the tokens of every page belongs to a tensor-parallel rank.
 
     With more than eight ranks, several have the same. Pages of ``page_size`` tokens that do not
     divide into eighths are not shared.
 
-    Returns:
-        The number of its share, and how many there are: 1, 2, 4 or 8.
     """
-    shares = 1 if page_size % MOST_SHARES else math.gcd(ranks, MOST_SHARES)
-    return rank % shares, shares
+    shares = 1 if page_size % EIGHTHS else math.gcd(ranks, EIGHTHS)
+    return Share(rank % shares, shares)
 
 
 class Exchange:

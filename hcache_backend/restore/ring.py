@@ -16,7 +16,7 @@ is arriving. A shorter restore runs further ahead in the same memory."""
 
 def largest_segment(layout: PageLayout, hidden: Iterable[int]) -> int:
     """Bytes of the largest segment of a page, once the shares of ``hidden`` layers are together."""
-    whole = (layout.segment_bytes[layer] * layout.shares for layer in hidden)
+    whole = (layout.segment_bytes[layer] * layout.share.of for layer in hidden)
     return max(1, *layout.segment_bytes, *whole)  # 0: all layers are recomputed
 
 

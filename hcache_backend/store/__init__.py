@@ -10,31 +10,17 @@ with the index.
 from hcache_backend.store.file_ops import FileOps
 from hcache_backend.store.folder import SERVER_REPORT, NotOurFolderError, is_store_folder
 from hcache_backend.store.kvikio_ops import best_file_ops
+from hcache_backend.store.page_files import Subset
 from hcache_backend.store.page_store import PageStore
 from hcache_backend.store.recency import Gap
-from hcache_backend.store.shares import (
-    EIGHTHS,
-    WHOLE,
-    Parts,
-    Segment,
-    SegmentTable,
-    Share,
-    Subset,
-)
 from hcache_backend.store.stats import StoreStats
 
 __all__ = [
-    "EIGHTHS",
     "SERVER_REPORT",
-    "WHOLE",
     "FileOps",
     "Gap",
     "NotOurFolderError",
     "PageStore",
-    "Parts",
-    "Segment",
-    "SegmentTable",
-    "Share",
     "StoreStats",
     "Subset",
     "best_file_ops",

@@ -14,6 +14,7 @@ from hcache_backend.store.folder import FolderView
 from hcache_backend.store.format import DamagedFileError, PageName, parse_name
 from hcache_backend.store.index import Entry
 from hcache_backend.store.page_files import (
+    Subset,
     check_size,
     delete_page,
     opened_page,
@@ -21,7 +22,6 @@ from hcache_backend.store.page_files import (
     read_page,
 )
 from hcache_backend.store.page_io import PageMemory
-from hcache_backend.store.shares import Subset
 
 _LOCK_SECONDS = 30.0
 _FILES_AT_A_TIME = 128
@@ -146,7 +146,8 @@ def _verify_entry(folder: FolderView, entry: Entry, findings: Findings, repair: 
     payload = memoryview(mmap.mmap(-1, max(entry.payload_bytes, 1)))[: entry.payload_bytes]
     try:
         memory = PageMemory([payload], name.share)
-        read_page(folder, entry, memory, Subset(eighths=name.share.eighths))
+        own = name.share.eighths
+        read_page(folder, entry, memory, Subset(eighths=own), own)
     except FileNotFoundError:
         if folder.index.find(name) is None:
             return  # a live server has evicted the page meanwhile

@@ -1,11 +1,10 @@
-"""Page files, format version 1: header and payload of one share of one page.
+"""Page files, format version 2: header and payload of one share of one page.
 
 - Integers are little-endian; header and file are padded with zeros to multiples of 4096 bytes.
-- A segment with 0 planes is one block and stands in every share; one with p planes divides into
-  8 * p equal blocks, block ``plane * 8 + eighth``. The payload is the blocks of the share's eighths
-  in the order of the page, with nothing between them: that of share 0 of 1 is the page.
-- Every block has its xxh3-64 in the header, so that any (segment, eighth) can be read and verified
-  alone; the header has an xxh3-128 over all of itself but that digest.
+- The payload is the share's units in the order of the page, with nothing between them: that of
+  share 0 of 1 is the page, and that of any other is the page of the rank that wrote it.
+- The header says how the page divides, and has the xxh3-64 of every unit, so that any of them can
+  be read and verified alone; it has an xxh3-128 over all of itself but that digest.
 - A reader believes a file only if length, magic, version, share, namespace, key and digests agree.
 - Paths are ``pages/<first two digits of the key>/<namespace>.<key>.<index>of<count>.page``, in
   hexadecimal digits: nothing in them comes from text that a caller chose.
@@ -16,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -24,26 +23,31 @@ from typing import NamedTuple
 import xxhash
 
 from hcache_backend.page import KEY_BYTES, NAMESPACE_BYTES, WRITER_BYTES
-from hcache_backend.store.shares import ALL_EIGHTHS, EIGHTHS, Segment, SegmentTable, Share
+from hcache_backend.units import (
+    PACKED_SEGMENT,
+    SHARE_COUNTS,
+    Segment,
+    SegmentTable,
+    Share,
+    Unit,
+    units_of,
+)
 
 MAGIC = b"HCPF"
-VERSION = 1
+VERSION = 2
 BLOCK = 4096
 MAX_HEADER_BYTES = 1 << 20
-SHARE_COUNTS = (1, 2, 4, 8)
 
-# The header: prefix, digest, fields, every segment, and the xxh3-64 of every block (8 bytes each)
-# in the order of the file.
+# The header: prefix, digest, fields, every segment (bytes in the whole page, groups, units per
+# group), and the xxh3-64 of every unit (8 bytes each) in the order of the file.
 _PREFIX = struct.Struct("<4sHBBII")
 """Magic, version, share number, share count, header bytes, number of segments."""
 _DIGEST = slice(16, 32)
 """xxh3-128 of the header but these bytes."""
 _FIELDS = struct.Struct("<16s32s8sQQII")
-"""Namespace, key, writer, payload bytes of this share, bytes of the page, number of blocks, 0."""
+"""Namespace, key, writer, payload bytes of this share, bytes of the page, number of units, 0."""
 _SEGMENTS = 32 + _FIELDS.size
 """Where the segments begin."""
-_SEGMENT = struct.Struct("<IHH")
-"""Length, planes, 0."""
 _NAME = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{64})\.([0-7])of([1248])\.page")
 
 
@@ -81,29 +85,13 @@ class PageName(NamedTuple):
         return f"{self.namespace.hex()}.{self.key.hex()}.{share.number}of{share.of}.page"
 
 
-class Block(NamedTuple):
-    """One verifiable stretch of a page file.
-
-    Attributes:
-        eighths: Bit mask of the eighths it belongs to.
-        page_offset: Where it stands in the page.
-        payload_offset: Where it stands in the payload of the file.
-    """
-
-    segment: int
-    eighths: int
-    page_offset: int
-    payload_offset: int
-    length: int
-
-
 @dataclass(frozen=True)
 class FileLayout:
     """Where things stand in the file of a share."""
 
     header_bytes: int
     payload_bytes: int
-    blocks: tuple[Block, ...]
+    units: tuple[Unit, ...]
 
     @property
     def file_bytes(self) -> int:
@@ -111,8 +99,8 @@ class FileLayout:
 
     @cached_property
     def payload_offsets(self) -> dict[int, int]:
-        """Where in the payload every block begins, by its offset in the page."""
-        return {block.page_offset: block.payload_offset for block in self.blocks}
+        """Where in the payload every unit begins, by its offset in the page."""
+        return {unit.page_offset: unit.payload_offset for unit in self.units}
 
 
 class Header(NamedTuple):
@@ -134,20 +122,10 @@ def round_up(length: int, unit: int = BLOCK) -> int:
 def file_layout(table: SegmentTable, share: Share) -> FileLayout:
     """The layout of ``share`` of a page; a ValueError if there is no such share."""
     check_share(share)
-    blocks = []
-    page_offset = payload_offset = 0
-    for number, (length, planes) in enumerate(table.segments):
-        size = length // (planes * EIGHTHS) if planes else length
-        for position in range(length // size):
-            eighths = 1 << (position % EIGHTHS) if planes else ALL_EIGHTHS
-            if eighths & share.eighths:
-                blocks.append(
-                    Block(number, eighths, page_offset + position * size, payload_offset, size)
-                )
-                payload_offset += size
-        page_offset += length
-    used = _SEGMENTS + _SEGMENT.size * len(table.segments) + 8 * len(blocks)
-    return FileLayout(round_up(used), payload_offset, tuple(blocks))
+    units = units_of(table, share)
+    used = _SEGMENTS + PACKED_SEGMENT.size * len(table.segments) + 8 * len(units)
+    payload_bytes = sum(segment.length_in(share) for segment in table.segments)
+    return FileLayout(round_up(used), payload_bytes, units)
 
 
 def check_share(share: Share) -> None:
@@ -161,18 +139,18 @@ def pack_header(
     name: PageName,
     writer: bytes,
     table: SegmentTable,
-    digest_of: Callable[[Block], int],
+    digests: Sequence[int],
 ) -> None:
-    """Write a header into ``target`` (``header_bytes``); ``digest_of`` is a block's xxh3-64."""
+    """Write a header into ``target`` (``header_bytes``); ``digests`` are those of the units."""
     namespace, key, share = name
     layout = file_layout(table, share)
-    blocks, sizes = layout.blocks, (layout.payload_bytes, table.page_bytes)
+    sizes = (layout.payload_bytes, table.page_bytes)
     parts = (
         _PREFIX.pack(MAGIC, VERSION, *share, layout.header_bytes, len(table.segments)),
         bytes(16),
-        _FIELDS.pack(namespace, key, writer, *sizes, len(blocks), 0),
-        *(_SEGMENT.pack(length, planes, 0) for length, planes in table.segments),
-        struct.pack(f"<{len(blocks)}Q", *map(digest_of, blocks)),
+        _FIELDS.pack(namespace, key, writer, *sizes, len(digests), 0),
+        *(PACKED_SEGMENT.pack(*segment) for segment in table.segments),
+        struct.pack(f"<{len(digests)}Q", *digests),
     )
     header = b"".join(parts)
     target[: len(header)] = header
@@ -189,12 +167,12 @@ def parse_header(data: memoryview) -> Header:
     if _header_digest(header) != bytes(header[_DIGEST]):
         raise DamagedFileError("header checksum")
     # From here on the bytes are what a writer meant.
-    namespace, key, writer, _, _, block_count, _ = _FIELDS.unpack_from(header, 32)
-    segments = header[_SEGMENTS : _SEGMENTS + _SEGMENT.size * segment_count]
+    namespace, key, writer, _, _, unit_count, _ = _FIELDS.unpack_from(header, 32)
+    segments = header[_SEGMENTS : _SEGMENTS + PACKED_SEGMENT.size * segment_count]
     table = _table(bytes(segments))
     share = Share(index, count)
     layout = file_layout(table, share)
-    digests = struct.unpack_from(f"<{block_count}Q", header, _SEGMENTS + len(segments))
+    digests = struct.unpack_from(f"<{unit_count}Q", header, _SEGMENTS + len(segments))
     return Header(PageName(namespace, key, share), writer, table, layout, digests)
 
 
@@ -236,9 +214,7 @@ def _check_bytes(what: str, value: bytes, length: int) -> None:
 
 @lru_cache(maxsize=256)
 def _table(packed: bytes) -> SegmentTable:
-    return SegmentTable(
-        tuple(Segment(length, planes) for length, planes, _ in _SEGMENT.iter_unpack(packed))
-    )
+    return SegmentTable(tuple(map(Segment._make, PACKED_SEGMENT.iter_unpack(packed))))
 
 
 def _header_digest(header: memoryview) -> bytes:

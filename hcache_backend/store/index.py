@@ -24,7 +24,7 @@ import lmdb
 from hcache_backend.page import KEY_BYTES, NAMESPACE_BYTES
 from hcache_backend.store.file_ops import FileOps
 from hcache_backend.store.format import BLOCK, PageName, round_up
-from hcache_backend.store.shares import ALL_EIGHTHS, Share
+from hcache_backend.units import ALL_EIGHTHS, Share
 
 INDEX_FORMAT = b"1"
 INDEX_FILE = "data.mdb"

@@ -6,13 +6,13 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from hcache_backend.store.file_ops import opened
 from hcache_backend.store.folder import Folder, FolderView
 from hcache_backend.store.format import (
     BLOCK,
-    Block,
     DamagedFileError,
     Header,
     PageName,
@@ -24,7 +24,21 @@ from hcache_backend.store.format import (
 )
 from hcache_backend.store.index import Entry
 from hcache_backend.store.page_io import PageIO, PageMemory
-from hcache_backend.store.shares import ALL_EIGHTHS, SegmentTable, Subset
+from hcache_backend.units import ALL_EIGHTHS, SegmentTable, Unit
+
+
+@dataclass(frozen=True)
+class Subset:
+    """The part of a page that a caller wants.
+
+    Attributes:
+        segments: Numbers of the wanted segments; None means all.
+        eighths: Bit mask of the wanted eighths. A group that stands for several is wanted when one
+            of them is.
+    """
+
+    segments: frozenset[int] | None = None
+    eighths: int = ALL_EIGHTHS
 
 
 class OtherSizeError(Exception):
@@ -59,11 +73,8 @@ def write_page(
     """
     layout = file_layout(table, name.share)
     header = folder.io.scratch.header(layout.header_bytes)
-
-    def digest_of(block: Block) -> int:
-        return memory.digest(block.payload_offset, block.length)
-
-    pack_header(header, name, writer, table, digest_of)
+    digests = memory.digests or [memory.digest(unit) for unit in layout.units]
+    pack_header(header, name, writer, table, digests)
     pieces = memory.pieces(0, memory.length)
     number = folder.session.new_file()
     dir_fd, file = folder.session.place(number)
@@ -129,12 +140,15 @@ def opened_page(folder: FolderView, name: PageName) -> Iterator[tuple[int, os.st
 
 
 def read_page(
-    folder: FolderView, entry: Entry, memory: PageMemory, wanted: Subset
+    folder: FolderView, entry: Entry, memory: PageMemory, wanted: Subset, own: int
 ) -> tuple[int, int]:
     """Read and verify what is wanted of a page file, into the memory of the same or another share.
 
     Args:
-        wanted: No other eighths than those of the memory's share.
+        wanted: What is wanted of the page, of this and other files: no other eighths than those of
+            the memory's share.
+        own: Bit mask of the wanted eighths that this file is there for. A group that several files
+            have comes from the file that is there for the first of its eighths.
 
     Returns:
         Payload bytes that were read, and bytes that went through aligned memory.
@@ -147,9 +161,9 @@ def read_page(
     with opened_page(folder, entry.name) as (fd, status):
         check_size(status, entry.file_bytes)
         share = entry.name.share
-        if share == memory.share and wanted == Subset(eighths=share.eighths):
+        if share == memory.share and wanted == Subset(eighths=own) and own == share.eighths:
             return _read_all(folder.io, fd, entry, memory)
-        return _read_blocks(folder.io, fd, entry, memory, wanted)
+        return _read_units(folder.io, fd, entry, memory, wanted, own)
 
 
 def check_size(status: os.stat_result, file_bytes: int) -> None:
@@ -194,23 +208,23 @@ def _read_all(io: PageIO, fd: int, entry: Entry, memory: PageMemory) -> tuple[in
     copied = io.read(fd, 0, pieces)
     header = parse_header(header_memory)
     _check_names(header, entry)
-    for block, digest in zip(header.layout.blocks, header.digests, strict=True):
-        _verify(memory, block, block.payload_offset, digest)
+    for unit, digest in zip(header.layout.units, header.digests, strict=True):
+        _verify(memory, unit, digest)
     return memory.length, copied
 
 
-def _read_blocks(
-    io: PageIO, fd: int, entry: Entry, memory: PageMemory, wanted: Subset
+def _read_units(
+    io: PageIO, fd: int, entry: Entry, memory: PageMemory, wanted: Subset, own: int
 ) -> tuple[int, int]:
-    """Read the wanted blocks of a file to where the memory has them."""
+    """Read the wanted units of a file to where the memory has them."""
     header = read_header(io, fd)
     _check_names(header, entry)
     target = file_layout(header.table, memory.share)
     _check_memory(target.payload_bytes, memory)
-    digests = dict(zip(header.layout.blocks, header.digests, strict=True))
+    digests = dict(zip(header.layout.units, header.digests, strict=True))
     places = target.payload_offsets
     read = copied = 0
-    for run in _runs([block for block in header.layout.blocks if _is_in(block, wanted)]):
+    for run in _runs([unit for unit in header.layout.units if _is_in(unit, wanted, own)]):
         offset = header.layout.header_bytes + run[0].payload_offset
         pieces = [
             piece
@@ -218,44 +232,45 @@ def _read_blocks(
             for piece in memory.pieces(start, length)
         ]
         copied += io.read(fd, offset, pieces)
-        for block in run:
-            _verify(memory, block, places[block.page_offset], digests[block])
-            read += block.length
+        for unit in run:
+            here = unit._replace(payload_offset=places[unit.page_offset])
+            _verify(memory, here, digests[unit])
+            read += unit.length
     return read, copied
 
 
-def _is_in(block: Block, wanted: Subset) -> bool:
-    if wanted.segments is not None and block.segment not in wanted.segments:
+def _is_in(unit: Unit, wanted: Subset, own: int) -> bool:
+    if wanted.segments is not None and unit.segment not in wanted.segments:
         return False
-    if block.eighths == ALL_EIGHTHS:
-        return wanted.undivided
-    return bool(block.eighths & wanted.eighths)
+    eighths = unit.eighths & wanted.eighths
+    first = eighths & -eighths
+    return bool(first & own)
 
 
-def _verify(memory: PageMemory, block: Block, start: int, digest: int) -> None:
-    if memory.digest(start, block.length) != digest:
-        raise DamagedFileError(f"checksum of segment {block.segment}")
+def _verify(memory: PageMemory, unit: Unit, digest: int) -> None:
+    if memory.digest(unit) != digest:
+        raise DamagedFileError(f"checksum of segment {unit.segment}")
 
 
-def _runs(blocks: Sequence[Block]) -> list[list[Block]]:
-    """Blocks that follow each other in the file, together: one reading each."""
-    runs: list[list[Block]] = []
-    for block in blocks:
-        if runs and runs[-1][-1].payload_offset + runs[-1][-1].length == block.payload_offset:
-            runs[-1].append(block)
+def _runs(units: Sequence[Unit]) -> list[list[Unit]]:
+    """Units that follow each other in the file, together: one reading each."""
+    runs: list[list[Unit]] = []
+    for unit in units:
+        if runs and runs[-1][-1].payload_offset + runs[-1][-1].length == unit.payload_offset:
+            runs[-1].append(unit)
         else:
-            runs.append([block])
+            runs.append([unit])
     return runs
 
 
-def _stretches(run: Sequence[Block], places: dict[int, int]) -> list[tuple[int, int]]:
-    """Where the blocks of a run go in the memory, as few stretches: their starts and lengths."""
+def _stretches(run: Sequence[Unit], places: dict[int, int]) -> list[tuple[int, int]]:
+    """Where the units of a run go in the memory, as few stretches: their starts and lengths."""
     stretches: list[tuple[int, int]] = []
-    for block in run:
-        place = places[block.page_offset]
+    for unit in run:
+        place = places[unit.page_offset]
         if stretches and sum(stretches[-1]) == place:
             start, length = stretches[-1]
-            stretches[-1] = (start, length + block.length)
+            stretches[-1] = (start, length + unit.length)
         else:
-            stretches.append((place, block.length))
+            stretches.append((place, unit.length))
     return stretches

@@ -18,11 +18,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
-import xxhash
 
 from hcache_backend.store.file_ops import FileOps, opened
 from hcache_backend.store.format import BLOCK, round_up
-from hcache_backend.store.shares import WHOLE, Parts, Share
+from hcache_backend.units import WHOLE, Parts, Share, Unit, digest
 
 
 class Alignment(NamedTuple):
@@ -43,22 +42,29 @@ BUFFERED = Alignment(0, 1, 1)
 
 
 class PageMemory:
-    """The memory of a share of one page, addressed by offsets in the payload of the share."""
+    """The memory of a share of one page, addressed by offsets in the payload of the share.
 
-    def __init__(self, parts: Parts, share: Share = WHOLE) -> None:
+    Attributes:
+        digests: Those of all units of the share, where somebody has them already.
+    """
+
+    def __init__(
+        self, parts: Parts, share: Share = WHOLE, digests: Sequence[int] | None = None
+    ) -> None:
         self.share = share
-        self._parts = [part for part in parts if part.nbytes]
-        self._ends = list(accumulate(part.nbytes for part in self._parts))
+        self.digests = digests
+        self.parts = [part for part in parts if part.nbytes]
+        self._ends = list(accumulate(part.nbytes for part in self.parts))
         self.length = self._ends[-1] if self._ends else 0
 
     def pieces(self, start: int, length: int) -> list[memoryview]:
         """The memory of ``length`` bytes of the payload from ``start`` on."""
-        if len(self._parts) == 1:
-            return [self._parts[0][start : start + length]]
+        if len(self.parts) == 1:
+            return [self.parts[0][start : start + length]]
         found = []
         number = bisect_right(self._ends, start)
         while length > 0:
-            part = self._parts[number]
+            part = self.parts[number]
             begin = start - (self._ends[number] - part.nbytes)
             piece = part[begin : begin + length]
             found.append(piece)
@@ -67,15 +73,9 @@ class PageMemory:
             number += 1
         return found
 
-    def digest(self, start: int, length: int) -> int:
-        """xxh3-64 of a stretch of the payload."""
-        pieces = self.pieces(start, length)
-        if len(pieces) == 1:
-            return xxhash.xxh3_64_intdigest(pieces[0])
-        hasher = xxhash.xxh3_64()
-        for piece in pieces:
-            hasher.update(piece)
-        return hasher.intdigest()
+    def digest(self, unit: Unit) -> int:
+        """The digest of a unit, as the memory is now."""
+        return digest(self.pieces(unit.payload_offset, unit.length))
 
 
 class Scratch(threading.local):

@@ -27,12 +27,12 @@ from hcache_backend.store.format import (
     file_layout,
 )
 from hcache_backend.store.kvikio_ops import best_file_ops
-from hcache_backend.store.page_files import Written
+from hcache_backend.store.page_files import Subset, Written
 from hcache_backend.store.page_io import PageMemory
 from hcache_backend.store.recency import Gap, Recency
-from hcache_backend.store.shares import WHOLE, Parts, SegmentTable, Share, Subset
 from hcache_backend.store.stats import ProblemLog, StoreContext, StoreStats
 from hcache_backend.store.volume import Volume, cover, result_of
+from hcache_backend.units import WHOLE, Parts, SegmentTable, Share
 
 logger = logging.getLogger("hcache.store")
 
@@ -163,6 +163,7 @@ class PageStore:
         last_use: int | None = None,
         share: Share = WHOLE,
         table: SegmentTable | None = None,
+        digests: Sequence[Sequence[int]] | None = None,
     ) -> list[bool]:
         """Store a share of pages; False for a page that was not stored (the counters say why).
 
@@ -172,26 +173,29 @@ class PageStore:
         Args:
             namespace: 16 bytes.
             keys: 32 bytes each, in the order of the sequence: neighbours go to different folders.
-            pages: The memory of the payload of the share: segments that do not divide, and of the
-                others the blocks of the share's eighths, in the order of the page, with nothing
-                between. The payload of the whole page is the page.
+            pages: The memory of the payload of the share: the share's units in the order of the
+                page, with nothing between. The payload of the whole page is the page.
             prefix: The keys of the pages before them in their sequence, from its first one on.
                 They are in use, too.
             last_use: When the pages were used, in nanoseconds since 1970; None: they are in use.
                 A full folder does not take pages that would be the first to go.
-            share: The tokens of every page that the caller has.
+            share: The eighths of every page that the caller has.
             table: How the whole page divides; a must for shares and for reading parts of a layer.
                 Without it every part is one segment.
+            digests: Those of the share's units, of every page; without them they are computed here.
+                A page that is not what they say is a miss when it is read.
 
         Raises:
             ValueError: Names of a wrong length, no such share, a share without a table, or memory
-                of another length than that of the payload.
+                or digests of another number than the share has bytes and units.
         """
         keys = list(keys)
         check_names(namespace, [*prefix[-1:], *keys])
         check_share(share)
         if len(pages) != len(keys):
             raise ValueError(f"{len(pages)} pages for {len(keys)} keys")
+        if digests is not None and len(digests) != len(keys):
+            raise ValueError(f"digests of {len(digests)} pages for {len(keys)} keys")
         deadline = time.monotonic() + self._config.write_seconds
         stamps = self._recency.note_new(namespace, prefix, keys, last_use)
         done = self._already_stored(namespace, keys, share)
@@ -199,7 +203,8 @@ class PageStore:
         for number, (key, parts) in enumerate(zip(keys, pages, strict=True)):
             if not done[number]:
                 name = PageName(namespace, key, share)
-                work.append(_write(number, name, parts, table, stamps[number]))
+                memory = PageMemory(parts, share, None if digests is None else digests[number])
+                work.append(_write(number, name, memory, table, stamps[number]))
         volumes = [volume for volume in self.volumes if volume.is_online()]
         if work and not volumes:
             self.stats.add(pages_dropped_offline=len(work))
@@ -253,15 +258,13 @@ class PageStore:
         if len(pages) != len(keys):
             raise ValueError(f"{len(pages)} pages for {len(keys)} keys")
         subset = subset or Subset()
-        covers = cover(self.volumes, namespace, keys, subset.eighths & share.eighths)
+        wanted = replace(subset, eighths=subset.eighths & share.eighths)
+        covers = cover(self.volumes, namespace, keys, wanted.eighths)
         reading: list[tuple[int, Future[bool]]] = []
         for number, pieces in enumerate(covers):
             memory = PageMemory(pages[number], share)
-            for order, (volume, entry, eighths) in enumerate(pieces):
-                # What every share repeats comes from one file: two would race for its memory.
-                first = subset.undivided and order == 0
-                wanted = replace(subset, eighths=eighths, undivided=first)
-                read = partial(volume.read, entry, memory, wanted)
+            for volume, entry, own in pieces:
+                read = partial(volume.read, entry, memory, wanted, own)
                 reading.append((number, volume.start(volume.readers, read)))
         found = [bool(pieces) for pieces in covers]
         wait([future for _, future in reading], self._config.read_seconds)
@@ -371,19 +374,20 @@ class PageStore:
 
 
 def _write(
-    number: int, name: PageName, parts: Parts, table: SegmentTable | None, stamp: int
+    number: int, name: PageName, memory: PageMemory, table: SegmentTable | None, stamp: int
 ) -> _Write:
     share = name.share
-    memory = PageMemory(parts, share)
     if table is None:
         if share != WHOLE:
             raise ValueError(f"share {share.number} of {share.of} without a table of the page")
-        table = SegmentTable.of_parts(parts)
-    payload_bytes = file_layout(table, share).payload_bytes
-    if payload_bytes != memory.length:
+        table = SegmentTable.of_parts(memory.parts)
+    layout = file_layout(table, share)
+    digests = len(layout.units) if memory.digests is None else len(memory.digests)
+    if (layout.payload_bytes, len(layout.units)) != (memory.length, digests):
         raise ValueError(
-            f"memory of {memory.length} bytes for share {share.number} of {share.of} of a page; "
-            f"by its table it has {payload_bytes}"
+            f"memory of {memory.length} bytes and {digests} digests for share {share.number} of "
+            f"{share.of} of a page; by its table it has {layout.payload_bytes} and "
+            f"{len(layout.units)}"
         )
     return _Write(number, name, memory, table, stamp)
 

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from hcache_backend.store.format import PageName
 from hcache_backend.store.index import Entry
-from hcache_backend.store.shares import ALL_EIGHTHS
 from hcache_backend.store.volume import Volume
+from hcache_backend.units import ALL_EIGHTHS
 
 _YOUNG = 16
 _PENDING_AT_MOST = 1 << 20

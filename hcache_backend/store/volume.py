@@ -22,6 +22,7 @@ from hcache_backend.store.format import BLOCK, DamagedFileError, PageName, round
 from hcache_backend.store.index import Entry
 from hcache_backend.store.page_files import (
     OtherSizeError,
+    Subset,
     Written,
     delete_page,
     file_exists,
@@ -31,8 +32,8 @@ from hcache_backend.store.page_files import (
 )
 from hcache_backend.store.page_io import PageMemory
 from hcache_backend.store.presence import OfflineError, Presence
-from hcache_backend.store.shares import SegmentTable, Subset
 from hcache_backend.store.stats import StoreContext
+from hcache_backend.units import SegmentTable
 
 logger = logging.getLogger("hcache.store")
 
@@ -65,11 +66,11 @@ class Volume(Presence):
         """Whether a page file is really there."""
         return self._ask(lambda folder: file_exists(folder, name), False)
 
-    def read(self, entry: Entry, memory: PageMemory, wanted: Subset) -> bool:
-        """Read what is wanted of a page file into ``memory``; False is a miss."""
+    def read(self, entry: Entry, memory: PageMemory, wanted: Subset, own: int) -> bool:
+        """Read what is wanted of a page file (see :func:`read_page`); False is a miss."""
         try:
             with self.use() as folder:
-                read, copied = read_page(folder, entry, memory, wanted)
+                read, copied = read_page(folder, entry, memory, wanted, own)
         except OfflineError:
             return False
         except FileNotFoundError:

@@ -13,7 +13,7 @@ import pytest
 from bench.harness.models import build_model
 from bench.harness.server import Server
 from hcache_backend.cli.metrics_page import fetch
-from hcache_backend.page import PageLayout
+from hcache_backend.page import PageLayout, hidden_layer
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.plan import describe
 from hcache_backend.partition.profile import Profile, Rate
@@ -41,7 +41,7 @@ from tests.engine.harness.ours import (
 
 pytestmark = pytest.mark.engine
 
-LAYOUT = PageLayout(64, (64 * 256 * 4,) * 4)
+LAYOUT = PageLayout(64, (hidden_layer(64, 256 * 4, 256),) * 4)
 PARTITIONS = {  # all hidden: tests/engine/test_architectures.py
     "all KV": (0, 0, 4),
     "half and half": (0, 2, 2),

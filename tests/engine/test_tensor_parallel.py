@@ -21,8 +21,10 @@ from tests.engine.harness.ours import (
     assert_no_cache_output,
     assert_no_cache_replies_up_to_ties,
     assert_nothing_went_wrong,
+    assert_own_pages_of_kv,
     assert_restored_from_l3,
     assert_sound_hidden_mode,
+    extra_config,
     faulty,
     file_backend,
     flip_bit,
@@ -144,8 +146,29 @@ def test_first_layers_are_recomputed_by_all_ranks_together(
         assert "layers are not recomputed" not in server.log_text()
         assert_nothing_went_wrong(server)
     assert_restored_from_l3(conversations, 64)
-    # K and V of a rank's own heads are nobody else's: pages that hold some are not shares.
-    assert set(shares(tmp_path)) == ({"0of2", "1of2"} if name == "recompute" else {"0of1"})
+    assert set(shares(tmp_path)) == {"0of2", "1of2"}
+    assert_no_cache_output(model, conversations)
+
+
+@pytest.mark.parametrize("hidden", [0, 2], ids=["K and V", "mixed"])
+def test_k_and_v_of_one_rank_are_read_by_two_and_the_reverse(
+    hidden: int, model: Path, tmp_path: Path
+) -> None:
+    """The heads of K and V are as many groups as ``tp_lcm_size`` says."""
+    hcache = {"partition": partition(0, hidden, 4 - hidden)}
+    conversations = make_conversations(2, turns=3, tokens=200)
+    for turn, tp in enumerate((1, 2, 1), 1):
+        options = our_server(model, tmp_path, tp=tp, log=tmp_path / f"{turn}.log")
+        options.extra_config = {**extra_config(tmp_path, **hcache), "tp_lcm_size": 2}
+        with Server(options) as server:
+            converse(server, conversations, turns=turn)
+            (assert_hidden_mode if hidden else assert_own_pages_of_kv)(server)
+            assert_nothing_went_wrong(server)
+    assert_restored_from_l3(conversations, 64)
+    found = shares(tmp_path)
+    assert sorted(found) == ["0of1", "0of2", "1of2"]
+    names = [{path.name.split(".")[1] for path in paths} for paths in found.values()]
+    assert not names[0] & names[1]  # nothing was stored a second time
     assert_no_cache_output(model, conversations)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from hcache_backend.capture.shadows import ShadowArena
 from hcache_backend.capture.staging import StagedCapture, Staging
-from hcache_backend.page import PageLayout
+from hcache_backend.page import PageLayout, hidden_layer
 from hcache_backend.restore.layers import Fill, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_kernels.codecs import ExactCodec
@@ -36,7 +36,7 @@ class Engine:
     def __init__(self, device: str) -> None:
         self.device = device
         codec = ExactCodec(WIDTH, DTYPE)
-        self.layout = PageLayout(PAGE, (PAGE * codec.row_bytes,) * LAYERS)
+        self.layout = PageLayout(PAGE, (hidden_layer(PAGE, codec.row_bytes, WIDTH),) * LAYERS)
         pages = HOST_PAGES + DEVICE_PAGES
         self.memory = torch.zeros(
             (pages, self.layout.page_bytes), dtype=torch.uint8, pin_memory=device == "cuda"

@@ -12,7 +12,7 @@ from hcache_backend import streams
 from hcache_backend.capture.shadows import ShadowArena
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.engine.capture_hooks import HiddenCapture
-from hcache_backend.page import PageLayout
+from hcache_backend.page import PageLayout, hidden_layer
 from hcache_kernels.codecs import ExactCodec
 from tests.order import edges
 from tests.order.checker import Checker
@@ -27,7 +27,8 @@ class Captured:
 
     def __init__(self, checker: Checker) -> None:
         self.checker = checker
-        self.layout = PageLayout(SIZE, (SIZE * self.WIDTH * 4,) * self.LAYERS)
+        stored = hidden_layer(SIZE, 4 * self.WIDTH, self.WIDTH)
+        self.layout = PageLayout(SIZE, (stored,) * self.LAYERS)
         memory = checker.pinned(
             torch.zeros((2 * PAGES, self.layout.page_bytes), dtype=torch.uint8), "arena"
         )

@@ -10,12 +10,13 @@ import numpy.typing as npt
 import torch
 
 from hcache_backend import streams
-from hcache_backend.page import PageLayout
+from hcache_backend.page import RECOMPUTED, PageLayout, StoredLayer, kv_layer
 from hcache_backend.restore.exchange import CollectiveOrder
 from hcache_backend.restore.layers import Fill, Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import TokenSpan
 from hcache_backend.restore.report import RunningRestore
+from hcache_backend.units import Segment, Share
 from tests.order.checker import Checker
 
 GPU = torch.device("cpu")
@@ -37,10 +38,13 @@ class Pool:
     """
 
     def __init__(self, checker: Checker, methods: Sequence[str], shares: int = 1) -> None:
-        row = 4 * WIDTH
-        lengths = {"hidden": SIZE * row // shares, "kv": 2 * SIZE * row, "recompute": 0}
+        stored = {
+            "hidden": StoredLayer((Segment(SIZE * 4 * WIDTH, shares),)),
+            "kv": kv_layer(SIZE, WIDTH, WIDTH, 4, 1),
+            "recompute": RECOMPUTED,
+        }
         self.methods = methods
-        self.layout = PageLayout(SIZE, tuple(lengths[m] for m in methods), shares=shares)
+        self.layout = PageLayout(SIZE, tuple(stored[m] for m in methods), Share(0, shares))
         self.memory = checker.pinned(
             torch.zeros((2 * PAGES, self.layout.page_bytes), dtype=torch.uint8), "arena"
         )
@@ -70,7 +74,7 @@ class Pool:
 
     def talk(self) -> None:
         """Use the links to other ranks, if there are any."""
-        if self.layout.shares > 1:
+        if self.layout.share.of > 1:
             self.links.add_(1)
 
     def recompute(self, layers: int) -> Recompute | None:

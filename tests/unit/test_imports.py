@@ -17,20 +17,21 @@ BENCH = ROOT / "bench"
 RANKS = {
     "config": 0,
     "kvikio_state": 0,
-    "page": 0,
     "trace": 0,
-    "arena": 1,
-    "fingerprint": 1,
+    "units": 0,
+    "page": 1,
     "streams": 1,
-    "store": 1,
-    "server_report": 2,
-    "projection": 2,
-    "partition": 2,
-    "capture": 3,
-    "restore": 4,
-    "engine": 5,
-    "cli": 6,
-    "": 7,  # hcache_backend/__init__.py offers the storage class to SGLang by name
+    "arena": 2,
+    "fingerprint": 2,
+    "store": 2,
+    "server_report": 3,
+    "projection": 3,
+    "partition": 3,
+    "capture": 4,
+    "restore": 5,
+    "engine": 6,
+    "cli": 7,
+    "": 8,  # hcache_backend/__init__.py offers the storage class to SGLang by name
 }
 
 

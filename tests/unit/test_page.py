@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hcache_backend.page import PageLayout
+from hcache_backend.page import (
+    RECOMPUTED,
+    PageLayout,
+    StoredLayer,
+    hidden_layer,
+    kv_layer,
+)
+from hcache_backend.units import SHARE_COUNTS, UNIT_VALUES, WHOLE, Share, Unit, units_of
 
-LAYOUT = PageLayout(page_size=16, segment_bytes=(256, 256, 512))
+HIDDEN, KV = hidden_layer(16, 16, 8), kv_layer(16, 16, 16, 2, 1)
+LAYOUT = PageLayout(16, (RECOMPUTED, HIDDEN, HIDDEN, KV))
 NAMESPACE, KEY, WRITER = bytes(range(16)), bytes(range(32)), b"writer00"
 TOKENS = np.arange(100, 116, dtype=np.int32)
 
@@ -24,13 +35,83 @@ def sealed_page(layout: PageLayout = LAYOUT) -> np.ndarray:
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64, 256])
-def test_segments_follow_an_aligned_header_without_gaps(page_size: int) -> None:
-    layout = PageLayout(page_size, (1024, 2048, 1024))
+def test_layers_follow_an_aligned_header_without_gaps(page_size: int) -> None:
+    layers = (hidden_layer(page_size, 64, 32), RECOMPUTED, kv_layer(page_size, 32, 16, 2, 1))
+    layout = PageLayout(page_size, layers)
     assert layout.header_bytes % 4096 == 0
-    assert layout.header_bytes >= 88 + 8 * page_size + 3 * 16
-    assert layout.segment(0).start == layout.header_bytes
-    assert layout.segment(1) == slice(layout.segment(0).stop, layout.segment(0).stop + 2048)
-    assert layout.segment(2).stop == layout.page_bytes
+    assert layout.segment(0) == slice(layout.header_bytes, layout.header_bytes + 64 * page_size)
+    assert layout.segment(1) == slice(layout.segment(0).stop, layout.segment(0).stop)
+    assert layout.segment(2).start == layout.segment(1).stop
+    assert layout.segment(2).stop == layout.segment(1).stop + 96 * page_size == layout.page_bytes
+
+
+def test_the_header_says_of_every_layer_what_is_stored_of_it_and_how_it_divides() -> None:
+    """Byte for byte as the module's documentation has it: other programs read pages by that."""
+    layers = (RECOMPUTED, hidden_layer(16, 12, 8, "exp4"), kv_layer(16, 64, 32, 2, 4))
+    layout = PageLayout(16, layers, Share(1, 2))
+    page = sealed_page(layout)
+    header = page.tobytes()[: layout.header_bytes]
+    assert struct.unpack_from("<4sHHHHI", header) == (b"HCPG", 4, 3, 3, 1, 16)
+    assert header[32:90] == NAMESPACE + KEY + WRITER + bytes([1, 2])
+    at = 96 + 2 * 4 * 16
+    assert list(struct.iter_unpack("<BBH8s", header[at : at + 36])) == [
+        (0, 0, 65535, b"none\0\0\0\0"),
+        (1, 0, 0, b"exp4\0\0\0\0"),
+        (2, 0, 1, b"none\0\0\0\0"),
+    ]
+    at += 36
+    assert list(struct.iter_unpack("<IHH", header[at : at + 24])) == [
+        (16 * 12, 8, 1),
+        (16 * 128, 4, 1),
+        (16 * 64, 4, 1),
+    ]
+    at += 24
+    # Half of each: four eighths of the tokens, two groups of heads of K and two of V.
+    lengths = [24] * 4 + [512] * 2 + [256] * 2
+    start = layout.header_bytes
+    for digest, length in zip(struct.unpack_from("<8Q", header, at), lengths, strict=True):
+        assert digest == xxhash.xxh3_64_intdigest(page[start : start + length].tobytes())
+        start += length
+    assert start == layout.page_bytes
+    assert not any(header[at + 64 :])
+    assert header[16:32] == xxhash.xxh3_128_digest(header[32:])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    tokens=st.sampled_from([1, 4, 8, 16, 24, 64, 128, 256]),
+    values=st.sampled_from([64, 96, 1024, 5120, 8192, 16384]),
+    groups=st.sampled_from(SHARE_COUNTS),
+    kv=st.booleans(),
+)
+def test_a_unit_is_a_run_of_tokens_of_one_group_and_not_too_large(
+    tokens: int, values: int, groups: int, kv: bool
+) -> None:
+    layer = kv_layer(tokens, values, values // 2, 2, groups) if kv else hidden_layer(tokens, 7, 7)
+    if not kv:
+        layer = hidden_layer(tokens, 2 * values, values)
+        groups = 1 if tokens % 8 else 8
+    layout = PageLayout(tokens, (layer,))
+    for number, segment in enumerate(layer.segments, start=1):
+        units = [unit for unit in layout.units if unit.segment == number]
+        row = 2 * values // (1 + (number == 2)) // (groups if kv else 1)
+        assert len({unit.length for unit in units}) == 1
+        assert len(units) == segment.groups * segment.pieces
+        assert segment.groups == groups
+        assert units[0].length % row == 0, "no row is cut"
+        assert units[0].length <= max(2 * UNIT_VALUES, row)
+        larger = [n for n in range(1, segment.pieces) if tokens // groups % n == 0 or kv]
+        assert sum(unit.length for unit in units) == segment.length
+        rows = tokens if kv else tokens // groups
+        assert all(rows % n or rows // n * row > 2 * UNIT_VALUES for n in larger), "no smaller"
+
+
+def test_models_that_people_serve_have_one_unit_for_k_and_one_for_v_of_a_layer() -> None:
+    """Llama-3-8B: 8 KV heads of 128 values, pages of 64 tokens."""
+    layout = PageLayout(64, (kv_layer(64, 1024, 1024, 2, 1),) * 32)
+    assert [unit.length for unit in layout.units[1:]] == [131072] * 64
+    assert layout.header_bytes == 4096
+    assert layout.page_bytes == 64 * 32 * 2 * 1024 * 2 + 4096
 
 
 def test_a_sealed_page_is_believed() -> None:
@@ -53,9 +134,27 @@ def test_a_page_of_something_else_is_refused_with_the_reason() -> None:
     assert LAYOUT.problem(page, bytes(16), KEY) == "namespace"
     assert LAYOUT.problem(page, NAMESPACE, bytes(32)) == "key"
     assert LAYOUT.problem(page, NAMESPACE, KEY, TOKENS + 1) == "token ids"
-    other = PageLayout(page_size=16, segment_bytes=(256, 256, 256, 256))
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        (RECOMPUTED, HIDDEN, KV, HIDDEN),
+        (HIDDEN, RECOMPUTED, HIDDEN, KV),
+        (RECOMPUTED, HIDDEN, HIDDEN._replace(codec="int8"), KV),
+        (RECOMPUTED, HIDDEN, HIDDEN, kv_layer(16, 16, 16, 2, 2)),
+        (RECOMPUTED, HIDDEN, HIDDEN, kv_layer(16, 24, 8, 2, 1)),
+        (RECOMPUTED, HIDDEN, HIDDEN, StoredLayer((KV.segments[0]._replace(length=1024),))),
+    ],
+    ids=["order", "slots", "codec", "groups", "widths", "method"],
+)
+def test_a_page_of_as_many_bytes_that_divides_otherwise_is_refused(
+    layers: tuple[StoredLayer, ...],
+) -> None:
+    other = PageLayout(16, layers)
     assert other.page_bytes == LAYOUT.page_bytes
-    assert other.problem(page, NAMESPACE, KEY) == "format"
+    assert other.form != LAYOUT.form, "it has another namespace, too"
+    assert other.problem(sealed_page(), NAMESPACE, KEY) == "format"
 
 
 @settings(max_examples=500)
@@ -66,14 +165,16 @@ def test_no_flipped_bit_goes_unnoticed(bit: int) -> None:
     assert LAYOUT.problem(page, NAMESPACE, KEY, TOKENS) is not None
 
 
-def test_every_byte_of_the_header_counts() -> None:
-    for offset in range(LAYOUT.header_bytes):
-        page = sealed_page()
+def test_every_byte_of_a_page_counts() -> None:
+    page = sealed_page()
+    for offset in range(LAYOUT.page_bytes):
         page[offset] ^= 0xFF
         assert LAYOUT.problem(page, NAMESPACE, KEY, TOKENS) is not None, offset
+        page[offset] ^= 0xFF
+    assert LAYOUT.problem(page, NAMESPACE, KEY, TOKENS) is None
 
 
-def test_only_the_header_counts_where_the_storage_verifies_segments() -> None:
+def test_only_the_header_counts_where_the_storage_verifies_units() -> None:
     page = sealed_page()
     page[LAYOUT.header_bytes :] ^= 0xFF
     assert LAYOUT.problem(page, NAMESPACE, KEY, TOKENS, segments=False) is None
@@ -85,20 +186,63 @@ def test_only_the_header_counts_where_the_storage_verifies_segments() -> None:
 
 
 def test_a_share_is_not_taken_for_another() -> None:
-    first, second = (PageLayout(16, LAYOUT.segment_bytes, share, 2) for share in range(2))
+    first, second = (PageLayout(16, (HIDDEN, HIDDEN), Share(number, 2)) for number in range(2))
+    whole = PageLayout(16, (HIDDEN, HIDDEN))
     assert [*first.kept, *second.kept] == [*range(16)]
-    assert first.page_bytes == LAYOUT.page_bytes
+    assert first.page_bytes == second.page_bytes < whole.page_bytes
+    assert first.form == whole.form, "they are shares of the same pages"
     page = sealed_page(first)
     assert first.problem(page, NAMESPACE, KEY, TOKENS) is None
     assert second.problem(page, NAMESPACE, KEY, TOKENS) == "share"
-    assert LAYOUT.problem(page, NAMESPACE, KEY, TOKENS) == "share"
     # The store verifies by itself, and may take the header from any share.
     assert second.problem(page, NAMESPACE, KEY, TOKENS, segments=False) is None
-    second.seal(page, KEY)
-    assert second.problem(page, NAMESPACE, KEY, TOKENS) is None
+    whole_page = sealed_page(whole)[: second.page_bytes].copy()
+    assert second.problem(whole_page, NAMESPACE, KEY, TOKENS, segments=False) is None
+    second.seal(whole_page, KEY)
+    assert second.problem(whole_page, NAMESPACE, KEY, TOKENS) is None
 
 
-def test_layers_of_which_nothing_is_stored_take_no_bytes() -> None:
-    layout = PageLayout(16, (0, 0, 512))
-    assert layout.page_bytes == layout.header_bytes + 512
-    assert layout.problem(sealed_page(layout), NAMESPACE, KEY, TOKENS) is None
+layers = st.one_of(
+    st.just(RECOMPUTED),
+    st.builds(hidden_layer, st.just(16), st.sampled_from([8, 24]), st.sampled_from([4, 65536])),
+    st.builds(
+        kv_layer,
+        st.just(16),
+        st.sampled_from([8, 8192]),
+        st.just(8),
+        st.just(1),
+        st.sampled_from(SHARE_COUNTS),
+    ),
+)
+
+
+def units_by_place(layout: PageLayout) -> dict[int, Unit]:
+    return {unit.page_offset: unit for unit in layout.units[1:]}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(layers, max_size=4).map(tuple), st.sampled_from(SHARE_COUNTS))
+def test_shares_have_the_units_of_the_whole_page_with_their_digests(
+    layers: tuple[StoredLayer, ...], of: int
+) -> None:
+    whole = PageLayout(16, layers)
+    page = sealed_page(whole)
+    digests = dict(zip(whole.units, whole.unit_digests(page), strict=True))
+    seen = set()
+    for number in range(of):
+        layout = PageLayout(16, layers, Share(number, of))
+        assert layout.header_bytes == whole.header_bytes
+        own = np.zeros(layout.page_bytes, np.uint8)
+        own[: layout.header_bytes] = page[: layout.header_bytes]
+        for place, unit in units_by_place(layout).items():
+            own[unit.payload_offset : unit.payload_offset + unit.length] = page[
+                place : place + unit.length
+            ]
+        layout.seal(own, KEY)
+        assert layout.problem(own, NAMESPACE, KEY, TOKENS) is None
+        by_place = units_by_place(whole)
+        for unit, digest in zip(layout.units[1:], layout.unit_digests(own)[1:], strict=True):
+            assert digest == digests[by_place[unit.page_offset]]
+            seen.add(unit.page_offset)
+    assert seen == units_by_place(whole).keys(), "together they have all of it"
+    assert units_of(whole.table) == units_of(whole.table, WHOLE)

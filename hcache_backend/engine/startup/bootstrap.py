@@ -16,7 +16,7 @@ from hcache_backend.config import (
     parse_config,
 )
 from hcache_backend.engine import hooks
-from hcache_backend.engine.arguments import resolved, unsupported_reason
+from hcache_backend.engine.arguments import resolved, storage_extra_config, unsupported_reason
 from hcache_backend.engine.runtime import remember
 from hcache_backend.engine.startup.agreement import or_stop
 from hcache_backend.engine.startup.attach import (
@@ -92,12 +92,9 @@ def _join(runner: Any) -> None:
 
 def _our_extra_config(args: Any) -> Mapping[str, Any] | None:
     """The extra config of a server that is started with our L3, else None."""
-    text = args.hicache_storage_backend_extra_config
-    if args.hicache_storage_backend != "dynamic" or not text:
+    if args.hicache_storage_backend != "dynamic":
         return None
-    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
-
-    extra, *_ = HybridCacheController.parse_storage_backend_extra_config(text)
+    extra = storage_extra_config(args)
     ours = (extra.get("module_path"), extra.get("class_name")) == (MODULE_PATH, CLASS_NAME)
     return extra if ours else None
 

@@ -21,12 +21,14 @@ from hcache_backend.engine.host_pool import HostPages
 from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.startup.agreement import Refused
+from hcache_backend.engine.startup.page_layout import page_layout
 from hcache_backend.engine.startup.self_check import Probe
 from hcache_backend.page import PageLayout
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.restore.exchange import Exchange, share_of_rank
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.restore.ring import ring_bytes
+from hcache_backend.units import Share
 from hcache_kernels.codecs import Codec
 
 _DECODE_TOKENS = 256
@@ -39,6 +41,8 @@ class PagePlan:
 
     Attributes:
         methods: What is stored of each layer.
+        share: What this rank holds of a page.
+        groups: Groups of heads that K and V of a page divide into, all ranks together.
         kv: Copies the K and V that are stored.
         layout: Layout of a page.
         pages: How many pages there are; from :meth:`find_room`.
@@ -46,16 +50,19 @@ class PagePlan:
 
     kvcache: Any
     methods: LayerMethods
+    share: Share
+    groups: int
     kv: KVSegments = field(init=False)
     layout: PageLayout = field(init=False)
     pages: HostPages = field(init=False)
 
     def __post_init__(self) -> None:
-        self.kv = KVSegments(self.kvcache, self.methods.layers("kv"), self.kvcache.page_size)
+        tokens, stored = self.kvcache.page_size, self.methods.layers("kv")
+        self.kv = KVSegments(self.kvcache, stored, tokens, self.share, self.groups)
         self.layout = self._layout()
 
     def _layout(self) -> PageLayout:
-        return PageLayout(self.kvcache.page_size, tuple(map(self.kv.segment_bytes, self.kv.layers)))
+        return page_layout(self.kvcache.page_size, self.methods, self.kv, None, self.share)
 
     def find_room(self) -> None:
         """Divide host memory; talks to no other rank.
@@ -110,14 +117,7 @@ class HiddenPagePlan(PagePlan):
     staging: Staging = field(init=False)
 
     def _layout(self) -> PageLayout:
-        tokens, exchange = self.kvcache.page_size, self.exchange
-        number, shares = (exchange.number, exchange.shares) if exchange else (0, 1)
-        segments = [0] * len(self.methods.methods)
-        for layer in self.methods.layers("hidden"):
-            segments[layer] = tokens // shares * self.codec.row_bytes
-        for layer in self.kv.layers:
-            segments[layer] = self.kv.segment_bytes(layer)
-        return PageLayout(tokens, tuple(segments), number, shares)
+        return page_layout(self.kvcache.page_size, self.methods, self.kv, self.codec, self.share)
 
     @property
     def hidden_layers(self) -> list[AttentionLayer]:

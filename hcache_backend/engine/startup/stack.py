@@ -210,12 +210,12 @@ def _page_fields(kvcache: Any, plan: PagePlan) -> dict[str, object]:
         "kind": "own",
         "partition": list(plan.methods.methods),
         "first_layer": kvcache.start_layer,
+        "layout": plan.layout.form,
     }
     ranks = get_tp_group()
-    if not plan.kv.layers:
+    if not plan.kv.layers or plan.layout.share.of == ranks.world_size:
         fields["any_ranks"] = True
-    elif ranks.world_size > 1:
-        # Hidden states are the same on every rank; K and V are those of its own heads.
+    else:  # K and V are those of a rank's own heads, and these are no share
         fields["tp"] = [ranks.rank_in_group, ranks.world_size]
     return fields
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
+from sglang.srt.distributed import get_tp_group
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
     StackStrategy,
     _PlainKvStrategy,
@@ -14,6 +15,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from hcache_backend.engine.arguments import resolved, storage_extra_config
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.ranks import smallest
 from hcache_backend.engine.runtime import Runtime
@@ -22,6 +24,7 @@ from hcache_backend.engine.startup.codec_choice import choose_codec
 from hcache_backend.engine.startup.copy_check import check_copies
 from hcache_backend.engine.startup.graphs import check_recording
 from hcache_backend.engine.startup.layer_specs import LayerSpecs
+from hcache_backend.engine.startup.page_layout import head_groups, share_of_heads
 from hcache_backend.engine.startup.page_plan import HiddenPagePlan, PagePlan, make_exchange
 from hcache_backend.engine.startup.partition_choice import layer_methods
 from hcache_backend.engine.startup.recompute_check import find_recomputer
@@ -32,6 +35,7 @@ from hcache_backend.partition.costs import Partition
 from hcache_backend.projection.generic import ProjectionBatch
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.projection.projector import Projector
+from hcache_backend.units import WHOLE, Share
 
 _Result = TypeVar("_Result")
 
@@ -104,7 +108,9 @@ class OwnPagesStrategy(StackStrategy):
         assert self._runtime.config is not None
         chunk = min(self._runtime.config.restore_chunk_tokens, int(kvcache.size))
         everything = Partition(0, 0, int(kvcache.layer_num))
-        plan = PagePlan(kvcache, LayerMethods(everything, None, None, chunk))
+        methods, ranks = LayerMethods(everything, None, None, chunk), get_tp_group()
+        share = share_of_heads(ranks.rank_in_group, ranks.world_size)
+        plan = PagePlan(kvcache, methods, share, self._head_groups(kvcache, methods, share))
         header, page = plan.layout.header_bytes, plan.layout.page_bytes
         if header * _SMALLEST_PAGE > page:
             raise Refused(
@@ -143,9 +149,20 @@ class OwnPagesStrategy(StackStrategy):
         if recomputer is None:
             methods = methods.without_recompute()
         hooks = step(lambda: check_recording(runner, codec))
+        share = Share(exchange.number, exchange.shares) if exchange is not None else WHOLE
+        groups = self._head_groups(kvcache, methods, share)
         plan = step(
             lambda: HiddenPagePlan(
-                kvcache, methods, probe.layers, recomputer, codec, exchange, hooks, runner
+                kvcache,
+                methods,
+                share,
+                groups,
+                probe.layers,
+                recomputer,
+                codec,
+                exchange,
+                hooks,
+                runner,
             )
         )
         step(plan.find_room)
@@ -159,6 +176,18 @@ class OwnPagesStrategy(StackStrategy):
         specs.measure()
         specs.follow_weights()
         return plan
+
+    def _head_groups(self, kvcache: Any, methods: LayerMethods, share: Share) -> int:
+        """Into how many groups of heads K and V of pages divide.
+
+        Raises:
+            ConfigError: ``tp_lcm_size`` is wrong; it stops the server.
+        """
+        if not methods.layers("kv"):
+            return share.of
+        extra = storage_extra_config(resolved(self._runtime.runner.server_args))
+        heads, ranks = kvcache.k_buffer[0].shape[1], get_tp_group().world_size
+        return head_groups(extra.get("tp_lcm_size"), share, ranks, heads)
 
     def _choose_methods(self, kvcache: Any) -> LayerMethods:
         config, methods = self._runtime.config, layer_methods(self._runtime, kvcache)

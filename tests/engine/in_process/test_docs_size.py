@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 
 from hcache_backend.engine.startup.page_plan import kv_bytes_per_token, plan_host_pages
-from hcache_backend.page import PageLayout
+from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer, kv_layer
 
 SIZE = runpy.run_path(str(Path(__file__).parents[3] / "docs" / "size.py"))
 LAYERS = {"recompute": 1, "hidden": 2, "kv": 1}
@@ -27,7 +27,8 @@ def test_as_many_pages_fit_as_were_asked_for() -> None:
     buffers = [torch.empty((640 + 64, 4, 64), dtype=torch.bfloat16) for _ in range(4)]
     kvcache = SimpleNamespace(k_buffer=buffers, v_buffer=buffers, size=640, layer_num=4)
     assert kv_bytes_per_token(kvcache) == 4 * 1024
-    layout = PageLayout(64, (0, 64 * 512, 64 * 512, 64 * 1024))
+    hidden = hidden_layer(64, 512, 256)
+    layout = PageLayout(64, (RECOMPUTED, hidden, hidden, kv_layer(64, 256, 256, 2, 1)))
     by_size = plan_host_pages(kvcache, layout, found.host_bytes / 1e9, 0, 1e12, with_shadows=True)
     assert by_size == (found.pages, found.shadows)
     ratio = found.ratio + 1e-9

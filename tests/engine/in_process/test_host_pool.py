@@ -20,12 +20,13 @@ from hcache_backend.engine.startup.page_plan import (
     plan_host_pages,
     staging_places,
 )
-from hcache_backend.page import PageLayout
+from hcache_backend.page import PageLayout, hidden_layer
+from hcache_backend.units import WHOLE
 from hcache_kernels.codecs import ExactCodec
 
 PAGE, WIDTH, LAYERS = 16, 8, 2
 CODEC = ExactCodec(WIDTH, torch.float32)
-LAYOUT = PageLayout(PAGE, (PAGE * CODEC.row_bytes,) * LAYERS)
+LAYOUT = PageLayout(PAGE, (hidden_layer(PAGE, CODEC.row_bytes, WIDTH),) * LAYERS)
 
 
 def kv_pool(pages: int) -> SimpleNamespace:
@@ -54,7 +55,7 @@ def pool() -> HiddenStatePool:
         "page_first",
         page_layout=LAYOUT,
         pages=HostPages(host=6, shadows=9),
-        kv=KVSegments(device, (), PAGE),
+        kv=KVSegments(device, (), PAGE, WHOLE, 1),
         stamp=lambda page: LAYOUT.stamp(page, b"n" * 16, b"w" * 8),
         pin_memory=False,
         allocator_type="default",

@@ -14,6 +14,7 @@ from hcache_backend.engine.service_check import KVChecks
 from hcache_backend.engine.startup.page_plan import PagePlan, plan_host_pages
 from hcache_backend.page import PageLayout
 from hcache_backend.partition.costs import Partition
+from hcache_backend.units import WHOLE
 from tests.engine.in_process.test_host_pool import LAYERS, PAGE, kv_pool
 
 
@@ -28,7 +29,7 @@ def test_host_memory_holds_as_many_tokens_as_sglangs_own_pool_would(page_size: i
     kvcache = SimpleNamespace(
         k_buffer=buffers, v_buffer=buffers, layer_num=32, size=slots, page_size=page_size
     )
-    plan = PagePlan(kvcache, LayerMethods(Partition(0, 0, 32), None, None, 8192))
+    plan = PagePlan(kvcache, LayerMethods(Partition(0, 0, 32), None, None, 8192), WHOLE, 1)
     pages = plan_host_pages(kvcache, plan.layout, 0, 2.0, 1e12, with_shadows=False)
     assert pages.shadows == 0
     assert 0.99 * 2 * slots <= pages.host * page_size <= 2 * slots
@@ -41,8 +42,8 @@ class Checked:
         self.device = kv_pool(8)
         for buffer in (*self.device.k_buffer, *self.device.v_buffer):
             buffer.copy_(torch.randn(buffer.shape))
-        kv = KVSegments(self.device, range(LAYERS), PAGE)
-        self.layout = PageLayout(PAGE, tuple(map(kv.segment_bytes, range(LAYERS))))
+        kv = KVSegments(self.device, range(LAYERS), PAGE, WHOLE, 1)
+        self.layout = PageLayout(PAGE, tuple(map(kv.stored_layer, range(LAYERS))))
         self.pool = OwnPagesPool(
             self.device,
             PAGE,

@@ -17,13 +17,14 @@ from hcache_backend.engine.kv_segments import KVSegments, PoolParking
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.engine.startup.partition_choice import fixed_partition
-from hcache_backend.page import PageLayout
+from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.model_config import shape_from_config
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile, Rate
 from hcache_backend.restore.eager import HandOut
 from hcache_backend.restore.layers import Recompute
+from hcache_backend.units import WHOLE
 from tests.engine.in_process.test_host_pool import PAGE, kv_pool
 
 SIZE = PAGE
@@ -34,8 +35,8 @@ def test_kv_segments_come_back_to_other_slots_bit_for_bit() -> None:
     pool = kv_pool(8)
     for buffer in (*pool.k_buffer, *pool.v_buffer):
         buffer.copy_(torch.randn(buffer.shape))
-    kv = KVSegments(pool, (1,), SIZE)
-    layout = PageLayout(SIZE, (0, kv.segment_bytes(1)))
+    kv = KVSegments(pool, (1,), SIZE, WHOLE, 1)
+    layout = PageLayout(SIZE, (RECOMPUTED, kv.stored_layer(1)))
     memory = torch.zeros((5, layout.page_bytes), dtype=torch.uint8)
     slots = torch.cat((torch.arange(3 * SIZE, 4 * SIZE), torch.arange(SIZE, 2 * SIZE)))
     pages = torch.tensor([4, 2])
@@ -74,7 +75,7 @@ def test_hidden_states_wait_in_the_slots_of_their_v() -> None:
 class HostPages:
     """What the queue asks of the arena: page i holds the positions from i * size on."""
 
-    layout = PageLayout(SIZE, (64,) * 4)
+    layout = PageLayout(SIZE, (hidden_layer(SIZE, 8, 8),) * 4)
 
     def __init__(self) -> None:
         self.memory = np.zeros((8, self.layout.page_bytes), np.uint8)

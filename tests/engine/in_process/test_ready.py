@@ -16,6 +16,7 @@ from hcache_backend.page import PageLayout
 from hcache_backend.partition.costs import Partition
 from hcache_backend.restore.eager import HandOut
 from hcache_backend.restore.layers import Recompute
+from hcache_backend.units import WHOLE
 from tests.engine.in_process.test_host_pool import LAYERS, LAYOUT, PAGE, kv_pool
 
 
@@ -55,7 +56,7 @@ def pool() -> OwnPagesPool:
         "page_first",
         page_layout=layout,
         pages=HostPages(host=6, shadows=0),
-        kv=KVSegments(device, (), PAGE),
+        kv=KVSegments(device, (), PAGE, WHOLE, 1),
         pin_memory=False,
         allocator_type="default",
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from hcache_backend.capture.shadows import ShadowArena
-from hcache_backend.page import PageLayout
+from hcache_backend.page import PageLayout, hidden_layer
 
 SIZE = 4
-LAYOUT = PageLayout(SIZE, (SIZE * 8, SIZE * 8))
+LAYOUT = PageLayout(SIZE, (hidden_layer(SIZE, 8, 8),) * 2)
 HOST_PAGES, DEVICE_PAGES = 6, 5
 NAMESPACE, WRITER = b"n" * 16, b"w" * 8
 

@@ -13,13 +13,13 @@ import torch
 
 from hcache_backend.capture.shadows import ShadowArena
 from hcache_backend.capture.staging import StagedCapture, Staging
-from hcache_backend.page import PageLayout
+from hcache_backend.page import PageLayout, hidden_layer
 from hcache_backend.streams import Event, WorkerStream
 from hcache_kernels.codecs import ExactCodec
 
 LAYERS, WIDTH, SIZE, PLACES = 3, 8, 4, 12
 HOST_PAGES, DEVICE_PAGES = 6, 10
-LAYOUT = PageLayout(SIZE, (SIZE * WIDTH * 4,) * LAYERS)
+LAYOUT = PageLayout(SIZE, (hidden_layer(SIZE, WIDTH * 4, WIDTH),) * LAYERS)
 NAMESPACE, WRITER = b"n" * 16, b"w" * 8
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from hcache_backend.page import PageLayout
+from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer, kv_layer
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 
@@ -19,14 +19,16 @@ class Server:
     """Pages with random content, a pool that starts poisoned, and a pipeline between them."""
 
     def __init__(self, methods: Sequence[str] = METHODS, chunk_tokens: int = 1024) -> None:
-        row = 4 * WIDTH
-        segments = tuple(SIZE * row * (2 if method == "kv" else 1) for method in methods)
-        self.layout = PageLayout(SIZE, segments)
+        stored = {
+            "hidden": hidden_layer(SIZE, 4 * WIDTH, WIDTH),
+            "kv": kv_layer(SIZE, WIDTH, WIDTH, 4, 1),
+        }
+        self.layout = PageLayout(SIZE, tuple(stored[method] for method in methods))
         self.memory = torch.zeros((PAGES, self.layout.page_bytes), dtype=torch.uint8)
         self.methods = methods
         for page in range(PAGES):
             for layer in range(len(methods)):
-                values = torch.randn(segments[layer] // 4)
+                values = torch.randn(self.layout.segment_bytes[layer] // 4)
                 self.memory[page, self.layout.segment(layer)] = values.view(torch.uint8)
             self.layout.positions(self.memory.numpy())[page] = np.arange(SIZE) + 1000 * page
         self.k = torch.full((len(methods), SLOTS, WIDTH), float("nan"))
@@ -87,7 +89,7 @@ def wait(server: Server, pages: np.ndarray, slots: torch.Tensor) -> None:
 
 def without_first_layer(server: Server) -> RestorePipeline:
     """The server's pages as if nothing were stored of layer 0."""
-    layout = PageLayout(SIZE, (0, *server.layout.segment_bytes[1:]))
+    layout = PageLayout(SIZE, (RECOMPUTED, *server.layout.layers[1:]))
     memory = torch.zeros((PAGES, layout.page_bytes), dtype=torch.uint8)
     memory[:, layout.header_bytes :] = server.memory[:, server.layout.segment(1).start :]
     layout.positions(memory.numpy())[:] = server.layout.positions(server.memory.numpy())

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from hcache_backend.page import PageLayout
+from hcache_backend.page import PageLayout, hidden_layer, kv_layer
 from hcache_backend.restore.exchange import (
     CollectiveOrder,
     Exchange,
@@ -26,6 +26,7 @@ from hcache_backend.restore.exchange import (
 from hcache_backend.restore.layers import Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.streams import StreamFailed, WorkerStream
+from hcache_backend.units import Share
 
 SIZE, ROW, PAGES, SLOTS, LAYERS = 8, 16, 12, 96, 3
 METHODS = ("hidden", "kv", "hidden")
@@ -87,9 +88,12 @@ class Rank:
         gpu = not exchange.on_scheduler_thread
         self.device = torch.device("cuda", torch.cuda.current_device()) if gpu else "cpu"
         number, shares = exchange.number, exchange.shares
-        whole = (SIZE * ROW, 2 * SIZE * ROW, SIZE * ROW)
-        own = (whole[0] // shares, whole[1], whole[2] // shares)
-        self.layout = PageLayout(SIZE, own, number, shares)
+        stored = {
+            "hidden": hidden_layer(SIZE, ROW, ROW),
+            "kv": kv_layer(SIZE, ROW * shares, ROW * shares, 1, shares),
+        }
+        layers = tuple(stored[method] for method in METHODS)
+        self.layout = PageLayout(SIZE, layers, Share(number, shares))
         size = (PAGES, self.layout.page_bytes)
         self.memory = torch.zeros(size, dtype=torch.uint8, pin_memory=gpu)
         for page in range(PAGES):

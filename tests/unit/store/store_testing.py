@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from hcache_backend.config import HCacheConfig, parse_config
-from hcache_backend.store import FileOps, PageStore, SegmentTable, Share
+from hcache_backend.store import FileOps, PageStore
 from hcache_backend.store.format import parse_name
 from hcache_backend.store.kvikio_ops import KvikioFileOps
+from hcache_backend.units import SegmentTable, Share
 
 NAMESPACE = b"namespace-------"
 OTHER_NAMESPACE = b"other-namespace-"
@@ -54,12 +55,10 @@ def content(name: bytes, size: int = PAGE, version: int = 0) -> bytes:
 def payload(page: bytes, table: SegmentTable, share: Share) -> bytes:
     """The bytes of a page that a share has."""
     found, start = [], 0
-    for length, planes in table.segments:
-        segment = np.frombuffer(page, np.uint8, length, start)
-        if planes:
-            shares = segment.reshape(planes, share.of, -1)
-            segment = shares[:, share.number].reshape(-1)
-        found.append(segment.tobytes())
+    for length, groups, _ in table.segments:
+        in_groups = np.frombuffer(page, np.uint8, length, start).reshape(groups, -1)
+        first = share.number * groups // share.of
+        found.append(in_groups[first : first + max(1, groups // share.of)].tobytes())
         start += length
     return b"".join(found)
 

@@ -1,4 +1,4 @@
-"""Page files: what version 1 wrote stays readable, and no changed byte goes unnoticed."""
+"""Page files: what version 2 wrote stays readable, and no changed byte goes unnoticed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from store_testing import (
     memory,
     open_quiet,
     page_files,
+    payload,
     put,
 )
 
-from hcache_backend.store import WHOLE, PageStore, Segment, SegmentTable, Share, Subset
+from hcache_backend.store import PageStore, Subset
 from hcache_backend.store.check import find_unknown_files
 from hcache_backend.store.format import (
     DamagedFileError,
@@ -29,13 +30,16 @@ from hcache_backend.store.format import (
     parse_header,
     parse_name,
 )
+from hcache_backend.units import WHOLE, Segment, SegmentTable, Share
 
 FIXTURES = Path(__file__).parent / "fixtures"
-LAYERS = SegmentTable((Segment(512, 0), Segment(8192, 1), Segment(16384, 2), Segment(8192, 1)))
+LAYERS = SegmentTable(
+    (Segment(512), Segment(8192, 8), Segment(8192, 4, 2), Segment(8192, 4), Segment(8192, 8))
+)
 
 
-def test_version_1_files_stay_readable(tmp_path: Path) -> None:
-    """The files in ``fixtures`` were written by version 1 and are never written again."""
+def test_version_2_files_stay_readable(tmp_path: Path) -> None:
+    """The files in ``fixtures`` were written by version 2 and are never written again."""
     folder = tmp_path / "store"
     store = open_quiet(folder)
     fixtures = sorted(FIXTURES.glob("*.page"))
@@ -91,6 +95,25 @@ def test_any_changed_byte_is_a_miss(tmp_path: Path, store: PageStore) -> None:
     assert volume.lookup(NAMESPACE, [key(1)]) == [[record]]
 
 
+@pytest.mark.parametrize("share", [WHOLE, Share(1, 2), Share(3, 8)])
+def test_a_changed_byte_at_either_end_of_any_unit_is_a_miss(
+    tmp_path: Path, store: PageStore, share: Share
+) -> None:
+    own = payload(content(key(1), LAYERS.page_bytes), LAYERS, share)
+    store.put(NAMESPACE, [key(1)], [[memory(own)]], share=share, table=LAYERS)
+    [path] = page_files(tmp_path / "store")
+    store.volumes[0]._discard = lambda *ignored: None  # type: ignore[method-assign]
+    layout, target = file_layout(LAYERS, share), memory(len(own))
+    with path.open("r+b", buffering=0) as file:
+        for unit in layout.units:
+            for place in (unit.payload_offset, unit.payload_offset + unit.length - 1):
+                for byte in (own[place] ^ 1, own[place]):
+                    file.seek(layout.header_bytes + place)
+                    file.write(bytes([byte]))
+                    found = store.get(NAMESPACE, [key(1)], [[target]], share=share)
+                    assert found == [byte == own[place]], unit
+
+
 @pytest.mark.parametrize("step", [37, pytest.param(1, marks=pytest.mark.long)])
 def test_any_truncated_length_is_a_miss(tmp_path: Path, store: PageStore, step: int) -> None:
     put(store, 1)
@@ -128,7 +151,7 @@ def test_a_page_under_another_name_is_a_miss(tmp_path: Path, store: PageStore) -
     assert get(store, 2) is None
 
 
-def test_every_block_is_read_and_verified_alone(tmp_path: Path, store: PageStore) -> None:
+def test_every_unit_is_read_and_verified_alone(tmp_path: Path, store: PageStore) -> None:
     original = content(key(1), LAYERS.page_bytes)
     store.put(NAMESPACE, [key(1)], [[memory(original)]], table=LAYERS)
     [path] = page_files(tmp_path / "store")
@@ -138,19 +161,19 @@ def test_every_block_is_read_and_verified_alone(tmp_path: Path, store: PageStore
     path.write_bytes(data)
     layout = file_layout(LAYERS, WHOLE)
     assert layout.payload_bytes == LAYERS.page_bytes
-    for segment in range(3):
+    for segment in range(4):
         for eighth in range(8):
             target = memory(LAYERS.page_bytes)
             subset = Subset(frozenset([segment]), 1 << eighth)
             assert store.get(NAMESPACE, [key(1)], [[target]], subset=subset) == [True]
             expected = bytearray(LAYERS.page_bytes)
-            for block in layout.blocks:
-                if block.segment == segment and block.eighths & subset.eighths:
-                    span = slice(block.page_offset, block.page_offset + block.length)
+            for unit in layout.units:
+                if unit.segment == segment and unit.eighths & subset.eighths:
+                    span = slice(unit.page_offset, unit.page_offset + unit.length)
                     expected[span] = original[span]
             assert bytes(target) == bytes(expected), "only what was wanted is written"
     target = memory(LAYERS.page_bytes)
-    subset = Subset(frozenset([3]))
+    subset = Subset(frozenset([4]))
     assert store.get(NAMESPACE, [key(1)], [[target]], subset=subset) == [False]
 
 
@@ -175,18 +198,27 @@ def test_what_is_no_key_is_refused(store: PageStore, bad: object) -> None:
 
 
 def test_a_table_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match="segment 1 has 100 bytes in 1 planes"):
-        SegmentTable((Segment(64, 1), Segment(100, 1)))
+    with pytest.raises(ValueError, match="segment 1 has 100 bytes in 8 groups of 1 units"):
+        SegmentTable((Segment(64, 8), Segment(100, 8)))
+    with pytest.raises(ValueError, match="segment 0 has 64 bytes in 4 groups of 3 units"):
+        SegmentTable((Segment(64, 4, 3),))
+    with pytest.raises(ValueError, match="segment 0 has 3 groups; there are 1, 2, 4 or 8"):
+        SegmentTable((Segment(96, 3),))
     with pytest.raises(ValueError, match="share 2 of 2"):
         file_layout(LAYERS, Share(2, 2))
     with pytest.raises(ValueError, match="share 0 of 3"):
         file_layout(LAYERS, Share(0, 3))
 
 
-def test_a_header_of_a_later_version_says_so(tmp_path: Path, store: PageStore) -> None:
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_file_of_another_version_says_so_and_is_a_miss(
+    tmp_path: Path, store: PageStore, version: int
+) -> None:
     put(store, 1)
     [path] = page_files(tmp_path / "store")
-    header = bytearray(path.read_bytes()[:4096])
-    header[4] = 2
-    with pytest.raises(DamagedFileError, match="format version 2"):
-        parse_header(memoryview(header))
+    data = bytearray(path.read_bytes())
+    data[4] = version
+    path.write_bytes(data)
+    with pytest.raises(DamagedFileError, match=f"format version {version}; this is version 2"):
+        parse_header(memoryview(data))
+    assert get(store, 1) is None

@@ -20,9 +20,10 @@ from store_testing import (
     payload,
 )
 
-from hcache_backend.store import Segment, SegmentTable, Share, Subset
+from hcache_backend.store import Subset
+from hcache_backend.units import Segment, SegmentTable, Share
 
-TABLE = SegmentTable((Segment(512, 0), Segment(4096, 1), Segment(8192, 2)))
+TABLE = SegmentTable((Segment(512), Segment(4096, 8), Segment(4096, 8), Segment(4096, 8, 2)))
 SIZE = TABLE.page_bytes
 QUOTA = 12 * 20480
 
@@ -101,7 +102,7 @@ class StoreMachine(RuleBasedStateMachine):
             if ok:
                 assert bytes(view) == payload(self.page(namespace, number), TABLE, share)
 
-    @rule(number=numbers, namespace=namespaces, segment=st.integers(0, 2), eighth=st.integers(0, 7))
+    @rule(number=numbers, namespace=namespaces, segment=st.integers(0, 3), eighth=st.integers(0, 7))
     def get_some(self, number: int, namespace: bytes, segment: int, eighth: int) -> None:
         view = memory(SIZE)
         subset = Subset(frozenset([segment]), 1 << eighth)

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from store_testing import NAMESPACE, PAGE, WRITER, FileOps, content, key, memory, open_quiet
 
-from hcache_backend.store import WHOLE, PageStore
+from hcache_backend.store import PageStore
 from hcache_backend.store.format import PageName
 from hcache_backend.store.index import Entry
+from hcache_backend.units import WHOLE
 
 FILE = PAGE + 4096
 

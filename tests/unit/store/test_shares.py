@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from store_testing import (
@@ -21,13 +22,20 @@ from store_testing import (
     payload,
 )
 
-from hcache_backend.store import WHOLE, PageStore, Segment, SegmentTable, Share, Subset
+from hcache_backend.store import PageStore, Subset
 from hcache_backend.store.file_ops import MAX_VECTORS
-from hcache_backend.store.format import file_layout
-from hcache_backend.store.shares import ALL_EIGHTHS
+from hcache_backend.store.format import file_layout, parse_header
+from hcache_backend.units import ALL_EIGHTHS, WHOLE, Segment, SegmentTable, Share, units_of
 
 LAYERS = SegmentTable(
-    (Segment(4096, 0), Segment(32768, 1), Segment(65536, 2), Segment(4096, 0), Segment(32768, 1))
+    (
+        Segment(4096),
+        Segment(32768, 8),
+        Segment(32768, 8, 2),
+        Segment(32768, 8),
+        Segment(4096),
+        Segment(32768, 8),
+    )
 )
 UNTOUCHED = 0xEE
 
@@ -35,8 +43,9 @@ COUNTS = (1, 2, 4, 8)
 SHARES = [Share(number, of) for of in COUNTS for number in range(of)]
 
 segments = st.builds(
-    lambda planes, unit: Segment(unit * 8 * max(planes, 1), planes),
-    st.integers(0, 2),
+    lambda groups, pieces, unit: Segment(unit * groups * pieces, groups, pieces),
+    st.sampled_from(COUNTS),
+    st.integers(1, 3),
     st.sampled_from([1, 3, 64, 511, 512, 4096]),
 )
 tables = st.lists(segments, min_size=1, max_size=5).map(lambda found: SegmentTable(tuple(found)))
@@ -95,9 +104,9 @@ def page_with(table: SegmentTable, wanted: Callable[[int, int], bool]) -> bytes:
     """Page 1, with only the wanted (segment, eighths) and other bytes left alone."""
     page = content(key(1), table.page_bytes)
     shown = bytearray([UNTOUCHED]) * len(page)
-    for block in file_layout(table, WHOLE).blocks:
-        if wanted(block.segment, block.eighths):
-            span = slice(block.page_offset, block.page_offset + block.length)
+    for unit in units_of(table):
+        if wanted(unit.segment, unit.eighths):
+            span = slice(unit.page_offset, unit.page_offset + unit.length)
             shown[span] = page[span]
     return bytes(shown)
 
@@ -141,7 +150,7 @@ def test_shares_of_different_counts_cover_together(store: PageStore) -> None:
     table=tables,
     written=st.lists(some_shares, max_size=6),
     share=some_shares,
-    wanted_segments=st.none() | st.frozensets(st.integers(0, 4)),
+    wanted_segments=st.none() | st.frozensets(st.integers(0, 5)),
     eighths=st.just(ALL_EIGHTHS) | st.integers(0, ALL_EIGHTHS),
     cut=st.integers(0, 5000),
     shift=st.sampled_from([0, 0, 8, 512]),
@@ -173,9 +182,9 @@ def test_what_was_written_is_found_and_nothing_else_touched(
         assert found is None
         return
 
-    def is_wanted(segment: int, block: int) -> bool:
+    def is_wanted(segment: int, of_unit: int) -> bool:
         named = wanted_segments is None or segment in wanted_segments
-        return named and bool(block & wanted)
+        return named and bool(of_unit & wanted)
 
     assert found == payload(page_with(table, is_wanted), table, share)
 
@@ -203,11 +212,11 @@ def test_a_lost_share_is_a_miss_for_the_ranks_that_need_it(
     missing = lost.eighths
     if how == "bit":
         layout = file_layout(LAYERS, lost)
-        blocks = [block for block in layout.blocks if block.eighths != ALL_EIGHTHS]
-        block = data.draw(st.sampled_from(blocks))
-        missing = block.eighths
+        units = [unit for unit in layout.units if unit.eighths != ALL_EIGHTHS]
+        unit = data.draw(st.sampled_from(units))
+        missing = unit.eighths
         changed = bytearray(path.read_bytes())
-        changed[layout.header_bytes + block.payload_offset + block.length - 1] ^= 1
+        changed[layout.header_bytes + unit.payload_offset + unit.length - 1] ^= 1
         path.write_bytes(changed)
     elif how == "cut":
         path.write_bytes(path.read_bytes()[:-4096])
@@ -325,10 +334,59 @@ def test_what_is_no_share_is_refused(store: PageStore, wrong: Share) -> None:
             call()
 
 
+K_AND_V = SegmentTable((Segment(4096), *(Segment(16384, 4, 2), Segment(8192, 4)) * 3))
+"""Pages of three layers whose heads are four groups."""
+
+
+def test_one_store_serves_one_rank_two_and_four_without_a_copy(store: PageStore) -> None:
+    """Servers with 1, 2, 4 and again 1 rank: each finds the pages of all before, and adds one."""
+    pages = [content(key(number), K_AND_V.page_bytes) for number in range(4)]
+    for server, ranks in enumerate((1, 2, 4, 1)):
+        names = [key(number) for number in range(server + 1)]
+        for share in (Share(rank, ranks) for rank in range(ranks)):
+            own = [payload(page, K_AND_V, share) for page in pages[: server + 1]]
+            found = store.exists(NAMESPACE, names, share=share)
+            assert found == [True] * server + [False]
+            room = [[memory(len(own[0]))] for _ in names]
+            assert store.get(NAMESPACE, names, room, share=share) == found
+            assert [bytes(page) for [page] in room[:server]] == own[:server]
+            parts = [[memory(page)] for page in own]
+            assert all(store.put(NAMESPACE, names, parts, share=share, table=K_AND_V))
+    assert len(page_files(store.volumes[0].path)) == 1 + 2 + 4 + 1
+
+
+def test_digests_that_the_caller_has_are_not_computed_again(
+    store: PageStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = content(key(1), LAYERS.page_bytes)
+    share = Share(1, 2)
+    own = payload(page, LAYERS, share)
+    starts = ((unit.payload_offset, unit.length) for unit in units_of(LAYERS, share))
+    digests = [xxhash.xxh3_64_intdigest(own[start : start + length]) for start, length in starts]
+    with monkeypatch.context() as patched:
+        patched.delattr("hcache_backend.units.xxhash")
+        [stored] = store.put(
+            NAMESPACE, [key(1)], [[memory(own)]], share=share, table=LAYERS, digests=[digests]
+        )
+    assert stored
+    [path] = page_files(store.volumes[0].path)
+    assert parse_header(memoryview(path.read_bytes())).digests == tuple(digests)
+    assert get_share(store, share) == own
+    digests[3] ^= 1
+    store.drop(NAMESPACE)
+    store.put(NAMESPACE, [key(1)], [[memory(own)]], share=share, table=LAYERS, digests=[digests])
+    assert get_share(store, share) is None, "a page that is not what its digests say is a miss"
+    for wrong in ([digests[:-1]], [digests, digests]):
+        with pytest.raises(ValueError, match="digests"):
+            store.put(
+                NAMESPACE, [key(1)], [[memory(own)]], share=share, table=LAYERS, digests=wrong
+            )
+
+
 def test_memory_that_is_not_that_of_the_share_is_refused(store: PageStore) -> None:
     whole = memory(LAYERS.page_bytes)
     half = Share(0, 2)
-    with pytest.raises(ValueError, match=r"memory of 139264 bytes for share 0 of 2 .* 73728"):
+    with pytest.raises(ValueError, match=r"memory of 139264 bytes .* share 0 of 2 .* 73728"):
         store.put(NAMESPACE, [key(1)], [[whole]], share=half, table=LAYERS)
     with pytest.raises(ValueError, match="share 0 of 2 without a table"):
         store.put(NAMESPACE, [key(1)], [[whole]], share=half)

@@ -1,0 +1,58 @@
+"""What the pages of this server look like: the share of this rank, groups of heads, layers."""
+
+from __future__ import annotations
+
+from hcache_backend.config import ConfigError
+from hcache_backend.engine.kv_segments import KVSegments
+from hcache_backend.engine.layer_methods import LayerMethods
+from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer
+from hcache_backend.units import SHARE_COUNTS, WHOLE, Share
+from hcache_kernels.codecs import Codec
+
+
+def share_of_heads(rank: int, ranks: int) -> Share:
+    """The share of pages of K and V alone that a tensor-parallel rank holds: its own heads.
+
+    With a number of ranks that does not divide eight the heads make no shares: every rank's pages
+    are whole, and its own.
+    """
+    return Share(rank, ranks) if ranks in SHARE_COUNTS else WHOLE
+
+
+def head_groups(tp_lcm_size: int | None, share: Share, ranks: int, heads: int) -> int:
+    """Into how many groups of heads K and V of a page divide, those of all ranks together.
+
+    Args:
+        tp_lcm_size: SGLang's option: as many groups, so that servers with that many ranks, and with
+            fewer, read each other's pages. Without it there is one for each rank.
+        share: What this rank holds of a page.
+        heads: KV heads of this rank.
+
+    Raises:
+        ConfigError: ``tp_lcm_size`` does not divide heads or eighths.
+    """
+    wanted = tp_lcm_size or ranks
+    if share.of != ranks or wanted == ranks:
+        return share.of
+    if wanted not in SHARE_COUNTS or wanted % ranks or heads * ranks % wanted:
+        raise ConfigError(
+            f"extra config: 'tp_lcm_size' is {wanted!r}; it must be 1, 2, 4 or 8, a multiple of "
+            f"the {ranks} tensor-parallel ranks, and divide their {heads * ranks} KV heads"
+        )
+    return wanted
+
+
+def page_layout(
+    page_size: int, methods: LayerMethods, kv: KVSegments, codec: Codec | None, share: Share
+) -> PageLayout:
+    """The layout of pages whose layers are restored by ``methods``.
+
+    ``codec`` encodes hidden states; None where there are none.
+    """
+    layers = [RECOMPUTED] * len(methods.methods)
+    for layer in methods.layers("hidden"):
+        assert codec is not None
+        layers[layer] = hidden_layer(page_size, codec.row_bytes, codec.hidden_size, codec.name)
+    for layer in kv.layers:
+        layers[layer] = kv.stored_layer(layer)
+    return PageLayout(page_size, tuple(layers), share)

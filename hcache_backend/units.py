@@ -1,0 +1,159 @@
+"""How a page divides, in host memory and in page files alike: segments, groups, units, shares.
+
+- A page is *segments*: its header, then of each layer the hidden states, or K and then V.
+- A segment is *groups* of equal length: hidden states divide into eighths of the tokens, K and V
+  into groups of heads. Inside a group rows follow each other token by token. Tensor-parallel ranks
+  hold whole groups: the eighths that stand for a group say which ranks have it.
+- A group is *units*: equal runs of tokens, of at most 65,536 values. A unit is the smallest part of
+  a page that is verified, encoded and read alone. Its digest is an xxh3-64: a page has hundreds of
+  units, none of which needs another, so a GPU can compute their digests side by side.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import xxhash
+
+EIGHTHS = 8
+"""Shares are made of whole eighths of a page."""
+
+ALL_EIGHTHS = (1 << EIGHTHS) - 1
+
+SHARE_COUNTS = (1, 2, 4, 8)
+"""As many shares may a page have, and a segment groups."""
+
+UNIT_VALUES = 65536
+"""A unit has no more values, unless a single row has."""
+
+PACKED_SEGMENT = struct.Struct("<IHH")
+"""A :class:`Segment` in the headers of pages and of page files."""
+
+Parts = Sequence[memoryview]
+"""The memory of one page: one or more writable byte views that follow each other in the page."""
+
+
+class Share(NamedTuple):
+    """Share ``number`` of ``of`` shares of a page (tensor-parallel rank of size).
+
+    ``of`` divides 8. Share (1, 4) holds the eighths 2 and 3: the second quarter of the tokens of
+    hidden states, and the second quarter of the heads of K and V.
+    """
+
+    number: int
+    of: int
+
+    @property
+    def eighths(self) -> int:
+        """Bit mask of the eighths in this share."""
+        width = EIGHTHS // self.of
+        return ((1 << width) - 1) << (width * self.number)
+
+
+WHOLE = Share(0, 1)
+
+
+class Segment(NamedTuple):
+    """One stretch of a page: its header, or hidden states, K or V of one layer.
+
+    Attributes:
+        length: Bytes in the whole page.
+        groups: Into how many groups it divides, one after the other: 1, 2, 4 or 8. Group ``g``
+            stands in every share that has one of the eighths from ``8 * g / groups`` up to
+            ``8 * (g + 1) / groups``; so what is one group stands in every share.
+        pieces: Units per group.
+    """
+
+    length: int
+    groups: int = 1
+    pieces: int = 1
+
+    def length_in(self, share: Share) -> int:
+        """Bytes of the groups that stand in ``share``."""
+        return self.length // self.groups * max(1, self.groups // share.of)
+
+
+@dataclass(frozen=True)
+class SegmentTable:
+    """How a page divides into segments.
+
+    Raises:
+        ValueError: A segment that does not divide as it says.
+    """
+
+    segments: tuple[Segment, ...]
+
+    def __post_init__(self) -> None:
+        for number, (length, groups, pieces) in enumerate(self.segments):
+            if groups not in SHARE_COUNTS:
+                raise ValueError(f"segment {number} has {groups} groups; there are 1, 2, 4 or 8")
+            if length <= 0 or pieces < 1 or length % (groups * pieces):
+                raise ValueError(
+                    f"segment {number} has {length} bytes in {groups} groups of {pieces} units; "
+                    f"it must be a positive multiple of {groups * max(pieces, 1)}"
+                )
+
+    @classmethod
+    def of_parts(cls, parts: Parts) -> SegmentTable:
+        """One undivided segment for every part."""
+        return cls(tuple(Segment(part.nbytes) for part in parts if part.nbytes))
+
+    @property
+    def page_bytes(self) -> int:
+        return sum(segment.length for segment in self.segments)
+
+
+class Unit(NamedTuple):
+    """One unit of a page.
+
+    Attributes:
+        segment: Number of its segment.
+        eighths: Bit mask of the eighths that stand for its group.
+        page_offset: Where it begins in the whole page.
+        payload_offset: Where it begins in the payload of a share, which is the share's units in the
+            order of the page, with nothing between them: the page that a rank holds.
+        length: Bytes.
+    """
+
+    segment: int
+    eighths: int
+    page_offset: int
+    payload_offset: int
+    length: int
+
+
+@lru_cache(maxsize=256)
+def units_of(table: SegmentTable, share: Share = WHOLE) -> tuple[Unit, ...]:
+    """The units in ``share`` of a page, in the order of the page."""
+    units = []
+    page_offset = payload_offset = 0
+    for number, (length, groups, pieces) in enumerate(table.segments):
+        size = length // (groups * pieces)
+        for group in range(groups):
+            eighths = Share(group, groups).eighths
+            for _ in range(pieces):
+                if eighths & share.eighths:
+                    units.append(Unit(number, eighths, page_offset, payload_offset, size))
+                    payload_offset += size
+                page_offset += size
+    return tuple(units)
+
+
+def units_per_group(tokens: int, values: int) -> int:
+    """Into how many units a group of ``tokens`` rows of ``values`` values divides."""
+    fits = (n for n in range(1, tokens) if tokens % n == 0 and tokens // n * values <= UNIT_VALUES)
+    return next(fits, tokens)
+
+
+def digest(pieces: Parts) -> int:
+    """The xxh3-64 of a unit whose memory is ``pieces``."""
+    if len(pieces) == 1:
+        return xxhash.xxh3_64_intdigest(pieces[0])
+    hasher = xxhash.xxh3_64()
+    for piece in pieces:
+        hasher.update(piece)
+    return hasher.intdigest()

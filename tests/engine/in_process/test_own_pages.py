@@ -1,0 +1,231 @@
+"""Our own pages through the store: K and V of any rank's heads, hidden states of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from sglang.srt.mem_cache.hicache_storage import PoolName
+
+from hcache_backend import HCacheStorage, units
+from hcache_backend.config import ConfigError
+from hcache_backend.engine.kv_segments import KVSegments
+from hcache_backend.engine.runtime import Runtime
+from hcache_backend.engine.startup.page_layout import head_groups, share_of_heads
+from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer, key_bytes
+from hcache_backend.units import WHOLE, Share
+from tests.engine.in_process.storage_config import storage_config
+
+PAGE, PAGES, HEADS, DIM, WIDTH = 8, 6, 4, 16, 32
+KEYS = [f"{i:064x}" for i in range(PAGES)]
+K, V = torch.randn(2, PAGES * PAGE, HEADS, DIM)
+HIDDEN = torch.randn(PAGES * PAGE, WIDTH)
+
+
+class Server:
+    """One tensor-parallel rank: its KV pool, and a host pool of own pages.
+
+    Layer 0 is recomputed, of layer 1 hidden states are stored (where there are any), of layer 2
+    K and V.
+    """
+
+    layout = "page_first"
+
+    def __init__(self, share: Share, groups: int, *, hidden: bool) -> None:
+        heads = slice(share.number * HEADS // share.of, (share.number + 1) * HEADS // share.of)
+        self.k, self.v = K[:, heads], V[:, heads]
+        self.kvcache = SimpleNamespace(
+            k_buffer=[torch.zeros_like(self.k) for _ in range(3)],
+            v_buffer=[torch.zeros_like(self.v) for _ in range(3)],
+        )
+        self.kv = KVSegments(self.kvcache, (2,), PAGE, share, groups)
+        stored = hidden_layer(PAGE, 4 * WIDTH, WIDTH) if hidden else RECOMPUTED
+        layers = (RECOMPUTED, stored, self.kv.stored_layer(2))
+        self.page_layout = PageLayout(PAGE, layers, share)
+        self.page_size, self.first = PAGE, 0
+        self.size_per_token = -(-self.page_layout.page_bytes // PAGE)
+        self.memory = torch.zeros((PAGES, self.page_layout.page_bytes), dtype=torch.uint8)
+
+    def first_layer(self, indices: torch.Tensor) -> int:
+        return self.first
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        pages = [self.memory[page] for page in (indices[::PAGE] // PAGE).tolist()]
+        return [page.data_ptr() for page in pages], [page.numel() for page in pages]
+
+    def compute(self, pages: Sequence[int], namespace: bytes) -> None:
+        """Put the model's K, V and hidden states into pages, and seal them."""
+        self.kvcache.k_buffer[2].copy_(self.k)
+        self.kvcache.v_buffer[2].copy_(self.v)
+        layout, at = self.page_layout, torch.tensor(pages)
+        for page in pages:
+            here = self.memory[page].numpy()
+            layout.begin(here, namespace, b"writer-1")
+            layout.token_ids(here)[:] = page
+            if layout.segment_bytes[1]:
+                rows = HIDDEN[page * PAGE :][list(layout.kept)]
+                self.memory[page, layout.segment(1)] = rows.view(torch.uint8).flatten()
+        slots = indices(pages)
+        self.kv.save(layout, self.memory, at, slots)
+        for page in pages:
+            layout.seal(self.memory[page].numpy(), key_bytes(KEYS[page]))
+
+    def assert_restored(self, pages: Sequence[int], namespace: bytes) -> None:
+        """What was read is the model's, and its header proves whose it is."""
+        layout, at = self.page_layout, torch.tensor(pages)
+        slots = indices(pages)
+        fill = self.kv.restored_layer(2).fill
+        assert fill is not None
+        for buffer in (self.kvcache.k_buffer[2], self.kvcache.v_buffer[2]):
+            buffer.fill_(-1)
+        fill(self.memory[at, layout.segment(2)], slots, slots)
+        assert torch.equal(self.kvcache.k_buffer[2][slots], self.k[slots])
+        assert torch.equal(self.kvcache.v_buffer[2][slots], self.v[slots])
+        for page in pages:
+            here = self.memory[page].numpy()
+            key, ids = key_bytes(KEYS[page]), np.full(PAGE, page, np.int32)
+            assert layout.problem(here, namespace, key, ids, segments=False) is None
+            held = self.kv.held(indices([page]))
+            assert self.kv.differs(layout, self.memory[page], held) is None
+            if layout.segment_bytes[1]:
+                rows = HIDDEN[page * PAGE :][list(layout.kept)].flatten()
+                there = self.memory[page, layout.segment(1)].view(torch.float32)
+                assert torch.equal(there, rows)
+
+
+def indices(pages: Sequence[int]) -> torch.Tensor:
+    return (torch.tensor(pages)[:, None] * PAGE + torch.arange(PAGE)).flatten()
+
+
+@contextmanager
+def opened(folder: Path, runtime: Runtime, server: Server, **rank: Any) -> Iterator[HCacheStorage]:
+    share = server.page_layout.share
+    rank = {"tp_rank": share.number, "tp_size": share.of} | rank
+    storage = HCacheStorage(storage_config(folder, **rank))
+    runtime.own_pages = True
+    runtime.page_fields = {"any_ranks": True, "layout": server.page_layout.form}
+    try:
+        storage.register_mem_pool_host(server)
+        storage.register_mem_host_pool_v2(server, PoolName.KV)
+        yield storage
+    finally:
+        storage.close()
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["K and V", "mixed"])
+def test_servers_with_one_two_four_and_one_rank_read_what_those_before_wrote(
+    hidden: bool, tmp_path: Path, runtime: Runtime
+) -> None:
+    for number, ranks in enumerate((1, 2, 4, 1)):
+        for rank in range(ranks):
+            share = share_of_heads(rank, ranks)
+            groups = head_groups(4, share, ranks, HEADS // ranks)
+            server = Server(share, groups, hidden=hidden)
+            with opened(tmp_path, runtime, server, tp_lcm_size=4) as storage:
+                namespace = runtime.page_namespace()
+                before = list(range(number))
+                if before:
+                    assert storage.batch_exists(KEYS[: number + 1]) == number
+                    assert storage.batch_get_v1(KEYS[:number], indices(before)) == [True] * number
+                    server.assert_restored(before, namespace)
+                server.compute([number], namespace)
+                storage.batch_set_v1([KEYS[number]], indices([number]))
+    assert len(list(tmp_path.glob("pages/??/*.page"))) == 1 + 2 + 4 + 1, "nothing twice"
+
+
+def test_a_share_that_is_gone_or_damaged_is_a_miss_for_the_ranks_that_need_it(
+    tmp_path: Path, runtime: Runtime
+) -> None:
+    for rank in range(2):
+        writer = Server(Share(rank, 2), 4, hidden=True)
+        with opened(tmp_path, runtime, writer) as storage:
+            writer.compute([0, 1], runtime.page_namespace())
+            storage.batch_set_v1(KEYS[:2], indices([0, 1]))
+    shard = "pages/00/*"  # the keys are small numbers
+    [gone] = tmp_path.glob(f"{shard}{KEYS[0]}.1of2.page")
+    gone.unlink()
+    [damaged] = tmp_path.glob(f"{shard}{KEYS[1]}.1of2.page")
+    data = bytearray(damaged.read_bytes())
+    data[4096 + writer.page_layout.page_bytes - 1] ^= 1  # in V of the last head
+    damaged.write_bytes(data)
+    for share, found in ((Share(0, 4), True), (Share(1, 4), True), (Share(3, 4), False)):
+        reader = Server(share, 4, hidden=True)
+        with opened(tmp_path, runtime, reader) as storage:
+            assert storage.batch_get_v1(KEYS[:2], indices([0, 1])) == [found, found]
+            if found:
+                reader.assert_restored([0, 1], runtime.page_namespace())
+
+
+def test_layers_that_a_restore_recomputes_are_not_read(tmp_path: Path, runtime: Runtime) -> None:
+    server = Server(WHOLE, 1, hidden=True)
+    with opened(tmp_path, runtime, server) as storage:
+        server.compute([0], runtime.page_namespace())
+        storage.batch_set_v1(KEYS[:1], indices([0]))
+        kept = server.memory.clone()
+        server.memory.zero_()
+        server.first = 2
+        assert storage.batch_get_v1(KEYS[:1], indices([0])) == [True]
+        layout = server.page_layout
+        assert not server.memory[0, layout.segment(1)].any()
+        assert torch.equal(server.memory[0, layout.segment(2)], kept[0, layout.segment(2)])
+
+
+def test_every_byte_of_a_page_is_digested_once_on_its_way_out_and_once_on_its_way_in(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digested = []
+
+    def digest(data: Any) -> int:
+        digested.append(len(memoryview(data).cast("B")))
+        return xxhash.xxh3_64_intdigest(data)
+
+    monkeypatch.setattr(units, "xxhash", SimpleNamespace(xxh3_64_intdigest=digest))
+    server = Server(Share(1, 2), 4, hidden=True)
+    layout = server.page_layout
+    with opened(tmp_path, runtime, server) as storage:
+        server.compute([0, 1], runtime.page_namespace())
+        storage.batch_set_v1(KEYS[:2], indices([0, 1]))
+        assert sum(digested) == 2 * layout.page_bytes
+        assert sorted(digested) == sorted(2 * [unit.length for unit in layout.units])
+        digested.clear()
+        assert storage.batch_get_v1(KEYS[:2], indices([0, 1])) == [True, True]
+        server.assert_restored([0, 1], runtime.page_namespace())
+        assert sum(digested) == 2 * layout.page_bytes
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ranks", "heads", "groups"),
+    [(None, 1, 8, 1), (None, 2, 4, 2), (8, 2, 4, 8), (4, 4, 2, 4), (6, 3, 2, 1), (None, 16, 1, 1)],
+)
+def test_pages_have_a_group_of_heads_for_each_rank_or_as_many_as_tp_lcm_size(
+    wanted: int | None, ranks: int, heads: int, groups: int
+) -> None:
+    shares = [share_of_heads(rank, ranks) for rank in range(ranks)]
+    assert shares == [Share(rank, ranks) for rank in range(ranks)] or set(shares) == {WHOLE}
+    assert {head_groups(wanted, share, ranks, heads) for share in shares} == {groups}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ranks", "heads"), [(3, 1, 6), (4, 2, 1), (2, 4, 8), (16, 1, 16)]
+)
+def test_groups_that_do_not_divide_the_heads_are_refused(
+    wanted: int, ranks: int, heads: int
+) -> None:
+    with pytest.raises(ConfigError, match=f"'tp_lcm_size' is {wanted}; it must be 1, 2, 4 or 8"):
+        head_groups(wanted, share_of_heads(0, ranks), ranks, heads)
+
+
+def test_groups_cannot_change_while_a_server_runs(tmp_path: Path, runtime: Runtime) -> None:
+    server = Server(WHOLE, 2, hidden=False)
+    with (
+        pytest.raises(ConfigError, match=r"'tp_lcm_size' is 4 but the pages .* have 2 groups"),
+        opened(tmp_path, runtime, server, tp_lcm_size=4),
+    ):
+        pass
