@@ -19,6 +19,7 @@ class LayerGroup(BaseModel):
         layers: Their numbers within the pipeline stage.
         method: ``spec``: by the kernels. ``generic``: by the model's own attention modules.
         detail: What the spec is made of, or why there is none.
+        exactness: How exactly K and V come back, and are repeated by the model itself, in words.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -26,6 +27,7 @@ class LayerGroup(BaseModel):
     layers: tuple[int, ...]
     method: Literal["spec", "generic"]
     detail: str
+    exactness: str
 
 
 class ServerReport(BaseModel):

@@ -110,7 +110,8 @@ def _last_server(path: Path, report: ServerReport) -> Check:
         parts.append(f"codec {report.codec}")
     for group in report.projection:
         how = "by spec" if group.method == "spec" else "by their attention modules"
-        parts.append(f"layers {', '.join(map(str, group.layers))} {how}: {group.detail}")
+        numbers = ", ".join(map(str, group.layers))
+        parts.append(f"layers {numbers} {how}: {group.detail} ({group.exactness})")
     if report.partition is not None:
         parts.append(f"stored: {report.partition}")
     best = report.pages == "own" and all(group.method == "spec" for group in report.projection)

@@ -11,8 +11,6 @@ from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.generic import ProjectionFailed
 from hcache_backend.projection.projector import Projector
 
-KV = tuple[torch.Tensor, torch.Tensor]
-
 TOLERANCE = {
     torch.float32: 1e-4,
     torch.float16: 1e-2,
@@ -59,25 +57,6 @@ def relative_difference(got: torch.Tensor, want: torch.Tensor) -> float:
     return worst if math.isfinite(worst) else float("inf")
 
 
-def kv_problem(how: str, layer: AttentionLayer, got: KV, want: KV, allowed: float) -> str | None:
-    """Why K and V of a layer are not the model's, or None when rounding explains the difference.
-
-    Args:
-        how: What was done to get them: ``projected``, ``written``...
-        got: K and V, ``[n, heads, dim]`` each.
-        want: Those of the model.
-        allowed: See :func:`tolerance`.
-    """
-    for name, ours, models in zip("KV", got, want, strict=True):
-        difference = relative_difference(ours, models)
-        if difference > allowed:
-            return (
-                f"{how} {name} of {layer.name} differs from the model's by {difference:.2e} "
-                f"(allowed {allowed:.1g})"
-            )
-    return None
-
-
 def projection_problem(
     layer: AttentionLayer,
     hidden: torch.Tensor,
@@ -102,7 +81,14 @@ def projection_problem(
     pool = projector.pool
     wanted = pool.fetch(layer.kernel, slots, hidden.dtype)
     allowed = tolerance(pool.dtype, codec)
-    return kv_problem("projected", layer, projected, wanted, allowed)
+    for name, ours, models in zip("KV", projected, wanted, strict=True):
+        difference = relative_difference(ours, models)
+        if difference > allowed:
+            return (
+                f"projected {name} of {layer.name} differs from the model's by {difference:.2e} "
+                f"(allowed {allowed:.1g})"
+            )
+    return None
 
 
 def first_problem(problems: Iterable[str | None]) -> str | None:

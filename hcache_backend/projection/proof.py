@@ -2,7 +2,8 @@
 
 The module is asked about more than the probe shows: large positions, where a RoPE that is no plain
 look-up gives itself away; loud hidden states, which clamped or saturating projections cut; quiet
-ones, beside which biases and epsilons count.
+ones, beside which biases and epsilons count. It is also asked again at other batch sizes, where
+products sum in other orders: a spec has to be as exact as the module itself then is.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.check import relative_difference, tolerance
+from hcache_backend.projection.exactness import KVExactness, kv_exactness, together, worst
 from hcache_backend.projection.generic import ProjectionBatch, project_with_module
 from hcache_backend.projection.spec import COS_SIN, LayerSpec
 
@@ -22,9 +24,16 @@ _QUIET = 1e-3
 
 _PLACES = 16
 
+LESS_EXACT = "K or V are less exact than the attention module's own at other batch sizes"
+"""Why a spec is refused whose figures are worse than the module's."""
+
+
+_BATCH_SIZES = (1, 16)
+"""A decode step of one request and a small batch. Many tokens at once are evidence anyway."""
+
 
 @dataclass(frozen=True)
-class Evidence:
+class Sample:
     """K and V that the module made, of tokens that a spec must do the same for.
 
     Attributes:
@@ -41,6 +50,19 @@ class Evidence:
     v: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Evidence:
+    """What the attention module of a layer says.
+
+    Attributes:
+        samples: Of the probe first, then of its tokens at other positions beside it.
+        own: How exactly the module repeats K and V of the probe at other batch sizes.
+    """
+
+    samples: list[Sample]
+    own: KVExactness
+
+
 def spec_tolerance(dtype: torch.dtype) -> float:
     """Half of what a layer may differ from the pool: both sides round at the same places."""
     return tolerance(dtype) / 2
@@ -53,7 +75,7 @@ def gather_evidence(
     positions: torch.Tensor,
     batch: ProjectionBatch,
     position_limit: int,
-) -> list[Evidence]:
+) -> Evidence:
     """Ask the attention module; always the same number of calls, on every rank.
 
     Args:
@@ -61,16 +83,13 @@ def gather_evidence(
         positions: Positions of the probe, int64 ``[n]``.
         position_limit: The model serves positions below it.
 
-    Returns:
-        Evidence of the probe first, then of its tokens at other positions beside it.
-
     Raises:
         ProjectionFailed: The module gave no K and V.
     """
 
-    def ask(what: str, rows: torch.Tensor, where: torch.Tensor) -> Evidence:
+    def ask(what: str, rows: torch.Tensor, where: torch.Tensor) -> Sample:
         k, v = project_with_module(layer, rows, where, batch)
-        return Evidence(what, rows, where, k, v)
+        return Sample(what, rows, where, k, v)
 
     n = len(hidden)
     probe = ask("the probe's tokens", hidden, positions)
@@ -83,20 +102,27 @@ def gather_evidence(
     largest = float(torch.maximum(probe.k.abs().amax(), probe.v.abs().amax()))
     loud = hidden * min(_LOUD / largest, _room(hidden)) if largest else hidden
     quiet = hidden * (_QUIET / largest) if largest else hidden
-    return [
+    samples = [
         probe,
         far,
         ask("loud hidden states", loud, positions),
         ask("quiet hidden states", quiet, positions),
     ]
+    again = [(far.k[:n], far.v[:n])]
+    for size in _BATCH_SIZES:
+        batches = zip(hidden.split(size), positions.split(size), strict=True)
+        k, v = zip(*(project_with_module(layer, *rows, batch) for rows in batches), strict=True)
+        again.append((torch.cat(k), torch.cat(v)))
+    first = (probe.k, probe.v)
+    return Evidence(samples, worst(kv_exactness(kv, first, hidden.dtype) for kv in again))
 
 
-def dependence(layer: AttentionLayer, evidence: list[Evidence]) -> str | None:
+def dependence(layer: AttentionLayer, evidence: Evidence) -> str | None:
     """Whether K of a token changes with the positions of the tokens that are projected beside it.
 
     No page can be restored for such a layer: a page does not say what stood beside its tokens.
     """
-    probe, far = evidence[:2]
+    probe, far = evidence.samples[:2]
     n = len(probe.hidden)
     if relative_difference(far.k[:n], probe.k) <= tolerance(probe.hidden.dtype):
         return None
@@ -107,30 +133,51 @@ def dependence(layer: AttentionLayer, evidence: list[Evidence]) -> str | None:
 
 
 @torch.no_grad()
-def difference(spec: LayerSpec, evidence: list[Evidence]) -> tuple[float, str]:
+def difference(spec: LayerSpec, samples: list[Sample]) -> tuple[float, str]:
     """The worst relative difference between a spec's K and V and the module's, and where it is."""
-    worst, where = 0.0, ""
-    n = len(evidence[0].hidden)  # the probe's tokens: compared together at all their positions
-    for piece in evidence:
+    largest, where = 0.0, ""
+    n = len(samples[0].hidden)  # the probe's tokens: compared together at all their positions
+    for sample in samples:
         try:
-            made = spec.compute(piece.hidden, piece.positions)
+            made = spec.compute(sample.hidden, sample.positions)
         except Exception as error:  # a linear module of the model's, or a table that is too short
-            return float("inf"), f"K and V of {piece.what} ({type(error).__name__}: {error})"
-        for name, got, want in zip("KV", made, (piece.k, piece.v), strict=True):
+            return float("inf"), f"K and V of {sample.what} ({type(error).__name__}: {error})"
+        for name, got, want in zip("KV", made, (sample.k, sample.v), strict=True):
             groups = zip(got.split(n), want.split(n), strict=True)
             found = max(relative_difference(a.float(), b.float()) for a, b in groups)
-            if found > worst:
-                worst, where = found, f"{name} of {piece.what}"
-    return worst, where
+            if found > largest:
+                largest, where = found, f"{name} of {sample.what}"
+    return largest, where
 
 
-def spec_problem(spec: LayerSpec, evidence: list[Evidence]) -> str | None:
-    """Why a spec is wrong for its layer, or None when its K and V are the module's."""
-    allowed = spec_tolerance(evidence[0].hidden.dtype)
-    worst, where = difference(spec, evidence)
-    if worst <= allowed:
+def difference_problem(spec: LayerSpec, samples: list[Sample]) -> str | None:
+    """Why rounding cannot explain that a spec's K and V differ from the module's, or None."""
+    allowed = spec_tolerance(samples[0].hidden.dtype)
+    largest, where = difference(spec, samples)
+    if largest <= allowed:
         return None
-    return f"{where} differ from the module's by {worst:.1e} (allowed {allowed:.0e})"
+    return f"{where} differ from the module's by {largest:.1e} (allowed {allowed:.0e})"
+
+
+@torch.no_grad()
+def spec_exactness(spec: LayerSpec, samples: list[Sample]) -> KVExactness:
+    """How exactly a spec's K and V are the module's."""
+    return together(
+        kv_exactness(
+            spec.compute(sample.hidden, sample.positions), (sample.k, sample.v), sample.k.dtype
+        )
+        for sample in samples
+    )
+
+
+def spec_problem(spec: LayerSpec, evidence: Evidence) -> str | None:
+    """Why a spec is wrong for its layer, or None when its K and V are the module's."""
+    problem = difference_problem(spec, evidence.samples)
+    if problem is not None:
+        return problem
+    if spec_exactness(spec, evidence.samples).as_good_as(evidence.own):
+        return None
+    return LESS_EXACT
 
 
 def _places(limit: int) -> torch.Tensor:

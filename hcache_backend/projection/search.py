@@ -2,8 +2,9 @@
 
 Nothing is told by names of classes or of modules. Modules that were fed the hidden states are
 watched; V, which nothing is done to, shows where it stands in their output. K is looked for in the
-same outputs under every norm and RoPE that the attention module could hold. The best guess has to
-prove itself on all evidence (:mod:`hcache_backend.projection.proof`).
+same outputs under every norm and RoPE that the attention module could hold, and then under every
+rounding that kernels have. The best guess has to prove itself on all evidence
+(:mod:`hcache_backend.projection.proof`).
 """
 
 from __future__ import annotations
@@ -17,8 +18,18 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from hcache_backend.projection.attention import AttentionLayer
+from hcache_backend.projection.exactness import KVExactness
 from hcache_backend.projection.generic import ProjectionBatch, project_with_module
-from hcache_backend.projection.proof import Evidence, difference, spec_problem, spec_tolerance
+from hcache_backend.projection.proof import (
+    LESS_EXACT,
+    Evidence,
+    Sample,
+    difference,
+    difference_problem,
+    spec_exactness,
+    spec_problem,
+    spec_tolerance,
+)
 from hcache_backend.projection.spec import (
     COS_SIN,
     Columns,
@@ -29,13 +40,31 @@ from hcache_backend.projection.spec import (
     linear_output,
     vector,
 )
-from hcache_kernels.project_kv import KeyNorm, Rotary, check_projection, finish_keys
+from hcache_kernels.project_kv import KeyNorm, Rotary, Rounding, check_projection, finish_keys
 
 _NORM_KINDS: tuple[Literal["rms", "layer"], ...] = ("rms", "layer")
 
+_NORM_ROUNDINGS: tuple[dict[str, bool], ...] = ({}, {"normed": True}, {"norm": False})
+_ROPE_ROUNDINGS: tuple[dict[str, bool], ...] = (
+    {},
+    {"table": True, "cos_products": True, "sin_products": True},
+    {"table": True},
+    {"table": True, "sin_products": True},
+    {"table": True, "cos_products": True},
+)
+"""In the order in which they are tried: SGLang on CUDA, on a CPU, and compiled by others."""
+
 
 class NoSpec(Exception):
-    """The layer is projected by its own attention module; the message says why."""
+    """The layer is projected by its own attention module; the message says why.
+
+    Attributes:
+        reached: How exact the best spec would be, if that is why it is none.
+    """
+
+    def __init__(self, reason: str, reached: KVExactness | None = None) -> None:
+        super().__init__(reason)
+        self.reached = reached
 
 
 class _Fed(NamedTuple):
@@ -49,15 +78,15 @@ class _Fed(NamedTuple):
 
 
 @torch.no_grad()
-def find_spec(layer: AttentionLayer, evidence: list[Evidence], batch: ProjectionBatch) -> LayerSpec:
-    """The spec of a layer, proven on ``evidence`` of which the first piece is the probe.
+def find_spec(layer: AttentionLayer, evidence: Evidence, batch: ProjectionBatch) -> LayerSpec:
+    """The spec of a layer, proven on ``evidence``.
 
     The attention module is called once more, watched.
 
     Raises:
         NoSpec: Nothing that was tried gives the module's K and V.
     """
-    probe = evidence[0]
+    probe = evidence.samples[0]
     head_dim = probe.k.shape[-1]
     if probe.v.shape != probe.k.shape:
         raise NoSpec(f"K has heads of {head_dim} and V of {probe.v.shape[-1]}")
@@ -68,22 +97,28 @@ def find_spec(layer: AttentionLayer, evidence: list[Evidence], batch: Projection
     if v is None:
         raise NoSpec("V is not a part of what a linear module gives for the hidden states")
     guesses = [
-        _fused_if_possible(LayerSpec(k, v, norm, rotary, fused=False), probe)
+        LayerSpec(k, v, norm, rotary, fused=False)
         for norm, rotary in product(_norms(layer, probe), _rotaries(layer, head_dim))
         for k in (_k_columns(one, probe, norm, rotary) for one in fed)
         if k is not None
     ]
     if not guesses:
         raise NoSpec("K is made by no norm and RoPE that its attention module shows")
-    best = min(guesses, key=lambda spec: difference(spec, evidence)[0])
-    problem = spec_problem(best, evidence)
+    best = min(guesses, key=lambda spec: difference(spec, evidence.samples)[0])
+    problem = difference_problem(best, evidence.samples)
     if problem is not None:
         raise NoSpec(problem)
-    return best
+    best = _with_its_rounding(best, evidence.samples[1])
+    reached = spec_exactness(best, evidence.samples)
+    if not reached.as_good_as(evidence.own):
+        raise NoSpec(LESS_EXACT, reached)
+    fused = _fused(best)
+    # Packed weights look like plain ones, and some modules do more than multiply.
+    return best if fused is None or spec_problem(fused, evidence) else fused
 
 
 def _watch(
-    layer: AttentionLayer, probe: Evidence, batch: ProjectionBatch, head_dim: int
+    layer: AttentionLayer, probe: Sample, batch: ProjectionBatch, head_dim: int
 ) -> list[_Fed]:
     """The modules inside the attention module that receive the hidden states."""
     fed: dict[int, _Fed] = {}
@@ -116,7 +151,7 @@ def _watch(
 
 
 def _k_columns(
-    fed: _Fed, probe: Evidence, norm: NormModule | None, rotary: RotaryTable | None
+    fed: _Fed, probe: Sample, norm: NormModule | None, rotary: RotaryTable | None
 ) -> Columns | None:
     """Where K stands, if ``norm`` and ``rotary`` make it out of parts of this output."""
     key_norm = None if norm is None else norm.key_norm()
@@ -149,7 +184,7 @@ def _finish(
     head: int,
     norm: KeyNorm | None,
     rotary: Rotary | None,
-    probe: Evidence,
+    probe: Sample,
 ) -> torch.Tensor:
     """Every block as if it were K's head number ``head``."""
     dim = blocks.shape[-1]
@@ -162,7 +197,7 @@ def _finish(
             blocks, norm = (blocks if weight is None else blocks * weight), None
         else:
             norm = replace(norm, weight=weight, bias=bias)
-    return finish_keys(blocks, probe.positions, norm, rotary)
+    return finish_keys(blocks, probe.positions, norm, rotary, Rounding())
 
 
 def _match(blocks: torch.Tensor, head: torch.Tensor, scale_free: bool) -> int | None:
@@ -176,7 +211,7 @@ def _match(blocks: torch.Tensor, head: torch.Tensor, scale_free: bool) -> int | 
     return place if float(off[place]) <= allowed * float(head.square().mean().sqrt()) else None
 
 
-def _norms(layer: AttentionLayer, probe: Evidence) -> Iterator[NormModule | None]:
+def _norms(layer: AttentionLayer, probe: Sample) -> Iterator[NormModule | None]:
     """No norm, and every reading of every module that could be one."""
     yield None
     heads, dim = probe.k.shape[1:]
@@ -204,7 +239,22 @@ def _rotaries(layer: AttentionLayer, head_dim: int) -> list[RotaryTable | None]:
     return tables
 
 
-def _fused_if_possible(spec: LayerSpec, probe: Evidence) -> LayerSpec:
+def _with_its_rounding(spec: LayerSpec, sample: Sample) -> LayerSpec:
+    """``spec`` with the first rounding that gives the most equal numbers of K."""
+    norms = _NORM_ROUNDINGS if spec.norm is not None else _NORM_ROUNDINGS[:1]
+    ropes = _ROPE_ROUNDINGS if spec.rotary is not None else _ROPE_ROUNDINGS[:1]
+    made = spec.k.pick(linear_output(spec.k.linear(sample.hidden)))
+    unequal: dict[Rounding, int] = {}
+    for norm, rope in product(norms, ropes):
+        rounding = Rounding(**norm, **rope)
+        k = finish_keys(made, sample.positions, spec.key_norm(), spec.key_rotary(), rounding)
+        unequal[rounding] = int((k != sample.k).sum())
+        if not unequal[rounding]:
+            break
+    return replace(spec, rounding=min(unequal, key=unequal.__getitem__))
+
+
+def _fused(spec: LayerSpec) -> LayerSpec | None:
     """``spec`` for the kernels, when the linear module's weight is plain and K and V stand so."""
     linear, start = spec.k.linear, spec.k.starts[0]
     weight = getattr(linear, "weight", None)
@@ -213,15 +263,12 @@ def _fused_if_possible(spec: LayerSpec, probe: Evidence) -> LayerSpec:
         or not (spec.k.contiguous and spec.v.contiguous)
         or spec.v.starts[0] != start + spec.k.width
         or not isinstance(weight, torch.Tensor)
-        or weight.dtype != probe.hidden.dtype
         or weight.dim() != 2
-        or weight.shape[1] != probe.hidden.shape[1]
     ):
-        return spec
+        return None
     fused = replace(spec, fused=True)
     try:
         check_projection(fused.projection())
     except ValueError:
-        return spec
-    # Packed weights look like plain ones, and some modules do more than multiply.
-    return spec if spec_problem(fused, [probe]) else fused
+        return None
+    return fused

@@ -6,7 +6,7 @@ that grows, is seen by the next projection.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -15,6 +15,7 @@ from hcache_kernels.project_kv import (
     KeyNorm,
     KVProjection,
     Rotary,
+    Rounding,
     compute_kv,
     finish_keys,
 )
@@ -108,6 +109,7 @@ class LayerSpec:
         fused: The kernels can do it all. They want rows of K and then of V in one float weight:
             rows that stand otherwise would have to be copied, and a quantised weight is its
             module's own affair, so that module is then called.
+        rounding: What norm and RoPE round.
     """
 
     k: Columns
@@ -115,6 +117,7 @@ class LayerSpec:
     norm: NormModule | None
     rotary: RotaryTable | None
     fused: bool
+    rounding: Rounding = Rounding()
 
     def key_norm(self) -> KeyNorm | None:
         """The norm of K at this moment."""
@@ -136,6 +139,7 @@ class LayerSpec:
             head_dim=self.k.head_dim,
             norm=self.key_norm(),
             rotary=self.key_rotary(),
+            rounding=self.rounding,
         )
 
     def compute(
@@ -153,7 +157,8 @@ class LayerSpec:
         if self.fused:
             return compute_kv(hidden, positions, self.projection())
         output = linear_output(self.k.linear(hidden))
-        k = finish_keys(self.k.pick(output), positions, self.key_norm(), self.key_rotary())
+        k = self.k.pick(output)
+        k = finish_keys(k, positions, self.key_norm(), self.key_rotary(), self.rounding)
         if self.v.linear is not self.k.linear:
             output = linear_output(self.v.linear(hidden))
         return k, self.v.pick(output)
@@ -173,6 +178,11 @@ class LayerSpec:
         if self.rotary is not None:
             rotary = self.rotary.rotary()
             parts.append(f"RoPE {rotary.style} {rotary.rotary_dim}")
+        if self.rounding != Rounding():
+            rounded = [name for name, on in asdict(self.rounding).items() if on]
+            if self.norm is None:
+                rounded.remove("norm")
+            parts.append(f"rounding {' + '.join(rounded).replace('_', ' ') or 'nothing'}")
         return ", ".join(parts)
 
 

@@ -48,6 +48,11 @@ def project_kv_kernel(
     PAIRS: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    ROUND_NORMED: tl.constexpr,
+    ROUND_NORM: tl.constexpr,
+    ROUND_TABLE: tl.constexpr,
+    ROUND_COS_PRODUCTS: tl.constexpr,
+    ROUND_SIN_PRODUCTS: tl.constexpr,
     KEYS_BY_ROW: tl.constexpr,
     PARTS: tl.constexpr,  # 1: only K
     ROWS: tl.constexpr,
@@ -58,6 +63,7 @@ def project_kv_kernel(
     COLUMNS_EVEN: tl.constexpr,
 ):
     """One program: ``ROWS`` tokens x ``TILE_HEADS`` heads of K, or of V."""
+    MODEL: tl.constexpr = source.dtype.element_ty
     HEAD_TILES: tl.constexpr = (KV_HEADS + TILE_HEADS - 1) // TILE_HEADS
     # Programs that run at the same time share rows and weights, which then come from L2.
     program = tl.program_id(0)
@@ -118,6 +124,7 @@ def project_kv_kernel(
         if bias is not None:
             added = tl.load(bias + first_column + tile_column, mask=column_mask, other=0.0)
             product += added.to(tl.float32)[None, :]
+        product = _rounded(product, MODEL, True)
         a, b = tl.split(tl.reshape(product, (ROWS, TILE_HEADS, PAIRS, 2)))
 
     slot = tl.load(slots + rows, mask=row_mask, other=0)
@@ -126,6 +133,7 @@ def project_kv_kernel(
             SIZE: tl.constexpr = KV_HEADS * HEAD_DIM if OVER_ALL else HEAD_DIM
             real = head_mask[:, None] & (pair < HEAD_DIM // 2)[None, :]
             a, b = _normalise(a, b, real, epsilon, NORM, OVER_ALL, SIZE)
+            a, b = _rounded(a, MODEL, ROUND_NORMED), _rounded(b, MODEL, ROUND_NORMED)
             if norm_weight is not None:
                 weight_at = norm_weight + heads[:, None] * norm_weight_head_stride
                 a = a * _parameter(weight_at + first[None, :], real)
@@ -134,20 +142,27 @@ def project_kv_kernel(
                 bias_at = norm_bias + heads[:, None] * norm_bias_head_stride
                 a = a + _parameter(bias_at + first[None, :], real)
                 b = b + _parameter(bias_at + second[None, :], real)
+            a, b = _rounded(a, MODEL, ROUND_NORM), _rounded(b, MODEL, ROUND_NORM)
         if ROTARY_DIM > 0:
             position = tl.load(positions + rows, mask=row_mask, other=0)
-            a, b = _rotate(a, b, position, row_mask, cos_sin, PAIRS, ROTARY_DIM)
+            cos, sin = _cos_sin(cos_sin, position, row_mask, PAIRS, ROTARY_DIM)
+            cos, sin = _rounded(cos, MODEL, ROUND_TABLE), _rounded(sin, MODEL, ROUND_TABLE)
+            a_cos = _rounded(a * cos, MODEL, ROUND_COS_PRODUCTS)
+            b_cos = _rounded(b * cos, MODEL, ROUND_COS_PRODUCTS)
+            a_sin = _rounded(a * sin, MODEL, ROUND_SIN_PRODUCTS)
+            b_sin = _rounded(b * sin, MODEL, ROUND_SIN_PRODUCTS)
+            a, b = a_cos - b_sin, b_cos + a_sin
         key_row = rows if KEYS_BY_ROW else slot
         k_at = pool_k + (key_row.to(tl.int64) * k_slot_stride)[:, None, None]
         k_at = k_at + (heads * k_head_stride)[None, :, None]
-        k_a = _as_stored(a, k_scale, K_LIMIT, pool_k.dtype.element_ty)
-        k_b = _as_stored(b, k_scale, K_LIMIT, pool_k.dtype.element_ty)
+        k_a = _as_stored(a, k_scale, K_LIMIT, MODEL, pool_k.dtype.element_ty)
+        k_b = _as_stored(b, k_scale, K_LIMIT, MODEL, pool_k.dtype.element_ty)
         _store_pairs(k_at, mask, k_a, k_b, first, second, HEAD_DIM, PAIRS, INTERLEAVED)
     else:
         v_at = pool_v + (slot.to(tl.int64) * v_slot_stride)[:, None, None]
         v_at = v_at + (heads * v_head_stride)[None, :, None]
-        v_a = _as_stored(a, v_scale, V_LIMIT, pool_v.dtype.element_ty)
-        v_b = _as_stored(b, v_scale, V_LIMIT, pool_v.dtype.element_ty)
+        v_a = _as_stored(a, v_scale, V_LIMIT, MODEL, pool_v.dtype.element_ty)
+        v_b = _as_stored(b, v_scale, V_LIMIT, MODEL, pool_v.dtype.element_ty)
         _store_pairs(v_at, mask, v_a, v_b, first, second, HEAD_DIM, PAIRS, INTERLEAVED)
 
 
@@ -191,21 +206,28 @@ def _parameter(at, real):
 
 
 @triton.jit
-def _rotate(a, b, positions, row_mask, cos_sin, PAIRS: tl.constexpr, ROTARY_DIM: tl.constexpr):
-    """Turn the pairs by their row's angle; pairs from ``ROTARY_DIM / 2`` on keep theirs."""
+def _rounded(x, MODEL: tl.constexpr, REALLY: tl.constexpr):
+    """Float32 numbers, as the model's type holds them if ``REALLY``."""
+    return x.to(MODEL).to(tl.float32) if REALLY else x
+
+
+@triton.jit
+def _cos_sin(cos_sin, positions, row_mask, PAIRS: tl.constexpr, ROTARY_DIM: tl.constexpr):
+    """Cosine and sine of each row's angles; pairs from ``ROTARY_DIM / 2`` on are not turned."""
     pair = tl.arange(0, PAIRS)[None, :]
     mask = row_mask[:, None] & (pair < ROTARY_DIM // 2)
     at = cos_sin + positions.to(tl.int64)[:, None] * ROTARY_DIM + pair
     cos = tl.load(at, mask=mask, other=1.0).to(tl.float32)[:, None, :]
     sin = tl.load(at + ROTARY_DIM // 2, mask=mask, other=0.0).to(tl.float32)[:, None, :]
-    return a * cos - b * sin, b * cos + a * sin
+    return cos, sin
 
 
 @triton.jit
-def _as_stored(x, scale, LIMIT: tl.constexpr, dtype: tl.constexpr):
+def _as_stored(x, scale, LIMIT: tl.constexpr, MODEL: tl.constexpr, dtype: tl.constexpr):
     """Float32 values as the pool keeps them. ``LIMIT``: an fp8 type's largest value, else None."""
+    x = _rounded(x, MODEL, True)
     if LIMIT is not None:
-        x = x / scale
+        x = _rounded(x / scale, MODEL, True)
         # Comparisons, not minimum and maximum: those would turn NaN into a number.
         x = tl.where(x > LIMIT, LIMIT, x)
         x = tl.where(x < -LIMIT, -LIMIT, x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from .spec import FP8_TYPES, KeyNorm, KVProjection, ProjectionCall, Rotary
+from .spec import FP8_TYPES, KeyNorm, KVProjection, ProjectionCall, Rotary, Rounding
 
 
 def project_kv_reference(call: ProjectionCall) -> None:
@@ -18,43 +18,52 @@ def project_kv_reference(call: ProjectionCall) -> None:
 def compute_kv_reference(
     hidden: torch.Tensor, positions: torch.Tensor, projection: KVProjection
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Like :func:`hcache_kernels.project_kv.compute_kv`, on any device, arguments unchecked.
-
-    It rounds to the type of ``hidden`` where models do: after the product and bias, after the
-    norm, and after RoPE. The norm and RoPE themselves are computed in float32.
-    """
+    """Like :func:`hcache_kernels.project_kv.compute_kv`, on any device, arguments unchecked."""
     heads, dim = projection.kv_heads, projection.head_dim
     kv = F.linear(hidden, projection.weight, projection.bias)
     k, v = kv.view(len(hidden), 2, heads, dim).unbind(1)
-    return finish_keys(k, positions, projection.norm, projection.rotary), v
+    finished = finish_keys(k, positions, projection.norm, projection.rotary, projection.rounding)
+    return finished, v
 
 
 def finish_keys(
-    k: torch.Tensor, positions: torch.Tensor, norm: KeyNorm | None, rotary: Rotary | None
+    k: torch.Tensor,
+    positions: torch.Tensor,
+    norm: KeyNorm | None,
+    rotary: Rotary | None,
+    rounding: Rounding,
 ) -> torch.Tensor:
     """Norm and RoPE of K ``[n, kv_heads, head_dim]`` that some linear module has made, unchecked.
 
     Positions are integers ``[n]``; the result is like ``k``.
     """
-    dtype = k.dtype
+    model, finished = k.dtype, k.float()
     if norm is not None:
-        k = _normalise(k.float(), norm).to(dtype)
+        finished = _normalise(finished, norm, model, rounding)
     if rotary is not None:
-        k = _rotate(k.float(), positions, rotary).to(dtype)
-    return k
+        finished = _rotate(finished, positions, rotary, model, rounding)
+    return finished.to(model)
 
 
-def _normalise(k: torch.Tensor, norm: KeyNorm) -> torch.Tensor:
+def _rounded(x: torch.Tensor, model: torch.dtype, really: bool) -> torch.Tensor:
+    """Float32 numbers, as the model's type holds them if ``really``."""
+    return x.to(model).float() if really else x
+
+
+def _normalise(
+    k: torch.Tensor, norm: KeyNorm, model: torch.dtype, rounding: Rounding
+) -> torch.Tensor:
     """Normalise float32 ``[n, kv_heads, head_dim]``."""
     over = (-1,) if norm.over == "head" else (-2, -1)
     if norm.kind == "layer":
         k = k - k.mean(over, keepdim=True)
     k = k * torch.rsqrt(k.square().mean(over, keepdim=True) + norm.epsilon)
+    k = _rounded(k, model, rounding.normed)
     if norm.weight is not None:
         k = k * _by_head(norm.weight, k)
     if norm.bias is not None:
         k = k + _by_head(norm.bias, k)
-    return k
+    return _rounded(k, model, rounding.norm)
 
 
 def _by_head(parameter: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -62,23 +71,26 @@ def _by_head(parameter: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return parameter.float().view(-1, k.shape[-1])
 
 
-def _rotate(k: torch.Tensor, positions: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+def _rotate(
+    k: torch.Tensor, positions: torch.Tensor, rotary: Rotary, model: torch.dtype, rounding: Rounding
+) -> torch.Tensor:
     """Rotate the first ``rotary_dim`` dimensions of float32 ``[n, kv_heads, head_dim]``."""
-    cos, sin = rotary.cos_sin[positions].float().unsqueeze(1).chunk(2, -1)
+    table = _rounded(rotary.cos_sin[positions].float(), model, rounding.table)
+    cos, sin = table.unsqueeze(1).chunk(2, -1)
     turned, rest = k[..., : rotary.rotary_dim], k[..., rotary.rotary_dim :]
-    if rotary.style == "neox":
-        a, b = turned.chunk(2, -1)
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-    else:
-        a, b = turned[..., 0::2], turned[..., 1::2]
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+    neox = rotary.style == "neox"
+    a, b = turned.chunk(2, -1) if neox else (turned[..., 0::2], turned[..., 1::2])
+    a_cos, b_cos = (_rounded(part * cos, model, rounding.cos_products) for part in (a, b))
+    a_sin, b_sin = (_rounded(part * sin, model, rounding.sin_products) for part in (a, b))
+    pair = (a_cos - b_sin, b_cos + a_sin)
+    turned = torch.cat(pair, -1) if neox else torch.stack(pair, -1).flatten(-2)
     return torch.cat((turned, rest), -1)
 
 
 def _store(pool: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, scale: float) -> None:
     if pool.dtype in FP8_TYPES:
         limit = torch.finfo(pool.dtype).max
-        rows = (rows.float() / scale).clamp(-limit, limit).to(pool.dtype)
+        rows = (rows / scale).float().clamp(-limit, limit).to(pool.dtype)
         # torch cannot scatter fp8, but the bytes are the same.
         pool, rows = pool.view(torch.uint8), rows.view(torch.uint8)
     pool[slots.long()] = rows.to(pool.dtype)

@@ -4,6 +4,9 @@ k, v   = hidden @ weight.T + bias          split at kv_heads * head_dim
 k      = norm(k)                           per head, or over all heads
 k      = rotary(k, positions)
 pool.k[slots], pool.v[slots] = k, v        divided by the pool's scales when it is fp8
+
+The arithmetic is float32. The product with its bias, the finished K and the quotients by an fp8
+pool's scales are rounded to the model's type; :class:`Rounding` says what else is.
 """
 
 from __future__ import annotations
@@ -55,6 +58,28 @@ class Rotary:
 
 
 @dataclass(frozen=True)
+class Rounding:
+    """What is rounded to the model's type between the product and the finished K.
+
+    Models differ in it with the kernels that an engine chooses for a device and a head size.
+
+    Attributes:
+        normed: The normalised K, before the norm's weight (transformers' RMSNorm).
+        norm: The result of the norm. Kernels that do norm and RoPE at once keep it in float32.
+        table: Cosines and sines.
+        cos_products: The rotation's products with cosines, before they are added.
+        sin_products: Those with sines. Torch rounds both products; a multiply-add in the model's
+            type rounds one.
+    """
+
+    normed: bool = False
+    norm: bool = True
+    table: bool = False
+    cos_products: bool = False
+    sin_products: bool = False
+
+
+@dataclass(frozen=True)
 class KVProjection:
     """How one layer makes K and V from its hidden states (paper section 3.1).
 
@@ -65,6 +90,7 @@ class KVProjection:
         head_dim: Dimensions of a head, the same for K and V.
         norm: Normalisation of K, or None.
         rotary: RoPE of K, or None.
+        rounding: What norm and RoPE round.
     """
 
     weight: torch.Tensor
@@ -73,6 +99,7 @@ class KVProjection:
     head_dim: int
     norm: KeyNorm | None = None
     rotary: Rotary | None = None
+    rounding: Rounding = Rounding()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -207,6 +207,7 @@ def _launch(call: ProjectionCall, config: TileConfig, keys_by_row: bool = False)
             "PAIRS": pairs,
             "ROTARY_DIM": rotary.rotary_dim if rotary else 0,
             "INTERLEAVED": rotary is not None and rotary.style == "interleaved",
+            **{f"ROUND_{name.upper()}": on for name, on in asdict(projection.rounding).items()},
             "KEYS_BY_ROW": keys_by_row,
             "PARTS": parts,
             "ROWS": config.rows,

@@ -82,7 +82,7 @@ class Norm(torch.nn.Module):
         wide = x.float()
         if self.kind == "layer":
             wide = wide - wide.mean(-1, keepdim=True)
-        wide = wide / (wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon).sqrt()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
         if self.weight is not None:
             wide = wide * (self.weight.float() + self.offset)
         return (wide if self.bias is None else wide + self.bias.float()).to(x.dtype)

@@ -1,8 +1,10 @@
-"""How each layer is projected on this server: by its spec where one is proven, and why not."""
+"""How each layer is projected on this server: by its spec where one is proven, or why not."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -14,9 +16,16 @@ from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.refusals import refuse_shared_workspaces
 from hcache_backend.engine.startup.self_check import Probe
 from hcache_backend.projection.attention import AttentionLayer
-from hcache_backend.projection.check import first_problem, kv_problem, tolerance
+from hcache_backend.projection.check import first_problem
+from hcache_backend.projection.exactness import KVExactness, kv_exactness, together
 from hcache_backend.projection.projector import Projector
-from hcache_backend.projection.proof import Evidence, dependence, gather_evidence
+from hcache_backend.projection.proof import (
+    LESS_EXACT,
+    Evidence,
+    dependence,
+    gather_evidence,
+    spec_exactness,
+)
 from hcache_backend.projection.search import NoSpec, find_spec
 from hcache_backend.projection.spec import LayerSpec
 from hcache_backend.server_report import LayerGroup
@@ -24,6 +33,23 @@ from hcache_kernels.project_kv.choice import measure_choice
 from hcache_kernels.project_kv.spec import kind_of
 
 logger = logging.getLogger("hcache")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is known about one layer.
+
+    Attributes:
+        spec: Its spec, or None.
+        detail: The spec's description, or why there is none.
+        own: How exactly the attention module repeats itself at other batch sizes.
+        reached: How exact the spec is, or the one that was refused for it. None: there is none.
+    """
+
+    spec: LayerSpec | None
+    detail: str
+    own: KVExactness
+    reached: KVExactness | None = None
 
 
 class LayerSpecs:
@@ -38,7 +64,7 @@ class LayerSpecs:
         self._projector = projector
         self._group = group
         self._stale = False
-        self._found: list[LayerSpec | str] = []  # of each layer: its spec, or why it has none
+        self._found: list[Found] = []
 
     def find(self) -> None:
         """Look for the spec of every layer, on this rank. All ranks must call it.
@@ -58,26 +84,37 @@ class LayerSpecs:
         if problem is not None:
             raise Refused(problem)
 
-    def _find(self, layer: AttentionLayer, evidence: list[Evidence]) -> LayerSpec | str:
+    def _find(self, layer: AttentionLayer, evidence: Evidence) -> Found:
         assert self._runtime.config is not None
+        own = evidence.own
         if self._runtime.config.projection == "generic":
-            return "option 'projection' is 'generic'"
+            return Found(None, "option 'projection' is 'generic'", own)
         try:
-            return find_spec(layer, evidence, self._projector.batch)
+            spec = find_spec(layer, evidence, self._projector.batch)
+            reached = spec_exactness(spec, evidence.samples)
         except NoSpec as error:
-            return str(error)
+            return Found(None, str(error), own, error.reached)
         except Exception as error:  # a model's own code, looked at in a new way
-            return f"the search broke: {type(error).__name__}: {error}"
+            return Found(None, f"the search broke: {type(error).__name__}: {error}", own)
+        return Found(spec, spec.describe(), own, reached)
 
     def check_writing(self) -> None:
         """Drop specs that do not write to the pool what the model did. Nothing may run yet."""
         probe, projector = self._probe, self._projector
-        projector.use_specs([_spec(found) for found in self._found])
-        for layer, hidden in zip(probe.layers, probe.hidden, strict=True):
-            if _spec(self._found[layer.index]) is not None:
-                problem = written_problem(layer, hidden, probe.positions, probe.slots, projector)
-                if problem is not None:
-                    self._found[layer.index] = problem
+        projector.use_specs([found.spec for found in self._found])
+        for layer, hidden, found in zip(probe.layers, probe.hidden, self._found, strict=True):
+            if found.spec is None:
+                continue
+            rows = (hidden, probe.positions, probe.slots)
+            try:
+                written = written_exactness(layer, *rows, projector)
+            except Exception as error:
+                problem = f"its kernel failed: {type(error).__name__}: {error}"
+                self._found[layer.index] = replace(found, spec=None, detail=problem, reached=None)
+                continue
+            if not written.as_good_as(found.own):
+                detail = f"in the KV pool {LESS_EXACT}"
+                self._found[layer.index] = Found(None, detail, found.own, written)
 
     def settle(self) -> None:
         """Use what was found on every rank. All ranks must call it.
@@ -86,9 +123,9 @@ class LayerSpecs:
             Refused: On all ranks: projections could get in the way of forward passes.
         """
         # Some attention modules talk to the other ranks: all must call them, or none.
-        agreed = on_all_ranks(self._group, *(_spec(found) is not None for found in self._found))
+        agreed = on_all_ranks(self._group, *(found.spec is not None for found in self._found))
         specs = [
-            _spec(found) if fine else None for found, fine in zip(self._found, agreed, strict=True)
+            found.spec if fine else None for found, fine in zip(self._found, agreed, strict=True)
         ]
         self._projector.use_specs(specs)
         self._report()
@@ -137,7 +174,9 @@ class LayerSpecs:
             self.find()
         except Exception as error:
             reason = f"after a weight update: {type(error).__name__}: {error}"
-            self._found = [reason] * len(self._probe.layers)
+            self._found = [
+                replace(found, spec=None, detail=reason, reached=None) for found in self._found
+            ]
             if isinstance(error, Refused):
                 self._runtime.lose_trust(reason)
             else:
@@ -150,13 +189,16 @@ class LayerSpecs:
     def _report(self) -> None:
         groups: dict[tuple[Literal["spec", "generic"], str], list[int]] = {}
         for layer, (spec, found) in enumerate(zip(self._projector.specs, self._found, strict=True)):
-            if spec is not None:
-                groups.setdefault(("spec", spec.describe()), []).append(layer)
-            else:
-                reason = found if isinstance(found, str) else "another rank has no spec"
-                groups.setdefault(("generic", reason), []).append(layer)
+            refused = spec is None and found.spec is not None
+            detail = "another rank has no spec" if refused else found.detail
+            groups.setdefault(("generic" if spec is None else "spec", detail), []).append(layer)
         self._runtime.projection = [
-            LayerGroup(method=method, detail=detail, layers=tuple(layers))
+            LayerGroup(
+                method=method,
+                detail=detail,
+                layers=tuple(layers),
+                exactness=_figures([self._found[layer] for layer in layers]),
+            )
             for (method, detail), layers in groups.items()
         ]
         by_spec = [group for group in self._runtime.projection if group.method == "spec"]
@@ -170,16 +212,27 @@ class LayerSpecs:
                     ", ".join(map(str, group.layers)),
                     group.detail,
                 )
+            numbers = ", ".join(map(str, group.layers))
+            logger.info("hcache: exactness: layers %s: %s", numbers, group.exactness)
 
 
-def written_problem(
+def _figures(found: Sequence[Found]) -> str:
+    """What the log and ``hcache doctor`` say about the exactness of layers that are alike."""
+    parts = [f"attention modules at other batch sizes {together(one.own for one in found)}"]
+    reached = [one.reached for one in found if one.reached is not None]
+    if reached:
+        parts.insert(0, f"spec {together(reached)}")
+    return "; ".join(parts)
+
+
+def written_exactness(
     layer: AttentionLayer,
     hidden: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
     projector: Projector,
-) -> str | None:
-    """Why what the projector writes to ``slots`` is not what the model wrote there, or None.
+) -> KVExactness:
+    """How exactly what the projector writes to ``slots`` is what the model wrote there.
 
     Their K and V are overwritten, in another order than the model's. Arguments as in
     :func:`projection_problem`.
@@ -188,13 +241,5 @@ def written_problem(
     wanted = pool.fetch(kernel, slots, hidden.dtype)
     pool.store(kernel, slots, *map(torch.zeros_like, wanted))
     order = torch.arange(len(slots) - 1, -1, -1, device=slots.device)
-    try:
-        projector.project_to_pool(layer, hidden[order], positions[order], slots[order])
-    except Exception as error:
-        return f"its kernel failed: {type(error).__name__}: {error}"
-    written = pool.fetch(kernel, slots, hidden.dtype)
-    return kv_problem("written", layer, written, wanted, tolerance(pool.dtype))
-
-
-def _spec(found: LayerSpec | str) -> LayerSpec | None:
-    return None if isinstance(found, str) else found
+    projector.project_to_pool(layer, hidden[order], positions[order], slots[order])
+    return kv_exactness(pool.fetch(kernel, slots, hidden.dtype), wanted, pool.dtype)

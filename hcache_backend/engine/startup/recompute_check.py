@@ -13,8 +13,9 @@ from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.recompute_batch import model_forward
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
 from hcache_backend.engine.startup.refusals import refuse_shared_workspaces
-from hcache_backend.engine.startup.self_check import Probe
-from hcache_backend.projection.check import first_problem, kv_problem, tolerance
+from hcache_backend.engine.startup.self_check import Probe, run_again
+from hcache_backend.projection.check import first_problem
+from hcache_backend.projection.exactness import KVExactness, kv_exactness, together, worst
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.restore.recompute import Recomputer, TokenSpan
 
@@ -41,7 +42,7 @@ def find_recomputer(
             raise Refused("the model's embeddings are not those of token ids alone")
         if probe.hidden[0].is_cuda:
             refuse_shared_workspaces([runner.model], "recomputing layers")
-        check_recompute(probe, recomputer, pool, kvcache)
+        check_recompute(runner, probe, recomputer, pool, kvcache)
         missing = install(prefix_hooks())
         if missing is not None:
             raise Refused(missing)
@@ -54,36 +55,60 @@ def find_recomputer(
         return None
 
 
-def check_recompute(probe: Probe, recomputer: Recomputer, pool: PagedPool, kvcache: Any) -> None:
+def check_recompute(
+    runner: Any, probe: Probe, recomputer: Recomputer, pool: PagedPool, kvcache: Any
+) -> None:
     """Recompute the probe's tokens, and once more the second half of them behind the first.
 
     Nothing may be allocated yet: other slots of the pool are overwritten too. There are more tokens
     than the probe had, so what is left of its batch would show.
 
     Raises:
-        Refused: It cannot be done, or K or V differ from the model's by more than rounding
-            explains.
+        Refused: It cannot be done, or K or V of a layer are less exact than those of the model's
+            own pass at other batch sizes.
     """
     slots, tokens, half = probe.slots, len(probe.slots), len(probe.slots) // 2
-    dtype, allowed = probe.hidden[0].dtype, tolerance(pool.dtype)
-    wanted = [pool.fetch(layer.kernel, slots, dtype) for layer in probe.layers]
+    dtype = probe.hidden[0].dtype
+
+    def written(at: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [pool.fetch(layer.kernel, at, dtype) for layer in probe.layers]
+
+    def exactness(at: torch.Tensor) -> list[KVExactness]:
+        """Of the first tokens of the probe, layer by layer."""
+        first = [(k[: len(at)], v[: len(at)]) for k, v in wanted]
+        pairs = zip(written(at), first, strict=True)
+        return [kv_exactness(got, want, pool.dtype) for got, want in pairs]
+
+    wanted = written(slots)
     # The pool's last slots; the probe's are its first.
     others = torch.arange(kvcache.size - tokens, kvcache.size, device=slots.device)
     if int(slots.max()) >= int(others[0]):
         raise Refused("the KV pool is too small to try recomputation")
     buffers = [*kvcache.k_buffer, *kvcache.v_buffer]
     held = [buffer[slots] for buffer in buffers]
-    for buffer in buffers:
-        buffer[slots] = 0
     ids, none = probe.token_ids.numpy(force=True), slots[:0]
     spans = [TokenSpan(ids, none), TokenSpan(ids[:half], none), TokenSpan(ids[half:], slots[:half])]
     where, positions = torch.cat((slots, others)), probe.positions.repeat(2)
     try:
+        # A shorter prompt, as in a chunk, and a larger batch.
+        runs = [exactness(run_again(runner, lengths)[:half]) for lengths in ([half], [tokens] * 2)]
+        own = [worst(layer) for layer in zip(*runs, strict=True)]
+        for buffer in buffers:
+            buffer[slots] = 0
         recomputer.run(len(probe.layers), positions, where, spans)
+        recomputed = [
+            together(layer) for layer in zip(exactness(slots), exactness(others), strict=True)
+        ]
         problem = first_problem(
-            kv_problem("recomputed", layer, pool.fetch(layer.kernel, at, dtype), want, allowed)
-            for layer, want in zip(probe.layers, wanted, strict=True)
-            for at in (slots, others)
+            None
+            if ours.as_good_as(models)
+            else f"{layer.name} recomputed: {ours}; the model itself at other batch sizes: {models}"
+            for layer, ours, models in zip(probe.layers, recomputed, own, strict=True)
+        )
+        logger.info(
+            "hcache: exactness: recomputed %s; the model again at other batch sizes %s",
+            together(recomputed),
+            together(own),
         )
     except Exception as error:  # a model's own code, with a batch that it was not made for
         problem = f"{type(error).__name__}: {error}"

@@ -8,7 +8,7 @@ that the model wrote to the pool.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -58,7 +58,7 @@ def observe(runner: Any, observations: list[Observation]) -> Probe:
     """
     handles = [handle for seen in observations for handle in _watch(seen)]
     try:
-        batch, slots, positions, token_ids = _forward(runner)
+        batch, slots, positions, token_ids = _forward(runner, [PROBE_TOKENS])
     finally:
         for handle in handles:
             handle.remove()
@@ -67,6 +67,18 @@ def observe(runner: Any, observations: list[Observation]) -> Probe:
         strict=True,
     )
     return Probe(layers, hidden, slots, positions, token_ids)
+
+
+def run_again(runner: Any, lengths: Sequence[int]) -> torch.Tensor:
+    """Run the model on prompts that begin as the probe does; slots of the first, int64 ``[n]``.
+
+    All ranks must call it. What the KV pool held is overwritten.
+
+    Args:
+        lengths: Tokens of each prompt, at most the probe's.
+    """
+    _, slots, _, _ = _forward(runner, lengths)
+    return slots[: lengths[0]]
 
 
 def compare(probe: Probe, projector: Projector) -> None:
@@ -154,47 +166,54 @@ def _describe(
 
 
 @torch.no_grad()
-def _forward(runner: Any) -> tuple[object, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One prefill through SGLang's own batch objects.
+def _forward(
+    runner: Any, lengths: Sequence[int]
+) -> tuple[object, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One prefill of prompts of these lengths through SGLang's own batch objects.
 
     Nothing has been allocated yet when it runs, so both pools are simply emptied afterwards, also
     when SGLang's code fails half-way: a lost slot would stop the server later.
     """
-    from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
-    step = max(1, runner.model_config.vocab_size // PROBE_TOKENS)
-    ids = array("q", [(7 + i * step) % runner.model_config.vocab_size for i in range(PROBE_TOKENS)])
-    request = Req(
-        rid="hcache-self-check",
-        origin_input_text="",
-        origin_input_ids=ids,
-        sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
-    )
-    request.full_untruncated_fill_ids = request.origin_input_ids
-    request.logprob_start_len = -1
-    if hasattr(request, "set_extend_range"):
-        request.set_extend_range(0, len(ids))
-    else:  # 0.5.22 and later
-        request.extend_end = len(ids)
+    requests = [_request(runner.model_config.vocab_size, length) for length in lengths]
     stages = _Stages()
     try:
-        return _run_prefill(runner, request, stages)
+        return _run_prefill(runner, requests, stages)
     finally:
         stages.pass_on()
         runner.token_to_kv_pool_allocator.clear()
         runner.req_to_token_pool.clear()
 
 
+def _request(vocabulary: int, length: int) -> Any:
+    """SGLang's request for the first tokens of the probe."""
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    step = max(1, vocabulary // PROBE_TOKENS)
+    request = Req(
+        rid="hcache-self-check",
+        origin_input_text="",
+        origin_input_ids=array("q", [(7 + i * step) % vocabulary for i in range(length)]),
+        sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
+    )
+    request.full_untruncated_fill_ids = request.origin_input_ids
+    request.logprob_start_len = -1
+    if hasattr(request, "set_extend_range"):
+        request.set_extend_range(0, length)
+    else:  # 0.5.22 and later
+        request.extend_end = length
+    return request
+
+
 def _run_prefill(
-    runner: Any, request: Any, stages: _Stages
+    runner: Any, requests: list[Any], stages: _Stages
 ) -> tuple[object, torch.Tensor, torch.Tensor, torch.Tensor]:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     batch = ScheduleBatch.init_new(
-        reqs=[request],
+        reqs=requests,
         req_to_token_pool=runner.req_to_token_pool,
         token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
         tree_cache=_no_tree(runner),
