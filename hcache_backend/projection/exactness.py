@@ -76,7 +76,9 @@ def together(parts: Iterable[KVExactness]) -> KVExactness:
     """Several comparisons as one."""
     return KVExactness(
         *(
-            Exactness(sum(p.values for p in of), sum(p.unequal for p in of), max(p.ulps for p in of))
+            Exactness(
+                sum(p.values for p in of), sum(p.unequal for p in of), max(p.ulps for p in of)
+            )
             for of in zip(*parts, strict=True)
         )
     )

@@ -6,7 +6,7 @@ that grows, is seen by the next projection.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -117,7 +117,7 @@ class LayerSpec:
     norm: NormModule | None
     rotary: RotaryTable | None
     fused: bool
-    rounding: Rounding = Rounding()
+    rounding: Rounding = field(default_factory=Rounding)
 
     def key_norm(self) -> KeyNorm | None:
         """The norm of K at this moment."""

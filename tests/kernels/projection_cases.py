@@ -10,13 +10,30 @@ from typing import Any
 
 import torch
 
-from hcache_kernels.project_kv import KeyNorm, KVPool, KVProjection, ProjectionCall, Rotary
+from hcache_kernels.project_kv import (
+    KeyNorm,
+    KVPool,
+    KVProjection,
+    ProjectionCall,
+    Rotary,
+    Rounding,
+)
 
 POSITIONS = 97
 SPARE_SLOTS = 9
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+ROUNDINGS = {
+    "results": Rounding(),
+    "all but the normed K": Rounding(table=True, cos_products=True, sin_products=True),
+    "cosines and sines": Rounding(table=True),
+    "products with sines": Rounding(table=True, sin_products=True),
+    "products with cosines": Rounding(table=True, cos_products=True),
+    "the normed K too": Rounding(normed=True),
+    "no norm": Rounding(norm=False),
+}
 
 FACTORS: dict[str, Sequence[Any]] = {
     # Of the model and of the pool.
@@ -32,6 +49,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     ],
     # Style and how much of a head; None: all of it.
     "rope": [None, ("neox", None), ("neox", 32), ("interleaved", None), ("interleaved", 32)],
+    "rounding": list(ROUNDINGS.values()),
     "bias": [False, True],
     "head_dim": [64, 80, 96, 128, 256],
     "n": [1, 7, 64, 130],  # tiles have 64 or 128 tokens, or fewer
@@ -119,6 +137,7 @@ def make_call(
     dtypes: tuple[torch.dtype, torch.dtype] = (BF16, BF16),
     norm: tuple[str, str, str] | None = None,
     rope: tuple[str, int | None] | None = None,
+    rounding: Rounding | None = None,
     bias: bool = False,
     head_dim: int = 64,
     n: int = 7,
@@ -145,6 +164,7 @@ def make_call(
         head_dim=head_dim,
         norm=_norm(norm, width, head_dim, normal) if norm else None,
         rotary=_rotary(rope, head_dim, device) if rope else None,
+        rounding=rounding or Rounding(),
     )
     hidden = normal(n, depth + 16 * strided)[:, :depth]
     positions = torch.randint(POSITIONS, (n,), generator=random_).to(index).to(device)

@@ -24,7 +24,14 @@ import bench.gpu  # noqa: F401  in processes of their own too: the kernels, as i
 from hcache_kernels import pages
 from hcache_kernels.codecs import make_codec
 from hcache_kernels.launch import Launch
-from hcache_kernels.project_kv import KeyNorm, KVPool, KVProjection, ProjectionCall, Rotary
+from hcache_kernels.project_kv import (
+    KeyNorm,
+    KVPool,
+    KVProjection,
+    ProjectionCall,
+    Rotary,
+    Rounding,
+)
 from hcache_kernels.project_kv.spec import kind_of
 from hcache_kernels.project_kv.ways import (
     TileConfig,
@@ -116,7 +123,8 @@ def ids(*shape: int) -> torch.Tensor:
 HIDDEN = 4096 + 16  # the last tile of the product is masked
 KV_HEADS = 32
 
-# Norm of K, style of RoPE, how much of a head it turns, type of the pool (None: the model's).
+# Norm of K, style of RoPE, how much of a head it turns, type of the pool (None: the model's). All
+# that can be rounded is where both are.
 # In the order of the registers that they take, so that a configuration meets its worst one first.
 EPILOGUES = {
     "norm and rope": ("head", "interleaved", 1.0, None),
@@ -141,7 +149,9 @@ def make_projection(epilogue: str, head_dim: int, dtype: torch.dtype) -> KVProje
         cos_sin = empty(N, rotary_dim, dtype=torch.float32)
         rotary = Rotary(cos_sin, style, rotary_dim)  # type: ignore[arg-type]
     weight, bias = empty(2 * width, HIDDEN, dtype=dtype), empty(2 * width, dtype=dtype)
-    return KVProjection(weight, bias, KV_HEADS, head_dim, norm, rotary)
+    everywhere = norm is not None and rotary is not None
+    rounding = Rounding(*[True] * 5) if everywhere else Rounding()
+    return KVProjection(weight, bias, KV_HEADS, head_dim, norm, rotary, rounding)
 
 
 def make_call(

@@ -14,8 +14,10 @@ from hcache_backend.config import parse_config
 from hcache_backend.server_report import LayerGroup, ServerReport, read_report, write_report
 from hcache_backend.store import SERVER_REPORT, PageStore
 
-BY_SPEC = LayerGroup(layers=(0, 2), method="spec", detail="fused weight 512x256")
-BY_MODULE = LayerGroup(layers=(1,), method="generic", detail="V is nowhere")
+BY_SPEC = LayerGroup(
+    layers=(0, 2), method="spec", detail="fused weight 512x256", exactness="100% equal"
+)
+BY_MODULE = LayerGroup(layers=(1,), method="generic", detail="V is nowhere", exactness="99% equal")
 KV = ServerReport(
     time=0.0, model="m", mode="kv", pages="own", reason="LoRA", codec=None, projection=()
 )
@@ -71,9 +73,14 @@ def test_stats_says_what_mode_the_last_server_was_in(folder: Path) -> None:
         (
             BEST,
             "good",
-            ": hidden mode, own pages; codec exp4; layers 0, 2 by spec: fused weight 512x256",
+            ": hidden mode, own pages; codec exp4; layers 0, 2 by spec: fused weight 512x256 "
+            "(100% equal)",
         ),
-        (MIXED, "fair", "512x256; layers 1 by their attention modules: V is nowhere"),
+        (
+            MIXED,
+            "fair",
+            "(100% equal); layers 1 by their attention modules: V is nowhere (99% equal)",
+        ),
     ],
 )
 def test_doctor_says_how_the_last_server_projected_and_why(

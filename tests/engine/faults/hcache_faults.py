@@ -104,6 +104,14 @@ def _rows_of_q(spec: Any) -> Any:
     return replace(spec.k, starts=tuple(start - spec.k.width for start in spec.k.starts))
 
 
+def _other_rounding(spec: Any) -> Any:
+    """What is rounded of cosines, sines and their products, the other way round."""
+    from dataclasses import replace
+
+    names = ("table", "cos_products", "sin_products")
+    return replace(spec.rounding, **{name: not getattr(spec.rounding, name) for name in names})
+
+
 def _reallocate(controller: Any, device_indices: Any) -> None:
     """Free the first page of a node and allocate it again, through the real allocator."""
     allocator, size = controller.mem_pool_device_allocator, controller.page_size
@@ -329,6 +337,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "wrong_copies": _wrong_copies,
     "wrong_spec_rope": _wrong_spec(rotary=_other_style),
     "wrong_spec_rows": _wrong_spec(k=_rows_of_q),
+    "wrong_spec_rounding": _wrong_spec(rounding=_other_rounding),
     "slot_reallocated_before_backup": _wrap_write(before=True),
     "slot_reallocated_after_backup": _wrap_write(before=False),
     "layer_not_captured": _skip_a_layer,

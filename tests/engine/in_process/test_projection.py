@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from hcache_backend.config import HCacheConfig
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup import layer_specs
-from hcache_backend.engine.startup.layer_specs import LayerSpecs, written_problem
+from hcache_backend.engine.startup.layer_specs import LayerSpecs, written_exactness
 from hcache_backend.engine.startup.self_check import Probe
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.check import relative_difference, tolerance
@@ -99,10 +99,10 @@ def test_a_spec_fills_the_pool_as_the_engine_does(
     projector = projectors[0]
     projector.use_specs([None, spec])
     check = (layer, hidden, positions, slots, projector)
-    assert written_problem(*check) is None
-    wrong = replace(spec, k=spec.v, v=spec.k)
+    assert written_exactness(*check).as_good_as(evidence.own)
+    wrong = replace(spec, k=spec.v, v=spec.k, fused=False)
     projector.use_specs([None, wrong])
-    assert written_problem(*check) is not None
+    assert not written_exactness(*check).as_good_as(evidence.own)
 
 
 def test_scales_that_are_no_numbers_are_left_to_the_engine() -> None:

@@ -10,7 +10,13 @@ import torch
 from hcache_kernels.project_kv.reference import project_kv_reference
 from hcache_kernels.project_kv.spec import kind_of
 from hcache_kernels.project_kv.ways import LIBRARY, Way, fused_configs
-from tests.kernels.projection_cases import CASES, Call, assert_as_exact_as_torch, make_call
+from tests.kernels.projection_cases import (
+    CASES,
+    ROUNDINGS,
+    Call,
+    assert_as_exact_as_torch,
+    make_call,
+)
 
 HOPPER = (9, 0)
 
@@ -34,6 +40,34 @@ def check(case: dict[str, Any], way: str, device: str, number: int = 0) -> None:
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_as_exact_as_torch_and_other_slots_untouched(number: int, way: str, device: str) -> None:
     check(CASES[number], way, device, number)
+
+
+@pytest.mark.parametrize("way", ["fused", "library"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_numbers_are_rounded_where_torch_rounds_them_and_nowhere_else(
+    rounding: str, dtype: torch.dtype, way: str, device: str
+) -> None:
+    calls = {
+        name: make_call(
+            dtypes=(dtype, dtype),
+            norm=("rms", "head", "weight"),
+            rope=("neox", None),
+            rounding=one,
+            n=64,
+            device=device,
+        )
+        for name, one in ROUNDINGS.items()
+    }
+    call = calls[rounding]
+    k, _ = call.written_by(find_way(way, call, device).run)
+    equal = {
+        name: float((k == other.written_by(project_kv_reference)[0]).double().mean())
+        for name, other in calls.items()
+    }
+    # Norms sum in another order: now and then a number falls to the other side of a half.
+    assert equal.pop(rounding) > 0.995
+    assert max(equal.values()) < 0.98, equal
 
 
 @pytest.mark.parametrize("way", ["fused", "library"])

@@ -1,0 +1,116 @@
+"""Half types: K and V come back as exactly as the model repeats them, and so do replies."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from bench.harness.models import VOCAB, build_model
+from bench.harness.server import Reply, Server, ServerOptions
+from tests.engine.harness.conversations import random_tokens
+from tests.engine.harness.ours import assert_sound_hidden_mode, our_server, partition, projections
+from tests.engine.harness.reference import first_difference
+
+pytestmark = pytest.mark.engine
+
+ROTATED = ("llama", "qwen2", "qwen3", "olmo2", "phi3", "stablelm", "olmoe")
+IN_EVERY_RUN = (("llama", "bfloat16"), ("qwen3", "float16"))
+CASES = [
+    pytest.param(name, dtype, marks=() if (name, dtype) in IN_EVERY_RUN else pytest.mark.long)
+    for name in (*ROTATED, "opt", "gpt2")
+    for dtype in ("bfloat16", "float16")
+]
+FIGURES = re.compile(r"K (\S+)% equal, (\S+) ulp, V (\S+)% equal, (\S+) ulp")
+
+
+def figures(told: str) -> dict[str, float]:
+    """The last figures in a line: shares of equal values in percent, largest distances in ulps."""
+    found = FIGURES.findall(told)[-1]
+    return dict(zip(("k_equal", "k_ulp", "v_equal", "v_ulp"), map(float, found), strict=True))
+
+
+def assert_as_exact(ours: dict[str, float], models: dict[str, float]) -> None:
+    for part in "kv":
+        assert ours[f"{part}_equal"] >= models[f"{part}_equal"]
+        assert ours[f"{part}_ulp"] <= models[f"{part}_ulp"]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_restored_and_recomputed_layers_are_as_exact_as_the_models_own_at_another_batch_size(
+    name: str,
+    dtype: str,
+    model_cache: Path,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    options = our_server(
+        build_model(name, model_cache),
+        tmp_path,
+        hcache={"partition": partition(2, 2, 0)},
+        dtype=dtype,
+    )
+    with Server(options) as server:
+        assert_sound_hidden_mode(server)
+        [how] = projections(server)
+        log = server.log_text()
+    assert how.startswith("4 layers by spec (fused weight ")
+    assert ("rounding" in how) == (name in ROTATED)
+    [projected] = re.findall("hcache: exactness: layers 0, 1, 2, 3: spec (.*)", log)
+    [recomputed] = re.findall("hcache: exactness: recomputed (.*)", log)
+    for what, told in (("projected", projected), ("recomputed", recomputed)):
+        ours, models = map(figures, told.split(";"))
+        record_property(what, {"ours": ours, "models_own": models})
+        assert_as_exact(ours, models)
+
+
+def long_prompts(count: int) -> list[list[int]]:
+    return [random_tokens(320, 7_000 + seed) for seed in range(count)]
+
+
+def replies(options: ServerOptions, prompts: Sequence[Sequence[int]]) -> list[Reply]:
+    """Replies with log-probabilities; with a cache, behind a history that comes back from L3."""
+    with Server(options) as server:
+        if options.cache == "hicache":
+            for prompt in prompts:
+                server.generate(prompt[:-32], 1)
+            server.flush_cache()
+        answers = [server.generate(prompt, 16, logprobs=True) for prompt in prompts]
+        if options.cache == "hicache":
+            assert all(answer.cached.storage >= 256 for answer in answers)
+    return answers
+
+
+def compared(got: Sequence[Reply], want: Sequence[Reply]) -> dict[str, float]:
+    """How many replies differ, and log-probabilities of tokens up to the first one that does."""
+    off, differ = [], 0
+    for ours, theirs in zip(got, want, strict=True):
+        at = first_difference(ours.output_ids, theirs.output_ids)
+        differ += at is not None
+        pairs = list(zip(ours.top2, theirs.top2, strict=True))[:at]
+        off += [abs(a - b) for (a, _), (b, _) in pairs]
+    return {"replies": len(got), "differ": differ, "mean": fmean(off), "largest": max(off)}
+
+
+@pytest.mark.parametrize(
+    "count", [16, pytest.param(64, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
+)
+def test_bfloat16_replies_behind_restored_histories_differ_no_more_than_ties_do(
+    count: int, model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    prompts = long_prompts(count)
+    assert max(map(max, prompts)) < VOCAB
+    plain = ServerOptions(model, tmp_path / "plain.log", cache="none", dtype="bfloat16")
+    want = replies(plain, prompts)
+    choices = {"auto": {}}
+    if count > 16:
+        choices |= {"generic": {"projection": "generic"}, "kv": {"mode": "kv"}}
+    for name, hcache in choices.items():
+        options = our_server(model, tmp_path / name, hcache=hcache, dtype="bfloat16")
+        found = compared(replies(options, prompts), want)
+        record_property(name, found)
+        print(name, found)
+        assert found["differ"] <= count / 8
