@@ -33,11 +33,14 @@ class Exactness:
         """Whether this is no worse than ``other``, as far as chance lets one tell.
 
         Where ``other`` has no unequal values, none is allowed. Otherwise both are what different
-        orders of the same sums leave: two such counts differ by three standard deviations, and two
-        such largest distances by a factor of two.
+        orders of the same sums leave: such counts may be three standard deviations apart and such
+        largest distances a factor of two, and the smallest distance of a rounded sum is one.
         """
+        if not other.unequal:
+            return not self.unequal
         expected = other.unequal * self.values / other.values
-        return self.unequal <= expected + 3 * math.sqrt(expected) and self.ulps <= 2 * other.ulps
+        few = self.unequal <= expected + 3 * math.sqrt(expected)
+        return few and self.ulps <= max(1.0, 2 * other.ulps)
 
     def __str__(self) -> str:
         share = 100 * (1 - self.unequal / self.values)

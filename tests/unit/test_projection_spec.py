@@ -12,9 +12,11 @@ import torch
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.generic import project_with_module
 from hcache_backend.projection.proof import (
+    LESS_EXACT,
     Evidence,
     dependence,
     gather_evidence,
+    spec_exactness,
     spec_problem,
 )
 from hcache_backend.projection.search import NoSpec, find_spec
@@ -43,7 +45,7 @@ def _one_thread_and_seed() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def evidence_of(layer: AttentionLayer) -> list[Evidence]:
+def evidence_of(layer: AttentionLayer) -> Evidence:
     dtype = next(p.dtype for p in layer.module.parameters() if p.is_floating_point())
     return gather_evidence(layer, *tokens(dtype=dtype), MARKER, POSITION_LIMIT)
 
@@ -135,6 +137,124 @@ def test_a_spec_is_found_and_gives_the_modules_k_and_v(name: str, dtype: torch.d
     positions = torch.randint(POSITION_LIMIT, (200,))
     want = project_with_module(layer, hidden, positions, MARKER)
     torch.testing.assert_close(spec.compute(hidden, positions), want)
+
+
+class ModelTypeRope(Rope):
+    """Torch's arithmetic in the model's type: cosines, sines and both products are rounded."""
+
+    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        cos, sin = self.cos_sin_cache[positions].to(x.dtype).unsqueeze(1).chunk(2, -1)
+        a, b = x.chunk(2, -1)
+        return torch.cat([self.turn(a, -b, cos, sin), self.turn(b, a, cos, sin)], -1)
+
+    def turn(
+        self, x: torch.Tensor, y: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        return x * cos + y * sin
+
+
+class MultiplyAddRope(ModelTypeRope):
+    """A multiply-add in the model's type rounds one product and the sum."""
+
+    def turn(
+        self, x: torch.Tensor, y: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        return (x.float() * cos.float() + (y * sin).float()).to(x.dtype)
+
+
+class RoundedTableRope(Rope):
+    """Cosines and sines in the model's type, as a compiler keeps them; float32 otherwise."""
+
+    def table(self, positions: torch.Tensor) -> torch.Tensor:
+        return self.cos_sin_cache.bfloat16()
+
+
+class CutTableRope(Rope):
+    """Cosines and sines lose the bits that bfloat16 has no room for: no kernel does that."""
+
+    def table(self, positions: torch.Tensor) -> torch.Tensor:
+        return (self.cos_sin_cache.view(torch.int32) & ~0xFFFF).view(torch.float32)
+
+
+class TwiceRoundedNorm(Norm):
+    """As transformers' RMSNorm: the normed K is rounded before the weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * (wide * scale).to(x.dtype)
+
+
+class AtOnce(Attention):
+    """Norm and RoPE in one kernel: nothing is rounded between them."""
+
+    def keys_and_values(
+        self, positions: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        _, k, v = self.parts(hidden)
+        return self.rope(positions, self.norm_of_k(k.float())).to(k.dtype), v
+
+
+def normed_twice() -> Attention:
+    module = Attention(rope=Rope(), norm={})
+    module.norm_of_k = TwiceRoundedNorm(DIM)
+    return module
+
+
+LLAMA = "fused weight 128x96, RoPE neox 16"
+QWEN3 = "fused weight 128x96, rms norm over a head, RoPE neox 16"
+
+
+@pytest.mark.parametrize(
+    ("module", "description"),
+    [
+        (lambda: Attention(rope=Rope()), LLAMA),
+        (
+            lambda: Attention(rope=ModelTypeRope()),
+            f"{LLAMA}, rounding table + cos products + sin products",
+        ),
+        (
+            lambda: Attention(rope=MultiplyAddRope()),
+            f"{LLAMA}, rounding table + sin products",
+        ),
+        (lambda: Attention(rope=RoundedTableRope()), f"{LLAMA}, rounding table"),
+        (lambda: Attention(rope=Rope(), norm={}), QWEN3),
+        (
+            lambda: Attention(rope=ModelTypeRope(), norm={}),
+            f"{QWEN3}, rounding norm + table + cos products + sin products",
+        ),
+        (normed_twice, f"{QWEN3}, rounding normed + norm"),
+        (lambda: AtOnce(rope=Rope(), norm={}), f"{QWEN3}, rounding nothing"),
+    ],
+)
+def test_the_modules_rounding_is_found_and_any_other_fails_the_proof(
+    module: Callable[[], Attention], description: str
+) -> None:
+    layer, evidence = with_float32_table(module())
+    spec = find_spec(layer, evidence, MARKER)
+    assert spec.describe() == description
+    right = spec_exactness(spec, evidence.samples)
+    assert right.k.unequal == right.v.unequal == 0
+    ropes = ("table", "cos_products", "sin_products")
+    other_way = {name: not getattr(spec.rounding, name) for name in ropes}
+    wrong = replace(spec, rounding=replace(spec.rounding, **other_way))
+    assert spec_problem(wrong, evidence) == LESS_EXACT
+
+
+def test_a_rounding_that_no_kernel_has_is_left_to_the_module() -> None:
+    layer, evidence = with_float32_table(Attention(rope=CutTableRope()))
+    with pytest.raises(NoSpec, match=LESS_EXACT) as refused:
+        find_spec(layer, evidence, MARKER)
+    assert refused.value.reached is not None
+    assert refused.value.reached.k.unequal > 0.1 * refused.value.reached.k.values
+
+
+def with_float32_table(module: Attention) -> tuple[AttentionLayer, Evidence]:
+    """A bfloat16 layer whose RoPE keeps its table in float32, as SGLang does on CUDA."""
+    table = module.rope.cos_sin_cache.clone()
+    layer = layer_of(module, torch.bfloat16)
+    module.rope.cos_sin_cache = table
+    return layer, evidence_of(layer)
 
 
 @pytest.mark.gpu
