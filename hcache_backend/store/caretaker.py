@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 
 import lmdb
 
@@ -19,10 +20,22 @@ _LONGEST_PAUSE = 1.0
 _RECENCY_SECONDS = 5.0
 
 
-def take_care(
+def start(
+    volumes: Sequence[Volume], recency: Recency, config: HCacheConfig, stopping: threading.Event
+) -> list[threading.Thread]:
+    """Threads that look after ``volumes`` and the ``recency`` of all until ``stopping`` is set."""
+    threads = [
+        threading.Thread(target=_take_care, args=(volume, recency, config, stopping), daemon=True)
+        for volume in volumes
+    ]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def _take_care(
     volume: Volume, recency: Recency, config: HCacheConfig, stopping: threading.Event
 ) -> None:
-    """Look after ``volume``, and the ``recency`` of all, until ``stopping`` is set: a thread."""
     pause = min(config.sync_seconds, _LONGEST_PAUSE)
     next_sync = next_save = time.monotonic()
     while not stopping.wait(pause):

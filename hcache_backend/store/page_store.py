@@ -16,7 +16,7 @@ from functools import partial
 from typing import NamedTuple
 
 from hcache_backend.config import HCacheConfig
-from hcache_backend.store.caretaker import take_care
+from hcache_backend.store import caretaker
 from hcache_backend.store.file_ops import FileOps
 from hcache_backend.store.folder import NotOurFolderError
 from hcache_backend.store.format import (
@@ -104,15 +104,9 @@ class PageStore:
             raise
         self._recency = Recency(self.volumes)
         self._stopping = threading.Event()
-        self._caretakers = [
-            threading.Thread(
-                target=take_care, args=(volume, self._recency, config, self._stopping), daemon=True
-            )
-            for volume in self.volumes
-            if background
-        ]
-        for caretaker in self._caretakers:
-            caretaker.start()
+        self._caretakers: list[threading.Thread] = []
+        if background:
+            self._caretakers = caretaker.start(self.volumes, self._recency, config, self._stopping)
 
     def exists(
         self, namespace: bytes, keys: Sequence[bytes], *, share: Share = WHOLE
@@ -300,8 +294,8 @@ class PageStore:
             return
         self._closed = True
         self._stopping.set()
-        for caretaker in self._caretakers:
-            caretaker.join(_CLOSE_SECONDS)
+        for thread in self._caretakers:
+            thread.join(_CLOSE_SECONDS)
         self._recency.save()
         for volume in self.volumes:
             if self._config.durability != "none" and volume.dirty:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from hcache_backend.projection.generic import (
     ProjectionBatch,
     ProjectionReached,
 )
+from hcache_backend.projection.proof import Evidence, gather_evidence
 
 HIDDEN = 96
 HEADS = 4
@@ -164,11 +166,119 @@ class Attention(torch.nn.Module):
 MARKER = ProjectionBatch(None)
 
 
+class ModelTypeRope(Rope):
+    """Torch's arithmetic in the model's type: cosines, sines and both products are rounded."""
+
+    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        cos, sin = self.cos_sin_cache[positions].to(x.dtype).unsqueeze(1).chunk(2, -1)
+        a, b = x.chunk(2, -1)
+        return torch.cat([self.turn(a, -b, cos, sin), self.turn(b, a, cos, sin)], -1)
+
+    def turn(
+        self, x: torch.Tensor, y: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        return x * cos + y * sin
+
+
+class MultiplyAddRope(ModelTypeRope):
+    """A multiply-add in the model's type rounds one product and the sum."""
+
+    def turn(
+        self, x: torch.Tensor, y: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        return (x.float() * cos.float() + (y * sin).float()).to(x.dtype)
+
+
+class RoundedTableRope(Rope):
+    """Cosines and sines in the model's type, as a compiler keeps them; float32 otherwise."""
+
+    def table(self, positions: torch.Tensor) -> torch.Tensor:
+        return self.cos_sin_cache.bfloat16()
+
+
+class CutTableRope(Rope):
+    """Cosines and sines lose the bits that bfloat16 has no room for: no kernel does that."""
+
+    def table(self, positions: torch.Tensor) -> torch.Tensor:
+        return (self.cos_sin_cache.view(torch.int32) & ~0xFFFF).view(torch.float32)
+
+
+class TwiceRoundedNorm(Norm):
+    """As transformers' RMSNorm: the normed K is rounded before the weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * (wide * scale).to(x.dtype)
+
+
+class AtOnce(Attention):
+    """Norm and RoPE in one kernel: nothing is rounded between them."""
+
+    def keys_and_values(
+        self, positions: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        _, k, v = self.parts(hidden)
+        return self.rope(positions, self.norm_of_k(k.float())).to(k.dtype), v
+
+
+def normed_twice() -> Attention:
+    module = Attention(rope=Rope(), norm={})
+    module.norm_of_k = TwiceRoundedNorm(DIM)
+    return module
+
+
+class Changed(Attention):
+    """Llama, with something done to K or V that no spec can say."""
+
+    def __init__(self, change: Callable[[torch.Tensor, torch.Tensor], Any], **made: Any) -> None:
+        super().__init__(rope=made.pop("rope", Rope()), **made)
+        self.change = change
+
+    def keys_and_values(
+        self, positions: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = self.change(*super().keys_and_values(positions, hidden))
+        return k, v
+
+
+class Clamped(Attention):
+    """Cuts large numbers of the projection (DBRX, OLMo); the probe's are not that large."""
+
+    def parts(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = (part.clamp(-40, 40) for part in super().parts(hidden))
+        return q, k, v
+
+
+class Shifted(Rope):
+    """From position 1000 on, one less."""
+
+    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(positions - (positions >= 1000).long(), x)
+
+
+class NoTable(Rope):
+    """Keeps its table under a name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden_table = self.cos_sin_cache
+        del self.cos_sin_cache
+
+    def table(self, positions: torch.Tensor) -> torch.Tensor:
+        return self.hidden_table
+
+
 def layer_of(module: torch.nn.Module, dtype: torch.dtype = torch.float32) -> AttentionLayer:
     """The layer of an attention module, cast to ``dtype``."""
     module.to(dtype)
     call = CallTemplate({"hidden": "hidden", "positions": "positions", "batch": "batch"})
     return AttentionLayer(0, "layers.0.attn", module, module, module, call)
+
+
+def evidence_of(layer: AttentionLayer) -> Evidence:
+    dtype = next(p.dtype for p in layer.module.parameters() if p.is_floating_point())
+    return gather_evidence(layer, *tokens(dtype=dtype), MARKER, POSITION_LIMIT)
 
 
 def tokens(n: int = PROBE, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,11 +27,22 @@ from tests.unit.attention_modules import (
     HIDDEN,
     MARKER,
     POSITION_LIMIT,
+    AtOnce,
     Attention,
+    Changed,
+    Clamped,
+    CutTableRope,
+    ModelTypeRope,
+    MultiplyAddRope,
     Norm,
+    NoTable,
     Rope,
+    RoundedTableRope,
+    Shifted,
     SwitchingRope,
+    evidence_of,
     layer_of,
+    normed_twice,
     tokens,
 )
 
@@ -43,11 +54,6 @@ def _one_thread_and_seed() -> Iterator[None]:
     torch.manual_seed(1)
     yield
     torch.set_num_threads(threads)
-
-
-def evidence_of(layer: AttentionLayer) -> Evidence:
-    dtype = next(p.dtype for p in layer.module.parameters() if p.is_floating_point())
-    return gather_evidence(layer, *tokens(dtype=dtype), MARKER, POSITION_LIMIT)
 
 
 def found(module: torch.nn.Module, dtype: torch.dtype = torch.float32) -> LayerSpec:
@@ -139,68 +145,6 @@ def test_a_spec_is_found_and_gives_the_modules_k_and_v(name: str, dtype: torch.d
     torch.testing.assert_close(spec.compute(hidden, positions), want)
 
 
-class ModelTypeRope(Rope):
-    """Torch's arithmetic in the model's type: cosines, sines and both products are rounded."""
-
-    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        cos, sin = self.cos_sin_cache[positions].to(x.dtype).unsqueeze(1).chunk(2, -1)
-        a, b = x.chunk(2, -1)
-        return torch.cat([self.turn(a, -b, cos, sin), self.turn(b, a, cos, sin)], -1)
-
-    def turn(
-        self, x: torch.Tensor, y: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> torch.Tensor:
-        return x * cos + y * sin
-
-
-class MultiplyAddRope(ModelTypeRope):
-    """A multiply-add in the model's type rounds one product and the sum."""
-
-    def turn(
-        self, x: torch.Tensor, y: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> torch.Tensor:
-        return (x.float() * cos.float() + (y * sin).float()).to(x.dtype)
-
-
-class RoundedTableRope(Rope):
-    """Cosines and sines in the model's type, as a compiler keeps them; float32 otherwise."""
-
-    def table(self, positions: torch.Tensor) -> torch.Tensor:
-        return self.cos_sin_cache.bfloat16()
-
-
-class CutTableRope(Rope):
-    """Cosines and sines lose the bits that bfloat16 has no room for: no kernel does that."""
-
-    def table(self, positions: torch.Tensor) -> torch.Tensor:
-        return (self.cos_sin_cache.view(torch.int32) & ~0xFFFF).view(torch.float32)
-
-
-class TwiceRoundedNorm(Norm):
-    """As transformers' RMSNorm: the normed K is rounded before the weight."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * (wide * scale).to(x.dtype)
-
-
-class AtOnce(Attention):
-    """Norm and RoPE in one kernel: nothing is rounded between them."""
-
-    def keys_and_values(
-        self, positions: torch.Tensor, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        _, k, v = self.parts(hidden)
-        return self.rope(positions, self.norm_of_k(k.float())).to(k.dtype), v
-
-
-def normed_twice() -> Attention:
-    module = Attention(rope=Rope(), norm={})
-    module.norm_of_k = TwiceRoundedNorm(DIM)
-    return module
-
-
 LLAMA = "fused weight 128x96, RoPE neox 16"
 QWEN3 = "fused weight 128x96, rms norm over a head, RoPE neox 16"
 
@@ -269,47 +213,6 @@ def test_specs_on_the_gpu_use_its_kernels(name: str, dtype: torch.dtype) -> None
     spec = find_spec(layer, evidence, MARKER)
     assert spec.describe() == description
     assert spec_problem(spec, evidence) is None
-
-
-class Changed(Attention):
-    """Llama, with something done to K or V that no spec can say."""
-
-    def __init__(self, change: Callable[[torch.Tensor, torch.Tensor], Any], **made: Any) -> None:
-        super().__init__(rope=made.pop("rope", Rope()), **made)
-        self.change = change
-
-    def keys_and_values(
-        self, positions: torch.Tensor, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = self.change(*super().keys_and_values(positions, hidden))
-        return k, v
-
-
-class Clamped(Attention):
-    """Cuts large numbers of the projection (DBRX, OLMo); the probe's are not that large."""
-
-    def parts(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q, k, v = (part.clamp(-40, 40) for part in super().parts(hidden))
-        return q, k, v
-
-
-class Shifted(Rope):
-    """From position 1000 on, one less."""
-
-    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(positions - (positions >= 1000).long(), x)
-
-
-class NoTable(Rope):
-    """Keeps its table under a name of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden_table = self.cos_sin_cache
-        del self.cos_sin_cache
-
-    def table(self, positions: torch.Tensor) -> torch.Tensor:
-        return self.hidden_table
 
 
 K_UNKNOWN = "K is made by no norm and RoPE that its attention module shows"

@@ -1,0 +1,155 @@
+"""What a server's start, or an attach, asks of the options of our L3."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hcache_backend import HCacheStorage
+from hcache_backend.config import FIXED_AT_START, ConfigError, HCacheConfig, parse_config
+from hcache_backend.engine.runtime import Runtime
+from hcache_backend.engine.startup.attach import join
+from tests.engine.in_process.storage_config import storage_config
+
+
+def test_a_plain_server_with_data_parallel_attention_has_to_be_started_for_us(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime.weights = None
+    runtime.runner.server_args.enable_dp_attention = True
+    monkeypatch.setattr("hcache_backend.engine.startup.attach.resolved", lambda args: args)
+    with pytest.raises(ConfigError, match="HCACHE_ENABLE=1; with --enable-dp-attention it has to"):
+        HCacheStorage(storage_config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "prefetch_threshold",
+        "prefetch_timeout_base",
+        "prefetch_timeout_per_ki_token",
+        "prefetch_timeout_max",
+        "hicache_storage_pass_prefix_keys",
+        "tp_lcm_size",
+    ],
+)
+def test_keys_that_some_version_of_sglang_takes_out_itself_are_let_through(
+    key: str, tmp_path: Path, runtime: Runtime
+) -> None:
+    config = storage_config(tmp_path)
+    assert config.extra_config is not None
+    config.extra_config[key] = 1
+    HCacheStorage(config).close()
+    config.extra_config[key[:-1]] = config.extra_config.pop(key)
+    with pytest.raises(ConfigError, match=f"unknown key '{key[:-1]}'.*did you mean '{key}'"):
+        HCacheStorage(config)
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, runtime: Runtime) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(ConfigError, match=r"option 'dirs' is \['.*file/sub'\]: .*directory: .*'$"):
+        HCacheStorage(storage_config(blocked / "sub"))
+    with pytest.raises(ConfigError, match=r"it is not empty and not a page store's .*'$"):
+        HCacheStorage(storage_config(tmp_path))
+
+
+def test_an_attach_with_pages_of_one_token_is_warned_of(
+    tmp_path: Path, runtime: Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warnings() -> list[str]:
+        caplog.clear()
+        HCacheStorage(storage_config(tmp_path)).close()
+        return [line for line in caplog.messages if "--page-size 64" in line]
+
+    assert warnings() == []
+    runtime.runner.server_args.page_size = None  # it was not given
+    assert len(warnings()) == 1
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
+def test_a_folder_that_cannot_be_written_is_to_be_one_that_can(
+    number: int, tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise OSError(number, os.strerror(number), str(tmp_path))
+
+    monkeypatch.setattr("hcache_backend.store.presence.Folder", refuse)
+    with pytest.raises(ConfigError, match="every folder must be one that this user can create and"):
+        HCacheStorage(storage_config(tmp_path))
+
+
+class TestAnAttach:
+    """To a server that was started with options; ``joined`` is what the storage class gets."""
+
+    @pytest.fixture
+    def running(self, runtime: Runtime, tmp_path: Path) -> Runtime:
+        options = {"dirs": [str(tmp_path / "start")], "mode": "hidden", "codec": "exp4"}
+        runtime.config = parse_config(options, "start")
+        runtime.mode, runtime.own_pages = "hidden", True
+        return runtime
+
+    def joined(self, **options: Any) -> HCacheConfig:
+        config = storage_config(Path())
+        assert config.extra_config is not None
+        config.extra_config["hcache"] = options
+        joined = join(config)
+        joined.store.close()
+        return joined.config
+
+    def test_inherits_every_option_that_it_does_not_set(self, running: Runtime) -> None:
+        assert self.joined() == running.config
+        assert self.joined(mode="hidden", codec="exp4", check_every_pages=64) == running.config
+
+    def test_chooses_the_options_of_the_store(self, running: Runtime, tmp_path: Path) -> None:
+        other = tmp_path / "other"
+        config = self.joined(dirs=[str(other)], quota_bytes=6, durability="none")
+        assert (config.dirs, config.quota_bytes, config.durability) == ((other,), 6, "none")
+        assert (config.mode, config.codec) == ("hidden", "exp4")
+        assert self.joined() == running.config, "an attach does not change what the server has"
+
+    def test_every_option_is_followed_or_refused(self, running: Runtime) -> None:
+        of_the_store = HCacheConfig.model_fields.keys() - FIXED_AT_START
+        assert "dirs" in of_the_store
+        others: dict[str, object] = {
+            "mode": "kv",
+            "pages": "plain",
+            "partition": {"hidden": 2},
+            "profile": "/tmp/profile.json",
+            "codec": "none",
+            "check_every_pages": 1,
+            "projection": "generic",
+            "restore_chunk_tokens": 64,
+            "restore": "eager",
+            "restore_share": 0.25,
+        }
+        assert others.keys() == FIXED_AT_START
+        for name, value in others.items():
+            with pytest.raises(ConfigError, match=f"option '{name}' is .*change at a restart"):
+                self.joined(**{name: value})
+
+    def test_may_ask_for_the_mode_that_auto_chose(self, running: Runtime, tmp_path: Path) -> None:
+        running.config = parse_config({"dirs": [str(tmp_path / "start")]}, "start")
+        for mode in ("auto", "hidden"):
+            self.joined(mode=mode)
+        running.mode, running.reason = "kv", "no room"
+        for mode in ("auto", "kv"):
+            self.joined(mode=mode)
+        with pytest.raises(
+            ConfigError, match=r"'hidden' but this server runs in kv mode \(no room"
+        ):
+            self.joined(mode="hidden")
+
+    def test_may_not_ask_for_a_mode_that_the_server_could_not_start_in(
+        self, running: Runtime
+    ) -> None:
+        running.mode, running.reason = "kv", "no room"
+        self.joined()
+        with pytest.raises(
+            ConfigError, match=r"'hidden' but this server runs in kv mode \(no room"
+        ):
+            self.joined(mode="hidden")
