@@ -15,8 +15,8 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
 .PHONY: setup versions demo test test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
-	bench-partition bench-paper bench-eager bench-eviction bench-compare \
-	record-demo record-compare
+	bench-accuracy bench-partition bench-paper bench-eager bench-eviction bench-compare \
+	record-demo record-compare record-accuracy
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -119,6 +119,11 @@ bench-store: setup
 bench-codecs: setup
 	$(BIN)/python -m bench.codecs $(ARGS)
 
+# What the ways to keep K and V change in what trained models say. MODEL: another model instead. The
+# first time it trains them, for twenty minutes each on two cores.
+bench-accuracy: setup
+	$(foreach model,$(or $(MODEL),gqa paired),$(BIN)/python -m bench.accuracy --model $(model) $(ARGS) &&) true
+
 # The paper's Table 3 and figures 11 to 13, simulated, beside its numbers. Seconds.
 bench-paper: setup
 	$(BIN)/python -m bench.paper $(ARGS)
@@ -149,6 +154,9 @@ record-demo: demo
 
 record-compare: bench-compare
 	$(BIN)/python -m bench.record compare saving load
+
+record-accuracy: bench-accuracy
+	$(BIN)/python -m bench.record accuracy_gqa accuracy_paired
 
 record-%: bench-%
 	$(BIN)/python -m bench.record $*

@@ -31,6 +31,8 @@ PROGRAMS = {
     "partition": "bench.sweep",
     "eager": "bench.sweep",
     "codecs": "bench.codecs",
+    "accuracy_gqa": "bench.accuracy.report",
+    "accuracy_paired": "bench.accuracy.report",
     "store": "bench.store.__main__",
     "eviction": "bench.eviction",
 }

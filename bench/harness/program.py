@@ -43,7 +43,7 @@ def parser(program: str, doc: str | None, arguments: str = "[options]") -> argpa
 def add_model_options(parsed: argparse._ActionsContainer) -> None:
     """Options of programs that serve any model."""
     parsed.add_argument(
-        "--model-path", type=_model, help="model: a folder or a name; default: a random Llama"
+        "--model-path", type=model_name, help="model: a folder or a name; default: a random Llama"
     )
     parsed.add_argument(
         "--server-args",
@@ -78,7 +78,7 @@ def names(known: Sequence[str]) -> Callable[[str], list[str]]:
     return found
 
 
-def _model(text: str) -> str:
+def model_name(text: str) -> str:
     """Type of an option: a model's name, or a folder; SGLang says much later that one is missing.
 
     Raises:

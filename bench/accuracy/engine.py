@@ -1,0 +1,246 @@
+"""A model in this process, in SGLang's own runner, with the package's projection and recomputation.
+
+The steps are those of a server's start (``engine/startup/strategy.py``): layers are found by a
+probe, each projection is proven against the K and V that the model wrote.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from bench.harness.machine import MachineError
+from bench.harness.options import ServerOptions
+
+KV = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class History:
+    """The first tokens of a text after the model has computed them.
+
+    Attributes:
+        ids: Their token ids.
+        slots: Where their K and V are in the pool, int64 ``[n]``.
+        positions: int64 ``[n]``.
+        hidden: What every layer's projection received, ``[n, hidden]`` each.
+        kv: K and V that the model wrote, ``[n, kv_heads, head_dim]`` each, by layer.
+    """
+
+    ids: Sequence[int]
+    slots: torch.Tensor
+    positions: torch.Tensor
+    hidden: Sequence[torch.Tensor]
+    kv: Sequence[KV]
+
+
+class Engine:
+    """A loaded model with its KV pool.
+
+    Args:
+        options: Of a server without a cache.
+
+    Attributes:
+        tokenizer: The model's, of transformers.
+        pool: K and V.
+        layers: The model's attention layers.
+        projector: Projects hidden states of each layer to the pool.
+        recomputer: Computes K and V of a history anew; None: it cannot for this model.
+
+    Raises:
+        MachineError: Hidden states cannot restore this model's K and V.
+    """
+
+    def __init__(self, options: ServerOptions) -> None:
+        self._runner, self.tokenizer = _start(options)
+        self._prove()
+
+    def _prove(self) -> None:
+        from sglang.srt.distributed import get_tp_group
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+        from hcache_backend.config import HCacheConfig
+        from hcache_backend.engine import hooks
+        from hcache_backend.engine.recompute_batch import model_forward
+        from hcache_backend.engine.runtime import Runtime
+        from hcache_backend.engine.startup.agreement import Refused
+        from hcache_backend.engine.startup.layer_specs import LayerSpecs
+        from hcache_backend.engine.startup.recompute_check import check_recompute
+        from hcache_backend.engine.startup.self_check import attention_modules, compare, observe
+        from hcache_backend.projection.generic import ProjectionBatch
+        from hcache_backend.projection.paged_pool import PagedPool
+        from hcache_backend.projection.projector import Projector
+        from hcache_backend.restore.recompute import Recomputer
+
+        runner, kvcache = self._runner, self._runner.token_to_kv_pool
+        self.pool = PagedPool(kvcache)
+        projector = Projector(ProjectionBatch(ForwardMode.EXTEND), self.pool, kvcache.layer_num)
+        try:
+            missing = hooks.install(hooks.hidden_mode_hooks())
+            if missing is not None:
+                raise Refused(missing)
+            probe = observe(runner, attention_modules(runner.model, kvcache.layer_num))
+            compare(probe, projector)
+            tokens = len(kvcache.k_buffer[0])
+            self.recomputer: Recomputer | None = Recomputer(
+                model_forward(runner), self.pool, kvcache.start_layer, tokens
+            )
+            try:
+                check_recompute(runner, probe, self.recomputer, self.pool, kvcache)
+            except Refused:
+                self.recomputer = None
+            runtime = Runtime(runner, config=HCacheConfig())
+            specs = LayerSpecs(runtime, probe, projector, get_tp_group().cpu_group)
+            specs.find()
+            specs.check_writing()
+            specs.settle()
+        except Refused as refused:
+            raise MachineError(f"hidden mode refuses this model: {refused}") from None
+        self.layers, self.projector = probe.layers, projector
+
+    @property
+    def hidden_size(self) -> int:
+        """Values of a hidden state."""
+        return int(self._runner.model_config.hidden_size)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V of one token in one layer."""
+        pool = self._runner.token_to_kv_pool
+        return int(pool.k_buffer[0][0].nbytes + pool.v_buffer[0][0].nbytes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        dtype: torch.dtype = self._runner.dtype
+        return dtype
+
+    def compute(self, ids: Sequence[int]) -> torch.Tensor:
+        """Log-probabilities after every token of a text, no cache used, float32 ``[n, vocab]``."""
+        return self._forward(ids, 0)[0]
+
+    def history(self, ids: Sequence[int]) -> History:
+        """Have the model compute the first tokens of a text."""
+        with self._watch() as hidden:
+            _, slots = self._forward(ids, 0)
+        kv = [self.pool.fetch(layer.kernel, slots, self.dtype) for layer in self.layers]
+        positions = torch.arange(len(ids), device=slots.device)
+        return History(ids, slots, positions, hidden, kv)
+
+    def forget(self, history: History) -> None:
+        """Take its K and V out of the pool: what is not restored shows."""
+        for layer, (k, v) in zip(self.layers, history.kv, strict=True):
+            lost = (torch.full_like(part, float("nan")) for part in (k, v))
+            self.pool.store(layer.kernel, history.slots, *lost)
+
+    def go_on(self, history: History, ids: Sequence[int]) -> torch.Tensor:
+        """Log-probabilities after every further token of a text behind what the pool holds of its
+        history, float32 ``[n, vocab]``."""
+        return self._forward([*history.ids, *ids], len(history.ids))[0]
+
+    @contextmanager
+    def _watch(self) -> Iterator[list[torch.Tensor]]:
+        """What the projections receive inside the block, by layer."""
+        seen: list[torch.Tensor] = []
+        handles = [
+            layer.projection.register_forward_pre_hook(
+                lambda module, args: seen.append(args[0].detach().clone())
+            )
+            for layer in self.layers
+        ]
+        try:
+            yield seen
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @torch.inference_mode()
+    def _forward(self, ids: Sequence[int], before: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A prefill behind ``before`` tokens, which have the pool's first slots; returns
+        log-probabilities and the slots of what was computed."""
+        from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
+        from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+        from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+        from sglang.srt.sampling.sampling_params import SamplingParams
+        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+        runner = self._runner
+        allocator = runner.token_to_kv_pool_allocator
+        allocator.clear()
+        runner.req_to_token_pool.clear()
+        request = Req(
+            rid="accuracy",
+            origin_input_text="",
+            origin_input_ids=array("q", ids),
+            sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
+        )
+        request.full_untruncated_fill_ids = request.origin_input_ids
+        request.logprob_start_len = -1
+        if before:
+            request.prefix_indices = allocator.alloc(before)
+        request.set_extend_range(before, len(ids))
+        batch = ScheduleBatch.init_new(
+            reqs=[request],
+            req_to_token_pool=runner.req_to_token_pool,
+            token_to_kv_pool_allocator=allocator,
+            tree_cache=_no_tree(runner),
+            model_config=runner.model_config,
+            enable_overlap=False,
+            spec_algorithm=SpeculativeAlgorithm.NONE,
+        )
+        batch.prepare_for_extend()
+        if batch.input_ids is None:
+            batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
+        forward = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
+        slots = forward.out_cache_loc.clone()
+        passed: list[tuple[Any, ...]] = []
+        processor = next(m for m in runner.model.modules() if isinstance(m, LogitsProcessor))
+        handle = processor.register_forward_pre_hook(lambda module, args: passed.append(args))
+        try:
+            runner.forward(forward)
+        finally:
+            handle.remove()
+        # A server asks for logits of the last token only.
+        _, hidden, lm_head, *_ = passed[0]
+        logits = processor._get_logits(hidden, lm_head, LogitsMetadata.from_forward_batch(forward))
+        return logits[:, : runner.model_config.vocab_size].float().log_softmax(-1), slots
+
+
+def _start(options: ServerOptions) -> tuple[Any, Any]:
+    """SGLang's ModelRunner, with the weights loaded and its KV pool, and the model's tokenizer; as
+    SGLang's own ``benchmark/one_batch.py`` starts them."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()  # before anything else is imported, as a server does
+    from sglang.benchmark.one_batch import load_model
+    from sglang.srt.entrypoints.engine import _set_envs_and_config
+    from sglang.srt.runtime_context import SpawnRanks, publish
+    from sglang.srt.server_args import PortArgs, prepare_server_args
+
+    arguments = prepare_server_args(options.arguments(port=0))
+    arguments.resolve_once()
+    _set_envs_and_config(arguments)
+    ports = PortArgs.init_new(arguments)
+    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+    bench, tokenizer = load_model(arguments, ports, 0, 0)
+    return bench.torch_runner, tokenizer
+
+
+def _no_tree(runner: Any) -> SimpleNamespace:
+    """What a batch without a prefix cache asks of one."""
+    return SimpleNamespace(
+        page_size=runner.page_size,
+        device=runner.device,
+        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+        supports_swa=lambda: False,
+        supports_mamba=lambda: False,
+        is_chunk_cache=lambda: False,
+        is_tree_cache=lambda: True,
+        evict=lambda params: None,
+    )

@@ -1,0 +1,115 @@
+"""Ways to keep the K and V of a history: what each keeps, and how it puts K and V back.
+
+To add one: a function that makes it from an :class:`Engine`, in :data:`MAKERS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from bench.accuracy.engine import Engine, History
+from hcache_backend.restore.recompute import TokenSpan
+from hcache_kernels.codecs import CODECS, Codec, UnsupportedRows, make_codec
+
+EXACT = "exact"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to keep K and V.
+
+    Attributes:
+        name: For tables.
+        bytes_per_token: What is kept of a token, over all layers.
+        restore: Writes K and V of a history to the pool, which has lost them; returns how many
+            tokens could not be kept so, and were computed again.
+        layer: The one layer that it restores from something else than K and V; None: all.
+    """
+
+    name: str
+    bytes_per_token: int
+    restore: Callable[[History], int]
+    layer: int | None = None
+
+
+def exact(engine: Engine) -> Iterator[Method]:
+    """K and V as the model wrote them (KV pages)."""
+
+    def restore(history: History) -> int:
+        for layer in range(len(engine.layers)):
+            _put_exact(engine, history, layer)
+        return 0
+
+    yield Method(EXACT, engine.kv_bytes * len(engine.layers), restore)
+
+
+def recomputed(engine: Engine) -> Iterator[Method]:
+    """All layers by the package's recomputation, as a restore computes its first layers."""
+
+    recomputer = engine.recomputer
+    if recomputer is None:
+        return
+
+    def restore(history: History) -> int:
+        span = TokenSpan(np.array(history.ids, dtype=np.int64), history.slots[:0])
+        recomputer.run(len(engine.layers), history.positions, history.slots, [span])
+        return 0
+
+    yield Method("recomputed", 0, restore)
+
+
+def hidden(engine: Engine) -> Iterator[Method]:
+    """All layers projected from hidden states, through every codec that holds them."""
+    for codec in _codecs(engine):
+        restore = partial(_restore_hidden, engine, codec, range(len(engine.layers)))
+        yield Method(f"hidden, {codec.name}", codec.row_bytes * len(engine.layers), restore)
+
+
+def hidden_layers(engine: Engine) -> Iterator[Method]:
+    """One layer projected from hidden states, the others exact, through every codec."""
+    for codec in _codecs(engine):
+        size = engine.kv_bytes * (len(engine.layers) - 1) + codec.row_bytes
+        for only in range(len(engine.layers)):
+            restore = partial(_restore_hidden, engine, codec, [only])
+            yield Method(f"hidden, {codec.name}", size, restore, only)
+
+
+MAKERS = (exact, recomputed, hidden, hidden_layers)
+
+
+def methods(engine: Engine) -> list[Method]:
+    """All methods for a model."""
+    return [method for make in MAKERS for method in make(engine)]
+
+
+def _codecs(engine: Engine) -> Iterator[Codec]:
+    for name in CODECS:
+        try:
+            yield make_codec(name, engine.hidden_size, engine.dtype)
+        except UnsupportedRows:
+            continue  # a server would store with codec none instead
+
+
+def _restore_hidden(engine: Engine, codec: Codec, layers: Collection[int], history: History) -> int:
+    """Project these ``layers`` and restore the others as they were."""
+    lost = torch.zeros_like(history.slots, dtype=torch.bool)
+    for index, layer in enumerate(engine.layers):
+        if index not in layers:
+            _put_exact(engine, history, index)
+            continue
+        rows = history.hidden[index]
+        encoded, ok = codec.encode(rows)
+        lost |= ~ok
+        # A server does not store rows that the codec cannot hold: they are computed again.
+        back = torch.where(ok[:, None], codec.decode(encoded), rows)
+        engine.projector.project_to_pool(layer, back, history.positions, history.slots)
+    return int(lost.sum())
+
+
+def _put_exact(engine: Engine, history: History, layer: int) -> None:
+    engine.pool.store(engine.layers[layer].kernel, history.slots, *history.kv[layer])

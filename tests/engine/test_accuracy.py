@@ -1,0 +1,81 @@
+"""A short run of ``bench.accuracy`` on a fixture model that was trained for a few minutes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.fixtures.text import VALUES
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS, HIDDEN, KV_HEADS, HEAD_DIM = 4, 256, 2, 64
+pytestmark = pytest.mark.engine
+
+
+def accuracy(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bench.accuracy", "--out", str(folder), *arguments]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.timeout(1200)  # the first time the model is trained
+def test_what_each_method_changes_is_measured_beside_a_run_without_a_cache(tmp_path: Path) -> None:
+    done = accuracy(
+        *(tmp_path, "--model", "gqa", "--quick", "--texts", "4", "--history", "256"),
+        *("--turn", "96", "--dtype", "float32"),
+    )
+    assert done.returncode == 0, done.stderr
+    results: dict[str, Any] = json.loads((tmp_path / "accuracy_gqa.json").read_text())
+    assert (tmp_path / "accuracy_gqa.png").exists()
+    whole = {row["method"]: row for row in results["methods"] if row["layer"] is None}
+    assert list(whole) == ["exact", "recomputed", "hidden, none", "hidden, int8", "hidden, fp8"]
+    assert [row["bytes_per_token"] for row in whole.values()][:3] == [
+        2 * LAYERS * KV_HEADS * HEAD_DIM * 4,
+        0,
+        LAYERS * HIDDEN * 4,
+    ]
+    assert not any(row["not_kept"] for row in results["methods"])
+    # float32: what loses nothing differs by rounding, what loses something by more.
+    for name in ("exact", "recomputed", "hidden, none"):
+        assert whole[name]["kl"] < 1e-7
+        assert whole[name]["same"] == whole[name]["tokens"] == 4 * 95
+    assert "k_error" not in whole["exact"]  # it would be compared with itself
+    assert whole["recomputed"]["k_error"] < 1e-4
+    assert whole["hidden, none"]["k_error"] < 1e-4
+    for name in ("hidden, int8", "hidden, fp8"):
+        assert whole[name]["bytes_per_token"] < 0.3 * whole["exact"]["bytes_per_token"]
+        assert 1e-6 < whole[name]["kl"] < whole[name]["largest_kl"]
+        assert 1e-3 < whole[name]["k_error"] < 0.1
+    # The model has learned its text, and recalls what the history said.
+    assert results["reference"]["nll"] < 4.5
+    hits, asked = map(sum, zip(*results["reference"]["recall"].values(), strict=True))
+    assert asked >= 4
+    assert hits > 0.5 * asked > asked / len(VALUES)
+    by_layer = [row for row in results["methods"] if row["layer"] is not None]
+    assert len(by_layer) == 3 * LAYERS
+    for row in by_layer:
+        assert row["kl"] <= whole[row["method"]]["largest_kl"]
+    assert "| hidden, fp8 |" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--model", "gqa", "--history", "100"), "--history 100 must be a whole number of 64"),
+        (("--model", "/nowhere/model"), "/nowhere/model: there is nothing"),
+    ],
+)
+def test_what_cannot_be_measured_is_named(
+    tmp_path: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    done = accuracy(tmp_path, *arguments)
+    assert done.returncode == 2
+    assert said in done.stderr

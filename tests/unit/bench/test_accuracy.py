@@ -1,0 +1,89 @@
+"""How ``bench.accuracy`` chooses what it scores, and how it scores; no model."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.accuracy.measure import Found, Sizes, by_distance
+from bench.accuracy.report import by_layer, draw, table_lines
+from bench.fixtures.text import Recalled, Text
+from bench.harness.reference import OwnReference
+
+SIZES = Sizes(texts=1, history=64, turn=32)
+
+
+def log_probabilities(*rows: list[float]) -> torch.Tensor:
+    return torch.tensor(rows).log()
+
+
+def test_only_values_that_the_history_gave_are_asked_for() -> None:
+    recalled = [
+        Recalled(start=40, stop=41, given=10),  # asked in the history
+        Recalled(start=64, stop=65, given=30),  # the turn's first token: no place is behind it
+        Recalled(start=70, stop=72, given=63),
+        Recalled(start=90, stop=91, given=70),  # given in the turn
+    ]
+    assert list(SIZES.asks(Text([0] * 96, recalled))) == [(slice(5, 7), 7)]
+
+
+def test_values_are_counted_by_the_power_of_two_above_their_distance() -> None:
+    found = by_distance([(3, True), (32, False), (33, True), (300, True), (512, True)])
+    assert found == {"32": [1, 2], "64": [1, 1], "512": [2, 2]}
+
+
+def test_a_value_of_several_tokens_is_recalled_when_all_of_them_are() -> None:
+    said = log_probabilities([0.9, 0.1], [0.9, 0.1], [0.1, 0.9])
+    found = Found()
+    found.add(said, torch.tensor([0, 1, 1]), iter([(slice(0, 2), 40), (slice(2, 3), 50)]))
+    assert found.report()["recall"] == {"64": [1, 2]}
+    assert found.nll == pytest.approx([-math.log(p) for p in (0.9, 0.1, 0.9)])
+
+
+def test_divergence_is_from_the_reference_and_zero_only_where_both_say_the_same() -> None:
+    reference, said = (
+        log_probabilities([0.5, 0.5], [0.8, 0.2]),
+        log_probabilities([0.5, 0.5], [0.4, 0.6]),
+    )
+    found = Found()
+    found.add(said, torch.tensor([0, 0]), iter([]))
+    found.compare("int8", said, reference)
+    assert found.kl == pytest.approx([0.0, 0.8 * math.log(2) + 0.2 * math.log(1 / 3)], abs=1e-6)
+    assert found.same == [True, False]
+    assert found.report()["same"] == 1
+
+
+def test_a_method_beside_itself_is_refused() -> None:
+    said = log_probabilities([0.5, 0.5])
+    with pytest.raises(OwnReference, match="'exact'"):
+        Found().compare("exact", said, said)
+
+
+def test_the_reference_has_no_divergence_and_single_layers_are_in_the_picture_only(
+    tmp_path: Path,
+) -> None:
+    run = {"tokens": 4, "nll": 2.5, "recall": {"64": [3, 4]}}
+    coded = {
+        **run,
+        "kl": 1e-3,
+        "largest_kl": 0.1,
+        "same": 3,
+        "not_kept": 2,
+        "bytes_per_token": 1088,
+    }
+    coded |= {"k_error": 0.01, "v_error": 0.02, "method": "hidden, int8"}
+    layers = [{**coded, "layer": layer, "kl": 10.0**-layer} for layer in (1, 2)]
+    methods = [{**coded, "layer": None}, *layers]
+    results = {"name": "gqa", "dtype": "bfloat16", "device": "a machine"}
+    results |= {"reference": run, "methods": methods}
+    assert table_lines(results).splitlines()[2:] == [
+        "| no cache | - | - | - | - | - | - | - | 2.5000 | 3 of 4 |",
+        "| hidden, int8 | 1,088 | 2 | 1.0e-02 | 2.0e-02 | 1.0e-03 | 1.0e-01 | 3 of 4 | 2.5000 "
+        "| 3 of 4 |",
+    ]
+    assert by_layer(results) == {"hidden, int8": [0.1, 0.01]}
+    pytest.importorskip("matplotlib")
+    draw(results).savefig(tmp_path / "it.png")
