@@ -26,7 +26,8 @@ def accuracy(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.timeout(1200)  # the first time the model is trained
+@pytest.mark.long  # the first time the model is trained
+@pytest.mark.timeout(1200)
 def test_what_each_method_changes_is_measured_beside_a_run_without_a_cache(tmp_path: Path) -> None:
     done = accuracy(
         *(tmp_path, "--model", "gqa", "--quick", "--texts", "4", "--history", "256"),

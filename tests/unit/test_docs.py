@@ -147,8 +147,8 @@ def test_names_that_exist(text: str, page: MakePage) -> None:
         ("`engine/hooks.py:Hook.unhook`", "engine/hooks.py defines no Hook.unhook"),
         ("```sh\npython -m bench.nothing --out x\n```", "there is no program bench.nothing"),
         (
-            "```sh\npython -m bench.demo \\\n --turn 2\n```",
-            "no program in bench has an option --turn",
+            "```sh\npython -m bench.demo \\\n --turned 2\n```",
+            "no program in bench has an option --turned",
         ),
     ],
 )
