@@ -70,8 +70,8 @@ class History:
         self.codecs = [make_codec(name, shape.hidden, device.dtype) for name in ("none", "exp4")]
         kind, pages = device.kind, self.tokens // PAGE
         kv_row = 2 * shape.width * device.dtype.itemsize
-        lengths = [codec.row_bytes * self.own for codec in self.codecs] + [kv_row * PAGE]
-        stored = tuple(StoredLayer((Segment(length),)) for length in lengths)
+        segments = [codec.row_bytes * self.own for codec in self.codecs] + [kv_row * PAGE]
+        stored = tuple(StoredLayer((Segment(length),)) for length in segments)
         self.layout = PageLayout(PAGE, stored * len(layers))
         self.memory = device.pinned(pages + SPARE_PAGES, self.layout.page_bytes)
         rng = np.random.default_rng(0)
