@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import secrets
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from hcache_backend.store import SERVER_REPORT
+from hcache_backend.store import SERVER_REPORT, write_note
 
 
 class LayerGroup(BaseModel):
@@ -61,15 +59,7 @@ def write_report(folder: Path, report: ServerReport) -> None:
     Raises:
         OSError: It cannot be written.
     """
-    temporary = folder / f".{SERVER_REPORT}.{secrets.token_hex(4)}"
-    try:
-        temporary.touch(mode=0o600)
-        temporary.write_text(report.model_dump_json(indent=2) + "\n")
-        temporary.replace(folder / SERVER_REPORT)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    write_note(folder, SERVER_REPORT, report.model_dump_json(indent=2) + "\n")
 
 
 def read_report(folder: Path) -> ServerReport | None:

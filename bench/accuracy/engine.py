@@ -6,11 +6,9 @@ probe, each projection is proven against the K and V that the model wrote.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -165,39 +163,15 @@ class Engine:
         """A prefill behind ``before`` tokens, which have the pool's first slots; returns
         log-probabilities and the slots of what was computed."""
         from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
-        from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-        from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-        from sglang.srt.sampling.sampling_params import SamplingParams
-        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+        from hcache_backend.engine.startup.prefill import prefill_batch, prefill_request
 
         runner = self._runner
         allocator = runner.token_to_kv_pool_allocator
         allocator.clear()
         runner.req_to_token_pool.clear()
-        request = Req(
-            rid="accuracy",
-            origin_input_text="",
-            origin_input_ids=array("q", ids),
-            sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
-        )
-        request.full_untruncated_fill_ids = request.origin_input_ids
-        request.logprob_start_len = -1
-        if before:
-            request.prefix_indices = allocator.alloc(before)
-        request.set_extend_range(before, len(ids))
-        batch = ScheduleBatch.init_new(
-            reqs=[request],
-            req_to_token_pool=runner.req_to_token_pool,
-            token_to_kv_pool_allocator=allocator,
-            tree_cache=_no_tree(runner),
-            model_config=runner.model_config,
-            enable_overlap=False,
-            spec_algorithm=SpeculativeAlgorithm.NONE,
-        )
-        batch.prepare_for_extend()
-        if batch.input_ids is None:
-            batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
-        forward = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
+        request = prefill_request(ids, allocator.alloc(before) if before else None)
+        forward = prefill_batch(runner, [request])
         slots = forward.out_cache_loc.clone()
         passed: list[tuple[Any, ...]] = []
         processor = next(m for m in runner.model.modules() if isinstance(m, LogitsProcessor))
@@ -230,17 +204,3 @@ def _start(options: ServerOptions) -> tuple[Any, Any]:
     publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     bench, tokenizer = load_model(arguments, ports, 0, 0)
     return bench.torch_runner, tokenizer
-
-
-def _no_tree(runner: Any) -> SimpleNamespace:
-    """What a batch without a prefix cache asks of one."""
-    return SimpleNamespace(
-        page_size=runner.page_size,
-        device=runner.device,
-        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
-        supports_swa=lambda: False,
-        supports_mamba=lambda: False,
-        is_chunk_cache=lambda: False,
-        is_tree_cache=lambda: True,
-        evict=lambda params: None,
-    )

@@ -31,7 +31,7 @@ class Pace:
         max_parallel: Requests in flight at most.
         barrier: A round begins when all sessions have finished the one before it.
         flush: Device and host caches are emptied between rounds; needs ``barrier``.
-        seed: Of times and picks.
+        seed: What times and picks are drawn from.
     """
 
     rate: float = 1.0

@@ -171,7 +171,7 @@ class OwnPagesController(HybridCacheController, ABC):
 
         Args:
             token_ids: The page's tokens as the radix tree knows them, int32 ``[page_size]``.
-            position: Of the first one in its sequence; None: nobody knows.
+            position: The first token's place in its sequence; None: nobody knows.
 
         Returns:
             Why the page must not be stored, or None.

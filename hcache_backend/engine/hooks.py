@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from hcache_backend.engine import metrics
 from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
 from hcache_backend.restore.recompute import RecomputeAttention
 
@@ -184,17 +186,28 @@ def _around_events(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any)
     return result
 
 
+@contextmanager
+def _harmless() -> Iterator[None]:
+    """What L3 is told of uses within the block: SGLang goes on without it."""
+    try:
+        yield
+    except Exception:
+        metrics.PROBLEMS.count("storage_use")
+        logger.exception("hcache: L3 was not told of a use; it may evict pages in use")
+
+
 def _around_prefetch(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
     l3 = _our_l3(cache)
     if l3 is None:
         return original(cache, *a, **kw)
     cache.hicache_storage_pass_prefix_keys = True  # where nodes are written, too
     given = inspect.signature(original).bind(cache, *a, **kw)
-    # All that L1 and L2 have of the prompt; SGLang leaves out the keys of the last node.
-    node = given.arguments["last_host_node_id"]
-    given.arguments["prefix_keys"] = prefix = _keys_to(cache, node)
-    l3.use(prefix)
-    l3.repairs.saw(cache, node)
+    with _harmless():
+        # All that L1 and L2 have of the prompt; SGLang leaves out the keys of the last node.
+        node = given.arguments["last_host_node_id"]
+        given.arguments["prefix_keys"] = prefix = _keys_to(cache, node)
+        l3.use(prefix)
+        l3.repairs.saw(cache, node)
     return original(*given.args, **given.kwargs)
 
 
@@ -203,10 +216,11 @@ def _after_received(
 ) -> Any:
     """SGLang does not prefetch behind a node that is not backed up, and uses it all the same."""
     result = original(scheduler, req, *a, **kw)
-    cache, node = scheduler.tree_cache, req.last_host_node
-    l3 = _our_l3(cache)
-    if l3 is not None and node is not None and not cache.is_backuped(node):
-        l3.use(_keys_to(cache, node))
+    with _harmless():
+        cache, node = scheduler.tree_cache, req.last_host_node
+        l3 = _our_l3(cache)
+        if l3 is not None and node is not None and not cache.is_backuped(node):
+            l3.use(_keys_to(cache, node))
     return result
 
 
@@ -216,14 +230,16 @@ def _after_written(
     result = original(cache, node_id, *a, **kw)
     l3 = _our_l3(cache)
     if l3 is not None:
-        l3.repairs.saw(cache, node_id)
+        with _harmless():
+            l3.repairs.saw(cache, node_id)
     return result
 
 
 def _before_idle(original: Callable[..., Any], scheduler: Any, *a: Any, **kw: Any) -> Any:
     l3 = _our_l3(scheduler.tree_cache)
     if l3 is not None:
-        l3.repairs.turn(scheduler.tree_cache)
+        with _harmless():
+            l3.repairs.turn(scheduler.tree_cache)
     return original(scheduler, *a, **kw)
 
 

@@ -6,8 +6,6 @@ Else a restart, or a second server on other hardware, would orphan all that is s
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.plan import PartitionPlan
 from hcache_backend.partition.profile import Profile, ProfileError, load_profile
 from hcache_backend.partition.solver import makespan, recompute_layers
+from hcache_backend.store import write_note
 
 _WORTH_IT = 1.1
 """Another partition is worth a word if restores by the recorded one take so many times as long."""
@@ -97,18 +96,7 @@ def save_record(folder: Path, name: str, record: PartitionRecord, *, replace: bo
     Raises:
         OSError: It cannot be written.
     """
-    temporary = folder / f".{name}.{secrets.token_hex(4)}"
-    try:
-        temporary.touch(mode=0o600)
-        temporary.write_text(record.model_dump_json(indent=2) + "\n")
-        if replace:
-            temporary.replace(folder / name)
-        else:
-            with contextlib.suppress(FileExistsError):
-                os.link(temporary, folder / name)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    write_note(folder, name, record.model_dump_json(indent=2) + "\n", replace=replace)
 
 
 def kept_profiles(folder: Path, shape: ModelShape) -> Iterator[Profile]:

@@ -48,7 +48,7 @@ class Exactness:
 
 
 class KVExactness(NamedTuple):
-    """Of K and of V."""
+    """How exact K and V are, each."""
 
     k: Exactness
     v: Exactness

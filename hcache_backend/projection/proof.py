@@ -55,7 +55,7 @@ class Evidence:
     """What the attention module of a layer says.
 
     Attributes:
-        samples: Of the probe first, then of its tokens at other positions beside it.
+        samples: The probe first, then its tokens at other positions beside it.
         own: How exactly the module repeats K and V of the probe at other batch sizes.
     """
 

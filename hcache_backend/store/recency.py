@@ -25,9 +25,8 @@ from hcache_backend.units import ALL_EIGHTHS
 _YOUNG = 16
 _PENDING_AT_MOST = 1 << 20
 """Keys of uses that wait to be saved; more in one interval are not noted."""
-
-
 _GAPS_AT_MOST = 256
+"""Sequences that lack pages; more between two calls of :meth:`Recency.take_gaps` are not noted."""
 
 
 class Gap(NamedTuple):

@@ -74,7 +74,7 @@ def check_recompute(
         return [pool.fetch(layer.kernel, at, dtype) for layer in probe.layers]
 
     def exactness(at: torch.Tensor) -> list[KVExactness]:
-        """Of the first tokens of the probe, layer by layer."""
+        """How exact the first tokens of the probe are, layer by layer."""
         first = [(k[: len(at)], v[: len(at)]) for k, v in wanted]
         pairs = zip(written(at), first, strict=True)
         return [kv_exactness(got, want, pool.dtype) for got, want in pairs]

@@ -7,17 +7,15 @@ that the model wrote to the pool.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from hcache_backend.engine.arguments import page_size
 from hcache_backend.engine.startup.agreement import Refused
+from hcache_backend.engine.startup.prefill import prefill_batch, prefill_request
 from hcache_backend.projection.attention import AttentionLayer, UnknownCall, learn_call
 from hcache_backend.projection.check import first_problem, projection_problem
 from hcache_backend.projection.projector import Projector
@@ -174,7 +172,8 @@ def _forward(
     Nothing has been allocated yet when it runs, so both pools are simply emptied afterwards, also
     when SGLang's code fails half-way: a lost slot would stop the server later.
     """
-    requests = [_request(runner.model_config.vocab_size, length) for length in lengths]
+    vocabulary = runner.model_config.vocab_size
+    requests = [prefill_request(_prompt(vocabulary, length)) for length in lengths]
     stages = _Stages()
     try:
         return _run_prefill(runner, requests, stages)
@@ -184,47 +183,16 @@ def _forward(
         runner.req_to_token_pool.clear()
 
 
-def _request(vocabulary: int, length: int) -> Any:
-    """SGLang's request for the first tokens of the probe."""
-    from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
+def _prompt(vocabulary: int, length: int) -> list[int]:
+    """The first tokens of the probe."""
     step = max(1, vocabulary // PROBE_TOKENS)
-    request = Req(
-        rid="hcache-self-check",
-        origin_input_text="",
-        origin_input_ids=array("q", [(7 + i * step) % vocabulary for i in range(length)]),
-        sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
-    )
-    request.full_untruncated_fill_ids = request.origin_input_ids
-    request.logprob_start_len = -1
-    if hasattr(request, "set_extend_range"):
-        request.set_extend_range(0, length)
-    else:  # 0.5.22 and later
-        request.extend_end = length
-    return request
+    return [(7 + i * step) % vocabulary for i in range(length)]
 
 
 def _run_prefill(
     runner: Any, requests: list[Any], stages: _Stages
 ) -> tuple[object, torch.Tensor, torch.Tensor, torch.Tensor]:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
-    batch = ScheduleBatch.init_new(
-        reqs=requests,
-        req_to_token_pool=runner.req_to_token_pool,
-        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
-        tree_cache=_no_tree(runner),
-        model_config=runner.model_config,
-        enable_overlap=False,
-        spec_algorithm=SpeculativeAlgorithm.NONE,
-    )
-    batch.prepare_for_extend()
-    if batch.input_ids is None:
-        batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
-    forward_batch = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
+    forward_batch = prefill_batch(runner, requests)
     slots, positions = forward_batch.out_cache_loc.clone(), forward_batch.positions.clone()
     token_ids = forward_batch.input_ids.clone()
     with _without_prefill_graphs(runner):
@@ -278,19 +246,3 @@ def _without_prefill_graphs(runner: Any) -> Iterator[None]:
         yield
     finally:
         runner.prefill_cuda_graph_runner = graphs
-
-
-def _no_tree(runner: Any) -> SimpleNamespace:
-    """What batches ask of a prefix cache, in any supported version, for a batch without one."""
-    return SimpleNamespace(
-        page_size=page_size(runner.server_args),
-        device=runner.device,
-        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
-        supports_swa=lambda: False,
-        supports_mamba=lambda: False,
-        supports_prefix_sharing=lambda: True,
-        is_chunk_cache=lambda: False,
-        is_tree_cache=lambda: True,
-        evict=lambda params: None,
-        maybe_hand_to_session=lambda request: None,
-    )

@@ -222,3 +222,28 @@ def test_options_without_the_variable_that_enables_them_are_warned_of(
     assert current().config is None
     warning = "hcache: HCACHE_CONFIG does nothing here without HCACHE_ENABLE=1"
     assert caplog.messages.count(warning) == (enabled is None)
+
+
+def test_sglang_goes_on_when_l3_cannot_be_told_of_a_use(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(*args: Any) -> Any:
+        raise LookupError("no such node")
+
+    l3 = SimpleNamespace(use=broken, repairs=SimpleNamespace(saw=broken, turn=broken))
+    cache = SimpleNamespace(
+        cache_controller=SimpleNamespace(storage_backend=l3),
+        tree_core=SimpleNamespace(get_prefix_hash_values=broken),
+        is_backuped=lambda node: False,
+    )
+    scheduler, request = SimpleNamespace(tree_cache=cache), SimpleNamespace(last_host_node=7)
+
+    def prefetch(cache: Any, request_id: str, last_host_node_id: int, prefix_keys: Any) -> Any:
+        return request_id, last_host_node_id, prefix_keys
+
+    assert hooks._around_prefetch(prefetch, cache, "r", 7, None) == ("r", 7, None)
+    for hook, args in (
+        (hooks._after_received, (scheduler, request)),
+        (hooks._after_written, (cache, 7)),
+        (hooks._before_idle, (scheduler,)),
+    ):
+        assert hook(lambda *args: "done", *args) == "done"
+    assert len([line for line in caplog.messages if "may evict pages in use" in line]) == 4
