@@ -200,7 +200,8 @@ def test_random_misses_on_one_rank_never_part_the_ranks(
         converse_at_random(server, conversations, at_once=5, flushed=0.3)
         turns = turns_of(conversations)
         cached = sum(turn.cached.storage + turn.cached.host for turn in turns)
-        assert cached > 20 * len(turns) == 20 * requests  # or it would test recomputation only
+        assert len(turns) == requests
+        assert cached > 5 * requests  # far fewer than usual (20): how many depends on who is faster
         assert_hidden_mode(server)
         log = server.log_text()
         assert "self-check" not in log and "Exception in thread" not in log
