@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import xxhash
@@ -105,6 +105,18 @@ class SegmentTable:
     @property
     def page_bytes(self) -> int:
         return sum(segment.length for segment in self.segments)
+
+    @cached_property
+    def packed(self) -> bytes:
+        """The segments as they stand in headers."""
+        return b"".join(PACKED_SEGMENT.pack(*segment) for segment in self.segments)
+
+    def __hash__(self) -> int:
+        return self._hash  # tables are looked up for every page, and have segments of every layer
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.segments)
 
 
 class Unit(NamedTuple):

@@ -1,10 +1,11 @@
 """L3 on local disks: pages by name, in any number of folders, one for each disk.
 
-The parts, from the outside in: ``page_store`` puts pages on folders in turn; ``volume`` is one
-folder while the server runs (``presence``: it may vanish and come back; ``bounds``: what goes when
-it is full); ``folder`` is what is on the disk (``index``); ``page_files`` writes, reads and deletes
-one page file (``format``, ``page_io``, ``file_ops``, ``kvikio_ops``); ``check`` compares files
-with the index; ``notes`` are what servers leave beside the pages.
+The parts, from the outside in: ``page_store`` puts pages on folders in turn (``cover``: which files
+together have a page); ``volume`` is one folder while the server runs (``presence``: it may vanish
+and come back; ``bounds``: what goes when it is full); ``folder`` is what is on the disk
+(``index``); ``page_files`` writes, reads and deletes one page file (``format``, ``page_io``,
+``file_ops``, ``kvikio_ops``); ``check`` compares files with the index; ``notes`` are what servers
+leave beside the pages.
 """
 
 from hcache_backend.store.file_ops import FileOps

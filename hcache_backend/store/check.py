@@ -14,6 +14,7 @@ from hcache_backend.store.folder import FolderView
 from hcache_backend.store.format import DamagedFileError, PageName, parse_name
 from hcache_backend.store.index import Entry
 from hcache_backend.store.page_files import (
+    PageRead,
     Subset,
     check_size,
     delete_page,
@@ -101,7 +102,8 @@ def find_unknown_files(
                 if adopt:
                     folder.index.insert(found)
                 else:  # without the lock, a page may have been stored meanwhile
-                    found = [entry for entry in found if folder.index.find(entry.name) is None]
+                    known = folder.index.known(entry.name for entry in found)
+                    found = [entry for entry in found if entry.name not in known]
             result.pages += [entry.name for entry in found]
         progress(done, len(shards))
     return result
@@ -147,7 +149,7 @@ def _verify_entry(folder: FolderView, entry: Entry, findings: Findings, repair: 
     try:
         memory = PageMemory([payload], name.share)
         own = name.share.eighths
-        read_page(folder, entry, memory, Subset(eighths=own), own)
+        read_page(folder, PageRead(0, entry, memory, own), Subset(eighths=own))
     except FileNotFoundError:
         if folder.index.find(name) is None:
             return  # a live server has evicted the page meanwhile
@@ -176,8 +178,9 @@ def _remove(folder: FolderView, name: PageName) -> bool:
 def _entries(folder: FolderView, names: Sequence[PageName], result: Unknown) -> list[Entry]:
     """What the index will say of page files that it still does not know."""
     entries = []
+    known = folder.index.known(names)
     for name in names:
-        if folder.index.find(name) is not None:
+        if name in known:
             continue
         try:
             with opened_page(folder, name) as (fd, status):

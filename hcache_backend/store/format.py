@@ -87,8 +87,9 @@ class PageName(NamedTuple):
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Where things stand in the file of a share."""
+    """Where things stand in the file of a share of a page that divides by ``table``."""
 
+    table: SegmentTable
     header_bytes: int
     payload_bytes: int
     units: tuple[Unit, ...]
@@ -108,9 +109,12 @@ class Header(NamedTuple):
 
     name: PageName
     writer: bytes
-    table: SegmentTable
     layout: FileLayout
     digests: tuple[int, ...]
+
+    @property
+    def table(self) -> SegmentTable:
+        return self.layout.table
 
 
 def round_up(length: int, unit: int = BLOCK) -> int:
@@ -125,7 +129,7 @@ def file_layout(table: SegmentTable, share: Share) -> FileLayout:
     units = units_of(table, share)
     used = _SEGMENTS + PACKED_SEGMENT.size * len(table.segments) + 8 * len(units)
     payload_bytes = sum(segment.length_in(share) for segment in table.segments)
-    return FileLayout(round_up(used), payload_bytes, units)
+    return FileLayout(table, round_up(used), payload_bytes, units)
 
 
 def check_share(share: Share) -> None:
@@ -138,42 +142,39 @@ def pack_header(
     target: memoryview,
     name: PageName,
     writer: bytes,
-    table: SegmentTable,
+    layout: FileLayout,
     digests: Sequence[int],
 ) -> None:
     """Write a header into ``target`` (``header_bytes``); ``digests`` are those of the units."""
     namespace, key, share = name
-    layout = file_layout(table, share)
+    table = layout.table
     sizes = (layout.payload_bytes, table.page_bytes)
     parts = (
         _PREFIX.pack(MAGIC, VERSION, *share, layout.header_bytes, len(table.segments)),
         bytes(16),
         _FIELDS.pack(namespace, key, writer, *sizes, len(digests), 0),
-        *(PACKED_SEGMENT.pack(*segment) for segment in table.segments),
+        table.packed,
         struct.pack(f"<{len(digests)}Q", *digests),
     )
-    header = b"".join(parts)
-    target[: len(header)] = header
-    target[len(header) :] = bytes(layout.header_bytes - len(header))
+    target[:] = b"".join(parts).ljust(layout.header_bytes, b"\0")
     target[_DIGEST] = _header_digest(target)
 
 
 def parse_header(data: memoryview) -> Header:
     """The header at the beginning of ``data``; a DamagedFileError unless it verifies."""
     header = data[: header_length(data)]
-    _, version, index, count, _, segment_count = _PREFIX.unpack_from(header)
+    _, version, number, of, _, segment_count = _PREFIX.unpack_from(header)
     if version != VERSION:
         raise DamagedFileError(f"format version {version}; this is version {VERSION}")
     if _header_digest(header) != bytes(header[_DIGEST]):
         raise DamagedFileError("header checksum")
     # From here on the bytes are what a writer meant.
     namespace, key, writer, _, _, unit_count, _ = _FIELDS.unpack_from(header, 32)
-    segments = header[_SEGMENTS : _SEGMENTS + PACKED_SEGMENT.size * segment_count]
-    table = _table(bytes(segments))
-    share = Share(index, count)
-    layout = file_layout(table, share)
-    digests = struct.unpack_from(f"<{unit_count}Q", header, _SEGMENTS + len(segments))
-    return Header(PageName(namespace, key, share), writer, table, layout, digests)
+    behind = _SEGMENTS + PACKED_SEGMENT.size * segment_count
+    share = Share(number, of)
+    layout = file_layout(_table(bytes(header[_SEGMENTS:behind])), share)
+    digests = struct.unpack_from(f"<{unit_count}Q", header, behind)
+    return Header(PageName(namespace, key, share), writer, layout, digests)
 
 
 def header_length(data: memoryview) -> int:
@@ -198,6 +199,8 @@ def parse_name(file: str) -> PageName | None:
 def check_names(namespace: bytes, keys: tuple[bytes, ...] | list[bytes]) -> None:
     """Refuse, by a ValueError, what is no namespace (16 bytes) or key (32 bytes)."""
     _check_bytes("namespace", namespace, NAMESPACE_BYTES)
+    if {*map(type, keys)} <= {bytes} and {*map(len, keys)} <= {KEY_BYTES}:
+        return  # the usual case, for all keys at once
     for key in keys:
         _check_bytes("key", key, KEY_BYTES)
 

@@ -96,21 +96,14 @@ class Index:
 
     def coverage(self, namespace: bytes, keys: Sequence[bytes]) -> list[int]:
         """Bit mask of the eighths of every page that stand in this folder."""
-        found = []
         with self._env.begin(db=self._pages) as txn:
             get = txn.get
-            for key in keys:
-                value = get(namespace + key)
-                if value is None:
-                    found.append(0)
-                elif value[_WHOLE_COUNT] == 1:
-                    found.append(ALL_EIGHTHS)
-                else:
-                    mask = 0
-                    for number, of, *_ in _RECORD.iter_unpack(value):
-                        mask |= Share(number, of).eighths
-                    found.append(mask)
-        return found
+            found = [get(namespace + key, b"") for key in keys]
+        # Most pages have one file, of the whole page: no function is called for those.
+        return [
+            ALL_EIGHTHS if records and records[_WHOLE_COUNT] == 1 else _eighths(records)
+            for records in found
+        ]
 
     def lookup(self, namespace: bytes, keys: Sequence[bytes]) -> list[list[Entry]]:
         """The files of every page."""
@@ -121,6 +114,11 @@ class Index:
         """The entry of a file; None where there is none."""
         with self._env.begin() as txn:
             return self._find(txn, name)
+
+    def known(self, names: Iterable[PageName]) -> set[PageName]:
+        """Those of the files that have entries."""
+        with self._env.begin() as txn:
+            return {name for name in names if self._find(txn, name)}
 
     def entries(self, namespace: bytes = b"") -> Iterator[Entry]:
         """All entries of a namespace (of all namespaces), as they were when the iteration began."""
@@ -167,19 +165,27 @@ class Index:
     def insert(self, entries: Iterable[Entry]) -> None:
         """Add entries; one for a share that is there replaces it. All or nothing."""
         with self._change() as txn:
+            pages = size = 0
             for entry in entries:
-                self._remove(txn, entry.name)
-                others = self._files(txn, entry.name.page)
+                known = self._files(txn, entry.name.page)
+                others = [other for other in known if other.name != entry.name]
+                for old in known:
+                    if old.name == entry.name:
+                        txn.delete(_mark(old), db=self._recency)
+                        pages, size = pages - 1, size - old.file_bytes
                 # A whole page stands first: coverage looks at the first record only.
                 is_whole = entry.name.share.of == 1
                 self._put(txn, [entry, *others] if is_whole else [*others, entry])
                 txn.put(_mark(entry), b"", db=self._recency)
-                self._add(txn, 1, entry.file_bytes)
+                pages, size = pages + 1, size + entry.file_bytes
+            self._add(txn, pages, size)
 
     def remove(self, names: Iterable[PageName]) -> int:
         """Take entries out; those that are not there are ignored. Returns the bytes of the rest."""
         with self._change() as txn:
-            return sum(self._remove(txn, name) for name in names)
+            sizes = [size for name in names if (size := self._remove(txn, name))]
+            self._add(txn, -len(sizes), -sum(sizes))
+            return sum(sizes)
 
     def touch(self, stamps: Mapping[PageName, int]) -> None:
         """Set the last use of entries; those that are not there are ignored."""
@@ -246,7 +252,10 @@ class Index:
         txn.put(files[0].name.page, b"".join(map(_pack, files)), db=self._pages)
 
     def _remove(self, txn: lmdb.Transaction, name: PageName) -> int:
-        """Take out the entry of a file; returns its bytes, 0 where there is none."""
+        """Take out the entry of a file; returns its bytes, 0 where there is none.
+
+        The totals are the caller's.
+        """
         gone = self._find(txn, name)
         if gone is None:
             return 0
@@ -256,7 +265,6 @@ class Index:
         else:
             txn.delete(name.page, db=self._pages)
         txn.delete(_mark(gone), db=self._recency)
-        self._add(txn, -1, -gone.file_bytes)
         return gone.file_bytes
 
     def _add(self, txn: lmdb.Transaction, pages: int, size: int) -> None:
@@ -281,6 +289,13 @@ def _unpack(page: bytes, records: bytes | memoryview) -> list[Entry]:
         Entry(PageName(namespace, key, Share(number, of)), blocks * BLOCK, payload, writer, stamp)
         for number, of, _, blocks, writer, payload, stamp in _RECORD.iter_unpack(records)
     ]
+
+
+def _eighths(records: bytes) -> int:
+    mask = 0
+    for number, of, *_ in _RECORD.iter_unpack(records):
+        mask |= Share(number, of).eighths
+    return mask
 
 
 def _mark(entry: Entry) -> bytes:

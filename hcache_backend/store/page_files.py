@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from hcache_backend.store.file_ops import opened
@@ -14,6 +15,7 @@ from hcache_backend.store.folder import Folder, FolderView
 from hcache_backend.store.format import (
     BLOCK,
     DamagedFileError,
+    FileLayout,
     Header,
     PageName,
     file_layout,
@@ -24,7 +26,7 @@ from hcache_backend.store.format import (
 )
 from hcache_backend.store.index import Entry
 from hcache_backend.store.page_io import PageIO, PageMemory
-from hcache_backend.units import ALL_EIGHTHS, SegmentTable, Unit
+from hcache_backend.units import ALL_EIGHTHS, SegmentTable, Share, Unit
 
 
 @dataclass(frozen=True)
@@ -45,36 +47,59 @@ class OtherSizeError(Exception):
     """The memory for a page file has another length than what is to come into it."""
 
 
+class PageRead(NamedTuple):
+    """A page file to be read.
+
+    Attributes:
+        number: Place of the page in the caller's lists.
+        entry: The file.
+        memory: Where it goes to: the memory of the same or another share.
+        own: Bit mask of the wanted eighths that this file is there for. A group that several files
+            have comes from the file that is there for the first of its eighths.
+    """
+
+    number: int
+    entry: Entry
+    memory: PageMemory
+    own: int
+
+
+class PageWrite(NamedTuple):
+    """The share of a page to be written.
+
+    Attributes:
+        number: Place of the page in the caller's lists.
+        stamp: When it was used, for the index.
+    """
+
+    number: int
+    name: PageName
+    memory: PageMemory
+    layout: FileLayout
+    stamp: int
+
+
 class Written(NamedTuple):
     """A page file that has no name yet.
 
     Attributes:
-        number: Which file of the session it is.
+        number: Place of the page in the caller's lists.
+        file: Which file of the session it is.
         entry: What the index will say of it.
         copied: Bytes that went through aligned memory.
     """
 
     number: int
+    file: int
     entry: Entry
     copied: int
 
 
-def write_page(
-    folder: Folder,
-    name: PageName,
-    writer: bytes,
-    memory: PageMemory,
-    table: SegmentTable,
-    stamp: int,
-) -> Written:
-    """Write the share of a page in ``memory`` to a file of the session, or leave nothing of it.
-
-    ``stamp`` is when it was used, for the index.
-    """
-    layout = file_layout(table, name.share)
+def write_page(folder: Folder, write: PageWrite, writer: bytes) -> Written:
+    """Write the share of a page to a file of the session, or leave nothing of it."""
+    page, name, memory, layout, stamp = write
     header = folder.io.scratch.header(layout.header_bytes)
-    digests = memory.digests or [memory.digest(unit) for unit in layout.units]
-    pack_header(header, name, writer, table, digests)
+    pack_header(header, name, writer, layout, memory.digests or memory.digests_of(layout.units))
     pieces = memory.pieces(0, memory.length)
     number = folder.session.new_file()
     dir_fd, file = folder.session.place(number)
@@ -86,7 +111,15 @@ def write_page(
         remove_nameless(folder, number)
         raise
     entry = Entry(name, layout.header_bytes, layout.payload_bytes, writer, stamp)
-    return Written(number, entry, copied)
+    return Written(page, number, entry, copied)
+
+
+def give_name(folder: Folder, written: Written) -> None:
+    """Make a page file of a file of the session."""
+    name = written.entry.name
+    with folder.shard(name.shard, make=True) as shard_fd:
+        source_fd, source = folder.session.place(written.file)
+        folder.ops.rename(source, source_fd, name.file, shard_fd)
 
 
 def remove_nameless(folder: Folder, number: int) -> None:
@@ -139,16 +172,12 @@ def opened_page(folder: FolderView, name: PageName) -> Iterator[tuple[int, os.st
         folder.ops.close(fd)
 
 
-def read_page(
-    folder: FolderView, entry: Entry, memory: PageMemory, wanted: Subset, own: int
-) -> tuple[int, int]:
-    """Read and verify what is wanted of a page file, into the memory of the same or another share.
+def read_page(folder: FolderView, read: PageRead, wanted: Subset) -> tuple[int, int]:
+    """Read and verify what is wanted of a page file.
 
     Args:
         wanted: What is wanted of the page, of this and other files: no other eighths than those of
             the memory's share.
-        own: Bit mask of the wanted eighths that this file is there for. A group that several files
-            have comes from the file that is there for the first of its eighths.
 
     Returns:
         Payload bytes that were read, and bytes that went through aligned memory.
@@ -158,9 +187,10 @@ def read_page(
         DamagedFileError: It is not what the index or its own checksums say.
         OtherSizeError: The memory has another length.
     """
+    _, entry, memory, own = read
+    share = entry.name.share
     with opened_page(folder, entry.name) as (fd, status):
         check_size(status, entry.file_bytes)
-        share = entry.name.share
         if share == memory.share and wanted == Subset(eighths=own) and own == share.eighths:
             return _read_all(folder.io, fd, entry, memory)
         return _read_units(folder.io, fd, entry, memory, wanted, own)
@@ -208,8 +238,7 @@ def _read_all(io: PageIO, fd: int, entry: Entry, memory: PageMemory) -> tuple[in
     copied = io.read(fd, 0, pieces)
     header = parse_header(header_memory)
     _check_names(header, entry)
-    for unit, digest in zip(header.layout.units, header.digests, strict=True):
-        _verify(memory, unit, digest)
+    _verify(memory, header.layout.units, header.digests)
     return memory.length, copied
 
 
@@ -219,23 +248,13 @@ def _read_units(
     """Read the wanted units of a file to where the memory has them."""
     header = read_header(io, fd)
     _check_names(header, entry)
-    target = file_layout(header.table, memory.share)
-    _check_memory(target.payload_bytes, memory)
-    digests = dict(zip(header.layout.units, header.digests, strict=True))
-    places = target.payload_offsets
-    read = copied = 0
-    for run in _runs([unit for unit in header.layout.units if _is_in(unit, wanted, own)]):
-        offset = header.layout.header_bytes + run[0].payload_offset
-        pieces = [
-            piece
-            for start, length in _stretches(run, places)
-            for piece in memory.pieces(start, length)
-        ]
+    _check_memory(file_layout(header.table, memory.share).payload_bytes, memory)
+    copied = 0
+    read, runs = _runs(header.table, header.name.share, memory.share, wanted, own)
+    for offset, stretches, numbers, units in runs:
+        pieces = [piece for stretch in stretches for piece in memory.pieces(*stretch)]
         copied += io.read(fd, offset, pieces)
-        for unit in run:
-            here = unit._replace(payload_offset=places[unit.page_offset])
-            _verify(memory, here, digests[unit])
-            read += unit.length
+        _verify(memory, units, tuple(header.digests[number] for number in numbers))
     return read, copied
 
 
@@ -247,30 +266,57 @@ def _is_in(unit: Unit, wanted: Subset, own: int) -> bool:
     return bool(first & own)
 
 
-def _verify(memory: PageMemory, unit: Unit, digest: int) -> None:
-    if memory.digest(unit) != digest:
-        raise DamagedFileError(f"checksum of segment {unit.segment}")
+def _verify(memory: PageMemory, units: Sequence[Unit], digests: tuple[int, ...]) -> None:
+    found = memory.digests_of(units)
+    if found != digests:
+        pairs = zip(units, found, digests, strict=True)
+        wrong = next(unit for unit, here, there in pairs if here != there)
+        raise DamagedFileError(f"checksum of segment {wrong.segment}")
 
 
-def _runs(units: Sequence[Unit]) -> list[list[Unit]]:
-    """Units that follow each other in the file, together: one reading each."""
-    runs: list[list[Unit]] = []
-    for unit in units:
-        if runs and runs[-1][-1].payload_offset + runs[-1][-1].length == unit.payload_offset:
-            runs[-1].append(unit)
-        else:
-            runs.append([unit])
-    return runs
+class _Run(NamedTuple):
+    """Units that follow each other in a file: one reading.
+
+    Attributes:
+        offset: Where they begin in the file.
+        stretches: Where they go in the memory, as few stretches: their starts and lengths.
+        numbers: Which units of the file they are.
+        units: They, as they stand in the memory.
+    """
+
+    offset: int
+    stretches: list[tuple[int, int]]
+    numbers: list[int]
+    units: list[Unit]
 
 
-def _stretches(run: Sequence[Unit], places: dict[int, int]) -> list[tuple[int, int]]:
-    """Where the units of a run go in the memory, as few stretches: their starts and lengths."""
-    stretches: list[tuple[int, int]] = []
-    for unit in run:
+@lru_cache(maxsize=256)
+def _runs(
+    table: SegmentTable, share: Share, target: Share, wanted: Subset, own: int
+) -> tuple[int, list[_Run]]:
+    """How the wanted units of a file of ``share`` come into the memory of share ``target``.
+
+    Returns:
+        Their bytes, and the readings.
+    """
+    layout = file_layout(table, share)
+    places = file_layout(table, target).payload_offsets
+    runs: list[_Run] = []
+    read = end = 0
+    for number, unit in enumerate(layout.units):
+        if not _is_in(unit, wanted, own):
+            continue
+        if not runs or end != unit.payload_offset:
+            runs.append(_Run(layout.header_bytes + unit.payload_offset, [], [], []))
+        _, stretches, numbers, units = runs[-1]
+        end = unit.payload_offset + unit.length
         place = places[unit.page_offset]
         if stretches and sum(stretches[-1]) == place:
             start, length = stretches[-1]
             stretches[-1] = (start, length + unit.length)
         else:
             stretches.append((place, unit.length))
-    return stretches
+        numbers.append(number)
+        units.append(unit._replace(payload_offset=place))
+        read += unit.length
+    return read, runs

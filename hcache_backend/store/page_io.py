@@ -73,9 +73,12 @@ class PageMemory:
             number += 1
         return found
 
-    def digest(self, unit: Unit) -> int:
-        """The digest of a unit, as the memory is now."""
-        return digest(self.pieces(unit.payload_offset, unit.length))
+    def digests_of(self, units: Sequence[Unit]) -> tuple[int, ...]:
+        """The digests of units, as the memory is now."""
+        if len(self.parts) == 1:
+            [part] = self.parts
+            return tuple(digest([part[start : start + size]]) for _, _, _, start, size in units)
+        return tuple(digest(self.pieces(unit.payload_offset, unit.length)) for unit in units)
 
 
 class Scratch(threading.local):
@@ -117,10 +120,12 @@ class PageIO:
             OSError: Also when the file system took only part of it.
         """
         length = sum(piece.nbytes for piece in pieces)
-        file = PageMemory([*pieces, ZEROS[: round_up(length) - length]])
-        if _aligned(file.pieces(0, file.length), 0, self.alignment):
-            self._write_all(fd, file, 0)
+        if padding := round_up(length) - length:
+            pieces = [*pieces, ZEROS[:padding]]
+        if _aligned(pieces, 0, self.alignment):
+            self._write_all(fd, pieces, 0)
             return 0
+        file = PageMemory(pieces)
         bounce = self.scratch.bounce
         for start in range(0, file.length, len(bounce)):
             size = min(len(bounce), file.length - start)
@@ -128,7 +133,7 @@ class PageIO:
             for piece in file.pieces(start, size):
                 begin, end = end, end + piece.nbytes
                 _copy(bounce[begin:end], piece)
-            self._write_all(fd, PageMemory([bounce[:size]]), start)
+            self._write_all(fd, [bounce[:size]], start)
         return length
 
     def read(self, fd: int, offset: int, pieces: Sequence[memoryview]) -> int:
@@ -140,17 +145,17 @@ class PageIO:
         Raises:
             OSError: The file could not be read, or only in part.
         """
-        target = PageMemory(pieces)
         if _aligned(pieces, offset, self.alignment):
-            self._read_all(fd, target, offset, target.length)
+            self._read_all(fd, pieces, offset, sum(piece.nbytes for piece in pieces))
             return 0
+        target = PageMemory(pieces)
         bounce = self.scratch.bounce
         done = 0
         while done < target.length:
             skipped = (offset + done) % BLOCK
             size = min(target.length - done, len(bounce) - skipped)
-            room = PageMemory([bounce[: round_up(skipped + size)]])
-            self._read_all(fd, room, offset + done - skipped, skipped + size)
+            room = bounce[: round_up(skipped + size)]
+            self._read_all(fd, [room], offset + done - skipped, skipped + size)
             end = skipped
             for piece in target.pieces(done, size):
                 begin, end = end, end + piece.nbytes
@@ -158,25 +163,24 @@ class PageIO:
             done += size
         return target.length
 
-    def _write_all(self, fd: int, source: PageMemory, offset: int) -> None:
-        done = 0
-        while done < source.length:
-            pieces = source.pieces(done, source.length - done)
-            written = self._ops.write(fd, pieces, offset + done)
+    def _write_all(self, fd: int, pieces: Sequence[memoryview], offset: int) -> None:
+        while pieces:
+            written = self._ops.write(fd, pieces, offset)
             if written <= 0:
                 raise OSError(errno.EIO, "the file system wrote nothing")
-            done += written
+            offset += written
+            pieces = _behind(pieces, written)
 
-    def _read_all(self, fd: int, target: PageMemory, offset: int, least: int) -> None:
-        """Fill the first ``least`` bytes of ``target`` at least: the file may end behind them."""
-        done = 0
-        while done < least:
-            pieces = target.pieces(done, target.length - done)
-            got = self._ops.read(fd, pieces, offset + done)
+    def _read_all(self, fd: int, pieces: Sequence[memoryview], offset: int, least: int) -> None:
+        """Fill the first ``least`` bytes of ``pieces`` at least: the file may end behind them."""
+        while least > 0:
+            got = self._ops.read(fd, pieces, offset)
             if got <= 0:
                 # The file had its right length a moment ago, so it is the reading that fell short.
                 raise OSError(errno.EIO, "the file system returned too little, as of a cut file")
-            done += got
+            offset += got
+            least -= got
+            pieces = _behind(pieces, got)
 
 
 def probe_alignment(ops: FileOps, dir_fd: int, name: str) -> Alignment:
@@ -228,9 +232,17 @@ def _aligned(pieces: Sequence[memoryview], offset: int, alignment: Alignment) ->
     _, memory, length = alignment
     if memory == 1:
         return True
-    return offset % length == 0 and all(
-        piece.nbytes % length == 0 and _address(piece) % memory == 0 for piece in pieces
-    )
+    unaligned = [piece for piece in pieces if piece.nbytes % length or _address(piece) % memory]
+    return not unaligned and offset % length == 0
+
+
+def _behind(pieces: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What is left of ``pieces`` behind their first ``done`` bytes."""
+    for number, piece in enumerate(pieces):
+        if done < piece.nbytes:
+            return [piece[done:], *pieces[number + 1 :]]
+        done -= piece.nbytes
+    return []
 
 
 def _address(piece: memoryview) -> int:

@@ -9,17 +9,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.store import caretaker
+from hcache_backend.store.cover import cover
 from hcache_backend.store.file_ops import FileOps
 from hcache_backend.store.folder import NotOurFolderError
 from hcache_backend.store.format import (
+    FileLayout,
     PageName,
     check_names,
     check_share,
@@ -27,11 +29,11 @@ from hcache_backend.store.format import (
     file_layout,
 )
 from hcache_backend.store.kvikio_ops import best_file_ops
-from hcache_backend.store.page_files import Subset, Written
+from hcache_backend.store.page_files import PageRead, PageWrite, Subset
 from hcache_backend.store.page_io import PageMemory
 from hcache_backend.store.recency import Gap, Recency
 from hcache_backend.store.stats import ProblemLog, StoreContext, StoreStats
-from hcache_backend.store.volume import Volume, cover, result_of
+from hcache_backend.store.volume import Volume, Writer, result_of
 from hcache_backend.units import WHOLE, Parts, SegmentTable, Share
 
 logger = logging.getLogger("hcache.store")
@@ -46,21 +48,12 @@ stand on a disk without being counted in its quota.
 _CLOSE_SECONDS = 10.0
 
 
-class _Write(NamedTuple):
-    """A page on its way to a folder; ``number`` is its place in the caller's lists."""
-
-    number: int
-    name: PageName
-    memory: PageMemory
-    table: SegmentTable
-    stamp: int
-
-
 class _Writing(NamedTuple):
-    """Pages of a group that a folder is writing, by their places in the caller's lists."""
+    """As many ``pages`` of a group as a folder is writing."""
 
     volume: Volume
-    futures: dict[int, Future[Written | None]]
+    pages: int
+    writers: list[Writer]
 
 
 class PageStore:
@@ -118,15 +111,16 @@ class PageStore:
         keys = list(keys)
         check_names(namespace, keys)
         check_share(share)
-        missing = [share.eighths] * len(keys)
+        wanted = share.eighths
+        found = [0] * len(keys)
         for volume in self.volumes:
-            numbers = [number for number, mask in enumerate(missing) if mask]
+            numbers = [number for number, mask in enumerate(found) if wanted & ~mask]
             if not numbers:
                 break
             masks = volume.coverage(namespace, [keys[number] for number in numbers])
             for number, mask in zip(numbers, masks, strict=True):
-                missing[number] &= ~mask
-        return [not mask for mask in missing]
+                found[number] |= mask
+        return [not wanted & ~mask for mask in found]
 
     def use(self, namespace: bytes, keys: Sequence[bytes], *, complete: bool = False) -> None:
         """The pages ``keys`` (32 bytes each) of a sequence, from its first one on, are being used.
@@ -193,12 +187,13 @@ class PageStore:
         deadline = time.monotonic() + self._config.write_seconds
         stamps = self._recency.note_new(namespace, prefix, keys, last_use)
         done = self._already_stored(namespace, keys, share)
+        layout = None if table is None else file_layout(table, share)
         work = []
         for number, (key, parts) in enumerate(zip(keys, pages, strict=True)):
             if not done[number]:
                 name = PageName(namespace, key, share)
                 memory = PageMemory(parts, share, None if digests is None else digests[number])
-                work.append(_write(number, name, memory, table, stamps[number]))
+                work.append(_write(number, name, memory, layout, stamps[number]))
         volumes = [volume for volume in self.volumes if volume.is_online()]
         if work and not volumes:
             self.stats.add(pages_dropped_offline=len(work))
@@ -254,18 +249,25 @@ class PageStore:
         subset = subset or Subset()
         wanted = replace(subset, eighths=subset.eighths & share.eighths)
         covers = cover(self.volumes, namespace, keys, wanted.eighths)
-        reading: list[tuple[int, Future[bool]]] = []
+        reads: dict[Volume, list[PageRead]] = {}
         for number, pieces in enumerate(covers):
             memory = PageMemory(pages[number], share)
             for volume, entry, own in pieces:
-                read = partial(volume.read, entry, memory, wanted, own)
-                reading.append((number, volume.start(volume.readers, read)))
-        found = [bool(pieces) for pieces in covers]
-        wait([future for _, future in reading], self._config.read_seconds)
-        for number, future in reading:
+                reads.setdefault(volume, []).append(PageRead(number, entry, memory, own))
+        seconds = self._config.read_seconds
+        deadline = time.monotonic() + seconds
+        reading = [
+            future
+            for volume, files in reads.items()
+            for future in volume.start_reading(files, wanted, deadline)
+        ]
+        wait(reading, seconds)
+        came: Counter[int] = Counter()
+        for future in reading:
             # A reading that has begun is waited for: the memory may not be given back before.
-            if future.cancel() or not result_of(future):
-                found[number] = False
+            if not future.cancel():
+                came.update(result_of(future) or ())
+        found = [0 < len(pieces) == came[number] for number, pieces in enumerate(covers)]
         hits = sum(found)
         self.stats.add(pages_read=hits, misses=len(keys) - hits)
         return found
@@ -323,8 +325,10 @@ class PageStore:
         self.stats.add(pages_already_stored=sum(stored))
         return stored
 
-    def _start_writing(self, volume: Volume, items: Sequence[_Write], deadline: float) -> _Writing:
-        incoming = sum(file_layout(item.table, item.name.share).file_bytes for item in items)
+    def _start_writing(
+        self, volume: Volume, items: Sequence[PageWrite], deadline: float
+    ) -> _Writing:
+        incoming = sum(item.layout.file_bytes for item in items)
         full = volume.is_full(incoming)
         if full:
             self._recency.save()  # so that what goes is what nobody used
@@ -335,32 +339,22 @@ class PageStore:
             items = newer
         if full and not volume.make_room(incoming, deadline - time.monotonic()):
             self.stats.add(pages_dropped_full=len(items))
-            return _Writing(volume, {})
-        futures = {}
-        for item in items:
-            write = partial(volume.write, item.name, item.memory, item.table, item.stamp)
-            futures[item.number] = volume.start(volume.writers, write)
-        return _Writing(volume, futures)
+            return _Writing(volume, 0, [])
+        return _Writing(volume, len(items), volume.start_writing(items, deadline))
 
     def _finish_writing(
         self, started: Sequence[_Writing], deadline: float, done: list[bool]
     ) -> None:
         """Wait for a group of pages and name them; ``done`` learns which are stored."""
-        for volume, futures in started:
-            wait(futures.values(), max(deadline - time.monotonic(), 0.0))
-            ready: dict[int, Written] = {}
-            late = 0
-            for number, future in futures.items():
-                if not future.done():
-                    late += 1
-                    volume.abandon(future)
-                elif (written := result_of(future)) is not None:
-                    ready[number] = written
+        for volume, pages, writers in started:
+            wait([writer.future for writer in writers], max(deadline - time.monotonic(), 0.0))
+            tried = [written for writer in writers for written in volume.take(writer)]
+            ready = [written for written in tried if written is not None]
             seconds = max(deadline - time.monotonic(), 0.0)
-            named = volume.commit(list(ready.values()), seconds) if ready else []
-            for number, ok in zip(ready, named, strict=True):
-                done[number] = ok
-            if late:
+            named = volume.commit(ready, seconds) if ready else []
+            for written, ok in zip(ready, named, strict=True):
+                done[written.number] = ok
+            if late := pages - len(tried):
                 self.stats.add(pages_dropped_late=late)
                 self._problems.report(
                     "late", f"{volume.path} is too slow; {late} pages were dropped"
@@ -368,14 +362,17 @@ class PageStore:
 
 
 def _write(
-    number: int, name: PageName, memory: PageMemory, table: SegmentTable | None, stamp: int
-) -> _Write:
+    number: int,
+    name: PageName,
+    memory: PageMemory,
+    layout: FileLayout | None,
+    stamp: int,
+) -> PageWrite:
     share = name.share
-    if table is None:
+    if layout is None:
         if share != WHOLE:
             raise ValueError(f"share {share.number} of {share.of} without a table of the page")
-        table = SegmentTable.of_parts(memory.parts)
-    layout = file_layout(table, share)
+        layout = file_layout(SegmentTable.of_parts(memory.parts), share)
     digests = len(layout.units) if memory.digests is None else len(memory.digests)
     if (layout.payload_bytes, len(layout.units)) != (memory.length, digests):
         raise ValueError(
@@ -383,11 +380,11 @@ def _write(
             f"{share.of} of a page; by its table it has {layout.payload_bytes} and "
             f"{len(layout.units)}"
         )
-    return _Write(number, name, memory, table, stamp)
+    return PageWrite(number, name, memory, layout, stamp)
 
 
-def _groups(work: Sequence[_Write], volumes: int) -> Iterator[list[_Write]]:
-    group: list[_Write] = []
+def _groups(work: Sequence[PageWrite], volumes: int) -> Iterator[list[PageWrite]]:
+    group: list[PageWrite] = []
     size = 0
     for item in work:
         group.append(item)

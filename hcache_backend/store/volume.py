@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -22,18 +25,19 @@ from hcache_backend.store.format import BLOCK, DamagedFileError, PageName, round
 from hcache_backend.store.index import Entry
 from hcache_backend.store.page_files import (
     OtherSizeError,
+    PageRead,
+    PageWrite,
     Subset,
     Written,
     delete_page,
     file_exists,
+    give_name,
     read_page,
     remove_nameless,
     write_page,
 )
-from hcache_backend.store.page_io import PageMemory
 from hcache_backend.store.presence import OfflineError, Presence
 from hcache_backend.store.stats import StoreContext
-from hcache_backend.units import SegmentTable
 
 logger = logging.getLogger("hcache.store")
 
@@ -42,14 +46,24 @@ _LOCK_SECONDS = 5.0
 _Result = TypeVar("_Result")
 
 
+class Writer(NamedTuple):
+    """A thread that writes pages; ``done`` has each when it is written, None for one that failed.
+
+    :meth:`Volume.take` takes them.
+    """
+
+    future: Future[None]
+    done: list[Written | None]
+
+
 class Volume(Presence):
     """One folder and its pages."""
 
     def __init__(self, path: Path, store: StoreContext) -> None:
         super().__init__(path, store)
-        threads = store.config.io_threads
-        self.readers = ThreadPoolExecutor(threads, f"hcache-read-{path.name}")
-        self.writers = ThreadPoolExecutor(threads, f"hcache-write-{path.name}")
+        self._threads = store.config.io_threads
+        self.readers = ThreadPoolExecutor(self._threads, f"hcache-read-{path.name}")
+        self.writers = ThreadPoolExecutor(self._threads, f"hcache-write-{path.name}")
         self.dirty = False
 
     def coverage(self, namespace: bytes, keys: Sequence[bytes]) -> list[int]:
@@ -66,56 +80,26 @@ class Volume(Presence):
         """Whether a page file is really there."""
         return self._ask(lambda folder: file_exists(folder, name), False)
 
-    def read(self, entry: Entry, memory: PageMemory, wanted: Subset, own: int) -> bool:
-        """Read what is wanted of a page file (see :func:`read_page`); False is a miss."""
-        try:
-            with self.use() as folder:
-                read, copied = read_page(folder, entry, memory, wanted, own)
-        except OfflineError:
-            return False
-        except FileNotFoundError:
-            self._discard(entry, None)
-        except DamagedFileError as error:
-            self._discard(entry, error.status)
-            self._stats.add(bad_pages=1)
-            self._problems.report("damaged", f"{self.path}: a page is damaged ({error})")
-        except OtherSizeError as error:
-            self._problems.report("size", f"{self.path}: page not read: {error}")
-        except OSError as error:
-            self._stats.add(read_errors=1)
-            self.failed("read", error)
-        else:
-            self.worked()
-            self._stats.add(bytes_read=read, bytes_copied=copied)
-            return True
-        return False
+    def start_reading(
+        self, reads: Sequence[PageRead], wanted: Subset, deadline: float
+    ) -> list[Future[list[int]]]:
+        """Have threads read page files (see :func:`read_page`); they start none after ``deadline``.
 
-    def write(
-        self, name: PageName, memory: PageMemory, table: SegmentTable, stamp: int
-    ) -> Written | None:
-        """Write a share to a nameless file; None when that fails. :meth:`commit` names it."""
-        try:
-            with self.use() as folder:
-                written = write_page(folder, name, self._writer, memory, table, stamp)
-        except OfflineError:
-            self._stats.add(pages_dropped_offline=1)
-            return None
-        except OSError as error:
-            self._stats.add(write_errors=1)
-            self.failed("write", error)
-            return None
-        self.worked()
-        self._stats.add(bytes_copied=written.copied)
-        return written
+        Their results are the numbers of the pages that came; what is missing is a miss.
+        """
+        left = iter(reads)  # a thread takes the next one when it has done one
+        work = partial(self._read_all, left, wanted, deadline)
+        return [self._start(self.readers, work) for _ in reads[: self._threads]]
 
-    def start(self, pool: ThreadPoolExecutor, work: Callable[[], _Result]) -> Future[_Result]:
-        """Have a thread of ``pool`` (the readers or the writers) do ``work``."""
-        try:
-            return pool.submit(work)
-        except RuntimeError:  # the store was closed: the work finds that out, and counts it
-            done: Future[_Result] = Future()
-            done.set_result(work())
-            return done
+    def start_writing(self, writes: Sequence[PageWrite], deadline: float) -> list[Writer]:
+        """Have threads write shares to nameless files; they start none after ``deadline``."""
+        left = iter(writes)
+        started = []
+        for _ in writes[: self._threads]:
+            done: list[Written | None] = []
+            work = partial(self._write_all, left, deadline, done)
+            started.append(Writer(self._start(self.writers, work), done))
+        return started
 
     def pressure(self) -> tuple[int, int]:
         """What grows with the worth of what a further page would drive out; see :mod:`.bounds`."""
@@ -157,7 +141,7 @@ class Volume(Presence):
                 finally:
                     for written, ok in zip(batch, done, strict=True):
                         if not ok:
-                            remove_nameless(folder, written.number)
+                            remove_nameless(folder, written.file)
         except OfflineError:
             self._stats.add(pages_dropped_offline=len(batch))
         except TimeoutError as error:
@@ -168,16 +152,21 @@ class Volume(Presence):
             self.failed("write", error)
         return done
 
-    def abandon(self, writing: Future[Written | None]) -> None:
-        """Have a page that nobody waits for not written, or its nameless file removed."""
+    def take(self, writer: Writer) -> list[Written | None]:
+        """What a thread has written by now; what it still writes is removed when it is done."""
+        ended = writer.future.done() or writer.future.cancel()
+        taken = writer.done[:]
 
-        def remove(future: Future[Written | None]) -> None:
-            written = result_of(future)
-            if written is not None:
-                self._ask(lambda folder: remove_nameless(folder, written.number), None)
+        def remove(_: Future[None]) -> None:
+            for written in writer.done[len(taken) :]:
+                if written is not None:
+                    self._ask(partial(remove_nameless, number=written.file), None)
 
-        if not writing.cancel():
-            writing.add_done_callback(remove)
+        if not ended:
+            writer.future.add_done_callback(remove)
+        elif not writer.future.cancelled():
+            result_of(writer.future)
+        return taken
 
     def drop(self, namespace: bytes, writer: bytes | None = None) -> int:
         """Delete the pages of a namespace (those of one writer); returns how many."""
@@ -232,6 +221,77 @@ class Volume(Presence):
         self.writers.shutdown(wait=False)
         super().close()
 
+    def _start(self, pool: ThreadPoolExecutor, work: Callable[[], _Result]) -> Future[_Result]:
+        try:
+            return pool.submit(work)
+        except RuntimeError:  # the store was closed: the work finds that out, and counts it
+            done: Future[_Result] = Future()
+            done.set_result(work())
+            return done
+
+    def _read_all(self, reads: Iterator[PageRead], wanted: Subset, deadline: float) -> list[int]:
+        """Read page files until there are no more; returns the numbers of the pages that came."""
+        came: list[int] = []
+        payload = copied = 0
+        with suppress(OfflineError), self.use() as folder:
+            for read in reads:
+                if time.monotonic() > deadline or not self.is_online():
+                    break
+                if (sizes := self._read(folder, read, wanted)) is not None:
+                    came.append(read.number)
+                    payload, copied = payload + sizes[0], copied + sizes[1]
+        self._stats.add(bytes_read=payload, bytes_copied=copied)
+        return came
+
+    def _read(self, folder: Folder, read: PageRead, wanted: Subset) -> tuple[int, int] | None:
+        """Read a page file; None is a miss."""
+        try:
+            sizes = read_page(folder, read, wanted)
+        except FileNotFoundError:
+            self._discard(read.entry, None)
+        except DamagedFileError as error:
+            self._discard(read.entry, error.status)
+            self._stats.add(bad_pages=1)
+            self._problems.report("damaged", f"{self.path}: a page is damaged ({error})")
+        except OtherSizeError as error:
+            self._problems.report("size", f"{self.path}: page not read: {error}")
+        except OSError as error:
+            self._stats.add(read_errors=1)
+            self.failed("read", error)
+        else:
+            self.worked()
+            return sizes
+        return None
+
+    def _write_all(
+        self, writes: Iterator[PageWrite], deadline: float, done: list[Written | None]
+    ) -> None:
+        """Write pages until there are no more; ``done`` learns of each, None: it failed."""
+        try:
+            with self.use() as folder:
+                for write in writes:
+                    if time.monotonic() > deadline:
+                        return
+                    done.append(self._write(folder, write))
+        except OfflineError:
+            dropped = [None for _ in writes]
+            self._stats.add(pages_dropped_offline=len(dropped))
+            done += dropped
+
+    def _write(self, folder: Folder, write: PageWrite) -> Written | None:
+        """Write a page to a nameless file; None when that fails. :meth:`commit` names it."""
+        if not self.is_online():
+            self._stats.add(pages_dropped_offline=1)
+            return None
+        try:
+            written = write_page(folder, write, self._writer)
+        except OSError as error:
+            self._stats.add(write_errors=1)
+            self.failed("write", error)
+            return None
+        self.worked()
+        return written
+
     def _ask(self, work: Callable[[Folder], _Result], otherwise: _Result) -> _Result:
         try:
             with self.use() as folder:
@@ -248,11 +308,12 @@ class Volume(Presence):
 
     def _commit(self, folder: Folder, batch: Sequence[Written], done: list[bool]) -> None:
         fresh = []
+        known = folder.index.known(written.entry.name for written in batch)
         for number, written in enumerate(batch):
             name = written.entry.name
-            if folder.index.find(name) is not None and file_exists(folder, name):
+            if name in known and file_exists(folder, name):
                 # Another process was faster.
-                remove_nameless(folder, written.number)
+                remove_nameless(folder, written.file)
                 self._stats.add(pages_already_stored=1)
                 done[number] = True
             else:
@@ -268,15 +329,18 @@ class Volume(Presence):
         unnamed = []
         for number in fresh:
             try:
-                _give_name(folder, batch[number])
+                give_name(folder, batch[number])
                 done[number] = True
             except OSError as error:
                 failed = error
                 name = batch[number].entry.name
                 self._delete(folder, name)
                 unnamed.append(name)
-        written_bytes = sum(batch[i].entry.payload_bytes for i in fresh if done[i])
-        self._stats.add(pages_written=len(fresh) - len(unnamed), bytes_written=written_bytes)
+        self._stats.add(
+            pages_written=len(fresh) - len(unnamed),
+            bytes_written=sum(batch[i].entry.payload_bytes for i in fresh if done[i]),
+            bytes_copied=sum(written.copied for written in batch),
+        )
         if failed is not None:
             folder.index.remove(unnamed)
             raise failed
@@ -323,42 +387,6 @@ class Volume(Presence):
         return True
 
 
-class Piece(NamedTuple):
-    """A page file, and the eighths that no other piece of the page is there for (bit mask)."""
-
-    volume: Volume
-    entry: Entry
-    eighths: int
-
-
-def cover(
-    volumes: Sequence[Volume],
-    namespace: bytes,
-    keys: Sequence[bytes],
-    eighths: int,
-    counts: Callable[[Volume, PageName], bool] = lambda volume, name: True,
-) -> list[list[Piece]]:
-    """For every page the files that together have ``eighths``; none where some are missing.
-
-    Files of large shares are taken before those of small ones, so that few files are read. A file
-    that ``counts`` denies is not taken.
-    """
-    missing = [eighths] * len(keys)
-    found: list[list[Piece]] = [[] for _ in keys]
-    for volume in volumes:
-        numbers = [number for number, mask in enumerate(missing) if mask]
-        if not numbers:
-            break
-        listed = volume.lookup(namespace, [keys[number] for number in numbers])
-        for number, entries in zip(numbers, listed, strict=True):
-            for entry in sorted(entries, key=lambda entry: entry.name.share.of):
-                useful = entry.name.share.eighths & missing[number]
-                if useful and counts(volume, entry.name):
-                    found[number].append(Piece(volume, entry, useful))
-                    missing[number] &= ~useful
-    return [[] if mask else pieces for mask, pieces in zip(missing, found, strict=True)]
-
-
 def result_of(future: Future[_Result]) -> _Result | None:
     """The result of work that is done or soon will be; None when it raised."""
     try:
@@ -367,10 +395,3 @@ def result_of(future: Future[_Result]) -> _Result | None:
         # Whoever waits must not wait for ever; the page is a miss, or not stored.
         logger.exception("hcache: a job of the page store failed")
         return None
-
-
-def _give_name(folder: Folder, written: Written) -> None:
-    name = written.entry.name
-    with folder.shard(name.shard, make=True) as shard_fd:
-        source_fd, source = folder.session.place(written.number)
-        folder.ops.rename(source, source_fd, name.file, shard_fd)
