@@ -110,13 +110,13 @@ class Server:
             warm_extensions()
         self.launch()
         try:
-            self._wait_ready(time.monotonic() + self.options.ready_timeout_s)
+            self.wait_ready()
         except BaseException:
             self.kill()
             raise
 
     def launch(self) -> None:
-        """Start the process without waiting for it (a server that is expected to refuse)."""
+        """Start the process without waiting for it (as one that is expected to refuse)."""
         self.port = _free_port()
         self.options.log.parent.mkdir(parents=True, exist_ok=True)
         self.process = nursery(base_environment("cpu")).launch(
@@ -156,8 +156,10 @@ class Server:
                 self.process.wait(timeout)
         self.kill()
 
-    def _wait_ready(self, deadline: float) -> None:
+    def wait_ready(self) -> None:
+        """Wait until a server that was launched answers; raises ServerError with the log's end."""
         assert self.process is not None
+        deadline = time.monotonic() + self.options.ready_timeout_s
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise self.error(f"exited with {self.process.returncode} while starting")

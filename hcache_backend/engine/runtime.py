@@ -72,7 +72,8 @@ class Runtime:
         projection: How the layers are projected; empty in KV mode.
         layer_methods: How each layer is stored; None until it was decided.
         kept_profile: A profile that was measured at start-up, and its file's name in a store.
-        kept_partition: What is stored of each layer, if that was decided at start-up, likewise.
+        kept_partition: What is stored of each layer, likewise, if that was decided before the
+            store was known.
     """
 
     runner: Any

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import random
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from bench.harness.models import build_model
-from bench.harness.server import Server
+from bench.harness.server import Server, ServerOptions
 from hcache_backend.cli.main import app
+from hcache_backend.cli.metrics_page import fetch
 from hcache_backend.partition.profile import Profile, Rate
-from tests.engine.harness.conversations import Conversation, converse, make_conversations, turns_of
+from tests.engine.harness.conversations import (
+    Conversation,
+    ask,
+    converse,
+    make_conversations,
+    random_tokens,
+    turns_of,
+)
 from tests.engine.harness.ours import (
     assert_no_cache_output,
+    assert_no_cache_output_up_to_ties,
+    assert_nothing_went_wrong,
     assert_restored_from_l3,
     assert_sound_own_pages,
+    faulty,
     file_backend,
     hidden_mode_env,
     our_server,
@@ -51,15 +65,43 @@ def test_pages_come_back_from_host_memory_from_l3_and_after_a_restart(
     assert_no_cache_output(model, [*conversations, *from_l3, *again])
 
 
-@pytest.mark.parametrize("name", ["llama", "olmoe", "phi3"])
-def test_models_of_other_kinds(name: str, model_cache: Path, tmp_path: Path) -> None:
-    """With as many heads of K and V as of queries, where mode `kv` insists."""
-    model = build_model(name, model_cache)
-    with Server(our_server(model, tmp_path, hcache={"mode": "kv"})) as server:
+GROUPED = {"num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "mode"),
+    [
+        ("llama", GROUPED, "auto"),
+        # As many heads of K and V as of queries, where mode `kv` insists.
+        ("llama", {}, "kv"),
+        ("olmoe", {}, "kv"),
+        ("phi3", {}, "kv"),
+    ],
+    ids=["llama with grouped queries", "llama", "olmoe", "phi3"],
+)
+def test_models_of_other_kinds(
+    name: str, changes: dict[str, int], mode: str, model_cache: Path, tmp_path: Path
+) -> None:
+    model = build_model(name, model_cache, **changes)
+    with Server(our_server(model, tmp_path, hcache={"mode": mode})) as server:
         conversations = converse(server, make_conversations(2, turns=3, tokens=300))
         assert_restored_from_l3(conversations, 64)
         assert_sound_own_pages(server, "kv")
     assert_no_cache_output(model, conversations)
+
+
+@pytest.mark.long
+def test_k_and_v_in_bfloat16_are_bit_for_bit_the_pools(model_cache: Path, tmp_path: Path) -> None:
+    """A page of every backup and of every load is compared."""
+    model = build_model("llama", model_cache, **GROUPED)
+    options = our_server(model, tmp_path, hcache={"mode": "auto"}, dtype="bfloat16", metrics=True)
+    with Server(options) as server:
+        conversations = converse(server, make_conversations(2, turns=3, tokens=300))
+        assert_restored_from_l3(conversations, 64)
+        backups, loads = len(turns_of(conversations)), 2 * 2
+        assert fetch(server.url).counters["tokens"]["checked"] >= 64 * (backups + loads)
+        assert_sound_own_pages(server, "kv")
+    assert_no_cache_output_up_to_ties(model, tmp_path, conversations)
 
 
 @pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2}], ids=["two ranks", "two stages"])
@@ -108,37 +150,79 @@ def test_another_l3_gets_pages_that_prove_themselves(model_cache: Path, tmp_path
     assert_no_cache_output(model, conversations)
 
 
-def test_servers_with_other_profiles_find_each_others_pages(model: Path, tmp_path: Path) -> None:
-    """What the first one decided is followed, also where projecting takes for ever, until the user
-    changes it."""
-    for name, slow in (("fast.json", "kv_load"), ("slow.json", "projection")):
-        rates = {
-            rate: Rate(seconds=1.0 if rate in (slow, "dense") else 1e-6, per_second=1e18)
-            for rate in ("hidden_copy", "kv_load", "projection", "dense", "attention")
-        }
-        profile = Profile(device="none", source="a test", dtype="float32", l3=None, **rates)
-        profile.save(tmp_path / name)
+RATES = ("hidden_copy", "kv_load", "projection", "dense", "attention")
 
-    def conversation(number: int, profile: str) -> tuple[Conversation, str]:
-        options = our_server(
-            model,
-            tmp_path,
-            hcache={"mode": "auto", "profile": str(tmp_path / profile)},
-            log=tmp_path / f"{number}.log",
-        )
-        with Server(options) as server:
-            [asked] = converse(server, make_conversations(1, turns=1, tokens=400))
-            return asked, server.log_text()
 
-    profiles = ("fast.json", "slow.json", "fast.json")
-    served = [conversation(number, profile) for number, profile in enumerate(profiles)]
-    assert [c.turns[0].cached.storage for c, _ in served] == [0, 384, 384]
-    followed = ", as the store has it: the best for "
-    assert [followed in log for _, log in served] == [False, True, True]
-    slow_path, store = str(tmp_path / "slow.json"), str(tmp_path / "l3")
-    command = ["plan", "-m", str(model), "-w", slow_path, "--apply", store]
+def profiled(model: Path, folder: Path, name: str, seconds: dict[str, float]) -> ServerOptions:
+    """A server by the profile of a machine where a layer's work takes so long, at any size."""
+    rates = {rate: Rate(seconds=seconds.get(rate, 1e-6), per_second=1e18) for rate in RATES}
+    profile = Profile(device=name, source="a test", dtype="float32", l3=None, **rates)
+    profile.save(folder / f"{name}.json")
+    hcache = {"mode": "auto", "profile": str(folder / f"{name}.json")}
+    return our_server(model, folder, hcache=hcache, log=folder / f"{name}.log")
+
+
+def test_two_servers_that_start_at_once_find_each_others_pages(model: Path, tmp_path: Path) -> None:
+    """Over an empty store, where each wants what is slowest for the other. Both follow what the
+    faster one wrote, until the user changes it."""
+    hold = tmp_path / "hold"
+    hold.touch()
+    wanted = ("kv_load", "projection")
+    options = [profiled(model, tmp_path, slow, {slow: 1.0, "dense": 1.0}) for slow in wanted]
+    with ExitStack() as stack:
+        servers = [Server(replace(o, extra_env=faulty("decisions_held", hold))) for o in options]
+        for server in servers:
+            server.launch()
+            stack.callback(server.kill)
+        decided = [server.wait_for_log("partition: (.*); the best for")[1] for server in servers]
+        assert len(set(decided)) == 2
+        hold.unlink()
+        for server in servers:
+            server.wait_ready()
+        conversations = make_conversations(2, turns=3, tokens=200)
+        for turns in (1, 2, 3):
+            for server, conversation in zip(servers, conversations, strict=True):
+                converse(server, [conversation], turns=turns)
+            servers.reverse()  # the next turn is the other server's
+        assert_restored_from_l3(conversations, 64)
+        for server in servers:
+            assert_nothing_went_wrong(server)
+        [slower] = [s for s in servers if ", as the store has it: the best for " in s.log_text()]
+    its_profile = str(slower.options.log.with_suffix(".json"))
+    command = ["plan", "-m", str(model), "-w", its_profile, "--apply", str(tmp_path / "l3")]
     assert CliRunner().invoke(app, command).exit_code == 0
-    changed, log = conversation(3, "fast.json")
+    with Server(options[0]) as server:
+        [changed] = ask(server, [conversations[0].turns[0].prompt])
+        assert ", as the store has it: hcache plan --apply" in server.log_text()
     assert changed.turns[0].cached.storage == 0
-    assert ", as the store has it: hcache plan --apply" in log
-    assert_no_cache_output(model, [*(c for c, _ in served), changed])
+    assert_no_cache_output(model, [*conversations, changed])
+
+
+@pytest.mark.long
+def test_ten_restarts_with_random_profiles_find_all_pages(model: Path, tmp_path: Path) -> None:
+    dice = random.Random(3)
+    conversations: list[Conversation] = []
+    for number in range(11):
+        seconds = {rate: 10 ** dice.uniform(-6, 0) for rate in RATES}
+        with Server(profiled(model, tmp_path, f"{number}", seconds)) as server:
+            before = ask(server, [c.turns[0].prompt for c in conversations])
+            assert [c.turns[0].cached.storage for c in before] == [256] * number
+            conversations += ask(server, [random_tokens(300, seed=number)])
+            assert_nothing_went_wrong(server)
+            followed = ", as the store has it: the best for " in server.log_text()
+        assert followed == bool(number)
+        assert_no_cache_output(model, [*before, conversations[-1]])
+
+
+@pytest.mark.long
+def test_pages_of_both_kinds_live_in_one_store_and_never_meet(model: Path, tmp_path: Path) -> None:
+    asked: list[Conversation] = []
+    for number, pages in enumerate(("own", "plain", "own", "plain")):
+        hcache = {"mode": "kv", "pages": pages}
+        options = our_server(model, tmp_path, hcache=hcache, log=tmp_path / f"{number}.log")
+        with Server(options) as server:
+            asked += ask(server, [random_tokens(300, seed=8)])
+            assert f"hcache: KV mode, {pages} pages: " in server.log_text()
+            assert_nothing_went_wrong(server)
+    assert [c.turns[0].cached.storage for c in asked] == [0, 0, 256, 256]
+    assert_no_cache_output(model, asked)

@@ -23,7 +23,7 @@ from hcache_backend.partition.model_config import ModelConfigError, shape_from_c
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.plan import describe
 from hcache_backend.partition.profile import Profile
-from hcache_backend.partition.record import PartitionRecord, find_record, record_name
+from hcache_backend.partition.record import PartitionRecord, find_record, record_name, save_record
 from hcache_backend.partition.solver import Objective, search
 from hcache_backend.restore.exchange import share_of_rank
 
@@ -97,7 +97,13 @@ def _choose(runtime: Runtime, kvcache: Any) -> LayerMethods:
             tp=ranks,
             l3=l3,
         )
-        runtime.kept_partition = store.name, record
+        if runtime.store is None:  # nobody knows in which folders an attach will want it
+            runtime.kept_partition = store.name, record
+        else:
+            settled = store.settle(record) if stage.is_first_rank else None
+            settled = stage.all_gather_object(settled)[0]
+            decision = _known(wanted, settled) if settled != record else decision
+            assert decision is not None
     return LayerMethods(
         decision.partition, profile, shape, chunk_tokens, parks=parks, ranks=ranks, eager=eager
     )
@@ -175,6 +181,14 @@ class _Store:
 
     def find(self) -> PartitionRecord | None:
         return find_record(self._folders, self.name) if self.is_ours else None
+
+    def settle(self, record: PartitionRecord) -> PartitionRecord:
+        """Write ``record``; what the store has now: that of a server that was faster, if any."""
+        try:
+            save_record(self._folders[0], self.name, record, replace=False)
+        except OSError as error:
+            logger.warning("hcache: partition: it is not recorded: %s", error)
+        return self.find() or record
 
 
 def fixed_partition(config: HCacheConfig, layers: int) -> Partition | None:

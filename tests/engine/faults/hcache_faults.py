@@ -70,6 +70,20 @@ def _wrong_copies() -> None:
     KVSegments.save = faulty  # type: ignore[method-assign]
 
 
+def _hold_decisions() -> None:
+    """A server that has decided on its partition waits before it looks what others decided."""
+    from hcache_backend.engine.startup.partition_choice import _Store
+
+    settle = _Store.settle
+
+    def held(self: Any, record: Any) -> Any:
+        while _active():
+            time.sleep(0.01)
+        return settle(self, record)
+
+    _Store.settle = held  # type: ignore[method-assign]
+
+
 def _wrong_spec(**wrong: Any) -> Callable[[], None]:
     """The search hands out specs with parts of ``wrong``, as if they had been proven."""
 
@@ -344,6 +358,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "rows_lost": _rows_lost,
     "disk": _disk,
     "prefetches_held": _hold_prefetches,
+    "decisions_held": _hold_decisions,
     "no_store_on_rank_1": _no_store_on_rank_1,
     "misses_on_rank_1": _misses_on_rank_1,
     "report_hooks": _report(_hooks),
