@@ -7,6 +7,8 @@ Layers of the models' shapes with random weights; their histories stand in pinne
 - recompute: the layers' own forward pass with flash attention, prefill chunks of 8192 tokens
 - kv offload: the better of one bulk copy and of layer-wise copies by SGLang's transfer kernel (a
   kernel of the same kind where SGLang is not installed)
+- plain pages: K and V of every layer by that kernel
+- own pages: K and V of whole pages; own pages, copy engine: by copies straight to the pool's slots
 - hidden, hidden exp4: hidden states, exact and encoded without loss
 - hidden + kv, hidden + recompute: as many layers by the other method as the measured times ask for
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -126,6 +126,11 @@ class History:
             return segments, [self.fill_kv(i) for i in layers]
         return segments, [self.fill_hidden(i, self.codecs[0]) for i in layers]
 
+    def kv_of(self, layer: int) -> torch.Tensor:
+        """K and V of a layer in the pages: ``[all pages, 2, page_size, heads, head_dim]``."""
+        rows = self._segment(layer, 2).view(self.device.dtype)
+        return rows.unflatten(1, (2, PAGE, *self.pools[layer].k.shape[1:]))
+
     def _segment(self, layer: int, which: int) -> torch.Tensor:
         return self.memory[:, self.layout.segment(3 * layer + which)]
 
@@ -236,6 +241,9 @@ class Ways:
         yield self.recomputed
         layerwise, bulk = self._layerwise_kv(rate), self._bulk_kv(rate)
         yield min(layerwise, bulk, key=lambda way: way.milliseconds)
+        yield replace(layerwise, method="plain pages")
+        yield self._through_pipeline("own pages", ["kv"] * n_layers, rate)
+        yield self._by_copy_engine(rate)
         yield self._through_pipeline("hidden", ["hidden"] * n_layers, rate)
         yield self._through_pipeline("hidden exp4", ["hidden"] * n_layers, rate, codec=1)
         io_hidden, io_kv = (
@@ -318,6 +326,29 @@ class Ways:
                 self._slow_down(history.kv_bytes, rate)
 
         return self._kv_offload(restore, f"by {copier.name}")
+
+    def _by_copy_engine(self, rate: float) -> Way:
+        """K of a page is one piece in the page and in the pool, as is V: no kernel is needed."""
+        history = self.history
+        starts = history.slots[::PAGE].tolist()
+        layers = []
+        for index, pool in enumerate(history.pools):
+            planes = (pool.k, pool.v)
+            held = history.kv_of(index)
+            layers.append(
+                (
+                    [plane[at : at + PAGE] for plane in planes for at in starts],
+                    [held[page, plane] for plane in range(2) for page in history.pages],
+                )
+            )
+
+        def restore() -> None:
+            for targets, sources in layers:
+                torch._foreach_copy_(targets, sources, non_blocking=True)
+                self._slow_down(history.kv_bytes, rate)
+
+        way = self._kv_offload(restore, "by a copy per page and plane")
+        return replace(way, method="own pages, copy engine")
 
     def _bulk_kv(self, rate: float) -> Way:
         """One copy of everything, then one scatter a layer."""

@@ -112,6 +112,7 @@ def test_restore_goes_every_way_on_every_shape(dry_run: DryRun, tmp_path: Path) 
     rows = content["rows"]
     methods = {"recompute", "kv offload", "hidden", "hidden exp4"}
     methods |= {"hidden + kv", "hidden + recompute"}
+    methods |= {"plain pages", "own pages", "own pages, copy engine"}
     cases = {(row["model"], row["history"], row["slowed"]) for row in rows}
     assert len(cases) == 3 * 2 * 2
     assert len(rows) == len(cases) * len(methods)
