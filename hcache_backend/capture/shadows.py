@@ -192,6 +192,12 @@ class ShadowArena(Arena):
         """Whether it is not known yet if all rows of ``host_pages`` are there."""
         return not self._unproven.isdisjoint(host_pages.tolist())
 
+    def whole(self, host_pages: Ids) -> bool | None:
+        """Whether all rows of ``host_pages`` are there; None: it is not known yet."""
+        if self.waits_for_proof(host_pages):
+            return None
+        return all(self.layout.is_stamped(self.memory[page]) for page in self._host[host_pages])
+
     def loaded(self, slots: Ids, host_pages: Ids) -> None:
         """``slots`` were allocated anew and will hold the tokens of ``host_pages``.
 

@@ -24,9 +24,11 @@ from hcache_backend.engine import metrics
 from hcache_backend.engine.eager_loads import EagerLoads
 from hcache_backend.engine.host_pool import OwnPagesPool
 from hcache_backend.engine.loads import LoadQueue, Prefix, QueuedLoad
+from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.read_batches import BatchedReads
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.service_check import KVChecks
+from hcache_backend.engine.stage_pages import StagePages
 from hcache_backend.page import Bytes, Ints, key_bytes
 
 logger = logging.getLogger("hcache")
@@ -257,12 +259,15 @@ class OwnPagesController(HybridCacheController, ABC):
 class KVController(OwnPagesController):
     """Backup, load and storage transfers of own pages that hold K and V of all layers.
 
-    They are what the pool held, so each can be loaded, and needs nothing from the model.
+    They are what the pool held, so each can be loaded, and needs nothing from the model. When one
+    was not, no page is loaded any more. Pipeline stages cannot stop backups at one point: there
+    the first stage refuses all loads, once it has heard of it.
     """
 
-    def check_by(self, checks: KVChecks) -> None:
+    def check_by(self, checks: KVChecks, stages: StagePages) -> None:
         """Give the controller what it works with besides; called once, before the first request."""
         self._checks = checks
+        self._stages = stages
 
     def reset(self) -> None:
         super().reset()
@@ -271,21 +276,32 @@ class KVController(OwnPagesController):
     def turn(self, cache: Any) -> None:
         super().turn(cache)
         self._checks.run()
-        if self._checks.failed:
+        self._stages.talk()
+        if self._ended():
             # None of them will be loaded, and what HiCache takes for a hit it does not look up.
             cache.evict_host(self._pool.size)
 
     def write(self, device_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self._checks.failed:
+        if self._ended():
             self._not_backed_up("self-check failed", len(device_indices))
             return None
         host_indices = super().write(device_indices, *args, **kwargs)
         if host_indices is not None:
             metrics.TOKENS.count("backed_up", len(device_indices))
+            self._stages.backed_up(self._pool.page_ids(host_indices))
         return host_indices
 
+    def _ended(self) -> bool:
+        return self._checks.failed and self._stages.alone
+
     def _planned(self, host_pages: Ids) -> QueuedLoad | None:
-        return None if self._checks.failed else self._loads.plan(host_pages, self._prefix)
+        if self._stages.alone:
+            fine = not self._checks.failed
+        else:
+            self._stages.talk()
+            (fine,) = on_all_ranks(self.tp_group, self._runtime.distrust is None)
+            fine = self._stages.decide(fine)
+        return self._loads.plan(host_pages, self._prefix) if fine else None
 
     def _finish_header(
         self, page: Bytes, host_page: int, token_ids: Ints, position: int | None

@@ -79,7 +79,9 @@ class HiddenStateController(OwnPagesController):
             metrics.TOKENS.count("backed_up", len(device_indices))
             self._capture.back_up(slots, host_pages)
             self._checks.choose(device_indices, slots, host_pages)
-        self._stages.backed_up(host_pages, whole=valid)
+        else:
+            self._pool.arena.spoil(host_pages)
+        self._stages.backed_up(host_pages)
         if kwargs.get("flush", True):
             self.start_writing()
         return host_indices

@@ -122,23 +122,18 @@ class KVChecks:
 
     Args:
         group: The tensor-parallel ranks.
-        stages: Number of pipeline stages. With several, none can stop loads by itself: a page that
-            differs ends the use of L3 alone.
 
     Attributes:
-        failed: A page differed: no page is written or loaded any more. The same on every rank.
+        failed: A page differed. The same on every rank.
     """
 
-    def __init__(
-        self, runtime: Runtime, pool: OwnPagesPool, kv: KVSegments, group: Any, stages: int
-    ) -> None:
+    def __init__(self, runtime: Runtime, pool: OwnPagesPool, kv: KVSegments, group: Any) -> None:
         assert runtime.config is not None
         self.failed = False
         self._runtime = runtime
         self._pool = pool
         self._kv = kv
         self._group = group
-        self._alone = stages == 1
         self._sample = _Sample(runtime.config.check_every_pages)
         self._copied: deque[_CopiedPage] = deque()
 
@@ -174,7 +169,7 @@ class KVChecks:
             problem = self._problem(self._copied.popleft())
             (right,) = on_all_ranks(self._group, problem is None)
             if not right:
-                self.failed = self._alone
+                self.failed = True
                 metrics.PROBLEMS.count("self_check")
                 problem = problem or "a page of another rank differs"
                 self._runtime.lose_trust(f"the self-check in service failed: {problem}")

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hcache_backend.arena import Ids
-from hcache_backend.capture.shadows import ShadowArena
 from hcache_backend.engine.ranks import FirstStage, PipelineStages
 
 logger = logging.getLogger("hcache")
@@ -42,18 +41,19 @@ class StagePages:
 
     Args:
         host_pages: How many HiCache may allocate; the same on every stage.
-        trusted: Whether this stage trusts its projections.
+        whole: Whether the rows of pages are there on this stage; None: nobody knows yet.
+        trusted: Whether this stage trusts its pages.
         lose_trust: Called when another stage does not.
     """
 
     def __init__(
         self,
-        arena: ShadowArena,
         host_pages: int,
+        whole: Callable[[Ids], bool | None],
         trusted: Callable[[], bool],
         lose_trust: Callable[[str], None],
     ) -> None:
-        self._arena = arena
+        self._whole = whole
         self._trusted = trusted
         self._lose_trust = lose_trust
         self._first = FirstStage()
@@ -68,15 +68,10 @@ class StagePages:
         """Whether this stage is the only one."""
         return self._stages.alone
 
-    def backed_up(self, host_pages: Ids, *, whole: bool) -> None:
-        """The next backup went to ``host_pages`` (int64 ``[pages]``), on every stage.
-
-        ``whole``: the rows are there on this stage, as far as it is known now.
-        """
+    def backed_up(self, host_pages: Ids) -> None:
+        """The next backup went to ``host_pages`` (int64 ``[pages]``), on every stage."""
         if self.alone:
             return
-        if not whole:
-            self._arena.spoil(host_pages)
         self._backups += 1
         self._backup_of[host_pages] = self._backups
         self._unsaid.append(host_pages)
@@ -87,10 +82,10 @@ class StagePages:
 
     def talk(self) -> None:
         """Say what is known by now, and listen; nothing is waited for."""
-        while self._unsaid and not self._arena.waits_for_proof(self._unsaid[0]):
+        while self._unsaid and (whole := self._whole(self._unsaid[0])) is not None:
             number = self._backups - len(self._unsaid) + 1
-            said = _Said(self._is_whole(self._unsaid.popleft()), self._trusted())
-            self._unheard.append((number, self._stages.say(said)))
+            self._unsaid.popleft()
+            self._unheard.append((number, self._stages.say(_Said(whole, self._trusted()))))
         while self._unheard and self._unheard[0][1].done():
             number, heard = self._unheard.popleft()
             self._hear(number, heard)
@@ -104,10 +99,6 @@ class StagePages:
     def decide(self, verdict: bool) -> bool:
         """The first stage's ``verdict``, on every stage; each must ask at the same point."""
         return self._first.decide(verdict)
-
-    def _is_whole(self, host_pages: Ids) -> bool:
-        memory, layout = self._arena.memory, self._arena.layout
-        return all(layout.is_stamped(memory[page]) for page in self._arena.physical(host_pages))
 
     def _hear(self, number: int, heard: Future[list[_Said]]) -> None:
         try:

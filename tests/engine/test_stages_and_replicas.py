@@ -154,6 +154,23 @@ def test_a_stage_that_loses_its_trust_takes_the_others_with_it(model: Path, tmp_
     assert_no_cache_output(model, conversations)
 
 
+def test_wrong_copies_of_one_stage_end_loads_on_all(model: Path, tmp_path: Path) -> None:
+    trigger = tmp_path / "trigger"
+    env = faulty("wrong_copies", trigger, stage=1)
+    with Server(small_pools(model, tmp_path, hcache={"mode": "kv"}, extra_env=env)) as server:
+        trigger.touch()
+        [wrong, *others] = abreast(1)
+        converse(server, [wrong], turns=1, flush=False)
+        server.wait_for_log("the self-check in service failed: K and V of layer 1 in a page are")
+        converse(server, others[:1], turns=1, flush=False)  # with a backup the stage says it
+        server.wait_for_log("another pipeline stage failed its self-check")
+        converse(server, others, flush=False, concurrent=True)  # the device holds two of them
+        converse(server, [wrong], flush=False)
+    assert from_host([wrong, *others]) == 0
+    assert all(turn.cached.storage == 0 for turn in turns_of([wrong, *others]))
+    assert_no_cache_output(model, [wrong, *others])
+
+
 @pytest.mark.versions
 def test_replicas_share_one_store(model: Path, tmp_path: Path) -> None:
     """They write the same pages at once, read what the other one wrote, and share the quota."""

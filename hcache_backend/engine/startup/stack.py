@@ -67,11 +67,10 @@ class Stack:
         )
         loads = LoadQueue(pool.arena, pipeline, plan.methods, None, self.kvcache.device)
         result = self._joined(KVController, pool, pipeline, loads)
-        params = self.params
-        checks = KVChecks(self.runtime, pool, plan.kv, params.tp_cache_group, params.pp_size)
+        checks = KVChecks(self.runtime, pool, plan.kv, self.params.tp_cache_group)
         pool.on_freed.append(checks.freed)
         pool.on_transferred.append(checks.transferred)
-        result.cache_controller.check_by(checks)
+        result.cache_controller.check_by(checks, self._stages(plan, lambda pages: True))
         return result
 
     def build_hidden(self, plan: HiddenPagePlan, projector: Projector) -> StackBuildResult:
@@ -101,11 +100,15 @@ class Stack:
         result.cache_controller.use_hidden_states(
             capture,
             ServiceChecks(runtime, pool, capture, check, ranks),
-            StagePages(
-                pool.arena, plan.pages.host, lambda: runtime.distrust is None, runtime.lose_trust
-            ),
+            self._stages(plan, pool.arena.whole),
         )
         return result
+
+    def _stages(self, plan: PagePlan, whole: Callable[[Ids], bool | None]) -> StagePages:
+        runtime = self.runtime
+        return StagePages(
+            plan.pages.host, whole, lambda: runtime.distrust is None, runtime.lose_trust
+        )
 
     def _pool_arguments(self, plan: PagePlan) -> dict[str, Any]:
         return {

@@ -58,7 +58,7 @@ class Checked:
         runtime = SimpleNamespace(
             config=SimpleNamespace(check_every_pages=every), lose_trust=self.lost.append
         )
-        self.checks = KVChecks(runtime, self.pool, kv, None, stages=1)  # type: ignore[arg-type]
+        self.checks = KVChecks(runtime, self.pool, kv, None)  # type: ignore[arg-type]
         self.pool.on_freed.append(self.checks.freed)
         self.pool.on_transferred.append(self.checks.transferred)
 
