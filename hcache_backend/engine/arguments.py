@@ -1,4 +1,5 @@
-"""SGLang as this process runs it: its version, its arguments and its LoRA adapters."""
+"""SGLang as this process runs it: its version, its arguments, and what K and V depend on but the
+weights."""
 
 from __future__ import annotations
 
@@ -65,7 +66,27 @@ def storage_extra_config(args: Any) -> dict[str, Any]:
     return extra
 
 
-def adapter_digests(runner: Any) -> dict[str, str]:
+def kv_fields(runner: Any) -> dict[str, object]:
+    """What the namespace of K and V holds besides the weights: adapters, scales of quantised KV."""
+    fields = {"adapters": _adapter_digests(runner), "scales": _kv_scales(runner.model)}
+    return {name: found for name, found in fields.items() if found}
+
+
+def _kv_scales(model: torch.nn.Module) -> dict[str, list[float]]:
+    """Scales of quantised K and V by attention layer.
+
+    Those of ``--quantization-param-path`` are plain numbers, not parameters among the weights.
+    """
+    names = ("k_scale", "v_scale", "k_scale_float", "v_scale_float")
+    scales = {}
+    for layer, module in model.named_modules():
+        held = [getattr(module, name, None) for name in names]
+        if numbers := [value for value in held if isinstance(value, float)]:
+            scales[layer] = numbers
+    return scales
+
+
+def _adapter_digests(runner: Any) -> dict[str, str]:
     """Digests of weights and scaling of the LoRA adapters whose pages outlive the server.
 
     SGLang seeds the keys of a request with the identity of its adapter. An adapter that is named

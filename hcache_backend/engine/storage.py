@@ -63,8 +63,8 @@ class HCacheStorage(HiCacheStorage):
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
         joined = attach.join(storage_config)
-        self._runtime, config, adapters, store = joined
-        self._pools = StoredPools(self._runtime, store, storage_config, adapters)
+        self._runtime, config, kv_fields, store = joined
+        self._pools = StoredPools(self._runtime, store, storage_config, kv_fields)
         self.repairs = Repairs(self._pools, storage_config.pp_size)
         self._runtime.on_distrust.append(self._drop_own_pages)
         self._guard("report", partial(attach.leave_report, joined, storage_config), None)

@@ -52,7 +52,7 @@ class StoredPools:
 
     Args:
         config: SGLang's description of this rank.
-        adapters: Digests of LoRA adapters, by identity.
+        kv_fields: What K and V depend on besides the weights, for the namespace of plain pages.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class StoredPools:
         runtime: Runtime,
         store: PageStore,
         config: HiCacheStorageConfig,
-        adapters: dict[str, str],
+        kv_fields: dict[str, object],
     ) -> None:
         self._runtime = runtime
         self._store = store
         self._store_counters = metrics.StoreCounters(store.stats)
         self._config = config
-        self._adapters = adapters
+        self._kv_fields = kv_fields
         self._pools: dict[str, PoolPages] = {}
         self._last_uses: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -250,9 +250,7 @@ class StoredPools:
     def _namespace(self, pool: str, share: int, weights: Weights) -> bytes:
         if self._runtime.own_pages and pool == PoolName.KV:
             return self._runtime.namespace_of(weights, **self._runtime.page_fields)
-        fields = self._pools[pool].fields(share)
-        if self._adapters:
-            fields["adapters"] = self._adapters
+        fields = {**self._pools[pool].fields(share), **self._kv_fields}
         return self._runtime.namespace_of(weights, **fields)
 
     def _namespaces(self) -> list[tuple[str, bytes]]:

@@ -21,7 +21,7 @@ from hcache_backend.config import (
     parse_config,
 )
 from hcache_backend.engine import hooks
-from hcache_backend.engine.arguments import adapter_digests, page_size, resolved
+from hcache_backend.engine.arguments import kv_fields, page_size, resolved
 from hcache_backend.engine.ranks import said_by_all_ranks
 from hcache_backend.engine.runtime import Runtime, current
 from hcache_backend.engine.startup.quick_profile import keep_profile
@@ -47,11 +47,11 @@ _SGLANG_KEYS = (
 
 
 class Joined(NamedTuple):
-    """What a backend instance works with; ``adapters``: digests of LoRA adapters, by identity."""
+    """What a backend instance works with; ``kv_fields``: what K and V depend on but the weights."""
 
     runtime: Runtime
     config: HCacheConfig
-    adapters: dict[str, str]
+    kv_fields: dict[str, object]
     store: PageStore
 
 
@@ -146,13 +146,13 @@ def open_store(config: HCacheConfig, writer: bytes) -> PageStore:
 
 def _join_here(storage_config: HiCacheStorageConfig) -> Joined:
     runtime = current()
-    adapters = adapter_digests(runtime.runner)
+    fields = kv_fields(runtime.runner)
     config, store = runtime.config, runtime.store
     runtime.store = None
     if config is None or store is None:  # not at start-up
         config = _attach_config(runtime, storage_config.extra_config or {})
         store = open_store(config, runtime.writer)
-    return Joined(runtime, config, adapters, store)
+    return Joined(runtime, config, fields, store)
 
 
 def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:

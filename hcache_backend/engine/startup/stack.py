@@ -16,9 +16,10 @@ from sglang.srt.mem_cache.pool_host.common import get_allocator_type
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import get_memory
 
+from hcache_backend.arena import Ids
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.engine import metrics
-from hcache_backend.engine.arguments import adapter_digests, resolved
+from hcache_backend.engine.arguments import kv_fields, resolved
 from hcache_backend.engine.capture_hooks import HiddenCapture, invalidate_on_allocation
 from hcache_backend.engine.controller import KVController, OwnPagesController
 from hcache_backend.engine.eager_loads import EagerLoads, ReservablePages, eager_problem
@@ -176,7 +177,7 @@ def use_hidden_mode(runtime: Runtime, kvcache: Any, plan: HiddenPagePlan) -> Non
     assert runtime.config is not None
     runtime.layer_methods = plan.methods
     metrics.CODEC.set(runtime.config.codec, plan.codec.name)
-    runtime.use_own_pages({**_page_fields(kvcache, plan), "codec": plan.codec.name})
+    runtime.use_own_pages({**_page_fields(runtime, kvcache, plan), "codec": plan.codec.name})
     chunk_tokens = plan.methods.chunk_tokens
     logger.info(
         "hcache: restores take %.0f MB of device memory beside one projection of %d tokens",
@@ -196,8 +197,7 @@ def use_hidden_mode(runtime: Runtime, kvcache: Any, plan: HiddenPagePlan) -> Non
 def use_kv_mode(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str) -> None:
     """Say what pages look like, and the ``reason`` why they hold no hidden states."""
     runtime.layer_methods = plan.methods
-    fields = {**_page_fields(kvcache, plan), **kv_fields(runtime.runner)}
-    runtime.use_own_pages(fields, reason)
+    runtime.use_own_pages(_page_fields(runtime, kvcache, plan), reason)
     logger.info(
         "hcache: own pages: %s, %d bytes per %d-token page, %d host pages",
         plan.methods.describe(),
@@ -207,7 +207,7 @@ def use_kv_mode(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str) -> 
     )
 
 
-def _page_fields(kvcache: Any, plan: PagePlan) -> dict[str, object]:
+def _page_fields(runtime: Runtime, kvcache: Any, plan: PagePlan) -> dict[str, object]:
     """What the namespace of own pages holds besides the weights."""
     fields: dict[str, object] = {
         "kind": "own",
@@ -215,27 +215,13 @@ def _page_fields(kvcache: Any, plan: PagePlan) -> dict[str, object]:
         "first_layer": kvcache.start_layer,
         "layout": plan.layout.form,
     }
+    if plan.kv.layers:
+        fields |= kv_fields(runtime.runner)
     ranks = get_tp_group()
     if not plan.kv.layers or plan.layout.share.of == ranks.world_size:
         fields["any_ranks"] = True
     else:  # K and V are those of a rank's own heads, and these are no share
         fields["tp"] = [ranks.rank_in_group, ranks.world_size]
-    return fields
-
-
-def kv_fields(runner: Any) -> dict[str, object]:
-    """What K and V depend on besides the weights: adapters, and the scales of quantised values."""
-    fields: dict[str, object] = {}
-    adapters = adapter_digests(runner)
-    if adapters:
-        fields["adapters"] = adapters
-    scales = {
-        name: [module.k_scale_float, module.v_scale_float]
-        for name, module in runner.model.named_modules()
-        if getattr(module, "k_scale_float", None) is not None
-    }
-    if scales:
-        fields["scales"] = scales
     return fields
 
 

@@ -51,6 +51,7 @@ def unconfigured_runtime() -> Runtime:
     )
     runner = SimpleNamespace(
         model_config=model_config,
+        model=torch.nn.Module(),
         dtype=torch.bfloat16,
         kv_cache_dtype=torch.bfloat16,
         server_args=SimpleNamespace(page_size=PAGE),

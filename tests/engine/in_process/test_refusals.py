@@ -1,4 +1,4 @@
-"""What own pages refuse, and hidden mode on CUDA only, asked without a GPU."""
+"""What own pages refuse, hidden mode on CUDA only, and recomputation, asked without a GPU."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from hcache_backend.engine.startup import refusals
+from hcache_backend.engine.layer_methods import LayerMethods
+from hcache_backend.engine.startup import recompute_check, refusals
 from hcache_backend.engine.startup.agreement import Refused
+from hcache_backend.partition.costs import Partition
 
 
 def server(monkeypatch: pytest.MonkeyPatch, prefill: str) -> tuple[Any, Any]:
@@ -59,6 +61,7 @@ def test_prefill_graphs_that_would_not_wait_for_a_restore(
     [
         ({}, {}, None),
         ({"enable_lora": True, "enable_two_batch_overlap": True}, {}, None),
+        ({"enable_torch_compile": True}, {}, None),
         ({"speculative_algorithm": "EAGLE"}, {}, "draft models have pools of their own"),
         ({"enable_dp_attention": True}, {}, "data-parallel attention"),
         ({"attn_cp_size": 2}, {}, "context-parallel"),
@@ -78,11 +81,25 @@ def test_servers_that_keep_plain_pages(
     pool: dict[str, Any],
     reason: str | None,
 ) -> None:
-    runtime, kvcache = server(monkeypatch, "breakable")
+    runtime, kvcache = server(monkeypatch, "full")  # which no copy of K and V minds
     vars(runtime.runner.server_args).update(arguments)
     vars(kvcache).update(pool)
     said = refusals.own_pages_refusal(runtime, kvcache)
     assert said is None if reason is None else reason in str(said)
+
+
+def test_models_of_several_kinds_of_inputs_are_stored_and_not_recomputed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The token ids of an image say nothing of its embeddings."""
+    monkeypatch.setattr(recompute_check, "get_tp_group", lambda: SimpleNamespace(cpu_group=None))
+    runner: Any = SimpleNamespace(model_config=SimpleNamespace(is_multimodal=True))
+    probe: Any = SimpleNamespace()
+    kvcache = SimpleNamespace(dtype=torch.bfloat16, start_layer=0)
+    methods = LayerMethods(Partition(1, 1, 0), None, None, 1024)
+    assert recompute_check.find_recomputer(runner, probe, kvcache, methods) is None
+    why = "the model's embeddings are not those of token ids alone"
+    assert f"hcache: layers are not recomputed: {why}" in caplog.messages
 
 
 def test_modules_whose_kernels_share_a_workspace() -> None:
