@@ -1,0 +1,93 @@
+"""What SGLang can do beside own pages of K and V: rows of the table in docs/limits.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import requests
+
+from bench.harness.models import build_model
+from bench.harness.server import CachedTokens, Server
+from tests.engine.harness.conversations import converse, make_conversations
+from tests.engine.harness.ours import (
+    assert_no_cache_output,
+    assert_restored_from_l3,
+    assert_sound_own_pages,
+    our_server,
+)
+from tests.engine.harness.vision import IMAGE, build_vision_model, image, words
+
+pytestmark = pytest.mark.engine
+
+
+def test_chunks_mixed_with_decode(model_cache: Path, tmp_path: Path) -> None:
+    model = build_model("qwen3", model_cache)
+    options = our_server(
+        model,
+        tmp_path,
+        hcache={"mode": "auto"},
+        page_size=16,
+        max_total_tokens=8192,
+        chunked_prefill_size=128,
+        overlap=True,
+        extra_args=["--enable-mixed-chunk"],
+    )
+    with Server(options) as server:
+        conversations = make_conversations(8, turns=2, tokens=200, seed=1)
+        converse(server, conversations, concurrent=True, reply_tokens=24)
+        assert_sound_own_pages(server, "kv")
+    assert_restored_from_l3(conversations, 16)
+    assert_no_cache_output(model, conversations)
+
+
+class Answer(NamedTuple):
+    """Tokens of a reply, and where those of its prompt were."""
+
+    tokens: list[int]
+    cached: CachedTokens
+
+
+def look(server: Server, text: str, seed: int | None = None) -> Answer:
+    """Ask about the picture of that seed."""
+    body: dict[str, Any] = {
+        "text": text,
+        "sampling_params": {"temperature": 0.0, "max_new_tokens": 16, "ignore_eos": True},
+        "return_logprob": True,
+    }
+    if seed is not None:
+        body["image_data"] = [image(seed)]
+    reply = requests.post(f"{server.url}/generate", json=body, timeout=600)
+    said = reply.json()["meta_info"]
+    return Answer([token for _, token, _ in said["output_token_logprobs"]], CachedTokens.of(said))
+
+
+def test_images_and_positions_of_three_dimensions(model_cache: Path, tmp_path: Path) -> None:
+    """A page with a part of an image is that of no other image."""
+    model = build_vision_model(model_cache)
+    options = our_server(
+        model,
+        tmp_path,
+        hcache={"mode": "auto"},
+        page_size=16,
+        extra_args=["--mm-attention-backend", "sdpa"],
+    )
+    text = f"{words(72, 1)} {IMAGE} {words(200, 2)}"
+    tokens, before = 72 + 1 + 16 + 1 + 200, 64
+    with Server(options) as server:
+
+        def after_a_flush(seed: int) -> Answer:
+            server.flush_cache()
+            return look(server, text, seed)
+
+        cold = look(server, text, 1)
+        other = after_a_flush(2)
+        restored, other_restored = after_a_flush(1), after_a_flush(2)
+        assert_sound_own_pages(server, "kv")
+        assert "positions of several dimensions" in server.log_text()
+    assert cold.cached == CachedTokens()
+    assert other.cached.storage == before
+    whole = (tokens - 1) // 16 * 16
+    assert restored.cached.storage == other_restored.cached.storage == whole
+    assert restored.tokens == cold.tokens != other.tokens == other_restored.tokens
