@@ -120,9 +120,9 @@ def scatter_rows_reference(
     offset: int,
 ) -> None:
     """Row ``i`` becomes row ``row_ids[i]`` of the segment at ``offset`` of page ``page_ids[i]``."""
-    page_rows = (pages.shape[1] - offset) // rows.shape[1]
-    segment = pages[:, offset : offset + page_rows * rows.shape[1]]
-    segment.unflatten(1, (page_rows, -1))[page_ids.long(), row_ids.long()] = rows
+    page_rows, words = (pages.shape[1] - offset) // rows.shape[1], rows.view(torch.int64)
+    segment = pages.view(torch.int64)[:, offset // WORD :][:, : page_rows * words.shape[1]]
+    segment.unflatten(1, (page_rows, -1))[page_ids.long(), row_ids.long()] = words
 
 
 def _check_pages(pages: torch.Tensor, offset: int, length: int) -> None:
