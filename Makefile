@@ -15,7 +15,7 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
 .PHONY: setup versions demo test test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
-	bench-accuracy bench-partition bench-paper bench-eager bench-eviction bench-compare \
+	bench-accuracy bench-partition bench-paper bench-eager bench-eviction bench-pages bench-compare \
 	record-demo record-compare record-accuracy
 .DELETE_ON_ERROR:
 
@@ -139,6 +139,10 @@ bench-partition: setup
 # Restores while L3 is being read, from a slower and slower L3. A quarter of an hour, alone.
 bench-eager: setup
 	$(BIN)/python -m bench.sweep eager $(ARGS)
+
+# Own pages of K and V beside SGLang's plain pages. Five minutes, alone.
+bench-pages: setup
+	$(BIN)/python -m bench.pages $(ARGS)
 
 # Every method on real servers: restores, what saving costs, a workload. Half an hour, alone.
 bench-compare: setup

@@ -1,12 +1,12 @@
-"""The trace of restores: times of a server's prefills, reads of L3 and loads to the device.
+"""The trace of restores: times of a server's prefills, backups, reads of L3, loads to the device.
 
 With ``HCACHE_RESTORE_TRACE=/path/file.jsonl`` every rank adds one line per event to the file::
 
-    {"stage": "prefill" | "l3" | "load", "tokens": n, "start_ms": t, "ms": d}
+    {"stage": "prefill" | "backup" | "l3" | "load", "tokens": n, "start_ms": t, "ms": d}
 
 ``start_ms`` is on the machine's monotonic clock. ``l3`` starts when HiCache queues the prefetch and
-counts the tokens that were found. ``load`` is timed to the end of its last layer. The stages are
-SGLang's, so servers with any L3, or with none, write a trace.
+counts the tokens that were found. ``backup`` and ``load`` are timed to the end of their last layer.
+The stages are SGLang's, so servers with any L3, or with none, write a trace.
 
 This module writes and reads the file; :mod:`hcache_backend.engine.startup.restore_trace` hooks the
 stages of a server.

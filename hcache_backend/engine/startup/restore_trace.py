@@ -1,6 +1,6 @@
 """Hooks that write the trace of restores; :mod:`hcache_backend.trace` has its format.
 
-A load is timed to the end of its last layer, which waits for the device: not for production.
+Backups and loads are timed to their end, which waits for the device: not for production.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def install_if_asked() -> None:
     missing = install(
         [
             Hook(_CONTROLLER + "_page_transfer", hooks.page_transfer),
+            Hook(_BASE + "start_writing", hooks.backup),
             Hook(_BASE + "start_loading", hooks.load),
             Hook(FORWARD, hooks.forward),
         ]
@@ -55,6 +56,14 @@ class _Hooks:
         tokens = len(operation.hash_value) * controller.page_size
         self._trace.add("l3", tokens, operation.start_time)
         return result
+
+    def backup(self, original: Callable[..., Any], controller: Any) -> None:
+        tokens = sum(len(operation.device_indices) for operation in controller.write_queue)
+        start = time.monotonic()
+        original(controller)
+        if tokens:
+            controller.ack_write_queue[-1].finish_event.synchronize()
+            self._trace.add("backup", tokens, start)
 
     def load(self, original: Callable[..., Any], controller: Any) -> Any:
         tokens = sum(len(operation.device_indices) for operation in controller.load_queue)
