@@ -39,6 +39,8 @@ class ServerReport(BaseModel):
         codec: How its hidden states are encoded; None in KV mode.
         partition: What it stores of its layers, in words; None in KV mode.
         projection: How its layers are projected; empty in KV mode.
+        recomputation: How exactly its first layers are recomputed, or why they are not, in words;
+            None: nothing is to be recomputed.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -51,6 +53,7 @@ class ServerReport(BaseModel):
     codec: str | None
     partition: str | None = None
     projection: tuple[LayerGroup, ...]
+    recomputation: str | None = None
 
 
 def write_report(folder: Path, report: ServerReport) -> None:

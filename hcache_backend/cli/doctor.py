@@ -112,6 +112,8 @@ def _last_server(path: Path, report: ServerReport) -> Check:
         how = "by spec" if group.method == "spec" else "by their attention modules"
         numbers = ", ".join(map(str, group.layers))
         parts.append(f"layers {numbers} {how}: {group.detail} ({group.exactness})")
+    if report.recomputation is not None:
+        parts.append(f"recomputed layers: {report.recomputation}")
     if report.partition is not None:
         parts.append(f"stored: {report.partition}")
     best = report.pages == "own" and all(group.method == "spec" for group in report.projection)

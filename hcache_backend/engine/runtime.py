@@ -70,6 +70,8 @@ class Runtime:
         on_caches_flushed: Called, on the scheduler thread, when L1 and L2 have been emptied.
         on_distrust: Called when projected K and V stop matching those of the model.
         projection: How the layers are projected; empty in KV mode.
+        recomputation: How exactly first layers are recomputed, or why not, in words; None: nothing
+            is to be recomputed.
         layer_methods: How each layer is stored; None until it was decided.
         kept_profile: A profile that was measured at start-up, and its file's name in a store.
         kept_partition: What is stored of each layer, likewise, if that was decided before the
@@ -89,6 +91,7 @@ class Runtime:
     on_caches_flushed: list[Callable[[], None]] = field(default_factory=list)
     on_distrust: list[Callable[[], None]] = field(default_factory=list)
     projection: list[LayerGroup] = field(default_factory=list)
+    recomputation: str | None = None
     layer_methods: LayerMethods | None = None
     kept_profile: tuple[str, Profile] | None = None
     kept_partition: tuple[str, PartitionRecord] | None = None
@@ -132,6 +135,7 @@ class Runtime:
             codec=str(self.page_fields["codec"]) if hidden else None,
             partition=self.layer_methods.describe() if hidden and self.layer_methods else None,
             projection=tuple(self.projection),
+            recomputation=self.recomputation if hidden else None,
         )
 
     def namespace_of(self, weights: Weights, **shape: object) -> bytes:

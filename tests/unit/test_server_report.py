@@ -32,6 +32,7 @@ MIXED = ServerReport(
     projection=(BY_SPEC, BY_MODULE),
 )
 BEST = MIXED.model_copy(update={"projection": (BY_SPEC,)})
+RECOMPUTING = BEST.model_copy(update={"recomputation": "K 100% equal"})
 
 
 @pytest.fixture
@@ -81,6 +82,7 @@ def test_stats_says_what_mode_the_last_server_was_in(folder: Path) -> None:
             "fair",
             "(100% equal); layers 1 by their attention modules: V is nowhere (99% equal)",
         ),
+        (RECOMPUTING, "good", "(100% equal); recomputed layers: K 100% equal"),
     ],
 )
 def test_doctor_says_how_the_last_server_projected_and_why(

@@ -11,6 +11,7 @@ from sglang.srt.distributed import get_tp_group
 from hcache_backend.engine.hooks import install, prefix_hooks
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.recompute_batch import model_forward
+from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
 from hcache_backend.engine.startup.refusals import refuse_shared_workspaces
 from hcache_backend.engine.startup.self_check import Probe, run_again
@@ -23,45 +24,52 @@ logger = logging.getLogger("hcache")
 
 
 def find_recomputer(
-    runner: Any, probe: Probe, kvcache: Any, methods: LayerMethods
+    runtime: Runtime, probe: Probe, kvcache: Any, methods: LayerMethods
 ) -> Recomputer | None:
     """What recomputes first layers, the same on every tensor-parallel rank; all must call it.
 
-    The K and V that the model wrote during the probe must still be in the pool.
+    The K and V that the model wrote during the probe must still be in the pool. ``runtime`` is told
+    how exact the recomputed ones are, or why there are none.
 
     Returns:
         None where nothing is to be recomputed, or a rank cannot.
     """
     if not methods.can_recompute or (methods.profile is None and not methods.partition.recompute):
         return None
-    pool = PagedPool(kvcache)
+    runner, pool = runtime.runner, PagedPool(kvcache)
     recomputer = Recomputer(model_forward(runner), pool, kvcache.start_layer, methods.chunk_tokens)
 
-    def prove() -> Recomputer:
+    def prove() -> str:
         if runner.model_config.is_multimodal:
             raise Refused("the model's embeddings are not those of token ids alone")
         if probe.hidden[0].is_cuda:
             refuse_shared_workspaces([runner.model], "recomputing layers")
-        check_recompute(runner, probe, recomputer, pool, kvcache)
+        exactness = check_recompute(runner, probe, recomputer, pool, kvcache)
         missing = install(prefix_hooks())
         if missing is not None:
             raise Refused(missing)
-        return recomputer
+        return exactness
 
     try:
-        return all_or_none(prove, get_tp_group().cpu_group)
+        runtime.recomputation = all_or_none(prove, get_tp_group().cpu_group)
     except Refused as refused:
+        runtime.recomputation = f"none: {refused}"
         logger.warning("hcache: layers are not recomputed: %s", refused)
         return None
+    logger.info("hcache: exactness: recomputed layers: %s", runtime.recomputation)
+    return recomputer
 
 
 def check_recompute(
     runner: Any, probe: Probe, recomputer: Recomputer, pool: PagedPool, kvcache: Any
-) -> None:
+) -> str:
     """Recompute the probe's tokens, and once more the second half of them behind the first.
 
     Nothing may be allocated yet: other slots of the pool are overwritten too. There are more tokens
     than the probe had, so what is left of its batch would show.
+
+    Returns:
+        How exact recomputed K and V are, and the model's own at other batch sizes, in words.
 
     Raises:
         Refused: It cannot be done, or K or V of a layer are less exact than those of the model's
@@ -102,13 +110,8 @@ def check_recompute(
         problem = first_problem(
             None
             if ours.as_good_as(models)
-            else f"{layer.name} recomputed: {ours}; the model itself at other batch sizes: {models}"
+            else f"{layer.name} recomputed: {ours}; the model at other batch sizes: {models}"
             for layer, ours, models in zip(probe.layers, recomputed, own, strict=True)
-        )
-        logger.info(
-            "hcache: exactness: recomputed %s; the model again at other batch sizes %s",
-            together(recomputed),
-            together(own),
         )
     except Exception as error:  # a model's own code, with a batch that it was not made for
         problem = f"{type(error).__name__}: {error}"
@@ -117,3 +120,4 @@ def check_recompute(
             buffer[slots] = rows  # later checks compare with what the model itself wrote
     if problem is not None:
         raise Refused(problem)
+    return f"{together(recomputed)}; the model at other batch sizes {together(own)}"

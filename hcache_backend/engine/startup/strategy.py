@@ -145,7 +145,7 @@ class OwnPagesStrategy(StackStrategy):
         step(lambda: compare(probe, projector))
         codec = step(lambda: choose_codec(ranks, config.codec, probe, projector))
         exchange = step(lambda: make_exchange(probe, kvcache.page_size))
-        recomputer = step(lambda: find_recomputer(runner, probe, kvcache, methods))
+        recomputer = step(lambda: find_recomputer(runtime, probe, kvcache, methods))
         if recomputer is None:
             methods = methods.without_recompute()
         hooks = step(lambda: check_recording(runner, codec))
