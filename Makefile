@@ -120,7 +120,7 @@ bench-codecs: setup
 	$(BIN)/python -m bench.codecs $(ARGS)
 
 # What the ways to keep K and V change in what trained models say. MODEL: another model instead. The
-# first time it trains them, for twenty minutes each on two cores.
+# first time it trains them, for a few minutes each on two idle cores.
 bench-accuracy: setup
 	$(foreach model,$(or $(MODEL),gqa paired),$(BIN)/python -m bench.accuracy --model $(model) $(ARGS) &&) true
 

@@ -26,7 +26,7 @@ from typing import Any
 from bench.accuracy.report import draw, table_lines
 from bench.fixtures.models import chosen
 from bench.fixtures.text import Texts, corpus
-from bench.harness.machine import Machine, find_machine
+from bench.harness.machine import Machine, MachineError, find_machine
 from bench.harness.methods import METHODS, PAGE_SIZE, server_options
 from bench.harness.program import at_least, failing, model_name, parser, stamp, steps
 from bench.harness.report import OUT, write
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--model", type=model_name, required=True, help="a folder or a name, or gqa or paired")
     add("--quick", action="store_true", help="the fixture that is trained in a minute")
     add("--dtype", default="bfloat16", help="type that the model is served in")
-    add("--texts", type=at_least(1), default=8, help="how many are scored")
+    add("--texts", type=at_least(1), default=16, help="how many are scored")
     add("--history", type=at_least(PAGE_SIZE), default=384, help="tokens that are kept")
     add("--turn", type=at_least(8), default=128, help="tokens that are scored")
     add("--out", type=Path, default=OUT, help="folder for accuracy_MODEL.json and .png")
@@ -81,6 +81,8 @@ def measured(given: Any, machine: Machine, scratch: Path) -> dict[str, Any]:
         found: list[int] = tokenizer.encode(text, add_special_tokens=False)
         return found
 
+    if not encode("import os\n"):  # what transformers makes up where there is none knows no token
+        raise MachineError(f"--model {given.model}: it needs the files of its tokenizer")
     texts = Texts(encode, corpus().held_out)
     with steps(sizes.texts) as (_, advance):
         found = measure(engine, texts, sizes, advance)

@@ -50,6 +50,8 @@ class Engine:
         layers: The model's attention layers.
         projector: Projects hidden states of each layer to the pool.
         recomputer: Computes K and V of a history anew; None: it cannot for this model.
+        exactness: How exactly K and V come back, and are repeated by the model itself, in words:
+            by layers as in :class:`LayerGroup`, and recomputed.
 
     Raises:
         MachineError: Hidden states cannot restore this model's K and V.
@@ -90,9 +92,9 @@ class Engine:
                 model_forward(runner), self.pool, kvcache.start_layer, tokens
             )
             try:
-                check_recompute(runner, probe, self.recomputer, self.pool, kvcache)
-            except Refused:
-                self.recomputer = None
+                recomputed = check_recompute(runner, probe, self.recomputer, self.pool, kvcache)
+            except Refused as refused:
+                self.recomputer, recomputed = None, f"none: {refused}"
             runtime = Runtime(runner, config=HCacheConfig())
             specs = LayerSpecs(runtime, probe, projector, get_tp_group().cpu_group)
             specs.find()
@@ -101,6 +103,10 @@ class Engine:
         except Refused as refused:
             raise MachineError(f"hidden mode refuses this model: {refused}") from None
         self.layers, self.projector = probe.layers, projector
+        self.exactness = {
+            "projected": [group.model_dump(mode="json") for group in runtime.projection],
+            "recomputed": recomputed,
+        }
 
     @property
     def hidden_size(self) -> int:

@@ -160,6 +160,7 @@ def measure(
             found.add(said, turn, sizes.asks(text))
             found.compare(method.name, said, whole)
     return {
+        "exactness": engine.exactness,
         "reference": reference.report(),
         "methods": [
             {
