@@ -1,8 +1,9 @@
 """What each codec of hidden states costs: bytes, and what it changes in the model's output.
 
-A server without a cache holds conversations. Every codec's server is then given the same texts,
-turn by turn: the history of each comes back from L3, question and reply behind it are computed, and
-what the model makes of the reply's tokens is compared with
+A server without a cache holds conversations: it goes on with Python source that a fixture model
+(bench/fixtures) has not seen. Every codec's server is then given the same texts, turn by turn: the
+history of each comes back from L3, question and reply behind it are computed, and what the model
+makes of the reply's tokens is compared with
 
 - a server without a cache, which computes the whole text in the same type. The row `decoded` is its
   own replies against that: what rounding alone changes between one token at a time and all at once
@@ -13,26 +14,55 @@ Bytes per token are those of the page files.
 
 from __future__ import annotations
 
+import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.demo.conversations import POOL_TOKENS, Script
+from bench.fixtures.models import Model, chosen
+from bench.fixtures.text import Texts, corpus, encoder
+from bench.fixtures.train import RECIPES
 from bench.harness.machine import Machine, find_machine
 from bench.harness.methods import METHODS, PAGE_SIZE, server_options
-from bench.harness.models import TinyLlama
-from bench.harness.program import at_least, failing, parser, stamp, steps
+from bench.harness.program import at_least, failing, names, parser, stamp, steps
 from bench.harness.reference import Scores, agreement
 from bench.harness.report import OUT, grouped_bars, markdown, write
 from bench.harness.restorer import page_files
 from bench.harness.server import Server
+from hcache_backend.server_report import read_report
 
 CODECS = {"float32": ("none", "int8", "fp8"), "bfloat16": ("none", "exp4", "int8", "fp8")}
 """Codecs by the type that the model is served in; the first one changes no value."""
 UNCODED = "none"
+_POOL_TOKENS = 4096
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Script:
+    """What the conversations ask: source with planted lines, the same for every server.
+
+    Attributes:
+        question_tokens: Tokens that each turn adds to the history, beside its reply.
+        reply_tokens: Tokens of each reply.
+    """
+
+    conversations: int
+    turns: int
+    question_tokens: int
+    reply_tokens: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the last turn's text."""
+        return self.turns * (self.question_tokens + self.reply_tokens)
+
+    def question(self, texts: Texts, conversation: int, turn: int) -> list[int]:
+        """Token ids of one question."""
+        source = random.Random(f"{conversation}/{turn}")
+        return texts.draw(source, self.question_tokens, keys=4, gap=16).ids
 
 
 class Turn(NamedTuple):
@@ -57,47 +87,54 @@ class Turn(NamedTuple):
 def main() -> None:
     parsed = parser("bench.codecs", __doc__)
     add = parsed.add_argument
+    add("--model", choices=list(RECIPES), default="gqa", help="fixture model")
+    add("--quick", action="store_true", help="the fixture that is trained in a minute")
+    add("--dtypes", type=names(list(CODECS)), default=",".join(CODECS), help="types of the model")
     add("--conversations", type=at_least(1), default=8, help="conversations held")
-    add("--turns", type=at_least(2), default=3, help="turns of each conversation")
-    add("--question-tokens", type=at_least(1), default=300, help="tokens of each question")
-    add("--reply-tokens", type=at_least(1), default=100, help="tokens of each reply")
+    add("--turns", type=at_least(2), default=4, help="turns of each conversation")
+    add("--question-tokens", type=at_least(1), default=60, help="tokens of each question")
+    add("--reply-tokens", type=at_least(1), default=64, help="tokens of each reply")
     add("--out", type=Path, default=OUT, help="folder for codecs.json and codecs.png")
-    options = parsed.parse_args()
-    script = Script(
-        options.conversations, options.turns, options.question_tokens, options.reply_tokens
-    )
+    given = parsed.parse_args()
+    script = Script(given.conversations, given.turns, given.question_tokens, given.reply_tokens)
+    if script.longest > _POOL_TOKENS:
+        parsed.error(
+            f"--turns {given.turns} make conversations of {script.longest} tokens; at most "
+            f"{_POOL_TOKENS} fit into the KV pool"
+        )
     with failing():
-        results = measure(script, find_machine())
+        model = chosen(given.model, quick=given.quick)
+        results = measure(script, model, given.dtypes, find_machine())
         print(table_lines(results))
-        write(options.out, "codecs", results, draw)
+        write(given.out, "codecs", results, draw)
 
 
-def measure(script: Script, machine: Machine) -> Row:
+def measure(script: Script, model: Model, dtypes: Sequence[str], machine: Machine) -> Row:
     """Run every server; returns the content of ``codecs.json``.
 
     Raises:
         ServerError: A server did not start, a request failed, or a history did not come back.
     """
     turns = script.conversations * script.turns
-    servers = sum(len(codecs) for codecs in CODECS.values())
+    servers = sum(len(CODECS[dtype]) for dtype in dtypes)
+    texts = Texts(encoder(Path(model.path)), corpus().held_out)
     with (
-        steps((servers + 2 * len(CODECS)) * turns + 1) as (_, advance),
+        steps((servers + 2 * len(dtypes)) * turns) as (_, advance),
         tempfile.TemporaryDirectory(prefix="hcache-bench-") as scratch,
     ):
-        advance("preparing SGLang and a tiny model")
-        shape = TinyLlama(vocabulary=script.vocabulary)
-        serve = _Servers(shape.build(Path(scratch)), machine, Path(scratch), advance)
-        rows = [row for dtype in CODECS for row in _rows(serve, script, dtype)]
-    return {**stamp(machine), "model": shape.describe(), **asdict(script), "codecs": rows}
+        serve = _Servers(Path(model.path), machine, Path(scratch), advance)
+        rows = [row for dtype in dtypes for row in _rows(serve, script, texts, dtype)]
+    return {**stamp(machine), "model": model.about, **asdict(script), "codecs": rows}
 
 
-def _rows(serve: _Servers, script: Script, dtype: str) -> Iterator[Row]:
+def _rows(serve: _Servers, script: Script, texts: Texts, dtype: str) -> Iterator[Row]:
     """Replies of the server without a cache, then one row per codec."""
-    talk, decoded, exact = serve.reference(script, dtype)
+    talk, decoded, exact = serve.reference(script, texts, dtype)
     yield {"codec": "decoded", "dtype": dtype, "as_recomputed": compared("decoded", decoded, exact)}
     found: dict[str, tuple[Scores, float]] = {}
     for codec in CODECS[dtype]:
-        scores, stored = found[codec] = serve.restored(talk, dtype, codec)
+        scores, stored, projection = serve.restored(talk, dtype, codec)
+        found[codec] = scores, stored
         uncoded, most = found[UNCODED]
         coded = codec != UNCODED
         yield {
@@ -105,6 +142,7 @@ def _rows(serve: _Servers, script: Script, dtype: str) -> Iterator[Row]:
             "dtype": dtype,
             "stored_bytes_per_token": stored,
             "share_of_uncoded": stored / most if coded else None,
+            "projection": projection,
             "as_recomputed": compared(codec, scores, exact),
             "as_uncoded": compared(codec, scores, uncoded) if coded else None,
         }
@@ -131,16 +169,16 @@ class _Servers:
                 self._machine,
                 self._model,
                 folder,
-                pool_tokens=POOL_TOKENS,
+                pool_tokens=_POOL_TOKENS,
                 hcache=hcache,
                 dtype=dtype,
                 attention_backend="torch_native",
-                chunked_prefill_size=POOL_TOKENS,
+                chunked_prefill_size=_POOL_TOKENS,
             )
         )
 
     def reference(
-        self, script: Script, dtype: str
+        self, script: Script, texts: Texts, dtype: str
     ) -> tuple[Sequence[Sequence[Turn]], Scores, Scores]:
         """Conversations held without a cache, and two scores of the replies behind a history:
         as the server decoded them, and as it computes whole texts."""
@@ -153,7 +191,7 @@ class _Servers:
                 for number in range(script.turns):
                     self._advance(f"no cache, {dtype}: conversation {conversation + 1}")
                     history = len(ids)
-                    ids = [*ids, *script.question(conversation, number)]
+                    ids = [*ids, *script.question(texts, conversation, number)]
                     reply = server.generate(ids, script.reply_tokens, logprobs=True)
                     ids = [*ids, *reply.output_ids]
                     turn = Turn(ids, history, script.reply_tokens)
@@ -167,8 +205,9 @@ class _Servers:
 
     def restored(
         self, talk: Sequence[Sequence[Turn]], dtype: str, codec: str
-    ) -> tuple[Scores, float]:
-        """Scores of the replies behind restored histories, and bytes per token of the pages."""
+    ) -> tuple[Scores, float, list[Row]]:
+        """Scores of the replies behind restored histories, bytes per token of the pages, and what
+        the server says of its projections: how, and how exactly without a codec."""
         folder, scored = self._scratch / f"{codec}-{dtype}", _Scored()
         with self._server("hcache-hidden", folder, dtype, codec=codec) as server:
             for number, conversation in enumerate(talk):
@@ -185,9 +224,12 @@ class _Servers:
                     server.flush_cache()
             if f"codec {codec}" not in server.log_text():
                 raise server.error(f"codec {codec} is not in use")
-        pages = page_files(folder / "l3")
+        pages, report = page_files(folder / "l3"), read_report(folder / "l3")
+        if report is None:
+            raise server.error("it left no report")
         size = sum(path.stat().st_size for path in pages)
-        return scored.scores, size / (PAGE_SIZE * len(pages))
+        projection = [group.model_dump(mode="json") for group in report.projection]
+        return scored.scores, size / (PAGE_SIZE * len(pages)), projection
 
 
 class _Scored:

@@ -285,6 +285,29 @@ def test_the_demo_leaves_the_checkout_as_it_was() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)  # four servers, and a model that may have to be trained
+def test_codecs_are_compared_with_a_server_without_a_cache(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.codecs", "--quick", "--dtypes", "float32"]
+    command += ["--conversations", "2", "--turns", "3", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = {
+        row["codec"]: row for row in json.loads((tmp_path / "codecs.json").read_text())["codecs"]
+    }
+    assert list(rows) == ["decoded", "none", "int8", "fp8"]
+    scored = 2 * 2 * 64  # replies behind a history
+    for name in ("decoded", "none"):
+        exact = rows[name]["as_recomputed"]
+        assert (exact["same"], exact["tokens"]) == (scored, scored)
+        assert exact["largest_difference"] < 1e-3
+    assert rows["none"]["as_uncoded"] is None  # it would be compared with itself
+    for name in ("int8", "fp8"):
+        assert 1e-4 < rows[name]["as_uncoded"]["mean_difference"] < 1
+        assert rows[name]["share_of_uncoded"] < 0.5
+    assert (tmp_path / "codecs.png").exists()
+
+
+@pytest.mark.long
 @pytest.mark.timeout(3600)  # two dozen servers
 def test_all_methods_are_compared(model: Path, tmp_path: Path) -> None:
     found = compare(

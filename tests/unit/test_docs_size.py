@@ -17,8 +17,9 @@ DEMO = json.loads((ROOT / "bench" / "results" / "demo.json").read_text())
 
 
 def plan(element_bytes: int, layers: dict[str, int], ranks: int = 1) -> dict[str, Any]:
-    """What ``hcache plan --json`` says of the demo's model: hidden size 256, 4 heads."""
-    model = {"layers": 4, "hidden": 256, "kv_heads": 4, "element_bytes": element_bytes}
+    """What ``hcache plan --json`` says of models like the demo's: hidden size 256, 4 heads."""
+    count = sum(layers.values())
+    model = {"layers": count, "hidden": 256, "kv_heads": 4, "element_bytes": element_bytes}
     a_layer = {"hidden": 256 * element_bytes, "kv": 512 * element_bytes}
     return {"model": model, "tp": ranks, "layers": layers, "bytes_per_token_and_layer": a_layer}
 
@@ -29,7 +30,8 @@ ALL_HIDDEN = {"recompute": 0, "hidden": 4, "kv": 0}
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['codec']}-{row['dtype']}")
 def test_files_are_as_large_as_those_of_servers(row: dict[str, Any]) -> None:
     width = {"float32": 4, "bfloat16": 2}[row["dtype"]]
-    page = SIZE["page_size"](plan(width, ALL_HIDDEN), 64, row["codec"], False)
+    layers = {**ALL_HIDDEN, "hidden": CODECS["model"]["layers"]}
+    page = SIZE["page_size"](plan(width, layers), 64, row["codec"], False)
     assert page.file_bytes == 64 * row["stored_bytes_per_token"]
 
 
