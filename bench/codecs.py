@@ -1,9 +1,10 @@
 """What each codec of hidden states costs: bytes, and what it changes in the model's output.
 
 A server without a cache holds conversations: it goes on with Python source that a fixture model
-(bench/fixtures) has not seen. Every codec's server is then given the same texts, turn by turn: the
-history of each comes back from L3, question and reply behind it are computed, and what the model
-makes of the reply's tokens is compared with
+(bench/fixtures) has not seen. Replies are drawn as the model finds tokens likely, not the best ones
+only: these soon repeat themselves, and no codec changes that. Every codec's server is then given
+the same texts, turn by turn: the history of each comes back from L3, question and reply behind it
+are computed, and what the model makes of the reply's tokens is compared with
 
 - a server without a cache, which computes the whole text in the same type. The row `decoded` is its
   own replies against that: what rounding alone changes between one token at a time and all at once
@@ -192,13 +193,17 @@ class _Servers:
                     self._advance(f"no cache, {dtype}: conversation {conversation + 1}")
                     history = len(ids)
                     ids = [*ids, *script.question(texts, conversation, number)]
-                    reply = server.generate(ids, script.reply_tokens, logprobs=True)
+                    reply = server.generate(
+                        ids, script.reply_tokens, logprobs=True, temperature=1.0
+                    )
                     ids = [*ids, *reply.output_ids]
                     turn = Turn(ids, history, script.reply_tokens)
                     talk[-1].append(turn)
                     self._advance(f"no cache, {dtype}: the same text at once")
                     if history:
-                        decoded.add(reply.output_ids, [best for best, _ in reply.top2])
+                        said = reply.meta_info
+                        top = [found[0][1] for found in said["output_top_logprobs"]]
+                        decoded.add(top, [found[0] for found in said["output_token_logprobs"]])
                         best, logprobs, _ = server.score(turn.ids, turn.start)
                         whole.add(best, logprobs)
         return talk, decoded.scores, whole.scores
