@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,8 +9,6 @@ from statistics import fmean
 
 import pytest
 
-from bench.fixtures.models import fixture
-from bench.fixtures.text import Texts, corpus, encoder
 from bench.harness.models import VOCAB, build_model
 from bench.harness.server import Reply, Server, ServerOptions
 from hcache_backend.server_report import read_report
@@ -75,23 +72,8 @@ def test_restored_and_recomputed_layers_are_as_exact_as_the_models_own_at_anothe
         assert_as_exact(ours, models)
 
 
-Served = tuple[Path, Sequence[Sequence[int]]]
-"""A model's folder and prompts for it."""
-
-
-def random_llama(count: int, model_cache: Path) -> Served:
-    """The model of most tests, and random prompts."""
-    prompts = [random_tokens(320, 7_000 + seed) for seed in range(count)]
-    assert max(map(max, prompts)) < VOCAB
-    return build_model("llama", model_cache), prompts
-
-
-def trained_llama(count: int, model_cache: Path) -> Served:
-    """A fixture model, trained in a minute unless it is there, and source that it has not seen."""
-    folder = fixture("gqa", lambda step: None, quick=True)
-    texts = Texts(encoder(folder), corpus().held_out)
-    draws = (texts.draw(random.Random(seed), 320, keys=8, gap=16) for seed in range(count))
-    return folder, [text.ids for text in draws]
+def long_prompts(count: int) -> list[list[int]]:
+    return [random_tokens(320, 7_000 + seed) for seed in range(count)]
 
 
 def replies(options: ServerOptions, prompts: Sequence[Sequence[int]]) -> list[Reply]:
@@ -118,25 +100,14 @@ def compared(got: Sequence[Reply], want: Sequence[Reply]) -> dict[str, float]:
     return {"replies": len(got), "differ": differ, "mean": fmean(off), "largest": max(off)}
 
 
-LONG = (pytest.mark.long, pytest.mark.timeout(1800))
-
-
 @pytest.mark.parametrize(
-    ("served", "count"),
-    [
-        (random_llama, 16),
-        pytest.param(random_llama, 64, marks=LONG),
-        pytest.param(trained_llama, 64, marks=LONG),
-    ],
+    "count", [16, pytest.param(64, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
 )
 def test_bfloat16_replies_behind_restored_histories_differ_no_more_than_ties_do(
-    served: Callable[[int, Path], Served],
-    count: int,
-    model_cache: Path,
-    tmp_path: Path,
-    record_property: Callable[[str, object], None],
+    count: int, model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    model, prompts = served(count, model_cache)
+    prompts = long_prompts(count)
+    assert max(map(max, prompts)) < VOCAB
     plain = ServerOptions(model, tmp_path / "plain.log", cache="none", dtype="bfloat16")
     want = replies(plain, prompts)
     choices = {"auto": {}}
