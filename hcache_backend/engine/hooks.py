@@ -63,6 +63,7 @@ def use_hooks() -> list[Hook]:
     return [
         Hook(PREFETCH, _around_prefetch),
         Hook(RECEIVED, _after_received),
+        Hook(LOAD_BACK, _before_load_back),
         Hook(WRITTEN, _after_written),
         Hook(IDLE, _before_idle),
     ]
@@ -222,6 +223,17 @@ def _after_received(
         if l3 is not None and node is not None and not cache.is_backuped(node):
             l3.use(_keys_to(cache, node))
     return result
+
+
+def _before_load_back(
+    original: Callable[..., Any], cache: Any, params: Any, *a: Any, **kw: Any
+) -> Any:
+    """Nodes that came from L3 were not seen before: SGLang makes them when a prefetch has ended."""
+    l3 = _our_l3(cache)
+    if l3 is not None:
+        with _harmless():
+            l3.repairs.saw(cache, params.best_match_node)
+    return original(cache, params, *a, **kw)
 
 
 def _after_written(

@@ -7,16 +7,17 @@ on being used, nothing behind that page can be found in L3, however often it is 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hcache_backend.engine import metrics
 from hcache_backend.engine.ranks import said_by_all_ranks
-from hcache_backend.engine.stored_pools import StoredPools
 from hcache_backend.page import key_bytes
+from hcache_backend.store import Gap
 
 logger = logging.getLogger("hcache")
 
-_TURNS = 128
+TURNS = 128
 """Idle turns of the scheduler from one look at what is missing to the next."""
 _PAGES = 128
 """No further node is put in a turn once its nodes have so many pages."""
@@ -36,14 +37,27 @@ class Repairs:
 
     Every rank sees the same nodes and has the same idle turns, so all put the same nodes at once,
     whichever rank lacks pages. Pipeline stages do not: they put none.
+
+    Args:
+        take_gaps: What uses of L3 found missing since the last call. Never waits.
+        stages: Pipeline stages of the server.
     """
 
-    def __init__(self, pools: StoredPools, stages: int) -> None:
-        self._pools = pools
+    def __init__(self, take_gaps: Callable[[], Sequence[Gap]], stages: int) -> None:
+        self._take_gaps = take_gaps
         self._on = stages == 1
         self._turns = 0
         self._nodes: dict[bytes, int] = {}  # by the key of their last page
         self._waiting: dict[bytes, _Lack] = {}
+        self._last_uses: dict[str, int] = {}
+
+    def last_use(self, keys: Sequence[str]) -> int | None:
+        """When pages that are being put were used (ns since 1970); None: they are in use.
+
+        Any thread.
+        """
+        last_uses = self._last_uses
+        return min((last_uses[key] for key in keys if key in last_uses), default=None)
 
     def saw(self, cache: Any, node: int) -> None:
         """``node`` of the tree of ``cache`` is used, or was given to L3."""
@@ -58,7 +72,7 @@ class Repairs:
     def turn(self, cache: Any) -> None:
         """The scheduler has nothing to do."""
         self._turns += 1
-        if not self._on or self._turns % _TURNS or cache.ongoing_backup:
+        if not self._on or self._turns % TURNS or cache.ongoing_backup:
             return
         try:
             own = self._missing(cache)
@@ -78,14 +92,14 @@ class Repairs:
                 metrics.PAGES.count("put_again", lack.pages)
             else:
                 metrics.PAGES.count("not_put_again", lack.pages)
-        self._pools.expect_again(last_uses)
+        self._last_uses = last_uses  # those of the turn before have been put
         for node in nodes:
             cache.write_backup_storage(node)
 
     def _missing(self, cache: Any) -> dict[bytes, _Lack]:
         """Nodes in L2 that lack pages in L3, up to the first page of a sequence that both lack."""
         found: dict[bytes, _Lack] = {}
-        for gap in self._pools.take_gaps():
+        for gap in self._take_gaps():
             ends = [place for place, key in enumerate(gap.keys) if key in self._nodes]
             for number, place in enumerate(gap.missing):
                 key = next((gap.keys[end] for end in ends if end >= place), b"")

@@ -65,7 +65,7 @@ class HCacheStorage(HiCacheStorage):
         joined = attach.join(storage_config)
         self._runtime, config, kv_fields, store = joined
         self._pools = StoredPools(self._runtime, store, storage_config, kv_fields)
-        self.repairs = Repairs(self._pools, storage_config.pp_size)
+        self.repairs = Repairs(self._pools.take_gaps, storage_config.pp_size)
         self._runtime.on_distrust.append(self._drop_own_pages)
         self._guard("report", partial(attach.leave_report, joined, storage_config), None)
         logger.info(
@@ -227,8 +227,9 @@ class HCacheStorage(HiCacheStorage):
         pool: str = PoolName.KV,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> None:
-        prefix = _prefix(extra_info)
-        self._guard("set", partial(self._pools.set, keys, host_indices, pool, prefix), None)
+        prefix, last_use = _prefix(extra_info), self.repairs.last_use(keys)
+        set_all = partial(self._pools.set, keys, host_indices, pool, prefix, last_use)
+        self._guard("set", set_all, None)
 
     def _exists(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[bool]:
         return self._guard("exists", partial(self._pools.exists, keys, pool), [False] * len(keys))

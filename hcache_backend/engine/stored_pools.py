@@ -68,7 +68,6 @@ class StoredPools:
         self._config = config
         self._kv_fields = kv_fields
         self._pools: dict[str, PoolPages] = {}
-        self._last_uses: dict[str, int] = {}
         self._lock = threading.Lock()
         self._metrics = StorageMetrics()
 
@@ -126,12 +125,11 @@ class StoredPools:
         host_indices: Any,
         pool: str = PoolName.KV,
         prefix: Sequence[str] = (),
+        last_use: int | None = None,
     ) -> None:
-        """Store pages of the host pool; ``prefix`` are the keys before theirs in the sequence."""
+        """Store pages of the host pool; see :meth:`PageStore.put`."""
         pages = self._pools[pool]
         memory = None if pages.empty else pages.to_write(host_indices, len(keys))
-        last_uses = self._last_uses
-        last_use = min((last_uses[key] for key in keys if key in last_uses), default=None)
         for share, parts in enumerate(memory.shares if memory else ()):
             self.write(keys, parts, pool, share, prefix, last_use)
 
@@ -148,13 +146,6 @@ class StoredPools:
     def take_gaps(self) -> list[Gap]:
         """KV pages of prompts in use that L3 has no more, since the last call. Never waits."""
         return self._store.take_gaps()
-
-    def expect_again(self, last_uses: dict[str, int]) -> None:
-        """Pages that will be set again, and when they were used, in nanoseconds since 1970.
-
-        Those of the call before have been set.
-        """
-        self._last_uses = last_uses
 
     def drop(self, writer: bytes | None = None) -> int:
         """Delete the pages (that ``writer`` wrote) of the weights and pools that are served.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,6 +19,7 @@ from tests.engine.harness.ours import (
     assert_restored_from_l3,
     attach,
     attach_config,
+    extra_config,
     faulty,
     file_backend,
     flip_bit,
@@ -136,34 +138,41 @@ class TestServerThatWaitsForABackend:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("extra", "message"),
     [
         (
-            {"restore_chunk_token": 1024},
+            {"hcache": {"restore_chunk_token": 1024}},
             "hcache: unknown option 'restore_chunk_token' (value 1024); did you mean "
             "'restore_chunk_tokens'?",
         ),
         (
-            {"dirs": ["/proc/version/pages"]},
+            {"hcache": {"dirs": ["/proc/version/pages"]}},
             "hcache: option 'dirs' is ['/proc/version/pages']: [Errno 20] Not a directory: "
             "'/proc/version/pages'",
         ),
         (
-            {"partition": partition(0, 5, 0)},
+            {"hcache": {"partition": partition(0, 5, 0)}},
             "hcache: option 'partition' is {'recompute': 0, 'hidden': 5, 'kv': 0}: that is 5 "
             "layers, and the model has 4",
         ),
         (
-            {"profile": "/proc/version"},
+            {"hcache": {"profile": "/proc/version"}},
             "hcache: option 'profile': /proc/version: no profile: ",
         ),
+        (
+            {"tp_lcm_size": 8},
+            "extra config: 'tp_lcm_size' is 8; for own pages with tensor-parallel size 2 and 2 KV "
+            "heads per rank it can be 2, 4",
+        ),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ids=["unknown", "dirs", "partition", "profile", "tp_lcm_size"],
 )
 def test_a_wrong_option_at_start_up_stops_the_server_with_one_line(
-    options: dict[str, object], message: str, model: Path, tmp_path: Path
+    extra: dict[str, Any], message: str, model: Path, tmp_path: Path
 ) -> None:
-    server = Server(our_server(model, tmp_path, tp=2, hcache=options))
+    options = our_server(model, tmp_path, tp=2)
+    options.extra_config = {**extra, **extra_config(tmp_path, **extra.get("hcache", {}))}
+    server = Server(options)
     server.launch()
     assert server.wait_exit() != 0
     log = server.log_text()

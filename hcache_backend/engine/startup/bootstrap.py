@@ -24,6 +24,7 @@ from hcache_backend.engine.startup.attach import (
     open_store,
     warn_of_single_tokens,
 )
+from hcache_backend.engine.startup.page_layout import check_tp_lcm_size
 from hcache_backend.engine.startup.restore_trace import install_if_asked
 
 logger = logging.getLogger("hcache")
@@ -59,6 +60,7 @@ def _join(runner: Any) -> None:
         logger.warning("hcache: configured, but --enable-hierarchical-cache is off: nothing to do")
         return
     runtime.config = config
+    or_stop(lambda: _check_groups(runner, args, config))
     warn_of_single_tokens(runtime)
     if extra is not None:
         runtime.store = or_stop(lambda: open_store(config, runtime.writer))
@@ -97,6 +99,23 @@ def _our_extra_config(args: Any) -> Mapping[str, Any] | None:
     extra = storage_extra_config(args)
     ours = (extra.get("module_path"), extra.get("class_name")) == (MODULE_PATH, CLASS_NAME)
     return extra if ours else None
+
+
+def _check_groups(runner: Any, args: Any, config: HCacheConfig) -> None:
+    """Can K and V divide as SGLang's option ``tp_lcm_size`` says? SGLang asks with an assertion.
+
+    Raises:
+        ConfigError: They cannot.
+    """
+    asked = storage_extra_config(args).get("tp_lcm_size")
+    if asked is None:
+        return
+    from sglang.srt.distributed.parallel_state import get_attn_tp_group, get_tp_group
+
+    group = get_attn_tp_group() if args.enable_dp_attention else get_tp_group()
+    heads = runner.model_config.get_num_kv_heads(group.world_size)
+    own_pages = config.pages == "own" and not runner.use_mla_backend
+    check_tp_lcm_size(asked, group.world_size, heads, own_pages=own_pages)
 
 
 def _start_config(extra: Mapping[str, Any] | None) -> HCacheConfig | None:

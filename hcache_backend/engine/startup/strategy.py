@@ -110,7 +110,7 @@ class OwnPagesStrategy(StackStrategy):
         everything = Partition(0, 0, int(kvcache.layer_num))
         methods, ranks = LayerMethods(everything, None, None, chunk), get_tp_group()
         share = share_of_heads(ranks.rank_in_group, ranks.world_size)
-        plan = PagePlan(kvcache, methods, share, self._head_groups(kvcache, methods, share))
+        plan = PagePlan(kvcache, methods, share, self._head_groups(methods, share))
         header, page = plan.layout.header_bytes, plan.layout.page_bytes
         if header * _SMALLEST_PAGE > page:
             raise Refused(
@@ -150,7 +150,7 @@ class OwnPagesStrategy(StackStrategy):
             methods = methods.without_recompute()
         hooks = step(lambda: check_recording(runner, codec))
         share = Share(exchange.number, exchange.shares) if exchange is not None else WHOLE
-        groups = self._head_groups(kvcache, methods, share)
+        groups = self._head_groups(methods, share)
         plan = step(
             lambda: HiddenPagePlan(
                 kvcache,
@@ -177,17 +177,12 @@ class OwnPagesStrategy(StackStrategy):
         specs.follow_weights()
         return plan
 
-    def _head_groups(self, kvcache: Any, methods: LayerMethods, share: Share) -> int:
-        """Into how many groups of heads K and V of pages divide.
-
-        Raises:
-            ConfigError: ``tp_lcm_size`` is wrong; it stops the server.
-        """
+    def _head_groups(self, methods: LayerMethods, share: Share) -> int:
+        """Into how many groups of heads K and V of pages divide."""
         if not methods.layers("kv"):
             return share.of
         extra = storage_extra_config(resolved(self._runtime.runner.server_args))
-        heads, ranks = kvcache.k_buffer[0].shape[1], get_tp_group().world_size
-        return head_groups(extra.get("tp_lcm_size"), share, ranks, heads)
+        return head_groups(extra.get("tp_lcm_size"), share, get_tp_group().world_size)
 
     def _choose_methods(self, kvcache: Any) -> LayerMethods:
         config, methods = self._runtime.config, layer_methods(self._runtime, kvcache)

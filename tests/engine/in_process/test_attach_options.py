@@ -153,3 +153,20 @@ class TestAnAttach:
             ConfigError, match=r"'hidden' but this server runs in kv mode \(no room"
         ):
             self.joined(mode="hidden")
+
+    def test_may_not_ask_for_own_pages_of_a_server_that_could_have_none(
+        self, running: Runtime
+    ) -> None:
+        running.use_plain_pages("the KV pool is another one")
+        self.joined(pages="plain")
+        with pytest.raises(ConfigError, match=r"'own' but this server runs in kv mode \(the KV po"):
+            self.joined(pages="own")
+
+    def test_of_a_server_that_was_started_without_us_may_set_what_it_has(
+        self, runtime: Runtime, tmp_path: Path
+    ) -> None:
+        for options in ({"mode": "kv"}, {"mode": "auto"}, {"pages": "plain"}, {"codec": "none"}):
+            config = self.joined(dirs=[str(tmp_path)], **options)
+            assert config == parse_config({"dirs": [str(tmp_path)], **options}, "test")
+        with pytest.raises(ConfigError, match=r"'own' but .* without HCACHE_ENABLE=1"):
+            self.joined(dirs=[str(tmp_path)], pages="own")

@@ -242,8 +242,9 @@ def test_sglang_goes_on_when_l3_cannot_be_told_of_a_use(caplog: pytest.LogCaptur
     assert hooks._around_prefetch(prefetch, cache, "r", 7, None) == ("r", 7, None)
     for hook, args in (
         (hooks._after_received, (scheduler, request)),
+        (hooks._before_load_back, (cache, SimpleNamespace(best_match_node=7))),
         (hooks._after_written, (cache, 7)),
         (hooks._before_idle, (scheduler,)),
     ):
         assert hook(lambda *args: "done", *args) == "done"
-    assert len([line for line in caplog.messages if "may evict pages in use" in line]) == 4
+    assert len([line for line in caplog.messages if "may evict pages in use" in line]) == 5

@@ -18,7 +18,7 @@ from hcache_backend import HCacheStorage, units
 from hcache_backend.config import ConfigError
 from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.runtime import Runtime
-from hcache_backend.engine.startup.page_layout import head_groups, share_of_heads
+from hcache_backend.engine.startup.page_layout import check_tp_lcm_size, head_groups, share_of_heads
 from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer, key_bytes
 from hcache_backend.units import WHOLE, Share
 from tests.engine.in_process.storage_config import storage_config
@@ -126,7 +126,7 @@ def test_servers_with_one_two_four_and_one_rank_read_what_those_before_wrote(
     for number, ranks in enumerate((1, 2, 4, 1)):
         for rank in range(ranks):
             share = share_of_heads(rank, ranks)
-            groups = head_groups(4, share, ranks, HEADS // ranks)
+            groups = head_groups(4, share, ranks)
             server = Server(share, groups, hidden=hidden)
             with opened(tmp_path, runtime, server, tp_lcm_size=4) as storage:
                 namespace = runtime.page_namespace()
@@ -202,24 +202,49 @@ def test_every_byte_of_a_page_is_digested_once_on_its_way_out_and_once_on_its_wa
 
 @pytest.mark.parametrize(
     ("wanted", "ranks", "heads", "groups"),
-    [(None, 1, 8, 1), (None, 2, 4, 2), (8, 2, 4, 8), (4, 4, 2, 4), (6, 3, 2, 1), (None, 16, 1, 1)],
+    [(None, 1, 8, 1), (None, 2, 4, 2), (8, 2, 4, 8), (4, 4, 2, 4), (3, 3, 2, 1), (None, 16, 1, 1)],
 )
 def test_pages_have_a_group_of_heads_for_each_rank_or_as_many_as_tp_lcm_size(
     wanted: int | None, ranks: int, heads: int, groups: int
 ) -> None:
     shares = [share_of_heads(rank, ranks) for rank in range(ranks)]
     assert shares == [Share(rank, ranks) for rank in range(ranks)] or set(shares) == {WHOLE}
-    assert {head_groups(wanted, share, ranks, heads) for share in shares} == {groups}
+    assert {head_groups(wanted, share, ranks) for share in shares} == {groups}
+    if wanted is not None:
+        check_tp_lcm_size(wanted, ranks, heads, own_pages=True)
 
 
 @pytest.mark.parametrize(
-    ("wanted", "ranks", "heads"), [(3, 1, 6), (4, 2, 1), (2, 4, 8), (16, 1, 16)]
+    ("asked", "ranks", "heads", "pages", "allowed"),
+    [
+        (3, 1, 6, "own", "1, 2"),
+        (4, 2, 1, "own", "2"),
+        (2, 4, 8, "own", "4, 8"),
+        (6, 3, 2, "own", "3"),
+        (16, 1, 16, "own", "1, 2, 4, 8"),
+        (3, 1, 16, "plain", "1, 2, 4, 8, 16"),
+        (4, 3, 2, "plain", "3, 6"),
+        (0, 1, 4, "plain", "1, 2, 4"),
+        ("2", 1, 4, "own", "1, 2, 4"),
+        (2.0, 1, 4, "own", "1, 2, 4"),
+    ],
 )
-def test_groups_that_do_not_divide_the_heads_are_refused(
-    wanted: int, ranks: int, heads: int
+def test_groups_that_do_not_divide_the_heads_are_refused_with_those_that_do(
+    asked: object, ranks: int, heads: int, pages: str, allowed: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"'tp_lcm_size' is {wanted}; it must be 1, 2, 4 or 8"):
-        head_groups(wanted, share_of_heads(0, ranks), ranks, heads)
+    with pytest.raises(ConfigError) as refused:
+        check_tp_lcm_size(asked, ranks, heads, own_pages=pages == "own")
+    assert str(refused.value) == (
+        f"extra config: 'tp_lcm_size' is {asked!r}; for {pages} pages with tensor-parallel size "
+        f"{ranks} and {heads} KV heads per rank it can be {allowed}"
+    )
+
+
+@pytest.mark.parametrize(("asked", "ranks", "heads"), [(3, 1, 6), (16, 1, 16), (6, 3, 2)])
+def test_plain_pages_divide_into_any_number_that_divides_the_heads(
+    asked: int, ranks: int, heads: int
+) -> None:
+    check_tp_lcm_size(asked, ranks, heads, own_pages=False)
 
 
 def test_groups_cannot_change_while_a_server_runs(tmp_path: Path, runtime: Runtime) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hcache_backend.engine import repairs as repairs_module
-from hcache_backend.engine.repairs import Repairs
+from hcache_backend.engine.repairs import TURNS, Repairs
 from hcache_backend.page import key_bytes
 from hcache_backend.store import Gap
 
@@ -17,19 +17,15 @@ NODE = 50  # pages
 TIME = 10**18
 
 
-class Pools:
-    """Stands in for :class:`StoredPools`: says what is missing, and learns what comes."""
+class Store:
+    """Says what is missing, as a page store does."""
 
     def __init__(self) -> None:
         self.gaps: list[Gap] = []
-        self.expected: dict[str, int] = {}
 
     def take_gaps(self) -> list[Gap]:
         taken, self.gaps = self.gaps, []
         return taken
-
-    def expect_again(self, last_uses: dict[str, int]) -> None:
-        self.expected = last_uses
 
     def lacks(self, *places: int) -> None:
         self.gaps.append(Gap([key_bytes(key) for key in KEYS], list(places), TIME))
@@ -69,13 +65,13 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 def idle(repairs: Repairs, cache: Cache) -> list[int]:
     """The nodes that one look at what is missing puts."""
     cache.written = []
-    for _ in range(repairs_module._TURNS):
+    for _ in range(TURNS):
         repairs.turn(cache)
     return cache.written
 
 
-def seen(pools: Any, cache: Cache, stages: int = 1) -> Repairs:
-    repairs = Repairs(pools, stages)
+def seen(store: Store, cache: Cache, stages: int = 1) -> Repairs:
+    repairs = Repairs(store.take_gaps, stages)
     for node in cache.nodes:
         repairs.saw(cache, node)
     return repairs
@@ -84,42 +80,42 @@ def seen(pools: Any, cache: Cache, stages: int = 1) -> Repairs:
 def test_nodes_are_put_in_the_order_of_the_sequence_and_some_at_a_time(
     counted: dict[str, int],
 ) -> None:
-    pools, cache = Pools(), Cache()
-    repairs = seen(pools, cache)
+    store, cache = Store(), Cache()
+    repairs = seen(store, cache)
     assert idle(repairs, cache) == []
-    pools.lacks(10, 60, 61, 110, 160)
+    store.lacks(10, 60, 61, 110, 160)
     assert idle(repairs, cache) == [0, 1, 2]  # 150 pages
-    assert pools.expected == dict.fromkeys(KEYS[:150], TIME)
+    assert [repairs.last_use([key]) for key in KEYS[:151]] == [*150 * [TIME], None]
     assert idle(repairs, cache) == [3]
     assert idle(repairs, cache) == []
     assert counted == {"put_again": 5, "not_put_again": 0}
 
 
 def test_nodes_that_are_gone_or_on_the_device_only_are_counted(counted: dict[str, int]) -> None:
-    pools, cache = Pools(), Cache()
-    repairs = seen(pools, cache)
+    store, cache = Store(), Cache()
+    repairs = seen(store, cache)
     cache.on_device_only = {0}
     del cache.nodes[1]
     cache.nodes[2] = KEYS[:3]  # the number of another node by now
     for first in (10, 60, 110):
-        pools.lacks(first, 160)
+        store.lacks(first, 160)
     assert idle(repairs, cache) == []
     assert counted == {"put_again": 0, "not_put_again": 6}
 
 
 def test_nothing_is_put_behind_a_page_that_no_known_node_has(counted: dict[str, int]) -> None:
-    pools, cache = Pools(), Cache()
-    repairs = Repairs(pools, 1)  # type: ignore[arg-type]
+    store, cache = Store(), Cache()
+    repairs = Repairs(store.take_gaps, 1)
     repairs.saw(cache, 0)
-    pools.lacks(10, 60, 61)
+    store.lacks(10, 60, 61)
     assert idle(repairs, cache) == [0]
     assert counted == {"put_again": 1, "not_put_again": 2}
 
 
 def test_a_node_that_is_being_written_is_waited_for(counted: dict[str, int]) -> None:
-    pools, cache = Pools(), Cache()
-    repairs = seen(pools, cache)
-    pools.lacks(10)
+    store, cache = Store(), Cache()
+    repairs = seen(store, cache)
+    store.lacks(10)
     cache.ongoing_backup = {1: None}
     assert idle(repairs, cache) == []
     cache.ongoing_backup = {}
@@ -127,7 +123,7 @@ def test_a_node_that_is_being_written_is_waited_for(counted: dict[str, int]) -> 
 
 
 def test_pipeline_stages_which_would_have_to_agree_put_none(counted: dict[str, int]) -> None:
-    pools, cache = Pools(), Cache()
-    repairs = seen(pools, cache, stages=2)
-    pools.lacks(10)
+    store, cache = Store(), Cache()
+    repairs = seen(store, cache, stages=2)
+    store.lacks(10)
     assert idle(repairs, cache) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -92,10 +93,15 @@ def open_quiet(
     return store
 
 
-def put(store: PageStore, *numbers: int, namespace: bytes = NAMESPACE) -> list[bool]:
-    """Store the pages with these numbers."""
+def put(
+    store: PageStore,
+    *numbers: int,
+    namespace: bytes = NAMESPACE,
+    prefix: Sequence[bytes] = (),
+) -> list[bool]:
+    """Store the pages with these numbers, behind those with the keys ``prefix``."""
     keys = [key(number) for number in numbers]
-    return store.put(namespace, keys, [[memory(content(name))] for name in keys])
+    return store.put(namespace, keys, [[memory(content(name))] for name in keys], prefix=prefix)
 
 
 def get(store: PageStore, number: int, namespace: bytes = NAMESPACE) -> bytes | None:

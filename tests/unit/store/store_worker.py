@@ -17,6 +17,8 @@ from hcache_backend.store import PageStore
 
 PAGES = 400
 """Page numbers in use, so that processes meet."""
+LENGTH = 10
+"""Pages of a sequence; those of the first one are 0 to 9."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +45,36 @@ class Task:
     log: Path
 
 
+def sequence_to(last: int) -> list[bytes]:
+    """The keys of a sequence up to page ``last``."""
+    return [key(number) for number in range(last // LENGTH * LENGTH, last + 1)]
+
+
 def write(store: PageStore, chance: random.Random, log: TextIO | None) -> None:
-    numbers = [chance.randrange(PAGES) for _ in range(chance.randrange(1, 6))]
-    names = [key(number) for number in numbers]
+    sequence = sequence_to(last := chance.randrange(PAGES))
+    names = sequence[-chance.randrange(1, 6) :]
+    numbers = range(last + 1 - len(names), last + 1)
     views = [memory(content(name), shift=chance.choice((0, 0, 0, 64))) for name in names]
-    stored = store.put(NAMESPACE, names, [[view] for view in views])
+    prefix = sequence[: -len(names)]
+    stored = store.put(NAMESPACE, names, [[view] for view in views], prefix=prefix)
     for view in views:
         view[:] = b"\xff" * PAGE  # HiCache reuses the page at once
     if log is not None:
         log.write("".join(f"{n}\n" for n, ok in zip(numbers, stored, strict=True) if ok))
 
 
+def put_again(store: PageStore) -> None:
+    """Save the uses, and store what they found missing."""
+    store.flush()
+    for gap in store.take_gaps():
+        names = [gap.keys[place] for place in gap.missing]
+        pages = [[memory(content(name))] for name in names]
+        store.put(NAMESPACE, names, pages, prefix=gap.keys[: gap.missing[0]], last_use=gap.time)
+
+
 def read(store: PageStore, chance: random.Random, log: TextIO) -> None:
-    names = [key(chance.randrange(PAGES)) for _ in range(chance.randrange(1, 9))]
+    names = sequence_to(chance.randrange(PAGES))
+    store.use(NAMESPACE, names, complete=True)
     views = [memory(PAGE) for _ in names]
     found = store.get(NAMESPACE, names, [[view] for view in views])
     for name, view, ok in zip(names, views, found, strict=True):
@@ -71,10 +90,14 @@ def work(store: PageStore, role: str, seed: str, deadline: float, log: TextIO) -
             write(store, chance, log)
         elif role == "reader":
             read(store, chance, log)
+            if chance.random() < 0.1:
+                put_again(store)
         elif chance.random() < 0.4:
             write(store, chance, None)
-        elif chance.random() < 0.98:
+        elif chance.random() < 0.95:
             read(store, chance, log)
+        elif chance.random() < 0.6:
+            put_again(store)
         else:
             store.drop(NAMESPACE, b"writer-%d" % chance.randrange(8))
 

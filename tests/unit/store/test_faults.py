@@ -31,6 +31,7 @@ from store_testing import (
 )
 
 from hcache_backend.store import FileOps, PageStore, Subset
+from hcache_backend.store.index import Index
 
 QUOTA = 5 * (PAGE + 4096)
 PAGES = 11
@@ -129,7 +130,7 @@ def read_all(store: PageStore) -> None:
 
 
 def scenario(folder: Path, ops: FileOps) -> None:
-    """Open, write, overwrite, read, evict, delete, close, reopen, read."""
+    """Open, write, overwrite, read, use, evict, put again, delete, close, reopen, read."""
     store = open_quiet(folder, ops=ops, durability="always", quota_bytes=QUOTA)
     try:
         put(store, 0, 1, 2)
@@ -140,7 +141,14 @@ def scenario(folder: Path, ops: FileOps) -> None:
         shifted[:] = bytes(PAGE)
         read_all(store)
         for number in range(5, PAGES, 2):
-            put(store, number, number + 1)
+            sequence = [key(n) for n in range(5, number)]
+            store.use(NAMESPACE, [key(0), *sequence], complete=True)
+            put(store, number, number + 1, prefix=[key(0), *sequence])
+        store.flush()
+        for gap in store.take_gaps():
+            lost = [gap.keys[place] for place in gap.missing]
+            pages = [[memory(content(name))] for name in lost]
+            store.put(NAMESPACE, lost, pages, prefix=gap.keys[: gap.missing[0]], last_use=gap.time)
         read_all(store)
         put(store, 12, namespace=OTHER_NAMESPACE)
         store.drop(OTHER_NAMESPACE, WRITER)
@@ -158,10 +166,29 @@ def scenario(folder: Path, ops: FileOps) -> None:
         store.close()
 
 
-def test_the_scenario_covers_every_operation(memory_path: Path) -> None:
+def test_the_scenario_covers_every_operation(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results: dict[str, list[Any]] = {}
+
+    def watch(owner: type, name: str) -> None:
+        plain, seen = getattr(owner, name), results.setdefault(name, [])
+
+        def watched(*args: Any, **options: Any) -> Any:
+            seen.append(plain(*args, **options))
+            return seen[-1]
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(Index, "touch")
+    watch(Index, "oldest")
+    watch(PageStore, "take_gaps")
     ops = FaultyOps()
     scenario(memory_path / "store", ops)
     assert set(ops.names) == set(OPERATIONS), "the fault enumeration leaves an operation out"
+    assert results["touch"], "no use is saved"
+    assert any(results["oldest"]), "nothing is evicted"
+    assert any(results["take_gaps"]), "nothing in use is evicted and put again"
 
 
 @pytest.mark.parametrize("fault", FAULTS)
