@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from hcache_backend.config import ConfigError
 from hcache_backend.fingerprint import digest_tensors, fingerprint, namespace
+from hcache_backend.units import SHARE_COUNTS
 
 OLDEST = (0, 5, 20)
 NEWEST = (0, 5, 23)
@@ -64,6 +66,32 @@ def storage_extra_config(args: Any) -> dict[str, Any]:
     extra: dict[str, Any]
     extra, *_ = HybridCacheController.parse_storage_backend_extra_config(text)
     return extra
+
+
+def check_tp_lcm_size(asked: object, ranks: int, heads: int, *, own_pages: bool) -> None:
+    """Can K and V of a page divide into ``asked`` groups of heads, those of all ranks together?
+
+    Args:
+        asked: SGLang's option ``tp_lcm_size``.
+        ranks: Tensor-parallel ranks.
+        heads: KV heads of a rank.
+        own_pages: Whether pages divide into eighths, too.
+
+    Raises:
+        ConfigError: They cannot. It names the numbers that would do.
+    """
+    allowed = [
+        number
+        for number in range(ranks, heads * ranks + 1, ranks)
+        if heads * ranks % number == 0
+        and (number == ranks or not own_pages or number in SHARE_COUNTS)
+    ]
+    if type(asked) is not int or asked not in allowed:
+        pages = "own" if own_pages else "plain"
+        raise ConfigError(
+            f"extra config: 'tp_lcm_size' is {asked!r}; for {pages} pages with tensor-parallel "
+            f"size {ranks} and {heads} KV heads per rank it can be {', '.join(map(str, allowed))}"
+        )
 
 
 def kv_fields(runner: Any) -> dict[str, object]:

@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from hcache_backend.config import ConfigError
+from hcache_backend.engine.arguments import check_tp_lcm_size
 from hcache_backend.page import PageLayout
 from hcache_backend.store import Subset
 from hcache_backend.units import WHOLE, Parts, SegmentTable, Share
@@ -68,25 +69,24 @@ class PoolPages:
         self.shares = 1
         if self._any_ranks:
             assert config.tp_lcm_size is not None
+            check_tp_lcm_size(
+                config.tp_lcm_size, config.tp_size, host_pool.head_num, own_pages=False
+            )
             self.shares = config.tp_lcm_size // config.tp_size
-            if host_pool.head_num % self.shares:
-                raise ConfigError(
-                    f"extra config: 'tp_lcm_size' is {config.tp_lcm_size} but a rank of "
-                    f"{config.tp_size} holds {host_pool.head_num} KV heads, which do not divide "
-                    f"by {self.shares}"
-                )
         divided = name == PoolName.MAMBA or isinstance(host_pool, MHATokenToKVPoolHost)
         # MLA ranks hold copies of their own pages, not of states and drafts beside them.
         self._same_on_all_ranks = config.is_mla_model and not divided
-        own_groups = self._own_groups(config)
+        # Ranks read those of others where pages of ours divide among all ranks.
+        layout = self._layout
+        shared = layout is not None and layout.share.of == config.tp_size
+        own_groups = layout.head_groups if layout is not None and shared else None
         if own_groups and config.tp_lcm_size not in (None, own_groups):
             raise ConfigError(
                 f"extra config: 'tp_lcm_size' is {config.tp_lcm_size} but the pages of this server "
                 f"have {own_groups} groups of heads; it shapes pages, so it can only change at a "
                 "restart"
             )
-        any_ranks = self._any_ranks or own_groups is not None
-        if config.tp_lcm_size and name == PoolName.KV and not any_ranks:
+        if config.tp_lcm_size and name == PoolName.KV and not self._any_ranks and not shared:
             logger.warning(
                 "hcache: 'tp_lcm_size' does nothing here: KV pages can be divided by heads with "
                 "--hicache-mem-layout page_head only, and not those of MLA"
@@ -172,12 +172,6 @@ class PoolPages:
                     self.host_pool.set_from_flat_data_page(index, copy)
 
         return self._copies(copies)._replace(finish=finish)
-
-    def _own_groups(self, config: HiCacheStorageConfig) -> int | None:
-        """Groups of heads in pages of ours; None where ranks cannot read those of others."""
-        layout = self._layout
-        shared = layout is not None and layout.share.of == config.tp_size
-        return layout.head_groups if layout is not None and shared else None
 
     def _in_place(self, host_indices: torch.Tensor, pages: int) -> PoolMemory | None:
         """The pages where they are, or None where the pool has no addresses to offer."""

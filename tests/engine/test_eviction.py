@@ -20,7 +20,7 @@ from tests.engine.harness.ours import (
     stored_pages,
 )
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.versions]
 
 PAGE = 64
 

@@ -16,7 +16,12 @@ from hcache_backend.config import (
     parse_config,
 )
 from hcache_backend.engine import hooks
-from hcache_backend.engine.arguments import resolved, storage_extra_config, unsupported_reason
+from hcache_backend.engine.arguments import (
+    check_tp_lcm_size,
+    resolved,
+    storage_extra_config,
+    unsupported_reason,
+)
 from hcache_backend.engine.runtime import remember
 from hcache_backend.engine.startup.agreement import or_stop
 from hcache_backend.engine.startup.attach import (
@@ -24,7 +29,6 @@ from hcache_backend.engine.startup.attach import (
     open_store,
     warn_of_single_tokens,
 )
-from hcache_backend.engine.startup.page_layout import check_tp_lcm_size
 from hcache_backend.engine.startup.restore_trace import install_if_asked
 
 logger = logging.getLogger("hcache")

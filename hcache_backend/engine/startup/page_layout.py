@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hcache_backend.config import ConfigError
 from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer
@@ -19,38 +18,12 @@ def share_of_heads(rank: int, ranks: int) -> Share:
     return Share(rank, ranks) if ranks in SHARE_COUNTS else WHOLE
 
 
-def check_tp_lcm_size(asked: object, ranks: int, heads: int, *, own_pages: bool) -> None:
-    """Can K and V of a page divide into ``asked`` groups of heads, those of all ranks together?
-
-    Args:
-        asked: SGLang's option ``tp_lcm_size``.
-        ranks: Tensor-parallel ranks.
-        heads: KV heads of a rank.
-        own_pages: Whether pages divide into eighths, too.
-
-    Raises:
-        ConfigError: They cannot. It names the numbers that would do.
-    """
-    allowed = [
-        number
-        for number in range(ranks, heads * ranks + 1, ranks)
-        if heads * ranks % number == 0
-        and (number == ranks or not own_pages or number in SHARE_COUNTS)
-    ]
-    if type(asked) is not int or asked not in allowed:
-        pages = "own" if own_pages else "plain"
-        raise ConfigError(
-            f"extra config: 'tp_lcm_size' is {asked!r}; for {pages} pages with tensor-parallel "
-            f"size {ranks} and {heads} KV heads per rank it can be {', '.join(map(str, allowed))}"
-        )
-
-
 def head_groups(tp_lcm_size: int | None, share: Share, ranks: int) -> int:
     """Into how many groups of heads K and V of a page divide, those of all ranks together.
 
     Args:
-        tp_lcm_size: As many groups (see :func:`check_tp_lcm_size`), so that servers with that many
-            ranks, and with fewer, read each other's pages. Without it there is one for each rank.
+        tp_lcm_size: SGLang's option: as many groups, so that servers with that many ranks, and with
+            fewer, read each other's pages. Without it there is one for each rank.
         share: What this rank holds of a page.
     """
     return tp_lcm_size or ranks if share.of == ranks else share.of

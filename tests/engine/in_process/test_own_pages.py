@@ -16,9 +16,10 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from hcache_backend import HCacheStorage, units
 from hcache_backend.config import ConfigError
+from hcache_backend.engine.arguments import check_tp_lcm_size
 from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.runtime import Runtime
-from hcache_backend.engine.startup.page_layout import check_tp_lcm_size, head_groups, share_of_heads
+from hcache_backend.engine.startup.page_layout import head_groups, share_of_heads
 from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer, key_bytes
 from hcache_backend.units import WHOLE, Share
 from tests.engine.in_process.storage_config import storage_config
@@ -249,6 +250,8 @@ def test_plain_pages_divide_into_any_number_that_divides_the_heads(
 
 def test_groups_cannot_change_while_a_server_runs(tmp_path: Path, runtime: Runtime) -> None:
     server = Server(WHOLE, 2, hidden=False)
+    with opened(tmp_path, runtime, server, tp_lcm_size=2):
+        pass
     with (
         pytest.raises(ConfigError, match=r"'tp_lcm_size' is 4 but the pages .* have 2 groups"),
         opened(tmp_path, runtime, server, tp_lcm_size=4),
