@@ -4,7 +4,8 @@ A page is worth something only while every page before it in its sequence is the
 for a sequence from its first page on. The stamp of page ``i`` of a sequence is its *level* minus
 ``i``, in nanoseconds. A level is the time of a use, and levels never rise along a sequence. So the
 least recently used pages of every folder are ends of sequences, and one sequence is gone before the
-next one loses a page.
+next one loses a page. Ranks that store their shares of a page at one time do not know of each
+other's: all shares have one level from the next saving on.
 
 A page whose level is young keeps it: less than 1/16 of the age of the oldest page that the folders
 hold. That bounds how often a page that is used all the time is written to the index.
@@ -20,7 +21,7 @@ from typing import NamedTuple
 from hcache_backend.store.format import PageName
 from hcache_backend.store.index import Entry
 from hcache_backend.store.volume import Volume
-from hcache_backend.units import ALL_EIGHTHS
+from hcache_backend.units import ALL_EIGHTHS, Share
 
 _YOUNG = 16
 _PENDING_AT_MOST = 1 << 20
@@ -79,30 +80,35 @@ class Recency:
         namespace: bytes,
         prefix: Sequence[bytes],
         keys: Sequence[bytes],
+        share: Share,
         last_use: int | None = None,
     ) -> list[int]:
         """Pages ``keys`` behind those of ``prefix`` are about to be stored; returns their stamps.
 
-        They and those of them that are there are being used, or were at ``last_use``.
+        They and those of them that are there are being used, or were at ``last_use``. Other ranks
+        store theirs, unless the ``share`` of each is the whole.
         """
         with self._saving:
             now = time.time_ns()
             young, level, start, used = self._young(now), last_use or now, 0, 0
             if prefix:
                 [last] = self._levels(namespace, prefix[-1:], len(prefix) - 1)
-                if last is not None and last >= young:  # then so are those before it
-                    level, start = min(level, last), len(prefix)
+                if last and min(last) >= young:  # then so are those before it
+                    level, start = min(level, *last), len(prefix)
             stamps = []
             sequence = [*prefix[start:], *keys]
             for place, found in enumerate(self._levels(namespace, sequence, start), start):
                 if place >= len(prefix):
                     stamps.append(level - place)
-                if found is not None and found >= young:
-                    level = min(level, found)
-                elif found is not None:
+                if found and min(found) >= young:
+                    level = min(level, *found)
+                elif found:
                     used = place + 1
-            if used and last_use is None:
-                self._note(_Use(namespace, [*prefix, *keys][:used], now, False))
+            if last_use is None:
+                if used:
+                    self._note(_Use(namespace, [*prefix, *keys][:used], now, False))
+                if share.of > 1:
+                    self._note(_Use(namespace, [*prefix, *keys], now, False))
             return stamps
 
     def save(self) -> None:
@@ -128,7 +134,7 @@ class Recency:
         """Note in ``changes``, one for each volume, what a use changes."""
         namespace, level, missing = use.namespace, use.time, []
         [last] = self._levels(namespace, use.keys[-1:], len(use.keys) - 1)
-        if last is not None and last >= young:
+        if len(last) == 1 and min(last) >= young:
             return
         keys = list(use.keys)
         files = [volume.lookup(namespace, keys) for volume in self._volumes]
@@ -140,8 +146,8 @@ class Recency:
             ]
             if use.complete and not _is_whole(entry for _, entry in entries):
                 missing.append(place)
-            levels = [entry.stamp + place for _, entry in entries]
-            if levels and min(levels) >= young:
+            levels = {entry.stamp + place for _, entry in entries}
+            if len(levels) == 1 and min(levels) >= young:
                 level = min(level, *levels)
                 continue
             for change, entry in entries:
@@ -152,14 +158,12 @@ class Recency:
             if missing and len(self._gaps) < _GAPS_AT_MOST:
                 self._gaps[namespace, keys[-1]] = Gap(keys, missing, use.time)
 
-    def _levels(self, namespace: bytes, keys: Sequence[bytes], first: int) -> list[int | None]:
-        """The levels of consecutive pages from page ``first`` on; None: not there."""
-        found: list[int | None] = [None] * len(keys)
+    def _levels(self, namespace: bytes, keys: Sequence[bytes], first: int) -> list[set[int]]:
+        """The levels of the files of consecutive pages from page ``first`` on; none: not there."""
+        found: list[set[int]] = [set() for _ in keys]
         for volume in self._volumes:
             for i, entries in enumerate(volume.lookup(namespace, keys)):
-                for entry in entries:
-                    level = entry.stamp + first + i
-                    found[i] = min(level, found[i] or level)
+                found[i].update(entry.stamp + first + i for entry in entries)
         return found
 
     def _young(self, now: int) -> int:

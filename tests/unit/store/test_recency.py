@@ -96,6 +96,27 @@ def test_the_end_of_the_older_of_two_goes_first(folders: list[Path]) -> None:
     assert found(store, first) >= 8
 
 
+def test_two_ranks_lose_the_same_pages(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has its share of every page, and stores it a moment before the other one knows of it."""
+    table = SegmentTable((Segment(PAGE, 8),))
+    shares = [Share(rank, 2) for rank in range(2)]
+    quota = -(-52 // len(folders)) * (PAGE // 2 + 4096)
+    stores = [open_quiet(*folders, quota_bytes=quota) for _ in shares]
+    sequences = [range(15), range(100, 115)]
+    for pages in sequences:
+        keys = [key(number) for number in pages]
+        for store, share in zip(stores, shares, strict=True):
+            with monkeypatch.context() as patch:  # the other's are on their way
+                patch.setattr(Recency, "_levels", lambda self, namespace, keys, first: [set()] * 15)
+                parts = [[memory(payload(content(name), table, share))] for name in keys]
+                store.put(NAMESPACE, keys, parts, share=share, table=table)
+    kept = [found(stores[0], pages) for pages in sequences]
+    assert kept[1] == 15
+    assert kept[0] >= 8
+
+
 class CountingOps(FileOps):
     """Counts changes of the index."""
 
