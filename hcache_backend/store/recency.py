@@ -98,12 +98,12 @@ class Recency:
             stamps = []
             sequence = [*prefix[start:], *keys]
             for place, found in enumerate(self._levels(namespace, sequence, start), start):
-                if place >= len(prefix):
-                    stamps.append(level - place)
                 if found and min(found) >= young:
                     level = min(level, *found)
                 elif found:
                     used = place + 1
+                if place >= len(prefix):
+                    stamps.append(level - place)
             if last_use is None:
                 if used:
                     self._note(_Use(namespace, [*prefix, *keys][:used], now, False))
