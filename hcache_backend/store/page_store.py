@@ -185,7 +185,7 @@ class PageStore:
         if digests is not None and len(digests) != len(keys):
             raise ValueError(f"digests of {len(digests)} pages for {len(keys)} keys")
         deadline = time.monotonic() + self._config.write_seconds
-        stamps = self._recency.note_new(namespace, prefix, keys, share, last_use)
+        stamps = self._recency.note_new(namespace, prefix, keys, last_use)
         done = self._already_stored(namespace, keys, share)
         layout = None if table is None else file_layout(table, share)
         work = []
@@ -211,6 +211,8 @@ class PageStore:
             self._finish_writing(before, deadline, done)
             before = started
         self._finish_writing(before, deadline, done)
+        if share != WHOLE and last_use is None:  # used together with the shares of other ranks
+            self._recency.note(namespace, [*prefix, *keys], complete=False)
         if self._config.durability == "always":
             for volume in self.volumes:
                 if volume.dirty and not volume.flush():

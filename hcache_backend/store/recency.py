@@ -4,8 +4,8 @@ A page is worth something only while every page before it in its sequence is the
 for a sequence from its first page on. The stamp of page ``i`` of a sequence is its *level* minus
 ``i``, in nanoseconds. A level is the time of a use, and levels never rise along a sequence. So the
 least recently used pages of every folder are ends of sequences, and one sequence is gone before the
-next one loses a page. Ranks that store their shares of a page at one time do not know of each
-other's: all shares have one level from the next saving on.
+next one loses a page. Ranks that store their shares of a page at one time give them different
+levels; a use makes them one.
 
 A page whose level is young keeps it: less than 1/16 of the age of the oldest page that the folders
 hold. That bounds how often a page that is used all the time is written to the index.
@@ -21,7 +21,7 @@ from typing import NamedTuple
 from hcache_backend.store.format import PageName
 from hcache_backend.store.index import Entry
 from hcache_backend.store.volume import Volume
-from hcache_backend.units import ALL_EIGHTHS, Share
+from hcache_backend.units import ALL_EIGHTHS
 
 _YOUNG = 16
 _PENDING_AT_MOST = 1 << 20
@@ -80,13 +80,11 @@ class Recency:
         namespace: bytes,
         prefix: Sequence[bytes],
         keys: Sequence[bytes],
-        share: Share,
         last_use: int | None = None,
     ) -> list[int]:
         """Pages ``keys`` behind those of ``prefix`` are about to be stored; returns their stamps.
 
-        They and those of them that are there are being used, or were at ``last_use``. Other ranks
-        store theirs, unless the ``share`` of each is the whole.
+        They and those of them that are there are being used, or were at ``last_use``.
         """
         with self._saving:
             now = time.time_ns()
@@ -104,11 +102,8 @@ class Recency:
                     used = place + 1
                 if place >= len(prefix):
                     stamps.append(level - place)
-            if last_use is None:
-                if used:
-                    self._note(_Use(namespace, [*prefix, *keys][:used], now, False))
-                if share.of > 1:
-                    self._note(_Use(namespace, [*prefix, *keys], now, False))
+            if used and last_use is None:
+                self._note(_Use(namespace, [*prefix, *keys][:used], now, False))
             return stamps
 
     def save(self) -> None:
