@@ -1,4 +1,4 @@
-"""Layer segments of pages in host memory <-> contiguous rows on the device.
+"""Layer segments of pages in host memory <-> contiguous rows, or the KV pool, on the device.
 
 Pages are uint8 ``[pages, page_bytes]``. Where the ids are on a GPU the pages must be in pinned
 host memory or on that GPU: one kernel reads or writes them over the bus, all pages at once, so that
@@ -64,6 +64,51 @@ def gather_pages(
     return out
 
 
+def gather_plane(
+    pages: torch.Tensor,
+    page_ids: torch.Tensor,
+    offset: int,
+    pool: torch.Tensor,
+    pool_ids: torch.Tensor,
+) -> None:
+    """Copy K or V of one layer of many pages to pages of the pool; nothing else of it changes.
+
+    A page has one group of heads after the other, each of all tokens; the pool has one token after
+    the other, each with all heads.
+
+    Args:
+        pages: All pages, uint8 ``[pages, page_bytes]``.
+        page_ids: Which ones, int32 or int64 ``[p]``, in any order. Values are checked here only
+            when they are on the CPU.
+        offset: Where K (or V) begins in a page, a multiple of 8.
+        pool: uint8 ``[pool pages, page_size, groups, row_bytes]``, contiguous; ``row_bytes`` is a
+            multiple of 8.
+        pool_ids: Where to, each page of the pool once, as ``page_ids`` and on the pool's device.
+
+    Raises:
+        ValueError: The arguments do not fit together. Nothing was written.
+    """
+    if pool.dtype != torch.uint8 or pool.dim() != 4 or not pool.is_contiguous():
+        raise ValueError(
+            f"pool is {list(pool.shape)} of {pool.dtype}: must be contiguous uint8 "
+            "[pool pages, page_size, groups, row_bytes]"
+        )
+    if pool.shape[3] % WORD:
+        raise ValueError(f"row_bytes is {pool.shape[3]}: must be a multiple of {WORD}")
+    _check_pages(pages, offset, pool[0].numel() if len(pool) else 0)
+    _check_ids("page_ids", page_ids, len(page_ids), len(pages))
+    _check_ids("pool_ids", pool_ids, len(page_ids), len(pool))
+    if not pool.device == page_ids.device == pool_ids.device:
+        raise ValueError(
+            f"the pool is on {pool.device}, page_ids on {page_ids.device}, pool_ids on "
+            f"{pool_ids.device}: must be on one device"
+        )
+    if pool.is_cpu:
+        gather_plane_reference(pages, page_ids, offset, pool, pool_ids)
+    elif len(page_ids):
+        gather_plane_launch(pages, page_ids, offset, pool, pool_ids).run()
+
+
 def scatter_rows(
     rows: torch.Tensor,
     pages: torch.Tensor,
@@ -110,6 +155,21 @@ def gather_pages_reference(
 ) -> None:
     """``out[i] = pages[page_ids[i], offset : offset + length]``."""
     out.copy_(pages[:, offset : offset + out.shape[1]].index_select(0, page_ids))
+
+
+def gather_plane_reference(
+    pages: torch.Tensor,
+    page_ids: torch.Tensor,
+    offset: int,
+    pool: torch.Tensor,
+    pool_ids: torch.Tensor,
+) -> None:
+    """``pool[pool_ids[i], token, group] = plane of page_ids[i] [group, token]``."""
+    words = pool.view(torch.int64)
+    _, tokens, groups, row = words.shape
+    first, length = offset // WORD, tokens * groups * row
+    plane = pages.view(torch.int64)[:, first : first + length].index_select(0, page_ids)
+    words.index_copy_(0, pool_ids.long(), plane.view(-1, groups, tokens, row).transpose(1, 2))
 
 
 def scatter_rows_reference(
@@ -164,6 +224,28 @@ def gather_launch(
     return _launch(gather_kernel, out.shape, pages, page_ids=page_ids, out=out, offset=offset)
 
 
+def gather_plane_launch(
+    pages: torch.Tensor,
+    page_ids: torch.Tensor,
+    offset: int,
+    pool: torch.Tensor,
+    pool_ids: torch.Tensor,
+) -> Launch:
+    """The launch of :func:`gather_plane`."""
+    _, tokens, groups, row_bytes = pool.shape
+    return _launch(
+        gather_plane_kernel,
+        torch.Size((len(page_ids), tokens * groups * row_bytes)),
+        pages,
+        page_ids=page_ids,
+        pool=pool,
+        pool_ids=pool_ids,
+        offset=offset,
+        TOKENS=tokens,
+        GROUPS=groups,
+    )
+
+
 def scatter_launch(
     rows: torch.Tensor,
     pages: torch.Tensor,
@@ -207,6 +289,38 @@ def gather_kernel(
     page = tl.load(page_ids + item).to(tl.int64)
     source = pages + page * page_bytes + offset
     _copy(source, out + item * (8 * WORDS), tl.program_id(1) * BLOCK, WORDS, BLOCK)
+
+
+@triton.jit
+def gather_plane_kernel(
+    pages,  # uint8 [pages, page_bytes]
+    page_ids,  # [p]
+    pool,  # uint8 [pool pages, TOKENS, GROUPS, 8 * WORDS // (TOKENS * GROUPS)]
+    pool_ids,  # [p]
+    page_bytes,
+    offset,
+    TOKENS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    item = tl.program_id(0).to(tl.int64)
+    page = tl.load(page_ids + item).to(tl.int64)
+    place = tl.load(pool_ids + item).to(tl.int64)
+    source = pages + page * page_bytes + offset
+    target = pool + place * (8 * WORDS)
+    first_word = tl.program_id(1) * BLOCK
+    if GROUPS == 1:
+        _copy(source, target, first_word, WORDS, BLOCK)
+    else:
+        row: tl.constexpr = WORDS // (TOKENS * GROUPS)
+        at = first_word + tl.arange(0, BLOCK)
+        token, group = at // (GROUPS * row), at // row % GROUPS
+        words = tl.load(
+            source.to(tl.pointer_type(tl.int64)) + (group * TOKENS + token) * row + at % row,
+            mask=at < WORDS,
+        )
+        tl.store(target.to(tl.pointer_type(tl.int64)) + at, words, mask=at < WORDS)
 
 
 @triton.jit

@@ -20,7 +20,6 @@ from bench.gpu.shapes import PAGE
 from hcache_backend.kvikio_state import kvikio_state
 from hcache_backend.page import PageLayout, StoredLayer
 from hcache_backend.restore.eager import batch_pages
-from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import Gather, RestorePipeline, gather_segments
 from hcache_backend.units import Segment
 
@@ -44,7 +43,7 @@ class Scene:
         self, device: Device, history: History, kind: Literal["hidden", "kv"], folder: Path
     ) -> None:
         self.device, self.history = device, history
-        stored, fills = history.stored(kind)
+        stored, self._layers = history.stored(kind)
         whole = StoredLayer((Segment(stored[0].shape[1]),))
         self.layout = PageLayout(PAGE, (whole,) * len(stored))
         pages = len(history.pages)
@@ -58,7 +57,6 @@ class Scene:
         self.layout.positions(self.memory.numpy())[:] = positions
         for layer, segments in enumerate(stored):
             self.memory[:, self.layout.segment(layer)] = segments
-        self._layers = [RestoredLayer(kind, fill) for fill in fills]
         self.paths = self._write(folder)
 
     def _write(self, folder: Path) -> list[Path]:

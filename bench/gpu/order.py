@@ -96,7 +96,7 @@ class Scene:
         def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
             kv[slots] = segments.view(-1, WIDTH)
 
-        layers = [RestoredLayer("recompute", None), RestoredLayer("kv", fill)]
+        layers = [RestoredLayer("recompute"), RestoredLayer("hidden", fill)]
         self.pipeline = RestorePipeline(self.memory, layout, layers, RESTORED * PAGE, kind)
         self.recorder = Recorder(kind)
         methods = SimpleNamespace(layers=lambda method: range(1))

@@ -15,10 +15,11 @@ from bench.gpu.program import Device
 from bench.gpu.restore_models import Layer
 from bench.gpu.shapes import PAGE, Shape
 from hcache_backend.page import PageLayout, StoredLayer
-from hcache_backend.restore.layers import Fill, Recompute, RestoredLayer
+from hcache_backend.restore.layers import Copy, Fill, Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline, RestoreReport, gather_segments
 from hcache_backend.units import WHOLE, Segment
 from hcache_kernels.codecs import Codec, make_codec
+from hcache_kernels.pages import gather_plane
 from hcache_kernels.project_kv import KVPool, ProjectionCall, project_kv
 
 SPARE_PAGES = 8
@@ -116,15 +117,18 @@ class History:
         """Where the exact hidden states of every layer stand in the pages."""
         return _Pieces(self.layout, [3 * i for i in range(len(self.layers))])
 
-    def stored(self, kind: Literal["hidden", "kv"]) -> tuple[list[torch.Tensor], list[Fill]]:
+    def stored(
+        self, kind: Literal["hidden", "kv"]
+    ) -> tuple[list[torch.Tensor], list[RestoredLayer]]:
         """Each layer's exact hidden states, or K and V, ``[pages, bytes]`` in order of the tokens,
-        and what fills the pool from them."""
+        and how they come back."""
         which, on_pages = 0 if kind == "hidden" else 2, torch.from_numpy(self.pages)
         layers = range(len(self.layers))
         segments = [self._segment(i, which)[on_pages] for i in layers]
         if kind == "kv":
-            return segments, [self.fill_kv(i) for i in layers]
-        return segments, [self.fill_hidden(i, self.codecs[0]) for i in layers]
+            return segments, [RestoredLayer("kv", copy=self.copy_kv(i)) for i in layers]
+        codec = self.codecs[0]
+        return segments, [RestoredLayer("hidden", self.fill_hidden(i, codec)) for i in layers]
 
     def kv_of(self, layer: int) -> torch.Tensor:
         """K and V of a layer in the pages: ``[all pages, 2, page_size, heads, head_dim]``."""
@@ -167,15 +171,21 @@ class History:
 
         return fill
 
-    def fill_kv(self, index: int) -> Fill:
+    def copy_kv(self, index: int) -> Copy:
         """K and V go to their slots."""
-        pool, dtype = self.pools[index], self.device.dtype
+        planes = [
+            buffer.view(-1, PAGE, 1, buffer[0].numel()).view(torch.uint8)
+            for buffer in (self.pools[index].k, self.pools[index].v)
+        ]
 
-        def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-            parts = segments.view(dtype).view(-1, 2, PAGE, *pool.k.shape[1:])
-            pool.k[slots], pool.v[slots] = (part.flatten(0, 1) for part in parts.unbind(1))
+        def copy(
+            memory: torch.Tensor, pages: torch.Tensor, offset: int, slots: torch.Tensor
+        ) -> None:
+            for plane in planes:
+                gather_plane(memory, pages, offset, plane, slots[::PAGE] // PAGE)
+                offset += plane[0].numel()
 
-        return fill
+        return copy
 
     def recompute(self, layers: int) -> Recompute:
         """The forward pass of the first layers."""
@@ -271,6 +281,17 @@ class Ways:
         """Keep the current stream busy for as long as a slower bus would take more."""
         self.history.device.spin(size / rate - size / self.bus)
 
+    def _slow(self, copy: Copy, rate: float) -> Copy:
+        """``copy`` as over a bus of ``rate`` bytes per second."""
+
+        def slow(
+            memory: torch.Tensor, pages: torch.Tensor, offset: int, slots: torch.Tensor
+        ) -> None:
+            copy(memory, pages, offset, slots)
+            self._slow_down(self.history.kv_bytes * len(slots) // self.history.tokens, rate)
+
+        return slow
+
     def _through_pipeline(
         self, name: str, methods: Sequence[str], rate: float, codec: int = 0
     ) -> Way:
@@ -283,10 +304,10 @@ class Ways:
                 )
                 segments.append(3 * i + codec)
             elif method == "kv":
-                restored.append(RestoredLayer("kv", history.fill_kv(i)))
+                restored.append(RestoredLayer("kv", copy=self._slow(history.copy_kv(i), rate)))
                 segments.append(3 * i + 2)
             else:
-                restored.append(RestoredLayer("recompute", None))
+                restored.append(RestoredLayer("recompute"))
                 segments.append(-1)
 
         def gather(

@@ -10,7 +10,7 @@ import torch
 from hcache_backend.page import PageLayout, StoredLayer, kv_layer
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.units import Share
-from hcache_kernels.pages import scatter_rows
+from hcache_kernels.pages import gather_plane, scatter_rows
 
 _WORD = torch.int64
 
@@ -66,16 +66,22 @@ class KVSegments:
 
     def restored_layer(self, layer: int) -> RestoredLayer:
         """How a layer whose K and V are stored comes back."""
-        planes = self._planes(layer)
-        widths = [self._page_size * buffer[0].nbytes for buffer in planes]
+        planes = [
+            self._by_page(buffer)
+            .view(torch.uint8)
+            .unflatten(1, (self._page_size, self._groups, -1))
+            for buffer in self._planes(layer)
+        ]
 
-        def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        def copy(
+            memory: torch.Tensor, pages: torch.Tensor, offset: int, slots: torch.Tensor
+        ) -> None:
             held = self._pages_of(slots)
-            for buffer, plane in zip(planes, segments.split(widths, dim=1), strict=True):
-                rows = _swapped(plane.view(buffer.dtype), self._groups, self._page_size)
-                self._by_page(buffer).index_copy_(0, held, rows)
+            for plane in planes:
+                gather_plane(memory, pages, offset, plane, held)
+                offset += plane[0].numel()
 
-        return RestoredLayer("kv", fill)
+        return RestoredLayer("kv", copy=copy)
 
     def held(self, slots: torch.Tensor) -> torch.Tensor:
         """What the pool has of the tokens of a page, segment after segment: uint8, on the device.

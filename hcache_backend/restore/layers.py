@@ -1,4 +1,4 @@
-"""How the layers of a restore come back: projected, as K and V, or recomputed."""
+"""How the layers of a restore come back: projected, copied as K and V, or recomputed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 
 Fill = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Writes K and V of one layer to the pool: ``fill(segments, positions, slots)`` with uint8
+"""Projects K and V of one layer to the pool: ``fill(segments, positions, slots)`` with uint8
 ``[pages, segment_bytes]`` and int64 ``[pages * page_size]`` twice, all on the device."""
+
+Copy = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], None]
+"""Copies K and V of one layer from pages straight to the pool: ``copy(memory, pages, offset,
+slots)`` with the arena (uint8 ``[all pages, page_bytes]``), int64 ``[p]`` on the device, the bytes
+before the layer's segment in a page, and int64 ``[p * page_size]`` on the device."""
 
 
 class Parking(Protocol):
@@ -26,15 +31,18 @@ class RestoredLayer(NamedTuple):
     """How one layer comes back.
 
     Attributes:
-        method: ``hidden``: ``fill`` projects, on the compute stream. ``kv``: it only stores, on
-            the copy stream. ``recompute``: nothing is stored (the segment's length is 0).
-        fill: Writes the layer to the pool; None for ``recompute``.
+        method: ``hidden``: segments arrive on the copy stream and ``fill`` projects them on the
+            compute stream. ``kv``: ``copy`` brings K and V, on the copy stream. ``recompute``:
+            nothing is stored (the segment's length is 0).
+        fill: For ``hidden``.
         parking: Where segments can wait for ``fill``, if they can.
+        copy: For ``kv``.
     """
 
     method: Literal["hidden", "kv", "recompute"]
-    fill: Fill | None
+    fill: Fill | None = None
     parking: Parking | None = None
+    copy: Copy | None = None
 
 
 class Recompute(NamedTuple):

@@ -1,10 +1,11 @@
 """Restore: pages of the arena -> K and V in the device's pool, layer by layer, without bubbles.
 
 Two streams work at once (paper section 4.1; docs/how-it-works.md). The copy stream brings layer
-segments to a ring of device buffers; the compute stream projects them. Segments that hold K and V
-go to the pool on the copy stream. The first layers may be recomputed instead: on the engine's
-stream, whose state the model's code wants, while segments of later layers arrive and wait in the
-ring, and then in the pool itself, where nobody reads a layer before it is done.
+segments to a ring of device buffers; the compute stream projects them. K and V of layers that are
+stored as such are copied on the copy stream from the pages straight to their slots. The first
+layers may be recomputed instead: on the engine's stream, whose state the model's code wants, while
+segments of later layers arrive and wait in the ring, and then in the pool itself, where nobody
+reads a layer before it is done.
 
 Every layer is one copy and one projection, unless it has more tokens than a projection may take at
 once. Only the first one comes in pieces: until one has arrived there is nothing to project. Where
@@ -36,7 +37,7 @@ FIRST_PIECE_TOKENS = 1024
 """...so many tokens: a projection of fewer would not be worth its launch."""
 
 Gather = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], None]
-"""Copies a segment of many pages: ``gather(memory, pages, offset, out)`` with uint8
+"""Copies hidden states of a layer of many pages: ``gather(memory, pages, offset, out)`` with uint8
 ``[all pages, page_bytes]``, int64 ``[p]`` on the device, bytes, uint8 ``[p, segment_bytes]``."""
 
 
@@ -46,7 +47,7 @@ class RestorePipeline:
     Args:
         memory: The arena, uint8 ``[pages, page_bytes]``; pinned where the device is a GPU.
         chunk_tokens: Tokens that one projection takes at most.
-        gather: Copies segments to the device; None: :func:`gather_segments`.
+        gather: Copies hidden states to the device; None: :func:`gather_segments`.
         exchange: Brings the shares of hidden states together; None: pages have all of them.
         order: Keeps collectives apart from those of forward passes; None: there are none.
     """
@@ -102,7 +103,7 @@ class RestorePipeline:
         """
         first = recompute.layers if recompute else first_layer
         loaded = range(first, len(self._layers))
-        if any(self._layers[index].fill is None for index in loaded):
+        if any(self._layers[index].method == "recompute" for index in loaded):
             raise ValueError(f"layers after the first {first} are not stored")
         device, moved = self._device, Counter[str]()
         for index in loaded:
@@ -140,13 +141,14 @@ class RestorePipeline:
         self._copy.run(bring_indices)
         ready = self._copy.record()
         ring = Ring(self._ring, max(1, min(len(pages), self._chunk_pages)) * self._largest)
+        copy = partial(self._copy_part, restore, bring, ring)
         arrived: deque[_Arrived] = deque()
         parks = recompute is not None and all(self._can_wait(index) for index in loaded)
         while parts and len(arrived) < ring.parts - parks:
-            arrived.append(self._copy_part(restore, parts.popleft(), ring.next(self._copy), bring))
+            arrived.append(copy(parts.popleft()))
         if parks and parts:
             room = ring.next(self._copy)  # what passes through it is gone before the next comes
-            arrived += [self._copy_part(restore, part, room, bring, park=True) for part in parts]
+            arrived += [copy(part, room) for part in parts]
             parts.clear()
         if recompute is not None:
             # Behind what restores before it wrote of the prefix, and never beside collectives.
@@ -169,8 +171,7 @@ class RestorePipeline:
             if item.part.is_last:
                 restore.layers.append(filled)
             if parts:
-                room = ring.next(self._copy)
-                arrived.append(self._copy_part(restore, parts.popleft(), room, bring))
+                arrived.append(copy(parts.popleft()))
         if self._order is not None:
             self._order.restore_launched(*talking)
         self._unread.append(restore)
@@ -204,17 +205,14 @@ class RestorePipeline:
     # ---- shares ----
 
     def _exchanged(self, parts: Sequence[_Part], pages: torch.Tensor) -> _Bring:
-        """How parts are brought where ranks have shares. ``pages``: physical, on the CPU."""
+        """How hidden parts are brought where ranks have shares. ``pages``: physical, on the CPU."""
         exchange = self._exchange
         assert exchange is not None
         if not exchange.on_scheduler_thread:
 
             def gather(part: _Part, out: torch.Tensor) -> None:
-                if self._layers[part.layer].method != "hidden":
-                    self._bring_own(part, out)
-                else:
-                    shares = out.view(exchange.shares, -1)
-                    exchange.gather(shares, lambda own: self._bring_own(part, own))
+                shares = out.view(exchange.shares, -1)
+                exchange.gather(shares, lambda own: self._bring_own(part, own))
 
             return gather
         here: dict[tuple[int, int], torch.Tensor] = {}
@@ -235,11 +233,7 @@ class RestorePipeline:
         def copy(part: _Part, out: torch.Tensor) -> None:
             if failed is not None:
                 raise failed
-            shares = here.get((part.layer, part.pages.start))
-            if shares is None:
-                self._bring_own(part, out)
-            else:
-                out.view(-1).copy_(shares.view(-1))
+            out.view(-1).copy_(here[part.layer, part.pages.start].view(-1))
 
         return copy
 
@@ -255,45 +249,51 @@ class RestorePipeline:
     # ---- parts ----
 
     def _bring_own(self, part: _Part, out: torch.Tensor) -> None:
-        """Copy what this rank's pages hold of a part to ``out`` (uint8, as long as that)."""
+        """Copy what this rank's pages hold of a hidden part to ``out`` (uint8, as long)."""
         offset = self._layout.segment_offsets[part.layer]
         self._gather(self._memory, part.page_ids, offset, out.view(len(part.page_ids), -1))
 
     def _can_wait(self, layer: int) -> bool:
-        method, _, parking = self._layers[layer]
-        return method == "kv" or parking is not None
+        return self._layers[layer].method == "kv" or self._layers[layer].parking is not None
 
     def _copy_part(
         self,
         restore: RunningRestore,
-        part: _Part,
-        room: torch.Tensor,
         bring: _Bring,
-        *,
-        park: bool = False,
+        ring: Ring,
+        part: _Part,
+        room: torch.Tensor | None = None,
     ) -> _Arrived:
-        """Bring a part to ``room``; K and V, and what is parked, go on to the pool at once."""
-        length = self._layout.segment_bytes[part.layer]
-        method, fill, parking = self._layers[part.layer]
-        if method == "hidden" and self._exchange is not None:
-            length *= self._exchange.shares
-        buffer = room[: len(part.page_ids) * length].view(-1, length)
+        """Copy K and V to the pool, hidden states to the ring, or through ``room`` to be parked."""
+        layer, buffer = self._layers[part.layer], None
+        if layer.copy is None:
+            shares = self._exchange.shares if self._exchange is not None else 1
+            length = self._layout.segment_bytes[part.layer] * shares
+            place = ring.next(self._copy) if room is None else room
+            buffer = place[: len(part.page_ids) * length].view(-1, length)
+
+        def copy() -> None:
+            if layer.copy is not None:
+                offset = self._layout.segment_offsets[part.layer]
+                layer.copy(self._memory, part.page_ids, offset, part.slots)
+                return
+            assert buffer is not None
+            bring(part, buffer)
+            if room is not None:
+                assert layer.parking is not None
+                layer.parking.put(buffer, part.slots)
+
         start = self._copy.record(timed=True)
-        self._copy.run(lambda: bring(part, buffer))
-        if method == "kv" and fill is not None:
-            self._copy.run(lambda: fill(buffer, part.positions, part.slots))
-        elif park and parking is not None:
-            self._copy.run(lambda: parking.put(buffer, part.slots))
+        self._copy.run(copy)
         copied = self._copy.record(timed=True)
         restore.timed.append(("copy", part.layer, start, copied))
-        return _Arrived(part, None if park and parking else buffer, copied)
+        return _Arrived(part, buffer if room is None else None, copied)
 
     def _fill(self, restore: RunningRestore, arrived: _Arrived, ring: Ring) -> Event:
-        """Write a part to the pool; an event behind that."""
+        """Project a part to the pool if it is not there yet; an event behind that."""
         part, buffer, copied = arrived
-        method, fill, parking = self._layers[part.layer]
-        if method == "kv" or fill is None:
-            ring.used(copied)
+        fill, parking = self._layers[part.layer].fill, self._layers[part.layer].parking
+        if fill is None:
             return copied
 
         def project() -> None:

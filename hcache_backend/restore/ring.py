@@ -1,4 +1,4 @@
-"""The ring of device buffers that layer segments arrive in."""
+"""The ring of device buffers that segments of hidden states arrive in."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ is arriving. A shorter restore runs further ahead in the same memory."""
 
 
 def largest_segment(layout: PageLayout, hidden: Iterable[int]) -> int:
-    """Bytes of the largest segment of a page, once the shares of ``hidden`` layers are together."""
-    whole = (layout.segment_bytes[layer] * layout.share.of for layer in hidden)
-    return max(1, *layout.segment_bytes, *whole)  # 0: all layers are recomputed
+    """Bytes of the largest segment of ``hidden`` layers, its shares together; at least 1."""
+    return max((layout.segment_bytes[layer] * layout.share.of for layer in hidden), default=1)
 
 
 def ring_bytes(layout: PageLayout, chunk_tokens: int, hidden: Iterable[int]) -> int:
-    """Device memory that a pipeline takes; projections need theirs for one chunk besides."""
+    """Device memory that a pipeline takes; projections need theirs for one chunk besides.
+
+    K and V of layers that are stored as such go past it, straight to the pool.
+    """
     chunk_pages = max(1, chunk_tokens // layout.page_size)
     return RUN_AHEAD * chunk_pages * largest_segment(layout, hidden)
 

@@ -218,6 +218,11 @@ def gather(length: int) -> Launch:
     return pages.gather_launch(empty(N, 4096 + 4 * length), ids(N), 4096, empty(N, length))
 
 
+def gather_plane(groups: int, row_bytes: int) -> Launch:
+    memory, pool = empty(N, 4096 + 64 * groups * row_bytes), empty(N, 64, groups, row_bytes)
+    return pages.gather_plane_launch(memory, ids(N), 4096, pool, ids(N))
+
+
 def scatter(row_bytes: int) -> Launch:
     memory = empty(N, 4096 + 64 * row_bytes)
     return pages.scatter_launch(empty(N, row_bytes), memory, ids(N), ids(N), 4096)
@@ -234,6 +239,8 @@ def transfer_jobs(capability: tuple[int, int]) -> Jobs:
             )
     for length in (64 * 8192, 64 * 392 + 8):
         yield f"gather {length}", partial(gather, length)
+    for groups in (1, 4):
+        yield f"gather plane, {groups} groups", partial(gather_plane, groups, 256)
     for row_bytes in (8192, 392):
         yield f"scatter {row_bytes}", partial(scatter, row_bytes)
 

@@ -12,7 +12,7 @@ import torch
 from hcache_backend import streams
 from hcache_backend.page import RECOMPUTED, PageLayout, StoredLayer, kv_layer
 from hcache_backend.restore.exchange import CollectiveOrder
-from hcache_backend.restore.layers import Fill, Recompute, RestoredLayer
+from hcache_backend.restore.layers import Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import TokenSpan
 from hcache_backend.restore.report import RunningRestore
@@ -56,21 +56,29 @@ class Pool:
         self.time = checker.on_device(torch.zeros(1), "the device's time")
         self.links = checker.on_device(torch.zeros(1), "links to other ranks")
 
-    def fill(self, layer: int) -> Fill:
-        """Writes K and V of ``layer`` from its segments."""
+    def restored(self, layer: int) -> RestoredLayer:
+        """How ``layer`` comes back: its K and V as the product copies them, by whole pages."""
 
-        def hidden(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
             self.time.add_(1)
             rows = segments.view(torch.float32).view(-1, WIDTH)
             self.k[layer, slots] = rows + positions[:, None]
             self.v[layer, slots] = rows * 2
 
-        def kv(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        def copy(
+            memory: torch.Tensor, pages: torch.Tensor, offset: int, slots: torch.Tensor
+        ) -> None:
+            segments = memory.index_select(0, pages)[:, offset:][:, : 8 * SIZE * WIDTH]
             k, v = segments.view(torch.float32).view(-1, 2, SIZE, WIDTH).unbind(1)
             self.k[layer, slots] = k.reshape(-1, WIDTH)
             self.v[layer, slots] = v.reshape(-1, WIDTH)
 
-        return hidden if self.methods[layer] == "hidden" else kv
+        ways = {
+            "hidden": RestoredLayer("hidden", fill),
+            "kv": RestoredLayer("kv", copy=copy),
+            "recompute": RestoredLayer("recompute"),
+        }
+        return ways[self.methods[layer]]
 
     def talk(self) -> None:
         """Use the links to other ranks, if there are any."""
@@ -104,10 +112,7 @@ class Pool:
 
     def pipeline(self, chunk_tokens: int, **others: Any) -> RestorePipeline:
         """A pipeline into this pool; ``others`` are arguments of :class:`RestorePipeline`."""
-        layers = [
-            RestoredLayer(method, None if method == "recompute" else self.fill(i))  # type: ignore[arg-type]
-            for i, method in enumerate(self.methods)
-        ]
+        layers = [self.restored(layer) for layer in range(len(self.methods))]
         return RestorePipeline(self.memory, self.layout, layers, chunk_tokens, GPU, **others)
 
     def some(self, pages: int, seed: int) -> tuple[npt.NDArray[np.int64], torch.Tensor]:

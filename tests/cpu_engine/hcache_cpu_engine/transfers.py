@@ -53,15 +53,23 @@ def _bus(size: int) -> Iterator[None]:
 def _slow_down_restores() -> None:
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
+    from hcache_backend.engine import kv_segments
     from hcache_backend.restore import pipeline
 
-    gather, load = pipeline.gather_segments, MHATokenToKVPoolHost.load_to_device_per_layer
+    gather, gather_plane = pipeline.gather_segments, kv_segments.gather_plane
+    load = MHATokenToKVPoolHost.load_to_device_per_layer
 
     def slow_gather(
         memory: torch.Tensor, pages: torch.Tensor, offset: int, out: torch.Tensor
     ) -> None:
         with _bus(out.nbytes):
             gather(memory, pages, offset, out)
+
+    def slow_gather_plane(
+        memory: torch.Tensor, pages: torch.Tensor, offset: int, pool: torch.Tensor, *others: Any
+    ) -> None:
+        with _bus(len(pages) * pool[0].nbytes):
+            gather_plane(memory, pages, offset, pool, *others)
 
     @functools.wraps(load)
     def slow_load(self: Any, device_pool: Any, host: Any, device: Any, *a: Any, **kw: Any) -> None:
@@ -70,6 +78,7 @@ def _slow_down_restores() -> None:
             load(self, device_pool, host, device, *a, **kw)
 
     pipeline.gather_segments = slow_gather
+    kv_segments.gather_plane = slow_gather_plane
     MHATokenToKVPoolHost.load_to_device_per_layer = slow_load
 
 

@@ -82,11 +82,11 @@ class Server:
         """What was read is the model's, and its header proves whose it is."""
         layout, at = self.page_layout, torch.tensor(pages)
         slots = indices(pages)
-        fill = self.kv.restored_layer(2).fill
-        assert fill is not None
+        copy = self.kv.restored_layer(2).copy
+        assert copy is not None
         for buffer in (self.kvcache.k_buffer[2], self.kvcache.v_buffer[2]):
             buffer.fill_(-1)
-        fill(self.memory[at, layout.segment(2)], slots, slots)
+        copy(self.memory, at, layout.segment_offsets[2], slots)
         assert torch.equal(self.kvcache.k_buffer[2][slots], self.k[slots])
         assert torch.equal(self.kvcache.v_buffer[2][slots], self.v[slots])
         for page in pages:

@@ -47,9 +47,9 @@ def test_kv_segments_come_back_to_other_slots_bit_for_bit() -> None:
     k, v = pool.k_buffer[1][slots].clone(), pool.v_buffer[1][slots].clone()
     others = pool.k_buffer[0].clone()
     target = torch.cat((torch.arange(6 * SIZE, 7 * SIZE), torch.arange(5 * SIZE, 6 * SIZE)))
-    fill = kv.restored_layer(1).fill
-    assert fill is not None
-    fill(memory[pages, layout.segment(1)].contiguous(), target, target)
+    copy = kv.restored_layer(1).copy
+    assert copy is not None
+    copy(memory, pages, layout.segment_offsets[1], target)
     assert torch.equal(pool.k_buffer[1][target], k)
     assert torch.equal(pool.v_buffer[1][target], v)
     assert torch.equal(pool.k_buffer[0], others)

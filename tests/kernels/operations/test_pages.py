@@ -8,6 +8,8 @@ import torch
 from hcache_kernels.pages import (
     gather_launch,
     gather_pages,
+    gather_plane,
+    gather_plane_launch,
     scatter_launch,
     scatter_rows,
     scatter_rows_reference,
@@ -38,6 +40,21 @@ def test_gather(device: str, offset: int, length: int, index_type: torch.dtype) 
     assert (out[-1] == POISON).all()
 
 
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("offset", "tokens", "row_bytes"), [(4096, 16, 256), (8, 8, 8), (4104, 5, 392), (0, 64, 1024)]
+)
+def test_gather_plane(device: str, offset: int, tokens: int, row_bytes: int, groups: int) -> None:
+    pages = host_pages(offset + tokens * groups * row_bytes + 24)
+    ids, places = torch.tensor([8, 0, 3, 3, 5]), torch.tensor([1, 6, 4, 0, 2])
+    before = torch.full((8, tokens, groups, row_bytes), POISON, dtype=torch.uint8)
+    want, pool = before.clone(), before.to(device)
+    gather_plane(pages, ids, offset, want, places)
+    gather_plane_launch(pages, ids.to(device), offset, pool, places.to(device)).run()
+    assert torch.equal(pool.cpu(), want)
+    assert (want[[3, 5, 7]] == POISON).all()
+
+
 @pytest.mark.parametrize("index_type", [torch.int32, torch.int64])
 @pytest.mark.parametrize(("offset", "row_bytes"), [(4096, 512), (4096, 392), (8, 8), (16, 20000)])
 def test_scatter(device: str, offset: int, row_bytes: int, index_type: torch.dtype) -> None:
@@ -61,4 +78,5 @@ def test_nothing_is_moved_for_no_ids(device: str) -> None:
     assert gather_pages(pages, none, 0, 64).shape == (0, 64)
     before = pages.clone()
     scatter_rows(torch.empty(0, 64, dtype=torch.uint8, device=device), pages, none, none, 0)
+    gather_plane(pages, none, 0, torch.empty(2, 4, 2, 8, dtype=torch.uint8, device=device), none)
     assert torch.equal(pages, before)

@@ -34,23 +34,28 @@ class Server:
         self.k = torch.full((len(methods), SLOTS, WIDTH), float("nan"))
         self.v = torch.full((len(methods), SLOTS, WIDTH), float("nan"))
         self.calls: list[tuple[int, int]] = []  # layer, tokens
-        layers = [RestoredLayer(method, self.fill(i)) for i, method in enumerate(methods)]
+        layers = [self.restored(layer) for layer in range(len(methods))]
         self.pipeline = RestorePipeline(self.memory, self.layout, layers, chunk_tokens, "cpu")
 
-    def fill(self, layer: int) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
-        def hidden(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+    def restored(self, layer: int) -> RestoredLayer:
+        def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
             rows = segments.view(torch.float32).view(-1, WIDTH)
             self.k[layer, slots] = rows + positions[:, None]
             self.v[layer, slots] = rows * 2
             self.calls.append((layer, len(slots)))
 
-        def kv(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        def copy(
+            memory: torch.Tensor, pages: torch.Tensor, offset: int, slots: torch.Tensor
+        ) -> None:
+            segments = memory[pages, offset : offset + self.layout.segment_bytes[layer]]
             k, v = segments.view(torch.float32).view(-1, 2, SIZE, WIDTH).unbind(1)
             self.k[layer, slots] = k.reshape(-1, WIDTH)
             self.v[layer, slots] = v.reshape(-1, WIDTH)
             self.calls.append((layer, len(slots)))
 
-        return hidden if self.methods[layer] == "hidden" else kv
+        if self.methods[layer] == "hidden":
+            return RestoredLayer("hidden", fill)
+        return RestoredLayer("kv", copy=copy)
 
     def before_filling(self, layer: int, work: Callable[[], object]) -> None:
         """From now on, ``work`` runs on the stream before a layer is filled."""
@@ -93,5 +98,5 @@ def without_first_layer(server: Server) -> RestorePipeline:
     memory = torch.zeros((PAGES, layout.page_bytes), dtype=torch.uint8)
     memory[:, layout.header_bytes :] = server.memory[:, server.layout.segment(1).start :]
     layout.positions(memory.numpy())[:] = server.layout.positions(server.memory.numpy())
-    layers = [RestoredLayer("recompute", None), *server.pipeline._layers[1:]]
+    layers = [RestoredLayer("recompute"), *server.pipeline._layers[1:]]
     return RestorePipeline(memory, layout, layers, SIZE, "cpu")  # one page a chunk

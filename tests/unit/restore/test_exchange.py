@@ -111,30 +111,36 @@ class Rank:
         self.pipeline = RestorePipeline(
             self.memory,
             self.layout,
-            [RestoredLayer(method, self.fill(i)) for i, method in enumerate(METHODS)],
+            [self.restored(layer) for layer in range(LAYERS)],
             chunk_pages * SIZE,
             self.device,
             exchange=exchange,
             order=self.order,
         )
 
-    def fill(self, layer: int) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+    def restored(self, layer: int) -> RestoredLayer:
         def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-            rows = segments.reshape(-1, ROW)
-            if METHODS[layer] == "kv":
-                rows = segments.view(-1, 2, SIZE, ROW)[:, 0].reshape(-1, ROW)
-            self.rows[layer, slots] = rows
+            self.rows[layer, slots] = segments.reshape(-1, ROW)
             self.positions[layer, slots] = positions
 
-        return fill
+        def copy(
+            memory: torch.Tensor, pages: torch.Tensor, offset: int, slots: torch.Tensor
+        ) -> None:
+            k = memory[pages.cpu(), offset : offset + SIZE * ROW]
+            self.rows[layer, slots] = k.reshape(-1, ROW).to(self.device)
+
+        if METHODS[layer] == "kv":
+            return RestoredLayer("kv", copy=copy)
+        return RestoredLayer("hidden", fill)
 
     def assert_restored(self, pages: np.ndarray, slots: torch.Tensor, first: int = 0) -> None:
         for layer in range(first, LAYERS):
             for page, where in zip(pages.tolist(), slots.view(-1, SIZE), strict=True):
                 rows = self.rows[layer, where].cpu()
                 assert torch.equal(rows, whole_rows(layer, page)), (layer, page)
-                want = torch.arange(SIZE) + SIZE * page
-                assert torch.equal(self.positions[layer, where].cpu(), want)
+                if METHODS[layer] == "hidden":
+                    want = torch.arange(SIZE) + SIZE * page
+                    assert torch.equal(self.positions[layer, where].cpu(), want)
 
 
 def restore_random_pages(exchange: Exchange) -> int:
