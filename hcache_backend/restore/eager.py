@@ -10,7 +10,8 @@ were prepared for them. That they will be wanted is a guess: reserved pages coun
 - It is handed out for the host page that it was launched for, once, together with the restore that
   writes it: whoever reads it waits for that restore first.
 - It is free for others only behind the restore that writes it, and those that recompute from it.
-- When the host page is freed, what was made of it is worth nothing and is given back.
+- When the host page is freed, what was made of it is worth nothing and is given back. Whoever
+  writes there next is a thread, which waits for no stream: the caller waits for the restore.
 
 It depends on nothing that differs between tensor-parallel ranks, such as whether an event has
 passed: they all decide the same.
@@ -94,6 +95,9 @@ class EagerRestores:
         self._reservations: list[Reservation] = []  # in the order in which they were made
         self._running: dict[Hashable, Reservation] = {}  # by prefetch
         self._places: dict[int, Place] = {}  # by host page
+        self._reading: list[
+            tuple[list[int], RunningRestore]
+        ] = []  # host pages, and what reads them
 
     @property
     def pages(self) -> int:
@@ -146,12 +150,14 @@ class EagerRestores:
         Returns how many pages are restored by what it launched.
         """
         reservation = self._running[prefetch]
+        self._reading = [one for one in self._reading if not one[1].done()]
         due = [i for i in reservation.waiting() if i < pages - reservation.first]
         for run in runs(due):
             ids = np.array(reservation.host_pages[run.start : run.stop], dtype=np.int64)
             before = self._before(reservation, run.start)
             launched = self._launch(prefetch, ids, self._slots(reservation, run), before)
             reservation.launches.update(dict.fromkeys(run, launched))
+            self._reading.append((ids.tolist(), launched.restore))
         return len(due)
 
     def end(self, prefetch: Hashable) -> int:
@@ -165,8 +171,11 @@ class EagerRestores:
         return len(waiting)
 
     def host_freed(self, host_pages: Ids) -> None:
-        """Host pages will hold something else."""
+        """Host pages will hold something else: nothing reads them any more on return."""
         freed = dict.fromkeys(host_pages.tolist())
+        for pages, restore in self._reading:
+            if not freed.keys().isdisjoint(pages):
+                _finish(restore)
         self._give_back([self._places[page] for page in freed if page in self._places])
 
     # ---- allocation ----
@@ -212,8 +221,10 @@ class EagerRestores:
     def clear(self) -> None:
         """Give back everything: what was made of the pages is not wanted any more.
 
-        Prefetches that run go on without device pages.
+        Prefetches that run go on without device pages. Nothing reads host pages on return.
         """
+        for _, restore in self._reading:
+            _finish(restore)
         self._give_back(list(self._places.values()))
 
     def all_freed(self) -> None:
@@ -269,3 +280,9 @@ class EagerRestores:
         assert all(self._places[one.host_pages[i]] == (one, i) for one, i in held)
         slots = [slot for one, i in held for slot in self._slots(one, range(i, i + 1)).tolist()]
         assert len(set(slots)) == len(slots) == self._size * len(held)
+
+
+def _finish(restore: RunningRestore) -> None:
+    """Block the calling thread until nothing of a restore is left to do."""
+    with contextlib.suppress(StreamFailed):  # then there is nothing left
+        restore.synchronize()

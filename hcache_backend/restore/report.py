@@ -85,6 +85,15 @@ class RunningRestore:
         for event in dict.fromkeys(self.layers):
             current_stream(self.device).wait(event)
 
+    def synchronize(self) -> None:
+        """Block the calling thread until all layers are in the pool.
+
+        Raises:
+            StreamFailed: As for :meth:`wait`.
+        """
+        for event in dict.fromkeys(self.layers):
+            event.synchronize()
+
     def done(self) -> bool:
         """Whether all layers are in the pool."""
         return all(event.query() for event in self.layers)

@@ -147,6 +147,9 @@ def eager(checker: Checker) -> None:
         for pages in (3, 6):
             loading.arrived("given back", pages)
         loading.eager.host_freed(np.arange(3))
+        page_bytes = loading.pool.layout.page_bytes
+        pages = loading.arena.physical(np.arange(3))
+        checker.touch_pages(pages, page_bytes, page_bytes, "write")  # L3 is read to there
         loading.forward(3)
         loading.eager.end("given back")
 

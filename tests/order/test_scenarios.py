@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hcache_backend.restore import eager
 from tests.order import edges
 from tests.order.checker import Checker
 from tests.order.clocks import Query
@@ -30,3 +31,12 @@ def test_every_edge_is_missed(edge: str) -> None:
     with edges.without(edge):
         run(SCENARIOS[UNIT[edge].scenario], checker)
     assert UNIT[edge].what in {finding.what for finding in checker.findings}
+
+
+def test_a_freed_host_page_is_not_written_before_the_device_has_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(eager, "_finish", lambda restore: None)
+    checker = Checker()
+    run(SCENARIOS["eager"], checker)
+    assert "host writes what hcache copy reads" in {finding.what for finding in checker.findings}

@@ -13,13 +13,20 @@ class Restore:
     def __init__(self, pages: list[int], reads: list[int] | None = None) -> None:
         self.pages = pages
         self.reads = reads or []  # device pages from which it recomputes
-        self.done = False
+        self.is_done = False  # for whoever is behind it on a stream
+        self.read_host = False  # for threads
 
     def wait_for_layer(self, layer: int) -> None:
-        self.done = True
+        self.is_done = True
+
+    def done(self) -> bool:
+        return self.read_host
 
     def wait(self) -> None:
-        self.done = True
+        self.is_done = True
+
+    def synchronize(self) -> None:
+        self.is_done = self.read_host = True
 
 
 class Device:
@@ -49,14 +56,14 @@ class Device:
         pages = pages_of(slots)
         assert not set(pages) & set(self.free)
         for page in pages:
-            assert page not in self.writers or self.writers[page].done, "still written"
+            assert page not in self.writers or self.writers[page].is_done, "still written"
             self.made.pop(page, None)
             self.whole.discard(page)
         assert not set(pages) & self.being_read(), "still read"
         self.free += pages
 
     def being_read(self) -> set[int]:
-        return {page for reader in self.readers if not reader.done for page in reader.reads}
+        return {page for reader in self.readers if not reader.is_done for page in reader.reads}
 
 
 def slots_of(pages: list[int]) -> torch.Tensor:

@@ -84,9 +84,9 @@ def test_what_is_reserved_is_there_for_everybody_unlaunched_and_new_pages_first(
     scene.eager.arrived("b", 1)
     scene.eager.make_free(DEVICE_PAGES - 4)
     assert scene.eager.pages == 4
-    assert not any(restore.done for _, restore in scene.launched)  # nobody had to wait
+    assert not any(restore.is_done for _, restore in scene.launched)  # nobody had to wait
     scene.eager.make_free(DEVICE_PAGES - 3)
-    assert scene.launched[0][1].done
+    assert scene.launched[0][1].is_done
     scene.eager.end("b")
     assert ready(scene, [0, 1, 2, 3]) == [True, True, False, True]
 
@@ -144,7 +144,7 @@ def test_a_restore_that_failed_is_waited_for_like_any_other(
     scene.eager.arrived("a", 1)
 
     def fail(restore: Restore) -> None:
-        restore.done = True
+        restore.is_done = True
         raise StreamFailed("no such weights")
 
     monkeypatch.setattr(Restore, "wait", fail)
@@ -178,7 +178,7 @@ def test_a_page_that_is_given_back_waits_for_who_recomputes_from_it() -> None:
     scene.eager.arrived("a", 1)
     scene.eager.arrived("a", 2)
     scene.eager.host_freed(np.array([0]))
-    assert all(restore.done for _, restore in scene.launched)
+    assert all(restore.is_done for _, restore in scene.launched)
     assert whole(scene, [1]) == [True]
 
 

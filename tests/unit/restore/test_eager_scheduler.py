@@ -39,8 +39,14 @@ class Prefetch:
 class ScriptedScheduler(RuleBasedStateMachine):
     """HiCache as far as eager restores see it: prefetches, a tree of host pages, an allocator."""
 
-    @initialize(limit=st.integers(1, DEVICE_PAGES), cached=st.integers(0, DEVICE_PAGES))
-    def start(self, limit: int, cached: int) -> None:
+    @initialize(
+        limit=st.integers(1, DEVICE_PAGES),
+        cached=st.integers(0, DEVICE_PAGES),
+        lacking=st.booleans(),
+    )
+    def start(self, limit: int, cached: int, lacking: bool) -> None:
+        """Pages lack first layers, or none: K and V of all, hidden states of all, or a mixture."""
+        self.lacking = lacking
         self.device = Device(cached)
         self.eager = EagerRestores(SIZE, self.device, self.launch, limit)
         self.host_free = list(range(HOST_PAGES))
@@ -50,6 +56,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
         self.recomputes: dict[Hashable, bool] = {}  # whether what is before it is on the device
         self.stale: list[list[int]] = []  # host pages of ended prefetches, not freed yet
         self.tree: list[int] = []
+        self.launched: list[tuple[set[int], Restore]] = []  # what reads host pages
         self.used: list[int] = []
         self.number = 0
 
@@ -61,9 +68,11 @@ class ScriptedScheduler(RuleBasedStateMachine):
         before: torch.Tensor | None,
     ) -> Launched:
         pages = pages_of(slots)
-        recomputes = before is not None and self.recomputes[prefetch]
+        recomputes = self.lacking and before is not None and self.recomputes[prefetch]
+        whole = recomputes or not self.lacking
         restore = Restore(pages, pages_of(before) if recomputes and before is not None else [])
         self.device.readers.append(restore)
+        self.launched.append((set(host_pages.tolist()), restore))
         host = self.running[prefetch].host
         at = host.index(int(host_pages[0]))
         assert host[at : at + len(pages)] == host_pages.tolist()
@@ -77,9 +86,9 @@ class ScriptedScheduler(RuleBasedStateMachine):
             assert page not in self.device.made, "launched twice"
             self.device.made[page] = host, self.content[host]
             self.device.writers[page] = restore
-        if recomputes:
+        if whole:
             self.device.whole.update(pages)
-        return Launched(restore, recomputes, recomputes)
+        return Launched(restore, whole, recomputes)
 
     # ---- prefetches ----
 
@@ -164,6 +173,8 @@ class ScriptedScheduler(RuleBasedStateMachine):
 
     def free_host(self, pages: list[int]) -> None:
         self.eager.host_freed(np.array(pages, dtype=np.int64))
+        for read, restore in self.launched:
+            assert restore.read_host or not read & set(pages), "a thread may write what is read"
         self.readable.difference_update(pages)
         self.host_free += pages
 
@@ -192,7 +203,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
         )
         assert not handed.whole[~handed.ready].any()
         for reader in self.device.readers:
-            if not reader.done and set(reader.reads) & set(pages):
+            if not reader.is_done and set(reader.reads) & set(pages):
                 assert id(reader) in writers, "nobody waits for who reads it"
         self.device.whole.difference_update(pages)
         for page, ready, source in zip(pages, handed.ready, host, strict=True):
@@ -203,7 +214,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
                 assert id(self.device.writers[page]) in writers, "nobody waits for it"
             else:
                 writer = self.device.writers.get(page)
-                assert writer is None or writer.done, "others still write it"
+                assert writer is None or writer.is_done, "others still write it"
         self.used += pages
 
     @rule(pages=st.integers(1, 6))
@@ -221,9 +232,9 @@ class ScriptedScheduler(RuleBasedStateMachine):
         freed, self.used = self.used[:pages], self.used[pages:]
         for page in freed:  # the engine frees behind its own work, which waited for the restore
             if page in self.device.writers:
-                self.device.writers[page].done = True
+                self.device.writers[page].is_done = True
             for reader in self.device.readers:
-                reader.done = reader.done or page in reader.reads
+                reader.is_done = reader.is_done or page in reader.reads
         self.device.give(slots_of(freed))
 
     @rule()
@@ -235,15 +246,20 @@ class ScriptedScheduler(RuleBasedStateMachine):
     def flush(self) -> None:
         self.eager.all_freed()
         assert all(
-            writer.done for page, writer in self.device.writers.items() if page in self.device.made
+            writer.is_done
+            for page, writer in self.device.writers.items()
+            if page in self.device.made
         )
         assert self.device.being_read() <= set(self.used)
+        self.eager.clear()  # HiCache resets its controller, too
+        assert all(restore.read_host for _, restore in self.launched)
         for number in sorted(self.running):
             self.eager.end(number)
         self.device.free, self.device.cached = list(range(DEVICE_PAGES)), []
         self.device.made, self.used, self.device.writers = {}, [], {}
         self.device.readers, self.device.whole = [], set()
         self.running, self.stale, self.tree, self.readable = {}, [], [], set()
+        self.launched = []
         self.host_free = list(range(HOST_PAGES))
 
     @invariant()
