@@ -38,7 +38,7 @@ import torch
 
 from bench.compare.plan import with_bus
 from bench.harness.machine import Machine, MachineError, find_machine
-from bench.harness.methods import Method, server_options
+from bench.harness.methods import LAYERWISE, Method, server_options
 from bench.harness.models import TinyLlama
 from bench.harness.program import failing, parser, stamp
 from bench.harness.report import OUT, markdown, write
@@ -84,7 +84,8 @@ class Sweep:
 
 
 def _ours(title: str, **hcache: Any) -> Method:
-    return Method(title, storage="dynamic", hcache=hcache)
+    """Ours, that reads L3 and then restores, unless the options say otherwise."""
+    return Method(title, storage="dynamic", hcache={**LAYERWISE, **hcache})
 
 
 AUTOMATIC = _ours("automatic", mode="auto")
@@ -112,8 +113,8 @@ SWEEPS = {
         rounds=5,
         timed="ms",
         methods={
-            "eager": _ours("eager", mode="hidden", restore="eager"),
-            "layerwise": _ours("layer-wise", mode="hidden", restore="layerwise"),
+            "eager": _ours("eager", mode="hidden", restore="auto"),
+            "layerwise": _ours("layer-wise", mode="hidden"),
             "kv": _ours("KV pages", mode="kv"),
         },
         hidden="layerwise",

@@ -79,9 +79,9 @@ class HCacheConfig(BaseModel):
             with the K and V in the pool. 0: none (the check at start always runs).
         projection: ``generic``: always by the attention modules, never by the kernels.
         restore_chunk_tokens: Largest number of tokens in one projection; bounds a restore's memory.
-        restore: When pages from L3 become K and V on the device: ``layerwise``, after the whole
-            prefetch; ``eager``, also during it, in free device pages.
-        restore_share: With ``eager``, the largest share of the device's pages in use for it.
+        restore: When pages from L3 become K and V on the device: ``auto``, while the rest is being
+            read, in free device pages, where the server allows it; ``layerwise``, after that.
+        restore_share: With ``auto``, the largest share of the device's pages in use for it.
         durability: When stored pages are flushed to the disks.
         sync_seconds: With durability ``batch``, the longest time until a page's flush begins.
         quota_bytes: Largest number of bytes of page files in each folder.
@@ -106,7 +106,7 @@ class HCacheConfig(BaseModel):
     check_every_pages: int = Field(default=64, ge=0)
     projection: Literal["auto", "generic"] = "auto"
     restore_chunk_tokens: int = Field(default=8192, ge=64)
-    restore: Literal["layerwise", "eager"] = "layerwise"
+    restore: Literal["auto", "layerwise"] = "auto"
     restore_share: float = Field(default=0.5, gt=0, le=1)
     durability: Literal["none", "batch", "always"] = "batch"
     sync_seconds: float = Field(default=1.0, gt=0, le=3600)

@@ -12,6 +12,8 @@ from bench.harness.options import ServerOptions, hcache_config
 
 PAGE_SIZE = 64
 HYBRID = "hybrid"
+LAYERWISE = {"restore": "layerwise"}
+"""Of the methods that show L3 and restore one after the other."""
 
 
 @dataclass(frozen=True)
@@ -39,21 +41,21 @@ METHODS = {
     "recompute": Method("recompute", "none"),
     "file": Method("KV, SGLang file L3", storage="file"),
     "host": Method("KV, HiCache host memory"),
-    "hcache-hidden": Method("HCache, hidden states", storage="dynamic", hcache={"mode": "hidden"}),
+    "hcache-hidden": Method(
+        "HCache, hidden states", storage="dynamic", hcache={"mode": "hidden", **LAYERWISE}
+    ),
     "hcache-hidden-eager": Method(
         "HCache, hidden states, eager",
         storage="dynamic",
-        hcache={"mode": "hidden", "restore": "eager"},
+        hcache={"mode": "hidden"},
         pages_of="hcache-hidden",
     ),
-    "hcache-kv": Method("HCache, KV pages", storage="dynamic", hcache={"mode": "kv"}),
-    "hcache": Method("HCache, automatic", storage="dynamic", hcache={"mode": "auto"}),
-    "hcache-eager": Method(
-        "HCache, automatic, eager", storage="dynamic", hcache={"mode": "auto", "restore": "eager"}
-    ),
+    "hcache-kv": Method("HCache, KV pages", storage="dynamic", hcache={"mode": "kv", **LAYERWISE}),
+    "hcache": Method("HCache, automatic", storage="dynamic", hcache={"mode": "auto", **LAYERWISE}),
+    "hcache-eager": Method("HCache, automatic, eager", storage="dynamic", hcache={"mode": "auto"}),
     # The paper's ablation without hidden states (section 6.3.1). What it recomputes is planned from
     # a profile, so its option `partition` comes from the program.
-    HYBRID: Method("KV + recomputation (naive hybrid)", storage="dynamic"),
+    HYBRID: Method("KV + recomputation (naive hybrid)", storage="dynamic", hcache=LAYERWISE),
 }
 
 SERVED = tuple(name for name in METHODS if name != HYBRID)

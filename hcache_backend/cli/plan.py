@@ -79,7 +79,7 @@ def plan(
         typer.Option(
             "--restore",
             help="Plan as a server with this option `restore` does, instead of --l3. layerwise: "
-            "L3 is read before the restore; eager: during it.",
+            "L3 is read before the restore; auto: during it.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -108,7 +108,7 @@ def plan(
     if l3 is not None and restore is not None:
         fail(f"--l3 {l3}: --restore {restore} says where L3 is; leave one of them out")
     if restore is not None:
-        l3 = "overlapped" if restore == "eager" else "first"
+        l3 = "overlapped" if restore == "auto" else "first"
     result = PartitionPlan(profile, shape, tokens, tp, l3 or "overlapped", restore)
     extra = ["float32 is planned as 16 bits: so SGLang serves it on a GPU"] if halved else []
     if plot is not None:

@@ -19,7 +19,7 @@ from hcache_backend.partition.solver import closed_form, makespan, recompute_lay
 from hcache_backend.partition.timeline import Task, simulate
 
 Resource = Literal["compute", "bus", "l3"]
-RestorePath = Literal["eager", "layerwise"]
+RestorePath = Literal["auto", "layerwise"]
 """Option ``restore`` of a server: L3 ``overlapped`` or ``first``, in the terms of costs."""
 LENGTHS = (256, 1024, 4096, 16384)
 """Tokens of the restores that a plan compares with the one it was solved for."""
@@ -114,7 +114,7 @@ class PartitionPlan:
         """How a restore of ``tokens`` tokens goes once this partition is stored."""
         costs = self._costs(self.l3, tokens)
         first = self.partition.recompute
-        if self._may_recompute and self.restore != "eager":  # those are chosen before it is known
+        if self._may_recompute and self.restore != "auto":  # those are chosen before it is known
             first = recompute_layers(costs, self.partition)
         best = self._best(costs)
         seconds = makespan(costs, self.partition.recomputing(first))
@@ -152,8 +152,11 @@ class PartitionPlan:
             )
         if self.profile.l3 is not None:
             found += self._other_path()
-        if self.restore == "eager" and self.tp > 1:
-            found.append("on GPUs of several tensor-parallel ranks the server restores layer-wise")
+        if self.restore == "auto" and self.tp > 1 and partition.hidden:
+            found.append(
+                "on GPUs of several tensor-parallel ranks the server restores hidden states "
+                "layer-wise"
+            )
         return found
 
     def _other_path(self) -> list[str]:
@@ -164,7 +167,7 @@ class PartitionPlan:
         )
         if self.restore == "layerwise":
             return [
-                f"L3 is read before layers are restored; read meanwhile (--restore eager) this "
+                f"L3 is read before layers are restored; read meanwhile (--restore auto) this "
                 f"partition takes {overlapped}"
             ]
         if self.l3 == "first":

@@ -16,6 +16,7 @@ import pytest
 from bench.harness.models import build_model
 from bench.harness.server import Server, ServerOptions
 from hcache_backend.cli.metrics_page import fetch
+from hcache_backend.restore.eager import batch_pages
 from tests.engine.harness.conversations import (
     Conversation,
     ask,
@@ -26,11 +27,10 @@ from tests.engine.harness.conversations import (
     turns_of,
 )
 from tests.engine.harness.ours import (
-    assert_hidden_mode,
     assert_no_cache_output,
     assert_no_cache_replies_up_to_ties,
     assert_restored_from_l3,
-    assert_sound_hidden_mode,
+    assert_sound_own_pages,
     attach,
     faulty,
     flip_bit,
@@ -42,44 +42,45 @@ from tests.engine.harness.ours import (
 pytestmark = pytest.mark.engine
 
 PAGE = 16
-SLOW = 2_000_000
-"""Bytes per second: fifty pages of 70 KB take two."""
-SLOWER = SLOW // 4
-"""There is time to do something while they are read, on a busy machine too."""
-HELD = -1
-"""What is read arrives when there is another rate."""
 PARTITIONS = {
     "hidden": partition(0, 4, 0),
+    "kv": partition(0, 0, 4),
+    "mixed": partition(0, 2, 2),
     "recompute": partition(2, 2, 0),
-    "mixed": partition(2, 1, 1),
+    "recompute, mixed": partition(2, 1, 1),
 }
 REQUESTS = int(os.environ.get("HCACHE_TEST_EAGER_REQUESTS", "32"))
 
 
 def eager_server(
-    model: Path, folder: Path, *, hcache: dict[str, Any] | None = None, **options: Any
+    model: Path, folder: Path, stored: str, *, faults: str = "batches_in_step", **options: Any
 ) -> ServerOptions:
-    """A server whose L3 is as fast as the file ``l3-rate`` says, to begin with as fast as it can.
+    """A server that stores layers as ``stored`` says (see ``PARTITIONS``).
 
-    It checks in every turn that no page of the device is lost.
+    While the file ``in-step`` exists, as it does to begin with, the scheduler sees every batch of a
+    prefetch before the next one is read: all but the last are restored before the load. It checks
+    in every turn that no page of the device is lost.
     """
-    link = folder / "l3-rate"
-    link.write_text("0")
-    env = {"HCACHE_CPU_L3_FILE": str(link), "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+    in_step = folder / "in-step"
+    in_step.touch()
+    env = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
     return our_server(
         model,
         folder,
-        hcache={"restore": "eager"} | (hcache or {}),
+        hcache={"partition": PARTITIONS[stored]},
         extra_args=("--enable-metrics", "--watchdog-timeout", "240"),
-        extra_env=env | options.pop("extra_env", {}),
+        extra_env=env | faulty(faults, in_step),
         page_size=PAGE,
         **options,
     )
 
 
-def l3_rate(server: Server, rate: int) -> None:
-    """Bytes per second; 0: no limit."""
-    (server.options.log.parent / "l3-rate").write_text(str(rate))
+def read_batches(server: Server, most: int | None) -> None:
+    """From now on no more than so many batches of each prefetch are read; None: all."""
+    in_step = server.options.log.parent / "in-step"
+    new = in_step.with_suffix(".new")
+    new.write_text("" if most is None else str(most))
+    new.replace(in_step)
 
 
 def tokens(server: Server, event: str) -> float:
@@ -99,15 +100,19 @@ def until_more(server: Server, what: str, event: str, count: int) -> Iterator[No
     server.until(lambda: seen() >= before + count, f"{count} more {what} {event}")
 
 
-def assert_fine(server: Server) -> None:
-    assert_sound_hidden_mode(server)
-    assert "layer-wise, not eager" not in server.log_text()
+def assert_fine(server: Server, stored: str) -> None:
+    assert_sound_own_pages(server, "kv" if stored == "kv" else "hidden")
+    assert "restores are layer-wise" not in server.log_text()
     assert "eak" not in server.log_text().replace("peak", "").replace("Peak", "")
 
 
 def asked(server: Server, *prompts: list[int]) -> Sequence[Conversation]:
     """Conversations of one turn, all at once."""
     return ask(server, prompts, flush=False, concurrent=True)
+
+
+BATCH = PAGE * batch_pages((800 - 1) // PAGE)
+"""Tokens of a batch of a prefetch of 800 tokens."""
 
 
 def stored(server: Server, seed: int, count: int = 800) -> list[int]:
@@ -118,26 +123,33 @@ def stored(server: Server, seed: int, count: int = 800) -> list[int]:
     return prompt
 
 
-@pytest.fixture(scope="module", params=["hidden", pytest.param("mixed", marks=pytest.mark.long)])
+@pytest.fixture(
+    scope="module", params=["hidden", "kv", pytest.param("mixed", marks=pytest.mark.long)]
+)
+def stored_as(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
 def shared(
-    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+    stored_as: str, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    folder, partition = tmp_path_factory.mktemp("eager"), PARTITIONS[request.param]
-    with Server(eager_server(model, folder, hcache={"partition": partition})) as server:
+    with Server(eager_server(model, tmp_path_factory.mktemp("eager"), stored_as)) as server:
         yield server
 
 
 @pytest.fixture
-def server(shared: Server) -> Iterator[Server]:
-    l3_rate(shared, 0)
+def server(shared: Server, stored_as: str) -> Iterator[Server]:
+    read_batches(shared, None)
     shared.flush_cache()
     yield shared
-    l3_rate(shared, 0)
-    assert_fine(shared)
+    read_batches(shared, None)
+    assert_fine(shared, stored_as)
 
 
 def test_a_request_gets_what_was_restored_while_it_waited(model: Path, server: Server) -> None:
-    l3_rate(server, SLOW)
+    """All but the last batch, without any option."""
     conversations = converse(server, make_conversations(2, turns=3, tokens=300))
     assert tokens(server, "ready_at_load") > 2 * tokens(server, "not_ready_at_load") > 0
     assert tokens(server, "eager") == tokens(server, "ready_at_load")  # nothing in vain
@@ -145,7 +157,8 @@ def test_a_request_gets_what_was_restored_while_it_waited(model: Path, server: S
     assert_no_cache_output(model, conversations)
 
 
-def test_without_a_slow_l3_it_is_right_as_well(model: Path, server: Server) -> None:
+def test_it_is_right_whatever_has_arrived_at_the_load(model: Path, server: Server) -> None:
+    (server.options.log.parent / "in-step").unlink()
     conversations = make_conversations(4, turns=3, tokens=200, seed=2)
     converse(server, conversations, concurrent=True)
     assert_restored_from_l3(conversations, PAGE)
@@ -154,19 +167,18 @@ def test_without_a_slow_l3_it_is_right_as_well(model: Path, server: Server) -> N
 
 def test_an_aborted_request_leaves_nothing_wrong_behind(model: Path, server: Server) -> None:
     prompt = stored(server, seed=3)
-    for restored in (0, 1, 200):
-        l3_rate(server, SLOWER if restored else HELD)
+    for batches in (0, 1, 3):
+        read_batches(server, batches)
         rid = uuid.uuid4().hex
         gone = threading.Thread(target=_may_fail, args=(server, prompt, rid))
         with (
-            until_more(server, "tokens", "eager", restored),
+            until_more(server, "tokens", "eager", batches * BATCH),
             until_more(server, "lookups", "found", 1),
         ):
             gone.start()
-        l3_rate(server, HELD)
         server.abort_request(rid)
-        l3_rate(server, 0)
         gone.join()
+    read_batches(server, None)
     server.flush_cache()
     (again,) = asked(server, prompt)
     assert again.turns[0].cached.storage >= 800 - 2 * PAGE
@@ -179,12 +191,18 @@ def _may_fail(server: Server, prompt: list[int], rid: str) -> None:
 
 
 def test_two_requests_with_one_prefix(model: Path, server: Server) -> None:
+    """It is restored once, although both prefetches bring it."""
     prefix = stored(server, seed=4, count=640)
-    l3_rate(server, SLOW)
+    read_batches(server, 0)
     prompts = [[*prefix, *random_tokens(50, seed)] for seed in (5, 6)]
     before = tokens(server, "eager")
-    both = asked(server, *prompts)
-    assert tokens(server, "eager") - before <= 640  # and not twice as many
+    both: list[Conversation] = []
+    asking = threading.Thread(target=lambda: both.extend(asked(server, *prompts)))
+    with until_more(server, "lookups", "found", 2 * 640 // PAGE):
+        asking.start()
+    read_batches(server, None)
+    asking.join()
+    assert 0 < tokens(server, "eager") - before <= 640  # and not twice as many
     assert all(turn.cached.storage + turn.cached.device >= 640 for turn in turns_of(both))
     assert_no_cache_output(model, both)
 
@@ -195,7 +213,6 @@ def test_a_bad_page_in_the_middle_ends_what_is_used(model: Path, server: Server)
     pages = stored_pages(server.options.log.parent)
     [path] = (page for page in pages if token_ids in page.read_bytes())
     flip_bit(path, -1000)
-    l3_rate(server, SLOW)
     (again,) = asked(server, prompt)
     assert again.turns[0].cached.storage == middle
     assert_no_cache_output(model, [again])
@@ -203,11 +220,12 @@ def test_a_bad_page_in_the_middle_ends_what_is_used(model: Path, server: Server)
 
 def test_a_flush_while_pages_are_restored(model: Path, server: Server) -> None:
     prompt = stored(server, seed=8)
-    l3_rate(server, SLOW)
+    read_batches(server, 2)
     replies: list[Conversation] = []
     waiting = threading.Thread(target=lambda: replies.extend(asked(server, prompt)))
-    with until_more(server, "tokens", "eager", 1):
+    with until_more(server, "tokens", "eager", 2 * BATCH):
         waiting.start()
+    read_batches(server, None)
     server.flush_cache()  # waits for the request
     waiting.join()
     replies.extend(asked(server, prompt))
@@ -216,29 +234,29 @@ def test_a_flush_while_pages_are_restored(model: Path, server: Server) -> None:
 
 
 def test_other_weights_while_pages_are_restored(
-    model: Path, model_cache: Path, server: Server
+    model: Path, model_cache: Path, server: Server, stored_as: str
 ) -> None:
     """An update waits for requests, but not for those that are paused; nothing is flushed."""
+    if stored_as == "kv":
+        pytest.skip("K and V that are not flushed outlive an update, as they do without us")
     other = build_model("llama", model_cache, seed=1)
     prompt = stored(server, seed=11)
-    l3_rate(server, SLOWER)
+    read_batches(server, 2)
     eager, ready = tokens(server, "eager"), tokens(server, "ready_at_load")
     replies: list[Conversation] = []
     waiting = threading.Thread(target=lambda: replies.extend(asked(server, prompt)))
-    with until_more(server, "tokens", "eager", 200):
+    with until_more(server, "tokens", "eager", 2 * BATCH):
         waiting.start()
-    l3_rate(server, HELD)
     with server.paused():
-        before = tokens(server, "eager") - eager
-        assert before < 800 - 2 * PAGE  # some pages are K and V of the old weights, others come
-        l3_rate(server, SLOW)
+        # Some pages are K and V of the old weights, others come.
+        assert tokens(server, "eager") - eager == 2 * BATCH
+        read_batches(server, None)
         server.update_weights_from_disk(other, flush=False)
     waiting.join()
     assert_no_cache_output(other, replies)
     assert tokens(server, "ready_at_load") == ready
     assert tokens(server, "not_restored_stale_host_page") > 0  # what had come was offered, in vain
     server.update_weights_from_disk(model)
-    l3_rate(server, 0)
     (back,) = asked(server, prompt)
     assert back.turns[0].cached.storage >= 800 - 2 * PAGE
     assert_no_cache_output(model, [back])
@@ -254,12 +272,12 @@ def test_prefetches_that_end_early(policy: str, model: Path, server: Server) -> 
     if policy == "timeout":
         config = config | {"prefetch_timeout_base": 2, "prefetch_timeout_per_ki_token": 0.1}
     attach(server, config, hicache_storage_prefetch_policy=policy)
-    l3_rate(server, SLOWER)
+    read_batches(server, 3)
     conversations = asked(server, *prompts)
     if policy == "timeout":
         found = [turn.cached.storage for turn in turns_of(conversations)]
-        assert any(0 < tokens < 800 - 2 * PAGE for tokens in found)
-    l3_rate(server, 0)
+        assert 0 < max(found) <= 3 * BATCH
+    read_batches(server, None)
     again = [*asked(server, prompts[0]), *asked(server, prompts[1])]
     assert_no_cache_output(model, [*conversations, *again])
     server.detach_storage()
@@ -267,35 +285,45 @@ def test_prefetches_that_end_early(policy: str, model: Path, server: Server) -> 
     attach(server, config, hicache_storage_prefetch_policy="wait_complete")
 
 
-@pytest.mark.parametrize("name", ["mixed", pytest.param("hidden", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", ["recompute, mixed", "kv", pytest.param("hidden", marks=pytest.mark.long)]
+)
 def test_pressure_on_a_small_device_pool(name: str, model: Path, tmp_path: Path) -> None:
-    """Prompts that wait, and requests that run, want the same pages."""
-    hcache = {"partition": PARTITIONS[name]}
-    options = eager_server(model, tmp_path, hcache=hcache, max_total_tokens=1280, hicache_ratio=8.0)
+    """Prompts that wait, and requests that run, want the same pages: who runs gets them."""
+    options = eager_server(model, tmp_path, name, max_total_tokens=1280, hicache_ratio=8.0)
     with Server(options) as server:
+        waiting = stored(server, seed=1)
+        read_batches(server, 1)
+        replies: list[Conversation] = []
+        asking = threading.Thread(target=lambda: replies.extend(asked(server, waiting)))
+        with until_more(server, "tokens", "eager", 1):
+            asking.start()
+        (running,) = asked(server, random_tokens(1200, 2))  # not while half of them are reserved
+        assert asking.is_alive()
+        read_batches(server, None)
+        asking.join()
         conversations = make_conversations(5, turns=2, tokens=200)
-        l3_rate(server, 10 * SLOW)
         converse(server, conversations, concurrent=True)
         server.flush_cache()
         again = [Conversation([c.history]) for c in conversations]
         converse(server, again, concurrent=True)
         assert tokens(server, "ready_at_load") > 0
-        assert_fine(server)
-    assert_no_cache_output(model, [*conversations, *again])
+        assert_fine(server, name)
+    assert_no_cache_output(model, [*replies, running, *conversations, *again])
 
 
-@pytest.mark.parametrize("name", ["mixed", pytest.param("recompute", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", ["recompute, mixed", pytest.param("recompute", marks=pytest.mark.long)]
+)
 def test_first_layers_are_recomputed_while_others_are_read(
     name: str, model: Path, tmp_path: Path
 ) -> None:
-    hcache = {"partition": PARTITIONS[name]}
-    with Server(eager_server(model, tmp_path, hcache=hcache)) as server:
-        l3_rate(server, SLOW)
+    with Server(eager_server(model, tmp_path, name)) as server:
         conversations = converse(server, make_conversations(2, turns=3, tokens=250))
         assert tokens(server, "ready_at_load") > tokens(server, "not_ready_at_load")
         assert tokens(server, "eager_recomputed") == tokens(server, "eager")
         assert "layers are not recomputed" not in server.log_text()
-        assert_fine(server)
+        assert_fine(server, name)
     assert_restored_from_l3(conversations, PAGE)
     assert_no_cache_output(model, conversations)
 
@@ -304,13 +332,11 @@ def test_first_layers_are_recomputed_behind_what_is_on_the_device(
     model: Path, tmp_path: Path
 ) -> None:
     """Two prompts share a part: the first brings it back, the second what is left."""
-    options = eager_server(model, tmp_path, hcache={"partition": PARTITIONS["recompute"]})
-    with Server(options) as server:
+    with Server(eager_server(model, tmp_path, "recompute")) as server:
         same, rest = random_tokens(400, 1), [random_tokens(400, seed) for seed in (2, 3)]
         for tokens_of in rest:
             server.generate(same + tokens_of, 1)
         server.flush_cache()
-        l3_rate(server, 2 * SLOW)
         conversations = [*asked(server, same + rest[0])]
         before = tokens(server, "eager_recomputed")
         conversations += asked(server, same + rest[1])
@@ -318,18 +344,16 @@ def test_first_layers_are_recomputed_behind_what_is_on_the_device(
         assert cached.device == 400 and cached.storage > 300
         assert tokens(server, "eager_recomputed") > before + 200
         assert tokens(server, "eager_recomputed") == tokens(server, "eager")
-        assert_fine(server)
+        assert_fine(server, "recompute")
     assert_no_cache_output(model, conversations)
 
 
 def test_first_layers_are_recomputed_at_the_load_behind_what_is_on_the_host(
     model: Path, tmp_path: Path
 ) -> None:
-    hcache = {"partition": PARTITIONS["recompute"]}
-    options = eager_server(model, tmp_path, hcache=hcache, max_total_tokens=1280, hicache_ratio=8.0)
+    options = eager_server(model, tmp_path, "recompute", max_total_tokens=1280, hicache_ratio=8.0)
     with Server(options) as server:
         prompt = stored(server, seed=1)
-        l3_rate(server, 2 * SLOW)
         server.generate(prompt[:400], 1)
         for seed in (2, 3):
             server.generate(random_tokens(1000, seed), 1)  # the device has no room for both
@@ -339,29 +363,29 @@ def test_first_layers_are_recomputed_at_the_load_behind_what_is_on_the_host(
         assert cached.device == 0 and cached.host > 300 and cached.storage > 300
         assert tokens(server, "eager") > before[0]
         assert tokens(server, "eager_recomputed") == before[1]
-        assert_fine(server)
+        assert_fine(server, "recompute")
     assert_no_cache_output(model, [conversation])
 
 
-@pytest.mark.parametrize("name", ["hidden", pytest.param("recompute", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name",
+    ["hidden", *(pytest.param(name, marks=pytest.mark.long) for name in ("kv", "recompute"))],
+)
 def test_two_ranks_of_which_one_has_misses_decide_the_same(
     name: str, model: Path, tmp_path: Path
 ) -> None:
     options = eager_server(
         model,
         tmp_path,
-        hcache={"partition": PARTITIONS[name]},
+        name,
+        faults="batches_in_step,misses_on_rank_1",
         tp=2,
         max_total_tokens=2048,
         hicache_ratio=4.0,
-        extra_env=faulty("misses_on_rank_1"),
     )
     conversations = make_conversations(8, turns=REQUESTS // 8, tokens=60)
     with Server(options) as server:
-        l3_rate(server, 4 * SLOW)
         converse_at_random(server, conversations, at_once=4, flushed=0.5)
         assert tokens(server, "ready_at_load") > 0
-        assert_hidden_mode(server)
-        log = server.log_text()
-        assert "self-check" not in log and "Exception in thread" not in log
+        assert_fine(server, name)
     assert_no_cache_replies_up_to_ties(model, turns_of(conversations))

@@ -76,7 +76,7 @@ class TestServerThatWasStartedWithoutUs:
 
     @pytest.mark.parametrize(
         ("name", "value"),
-        [("mode", "hidden"), ("codec", "int8"), ("restore", "eager"), ("check_every_pages", 1)],
+        [("mode", "hidden"), ("codec", "int8"), ("restore", "layerwise"), ("check_every_pages", 1)],
     )
     def test_options_of_hidden_states_are_refused(
         self, name: str, value: object, server: Server, tmp_path: Path
@@ -115,8 +115,8 @@ class TestServerThatWaitsForABackend:
                 "option 'codec' is 'int8' but this server was started with 'none'; it can only",
             ),
             (
-                {"restore": "eager"},
-                "option 'restore' is 'eager' but this server was started with 'layerwise'",
+                {"restore": "layerwise"},
+                "option 'restore' is 'layerwise' but this server was started with 'auto'",
             ),
         ],
         ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -122,7 +122,7 @@ def test_write_back_and_eager_restores_under_pressure(model_cache: Path, tmp_pat
     options = our_server(
         model,
         tmp_path,
-        hcache={"mode": "auto", "restore": "eager"},
+        hcache={"mode": "auto"},
         write_policy="write_back",
         page_size=16,
         max_total_tokens=1536,

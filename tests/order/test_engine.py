@@ -166,18 +166,21 @@ def _was_cut_off(found: dict[str, Any]) -> bool:
 
 
 EVERY = tuple(PARTITIONS)
+KINDS = ("mixed", "kv")
 SCENARIOS = {
     "conversations": Scenario(conversations, partitions=EVERY),
     "pressure": Scenario(pressure, partitions=EVERY),
-    "eager": Scenario(eager, partitions=EVERY, restore="eager"),
+    "eager": Scenario(eager, partitions=EVERY, restore="auto"),
     "decode graphs": Scenario(decode, _was_replayed, EVERY, decode_graphs=True),
-    "decode graphs, eager": Scenario(decode, _was_replayed, restore="eager", decode_graphs=True),
+    "decode graphs, eager": Scenario(
+        decode, _was_replayed, KINDS, restore="auto", decode_graphs=True
+    ),
     "two ranks": Scenario(turns, tp=2),
-    "two ranks, eager": Scenario(turns, restore="eager", tp=2),
+    "two ranks, eager": Scenario(turns, partitions=KINDS, restore="auto", tp=2),
     "aborts": Scenario(aborts, _was_aborted, chunk=256),
-    "aborts, eager": Scenario(aborts, _was_aborted, restore="eager", chunk=256),
+    "aborts, eager": Scenario(aborts, _was_aborted, KINDS, restore="auto", chunk=256),
     "flushes": Scenario(flushes, _was_cut_off),
-    "flushes, eager": Scenario(flushes, _was_cut_off, restore="eager"),
+    "flushes, eager": Scenario(flushes, _was_cut_off, KINDS, restore="auto"),
 }
 
 
@@ -244,6 +247,7 @@ EVERY_RUN = [
     ("decode graphs", "kv"),
     ("pressure", "hidden"),
     ("eager", "recompute"),
+    ("eager", "kv"),
     ("decode graphs", "hidden"),
 ]
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.engine.arguments import resolved
+from hcache_backend.engine.eager_loads import eager_refusal
 from hcache_backend.engine.kv_segments import PoolParking
 from hcache_backend.engine.layer_methods import LayerMethods, pipeline_seconds
 from hcache_backend.engine.runtime import Runtime
@@ -56,7 +57,9 @@ def _choose(runtime: Runtime, kvcache: Any) -> LayerMethods:
 
     config, args = runtime.config, resolved(runtime.runner.server_args)
     assert config is not None
-    layers, ranks, eager = int(kvcache.layer_num), int(args.tp_size), config.restore == "eager"
+    layers, ranks = int(kvcache.layer_num), int(args.tp_size)
+    refused = eager_refusal(args, kvcache.device, hidden=True)
+    eager = config.restore == "auto" and refused is None
     chunk_tokens = min(config.restore_chunk_tokens, int(kvcache.size))
     row_bytes = wanted_codec(runtime, runtime.runner).row_bytes
     parks = PoolParking.fits(kvcache, row_bytes)

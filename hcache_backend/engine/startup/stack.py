@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,12 @@ from hcache_backend.engine import metrics
 from hcache_backend.engine.arguments import kv_fields, resolved
 from hcache_backend.engine.capture_hooks import HiddenCapture, invalidate_on_allocation
 from hcache_backend.engine.controller import KVController, OwnPagesController
-from hcache_backend.engine.eager_loads import EagerLoads, ReservablePages, eager_problem
+from hcache_backend.engine.eager_loads import (
+    EagerLoads,
+    ReservablePages,
+    allocator_refusal,
+    eager_refusal,
+)
 from hcache_backend.engine.hidden_controller import HiddenStateController
 from hcache_backend.engine.host_pool import HiddenStatePool, OwnPagesPool
 from hcache_backend.engine.kv_segments import PoolParking
@@ -53,11 +58,6 @@ class Stack:
     kvcache: Any
     params: Any
     arguments: Mapping[str, Any]
-    _reservable: ReservablePages | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        # Before capture wraps the allocator: what is handed out of a reservation is allocated, too.
-        self._reservable = _reservable(self.runtime, self.params.token_to_kv_pool_allocator)
 
     def build_kv(self, plan: PagePlan) -> StackBuildResult:
         """What HiCache works with where own pages hold K and V, by the plan of all ranks."""
@@ -67,8 +67,10 @@ class Stack:
             pool.kv_buffer, plan.layout, restored, plan.methods.chunk_tokens, self.kvcache.device
         )
         loads = LoadQueue(pool.arena, pipeline, plan.methods, None, self.kvcache.device)
-        result = self._joined(KVController, pool, pipeline, loads)
-        checks = KVChecks(self.runtime, pool, plan.kv, self.params.tp_cache_group)
+        params = self.params
+        reservable = _reservable(self.runtime, params.token_to_kv_pool_allocator, hidden=False)
+        result = self._joined(KVController, pool, pipeline, loads, reservable)
+        checks = KVChecks(self.runtime, pool, plan.kv, params.tp_cache_group)
         pool.on_freed.append(checks.freed)
         pool.on_transferred.append(checks.transferred)
         result.cache_controller.check_by(checks, self._stages(plan, lambda pages: True))
@@ -84,6 +86,8 @@ class Stack:
         )
         order = CollectiveOrder(kvcache.device) if get_tp_group().world_size > 1 else None
         allocator = self.params.token_to_kv_pool_allocator
+        # Before capture wraps the allocator: what is handed out of a reservation is allocated, too.
+        reservable = _reservable(runtime, allocator, hidden=True)
         capture = _start_capture(runtime, allocator, pool, plan, order)
         pipeline = RestorePipeline(
             pool.kv_buffer,
@@ -96,7 +100,7 @@ class Stack:
         )
         loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, kvcache.device)
         pool.follow(capture)
-        result = self._joined(HiddenStateController, pool, pipeline, loads)
+        result = self._joined(HiddenStateController, pool, pipeline, loads, reservable)
         check = PageCheck(layout, plan.codec, plan.hidden_layers, plan.kv, projector, plan.exchange)
         result.cache_controller.use_hidden_states(
             capture,
@@ -129,6 +133,7 @@ class Stack:
         pool: OwnPagesPool,
         pipeline: RestorePipeline,
         loads: LoadQueue,
+        reservable: ReservablePages | None,
     ) -> StackBuildResult:
         params, memory, config = self.params, get_memory(), self.runtime.config
         assert config is not None
@@ -149,9 +154,9 @@ class Stack:
             **{name: self.arguments[name] for name in _CONTROLLER_ARGUMENTS},
         )
         eager = None
-        if self._reservable is not None:
+        if reservable is not None:
             most = max(1, int(self.kvcache.size // params.page_size * config.restore_share))
-            eager = EagerLoads(self._reservable, pool, pipeline, loads, most)
+            eager = EagerLoads(reservable, pool, pipeline, loads, most)
             self.runtime.on_weights_changed.append(eager.give_back)
         controller.use_own_pages(self.runtime, pool, loads, eager)
         return StackBuildResult(
@@ -225,15 +230,19 @@ def _page_fields(runtime: Runtime, kvcache: Any, plan: PagePlan) -> dict[str, ob
     return fields
 
 
-def _reservable(runtime: Runtime, allocator: Any) -> ReservablePages | None:
+def _reservable(runtime: Runtime, allocator: Any, *, hidden: bool) -> ReservablePages | None:
     """The device's pages, some of which are to be reserved; None: restores are layer-wise."""
     assert runtime.config is not None
+    args = resolved(runtime.runner.server_args)
     if runtime.config.restore == "layerwise":
-        return None
-    problem = eager_problem(allocator, resolved(runtime.runner.server_args))
-    if problem is None:
+        reason: str | None = "option 'restore'"
+    else:
+        reason = eager_refusal(args, allocator.device, hidden=hidden) or allocator_refusal(
+            allocator
+        )
+    if reason is None:
         return ReservablePages(allocator)
-    logger.warning("hcache: restores are layer-wise, not eager: %s", problem)
+    logger.info("hcache: restores are layer-wise, not eager: %s", reason)
     return None
 
 

@@ -1,8 +1,8 @@
 """Faults that a test injects into a server's scheduler process, as an SGLang plugin of its own.
 
-``HCACHE_TEST_FAULT`` names the fault. With ``HCACHE_TEST_TRIGGER`` it only works while that file
-exists, so that a server can start, and serve for a while, in good order. With ``HCACHE_TEST_STAGE``
-it only works in that pipeline stage.
+``HCACHE_TEST_FAULT`` names the faults (``one,other``). With ``HCACHE_TEST_TRIGGER`` they only work
+while that file exists, so that a server can start, and serve for a while, in good order. With
+``HCACHE_TEST_STAGE`` they only work in that pipeline stage.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hcache_batches
+
 LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 
 
@@ -26,7 +28,8 @@ def activate() -> None:
 
 
 def _inject(*args: Any, **kwargs: Any) -> None:
-    FAULTS[os.environ["HCACHE_TEST_FAULT"]]()
+    for name in os.environ["HCACHE_TEST_FAULT"].split(","):
+        FAULTS[name]()
 
 
 def _active() -> bool:
@@ -359,6 +362,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "disk": _disk,
     "prefetches_held": _hold_prefetches,
     "decisions_held": _hold_decisions,
+    "batches_in_step": lambda: hcache_batches.keep_in_step(_active),
     "no_store_on_rank_1": _no_store_on_rank_1,
     "misses_on_rank_1": _misses_on_rank_1,
     "report_hooks": _report(_hooks),

@@ -199,7 +199,7 @@ def assert_restored_from_l3(conversations: Sequence[Conversation], page_size: in
 
 
 def faulty(name: str, trigger: Path | None = None, stage: int | None = None) -> dict[str, str]:
-    """Environment of a server with the fault `name` of tests/engine/faults, active while `trigger`
+    """Environment of a server with the faults `name` of tests/engine/faults, active while `trigger`
     exists (always, without one), in the pipeline stage `stage` (all, without one)."""
     paths = [str(Path(__file__).parents[1] / "faults"), cpu_engine_env()["PYTHONPATH"]]
     env = {"HCACHE_TEST_FAULT": name, "PYTHONPATH": os.pathsep.join(paths)}

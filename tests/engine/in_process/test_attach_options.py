@@ -124,7 +124,7 @@ class TestAnAttach:
             "check_every_pages": 1,
             "projection": "generic",
             "restore_chunk_tokens": 64,
-            "restore": "eager",
+            "restore": "layerwise",
             "restore_share": 0.25,
         }
         assert others.keys() == FIXED_AT_START

@@ -12,7 +12,12 @@ from hcache_cpu_engine import plugin
 from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE, PrefetchAck
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
-from hcache_backend.engine.eager_loads import ReservablePages, eager_problem
+from hcache_backend.engine.eager_loads import (
+    EagerLoads,
+    ReservablePages,
+    allocator_refusal,
+    eager_refusal,
+)
 from hcache_backend.engine.loads import QueuedLoad
 from hcache_backend.engine.read_batches import BatchedReads
 from hcache_backend.restore.eager import EagerRestores, batch_pages
@@ -29,7 +34,13 @@ class Restore:
     def wait_for_layer(self, layer: int) -> None:
         self.waited = True
 
+    def done(self) -> bool:
+        return self.waited
+
     def wait(self) -> None:
+        self.waited = True
+
+    def synchronize(self) -> None:
         self.waited = True
 
 
@@ -48,6 +59,10 @@ class Scene:
     def _launch(self, *_: Any) -> Launched:
         self.restores.append(Restore())
         return Launched(self.restores[-1], whole=True, reads_before=False)
+
+    def _launch_alone(self, *_: Any) -> Restore:
+        self.restores.append(Restore())
+        return self.restores[-1]
 
     def reserve(self, *host_pages: int, arrived: int = 0) -> None:
         self.eager.reserve("prefetch", host_pages, np.array(host_pages))
@@ -124,8 +139,68 @@ def test_an_allocator_of_another_kind_speaks_against_it() -> None:
     class Other(PagedTokenToKVPoolAllocator):
         pass
 
-    problem = eager_problem(object.__new__(Other), SimpleNamespace())
-    assert problem == "the device's pages are managed by a Other"
+    assert allocator_refusal(object.__new__(Other)) == "the device's pages are managed by a Other"
+    assert allocator_refusal(Scene(need_sort=False).allocator) is None
+
+
+@pytest.mark.parametrize(
+    ("tp", "device", "hidden", "reason"),
+    [
+        (1, "cuda", True, None),
+        (2, "cpu", True, None),
+        (2, "cuda", True, "ranks would exchange shares"),
+        (2, "cuda", False, None),
+        (8, "cuda", False, None),
+    ],
+)
+def test_only_ranks_that_exchange_hidden_states_on_gpus_restore_layer_wise(
+    tp: int, device: str, hidden: bool, reason: str | None
+) -> None:
+    args = SimpleNamespace(pp_size=1, enable_dp_attention=False, tp_size=tp)
+    found = eager_refusal(args, device, hidden=hidden)
+    assert found is None if reason is None else found is not None and reason in found
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("changes", [{"pp_size": 2}, {"enable_dp_attention": True}])
+def test_stages_and_data_parallel_attention_restore_layer_wise(
+    changes: dict[str, Any], hidden: bool
+) -> None:
+    args = SimpleNamespace(**({"pp_size": 1, "enable_dp_attention": False, "tp_size": 1} | changes))
+    assert "not supported" in str(eager_refusal(args, "cpu", hidden=hidden))
+
+
+def test_an_abort_frees_what_it_held_in_the_next_turn(scene: Scene) -> None:
+    """HiCache forgets the prefetch, and gives back the host pages that it had brought."""
+    pool: Any = SimpleNamespace(
+        page_size=SIZE,
+        on_freed=[],
+        page_ids=lambda indices: indices[::SIZE].numpy() // SIZE,
+        arena=SimpleNamespace(
+            physical=lambda pages: pages, first_layers=lambda pages: np.zeros(len(pages), np.int64)
+        ),
+    )
+    pipeline: Any = SimpleNamespace(start=scene._launch_alone)
+    eager = EagerLoads(scene.pages, pool, pipeline, SimpleNamespace(stored_from=0), PAGES)  # type: ignore[arg-type]
+    operation = SimpleNamespace(
+        host_indices=torch.arange(8 * SIZE), hash_value=list(range(8)), completed_tokens=4 * SIZE
+    )
+    stream = SimpleNamespace()
+    cache = SimpleNamespace(
+        cache_controller=SimpleNamespace(
+            l2_transfer_engine=SimpleNamespace(host_to_device_stream=stream),
+            after_forwards=lambda stream: None,
+        ),
+        ongoing_prefetch={"rid": SimpleNamespace(operation=operation, anchor_node_id=0)},
+    )
+    eager.turn(cache)
+    eager.turn(cache)
+    assert scene.pages.count() == PAGES - 8
+    cache.ongoing_prefetch = {}
+    pool.on_freed[0](np.arange(4))
+    eager.turn(cache)
+    assert (scene.pages.count(), scene.allocator.available_size()) == (PAGES, PAGES * SIZE)
+    assert all(restore.waited for restore in scene.restores)
 
 
 class Rank:

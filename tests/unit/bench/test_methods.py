@@ -35,10 +35,10 @@ def test_methods_differ_in_what_brings_histories_back(name: str, tmp_path: Path)
     assert ("--disable-radix-cache" in command) == (name == "recompute")
     assert ("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR" in environment) == (name == "file")
     if name.startswith("hcache"):
-        eager = {"restore": "eager"} if name.endswith("-eager") else {}
+        restore = {} if name.endswith("-eager") else {"restore": "layerwise"}
         modes = {"hcache": "auto", "hcache-kv": "kv", "hcache-hidden": "hidden"}
         mode = modes[name.removesuffix("-eager")]
-        assert config(name, tmp_path) == {"dirs": [str(tmp_path / "l3")], "mode": mode, **eager}
+        assert config(name, tmp_path) == {"dirs": [str(tmp_path / "l3")], "mode": mode, **restore}
 
 
 def test_a_gpu_has_nothing_of_the_cpu_engine(tmp_path: Path) -> None:
@@ -67,7 +67,6 @@ def test_a_server_may_use_the_l3_of_another_and_have_more_options(tmp_path: Path
     assert config("hcache-hidden-eager", tmp_path / "own", l3=shared, hcache=more) == {
         "dirs": [str(shared)],
         "mode": "hidden",
-        "restore": "eager",
         "restore_share": 1.0,
     }
 

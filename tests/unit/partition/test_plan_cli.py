@@ -107,7 +107,7 @@ def test_l3_first_is_slower_and_pictured(tmp_path: Path) -> None:
     assert " l3 |LLL" in done.stdout
 
 
-@pytest.mark.parametrize(("restore", "l3"), [("eager", "overlapped"), ("layerwise", "first")])
+@pytest.mark.parametrize(("restore", "l3"), [("auto", "overlapped"), ("layerwise", "first")])
 def test_option_restore_plans_as_the_server_does(restore: str, l3: str) -> None:
     options = ("--ssds", 1, "--tokens", 16384)
     found = plan("llama-2-13b", "h100", *options, "--restore", restore)
@@ -120,20 +120,21 @@ def test_option_restore_plans_as_the_server_does(restore: str, l3: str) -> None:
     assert by_l3["layers"]["recompute"] > 0
     assert found["layers"] == by_l3["layers"]
     recomputed = {at["recompute_layers"] for at in found["at_length"].values()}
-    if restore == "eager":
+    if restore == "auto":
         assert recomputed == {found["layers"]["recompute"]}  # chosen before a length is known
     else:
         assert max(recomputed) > 0
     on_two = plan("llama-2-13b", "h100", *options, "--restore", restore, "--tp", 2)
     assert on_two["layers"]["recompute"] == 0
-    assert any("restores layer-wise" in note for note in on_two["notes"]) == (restore == "eager")
+    said_so = any("restores hidden states layer-wise" in note for note in on_two["notes"])
+    assert said_so == (restore == "auto" and on_two["layers"]["hidden"] > 0)
 
 
 def test_either_path_tells_what_the_other_takes() -> None:
     options = ("--ssds", 4, "--tp", 2)  # nothing is recomputed: both choose the same partition
     eager, layerwise = (
         plan("llama-2-7b", "a100-40g", *options, "--restore", restore)
-        for restore in ("eager", "layerwise")
+        for restore in ("auto", "layerwise")
     )
     assert eager["layers"] == layerwise["layers"]
     for mine, other in ((eager, layerwise), (layerwise, eager)):
@@ -187,8 +188,8 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     assert "cannot read nowhere" in said("plan", "--model", "nowhere", "--hardware", "h100")
     for option, value in (("--tokens", 0), ("--tp", 0), ("--ssds", -1), ("--l3", "later")):
         assert option in said(*model, "--hardware", "h100", option, value)
-    both = said(*model, "--hardware", "h100", "--l3", "first", "--restore", "eager")
-    assert "--l3 first: --restore eager says where L3 is" in both
+    both = said(*model, "--hardware", "h100", "--l3", "first", "--restore", "auto")
+    assert "--l3 first: --restore auto says where L3 is" in both
     assert "--restore" in said(*model, "--hardware", "h100", "--restore", "lazy")
     path = tmp_path / "profile.json"
     path.write_text("{}")

@@ -1,0 +1,73 @@
+"""Keeps prefetches and scheduler in step: what is restored during a read hangs on no speed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def keep_in_step(active: Callable[[], bool]) -> None:
+    """A batch of a prefetch is read when the scheduler has had its turn with the one before.
+
+    If the trigger has a number in it, no more than so many batches of a prefetch are read.
+    """
+    from hcache_backend.engine.eager_loads import EagerLoads
+    from hcache_backend.engine.read_batches import BatchedReads
+
+    turn, begin, read = EagerLoads.turn, BatchedReads.__init__, BatchedReads.read
+    turns = 0
+
+    def counted(self: Any, cache: Any) -> None:
+        nonlocal turns
+        turn(self, cache)
+        turns += 1
+
+    def remembering(self: Any, page_size: int, report: Any) -> None:
+        def remembered(ack: Any) -> None:
+            ack.operation.hcache_reports.append(ack)
+            report(ack)
+
+        self.controller = report.__self__
+        begin(self, page_size, remembered)
+
+    def stepwise(self: Any, read_pages: Any, operation: Any, *others: Any) -> int:
+        reports: list[Any] = operation.hcache_reports
+
+        def given_up() -> bool:
+            return bool(self.controller.storage_stop_event.is_set() or operation.is_terminated())
+
+        def wait_while(unseen: Callable[[], bool]) -> None:
+            while active() and not given_up() and unseen():
+                time.sleep(0.001)
+
+        def in_step(*batch: Any) -> int:
+            if reports:
+                # Other ranks may know of fewer pages: the report has then become that number.
+                wait_while(lambda: operation.completed_tokens < reports[-1].completed_tokens)
+                before = turns
+                wait_while(lambda: turns == before)
+            wait_while(lambda: len(reports) >= _most_batches())
+            return 0 if given_up() else int(read_pages(*batch))
+
+        return read(self, in_step, operation, *others)
+
+    def transfer(self: Any, operation: Any, *others: Any) -> Any:
+        operation.hcache_reports = []
+        return transfer_whole(self, operation, *others)
+
+    transfer_whole = BatchedReads.transfer
+    EagerLoads.turn = counted  # type: ignore[method-assign]
+    BatchedReads.__init__ = remembering  # type: ignore[method-assign]
+    BatchedReads.read = stepwise  # type: ignore[method-assign]
+    BatchedReads.transfer = transfer  # type: ignore[method-assign]
+
+
+def _most_batches() -> float:
+    """The number in the trigger; infinite without one."""
+    with contextlib.suppress(FileNotFoundError):
+        return float(Path(os.environ["HCACHE_TEST_TRIGGER"]).read_text() or "inf")
+    return float("inf")
