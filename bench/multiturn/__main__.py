@@ -46,7 +46,9 @@ def options() -> argparse.ArgumentParser:
     running("--api-key", help="its (admin) API key")
     started = made.add_argument_group("the server that is started")
     add_model_options(started)
-    started.add_argument("--method", choices=SERVED, default="hcache", help="how it brings back")
+    started.add_argument(
+        "--method", choices=SERVED, default="hcache-eager", help="how it brings back"
+    )
     started.add_argument(
         "--server-dir", type=Path, help="where L3 and log stay; default: they are removed"
     )
