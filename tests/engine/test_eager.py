@@ -42,12 +42,12 @@ from tests.engine.harness.ours import (
 pytestmark = pytest.mark.engine
 
 PAGE = 16
-PARTITIONS = {
-    "hidden": partition(0, 4, 0),
-    "kv": partition(0, 0, 4),
-    "mixed": partition(0, 2, 2),
-    "recompute": partition(2, 2, 0),
-    "recompute, mixed": partition(2, 1, 1),
+STORED: dict[str, dict[str, Any]] = {
+    "hidden": {"partition": partition(0, 4, 0)},
+    "kv": {"mode": "kv"},
+    "mixed": {"partition": partition(0, 2, 2)},
+    "recompute": {"partition": partition(2, 2, 0)},
+    "recompute, mixed": {"partition": partition(2, 1, 1)},
 }
 REQUESTS = int(os.environ.get("HCACHE_TEST_EAGER_REQUESTS", "32"))
 
@@ -55,7 +55,7 @@ REQUESTS = int(os.environ.get("HCACHE_TEST_EAGER_REQUESTS", "32"))
 def eager_server(
     model: Path, folder: Path, stored: str, *, faults: str = "batches_in_step", **options: Any
 ) -> ServerOptions:
-    """A server that stores layers as ``stored`` says (see ``PARTITIONS``).
+    """A server that stores layers as ``stored`` says (see ``STORED``).
 
     While the file ``in-step`` exists, as it does to begin with, the scheduler sees every batch of a
     prefetch before the next one is read: all but the last are restored before the load. It checks
@@ -67,7 +67,7 @@ def eager_server(
     return our_server(
         model,
         folder,
-        hcache={"partition": PARTITIONS[stored]},
+        hcache=STORED[stored],
         extra_args=("--enable-metrics", "--watchdog-timeout", "240"),
         extra_env=env | faulty(faults, in_step),
         page_size=PAGE,

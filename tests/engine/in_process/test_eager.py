@@ -170,6 +170,13 @@ def test_stages_and_data_parallel_attention_restore_layer_wise(
     assert "not supported" in str(eager_refusal(args, "cpu", hidden=hidden))
 
 
+class Operation:
+    """HiCache's operation of a prefetch of eight pages, half of which have arrived."""
+
+    host_indices, hash_value = torch.arange(8 * SIZE), range(8)
+    completed_tokens = 4 * SIZE
+
+
 def test_an_abort_frees_what_it_held_in_the_next_turn(scene: Scene) -> None:
     """HiCache forgets the prefetch, and gives back the host pages that it had brought."""
     pool: Any = SimpleNamespace(
@@ -182,16 +189,12 @@ def test_an_abort_frees_what_it_held_in_the_next_turn(scene: Scene) -> None:
     )
     pipeline: Any = SimpleNamespace(start=scene._launch_alone)
     eager = EagerLoads(scene.pages, pool, pipeline, SimpleNamespace(stored_from=0), PAGES)  # type: ignore[arg-type]
-    operation = SimpleNamespace(
-        host_indices=torch.arange(8 * SIZE), hash_value=list(range(8)), completed_tokens=4 * SIZE
-    )
-    stream = SimpleNamespace()
+    transfers = SimpleNamespace(host_to_device_stream=None)
     cache = SimpleNamespace(
         cache_controller=SimpleNamespace(
-            l2_transfer_engine=SimpleNamespace(host_to_device_stream=stream),
-            after_forwards=lambda stream: None,
+            l2_transfer_engine=transfers, after_forwards=lambda stream: None
         ),
-        ongoing_prefetch={"rid": SimpleNamespace(operation=operation, anchor_node_id=0)},
+        ongoing_prefetch={0: SimpleNamespace(operation=Operation(), anchor_node_id=0)},
     )
     eager.turn(cache)
     eager.turn(cache)
