@@ -128,7 +128,7 @@ def test_spans_behind_a_prefix_and_restores_of_several_requests(
     options = our_server(
         model,
         tmp_path,
-        hcache={"partition": partition(2, 1, 1)},
+        hcache={"partition": partition(2, 1, 1), "restore": "layerwise"},
         extra_args=["--enable-metrics"],
         extra_env={"HCACHE_RESTORE_TRACE": str(trace), **faulty("prefetches_held", hold)},
     )
@@ -172,7 +172,8 @@ def test_one_rank_measures_for_all(model: Path, tmp_path: Path) -> None:
 def test_segments_that_a_restore_recomputes_are_not_read(model: Path, tmp_path: Path) -> None:
     # A layer takes as long over the bus as by computation: two of four are recomputed, although
     # all are stored.
-    hcache = {"profile": str(slow_profile(tmp_path, hidden_copy=1.0, dense=1.0))}
+    profile = slow_profile(tmp_path, hidden_copy=1.0, dense=1.0)
+    hcache = {"profile": str(profile), "restore": "layerwise"}
     options = our_server(model, tmp_path, hcache=hcache, max_total_tokens=1024, hicache_ratio=8.0)
     with Server(options) as server:
         conversations = make_conversations(2, turns=4, tokens=150)
