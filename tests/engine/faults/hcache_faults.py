@@ -318,6 +318,7 @@ def _misses_on_rank_1() -> None:
     """Now and then the second tensor-parallel rank lacks something, wherever it can lack it."""
     import random
 
+    from hcache_backend.engine.controller import OwnPagesController
     from hcache_backend.engine.hidden_controller import HiddenStateController
     from hcache_backend.engine.service_check import ServiceChecks
     from hcache_backend.engine.storage import HCacheStorage
@@ -343,7 +344,7 @@ def _misses_on_rank_1() -> None:
 
     wrap(HCacheStorage, "_exists", lose_some)  # a share is not on this rank's disk
     wrap(HCacheStorage, "_get", lose_some)  # or it cannot be read
-    wrap(HiddenStateController, "_proven_pages", lambda proven: max(0, proven - 1))
+    wrap(OwnPagesController, "_proven_pages", lambda proven: max(0, proven - 1))
     wrap(HiddenStateController, "_may_project", lambda may: False)
     wrap(HiddenStateController, "_slots_to_write", lambda found: (found[0], "rows not valid"))
     wrap(ServiceChecks, "_page_to_check", lambda page: None)
