@@ -71,7 +71,6 @@ class PagePlan:
             Refused: There is no room.
         """
         self._divide_host_memory(with_shadows=False)
-        self._try_ring()
 
     def _divide_host_memory(self, *, with_shadows: bool) -> None:
         memory = get_memory()
@@ -83,15 +82,6 @@ class PagePlan:
             host_memory_budget_bytes(),
             with_shadows=with_shadows,
         )
-
-    def _try_ring(self) -> None:
-        """Is there room for restores? Freed memory stays in torch's cache until it is needed."""
-        hidden = self.methods.layers("hidden")
-        room = ring_bytes(self.layout, self.methods.chunk_tokens, hidden)
-        try:
-            torch.empty(room, dtype=torch.uint8, device=self.kvcache.device)
-        except torch.OutOfMemoryError as error:
-            raise Refused(f"no device memory for restores: {error}") from None
 
 
 @dataclass
@@ -139,6 +129,15 @@ class HiddenPagePlan(PagePlan):
         except torch.OutOfMemoryError as error:
             raise Refused(f"no device memory for staging: {error}") from None
         self._try_ring()
+
+    def _try_ring(self) -> None:
+        """Is there room for restores? Freed memory stays in torch's cache until it is needed."""
+        hidden = self.methods.layers("hidden")
+        room = ring_bytes(self.layout, self.methods.chunk_tokens, hidden)
+        try:
+            torch.empty(room, dtype=torch.uint8, device=self.kvcache.device)
+        except torch.OutOfMemoryError as error:
+            raise Refused(f"no device memory for restores: {error}") from None
 
 
 def make_exchange(probe: Probe, page_size: int) -> Exchange | None:
