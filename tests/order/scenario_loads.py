@@ -146,6 +146,7 @@ def eager(checker: Checker) -> None:
         loading.begin("given back", range(6))
         for pages in (3, 6):
             loading.arrived("given back", pages)
+        loading.forward(loading.free.count() + 1)
         loading.eager.host_freed(np.arange(3))
         page_bytes = loading.pool.layout.page_bytes
         pages = loading.arena.physical(np.arange(3))
