@@ -53,9 +53,10 @@ class BatchedReads:
         """Do what ``read(operation, hash_values, host_indices, *others)`` does, in batches.
 
         It gives how many of the pages, from the first one on, are there. ``host_indices`` (int64
-        ``[pages * page_size]``) say where they belong.
+        ``[pages * page_size]``) say where they belong. What is behind a missing page is read, too:
+        so the store finds all that is damaged at once, and it is written again.
         """
-        step, got = batch_pages(len(operation.hash_value)), 0
+        step, got, whole = batch_pages(len(operation.hash_value)), 0, True
         for start in range(0, len(hash_values), step):
             if start:
                 self._report(operation)
@@ -64,10 +65,10 @@ class BatchedReads:
             keys = hash_values[start : start + step]
             tokens = slice(start * self._size, (start + len(keys)) * self._size)
             here = read(operation, keys, host_indices[tokens], *others)
-            got += here
-            self._pages += here
-            if here < len(keys):
-                break
+            if whole:
+                got += here
+                self._pages += here
+            whole = whole and here == len(keys)
         return got
 
     def _report(self, operation: Any) -> None:

@@ -91,14 +91,10 @@ def test_damaged_pages_are_misses(
     damage(pages, random.Random(1))
     converse(server, [conversation])
     assert conversation.turns[2].cached.storage == 0
-    # A turn ends what it reads at the first batch with a damaged page. What it has found damaged is
-    # written again, and serves; so the next turn gets further.
-    prompt, served, again = conversation.turns[2].prompt, 0, list[Conversation]()
-    while served < len(prompt) - 64:
-        again += ask(server, [prompt])
-        assert again[-1].turns[0].cached.storage > served
-        served = again[-1].turns[0].cached.storage
-    assert_no_cache_output(model, [conversation, *again])
+    # What was damaged has been written again by that turn, and serves.
+    (again,) = ask(server, [conversation.turns[2].prompt])
+    assert again.turns[0].cached.storage >= len(again.turns[0].prompt) - 64
+    assert_no_cache_output(model, [conversation, again])
 
 
 def test_pages_of_other_weights_or_another_dtype_are_misses_after_a_restart(
