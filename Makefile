@@ -110,8 +110,13 @@ $(DRIVER)/libcuda.so.1: tests/unit/store/kvikio_driver.c | $(VENV)/.created
 versions: setup
 	@requirements/versions.sh $(BIN)/python $(VENV)/versions
 
-# The page store against the disk's ceiling, SGLang's HiCacheFile and lmdb. BENCH_DIR: where.
-bench-store: setup
+# Other stores than ours, to compare with.
+$(VENV)/.peers: requirements/peers.txt | $(VENV)/.created
+	$(PIP) install --no-deps -r requirements/peers.txt
+	@touch $@
+
+# The page store against the disk's ceiling, HiCacheFile, NIXL and lmdb. BENCH_DIR: where.
+bench-store: setup $(VENV)/.peers
 	PYTHONPATH=tests/cpu_engine SGLANG_USE_CPU_ENGINE=1 \
 		$(if $(CPU_SETUP),LD_LIBRARY_PATH=$(DRIVER)) $(BIN)/python -m bench.store $(if $(BENCH_DIR),--dir $(BENCH_DIR)) $(ARGS)
 
@@ -145,7 +150,7 @@ bench-pages: setup
 	$(BIN)/python -m bench.pages $(ARGS)
 
 # Every method on real servers: restores, what saving costs, a workload. Half an hour, alone.
-bench-compare: setup
+bench-compare: setup $(VENV)/.peers
 	$(BIN)/python -m bench.compare --part restore --rounds 3 --out out/compare.json
 	$(BIN)/python -m bench.compare --part saving --rounds 3 --out out/saving.json
 	$(BIN)/python -m bench.compare --part load --workload multiturn --num-clients 4 --max-rounds 3 \

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bench.compare.report import SETTING_TITLES, TIERS
-from bench.harness.methods import HYBRID
+from bench.harness.methods import HYBRID, NIXL
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -15,6 +15,7 @@ COLOURS = {
     "ideal": "#7f7f7f",
     "recompute": "#d62728",
     "file": "#ff7f0e",
+    NIXL: "#e377c2",
     "host": "#bcbd22",
     "hcache-kv": "#9467bd",
     "hcache-hidden": "#1f77b4",

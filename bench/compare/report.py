@@ -39,7 +39,7 @@ def table_lines(results: Mapping[str, Any]) -> str:
 
 
 def _number(row: Mapping[str, Any] | None, part: str) -> str:
-    return f"{row[part]:,.0f}" if row and row[part] else "-"
+    return f"{row[part]:,.0f}" if row and row.get(part) else "-"
 
 
 def layers(said: str) -> str:
@@ -79,20 +79,26 @@ def _restores(restore: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _restore_table(restore: Mapping[str, Any]) -> str:
-    return table(
-        ("method", "bytes per token", "L3 as it is", "of it reading", "balanced bus", "slow L3"),
-        [
-            (
-                row["title"],
-                next((_number(row[s], "bytes_per_token") for s in SETTING_TITLES if row[s]), "-"),
-                _number(row["disk"], "ms"),
-                _number(row["disk"], "l3_ms"),
-                _number(row["balanced"], "load_ms"),
-                _number(row["slow"], "ms"),
-            )
-            for row in restore["methods"].values()
-        ],
+    heads = (
+        *("method", "bytes per token", "L3 as it is", "of it reading", "TTFT"),
+        *("balanced bus", "slow L3"),
     )
+    rows = [
+        (
+            row["title"],
+            next((_number(row[s], "bytes_per_token") for s in SETTING_TITLES if row[s]), "-"),
+            _number(row["disk"], "ms"),
+            _number(row["disk"], "l3_ms"),
+            _number(row["disk"], "ttft_ms"),
+            _number(row["balanced"], "load_ms"),
+            _number(row["slow"], "ms"),
+        )
+        for row in restore["methods"].values()
+    ]
+    # Results of older runs have no TTFT.
+    timed = any(row[heads.index("TTFT")] != "-" for row in rows)
+    columns = [n for n, head in enumerate(heads) if timed or head != "TTFT"]
+    return table([heads[n] for n in columns], [[row[n] for n in columns] for row in rows])
 
 
 def _saving(saving: Mapping[str, Any]) -> Iterator[str]:

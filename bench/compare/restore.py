@@ -14,6 +14,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from bench.compare import plan as planning
 from bench.compare.part import Part
 from bench.compare.plan import Rates
 from bench.harness import program
-from bench.harness.methods import HYBRID, METHODS, PAGE_SIZE
+from bench.harness.methods import HYBRID, METHODS, NIXL, PAGE_SIZE
 from bench.harness.restorer import Restore, Restorer, l3_bytes, restorer
 from hcache_backend.partition.profile import Profile
 
@@ -32,13 +33,14 @@ _WHERE: dict[str, tuple[str, ...]] = {
     "hcache-hidden-eager": ("disk", "slow"),
     "hcache-kv": SETTINGS,
     "file": SETTINGS,
+    NIXL: ("disk",),
     "hcache": SETTINGS,
     "hcache-eager": ("disk", "slow"),
     HYBRID: ("balanced",),
     "recompute": ("disk",),
 }
 """Which settings a method is tried in. Eager restores hide L3, not the bus; recomputation knows
-neither."""
+neither; what NIXL reads cannot be slowed down."""
 METHODS_RESTORED = tuple(_WHERE)
 """The one that decides at which rates the others are slowed down comes first."""
 DECIDES = METHODS_RESTORED[0]
@@ -102,7 +104,7 @@ def servers(plan: RestorePlan) -> Iterator[Served]:
         found = tuple(setting for setting in settings if setting in _WHERE[method])
         if method == DECIDES and "disk" not in found:
             found = ("disk", *found)  # by which the others are slowed down
-        if not found or (method == HYBRID and not planning.has_shape(plan.model)):
+        if not found or any(name == method for name, _ in _impossible(plan)):
             continue
         if method in PLANNED:
             yield from (Served(method, (setting,)) for setting in found)
@@ -152,7 +154,7 @@ def medians(
     return {
         **{
             part: round(median(getattr(restore, part) for restore in restores), 2)
-            for part in ("ms", "l3_ms", "load_ms")
+            for part in ("ms", "l3_ms", "load_ms", "ttft_ms")
         },
         "all_ms": [round(restore.ms, 2) for restore in restores],
         "bytes_per_token": bytes_per_token,
@@ -247,5 +249,12 @@ def left_out(plan: RestorePlan) -> Iterator[str]:
             cpu = plan.machine.device == "cpu"
             why = f"it needs method {DECIDES}" if cpu else "only the CPU engine can be slowed down"
             yield f"setting {setting}: {why}"
+    yield from (f"method {name}: {why}" for name, why in _impossible(plan))
+
+
+def _impossible(plan: RestorePlan) -> Iterator[tuple[str, str]]:
+    """Methods that were asked for and cannot be tried, and why."""
     if HYBRID in plan.methods and not planning.has_shape(plan.model):
-        yield f"method {HYBRID}: --model-path must be a folder with a config.json that plans know"
+        yield HYBRID, "--model-path must be a folder with a config.json that plans know"
+    if NIXL in plan.methods and find_spec("nixl") is None:
+        yield NIXL, "it is not installed; see requirements/peers.txt"

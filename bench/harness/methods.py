@@ -12,6 +12,7 @@ from bench.harness.options import ServerOptions, hcache_config
 
 PAGE_SIZE = 64
 HYBRID = "hybrid"
+NIXL = "nixl"
 LAYERWISE = {"restore": "layerwise"}
 """Of the methods that show L3 and restore one after the other."""
 
@@ -23,8 +24,8 @@ class Method:
     Attributes:
         title: Its name for people.
         cache: As in :class:`ServerOptions`.
-        storage: SGLang's name of the L3 backend: ``file`` is SGLang's own, ``dynamic`` ours; None:
-            there is none.
+        storage: SGLang's name of the L3 backend: ``file`` is SGLang's own, ``nixl`` NIXL's for
+            local files, ``dynamic`` ours; None: there is none.
         hcache: Options of ours, where ``storage`` is ``dynamic``.
         pages_of: The method whose L3 pages it can use, having the same; None: it has its own.
     """
@@ -40,6 +41,7 @@ METHODS = {
     "ideal": Method("everything still on the device", "radix"),
     "recompute": Method("recompute", "none"),
     "file": Method("KV, SGLang file L3", storage="file"),
+    NIXL: Method("KV, NIXL POSIX L3", storage=NIXL),
     "host": Method("KV, HiCache host memory"),
     "hcache-hidden": Method(
         "HCache, hidden states", storage="dynamic", hcache={"mode": "hidden", **LAYERWISE}
@@ -58,8 +60,8 @@ METHODS = {
     HYBRID: Method("KV + recomputation (naive hybrid)", storage="dynamic", hcache=LAYERWISE),
 }
 
-SERVED = tuple(name for name in METHODS if name != HYBRID)
-"""Methods that need nothing but their options."""
+SERVED = tuple(name for name in METHODS if name not in (HYBRID, NIXL))
+"""Methods that need nothing but SGLang and their options."""
 
 
 def server_options(
@@ -89,6 +91,10 @@ def server_options(
     if method.storage == "file":
         config = {"prefetch_threshold": PAGE_SIZE}
         environment["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(pages)
+    elif method.storage == NIXL:
+        posix = {"active": "true", "use_aio": "true"}
+        config = {"prefetch_threshold": PAGE_SIZE, "plugin": {"posix": posix}}
+        environment["SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR"] = str(pages)
     elif method.storage is not None:
         ours = {**method.hcache, **(hcache or {})}
         config = hcache_config(pages, prefetch_threshold=PAGE_SIZE, **ours)

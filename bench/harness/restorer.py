@@ -7,6 +7,7 @@ time from the start of the prefetch to the last layer on the device.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -34,12 +35,14 @@ class Restore:
         ms: From the start of the prefetch to the last layer done; for recomputation, the prefill.
         l3_ms: L3 -> host part; 0 for recomputation.
         load_ms: Host -> K and V on the device part; 0 for recomputation.
+        ttft_ms: Until the first token was answered.
     """
 
     tokens: int
     ms: float
     l3_ms: float = 0.0
     load_ms: float = 0.0
+    ttft_ms: float = 0.0
 
 
 def restored_from_l3(events: Sequence[TraceEvent]) -> Restore | None:
@@ -102,13 +105,15 @@ class Restorer:
         """
         forget_files(self.l3)
         self.skip_trace()
+        start = time.perf_counter()
         self.server.generate([*history, 0], 1)
+        ttft_ms = 1e3 * (time.perf_counter() - start)
         found = restored_from_l3(self.events())
         if found is None or found.tokens < len(history):
             came = found.tokens if found else 0
             raise self.server.error(f"only {came} of {len(history)} tokens came from L3")
         self.server.flush_cache(300)
-        return found
+        return replace(found, ttft_ms=ttft_ms)
 
     def recompute(self, history: Sequence[int]) -> Restore:
         """Have the history computed.
@@ -117,11 +122,13 @@ class Restorer:
             ServerError: The trace shows no prefill.
         """
         self.skip_trace()
+        start = time.perf_counter()
         self.server.generate(history, 1)
+        ttft_ms = 1e3 * (time.perf_counter() - start)
         found = recomputed(self.events())
         if found is None:
             raise self.server.error("the trace shows no prefill")
-        return found
+        return replace(found, ttft_ms=ttft_ms)
 
     def skip_trace(self) -> None:
         """The next :meth:`events` are those from now on."""
@@ -160,13 +167,13 @@ def restorer(options: ServerOptions, l3: Path) -> Iterator[Restorer]:
 
 
 def l3_bytes(folder: Path) -> int:
-    """Bytes of the files of pages in an L3 folder, ours or SGLang's."""
+    """Bytes of the files of pages in an L3 folder, ours, SGLang's or NIXL's."""
     return sum(path.stat().st_size for path in page_files(folder))
 
 
 def page_files(folder: Path) -> list[Path]:
-    """The files of pages in an L3 folder, ours or SGLang's."""
-    return [path for kind in ("*.page", "*.bin") for path in folder.rglob(kind)]
+    """The files of pages in an L3 folder, ours, SGLang's or NIXL's."""
+    return [path for kind in ("*.page", "*.bin", "*_[kv]") for path in folder.rglob(kind)]
 
 
 def forget_files(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The page store against the disk's ceiling, SGLang's HiCacheFile and raw lmdb.
+"""The page store against the disk's ceiling, other stores and raw lmdb.
 
     python -m bench.store --dir /mnt/ssd0 [--pages-in-index 1000000 10000000]
 
@@ -13,6 +13,15 @@ rounds, and within a round the contestants come right after each other.
 - store, KvikIO: reads of the same files with option ``reader`` ``kvikio``; without a GPU over the
   stand-in for the driver that the tests have
 - HiCacheFile: SGLang's own file backend, read with a cold cache (its files' pages are dropped)
+- NIXL POSIX: NIXL's backend for local files with Linux AIO and direct I/O, 32 pages at a time; it
+  is not told to sync, so its writes end with a sync of everything, as those of HiCacheFile do
+
+- Mooncake, memory: its store on this machine, over TCP; another process lends the memory, and no
+  disk is involved
+
+CPU seconds are those of the whole process. How long the interpreter lock is held is sampled by
+py-spy in a round that is not timed.
+
 - exists: 128 random keys of an index with a million pages, against lmdb gets of the same keys
 
 Results of other sizes that stand in the folder of results are kept: ten million pages take long, so
@@ -32,7 +41,11 @@ from typing import Any
 
 from bench.harness.report import OUT, grouped_bars, markdown, write
 from bench.store.index import bench_index
-from bench.store.pages import CEILING, KVIKIO, RIVAL, STORE, bench_pages
+from bench.store.pages import CEILING, KVIKIO, MIB, STORE, bench_pages
+from bench.store.peers import PEERS
+
+NAMES = (CEILING, STORE, KVIKIO, *PEERS)
+"""The contestants, in the order of tables."""
 
 
 def main() -> None:
@@ -61,30 +74,29 @@ def main() -> None:
 
 
 def table_lines(results: dict[str, Any]) -> str:
-    """Speeds of pages, and what an index of many pages takes."""
-    heads = ("page", "store reads, MiB/s", "of the ceiling", "of HiCacheFile")
-    rows, by_kvikio = [], []
-    for size, found in sorted(results["pages"].items(), key=lambda page: int(page[0])):
-        kib = int(size) // 1024
-        page = f"{kib} KiB" if kib < 1024 else f"{kib // 1024} MiB"
-        read = found["read"]
-        rows.append(
-            (
-                page,
-                f"{median(read[STORE]):,.0f}",
-                ratio(read, STORE, CEILING),
-                ratio(read, STORE, RIVAL) if RIVAL in read else None,
-                f"{median(found['write'][STORE]):,.0f}",
-                ratio(found["write"], STORE, CEILING),
-            )
-        )
-        if KVIKIO in read:
-            by_kvikio.append((page, f"{median(read[KVIKIO]):,.0f}", ratio(read, KVIKIO, STORE)))
-    tables = [markdown((*heads, "store writes, MiB/s", "of the ceiling"), rows)]
-    if by_kvikio:
-        columns = ("page", "reads through KvikIO, MiB/s", "of the store's by `posix`")
-        tables.append(markdown(columns, by_kvikio))
-    heads = ("pages in the index", "128 `exists`, us", "of raw lmdb gets", "open, ms")
+    """Speeds and costs of pages, and what an index of many pages takes."""
+    tables = []
+    for kind in ("read", "write"):
+        heads = (f"{kind}s", "store", "GB/s", "of the ceiling", "CPU s per GB", "GIL, us per page")
+        rows: list[tuple[object, ...]] = []
+        for size, found in sorted(results["pages"].items(), key=lambda page: int(page[0])):
+            speeds, kib = found[kind], int(size) // 1024
+            gil = found["gil"].get(kind, {})
+            page = f"{kib} KiB" if kib < 1024 else f"{kib // 1024} MiB"
+            rows += [
+                (
+                    page,
+                    name,
+                    median(speeds[name]) * MIB / 1e9,
+                    ratio(speeds, name, CEILING),
+                    median(found["cpu"][kind][name]),
+                    f"{gil[name]:,.0f}" if name in gil else None,
+                )
+                for name in NAMES
+                if name in speeds
+            ]
+        tables.append(markdown(heads, rows))
+    columns = ("pages in the index", "128 `exists`, us", "of raw lmdb gets", "open, ms")
     indexes = [
         (
             f"{int(pages):,}",
@@ -94,7 +106,7 @@ def table_lines(results: dict[str, Any]) -> str:
         )
         for pages, found in results["indexes"].items()
     ]
-    return "\n\n".join((*tables, markdown(heads, indexes)))
+    return "\n\n".join((*tables, markdown(columns, indexes)))
 
 
 def ratio(speeds: dict[str, list[float]], name: str, other: str) -> float:
@@ -110,7 +122,7 @@ def draw(results: dict[str, Any]) -> Any:
     panels = zip(figure.subplots(1, 2, sharey=True), ("read", "write"), strict=True)
     for axes, kind in panels:
         measured = set().union(*(found[kind] for found in results["pages"].values()))
-        names = {name: name for name in (STORE, CEILING, RIVAL, KVIKIO) if name in measured}
+        names = {name: name for name in NAMES if name in measured}
         rows = [
             {"page": f"{int(size) // 1024} KiB"}
             | {name: median(speeds) for name, speeds in found[kind].items()}

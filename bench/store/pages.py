@@ -1,4 +1,4 @@
-"""Pages through the store, through SGLang's HiCacheFile, and the disk's ceiling, in rounds."""
+"""Pages through the store and through others, and the disk's ceiling, in rounds."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
+from bench.store.gil import gil_seconds
+from bench.store.peers import Peer, files_in, found_peers
 from hcache_backend.config import parse_config
 from hcache_backend.kvikio_state import kvikio_state
 from hcache_backend.store import PageStore
@@ -24,7 +26,7 @@ MIB = 1 << 20
 BATCH = 128
 NAMESPACE = b"bench-----------"
 WRITER = b"bench---"
-STORE, KVIKIO, RIVAL, CEILING = "store", "store, KvikIO", "HiCacheFile", "ceiling"
+STORE, KVIKIO, CEILING = "store", "store, KvikIO", "ceiling"
 _LEAST_BYTES = 512 * MIB
 _BLOCKS = (MIB, 4 * MIB, 16 * MIB)
 _THREADS = (4, 8)
@@ -37,37 +39,54 @@ Way = tuple[int, int]
 
 @dataclass
 class Speeds:
-    """MiB/s in every round, by contestant.
+    """What was found, by contestant.
 
     Attributes:
-        read: Reading with a cold cache.
+        read: Reading with a cold cache: MiB/s in every round.
         write: Writing, brought to the disk at the end.
+        cpu: CPU seconds per GB in every round, by ``read`` and ``write``; of the whole process.
+        gil: Microseconds per page that the interpreter lock was held, in a round of its own.
         ceiling: The way of the ceiling, by ``read`` and ``write``.
     """
 
     read: dict[str, list[float]] = field(default_factory=dict)
     write: dict[str, list[float]] = field(default_factory=dict)
+    cpu: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    gil: dict[str, dict[str, float]] = field(default_factory=dict)
     ceiling: dict[str, Way] = field(default_factory=dict)
+    watches_gil: bool = False
 
-    def note(self, kind: str, name: str, size: int, work: Callable[[], None]) -> None:
-        """Time ``work``, which moves ``size`` bytes."""
-        start = time.perf_counter()
+    def note(
+        self,
+        kind: str,
+        name: str,
+        names: Sequence[list[bytes]],
+        page: int,
+        work: Callable[[], None],
+    ) -> None:
+        """Measure ``work``, which reads or writes the pages ``names``, each of ``page`` bytes."""
+        pages = sum(map(len, names))
+        if self.watches_gil:
+            held = gil_seconds(work)
+            if held is not None:
+                self.gil.setdefault(kind, {})[name] = held * 1e6 / pages
+            return
+        cpu, start = time.process_time(), time.perf_counter()
         work()
-        elapsed = time.perf_counter() - start
-        getattr(self, kind).setdefault(name, []).append(size / MIB / elapsed)
+        elapsed, cpu = time.perf_counter() - start, time.process_time() - cpu
+        getattr(self, kind).setdefault(name, []).append(pages * page / MIB / elapsed)
+        self.cpu.setdefault(kind, {}).setdefault(name, []).append(cpu * 1e9 / (pages * page))
 
 
 def bench_pages(folder: Path, page: int, rounds: int, io_threads: int) -> Speeds:
     """Write and read pages of ``page`` bytes in batches of 128."""
     batches = max(1, _LEAST_BYTES // (page * BATCH))
-    size = batches * BATCH * page
     memory = memoryview(mmap.mmap(-1, BATCH * page))
     memory[:] = np.random.default_rng(0).bytes(MIB) * (BATCH * page // MIB)
     pages = [[memory[number * page : (number + 1) * page]] for number in range(BATCH)]
     options = {"dirs": [str(folder / "store")], "min_free_bytes": 0, "io_threads": io_threads}
-    rival = hicache_file(folder / "hicache")
     chance = np.random.default_rng(page)
-    one = LargeFile(folder, size, memory)
+    one = LargeFile(folder, batches * BATCH, page, memory)
     speeds = Speeds(ceiling=one.best_ways())
     with ExitStack() as opened:
 
@@ -81,19 +100,20 @@ def bench_pages(folder: Path, page: int, rounds: int, io_threads: int) -> Speeds
             print(f"without KvikIO: {why}")
         else:
             stores[KVIKIO] = store_of("kvikio")
-        for number in range(rounds):
+        peers = found_peers(folder, memory, page, batches * BATCH * page, opened)
+        for number in range(rounds + 1):
+            speeds.watches_gil = number == rounds
             names = [[chance.bytes(32) for _ in range(BATCH)] for _ in range(batches)]
             readers = in_turn(list(stores.items()), number)
             contest = [
-                partial(_store_round, stores[STORE], readers, names, pages, size, speeds),
+                partial(_store_round, stores[STORE], readers, names, pages, page, speeds),
                 partial(one.round, speeds),
+                *(partial(_peer_round, *peer, names, page, speeds) for peer in peers.items()),
             ]
-            if rival is not None:
-                contest.append(partial(_rival_round, rival, names, pages, size, speeds))
             for entrant in in_turn(contest, number):
                 settle()
                 entrant()
-            print(f"{page // 1024} KiB, round {number + 1} of {rounds}", flush=True)
+            print(f"{page // 1024} KiB, round {number + 1} of {rounds + 1}", flush=True)
     return speeds
 
 
@@ -111,13 +131,14 @@ class LargeFile:
 
     Args:
         folder: Where it stands.
-        size: Its bytes.
+        pages: As many pages are written, of ``page`` bytes.
         memory: The bytes come from here and go here, as those of the pages do.
     """
 
-    def __init__(self, folder: Path, size: int, memory: memoryview) -> None:
+    def __init__(self, folder: Path, pages: int, page: int, memory: memoryview) -> None:
         self._path = folder / "ceiling"
-        self._size = size
+        self._page, self._size = page, pages * page
+        self._names = [[b""] * pages]
         self._memory = memory
         self._fd = -1
 
@@ -140,7 +161,8 @@ class LargeFile:
         os.posix_fallocate(self._fd, 0, self._size)
         settle()
         for kind in ("write", "read"):
-            speeds.note(kind, CEILING, self._size, partial(self._move, kind, speeds.ceiling[kind]))
+            move = partial(self._move, kind, speeds.ceiling[kind])
+            speeds.note(kind, CEILING, self._names, self._page, move)
         os.close(self._fd)
         self._path.unlink()
         settle()
@@ -160,28 +182,6 @@ class LargeFile:
             list(pool.map(work, range(threads)))
         if kind == "write":
             os.fdatasync(self._fd)
-
-
-def hicache_file(folder: Path) -> Any:
-    """SGLang's own file backend, or None where SGLang cannot be imported."""
-    try:
-        from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
-    except Exception as error:
-        print(f"without HiCacheFile: {error!r}")
-        return None
-    config = HiCacheStorageConfig(
-        tp_rank=0,
-        tp_size=1,
-        pp_rank=0,
-        pp_size=1,
-        attn_cp_rank=0,
-        attn_cp_size=1,
-        is_mla_model=False,
-        enable_storage_metrics=False,
-        is_page_first_layout=True,
-        model_name="bench",
-    )
-    return HiCacheFile(config, file_path=str(folder))
 
 
 def drop_cache(paths: Iterable[Path]) -> None:
@@ -209,7 +209,7 @@ def _store_round(
     readers: Sequence[tuple[str, PageStore]],
     names: Sequence[list[bytes]],
     pages: Sequence[list[memoryview]],
-    size: int,
+    page: int,
     speeds: Speeds,
 ) -> None:
     """Put all batches and flush; get them all, by each of the readers; delete them."""
@@ -223,39 +223,33 @@ def _store_round(
         for keys in names:
             require(all(reader.get(NAMESPACE, keys, pages)), "not everything was read")
 
-    speeds.note("write", STORE, size, write)
+    speeds.note("write", STORE, names, page, write)
     for name, reader in readers:
         drop_cache(path for volume in store.volumes for path in volume.path.glob("pages/??/*.page"))
-        speeds.note("read", name, size, partial(read, reader))
+        speeds.note("read", name, names, page, partial(read, reader))
     store.drop(NAMESPACE)
 
 
-def _rival_round(
-    rival: Any,
+def _peer_round(
+    name: str,
+    peer: Peer,
     names: Sequence[list[bytes]],
-    pages: Sequence[list[memoryview]],
-    size: int,
+    page: int,
     speeds: Speeds,
 ) -> None:
-    """The same pages through HiCacheFile."""
-    import torch
-
-    tensors = [torch.frombuffer(page[0], dtype=torch.uint8) for page in pages]
-    keys = [[name.hex() for name in batch] for batch in names]
+    """The same pages through another store."""
 
     def write() -> None:
-        for batch in keys:
-            require(rival.batch_set(batch, tensors), "HiCacheFile did not store")
+        for keys in names:
+            peer.put(keys)
         os.sync()
 
     def read() -> None:
-        for batch in keys:
-            found = rival.batch_get(batch, tensors)
-            require(all(tensor is not None for tensor in found), "HiCacheFile did not read")
+        for keys in names:
+            peer.get(keys)
 
-    speeds.note("write", RIVAL, size, write)
-    files = list(Path(rival.file_path).glob("*.bin"))
-    drop_cache(files)
-    speeds.note("read", RIVAL, size, read)
-    for path in files:
-        path.unlink()
+    speeds.note("write", name, names, page, write)
+    drop_cache(files_in(peer.pages))
+    speeds.note("read", name, names, page, read)
+    for keys in names:
+        peer.clear(keys)

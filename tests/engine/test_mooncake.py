@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.harness import mooncake
 from bench.harness.server import Server, ServerOptions
-from tests.engine.harness import mooncake
 from tests.engine.harness.conversations import ask, converse, make_conversations
 from tests.engine.harness.ours import (
     assert_no_cache_output,

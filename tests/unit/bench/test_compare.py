@@ -97,12 +97,16 @@ def test_histories_are_those_of_the_seed() -> None:
     assert 500 < max(map(max, histories)) < 1000
 
 
-def test_what_is_planned_has_a_server_for_each_setting(tmp_path: Path) -> None:
+def test_what_is_planned_has_a_server_for_each_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.compare.restore.find_spec", lambda name: name)
     assert list(servers(restore_plan(*METHODS, model=folder_model(tmp_path)))) == [
         ("hcache-hidden", ("disk", "balanced", "slow")),
         ("hcache-hidden-eager", ("disk", "slow")),
         ("hcache-kv", ("disk", "balanced", "slow")),
         ("file", ("disk", "balanced", "slow")),
+        ("nixl", ("disk",)),
         *(("hcache", (setting,)) for setting in SETTINGS),
         *(("hcache-eager", (setting,)) for setting in ("disk", "slow")),
         (HYBRID, ("balanced",)),
@@ -124,6 +128,13 @@ def test_the_disk_as_it_is_decides_how_slow_others_are_made() -> None:
     ]
     nothing_says_how_slow = restore_plan("file", settings=("slow",))
     assert list(servers(nothing_says_how_slow)) == []
+
+
+def test_what_is_not_installed_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.compare.restore.find_spec", lambda name: None)
+    plan = restore_plan("nixl", "file", settings=("disk",))
+    assert list(servers(plan)) == [("file", ("disk",))]
+    assert list(left_out(plan)) == ["method nixl: it is not installed; see requirements/peers.txt"]
 
 
 def test_what_cannot_be_tried_is_said() -> None:

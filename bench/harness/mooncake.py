@@ -16,12 +16,12 @@ import requests
 NODE_BYTES = 256 << 20
 BUFFER_BYTES = 16 << 20
 READY_S = 20.0
-NODE = f"""
+NODE = """
 import sys, time
 from mooncake.store import MooncakeDistributedStore
 store = MooncakeDistributedStore()
 assert not store.setup(
-    "127.0.0.1", "P2PHANDSHAKE", {NODE_BYTES}, {BUFFER_BYTES}, "tcp", "", sys.argv[1], None
+    "127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), int(sys.argv[3]), "tcp", "", sys.argv[1], None
 )
 print("ready", flush=True)
 time.sleep(1e6)
@@ -58,22 +58,22 @@ def missing() -> str | None:
 
 
 @contextmanager
-def cluster(folder: Path) -> Iterator[Cluster]:
-    """Servers come and go, the node keeps what they stored."""
+def cluster(folder: Path, node_bytes: int = NODE_BYTES) -> Iterator[Cluster]:
+    """Servers come and go, the node keeps what they stored, up to ``node_bytes``."""
     import mooncake
 
     program = Path(mooncake.__path__[0]) / "mooncake_master"
     port, metrics_port = _free_ports(2)
     address = f"127.0.0.1:{port}"
-    processes = []
+    processes: list[subprocess.Popen[Any]] = []
     with (folder / "mooncake.log").open("w") as log:
         try:
-            master = [program, "-rpc_address", "127.0.0.1", "-rpc_port", str(port)]
+            master = [str(program), "-rpc_address", "127.0.0.1", "-rpc_port", str(port)]
             master += ["-metrics_port", str(metrics_port)]
             processes.append(subprocess.Popen(master, stdout=log, stderr=log))
             _wait_for(port)
             node = subprocess.Popen(
-                [sys.executable, "-c", NODE, address],
+                [sys.executable, "-c", NODE, address, str(node_bytes), str(BUFFER_BYTES)],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
