@@ -9,6 +9,11 @@ from typing import Any
 
 import torch
 
+COPY_PROGRAMS = 16
+"""Programs of a copy over the bus. With 16 KiB each on their way they fill a bus of 64 GB/s whose
+latency is four microseconds; every further one would wait for the bus on a multiprocessor that the
+matrix products beside the copy want."""
+
 WARM_UPS = 3
 FLUSH_BYTES = 256 << 20
 """More than any GPU's L2 cache holds."""

@@ -3,6 +3,10 @@
 Pages are uint8 ``[pages, page_bytes]``. Where the ids are on a GPU the pages must be in pinned
 host memory or on that GPU: one kernel reads or writes them over the bus, all pages at once, so that
 many small segments cost one launch and no staging. Where the ids are on the CPU torch does it.
+
+A program that waits for the bus keeps others off its multiprocessor. So a kernel is a few programs
+that go through all pages in turn, and the other multiprocessors are left to what the
+copies run beside: projections and forward passes.
 """
 
 # Kernels have no types to state.
@@ -16,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Launch, block_launch
+from .launch import COPY_PROGRAMS, Launch, block_launch
 
 WORD = 8
 """Bytes that move together; lengths, offsets and page sizes are multiples of it."""
@@ -218,10 +222,15 @@ def _check_ids(name: str, ids: torch.Tensor, count: int, limit: int) -> None:
 
 
 def gather_launch(
-    pages: torch.Tensor, page_ids: torch.Tensor, offset: int, out: torch.Tensor
+    pages: torch.Tensor,
+    page_ids: torch.Tensor,
+    offset: int,
+    out: torch.Tensor,
+    programs: int = COPY_PROGRAMS,
 ) -> Launch:
-    """The launch of :func:`gather_pages`, into ``out``."""
-    return _launch(gather_kernel, out.shape, pages, page_ids=page_ids, out=out, offset=offset)
+    """The launch of :func:`gather_pages`, into ``out``, by at most ``programs`` programs."""
+    ids = {"page_ids": page_ids, "out": out}
+    return _launch(gather_kernel, out.shape, pages, offset, programs, **ids)
 
 
 def gather_plane_launch(
@@ -230,20 +239,14 @@ def gather_plane_launch(
     offset: int,
     pool: torch.Tensor,
     pool_ids: torch.Tensor,
+    programs: int = COPY_PROGRAMS,
 ) -> Launch:
-    """The launch of :func:`gather_plane`."""
+    """The launch of :func:`gather_plane` by at most ``programs`` programs."""
     _, tokens, groups, row_bytes = pool.shape
-    return _launch(
-        gather_plane_kernel,
-        torch.Size((len(page_ids), tokens * groups * row_bytes)),
-        pages,
-        page_ids=page_ids,
-        pool=pool,
-        pool_ids=pool_ids,
-        offset=offset,
-        TOKENS=tokens,
-        GROUPS=groups,
-    )
+    shape = torch.Size((len(page_ids), tokens * groups * row_bytes))
+    ids = {"page_ids": page_ids, "pool": pool, "pool_ids": pool_ids}
+    order = {"TOKENS": tokens, "GROUPS": groups}
+    return _launch(gather_plane_kernel, shape, pages, offset, programs, **ids, **order)
 
 
 def scatter_launch(
@@ -252,26 +255,37 @@ def scatter_launch(
     page_ids: torch.Tensor,
     row_ids: torch.Tensor,
     offset: int,
+    programs: int = COPY_PROGRAMS,
 ) -> Launch:
-    """The launch of :func:`scatter_rows`."""
-    ids = {"page_ids": page_ids, "row_ids": row_ids}
-    return _launch(scatter_kernel, rows.shape, pages, rows=rows, **ids, offset=offset)
+    """The launch of :func:`scatter_rows` by at most ``programs`` programs."""
+    ids = {"rows": rows, "page_ids": page_ids, "row_ids": row_ids}
+    return _launch(scatter_kernel, rows.shape, pages, offset, programs, **ids)
 
 
-def _launch(kernel: object, shape: torch.Size, pages: torch.Tensor, **arguments: Any) -> Launch:
+def _launch(
+    kernel: object,
+    shape: torch.Size,
+    pages: torch.Tensor,
+    offset: int,
+    programs: int,
+    **arguments: Any,
+) -> Launch:
+    """The launch of a kernel that moves ``shape[0]`` items of ``shape[1]`` bytes."""
     items, words = shape[0], shape[1] // WORD
     block = min(_MOST_WORDS, triton.next_power_of_2(words))
-    grid = (items, triton.cdiv(words, block))
-    arguments |= {"pages": pages, "page_bytes": pages.shape[1], "WORDS": words}
-    return block_launch(kernel, grid, block, 512, **arguments)
+    parts = items * triton.cdiv(words, block)
+    wide = all(size % (2 * WORD) == 0 for size in (shape[1], pages.shape[1], offset))
+    arguments |= {"pages": pages, "page_bytes": pages.shape[1], "offset": offset, "parts": parts}
+    arguments |= {"WORDS": words, "ALIGNED": 2 * WORD if wide else WORD}
+    return block_launch(kernel, (min(programs, parts),), block, 512, **arguments)
 
 
 @triton.jit
-def _copy(source, target, first_word, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+def _copy(source, target, part, WORDS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     # Threads take two neighbouring words at once where the addresses are multiples of 16.
-    at = first_word + tl.arange(0, BLOCK)
-    source = source.to(tl.pointer_type(tl.int64))
-    target = target.to(tl.pointer_type(tl.int64))
+    at = part % ((WORDS + BLOCK - 1) // BLOCK) * BLOCK + tl.arange(0, BLOCK)
+    source = tl.multiple_of(source, ALIGNED).to(tl.pointer_type(tl.int64))
+    target = tl.multiple_of(target, ALIGNED).to(tl.pointer_type(tl.int64))
     tl.store(target + at, tl.load(source + at, mask=at < WORDS), mask=at < WORDS)
 
 
@@ -282,13 +296,18 @@ def gather_kernel(
     out,  # uint8 [p, 8 * WORDS]
     page_bytes,
     offset,
+    parts,
     WORDS: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    item = tl.program_id(0).to(tl.int64)
-    page = tl.load(page_ids + item).to(tl.int64)
-    source = pages + page * page_bytes + offset
-    _copy(source, out + item * (8 * WORDS), tl.program_id(1) * BLOCK, WORDS, BLOCK)
+    part = tl.program_id(0).to(tl.int64)
+    while part < parts:
+        item = part // ((WORDS + BLOCK - 1) // BLOCK)
+        page = tl.load(page_ids + item).to(tl.int64)
+        source = pages + page * page_bytes + offset
+        _copy(source, out + item * (8 * WORDS), part, WORDS, ALIGNED, BLOCK)
+        part += tl.num_programs(0)
 
 
 @triton.jit
@@ -299,28 +318,33 @@ def gather_plane_kernel(
     pool_ids,  # [p]
     page_bytes,
     offset,
+    parts,
     TOKENS: tl.constexpr,
     GROUPS: tl.constexpr,
     WORDS: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    item = tl.program_id(0).to(tl.int64)
-    page = tl.load(page_ids + item).to(tl.int64)
-    place = tl.load(pool_ids + item).to(tl.int64)
-    source = pages + page * page_bytes + offset
-    target = pool + place * (8 * WORDS)
-    first_word = tl.program_id(1) * BLOCK
-    if GROUPS == 1:
-        _copy(source, target, first_word, WORDS, BLOCK)
-    else:
-        row: tl.constexpr = WORDS // (TOKENS * GROUPS)
-        at = first_word + tl.arange(0, BLOCK)
-        token, group = at // (GROUPS * row), at // row % GROUPS
-        words = tl.load(
-            source.to(tl.pointer_type(tl.int64)) + (group * TOKENS + token) * row + at % row,
-            mask=at < WORDS,
-        )
-        tl.store(target.to(tl.pointer_type(tl.int64)) + at, words, mask=at < WORDS)
+    per_item: tl.constexpr = (WORDS + BLOCK - 1) // BLOCK
+    row: tl.constexpr = WORDS // (TOKENS * GROUPS)
+    part = tl.program_id(0).to(tl.int64)
+    while part < parts:
+        item = part // per_item
+        page = tl.load(page_ids + item).to(tl.int64)
+        place = tl.load(pool_ids + item).to(tl.int64)
+        source = pages + page * page_bytes + offset
+        target = pool + place * (8 * WORDS)
+        if GROUPS == 1:
+            _copy(source, target, part, WORDS, ALIGNED, BLOCK)
+        else:
+            at = part % per_item * BLOCK + tl.arange(0, BLOCK)
+            token, group = at // (GROUPS * row), at // row % GROUPS
+            words = tl.load(
+                source.to(tl.pointer_type(tl.int64)) + (group * TOKENS + token) * row + at % row,
+                mask=at < WORDS,
+            )
+            tl.store(target.to(tl.pointer_type(tl.int64)) + at, words, mask=at < WORDS)
+        part += tl.num_programs(0)
 
 
 @triton.jit
@@ -331,11 +355,16 @@ def scatter_kernel(
     row_ids,  # [n]
     page_bytes,
     offset,
+    parts,
     WORDS: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    item = tl.program_id(0).to(tl.int64)
-    page = tl.load(page_ids + item).to(tl.int64)
-    row = tl.load(row_ids + item).to(tl.int64)
-    target = pages + page * page_bytes + offset + row * (8 * WORDS)
-    _copy(rows + item * (8 * WORDS), target, tl.program_id(1) * BLOCK, WORDS, BLOCK)
+    part = tl.program_id(0).to(tl.int64)
+    while part < parts:
+        item = part // ((WORDS + BLOCK - 1) // BLOCK)
+        page = tl.load(page_ids + item).to(tl.int64)
+        row = tl.load(row_ids + item).to(tl.int64)
+        target = pages + page * page_bytes + offset + row * (8 * WORDS)
+        _copy(rows + item * (8 * WORDS), target, part, WORDS, ALIGNED, BLOCK)
+        part += tl.num_programs(0)

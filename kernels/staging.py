@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Launch, block_launch
+from .launch import COPY_PROGRAMS, Launch, block_launch
 
 WRONG_STEP = -1
 """Mark of a row that its codec could not hold; no step has this number."""
@@ -146,15 +146,17 @@ def save_launch(
     segments: torch.Tensor,
     page_size: int,
     kept: range,
+    programs: int = COPY_PROGRAMS,
 ) -> Launch:
-    """The launch of :func:`save_rows`."""
+    """The launch of :func:`save_rows` by at most ``programs`` programs."""
     layers, n, row_bytes = staged.shape
     # Segments are multiples of rows behind a header of 4096 bytes, so rows decide alignment.
     word = _word_bytes(row_bytes, staged.stride(0), arena.shape[1])
+    wide = all(size % 16 == 0 for size in (row_bytes, staged.stride(0), arena.shape[1]))
     words = row_bytes // word
     return block_launch(
         save_kernel,
-        grid=(n, layers),
+        grid=(min(programs, n * layers),),
         block=min(_MOST_WORDS, triton.next_power_of_2(words)),
         warp_values=128,
         staged=staged.view(_WORDS[word]),
@@ -164,11 +166,14 @@ def save_launch(
         segments=segments,
         layer_stride=staged.stride(0) // word,
         page_words=arena.shape[1] // word,
+        n=n,
+        layers=layers,
         PAGE_SIZE=page_size,
         FIRST=kept.start,
         KEPT=len(kept),
         WORDS=words,
         WORD_BYTES=word,
+        ALIGNED=16 if wide else word,
     )
 
 
@@ -213,23 +218,29 @@ def save_kernel(
     segments,  # int64 [layers], bytes
     layer_stride,
     page_words,
+    n,
+    layers,
     PAGE_SIZE: tl.constexpr,
     FIRST: tl.constexpr,
     KEPT: tl.constexpr,
     WORDS: tl.constexpr,
     WORD_BYTES: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    layer = tl.program_id(1).to(tl.int64)
-    slot = tl.load(slots + row)
-    page = tl.load(shadows + slot // PAGE_SIZE)
-    segment = tl.load(segments + layer) // WORD_BYTES
-    in_page = slot % PAGE_SIZE - FIRST
-    mine = (in_page >= 0) & (in_page < KEPT)
-    target = arena + page * page_words + segment + in_page * WORDS
-    source = staged + layer * layer_stride + row * WORDS
-    for start in range(0, WORDS, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        words = tl.load(source + at, mask=(at < WORDS) & mine)
-        tl.store(target + at, words, mask=(at < WORDS) & mine)
+    item = tl.program_id(0).to(tl.int64)
+    while item < n * layers:
+        row, layer = item % n, item // n
+        slot = tl.load(slots + row)
+        page = tl.load(shadows + slot // PAGE_SIZE)
+        segment = tl.load(segments + layer) // WORD_BYTES
+        in_page = slot % PAGE_SIZE - FIRST
+        mine = (in_page >= 0) & (in_page < KEPT)
+        source = staged + layer * layer_stride + row * WORDS
+        target = arena + page * page_words + segment + in_page * WORDS
+        source, target = tl.multiple_of(source, ALIGNED), tl.multiple_of(target, ALIGNED)
+        for start in range(0, WORDS, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            words = tl.load(source + at, mask=(at < WORDS) & mine)
+            tl.store(target + at, words, mask=(at < WORDS) & mine)
+        item += tl.num_programs(0)

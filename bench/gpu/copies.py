@@ -1,8 +1,4 @@
-"""Copies over the bus that the product is measured against: by few programs, and straight to slots.
-
-A kernel whose programs wait for the bus keeps matrix products off the multiprocessors that it
-occupies. These go through their work with as few programs as they are told.
-"""
+"""The copy of K and V from host memory to their slots that the product is measured against."""
 
 # Kernels have no types to state.
 # mypy: disallow-untyped-defs=False
@@ -24,23 +20,8 @@ KV_PROGRAMS = 32
 """Half a MiB on its way: more than a fast bus holds."""
 
 
-def gather_launch(
-    pages: torch.Tensor, page_ids: torch.Tensor, offset: int, out: torch.Tensor, programs: int
-) -> Launch:
-    """``out[i] = pages[page_ids[i], offset : offset + length]`` by at most ``programs`` programs.
-
-    Args:
-        pages: In pinned host memory, uint8 ``[pages, page_bytes]``.
-        page_ids: int64 ``[p]``.
-        offset: Bytes, a multiple of 8.
-        out: uint8 ``[p, length]``; ``length`` is a multiple of 8.
-        programs: At least 1.
-    """
-    return _launch(pages, page_ids, offset, out, None, programs)
-
-
 def slots_launch(rows: torch.Tensor, slots: torch.Tensor, part: torch.Tensor) -> Launch:
-    """``part[slots[i]] = rows[i]``.
+    """``part[slots[i]] = rows[i]``, by few programs.
 
     Args:
         rows: In pinned host memory, ``[n, width]``; a row has a multiple of 8 bytes.
@@ -48,33 +29,12 @@ def slots_launch(rows: torch.Tensor, slots: torch.Tensor, part: torch.Tensor) ->
         part: K or V of a pool, ``[slots, heads, head_dim]`` with ``width`` values a slot.
     """
     rows, pool = rows.view(torch.uint8), part.view(torch.uint8).view(len(part), -1)
-    return _launch(rows, None, 0, pool, slots, KV_PROGRAMS)
-
-
-def _launch(
-    source: torch.Tensor,
-    sources: torch.Tensor | None,
-    offset: int,
-    target: torch.Tensor,
-    targets: torch.Tensor | None,
-    programs: int,
-) -> Launch:
-    """``target[targets[i]] = source[sources[i], offset:]``; None: one row after the other."""
-    words = target.shape[1] // WORD
+    words = pool.shape[1] // WORD
     block = triton.next_power_of_2(min(words, BLOCK))
-    parts = len(target if targets is None else targets) * triton.cdiv(words, block)
-    arguments = {
-        "source": source,
-        "sources": sources,
-        "source_bytes": source.shape[1],
-        "offset": offset,
-        "target": target,
-        "targets": targets,
-        "parts": parts,
-        "WORDS": words,
-        "BLOCK": block,
-    }
-    return Launch(_copy_kernel, (min(programs, parts),), arguments, WARPS, stages=1)
+    parts = len(slots) * triton.cdiv(words, block)
+    arguments = {"rows": rows, "pool": pool, "slots": slots, "parts": parts}
+    arguments |= {"WORDS": words, "BLOCK": block}
+    return Launch(_slots_kernel, (min(KV_PROGRAMS, parts),), arguments, WARPS, stages=1)
 
 
 class KVCopier:
@@ -116,24 +76,21 @@ class KVCopier:
 
 
 @triton.jit
-def _copy_kernel(
-    source,  # uint8 [rows, source_bytes]
-    sources,  # [n] or None
-    source_bytes,
-    offset,
-    target,  # uint8 [rows, 8 * WORDS]
-    targets,  # [n] or None
+def _slots_kernel(
+    rows,  # uint8 [n, 8 * WORDS]
+    pool,  # uint8 [slots, 8 * WORDS]
+    slots,  # [n]
     parts,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     words: tl.constexpr = tl.pointer_type(tl.int64)
     per_row: tl.constexpr = (WORDS + BLOCK - 1) // BLOCK
-    for part in range(tl.program_id(0), parts, tl.num_programs(0)):
+    part = tl.program_id(0).to(tl.int64)
+    while part < parts:
         row = part // per_row
-        read = row if sources is None else tl.load(sources + row)
-        written = row if targets is None else tl.load(targets + row)
-        from_row = (source + read.to(tl.int64) * source_bytes + offset).to(words)
-        to_row = (target + written.to(tl.int64) * (8 * WORDS)).to(words)
+        slot = tl.load(slots + row).to(tl.int64)
         at = (part % per_row) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(to_row + at, tl.load(from_row + at, mask=at < WORDS), mask=at < WORDS)
+        values = tl.load((rows + row * (8 * WORDS)).to(words) + at, mask=at < WORDS)
+        tl.store((pool + slot * (8 * WORDS)).to(words) + at, values, mask=at < WORDS)
+        part += tl.num_programs(0)

@@ -6,8 +6,7 @@ Layer by layer, hidden states of Llama-2-7B's width come from pages in pinned me
 buffers on one stream, and are multiplied by the weights of K and V on another, as in a restore.
 Copies are done by:
 
-- the product's gather kernel, whose grid covers the pages
-- the same by a few programs that go through the pages in turn
+- the product's gather kernel, by so many programs that go through the pages in turn
 - the copy engine, a copy a page, and in one piece (what no layout of pages allows)
 
 Each is measured alone and with the products. Where they overlap, both together take as long as the
@@ -29,7 +28,7 @@ from bench.gpu.shapes import HEADER_BYTES, PAGE
 from bench.harness.report import markdown
 
 WIDTH = 4096
-PROGRAMS = (2, 4, 8, 16, 32, 64, 132)
+PROGRAMS = (2, 4, 8, 16, 32, 64, 132, 1024)
 BUFFERS, SPARE_PAGES = 3, 8
 HEAD_START = 0.02
 """Seconds that a stream is busy before what is measured: some hundred launches take less."""
@@ -89,10 +88,8 @@ class Layers:
 
     def copies(self, programs: Sequence[int]) -> dict[str, Copy]:
         """Ways to copy a layer; one for each number of programs."""
-        few = {f"gather kernel, {n} programs": partial(self._few, n) for n in programs}
         return {
-            "gather kernel of the product": self._gather,
-            **few,
+            **{f"gather kernel, {n} programs": partial(self._gather, n) for n in programs},
             "copy engine, a copy a page": self._engine,
             "copy engine, one copy": self._one_copy,
         }
@@ -100,13 +97,8 @@ class Layers:
     def _offset(self, layer: int) -> int:
         return HEADER_BYTES + layer * self._segment
 
-    def _gather(self, layer: int, buffer: torch.Tensor) -> None:
+    def _gather(self, programs: int, layer: int, buffer: torch.Tensor) -> None:
         from hcache_kernels.pages import gather_launch
-
-        gather_launch(self._pages, self._ids, self._offset(layer), buffer).run()
-
-    def _few(self, programs: int, layer: int, buffer: torch.Tensor) -> None:
-        from bench.gpu.copies import gather_launch
 
         gather_launch(self._pages, self._ids, self._offset(layer), buffer, programs).run()
 

@@ -79,10 +79,13 @@ class Usage:
     Attributes:
         stack: Bytes of memory that a thread spills registers to.
         shared: Bytes of shared memory.
+        loads, stores: The widest ones of global memory, in bytes.
     """
 
     stack: int
     shared: int
+    loads: int
+    stores: int
 
 
 @dataclass(frozen=True)
@@ -325,7 +328,14 @@ def _compile(job: Job) -> Usage:
         )
     found = re.search(r"STACK:(\d+)", done.stdout + done.stderr)
     assert found, done.stdout + done.stderr
-    return Usage(int(found[1]), compiled.metadata.shared)
+    widths = (_widest(way, compiled.asm["ptx"]) for way in ("ld", "st"))
+    return Usage(int(found[1]), compiled.metadata.shared, *widths)
+
+
+def _widest(way: str, ptx: str) -> int:
+    """Bytes that one ``ld`` or ``st`` of global memory moves at most."""
+    found = re.findall(rf"\b{way}\.global\S*?(?:\.v(\d))?\.[bfsu](\d+)\b", ptx)
+    return max(int(count or 1) * int(bits) // 8 for count, bits in found)
 
 
 def _source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
@@ -370,3 +380,23 @@ def usages(request: pytest.FixtureRequest) -> dict[str, Usage]:
 def test_nothing_spills_and_shared_memory_suffices(job: str, usages: dict[str, Usage]) -> None:
     assert usages[job].stack == KNOWN_SPILLS.get(job, 0)
     assert usages[job].shared <= SHARED_MEMORY[JOBS[job].capability] * 1024
+
+
+COPIES = {
+    "gather 524288": 16,
+    "gather 25096": 8,
+    "gather plane, 1 groups": 16,
+    "scatter 8192": 16,
+    "scatter 392": 8,
+    "save 8192": 16,
+    "save 392": 8,
+}
+"""Bytes that copies move at once: 16 where everything is a multiple of that, else 8."""
+
+
+@pytest.mark.parametrize("job", cases({f"sm_90 {copy}": JOBS[f"sm_90 {copy}"] for copy in COPIES}))
+def test_copies_move_16_bytes_at_once_where_addresses_allow(
+    job: str, usages: dict[str, Usage]
+) -> None:
+    expected = COPIES[job.removeprefix("sm_90 ")]
+    assert (usages[job].loads, usages[job].stores) == (expected, expected)

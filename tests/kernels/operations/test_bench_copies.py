@@ -1,29 +1,15 @@
-"""The copies that the benchmarks compare with: right, whatever the number of programs."""
+"""The copies that the benchmarks compare with are right."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from bench.gpu.copies import BLOCK, KVCopier, gather_launch, slots_launch
+from bench.gpu.copies import KVCopier, slots_launch
 from hcache_kernels.project_kv import KVPool
-
-PAGES, HEADER = 5, 64
 
 
 def pinned(values: torch.Tensor, device: str) -> torch.Tensor:
     return values.pin_memory() if device == "cuda" else values
-
-
-@pytest.mark.parametrize("programs", [1, 3, 1000])
-@pytest.mark.parametrize("length", [8 * 24, 8 * BLOCK + 16])
-def test_gathered_by_few_programs(length: int, programs: int, device: str) -> None:
-    values = torch.randint(0, 256, (PAGES, HEADER + 2 * length), dtype=torch.uint8)
-    pages = pinned(values, device)
-    ids = torch.tensor([4, 0, 3])
-    out = torch.zeros((len(ids), length), dtype=torch.uint8, device=device)
-    gather_launch(pages, ids.to(device), HEADER + length, out, programs).run()
-    assert torch.equal(out.cpu(), values[ids, HEADER + length :])
 
 
 def test_rows_go_to_their_slots_and_nowhere_else(device: str) -> None:

@@ -19,6 +19,13 @@ from tests.kernels.operations.conftest import INTERPRETED
 PAGES = 9
 POISON = 0x5A
 
+WAYS = pytest.mark.parametrize(
+    ("index_type", "programs", "spare"),
+    [(torch.int32, 1, 24), (torch.int64, 3, 32), (torch.int64, 1000, 32)],
+)
+"""Types of ids, programs (more than there is work for, too), and bytes behind the last segment of a
+page, with which pages are aligned to 16 bytes or to 8."""
+
 
 def host_pages(page_bytes: int) -> torch.Tensor:
     """Random pages as the host pool holds them."""
@@ -26,47 +33,55 @@ def host_pages(page_bytes: int) -> torch.Tensor:
     return pages if INTERPRETED else pages.pin_memory()
 
 
-@pytest.mark.parametrize("index_type", [torch.int32, torch.int64])
+@WAYS
 @pytest.mark.parametrize(
     ("offset", "length"), [(4096, 4096), (4096, 8), (8, 392), (0, 24), (4104, 4 * 392), (0, 40000)]
 )
-def test_gather(device: str, offset: int, length: int, index_type: torch.dtype) -> None:
-    pages = host_pages(offset + length + 24)
+def test_gather(
+    device: str, offset: int, length: int, index_type: torch.dtype, programs: int, spare: int
+) -> None:
+    pages = host_pages(offset + length + spare)
     ids = torch.tensor([8, 0, 3, 3, 5], dtype=index_type)
     out = torch.full((len(ids) + 2, length), POISON, dtype=torch.uint8, device=device)
-    gather_launch(pages, ids.to(device), offset, out[1:-1]).run()
+    gather_launch(pages, ids.to(device), offset, out[1:-1], programs).run()
     assert torch.equal(out[1:-1].cpu(), gather_pages(pages, ids, offset, length))
     assert (out[0] == POISON).all()
     assert (out[-1] == POISON).all()
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize(("groups", "programs"), [(1, 1), (1, 1000), (2, 3), (4, 1000)])
 @pytest.mark.parametrize(
     ("offset", "tokens", "row_bytes"), [(4096, 16, 256), (8, 8, 8), (4104, 5, 392), (0, 64, 1024)]
 )
-def test_gather_plane(device: str, offset: int, tokens: int, row_bytes: int, groups: int) -> None:
-    pages = host_pages(offset + tokens * groups * row_bytes + 24)
+def test_gather_plane(
+    device: str, offset: int, tokens: int, row_bytes: int, groups: int, programs: int
+) -> None:
+    pages = host_pages(offset + tokens * groups * row_bytes + 32)
     ids, places = torch.tensor([8, 0, 3, 3, 5]), torch.tensor([1, 6, 4, 0, 2])
     before = torch.full((8, tokens, groups, row_bytes), POISON, dtype=torch.uint8)
     want, pool = before.clone(), before.to(device)
     gather_plane(pages, ids, offset, want, places)
-    gather_plane_launch(pages, ids.to(device), offset, pool, places.to(device)).run()
+    on_device = ids.to(device), offset, pool, places.to(device)
+    gather_plane_launch(pages, *on_device, programs).run()
     assert torch.equal(pool.cpu(), want)
     assert (want[[3, 5, 7]] == POISON).all()
 
 
-@pytest.mark.parametrize("index_type", [torch.int32, torch.int64])
+@WAYS
 @pytest.mark.parametrize(("offset", "row_bytes"), [(4096, 512), (4096, 392), (8, 8), (16, 20000)])
-def test_scatter(device: str, offset: int, row_bytes: int, index_type: torch.dtype) -> None:
+def test_scatter(
+    device: str, offset: int, row_bytes: int, index_type: torch.dtype, programs: int, spare: int
+) -> None:
     page_rows = 6
-    pages = host_pages(offset + page_rows * row_bytes + 8)
+    pages = host_pages(offset + page_rows * row_bytes + spare)
     want = pages.clone()
     places = torch.randperm(PAGES * page_rows)[:20]
     page_ids = (places // page_rows).to(index_type)
     row_ids = (places % page_rows).to(index_type)
     rows = torch.randint(0, 256, (20, row_bytes), dtype=torch.uint8)
     scatter_rows_reference(rows, want, page_ids, row_ids, offset)
-    scatter_launch(rows.to(device), pages, page_ids.to(device), row_ids.to(device), offset).run()
+    on_device = rows.to(device), pages, page_ids.to(device), row_ids.to(device)
+    scatter_launch(*on_device, offset, programs).run()
     if not INTERPRETED:
         torch.cuda.synchronize()
     assert torch.equal(pages, want)

@@ -68,7 +68,7 @@ def test_save_rows(device: str, page_size: int, row_bytes: int, n: int, kept: ra
     segment = len(share) * row_bytes
     segments = torch.tensor([16, 16 + segment, 16 + 3 * segment])
     page_bytes = 16 + 5 * segment
-    page_bytes += -page_bytes % 8
+    page_bytes += -page_bytes % (16 if row_bytes % 16 == 0 else 8)
     arena = torch.full((pages, page_bytes), 0xEE, dtype=torch.uint8)
     staged = torch.randint(0, 256, (layers, n + 2, row_bytes), dtype=torch.uint8)[:, 1 : n + 1]
     slots = torch.randperm(device_pages * page_size)[:n]
@@ -84,7 +84,9 @@ def test_save_rows(device: str, page_size: int, row_bytes: int, n: int, kept: ra
     assert torch.equal(want, expected)
     got = arena.pin_memory() if device == "cuda" else arena
     places = (slots.to(device), shadows.to(device))
-    save_launch(staged.to(device), *places, got, segments.to(device), page_size, share).run()
+    staged, segments = staged.to(device), segments.to(device)
+    programs = page_size  # one for all rows, or more than there are
+    save_launch(staged, *places, got, segments, page_size, share, programs).run()
     if device == "cuda":
         torch.cuda.synchronize()
     assert torch.equal(got, want)
