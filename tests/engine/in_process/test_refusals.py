@@ -93,12 +93,14 @@ def test_models_of_several_kinds_of_inputs_are_stored_and_not_recomputed(
 ) -> None:
     """The token ids of an image say nothing of its embeddings."""
     monkeypatch.setattr(recompute_check, "get_tp_group", lambda: SimpleNamespace(cpu_group=None))
-    runner: Any = SimpleNamespace(model_config=SimpleNamespace(is_multimodal=True))
+    runner = SimpleNamespace(model_config=SimpleNamespace(is_multimodal=True))
+    runtime: Any = SimpleNamespace(runner=runner, recomputation=None)
     probe: Any = SimpleNamespace()
     kvcache = SimpleNamespace(dtype=torch.bfloat16, start_layer=0)
     methods = LayerMethods(Partition(1, 1, 0), None, None, 1024)
-    assert recompute_check.find_recomputer(runner, probe, kvcache, methods) is None
+    assert recompute_check.find_recomputer(runtime, probe, kvcache, methods) is None
     why = "the model's embeddings are not those of token ids alone"
+    assert runtime.recomputation == f"none: {why}"
     assert f"hcache: layers are not recomputed: {why}" in caplog.messages
 
 
