@@ -45,9 +45,9 @@ def test_pages_hold_the_bits_of_the_pool(kvcache: MHATokenToKVPool) -> None:
     on_host = torch.tensor([2, 0])
     kv.save(layout, memory, on_host, slots)
     for layer in range(LAYERS):
-        fill = kv.restored_layer(layer).fill
-        assert fill is not None
-        fill(memory[on_host, layout.segment(layer)], others, others)
+        copy = kv.restored_layer(layer).copy
+        assert copy is not None
+        copy(memory, on_host, layout.segment_offsets[layer], others)
     for buffer in (*kvcache.k_buffer, *kvcache.v_buffer):
         bits = buffer.view(torch.uint8)
         assert torch.equal(bits[others], bits[slots])
