@@ -54,12 +54,20 @@ def projection_table(rows: list[Row]) -> str:
 
 
 def transfer_tables(rows: list[Row]) -> str:
-    """Codecs (GB/s of hidden states), segments of pages (GB/s)."""
+    """Codecs (GB/s of hidden states), encoded K and V, segments of pages (GB/s)."""
     tables = (
         (
             ("codec",),
             ("codec, GB/s", "encode", "decode", "copy", "right"),
             ("what", "encode_gbs", "decode_gbs", "copy_gbs", "right"),
+        ),
+        (
+            ("segments",),
+            (
+                *("K and V by exp4, GB/s", "encode", "decode", "copy"),
+                *("encode to pages", "as they are", "right"),
+            ),
+            ("what", "encode_gbs", "decode_gbs", "copy_gbs", "save_gbs", "uncoded_gbs", "right"),
         ),
         (
             ("gather", "scatter"),

@@ -2,6 +2,9 @@
 
 - codecs: GB/s of hidden states (not of encoded bytes), encoding and decoding, against a copy within
   device memory of the same hidden states
+- segments: K and V of a layer, GB/s of them: encoding to device memory and right to pages in pinned
+  memory, decoding to slots, all pages in one launch each; against a copy within device memory, and
+  against moving them to the pages as they are
 - gather: segments of pages into one buffer, against one plain copy of as many bytes from pinned
   memory; scatter: rows to their places in pages, against one plain copy to pinned memory
 """
@@ -17,20 +20,28 @@ import torch
 from bench.gpu.program import Device, Results, Row
 from bench.gpu.shapes import HEADER_BYTES, PAGE
 from hcache_kernels.codecs import Codec, make_codec
+from hcache_kernels.codecs.exp4 import Cut, decode_launch, encode_launch
+from hcache_kernels.codecs.segments import (
+    decode_segments_reference,
+    encode_segments_reference,
+    segment_bytes,
+)
 from hcache_kernels.launch import Launch
 from hcache_kernels.pages import gather_launch, gather_pages, scatter_launch, scatter_rows
 
 CHECKED_ROWS = 256
+CHECKED_PAGES = 4
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """What is measured: widths and token counts of codecs, pages of transfers."""
+    """What is measured: widths and token counts of codecs, pages of transfers, units of K and V."""
 
     device: Device
     widths: tuple[int, ...]
     tokens: tuple[int, ...]
     pages: tuple[int, ...]
+    cuts: tuple[Cut, ...]
 
 
 def measure(device: Device, rows: Sequence[int] | None, results: Results) -> None:
@@ -42,14 +53,16 @@ def measure(device: Device, rows: Sequence[int] | None, results: Results) -> Non
         results: Where rows go.
     """
     if device.dry_run:
-        shapes = Shapes(device, (256,), (3,), (1,))
+        shapes = Shapes(device, (256,), (3,), (1,), (Cut(64, PAGE, groups=2),))
     else:
         tokens, pages = (256, 1024, 4096, 16384), (1, 4, 16, 64, 256)
-        shapes = Shapes(device, (4096, 5120, 8192), tokens, pages)
+        # Of Llama-3-8B in one group and in eight; of a model with multi-head attention.
+        cuts = (Cut(1024, PAGE), Cut(128, PAGE, groups=8), Cut(512, PAGE, groups=8))
+        shapes = Shapes(device, (4096, 5120, 8192), tokens, pages, cuts)
     if rows:
         whole = tuple(max(1, n // PAGE) for n in rows)
         shapes = replace(shapes, tokens=tuple(rows), pages=whole)
-    for part in (transfer_rows, codec_rows):
+    for part in (transfer_rows, codec_rows, segment_rows):
         for row in part(shapes):
             results.add(row, f"{row['kind']}: {row['what']}", "transfers")
         device.release()
@@ -105,6 +118,72 @@ def codec_speeds(codec: Codec, hidden: torch.Tensor, device: Device) -> Row:
         **{f"{name}_us": us for name, us in times.items()},
         **{f"{name}_gbs": 1e-3 * hidden.nbytes / us for name, us in times.items()},
         "share_of_bytes": codec.row_bytes / (hidden.shape[1] * hidden.itemsize),
+        "right": right,
+    }
+
+
+def segment_rows(shapes: Shapes) -> Iterator[Row]:
+    for cut in shapes.cuts:
+        for count in shapes.pages:
+            yield {
+                "kind": "segments",
+                "what": f"{count} pages, {cut.groups} groups of {cut.width}",
+                "width": cut.groups * cut.width,
+                "groups": cut.groups,
+                "pages": count,
+                **segment_speeds(cut, count, shapes.device),
+            }
+
+
+def segment_speeds(cut: Cut, count: int, device: Device) -> Row:
+    kind, row = device.kind, cut.groups * cut.width
+    slots = 2 * count * PAGE
+    planes = [hidden_states(slots, row, torch.bfloat16, kind) for _ in "kv"]
+    items = torch.randperm(2 * count, device=kind)[:count]
+    length = segment_bytes(2, cut)
+    staged = torch.empty((count, length), dtype=torch.uint8, device=kind)
+    pinned = device.pinned(2 * count, HEADER_BYTES + length)
+    fits = torch.empty((count, 2 * cut.units), dtype=torch.bool, device=kind)
+    order = torch.arange(count, device=kind)
+    encode = encode_launch(planes, items, cut, staged, order, 0, fits)
+    save = encode_launch(planes, items, cut, pinned, items, HEADER_BYTES, fits)
+    decoded = [torch.empty_like(plane) for plane in planes]
+    decode = decode_launch(staged, decoded, items, cut)
+    for launch in (encode, save, decode):
+        launch.run()
+
+    some = items[:CHECKED_PAGES].cpu()
+    on_host = [plane.cpu() for plane in planes]
+    want, want_fits = encode_segments_reference(on_host, some, cut)
+    back = [torch.empty_like(plane) for plane in on_host]
+    decode_segments_reference(want, back, some, cut)
+    pages = [plane.view(2 * count, PAGE, row) for plane in (*planes, *decoded, *back)]
+    right = (
+        torch.equal(staged[:CHECKED_PAGES].cpu(), want)
+        and torch.equal(pinned[some, HEADER_BYTES:], want)
+        and torch.equal(fits[:CHECKED_PAGES].cpu(), want_fits)
+        and bool(fits.all())
+        and all(
+            torch.equal(plane[items], pages[2 + part][items])
+            and torch.equal(plane[some].cpu(), pages[4 + part][some])
+            for part, plane in enumerate(pages[:2])
+        )
+    )
+    plain = planes[0].view(2 * count, -1)[items].view(torch.uint8)
+    target, only = torch.empty_like(plain), torch.zeros_like(items)
+    raw = device.pinned(2 * count, HEADER_BYTES + plain.shape[1])
+    uncoded = scatter_launch(plain, raw, items, only, HEADER_BYTES)
+    times = {
+        "encode": device.microseconds(encode.run),
+        "save": device.microseconds(save.run),
+        "decode": device.microseconds(decode.run),
+        "copy": 2 * device.microseconds(partial(target.copy_, plain)),
+        "uncoded": 2 * device.microseconds(uncoded.run),
+    }
+    return {
+        **{f"{name}_us": us for name, us in times.items()},
+        **{f"{name}_gbs": 2e-3 * plain.nbytes / us for name, us in times.items()},
+        "share_of_bytes": length / (2 * plain.shape[1]),
         "right": right,
     }
 

@@ -4,7 +4,7 @@
 name   rows                     bytes of a row of d values     what comes back
 ====== ======================== ============================== ====================================
 none   any                      those of the row               every bit
-exp4   bfloat16, d % 16 == 0    1.54 d at most for d >= 256    every bit
+exp4   bfloat16, d % 16 == 0    49/32 d at most for d >= 256   every bit
 int8   float32, 16-bit floats   d + 4, to a multiple of 16     error at most 1/254 of the row's
                                                                largest magnitude
 fp8    float32, 16-bit floats   d + 4, to a multiple of 16     error at most 1/16 of each value

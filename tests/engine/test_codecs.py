@@ -138,9 +138,9 @@ def test_a_row_that_overflows_is_not_stored_and_the_request_is_right(
     model: Path, tmp_path: Path
 ) -> None:
     def spread(embeddings: torch.Tensor) -> None:
-        """Ten values make the row; all others lie in a window far below them."""
-        embeddings[WIDE_TOKEN] *= 2.0**-30
-        embeddings[WIDE_TOKEN, :10] = 1.0
+        """Ten values of different exponents make the row; all others lie far below them."""
+        embeddings[WIDE_TOKEN] *= 2.0**-40
+        embeddings[WIDE_TOKEN, :10] = 2.0 ** -torch.arange(10)
 
     served = change_weights(model, tmp_path, "model.embed_tokens.weight", spread)
     conversations = make_conversations(2, turns=3, tokens=200)

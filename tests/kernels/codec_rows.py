@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hcache_kernels.codecs.exp4 import WINDOW
+from hcache_kernels.codecs.exp4_code import WINDOW, most_exceptions
 
 
 def bits_of(rows: torch.Tensor) -> torch.Tensor:
@@ -20,15 +20,23 @@ def bfloat16(exponents: np.ndarray, seed: int) -> torch.Tensor:
     return torch.from_numpy(bits.astype(np.uint16).view(np.int16)).view(torch.bfloat16)
 
 
-def fewest_outside(exponents: np.ndarray) -> int:
-    """Values of a row that the best window leaves outside, by trying every window.
+def exceptions_of(exponents: np.ndarray) -> int:
+    """Exceptions of ``exp4`` in one unit of at most four blocks, by trying every window."""
+    counts = np.bincount(exponents, minlength=256)
+    inside = [int(counts[low : low + WINDOW].sum()) for low in range(256 - WINDOW + 1)]
+    low = inside.index(max(inside))
+    outside = np.delete(counts, slice(low, low + WINDOW))
+    return int(outside.sum() - outside.max())
 
-    Zeros, and what else has the smallest exponent, are never outside. They are frequent: a residual
-    stream in bfloat16 often adds up to nothing.
-    """
-    row = exponents[exponents > 0]
-    starts = range(1, 256 - WINDOW + 1)
-    return min(int(((row < start) | (row >= start + WINDOW)).sum()) for start in starts)
+
+def full_rows(width: int) -> np.ndarray:
+    """Exponents of two rows: as many exceptions as ``exp4`` has room for, and one more."""
+    rows = np.full((2, width), 120)
+    for more, row in enumerate(rows):
+        exceptions = most_exceptions(width) + more
+        row[-exceptions:] = 40
+        row[:exceptions] = 1  # as frequent and lower: the extra exponent
+    return rows
 
 
 def float_rows(dtype: torch.dtype, width: int, seed: int) -> torch.Tensor:

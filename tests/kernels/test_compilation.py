@@ -23,6 +23,8 @@ from triton.compiler import ASTSource
 import bench.gpu  # noqa: F401  in processes of their own too: the kernels, as in tests/conftest.py
 from hcache_kernels import pages
 from hcache_kernels.codecs import make_codec
+from hcache_kernels.codecs.exp4 import Cut, decode_launch, encode_launch
+from hcache_kernels.codecs.segments import segment_bytes
 from hcache_kernels.launch import Launch
 from hcache_kernels.project_kv import (
     KeyNorm,
@@ -208,6 +210,15 @@ def projection_jobs(capability: tuple[int, int]) -> Jobs:
 WIDTHS = (256, 4096, 7168)
 """One warp, the usual width, and one whose last block is masked."""
 
+CUTS = {
+    "one group": Cut(1024, 64),
+    "8 groups": Cut(128, 64, groups=8),
+    "heads of 96": Cut(3 * 96, 64, groups=4),
+    "4 pieces": Cut(4096, 16, pieces=4),
+    "narrow": Cut(64, 16, groups=2),
+}
+"""Units of K and V."""
+
 
 def codec_launch(codec: str, decode: bool, width: int, dtype: torch.dtype) -> Launch:
     made = make_codec(codec, width, dtype)
@@ -215,6 +226,18 @@ def codec_launch(codec: str, decode: bool, width: int, dtype: torch.dtype) -> La
     if decode:
         return made.decode_launch(encoded, rows)
     return made.encode_launch(rows, encoded, empty(N))
+
+
+def encode_segments(cut: Cut) -> Launch:
+    planes = [empty(N, cut.units, cut.values, dtype=torch.bfloat16)] * 2
+    length = segment_bytes(2, cut)
+    fits = empty(N, 2 * cut.units, dtype=torch.bool)
+    return encode_launch(planes, ids(N), cut, empty(N, 4096 + 4 * length), ids(N), 4096, fits)
+
+
+def decode_segments(cut: Cut) -> Launch:
+    planes = [empty(N, cut.units, cut.values, dtype=torch.bfloat16)] * 2
+    return decode_launch(empty(N, segment_bytes(2, cut)), planes, ids(N), cut)
 
 
 def gather(length: int) -> Launch:
@@ -240,6 +263,9 @@ def transfer_jobs(capability: tuple[int, int]) -> Jobs:
                 f"{'decode' if decode else 'encode'} {codec} {name(dtype)}, {width}",
                 partial(codec_launch, codec, decode, width, dtype),
             )
+    for what, cut in CUTS.items():
+        yield f"encode segments, {what}", partial(encode_segments, cut)
+        yield f"decode segments, {what}", partial(decode_segments, cut)
     for length in (64 * 8192, 64 * 392 + 8):
         yield f"gather {length}", partial(gather, length)
     for groups in (1, 4):
@@ -251,7 +277,7 @@ def transfer_jobs(capability: tuple[int, int]) -> Jobs:
 # ---- staging ----
 
 STAGED, LAYERS, PLACES, PAGE = 64, 4, 512, 64
-ROW_BYTES = (8192, 6304, 392)
+ROW_BYTES = (8192, 6272, 392)
 """bfloat16 of a usual width, exp4 of it, and rows that are multiples of 8 bytes only."""
 
 

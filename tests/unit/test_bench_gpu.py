@@ -142,7 +142,7 @@ def test_kernels_are_measured_both_ways_and_checked(dry_run: DryRun, tmp_path: P
     assert len({row["model"] for row in rows}) == 5
     assert {way["way"] for row in rows for way in row["ways"]} == {"fused", "library"}
     kinds = {row["kind"] for row in content["transfers"]}
-    assert kinds == {"codec", "gather", "scatter"}
+    assert kinds == {"codec", "gather", "scatter", "segments"}
     kernels.draw(content).savefig(tmp_path / "it.png")
 
 
