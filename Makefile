@@ -15,8 +15,8 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
 .PHONY: setup versions demo test test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
-	bench-accuracy bench-partition bench-paper bench-eager bench-eviction bench-pages bench-compare \
-	record-demo record-compare record-accuracy
+	bench-segment-codec bench-accuracy bench-partition bench-paper bench-eager bench-eviction bench-pages \
+	bench-compare record-demo record-compare record-accuracy
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -123,6 +123,10 @@ bench-store: setup $(VENV)/.peers
 # What each codec of hidden states costs: bytes, error of K and V, changed tokens. Ten minutes.
 bench-codecs: setup
 	$(BIN)/python -m bench.codecs $(ARGS)
+
+# MODELS="gqa paired": their K, V and hidden states, too.
+bench-segment-codec: setup
+	$(BIN)/python -m bench.segment_codec --models $(MODELS) $(ARGS)
 
 # What the ways to keep K and V change in what trained models say. MODEL: another model instead. The
 # first time it trains them, for a few minutes each on two idle cores.

@@ -31,6 +31,7 @@ PROGRAMS = {
     "partition": "bench.sweep",
     "eager": "bench.sweep",
     "codecs": "bench.codecs",
+    "segment_codec": "bench.segment_codec",
     "accuracy_gqa": "bench.accuracy.report",
     "accuracy_paired": "bench.accuracy.report",
     "store": "bench.store.__main__",
