@@ -203,7 +203,7 @@ def test_a_rank_that_cannot_open_the_store_stops_the_start_of_all(
     assert "Traceback" not in log
 
 
-@pytest.mark.parametrize("cycles", [5, pytest.param(30, marks=pytest.mark.long)])
+@pytest.mark.parametrize("cycles", [3, pytest.param(30, marks=pytest.mark.long)])
 def test_cycles_of_attach_and_detach_leak_nothing(cycles: int, model: Path, tmp_path: Path) -> None:
     report = tmp_path / "report"
     env = {

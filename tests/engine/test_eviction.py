@@ -57,7 +57,9 @@ def detached(server: Server) -> Iterator[None]:
     server.detach_storage()
 
 
-@pytest.fixture(params=[1, 3], ids=["one folder", "three folders"])
+@pytest.fixture(
+    params=[pytest.param(1, marks=pytest.mark.long), 3], ids=["one folder", "three folders"]
+)
 def folders(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
     return [tmp_path / "l3" / str(number) for number in range(request.param)]
 

@@ -52,13 +52,17 @@ PARTITIONS = {  # all hidden: tests/engine/test_architectures.py
 }
 # MHA; GQA; and models whose own layers compute otherwise what is recomputed.
 CASES = [
-    *(("llama", name) for name in PARTITIONS),
-    *(("qwen3", name) for name in ("two recomputed", "all three")),
-    *((family, "two recomputed") for family in ("olmo2", "opt", "gpt2")),
+    *(("llama", name) for name in ("all KV", "two recomputed", "all three")),
+    ("qwen3", "all three"),
+    *((family, "two recomputed") for family in ("olmo2", "opt")),
 ]
 MORE_CASES = [
-    *(("qwen3", name) for name in PARTITIONS if ("qwen3", name) not in CASES),
-    *((family, "two recomputed") for family in ("qwen2", "phi3", "stablelm", "olmoe")),
+    case
+    for case in (
+        *((family, name) for family in ("llama", "qwen3") for name in PARTITIONS),
+        *((family, "two recomputed") for family in ("gpt2", "qwen2", "phi3", "stablelm", "olmoe")),
+    )
+    if case not in CASES
 ]
 
 

@@ -93,7 +93,9 @@ def test_each_rank_stores_half_and_any_number_of_ranks_reads_it(
             marks=pytest.mark.versions,
         ),
         ("qwen3", "4 layers by spec (fused weight 128x256, rms norm over a head, RoPE neox 64)"),
-        ("opt", "4 layers by spec (fused weight 256x256, bias)"),
+        pytest.param(
+            "opt", "4 layers by spec (fused weight 256x256, bias)", marks=pytest.mark.long
+        ),
     ],
 )
 def test_two_ranks_with_other_models(
@@ -133,7 +135,7 @@ def test_a_share_that_is_gone_or_damaged_is_a_miss_on_all_ranks(
     assert_no_cache_output(model, [lost, damaged, *again])
 
 
-@pytest.mark.parametrize("name", ["recompute", "mixed"])
+@pytest.mark.parametrize("name", [pytest.param("recompute", marks=pytest.mark.long), "mixed"])
 def test_first_layers_are_recomputed_by_all_ranks_together(
     name: str, model: Path, tmp_path: Path
 ) -> None:
@@ -180,7 +182,7 @@ def test_shares_pass_through_a_backend_that_is_not_ours(model: Path, tmp_path: P
     assert_no_cache_output(model, conversations)
 
 
-@pytest.mark.parametrize("requests", [100, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("requests", [60, pytest.param(200, marks=pytest.mark.long)])
 def test_random_misses_on_one_rank_never_part_the_ranks(
     requests: int, model: Path, tmp_path: Path
 ) -> None:

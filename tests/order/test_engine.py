@@ -244,7 +244,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 EVERY_RUN = [
     ("conversations", "mixed"),
-    ("decode graphs", "kv"),
     ("pressure", "hidden"),
     ("eager", "recompute"),
     ("eager", "kv"),

@@ -10,6 +10,7 @@ import torch
 from hcache_kernels.project_kv.reference import project_kv_reference
 from hcache_kernels.project_kv.spec import kind_of
 from hcache_kernels.project_kv.ways import LIBRARY, Way, fused_configs
+from tests.kernels.operations.conftest import INTERPRETED
 from tests.kernels.projection_cases import (
     CASES,
     ROUNDINGS,
@@ -36,8 +37,17 @@ def check(case: dict[str, Any], way: str, device: str, number: int = 0) -> None:
     assert_as_exact_as_torch(got, call.written_by(project_kv_reference), call)
 
 
-@pytest.mark.parametrize("way", ["fused", "library"])
-@pytest.mark.parametrize("number", range(len(CASES)))
+def cases() -> list[Any]:
+    """Every case both ways; interpreted, one of them in long runs only."""
+    rare = pytest.mark.long if INTERPRETED else ()
+    return [
+        pytest.param(number, way, marks=rare if number % 2 == odd else ())
+        for number in range(len(CASES))
+        for odd, way in enumerate(("fused", "library"))
+    ]
+
+
+@pytest.mark.parametrize(("number", "way"), cases())
 def test_as_exact_as_torch_and_other_slots_untouched(number: int, way: str, device: str) -> None:
     check(CASES[number], way, device, number)
 

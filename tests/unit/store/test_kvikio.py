@@ -32,8 +32,6 @@ READING = (
     "with_kvikio.py",
     "test_format.py",
     "test_store.py",
-    "test_processes.py::test_many_processes_share_a_store",
-    f"{FAULTS}[EIO]",
     f"{FAULTS}[short]",
 )
 LONG = (pytest.mark.long, pytest.mark.timeout(7200))
