@@ -36,6 +36,7 @@ PROGRAMS = {
     "accuracy_paired": "bench.accuracy.report",
     "store": "bench.store.__main__",
     "eviction": "bench.eviction",
+    "pages": "bench.pages",
 }
 """Name of the results -> the module that makes their table."""
 _BLOCK = re.compile(r"(<!-- results: (\w+) -->\n)(.*?\n)(<!-- end -->)", re.DOTALL)
