@@ -39,7 +39,7 @@ PROGRAMS = {
     "pages": "bench.pages",
 }
 """Name of the results -> the module that makes their table."""
-_BLOCK = re.compile(r"(<!-- results: (\w+) -->\n)(.*?\n)(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- results: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def main() -> None:

@@ -32,6 +32,12 @@ def test_a_table_is_written_anew_between_its_marks_only() -> None:
     assert list(marked(found)) == [("demo", made("demo"))]
 
 
+def test_marks_with_nothing_between_them_get_their_table() -> None:
+    page = "<!-- results: eviction -->\n<!-- end -->\ntext\n<!-- results: paper -->\n<!-- end -->\n"
+    assert [name for name, _ in marked(refreshed(page))] == ["eviction", "paper"]
+    assert "\ntext\n" in refreshed(page)
+
+
 def test_results_that_are_missing_end_the_program(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"demo\.json is missing"):
         record("demo", tmp_path)
