@@ -27,7 +27,9 @@ class Codec(ABC):
         UnsupportedRows: The codec cannot hold rows of that width (in values) or type.
 
     Attributes:
-        name: What options and namespaces call it.
+        name: What options and metrics call it.
+        code: What pages call its bytes, at most 8 ASCII characters. When the same rows get other
+            bytes, it gets another one: else stored pages would be decoded to wrong values.
         is_view: Whether encoded rows are the rows themselves, seen as bytes.
         row_bytes: Length of an encoded row.
     """
@@ -40,6 +42,10 @@ class Codec(ABC):
         self.hidden_size = hidden_size
         self.dtype = dtype
         self.row_bytes = self._row_bytes()
+
+    @property
+    def code(self) -> str:
+        return self.name
 
     @abstractmethod
     def _row_bytes(self) -> int:

@@ -67,6 +67,10 @@ class Exp4Codec(Codec):
     name = "exp4"
     lossless = True
 
+    @property
+    def code(self) -> str:
+        return "exp4.2"  # before, exceptions had positions
+
     def _row_bytes(self) -> int:
         if self.dtype != torch.bfloat16:
             raise UnsupportedRows(f"codec 'exp4' takes bfloat16 hidden states, not {self.dtype}")

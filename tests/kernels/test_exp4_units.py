@@ -75,7 +75,7 @@ def test_units_of_one_scale_always_fit(kind: str) -> None:
 
 
 def test_encoded_units_are_part_of_the_page_format() -> None:
-    """Stored pages hold them: what changes here must change FORMAT_VERSION of the page."""
+    """Pages will hold them: what changes here must change ``code`` of the codec."""
     n = 5 * BLOCK_VALUES // 4
     units = (torch.arange(n) - 100).float() * torch.tensor([[1.0], [2.0**-9]])
     units[1, ::100] = 2.0**60

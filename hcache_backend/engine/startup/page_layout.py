@@ -39,7 +39,7 @@ def page_layout(
     layers = [RECOMPUTED] * len(methods.methods)
     for layer in methods.layers("hidden"):
         assert codec is not None
-        layers[layer] = hidden_layer(page_size, codec.row_bytes, codec.hidden_size, codec.name)
+        layers[layer] = hidden_layer(page_size, codec.row_bytes, codec.hidden_size, codec.code)
     for layer in kv.layers:
         layers[layer] = kv.stored_layer(layer)
     return PageLayout(page_size, tuple(layers), share)

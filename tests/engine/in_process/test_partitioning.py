@@ -16,6 +16,7 @@ from hcache_backend.config import ConfigError, parse_config
 from hcache_backend.engine.kv_segments import KVSegments, PoolParking
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
+from hcache_backend.engine.startup.page_layout import page_layout
 from hcache_backend.engine.startup.partition_choice import fixed_partition
 from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer
 from hcache_backend.partition.costs import Partition
@@ -25,10 +26,22 @@ from hcache_backend.partition.profile import Profile, Rate
 from hcache_backend.restore.eager import HandOut
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.units import WHOLE
+from hcache_kernels.codecs import make_codec
 from tests.engine.in_process.test_host_pool import PAGE, kv_pool
 
 SIZE = PAGE
 CONFIGS = Path(__file__).parents[2] / "unit" / "partition" / "configs"
+
+
+def test_codes_that_encode_the_same_rows_otherwise_share_no_pages() -> None:
+    """An earlier ``exp4`` had rows of the same length, which this one would decode to others."""
+    methods = LayerMethods(Partition(0, 1, 0), None, None, 64)
+    kv: Any = SimpleNamespace(layers=())
+    codec = make_codec("exp4", 256, torch.bfloat16)
+    layout = page_layout(64, methods, kv, codec, WHOLE)
+    before = PageLayout(64, (hidden_layer(64, codec.row_bytes, 256, "exp4"),))
+    assert layout.page_bytes == before.page_bytes
+    assert layout.form != before.form
 
 
 def test_kv_segments_come_back_to_other_slots_bit_for_bit() -> None:
