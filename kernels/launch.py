@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +36,11 @@ class Launch:
         """Launch it on the current stream; a grid without programs is left alone."""
         if 0 not in self.grid:
             self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
+
+
+def alignment(*sizes: int) -> int:
+    """The largest of 16, 8, 4, 2 and 1 of which every one of ``sizes`` is a multiple."""
+    return math.gcd(16, *sizes)
 
 
 def block_launch(

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import COPY_PROGRAMS, Launch, block_launch
+from .launch import COPY_PROGRAMS, Launch, alignment, block_launch
 
 WORD = 8
 """Bytes that move together; lengths, offsets and page sizes are multiples of it."""
@@ -53,7 +53,7 @@ def gather_pages(
         ValueError: The arguments do not fit together.
     """
     _check_pages(pages, offset, length)
-    _check_ids("page_ids", page_ids, len(page_ids), len(pages))
+    check_ids("page_ids", page_ids, len(page_ids), len(pages))
     shape = (len(page_ids), length)
     if out is None:
         out = torch.empty(shape, dtype=torch.uint8, device=page_ids.device)
@@ -100,8 +100,8 @@ def gather_plane(
     if pool.shape[3] % WORD:
         raise ValueError(f"row_bytes is {pool.shape[3]}: must be a multiple of {WORD}")
     _check_pages(pages, offset, pool[0].numel() if len(pool) else 0)
-    _check_ids("page_ids", page_ids, len(page_ids), len(pages))
-    _check_ids("pool_ids", pool_ids, len(page_ids), len(pool))
+    check_ids("page_ids", page_ids, len(page_ids), len(pages))
+    check_ids("pool_ids", pool_ids, len(page_ids), len(pool))
     if not pool.device == page_ids.device == pool_ids.device:
         raise ValueError(
             f"the pool is on {pool.device}, page_ids on {page_ids.device}, pool_ids on "
@@ -140,9 +140,9 @@ def scatter_rows(
         )
     n, row_bytes = rows.shape
     _check_pages(pages, offset, row_bytes)
-    _check_ids("page_ids", page_ids, n, len(pages))
+    check_ids("page_ids", page_ids, n, len(pages))
     page_rows = (pages.shape[1] - offset) // row_bytes if row_bytes else 0
-    _check_ids("row_ids", row_ids, n, page_rows)
+    check_ids("row_ids", row_ids, n, page_rows)
     if not rows.device == page_ids.device == row_ids.device:
         raise ValueError(
             f"rows are on {rows.device}, page_ids on {page_ids.device}, row_ids on "
@@ -205,16 +205,21 @@ def _check_pages(pages: torch.Tensor, offset: int, length: int) -> None:
         )
 
 
-def _check_ids(name: str, ids: torch.Tensor, count: int, limit: int) -> None:
+def check_ids(
+    name: str,
+    ids: torch.Tensor,
+    count: int,
+    limit: int,
+    types: tuple[torch.dtype, ...] = (torch.int32, torch.int64),
+) -> None:
     """Refuse, by a ValueError, ids that are no vector of ``count``, or (CPU) not below ``limit``.
 
     Reads no values of the GPU, so it never synchronises: ids that come from there were checked by
     whoever made them.
     """
-    if ids.dtype not in (torch.int32, torch.int64) or ids.shape != (count,):
-        raise ValueError(
-            f"{name} are {list(ids.shape)} of {ids.dtype}: must be int32 or int64 [{count}]"
-        )
+    if ids.dtype not in types or ids.shape != (count,):
+        wanted = " or ".join(str(one).removeprefix("torch.") for one in types)
+        raise ValueError(f"{name} are {list(ids.shape)} of {ids.dtype}: must be {wanted} [{count}]")
     if ids.is_cpu and count and not 0 <= int(ids.min()) <= int(ids.max()) < limit:
         raise ValueError(
             f"{name} go from {int(ids.min())} to {int(ids.max())}: must be from 0 to {limit - 1}"
@@ -274,9 +279,8 @@ def _launch(
     items, words = shape[0], shape[1] // WORD
     block = min(_MOST_WORDS, triton.next_power_of_2(words))
     parts = items * triton.cdiv(words, block)
-    wide = all(size % (2 * WORD) == 0 for size in (shape[1], pages.shape[1], offset))
     arguments |= {"pages": pages, "page_bytes": pages.shape[1], "offset": offset, "parts": parts}
-    arguments |= {"WORDS": words, "ALIGNED": 2 * WORD if wide else WORD}
+    arguments |= {"WORDS": words, "ALIGNED": alignment(shape[1], pages.shape[1], offset)}
     return block_launch(kernel, (min(programs, parts),), block, 512, **arguments)
 
 

@@ -21,12 +21,13 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import COPY_PROGRAMS, Launch, block_launch
+from .launch import COPY_PROGRAMS, Launch, alignment, block_launch
 
 WRONG_STEP = -1
 """Mark of a row that its codec could not hold; no step has this number."""
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_WIDEST_WORD = max(_WORDS)
 _MOST_WORDS = 1024
 """Words that a program moves at a time."""
 
@@ -88,7 +89,8 @@ def save_rows(
         slots: Slots of the KV pool, int64 ``[n]``, on the device.
         shadows: Physical page of every device page, int64 ``[device_pages]``, on the device.
         arena: uint8 ``[pages, page_bytes]``, memory that the device can write (pinned).
-        segments: Offset in a page of each layer's segment, int64 ``[layers]``, on the device.
+        segments: Offset in a page of each layer's segment, int64 ``[layers]``, on the device: a
+            multiple of 16 bytes, or of what ``row_bytes`` is a multiple of.
         page_size: Tokens a page.
         kept: The tokens of a page whose rows its segments hold, consecutive; None: all. The others
             are left out.
@@ -117,7 +119,8 @@ def stage_launch(
     """The launch of :func:`stage_rows`."""
     n, row_bytes = rows.shape
     # The model's own tensors may be rows of something wider.
-    word = _word_bytes(row_bytes, rows.stride(0), rows.storage_offset() * rows.element_size())
+    first = rows.storage_offset() * rows.element_size()
+    word = min(_WIDEST_WORD, alignment(row_bytes, rows.stride(0), first))
     words = row_bytes // word
     block = min(_MOST_WORDS, triton.next_power_of_2(words))
     return block_launch(
@@ -150,9 +153,8 @@ def save_launch(
 ) -> Launch:
     """The launch of :func:`save_rows` by at most ``programs`` programs."""
     layers, n, row_bytes = staged.shape
-    # Segments are multiples of rows behind a header of 4096 bytes, so rows decide alignment.
-    word = _word_bytes(row_bytes, staged.stride(0), arena.shape[1])
-    wide = all(size % 16 == 0 for size in (row_bytes, staged.stride(0), arena.shape[1]))
+    aligned = alignment(row_bytes, staged.stride(0), arena.shape[1])
+    word = min(_WIDEST_WORD, aligned)
     words = row_bytes // word
     return block_launch(
         save_kernel,
@@ -173,13 +175,8 @@ def save_launch(
         KEPT=len(kept),
         WORDS=words,
         WORD_BYTES=word,
-        ALIGNED=16 if wide else word,
+        ALIGNED=aligned,
     )
-
-
-def _word_bytes(*lengths: int) -> int:
-    """Largest word of which every one of ``lengths`` (bytes) is a multiple."""
-    return next(word for word in _WORDS if all(length % word == 0 for length in lengths))
 
 
 @triton.jit

@@ -95,9 +95,8 @@ class EagerRestores:
         self._reservations: list[Reservation] = []  # in the order in which they were made
         self._running: dict[Hashable, Reservation] = {}  # by prefetch
         self._places: dict[int, Place] = {}  # by host page
-        self._reading: list[
-            tuple[list[int], RunningRestore]
-        ] = []  # host pages, and what reads them
+        # Host pages, and what reads them.
+        self._reading: list[tuple[list[int], RunningRestore]] = []
 
     @property
     def pages(self) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..pages import check_ids
 from .base import UnsupportedRows
 from .exp4 import Cut, Exp4Codec, decode_launch, encode_launch
 from .exp4_code import decode_units, encode_units
@@ -65,7 +66,7 @@ def encode_segments(
             f"bytes {offset} to {offset + length} of pages of {memory.shape[1]} bytes: must be "
             "within a page and begin at a multiple of 8, as each page"
         )
-    _check_ids("pages", pages, len(items), len(memory))
+    check_ids("pages", pages, len(items), len(memory), (torch.int64,))
     shape = (len(items), len(planes) * cut.units)
     if fits.dtype != torch.bool or fits.shape != shape or not fits.is_contiguous():
         raise ValueError(
@@ -147,14 +148,5 @@ def _check(planes: Sequence[torch.Tensor], items: torch.Tensor, cut: Cut) -> int
             f"planes have {len(first)} slots of {row} values: must be whole pages of {tokens} "
             f"slots of {cut.groups * cut.width} values"
         )
-    _check_ids("items", items, len(items), len(first) // tokens)
+    check_ids("items", items, len(items), len(first) // tokens, (torch.int64,))
     return length
-
-
-def _check_ids(name: str, ids: torch.Tensor, count: int, limit: int) -> None:
-    if ids.dtype != torch.int64 or ids.shape != (count,):
-        raise ValueError(f"{name} are {list(ids.shape)} of {ids.dtype}: must be int64 [{count}]")
-    if ids.is_cpu and count and not 0 <= int(ids.min()) <= int(ids.max()) < limit:
-        raise ValueError(
-            f"{name} go from {int(ids.min())} to {int(ids.max())}: must be from 0 to {limit - 1}"
-        )
