@@ -241,7 +241,7 @@ class HCacheStorage(HiCacheStorage):
                 metrics.L3_TOKENS.count("suspended" if suspended else result, number * size)
 
     def _drop_own_pages(self) -> None:
-        dropped = self._guard("drop", partial(self._pools.drop, self._runtime.writer), 0)
+        dropped = self._guard("drop", self._pools.drop_written, 0)
         logger.error("hcache: %d pages that this server wrote were deleted", dropped)
 
     def _guard(self, what: str, work: Callable[[], _Result], otherwise: _Result) -> _Result:

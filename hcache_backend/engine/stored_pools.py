@@ -68,6 +68,7 @@ class StoredPools:
         self._config = config
         self._kv_fields = kv_fields
         self._pools: dict[str, PoolPages] = {}
+        self._writing = threading.Lock()
         self._lock = threading.Lock()
         self._metrics = StorageMetrics()
 
@@ -154,6 +155,14 @@ class StoredPools:
         """
         return sum(self._store.drop(namespace, writer) for _, namespace in self._namespaces())
 
+    def drop_written(self) -> int:
+        """The same for all that this server wrote, while L3 is suspended for good.
+
+        A write that had begun before is waited for, or its pages would be named afterwards.
+        """
+        with self._writing:
+            return self.drop(self._runtime.writer)
+
     def read(
         self,
         keys: Sequence[str],
@@ -191,23 +200,24 @@ class StoredPools:
         last_use: int | None = None,
     ) -> None:
         """Store a share of pages from the memory ``parts``; see :meth:`PageStore.put`."""
-        namespace = self._serving_namespace(pool, share)
-        if namespace is None:
-            metrics.PAGES.count("dropped_suspended", len(keys))
-            return
         start = time.perf_counter()
         pages, hashes = self._pools[pool], [key_bytes(key) for key in keys]
-        with metrics.timed("l3_write"):
-            stored = self._store.put(
-                namespace,
-                hashes,
-                parts,
-                prefix=PageKeys(prefix),
-                last_use=last_use,
-                share=pages.share,
-                table=pages.table(),
-                digests=pages.digests(parts),
-            )
+        with self._writing:
+            namespace = self._serving_namespace(pool, share)
+            if namespace is None:
+                metrics.PAGES.count("dropped_suspended", len(keys))
+                return
+            with metrics.timed("l3_write"):
+                stored = self._store.put(
+                    namespace,
+                    hashes,
+                    parts,
+                    prefix=PageKeys(prefix),
+                    last_use=last_use,
+                    share=pages.share,
+                    table=pages.table(),
+                    digests=pages.digests(parts),
+                )
         self._store_counters.publish()
         size = sum(map(_bytes, parts))
         metrics.PAGES.count("written", sum(stored))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -223,6 +224,37 @@ def test_lost_trust_deletes_what_this_server_wrote(
     runtime.lose_trust("test")
     runtime.caches_were_flushed()
     assert storage.batch_exists(KEYS[:2]) == 0
+
+
+def test_lost_trust_deletes_what_is_being_written_meanwhile(
+    storage: HCacheStorage,
+    pool: HostPool,
+    runtime: Runtime,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was asked whether L3 serves before trust was lost, and is named after."""
+    store, begun, go_on = storage._pools._store, threading.Event(), threading.Event()
+    put = store.put
+
+    def held(*args: Any, **options: Any) -> list[bool]:
+        begun.set()
+        assert go_on.wait(30)
+        return put(*args, **options)
+
+    monkeypatch.setattr(store, "put", held)
+    indices = pool.fill(range(0, 2))
+    writing = threading.Thread(target=storage.batch_set_v1, args=(KEYS[:2], indices))
+    writing.start()
+    assert begun.wait(30)
+    before = set(threading.enumerate())
+    runtime.lose_trust("test")
+    [dropping] = set(threading.enumerate()) - before
+    dropping.join(0.3)  # time enough to delete what is there
+    go_on.set()
+    writing.join()
+    dropping.join()
+    assert list(tmp_path.glob("**/*.page")) == []
 
 
 def test_a_plain_server_that_is_attached_to_runs_in_kv_mode(
