@@ -29,7 +29,7 @@ def install() -> None:
         _slow_down_restores()
     if L3_VARIABLE in os.environ:
         _slow_down_store()
-        _wait_without_a_core()
+    _wait_without_a_core()
 
 
 L3_VARIABLE = "HCACHE_CPU_L3_FILE"
@@ -119,16 +119,24 @@ def _slow_down_store() -> None:
 
 
 def _wait_without_a_core() -> None:
-    """A scheduler that waits for L3 polls all the time. The device is threads of its process here:
-    it leaves them its core and the interpreter."""
+    """A scheduler without a batch polls all the time, with a core of its own.
+
+    Here it leaves the core to the threads that are its device, and to other servers: it looks a few
+    hundred times a second, and at once when a request comes.
+    """
     from sglang.srt.managers.scheduler import Scheduler
 
     on_idle = Scheduler.on_idle
+    l3_is_slow = L3_VARIABLE in os.environ
 
     @functools.wraps(on_idle)
     def idle(self: Any) -> None:
         on_idle(self)
-        time.sleep(0.001)
+        requests = self.ipc_channels.recv_from_tokenizer
+        if not self.is_fully_idle():
+            time.sleep(0.001 * l3_is_slow)
+        elif requests is not None:  # other ranks wait for the first one
+            requests.poll(5)
 
     Scheduler.on_idle = idle
 
