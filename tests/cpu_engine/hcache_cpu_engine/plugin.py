@@ -21,6 +21,7 @@ def activate() -> None:
     _replace_elementwise_kernels()
     _unpin_host_pools()
     _ignore_pin_memory()
+    _hook_methods_without_a_search()
     if os.environ.get("HCACHE_CPU_ENGINE_FORK") == "1":
         _fork_instead_of_spawn()
     transfers.install()
@@ -149,3 +150,19 @@ def _fork_instead_of_spawn() -> None:
         original("fork" if method == "spawn" else method, force)
 
     multiprocessing.set_start_method = set_start_method
+
+
+def _hook_methods_without_a_search() -> None:
+    """Apply hooks on methods without a look at every name of every module, 0.1 s per hook.
+
+    SGLang looks for what modules have imported by name. Nobody imports a method so, and half of a
+    small server's start-up would be this search.
+    """
+    from sglang.srt.plugins import hook_registry
+
+    propagate = hook_registry._propagate_patch
+
+    def propagate_functions(original: object, wrapped: object, owner: object) -> int:
+        return 0 if isinstance(owner, type) else propagate(original, wrapped, owner)
+
+    hook_registry._propagate_patch = propagate_functions
