@@ -97,15 +97,20 @@ def check_recompute(
     spans = [TokenSpan(ids, none), TokenSpan(ids[:half], none), TokenSpan(ids[half:], slots[:half])]
     where, positions = torch.cat((slots, others)), probe.positions.repeat(2)
     try:
-        # A shorter prompt, as in a chunk, and a larger batch.
-        first, second = slice(half), slice(half, tokens)
-        runs = [exactness(run_again(runner, n), first) for n in ([half], [tokens] * 2)]
+        # A shorter prompt, as in a chunk, a larger batch, and prompts as long as the spans.
+        halves = slice(half), slice(half, tokens)
+        runs = [
+            exactness(at, part)
+            for lengths in ([half], [tokens] * 2, [tokens, half, half])
+            for at in run_again(runner, lengths)
+            for part in halves[: len(at) // half]
+        ]
         own = [worst(layer) for layer in zip(*runs, strict=True)]
         for buffer in buffers:
             buffer[slots] = 0
         recomputer.run(len(probe.layers), positions, where, spans)
         # Part by part: of many values the few that differ are a small share.
-        parts = [exactness(at, part) for at in (slots, others) for part in (first, second)]
+        parts = [exactness(at, part) for at in (slots, others) for part in halves]
         recomputed = [worst(layer) for layer in zip(*parts, strict=True)]
         problem = first_problem(
             None

@@ -67,8 +67,8 @@ def observe(runner: Any, observations: list[Observation]) -> Probe:
     return Probe(layers, hidden, slots, positions, token_ids)
 
 
-def run_again(runner: Any, lengths: Sequence[int]) -> torch.Tensor:
-    """Run the model on prompts that begin as the probe does; slots of the first, int64 ``[n]``.
+def run_again(runner: Any, lengths: Sequence[int]) -> Sequence[torch.Tensor]:
+    """Run the model on prompts that begin as the probe does; the slots of each, int64 ``[n]``.
 
     All ranks must call it. What the KV pool held is overwritten.
 
@@ -76,7 +76,7 @@ def run_again(runner: Any, lengths: Sequence[int]) -> torch.Tensor:
         lengths: Tokens of each prompt, at most the probe's.
     """
     _, slots, _, _ = _forward(runner, lengths)
-    return slots[: lengths[0]]
+    return slots.split(list(lengths))
 
 
 def compare(probe: Probe, projector: Projector) -> None:
