@@ -148,20 +148,18 @@ class StoredPools:
         """KV pages of prompts in use that L3 has no more, since the last call. Never waits."""
         return self._store.take_gaps()
 
-    def drop(self, writer: bytes | None = None) -> int:
-        """Delete the pages (that ``writer`` wrote) of the weights and pools that are served.
-
-        Returns how many files went.
-        """
-        return sum(self._store.drop(namespace, writer) for _, namespace in self._namespaces())
+    def drop(self) -> int:
+        """Delete the pages of the weights and pools that are served; returns how many files."""
+        return sum(self._store.drop(namespace) for _, namespace in self._namespaces())
 
     def drop_written(self) -> int:
-        """The same for all that this server wrote, while L3 is suspended for good.
+        """Delete all pages that this server wrote, of earlier weights too, once L3 is suspended.
 
         A write that had begun before is waited for, or its pages would be named afterwards.
+        Returns how many files went.
         """
         with self._writing:
-            return self.drop(self._runtime.writer)
+            return self._store.drop_writer(self._runtime.writer)
 
     def read(
         self,

@@ -279,12 +279,15 @@ class PageStore:
         for volume in self.volumes:
             volume.check_room(page_bytes)
 
-    def drop(self, namespace: bytes, writer: bytes | None = None) -> int:
-        """Delete the pages of a namespace (those of one server run); returns how many files."""
+    def drop(self, namespace: bytes) -> int:
+        """Delete the pages of a namespace; returns how many files."""
         check_names(namespace, [])
-        if writer is not None:
-            check_writer(writer)
-        return sum(volume.drop(namespace, writer) for volume in self.volumes)
+        return sum(volume.drop(namespace) for volume in self.volumes)
+
+    def drop_writer(self, writer: bytes) -> int:
+        """Delete the pages of all namespaces that a server run wrote; returns how many files."""
+        check_writer(writer)
+        return sum(volume.drop(b"", writer) for volume in self.volumes)
 
     def flush(self) -> bool:
         """Bring everything that was put to the disks; False when a disk refused."""

@@ -169,7 +169,7 @@ class Volume(Presence):
         return taken
 
     def drop(self, namespace: bytes, writer: bytes | None = None) -> int:
-        """Delete the pages of a namespace (those of one writer); returns how many."""
+        """Delete the pages of a namespace (b"": of all), of any writer or one; returns how many."""
 
         def work(folder: Folder) -> int:
             dropped = 0

@@ -218,7 +218,11 @@ def test_a_prefix_of_thousands_of_pages_costs_the_scheduler_no_time(
 def test_lost_trust_deletes_what_this_server_wrote(
     storage: HCacheStorage, pool: HostPool, runtime: Runtime, tmp_path: Path
 ) -> None:
-    storage.batch_set_v1(KEYS[:2], pool.fill(range(0, 2)))
+    """What it wrote with earlier weights, too: its projection was no better then."""
+    for weights in (b"earlier", b"present"):
+        runtime.weights = Weights(weights, whole=weights)
+        storage.batch_set_v1(KEYS[:2], pool.fill(range(0, 2)))
+    assert len(list(tmp_path.glob("**/*.page"))) == 4
     storage._drop_own_pages()
     assert list(tmp_path.glob("**/*.page")) == []
     runtime.lose_trust("test")

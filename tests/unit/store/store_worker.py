@@ -99,7 +99,7 @@ def work(store: PageStore, role: str, seed: str, deadline: float, log: TextIO) -
         elif chance.random() < 0.6:
             put_again(store)
         else:
-            store.drop(NAMESPACE, b"writer-%d" % chance.randrange(8))
+            store.drop_writer(b"writer-%d" % chance.randrange(8))
 
 
 def run(task: Task) -> None:

@@ -16,7 +16,6 @@ from store_testing import (
     NAMESPACE,
     OTHER_NAMESPACE,
     PAGE,
-    WRITER,
     Ops,
     assert_sound,
     content,
@@ -151,7 +150,7 @@ def scenario(folder: Path, ops: FileOps) -> None:
             store.put(NAMESPACE, lost, pages, prefix=gap.keys[: gap.missing[0]], last_use=gap.time)
         read_all(store)
         put(store, 12, namespace=OTHER_NAMESPACE)
-        store.drop(OTHER_NAMESPACE, WRITER)
+        store.drop(OTHER_NAMESPACE)
         store.exists(NAMESPACE, [key(n) for n in range(PAGES)])
         look_after(store)
         store.flush()

@@ -126,12 +126,12 @@ class StoreMachine(RuleBasedStateMachine):
             assert ok <= given
             assert ok or not given or self.bounded
 
-    @rule(namespace=namespaces, writer=writers)
-    def drop_writer(self, namespace: bytes, writer: bytes) -> None:
-        dropped = self.store.drop(namespace, writer)
+    @rule(writer=writers)
+    def drop_writer(self, writer: bytes) -> None:
+        dropped = self.store.drop_writer(writer)
         expected = 0
-        for (other, _), mine in self.given.items():
-            for share in [share for share in mine if other == namespace]:
+        for mine in self.given.values():
+            for share in list(mine):
                 if writer in mine[share]:
                     mine[share].discard(writer)
                     expected += 1

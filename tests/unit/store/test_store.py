@@ -296,10 +296,10 @@ def test_drop_writer_deletes_what_one_server_run_wrote(tmp_path: Path) -> None:
     put(first, 1, 2)
     put(second, 3)
     put(second, 4, namespace=OTHER_NAMESPACE)
-    assert second.drop(NAMESPACE, b"first---") == 2
+    assert second.drop_writer(b"first---") == 2
     assert second.exists(NAMESPACE, [key(1), key(2), key(3)]) == [False, False, True]
-    assert first.drop(NAMESPACE, b"second--") == 1
-    assert first.exists(OTHER_NAMESPACE, [key(4)]) == [True]
+    assert first.drop_writer(b"second--") == 2
+    assert first.exists(OTHER_NAMESPACE, [key(4)]) == [False]
 
 
 @pytest.mark.parametrize("shift", [0, 1, 64, 512])
