@@ -32,7 +32,6 @@ from bench.harness.methods import METHODS, PAGE_SIZE, SERVED
 from bench.harness.models import TinyLlama
 from bench.harness.program import add_model_options, at_least, failing, names, parser, stamp
 from bench.harness.report import OUT, write_json, write_picture
-from bench.harness.server import unwind_when_terminated
 from bench.multiturn.driver import PARALLEL, Pace
 from bench.workload.options import add_workload_options, choose
 from hcache_backend.cli.common import print_json, screen
@@ -135,7 +134,6 @@ def measure(given: argparse.Namespace, parts: Sequence[str]) -> dict[str, Any]:
         UnusableServer: A server does not take the workload.
     """
     asked = choose(given)
-    unwind_when_terminated()
     machine = find_machine()
     found: dict[str, Any] = {
         **stamp(machine),

@@ -27,7 +27,6 @@ from bench.harness.methods import PAGE_SIZE
 from bench.harness.models import TinyLlama
 from bench.harness.program import at_least, failing, parser, stamp, steps
 from bench.harness.report import OUT, write
-from bench.harness.server import unwind_when_terminated
 from hcache_backend.cli.common import print_json
 
 FAILED = 1
@@ -53,7 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="where the report goes; a picture (.png) goes beside it",
     )
     given = parsed.parse_args(arguments)
-    unwind_when_terminated()
     script = Script(conversations=given.conversations, turns=given.turns)
     if script.longest_prompt > POOL_TOKENS:
         most = POOL_TOKENS // (script.longest_prompt // given.turns)

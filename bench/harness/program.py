@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from rich.progress import Progress
 
 from bench.harness.machine import Machine, MachineError
-from bench.harness.server import ServerError
+from bench.harness.server import ServerError, unwind_when_terminated
 from bench.workload.base import WorkloadError
 from hcache_backend.cli.client import UnusableServer
 from hcache_backend.cli.common import errors, progress_bar
@@ -93,7 +93,11 @@ def model_name(text: str) -> str:
 
 @contextmanager
 def failing() -> Iterator[None]:
-    """End the program with status 2 and a line, not with a traceback, if it cannot run."""
+    """End the program with status 2 and a line, not with a traceback, if it cannot run.
+
+    On SIGTERM its blocks are left as on an error: servers and temporary folders go, too.
+    """
+    unwind_when_terminated()
     try:
         yield
     except (UnusableServer, MachineError, ServerError, WorkloadError, OSError) as error:

@@ -20,7 +20,7 @@ from bench.harness.models import TinyLlama
 from bench.harness.options import ADMIN_KEY
 from bench.harness.program import add_model_options, at_least, failing, parser
 from bench.harness.report import OUT
-from bench.harness.server import Server, unwind_when_terminated
+from bench.harness.server import Server
 from bench.multiturn.driver import PARALLEL, Pace
 from bench.multiturn.report import append, log_lines, request_lines, show
 from bench.multiturn.run import Plan, Target, measure
@@ -202,7 +202,6 @@ def started(
         highlight=False,
         soft_wrap=True,
     )
-    unwind_when_terminated()
     machine = find_machine()
     with TemporaryDirectory(prefix="hcache-bench-") as scratch:
         options = server_options(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,8 +16,9 @@ import torch
 from bench.fixtures import models
 from bench.fixtures.models import facts, fixture
 from bench.fixtures.start import start
-from bench.fixtures.text import KEYS, VALUES, VOCABULARY, Texts, corpus, train_tokenizer
+from bench.fixtures.text import KEYS, VALUES, VOCABULARY, Corpus, Texts, corpus, train_tokenizer
 from bench.fixtures.train import RECIPES, fresh
+from bench.harness.program import failing
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
 
 TINY = replace(RECIPES["paired"], layers=4, steps=2, batch=1, tokens=64)
@@ -86,10 +89,17 @@ def test_training_starts_from_weights_that_recall(name: str) -> None:
 
 def train_tiny(monkeypatch: pytest.MonkeyPatch, folder: Path, **changes: Any) -> tuple[Path, int]:
     """The folder of a model that is trained for two steps, and how many steps were done."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    monkeypatch.setitem(models.RECIPES, "tiny", replace(TINY, **changes))
+    prepare_tiny(monkeypatch, folder, **changes)
     done: list[str] = []
     return fixture("tiny", done.append, threads=1), len(done)
+
+
+def prepare_tiny(monkeypatch: pytest.MonkeyPatch, folder: Path, **changes: Any) -> None:
+    """Make `tiny` a fixture that learns some files only, and `folder` the user's cache."""
+    few = Corpus(corpus().training[:20], corpus().held_out[:1])
+    monkeypatch.setattr(models, "corpus", lambda: few)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    monkeypatch.setitem(models.RECIPES, "tiny", replace(TINY, **changes))
 
 
 def test_a_model_is_trained_once_and_the_same_from_the_same_seed(
@@ -107,6 +117,27 @@ def test_a_model_is_trained_once_and_the_same_from_the_same_seed(
     assert {path.name for path in first.parent.iterdir()} == {first.name, other.name}
 
 
+def test_a_training_that_is_terminated_leaves_nothing_in_the_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    prepare_tiny(monkeypatch, tmp_path)
+    seen: list[list[Path]] = []
+
+    def terminate(step: str) -> None:
+        seen.append(list(tmp_path.rglob("*")))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit), failing():
+            fixture("tiny", terminate, threads=1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    # Nothing is there during the training either: SIGKILL leaves as little.
+    assert seen == [[]]
+    assert list(tmp_path.rglob("*")) == []
+
+
 def test_layers_of_a_pair_have_the_same_weights(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -120,7 +151,7 @@ def test_layers_of_a_pair_have_the_same_weights(
         for name in ("self_attn.q_proj.weight", "mlp.up_proj.weight"):
             assert torch.equal(weights[one][name], weights[other][name]) == alike
     words = AutoTokenizer.from_pretrained(folder)
-    assert words.encode(f"# {KEYS[0]}\n") == tokenizer().encode(f"# {KEYS[0]}\n").ids
+    assert words.decode(words.encode(f"# {KEYS[0]}\n")) == f"# {KEYS[0]}\n"
 
 
 @pytest.mark.long
