@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
+from bench.fixtures.models import fixture
+from bench.fixtures.text import Texts, corpus, encoder
 from bench.harness.models import VOCAB, build_model
 from bench.harness.server import Reply, Server, ServerOptions
 from hcache_backend.server_report import read_report
@@ -18,7 +21,10 @@ from tests.engine.harness.reference import first_difference
 
 pytestmark = pytest.mark.engine
 
-ROTATED = ("llama", "qwen2", "qwen3", "olmo2", "phi3", "stablelm", "olmoe")
+ROTATED = (
+    *("llama", "qwen2", "qwen3", "olmo2", "phi3", "stablelm", "olmoe"),
+    *("gemma", "mixtral", "qwen2_moe"),
+)
 IN_EVERY_RUN = (("llama", "bfloat16"), ("qwen3", "float16"))
 CASES = [
     pytest.param(name, dtype, marks=() if (name, dtype) in IN_EVERY_RUN else pytest.mark.long)
@@ -72,10 +78,6 @@ def test_restored_and_recomputed_layers_are_as_exact_as_the_models_own_at_anothe
         assert_as_exact(ours, models)
 
 
-def long_prompts(count: int) -> list[list[int]]:
-    return [random_tokens(320, 7_000 + seed) for seed in range(count)]
-
-
 def replies(options: ServerOptions, prompts: Sequence[Sequence[int]]) -> list[Reply]:
     """Replies with log-probabilities; with a cache, behind a history that comes back from L3."""
     with Server(options) as server:
@@ -100,22 +102,62 @@ def compared(got: Sequence[Reply], want: Sequence[Reply]) -> dict[str, float]:
     return {"replies": len(got), "differ": differ, "mean": fmean(off), "largest": max(off)}
 
 
+def compared_with_no_cache(
+    model: Path,
+    prompts: Sequence[Sequence[int]],
+    choices: Mapping[str, Mapping[str, str]],
+    folder: Path,
+    record_property: Callable[[str, object], None],
+) -> dict[str, dict[str, float]]:
+    """What servers with other options make of the histories, by the name of the choice."""
+    plain = ServerOptions(model, folder / "plain.log", cache="none", dtype="bfloat16")
+    want, found = replies(plain, prompts), {}
+    for name, hcache in choices.items():
+        options = our_server(
+            model, folder / name, hcache=hcache, dtype="bfloat16", hicache_ratio=8.0
+        )
+        found[name] = compared(replies(options, prompts), want)
+        record_property(name, found[name])
+        print(name, found[name])
+    return found
+
+
+EXACT = {"auto": {}, "generic": {"projection": "generic"}, "kv": {"mode": "kv"}}
+
+
 @pytest.mark.parametrize(
-    "count", [16, pytest.param(64, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
+    ("count", "choices"),
+    [
+        (16, {"auto": {}}),
+        pytest.param(64, EXACT, marks=[pytest.mark.long, pytest.mark.timeout(1800)]),
+    ],
 )
 def test_bfloat16_replies_behind_restored_histories_differ_no_more_than_ties_do(
-    count: int, model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+    count: int,
+    choices: Mapping[str, Mapping[str, str]],
+    model: Path,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
-    prompts = long_prompts(count)
+    prompts = [random_tokens(320, 7_000 + seed) for seed in range(count)]
     assert max(map(max, prompts)) < VOCAB
-    plain = ServerOptions(model, tmp_path / "plain.log", cache="none", dtype="bfloat16")
-    want = replies(plain, prompts)
-    choices = {"auto": {}}
-    if count > 16:
-        choices |= {"generic": {"projection": "generic"}, "kv": {"mode": "kv"}}
-    for name, hcache in choices.items():
-        options = our_server(model, tmp_path / name, hcache=hcache, dtype="bfloat16")
-        found = compared(replies(options, prompts), want)
-        record_property(name, found)
-        print(name, found)
-        assert found["differ"] <= count / 8
+    found = compared_with_no_cache(model, prompts, choices, tmp_path, record_property)
+    for name in choices:
+        assert found[name]["differ"] <= count / 8
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_trained_model_finds_tokens_as_likely_behind_hidden_states_as_behind_kv_pages(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    model = fixture("gqa", lambda step: None, quick=True)
+    texts = Texts(encoder(model), corpus().held_out)
+    prompts = [texts.draw(random.Random(seed), 320, keys=8, gap=16).ids for seed in range(16)]
+    choices = EXACT | {"lossy": {"codec": "fp8"}}
+    found = compared_with_no_cache(model, prompts, choices, tmp_path, record_property)
+    kv = found["kv"]["mean"]
+    for name in EXACT:
+        assert found[name]["differ"] <= 2
+        assert found[name]["mean"] <= 1.1 * kv
+    assert found["lossy"]["mean"] > 2 * kv  # so what is lost of K and V shows here
