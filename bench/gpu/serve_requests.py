@@ -24,6 +24,7 @@ from bench.harness.methods import METHODS, PAGE_SIZE, SERVED, Method, server_opt
 from bench.harness.options import ADMIN_KEY
 from bench.harness.report import markdown
 from bench.harness.restorer import Restorer, forget_files, recomputed, restored_from_l3, restorer
+from hcache_backend.server_report import read_report
 
 METHODS_SERVED = tuple(
     name for name in SERVED if METHODS[name].storage or METHODS[name].cache == "none"
@@ -117,7 +118,12 @@ def measure(
         forced = method.hcache.get("mode") == "hidden"
         said = server.said()
         right = not forced or said.startswith("hidden mode")
-        results.add({"step": "start", "said": said, "right": right}, f"{name}, start")
+        start = {"step": "start", "said": said, "right": right}
+        if (report := read_report(server.l3)) is not None:
+            start["exactness"] = report.model_dump(
+                mode="json", include={"projection", "recomputation"}
+            )
+        results.add(start, f"{name}, start")
         for load in loads:
             for number in range(load.rounds):
                 for row in restored_later(server, method, load, number, exact=exact):

@@ -53,6 +53,8 @@ def test_the_dry_run_serves_in_hidden_mode_and_restores_what_was_asked(tmp_path:
     steps = dry_run(tmp_path, "--methods", "hcache-hidden")
     start, *rows = steps["serve-hcache-hidden"]["rows"]["rows"]
     assert start["said"].startswith("hidden mode")
+    [projected] = start["exactness"]["projection"]
+    assert "% equal" in projected["exactness"]
     names = (load.name for load in DRY_LOADS)
     assert [row["step"] for row in rows] == [
         step for name in names for step in (name, f"{name}, restored")
