@@ -28,7 +28,11 @@ from hcache_backend.engine.startup.page_layout import head_groups, share_of_head
 from hcache_backend.engine.startup.page_plan import HiddenPagePlan, PagePlan, make_exchange
 from hcache_backend.engine.startup.partition_choice import layer_methods
 from hcache_backend.engine.startup.recompute_check import find_recomputer
-from hcache_backend.engine.startup.refusals import own_pages_refusal, refusal
+from hcache_backend.engine.startup.refusals import (
+    own_pages_refusal,
+    refusal,
+    refuse_quantised_inputs,
+)
 from hcache_backend.engine.startup.self_check import attention_modules, compare, observe
 from hcache_backend.engine.startup.stack import Stack, use_hidden_mode, use_kv_mode
 from hcache_backend.partition.costs import Partition
@@ -141,6 +145,8 @@ class OwnPagesStrategy(StackStrategy):
         if params.pp_size > 1:  # the first layers are in another stage
             methods = methods.without_recompute()
         modules = step(lambda: attention_modules(runner.model, kvcache.layer_num))
+        linears = [linear for seen in modules for linear in seen.linears]
+        step(lambda: refuse_quantised_inputs(linears))
         probe = step(lambda: observe(runner, modules))
         step(lambda: compare(probe, projector))
         codec = step(lambda: choose_codec(ranks, config.codec, probe, projector))

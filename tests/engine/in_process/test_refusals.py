@@ -104,6 +104,33 @@ def test_models_of_several_kinds_of_inputs_are_stored_and_not_recomputed(
     assert f"hcache: layers are not recomputed: {why}" in caplog.messages
 
 
+@pytest.mark.parametrize(
+    ("way", "refused"),
+    [
+        ("Fp8LinearMethod", True),
+        ("ModelOptFp8LinearMethod", True),
+        ("W8A8Int8LinearMethod", True),
+        ("BlockInt8LinearMethod", True),
+        ("CompressedTensorsW8A8Fp8", True),
+        ("QuarkW4A4MXFP4", True),
+        ("ModelOptFp4LinearMethod", True),
+        ("CompressedTensorsW8A16Fp8", False),
+        ("PetitNvFp4LinearMethod", False),
+        ("GPTQMarlinLinearMethod", False),
+        ("UnquantizedLinearMethod", False),
+    ],
+)
+@pytest.mark.parametrize("name", ["quant_method", "scheme"])
+def test_projections_that_quantise_their_inputs(way: str, refused: bool, name: str) -> None:
+    plain, quantised = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    setattr(quantised, name, type(way, (), {})())
+    if not refused:
+        refusals.refuse_quantised_inputs([plain, quantised])
+        return
+    with pytest.raises(Refused, match=f"inputs are quantised .{way}.: they are no hidden states"):
+        refusals.refuse_quantised_inputs([plain, quantised])
+
+
 def test_modules_whose_kernels_share_a_workspace() -> None:
     plain, marlin = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     marlin.workspace = torch.zeros(4)
