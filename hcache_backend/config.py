@@ -92,6 +92,8 @@ class HCacheConfig(BaseModel):
         buffer_bytes: Aligned buffer of each of these threads, for memory that is not aligned.
         write_seconds: Time limit for storing a batch of pages; the rest is dropped and counted.
         read_seconds: Longest wait of a read batch for its turn; after it the pages are misses.
+        min_gain: An L3 hit is read if computing it takes at least so many times as long as reading
+            and loading it. 0: every hit is read.
         reader: What reads pages into host memory; ``kvikio`` wants KvikIO and a GPU driver.
     """
 
@@ -118,6 +120,7 @@ class HCacheConfig(BaseModel):
     buffer_bytes: int = Field(default=4 << 20, ge=4096, multiple_of=4096)
     write_seconds: float = Field(default=30.0, gt=0)
     read_seconds: float = Field(default=30.0, gt=0)
+    min_gain: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     reader: Literal["posix", "kvikio"] = "posix"
 
     @field_validator("dirs", mode="before")

@@ -96,7 +96,8 @@ def server_options(
         config = {"prefetch_threshold": PAGE_SIZE, "plugin": {"posix": posix}}
         environment["SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR"] = str(pages)
     elif method.storage is not None:
-        ours = {**method.hcache, **(hcache or {})}
+        # Methods are compared by what their hits take: every hit is read.
+        ours = {"min_gain": 0, **method.hcache, **(hcache or {})}
         config = hcache_config(pages, prefetch_threshold=PAGE_SIZE, **ours)
     if machine.device == "cpu":
         # torch_native pads what it computes to the whole sequence, chunk by chunk.

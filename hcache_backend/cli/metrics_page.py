@@ -29,6 +29,7 @@ COUNTERS = {
 }
 """Name in reports -> metric, and the label that tells its counters apart."""
 STAGES = "hcache_stage_seconds"
+RATES = "hcache_tokens_per_second"
 
 
 class NoMetrics(Exception):
@@ -87,6 +88,7 @@ class MetricsPage:
         reason: Why it is ``kv``, or empty.
         codec: How hidden states are encoded; None in KV mode.
         suspended: Why L3 is neither read nor written, or None.
+        rates: Tokens per second by operation, as decisions about L3 hits expect them.
         running: Requests in a batch.
         queued: Requests waiting for a batch.
     """
@@ -99,6 +101,7 @@ class MetricsPage:
     reason: str
     codec: str | None
     suspended: str | None
+    rates: Mapping[str, float]
     running: int
     queued: int
 
@@ -157,6 +160,7 @@ def parse(text: str) -> MetricsPage:
     seconds = defaultdict[str, float](float)
     buckets = defaultdict[str, defaultdict[float, float]](lambda: defaultdict(float))
     on: dict[str, list[dict[str, str]]] = {}
+    rates: dict[str, float] = {}
     requests = {"sglang:num_running_reqs": 0.0, "sglang:num_queue_reqs": 0.0}
     by_metric = {metric: (name, label) for name, (metric, label) in COUNTERS.items()}
     for name, labels, value in _samples(text):
@@ -169,6 +173,8 @@ def parse(text: str) -> MetricsPage:
             seconds[labels["stage"]] += value
         elif name in requests:
             requests[name] += value
+        elif name == RATES:
+            rates[labels["operation"]] = value
         elif value == 1.0:
             on.setdefault(name, []).append(labels)
     modes = on.get("hcache_mode")
@@ -191,6 +197,7 @@ def parse(text: str) -> MetricsPage:
         reason=modes[0]["reason"],
         codec=codecs[0]["used"] if codecs and modes[0]["mode"] == "hidden" else None,
         suspended=suspended[0]["reason"] if suspended else None,
+        rates=rates,
         running=int(requests["sglang:num_running_reqs"]),
         queued=int(requests["sglang:num_queue_reqs"]),
     )
@@ -231,6 +238,7 @@ def summary(page: MetricsPage, before: MetricsPage | None) -> dict[str, Any]:
         "reason": page.reason or None,
         "codec": page.codec,
         "suspended": page.suspended,
+        "tokens_per_second": dict(page.rates),
         "running": page.running,
         "queued": page.queued,
         "totals": {name: dict(counts) for name, counts in page.counters.items()},

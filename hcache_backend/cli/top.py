@@ -42,6 +42,7 @@ LINES = (
     Line("looked for in L3, found", "l3_tokens", ("found",)),
     Line("  and read", "l3_tokens", ("hit",)),
     Line("  and not readable", "l3_tokens", ("unreadable",)),
+    Line("  and slower than computing", "l3_tokens", ("slower", "ended")),
     Line("  absent", "l3_tokens", ("absent", "other_pool")),
     Line("  while L3 was suspended", "l3_tokens", ("suspended",)),
     Line("L3 reads", "store", ("bytes_read",), "bytes"),
@@ -136,7 +137,13 @@ def _panel(server: Watched) -> Panel:
         return Panel(problem, title=server.url, title_align="left", expand=False)
     seen = summary(server.page, server.before)
     parts = Group(
-        Text(_state(seen)), Text(), _counts(seen), Text(), _stages(seen), *_problems(seen)
+        Text(_state(seen)),
+        *_rates(seen),
+        Text(),
+        _counts(seen),
+        Text(),
+        _stages(seen),
+        *_problems(seen),
     )
     return Panel(parts, title=server.url, title_align="left", expand=False)
 
@@ -150,6 +157,14 @@ def _state(seen: dict[str, Any]) -> str:
         said.append(f"L3 suspended: {seen['suspended']}")
     said.append(f"{seen['running']} requests running, {seen['queued']} queued")
     return ", ".join(said)
+
+
+def _rates(seen: dict[str, Any]) -> list[Text]:
+    """What decisions about L3 hits go by."""
+    names = {"l3_read": "L3 is read", "load": "loaded to the device", "prefill": "computed"}
+    rates = seen["tokens_per_second"]
+    said = [f"{text} at {rates[name]:,.0f}" for name, text in names.items() if name in rates]
+    return [Text(f"tokens per second: {', '.join(said)}")] if said else []
 
 
 def _counts(seen: dict[str, Any]) -> Table:

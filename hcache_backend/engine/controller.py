@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.managers.cache_controller import PrefetchAck
+from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE, PrefetchAck
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
 from hcache_backend import streams
@@ -26,10 +26,12 @@ from hcache_backend.engine.host_pool import OwnPagesPool
 from hcache_backend.engine.loads import LoadQueue, Prefix, QueuedLoad
 from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.read_batches import BatchedReads
-from hcache_backend.engine.runtime import Runtime
+from hcache_backend.engine.runtime import Runtime, current
 from hcache_backend.engine.service_check import KVChecks
 from hcache_backend.engine.stage_pages import StagePages
+from hcache_backend.engine.startup.hit_machine import judge_other_hits
 from hcache_backend.page import Bytes, Ints, key_bytes
+from hcache_backend.restore.eager import batch_pages
 
 logger = logging.getLogger("hcache")
 
@@ -59,6 +61,8 @@ class OwnPagesController(HybridCacheController, ABC):
         pool = self.mem_pool_host.anchor_entry.host_pool  # also while SGLang constructs us
         pool.pieces_per_page = 1 if storage_backend == "dynamic" else 2
         super().attach_storage_backend(storage_backend, *args, **kwargs)
+        if not self._storage_verifies():
+            judge_other_hits(current(), storage_backend)
 
     def reset(self) -> None:
         super().reset()
@@ -180,6 +184,10 @@ class OwnPagesController(HybridCacheController, ABC):
         """
 
     # ---- storage -> host ----
+
+    def pages_per_report(self, pages: int) -> int:
+        """Of how many pages of a prefetch of ``pages`` pages SGLang learns together."""
+        return min(pages, STORAGE_BATCH_SIZE) if self._batches is None else batch_pages(pages)
 
     def _report(self, ack: PrefetchAck) -> None:
         self.prefetch_sync_queue.put(ack)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from hcache_backend.engine import metrics
+from hcache_backend.engine.hits import hooks as hits
 from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
 from hcache_backend.restore.recompute import RecomputeAttention
 
@@ -23,6 +24,12 @@ WRITTEN = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.write_back
 IDLE = "sglang.srt.managers.scheduler.Scheduler.on_idle"
 RECEIVED = "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache"
 LOAD_BACK = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.init_load_back"
+BATCH = "sglang.srt.managers.scheduler.Scheduler.run_batch"
+COMPUTED = "sglang.srt.managers.scheduler.Scheduler.process_batch_result"
+_CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController."
+LOOK_UP = _CONTROLLER + "_storage_hit_query"
+READ = _CONTROLLER + "_page_transfer"
+READ_BATCH = "sglang.srt.managers.cache_controller.HiCacheController._page_transfer_kv_batch"
 RESET = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.reset"
 _WEIGHTS = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater."
 _WEIGHT_UPDATES = (
@@ -66,6 +73,20 @@ def use_hooks() -> list[Hook]:
         Hook(LOAD_BACK, _before_load_back),
         Hook(WRITTEN, _after_written),
         Hook(IDLE, _before_idle),
+    ]
+
+
+def hit_hooks() -> list[Hook]:
+    """What decisions about L3 hits need to see, and where they are told."""
+    return [
+        Hook(RECEIVED, hits.before_asking),
+        Hook(PREFETCH, hits.around_prefetch),
+        Hook(EVENTS, hits.around_turn),
+        Hook(BATCH, hits.around_batch),
+        Hook(COMPUTED, hits.after_batch),
+        Hook(LOOK_UP, hits.around_look_up),
+        Hook(READ, hits.around_read),
+        Hook(READ_BATCH, hits.around_read_batch),
     ]
 
 

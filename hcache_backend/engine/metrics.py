@@ -97,7 +97,9 @@ L3_TOKENS = Metric(
   that have room in the host pool and that their request waits for:
 - ``hit``: read;
 - ``unreadable``: their page, or one before it, was damaged, gone or too slow when it was read;
-- ``refused_PROBLEM``: read, and their page or one before it is not the one that was asked for.
+- ``refused_PROBLEM``: read, and their page or one before it is not the one that was asked for;
+- ``slower``: found, and not read because computing them is sooner;
+- ``ended``: found, and their prefetch ended before they arrived because L3 became slow.
 """
 
 STORE = Metric(Counter, "hcache_store", "The page store's counters", "what")
@@ -133,9 +135,20 @@ CODEC = Metric(
     multiprocess_mode="max",
 )
 
+RATES = Metric(
+    Gauge,
+    "hcache_tokens_per_second",
+    "What decisions about L3 hits expect of an operation on 4,096 tokens",
+    "operation",
+    "backend",
+    multiprocess_mode="min",
+)
+"""l3_read, load (host memory to the KV pool, as far as a batch waits for it)
+and prefill; of several ranks the slowest counts."""
+
 ALL = (
     TOKENS, BYTES, SECONDS, STAGE_SECONDS, PAGES, LOOKUPS, L3_TOKENS, STORE, PROBLEMS, MODE,
-    SUSPENDED, CODEC,
+    SUSPENDED, CODEC, RATES,
 )  # fmt: skip
 
 

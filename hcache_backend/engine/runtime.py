@@ -14,6 +14,7 @@ from typing import Any, Literal
 from hcache_backend.config import HCacheConfig
 from hcache_backend.engine import metrics
 from hcache_backend.engine.arguments import page_size
+from hcache_backend.engine.hits.gate import HitGate
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.ranks import PipelineStages
 from hcache_backend.fingerprint import (
@@ -76,6 +77,7 @@ class Runtime:
         kept_profile: A profile that was measured at start-up, and its file's name in a store.
         kept_partition: What is stored of each layer, likewise, if that was decided before the
             store was known.
+        hit_gate: Decides which L3 hits are read; None: all are.
     """
 
     runner: Any
@@ -95,6 +97,7 @@ class Runtime:
     layer_methods: LayerMethods | None = None
     kept_profile: tuple[str, Profile] | None = None
     kept_partition: tuple[str, PartitionRecord] | None = None
+    hit_gate: HitGate | None = None
     distrust: str | None = None
     _namespaces: dict[tuple[bytes, str], bytes] = field(default_factory=dict)
     _suspended: metrics.SuspendedGauge = field(default_factory=metrics.SuspendedGauge)

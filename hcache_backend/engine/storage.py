@@ -212,6 +212,7 @@ class HCacheStorage(HiCacheStorage):
         """Called at detach; data stays."""
         if self._drop_own_pages in self._runtime.on_distrust:
             self._runtime.on_distrust.remove(self._drop_own_pages)
+        self._runtime.hit_gate = None
         self._pools.close()
 
     # ---- internals ----

@@ -79,6 +79,8 @@ def pages() -> list[str]:
     counters.publish()
     metrics.TOKENS.count("captured", 64)
     metrics.PROBLEMS.count("page_checksum")
+    metrics.L3_TOKENS.count("slower", 48)
+    metrics.RATES.set("l3_read", "hcache", value=2500)
     for _ in range(90):
         metrics.STAGE_SECONDS.observe("restore", 0.002)
     first = written()
@@ -146,6 +148,8 @@ def test_one_picture_of_a_server_and_of_one_that_is_not_there(
     assert "hidden mode, own pages, codec none, 0 requests running" in output
     assert "192 tokens" in output
     assert "page_checksum 1" in output
+    assert "tokens per second: L3 is read at 2,500" in output
+    assert "slower than computing" in output and "48 tokens" in output
     assert "the server does not answer" in output and "refused" in output
 
 

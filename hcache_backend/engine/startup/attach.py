@@ -24,6 +24,7 @@ from hcache_backend.engine import hooks
 from hcache_backend.engine.arguments import kv_fields, page_size, resolved
 from hcache_backend.engine.ranks import said_by_all_ranks
 from hcache_backend.engine.runtime import Runtime, current
+from hcache_backend.engine.startup.hit_machine import judge_our_hits
 from hcache_backend.engine.startup.quick_profile import keep_profile
 from hcache_backend.partition.record import save_record
 from hcache_backend.server_report import write_report
@@ -73,6 +74,7 @@ def join(storage_config: HiCacheStorageConfig) -> Joined:
         assert joined is not None
         if joined.runtime.config is None:
             joined.runtime.use_plain_pages(STARTED_WITHOUT_US)
+        judge_our_hits(joined.runtime, joined.config)
     except BaseException:
         if joined is not None:
             joined.store.close()

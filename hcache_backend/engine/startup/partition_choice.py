@@ -70,10 +70,10 @@ def _choose(runtime: Runtime, kvcache: Any) -> LayerMethods:
     decision = _known(wanted, recorded)
     shape = profile = None
     if wanted is None or config.profile is not None:
-        shape = _shape(runtime.runner, kvcache, row_bytes)
+        shape = model_shape(runtime.runner, kvcache, row_bytes)
     if shape is not None and (decision is None or decision.partition.methods != {"kv"}):
         first = stages.is_first_rank and stage.is_first_rank
-        found = or_stop(lambda: find_profile(runtime, kvcache, shape) if first else None)
+        found = or_stop(lambda: find_profile(runtime, config, kvcache, shape) if first else None)
         profile = stages.all_gather_object(stage.all_gather_object(found)[0])[0]
     _, shares = share_of_rank(0, ranks, int(kvcache.page_size))
     if profile is not None and shares > 1:
@@ -212,8 +212,11 @@ def fixed_partition(config: HCacheConfig, layers: int) -> Partition | None:
     return partition
 
 
-def _shape(runner: Any, kvcache: Any, row_bytes: int) -> ModelShape | None:
-    """The model as the cost model sees it, or None where its configuration does not tell."""
+def model_shape(runner: Any, kvcache: Any, row_bytes: int | None = None) -> ModelShape | None:
+    """The model as the cost model sees it, or None where its configuration does not tell.
+
+    ``row_bytes`` are those of a stored hidden state; None: as in the model's dtype.
+    """
     try:
         shape = shape_from_config(runner.model_config.hf_config.to_dict(), "the model's config")
     except ModelConfigError as error:

@@ -21,7 +21,9 @@ logger = logging.getLogger("hcache")
 _QUICK_SECONDS = 0.2
 
 
-def find_profile(runtime: Runtime, kvcache: Any, shape: ModelShape) -> Profile | None:
+def find_profile(
+    runtime: Runtime, config: HCacheConfig, kvcache: Any, shape: ModelShape
+) -> Profile | None:
     """The profile of option ``profile``, the one that was kept, or a new quick one.
 
     Returns:
@@ -30,8 +32,6 @@ def find_profile(runtime: Runtime, kvcache: Any, shape: ModelShape) -> Profile |
     Raises:
         ConfigError: The option names no usable file.
     """
-    config = runtime.config
-    assert config is not None
     if config.profile is not None:
         try:
             return load_profile(config.profile)
@@ -40,6 +40,8 @@ def find_profile(runtime: Runtime, kvcache: Any, shape: ModelShape) -> Profile |
     device = torch.device(kvcache.device)
     digest = hashlib.sha256(f"{device_name(device)} {shape.model_dump_json()}".encode()).hexdigest()
     file = f"profile-{digest[:12]}.json"
+    if runtime.kept_profile is not None and runtime.kept_profile[0] == file:
+        return runtime.kept_profile[1]
     for path in (folder / file for folder in config.dirs):
         if path.is_file():
             try:

@@ -204,6 +204,20 @@ def _disk() -> None:
     FileOps.write = faulty_write  # type: ignore[method-assign]
 
 
+def _slow_prefill() -> None:
+    """Every token takes another 2 ms to compute."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    run_batch = Scheduler.run_batch
+
+    def slow(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if _active() and batch.forward_mode.is_extend():
+            time.sleep(0.002 * sum(batch.extend_lens))
+        return run_batch(self, batch, *args, **kwargs)
+
+    Scheduler.run_batch = slow
+
+
 def _hold_prefetches() -> None:
     """No prefetch is seen to be finished: requests queue up, and then go on together."""
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -361,6 +375,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "layer_not_captured": _skip_a_layer,
     "rows_lost": _rows_lost,
     "disk": _disk,
+    "slow_prefill": _slow_prefill,
     "prefetches_held": _hold_prefetches,
     "decisions_held": _hold_decisions,
     "batches_in_step": lambda: hcache_batches.keep_in_step(_active),

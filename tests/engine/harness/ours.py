@@ -26,6 +26,8 @@ random model some are closer to the best one than this, and either may win."""
 
 CHECKED: dict[str, Any] = {"mode": "hidden", "check_every_pages": 1}
 """Options of ours that tests begin with: every page is checked."""
+EVERY_HIT: dict[str, Any] = {"min_gain": 0}
+"""Every L3 hit is read, however slow this machine is at the moment."""
 
 
 def partition(recompute: int, hidden: int, kv: int) -> dict[str, int]:
@@ -35,7 +37,7 @@ def partition(recompute: int, hidden: int, kv: int) -> dict[str, int]:
 
 def attach_config(folder: Path, **options: Any) -> dict[str, Any]:
     """Extra config of an attach: these options of ours, the others are what the server has."""
-    return hcache_config(folder / "l3", **options)
+    return hcache_config(folder / "l3", **(EVERY_HIT | options))
 
 
 def extra_config(folder: Path, **options: Any) -> dict[str, Any]:
@@ -45,7 +47,7 @@ def extra_config(folder: Path, **options: Any) -> dict[str, Any]:
 
 def hidden_mode_env(**options: Any) -> dict[str, str]:
     """Environment for hidden mode where the L3 backend is another one, or none yet."""
-    return {"HCACHE_ENABLE": "1", "HCACHE_CONFIG": json.dumps(CHECKED | options)}
+    return {"HCACHE_ENABLE": "1", "HCACHE_CONFIG": json.dumps(CHECKED | EVERY_HIT | options)}
 
 
 def our_server(

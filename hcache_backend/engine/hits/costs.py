@@ -1,0 +1,120 @@
+"""What an L3 hit costs and what it saves, in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from hcache_backend.engine.hits.estimates import Estimate
+from hcache_backend.partition.costs import Partition, layer_costs
+from hcache_backend.partition.model_shape import ModelShape
+from hcache_backend.partition.profile import Profile
+from hcache_backend.partition.solver import makespan
+
+SHOWN_TOKENS = 4096
+"""Rates are shown for operations of this size."""
+
+
+class Hit(NamedTuple):
+    """Consecutive tokens of a prompt that L3 has.
+
+    Attributes:
+        tokens: How many.
+        prefix: Tokens before them; nobody computes or reads these.
+        rest: Tokens after them, which are computed either way.
+    """
+
+    tokens: int
+    prefix: int
+    rest: int
+
+    def without(self, tokens: int) -> Hit:
+        """What is left of it when its first ``tokens`` have arrived."""
+        return Hit(self.tokens - tokens, self.prefix + tokens, self.rest)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is known of the machine before anything was measured in service.
+
+    Attributes:
+        profile: Its profile; ``l3`` is None where L3 is not our store.
+        shape: The model, as the cost model sees it.
+        partition: How L3 has the layers.
+        ranks: Tensor-parallel ranks.
+        eager: Whether what has arrived is restored while L3 is still being read.
+    """
+
+    profile: Profile
+    shape: ModelShape
+    partition: Partition
+    ranks: int = 1
+    eager: bool = False
+
+    def of_other_l3(self) -> Machine:
+        """The same with an L3 that nobody measured."""
+        return replace(self, profile=self.profile.model_copy(update={"l3": None}))
+
+    def prefill(self, tokens: int, prefix: float) -> float:
+        """:data:`Curve` of computing all layers."""
+        found = layer_costs(self.profile, self.shape, tokens, prefix=int(prefix), tp=self.ranks)
+        return found.c_tok * self.shape.layers
+
+    def read(self, tokens: int, prefix: float) -> float:
+        """:data:`Curve` of reading from our store."""
+        assert self.profile.l3 is not None
+        return self.profile.l3.time(tokens * self.partition.bytes_per_token(self.shape))
+
+    def load(self, tokens: int, prefix: float) -> float:
+        """:data:`Curve` of what a batch waits for a load from host memory.
+
+        An eager restore has only the last pages left to do by then.
+        """
+        costs = layer_costs(
+            self.profile, self.shape, tokens, tp=self.ranks, l3="none", early_stop=True
+        )
+        return makespan(costs, self.partition) / (_EAGER_PARTS if self.eager else 1)
+
+
+_EAGER_PARTS = 8
+
+
+class Costs:
+    """Estimates of everything that a decision about a hit needs; they learn.
+
+    Args:
+        machine: None: nobody measured it, and only what happens in service is known.
+
+    Attributes:
+        prefill: Computing tokens.
+        read: Reading them from L3 to host memory.
+        load: What a batch waits for their load to the device.
+    """
+
+    def __init__(self, machine: Machine | None) -> None:
+        known = machine is not None
+        self.prefill = Estimate(machine.prefill if machine else _linear, known=known)
+        self.load = Estimate(machine.load if machine else _linear, known=known)
+        reads = machine.read if machine and machine.profile.l3 is not None else None
+        self.read = Estimate(reads or _linear, known=reads is not None)
+
+    def saved(self, hit: Hit) -> float | None:
+        """Seconds of computing that a hit saves; None: nothing is known yet."""
+        whole = self.prefill.seconds(hit.tokens + hit.rest, hit.prefix)
+        rest = self.prefill.seconds(hit.rest, hit.prefix + hit.tokens)
+        return None if whole is None or rest is None else max(0.0, whole - rest)
+
+    def loaded(self, tokens: int) -> float:
+        """Seconds that a batch waits for the load of a hit; 0 as long as nobody knows."""
+        return self.load.seconds(tokens) or 0.0
+
+
+def _linear(tokens: int, prefix: float) -> float:
+    return float(tokens)
+
+
+def tokens_per_second(seconds: Callable[[int], float | None]) -> float | None:
+    """The rate of an operation on :data:`SHOWN_TOKENS` tokens."""
+    taken = seconds(SHOWN_TOKENS)
+    return SHOWN_TOKENS / taken if taken else None

@@ -1,0 +1,349 @@
+"""Decides which L3 hits are read, and which running prefetches end; knows nothing of SGLang.
+
+With T(n) seconds to read n tokens of a hit of N and compute the rest, T is concave, because prefill
+grows faster than linearly: its minimum is at 0 or N. So a hit is read whole or refused. A prefetch
+that turns out slower than computing what is left ends with what has arrived.
+
+While requests wait for the GPU, its time is what counts: then a hit is read if its load takes the
+GPU less time than computing it, however long L3 takes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hcache_backend.engine import metrics
+from hcache_backend.engine.hits.costs import Costs, Hit, Machine, tokens_per_second
+
+logger = logging.getLogger("hcache")
+
+OVERDUE_SECONDS = 0.5
+"""A read is overdue when it takes so much longer than twice what it should, a look-up when it takes
+so long."""
+TRIAL_SECONDS = 10.0
+"""When hits are refused because L3 is slow, one is read so long after the last read..."""
+TRIAL_SHARE = 0.1
+"""...for this share of the time that it would save; then its prefetch is judged like others."""
+_ENDING_MARGIN = 1.25
+"""A prefetch ends only if going on would be so many times slower: it is not ended for noise."""
+_REMEMBERED = 4096
+_SILENCE_SECONDS = 60.0
+"""Between two log lines about refused hits."""
+
+
+@dataclass
+class _Asked:
+    """A request whose prefix L3 is asked for.
+
+    Attributes:
+        prefix: Tokens before that.
+        hit: What is being read, or will be; None: nothing yet.
+        arrived: Tokens of it that have arrived.
+        trial: Whether it is read to see how fast L3 is by now.
+    """
+
+    prefix: int
+    hit: Hit | None = None
+    arrived: int = 0
+    trial: bool = False
+
+    @property
+    def left(self) -> int:
+        return self.hit.tokens - self.arrived if self.hit is not None else 0
+
+
+class Running(NamedTuple):
+    """A prefetch in the scheduler's turn.
+
+    Attributes:
+        arrived: Tokens that all ranks have.
+        step: Tokens of which arrivals are multiples.
+        whole: Whether what has arrived is worth nothing without the rest.
+    """
+
+    request_id: str
+    arrived: int
+    step: int
+    whole: bool
+
+
+class _Reading(NamedTuple):
+    """What HiCache's reading thread is at: since ``start``, in ``step`` tokens at a time."""
+
+    request_id: str
+    start: float
+    step: int
+
+
+class HitGate:
+    """Takes or refuses L3 hits, and ends prefetches. It never raises on purpose and never waits.
+
+    Args:
+        machine: What is known of the machine, or None.
+        backend: The storage backend.
+        min_gain: A hit is read if computing it takes at least so many times as long; 0: always.
+        clock: Seconds.
+    """
+
+    def __init__(
+        self,
+        machine: Machine | None,
+        backend: str,
+        min_gain: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.costs = Costs(machine)
+        self._backend = backend
+        self._min_gain = min_gain
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._asked: dict[str, _Asked] = {}
+        self._refused: OrderedDict[str, None] = OrderedDict()
+        self._looking_since: float | None = None
+        self._reading: _Reading | None = None
+        self._read_tokens = 0
+        self._last_read: float | None = None
+        self._gpu_wanted = False
+        self._overdue = False
+        self._said: float | None = None
+        self._show("prefill", tokens_per_second(self.costs.prefill.seconds))
+        self._show("load", tokens_per_second(self.costs.load.seconds))
+        self._show("l3_read", tokens_per_second(self.costs.read.seconds))
+
+    # ---- the scheduler thread ----
+
+    def gpu_is_wanted(self, wanted: bool) -> None:
+        """Whether requests wait that could run but for the GPU."""
+        self._gpu_wanted = wanted
+
+    def may_ask(self, request_id: str, prefix: int) -> bool:
+        """Whether L3 is to be asked for what follows ``prefix`` tokens of a request.
+
+        Not while L3 is overdue, as all ranks have agreed: nobody would wait for the answer.
+        """
+        if self._overdue:
+            return False
+        with self._lock:
+            self._asked[request_id] = _Asked(prefix)
+        return True
+
+    def to_end(self, running: Sequence[Running]) -> list[bool]:
+        """What this rank sees: for each prefetch whether it is to end; last, whether L3 is overdue.
+
+        ``running`` are all, in the order in which they are read.
+        """
+        now = self._clock()
+        overdue = self._is_overdue(now)
+        verdicts, queued = [], 0
+        with self._lock:
+            self._forget_all_but({one.request_id for one in running})
+            for one in running:
+                asked = self._asked.get(one.request_id)
+                if asked is not None:
+                    asked.arrived = one.arrived
+                ends = overdue or (asked is not None and self._ends(asked, one, queued, now))
+                queued += asked.left if asked is not None else 0
+                verdicts.append(ends)
+        return [*verdicts, overdue]
+
+    def agreed(self, running: Sequence[Running], verdicts: Sequence[bool]) -> list[Running]:
+        """Every rank's :meth:`to_end` together; which prefetches end."""
+        *ends, overdue = verdicts
+        if overdue and not self._overdue:
+            metrics.PROBLEMS.count("l3_overdue")
+            logger.warning(
+                "hcache: L3 does not answer: prefetches end, hits are refused until it does"
+            )
+        elif self._overdue and not overdue:
+            logger.info("hcache: L3 answers again")
+        self._overdue = overdue
+        ended = [one for one, end in zip(running, ends, strict=True) if end]
+        with self._lock:
+            for one in ended:
+                asked = self._asked.get(one.request_id)
+                metrics.L3_TOKENS.count("ended", asked.left if asked is not None else 0)
+                self._refuse(one.request_id)
+        return ended
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether L3 was overdue when the ranks last agreed."""
+        return self._overdue
+
+    def prefilled(self, tokens: int, prefix: float, loaded: int, seconds: float) -> None:
+        """A batch computed ``tokens`` behind ``prefix`` on average, and waited for a load.
+
+        That was one of ``loaded`` tokens that L3 had brought.
+        """
+        costs = self.costs
+        if not loaded:
+            costs.prefill.measured(tokens, prefix, seconds)
+            self._show("prefill", tokens_per_second(costs.prefill.seconds))
+            return
+        computing = costs.prefill.seconds(tokens, prefix)
+        if computing is not None:
+            costs.load.measured(loaded, 0, max(seconds - computing, 1e-6))
+            self._show("load", tokens_per_second(costs.load.seconds))
+
+    # ---- the thread that asks L3 ----
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """L3 is asked within the block."""
+        self._looking_since = self._clock()
+        try:
+            yield
+        finally:
+            self._looking_since = None
+
+    def was_refused(self, request_id: str) -> bool:
+        """Whether a hit of the request was refused, or its prefetch ended: that is for good."""
+        with self._lock:
+            return request_id in self._refused
+
+    def takes(self, request_id: str, tokens: int, wanted: int) -> bool:
+        """Whether this rank wants a hit to be read.
+
+        Args:
+            tokens: Tokens of the hit.
+            wanted: Tokens that L3 was asked for.
+        """
+        now = self._clock()
+        with self._lock:
+            asked = self._asked.setdefault(request_id, _Asked(0))
+            hit = Hit(tokens, asked.prefix, wanted - tokens + 1)
+            asked.hit = None
+            problem = self._too_slow(hit, now)
+            asked.trial = problem is not None and self._is_trial_due(now)
+            if problem is None or asked.trial:
+                asked.hit = hit
+            else:
+                self._refuse(request_id)
+        if problem is None or asked.trial:
+            return True
+        metrics.L3_TOKENS.count("slower", tokens)
+        if self._said is None or now - self._said > _SILENCE_SECONDS:
+            self._said = now
+            logger.info("hcache: an L3 hit is refused: %s", problem)
+        return False
+
+    # ---- the thread that reads ----
+
+    @contextmanager
+    def reading(self, request_id: str, wanted: int, step: int) -> Iterator[None]:
+        """L3 is read within the block: ``wanted`` tokens, ``step`` at a time."""
+        self._read_tokens = 0
+        start = self._clock()
+        self._reading = _Reading(request_id, start, step)
+        try:
+            yield
+        finally:
+            self._reading = None
+            self._last_read = self._clock()
+            self._measured(self._read_tokens, wanted, self._last_read - start)
+
+    def read(self, tokens: int) -> None:
+        """So many more tokens were read."""
+        self._read_tokens += tokens
+
+    def _measured(self, tokens: int, wanted: int, seconds: float) -> None:
+        expected = self.costs.read.seconds(wanted)
+        if not tokens and expected is not None and seconds > expected:
+            tokens = wanted  # it failed, and that took longer than reading
+        if tokens:
+            self.costs.read.measured(tokens, 0, seconds)
+            self._show("l3_read", tokens_per_second(self.costs.read.seconds))
+
+    # ---- estimates ----
+
+    def _too_slow(self, hit: Hit, now: float) -> str | None:
+        """Why a hit is not to be read, or None. Under the lock."""
+        if self._is_overdue(now):
+            return "L3 is overdue"
+        saved = self.costs.saved(hit)
+        if saved is None:
+            return None
+        load = self.costs.loaded(hit.tokens)
+        if self._gpu_wanted:
+            read = 0.0
+        else:
+            queued = sum(asked.left for asked in self._asked.values())
+            found = self.costs.read.seconds(queued + hit.tokens)
+            if found is None:
+                return None
+            read = found * self._slowdown(now)
+        if (read + load) * self._min_gain <= saved:
+            return None
+        return (
+            f"to read and load {hit.tokens} tokens takes {read + load:.3f} s, to compute them "
+            f"{saved:.3f} s"
+        )
+
+    def _ends(self, asked: _Asked, one: Running, queued: int, now: float) -> bool:
+        if asked.hit is None or self._gpu_wanted or one.whole or not asked.left:
+            return False
+        saved = self.costs.saved(asked.hit.without(asked.arrived))
+        if saved is None:
+            return False
+        reading, elapsed, pace = self._reading, 0.0, 0.0
+        if reading is not None and reading.request_id == one.request_id:
+            elapsed = now - reading.start
+            pace = elapsed * asked.left / (asked.arrived + one.step)
+        if asked.trial:
+            whole = self.costs.saved(asked.hit)
+            if whole is not None and elapsed < TRIAL_SHARE * whole:
+                return False
+        expected = 0.0 if asked.trial else self.costs.read.seconds(queued + asked.left) or 0.0
+        return max(pace, expected) * self._min_gain > _ENDING_MARGIN * saved
+
+    def _slowdown(self, now: float) -> float:
+        """How many times slower than it should be the read in progress is; at least 1."""
+        reading = self._reading
+        if reading is None:
+            return 1.0
+        expected = self._expected(reading)
+        return max(1.0, (now - reading.start) / expected) if expected else 1.0
+
+    def _expected(self, reading: _Reading) -> float | None:
+        """Seconds after which more should have arrived of what is being read."""
+        asked = self._asked.get(reading.request_id)
+        arrived = asked.arrived if asked is not None else 0
+        return self.costs.read.seconds(arrived + reading.step)
+
+    def _is_overdue(self, now: float) -> bool:
+        looking, reading = self._looking_since, self._reading
+        if looking is not None and now - looking > OVERDUE_SECONDS:
+            return True
+        if reading is None:
+            return False
+        expected = self._expected(reading)
+        if expected is None:
+            expected = self.costs.prefill.seconds(reading.step) or 10 * OVERDUE_SECONDS
+        return now - reading.start > 2 * expected + OVERDUE_SECONDS
+
+    def _is_trial_due(self, now: float) -> bool:
+        if self._reading is not None or self._is_overdue(now):
+            return False
+        return self._last_read is None or now - self._last_read > TRIAL_SECONDS
+
+    # ---- what is remembered ----
+
+    def _refuse(self, request_id: str) -> None:
+        self._refused[request_id] = None
+        if len(self._refused) > _REMEMBERED:
+            self._refused.popitem(last=False)
+
+    def _forget_all_but(self, request_ids: Collection[str]) -> None:
+        for request_id in self._asked.keys() - request_ids:
+            del self._asked[request_id]
+
+    def _show(self, operation: str, rate: float | None) -> None:
+        if rate is not None:
+            metrics.RATES.set(operation, self._backend, value=rate)

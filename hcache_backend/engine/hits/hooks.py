@@ -1,0 +1,206 @@
+"""What the gate sees of SGLang, and does to it; its places are in :mod:`..hooks`.
+
+The verdict of a look-up needs no agreement of its own: SGLang takes the shortest hit of all ranks.
+Prefetches end by one reduction in a turn, whose result is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE
+
+from hcache_backend.engine import metrics
+from hcache_backend.engine.hits.gate import HitGate, Running
+from hcache_backend.engine.runtime import current
+
+logger = logging.getLogger("hcache")
+
+
+def gate_of(cache: Any) -> HitGate | None:
+    """What decides about the hits of a cache, or of its controller; None: they are all read."""
+    return current().hit_gate if getattr(cache, "enable_storage", False) else None
+
+
+@contextmanager
+def harmless() -> Iterator[None]:
+    """What is decided within the block: without it SGLang goes on as it would."""
+    try:
+        yield
+    except Exception:
+        metrics.PROBLEMS.count("hit_gate")
+        logger.exception("hcache: a decision about an L3 hit failed; it is read")
+
+
+# ---- the scheduler thread ----
+
+
+def before_asking(original: Callable[..., Any], scheduler: Any, *a: Any, **kw: Any) -> Any:
+    """Around ``Scheduler._prefetch_kvcache``."""
+    _note_waiting(scheduler)
+    return original(scheduler, *a, **kw)
+
+
+def around_prefetch(
+    original: Callable[..., Any], cache: Any, request: Any, *a: Any, **kw: Any
+) -> Any:
+    """Around ``UnifiedRadixCache.prefetch_from_storage``."""
+    gate = gate_of(cache)
+    if gate is not None and request not in cache.ongoing_prefetch:
+        given = inspect.signature(original).bind(cache, request, *a, **kw).arguments
+        prefix = len(given.get("matched_prefix_tokens") or ())
+        if not gate.may_ask(request.rid, prefix):
+            cache.storage_prefetch_retries.cancel(request.rid)
+            return None
+    return original(cache, request, *a, **kw)
+
+
+def around_turn(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
+    """Around ``UnifiedRadixCache.check_hicache_events``."""
+    result = original(cache, *a, **kw)
+    gate = gate_of(cache)
+    if gate is not None and cache.pp_size == 1:  # pipeline stages are not at one point
+        _end_prefetches(gate, cache)
+    return result
+
+
+def _end_prefetches(gate: HitGate, cache: Any) -> None:
+    controller, size = cache.cache_controller, cache.page_size
+    operations = [info.operation for info in cache.ongoing_prefetch.values()]
+    running = [
+        Running(
+            operation.request_id,
+            operation.completed_tokens,
+            _step(controller, operation) * size,
+            whole=bool(operation.pool_transfers),
+        )
+        for operation in operations
+    ]
+    verdicts = gate.to_end(running)
+    if (running or gate.is_overdue) and cache.tp_world_size > 1:
+        flags = torch.tensor(verdicts, dtype=torch.int32)
+        cache._all_reduce_attn_groups(flags, dist.ReduceOp.MAX)
+        verdicts = [bool(flag) for flag in flags.tolist()]
+    elif cache.tp_world_size > 1:
+        return  # nothing runs on any rank: what this one sees alone is not acted on
+    ended = {one.request_id for one in gate.agreed(running, verdicts)}
+    for operation in operations:
+        if operation.request_id in ended:
+            operation.mark_terminate()
+
+
+def _step(controller: Any, operation: Any) -> int:
+    """Pages of which arrivals are reported together."""
+    pages = len(operation.hash_value)
+    pages_per_report = getattr(controller, "pages_per_report", None)
+    return pages_per_report(pages) if pages_per_report else min(pages, STORAGE_BATCH_SIZE)
+
+
+def around_batch(
+    original: Callable[..., Any], scheduler: Any, batch: Any, *a: Any, **kw: Any
+) -> Any:
+    """Around ``Scheduler.run_batch``: note when a prefill was launched, and what it computes."""
+    _note_waiting(scheduler)
+    launched = time.monotonic()
+    result = original(scheduler, batch, *a, **kw)
+    gate = gate_of(scheduler.tree_cache)
+    if gate is not None:
+        with harmless():
+            work = _prefill_work(batch)
+            if work is not None:
+                result.hcache_prefill = (launched, *work)
+    return result
+
+
+def after_batch(
+    original: Callable[..., Any], scheduler: Any, batch: Any, result: Any, *a: Any, **kw: Any
+) -> Any:
+    """Around ``Scheduler.process_batch_result``: the batch has been computed."""
+    done = original(scheduler, batch, result, *a, **kw)
+    now, before = time.monotonic(), getattr(scheduler, "hcache_last_batch", 0.0)
+    scheduler.hcache_last_batch = now
+    prefill = getattr(result, "hcache_prefill", None)
+    gate = gate_of(scheduler.tree_cache)
+    if prefill is not None and gate is not None:
+        launched, tokens, prefix, loaded = prefill
+        with harmless():
+            gate.prefilled(tokens, prefix, loaded, now - max(launched, before))
+    return done
+
+
+def _prefill_work(batch: Any) -> tuple[int, float, int] | None:
+    """Tokens that a batch computes, those before them on average, and those that L3 brought.
+
+    None: not a prefill, or one that waits for something else besides.
+    """
+    if not batch.forward_mode.is_extend() or batch.forward_mode.is_mixed():
+        return None
+    tokens = sum(batch.extend_lens)
+    loaded = 0
+    if batch.hicache_consumer_index >= 0:
+        loaded = sum(req.cached_tokens_storage for req in batch.reqs)
+        if not loaded or any(req.cached_tokens_host for req in batch.reqs):
+            return None
+    pairs = sum(
+        extend * prefix + extend * extend / 2
+        for extend, prefix in zip(batch.extend_lens, batch.prefix_lens, strict=True)
+    )
+    return (tokens, max(0.0, pairs / tokens - tokens / 2), loaded) if tokens else None
+
+
+def _note_waiting(scheduler: Any) -> None:
+    """Requests that wait for L3 do not wait for the GPU."""
+    cache = scheduler.tree_cache
+    gate = gate_of(cache)
+    if gate is not None:
+        with harmless():
+            running = cache.ongoing_prefetch
+            queue = scheduler.waiting_queue
+            gate.gpu_is_wanted(any(req.cache_request_handle not in running for req in queue))
+
+
+# ---- HiCache's storage threads ----
+
+
+def around_look_up(
+    original: Callable[..., Any], controller: Any, operation: Any, *a: Any, **kw: Any
+) -> Any:
+    """Around ``HybridCacheController._storage_hit_query``, before its MIN over ranks."""
+    gate = gate_of(controller)
+    if gate is None:
+        return original(controller, operation, *a, **kw)
+    if gate.was_refused(operation.request_id):
+        return [], 0
+    with gate.looking():
+        keys, tokens = original(controller, operation, *a, **kw)
+    taken = True
+    with harmless():
+        taken = not tokens or gate.takes(operation.request_id, tokens, len(operation.token_ids))
+    return (keys, tokens) if taken else ([], 0)
+
+
+def around_read(original: Callable[..., Any], controller: Any, operation: Any) -> Any:
+    """Around ``HybridCacheController._page_transfer``: a whole prefetch."""
+    gate = gate_of(controller)
+    if gate is None:
+        return original(controller, operation)
+    size = controller.page_size
+    wanted = len(operation.hash_value) * size
+    with gate.reading(operation.request_id, wanted, _step(controller, operation) * size):
+        return original(controller, operation)
+
+
+def around_read_batch(original: Callable[..., Any], controller: Any, *a: Any, **kw: Any) -> Any:
+    """Around ``HiCacheController._page_transfer_kv_batch``: pages have arrived."""
+    pages = original(controller, *a, **kw)
+    gate = gate_of(controller)
+    if gate is not None:
+        gate.read(pages * controller.page_size)
+    return pages

@@ -1,0 +1,214 @@
+"""L3 hits on servers where computing is slow, and L3 much faster or much slower than that."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.harness.models import build_model
+from bench.harness.server import Server, ServerOptions
+from hcache_backend.cli.metrics_page import fetch
+from tests.engine.harness.conversations import Conversation, ask, random_tokens, turns_of
+from tests.engine.harness.ours import (
+    assert_no_cache_output,
+    assert_nothing_went_wrong,
+    faulty,
+    our_server,
+)
+
+pytestmark = pytest.mark.engine
+
+PAGE = 16
+TOKENS = 400
+"""Computing them takes 0.8 s (see the fault `slow_prefill`)."""
+FAST, HELD = 0, -1
+"""Rates of L3 in bytes per second: no limit; what is read arrives when there is another rate."""
+KINDS: dict[str, dict[str, Any]] = {
+    "own": {"mode": "kv", "restore": "eager"},
+    "hidden": {"mode": "hidden", "restore": "eager"},
+    "layerwise": {"mode": "kv", "restore": "layerwise"},
+    "plain": {"mode": "kv", "pages": "plain"},
+}
+PAGE_BYTES = {"own": 8192, "layerwise": 8192, "plain": 8192, "hidden": 4096}
+"""Bytes per token of a page in L3."""
+
+
+def long(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+def server_options(model: Path, folder: Path, kind: str, **options: Any) -> ServerOptions:
+    (folder / "l3-rate").write_text(str(FAST))
+    hcache = {"min_gain": 1.0, **KINDS[kind]}
+    env = {**faulty("slow_prefill"), "HCACHE_CPU_L3_FILE": str(folder / "l3-rate")}
+    return our_server(
+        model,
+        folder,
+        hcache=hcache,
+        extra_args=("--enable-metrics", "--watchdog-timeout", "240"),
+        extra_env=env,
+        page_size=PAGE,
+        **options,
+    )
+
+
+def l3_rate(server: Server, rate: int) -> None:
+    (server.options.log.parent / "l3-rate").write_text(str(rate))
+
+
+def slower_than_computing(kind: str, times: float) -> int:
+    """A rate at which reading takes so many times as long as computing."""
+    return int(500 * PAGE_BYTES[kind] / times)
+
+
+def count(server: Server, result: str) -> float:
+    """Tokens that were looked for in L3 and ended as ``result``."""
+    return fetch(server.url).counters["l3_tokens"].get(result, 0)
+
+
+def stored(server: Server, seed: int) -> list[int]:
+    """A prompt that is in L3, and nowhere else."""
+    prompt = random_tokens(TOKENS, seed)
+    server.generate(prompt, 1)
+    server.flush_cache()
+    return prompt
+
+
+def asked(server: Server, *prompts: list[int]) -> Conversation | Any:
+    return ask(server, prompts, flush=False, concurrent=len(prompts) > 1)
+
+
+def from_l3(server: Server, prompt: list[int]) -> tuple[int, list[Conversation]]:
+    """Tokens of a prompt that came from L3, and the conversation."""
+    [conversation] = asked(server, prompt)
+    return conversation.turns[0].cached.storage, [conversation]
+
+
+@pytest.fixture(scope="module", params=["own", long("hidden"), long("layerwise"), long("plain")])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def shared(kind: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Server(server_options(model, tmp_path_factory.mktemp("hits"), kind)) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared: Server, model: Path) -> Iterator[Server]:
+    """It knows that L3 is fast."""
+    l3_rate(shared, FAST)
+    shared.flush_cache()
+    learn_that_l3_is_fast(shared)
+    yield shared
+    l3_rate(shared, FAST)
+    assert_nothing_went_wrong(shared)
+    assert "decision about an L3 hit failed" not in shared.log_text()
+
+
+def learn_that_l3_is_fast(server: Server) -> None:
+    """Until two hits in a row are read; a trial is due every ten seconds."""
+    in_a_row = 0
+
+    def read() -> bool:
+        nonlocal in_a_row
+        found, _ = from_l3(server, stored(server, seed=1))
+        server.flush_cache()
+        in_a_row = in_a_row + 1 if found >= TOKENS - 2 * PAGE else 0
+        return in_a_row == 2
+
+    server.until(read, "hits to be read")
+
+
+def test_a_hit_is_read_whole_where_that_is_sooner(model: Path, server: Server) -> None:
+    found, conversations = from_l3(server, stored(server, seed=2))
+    assert found >= TOKENS - 2 * PAGE
+    assert_no_cache_output(model, conversations)
+
+
+def refused(server: Server, conversations: list[Conversation]) -> bool:
+    before = count(server, "slower")
+    _, again = from_l3(server, stored(server, seed=len(conversations) + 100))
+    conversations += again
+    return again[0].turns[0].cached.storage == 0 and count(server, "slower") > before
+
+
+def test_hits_on_a_slow_disk_are_refused_and_a_good_one_is_tried_again(
+    model: Path, kind: str, server: Server
+) -> None:
+    """The first one is begun, and ends; what it took is known then."""
+    l3_rate(server, slower_than_computing(kind, 10))
+    conversations: list[Conversation] = []
+    server.until(lambda: refused(server, conversations), "a refused hit")
+    l3_rate(server, FAST)
+    learn_that_l3_is_fast(server)
+    assert_no_cache_output(model, conversations)
+
+
+def test_a_disk_that_stops_answering_holds_nobody_up(model: Path, server: Server) -> None:
+    """It never answers again: without a bound this would wait for ever."""
+    prompts = [stored(server, seed) for seed in (7, 8, 9)]
+    l3_rate(server, HELD)
+    conversations = [*asked(server, *prompts)]
+    conversations += asked(server, prompts[0] + random_tokens(50, 10))
+    assert sum(turn.cached.storage for turn in turns_of(conversations)) == 0
+    assert fetch(server.url).counters["problems"].get("l3_overdue", 0) >= 1
+    l3_rate(server, FAST)
+    assert_no_cache_output(model, conversations)
+
+
+def test_a_disk_that_stalls_in_the_middle_leaves_what_has_arrived(
+    model: Path, kind: str, server: Server
+) -> None:
+    if kind in ("layerwise", "plain"):
+        pytest.skip("SGLang learns of 128 pages at once")
+    prompt, replies = stored(server, seed=11), []
+    l3_rate(server, slower_than_computing(kind, 0.5))
+    waiting = threading.Thread(target=lambda: replies.extend(asked(server, prompt)))
+    before = fetch(server.url).counters["tokens"].get("eager", 0)
+    waiting.start()
+    server.until(
+        lambda: fetch(server.url).counters["tokens"].get("eager", 0) > before, "pages to arrive"
+    )
+    l3_rate(server, HELD)
+    waiting.join()
+    assert replies[0].turns[0].cached.storage < TOKENS - 2 * PAGE
+    assert_no_cache_output(model, replies)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["own", "hidden", "plain"])
+def test_two_ranks_decide_the_same(kind: str, model: Path, tmp_path: Path) -> None:
+    """L3 is fast, slow and silent in turn, while clients talk: a rank that read what the other one
+    refused would wait for it for ever, or serve other tokens."""
+    options = server_options(model, tmp_path, kind, tp=2)
+    conversations: list[Conversation] = []
+    with Server(options) as server:
+        prompts = [random_tokens(TOKENS, seed) for seed in range(4)]
+        conversations += asked(server, *prompts)
+        for rate in (FAST, slower_than_computing(kind, 10), HELD, FAST) * 2:
+            server.flush_cache()
+            l3_rate(server, rate)
+            conversations += asked(server, *prompts)
+            for prompt in prompts:
+                conversations += asked(server, prompt[: TOKENS // 2] + random_tokens(50, 77))
+            l3_rate(server, FAST)
+        assert count(server, "slower") + count(server, "ended") > 0
+        assert "Exception in thread" not in server.log_text()
+    assert_no_cache_output(model, conversations)
+
+
+@pytest.mark.long
+def test_an_mla_model_refuses_too(model_cache: Path, tmp_path: Path) -> None:
+    model = build_model("deepseek", model_cache)
+    with Server(server_options(model, tmp_path, "plain")) as server:
+        learn_that_l3_is_fast(server)
+        l3_rate(server, 20_000)
+        conversations: list[Conversation] = []
+        server.until(lambda: refused(server, conversations), "a refused hit")
+    assert_no_cache_output(model, conversations)

@@ -1,0 +1,287 @@
+"""Which hits are read, which prefetches end, and what is done while L3 does not answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from hcache_backend.engine.hits.gate import (
+    OVERDUE_SECONDS,
+    TRIAL_SECONDS,
+    HitGate,
+    Running,
+)
+
+STEP = 128
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def gate(clock: Clock) -> HitGate:
+    """It computes a thousand tokens per second, and as yet knows nothing of L3."""
+    gate = HitGate(None, "test", 1.0, clock)
+    for _ in range(3):
+        gate.prefilled(1000, 0, 0, 1.0)
+    return gate
+
+
+def read(gate: HitGate, clock: Clock, seconds: float, tokens: int = 1000) -> None:
+    """L3 brought ``tokens`` tokens in ``seconds``."""
+    with gate.reading("earlier", tokens, STEP):
+        gate.read(tokens)
+        clock.now += seconds
+
+
+def takes(gate: HitGate, name: str, tokens: int = 1000, rest: int = 0, prefix: int = 0) -> bool:
+    assert gate.may_ask(name, prefix)
+    return gate.takes(name, tokens, tokens + rest)
+
+
+def turn(gate: HitGate, *running: Running) -> list[str]:
+    """One turn of a single rank; whose prefetches end."""
+    return [one.request_id for one in gate.agreed(running, gate.to_end(running))]
+
+
+def at(name: str, arrived: int = 0, whole: bool = False) -> Running:
+    return Running(name, arrived, STEP, whole)
+
+
+# ---- taking and refusing ----
+
+
+def test_a_hit_is_taken_where_nothing_is_known(clock: Clock) -> None:
+    assert takes(HitGate(None, "test", 1.0, clock), "a")
+
+
+@pytest.mark.parametrize(("seconds", "taken"), [(0.5, True), (2.0, False)])
+def test_the_faster_one_of_reading_and_computing_is_chosen(
+    seconds: float, taken: bool, gate: HitGate, clock: Clock
+) -> None:
+    for _ in range(2):
+        read(gate, clock, seconds)
+    assert takes(gate, "a") is taken
+
+
+def test_option_min_gain_asks_for_more(clock: Clock) -> None:
+    for gain, taken in ((1.5, True), (3.0, False)):
+        gate = HitGate(None, "test", gain, clock)
+        gate.prefilled(1000, 0, 0, 1.0)
+        read(gate, clock, 0.5)
+        assert takes(gate, "a") is taken
+
+
+def test_the_load_counts_too(gate: HitGate, clock: Clock) -> None:
+    read(gate, clock, 0.7)
+    assert takes(gate, "a")
+    turn(gate)
+    gate.prefilled(10, 1000, loaded=1000, seconds=0.61)
+    assert not takes(gate, "b")
+
+
+def test_reads_that_are_queued_come_first(gate: HitGate, clock: Clock) -> None:
+    read(gate, clock, 0.4)
+    assert takes(gate, "a") and takes(gate, "b")
+    assert not takes(gate, "c")
+    turn(gate, at("b"))  # the first is done
+    assert takes(gate, "d")
+
+
+def test_while_requests_wait_a_hit_is_taken_that_saves_the_gpu_time(
+    gate: HitGate, clock: Clock
+) -> None:
+    read(gate, clock, 5.0)
+    gate.gpu_is_wanted(True)
+    assert takes(gate, "a")
+    assert turn(gate, at("a")) == []
+    gate.gpu_is_wanted(False)
+    assert turn(gate, at("a")) == ["a"]
+
+
+def test_while_requests_wait_a_hit_that_costs_the_gpu_more_is_refused(
+    gate: HitGate, clock: Clock
+) -> None:
+    read(gate, clock, 0.01)
+    gate.prefilled(10, 1000, loaded=1000, seconds=2.0)
+    gate.gpu_is_wanted(True)
+    assert not takes(gate, "a")
+
+
+def test_what_was_refused_stays_refused(gate: HitGate, clock: Clock) -> None:
+    read(gate, clock, 2.0)
+    assert not takes(gate, "a")
+    assert gate.was_refused("a") and not gate.was_refused("b")
+    for _ in range(2):
+        read(gate, clock, 0.1)
+    assert takes(gate, "b")
+    assert gate.was_refused("a")
+
+
+# ---- a disk that becomes slow, and good again ----
+
+
+def test_a_disk_that_became_slow_is_noticed_by_two_reads(gate: HitGate, clock: Clock) -> None:
+    for _ in range(30):
+        read(gate, clock, 0.1)
+    for _ in range(2):
+        read(gate, clock, 10.0)
+    assert not takes(gate, "a")
+
+
+def test_a_good_disk_is_tried_again(gate: HitGate, clock: Clock) -> None:
+    for _ in range(2):
+        read(gate, clock, 10.0)
+    assert not takes(gate, "a")
+    clock.now += TRIAL_SECONDS
+    for name in "bc":
+        assert takes(gate, name)
+        with gate.reading(name, 1000, STEP):
+            gate.read(1000)
+            clock.now += 0.05
+        turn(gate)
+        clock.now += TRIAL_SECONDS + 1
+    clock.now -= TRIAL_SECONDS
+    assert takes(gate, "d")
+
+
+def test_a_trial_of_a_slow_disk_costs_a_tenth_of_what_the_hit_saves(
+    gate: HitGate, clock: Clock
+) -> None:
+    for _ in range(2):
+        read(gate, clock, 10.0)
+    clock.now += TRIAL_SECONDS + 1
+    assert takes(gate, "a")
+    assert not takes(gate, "b"), "one at a time"
+    with gate.reading("a", 1000, STEP):
+        clock.now += 0.09
+        assert turn(gate, at("a")) == []
+        clock.now += 0.1
+        assert turn(gate, at("a")) == ["a"]
+
+
+def test_a_trial_of_a_good_disk_goes_on(gate: HitGate, clock: Clock) -> None:
+    for _ in range(2):
+        read(gate, clock, 10.0)
+    clock.now += TRIAL_SECONDS + 1
+    assert takes(gate, "a")
+    with gate.reading("a", 1000, STEP):
+        for arrived in range(0, 1000, STEP):
+            assert turn(gate, at("a", arrived)) == []
+            clock.now += 0.05
+
+
+def test_reads_that_fail_slowly_are_slow_ones(gate: HitGate, clock: Clock) -> None:
+    read(gate, clock, 0.1)
+    for _ in range(2):
+        with gate.reading("a", 1000, STEP):
+            clock.now += 5.0
+    assert not takes(gate, "b")
+
+
+def test_reads_that_fail_at_once_are_not_fast_ones(gate: HitGate, clock: Clock) -> None:
+    for _ in range(2):
+        read(gate, clock, 5.0)
+    for _ in range(5):
+        with gate.reading("a", 1000, STEP):
+            clock.now += 0.001
+    assert not takes(gate, "b")
+
+
+# ---- running prefetches ----
+
+
+def test_a_prefetch_ends_when_going_on_is_slower_than_computing_what_is_left(
+    gate: HitGate, clock: Clock
+) -> None:
+    read(gate, clock, 0.5)
+    assert takes(gate, "a", 1024)
+    with gate.reading("a", 1024, STEP):
+        clock.now += 0.2
+        assert turn(gate, at("a", 512)) == []
+        clock.now += 0.3  # now it brings no more
+        assert turn(gate, at("a", 512)) == []
+        clock.now += 0.5
+        assert turn(gate, at("a", 512)) == ["a"]
+    assert gate.was_refused("a")
+
+
+def test_a_prefetch_goes_on_when_little_is_left(gate: HitGate, clock: Clock) -> None:
+    read(gate, clock, 0.9)
+    assert takes(gate, "a", 1024)
+    with gate.reading("a", 1024, STEP):
+        clock.now += 1.1  # slower than it should have been, and as fast as computing
+        assert turn(gate, at("a", 896)) == []
+        assert turn(gate, at("a", 1024)) == []
+
+
+def test_what_is_worth_nothing_in_parts_does_not_end_for_being_slow(
+    gate: HitGate, clock: Clock
+) -> None:
+    read(gate, clock, 0.5)
+    assert takes(gate, "a", 1024)
+    with gate.reading("a", 1024, STEP):
+        clock.now += 0.6
+        assert turn(gate, at("a", whole=True)) == []
+        clock.now += 5.0
+        assert turn(gate, at("a", whole=True)) == ["a"]  # it hangs
+
+
+# ---- L3 that does not answer ----
+
+
+def test_while_a_read_is_overdue_everything_ends_and_nothing_is_asked(
+    gate: HitGate, clock: Clock
+) -> None:
+    read(gate, clock, 0.001)
+    assert takes(gate, "a") and takes(gate, "b")
+    with gate.reading("a", 1000, STEP):
+        clock.now += OVERDUE_SECONDS + 0.01
+        assert turn(gate, at("a"), at("b")) == ["a", "b"]
+        assert not gate.may_ask("c", 0)
+        assert not gate.takes("c", 1000, 1000)
+        clock.now += 3600
+        assert turn(gate) == []
+        assert not gate.may_ask("c", 0)
+    turn(gate)
+    assert gate.may_ask("c", 0)
+
+
+def test_also_under_load(gate: HitGate, clock: Clock) -> None:
+    read(gate, clock, 0.001)
+    gate.gpu_is_wanted(True)
+    assert takes(gate, "a")
+    with gate.reading("a", 1000, STEP):
+        clock.now += OVERDUE_SECONDS + 0.01
+        assert turn(gate, at("a")) == ["a"]
+
+
+def test_an_index_that_hangs_is_overdue_as_well(gate: HitGate, clock: Clock) -> None:
+    assert gate.may_ask("a", 0)
+    with gate.looking():
+        clock.now += OVERDUE_SECONDS / 2
+        assert turn(gate, at("a")) == []
+        clock.now += OVERDUE_SECONDS
+        assert turn(gate, at("a")) == ["a"]
+    assert turn(gate) == []
+    assert gate.may_ask("b", 0)
+
+
+def test_what_another_rank_sees_counts(gate: HitGate, clock: Clock) -> None:
+    read(gate, clock, 0.001)
+    assert takes(gate, "a") and takes(gate, "b")
+    running = [at("a"), at("b")]
+    assert gate.to_end(running) == [False, False, False]
+    assert gate.agreed(running, [False, True, False]) == [at("b")]
+    assert gate.was_refused("b") and not gate.was_refused("a")
+    assert gate.agreed([at("a")], [True, True]) == [at("a")]
+    assert not gate.may_ask("c", 0)
