@@ -41,6 +41,7 @@ class ServerReport(BaseModel):
         projection: How its layers are projected; empty in KV mode.
         recomputation: How exactly its first layers are recomputed, or why they are not, in words;
             None: nothing is to be recomputed.
+        tokens_per_second: What it expects of reading L3 (``l3_read``), of loads and of prefill.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -54,6 +55,7 @@ class ServerReport(BaseModel):
     partition: str | None = None
     projection: tuple[LayerGroup, ...]
     recomputation: str | None = None
+    tokens_per_second: dict[str, float] = {}
 
 
 def write_report(folder: Path, report: ServerReport) -> None:

@@ -116,6 +116,9 @@ def _last_server(path: Path, report: ServerReport) -> Check:
         parts.append(f"recomputed layers: {report.recomputation}")
     if report.partition is not None:
         parts.append(f"stored: {report.partition}")
+    if report.tokens_per_second:
+        rates = (f"{name} {rate:,.0f}" for name, rate in report.tokens_per_second.items())
+        parts.append(f"tokens per second: {', '.join(rates)}")
     best = report.pages == "own" and all(group.method == "spec" for group in report.projection)
     return Check(f"{path}: last server", "good" if best else "fair", "; ".join(parts))
 

@@ -139,6 +139,7 @@ class Runtime:
             partition=self.layer_methods.describe() if hidden and self.layer_methods else None,
             projection=tuple(self.projection),
             recomputation=self.recomputation if hidden else None,
+            tokens_per_second=self.hit_gate.costs.rates() if self.hit_gate is not None else {},
         )
 
     def namespace_of(self, weights: Weights, **shape: object) -> bytes:

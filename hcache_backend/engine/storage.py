@@ -14,6 +14,7 @@ that was not stored is reported as done and counted, because a False would end t
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -39,6 +40,9 @@ from hcache_backend.engine.stored_pools import StoredPools
 logger = logging.getLogger("hcache")
 
 _Result = TypeVar("_Result")
+
+_REPORT_SECONDS = 60.0
+"""Between two reports for ``hcache doctor``, whose rates change."""
 
 
 class HCacheStorage(HiCacheStorage):
@@ -67,7 +71,9 @@ class HCacheStorage(HiCacheStorage):
         self._pools = StoredPools(self._runtime, store, storage_config, kv_fields)
         self.repairs = Repairs(self._pools.take_gaps, storage_config.pp_size)
         self._runtime.on_distrust.append(self._drop_own_pages)
-        self._guard("report", partial(attach.leave_report, joined, storage_config), None)
+        self._leave_report = partial(attach.leave_report, joined, storage_config)
+        self._reported = time.monotonic()
+        self._guard("report", self._leave_report, None)
         logger.info(
             "hcache: L3 in %s, %s mode, %s pages%s",
             ", ".join(map(str, config.dirs)),
@@ -100,6 +106,9 @@ class HCacheStorage(HiCacheStorage):
         found = self._get(keys, host_indices)
         pages = _leading(found)
         self._count_tokens(hit=pages, unreadable=len(keys) - pages)
+        if time.monotonic() > self._reported + _REPORT_SECONDS:
+            self._reported = time.monotonic()
+            self._guard("report", self._leave_report, None)
         return found
 
     def batch_set_v1(

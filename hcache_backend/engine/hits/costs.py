@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -109,12 +108,12 @@ class Costs:
         """Seconds that a batch waits for the load of a hit; 0 as long as nobody knows."""
         return self.load.seconds(tokens) or 0.0
 
+    def rates(self) -> dict[str, float]:
+        """Tokens per second of operations on :data:`SHOWN_TOKENS` tokens, as far as known."""
+        estimates = {"l3_read": self.read, "load": self.load, "prefill": self.prefill}
+        taken = {name: known.seconds(SHOWN_TOKENS) for name, known in estimates.items()}
+        return {name: SHOWN_TOKENS / seconds for name, seconds in taken.items() if seconds}
+
 
 def _linear(tokens: int, prefix: float) -> float:
     return float(tokens)
-
-
-def tokens_per_second(seconds: Callable[[int], float | None]) -> float | None:
-    """The rate of an operation on :data:`SHOWN_TOKENS` tokens."""
-    taken = seconds(SHOWN_TOKENS)
-    return SHOWN_TOKENS / taken if taken else None

@@ -14,13 +14,13 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from hcache_backend.engine import metrics
-from hcache_backend.engine.hits.costs import Costs, Hit, Machine, tokens_per_second
+from hcache_backend.engine.hits.costs import Costs, Hit, Machine
 
 logger = logging.getLogger("hcache")
 
@@ -113,9 +113,7 @@ class HitGate:
         self._gpu_wanted = False
         self._overdue = False
         self._said: float | None = None
-        self._show("prefill", tokens_per_second(self.costs.prefill.seconds))
-        self._show("load", tokens_per_second(self.costs.load.seconds))
-        self._show("l3_read", tokens_per_second(self.costs.read.seconds))
+        self._show()
 
     # ---- the scheduler thread ----
 
@@ -140,17 +138,19 @@ class HitGate:
         ``running`` are all, in the order in which they are read.
         """
         now = self._clock()
-        overdue = self._is_overdue(now)
         verdicts, queued = [], 0
         with self._lock:
-            self._forget_all_but({one.request_id for one in running})
+            known = {one.request_id: self._asked.get(one.request_id) for one in running}
+            self._asked = {name: asked for name, asked in known.items() if asked is not None}
             for one in running:
-                asked = self._asked.get(one.request_id)
-                if asked is not None:
-                    asked.arrived = one.arrived
-                ends = overdue or (asked is not None and self._ends(asked, one, queued, now))
+                if one.request_id in self._asked:
+                    self._asked[one.request_id].arrived = one.arrived
+            overdue = self._is_overdue(now)
+            for one in running:
+                asked = known[one.request_id]
+                ends = asked is not None and self._ends(asked, one, queued, now)
                 queued += asked.left if asked is not None else 0
-                verdicts.append(ends)
+                verdicts.append(overdue or ends)
         return [*verdicts, overdue]
 
     def agreed(self, running: Sequence[Running], verdicts: Sequence[bool]) -> list[Running]:
@@ -185,12 +185,12 @@ class HitGate:
         costs = self.costs
         if not loaded:
             costs.prefill.measured(tokens, prefix, seconds)
-            self._show("prefill", tokens_per_second(costs.prefill.seconds))
+            self._show()
             return
         computing = costs.prefill.seconds(tokens, prefix)
         if computing is not None:
             costs.load.measured(loaded, 0, max(seconds - computing, 1e-6))
-            self._show("load", tokens_per_second(costs.load.seconds))
+            self._show()
 
     # ---- the thread that asks L3 ----
 
@@ -259,7 +259,7 @@ class HitGate:
             tokens = wanted  # it failed, and that took longer than reading
         if tokens:
             self.costs.read.measured(tokens, 0, seconds)
-            self._show("l3_read", tokens_per_second(self.costs.read.seconds))
+            self._show()
 
     # ---- estimates ----
 
@@ -329,7 +329,8 @@ class HitGate:
         return now - reading.start > 2 * expected + OVERDUE_SECONDS
 
     def _is_trial_due(self, now: float) -> bool:
-        if self._reading is not None or self._is_overdue(now):
+        busy = self._reading is not None or any(asked.left for asked in self._asked.values())
+        if busy or self._is_overdue(now):
             return False
         return self._last_read is None or now - self._last_read > TRIAL_SECONDS
 
@@ -340,10 +341,6 @@ class HitGate:
         if len(self._refused) > _REMEMBERED:
             self._refused.popitem(last=False)
 
-    def _forget_all_but(self, request_ids: Collection[str]) -> None:
-        for request_id in self._asked.keys() - request_ids:
-            del self._asked[request_id]
-
-    def _show(self, operation: str, rate: float | None) -> None:
-        if rate is not None:
+    def _show(self) -> None:
+        for operation, rate in self.costs.rates().items():
             metrics.RATES.set(operation, self._backend, value=rate)

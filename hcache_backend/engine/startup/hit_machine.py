@@ -62,7 +62,7 @@ def _known_machine(runtime: Runtime, config: HCacheConfig) -> Machine | None:
     if methods is None or methods.profile is None or methods.shape is None:
         return None
     ranks = int(resolved(runtime.runner.server_args).tp_size)
-    eager = config.restore == "eager"
+    eager = config.restore != "layerwise"
     return Machine(methods.profile, methods.shape, methods.partition, ranks, eager)
 
 
@@ -78,7 +78,7 @@ def _machine(runtime: Runtime, config: HCacheConfig) -> Machine | None:
     methods = runtime.layer_methods
     partition = methods.partition if methods is not None else Partition(0, 0, shape.layers)
     ranks = int(resolved(runtime.runner.server_args).tp_size)
-    return Machine(profile, shape, partition, ranks, config.restore == "eager")
+    return Machine(profile, shape, partition, ranks, config.restore != "layerwise")
 
 
 def _measured(runtime: Runtime, config: HCacheConfig) -> tuple[Profile, ModelShape] | None:
