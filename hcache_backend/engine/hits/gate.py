@@ -246,8 +246,7 @@ class HitGate:
             yield
         finally:
             self._reading = None
-            self._last_read = self._clock()
-            self._measured(self._read_tokens, wanted, self._last_read - start)
+            self._measured(self._read_tokens, wanted, self._clock() - start)
 
     def read(self, tokens: int) -> None:
         """So many more tokens were read."""
@@ -258,6 +257,7 @@ class HitGate:
         if not tokens and expected is not None and seconds > expected:
             tokens = wanted  # it failed, and that took longer than reading
         if tokens:
+            self._last_read = self._clock()
             self.costs.read.measured(tokens, 0, seconds)
             self._show()
 

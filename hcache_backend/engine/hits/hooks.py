@@ -83,17 +83,20 @@ def _end_prefetches(gate: HitGate, cache: Any) -> None:
         )
         for operation in operations
     ]
-    verdicts = gate.to_end(running)
-    if (running or gate.is_overdue) and cache.tp_world_size > 1:
+    verdicts = [False] * (len(running) + 1)
+    with harmless():
+        verdicts = gate.to_end(running)
+    if cache.tp_world_size > 1:
+        if not running and not gate.is_overdue:
+            return  # on no rank: what this one sees alone is not acted on
         flags = torch.tensor(verdicts, dtype=torch.int32)
         cache._all_reduce_attn_groups(flags, dist.ReduceOp.MAX)
         verdicts = [bool(flag) for flag in flags.tolist()]
-    elif cache.tp_world_size > 1:
-        return  # nothing runs on any rank: what this one sees alone is not acted on
-    ended = {one.request_id for one in gate.agreed(running, verdicts)}
-    for operation in operations:
-        if operation.request_id in ended:
-            operation.mark_terminate()
+    with harmless():
+        ended = {one.request_id for one in gate.agreed(running, verdicts)}
+        for operation in operations:
+            if operation.request_id in ended:
+                operation.mark_terminate()
 
 
 def _step(controller: Any, operation: Any) -> int:
