@@ -48,8 +48,9 @@ def _begin(runtime: Runtime, config: HCacheConfig) -> bool:
     A decode server of prefill/decode disaggregation fails requests whose hits do not come.
     """
     runtime.hit_gate = None
-    decodes = resolved(runtime.runner.server_args).disaggregation_mode == "decode"
-    if config.min_gain == 0 or decodes:
+    if config.min_gain == 0:
+        return False
+    if resolved(runtime.runner.server_args).disaggregation_mode == "decode":
         return False
     missing = hooks.install(hooks.hit_hooks())
     if missing is not None:

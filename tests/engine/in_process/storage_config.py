@@ -24,7 +24,7 @@ def storage_config(
         "module_path": "hcache_backend",
         "class_name": "HCacheStorage",
         "interface_v1": 1,
-        "hcache": {"dirs": [str(folder)]} | (hcache or {}),
+        "hcache": {"dirs": [str(folder)], "min_gain": 0} | (hcache or {}),
     }
     alone: dict[str, Any] = {
         "tp_rank": 0,

@@ -88,7 +88,8 @@ class TestAnAttach:
 
     @pytest.fixture
     def running(self, runtime: Runtime, tmp_path: Path) -> Runtime:
-        options = {"dirs": [str(tmp_path / "start")], "mode": "hidden", "codec": "exp4"}
+        options: dict[str, Any] = {"mode": "hidden", "codec": "exp4", "min_gain": 0}
+        options["dirs"] = [str(tmp_path / "start")]
         runtime.config = parse_config(options, "start")
         runtime.mode, runtime.own_pages = "hidden", True
         return runtime
@@ -133,7 +134,7 @@ class TestAnAttach:
                 self.joined(**{name: value})
 
     def test_may_ask_for_the_mode_that_auto_chose(self, running: Runtime, tmp_path: Path) -> None:
-        running.config = parse_config({"dirs": [str(tmp_path / "start")]}, "start")
+        running.config = parse_config({"dirs": [str(tmp_path / "start")], "min_gain": 0}, "start")
         for mode in ("auto", "hidden"):
             self.joined(mode=mode)
         running.mode, running.reason = "kv", "no room"

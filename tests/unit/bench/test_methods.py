@@ -38,7 +38,8 @@ def test_methods_differ_in_what_brings_histories_back(name: str, tmp_path: Path)
         restore = {} if name.endswith("-eager") else {"restore": "layerwise"}
         modes = {"hcache": "auto", "hcache-kv": "kv", "hcache-hidden": "hidden"}
         mode = modes[name.removesuffix("-eager")]
-        assert config(name, tmp_path) == {"dirs": [str(tmp_path / "l3")], "mode": mode, **restore}
+        every_hit = {"dirs": [str(tmp_path / "l3")], "min_gain": 0}
+        assert config(name, tmp_path) == {**every_hit, "mode": mode, **restore}
 
 
 def test_a_gpu_has_nothing_of_the_cpu_engine(tmp_path: Path) -> None:
@@ -66,6 +67,7 @@ def test_a_server_may_use_the_l3_of_another_and_have_more_options(tmp_path: Path
     more = {"restore_share": 1.0}
     assert config("hcache-hidden-eager", tmp_path / "own", l3=shared, hcache=more) == {
         "dirs": [str(shared)],
+        "min_gain": 0,
         "mode": "hidden",
         "restore_share": 1.0,
     }
