@@ -173,7 +173,7 @@ def parse(text: str) -> MetricsPage:
             seconds[labels["stage"]] += value
         elif name in requests:
             requests[name] += value
-        elif name == RATES:
+        elif name == RATES and value:  # 0: a backend that was detached
             rates[labels["operation"]] = value
         elif value == 1.0:
             on.setdefault(name, []).append(labels)

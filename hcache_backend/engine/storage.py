@@ -221,7 +221,9 @@ class HCacheStorage(HiCacheStorage):
         """Called at detach; data stays."""
         if self._drop_own_pages in self._runtime.on_distrust:
             self._runtime.on_distrust.remove(self._drop_own_pages)
-        self._runtime.hit_gate = None
+        if self._runtime.hit_gate is not None:
+            self._runtime.hit_gate.end()
+            self._runtime.hit_gate = None
         self._pools.close()
 
     # ---- internals ----

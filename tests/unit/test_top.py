@@ -80,6 +80,7 @@ def pages() -> list[str]:
     metrics.TOKENS.count("captured", 64)
     metrics.PROBLEMS.count("page_checksum")
     metrics.L3_TOKENS.count("slower", 48)
+    metrics.RATES.family.clear()
     metrics.RATES.set("l3_read", "hcache", value=2500)
     for _ in range(90):
         metrics.STAGE_SECONDS.observe("restore", 0.002)

@@ -12,10 +12,10 @@ Curve = Callable[[int, float], float]
 machine, in any unit: then only how it grows counts."""
 
 _KEPT = 32
-_FADING = 0.7
+_FADING = 0.65
 """Weight of a measurement relative to the next one: two in a row outweigh all before them, so one
 that was disturbed does not count and a change is believed at once."""
-_MODEL_WEIGHT = 0.2
+_MODEL_WEIGHT = 0.1
 
 
 class Estimate:

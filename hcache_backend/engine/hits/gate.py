@@ -115,6 +115,11 @@ class HitGate:
         self._said: float | None = None
         self._show()
 
+    def end(self) -> None:
+        """The backend is detached."""
+        for operation in self.costs.rates():
+            metrics.RATES.set(operation, self._backend, value=0)
+
     # ---- the scheduler thread ----
 
     def gpu_is_wanted(self, wanted: bool) -> None:
