@@ -42,7 +42,7 @@ LINES = (
     Line("looked for in L3, found", "l3_tokens", ("found",)),
     Line("  and read", "l3_tokens", ("hit",)),
     Line("  and not readable", "l3_tokens", ("unreadable",)),
-    Line("  and slower than computing", "l3_tokens", ("slower", "ended")),
+    Line("  and refused", "l3_tokens", ("slower", "ended")),
     Line("  absent", "l3_tokens", ("absent", "other_pool")),
     Line("  while L3 was suspended", "l3_tokens", ("suspended",)),
     Line("L3 reads", "store", ("bytes_read",), "bytes"),

@@ -150,7 +150,7 @@ def test_one_picture_of_a_server_and_of_one_that_is_not_there(
     assert "192 tokens" in output
     assert "page_checksum 1" in output
     assert "tokens per second: L3 is read at 2,500" in output
-    assert "slower than computing" in output and "48 tokens" in output
+    assert "and refused" in output and "48 tokens" in output
     assert "the server does not answer" in output and "refused" in output
 
 

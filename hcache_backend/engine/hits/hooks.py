@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE
 
 from hcache_backend.engine import metrics
 from hcache_backend.engine.hits.gate import HitGate, Running
@@ -101,6 +100,8 @@ def _end_prefetches(gate: HitGate, cache: Any) -> None:
 
 def _step(controller: Any, operation: Any) -> int:
     """Pages of which arrivals are reported together."""
+    from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE
+
     pages = len(operation.hash_value)
     pages_per_report = getattr(controller, "pages_per_report", None)
     return pages_per_report(pages) if pages_per_report else min(pages, STORAGE_BATCH_SIZE)
