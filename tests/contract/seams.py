@@ -70,12 +70,14 @@ OURS = {
     ("runner", "hcache_capture"),
     ("batch", "attention"),
     ("controller", "loading_behind"),
+    ("controller", "pages_per_report"),
     ("controller", "use_hidden_states"),
     ("controller", "use_own_pages"),
     ("cache_controller", "check_by"),
     ("cache_controller", "use_hidden_states"),
     ("backend", "repairs"),
     ("memory", "finish"),
+    ("scheduler", "hcache_last_batch"),
     ("memory", "shares"),
 }
 """What we put there ourselves."""
