@@ -28,8 +28,8 @@ TOKENS = 400
 FAST, HELD = 0, -1
 """Rates of L3 in bytes per second: no limit; what is read arrives when there is another rate."""
 KINDS: dict[str, dict[str, Any]] = {
-    "own": {"mode": "kv", "restore": "eager"},
-    "hidden": {"mode": "hidden", "restore": "eager"},
+    "own": {"mode": "kv", "restore": "auto"},
+    "hidden": {"mode": "hidden", "restore": "auto"},
     "layerwise": {"mode": "kv", "restore": "layerwise"},
     "plain": {"mode": "kv", "pages": "plain"},
 }
