@@ -22,6 +22,7 @@ from hcache_backend import streams
 from hcache_backend.arena import Ids
 from hcache_backend.engine import metrics
 from hcache_backend.engine.eager_loads import EagerLoads
+from hcache_backend.engine.hits.start import judge_other_hits
 from hcache_backend.engine.host_pool import OwnPagesPool
 from hcache_backend.engine.loads import LoadQueue, Prefix, QueuedLoad
 from hcache_backend.engine.ranks import on_all_ranks
@@ -29,7 +30,6 @@ from hcache_backend.engine.read_batches import BatchedReads
 from hcache_backend.engine.runtime import Runtime, current
 from hcache_backend.engine.service_check import KVChecks
 from hcache_backend.engine.stage_pages import StagePages
-from hcache_backend.engine.startup.hit_machine import judge_other_hits
 from hcache_backend.page import Bytes, Ints, key_bytes
 from hcache_backend.restore.eager import batch_pages
 

@@ -74,12 +74,22 @@ class Running(NamedTuple):
     whole: bool
 
 
-class _Reading(NamedTuple):
-    """What HiCache's reading thread is at: since ``start``, in ``step`` tokens at a time."""
+@dataclass
+class _Reading:
+    """What HiCache's reading thread is at.
+
+    Attributes:
+        start: When it began; the clock's seconds.
+        wanted: Tokens to be read.
+        step: Tokens that are reported together.
+        tokens: Tokens that were read.
+    """
 
     request_id: str
     start: float
+    wanted: int
     step: int
+    tokens: int = 0
 
 
 class HitGate:
@@ -108,7 +118,6 @@ class HitGate:
         self._refused: OrderedDict[str, None] = OrderedDict()
         self._looking_since: float | None = None
         self._reading: _Reading | None = None
-        self._read_tokens = 0
         self._last_read: float | None = None
         self._gpu_wanted = False
         self._overdue = False
@@ -125,6 +134,11 @@ class HitGate:
     def gpu_is_wanted(self, wanted: bool) -> None:
         """Whether requests wait that could run but for the GPU."""
         self._gpu_wanted = wanted
+
+    def forget(self, request_id: str) -> None:
+        """A new request comes, perhaps with the name of one that was refused."""
+        with self._lock:
+            self._refused.pop(request_id, None)
 
     def may_ask(self, request_id: str, prefix: int) -> bool:
         """Whether L3 is to be asked for what follows ``prefix`` tokens of a request.
@@ -145,37 +159,39 @@ class HitGate:
         now = self._clock()
         verdicts, queued = [], 0
         with self._lock:
-            known = {one.request_id: self._asked.get(one.request_id) for one in running}
-            self._asked = {name: asked for name, asked in known.items() if asked is not None}
+            kept = {one.request_id for one in running}
+            reading = self._reading
+            if reading is not None:  # perhaps for a request that does not wait any more
+                kept.add(reading.request_id)
+            self._asked = {name: asked for name, asked in self._asked.items() if name in kept}
             for one in running:
                 if one.request_id in self._asked:
                     self._asked[one.request_id].arrived = one.arrived
             overdue = self._is_overdue(now)
             for one in running:
-                asked = known[one.request_id]
+                asked = self._asked.get(one.request_id)
                 ends = asked is not None and self._ends(asked, one, queued, now)
                 queued += asked.left if asked is not None else 0
                 verdicts.append(overdue or ends)
         return [*verdicts, overdue]
 
-    def agreed(self, running: Sequence[Running], verdicts: Sequence[bool]) -> list[Running]:
-        """Every rank's :meth:`to_end` together; which prefetches end."""
-        *ends, overdue = verdicts
-        if overdue and not self._overdue:
+    def agreed(self, ended: Sequence[str], overdue: bool) -> None:
+        """What every rank's :meth:`to_end` together say: whose prefetches end, and of L3."""
+        before, self._overdue = self._overdue, overdue
+        with self._lock:
+            for request_id in ended:
+                asked = self._asked.get(request_id)
+                if asked is not None:
+                    metrics.L3_TOKENS.count("ended", asked.left)
+                    asked.hit = None
+                self._refuse(request_id)
+        if overdue and not before:
             metrics.PROBLEMS.count("l3_overdue")
             logger.warning(
                 "hcache: L3 does not answer: prefetches end, hits are refused until it does"
             )
-        elif self._overdue and not overdue:
+        elif before and not overdue:
             logger.info("hcache: L3 answers again")
-        self._overdue = overdue
-        ended = [one for one, end in zip(running, ends, strict=True) if end]
-        with self._lock:
-            for one in ended:
-                asked = self._asked.get(one.request_id)
-                metrics.L3_TOKENS.count("ended", asked.left if asked is not None else 0)
-                self._refuse(one.request_id)
-        return ended
 
     @property
     def is_overdue(self) -> bool:
@@ -209,7 +225,7 @@ class HitGate:
             self._looking_since = None
 
     def was_refused(self, request_id: str) -> bool:
-        """Whether a hit of the request was refused, or its prefetch ended: that is for good."""
+        """Whether a hit of the request was refused, or its prefetch ended: that is final."""
         with self._lock:
             return request_id in self._refused
 
@@ -241,21 +257,20 @@ class HitGate:
 
     # ---- the thread that reads ----
 
-    @contextmanager
-    def reading(self, request_id: str, wanted: int, step: int) -> Iterator[None]:
-        """L3 is read within the block: ``wanted`` tokens, ``step`` at a time."""
-        self._read_tokens = 0
-        start = self._clock()
-        self._reading = _Reading(request_id, start, step)
-        try:
-            yield
-        finally:
-            self._reading = None
-            self._measured(self._read_tokens, wanted, self._clock() - start)
+    def read_begins(self, request_id: str, wanted: int, step: int) -> None:
+        """L3 is going to be read: ``wanted`` tokens, ``step`` at a time."""
+        self._reading = _Reading(request_id, self._clock(), wanted, step)
 
     def read(self, tokens: int) -> None:
         """So many more tokens were read."""
-        self._read_tokens += tokens
+        if self._reading is not None:
+            self._reading.tokens += tokens
+
+    def read_ends(self) -> None:
+        """What was begun is over, whatever came of it."""
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            self._measured(reading.tokens, reading.wanted, self._clock() - reading.start)
 
     def _measured(self, tokens: int, wanted: int, seconds: float) -> None:
         expected = self.costs.read.seconds(wanted)

@@ -7,6 +7,7 @@ Prefetches end by one reduction in a turn, whose result is the same on every ran
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -41,10 +42,15 @@ def harmless() -> Iterator[None]:
 # ---- the scheduler thread ----
 
 
-def before_asking(original: Callable[..., Any], scheduler: Any, *a: Any, **kw: Any) -> Any:
-    """Around ``Scheduler._prefetch_kvcache``."""
+def before_asking(
+    original: Callable[..., Any], scheduler: Any, req: Any, *a: Any, **kw: Any
+) -> Any:
+    """Around ``Scheduler._prefetch_kvcache``: when a request comes, and for SGLang's retries."""
+    gate = gate_of(scheduler.tree_cache)
+    if gate is not None and not req.storage_prefetch_retry_attempts:
+        gate.forget(req.rid)  # an earlier request may have had the same one
     _note_waiting(scheduler)
-    return original(scheduler, *a, **kw)
+    return original(scheduler, req, *a, **kw)
 
 
 def around_prefetch(
@@ -65,37 +71,42 @@ def around_turn(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) ->
     """Around ``UnifiedRadixCache.check_hicache_events``."""
     result = original(cache, *a, **kw)
     gate = gate_of(cache)
-    if gate is not None and cache.pp_size == 1:  # pipeline stages are not at one point
+    if gate is not None:
         _end_prefetches(gate, cache)
     return result
 
 
 def _end_prefetches(gate: HitGate, cache: Any) -> None:
-    controller, size = cache.cache_controller, cache.page_size
+    """Every rank calls it in the same turns, with the same prefetches under way."""
     operations = [info.operation for info in cache.ongoing_prefetch.values()]
-    running = [
-        Running(
-            operation.request_id,
-            operation.completed_tokens,
-            _step(controller, operation) * size,
-            whole=bool(operation.pool_transfers),
-        )
-        for operation in operations
-    ]
-    verdicts = [False] * (len(running) + 1)
+    running: list[Running] = []
+    verdicts = [False] * (len(operations) + 1)
     with harmless():
+        running = [_running(cache, operation) for operation in operations]
         verdicts = gate.to_end(running)
-    if cache.tp_world_size > 1:
-        if not running and not gate.is_overdue:
-            return  # on no rank: what this one sees alone is not acted on
-        flags = torch.tensor(verdicts, dtype=torch.int32)
-        cache._all_reduce_attn_groups(flags, dist.ReduceOp.MAX)
-        verdicts = [bool(flag) for flag in flags.tolist()]
+    if cache.pp_size > 1:
+        return  # pipeline stages are not at one point
+    if not operations and not gate.is_overdue:
+        return  # on no rank: what this one sees alone is not acted on
+    flags = torch.tensor(verdicts, dtype=torch.int32)
+    cache._all_reduce_attn_groups(flags, dist.ReduceOp.MAX)
+    *ends, overdue = (bool(flag) for flag in flags.tolist())
+    for operation, end in zip(operations, ends, strict=True):
+        if end:
+            operation.mark_terminate()
     with harmless():
-        ended = {one.request_id for one in gate.agreed(running, verdicts)}
-        for operation in operations:
-            if operation.request_id in ended:
-                operation.mark_terminate()
+        gate.agreed(
+            [operation.request_id for operation in itertools.compress(operations, ends)], overdue
+        )
+
+
+def _running(cache: Any, operation: Any) -> Running:
+    return Running(
+        operation.request_id,
+        operation.completed_tokens,
+        _step(cache.cache_controller, operation) * cache.page_size,
+        whole=bool(operation.pool_transfers),
+    )
 
 
 def _step(controller: Any, operation: Any) -> int:
@@ -197,8 +208,13 @@ def around_read(original: Callable[..., Any], controller: Any, operation: Any) -
         return original(controller, operation)
     size = controller.page_size
     wanted = len(operation.hash_value) * size
-    with gate.reading(operation.request_id, wanted, _step(controller, operation) * size):
+    with harmless():
+        gate.read_begins(operation.request_id, wanted, _step(controller, operation) * size)
+    try:
         return original(controller, operation)
+    finally:
+        with harmless():
+            gate.read_ends()
 
 
 def around_read_batch(original: Callable[..., Any], controller: Any, *a: Any, **kw: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Judging L3 hits begins: what is known of the machine before anything was measured in service."""
+"""What is known of the machine before L3 hits were measured in service."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import logging
 from typing import Any
 
 from hcache_backend.config import HCacheConfig
-from hcache_backend.engine import hooks
 from hcache_backend.engine.arguments import resolved
 from hcache_backend.engine.hits.costs import Machine
 from hcache_backend.engine.hits.gate import HitGate
+from hcache_backend.engine.hits.start import known_machine, may_judge
 from hcache_backend.engine.ranks import said_by_all_ranks
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.partition_choice import model_shape
@@ -26,51 +26,12 @@ def judge_our_hits(runtime: Runtime, config: HCacheConfig) -> None:
 
     Called on all ranks at the same point, when the store is attached.
     """
-    if _begin(runtime, config):
-        machine = _machine(runtime, config)
+    if may_judge(runtime, config):
+        machine = known_machine(runtime, config) or _machine(runtime, config)
         runtime.hit_gate = HitGate(machine, "hcache", config.min_gain)
 
 
-def judge_other_hits(runtime: Runtime, backend: str) -> None:
-    """Judge the hits of another L3, whose pages are our own, likewise."""
-    config = runtime.config
-    assert config is not None
-    if _begin(runtime, config):
-        machine = _known_machine(runtime, config)
-        if machine is not None:
-            machine = machine.of_other_l3()
-        runtime.hit_gate = HitGate(machine, backend, config.min_gain)
-
-
-def _begin(runtime: Runtime, config: HCacheConfig) -> bool:
-    """Whether hits are judged here at all.
-
-    A decode server of prefill/decode disaggregation fails requests whose hits do not come.
-    """
-    runtime.hit_gate = None
-    if config.min_gain == 0:
-        return False
-    if resolved(runtime.runner.server_args).disaggregation_mode == "decode":
-        return False
-    missing = hooks.install(hooks.hit_hooks())
-    if missing is not None:
-        logger.warning("hcache: every L3 hit is read, however slow L3 is: %s", missing)
-    return missing is None
-
-
-def _known_machine(runtime: Runtime, config: HCacheConfig) -> Machine | None:
-    methods = runtime.layer_methods
-    if methods is None or methods.profile is None or methods.shape is None:
-        return None
-    ranks = int(resolved(runtime.runner.server_args).tp_size)
-    eager = config.restore != "layerwise"
-    return Machine(methods.profile, methods.shape, methods.partition, ranks, eager)
-
-
 def _machine(runtime: Runtime, config: HCacheConfig) -> Machine | None:
-    known = _known_machine(runtime, config)
-    if known is not None:  # on all ranks
-        return known
     said = said_by_all_ranks(_measured(runtime, config))
     found = next((measured for measured in said if measured is not None), None)
     if found is None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 
 from hcache_backend.engine.hits.gate import (
@@ -36,9 +39,16 @@ def gate(clock: Clock) -> HitGate:
     return gate
 
 
+@contextmanager
+def reading(gate: HitGate, name: str, wanted: int) -> Iterator[None]:
+    gate.read_begins(name, wanted, STEP)
+    yield
+    gate.read_ends()
+
+
 def read(gate: HitGate, clock: Clock, seconds: float, tokens: int = 1000) -> None:
     """L3 brought ``tokens`` tokens in ``seconds``."""
-    with gate.reading("earlier", tokens, STEP):
+    with reading(gate, "earlier", tokens):
         gate.read(tokens)
         clock.now += seconds
 
@@ -50,7 +60,10 @@ def takes(gate: HitGate, name: str, tokens: int = 1000, rest: int = 0, prefix: i
 
 def turn(gate: HitGate, *running: Running) -> list[str]:
     """One turn of a single rank; whose prefetches end."""
-    return [one.request_id for one in gate.agreed(running, gate.to_end(running))]
+    *ends, overdue = gate.to_end(running)
+    ended = [one.request_id for one, end in zip(running, ends, strict=True) if end]
+    gate.agreed(ended, overdue)
+    return ended
 
 
 def at(name: str, arrived: int = 0, whole: bool = False) -> Running:
@@ -127,6 +140,13 @@ def test_what_was_refused_stays_refused(gate: HitGate, clock: Clock) -> None:
     assert gate.was_refused("a")
 
 
+def test_a_new_request_may_have_the_name_of_a_refused_one(gate: HitGate, clock: Clock) -> None:
+    read(gate, clock, 2.0)
+    assert not takes(gate, "a")
+    gate.forget("a")
+    assert not gate.was_refused("a")
+
+
 # ---- a disk that becomes slow, and good again ----
 
 
@@ -145,7 +165,7 @@ def test_a_good_disk_is_tried_again(gate: HitGate, clock: Clock) -> None:
     clock.now += TRIAL_SECONDS + 1
     for name in "bc":
         assert takes(gate, name)
-        with gate.reading(name, 1000, STEP):
+        with reading(gate, name, 1000):
             gate.read(1000)
             clock.now += 0.05
         turn(gate)
@@ -162,7 +182,7 @@ def test_a_trial_of_a_slow_disk_costs_a_tenth_of_what_the_hit_saves(
     clock.now += TRIAL_SECONDS + 1
     assert takes(gate, "a")
     assert not takes(gate, "b"), "one at a time"
-    with gate.reading("a", 1000, STEP):
+    with reading(gate, "a", 1000):
         clock.now += 0.09
         assert turn(gate, at("a")) == []
         clock.now += 0.1
@@ -174,7 +194,7 @@ def test_a_trial_of_a_good_disk_goes_on(gate: HitGate, clock: Clock) -> None:
         read(gate, clock, 10.0)
     clock.now += TRIAL_SECONDS + 1
     assert takes(gate, "a")
-    with gate.reading("a", 1000, STEP):
+    with reading(gate, "a", 1000):
         for arrived in range(0, 1000, STEP):
             assert turn(gate, at("a", arrived)) == []
             clock.now += 0.05
@@ -183,7 +203,7 @@ def test_a_trial_of_a_good_disk_goes_on(gate: HitGate, clock: Clock) -> None:
 def test_reads_that_fail_slowly_are_slow_ones(gate: HitGate, clock: Clock) -> None:
     read(gate, clock, 0.1)
     for _ in range(2):
-        with gate.reading("a", 1000, STEP):
+        with reading(gate, "a", 1000):
             clock.now += 5.0
     assert not takes(gate, "b")
 
@@ -192,7 +212,7 @@ def test_reads_that_fail_at_once_are_not_fast_ones(gate: HitGate, clock: Clock) 
     for _ in range(2):
         read(gate, clock, 5.0)
     for _ in range(5):
-        with gate.reading("a", 1000, STEP):
+        with reading(gate, "a", 1000):
             clock.now += 0.001
     assert not takes(gate, "b")
 
@@ -205,7 +225,7 @@ def test_a_prefetch_ends_when_going_on_is_slower_than_computing_what_is_left(
 ) -> None:
     read(gate, clock, 0.5)
     assert takes(gate, "a", 1024)
-    with gate.reading("a", 1024, STEP):
+    with reading(gate, "a", 1024):
         clock.now += 0.2
         assert turn(gate, at("a", 512)) == []
         clock.now += 0.3  # now it brings no more
@@ -218,7 +238,7 @@ def test_a_prefetch_ends_when_going_on_is_slower_than_computing_what_is_left(
 def test_a_prefetch_goes_on_when_little_is_left(gate: HitGate, clock: Clock) -> None:
     read(gate, clock, 0.9)
     assert takes(gate, "a", 1024)
-    with gate.reading("a", 1024, STEP):
+    with reading(gate, "a", 1024):
         clock.now += 1.1  # slower than it should have been, and as fast as computing
         assert turn(gate, at("a", 896)) == []
         assert turn(gate, at("a", 1024)) == []
@@ -229,11 +249,26 @@ def test_what_is_worth_nothing_in_parts_does_not_end_for_being_slow(
 ) -> None:
     read(gate, clock, 0.5)
     assert takes(gate, "a", 1024)
-    with gate.reading("a", 1024, STEP):
+    with reading(gate, "a", 1024):
         clock.now += 0.6
         assert turn(gate, at("a", whole=True)) == []
         clock.now += 5.0
         assert turn(gate, at("a", whole=True)) == ["a"]  # it hangs
+
+
+def test_the_read_of_a_prefetch_that_ended_is_no_reason_to_end_others(
+    gate: HitGate, clock: Clock
+) -> None:
+    """It had read for long, and was not behind."""
+    read(gate, clock, 5.0)
+    gate.gpu_is_wanted(True)
+    assert takes(gate, "a") and takes(gate, "b")
+    with reading(gate, "a", 1000):
+        clock.now += 4.0
+        assert turn(gate, at("a", 768), at("b")) == []
+        clock.now += 0.5
+        assert turn(gate, at("b")) == []  # the other one's request was aborted
+        assert gate.may_ask("c", 0)
 
 
 # ---- L3 that does not answer ----
@@ -244,7 +279,7 @@ def test_while_a_read_is_overdue_everything_ends_and_nothing_is_asked(
 ) -> None:
     read(gate, clock, 0.001)
     assert takes(gate, "a") and takes(gate, "b")
-    with gate.reading("a", 1000, STEP):
+    with reading(gate, "a", 1000):
         clock.now += OVERDUE_SECONDS + 0.01
         assert turn(gate, at("a"), at("b")) == ["a", "b"]
         assert not gate.may_ask("c", 0)
@@ -260,7 +295,7 @@ def test_also_under_load(gate: HitGate, clock: Clock) -> None:
     read(gate, clock, 0.001)
     gate.gpu_is_wanted(True)
     assert takes(gate, "a")
-    with gate.reading("a", 1000, STEP):
+    with reading(gate, "a", 1000):
         clock.now += OVERDUE_SECONDS + 0.01
         assert turn(gate, at("a")) == ["a"]
 
@@ -281,7 +316,8 @@ def test_what_another_rank_sees_counts(gate: HitGate, clock: Clock) -> None:
     assert takes(gate, "a") and takes(gate, "b")
     running = [at("a"), at("b")]
     assert gate.to_end(running) == [False, False, False]
-    assert gate.agreed(running, [False, True, False]) == [at("b")]
+    gate.agreed(["b"], overdue=False)
     assert gate.was_refused("b") and not gate.was_refused("a")
-    assert gate.agreed([at("a")], [True, True]) == [at("a")]
+    gate.agreed(["a"], overdue=True)
+    assert gate.was_refused("a")
     assert not gate.may_ask("c", 0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -24,7 +22,6 @@ class Hits(RuleBasedStateMachine):
         self.waiting: list[str] = []  # to be looked up
         self.arrived: dict[str, int] = {}  # of prefetches, in the order in which they are read
         self.refused: set[str] = set()
-        self.reading: ExitStack | None = None
         self.reads: str | None = None
 
     @rule(wanted=st.booleans())
@@ -58,27 +55,25 @@ class Hits(RuleBasedStateMachine):
         else:
             self.refused.add(name)
 
-    @precondition(lambda self: self.arrived and self.reading is None)
+    @precondition(lambda self: self.arrived and self.reads is None)
     @rule()
     def a_read_begins(self) -> None:
         self.reads = next(iter(self.arrived))
-        self.reading = ExitStack()
-        self.reading.enter_context(self.gate.reading(self.reads, TOKENS, STEP))
+        self.gate.read_begins(self.reads, TOKENS, STEP)
 
-    @precondition(lambda self: self.reading is not None)
+    @precondition(lambda self: self.reads is not None)
     @rule()
     def pages_arrive(self) -> None:
         self.gate.read(STEP)
         if self.reads in self.arrived and self.arrived[self.reads] < TOKENS:
             self.arrived[self.reads] += STEP
 
-    @precondition(lambda self: self.reading is not None)
+    @precondition(lambda self: self.reads is not None)
     @rule()
     def a_read_ends(self) -> None:
-        assert self.reading is not None
-        self.reading.close()
+        self.gate.read_ends()
         self.arrived.pop(self.reads or "", None)
-        self.reading = self.reads = None
+        self.reads = None
 
     @rule(other_rank=st.sampled_from(["agrees", "ends the first"]))
     def a_turn(self, other_rank: str) -> None:
@@ -88,23 +83,20 @@ class Hits(RuleBasedStateMachine):
         verdicts = list(mine)
         if other_rank == "ends the first" and running:
             verdicts[0] = True
-        ended = self.gate.agreed(running, verdicts)
-        assert [one in ended for one in running] == verdicts[:-1]
-        assert not mine[-1] or len(ended) == len(running), "L3 is overdue: nobody waits for it"
-        for one in ended:
-            self.refused.add(one.request_id)
-            self.arrived.pop(one.request_id, None)
-            if one.request_id in self.waiting:
-                self.waiting.remove(one.request_id)
+        *ends, overdue = verdicts
+        assert not overdue or all(ends), "nobody waits for L3"
+        ended = [one.request_id for one, end in zip(running, ends, strict=True) if end]
+        self.gate.agreed(ended, overdue)
+        for name in ended:
+            self.refused.add(name)
+            self.arrived.pop(name, None)
+            if name in self.waiting:
+                self.waiting.remove(name)
 
     @invariant()
     def what_was_refused_stays_refused(self) -> None:
         assert all(self.gate.was_refused(name) for name in self.refused)
         assert not any(self.gate.was_refused(name) for name in (*self.arrived, *self.waiting))
-
-    def teardown(self) -> None:
-        if self.reading is not None:
-            self.reading.close()
 
 
 Hits.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,51 @@
+"""Judging L3 hits begins, where a storage backend is attached."""
+
+from __future__ import annotations
+
+import logging
+
+from hcache_backend.config import HCacheConfig
+from hcache_backend.engine import hooks
+from hcache_backend.engine.arguments import resolved
+from hcache_backend.engine.hits.costs import Machine
+from hcache_backend.engine.hits.gate import HitGate
+from hcache_backend.engine.runtime import Runtime
+
+logger = logging.getLogger("hcache")
+
+
+def judge_other_hits(runtime: Runtime, backend: str) -> None:
+    """Judge the hits of another L3 than our store, whose pages are our own."""
+    config = runtime.config
+    if config is None or not may_judge(runtime, config):
+        return
+    machine = known_machine(runtime, config)
+    if machine is not None:
+        machine = machine.of_other_l3()
+    runtime.hit_gate = HitGate(machine, backend, config.min_gain)
+
+
+def may_judge(runtime: Runtime, config: HCacheConfig) -> bool:
+    """Whether hits are judged at all; until a gate is set every hit is read.
+
+    A decode server of prefill/decode disaggregation fails requests whose hits do not come.
+    """
+    runtime.hit_gate = None
+    if config.min_gain == 0:
+        return False
+    if resolved(runtime.runner.server_args).disaggregation_mode == "decode":
+        return False
+    missing = hooks.install(hooks.hit_hooks())
+    if missing is not None:
+        logger.warning("hcache: every L3 hit is read, however slow L3 is: %s", missing)
+    return missing is None
+
+
+def known_machine(runtime: Runtime, config: HCacheConfig) -> Machine | None:
+    """What the choice of the partition found out about the machine; None: it did not look."""
+    methods = runtime.layer_methods
+    if methods is None or methods.profile is None or methods.shape is None:
+        return None
+    ranks = int(resolved(runtime.runner.server_args).tp_size)
+    eager = config.restore != "layerwise"
+    return Machine(methods.profile, methods.shape, methods.partition, ranks, eager)
