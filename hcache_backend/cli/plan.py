@@ -14,7 +14,13 @@ from hcache_backend.config import nearest
 from hcache_backend.partition.costs import LayerMethod, Partition
 from hcache_backend.partition.model_config import ModelConfigError, read_model
 from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.plan import LENGTHS, PartitionPlan, RestorePath, describe
+from hcache_backend.partition.plan import (
+    LENGTHS,
+    PartitionPlan,
+    RestorePath,
+    describe,
+    server_plan,
+)
 from hcache_backend.partition.presets import PRESETS, preset_profile
 from hcache_backend.partition.profile import Profile, ProfileError, load_profile
 from hcache_backend.partition.record import records, save_record
@@ -70,16 +76,17 @@ def plan(
         Literal["overlapped", "first"] | None,
         typer.Option(
             "--l3",
-            help="overlapped: L3 is read during the restore (the paper; the default); first: "
-            "before it (HiCache's prefetch).",
+            help="Plan as the paper does: by any method, layers that are recomputed are not "
+            "stored. overlapped: L3 is read during the restore; first: before it (HiCache's "
+            "prefetch).",
         ),
     ] = None,
     restore: Annotated[
         RestorePath | None,
         typer.Option(
             "--restore",
-            help="Plan as a server with this option `restore` does, instead of --l3. layerwise: "
-            "L3 is read before the restore; auto: during it.",
+            help="Plan as a server with this option `restore` does. auto (the default): L3 is read "
+            "during the restore where the server can do that; layerwise: before it.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -105,11 +112,12 @@ def plan(
     halved = is_preset and shape.element_bytes == 4
     if halved:
         shape = shape.model_copy(update={"element_bytes": 2})
-    if l3 is not None and restore is not None:
+    if l3 is None:
+        result = server_plan(profile, shape, tokens, tp, restore or "auto")
+    elif restore is None:
+        result = PartitionPlan(profile, shape, tokens, tp, l3)
+    else:
         fail(f"--l3 {l3}: --restore {restore} says where L3 is; leave one of them out")
-    if restore is not None:
-        l3 = "overlapped" if restore == "auto" else "first"
-    result = PartitionPlan(profile, shape, tokens, tp, l3 or "overlapped", restore)
     extra = ["float32 is planned as 16 bits: so SGLang serves it on a GPU"] if halved else []
     if plot is not None:
         try:
@@ -209,16 +217,20 @@ def _show(result: PartitionPlan, path: Path, extra: list[str]) -> None:
         f"{model.kv_bytes:,} as KV.\n",
         highlight=False,
     )
-    shown = table("", "restores of#", "recompute#", "take, ms#", "at best, ms#", "with R + H + K")
+    heads = ["", "restores of#", "recompute#", "take, ms#", "at best, ms#", "with R + H + K"]
+    shown = table(*heads, *["from L3"] * (result.restore is not None))
     for count in LENGTHS:
         found = result.at_length(count)
-        shown.add_row(
+        row = [
             f"{count:,}",
             str(found.recompute_layers),
             f"{found.seconds * 1e3:,.1f}",
             f"{found.best_seconds * 1e3:,.1f}",
             " + ".join(str(part) for part in astuple(found.best)),
-        )
+        ]
+        if result.restore is not None:
+            row.append("refused" if found.refused else "read")
+        shown.add_row(*row)
     screen.print(shown)
     for note in [*result.notes(), *extra]:
         screen.print(f"- {note}", highlight=False, soft_wrap=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -10,6 +10,7 @@ from hcache_backend.partition.costs import (
     LAYER_METHODS,
     L3Path,
     LayerCosts,
+    LayerMethod,
     Partition,
     layer_costs,
 )
@@ -20,7 +21,7 @@ from hcache_backend.partition.timeline import Task, simulate
 
 Resource = Literal["compute", "bus", "l3"]
 RestorePath = Literal["auto", "layerwise"]
-"""Option ``restore`` of a server: L3 ``overlapped`` or ``first``, in the terms of costs."""
+"""Option ``restore`` of a server."""
 LENGTHS = (256, 1024, 4096, 16384)
 """Tokens of the restores that a plan compares with the one it was solved for."""
 
@@ -30,6 +31,7 @@ class AtLength(NamedTuple):
 
     Attributes:
         recompute_layers: The first layers that it recomputes.
+        refused: Whether a server computes such a hit instead, because that is sooner.
         best: The partition that would be best for this length.
     """
 
@@ -37,6 +39,7 @@ class AtLength(NamedTuple):
     seconds: float
     best: Partition
     best_seconds: float
+    refused: bool
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,8 @@ class PartitionPlan:
     Attributes:
         tokens: Tokens of the restore that it was solved for.
         tp: Tensor-parallel ranks.
-        restore: Plan as a server with this option ``restore`` does, which does not choose to
-            recompute with several ranks; None: any method may be used.
+        restore: Plan what a server with this option ``restore`` stores, which is every layer, and
+            how it restores that; None: any method may be used.
     """
 
     profile: Profile
@@ -63,18 +66,19 @@ class PartitionPlan:
 
     @cached_property
     def partition(self) -> Partition:
-        return self._best(self.costs)
+        return self._restored(self.costs) if self.restore else self._best(self.costs)
 
     @cached_property
     def stored(self) -> Partition:
         """The best one of which every layer is stored: what servers choose by themselves."""
-        return search(self.costs, self.model.layers, methods=("hidden", "kv"))
+        smaller = self.model.hidden_bytes < self.model.kv_bytes
+        methods: tuple[LayerMethod, ...] = ("hidden", "kv") if smaller else ("kv",)
+        return search(self.costs, self.model.layers, methods=methods)
 
     @cached_property
     def closed_form(self) -> Partition | None:
         """The paper's own answer, where it has one that this plan may give."""
-        found = closed_form(self.costs, self.model.layers)
-        return found if self._may_recompute or found is None or not found.recompute else None
+        return closed_form(self.costs, self.model.layers) if self.restore is None else None
 
     @cached_property
     def choices(self) -> dict[str, Partition]:
@@ -110,15 +114,22 @@ class PartitionPlan:
         busy = self.busy(choice)
         return max(busy, key=lambda resource: busy[resource])
 
+    @property
+    def refused(self) -> bool:
+        """Whether a server computes such hits in L3 instead, because that is sooner."""
+        return self._refuses(self.costs, self.seconds("mix"))
+
     def at_length(self, tokens: int) -> AtLength:
         """How a restore of ``tokens`` tokens goes once this partition is stored."""
         costs = self._costs(self.l3, tokens)
-        first = self.partition.recompute
-        if self._may_recompute and self.restore != "auto":  # those are chosen before it is known
-            first = recompute_layers(costs, self.partition)
-        best = self._best(costs)
-        seconds = makespan(costs, self.partition.recomputing(first))
-        return AtLength(first, seconds, best, makespan(costs, best))
+        if self.restore is None:
+            used = self.partition.recomputing(recompute_layers(costs, self.partition))
+        else:
+            used = self._restored(costs)
+        best, seconds = self._best(costs), makespan(costs, used)
+        return AtLength(
+            used.recompute, seconds, best, makespan(costs, best), self._refuses(costs, seconds)
+        )
 
     def notes(self) -> list[str]:
         """What a reader should know beside the numbers."""
@@ -157,6 +168,12 @@ class PartitionPlan:
                 "on GPUs of several tensor-parallel ranks the server restores hidden states "
                 "layer-wise"
             )
+        if self.refused:
+            times = self.seconds("mix") / self.seconds("recompute")
+            found.append(
+                f"L3 hits of {self.tokens:,} tokens are refused: computing them is {times:.1f} "
+                "times as fast (option 'min_gain'); hits in host memory are restored"
+            )
         return found
 
     def _other_path(self) -> list[str]:
@@ -165,7 +182,9 @@ class PartitionPlan:
             f"{makespan(self._costs(l3), self.partition) * 1e3:,.1f} ms"
             for l3 in ("first", "overlapped")
         )
-        if self.restore == "layerwise":
+        if self.restore is not None and self.l3 == "first":
+            if self.restore == "auto":
+                return []
             return [
                 f"L3 is read before layers are restored; read meanwhile (--restore auto) this "
                 f"partition takes {overlapped}"
@@ -198,25 +217,62 @@ class PartitionPlan:
             "predicted_ms": {name: self.seconds(name) * 1e3 for name in self.choices},
             "busy_ms": {name: value * 1e3 for name, value in self.busy("mix").items()},
             "binds": self.binds("mix"),
+            "refused": self.refused,
             "at_length": {str(tokens): self._report_at(tokens) for tokens in LENGTHS},
             "notes": self.notes(),
         }
 
     def _report_at(self, tokens: int) -> dict[str, Any]:
-        layers, seconds, best, best_seconds = self.at_length(tokens)
-        ms, best_ms = seconds * 1e3, best_seconds * 1e3
-        return {"recompute_layers": layers, "ms": ms, "best": asdict(best), "best_ms": best_ms}
+        at = self.at_length(tokens)
+        return {
+            "recompute_layers": at.recompute_layers,
+            "ms": at.seconds * 1e3,
+            "best": asdict(at.best),
+            "best_ms": at.best_seconds * 1e3,
+            "refused": at.refused,
+        }
 
     @property
     def _may_recompute(self) -> bool:
-        return self.restore is None or self.tp == 1
+        """Whether first layers may be recomputed: a server decides it at each load, when eager
+        restores have been launched already, and not with several ranks."""
+        if self.restore is None:
+            return True
+        from_l3 = self.profile.l3 is not None and self.l3 == "overlapped"
+        return bool(self.stored.hidden) and self.tp == 1 and not from_l3
 
     def _best(self, costs: LayerCosts) -> Partition:
         methods = LAYER_METHODS if self._may_recompute else ("hidden", "kv")
         return search(costs, self.model.layers, methods=methods)
 
+    def _restored(self, costs: LayerCosts) -> Partition:
+        """How a server restores what it stores."""
+        first = recompute_layers(costs, self.stored) if self._may_recompute else 0
+        return self.stored.recomputing(first)
+
+    def _refuses(self, costs: LayerCosts, seconds: float) -> bool:
+        """Whether a server computes a hit that takes ``seconds`` to restore from L3."""
+        computing = makespan(costs, self.choices["recompute"])
+        return self.restore is not None and self.profile.l3 is not None and computing < seconds
+
     def _costs(self, l3: L3Path, tokens: int | None = None) -> LayerCosts:
         return layer_costs(self.profile, self.model, tokens or self.tokens, tp=self.tp, l3=l3)
+
+
+def server_plan(
+    profile: Profile, model: ModelShape, tokens: int, tp: int, restore: RestorePath
+) -> PartitionPlan:
+    """What a server does with option ``restore``, the others as they are by default.
+
+    Restores overlap with L3 where pages are our own, and ranks do not exchange hidden states.
+    """
+    alone = restore == "auto" and tp == 1
+    plan = PartitionPlan(profile, model, tokens, tp, "overlapped" if alone else "first", restore)
+    if model.latent:
+        return replace(plan, l3="first")
+    if restore == "auto" and not plan.stored.hidden:
+        return replace(plan, l3="overlapped")
+    return plan
 
 
 def describe(partition: Partition) -> str:

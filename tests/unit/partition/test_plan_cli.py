@@ -53,7 +53,7 @@ def said(*arguments: object) -> str:
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
 @pytest.mark.parametrize("hardware", ["h200", "rtx4090"])
 def test_every_architecture_is_planned(path: Path, hardware: str) -> None:
-    found = plan(path.stem, hardware, "--ssds", 1)
+    found = plan(path.stem, hardware, "--ssds", 1, "--l3", "overlapped")
     assert sum(found["layers"].values()) == found["model"]["layers"]
     sizes = found["bytes_per_token_and_layer"]
     assert found["bytes_per_token"] == (
@@ -77,8 +77,7 @@ def test_gqa_says_that_hidden_states_do_not_pay(name: str) -> None:
     found = plan(name, "h200")
     assert found["l3"] == "none"
     assert found["layers"]["hidden"] == 0
-    assert found["layers"]["kv"] > 0
-    assert found["layers"]["recompute"] > 0
+    assert found["layers"]["kv"] == found["model"]["layers"]
     (note,) = (note for note in found["notes"] if "do not pay" in note)
     assert "8,192 bytes per token and layer, KV takes 4,096 (GQA)" in note
     assert f"{found['layers']['kv']} layers loaded as KV" in note
@@ -94,7 +93,7 @@ def test_mla_says_what_the_server_does_instead() -> None:
 
 def test_l3_first_is_slower_and_pictured(tmp_path: Path) -> None:
     options = ("--ssds", 4, "--tokens", 16384)
-    overlapped = plan("llama-2-7b", "a100-40g", *options)
+    overlapped = plan("llama-2-7b", "a100-40g", *options, "--l3", "overlapped")
     first = plan("llama-2-7b", "a100-40g", *options, "--l3", "first")
     assert first["predicted_ms"]["mix"] > overlapped["predicted_ms"]["mix"]
     picture = tmp_path / "plan.picture"
@@ -107,27 +106,53 @@ def test_l3_first_is_slower_and_pictured(tmp_path: Path) -> None:
     assert " l3 |LLL" in done.stdout
 
 
-@pytest.mark.parametrize(("restore", "l3"), [("auto", "overlapped"), ("layerwise", "first")])
-def test_option_restore_plans_as_the_server_does(restore: str, l3: str) -> None:
-    options = ("--ssds", 1, "--tokens", 16384)
-    found = plan("llama-2-13b", "h100", *options, "--restore", restore)
-    by_l3 = plan("llama-2-13b", "h100", *options, "--l3", l3)
-    assert (found["restore"], found["l3"], by_l3["restore"]) == (restore, l3, None)
+SERVERS = {  # model, ranks -> where L3 is in a restore by a server with default options
+    ("llama-2-13b", 1): "overlapped",  # own pages of hidden states
+    ("llama-2-13b", 2): "first",  # whose ranks exchange shares
+    ("llama-3-8b", 1): "overlapped",  # own pages of K and V
+    ("llama-3-8b", 2): "overlapped",
+    ("deepseek-v3", 8): "first",  # plain pages
+}
+
+
+@pytest.mark.parametrize(("name", "tp"), SERVERS)
+def test_the_default_is_what_a_server_with_default_options_does(name: str, tp: int) -> None:
+    found = plan(name, "h100", "--ssds", 1, "--tp", tp)
+    assert found == plan(name, "h100", "--ssds", 1, "--tp", tp, "--restore", "auto")
+    assert (found["restore"], found["l3"]) == ("auto", SERVERS[name, tp])
+    stored = "hidden" if name == "llama-2-13b" else "kv"
+    assert found["layers"] == {"recompute": 0, "hidden": 0, "kv": 0} | {
+        stored: found["model"]["layers"]
+    }
+    by_l3 = plan(name, "h100", "--ssds", 1, "--tp", tp, "--l3", SERVERS[name, tp])
     pure = ("hidden", "kv", "recompute")
-    assert [found["predicted_ms"][name] for name in pure] == pytest.approx(
-        [by_l3["predicted_ms"][name] for name in pure]
-    )
-    assert by_l3["layers"]["recompute"] > 0
-    assert found["layers"] == by_l3["layers"]
-    recomputed = {at["recompute_layers"] for at in found["at_length"].values()}
-    if restore == "auto":
-        assert recomputed == {found["layers"]["recompute"]}  # chosen before a length is known
-    else:
-        assert max(recomputed) > 0
-    on_two = plan("llama-2-13b", "h100", *options, "--restore", restore, "--tp", 2)
-    assert on_two["layers"]["recompute"] == 0
-    said_so = any("restores hidden states layer-wise" in note for note in on_two["notes"])
-    assert said_so == (restore == "auto" and on_two["layers"]["hidden"] > 0)
+    assert [found["predicted_ms"][way] for way in pure] == [
+        by_l3["predicted_ms"][way] for way in pure
+    ]
+
+
+def test_a_layerwise_server_recomputes_layers_that_it_stores() -> None:
+    options = ("--ssds", 1, "--tokens", 16384, "--restore", "layerwise")
+    found = plan("llama-2-13b", "a100-40g", *options)
+    assert found["l3"] == "first"
+    assert max(at["recompute_layers"] for at in found["at_length"].values()) > 0
+    assert plan("llama-2-13b", "a100-40g", *options, "--tp", 2)["layers"]["recompute"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "ssds", "refused"),
+    [("llama-2-7b", 1, True), ("llama-2-7b", 8, False), ("llama-3-8b", 1, False)],
+)
+def test_hits_that_take_longer_than_computing_them_are_refused(
+    name: str, ssds: int, refused: bool
+) -> None:
+    found = plan(name, "h100", "--ssds", ssds, "--tokens", 4096)
+    times = found["predicted_ms"]
+    assert found["refused"] is refused is (times["recompute"] < times["mix"])
+    assert found["at_length"]["4096"]["refused"] is refused
+    assert any("L3 hits of 4,096 tokens are refused" in note for note in found["notes"]) is refused
+    assert not plan(name, "h100", "--tokens", 4096)["refused"]  # from host memory
+    assert not plan(name, "h100", "--ssds", ssds, "--l3", "overlapped")["refused"]
 
 
 def test_either_path_tells_what_the_other_takes() -> None:
@@ -146,7 +171,8 @@ def test_either_path_tells_what_the_other_takes() -> None:
 
 def test_the_text_shows_the_pipeline() -> None:
     model = CONFIGS / "llama-2-13b.json"
-    text = hcache("plan", "-m", model, "-w", "a100-40g", "--ssds", 1).stdout
+    paper = ("--ssds", 1, "--l3", "overlapped")
+    text = hcache("plan", "-m", model, "-w", "a100-40g", *paper).stdout
     lines = {line.split("|")[0].strip(): line for line in text.splitlines() if "|" in line}
     assert set(lines["transfer"].split("|")[1].rstrip()) == {"H"}
     compute = lines["compute"].split("|")[1]
