@@ -19,6 +19,10 @@ logger = logging.getLogger("hcache")
 ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention.forward"
 FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 EVENTS = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.check_hicache_events"
+DRAIN = (
+    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache._drain_storage_control_queues_impl"
+)
+IS_IDLE = "sglang.srt.managers.scheduler.Scheduler.is_fully_idle"
 PREFETCH = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.prefetch_from_storage"
 WRITTEN = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.write_backup_storage"
 IDLE = "sglang.srt.managers.scheduler.Scheduler.on_idle"
@@ -82,6 +86,8 @@ def hit_hooks() -> list[Hook]:
         Hook(RECEIVED, hits.before_asking),
         Hook(PREFETCH, hits.around_prefetch),
         Hook(EVENTS, hits.around_turn),
+        Hook(DRAIN, hits.around_drain),
+        Hook(IS_IDLE, hits.around_idle),
         Hook(BATCH, hits.around_batch),
         Hook(COMPUTED, hits.after_batch),
         Hook(LOOK_UP, hits.around_look_up),

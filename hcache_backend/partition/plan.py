@@ -253,7 +253,7 @@ class PartitionPlan:
     def _refuses(self, costs: LayerCosts, seconds: float) -> bool:
         """Whether a server computes a hit that takes ``seconds`` to restore from L3."""
         computing = makespan(costs, self.choices["recompute"])
-        return self.restore is not None and self.profile.l3 is not None and computing < seconds
+        return self.restore is not None and self.profile.l3 is not None and computing <= seconds
 
     def _costs(self, l3: L3Path, tokens: int | None = None) -> LayerCosts:
         return layer_costs(self.profile, self.model, tokens or self.tokens, tp=self.tp, l3=l3)

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -100,6 +100,11 @@ class HitGate:
         backend: The storage backend.
         min_gain: A hit is read if computing it takes at least so many times as long; 0: always.
         clock: Seconds.
+
+    Attributes:
+        costs: What it expects of operations.
+        unfinished: Prefetches that HiCache's threads are still at on some rank, also those that
+            nobody waits for any more; the same on every rank.
     """
 
     def __init__(
@@ -110,6 +115,7 @@ class HitGate:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.costs = Costs(machine)
+        self.unfinished: set[Hashable] = set()
         self._backend = backend
         self._min_gain = min_gain
         self._clock = clock

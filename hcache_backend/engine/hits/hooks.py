@@ -86,6 +86,7 @@ def _end_prefetches(gate: HitGate, cache: Any) -> None:
         verdicts = gate.to_end(running)
     if cache.pp_size > 1:
         return  # pipeline stages are not at one point
+    gate.unfinished.update(operations)
     if not operations and not gate.is_overdue:
         return  # on no rank: what this one sees alone is not acted on
     flags = torch.tensor(verdicts, dtype=torch.int32)
@@ -98,6 +99,45 @@ def _end_prefetches(gate: HitGate, cache: Any) -> None:
         gate.agreed(
             [operation.request_id for operation in itertools.compress(operations, ends)], overdue
         )
+
+
+def around_drain(
+    original: Callable[..., Any],
+    cache: Any,
+    n_storage_hit: int | None,
+    n_ack_prefetch: int | None,
+    *a: Any,
+    **kw: Any,
+) -> Any:
+    """Around ``UnifiedRadixCache._drain_storage_control_queues_impl``.
+
+    It takes as many answers of L3 and reports of reads as there are on every rank.
+    """
+    gate = gate_of(cache)
+    if gate is None:
+        return original(cache, n_storage_hit, n_ack_prefetch, *a, **kw)
+    controller = cache.cache_controller
+    asked, reports = controller.prefetch_hit_queue.queue, controller.ack_prefetch_queue.queue
+    answered = [asked[i] for i in range(n_storage_hit or 0)]
+    taken = [reports[i] for i in range(n_ack_prefetch or 0)]
+    result = original(cache, n_storage_hit, n_ack_prefetch, *a, **kw)
+    unread = [operation for operation in answered if operation.host_indices is None]
+    read = [report.operation for report in taken if report.completed_req]
+    gate.unfinished.difference_update(unread, read)
+    return result
+
+
+def around_idle(
+    original: Callable[..., Any], scheduler: Any, for_health_check: bool = False, **kw: Any
+) -> Any:
+    """Around ``Scheduler.is_fully_idle``.
+
+    Who flushes or detaches stops the storage threads: where they are still at a prefetch that has
+    ended, ranks would wait for each other's, and SGLang gives up.
+    """
+    idle = original(scheduler, for_health_check=for_health_check, **kw)
+    gate = gate_of(scheduler.tree_cache)
+    return idle and (for_health_check or gate is None or not gate.unfinished)
 
 
 def _running(cache: Any, operation: Any) -> Running:

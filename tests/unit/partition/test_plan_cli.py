@@ -132,11 +132,11 @@ def test_the_default_is_what_a_server_with_default_options_does(name: str, tp: i
 
 
 def test_a_layerwise_server_recomputes_layers_that_it_stores() -> None:
-    options = ("--ssds", 1, "--tokens", 16384, "--restore", "layerwise")
-    found = plan("llama-2-13b", "a100-40g", *options)
+    options = ("--ssds", 2, "--tokens", 16384, "--restore", "layerwise")
+    found = plan("llama-2-13b", "h100", *options)
     assert found["l3"] == "first"
-    assert max(at["recompute_layers"] for at in found["at_length"].values()) > 0
-    assert plan("llama-2-13b", "a100-40g", *options, "--tp", 2)["layers"]["recompute"] == 0
+    assert all(0 < at["recompute_layers"] < 40 for at in found["at_length"].values())
+    assert plan("llama-2-13b", "h100", *options, "--tp", 2)["layers"]["recompute"] == 0
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_hits_that_take_longer_than_computing_them_are_refused(
 
 
 def test_either_path_tells_what_the_other_takes() -> None:
-    options = ("--ssds", 4, "--tp", 2)  # nothing is recomputed: both choose the same partition
+    options = ("--ssds", 1)  # L3 is the slowest part: both choose the same partition
     eager, layerwise = (
         plan("llama-2-7b", "a100-40g", *options, "--restore", restore)
         for restore in ("auto", "layerwise")
