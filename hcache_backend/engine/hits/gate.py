@@ -28,7 +28,9 @@ OVERDUE_SECONDS = 0.5
 """A read is overdue when it takes so much longer than twice what it should, a look-up when it takes
 so long."""
 TRIAL_SECONDS = 10.0
-"""When hits are refused because L3 is slow, one is read so long after the last read..."""
+"""When hits are refused because L3 is slow, one is read so long after the last read, ..."""
+LONGEST_TRIAL_SECONDS = 320.0
+"""...or after up to this time, twice as long after each trial that shows a slow L3, ..."""
 TRIAL_SHARE = 0.1
 """...for this share of the time that it would save; then its prefetch is judged like others."""
 _ENDING_MARGIN = 1.25
@@ -125,6 +127,7 @@ class HitGate:
         self._looking_since: float | None = None
         self._reading: _Reading | None = None
         self._last_read: float | None = None
+        self._trial_seconds = TRIAL_SECONDS
         self._gpu_wanted = False
         self._overdue = False
         self._said: float | None = None
@@ -275,8 +278,26 @@ class HitGate:
     def read_ends(self) -> None:
         """What was begun is over, whatever came of it."""
         reading, self._reading = self._reading, None
-        if reading is not None:
-            self._measured(reading.tokens, reading.wanted, self._clock() - reading.start)
+        if reading is None:
+            return
+        seconds = self._clock() - reading.start
+        self._measured(reading.tokens, reading.wanted, seconds)
+        with self._lock:
+            asked = self._asked.get(reading.request_id)
+            if asked is not None:
+                self._plan_trial(asked, reading, seconds)
+
+    def _plan_trial(self, asked: _Asked, reading: _Reading, seconds: float) -> None:
+        """When to try next, now that a hit was read. Under the lock."""
+        hit = asked.hit
+        saved = self.costs.saved(hit) if hit is not None else None  # None: it was ended
+        if not asked.trial:
+            self._trial_seconds = TRIAL_SECONDS
+        elif saved and reading.tokens == reading.wanted and seconds * self._min_gain < saved:
+            self._trial_seconds = 0.0  # the next one confirms it
+        else:
+            longer = max(TRIAL_SECONDS, 2 * self._trial_seconds)
+            self._trial_seconds = min(longer, LONGEST_TRIAL_SECONDS)
 
     def _measured(self, tokens: int, wanted: int, seconds: float) -> None:
         expected = self.costs.read.seconds(wanted)
@@ -358,7 +379,7 @@ class HitGate:
         busy = self._reading is not None or any(asked.left for asked in self._asked.values())
         if busy or self._is_overdue(now):
             return False
-        return self._last_read is None or now - self._last_read > TRIAL_SECONDS
+        return self._last_read is None or now - self._last_read >= self._trial_seconds
 
     # ---- what is remembered ----
 

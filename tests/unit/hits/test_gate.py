@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from hcache_backend.engine.hits.gate import (
+    LONGEST_TRIAL_SECONDS,
     OVERDUE_SECONDS,
     TRIAL_SECONDS,
     HitGate,
@@ -158,20 +159,36 @@ def test_a_disk_that_became_slow_is_noticed_by_two_reads(gate: HitGate, clock: C
     assert not takes(gate, "a")
 
 
-def test_a_good_disk_is_tried_again(gate: HitGate, clock: Clock) -> None:
+def trial(gate: HitGate, clock: Clock, name: str, seconds: float) -> None:
+    """A hit is read although L3 was slow, and takes ``seconds``."""
+    assert takes(gate, name)
+    with reading(gate, name, 1000):
+        gate.read(1000)
+        clock.now += seconds
+    turn(gate)
+
+
+def test_a_disk_that_is_good_again_is_noticed_by_two_reads(gate: HitGate, clock: Clock) -> None:
     for _ in range(2):
         read(gate, clock, 10.0)
     assert not takes(gate, "a")
     clock.now += TRIAL_SECONDS + 1
-    for name in "bc":
-        assert takes(gate, name)
-        with reading(gate, name, 1000):
-            gate.read(1000)
-            clock.now += 0.05
-        turn(gate)
-        clock.now += TRIAL_SECONDS + 1
-    clock.now -= TRIAL_SECONDS
+    trial(gate, clock, "b", 0.05)
+    trial(gate, clock, "c", 0.05)
     assert takes(gate, "d")
+
+
+def test_a_slow_disk_is_tried_less_and_less_often(gate: HitGate, clock: Clock) -> None:
+    for _ in range(2):
+        read(gate, clock, 10.0)
+    pause = TRIAL_SECONDS
+    for name in "abcdefgh":
+        clock.now += pause - 1
+        assert not takes(gate, f"before {name}")
+        clock.now += 2
+        trial(gate, clock, name, 10.0)
+        pause = min(2 * pause, LONGEST_TRIAL_SECONDS)
+    assert pause == LONGEST_TRIAL_SECONDS
 
 
 def test_a_trial_of_a_slow_disk_costs_a_tenth_of_what_the_hit_saves(
