@@ -15,8 +15,8 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
 .PHONY: setup versions demo test test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
-	bench-segment-codec bench-accuracy bench-partition bench-paper bench-eager bench-eviction bench-pages \
-	bench-compare record-demo record-compare record-accuracy
+	bench-segment-codec bench-accuracy bench-partition bench-paper bench-eager bench-hits bench-eviction \
+	bench-pages bench-compare record-demo record-eager record-compare record-accuracy
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -145,9 +145,14 @@ bench-eviction: setup
 bench-partition: setup
 	$(BIN)/python -m bench.sweep partition $(ARGS)
 
-# Restores while L3 is being read, from a slower and slower L3. A quarter of an hour, alone.
+# Restores while L3 is being read, from a slower and slower L3. Half an hour, alone.
 bench-eager: setup
 	$(BIN)/python -m bench.sweep eager $(ARGS)
+	$(BIN)/python -m bench.sweep eager_kv $(ARGS)
+
+# The first token, and requests under load, with L3 slower and faster than computing. Two hours, alone.
+bench-hits: setup $(VENV)/.peers
+	$(BIN)/python -m bench.hits $(ARGS)
 
 # Own pages of K and V beside SGLang's plain pages. Five minutes, alone.
 bench-pages: setup
@@ -167,6 +172,9 @@ record-demo: demo
 
 record-compare: bench-compare
 	$(BIN)/python -m bench.record compare saving load
+
+record-eager: bench-eager
+	$(BIN)/python -m bench.record eager eager_kv
 
 record-accuracy: bench-accuracy
 	$(BIN)/python -m bench.record accuracy_gqa accuracy_paired

@@ -30,7 +30,6 @@ from bench.harness.models import TinyLlama
 from bench.harness.program import at_least, failing, parser, stamp
 from bench.harness.report import OUT, markdown, write
 from bench.harness.restorer import Restorer, restorer
-from bench.sweep import turn
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -72,7 +71,7 @@ def measure(machine: Machine, tokens: int, rounds: int) -> dict[str, list[Turn]]
             order = list(servers)
             random.Random(number).shuffle(order)
             for kind in order:
-                with turn(servers[kind]):
+                with servers[kind].turn():
                     found[kind].append(_turn(servers[kind], tokens, number))
             print(f"{number} of {rounds} rounds", flush=True)
     return {kind: turns[1:] for kind, turns in found.items()}  # the first does more
@@ -91,7 +90,7 @@ def _started(machine: Machine, model: Path, kind: str, tokens: int) -> Iterator[
         extra_args=("--mem-fraction-static", "0.5"),  # the other's weights count as used
     )
     with restorer(options, model.parent / kind / "l3") as server:
-        with turn(server):
+        with server.turn():
             pass
         yield server
 

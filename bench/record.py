@@ -28,8 +28,9 @@ PROGRAMS = {
     "saving": "bench.compare.report",
     "load": "bench.compare.report",
     "paper": "bench.paper",
-    "partition": "bench.sweep",
-    "eager": "bench.sweep",
+    "partition": "bench.sweep.report",
+    "eager": "bench.sweep.report",
+    "eager_kv": "bench.sweep.report",
     "codecs": "bench.codecs",
     "segment_codec": "bench.segment_codec",
     "accuracy_gqa": "bench.accuracy.report",
@@ -37,6 +38,7 @@ PROGRAMS = {
     "store": "bench.store.__main__",
     "eviction": "bench.eviction",
     "pages": "bench.pages",
+    "hits": "bench.hits.report",
 }
 """Name of the results -> the module that makes their table."""
 _BLOCK = re.compile(r"(<!-- results: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)

@@ -7,6 +7,7 @@ time from the start of the prefetch to the last layer on the device.
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -91,6 +92,15 @@ class Restorer:
         """
         (self._folder / "bus").write_text(f"{bus}")
         (self._folder / "link").write_text(f"{l3}")
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """The server runs in the block and is stopped behind it: others have the machine."""
+        self.server.signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self.server.signal(signal.SIGSTOP)
 
     def store(self, history: Sequence[int]) -> None:
         """Have the history computed and written to L3."""

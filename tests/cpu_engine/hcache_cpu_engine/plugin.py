@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import transfers
+from . import attention, transfers
 
 
 def activate() -> None:
@@ -25,6 +25,7 @@ def activate() -> None:
     if os.environ.get("HCACHE_CPU_ENGINE_FORK") == "1":
         _fork_instead_of_spawn()
     transfers.install()
+    attention.install()
 
 
 def _name_operators() -> None:

@@ -6,10 +6,11 @@ SGLang does these with `sgl_kernel` or JIT CUDA kernels. "Device" is CPU memory 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def install() -> None:
 
 L3_VARIABLE = "HCACHE_CPU_L3_FILE"
 """Names a file with the bytes per second that all reads of page files together may reach; 0: no
-limit. Page files are those of our store and of SGLang's `file` backend."""
+limit. Page files are those of our store and of SGLang's backends `file` and `nixl`."""
 
 BUS_VARIABLE = "HCACHE_CPU_BUS_FILE"
 """Names a file with the bytes per second that copies to the device may reach; 0: no limit."""
@@ -116,6 +117,24 @@ def _slow_down_store() -> None:
 
     FileOps.read = slow_read  # type: ignore[method-assign]
     HiCacheFile.get = slow_get
+    if importlib.util.find_spec("nixl") is not None:
+        _slow_down_nixl(wait_for)
+
+
+def _slow_down_nixl(wait_for: Callable[[int, float], None]) -> None:
+    """NIXL reads where Python does not see it: the whole batch waits."""
+    from sglang.srt.mem_cache.storage.nixl.hicache_nixl import HiCacheNixl
+
+    get = HiCacheNixl.batch_get_v1
+
+    @functools.wraps(get)
+    def slow_get(self: Any, keys: list[str], host_indices: torch.Tensor, *args: Any) -> Any:
+        start = time.perf_counter()
+        found = get(self, keys, host_indices, *args)
+        wait_for(self.mem_pool_host.size_per_token * len(host_indices), start)
+        return found
+
+    HiCacheNixl.batch_get_v1 = slow_get
 
 
 def _wait_without_a_core() -> None:

@@ -1,0 +1,139 @@
+"""Servers that take turns at a history in L3, which on the CPU engine is as slow as one wants."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from bench.harness.machine import Machine
+from bench.harness.methods import PAGE_SIZE, Method, server_options
+from bench.harness.restorer import (
+    Restore,
+    Restorer,
+    forget_files,
+    l3_bytes,
+    restored_from_l3,
+    restorer,
+)
+
+QUESTION = PAGE_SIZE
+"""Tokens after the history, which are computed in any case."""
+NO_L3 = "none"
+"""Name of the method that computes every history."""
+
+
+class Answer(NamedTuple):
+    """How a server answered.
+
+    Attributes:
+        seconds: Until the first token.
+        share: Of the history, that came from L3.
+        restore: What the trace shows of it, if ours or SGLang's loads were traced.
+    """
+
+    seconds: float
+    share: float
+    output_ids: tuple[int, ...]
+    restore: Restore | None
+
+
+@dataclass
+class Turns:
+    """Servers of the methods, all but one of them stopped; each has the history in its L3.
+
+    Attributes:
+        tokens: Of the history; whole pages.
+        computing: Seconds that computing history and question take.
+        bytes: What each method stores of the history.
+    """
+
+    servers: Mapping[str, Restorer]
+    tokens: int
+    computing: float = 0.0
+    bytes: Mapping[str, int] = field(default_factory=dict)
+    _questions: int = field(default=0, repr=False)
+
+    def new_question(self) -> list[int]:
+        """History and a question that nobody has asked before."""
+        self._questions += 1
+        return [*history(self.tokens), *question(self._questions)]
+
+    def ask(self, name: str, prompt: Sequence[int]) -> Answer:
+        """Ask one server, with its L3 out of the page cache; it forgets what it then has."""
+        restored = self.servers[name]
+        with restored.turn():
+            forget_files(restored.l3)
+            restored.skip_trace()
+            start = time.perf_counter()
+            reply = restored.server.generate(prompt, 1)
+            seconds = time.perf_counter() - start
+            restore = restored_from_l3(restored.events())
+            restored.server.flush_cache(300)
+        share = reply.cached.storage / self.tokens
+        return Answer(seconds, share, tuple(reply.output_ids), restore)
+
+    def slow_down(self, speed: float, like: str) -> float:
+        """Let L3 bring what method ``like`` stores of the history ``speed`` times as fast as it is
+        computed; 0: no limit. On the CPU engine only.
+
+        Returns:
+            Bytes per second.
+        """
+        rate = self.bytes[like] * speed / self.computing
+        for restored in self.servers.values():
+            restored.slow_down(l3=rate)
+        return rate
+
+
+@contextmanager
+def taking_turns(
+    machine: Machine, model: Path, methods: Mapping[str, Method], tokens: int
+) -> Iterator[Turns]:
+    """Servers of ``methods``, one of them :data:`NO_L3`, as long as the block lasts.
+
+    Args:
+        model: Its folder, beside which the servers have theirs.
+        tokens: Of the history; whole pages.
+    """
+    with ExitStack() as stack:
+        servers: dict[str, Restorer] = {}
+        turns = Turns(servers, tokens)
+        for name, method in methods.items():
+            folder = model.parent / f"{model.name}-{tokens}-{name}"
+            options = server_options(
+                method,
+                machine,
+                model,
+                folder,
+                pool_tokens=3 * (tokens + PAGE_SIZE + QUESTION),
+                extra_env={"HCACHE_CPU_ATTENTION": "new"},
+                extra_args=("--mem-fraction-static", "0.5"),  # the others' weights count as used
+            )
+            restored = stack.enter_context(restorer(options, folder / "l3"))
+            stack.callback(restored.server.signal, signal.SIGCONT)
+            restored.store(history(tokens))
+            restored.server.signal(signal.SIGSTOP)
+            servers[name] = restored
+        turns.bytes = {name: l3_bytes(restored.l3) for name, restored in servers.items()}
+        prompts = [turns.new_question() for _ in range(3)]
+        turns.computing = median(turns.ask(NO_L3, prompt).seconds for prompt in prompts)
+        yield turns
+
+
+def history(tokens: int, number: int = 0) -> list[int]:
+    """Random tokens; the same for a number."""
+    source = random.Random(f"history {number}")
+    return [source.randrange(1024) for _ in range(tokens)]
+
+
+def question(number: int) -> list[int]:
+    """Random tokens that nobody has asked before."""
+    source = random.Random(f"question {number}")
+    return [source.randrange(1024) for _ in range(QUESTION)]

@@ -1,0 +1,164 @@
+"""What is measured: a first token at each speed of L3, and requests per second under load."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+from bench.harness.restorer import Restorer
+from bench.harness.turns import NO_L3, Answer, Turns, history, question
+from bench.hits.cases import ALWAYS, OURS
+from bench.pages import LEAST_ROUNDS, median_interval
+
+Row = dict[str, Any]
+_LEARNING = 4
+"""Requests at a new speed that do not count: the server with default options measures it."""
+_COMPARED = (OURS, NO_L3)
+"""These have every round; others only if they take less than twice the fastest's time at first."""
+OFFERED = 1.2
+"""Requests under load come so many times as fast as they can be computed."""
+
+
+def at_speed(turns: Turns, speed: float, rounds: int, advance: Callable[[str], None]) -> Row:
+    """Seconds to the first token, in rounds of one request to every server in changing order."""
+    rate = turns.slow_down(speed, ALWAYS)
+    for _ in range(_LEARNING):
+        turns.ask(OURS, turns.new_question())
+    found: dict[str, list[Answer]] = {name: [] for name in turns.servers}
+    order, differing = list(found), 0
+    for number in range(rounds):
+        advance(f"L3 at {speed:g} times the speed of computing, round {number + 1}")
+        random.Random(number).shuffle(order)
+        prompt = turns.new_question()
+        for name in order:
+            found[name].append(turns.ask(name, prompt))
+        differing += len({found[name][-1].output_ids for name in order}) - 1
+        if number == 1:
+            fastest = min(map(usual, found.values()))
+            order = [
+                name for name in order if name in _COMPARED or usual(found[name]) < 2 * fastest
+            ]
+    seconds = {name: [answer.seconds for answer in all_] for name, all_ in found.items()}
+    return {
+        "speed": speed,
+        "mb_per_s": rate / 1e6,
+        "ms": {name: 1e3 * median(taken) for name, taken in seconds.items()},
+        "share_from_l3": {
+            name: median(answer.share for answer in all_) for name, all_ in found.items()
+        },
+        "rounds_ms": {name: [round(1e3 * s, 1) for s in taken] for name, taken in seconds.items()},
+        "differing_replies": differing,
+        **compared(seconds[OURS], seconds[NO_L3], seconds[ALWAYS]),
+    }
+
+
+def usual(answers: Sequence[Answer]) -> float:
+    """Median of the seconds until the first token."""
+    return median(answer.seconds for answer in answers)
+
+
+def stalled(turns: Turns, name: str, seconds: float | None) -> float:
+    """Seconds to the first token when L3, twice as fast as computing, stops in the middle.
+
+    Args:
+        seconds: It goes on after so many; None: when the reply is there.
+    """
+    restored, prompt = turns.servers[name], turns.new_question()
+    rate = turns.slow_down(2.0, ALWAYS)
+    for _ in range(_LEARNING):
+        turns.ask(name, turns.new_question())
+    before = turns.computing / 5  # of the half that reading takes
+    events = [threading.Timer(before, restored.slow_down, kwargs={"l3": -1.0})]
+    if seconds is not None:
+        events.append(threading.Timer(before + seconds, restored.slow_down, kwargs={"l3": rate}))
+    with restored.turn():
+        for event in events:
+            event.start()
+        start = time.perf_counter()
+        restored.server.generate(prompt, 1)
+        taken = time.perf_counter() - start
+        for event in events:
+            event.cancel()
+            event.join()
+        restored.slow_down(l3=rate)
+        restored.server.flush_cache(300)
+    return taken
+
+
+def compared(ours: Sequence[float], *others: Sequence[float]) -> Row:
+    """How ours compares with the better one of the others, round by round.
+
+    Returns:
+        ``of_better``, the median difference as a ratio of the better one's median, and the ends of
+        the 95% interval of it (``interval``; None with too few rounds).
+    """
+    better = min(others, key=median)
+    least = median(better)
+    differences = [mine - other for mine, other in zip(ours, better, strict=False)]
+    ends = median_interval(differences) if len(differences) >= LEAST_ROUNDS else None
+    return {
+        "of_better": 1 + median(differences) / least,
+        "interval": None if ends is None else [1 + end / least for end in ends],
+    }
+
+
+def store_histories(turns: Turns, requests: int) -> None:
+    """Have L3 store what requests under load ask for."""
+    for name in (ALWAYS, OURS):
+        with turns.servers[name].turn():
+            for number in range(1, requests + 1):
+                turns.servers[name].server.generate(history(turns.tokens, number), 1)
+            turns.servers[name].server.flush_cache(300)
+
+
+def under_load(
+    turns: Turns, speed: float, requests: int, rounds: int, advance: Callable[[str], None]
+) -> Row:
+    """Requests per second when they come faster than they could be computed.
+
+    Each has a history of its own, which is in L3.
+    """
+    names = (NO_L3, ALWAYS, OURS)
+    turns.slow_down(speed, ALWAYS)
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds):
+        order = random.Random(number).sample(names, len(names))
+        for name in order:
+            advance(f"load, round {number + 1}: {name}")
+            with turns.servers[name].turn():
+                found[name].append(_burst(turns, turns.servers[name], requests, number))
+    # As times of a request, of which less is better.
+    times = {name: [1 / rate for rate in rates] for name, rates in found.items()}
+    of_better = compared(times[OURS], times[NO_L3], times[ALWAYS])["of_better"]
+    return {
+        "speed": speed,
+        "requests": requests,
+        "per_second": {name: median(rates) for name, rates in found.items()},
+        "rounds_per_second": {name: [round(r, 3) for r in rates] for name, rates in found.items()},
+        "goodput_of_better": 1 / of_better,
+    }
+
+
+def _burst(turns: Turns, restored: Restorer, requests: int, round_: int) -> float:
+    """Requests per second of one burst, after which caches are flushed."""
+    source, pause = random.Random(round_), turns.computing / OFFERED
+    prompts = [
+        [*history(turns.tokens, number), *question(1000 * (round_ + 1) + number)]
+        for number in range(1, requests + 1)
+    ]
+    source.shuffle(prompts)
+    start, threads = time.perf_counter(), []
+    for prompt in prompts:
+        thread = threading.Thread(target=restored.server.generate, args=(prompt, 1))
+        thread.start()
+        threads.append(thread)
+        time.sleep(source.expovariate(1 / pause))
+    for thread in threads:
+        thread.join()
+    taken = time.perf_counter() - start
+    restored.server.flush_cache(300)
+    return requests / taken

@@ -1,0 +1,75 @@
+"""Tables and the picture of what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from bench.harness.report import markdown
+from bench.harness.turns import NO_L3
+from bench.hits.cases import ALWAYS, COMPARED, OURS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def table_lines(results: Mapping[str, Any]) -> str:
+    """A row for each model, history and speed of L3; then the requests per second under load."""
+    names = list(results["cases"][0]["points"][0]["ms"])
+    heads = ("model, history", "speed of L3", *(COMPARED[name].title for name in names))
+    rows = []
+    for case in results["cases"]:
+        for point in case["points"]:
+            times = (f"{point['ms'][name]:,.0f}" for name in names)
+            row = (title(case), f"{point['speed']:g}", *times, point["of_better"])
+            rows.append((*row, tuple(point["interval"]) if point["interval"] else None))
+    table = markdown((*heads, "default / better", "95%"), rows)
+    stalls = [
+        (title(case), f"{case['computing_ms']:,.0f}", *(f"{ms:,.0f}" for ms in stalled.values()))
+        for case in results["cases"]
+        if (stalled := case["stalled_ms"])
+    ]
+    if stalls:
+        names = results["cases"][0]["stalled_ms"]
+        table += "\n\n" + markdown(("ms when L3 stops", "computing", *names), stalls)
+    heads = ("model, history", "speed of L3", *(COMPARED[n].title for n in (NO_L3, ALWAYS, OURS)))
+    loads = [
+        (title(case), f"{load['speed']:g}", *load["per_second"].values(), load["goodput_of_better"])
+        for case in results["cases"]
+        for load in case["loads"]
+    ]
+    if not loads:
+        return table
+    return f"{table}\n\n{markdown((*heads, 'default / better'), loads)}"
+
+
+def title(case: Mapping[str, Any]) -> str:
+    """A model and a length, in words."""
+    return f"{case['model']} ({case['pages']}), {case['tokens']:,}"
+
+
+def draw(results: Mapping[str, Any]) -> Figure:
+    """Time to the first token by the speed of L3, a panel for each model and history."""
+    from matplotlib.figure import Figure
+
+    cases = results["cases"]
+    figure = Figure(figsize=(3.6 * len(cases), 3.8), layout="constrained")
+    for axes, case in zip(figure.subplots(1, len(cases), squeeze=False)[0], cases, strict=True):
+        points = sorted(case["points"], key=lambda point: float(point["speed"]))
+        for name in points[0]["ms"]:
+            axes.plot(
+                [point["speed"] for point in points],
+                [point["ms"][name] / case["computing_ms"] for point in points],
+                "o-" if name == OURS else ".--",
+                linewidth=2.5 if name == OURS else 1,
+                label=COMPARED[name].title,
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_title(title(case), fontsize=9)
+        axes.set_xlabel("speed of L3 (1: as fast as computing)", fontsize=8)
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("time to first token (1: computing)", fontsize=8)
+    figure.axes[0].legend(fontsize=7)
+    figure.suptitle(f"L3 of any speed, {results['device']}", fontsize=10)
+    return figure

@@ -1,0 +1,73 @@
+"""Attention of new tokens only, where a program that measures time asks for it.
+
+SGLang's `torch_native` attention computes all tokens of a sequence again for every new part of it:
+a prefix that came from a cache would hardly save time.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+VARIABLE = "HCACHE_CPU_ATTENTION"
+"""`new`: attention of new tokens only, which may differ in the last bits."""
+
+
+def install() -> None:
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    if os.environ.get(VARIABLE) == "new":
+        TorchNativeAttnBackend._run_sdpa_forward_extend = extend
+
+
+def extend(
+    self: Any,
+    query: torch.Tensor,
+    output: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    extend_prefix_lens: torch.Tensor,
+    extend_seq_lens: torch.Tensor,
+    encoder_lens: torch.Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    enable_gqa: bool = False,
+    causal: bool = False,
+    **others: Any,
+) -> torch.Tensor:
+    """As SGLang's own, for decoders without cross attention and sliding windows.
+
+    Args:
+        query: `[new tokens, heads, head_size]`, one sequence after the other; `output` likewise.
+        k_cache: `[tokens, kv_heads, head_size]`; `v_cache` likewise.
+    """
+    if encoder_lens is not None or not causal or any(others.values()):
+        raise NotImplementedError(f"{VARIABLE}: this model's attention")
+    start = 0
+    for request, total, before, new in zip(
+        req_pool_indices.tolist(),
+        seq_lens.tolist(),
+        extend_prefix_lens.tolist(),
+        extend_seq_lens.tolist(),
+        strict=True,
+    ):
+        slots, rows = req_to_token[request, :total], slice(start, start + new)
+        seen = torch.ones(new, total, dtype=torch.bool).tril(before) if before else None
+        found = scaled_dot_product_attention(
+            query[rows].movedim(0, 1)[None],
+            k_cache[slots].movedim(0, 1)[None].to(query.dtype),
+            v_cache[slots].movedim(0, 1)[None].to(query.dtype),
+            attn_mask=seen,
+            is_causal=seen is None,
+            enable_gqa=enable_gqa,
+            scale=scaling,
+        )
+        output[rows] = found[0].movedim(0, 1)
+        start += new
+    return output
