@@ -72,6 +72,7 @@ def test_restored_and_recomputed_layers_are_as_exact_as_the_models_own_at_anothe
     assert report is not None
     assert [group.exactness for group in report.projection] == [f"spec {projected}"]
     assert report.recomputation == recomputed
+    record_property("how", how)
     for what, told in (("projected", projected), ("recomputed", recomputed)):
         ours, models = map(figures, told.split(";"))
         record_property(what, {"ours": ours, "models_own": models})
@@ -128,8 +129,8 @@ EXACT = {"auto": {}, "generic": {"projection": "generic"}, "kv": {"mode": "kv"}}
 @pytest.mark.parametrize(
     ("count", "choices"),
     [
-        (16, {"auto": {}}),
-        pytest.param(64, EXACT, marks=[pytest.mark.long, pytest.mark.timeout(1800)]),
+        pytest.param(16, {"auto": {}}, id="16"),
+        pytest.param(64, EXACT, id="64", marks=[pytest.mark.long, pytest.mark.timeout(1800)]),
     ],
 )
 def test_bfloat16_replies_behind_restored_histories_differ_no_more_than_ties_do(
@@ -160,4 +161,4 @@ def test_a_trained_model_finds_tokens_as_likely_behind_hidden_states_as_behind_k
     for name in EXACT:
         assert found[name]["differ"] <= 2
         assert found[name]["mean"] <= 1.1 * kv
-    assert found["lossy"]["mean"] > 2 * kv  # so what is lost of K and V shows here
+    assert found["lossy"]["mean"] > 10 * kv  # so what is lost of K and V shows here
