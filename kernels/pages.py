@@ -25,6 +25,10 @@ from .launch import COPY_PROGRAMS, Launch, alignment, block_launch
 WORD = 8
 """Bytes that move together; lengths, offsets and page sizes are multiples of it."""
 
+SIZES = ("offset", "parts")
+"""Arguments that differ from launch to launch. Triton would compile a kernel again for those that
+are 1, or multiples of 16, and that in the middle of a restore."""
+
 _MOST_WORDS = 2048
 """16 KiB a program: eight 16-byte accesses in flight in each thread hide the bus's latency."""
 
@@ -279,8 +283,9 @@ def _launch(
     items, words = shape[0], shape[1] // WORD
     block = min(_MOST_WORDS, triton.next_power_of_2(words))
     parts = items * triton.cdiv(words, block)
-    arguments |= {"pages": pages, "page_bytes": pages.shape[1], "offset": offset, "parts": parts}
-    arguments |= {"WORDS": words, "ALIGNED": alignment(shape[1], pages.shape[1], offset)}
+    aligned = alignment(shape[1], pages.shape[1], offset)
+    arguments |= {"pages": pages, "page_bytes": pages.shape[1], "offset": offset // aligned}
+    arguments |= {"parts": parts, "WORDS": words, "ALIGNED": aligned}
     return block_launch(kernel, (min(programs, parts),), block, 512, **arguments)
 
 
@@ -293,13 +298,13 @@ def _copy(source, target, part, WORDS: tl.constexpr, ALIGNED: tl.constexpr, BLOC
     tl.store(target + at, tl.load(source + at, mask=at < WORDS), mask=at < WORDS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def gather_kernel(
     pages,  # uint8 [pages, page_bytes]
     page_ids,  # [p]
     out,  # uint8 [p, 8 * WORDS]
     page_bytes,
-    offset,
+    offset,  # in ALIGNED bytes: the compiler sees how addresses are aligned
     parts,
     WORDS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -309,19 +314,19 @@ def gather_kernel(
     while part < parts:
         item = part // ((WORDS + BLOCK - 1) // BLOCK)
         page = tl.load(page_ids + item).to(tl.int64)
-        source = pages + page * page_bytes + offset
+        source = pages + page * page_bytes + offset * ALIGNED
         _copy(source, out + item * (8 * WORDS), part, WORDS, ALIGNED, BLOCK)
         part += tl.num_programs(0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def gather_plane_kernel(
     pages,  # uint8 [pages, page_bytes]
     page_ids,  # [p]
     pool,  # uint8 [pool pages, TOKENS, GROUPS, 8 * WORDS // (TOKENS * GROUPS)]
     pool_ids,  # [p]
     page_bytes,
-    offset,
+    offset,  # in ALIGNED bytes: the compiler sees how addresses are aligned
     parts,
     TOKENS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -336,7 +341,7 @@ def gather_plane_kernel(
         item = part // per_item
         page = tl.load(page_ids + item).to(tl.int64)
         place = tl.load(pool_ids + item).to(tl.int64)
-        source = pages + page * page_bytes + offset
+        source = pages + page * page_bytes + offset * ALIGNED
         target = pool + place * (8 * WORDS)
         if GROUPS == 1:
             _copy(source, target, part, WORDS, ALIGNED, BLOCK)
@@ -351,14 +356,14 @@ def gather_plane_kernel(
         part += tl.num_programs(0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def scatter_kernel(
     rows,  # uint8 [n, 8 * WORDS]
     pages,  # uint8 [pages, page_bytes]
     page_ids,  # [n]
     row_ids,  # [n]
     page_bytes,
-    offset,
+    offset,  # in ALIGNED bytes: the compiler sees how addresses are aligned
     parts,
     WORDS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -369,6 +374,6 @@ def scatter_kernel(
         item = part // ((WORDS + BLOCK - 1) // BLOCK)
         page = tl.load(page_ids + item).to(tl.int64)
         row = tl.load(row_ids + item).to(tl.int64)
-        target = pages + page * page_bytes + offset + row * (8 * WORDS)
+        target = pages + page * page_bytes + offset * ALIGNED + row * (8 * WORDS)
         _copy(rows + item * (8 * WORDS), target, part, WORDS, ALIGNED, BLOCK)
         part += tl.num_programs(0)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])  # else it is compiled again in a restore
 def project_kv_kernel(
     source,  # hidden states [n, depth]; without weight the finished product [n, PARTS * ...]
     weight,

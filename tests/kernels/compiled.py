@@ -85,7 +85,7 @@ def _compile(job: Job) -> Usage:
     """Compile a kernel as its launch would, for the job's device."""
     launch, (major, minor) = job.launch(), job.capability
     compiled = triton.compile(
-        _source(launch.kernel, launch.arguments),
+        source(launch.kernel, launch.arguments),
         target=GPUTarget("cuda", 10 * major + minor, 32),
         options={"num_warps": launch.warps, "num_stages": launch.stages},
     )
@@ -110,14 +110,15 @@ def _widest(way: str, ptx: str) -> int:
     return max(int(count or 1) * int(bits) // 8 for count, bits in found)
 
 
-def _source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
+def source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
     """What Triton's launcher would specialise the kernel on; tensors are aligned to 16 bytes."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int], list[list[Any]]] = {}
     for index, parameter in enumerate(kernel.params):
         name, value = parameter.name, arguments[parameter.name]
-        one = isinstance(value, int) and value == 1
+        any_size = parameter.do_not_specialize
+        one = isinstance(value, int) and value == 1 and not any_size
         if parameter.is_constexpr or value is None or one:
             signature[name] = "constexpr"
             constants[name] = value
@@ -126,7 +127,7 @@ def _source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
             attributes[(index,)] = [["tt.divisibility", 16]]
         elif isinstance(value, int):
             signature[name] = "i32" if value < 1 << 31 else "i64"
-            if value % 16 == 0:
+            if value % 16 == 0 and not any_size:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32"

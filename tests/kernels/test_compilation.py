@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,8 +33,8 @@ from hcache_kernels.project_kv.ways import (
     fused_launches,
     head_pairs,
 )
-from hcache_kernels.staging import StagedRows, save_launch, stage_launch
-from tests.kernels.compiled import TOOLS, Job, Usage, compile_all
+from hcache_kernels.staging import StagedRows, judge_launch, save_launch, stage_launch
+from tests.kernels.compiled import TOOLS, Job, Usage, compile_all, source
 
 # All of them are compiled before the first test, in two processes.
 pytestmark = pytest.mark.timeout(1800)
@@ -240,12 +241,17 @@ def save(row_bytes: int) -> Launch:
     return save_launch(staged, ids(STAGED), ids(128), arena, ids(LAYERS), PAGE, kept)
 
 
+def judge() -> Launch:
+    return judge_launch(ids(LAYERS, PLACES + 1)[:, :STAGED], 17, empty(STAGED))
+
+
 def staging_jobs(capability: tuple[int, int]) -> Jobs:
     for row_bytes in ROW_BYTES:
         for with_ok in (False, True):
             what = f"stage {row_bytes}{' with ok' if with_ok else ''}"
             yield what, partial(stage, row_bytes, with_ok)
         yield f"save {row_bytes}", partial(save, row_bytes)
+    yield "judge", judge
 
 
 JOBS = {
@@ -278,7 +284,8 @@ if triton.__version__.startswith("3.6."):  # 3.7 needs none
 def usages(request: pytest.FixtureRequest) -> dict[str, Usage]:
     """Results of the selected tests' jobs, all compiled before the first test."""
     tests = (item for item in request.session.items if isinstance(item, pytest.Function))
-    names = {test.callspec.params["job"] for test in tests if test.module is request.module}
+    asked = (test for test in tests if test.module is request.module and "job" in test.fixturenames)
+    names = {test.callspec.params["job"] for test in asked}
     return compile_all({name: job for name, job in JOBS.items() if name in names})
 
 
@@ -306,3 +313,39 @@ def test_copies_move_16_bytes_at_once_where_addresses_allow(
 ) -> None:
     expected = COPIES[job.removeprefix("sm_90 ")]
     assert (usages[job].loads, usages[job].stores) == (expected, expected)
+
+
+def launches_of(n: int) -> dict[str, Launch]:
+    """Launches that a server makes of ``n`` pages or tokens, of a segment that depends on it."""
+    row, offset = 392, 4096 + 16 * n
+    memory = empty(N, 8192 + 64 * row)
+    pool, places = empty(N, 64, 1, row), ids(LAYERS, PLACES + 1)
+    call = make_call("rope", 128, torch.bfloat16, torch.bfloat16)
+    tokens = {"hidden": call.hidden[:n], "positions": ids(n), "slots": ids(n)}
+    config = fused_configs(kind_of(call.projection), (9, 0))[0]
+    staged = StagedRows(empty(LAYERS, PLACES + 1, row), places)
+    exp4 = make_codec("exp4", 256, torch.bfloat16)
+    encoded, rows = empty(n, exp4.row_bytes), empty(n, 256, dtype=torch.bfloat16)
+    return {
+        "gather": pages.gather_launch(memory, ids(n), offset, empty(n, 64 * row)),
+        "gather plane": pages.gather_plane_launch(memory, ids(n), offset, pool, ids(n)),
+        "scatter": pages.scatter_launch(empty(n, row), memory, ids(n), ids(n), offset),
+        "stage": stage_launch(empty(n, row), None, ids(n), ids(1), staged, 0),
+        "save": save_launch(
+            staged.rows[:, :n], ids(n), ids(N), memory, ids(LAYERS), PAGE, range(PAGE)
+        ),
+        "judge": judge_launch(places[:, :n], n, empty(n)),
+        "project": fused_launches(replace(call, **tokens), config)[0],
+        "encode": exp4.encode_launch(rows, encoded, empty(n)),
+        "decode": exp4.decode_launch(encoded, rows),
+    }
+
+
+@pytest.mark.parametrize("what", launches_of(1))
+def test_no_number_of_pages_or_tokens_compiles_a_kernel_again(what: str) -> None:
+    compiled = [
+        source(launch.kernel, launch.arguments)
+        for launch in (launches_of(n)[what] for n in (1, 2, 3, 15, 16, 64))
+    ]
+    kinds = [(one.signature, one.constants, one.attrs) for one in compiled]
+    assert all(kind == kinds[0] for kind in kinds)
