@@ -1,8 +1,8 @@
-"""The demo's second table: HCache with every codec, in the type that models are served in.
+"""The demo's second table: hidden states with every codec, in the type that models are served in.
 
-The methods are compared in float32, where they must agree to the token. ``exp4`` is for bfloat16,
-so the codecs are compared in that type, over a shorter script, with a server without a cache and
-with exact hidden states.
+The first table's models are float32, where all agree to the token. ``exp4`` is for bfloat16, so the
+codecs are compared in that type, over short conversations whose caches are flushed between
+turns, with a server without a cache and with exact hidden states.
 """
 
 from __future__ import annotations
@@ -15,32 +15,21 @@ from rich import box
 from rich.table import Table
 
 from bench.demo.conversations import MethodRun, Script, run_method, steps
-from bench.demo.report import OURS, REFERENCE, missing_history
 from bench.harness.machine import Machine
 from bench.harness.methods import PAGE_SIZE
 from bench.harness.models import TinyLlama
 from bench.harness.reference import reference_of
 
+REFERENCE, OURS = "recompute", "hcache-hidden"
 EXACT = "none"
 LOSSLESS = "exp4"
 CODECS = (EXACT, LOSSLESS, "int8", "fp8")
 DTYPE = "bfloat16"
 
 
-def codec_script(script: Script) -> Script:
-    """What every codec is tried on: the beginning of ``script``."""
-    return Script(
-        conversations=min(2, script.conversations),
-        turns=min(2, script.turns),
-        question_tokens=script.question_tokens,
-        reply_tokens=script.reply_tokens,
-        vocabulary=script.vocabulary,
-    )
-
-
 def codec_steps(script: Script) -> int:
     """How often :func:`run_codecs` calls ``advance``."""
-    return (1 + len(CODECS)) * steps(codec_script(script))
+    return (1 + len(CODECS)) * steps(script)
 
 
 def run_codecs(
@@ -51,12 +40,11 @@ def run_codecs(
     Raises:
         ServerError: A server did not start, or a request failed.
     """
-    short = codec_script(script)
     folder = scratch / "codec-reference"
-    runs = {REFERENCE: run_method(REFERENCE, short, model, machine, folder, advance, DTYPE)}
+    runs = {REFERENCE: run_method(REFERENCE, script, model, machine, folder, advance, DTYPE)}
     for codec in CODECS:
         folder = scratch / f"codec-{codec}"
-        runs[codec] = run_method(OURS, short, model, machine, folder, advance, DTYPE, codec)
+        runs[codec] = run_method(OURS, script, model, machine, folder, advance, DTYPE, codec)
     return runs
 
 
@@ -87,6 +75,20 @@ def not_restored(codec: str, run: MethodRun) -> list[str]:
     found = [f"codec {codec}, {line}" for line in missing_history(run, PAGE_SIZE)]
     if f"codec {codec}" not in run.note:
         found.append(f"codec {codec}: the server says {run.note!r}")
+    return found
+
+
+def missing_history(run: MethodRun, page_size: int) -> list[str]:
+    """Turns whose history did not come back from L3, one line each."""
+    found = []
+    for turn in run.turns:
+        where = f"conversation {turn.conversation}, turn {turn.turn}"
+        if turn.turn > 0 and turn.l3_tokens < turn.history_tokens - page_size:
+            found.append(
+                f"{where}: {turn.l3_tokens} of {turn.history_tokens} history tokens came from L3"
+            )
+        elif turn.turn > 0 and turn.restore is None:
+            found.append(f"{where}: the trace shows no restore")
     return found
 
 

@@ -21,7 +21,7 @@ from bench.harness.restorer import (
 from bench.harness.server import Reply
 from hcache_backend.trace import TraceEvent
 
-POOL_TOKENS = 16384
+POOL_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,11 @@ class Script:
         reply_tokens: Tokens of each reply.
     """
 
-    conversations: int = 4
-    turns: int = 5
+    conversations: int = 2
+    turns: int = 2
     question_tokens: int = 700
     reply_tokens: int = 20
     vocabulary: int = 1024
-
-    @property
-    def longest_prompt(self) -> int:
-        """Tokens of the last turn's prompt and reply."""
-        return self.turns * (self.question_tokens + self.reply_tokens)
 
     def question(self, conversation: int, turn: int) -> list[int]:
         """Token ids of one question."""

@@ -8,10 +8,9 @@ import pytest
 
 from bench.codecs import compared
 from bench.demo.codecs import codec_report
-from bench.demo.report import build_report
 from bench.harness.models import TinyLlama
 from bench.harness.reference import Agreement, OwnReference, Scores, agreement, reference_of
-from tests.unit.bench.test_demo import ABOUT, PAGE, make_codec_runs, make_runs
+from tests.unit.bench.test_demo import make_codec_runs
 
 
 def test_a_row_whose_reference_is_itself_is_refused_by_name() -> None:
@@ -42,14 +41,6 @@ def test_the_codec_table_refuses_a_codec_beside_itself() -> None:
     scores = Scores([1], [0.0])
     with pytest.raises(OwnReference, match="'none'"):
         compared("none", scores, scores)
-
-
-@pytest.mark.parametrize("method", ["file", "hcache-hidden"])
-def test_the_demo_refuses_a_method_beside_itself(method: str) -> None:
-    runs = make_runs()
-    runs[method] = runs["recompute"]
-    with pytest.raises(OwnReference, match=f"'{method}'"):
-        build_report(runs, PAGE, ABOUT)
 
 
 @pytest.mark.parametrize(("codec", "same_as"), [("none", "recompute"), ("exp4", "none")])
