@@ -20,7 +20,7 @@ COMPARED: dict[str, Method] = {
     OURS: Method("HCache, default options", storage="dynamic", hcache={"min_gain": 1.0}),
 }
 MODELS = {
-    kind: TinyLlama(layers=8, hidden=1024, heads=8, kv_heads=kv_heads, intermediate=2816)
+    kind: TinyLlama(layers=2, hidden=1024, heads=8, kv_heads=kv_heads, intermediate=2816)
     for kind, kv_heads in (("MHA", 8), ("GQA", 2))
 }
 SETTINGS = {

@@ -30,7 +30,7 @@ def methods() -> dict[str, Method]:
 
 def layers(tokens: int) -> int:
     """How many a model has, so that computing a history takes about a second."""
-    return max(1, 8192 // tokens)
+    return max(1, 2048 // tokens)
 
 
 @dataclass(frozen=True)
