@@ -27,7 +27,7 @@ from bench.harness.machine import Machine, MachineError, find_machine
 from bench.harness.program import at_least, failing, names, parser, stamp, steps
 from bench.harness.report import OUT, write
 from bench.harness.turns import Turns, taking_turns
-from bench.hits.cases import ALWAYS, MODELS, OURS, layers, methods
+from bench.hits.cases import ALWAYS, MODELS, OURS, layers
 from bench.hits.measure import at_speed, stalled, store_histories, under_load
 from bench.hits.report import draw, table_lines
 
@@ -75,7 +75,7 @@ def measure(machine: Machine, given: Any) -> list[dict[str, Any]]:
                 advance(f"{kind}, {tokens:,} tokens: starting servers")
                 model = MODELS[kind].build(Path(folder), layers(tokens))
                 requests = given.requests if tokens == given.tokens[0] else 0
-                with taking_turns(machine, model, methods(), tokens) as turns:
+                with taking_turns(machine, model, MODELS[kind].methods(), tokens) as turns:
                     case = _case(turns, given.speeds, given.rounds, requests, advance)
                 found.append({"model": kind, "pages": MODELS[kind].pages, "tokens": tokens, **case})
     return found

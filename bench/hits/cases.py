@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,12 +22,6 @@ COMPARED: dict[str, Method] = {
 }
 
 
-def methods() -> dict[str, Method]:
-    """Those that can run here."""
-    with_nixl = find_spec("nixl") is not None
-    return {name: how for name, how in COMPARED.items() if name != "nixl" or with_nixl}
-
-
 def layers(tokens: int) -> int:
     """How many a model has, so that computing a history takes about a second."""
     return max(1, 2048 // tokens)
@@ -38,12 +32,23 @@ class Model:
     """A kind of model.
 
     Attributes:
-        pages: What a server with default options stores of it.
+        pages: What ours stores of it.
         build: Its folder, given the one above and the number of layers.
+        insists: Options that make ours store that on a CPU, which projects slowly.
     """
 
     pages: str
     build: Callable[[Path, int], Path]
+    insists: Mapping[str, str] = field(default_factory=dict)
+
+    def methods(self) -> dict[str, Method]:
+        """Those that can run here."""
+        with_nixl = find_spec("nixl") is not None
+        return {
+            name: replace(how, hcache={**how.hcache, **self.insists})
+            for name, how in COMPARED.items()
+            if name != "nixl" or with_nixl
+        }
 
 
 def _llama(kv_heads: int) -> Callable[[Path, int], Path]:
@@ -69,7 +74,7 @@ def _latent(folder: Path, layers: int) -> Path:
 
 
 MODELS = {
-    "MHA": Model("hidden states", _llama(8)),
+    "MHA": Model("hidden states", _llama(8), {"mode": "hidden"}),
     "GQA": Model("K and V", _llama(2)),
     "MLA": Model("plain pages", _latent),
 }
