@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.table import Table
 
 from bench.demo.settings import COMPARED, FILE, OURS
@@ -71,40 +70,53 @@ def table_lines(results: Mapping[str, Any]) -> str:
 
 def table(report: Mapping[str, Any]) -> Table:
     """The settings, for a terminal of 80 columns."""
-    view = Table(box=box.SIMPLE_HEAD, title=_headline(report), title_justify="left")
-    heads = ("", "disk", "TTFT, ms:\ncomputed", "file", "ours", "ours /\nbest")
-    for column in (*heads, "restore:\nfile", "ours", "same"):
-        view.add_column(column, justify="right" if column not in ("", "disk") else "left")
-    for row in _rows(report):
-        view.add_row(*row)
+    view = Table(box=None, pad_edge=False, title=_headline(report), title_justify="left")
+    for column in ("", "disk"):
+        view.add_column(column, no_wrap=True)
+    heads = ("ms:\ncomputed", "file", "ours", "ours /\nbest", "restore\nfile", "ours")
+    for column in (*heads, "same\noutput"):
+        view.add_column(column, justify="right", no_wrap=True)
+    for model in report["models"]:
+        for cells in _cells(model):
+            view.add_row(model["model"], *cells)
     return view
 
 
 def _rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    return [
+        (f"{model['model']}, {_sizes(model)}", *cells)
+        for model in report["models"]
+        for cells in _cells(model)
+    ]
+
+
+def _sizes(model: Mapping[str, Any]) -> str:
+    return " / ".join(f"{model['bytes_per_token'][method]:,.0f}" for method in (FILE, OURS))
+
+
+def _cells(model: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """A row for each setting, from the disk on."""
     rows: list[tuple[str, ...]] = []
-    for model in report["models"]:
-        sizes = (f"{model['bytes_per_token'][method]:,.0f}" for method in (FILE, OURS))
-        name = f"{model['model']}, {' / '.join(sizes)}"
-        for setting in model["settings"]:
-            restores = (setting["restore_ms"][method] for method in (FILE, OURS))
-            rows.append(
-                (
-                    name,
-                    setting["disk"],
-                    *(f"{ms:,.0f}" for ms in setting["ttft_ms"].values()),
-                    f"{setting['ours']['of_better']:.2f}",
-                    *("refused" if ms is None else f"{ms:,.0f}" for ms in restores),
-                    "yes" if all(setting["identical_tokens"].values()) else "NO",
-                )
+    for setting in model["settings"]:
+        restores = (setting["restore_ms"][method] for method in (FILE, OURS))
+        rows.append(
+            (
+                setting["disk"],
+                *(f"{ms:,.0f}" for ms in setting["ttft_ms"].values()),
+                f"{setting['ours']['of_better']:.2f}",
+                *("refused" if ms is None else f"{ms:,.0f}" for ms in restores),
+                "yes" if all(setting["identical_tokens"].values()) else "NO",
             )
+        )
     return rows
 
 
 def _headline(report: Mapping[str, Any]) -> str:
+    sizes = (f"{model['model']} {_sizes(model)}" for model in report["models"])
     return (
         f"SGLang {report['sglang_version']} on {report['device']}\n"
         f"a question behind {report['history_tokens']:,} tokens of history; medians of "
-        f"{report['rounds']}"
+        f"{report['rounds']}\nbytes per token (file / ours): {', '.join(sizes)}"
     )
 
 

@@ -25,10 +25,11 @@ MODELS = {
 }
 SETTINGS = {
     "this disk": 0.0,
-    "as one SSD to an H100, Llama-3-8B": 236 / 175,
-    "as one SSD to an H100, Llama-2-7B": 84 / 351,
+    "as Llama-3-8B": 236 / 175,
+    "as Llama-2-7B": 84 / 351,
 }
-"""How many times as fast as computing L3 brings K and V (`hcache plan`); 0: no limit."""
+"""How many times as fast as computing L3 brings K and V: as one SSD in an H100's server would for
+these models (`hcache plan`); 0: no limit."""
 _LEARNING = 4
 """Requests in a setting that do not count: the server with default options measures the disk."""
 
