@@ -5,7 +5,8 @@ hidden states are saved), load (a workload at rates).
 
 Methods: ideal (everything still on the device), recompute, file (SGLang's file L3), host (HiCache
 without L3), hcache-hidden, hcache-kv, hcache (automatic); hcache-hidden-eager and hcache-eager
-restore while L3 is being read; hybrid (restore only): KV and recomputation without hidden states.
+restore while L3 is being read. Only for restore: hybrid (KV and recomputation without hidden
+states), nixl (NIXL's backend for local files), mooncake (Mooncake's store, in memory).
 
 The random Llama has 8 layers and hidden size 1024; for load 4 and 512, and --scale is 0.2.
 """

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bench.compare.report import SETTING_TITLES, TIERS
-from bench.harness.methods import HYBRID, NIXL
+from bench.harness.methods import HYBRID, MOONCAKE, NIXL
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -16,6 +16,7 @@ COLOURS = {
     "recompute": "#d62728",
     "file": "#ff7f0e",
     NIXL: "#e377c2",
+    MOONCAKE: "#c49c94",
     "host": "#bcbd22",
     "hcache-kv": "#9467bd",
     "hcache-hidden": "#1f77b4",

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from statistics import median
 from typing import Any, NamedTuple
@@ -21,8 +22,8 @@ from typing import Any, NamedTuple
 from bench.compare import plan as planning
 from bench.compare.part import Part
 from bench.compare.plan import Rates
-from bench.harness import program
-from bench.harness.methods import HYBRID, METHODS, NIXL, PAGE_SIZE
+from bench.harness import mooncake, program
+from bench.harness.methods import HYBRID, METHODS, MOONCAKE, NIXL, PAGE_SIZE
 from bench.harness.restorer import Restore, Restorer, l3_bytes, restorer
 from hcache_backend.partition.profile import Profile
 
@@ -34,13 +35,14 @@ _WHERE: dict[str, tuple[str, ...]] = {
     "hcache-kv": SETTINGS,
     "file": SETTINGS,
     NIXL: ("disk",),
+    MOONCAKE: ("disk",),
     "hcache": SETTINGS,
     "hcache-eager": ("disk", "slow"),
     HYBRID: ("balanced",),
     "recompute": ("disk",),
 }
 """Which settings a method is tried in. Eager restores hide L3, not the bus; recomputation knows
-neither; what NIXL reads cannot be slowed down."""
+neither; what NIXL and Mooncake read cannot be slowed down, and Mooncake has no disk."""
 METHODS_RESTORED = tuple(_WHERE)
 """The one that decides at which rates the others are slowed down comes first."""
 DECIDES = METHODS_RESTORED[0]
@@ -184,7 +186,12 @@ class _Runs:
         pool, ours = plan.tokens + 4 * PAGE_SIZE, self._options(served)
         options = plan.server(name, served.name, pool, l3=l3, hcache=ours)
         self._advance(f"{method.title}: starting")
-        with restorer(options, l3) as server:
+        with ExitStack() as stack:
+            if method.storage == MOONCAKE:
+                folder.mkdir(parents=True)
+                cluster = stack.enter_context(mooncake.cluster(folder))
+                options = replace(options, extra_config=mooncake.store_config(cluster))
+            server = stack.enter_context(restorer(options, l3))
             if method.storage is None:
                 restores = []
                 for _ in range(1 + plan.rounds):
@@ -202,7 +209,7 @@ class _Runs:
                     copied = row["disk"]["bytes_per_token"] * plan.tokens
                     balanced = copied / (1e-3 * row["disk"]["load_ms"])
                     self.rates = Rates(bus=balanced, l3=balanced * planning.SLOW_SHARE)
-        if not any(other.pages_of == name for other in METHODS.values()):
+        if l3.exists() and not any(other.pages_of == name for other in METHODS.values()):
             shutil.rmtree(l3)
 
     def _restore(self, server: Restorer, title: str, setting: str) -> dict[str, Any]:
@@ -258,3 +265,5 @@ def _impossible(plan: RestorePlan) -> Iterator[tuple[str, str]]:
         yield HYBRID, "--model-path must be a folder with a config.json that plans know"
     if NIXL in plan.methods and find_spec("nixl") is None:
         yield NIXL, "it is not installed; see requirements/peers.txt"
+    if MOONCAKE in plan.methods and (why := mooncake.missing()):
+        yield MOONCAKE, why

@@ -13,6 +13,7 @@ from bench.harness.options import ServerOptions, hcache_config
 PAGE_SIZE = 64
 HYBRID = "hybrid"
 NIXL = "nixl"
+MOONCAKE = "mooncake"
 LAYERWISE = {"restore": "layerwise"}
 """Of the methods that show L3 and restore one after the other."""
 
@@ -25,7 +26,8 @@ class Method:
         title: Its name for people.
         cache: As in :class:`ServerOptions`.
         storage: SGLang's name of the L3 backend: ``file`` is SGLang's own, ``nixl`` NIXL's for
-            local files, ``dynamic`` ours; None: there is none.
+            local files, ``mooncake`` Mooncake's store, which another process is, ``dynamic`` ours;
+            None: there is none.
         hcache: Options of ours, where ``storage`` is ``dynamic``.
         pages_of: The method whose L3 pages it can use, having the same; None: it has its own.
     """
@@ -42,6 +44,7 @@ METHODS = {
     "recompute": Method("recompute", "none"),
     "file": Method("KV, SGLang file L3", storage="file"),
     NIXL: Method("KV, NIXL POSIX L3", storage=NIXL),
+    MOONCAKE: Method("KV, Mooncake in memory", storage=MOONCAKE),
     "host": Method("KV, HiCache host memory"),
     "hcache-hidden": Method(
         "HCache, hidden states", storage="dynamic", hcache={"mode": "hidden", **LAYERWISE}
@@ -60,7 +63,7 @@ METHODS = {
     HYBRID: Method("KV + recomputation (naive hybrid)", storage="dynamic", hcache=LAYERWISE),
 }
 
-SERVED = tuple(name for name in METHODS if name not in (HYBRID, NIXL))
+SERVED = tuple(name for name in METHODS if name not in (HYBRID, NIXL, MOONCAKE))
 """Methods that need nothing but SGLang and their options."""
 
 
@@ -95,7 +98,7 @@ def server_options(
         posix = {"active": "true", "use_aio": "true"}
         config = {"prefetch_threshold": PAGE_SIZE, "plugin": {"posix": posix}}
         environment["SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR"] = str(pages)
-    elif method.storage is not None:
+    elif method.storage == "dynamic":
         # Methods are compared by what their hits take: every hit is read.
         ours = {"min_gain": 0, **method.hcache, **(hcache or {})}
         config = hcache_config(pages, prefetch_threshold=PAGE_SIZE, **ours)

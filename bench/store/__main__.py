@@ -10,6 +10,8 @@ rounds, and within a round the contestants come right after each other.
   memory, with the block size and thread count that were best in tries before; writes end with one
   fdatasync
 - store: ``put`` (durability ``batch``) and a final ``flush``; ``get`` with a cold cache
+- its files, bare loop: the store's files, opened, read and closed by as many threads, without index
+  and checks; also with the digest of every page: what remains when the store costs nothing
 - store, KvikIO: reads of the same files with option ``reader`` ``kvikio``; without a GPU over the
   stand-in for the driver that the tests have
 - HiCacheFile: SGLang's own file backend, read with a cold cache (its files' pages are dropped)
@@ -41,10 +43,10 @@ from typing import Any
 
 from bench.harness.report import OUT, grouped_bars, markdown, write
 from bench.store.index import bench_index
-from bench.store.pages import CEILING, KVIKIO, MIB, STORE, bench_pages
+from bench.store.pages import BARE, CEILING, HASHED, KVIKIO, MIB, STORE, bench_pages
 from bench.store.peers import PEERS
 
-NAMES = (CEILING, STORE, KVIKIO, *PEERS)
+NAMES = (CEILING, STORE, BARE, HASHED, KVIKIO, *PEERS)
 """The contestants, in the order of tables."""
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -21,12 +21,15 @@ from bench.store.peers import Peer, files_in, found_peers
 from hcache_backend.config import parse_config
 from hcache_backend.kvikio_state import kvikio_state
 from hcache_backend.store import PageStore
+from hcache_backend.store.format import BLOCK, PageName
+from hcache_backend.units import WHOLE, digest
 
 MIB = 1 << 20
 BATCH = 128
 NAMESPACE = b"bench-----------"
 WRITER = b"bench---"
 STORE, KVIKIO, CEILING = "store", "store, KvikIO", "ceiling"
+BARE, HASHED = "its files, bare loop", "its files, bare loop, xxh3"
 _LEAST_BYTES = 512 * MIB
 _BLOCKS = (MIB, 4 * MIB, 16 * MIB)
 _THREADS = (4, 8)
@@ -94,7 +97,12 @@ def bench_pages(folder: Path, page: int, rounds: int, io_threads: int) -> Speeds
             config = parse_config(options | {"reader": reader}, "bench")
             return opened.enter_context(closing(PageStore(config, WRITER)))
 
-        stores = {STORE: store_of("posix")}
+        store = store_of("posix")
+        stores: dict[str, Reader] = {
+            STORE: store,
+            BARE: BareLoop(store, io_threads, opened, hashed=False),
+            HASHED: BareLoop(store, io_threads, opened, hashed=True),
+        }
         mode, why = kvikio_state()
         if mode == "nothing":
             print(f"without KvikIO: {why}")
@@ -106,7 +114,7 @@ def bench_pages(folder: Path, page: int, rounds: int, io_threads: int) -> Speeds
             names = [[chance.bytes(32) for _ in range(BATCH)] for _ in range(batches)]
             readers = in_turn(list(stores.items()), number)
             contest = [
-                partial(_store_round, stores[STORE], readers, names, pages, page, speeds),
+                partial(_store_round, store, readers, names, pages, page, speeds),
                 partial(one.round, speeds),
                 *(partial(_peer_round, *peer, names, page, speeds) for peer in peers.items()),
             ]
@@ -121,6 +129,52 @@ def in_turn(contestants: list[Contestant], number: int) -> list[Contestant]:
     """Their order in this round: nobody is always the one who comes after the others."""
     first = number % len(contestants)
     return contestants[first:] + contestants[:first]
+
+
+class Reader(Protocol):
+    """What reads the pages of the store."""
+
+    def get(
+        self, namespace: bytes, keys: Sequence[bytes], pages: Sequence[list[memoryview]]
+    ) -> list[bool]:
+        """Read pages; which of them came."""
+
+
+class BareLoop:
+    """What the store's reads would cost without index, checks and errors: its floor.
+
+    As many threads as the store has open, read and close its page files, by the same system calls.
+
+    Args:
+        opened: Ends the threads.
+        hashed: Also compute the digest of every page.
+    """
+
+    def __init__(self, store: PageStore, threads: int, opened: ExitStack, *, hashed: bool) -> None:
+        self._root = store.volumes[0].path / "pages"
+        self._hashed = hashed
+        self._pool = opened.enter_context(ThreadPoolExecutor(threads))
+        self._headers = [memoryview(mmap.mmap(-1, BLOCK)) for _ in range(threads)]
+
+    def get(
+        self, namespace: bytes, keys: Sequence[bytes], pages: Sequence[list[memoryview]]
+    ) -> list[bool]:
+        left = zip(keys, pages, strict=True)
+
+        def work(header: memoryview) -> int:
+            came = 0
+            for key, [page] in left:
+                name = PageName(namespace, key, WHOLE)
+                file = f"{self._root}/{name.shard}/{name.file}"
+                fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
+                came += os.preadv(fd, [header, page], 0) == BLOCK + page.nbytes
+                os.close(fd)
+                if self._hashed:
+                    digest([page])
+            return came
+
+        require(sum(self._pool.map(work, self._headers)) == len(keys), "a file was cut")
+        return [True] * len(keys)
 
 
 class LargeFile:
@@ -206,7 +260,7 @@ def require(condition: bool, message: str) -> None:
 
 def _store_round(
     store: PageStore,
-    readers: Sequence[tuple[str, PageStore]],
+    readers: Sequence[tuple[str, Reader]],
     names: Sequence[list[bytes]],
     pages: Sequence[list[memoryview]],
     page: int,
@@ -219,7 +273,7 @@ def _store_round(
             require(all(store.put(NAMESPACE, keys, pages)), "not everything was stored")
         require(store.flush(), "not everything was synced")
 
-    def read(reader: PageStore) -> None:
+    def read(reader: Reader) -> None:
         for keys in names:
             require(all(reader.get(NAMESPACE, keys, pages)), "not everything was read")
 

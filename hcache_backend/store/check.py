@@ -7,6 +7,7 @@ may then be undone. What raises OSError or lmdb.Error is a folder or index that 
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ from hcache_backend.store.page_files import (
     Subset,
     check_size,
     delete_page,
-    opened_page,
+    open_page,
     read_header,
     read_page,
 )
@@ -83,9 +84,7 @@ def find_unknown_files(
         if stop():
             break
         names = []
-        with folder.shard(shard) as shard_fd:
-            files = folder.ops.list(shard_fd)
-        for file in files:
+        for file in folder.ops.list(folder.shard(shard)):
             name = parse_name(file)
             if name is None:
                 result.damaged.append((shard, file, "its name is no page file's"))
@@ -136,8 +135,8 @@ def verify_folder(
     for shard, file, reason in unknown.damaged:
         findings.unknown.append((f"{shard}/{file}", reason))
         if repair:
-            with folder.lock.held(_LOCK_SECONDS), folder.shard(shard) as shard_fd:
-                folder.ops.unlink(file, shard_fd)
+            with folder.lock.held(_LOCK_SECONDS):
+                folder.ops.unlink(file, folder.shard(shard))
             findings.repaired += 1
     return findings
 
@@ -183,17 +182,21 @@ def _entries(folder: FolderView, names: Sequence[PageName], result: Unknown) -> 
         if name in known:
             continue
         try:
-            with opened_page(folder, name) as (fd, status):
+            fd = open_page(folder, name)
+            try:
                 header = read_header(folder.io, fd)
                 if name != header.name:
                     raise DamagedFileError("its name is not the one in its header")
                 layout = header.layout
-                check_size(status, layout.file_bytes)
+                check_size(fd, layout.file_bytes)
+                written = os.fstat(fd).st_mtime_ns
+            finally:
+                folder.ops.close(fd)
         except FileNotFoundError:
             continue
         except (DamagedFileError, OSError) as error:
             result.damaged.append((name.shard, name.file, str(error)))
             continue
         sizes = (layout.header_bytes, layout.payload_bytes)
-        entries.append(Entry(name, *sizes, header.writer, status.st_mtime_ns))
+        entries.append(Entry(name, *sizes, header.writer, written))
     return entries

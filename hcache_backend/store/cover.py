@@ -38,7 +38,9 @@ def cover(
             break
         listed = volume.lookup(namespace, [keys[number] for number in numbers])
         for number, entries in zip(numbers, listed, strict=True):
-            for entry in sorted(entries, key=lambda entry: entry.name.share.of):
+            if len(entries) > 1:
+                entries.sort(key=lambda entry: entry.name.share.of)
+            for entry in entries:
                 useful = entry.name.share.eighths & missing[number]
                 if useful and counts(volume, entry.name):
                     found[number].append(Piece(volume, entry, useful))

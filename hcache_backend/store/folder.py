@@ -19,8 +19,7 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 
@@ -132,7 +131,10 @@ class FolderView:
     def __init__(self, path: Path, ops: FileOps, buffer_bytes: int) -> None:
         self.path = path
         self.ops = ops
+        self._shards: dict[str, int] = {}
+        self._shards_lock = threading.Lock()
         with ExitStack() as stack:
+            self._open_files = stack
             self.root_fd = kept_open(os.open(path, FOLDER), stack)
             self._open(stack, buffer_bytes)
             self._open_files = stack.pop_all()
@@ -151,22 +153,26 @@ class FolderView:
         self.index_is_partial = not self._index_is_complete()
         self.io = PageIO(self.ops, reading_alignment(self.ops, self.root_fd, MARKER), buffer_bytes)
 
-    @contextmanager
-    def shard(self, name: str, *, make: bool = False) -> Iterator[int]:
-        """The open folder of page files whose keys begin with ``name``; ``make`` a missing one."""
-        try:
-            fd = self.ops.open(name, FOLDER, self.pages_fd)
-        except FileNotFoundError:
-            if not make:
-                raise
-            self.ops.make_folder(name, self.pages_fd)
-            fd = self.ops.open(name, FOLDER, self.pages_fd)
-        try:
-            yield fd
-        finally:
-            # Nothing was written through it, so a failure to close it means nothing.
-            with suppress(OSError):
-                self.ops.close(fd)
+    def shard(self, name: str, *, make: bool = False) -> int:
+        """The folder of page files whose keys begin with ``name``; ``make`` a missing one.
+
+        It stays open: to open and close it would be a third of a page's system calls. When ``make``
+        finds it deleted, it makes another.
+        """
+        known = self._shards.get(name)
+        if known is not None and (not make or os.fstat(known).st_nlink):
+            return known
+        with self._shards_lock:
+            if self._shards.get(name) == known:
+                try:
+                    fd = self.ops.open(name, FOLDER, self.pages_fd)
+                except FileNotFoundError:
+                    if not make:
+                        raise
+                    self.ops.make_folder(name, self.pages_fd)
+                    fd = self.ops.open(name, FOLDER, self.pages_fd)
+                self._shards[name] = kept_open(fd, self._open_files)
+            return self._shards[name]
 
     def shards(self) -> list[str]:
         """The shard folders that are there."""
@@ -255,11 +261,7 @@ class Folder(FolderView):
                 _set_aside(self.ops, self.root_fd)
 
     def _holds_no_pages(self) -> bool:
-        for name in self.shards():
-            with self.shard(name) as fd:
-                if self.ops.list(fd):
-                    return False
-        return True
+        return not any(self.ops.list(self.shard(name)) for name in self.shards())
 
 
 def is_store_folder(path: Path) -> bool:

@@ -149,30 +149,27 @@ def pack_header(
     namespace, key, share = name
     table = layout.table
     sizes = (layout.payload_bytes, table.page_bytes)
-    parts = (
-        _PREFIX.pack(MAGIC, VERSION, *share, layout.header_bytes, len(table.segments)),
-        bytes(16),
-        _FIELDS.pack(namespace, key, writer, *sizes, len(digests), 0),
-        table.packed,
-        struct.pack(f"<{len(digests)}Q", *digests),
-    )
-    target[:] = b"".join(parts).ljust(layout.header_bytes, b"\0")
-    target[_DIGEST] = _header_digest(target)
+    prefix = _PREFIX.pack(MAGIC, VERSION, *share, layout.header_bytes, len(table.segments))
+    fields = _FIELDS.pack(namespace, key, writer, *sizes, len(digests), 0)
+    units = struct.pack(f"<{len(digests)}Q", *digests)
+    body = (fields + table.packed + units).ljust(layout.header_bytes - _DIGEST.stop, b"\0")
+    target[:] = prefix + xxhash.xxh3_128_digest(prefix + body) + body
 
 
 def parse_header(data: memoryview) -> Header:
     """The header at the beginning of ``data``; a DamagedFileError unless it verifies."""
-    header = data[: header_length(data)]
+    header = bytes(data[: header_length(data)])
     _, version, number, of, _, segment_count = _PREFIX.unpack_from(header)
     if version != VERSION:
         raise DamagedFileError(f"format version {version}; this is version {VERSION}")
-    if _header_digest(header) != bytes(header[_DIGEST]):
+    rest = header[: _DIGEST.start] + header[_DIGEST.stop :]
+    if xxhash.xxh3_128_digest(rest) != header[_DIGEST]:
         raise DamagedFileError("header checksum")
     # From here on the bytes are what a writer meant.
     namespace, key, writer, _, _, unit_count, _ = _FIELDS.unpack_from(header, 32)
     behind = _SEGMENTS + PACKED_SEGMENT.size * segment_count
     share = Share(number, of)
-    layout = file_layout(_table(bytes(header[_SEGMENTS:behind])), share)
+    layout = file_layout(_table(header[_SEGMENTS:behind]), share)
     digests = struct.unpack_from(f"<{unit_count}Q", header, behind)
     return Header(PageName(namespace, key, share), writer, layout, digests)
 
@@ -218,9 +215,3 @@ def _check_bytes(what: str, value: bytes, length: int) -> None:
 @lru_cache(maxsize=256)
 def _table(packed: bytes) -> SegmentTable:
     return SegmentTable(tuple(map(Segment._make, PACKED_SEGMENT.iter_unpack(packed))))
-
-
-def _header_digest(header: memoryview) -> bytes:
-    hasher = xxhash.xxh3_128(header[: _DIGEST.start])
-    hasher.update(header[_DIGEST.stop :])
-    return hasher.digest()

@@ -97,18 +97,18 @@ class Index:
     def coverage(self, namespace: bytes, keys: Sequence[bytes]) -> list[int]:
         """Bit mask of the eighths of every page that stand in this folder."""
         with self._env.begin(db=self._pages) as txn:
-            get = txn.get
-            found = [get(namespace + key, b"") for key in keys]
-        # Most pages have one file, of the whole page: no function is called for those.
-        return [
-            ALL_EIGHTHS if records and records[_WHOLE_COUNT] == 1 else _eighths(records)
-            for records in found
-        ]
+            found = map(txn.get, [namespace + key for key in keys])
+            # Most pages have one file, of the whole page: no function is called for those.
+            return [
+                ALL_EIGHTHS if records and records[_WHOLE_COUNT] == 1 else _eighths(records)
+                for records in found
+            ]
 
     def lookup(self, namespace: bytes, keys: Sequence[bytes]) -> list[list[Entry]]:
         """The files of every page."""
-        with self._env.begin() as txn:
-            return [self._files(txn, namespace + key) for key in keys]
+        with self._env.begin(db=self._pages) as txn:
+            get = txn.get
+            return [_unpack(page := namespace + key, get(page, b"")) for key in keys]
 
     def find(self, name: PageName) -> Entry | None:
         """The entry of a file; None where there is none."""
@@ -291,9 +291,9 @@ def _unpack(page: bytes, records: bytes | memoryview) -> list[Entry]:
     ]
 
 
-def _eighths(records: bytes) -> int:
+def _eighths(records: bytes | None) -> int:
     mask = 0
-    for number, of, *_ in _RECORD.iter_unpack(records):
+    for number, of, *_ in _RECORD.iter_unpack(records or b""):
         mask |= Share(number, of).eighths
     return mask
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -29,8 +27,7 @@ from hcache_backend.store.page_io import PageIO, PageMemory
 from hcache_backend.units import ALL_EIGHTHS, SegmentTable, Share, Unit
 
 
-@dataclass(frozen=True)
-class Subset:
+class Subset(NamedTuple):
     """The part of a page that a caller wants.
 
     Attributes:
@@ -117,9 +114,8 @@ def write_page(folder: Folder, write: PageWrite, writer: bytes) -> Written:
 def give_name(folder: Folder, written: Written) -> None:
     """Make a page file of a file of the session."""
     name = written.entry.name
-    with folder.shard(name.shard, make=True) as shard_fd:
-        source_fd, source = folder.session.place(written.file)
-        folder.ops.rename(source, source_fd, name.file, shard_fd)
+    source_fd, source = folder.session.place(written.file)
+    folder.ops.rename(source, source_fd, name.file, folder.shard(name.shard, make=True))
 
 
 def remove_nameless(folder: Folder, number: int) -> None:
@@ -132,8 +128,7 @@ def remove_nameless(folder: Folder, number: int) -> None:
 def file_exists(folder: FolderView, name: PageName) -> bool:
     """Whether a page file is really there."""
     try:
-        with folder.shard(name.shard) as shard_fd:
-            folder.ops.stat(name.file, shard_fd)
+        folder.ops.stat(name.file, folder.shard(name.shard))
     except FileNotFoundError:
         return False
     return True
@@ -145,31 +140,21 @@ def delete_page(folder: FolderView, name: PageName, only: os.stat_result | None 
     Another file than the one with status ``only`` stays. Returns whether nothing stands there now.
     """
     try:
-        with folder.shard(name.shard) as shard_fd:
-            if only is not None:
-                there = folder.ops.stat(name.file, shard_fd)
-                if not os.path.samestat(there, only) or there.st_mtime_ns != only.st_mtime_ns:
-                    return False
-            folder.ops.unlink(name.file, shard_fd)
+        shard_fd = folder.shard(name.shard)
+        if only is not None:
+            there = folder.ops.stat(name.file, shard_fd)
+            if not os.path.samestat(there, only) or there.st_mtime_ns != only.st_mtime_ns:
+                return False
+        folder.ops.unlink(name.file, shard_fd)
     except FileNotFoundError:
         pass
     return True
 
 
-@contextmanager
-def opened_page(folder: FolderView, name: PageName) -> Iterator[tuple[int, os.stat_result]]:
-    """A page file, open for reading, and its status; FileNotFoundError when it is not there."""
-    with folder.shard(name.shard) as shard_fd:
-        fd = folder.ops.open(name.file, os.O_RDONLY | folder.io.alignment.flags, shard_fd)
-    try:
-        status = os.fstat(fd)
-        try:
-            yield fd, status
-        except DamagedFileError as error:
-            error.status = status
-            raise
-    finally:
-        folder.ops.close(fd)
+def open_page(folder: FolderView, name: PageName) -> int:
+    """Open a page file for reading; FileNotFoundError when it is not there."""
+    flags = os.O_RDONLY | folder.io.alignment.flags
+    return folder.ops.open(name.file, flags, folder.shard(name.shard))
 
 
 def read_page(folder: FolderView, read: PageRead, wanted: Subset) -> tuple[int, int]:
@@ -189,17 +174,24 @@ def read_page(folder: FolderView, read: PageRead, wanted: Subset) -> tuple[int, 
     """
     _, entry, memory, own = read
     share = entry.name.share
-    with opened_page(folder, entry.name) as (fd, status):
-        check_size(status, entry.file_bytes)
+    fd = open_page(folder, entry.name)
+    try:
+        check_size(fd, entry.file_bytes)
         if share == memory.share and wanted == Subset(eighths=own) and own == share.eighths:
             return _read_all(folder.io, fd, entry, memory)
         return _read_units(folder.io, fd, entry, memory, wanted, own)
+    except DamagedFileError as error:
+        error.status = os.fstat(fd)
+        raise
+    finally:
+        folder.ops.close(fd)
 
 
-def check_size(status: os.stat_result, file_bytes: int) -> None:
+def check_size(fd: int, file_bytes: int) -> None:
     """Refuse a file that is shorter or longer than ``file_bytes``, by a DamagedFileError."""
-    if status.st_size != file_bytes:
-        raise DamagedFileError(f"it has {status.st_size} bytes, not {file_bytes}")
+    size = os.fstat(fd).st_size
+    if size != file_bytes:
+        raise DamagedFileError(f"it has {size} bytes, not {file_bytes}")
 
 
 def read_header(io: PageIO, fd: int) -> Header:

@@ -14,6 +14,7 @@ import os
 import threading
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -54,8 +55,7 @@ class PageMemory:
         self.share = share
         self.digests = digests
         self.parts = [part for part in parts if part.nbytes]
-        self._ends = list(accumulate(part.nbytes for part in self.parts))
-        self.length = self._ends[-1] if self._ends else 0
+        self.length = sum([part.nbytes for part in self.parts])
 
     def pieces(self, start: int, length: int) -> list[memoryview]:
         """The memory of ``length`` bytes of the payload from ``start`` on."""
@@ -72,6 +72,10 @@ class PageMemory:
             length -= piece.nbytes
             number += 1
         return found
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(part.nbytes for part in self.parts))
 
     def digests_of(self, units: Sequence[Unit]) -> tuple[int, ...]:
         """The digests of units, as the memory is now."""
@@ -173,8 +177,7 @@ class PageIO:
 
     def _read_all(self, fd: int, pieces: Sequence[memoryview], offset: int, least: int) -> None:
         """Fill the first ``least`` bytes of ``pieces`` at least: the file may end behind them."""
-        while least > 0:
-            got = self._ops.read(fd, pieces, offset)
+        while (got := self._ops.read(fd, pieces, offset)) < least:
             if got <= 0:
                 # The file had its right length a moment ago, so it is the reading that fell short.
                 raise OSError(errno.EIO, "the file system returned too little, as of a cut file")

@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
-from dataclasses import replace
 from typing import NamedTuple
 
 from hcache_backend.config import HCacheConfig
@@ -112,15 +111,16 @@ class PageStore:
         check_names(namespace, keys)
         check_share(share)
         wanted = share.eighths
-        found = [0] * len(keys)
-        for volume in self.volumes:
+        first, *others = self.volumes
+        found = first.coverage(namespace, keys)
+        for volume in others:
             numbers = [number for number, mask in enumerate(found) if wanted & ~mask]
             if not numbers:
                 break
             masks = volume.coverage(namespace, [keys[number] for number in numbers])
             for number, mask in zip(numbers, masks, strict=True):
                 found[number] |= mask
-        return [not wanted & ~mask for mask in found]
+        return [wanted & mask == wanted for mask in found]
 
     def use(self, namespace: bytes, keys: Sequence[bytes], *, complete: bool = False) -> None:
         """The pages ``keys`` (32 bytes each) of a sequence, from its first one on, are being used.
@@ -249,7 +249,7 @@ class PageStore:
         if len(pages) != len(keys):
             raise ValueError(f"{len(pages)} pages for {len(keys)} keys")
         subset = subset or Subset()
-        wanted = replace(subset, eighths=subset.eighths & share.eighths)
+        wanted = subset._replace(eighths=subset.eighths & share.eighths)
         covers = cover(self.volumes, namespace, keys, wanted.eighths)
         reads: dict[Volume, list[PageRead]] = {}
         for number, pieces in enumerate(covers):

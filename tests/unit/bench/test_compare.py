@@ -101,12 +101,14 @@ def test_what_is_planned_has_a_server_for_each_setting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bench.compare.restore.find_spec", lambda name: name)
+    monkeypatch.setattr("bench.harness.mooncake.missing", lambda: None)
     assert list(servers(restore_plan(*METHODS, model=folder_model(tmp_path)))) == [
         ("hcache-hidden", ("disk", "balanced", "slow")),
         ("hcache-hidden-eager", ("disk", "slow")),
         ("hcache-kv", ("disk", "balanced", "slow")),
         ("file", ("disk", "balanced", "slow")),
         ("nixl", ("disk",)),
+        ("mooncake", ("disk",)),
         *(("hcache", (setting,)) for setting in SETTINGS),
         *(("hcache-eager", (setting,)) for setting in ("disk", "slow")),
         (HYBRID, ("balanced",)),
@@ -132,9 +134,13 @@ def test_the_disk_as_it_is_decides_how_slow_others_are_made() -> None:
 
 def test_what_is_not_installed_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.compare.restore.find_spec", lambda name: None)
-    plan = restore_plan("nixl", "file", settings=("disk",))
+    monkeypatch.setattr("bench.harness.mooncake.missing", lambda: "a reason")
+    plan = restore_plan("nixl", "mooncake", "file", settings=("disk",))
     assert list(servers(plan)) == [("file", ("disk",))]
-    assert list(left_out(plan)) == ["method nixl: it is not installed; see requirements/peers.txt"]
+    assert list(left_out(plan)) == [
+        "method nixl: it is not installed; see requirements/peers.txt",
+        "method mooncake: a reason",
+    ]
 
 
 def test_what_cannot_be_tried_is_said() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,4 +212,15 @@ def test_an_entry_without_file_is_removed_and_the_page_stored_again(tmp_path: Pa
     page_files(tmp_path / "store")[0].unlink()
     assert get(store, 1) is None
     assert store.exists(NAMESPACE, [key(1)]) == [False]
+    assert_sound(store)
+
+
+def test_a_shard_folder_that_is_deleted_while_open_is_made_anew(tmp_path: Path) -> None:
+    store = open_quiet(tmp_path / "store")
+    put(store, 1)
+    [shard] = (tmp_path / "store" / "pages").iterdir()
+    shutil.rmtree(shard)
+    assert get(store, 1) is None
+    assert put(store, 1) == [True]
+    assert get(store, 1) == content(key(1))
     assert_sound(store)
