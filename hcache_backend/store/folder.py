@@ -92,15 +92,16 @@ class Session:
 
     def place(self, number: int) -> tuple[int, str]:
         """The open folder of file ``number``, and its name there."""
-        lane = f"{_LANE}{number % LANES}"
-        with self._lanes_lock:
-            fd = self._lanes.get(number % LANES)
-            if fd is None:
-                with suppress(FileExistsError):
-                    self._ops.make_folder(lane, self.fd)
-                fd = kept_open(self._ops.open(lane, FOLDER, self.fd), self._open_files)
-                self._lanes[number % LANES] = fd
-        return fd, str(number)
+        lane = number % LANES
+        if lane not in self._lanes:
+            with self._lanes_lock:
+                if lane not in self._lanes:
+                    name = f"{_LANE}{lane}"
+                    with suppress(FileExistsError):
+                        self._ops.make_folder(name, self.fd)
+                    fd = kept_open(self._ops.open(name, FOLDER, self.fd), self._open_files)
+                    self._lanes[lane] = fd
+        return self._lanes[lane], str(number)
 
     def close(self) -> None:
         """Remove what is unfinished; what cannot be removed goes at the next opening."""
