@@ -117,6 +117,5 @@ def server_options(
         storage_backend=method.storage,
         extra_config=config,
         extra_env=environment,
-        ready_timeout_s=600.0,
         **options,
     )

@@ -65,7 +65,7 @@ class ServerOptions:
     extra_args: Sequence[str] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
     fork: bool = True
-    ready_timeout_s: float = 240.0
+    ready_timeout_s: float = 600.0
 
     def arguments(self, port: int) -> list[str]:
         """Arguments of `python -m sglang.launch_server`."""
