@@ -22,7 +22,8 @@ from hcache_backend import streams
 from hcache_backend.arena import Ids
 from hcache_backend.engine import metrics
 from hcache_backend.engine.eager_loads import EagerLoads
-from hcache_backend.engine.hits.start import judge_other_hits
+from hcache_backend.engine.hits.hooks import note_arrival
+from hcache_backend.engine.hits.start import judge_other_hits, stop_judging
 from hcache_backend.engine.host_pool import OwnPagesPool
 from hcache_backend.engine.loads import LoadQueue, Prefix, QueuedLoad
 from hcache_backend.engine.ranks import on_all_ranks
@@ -63,6 +64,10 @@ class OwnPagesController(HybridCacheController, ABC):
         super().attach_storage_backend(storage_backend, *args, **kwargs)
         if not self._storage_verifies():
             judge_other_hits(current(), storage_backend)
+
+    def detach_storage_backend(self) -> None:
+        super().detach_storage_backend()
+        stop_judging(current())
 
     def reset(self) -> None:
         super().reset()
@@ -210,14 +215,14 @@ class OwnPagesController(HybridCacheController, ABC):
         first = self._loads.first_to_read(wanted) if self._storage_verifies() else 0
         host_pages = self._expect(host_indices, first)
         got = super()._page_get_zero_copy(operation, hash_values, host_indices, *others)
-        return self._proven_pages(operation, hash_values, host_pages, got)
+        return self._arrived(operation, hash_values, host_pages, got)
 
     def _generic_page_get(
         self, operation: Any, hash_values: Any, host_indices: torch.Tensor, *others: Any
     ) -> int:
         host_pages = self._expect(host_indices, 0)
         got = super()._generic_page_get(operation, hash_values, host_indices, *others)
-        return self._proven_pages(operation, hash_values, host_pages, got)
+        return self._arrived(operation, hash_values, host_pages, got)
 
     def _expect(self, host_indices: torch.Tensor, first_layer: int) -> Ids:
         """L3 is about to fill these pages, from ``first_layer`` on; int64 ``[pages]``."""
@@ -228,6 +233,13 @@ class OwnPagesController(HybridCacheController, ABC):
     def _storage_verifies(self) -> bool:
         """Whether L3 is our own store, which verifies each segment it reads, and reads parts."""
         return getattr(self.storage_backend, "verifies_segments", False)
+
+    def _arrived(
+        self, operation: Any, hash_values: Sequence[str], host_pages: Ids, got: int
+    ) -> int:
+        proven = self._proven_pages(operation, hash_values, host_pages, got)
+        note_arrival(self, proven)
+        return proven
 
     def _proven_pages(
         self, operation: Any, hash_values: Sequence[str], host_pages: Ids, got: int

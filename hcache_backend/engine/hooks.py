@@ -22,7 +22,6 @@ EVENTS = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.check_hicac
 DRAIN = (
     "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache._drain_storage_control_queues_impl"
 )
-IS_IDLE = "sglang.srt.managers.scheduler.Scheduler.is_fully_idle"
 PREFETCH = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.prefetch_from_storage"
 WRITTEN = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.write_backup_storage"
 IDLE = "sglang.srt.managers.scheduler.Scheduler.on_idle"
@@ -31,6 +30,7 @@ LOAD_BACK = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.init_loa
 BATCH = "sglang.srt.managers.scheduler.Scheduler.run_batch"
 COMPUTED = "sglang.srt.managers.scheduler.Scheduler.process_batch_result"
 _CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController."
+STOP = "sglang.srt.managers.cache_controller.HiCacheController._stop_storage_threads"
 LOOK_UP = _CONTROLLER + "_storage_hit_query"
 READ = _CONTROLLER + "_page_transfer"
 READ_BATCH = "sglang.srt.managers.cache_controller.HiCacheController._page_transfer_kv_batch"
@@ -87,7 +87,7 @@ def hit_hooks() -> list[Hook]:
         Hook(PREFETCH, hits.around_prefetch),
         Hook(EVENTS, hits.around_turn),
         Hook(DRAIN, hits.around_drain),
-        Hook(IS_IDLE, hits.around_idle),
+        Hook(STOP, hits.around_stop),
         Hook(BATCH, hits.around_batch),
         Hook(COMPUTED, hits.after_batch),
         Hook(LOOK_UP, hits.around_look_up),

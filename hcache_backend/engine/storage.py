@@ -14,6 +14,7 @@ that was not stored is reported as done and counted, because a False would end t
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,6 +33,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hcache_backend.engine import metrics
+from hcache_backend.engine.hits.start import stop_judging
 from hcache_backend.engine.pool_pages import tensor_parts
 from hcache_backend.engine.repairs import Repairs
 from hcache_backend.engine.startup import attach
@@ -108,7 +110,9 @@ class HCacheStorage(HiCacheStorage):
         self._count_tokens(hit=pages, unreadable=len(keys) - pages)
         if time.monotonic() > self._reported + _REPORT_SECONDS:
             self._reported = time.monotonic()
-            self._guard("report", self._leave_report, None)
+            report = partial(self._guard, "report", self._leave_report, None)
+            # Not in the thread that reads: the folders may be slow.
+            threading.Thread(target=report, name="hcache-report", daemon=True).start()
         return found
 
     def batch_set_v1(
@@ -221,9 +225,7 @@ class HCacheStorage(HiCacheStorage):
         """Called at detach; data stays."""
         if self._drop_own_pages in self._runtime.on_distrust:
             self._runtime.on_distrust.remove(self._drop_own_pages)
-        if self._runtime.hit_gate is not None:
-            self._runtime.hit_gate.end()
-            self._runtime.hit_gate = None
+        stop_judging(self._runtime)
         self._pools.close()
 
     # ---- internals ----

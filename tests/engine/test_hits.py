@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench.harness.models import build_model
-from bench.harness.server import Server, ServerError, ServerOptions
+from bench.harness.server import Server, ServerOptions
 from hcache_backend.cli.metrics_page import fetch
 from tests.engine.harness.conversations import Conversation, ask, random_tokens, turns_of
 from tests.engine.harness.ours import (
@@ -158,8 +158,6 @@ def test_a_disk_that_stops_answering_holds_nobody_up(model: Path, server: Server
     conversations += asked(server, prompts[0] + random_tokens(50, 10))
     assert sum(turn.cached.storage for turn in turns_of(conversations)) == 0
     assert fetch(server.url).counters["problems"].get("l3_overdue", 0) >= 1
-    with pytest.raises(ServerError):  # it would stop threads that do not stop
-        server.flush_cache(timeout=1)
     l3_rate(server, FAST)
     assert_no_cache_output(model, conversations)
 
@@ -202,6 +200,16 @@ def test_two_ranks_decide_the_same(kind: str, model: Path, tmp_path: Path) -> No
             l3_rate(server, FAST)
         assert count(server, "slower") + count(server, "ended") > 0
         assert "Exception in thread" not in server.log_text()
+    assert_no_cache_output(model, conversations)
+
+
+def test_pipeline_stages_read_hits_and_go_on(model: Path, tmp_path: Path) -> None:
+    with Server(server_options(model, tmp_path, "own", pp=2)) as server:
+        conversations: list[Conversation] = []
+        for seed in range(3):
+            found, asked = from_l3(server, stored(server, seed))
+            assert found >= TOKENS - 2 * PAGE
+            conversations += asked
     assert_no_cache_output(model, conversations)
 
 

@@ -32,6 +32,10 @@ class Hit(NamedTuple):
         """What is left of it when its first ``tokens`` have arrived."""
         return Hit(self.tokens - tokens, self.prefix + tokens, self.rest)
 
+    def cut(self, tokens: int) -> Hit:
+        """Its first ``tokens``, the others being computed."""
+        return Hit(tokens, self.prefix, self.rest + self.tokens - tokens)
+
 
 @dataclass(frozen=True)
 class Machine:

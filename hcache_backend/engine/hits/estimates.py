@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -16,6 +15,8 @@ _FADING = 0.65
 """Weight of a measurement relative to the next one: two in a row outweigh all before them, so one
 that was disturbed does not count and a change is believed at once."""
 _MODEL_WEIGHT = 0.1
+"""So much as measurements of four times the size, or a quarter, together have: beyond, the model
+counts, since small operations say little about the cost of large ones."""
 
 
 class Estimate:
@@ -49,7 +50,7 @@ class Estimate:
         with self._lock:
             measured = list(self._measured)
         weighted = [
-            (ratio, _FADING**age / (1 + abs(math.log2(tokens / size))))
+            (ratio, _FADING**age * min(size / tokens, tokens / size) ** 2)
             for age, (size, ratio) in enumerate(reversed(measured))
         ]
         if self._known:

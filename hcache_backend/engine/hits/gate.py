@@ -14,19 +14,16 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from hcache_backend.engine import metrics
 from hcache_backend.engine.hits.costs import Costs, Hit, Machine
+from hcache_backend.engine.hits.progress import L3Progress, Reading
 
 logger = logging.getLogger("hcache")
 
-OVERDUE_SECONDS = 0.5
-"""A read is overdue when it takes so much longer than twice what it should, a look-up when it takes
-so long."""
 TRIAL_SECONDS = 10.0
 """When hits are refused because L3 is slow, one is read so long after the last read, ..."""
 LONGEST_TRIAL_SECONDS = 320.0
@@ -35,9 +32,13 @@ TRIAL_SHARE = 0.1
 """...for this share of the time that it would save; then its prefetch is judged like others."""
 _ENDING_MARGIN = 1.25
 """A prefetch ends only if going on would be so many times slower: it is not ended for noise."""
+_JUDGED = 4
+"""Prefetches that are judged in a turn: L3 is read for one after the other."""
 _REMEMBERED = 4096
 _SILENCE_SECONDS = 60.0
 """Between two log lines about refused hits."""
+_SHOWN_SECONDS = 1.0
+"""Between two times that rates are shown."""
 
 
 @dataclass
@@ -76,24 +77,6 @@ class Running(NamedTuple):
     whole: bool
 
 
-@dataclass
-class _Reading:
-    """What HiCache's reading thread is at.
-
-    Attributes:
-        start: When it began; the clock's seconds.
-        wanted: Tokens to be read.
-        step: Tokens that are reported together.
-        tokens: Tokens that were read.
-    """
-
-    request_id: str
-    start: float
-    wanted: int
-    step: int
-    tokens: int = 0
-
-
 class HitGate:
     """Takes or refuses L3 hits, and ends prefetches. It never raises on purpose and never waits.
 
@@ -105,6 +88,7 @@ class HitGate:
 
     Attributes:
         costs: What it expects of operations.
+        l3: What HiCache's threads are at.
         unfinished: Prefetches that HiCache's threads are still at on some rank, also those that
             nobody waits for any more; the same on every rank.
     """
@@ -124,16 +108,16 @@ class HitGate:
         self._lock = threading.Lock()
         self._asked: dict[str, _Asked] = {}
         self._refused: OrderedDict[str, None] = OrderedDict()
-        self._looking_since: float | None = None
-        self._reading: _Reading | None = None
+        self.l3 = L3Progress(self.costs, clock)
         self._last_read: float | None = None
         self._trial_seconds = TRIAL_SECONDS
         self._gpu_wanted = False
-        self._overdue = False
+        self._agreed_overdue = False
         self._said: float | None = None
+        self._shown: float | None = None
         self._show()
 
-    def end(self) -> None:
+    def clear_metrics(self) -> None:
         """The backend is detached."""
         for operation in self.costs.rates():
             metrics.RATES.set(operation, self._backend, value=0)
@@ -154,7 +138,7 @@ class HitGate:
 
         Not while L3 is overdue, as all ranks have agreed: nobody would wait for the answer.
         """
-        if self._overdue:
+        if self._agreed_overdue:
             return False
         with self._lock:
             self._asked[request_id] = _Asked(prefix)
@@ -169,24 +153,24 @@ class HitGate:
         verdicts, queued = [], 0
         with self._lock:
             kept = {one.request_id for one in running}
-            reading = self._reading
+            reading = self.l3.reading
             if reading is not None:  # perhaps for a request that does not wait any more
                 kept.add(reading.request_id)
             self._asked = {name: asked for name, asked in self._asked.items() if name in kept}
             for one in running:
                 if one.request_id in self._asked:
                     self._asked[one.request_id].arrived = one.arrived
-            overdue = self._is_overdue(now)
-            for one in running:
+            overdue = self.l3.seems_overdue(now)
+            for place, one in enumerate(running):
                 asked = self._asked.get(one.request_id)
-                ends = asked is not None and self._ends(asked, one, queued, now)
+                ends = asked is not None and place < _JUDGED and self._ends(asked, one, queued, now)
                 queued += asked.left if asked is not None else 0
                 verdicts.append(overdue or ends)
         return [*verdicts, overdue]
 
     def agreed(self, ended: Sequence[str], overdue: bool) -> None:
         """What every rank's :meth:`to_end` together say: whose prefetches end, and of L3."""
-        before, self._overdue = self._overdue, overdue
+        before, self._agreed_overdue = self._agreed_overdue, overdue
         with self._lock:
             for request_id in ended:
                 asked = self._asked.get(request_id)
@@ -205,7 +189,7 @@ class HitGate:
     @property
     def is_overdue(self) -> bool:
         """Whether L3 was overdue when the ranks last agreed."""
-        return self._overdue
+        return self._agreed_overdue
 
     def prefilled(self, tokens: int, prefix: float, loaded: int, seconds: float) -> None:
         """A batch computed ``tokens`` behind ``prefix`` on average, and waited for a load.
@@ -223,15 +207,6 @@ class HitGate:
             self._show()
 
     # ---- the thread that asks L3 ----
-
-    @contextmanager
-    def looking(self) -> Iterator[None]:
-        """L3 is asked within the block."""
-        self._looking_since = self._clock()
-        try:
-            yield
-        finally:
-            self._looking_since = None
 
     def was_refused(self, request_id: str) -> bool:
         """Whether a hit of the request was refused, or its prefetch ended: that is final."""
@@ -251,7 +226,7 @@ class HitGate:
             hit = Hit(tokens, asked.prefix, wanted - tokens + 1)
             asked.hit = None
             problem = self._too_slow(hit, now)
-            asked.trial = problem is not None and self._is_trial_due(now)
+            asked.trial = problem is not None and self._is_trial_due(hit, now)
             if problem is None or asked.trial:
                 asked.hit = hit
             else:
@@ -268,51 +243,57 @@ class HitGate:
 
     def read_begins(self, request_id: str, wanted: int, step: int) -> None:
         """L3 is going to be read: ``wanted`` tokens, ``step`` at a time."""
-        self._reading = _Reading(request_id, self._clock(), wanted, step)
-
-    def read(self, tokens: int) -> None:
-        """So many more tokens were read."""
-        if self._reading is not None:
-            self._reading.tokens += tokens
+        with self._lock:
+            asked = self._asked.get(request_id)
+            if asked is not None and asked.hit is not None:  # other ranks may have less of it
+                asked.hit = asked.hit.cut(wanted)
+            self.l3.begin(request_id, wanted, step)
 
     def read_ends(self) -> None:
         """What was begun is over, whatever came of it."""
-        reading, self._reading = self._reading, None
+        reading = self.l3.reading
         if reading is None:
             return
         seconds = self._clock() - reading.start
         self._measured(reading.tokens, reading.wanted, seconds)
         with self._lock:
+            self.l3.reading = None
             asked = self._asked.get(reading.request_id)
             if asked is not None:
                 self._plan_trial(asked, reading, seconds)
 
-    def _plan_trial(self, asked: _Asked, reading: _Reading, seconds: float) -> None:
+    def _plan_trial(self, asked: _Asked, reading: Reading, seconds: float) -> None:
         """When to try next, now that a hit was read. Under the lock."""
-        hit = asked.hit
-        saved = self.costs.saved(hit) if hit is not None else None  # None: it was ended
+        hit = asked.hit  # None: it was ended
         if not asked.trial:
             self._trial_seconds = TRIAL_SECONDS
-        elif saved and reading.tokens == reading.wanted and seconds * self._min_gain < saved:
+        elif hit is not None and reading.tokens < reading.wanted:
+            return  # its client is gone, or pages are: that says nothing of the disk
+        elif hit is not None and self._pays(hit, seconds):
             self._trial_seconds = 0.0  # the next one confirms it
         else:
             longer = max(TRIAL_SECONDS, 2 * self._trial_seconds)
             self._trial_seconds = min(longer, LONGEST_TRIAL_SECONDS)
 
     def _measured(self, tokens: int, wanted: int, seconds: float) -> None:
+        self._last_read = self._clock()
         expected = self.costs.read.seconds(wanted)
         if not tokens and expected is not None and seconds > expected:
             tokens = wanted  # it failed, and that took longer than reading
         if tokens:
-            self._last_read = self._clock()
             self.costs.read.measured(tokens, 0, seconds)
             self._show()
 
     # ---- estimates ----
 
+    def _pays(self, hit: Hit, read: float) -> bool:
+        """Whether to read a hit in so many seconds, and to load it, is worth it."""
+        saved = self.costs.saved(hit)
+        return saved is None or (read + self.costs.loaded(hit.tokens)) * self._min_gain <= saved
+
     def _too_slow(self, hit: Hit, now: float) -> str | None:
         """Why a hit is not to be read, or None. Under the lock."""
-        if self._is_overdue(now):
+        if self.l3.seems_overdue(now):
             return "L3 is overdue"
         saved = self.costs.saved(hit)
         if saved is None:
@@ -325,7 +306,7 @@ class HitGate:
             found = self.costs.read.seconds(queued + hit.tokens)
             if found is None:
                 return None
-            read = found * self._slowdown(now)
+            read = found * self.l3.slowdown(now)
         if (read + load) * self._min_gain <= saved:
             return None
         return (
@@ -339,7 +320,7 @@ class HitGate:
         saved = self.costs.saved(asked.hit.without(asked.arrived))
         if saved is None:
             return False
-        reading, elapsed, pace = self._reading, 0.0, 0.0
+        reading, elapsed, pace = self.l3.reading, 0.0, 0.0
         if reading is not None and reading.request_id == one.request_id:
             elapsed = now - reading.start
             pace = elapsed * asked.left / (asked.arrived + one.step)
@@ -350,34 +331,11 @@ class HitGate:
         expected = 0.0 if asked.trial else self.costs.read.seconds(queued + asked.left) or 0.0
         return max(pace, expected) * self._min_gain > _ENDING_MARGIN * saved
 
-    def _slowdown(self, now: float) -> float:
-        """How many times slower than it should be the read in progress is; at least 1."""
-        reading = self._reading
-        if reading is None:
-            return 1.0
-        expected = self._expected(reading)
-        return max(1.0, (now - reading.start) / expected) if expected else 1.0
-
-    def _expected(self, reading: _Reading) -> float | None:
-        """Seconds after which more should have arrived of what is being read."""
-        asked = self._asked.get(reading.request_id)
-        arrived = asked.arrived if asked is not None else 0
-        return self.costs.read.seconds(arrived + reading.step)
-
-    def _is_overdue(self, now: float) -> bool:
-        looking, reading = self._looking_since, self._reading
-        if looking is not None and now - looking > OVERDUE_SECONDS:
-            return True
-        if reading is None:
-            return False
-        expected = self._expected(reading)
-        if expected is None:
-            expected = self.costs.prefill.seconds(reading.step) or 10 * OVERDUE_SECONDS
-        return now - reading.start > 2 * expected + OVERDUE_SECONDS
-
-    def _is_trial_due(self, now: float) -> bool:
-        busy = self._reading is not None or any(asked.left for asked in self._asked.values())
-        if busy or self._is_overdue(now):
+    def _is_trial_due(self, hit: Hit, now: float) -> bool:
+        if not self._pays(hit, 0.0):
+            return False  # however fast L3 is
+        busy = self.l3.reading is not None or any(asked.left for asked in self._asked.values())
+        if busy or self.l3.seems_overdue(now):
             return False
         return self._last_read is None or now - self._last_read >= self._trial_seconds
 
@@ -389,5 +347,9 @@ class HitGate:
             self._refused.popitem(last=False)
 
     def _show(self) -> None:
+        now = self._clock()
+        if self._shown is not None and now - self._shown < _SHOWN_SECONDS:
+            return
+        self._shown = now
         for operation, rate in self.costs.rates().items():
             metrics.RATES.set(operation, self._backend, value=rate)

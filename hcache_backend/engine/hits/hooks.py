@@ -23,6 +23,9 @@ from hcache_backend.engine.runtime import current
 
 logger = logging.getLogger("hcache")
 
+_STOP_SECONDS = 60.0
+"""How long the threads of a server without requests may take to end a read."""
+
 
 def gate_of(cache: Any) -> HitGate | None:
     """What decides about the hits of a cache, or of its controller; None: they are all read."""
@@ -58,13 +61,15 @@ def around_prefetch(
 ) -> Any:
     """Around ``UnifiedRadixCache.prefetch_from_storage``."""
     gate = gate_of(cache)
+    asks = True
     if gate is not None and request not in cache.ongoing_prefetch:
-        given = inspect.signature(original).bind(cache, request, *a, **kw).arguments
-        prefix = len(given.get("matched_prefix_tokens") or ())
-        if not gate.may_ask(request.rid, prefix):
-            cache.storage_prefetch_retries.cancel(request.rid)
-            return None
-    return original(cache, request, *a, **kw)
+        with harmless():
+            given = inspect.signature(original).bind(cache, request, *a, **kw).arguments
+            asks = gate.may_ask(request.rid, len(given.get("matched_prefix_tokens") or ()))
+    if asks:
+        return original(cache, request, *a, **kw)
+    cache.storage_prefetch_retries.cancel(request.rid)
+    return None
 
 
 def around_turn(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
@@ -111,15 +116,16 @@ def around_drain(
 ) -> Any:
     """Around ``UnifiedRadixCache._drain_storage_control_queues_impl``.
 
-    It takes as many answers of L3 and reports of reads as there are on every rank.
+    It takes as many answers of L3 and reports of reads as there are on every rank. Of pipeline
+    stages only the first one knows that they are there.
     """
     gate = gate_of(cache)
-    if gate is None:
+    if gate is None or cache.pp_size > 1:
         return original(cache, n_storage_hit, n_ack_prefetch, *a, **kw)
     controller = cache.cache_controller
     asked, reports = controller.prefetch_hit_queue.queue, controller.ack_prefetch_queue.queue
-    answered = [asked[i] for i in range(n_storage_hit or 0)]
-    taken = [reports[i] for i in range(n_ack_prefetch or 0)]
+    answered = list(itertools.islice(asked, n_storage_hit or 0))
+    taken = list(itertools.islice(reports, n_ack_prefetch or 0))
     result = original(cache, n_storage_hit, n_ack_prefetch, *a, **kw)
     unread = [operation for operation in answered if operation.host_indices is None]
     read = [report.operation for report in taken if report.completed_req]
@@ -127,17 +133,35 @@ def around_drain(
     return result
 
 
-def around_idle(
-    original: Callable[..., Any], scheduler: Any, for_health_check: bool = False, **kw: Any
-) -> Any:
-    """Around ``Scheduler.is_fully_idle``.
+def around_stop(original: Callable[..., Any], controller: Any, *a: Any, **kw: Any) -> Any:
+    """Around ``HiCacheController._stop_storage_threads``, for a flush or a detach.
 
-    Who flushes or detaches stops the storage threads: where they are still at a prefetch that has
-    ended, ranks would wait for each other's, and SGLang gives up.
+    A thread of this rank that stops before a prefetch whose request is gone would leave those of
+    other ranks in a reduction, and SGLang gives the server up. No request is being served now.
     """
-    idle = original(scheduler, for_health_check=for_health_check, **kw)
-    gate = gate_of(scheduler.tree_cache)
-    return idle and (for_health_check or gate is None or not gate.unfinished)
+    gate = current().hit_gate
+    if gate is not None:
+        with harmless():
+            _let_threads_finish(gate, controller)
+            gate.unfinished.clear()
+    return original(controller, *a, **kw)
+
+
+def _let_threads_finish(gate: HitGate, controller: Any) -> None:
+    """Wait until HiCache's threads have done, on this rank, all that was asked of them."""
+    threads = (
+        controller.prefetch_thread,
+        controller.prefetch_io_aux_thread,
+        controller.prefetch_sync_thread,
+    )
+    deadline = time.monotonic() + _STOP_SECONDS
+    while all(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
+        answered = set(controller.prefetch_hit_queue.queue)
+        reports = list(controller.ack_prefetch_queue.queue)
+        read = {report.operation for report in reports if report.completed_req}
+        if not gate.unfinished - answered - read:
+            return
+        time.sleep(0.001)
 
 
 def _running(cache: Any, operation: Any) -> Running:
@@ -233,7 +257,7 @@ def around_look_up(
         return original(controller, operation, *a, **kw)
     if gate.was_refused(operation.request_id):
         return [], 0
-    with gate.looking():
+    with gate.l3.looking():
         keys, tokens = original(controller, operation, *a, **kw)
     taken = True
     with harmless():
@@ -260,7 +284,14 @@ def around_read(original: Callable[..., Any], controller: Any, operation: Any) -
 def around_read_batch(original: Callable[..., Any], controller: Any, *a: Any, **kw: Any) -> Any:
     """Around ``HiCacheController._page_transfer_kv_batch``: pages have arrived."""
     pages = original(controller, *a, **kw)
+    if not hasattr(controller, "pages_per_report"):  # ours tells each part itself
+        note_arrival(controller, pages)
+    return pages
+
+
+def note_arrival(controller: Any, pages: int) -> None:
+    """So many more pages of the prefetch that is being read are there."""
     gate = gate_of(controller)
     if gate is not None:
-        gate.read(pages * controller.page_size)
-    return pages
+        with harmless():
+            gate.l3.arrived(pages * controller.page_size)

@@ -28,12 +28,17 @@ def judge_other_hits(runtime: Runtime, backend: str) -> None:
 def may_judge(runtime: Runtime, config: HCacheConfig) -> bool:
     """Whether hits are judged at all; until a gate is set every hit is read.
 
-    A decode server of prefill/decode disaggregation fails requests whose hits do not come.
+    A decode server of prefill/decode disaggregation fails requests whose hits do not come, and
+    without host pages of their own prefetches end in other ways.
     """
     runtime.hit_gate = None
     if config.min_gain == 0:
         return False
-    if resolved(runtime.runner.server_args).disaggregation_mode == "decode":
+    arguments = resolved(runtime.runner.server_args)
+    may_decode = getattr(arguments, "enable_pd_role_switch", False)  # not in 0.5.20
+    if may_decode or arguments.disaggregation_mode == "decode":
+        return False
+    if arguments.hicache_host_memory_mode == "buffer_only":
         return False
     missing = hooks.install(hooks.hit_hooks())
     if missing is not None:
@@ -49,3 +54,10 @@ def known_machine(runtime: Runtime, config: HCacheConfig) -> Machine | None:
     ranks = int(resolved(runtime.runner.server_args).tp_size)
     eager = config.restore != "layerwise"
     return Machine(methods.profile, methods.shape, methods.partition, ranks, eager)
+
+
+def stop_judging(runtime: Runtime) -> None:
+    """The storage backend is detached."""
+    if runtime.hit_gate is not None:
+        runtime.hit_gate.clear_metrics()
+        runtime.hit_gate = None

@@ -54,6 +54,8 @@ def unconfigured_runtime() -> Runtime:
         model=torch.nn.Module(),
         dtype=torch.bfloat16,
         kv_cache_dtype=torch.bfloat16,
-        server_args=SimpleNamespace(page_size=PAGE),
+        server_args=SimpleNamespace(
+            page_size=PAGE, disaggregation_mode="null", hicache_host_memory_mode="cache"
+        ),
     )
     return Runtime(runner, weights=Weights(b"w" * 16))

@@ -89,3 +89,13 @@ def test_a_profile_gives_all_rates() -> None:
     eager = Machine(machine.profile, LLAMA_7B, machine.partition, eager=True)
     assert 0 < Costs(eager).loaded(4096) < costs.loaded(4096) / 2
     assert Costs(machine.of_other_l3()).read.seconds(4096) is None
+
+
+def test_short_prefills_say_nothing_of_long_ones() -> None:
+    """They take as long as the machine needs for any."""
+    costs = Costs(Machine(preset_profile("h100", 1), LLAMA_7B, Partition(0, 0, 32)))
+    hit = Hit(tokens=4096, prefix=0, rest=1)
+    before = costs.saved(hit)
+    for _ in range(10):
+        costs.prefill.measured(32, 4096, 0.012)
+    assert costs.saved(hit) == pytest.approx(before, rel=0.05)

@@ -9,11 +9,11 @@ import pytest
 
 from hcache_backend.engine.hits.gate import (
     LONGEST_TRIAL_SECONDS,
-    OVERDUE_SECONDS,
     TRIAL_SECONDS,
     HitGate,
     Running,
 )
+from hcache_backend.engine.hits.progress import LONGEST_PART_SECONDS, OVERDUE_SECONDS
 
 STEP = 128
 
@@ -50,7 +50,7 @@ def reading(gate: HitGate, name: str, wanted: int) -> Iterator[None]:
 def read(gate: HitGate, clock: Clock, seconds: float, tokens: int = 1000) -> None:
     """L3 brought ``tokens`` tokens in ``seconds``."""
     with reading(gate, "earlier", tokens):
-        gate.read(tokens)
+        gate.l3.arrived(tokens)
         clock.now += seconds
 
 
@@ -163,7 +163,7 @@ def trial(gate: HitGate, clock: Clock, name: str, seconds: float) -> None:
     """A hit is read although L3 was slow, and takes ``seconds``."""
     assert takes(gate, name)
     with reading(gate, name, 1000):
-        gate.read(1000)
+        gate.l3.arrived(1000)
         clock.now += seconds
     turn(gate)
 
@@ -189,6 +189,36 @@ def test_a_slow_disk_is_tried_less_and_less_often(gate: HitGate, clock: Clock) -
         trial(gate, clock, name, 10.0)
         pause = min(2 * pause, LONGEST_TRIAL_SECONDS)
     assert pause == LONGEST_TRIAL_SECONDS
+
+
+def test_a_fast_disk_is_not_tried_for_a_hit_whose_load_is_slow(gate: HitGate, clock: Clock) -> None:
+    for _ in range(2):
+        read(gate, clock, 0.4)
+    gate.prefilled(10, 1000, loaded=1000, seconds=2.0)
+    clock.now += TRIAL_SECONDS + 1
+    assert not takes(gate, "a")
+
+
+def test_a_trial_counts_the_load_too(gate: HitGate, clock: Clock) -> None:
+    """Reading alone would be sooner than computing, reading and loading are not."""
+    gate.prefilled(10, 1000, loaded=1000, seconds=0.81)
+    for _ in range(2):
+        read(gate, clock, 0.4)
+    assert not takes(gate, "a")
+    clock.now += TRIAL_SECONDS + 1
+    trial(gate, clock, "b", 0.4)
+    assert not takes(gate, "c")
+
+
+def test_a_trial_that_its_client_ends_says_nothing_of_the_disk(gate: HitGate, clock: Clock) -> None:
+    for _ in range(2):
+        read(gate, clock, 10.0)
+    for name in "ab":
+        clock.now += TRIAL_SECONDS + 1
+        assert takes(gate, name)
+        with reading(gate, name, 1000):
+            clock.now += 0.01
+        turn(gate)
 
 
 def test_a_trial_of_a_slow_disk_costs_a_tenth_of_what_the_hit_saves(
@@ -257,6 +287,7 @@ def test_a_prefetch_goes_on_when_little_is_left(gate: HitGate, clock: Clock) -> 
     assert takes(gate, "a", 1024)
     with reading(gate, "a", 1024):
         clock.now += 1.1  # slower than it should have been, and as fast as computing
+        gate.l3.arrived(896)
         assert turn(gate, at("a", 896)) == []
         assert turn(gate, at("a", 1024)) == []
 
@@ -282,6 +313,7 @@ def test_the_read_of_a_prefetch_that_ended_is_no_reason_to_end_others(
     assert takes(gate, "a") and takes(gate, "b")
     with reading(gate, "a", 1000):
         clock.now += 4.0
+        gate.l3.arrived(768)
         assert turn(gate, at("a", 768), at("b")) == []
         clock.now += 0.5
         assert turn(gate, at("b")) == []  # the other one's request was aborted
@@ -308,6 +340,30 @@ def test_while_a_read_is_overdue_everything_ends_and_nothing_is_asked(
     assert gate.may_ask("c", 0)
 
 
+def test_reads_that_hung_teach_no_patience(gate: HitGate, clock: Clock) -> None:
+    for _ in range(2):
+        read(gate, clock, 3600.0)
+    gate.gpu_is_wanted(True)
+    assert takes(gate, "a")
+    with reading(gate, "a", 1000):
+        clock.now += 2 * LONGEST_PART_SECONDS + OVERDUE_SECONDS + 0.01
+        assert turn(gate, at("a")) == ["a"]
+
+
+def test_a_read_whose_parts_come_is_not_overdue_though_nobody_looked(
+    gate: HitGate, clock: Clock
+) -> None:
+    """The scheduler is in one long step, and its turns come late."""
+    read(gate, clock, 1.0, tokens=2000)
+    gate.gpu_is_wanted(True)
+    assert takes(gate, "a") and takes(gate, "b")
+    with reading(gate, "a", 1000):
+        for _ in range(7):
+            clock.now += 0.3
+            gate.l3.arrived(STEP)
+        assert takes(gate, "c")
+
+
 def test_also_under_load(gate: HitGate, clock: Clock) -> None:
     read(gate, clock, 0.001)
     gate.gpu_is_wanted(True)
@@ -319,7 +375,7 @@ def test_also_under_load(gate: HitGate, clock: Clock) -> None:
 
 def test_an_index_that_hangs_is_overdue_as_well(gate: HitGate, clock: Clock) -> None:
     assert gate.may_ask("a", 0)
-    with gate.looking():
+    with gate.l3.looking():
         clock.now += OVERDUE_SECONDS / 2
         assert turn(gate, at("a")) == []
         clock.now += OVERDUE_SECONDS

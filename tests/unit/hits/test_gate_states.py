@@ -64,7 +64,7 @@ class Hits(RuleBasedStateMachine):
     @precondition(lambda self: self.reads is not None)
     @rule()
     def pages_arrive(self) -> None:
-        self.gate.read(STEP)
+        self.gate.l3.arrived(STEP)
         if self.reads in self.arrived and self.arrived[self.reads] < TOKENS:
             self.arrived[self.reads] += STEP
 

@@ -1,0 +1,89 @@
+"""What HiCache's L3 threads are at: one looks pages up, another one reads a prefetch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from hcache_backend.engine.hits.costs import Costs
+
+OVERDUE_SECONDS = 0.5
+"""A read is overdue when the next part of it comes so much later than after twice the time that it
+should take, a look-up when it takes so long."""
+LONGEST_PART_SECONDS = 5.0
+"""No part should take longer, whatever reads took before: one that hung must not teach patience."""
+
+
+@dataclass
+class Reading:
+    """A prefetch that is being read.
+
+    Attributes:
+        start: When it began; the clock's seconds.
+        wanted: Tokens to be read.
+        step: Tokens of a part, which are reported together.
+        last: When a part came last, or it began.
+        tokens: Tokens that were read.
+    """
+
+    request_id: str
+    start: float
+    wanted: int
+    step: int
+    last: float
+    tokens: int = 0
+
+
+class L3Progress:
+    """Told by HiCache's threads what they begin and end; any thread may ask whether L3 answers.
+
+    Attributes:
+        reading: The prefetch that is being read, or None.
+    """
+
+    def __init__(self, costs: Costs, clock: Callable[[], float]) -> None:
+        self.reading: Reading | None = None
+        self._costs = costs
+        self._clock = clock
+        self._looking_since: float | None = None
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """L3 is asked within the block."""
+        self._looking_since = self._clock()
+        try:
+            yield
+        finally:
+            self._looking_since = None
+
+    def begin(self, request_id: str, wanted: int, step: int) -> None:
+        """L3 is going to be read: ``wanted`` tokens, ``step`` at a time."""
+        now = self._clock()
+        self.reading = Reading(request_id, now, wanted, step, now)
+
+    def arrived(self, tokens: int) -> None:
+        """So many more tokens were read."""
+        if self.reading is not None:
+            self.reading.tokens += tokens
+            self.reading.last = self._clock()
+
+    def seems_overdue(self, now: float) -> bool:
+        """Whether this rank's L3 does not answer."""
+        looking, reading = self._looking_since, self.reading
+        if looking is not None and now - looking > OVERDUE_SECONDS:
+            return True
+        if reading is None:
+            return False
+        expected = self._costs.read.seconds(reading.step)
+        if expected is None:
+            expected = LONGEST_PART_SECONDS
+        return now - reading.last > 2 * min(expected, LONGEST_PART_SECONDS) + OVERDUE_SECONDS
+
+    def slowdown(self, now: float) -> float:
+        """How many times slower than it should be the read in progress is; at least 1."""
+        reading = self.reading
+        if reading is None:
+            return 1.0
+        expected = self._costs.read.seconds(reading.tokens + reading.step)
+        return max(1.0, (now - reading.start) / expected) if expected else 1.0
