@@ -166,8 +166,9 @@ class TestAnAttach:
     def test_of_a_server_that_was_started_without_us_may_set_what_it_has(
         self, runtime: Runtime, tmp_path: Path
     ) -> None:
+        base = {"dirs": [str(tmp_path)], "min_gain": 0}
         for options in ({"mode": "kv"}, {"mode": "auto"}, {"pages": "plain"}, {"codec": "none"}):
-            config = self.joined(dirs=[str(tmp_path)], **options)
-            assert config == parse_config({"dirs": [str(tmp_path)], **options}, "test")
+            config = self.joined(**base, **options)
+            assert config == parse_config({**base, **options}, "test")
         with pytest.raises(ConfigError, match=r"'own' but .* without HCACHE_ENABLE=1"):
             self.joined(dirs=[str(tmp_path)], pages="own")
