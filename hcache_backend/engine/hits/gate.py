@@ -281,7 +281,8 @@ class HitGate:
         if not tokens and expected is not None and seconds > expected:
             tokens = wanted  # it failed, and that took longer than reading
         if tokens:
-            self.costs.read.measured(tokens, 0, seconds)
+            # What ended on the way counts as if the rest had come at the same pace.
+            self.costs.read.measured(wanted, 0, seconds * wanted / tokens)
             self._show()
 
     # ---- estimates ----

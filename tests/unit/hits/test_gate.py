@@ -247,6 +247,18 @@ def test_a_trial_of_a_good_disk_goes_on(gate: HitGate, clock: Clock) -> None:
             clock.now += 0.05
 
 
+def test_reads_that_end_after_their_first_part_count_as_whole_ones(
+    gate: HitGate, clock: Clock
+) -> None:
+    for _ in range(30):
+        read(gate, clock, 0.1)
+    for _ in range(2):
+        with reading(gate, "a", 1000):
+            clock.now += 1.0
+            gate.l3.arrived(100)
+    assert not takes(gate, "b")
+
+
 def test_reads_that_fail_slowly_are_slow_ones(gate: HitGate, clock: Clock) -> None:
     read(gate, clock, 0.1)
     for _ in range(2):
