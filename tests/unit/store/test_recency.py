@@ -138,7 +138,8 @@ def test_two_ranks_that_store_their_shares_at_one_time_lose_the_same_pages(
         ops.others = partial(put, 1, keys)
         put(0, keys)
     assert found(stores[0], sequences[1]) == 15
-    assert found(stores[0], sequences[0]) >= 8
+    # Where files of both ranks wait for room at one time, a folder may lose a page more of either.
+    assert found(stores[0], sequences[0]) >= 15 - 3 * 3
 
 
 class CountingOps(FileOps):
