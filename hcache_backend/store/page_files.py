@@ -24,7 +24,7 @@ from hcache_backend.store.format import (
 )
 from hcache_backend.store.index import Entry
 from hcache_backend.store.page_io import PageIO, PageMemory
-from hcache_backend.units import ALL_EIGHTHS, SegmentTable, Share, Unit
+from hcache_backend.units import ALL_EIGHTHS, WHOLE, SegmentTable, Share, Unit
 
 
 class Subset(NamedTuple):
@@ -74,6 +74,36 @@ class PageWrite(NamedTuple):
     memory: PageMemory
     layout: FileLayout
     stamp: int
+
+
+def page_write(
+    number: int,
+    name: PageName,
+    memory: PageMemory,
+    layout: FileLayout | None,
+    stamp: int,
+) -> PageWrite:
+    """A share of page ``name`` in ``memory``, checked against its table.
+
+    Args:
+        layout: That of the share's file; None: every part of ``memory`` is one segment.
+
+    Raises:
+        ValueError: A share without a layout, or memory or digests of another number.
+    """
+    share = name.share
+    if layout is None:
+        if share != WHOLE:
+            raise ValueError(f"share {share.number} of {share.of} without a table of the page")
+        layout = file_layout(SegmentTable.of_parts(memory.parts), share)
+    digests = len(layout.units) if memory.digests is None else len(memory.digests)
+    if (layout.payload_bytes, len(layout.units)) != (memory.length, digests):
+        raise ValueError(
+            f"memory of {memory.length} bytes and {digests} digests for share {share.number} of "
+            f"{share.of} of a page; by its table it has {layout.payload_bytes} and "
+            f"{len(layout.units)}"
+        )
+    return PageWrite(number, name, memory, layout, stamp)
 
 
 class Written(NamedTuple):

@@ -20,7 +20,6 @@ from hcache_backend.store.cover import cover
 from hcache_backend.store.file_ops import FileOps
 from hcache_backend.store.folder import NotOurFolderError
 from hcache_backend.store.format import (
-    FileLayout,
     PageName,
     check_names,
     check_share,
@@ -28,7 +27,7 @@ from hcache_backend.store.format import (
     file_layout,
 )
 from hcache_backend.store.kvikio_ops import best_file_ops
-from hcache_backend.store.page_files import PageRead, PageWrite, Subset
+from hcache_backend.store.page_files import PageRead, PageWrite, Subset, page_write
 from hcache_backend.store.page_io import PageMemory
 from hcache_backend.store.recency import Gap, Recency
 from hcache_backend.store.stats import ProblemLog, StoreContext, StoreStats
@@ -193,7 +192,7 @@ class PageStore:
             if not done[number]:
                 name = PageName(namespace, key, share)
                 memory = PageMemory(parts, share, None if digests is None else digests[number])
-                work.append(_write(number, name, memory, layout, stamps[number]))
+                work.append(page_write(number, name, memory, layout, stamps[number]))
         volumes = [volume for volume in self.volumes if volume.is_online()]
         if work and not volumes:
             self.stats.add(pages_dropped_offline=len(work))
@@ -366,28 +365,6 @@ class PageStore:
                 self._problems.report(
                     "late", f"{volume.path} is too slow; {late} pages were dropped"
                 )
-
-
-def _write(
-    number: int,
-    name: PageName,
-    memory: PageMemory,
-    layout: FileLayout | None,
-    stamp: int,
-) -> PageWrite:
-    share = name.share
-    if layout is None:
-        if share != WHOLE:
-            raise ValueError(f"share {share.number} of {share.of} without a table of the page")
-        layout = file_layout(SegmentTable.of_parts(memory.parts), share)
-    digests = len(layout.units) if memory.digests is None else len(memory.digests)
-    if (layout.payload_bytes, len(layout.units)) != (memory.length, digests):
-        raise ValueError(
-            f"memory of {memory.length} bytes and {digests} digests for share {share.number} of "
-            f"{share.of} of a page; by its table it has {layout.payload_bytes} and "
-            f"{len(layout.units)}"
-        )
-    return PageWrite(number, name, memory, layout, stamp)
 
 
 def _groups(work: Sequence[PageWrite], volumes: int) -> Iterator[list[PageWrite]]:

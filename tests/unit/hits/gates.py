@@ -1,0 +1,49 @@
+"""A gate whose clock a test turns, and what HiCache's threads do to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hcache_backend.engine.hits.gate import HitGate, Running
+
+STEP = 128
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextmanager
+def reading(gate: HitGate, name: str, wanted: int) -> Iterator[None]:
+    gate.read_begins(name, wanted, STEP)
+    yield
+    gate.read_ends()
+
+
+def read(gate: HitGate, clock: Clock, seconds: float, tokens: int = 1000) -> None:
+    """L3 brought ``tokens`` tokens in ``seconds``."""
+    with reading(gate, "earlier", tokens):
+        gate.l3.arrived(tokens)
+        clock.now += seconds
+
+
+def takes(gate: HitGate, name: str, tokens: int = 1000, rest: int = 0, prefix: int = 0) -> bool:
+    assert gate.may_ask(name, prefix)
+    return gate.takes(name, tokens, tokens + rest)
+
+
+def turn(gate: HitGate, *running: Running) -> list[str]:
+    """One turn of a single rank; whose prefetches end."""
+    *ends, overdue = gate.to_end(running)
+    ended = [one.request_id for one, end in zip(running, ends, strict=True) if end]
+    gate.agreed(ended, overdue)
+    return ended
+
+
+def at(name: str, arrived: int = 0, whole: bool = False) -> Running:
+    return Running(name, arrived, STEP, whole)

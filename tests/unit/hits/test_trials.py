@@ -1,0 +1,131 @@
+"""A disk that becomes slow, and good again: what reads and trials teach."""
+
+from __future__ import annotations
+
+from hcache_backend.engine.hits.gate import LONGEST_TRIAL_SECONDS, TRIAL_SECONDS, HitGate
+from tests.unit.hits.gates import STEP, Clock, at, read, reading, takes, turn
+
+
+def test_a_disk_that_became_slow_is_noticed_by_two_reads(gate: HitGate, clock: Clock) -> None:
+    for _ in range(30):
+        read(gate, clock, 0.1)
+    for _ in range(2):
+        read(gate, clock, 10.0)
+    assert not takes(gate, "a")
+
+
+def trial(gate: HitGate, clock: Clock, name: str, seconds: float) -> None:
+    """A hit is read although L3 was slow, and takes ``seconds``."""
+    assert takes(gate, name)
+    with reading(gate, name, 1000):
+        gate.l3.arrived(1000)
+        clock.now += seconds
+    turn(gate)
+
+
+def test_a_disk_that_is_good_again_is_noticed_by_two_reads(gate: HitGate, clock: Clock) -> None:
+    for _ in range(2):
+        read(gate, clock, 10.0)
+    assert not takes(gate, "a")
+    clock.now += TRIAL_SECONDS + 1
+    trial(gate, clock, "b", 0.05)
+    trial(gate, clock, "c", 0.05)
+    assert takes(gate, "d")
+
+
+def test_a_slow_disk_is_tried_less_and_less_often(gate: HitGate, clock: Clock) -> None:
+    for _ in range(2):
+        read(gate, clock, 10.0)
+    pause = TRIAL_SECONDS
+    for name in "abcdefgh":
+        clock.now += pause - 1
+        assert not takes(gate, f"before {name}")
+        clock.now += 2
+        trial(gate, clock, name, 10.0)
+        pause = min(2 * pause, LONGEST_TRIAL_SECONDS)
+    assert pause == LONGEST_TRIAL_SECONDS
+
+
+def test_a_fast_disk_is_not_tried_for_a_hit_whose_load_is_slow(gate: HitGate, clock: Clock) -> None:
+    for _ in range(2):
+        read(gate, clock, 0.4)
+    gate.prefilled(10, 1000, loaded=1000, seconds=2.0)
+    clock.now += TRIAL_SECONDS + 1
+    assert not takes(gate, "a")
+
+
+def test_a_trial_counts_the_load_too(gate: HitGate, clock: Clock) -> None:
+    """Reading alone would be sooner than computing, reading and loading are not."""
+    gate.prefilled(10, 1000, loaded=1000, seconds=0.81)
+    for _ in range(2):
+        read(gate, clock, 0.4)
+    assert not takes(gate, "a")
+    clock.now += TRIAL_SECONDS + 1
+    trial(gate, clock, "b", 0.4)
+    assert not takes(gate, "c")
+
+
+def test_a_trial_that_its_client_ends_says_nothing_of_the_disk(gate: HitGate, clock: Clock) -> None:
+    for _ in range(2):
+        read(gate, clock, 10.0)
+    for name in "ab":
+        clock.now += TRIAL_SECONDS + 1
+        assert takes(gate, name)
+        with reading(gate, name, 1000):
+            clock.now += 0.01
+        turn(gate)
+
+
+def test_a_trial_of_a_slow_disk_costs_a_tenth_of_what_the_hit_saves(
+    gate: HitGate, clock: Clock
+) -> None:
+    for _ in range(2):
+        read(gate, clock, 10.0)
+    clock.now += TRIAL_SECONDS + 1
+    assert takes(gate, "a")
+    assert not takes(gate, "b"), "one at a time"
+    with reading(gate, "a", 1000):
+        clock.now += 0.09
+        assert turn(gate, at("a")) == []
+        clock.now += 0.1
+        assert turn(gate, at("a")) == ["a"]
+
+
+def test_a_trial_of_a_good_disk_goes_on(gate: HitGate, clock: Clock) -> None:
+    for _ in range(2):
+        read(gate, clock, 10.0)
+    clock.now += TRIAL_SECONDS + 1
+    assert takes(gate, "a")
+    with reading(gate, "a", 1000):
+        for arrived in range(0, 1000, STEP):
+            assert turn(gate, at("a", arrived)) == []
+            clock.now += 0.05
+
+
+def test_reads_that_end_after_their_first_part_count_as_whole_ones(
+    gate: HitGate, clock: Clock
+) -> None:
+    for _ in range(30):
+        read(gate, clock, 0.1)
+    for _ in range(2):
+        with reading(gate, "a", 1000):
+            clock.now += 1.0
+            gate.l3.arrived(100)
+    assert not takes(gate, "b")
+
+
+def test_reads_that_fail_slowly_are_slow_ones(gate: HitGate, clock: Clock) -> None:
+    read(gate, clock, 0.1)
+    for _ in range(2):
+        with reading(gate, "a", 1000):
+            clock.now += 5.0
+    assert not takes(gate, "b")
+
+
+def test_reads_that_fail_at_once_are_not_fast_ones(gate: HitGate, clock: Clock) -> None:
+    for _ in range(2):
+        read(gate, clock, 5.0)
+    for _ in range(5):
+        with reading(gate, "a", 1000):
+            clock.now += 0.001
+    assert not takes(gate, "b")
