@@ -73,7 +73,7 @@ def run_again(runner: Any, lengths: Sequence[int]) -> Sequence[torch.Tensor]:
     All ranks must call it. What the KV pool held is overwritten.
 
     Args:
-        lengths: Tokens of each prompt; more than the probe's go on in the same way.
+        lengths: Tokens of each prompt, at most the probe's.
     """
     _, slots, _, _ = _forward(runner, lengths)
     return slots.split(list(lengths))
