@@ -59,10 +59,10 @@ class Staging:
         self._named = 0
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
 
-    @staticmethod
-    def bytes_for(layers: int, codec: Codec, places: int) -> int:
+    @property
+    def device_bytes(self) -> int:
         """Device memory that it takes."""
-        return layers * (places + 1) * (codec.row_bytes + torch.int64.itemsize)
+        return self.staged.rows.nbytes + self.staged.marks.nbytes
 
     @property
     def flat(self) -> torch.Tensor:
