@@ -75,7 +75,6 @@ class HiddenCapture:
         if self._capture is None:
             return run()
         self._thread = threading.get_ident()
-        self._capture.ledger.pass_begins()
         if self._order is not None:
             self._order.forward_begins()
         step = self._guarded(lambda capture: self._begin(capture, batch))
@@ -100,11 +99,11 @@ class HiddenCapture:
             return self._begin_step(capture, batch)
         except Exception:
             capture.give_up_step()
-            capture.ledger.not_captured(_slots(batch))
             raise
 
     def _begin_step(self, capture: StagedCapture, batch: Any) -> Step | None:
-        slots = _slots(batch)
+        slots = getattr(batch, "out_cache_loc_virtual", None)
+        slots = batch.out_cache_loc if slots is None else slots
         ids, positions = batch.input_ids, batch.positions
         if slots is None or slots.numel() == 0:
             capture.skip()
@@ -120,7 +119,7 @@ class HiddenCapture:
             problem = "a step without one token id and position for each slot"
         if problem is not None:
             capture.skip()
-            capture.ledger.not_captured(slots)
+            capture.ledger.allocated(slots)
             self._complain(problem)
             return None
         step = capture.begin(slots, positions, ids)
@@ -182,12 +181,6 @@ class HiddenCapture:
         if not self._complained:
             self._complained = True
             logger.warning("hcache: not captured: %s (said once, counted always)", what)
-
-
-def _slots(batch: Any) -> Any:
-    """The slots that a forward pass fills."""
-    slots = getattr(batch, "out_cache_loc_virtual", None)
-    return batch.out_cache_loc if slots is None else slots
 
 
 def invalidate_on_allocation(allocator: Any, capture: HiddenCapture) -> None:

@@ -38,9 +38,8 @@ class OwnPagesPool(HostKVCache):
 
     Attributes:
         on_freed: Who wants to know of pages (int64 ``[n]``) that HiCache has freed.
-        on_backed_up: Who wants to know of pages (int64 ``[n]``) that were copied from slots (int64
-            ``[n * page_size]``, on the device), on the current stream.
-        on_loaded: The same of pages that were copied to slots.
+        on_transferred: Who wants to know of pages (int64 ``[n]``) that were copied from or to
+            slots (int64 ``[n * page_size]``, on the device), on the current stream.
         pieces_per_page: As how many pieces of memory storage backends see a page.
 
     Raises:
@@ -68,8 +67,7 @@ class OwnPagesPool(HostKVCache):
         self._restores: tuple[RunningRestore, ...] = ()
         self._backed_up: Event | None = None
         self.on_freed: list[Callable[[Ids], None]] = []
-        self.on_backed_up: list[Callable[[Ids, torch.Tensor], None]] = []
-        self.on_loaded: list[Callable[[Ids, torch.Tensor], None]] = []
+        self.on_transferred: list[Callable[[Ids, torch.Tensor], None]] = []
         self.pieces_per_page = 1
         self.device_pool = device_pool
         geometry = {
@@ -155,13 +153,14 @@ class OwnPagesPool(HostKVCache):
         if self._kv.layers:
             pages = to_device(self.arena.physical(host_pages), device)
             self._kv.save(self.page_layout, self.kv_buffer, pages, device_indices)
-        self._wait_for_rows()
-        for told in self.on_backed_up:
+        for told in self.on_transferred:
             told(host_pages, device_indices)
         self._backed_up = current_stream(device).record()
 
-    def _wait_for_rows(self) -> None:
-        """Let the current stream wait for what else comes to pages of a backup."""
+    def backed_up(self) -> Event:
+        """An event behind the last backup that was launched."""
+        assert self._backed_up is not None
+        return self._backed_up
 
     def load_to_device_per_layer(
         self,
@@ -180,7 +179,7 @@ class OwnPagesPool(HostKVCache):
         for restore in self._restores:
             restore.wait_for_layer(layer_id)
         if layer_id == self.layer_num - 1:
-            for told in self.on_loaded:
+            for told in self.on_transferred:
                 told(self.page_ids(host_indices), device_indices)
             self._loads.count_finished()
 
@@ -232,9 +231,6 @@ class HiddenStatePool(OwnPagesPool):
     Args:
         stamp: Writes the header of a page that is complete.
         others: Those of :class:`OwnPagesPool`.
-
-    Attributes:
-        frees_duplicates: Whether HiCache frees pages of tokens that are still on the device.
     """
 
     arena: ShadowArena
@@ -242,7 +238,6 @@ class HiddenStatePool(OwnPagesPool):
     def __init__(self, *args: Any, stamp: Callable[[np.ndarray], None], **others: Any) -> None:
         self._stamp = stamp
         self._capture: StagedCapture | None = None
-        self.frees_duplicates: Callable[[], bool] = lambda: True
         super().__init__(*args, **others)
 
     def follow(self, capture: StagedCapture) -> None:
@@ -254,8 +249,7 @@ class HiddenStatePool(OwnPagesPool):
 
     def free(self, indices: torch.Tensor) -> int:
         if self._capture is not None and indices.numel():
-            pages, duplicates = self.page_ids(indices), self.frees_duplicates()
-            self._capture.host_freed(pages, duplicates=duplicates)
+            self._capture.host_freed(self.page_ids(indices))
         return super().free(indices)
 
     def clear(self) -> None:
@@ -265,7 +259,13 @@ class HiddenStatePool(OwnPagesPool):
             self._capture.ledger.forget()
         super().clear()
 
-    def _wait_for_rows(self) -> None:
-        """The controller exchanged table entries: rows may still be on their way."""
+    def backup_from_device_all_layer(
+        self, device_pool: Any, host_indices: Any, device_indices: Any, io_backend: str
+    ) -> None:
+        """The controller exchanged table entries: K and V are missing in the pages, and the rows
+        that are still on their way."""
         assert self._capture is not None
-        current_stream(self._capture.device).wait(self._capture.transfers())
+        super().backup_from_device_all_layer(device_pool, host_indices, device_indices, io_backend)
+        now = current_stream(self._capture.device)
+        now.wait(self._capture.transfers())
+        self._backed_up = now.record()

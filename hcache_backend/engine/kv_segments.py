@@ -83,25 +83,23 @@ class KVSegments:
 
         return RestoredLayer("kv", copy=copy)
 
-    def held(self, layers: Sequence[int], slots: torch.Tensor) -> torch.Tensor:
+    def held(self, slots: torch.Tensor) -> torch.Tensor:
         """What the pool has of the tokens of a page, segment after segment: uint8, on the device.
 
         ``slots`` are theirs, int64 ``[page_size]``, on the device.
         """
         pages, size = self._pages_of(slots), self._page_size
-        buffers = (buffer for layer in layers for buffer in self._planes(layer))
+        buffers = (buffer for layer in self.layers for buffer in self._planes(layer))
         planes = (_swapped(self._by_page(buffer)[pages], size, self._groups) for buffer in buffers)
         return torch.cat([plane[0].view(torch.uint8) for plane in planes])
 
-    def differs(
-        self, layout: PageLayout, page: torch.Tensor, layers: Sequence[int], held: torch.Tensor
-    ) -> int | None:
-        """The first of ``layers`` whose segment in ``page`` is not what the pool ``held``, or None.
+    def differs(self, layout: PageLayout, page: torch.Tensor, held: torch.Tensor) -> int | None:
+        """The first layer whose segment in ``page`` is not what the pool ``held``, or None.
 
         ``page`` is uint8 ``[page_bytes]``; both are on the CPU.
         """
-        lengths = [layout.segment_bytes[layer] for layer in layers]
-        for layer, segment in zip(layers, held.split(lengths), strict=True):
+        lengths = [layout.segment_bytes[layer] for layer in self.layers]
+        for layer, segment in zip(self.layers, held.split(lengths), strict=True):
             if not torch.equal(segment, page[layout.segment(layer)]):
                 return layer
         return None

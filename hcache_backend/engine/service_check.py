@@ -1,47 +1,90 @@
 """The check in service: is a backed-up page what the model's K and V say?
 
-Behind a transfer, on its stream, a sample of its pages is compared with the pool; what comes of it
-is read when it has arrived, and nobody waits. Of each such page a few layers are looked at, the
-next time the next few: a check is short, however large the model is. Scheduler thread only.
+A sample of every backup is compared once it has arrived. A check talks to the other tensor-parallel
+ranks, so every rank has to get to it at the same point; what one of them lacks is not checked.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from hcache_backend.arena import Ids
+from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.engine import metrics
 from hcache_backend.engine.host_pool import HiddenStatePool, OwnPagesPool
 from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.runtime import Runtime
+from hcache_backend.page import PageLayout
 from hcache_backend.projection.attention import AttentionLayer
-from hcache_backend.projection.check import difference_problem, projected_differences
+from hcache_backend.projection.check import first_problem, projection_problem
 from hcache_backend.projection.projector import Projector
-from hcache_backend.streams import Event, StreamFailed, current_stream, host_tensor, to_device
+from hcache_backend.restore.exchange import Exchange, ExchangeFailed
+from hcache_backend.streams import Event, StreamFailed, current_stream, host_tensor
 from hcache_kernels.codecs import Codec
 
-_LAYERS = 4
-"""Layers of a page that are looked at."""
-
-_Layer = TypeVar("_Layer")
+logger = logging.getLogger("hcache")
 
 
-class _InTurn(Generic[_Layer]):
-    """A few of ``layers``, and then the next few; all ranks get the same."""
+@dataclass(frozen=True)
+class PageCheck:
+    """Compares a page with the pool.
 
-    def __init__(self, layers: Sequence[_Layer]) -> None:
-        self._layers = deque(layers)
+    Attributes:
+        hidden_layers: Layers that are stored as hidden states.
+        kv: Layers that are stored as K and V.
+        exchange: Between the ranks that share the tokens of every page; None: pages are whole.
+    """
 
-    def next(self) -> list[_Layer]:
-        chosen = list(self._layers)[:_LAYERS]
-        self._layers.rotate(-_LAYERS)
-        return chosen
+    layout: PageLayout
+    codec: Codec
+    hidden_layers: Sequence[AttentionLayer]
+    kv: KVSegments
+    projector: Projector
+    exchange: Exchange | None
+
+    def __call__(self, page: torch.Tensor, slots: torch.Tensor) -> str | None:
+        """Why ``page`` is not what the pool says, or None. All ranks must call it.
+
+        Args:
+            page: uint8 ``[page_bytes]``, on the CPU; no row of it was lost.
+            slots: Slots of its tokens, int64 ``[page_size]``, on the device.
+
+        Raises:
+            ExchangeFailed: Another rank has no page to show.
+        """
+        header, device = page.numpy(), slots.device
+        size = self.layout.page_size
+        positions = torch.from_numpy(self.layout.positions(header)).to(device, torch.int64)
+        metrics.TOKENS.count("checked", size)
+
+        def problem_of(layer: AttentionLayer) -> str | None:
+            segment = page[self.layout.segment(layer.index)]
+            if self.exchange is not None:
+                segment = self.exchange.whole(segment)
+            hidden = self.codec.decode(segment.view(size, -1).to(device))
+            return projection_problem(
+                layer, hidden, positions, slots, self.projector, self.codec.name
+            )
+
+        problem = first_problem(map(problem_of, self.hidden_layers))
+        if problem is None and self.kv.layers:
+            problem = _kv_problem(self.kv, self.layout, page, self.kv.held(slots).cpu())
+        return problem
+
+
+def _kv_problem(
+    kv: KVSegments, layout: PageLayout, page: torch.Tensor, held: torch.Tensor
+) -> str | None:
+    layer = kv.differs(layout, page, held)
+    return None if layer is None else f"K and V of layer {layer} in a page are not the pool's"
 
 
 class _Sample:
@@ -64,40 +107,18 @@ class _Sample:
 
 
 class _CopiedPage(NamedTuple):
-    """What the pool held of some layers of a page: uint8, on the CPU once ``event`` has passed."""
+    """What the pool held of a page: uint8, on the CPU once ``event`` has passed."""
 
     host_page: int
-    layers: Sequence[int]
     held: torch.Tensor
     event: Event
-
-
-_Checked = TypeVar("_Checked", bound="_CopiedPage | _RunningCheck")
-
-
-def _copy_to_host(values: torch.Tensor) -> torch.Tensor:
-    """A copy on its way to the CPU, on the current stream."""
-    return host_tensor(values.shape, values.dtype, values.device).copy_(values, non_blocking=True)
-
-
-def _without(freed: Ids, checks: deque[_Checked]) -> deque[_Checked]:
-    """``checks`` but for those of host pages that were ``freed`` (int64 ``[n]``)."""
-    gone = set(freed.tolist())
-    return deque(check for check in checks if check.host_page not in gone)
-
-
-def _kv_problem(
-    kv: KVSegments, pool: OwnPagesPool, copied: _CopiedPage | _RunningCheck
-) -> str | None:
-    [page] = pool.arena.pages(np.array([copied.host_page]))
-    layer = kv.differs(pool.page_layout, torch.from_numpy(page), copied.layers, copied.held)
-    return None if layer is None else f"K and V of layer {layer} in a page are not the pool's"
 
 
 class KVChecks:
     """Is a page of K and V what the pool holds? A sample of backups and of loads is compared.
 
-    What the pool holds is copied once more, in another way.
+    Behind a transfer, on its stream, what the pool holds is copied once more, in another way; it is
+    compared when it has arrived, and nobody waits. Scheduler thread only.
 
     Args:
         group: The tensor-parallel ranks.
@@ -114,7 +135,6 @@ class KVChecks:
         self._kv = kv
         self._group = group
         self._sample = _Sample(runtime.config.check_every_pages)
-        self._layers = _InTurn(kv.layers)
         self._copied: deque[_CopiedPage] = deque()
 
     def transferred(self, host_pages: Ids, slots: torch.Tensor) -> None:
@@ -125,14 +145,16 @@ class KVChecks:
         size, i = self._pool.page_size, self._sample.choose(len(host_pages))
         if i is None:
             return
-        layers = self._layers.next()
-        held = _copy_to_host(self._kv.held(layers, slots[i * size : (i + 1) * size]))
-        event = current_stream(slots.device).record()
-        self._copied.append(_CopiedPage(int(host_pages[i]), layers, held, event))
+        held = self._kv.held(slots[i * size : (i + 1) * size])
+        target = host_tensor(held.shape, torch.uint8, held.device)
+        target.copy_(held, non_blocking=True)
+        event = current_stream(held.device).record()
+        self._copied.append(_CopiedPage(int(host_pages[i]), target, event))
 
     def freed(self, host_pages: Ids) -> None:
         """HiCache has freed ``host_pages`` (int64 ``[n]``): others may write them."""
-        self._copied = _without(host_pages, self._copied)
+        gone = set(host_pages.tolist())
+        self._copied = deque(copied for copied in self._copied if copied.host_page not in gone)
 
     def forget(self) -> None:
         """All transfers were dropped."""
@@ -158,139 +180,111 @@ class KVChecks:
             copied.event.synchronize()
         except StreamFailed as failed:
             return str(failed)
-        return _kv_problem(self._kv, self._pool, copied)
+        [page] = self._pool.arena.pages(np.array([copied.host_page]))
+        layout = self._pool.page_layout
+        return _kv_problem(self._kv, layout, torch.from_numpy(page), copied.held)
 
 
-class _RunningCheck(NamedTuple):
-    """A comparison of some layers of a page with the pool, on the device until ``event``.
+class _ChosenPage(NamedTuple):
+    """A page of a backup that is to be compared with the pool."""
 
-    Attributes:
-        hidden_layers: Layers whose hidden states were projected.
-        differences: Of their K and V, float64 ``[layers, 2]``.
-        layers: Layers of which K and V are stored.
-        held: What the pool had of them, uint8.
-        problem: Why a layer could not be projected, or None.
-    """
-
+    slots: torch.Tensor
     host_page: int
-    hidden_layers: Sequence[AttentionLayer]
-    differences: torch.Tensor
-    layers: Sequence[int]
-    held: torch.Tensor
-    problem: str | None
-    event: Event
+    device_page: int
 
 
 class ServiceChecks:
-    """Is a page with hidden states what the pool holds? A sample of backups is projected.
+    """Chosen pages of backups, and what is due. Scheduler thread only.
 
-    Each rank looks at its own share of a page's tokens, with its own heads. The runtime loses its
-    trust when a page is wrong.
-
-    Args:
-        hidden_layers: Layers that are stored as hidden states.
-        kv: Layers that are stored as K and V.
+    The runtime loses its trust when a page is wrong; ``group`` are the tensor-parallel ranks.
     """
 
     def __init__(
         self,
         runtime: Runtime,
         pool: HiddenStatePool,
-        hidden_layers: Sequence[AttentionLayer],
-        kv: KVSegments,
-        codec: Codec,
-        projector: Projector,
+        capture: StagedCapture,
+        check_page: PageCheck,
+        group: Any,
     ) -> None:
-        assert runtime.config is not None
         self._runtime = runtime
         self._pool = pool
-        self._hidden_layers = _InTurn(hidden_layers)
-        self._kv = kv
-        self._kv_layers = _InTurn(kv.layers)
-        self._codec = codec
-        self._projector = projector
+        self._capture = capture
+        self._check_page = check_page
+        self._group = group
+        assert runtime.config is not None
         self._sample = _Sample(runtime.config.check_every_pages)
-        self._running: deque[_RunningCheck] = deque()
+        self._chosen: list[_ChosenPage] = []
+        self._due: deque[_ChosenPage] = deque()
 
-    def backed_up(self, host_pages: Ids, slots: torch.Tensor) -> None:
-        """Rows of ``host_pages`` (int64 ``[n]``) are there when the current stream gets here.
+    def choose(self, device_indices: torch.Tensor, slots: Ids, host_pages: Ids) -> None:
+        """One page in ``check_every_pages`` of a backup will be compared.
 
-        ``slots`` are those of their tokens, int64 ``[n * page_size]``, on the device.
+        Args:
+            device_indices: Slots of its tokens, int64 ``[n]``, on the device.
+            slots: The same on the CPU.
+            host_pages: Where they are backed up to, int64 ``[n / page_size]``.
         """
         size, i = self._pool.page_size, self._sample.choose(len(host_pages))
         if i is None:
             return
-        slots, chosen = slots[i * size : (i + 1) * size], host_pages[i : i + 1]
-        hidden_layers, kv_layers = self._hidden_layers.next(), self._kv_layers.next()
-        differences, problem = self._project(hidden_layers, chosen, slots)
-        held = slots.new_empty(0, dtype=torch.uint8)
-        if kv_layers:
-            held = _copy_to_host(self._kv.held(kv_layers, slots))
-        event = current_stream(slots.device).record()
-        self._running.append(
-            _RunningCheck(
-                int(chosen[0]), hidden_layers, differences, kv_layers, held, problem, event
-            )
-        )
+        rows = slice(i * size, (i + 1) * size)
+        page = _ChosenPage(device_indices[rows], int(host_pages[i]), int(slots[i * size]) // size)
+        self._chosen.append(page)
 
-    def freed(self, host_pages: Ids) -> None:
-        """HiCache has freed ``host_pages`` (int64 ``[n]``): others may write them."""
-        self._running = _without(host_pages, self._running)
+    def backups_launched(self) -> None:
+        """The backups that pages were chosen of are on their way."""
+        self._due.extend(self._chosen)
+        self._chosen.clear()
 
-    def forget(self) -> None:
-        """All backups were dropped."""
-        self._running.clear()
+    def forget_chosen(self) -> None:
+        """Backups that were not launched yet were dropped."""
+        self._chosen.clear()
 
-    def read(self) -> None:
-        """See to all checks whose results have arrived."""
-        while self._running and self._running[0].event.query():
-            whole = self._pool.arena.whole(np.array([self._running[0].host_page]))
-            if whole is None:
-                return  # its rows have arrived, but nobody has looked whether all did
-            check = self._running.popleft()
-            problem = self._problem(check) if whole else None
-            if problem is not None and self._runtime.distrust is None:
+    def run_due(self) -> None:
+        """Compare all that is due."""
+        self._run(len(self._due))
+
+    def run_until(self, host_pages: Ids) -> None:
+        """Compare what is due of ``host_pages`` (int64 ``[n]``), and of backups before them."""
+        wanted = set(host_pages.tolist())
+        due = [i for i, chosen in enumerate(self._due) if chosen.host_page in wanted]
+        self._run(due[-1] + 1 if due else 0)
+
+    def _run(self, number: int) -> None:
+        """Compare the oldest ``number`` chosen pages; every rank does so at the same point."""
+        for _ in range(number):
+            chosen = self._due.popleft()
+            page = self._page_to_check(chosen)
+            (everywhere,) = on_all_ranks(self._group, page is not None)
+            if page is None or not everywhere:
+                continue
+            try:
+                problem = self._check_page(page, chosen.slots)
+            except ExchangeFailed as error:  # on all ranks
+                logger.warning("hcache: a page was not checked: %s", error)
+                continue
+            if problem is not None:
                 metrics.PROBLEMS.count("self_check")
                 self._runtime.lose_trust(f"the self-check in service failed: {problem}")
 
-    def _project(
-        self, layers: Sequence[AttentionLayer], host_page: Ids, slots: torch.Tensor
-    ) -> tuple[torch.Tensor, str | None]:
-        """How far ``layers`` of a page (int64 ``[1]``) are from the pool, float64 ``[layers, 2]``,
-        on its way to the CPU; and why one could not be projected, or None."""
-        layout, arena = self._pool.page_layout, self._pool.arena
-        [header] = arena.pages(host_page, header=True)
-        # A lost page has no positions. Some attention modules talk to the other ranks, whose pages
-        # may be whole: then this one is projected all the same.
-        positions = np.arange(layout.page_size)
-        if arena.whole(host_page) is not False:
-            positions = layout.positions(header).astype(np.int64)
-        kept, device = slice(layout.kept.start, layout.kept.stop), slots.device
-        here, slots = to_device(positions[kept], device), slots[kept]
-        page = self._pool.kv_buffer[int(arena.physical(host_page)[0])]
-        differences, problem = [], None
-        for layer in layers:
-            segment = page[layout.segment(layer.index)].to(device, non_blocking=True)
-            hidden = self._codec.decode(segment.view(len(layout.kept), -1))
-            found = projected_differences(layer, hidden, here, slots, self._projector)
-            if isinstance(found, str):
-                problem = problem or found
-                found = torch.zeros(2, dtype=torch.float64, device=device)
-            differences.append(found)
-        if not differences:
-            return torch.empty((0, 2), dtype=torch.float64), problem
-        return _copy_to_host(torch.stack(differences)), problem
+    def _page_to_check(self, chosen: _ChosenPage) -> torch.Tensor | None:
+        """The page (uint8 ``[page_bytes]``), if it is one and its tokens are still on the device.
 
-    def _problem(self, check: _RunningCheck) -> str | None:
-        metrics.TOKENS.count("checked", self._pool.page_size)
+        None also where it cannot be read any more.
+        """
         try:
-            check.event.synchronize()
-        except StreamFailed:  # capture broke, and nothing is backed up any more
+            # Its host page may have been freed since, and filled by a later backup.
+            self._pool.backed_up().synchronize()
+        except StreamFailed:
             return None
-        if check.problem is not None:
-            return check.problem
-        for layer, found in zip(check.hidden_layers, check.differences.tolist(), strict=True):
-            problem = difference_problem(layer, found, self._projector, self._codec.name)
-            if problem is not None:
-                return problem
-        return _kv_problem(self._kv, self._pool, check) if check.layers else None
+        self._capture.ledger.settle()
+        arena = self._capture.arena
+        if self._runtime.distrust is not None or not arena.is_home(
+            chosen.host_page, chosen.device_page
+        ):
+            return None
+        physical = arena.physical(np.array([chosen.host_page]))[0]
+        arena.host_access(np.array([physical]), write=False)
+        whole = arena.layout.is_stamped(arena.memory[physical])
+        return self._pool.kv_buffer[physical] if whole else None
