@@ -93,6 +93,7 @@ OVERRIDDEN: dict[str, set[str]] = {
         "_page_get_zero_copy",
         "_page_transfer",
         "attach_storage_backend",
+        "detach_storage_backend",
         "load",
         "reset",
         "start_writing",

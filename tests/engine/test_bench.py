@@ -275,7 +275,7 @@ def test_the_demo_leaves_the_checkout_as_it_was() -> None:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
     before = status()
-    command = [sys.executable, "-m", "bench.demo", "--tokens", "512", "--rounds", "1"]
+    command = [sys.executable, "-m", "bench.demo", "--tokens", "256", "--rounds", "1"]
     done = subprocess.run(
         [*command, "--no-codecs"], cwd=ROOT, capture_output=True, text=True, check=False
     )

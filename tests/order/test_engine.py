@@ -245,7 +245,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 EVERY_RUN = [
     ("conversations", "mixed"),
     ("pressure", "hidden"),
-    ("eager", "recompute"),
     ("eager", "kv"),
     ("decode graphs", "hidden"),
 ]
