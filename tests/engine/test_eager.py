@@ -290,7 +290,11 @@ def test_prefetches_that_end_early(policy: str, model: Path, server: Server) -> 
 
 
 @pytest.mark.parametrize(
-    "name", ["recompute, mixed", "kv", pytest.param("hidden", marks=pytest.mark.long)]
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("recompute, mixed", "hidden")),
+        "kv",
+    ],
 )
 def test_pressure_on_a_small_device_pool(name: str, model: Path, tmp_path: Path) -> None:
     """Prompts that wait, and requests that run, want the same pages: who runs gets them."""

@@ -152,7 +152,10 @@ def test_first_layers_are_recomputed_by_all_ranks_together(
     assert_no_cache_output(model, conversations)
 
 
-@pytest.mark.parametrize("hidden", [0, 2], ids=["K and V", "mixed"])
+@pytest.mark.parametrize(
+    "hidden",
+    [pytest.param(0, id="K and V"), pytest.param(2, id="mixed", marks=pytest.mark.long)],
+)
 def test_k_and_v_of_one_rank_are_read_by_two_and_the_reverse(
     hidden: int, model: Path, tmp_path: Path
 ) -> None:
