@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from hcache_backend.engine import metrics
@@ -214,14 +214,10 @@ def _around_events(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any)
     return result
 
 
-@contextmanager
-def _harmless() -> Iterator[None]:
-    """What L3 is told of uses within the block: SGLang goes on without it."""
-    try:
-        yield
-    except Exception:
-        metrics.PROBLEMS.count("storage_use")
-        logger.exception("hcache: L3 was not told of a use; it may evict pages in use")
+_harmless = partial(
+    metrics.harmless, "storage_use", "L3 was not told of a use; it may evict pages in use"
+)
+"""What L3 is told of uses within the block: SGLang goes on without it."""
 
 
 def _around_prefetch(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:

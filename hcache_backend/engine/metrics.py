@@ -162,6 +162,16 @@ def timed(stage: str) -> Iterator[None]:
         STAGE_SECONDS.observe(stage, time.perf_counter() - start)
 
 
+@contextmanager
+def harmless(problem: str, consequence: str) -> Iterator[None]:
+    """SGLang goes on whatever the body raises: one problem of that kind, one log line."""
+    try:
+        yield
+    except Exception:
+        PROBLEMS.count(problem)
+        logger.exception("hcache: %s", consequence)
+
+
 class SuspendedGauge:
     """Says in the metrics whether L3 is suspended."""
 

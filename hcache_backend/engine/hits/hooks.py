@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +19,6 @@ import torch.distributed as dist
 from hcache_backend.engine import metrics
 from hcache_backend.engine.hits.gate import HitGate, Running
 from hcache_backend.engine.runtime import current
-
-logger = logging.getLogger("hcache")
 
 _STOP_SECONDS = 60.0
 """How long the threads of a server without requests may take to end a read."""
@@ -32,14 +29,8 @@ def gate_of(cache: Any) -> HitGate | None:
     return current().hit_gate if getattr(cache, "enable_storage", False) else None
 
 
-@contextmanager
-def harmless() -> Iterator[None]:
-    """What is decided within the block: without it SGLang goes on as it would."""
-    try:
-        yield
-    except Exception:
-        metrics.PROBLEMS.count("hit_gate")
-        logger.exception("hcache: a decision about an L3 hit failed; it is read")
+harmless = partial(metrics.harmless, "hit_gate", "a decision about an L3 hit failed; it is read")
+"""What is decided within the block: without it SGLang goes on as it would."""
 
 
 # ---- the scheduler thread ----
