@@ -16,7 +16,7 @@ from bench.pages import LEAST_ROUNDS, median_interval
 
 Row = dict[str, Any]
 _LEARNING = 4
-"""Requests at a new speed that do not count: the server with default options measures it."""
+"""Requests at a new speed that do not count: a server measures it."""
 _COMPARED = (OURS, NO_L3)
 """These have every round; others only if they take less than twice the fastest's time at first."""
 OFFERED = 1.2
@@ -25,9 +25,7 @@ OFFERED = 1.2
 
 def at_speed(turns: Turns, speed: float, rounds: int, advance: Callable[[str], None]) -> Row:
     """Seconds to the first token, in rounds of one request to every server in changing order."""
-    rate = turns.slow_down(speed, ALWAYS)
-    for _ in range(_LEARNING):
-        turns.ask(OURS, turns.new_question())
+    rate = learn(turns, OURS, speed)
     found: dict[str, list[Answer]] = {name: [] for name in turns.servers}
     order, differing = list(found), 0
     for number in range(rounds):
@@ -56,6 +54,18 @@ def at_speed(turns: Turns, speed: float, rounds: int, advance: Callable[[str], N
     }
 
 
+def learn(turns: Turns, name: str, speed: float) -> float:
+    """Let L3 be so many times as fast as computing, and a server see that in requests of its own.
+
+    Returns:
+        Bytes per second.
+    """
+    rate = turns.slow_down(speed, ALWAYS)
+    for _ in range(_LEARNING):
+        turns.ask(name, turns.new_question())
+    return rate
+
+
 def usual(answers: Sequence[Answer]) -> float:
     """Median of the seconds until the first token."""
     return median(answer.seconds for answer in answers)
@@ -68,9 +78,7 @@ def stalled(turns: Turns, name: str, seconds: float | None) -> float:
         seconds: It goes on after so many; None: when the reply is there.
     """
     restored, prompt = turns.servers[name], turns.new_question()
-    rate = turns.slow_down(2.0, ALWAYS)
-    for _ in range(_LEARNING):
-        turns.ask(name, turns.new_question())
+    rate = learn(turns, name, 2.0)
     before = turns.computing / 5  # of the half that reading takes
     events = [threading.Timer(before, restored.slow_down, kwargs={"l3": -1.0})]
     if seconds is not None:
@@ -123,7 +131,7 @@ def under_load(
     Each has a history of its own, which is in L3.
     """
     names = (NO_L3, ALWAYS, OURS)
-    turns.slow_down(speed, ALWAYS)
+    learn(turns, OURS, speed)
     found: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
         order = random.Random(number).sample(names, len(names))

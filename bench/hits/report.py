@@ -32,7 +32,8 @@ def table_lines(results: Mapping[str, Any]) -> str:
     if stalls:
         names = results["cases"][0]["stalled_ms"]
         table += "\n\n" + markdown(("ms when L3 stops", "computing", *names), stalls)
-    heads = ("model, history", "speed of L3", *(COMPARED[n].title for n in (NO_L3, ALWAYS, OURS)))
+    compared = (COMPARED[name].title for name in (NO_L3, ALWAYS, OURS))
+    heads = ("requests per second under load", "speed of L3", *compared)
     loads = [
         (title(case), f"{load['speed']:g}", *load["per_second"].values(), load["goodput_of_better"])
         for case in results["cases"]

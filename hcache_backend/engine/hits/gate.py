@@ -187,7 +187,7 @@ class HitGate:
             logger.info("hcache: L3 answers again")
 
     @property
-    def is_overdue(self) -> bool:
+    def agreed_overdue(self) -> bool:
         """Whether L3 was overdue when the ranks last agreed."""
         return self._agreed_overdue
 
@@ -296,24 +296,22 @@ class HitGate:
         """Why a hit is not to be read, or None. Under the lock."""
         if self.l3.seems_overdue(now):
             return "L3 is overdue"
-        saved = self.costs.saved(hit)
-        if saved is None:
+        read = self._seconds_to_read(hit, now)
+        if self._pays(hit, read):
             return None
-        load = self.costs.loaded(hit.tokens)
-        if self._gpu_wanted:
-            read = 0.0
-        else:
-            queued = sum(asked.left for asked in self._asked.values())
-            found = self.costs.read.seconds(queued + hit.tokens)
-            if found is None:
-                return None
-            read = found * self.l3.slowdown(now)
-        if (read + load) * self._min_gain <= saved:
-            return None
+        taken, saved = read + self.costs.loaded(hit.tokens), self.costs.saved(hit) or 0.0
         return (
-            f"to read and load {hit.tokens} tokens takes {read + load:.3f} s, to compute them "
+            f"to read and load {hit.tokens} tokens takes {taken:.3f} s, to compute them "
             f"{saved:.3f} s"
         )
+
+    def _seconds_to_read(self, hit: Hit, now: float) -> float:
+        """Seconds until a hit is read, as far as they count and anybody knows. Under the lock."""
+        if self._gpu_wanted:
+            return 0.0
+        queued = sum(asked.left for asked in self._asked.values())
+        read = self.costs.read.seconds(queued + hit.tokens) or 0.0
+        return read * self.l3.slowdown(now)
 
     def _ends(self, asked: _Asked, one: Running, queued: int, now: float) -> bool:
         if asked.hit is None or self._gpu_wanted or one.whole or not asked.left:

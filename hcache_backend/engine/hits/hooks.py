@@ -83,7 +83,7 @@ def _end_prefetches(gate: HitGate, cache: Any) -> None:
     if cache.pp_size > 1:
         return  # pipeline stages are not at one point
     gate.unfinished.update(operations)
-    if not operations and not gate.is_overdue:
+    if not operations and not gate.agreed_overdue:
         return  # on no rank: what this one sees alone is not acted on
     flags = torch.tensor(verdicts, dtype=torch.int32)
     cache._all_reduce_attn_groups(flags, dist.ReduceOp.MAX)

@@ -43,7 +43,7 @@ class Hits(RuleBasedStateMachine):
         if self.gate.may_ask(name, 0):
             self.waiting.append(name)
         else:
-            assert self.gate.is_overdue
+            assert self.gate.agreed_overdue
 
     @precondition(lambda self: self.waiting)
     @rule()
