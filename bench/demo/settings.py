@@ -11,7 +11,7 @@ from bench.harness.machine import Machine
 from bench.harness.methods import METHODS, Method
 from bench.harness.models import TinyLlama
 from bench.harness.turns import NO_L3, Answer, Turns, taking_turns
-from bench.hits.measure import compared
+from bench.hits.measure import compared, learn
 
 FILE, OURS = "file", "ours"
 COMPARED: dict[str, Method] = {
@@ -30,8 +30,6 @@ SETTINGS = {
 }
 """How many times as fast as computing L3 brings K and V: as one SSD in an H100's server would for
 these models (`hcache plan`); 0: no limit."""
-_LEARNING = 4
-"""Requests in a setting that do not count: the server with default options measures the disk."""
 
 
 def steps(rounds: int, machine: Machine) -> int:
@@ -75,9 +73,7 @@ def measure(
 def _setting(
     turns: Turns, name: str, speed: float, rounds: int, advance: Callable[[str], None]
 ) -> dict[str, Any]:
-    rate = turns.slow_down(speed, FILE)
-    for _ in range(_LEARNING):
-        turns.ask(OURS, turns.new_question())
+    rate = learn(turns, OURS, speed, FILE)
     answers: dict[str, list[Answer]] = {method: [] for method in COMPARED}
     for number in range(rounds):
         advance(f"{name}: round {number + 1}")

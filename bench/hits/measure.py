@@ -54,13 +54,13 @@ def at_speed(turns: Turns, speed: float, rounds: int, advance: Callable[[str], N
     }
 
 
-def learn(turns: Turns, name: str, speed: float) -> float:
-    """Let L3 be so many times as fast as computing, and a server see that in requests of its own.
+def learn(turns: Turns, name: str, speed: float, like: str = ALWAYS) -> float:
+    """Slow L3 down (:meth:`Turns.slow_down`), and let a server see that in requests of its own.
 
     Returns:
         Bytes per second.
     """
-    rate = turns.slow_down(speed, ALWAYS)
+    rate = turns.slow_down(speed, like)
     for _ in range(_LEARNING):
         turns.ask(name, turns.new_question())
     return rate
