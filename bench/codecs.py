@@ -11,6 +11,9 @@ are computed, and what the model makes of the reply's tokens is compared with
 - codec `none`: what the codec alone changes
 
 Bytes per token are those of the page files.
+
+The fixture model has no channels that stand out, which large models have, and on which lossy codecs
+differ most; so the error of K is computed for synthetic hidden states that have some.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from bench.fixtures.models import Model, chosen
 from bench.fixtures.text import Texts, corpus, encoder
@@ -33,11 +38,14 @@ from bench.harness.report import OUT, grouped_bars, markdown, write
 from bench.harness.restorer import page_files
 from bench.harness.server import Server
 from hcache_backend.server_report import read_report
+from hcache_kernels.codecs import make_codec
 
 CODECS = {"float32": ("none", "int8", "fp8"), "bfloat16": ("none", "exp4", "int8", "fp8")}
 """Codecs by the type that the model is served in; the first one changes no value."""
 UNCODED = "none"
 _POOL_TOKENS = 4096
+_STANDING_OUT = (1, 5, 10, 20, 50, 100)
+_WIDTH, _CHANNELS, _TOKENS, _K_VALUES = 4096, 4, 64, 256
 Row = dict[str, Any]
 
 
@@ -125,7 +133,39 @@ def measure(script: Script, model: Model, dtypes: Sequence[str], machine: Machin
     ):
         serve = _Servers(Path(model.path), machine, Path(scratch), advance)
         rows = [row for dtype in dtypes for row in _rows(serve, script, texts, dtype)]
-    return {**stamp(machine), "model": model.about, **asdict(script), "codecs": rows}
+    return {
+        **stamp(machine),
+        "model": model.about,
+        **asdict(script),
+        "codecs": rows,
+        "standing_out": [standing_out(times) for times in _STANDING_OUT],
+    }
+
+
+def standing_out(times: float) -> Row:
+    """The error of K by lossy codec, if 4 of 4,096 channels are so many times as large as others.
+
+    Hidden states are normal values in bfloat16, K is one random matrix product behind an RMSNorm
+    whose weight makes all channels alike, as trained ones do. Errors are relative to the norm of K.
+    """
+    source = torch.Generator().manual_seed(0)
+    weight = torch.randn(_WIDTH, _K_VALUES, generator=source) / _WIDTH**0.5
+    rows = torch.randn(_TOKENS, _WIDTH, generator=source)
+    rows[:, :_CHANNELS] *= times
+    weight[:_CHANNELS] /= times
+    rows = rows.bfloat16()
+
+    def project(states: torch.Tensor) -> torch.Tensor:
+        values = states.float()
+        return values / values.square().mean(1, keepdim=True).sqrt() @ weight
+
+    k = project(rows)
+    errors = {}
+    for name in ("int8", "fp8"):
+        codec = make_codec(name, _WIDTH, rows.dtype)
+        off = project(codec.decode_reference(codec.encode_reference(rows)[0])) - k
+        errors[name] = float(off.norm() / k.norm())
+    return {"times": times, **errors}
 
 
 def _rows(serve: _Servers, script: Script, texts: Texts, dtype: str) -> Iterator[Row]:
@@ -268,7 +308,16 @@ def table_lines(results: Row) -> str:
         )
         for row in results["codecs"]
     ]
-    return markdown((*heads, *more), rows)
+    outliers = [
+        (f"{row['times']}", *(f"{100 * row[name]:.1f}%" for name in ("int8", "fp8")))
+        for row in results["standing_out"]
+    ]
+    heads_of_outliers = (
+        "4 of 4,096 channels so many times as large",
+        "error of K: `int8`",
+        "`fp8`",
+    )
+    return f"{markdown((*heads, *more), rows)}\n\n{markdown(heads_of_outliers, outliers)}"
 
 
 def _shown(found: Mapping[str, Any] | None) -> tuple[str | None, str | None]:

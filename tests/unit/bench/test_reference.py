@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.codecs import compared
+from bench.codecs import compared, standing_out
 from bench.demo.codecs import codec_report
 from bench.harness.models import TinyLlama
 from bench.harness.reference import Agreement, OwnReference, Scores, agreement, reference_of
@@ -49,3 +49,10 @@ def test_the_demo_refuses_a_codec_beside_itself(codec: str, same_as: str) -> Non
     runs[codec] = runs[same_as]
     with pytest.raises(OwnReference, match=f"'{codec}'"):
         codec_report(runs, TinyLlama())
+
+
+def test_int8_loses_less_than_fp8_until_some_channels_stand_out() -> None:
+    alike, unlike = standing_out(1), standing_out(50)
+
+    assert alike["int8"] < alike["fp8"] / 2
+    assert unlike["fp8"] < unlike["int8"] / 2
