@@ -206,10 +206,10 @@ def test_whatever_operation_fails_reads_are_right_or_misses(memory_path: Path, f
         try:
             scenario(folder, ops)
         except OSError as error:
-            # Only opening may say no.
-            assert re.search("injected|short write|No such file.*hcache-store.json", str(error)), (
-                f"operation {number}, {dry_run.names[number]}"
-            )
+            # Only opening may say no; KvikIO's error for its probe, of which half is there, ends so.
+            assert re.search(
+                "injected|short write|No such file.*hcache-store.json|EOF$", str(error)
+            ), f"operation {number}, {dry_run.names[number]}"
         assert open_files() == files_before, f"operation {number} leaks files"
         store = open_quiet(folder, quota_bytes=QUOTA)
         read_all(store)
