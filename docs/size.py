@@ -23,7 +23,7 @@ from hcache_backend.config import HCacheConfig
 from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer, kv_layer
 from hcache_backend.restore.exchange import share_of_rank
 from hcache_backend.store.format import file_layout
-from hcache_backend.units import WHOLE, Segment, SegmentTable
+from hcache_backend.units import WHOLE, Segment, SegmentTable, units_per_group
 from hcache_kernels.codecs import CODECS, UnsupportedRows, make_codec
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -38,12 +38,14 @@ class PageSize:
         files: Files of a page in L3, all ranks together.
         file_bytes: Of each of them.
         has_shadows: Whether the pages of the device's KV pool take host memory too.
+        overflow_row: Bytes of K and V of a layer that the codec may fail to hold; 0: it holds all.
     """
 
     rank_bytes: int
     files: int
     file_bytes: int
     has_shadows: bool
+    overflow_row: int = 0
 
 
 def page_size(plan: dict[str, Any], tokens: int, codec: str, kv_mode: bool) -> PageSize:
@@ -62,15 +64,22 @@ def page_size(plan: dict[str, Any], tokens: int, codec: str, kv_mode: bool) -> P
     share, itemsize = share_of_rank(0, ranks, tokens), model["element_bytes"]
     row_bytes = make_codec(codec, model["hidden"], _DTYPES[itemsize]).row_bytes
     kv_values = kv_bytes // (2 * itemsize) * share.of
+    encoded: tuple[str, int] | tuple[()] = ()
+    if codec == "exp4":
+        width = kv_values // share.of
+        unit = make_codec(codec, tokens // units_per_group(tokens, width) * width, torch.bfloat16)
+        encoded = unit.code, unit.row_bytes
     stored = {
         "recompute": RECOMPUTED,
         "hidden": hidden_layer(tokens, row_bytes, model["hidden"], codec),
-        "kv": kv_layer(tokens, kv_values, kv_values, itemsize, share.of),
+        "kv": kv_layer(tokens, kv_values, kv_values, itemsize, share.of, *encoded),
     }
     methods = [m for m in stored for _ in range(plan["layers"][m])]
     layout = PageLayout(tokens, tuple(stored[m] for m in methods), share)
     files = ranks if "kv" in methods else share.of  # K and V are those of a rank's own heads
-    return PageSize(layout.page_bytes, files, file_layout(layout.table, share).file_bytes, True)
+    file_bytes = file_layout(layout.table, share).file_bytes
+    row = tokens * kv_bytes if encoded and "kv" in methods else 0
+    return PageSize(layout.page_bytes, files, file_bytes, has_shadows=True, overflow_row=row)
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,7 @@ class Sizing:
         page: A page.
         pages: Of all conversations.
         shadows: Pages of host memory for what is on the device.
+        overflow: Pages of host memory for K and V that the codec cannot hold.
         host_bytes: Host memory that HiCache is to get on every rank.
         ratio: The same as a multiple of the device's KV pool.
         files: Page files in L3, all ranks together.
@@ -90,6 +100,7 @@ class Sizing:
     page: PageSize
     pages: int
     shadows: int
+    overflow: int
     host_bytes: int
     ratio: float
     files: int
@@ -119,11 +130,13 @@ def size(
     pages = histories * (tokens // page_tokens)
     # SGLang's pool has a page more than it gives out.
     shadows = (device_tokens // page_tokens + 1) * page.has_shadows
-    host_bytes = (pages + shadows) * page.rank_bytes
+    overflow = -(-page.overflow_row // page.rank_bytes)
+    overflow += pages // 255 * bool(overflow)  # one page of 256 is for it
+    host_bytes = (pages + shadows + overflow) * page.rank_bytes
     device_bytes = device_tokens * page_size(plan, page_tokens, "none", True).rank_bytes
     files = pages * page.files
     ratio = host_bytes / (device_bytes / page_tokens)
-    return Sizing(page, pages, shadows, host_bytes, ratio, files, files * page.file_bytes)
+    return Sizing(page, pages, shadows, overflow, host_bytes, ratio, files, files * page.file_bytes)
 
 
 def main(
@@ -151,11 +164,13 @@ def main(
     except UnsupportedRows as error:
         raise typer.BadParameter(f"codec {codec!r}: {error}") from None
     page, gigabytes = found.page, found.host_bytes / 1e9
+    overflow = f" + {found.overflow:,} of overflow" if found.overflow else ""
     quota = math.ceil(found.disk_bytes / folders / HCacheConfig().high_water)
     print(
         f"page of {page_tokens} tokens: {page.rank_bytes:,} bytes of host memory on each rank,\n"
         f"  in L3 {page.files} x {page.file_bytes:,} bytes\n"
-        f"L2, each rank: {found.pages:,} pages + {found.shadows:,} shadows = {gigabytes:,.1f} GB: "
+        f"L2, each rank: {found.pages:,} pages + {found.shadows:,} shadows{overflow} = "
+        f"{gigabytes:,.1f} GB: "
         f"--hicache-size {math.ceil(gigabytes)}\n"
         f"  or --hicache-ratio {math.ceil(found.ratio * 10) / 10}\n"
         f"L3: {found.files:,} files = {found.disk_bytes / 1e9:,.1f} GB: "

@@ -74,7 +74,7 @@ class HCacheConfig(BaseModel):
         pages: ``own`` where the model allows them; ``plain``: SGLang's KV pages.
         partition: How each layer is stored; ``auto``: the fastest restores by the profile.
         profile: A file of ``hcache profile``; None: a kept one, or a quick measurement.
-        codec: How hidden states are encoded; KV pages are not.
+        codec: How hidden states are encoded; ``exp4`` encodes K and V in own pages, too.
         check_every_pages: In service, one in this many backed-up pages is projected and compared
             with the K and V in the pool. 0: none (the check at start always runs).
         projection: ``generic``: always by the attention modules, never by the kernels.

@@ -124,18 +124,28 @@ def hidden_layer(tokens: int, row_bytes: int, values: int, codec: str = "none") 
     return StoredLayer((Segment(tokens * row_bytes, groups, pieces),), codec)
 
 
-def kv_layer(tokens: int, k_values: int, v_values: int, itemsize: int, groups: int) -> StoredLayer:
+def kv_layer(
+    tokens: int,
+    k_values: int,
+    v_values: int,
+    itemsize: int,
+    groups: int,
+    codec: str = "none",
+    unit_bytes: int | None = None,
+) -> StoredLayer:
     """A layer whose K and V are stored, in ``groups`` groups of heads.
 
     Args:
         k_values: Values of K per token, in all heads of all ranks; ``v_values`` of V.
         itemsize: Bytes per value.
+        unit_bytes: Bytes of a unit that ``codec`` has encoded; None: those of its values.
     """
-    segments = (
-        Segment(tokens * values * itemsize, groups, units_per_group(tokens, values // groups))
-        for values in (k_values, v_values)
-    )
-    return StoredLayer(tuple(segments))
+    segments = []
+    for values in (k_values, v_values):
+        pieces = units_per_group(tokens, values // groups)
+        length = tokens * values * itemsize if unit_bytes is None else unit_bytes * groups * pieces
+        segments.append(Segment(length, groups, pieces))
+    return StoredLayer(tuple(segments), codec)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class ServerReport(BaseModel):
         model: Its path or name.
         pages: Its own pages, or SGLang's plain ones.
         reason: Why they do not hold hidden states, or are plain; None: they hold some.
-        codec: How its hidden states are encoded; None in KV mode.
+        codec: How its own pages are encoded; None: its pages are plain.
         partition: What it stores of its layers, in words; None in KV mode.
         projection: How its layers are projected; empty in KV mode.
         recomputation: How exactly its first layers are recomputed, or why they are not, in words;

@@ -86,7 +86,7 @@ class MetricsPage:
         mode: ``hidden`` or ``kv``.
         pages: ``own`` or ``plain``.
         reason: Why it is ``kv``, or empty.
-        codec: How hidden states are encoded; None in KV mode.
+        codec: How own pages are encoded; None: pages are plain.
         suspended: Why L3 is neither read nor written, or None.
         rates: Tokens per second by operation, as decisions about L3 hits expect them.
         running: Requests in a batch.
@@ -195,7 +195,7 @@ def parse(text: str) -> MetricsPage:
         mode=modes[0]["mode"],
         pages=modes[0]["pages"],
         reason=modes[0]["reason"],
-        codec=codecs[0]["used"] if codecs and modes[0]["mode"] == "hidden" else None,
+        codec=codecs[0]["used"] if codecs and modes[0]["pages"] == "own" else None,
         suspended=suspended[0]["reason"] if suspended else None,
         rates=rates,
         running=int(requests["sglang:num_running_reqs"]),

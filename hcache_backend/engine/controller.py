@@ -56,6 +56,7 @@ class OwnPagesController(HybridCacheController, ABC):
         if eager is not None:
             self._batches = BatchedReads(self.page_size, self._report)
         self._prefix: Prefix = _unknown
+        self._never_loaded = False  # what is to be evicted
 
     def attach_storage_backend(self, storage_backend: str, *args: Any, **kwargs: Any) -> None:
         # SGLang's own zero-copy backends name two values a page, for K and V: they get halves.
@@ -79,6 +80,11 @@ class OwnPagesController(HybridCacheController, ABC):
         """HiCache's turn on the scheduler thread; ``cache`` is its radix cache."""
         if self.eager is not None:
             self.eager.turn(cache)
+        if self._never_loaded:
+            # A node whose load is refused stays a hit for HiCache: a miss for ever, which hides
+            # what L3 has. It has no way to remove one node, so all go that are in L2 only.
+            cache.evict_host(self._pool.size)
+            self._never_loaded = False
 
     # ---- indices ----
 
@@ -105,7 +111,10 @@ class OwnPagesController(HybridCacheController, ABC):
             # waits only for what SGLang's read barrier lets through: with decode graphs that is
             # published before the step has written. (Plain HiCache copies in the same order.)
             self.after_forwards(streams.of(self.l2_transfer_engine.device_to_host_stream))
+        backups = len(self.ack_write_queue)
         super().start_writing()
+        if self._pool.overflow is not None and len(self.ack_write_queue) > backups:
+            self.ack_write_queue.append(self._pool.overflow.awaited(self.ack_write_queue.pop()))
 
     def after_forwards(self, stream: streams.Stream) -> None:
         """Let a stream of transfers wait for the forward passes that were launched."""
@@ -146,6 +155,11 @@ class OwnPagesController(HybridCacheController, ABC):
     def _planned(self, host_pages: Ids) -> QueuedLoad | None:
         """A load of ``host_pages`` (int64 ``[pages]``); None: a miss, on every rank."""
 
+    def _kept(self, host_pages: Ids) -> bool:
+        """Whether all layers of ``host_pages`` are there, encoded or in the overflow."""
+        overflow = self._pool.overflow
+        return overflow is None or overflow.pages.lost.isdisjoint(host_pages.tolist())
+
     def _queued(self, load: QueuedLoad, device_indices: torch.Tensor) -> None:
         """SGLang queued ``load``, to slots ``device_indices`` (int64 ``[n]``, on the device)."""
         self._loads.add(load, device_indices)
@@ -158,12 +172,15 @@ class OwnPagesController(HybridCacheController, ABC):
         host_pages = self._pool.page_ids(operation.host_indices)
         arena.host_access(arena.physical(host_pages), write=True, header=True)
         tokens, before = _token_array(operation.token_ids), operation.prefix_keys
+        overflow = self._pool.overflow
         first = None if before is None else len(before) * size
         pages = zip(operation.hash_value, arena.pages(host_pages), strict=False)
         for i, (key, page) in enumerate(pages):
             own = tokens[i * size : (i + 1) * size]
             at = None if first is None else first + i * size
             problem = self._finish_header(page, int(host_pages[i]), own, at)
+            if overflow is not None and int(host_pages[i]) in overflow.pages:
+                problem = "page_not_encodable"
             if problem is None:
                 layout.seal(page, key_bytes(key))
                 continue
@@ -317,6 +334,13 @@ class KVController(OwnPagesController):
     def _planned(self, host_pages: Ids) -> QueuedLoad | None:
         if self._stages.alone:
             fine = not self._checks.failed
+            if self._pool.overflow is not None:
+                (kept,) = on_all_ranks(self.tp_group, self._kept(host_pages))
+                if not kept:
+                    tokens = len(host_pages) * self.page_size
+                    metrics.TOKENS.count("not_restored_overflow_full", tokens)
+                self._never_loaded |= not kept
+                fine = fine and kept
         else:
             self._stages.talk()
             (fine,) = on_all_ranks(self.tp_group, self._runtime.distrust is None)

@@ -38,19 +38,10 @@ class HiddenStateController(OwnPagesController):
         self._checks = checks
         self._stages = stages
         self._writing = False
-        self._never_loaded = False  # what is to be evicted
 
     def reset(self) -> None:
         super().reset()
         self._checks.forget_chosen()
-
-    def turn(self, cache: Any) -> None:
-        super().turn(cache)
-        if self._never_loaded:
-            # A node whose load is refused stays a hit for HiCache: a miss for ever, which hides
-            # what L3 has. It has no way to remove one node, so all go that are in L2 only.
-            cache.evict_host(self._pool.size)
-            self._never_loaded = False
 
     # ---- device -> host ----
 
@@ -124,6 +115,8 @@ class HiddenStateController(OwnPagesController):
             problem = "stale_host_page"
             for_ever = not self._pool.arena.waits_for_proof(host_pages)
             metrics.PROBLEMS.count(problem)
+        elif not self._kept(host_pages):
+            problem, for_ever = "overflow_full", True
         else:
             planned = self._loads.plan(host_pages, self._prefix)
             if planned is None:

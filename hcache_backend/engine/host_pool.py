@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.pool_host.base import HostKVCache
 from hcache_backend.arena import Arena, Ids
 from hcache_backend.capture.shadows import ShadowArena
 from hcache_backend.capture.staging import StagedCapture
-from hcache_backend.engine.kv_segments import KVSegments
+from hcache_backend.engine.kv_segments import KVSegments, OverflowArea
 from hcache_backend.engine.loads import LoadQueue
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.report import RunningRestore
@@ -22,10 +22,12 @@ from hcache_backend.streams import Event, StreamFailed, current_stream, to_devic
 
 
 class HostPages(NamedTuple):
-    """Pages of the arena: what HiCache may allocate, and a shadow for each page of the device."""
+    """Pages of memory: what HiCache may allocate, a shadow for each page of the device, and as many
+    as the :class:`OverflowArea` takes."""
 
     host: int
     shadows: int
+    overflow: int = 0
 
 
 class OwnPagesPool(HostKVCache):
@@ -38,6 +40,7 @@ class OwnPagesPool(HostKVCache):
 
     Attributes:
         on_freed: Who wants to know of pages (int64 ``[n]``) that HiCache has freed.
+        overflow: Keeps what encoded pages cannot hold; None: they are not encoded.
         on_transferred: Who wants to know of pages (int64 ``[n]``) that were copied from or to
             slots (int64 ``[n * page_size]``, on the device), on the current stream.
         pieces_per_page: As how many pieces of memory storage backends see a page.
@@ -63,6 +66,7 @@ class OwnPagesPool(HostKVCache):
         self.target_layer_num = self.layer_num
         self._pages = pages
         self._kv = kv
+        self.overflow: OverflowArea | None = None
         self._loads: LoadQueue | None = None
         self._restores: tuple[RunningRestore, ...] = ()
         self._backed_up: Event | None = None
@@ -117,7 +121,11 @@ class OwnPagesPool(HostKVCache):
             pin_memory=self.pin_memory,
             allocator=self.allocator,
         )
-        self.arena = self._new_arena(buffer.numpy())
+        pages = self._pages.host + self._pages.shadows
+        self.arena = self._new_arena(buffer[:pages].numpy())
+        if self._kv.codec != "none":
+            self.overflow = OverflowArea(self._kv, buffer[pages:], self.device_pool.device)
+            self.on_freed.append(self.overflow.freed)
         return buffer
 
     def _new_arena(self, memory: np.ndarray) -> Arena:
@@ -142,6 +150,8 @@ class OwnPagesPool(HostKVCache):
             # Whoever gets a page next may write it at once, so nothing may be on its way there.
             with contextlib.suppress(StreamFailed):
                 self._backed_up.synchronize()
+        if self.overflow is not None:
+            self.overflow.clear()
         super().clear()
 
     # ---- device <-> host ----
@@ -152,7 +162,9 @@ class OwnPagesPool(HostKVCache):
         device, host_pages = self.device_pool.device, self.page_ids(host_indices)
         if self._kv.layers:
             pages = to_device(self.arena.physical(host_pages), device)
-            self._kv.save(self.page_layout, self.kv_buffer, pages, device_indices)
+            fits = self._kv.save(self.page_layout, self.kv_buffer, pages, device_indices)
+            if self.overflow is not None and fits is not None:
+                self.overflow.saved(host_pages, device_indices, fits)
         for told in self.on_transferred:
             told(host_pages, device_indices)
         self._backed_up = current_stream(device).record()
@@ -178,6 +190,8 @@ class OwnPagesPool(HostKVCache):
             self._restores = self._loads.launch(device_indices)
         for restore in self._restores:
             restore.wait_for_layer(layer_id)
+        if self.overflow is not None:
+            self.overflow.load(layer_id, self.page_ids(host_indices), device_indices)
         if layer_id == self.layer_num - 1:
             for told in self.on_transferred:
                 told(self.page_ids(host_indices), device_indices)
@@ -245,7 +259,9 @@ class HiddenStatePool(OwnPagesPool):
         self._capture = capture
 
     def _new_arena(self, memory: np.ndarray) -> ShadowArena:
-        return ShadowArena(memory, self.page_layout, *self._pages, self._stamp)
+        return ShadowArena(
+            memory, self.page_layout, self._pages.host, self._pages.shadows, self._stamp
+        )
 
     def free(self, indices: torch.Tensor) -> int:
         if self._capture is not None and indices.numel():

@@ -2,50 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from hcache_backend.arena import Ids, Overflow
+from hcache_backend.engine import metrics
 from hcache_backend.page import PageLayout, StoredLayer, kv_layer
 from hcache_backend.restore.layers import RestoredLayer
-from hcache_backend.units import Share
-from hcache_kernels.pages import gather_plane, scatter_rows
+from hcache_backend.streams import Event, current_stream, host_tensor, to_device
+from hcache_backend.units import Share, units_per_group
+from hcache_kernels.codecs import UnsupportedRows, make_codec
+from hcache_kernels.codecs.exp4 import Cut
+from hcache_kernels.codecs.segments import decode_segments, encode_segments, segment_bytes
+from hcache_kernels.pages import gather_pages, gather_plane, scatter_rows
 
 _WORD = torch.int64
 
 
 class KVSegments:
-    """Copies K and V of some layers between the pool and pages, which hold them as the pool does.
+    """Copies K and V of some layers between the pool and pages.
 
     A page has K of one group of this rank's heads after the other, each of all tokens, then V. With
-    one group that is what the pool's slots hold. Layers are numbered as by ``kvcache``, which is
-    SGLang's ``MHATokenToKVPool``. The slots of a page follow each other there, from a multiple of
-    the page size on, so that whole pages are copied.
+    one group, and unencoded, that is what the pool's slots hold. Layers are numbered as by
+    ``kvcache``, which is SGLang's ``MHATokenToKVPool``. The slots of a page follow each other
+    there, from a multiple of the page size on, so that whole pages are copied.
 
     Args:
         share: What this rank holds of a page: its heads are as many of those of all ranks.
         groups: Groups of heads in the whole page.
+        codec: Encodes their units: ``none`` or ``exp4``.
+
+    Raises:
+        UnsupportedRows: The codec does not take K and V of this pool.
     """
 
     def __init__(
-        self, kvcache: Any, layers: Sequence[int], page_size: int, share: Share, groups: int
+        self,
+        kvcache: Any,
+        layers: Sequence[int],
+        page_size: int,
+        share: Share,
+        groups: int,
+        codec: str = "none",
     ) -> None:
         self._kvcache = kvcache
-        self._page_size = page_size
+        self.page_size = page_size
         self._ranks, self._whole_groups = share.of, groups
         self._groups = groups // share.of
         self.layers = tuple(layers)
+        self.codec = codec
+        self._cut = None if codec == "none" else self._cut_into_units()
 
     def stored_layer(self, layer: int) -> StoredLayer:
         """What whole pages hold of one layer."""
         k, v = (buffer[0].numel() * self._ranks for buffer in self._planes(layer))
-        itemsize = self._kvcache.k_buffer[layer].element_size()
-        return kv_layer(self._page_size, k, v, itemsize, self._whole_groups)
+        dtype = self._kvcache.k_buffer[layer].dtype
+        encoded: tuple[str, int] | tuple[()] = ()
+        if self._cut is not None:
+            codec = make_codec(self.codec, self._cut.values, dtype)
+            encoded = codec.code, codec.row_bytes
+        return kv_layer(self.page_size, k, v, dtype.itemsize, self._whole_groups, *encoded)
 
     def save(
         self, layout: PageLayout, memory: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
-    ) -> None:
+    ) -> torch.Tensor | None:
         """Copy K and V of whole pages out of the pool, on the current stream.
 
         Args:
@@ -53,45 +77,81 @@ class KVSegments:
             memory: The arena, uint8 ``[all pages, page_bytes]``, which the device can write.
             pages: Physical pages, int64 ``[p]``, on the device.
             slots: Slots of their tokens, int64 ``[p * page_size]``, on the device.
+
+        Returns:
+            With a codec, which layers of which pages fit, bool ``[layers, p]`` on the device: what
+            the pages hold of others means nothing.
         """
-        only = torch.zeros_like(pages)  # a plane is one row
-        held = self._pages_of(slots)
+        held, fits = self.pages_of(slots), []
         for layer in self.layers:
             offset = layout.segment_offsets[layer]
-            for buffer in self._planes(layer):
-                rows = _swapped(self._by_page(buffer)[held], self._page_size, self._groups)
-                rows = rows.view(torch.uint8)
-                scatter_rows(rows, memory, pages, only, offset)
-                offset += rows.shape[1]
+            if self._cut is None:
+                self.save_plain(layer, held, memory, pages, offset)
+                continue
+            rows, fit = self._encoded(layer, held, self._cut)
+            scatter_rows(rows, memory, pages, torch.zeros_like(pages), offset)
+            fits.append(fit)
+        return torch.stack(fits) if fits else None
+
+    def save_plain(
+        self,
+        layer: int,
+        held: torch.Tensor,
+        memory: torch.Tensor,
+        rows: torch.Tensor,
+        offset: int = 0,
+    ) -> None:
+        """Copy K and V of a layer, as they are, to ``offset`` of some rows of ``memory``.
+
+        ``held`` are pages of the pool; both int64 ``[p]``, on the device.
+        """
+        for plane in self._plain(layer, held):
+            scatter_rows(plane, memory, rows, torch.zeros_like(rows), offset)
+            offset += plane.shape[1]
+
+    def load_plain(
+        self,
+        layer: int,
+        held: torch.Tensor,
+        memory: torch.Tensor,
+        rows: torch.Tensor,
+        offset: int = 0,
+    ) -> None:
+        """Copy back what :meth:`save_plain` did."""
+        for buffer in self._planes(layer):
+            plane = self._by_page(buffer).view(torch.uint8)
+            plane = plane.unflatten(1, (self.page_size, self._groups, -1))
+            gather_plane(memory, rows, offset, plane, held)
+            offset += plane[0].numel()
 
     def restored_layer(self, layer: int) -> RestoredLayer:
         """How a layer whose K and V are stored comes back."""
-        planes = [
-            self._by_page(buffer)
-            .view(torch.uint8)
-            .unflatten(1, (self._page_size, self._groups, -1))
-            for buffer in self._planes(layer)
-        ]
+        planes, cut = self._planes(layer), self._cut
 
         def copy(
             memory: torch.Tensor, pages: torch.Tensor, offset: int, slots: torch.Tensor
         ) -> None:
-            held = self._pages_of(slots)
-            for plane in planes:
-                gather_plane(memory, pages, offset, plane, held)
-                offset += plane[0].numel()
+            held = self.pages_of(slots)
+            if cut is None:
+                self.load_plain(layer, held, memory, pages, offset)
+                return
+            encoded = gather_pages(memory, pages, offset, segment_bytes(len(planes), cut))
+            decode_segments(encoded, planes, held, cut)
 
         return RestoredLayer("kv", copy=copy)
 
     def held(self, slots: torch.Tensor) -> torch.Tensor:
-        """What the pool has of the tokens of a page, segment after segment: uint8, on the device.
+        """What pages hold if they hold what the pool does: segment after segment, uint8, on the
+        device.
 
-        ``slots`` are theirs, int64 ``[page_size]``, on the device.
+        ``slots`` are those of the tokens of a page, int64 ``[page_size]``, on the device.
         """
-        pages, size = self._pages_of(slots), self._page_size
-        buffers = (buffer for layer in self.layers for buffer in self._planes(layer))
-        planes = (_swapped(self._by_page(buffer)[pages], size, self._groups) for buffer in buffers)
-        return torch.cat([plane[0].view(torch.uint8) for plane in planes])
+        pages, cut = self.pages_of(slots), self._cut
+        if cut is None:
+            planes = (plane for layer in self.layers for plane in self._plain(layer, pages))
+        else:
+            planes = (self._encoded(layer, pages, cut)[0] for layer in self.layers)
+        return torch.cat([plane[0] for plane in planes])
 
     def differs(self, layout: PageLayout, page: torch.Tensor, held: torch.Tensor) -> int | None:
         """The first layer whose segment in ``page`` is not what the pool ``held``, or None.
@@ -104,13 +164,56 @@ class KVSegments:
                 return layer
         return None
 
-    def _pages_of(self, slots: torch.Tensor) -> torch.Tensor:
+    def pages_of(self, slots: torch.Tensor) -> torch.Tensor:
         """Pages of the pool, int64 ``[p]``, whose slots are ``slots`` (``[p * page_size]``)."""
-        return slots[:: self._page_size] // self._page_size
+        return slots[:: self.page_size] // self.page_size
+
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes of K and V of one layer of a page, as the pool has them."""
+        planes = self._planes(self.layers[0])
+        return self.page_size * sum(buffer[0].nbytes for buffer in planes)
+
+    def _cut_into_units(self) -> Cut:
+        planes = [plane for layer in self.layers for plane in self._planes(layer)]
+        shapes = sorted({tuple(plane.shape[1:]) for plane in planes})
+        dtypes = {plane.dtype for plane in planes}
+        if len(shapes) > 1 or dtypes - {torch.bfloat16}:
+            raise UnsupportedRows(
+                f"codec {self.codec!r} takes K and V of one shape in bfloat16, not "
+                f"{', '.join(map(str, shapes))} of {', '.join(sorted(map(str, dtypes)))}"
+            )
+        width = planes[0][0].numel() // self._groups
+        pieces = units_per_group(self.page_size, width)
+        cut = Cut(width, self.page_size // pieces, self._groups, pieces)
+        segment_bytes(2, cut)
+        return cut
+
+    def _plain(self, layer: int, held: torch.Tensor) -> Iterator[torch.Tensor]:
+        """K, then V of pages of the pool, as plain pages hold them: uint8 ``[p, bytes]`` each."""
+        for buffer in self._planes(layer):
+            rows = _swapped(self._by_page(buffer)[held], self.page_size, self._groups)
+            yield rows.view(torch.uint8)
+
+    def _encoded(
+        self, layer: int, held: torch.Tensor, cut: Cut
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Encoded K and V of pages of the pool, uint8 ``[p, bytes]``, and which of the pages fit,
+        bool ``[p]``."""
+        planes = self._planes(layer)
+        length = segment_bytes(len(planes), cut)
+        encoded = torch.empty((len(held), length), dtype=torch.uint8, device=held.device)
+        fits = torch.empty(
+            (len(held), len(planes) * cut.units), dtype=torch.bool, device=held.device
+        )
+        encode_segments(
+            planes, held, cut, encoded, torch.arange(len(held), device=held.device), 0, fits
+        )
+        return encoded, fits.all(1)
 
     def _by_page(self, buffer: torch.Tensor) -> torch.Tensor:
         """A buffer of the pool, ``[slots, heads, dim]``, as one row for each page."""
-        return buffer.view(len(buffer) // self._page_size, -1)
+        return buffer.view(len(buffer) // self.page_size, -1)
 
     def _planes(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._kvcache.k_buffer[layer], self._kvcache.v_buffer[layer]
@@ -119,6 +222,125 @@ class KVSegments:
 def _swapped(rows: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
     """Rows ``[p, outer * inner * n]`` as ``[p, inner * outer * n]``; no copy where one is 1."""
     return rows.view(len(rows), outer, inner, -1).transpose(1, 2).reshape(len(rows), -1)
+
+
+class SavedPages(NamedTuple):
+    """Pages of a backup that was launched.
+
+    Attributes:
+        host_pages: int64 ``[p]``.
+        held: The pages of the pool that they were copied from, int64 ``[p]``, on the device.
+        fits: Which of their layers fit, bool ``[layers, p]``, on the CPU behind the transfer.
+    """
+
+    host_pages: Ids
+    held: torch.Tensor
+    fits: torch.Tensor
+
+
+class OverflowArea:
+    """Keeps K and V that do not fit in encoded pages as they are, in host memory of a fixed size.
+
+    That something does not fit is known behind the transfer, when HiCache already counts on the
+    backup. So HiCache hears of the backup's end only once this is copied, too: until then it leaves
+    the tokens on the device. Scheduler thread only.
+
+    Args:
+        kv: Saved the pages.
+        room: uint8, contiguous memory that the device can read and write.
+    """
+
+    def __init__(self, kv: KVSegments, room: torch.Tensor, device: torch.device | str) -> None:
+        rows = room.numel() // kv.plain_bytes
+        self.pages = Overflow(rows)
+        self._kv = kv
+        self._memory = room.view(-1)[: rows * kv.plain_bytes].view(rows, -1)
+        self._device = device
+        self._last: SavedPages | None = None
+
+    def saved(self, host_pages: Ids, slots: torch.Tensor, fits: torch.Tensor) -> SavedPages:
+        """``host_pages`` were saved from ``slots``, as far as they fit, on the current stream."""
+        told = host_tensor(fits.shape, torch.bool, self._device).copy_(fits, non_blocking=True)
+        self._last = SavedPages(host_pages, self._kv.pages_of(slots), told)
+        return self._last
+
+    def awaited(self, ack: Any) -> Any:
+        """HiCache's ``HiCacheAck`` of the last backup, which ends when what did not fit is kept."""
+        assert self._last is not None
+        end = _BackupEnd(ack, partial(self.copy_unfit, self._last))
+        self._last = None
+        return ack._replace(start_event=end, finish_event=end)
+
+    def load(self, layer: int, host_pages: Ids, slots: torch.Tensor) -> None:
+        """Copy what is here of a layer of ``host_pages`` to ``slots``, on the current stream."""
+        places, rows = self.pages.rows(host_pages, layer)
+        if len(places):
+            held = self._kv.pages_of(slots)[to_device(places, self._device)]
+            self._kv.load_plain(layer, held, self._memory, to_device(rows, self._device))
+
+    def freed(self, host_pages: Ids) -> None:
+        """HiCache has freed ``host_pages`` (int64 ``[n]``)."""
+        self.pages.forget(host_pages.tolist())
+
+    def clear(self) -> None:
+        """HiCache has freed all pages."""
+        self.pages.clear()
+
+    def copy_unfit(self, saved: SavedPages) -> Event | None:
+        """Copy what did not fit of pages that have arrived, on the current stream; an event behind
+        it, or None: nothing is on its way."""
+        unfit = ~saved.fits.numpy()
+        places = np.flatnonzero(unfit.any(0))
+        if not len(places):
+            return None
+        metrics.TOKENS.count("not_encodable", len(places) * self._kv.page_size)
+        host_pages = saved.host_pages[places].tolist()
+        with metrics.harmless("overflow", "K and V that could not be encoded are lost"):
+            now = current_stream(self._device)
+            now.keep(saved.held)
+            for place, host_page in zip(places.tolist(), host_pages, strict=True):
+                layers = [self._kv.layers[number] for number in np.flatnonzero(unfit[:, place])]
+                held = saved.held[place : place + 1]
+                for layer, row in self.pages.take(host_page, layers).items():
+                    self._kv.save_plain(layer, held, self._memory, torch.full_like(held, row))
+            return now.record()
+        self.pages.lose(host_pages)
+        return None
+
+
+class _BackupEnd:
+    """Both events of a backup, for HiCache's list of what it waits for.
+
+    Args:
+        ack: HiCache's, with the events of the transfer.
+        keep: Launches what comes behind the backup; an event behind that, or None.
+    """
+
+    def __init__(self, ack: Any, keep: Callable[[], Event | None]) -> None:
+        self._start, self._finish = ack.start_event, ack.finish_event
+        self._keep: Callable[[], Event | None] | None = keep
+        self._kept: Event | None = None
+
+    def query(self) -> bool:
+        if not self._finish.query():
+            return False
+        kept = self._go_on()
+        return kept is None or kept.query()
+
+    def synchronize(self) -> None:
+        self._finish.synchronize()
+        kept = self._go_on()
+        if kept is not None:
+            kept.synchronize()
+
+    def elapsed_time(self, _end: _BackupEnd) -> float:
+        milliseconds: float = self._start.elapsed_time(self._finish)
+        return milliseconds
+
+    def _go_on(self) -> Event | None:
+        if self._keep is not None:
+            self._kept, self._keep = self._keep(), None
+        return self._kept
 
 
 class PoolParking:

@@ -78,6 +78,7 @@ class Runtime:
         kept_partition: What is stored of each layer, likewise, if that was decided before the
             store was known.
         hit_gate: Decides which L3 hits are read; None: all are.
+        codec: What encodes our own pages; None: there are none.
     """
 
     runner: Any
@@ -98,6 +99,7 @@ class Runtime:
     kept_profile: tuple[str, Profile] | None = None
     kept_partition: tuple[str, PartitionRecord] | None = None
     hit_gate: HitGate | None = None
+    codec: str | None = None
     distrust: str | None = None
     _namespaces: dict[tuple[bytes, str], bytes] = field(default_factory=dict)
     _suspended: metrics.SuspendedGauge = field(default_factory=metrics.SuspendedGauge)
@@ -120,6 +122,12 @@ class Runtime:
         if reason is not None:
             logger.info("hcache: KV mode, own pages: %s", reason)
 
+    def use_codec(self, name: str) -> None:
+        """Own pages are encoded by the codec ``name``."""
+        assert self.config is not None
+        self.codec = name
+        metrics.CODEC.set(self.config.codec, name)
+
     def use_plain_pages(self, reason: str) -> None:
         """The host pool holds SGLang's plain KV pages, and this is why."""
         self.mode, self.own_pages, self.reason = "kv", False, reason
@@ -135,7 +143,7 @@ class Runtime:
             mode="hidden" if hidden else "kv",
             pages="own" if self.own_pages else "plain",
             reason=self.reason,
-            codec=str(self.page_fields["codec"]) if hidden else None,
+            codec=self.codec,
             partition=self.layer_methods.describe() if hidden and self.layer_methods else None,
             projection=tuple(self.projection),
             recomputation=self.recomputation if hidden else None,

@@ -20,6 +20,7 @@ _KV_POOL = (_CACHE + "memory_pool.MHATokenToKVPool",)
 _ATTENTION = ("sglang.srt.layers.radix_attention.RadixAttention",)
 
 OBJECTS: dict[str, tuple[str, ...]] = {
+    "ack": ("sglang.srt.managers.cache_controller.HiCacheAck",),
     "args": _ARGUMENTS,
     "batch": _BATCHES,
     "cache": (_CACHE + "unified_radix_cache.UnifiedRadixCache",),
@@ -67,6 +68,7 @@ NOT_OBJECTS = {
 """Other parameters annotated ``Any``: tensors, lists, classes, and pools of many classes."""
 
 OURS = {
+    ("ack", "_replace"),  # every NamedTuple's
     ("runner", "hcache_capture"),
     ("batch", "attention"),
     ("controller", "loading_behind"),

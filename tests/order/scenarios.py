@@ -9,6 +9,7 @@ from hcache_backend import streams
 from tests.order.checker import Checker
 from tests.order.product import CheckedDoor
 from tests.order.scenario_capture import captures, step_that_cannot_begin
+from tests.order.scenario_encoded import overflow
 from tests.order.scenario_loads import eager, eager_behind_an_unknown_prefix, loads
 from tests.order.scenario_restore import restores, restores_between_ranks
 
@@ -24,6 +25,7 @@ SCENARIOS: dict[str, Scenario] = {
     "loads": loads,
     "eager": eager,
     "eager, behind an unknown prefix": eager_behind_an_unknown_prefix,
+    "overflow": overflow,
     "capture": partial(captures, replay=False),
     "capture, decode graphs": partial(captures, replay=True),
     "capture, a step that cannot begin": step_that_cannot_begin,

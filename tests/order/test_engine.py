@@ -18,7 +18,12 @@ from bench.harness.models import build_model
 from bench.harness.server import Server
 from tests.cpu_engine.hcache_cpu_engine import cpu_engine_env
 from tests.engine.harness.conversations import converse, make_conversations, random_tokens
-from tests.engine.harness.ours import assert_hidden_mode, assert_own_pages_of_kv, our_server
+from tests.engine.harness.ours import (
+    assert_hidden_mode,
+    assert_own_pages_of_kv,
+    faulty,
+    our_server,
+)
 from tests.order.edges import all_edges
 from tests.order.plugin.hcache_order import Settings
 from tests.order.reports import SERVED
@@ -142,6 +147,7 @@ class Scenario(NamedTuple):
         happened: What the report must say for the scenario to have been one.
         partitions: Which ones it runs with, see ``PARTITIONS``.
         chunk: Tokens of a prefill's longest step.
+        encoded: With codec ``exp4``, which cannot hold a part of K and V.
     """
 
     use: Callable[[Server], None]
@@ -151,6 +157,7 @@ class Scenario(NamedTuple):
     tp: int = 1
     chunk: int | None = None
     decode_graphs: bool = False
+    encoded: bool = False
 
 
 def _was_replayed(found: dict[str, Any]) -> bool:
@@ -170,6 +177,7 @@ KINDS = ("mixed", "kv")
 SCENARIOS = {
     "conversations": Scenario(conversations, partitions=EVERY),
     "pressure": Scenario(pressure, partitions=EVERY),
+    "pressure, encoded": Scenario(pressure, partitions=("kv",), encoded=True),
     "eager": Scenario(eager, partitions=EVERY, restore="auto"),
     "decode graphs": Scenario(decode, _was_replayed, EVERY, decode_graphs=True),
     "decode graphs, eager": Scenario(
@@ -197,6 +205,9 @@ def check(
         report=str(folder / "order.json"), decode_graphs=scenario.decode_graphs, **chosen
     )
     paths = [str(HERE / "plugin"), str(HERE.parents[1]), cpu_engine_env()["PYTHONPATH"]]
+    fault = faulty("units_do_not_fit") if scenario.encoded else {}
+    if fault:
+        paths.append(fault.pop("PYTHONPATH"))
     (folder / "l3-rate").write_text("0")
     options = our_server(
         model,
@@ -205,7 +216,9 @@ def check(
             "partition": PARTITIONS[partition],
             "check_every_pages": 4,
             "restore": scenario.restore,
+            "codec": "exp4" if scenario.encoded else "none",
         },
+        dtype="bfloat16" if scenario.encoded else "float32",
         page_size=16,
         overlap=True,
         tp=scenario.tp,
@@ -213,6 +226,7 @@ def check(
         chunked_prefill_size=scenario.chunk,
         extra_env={
             **settings.environment(),
+            **fault,
             "PYTHONPATH": os.pathsep.join(paths),
             "HCACHE_CPU_L3_FILE": str(folder / "l3-rate"),
         },
@@ -273,7 +287,8 @@ WHATEVER = (RANDOM, {"query": "random", "seed": 2, "newest_first": True}, {"earl
         pytest.param(name, chosen, id=f"{name}, {', '.join(chosen)}")
         for name, scenario in SCENARIOS.items()
         for chosen in (WHATEVER if scenario.partitions == EVERY else (RANDOM,))
-        if scenario.use is not aborts  # a query that says yes at once ends a load before the abort
+        # A query that says yes at once ends a load before the abort.
+        if scenario.use is not aborts and "mixed" in scenario.partitions
     ],
 )
 def test_no_wrong_order_whatever_the_device_does(

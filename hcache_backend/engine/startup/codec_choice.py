@@ -1,4 +1,4 @@
-"""Which codec hidden states are really stored in: the wanted one, if it serves this model."""
+"""Which codecs pages are really stored in: the wanted one, if it serves this model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
 from hcache_backend.engine.startup.self_check import Probe
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.check import first_problem, projection_problem
 from hcache_backend.projection.projector import Projector
+from hcache_backend.units import Share
 from hcache_kernels.codecs import Codec, ExactCodec, UnsupportedRows, make_codec
 
 logger = logging.getLogger("hcache")
@@ -30,6 +32,26 @@ def wanted_codec(runtime: Runtime, runner: Any) -> Codec:
         return make_codec(runtime.config.codec, width, dtype)
     except UnsupportedRows:
         return make_codec("none", width, dtype)
+
+
+def kv_codec(runtime: Runtime, kvcache: Any, share: Share, groups: int, stages: int) -> str:
+    """The codec of K and V, by option ``codec`` and their form alone; logs why it is another one.
+
+    Args:
+        groups: Groups of heads in a page of all ranks.
+        stages: Pipeline stages.
+    """
+    assert runtime.config is not None
+    if runtime.config.codec != "exp4":
+        return "none"
+    try:
+        if stages > 1:  # a stage cannot tell the others what it could not keep
+            raise UnsupportedRows("codec 'exp4' takes no K and V of pipeline stages")
+        KVSegments(kvcache, range(kvcache.layer_num), kvcache.page_size, share, groups, "exp4")
+    except UnsupportedRows as error:
+        logger.warning("hcache: K and V are stored as they are (codec 'none'): %s", error)
+        return "none"
+    return "exp4"
 
 
 def choose_codec(group: Any, wanted: str, probe: Probe, projector: Projector) -> Codec:

@@ -8,17 +8,19 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from hcache_backend.engine.kv_segments import OverflowArea
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.page_plan import PagePlan
 from hcache_backend.restore.pipeline import RestorePipeline
-from hcache_backend.streams import host_tensor
+from hcache_backend.streams import current_stream, host_tensor
 
 _FROM, _TO, _HOST = (1, 2), (4, 3), (1, 0)
 """Pages of the pool, and of host memory between them."""
 
 
 def check_copies(plan: PagePlan) -> None:
-    """Copy two pages of the pool to host memory, and from there to two others.
+    """Copy two pages of the pool to host memory, and from there to two others. If there is a codec,
+    one of them is not to be encoded, and goes to the overflow.
 
     Nothing may be allocated yet: these pages of the pool are overwritten.
 
@@ -39,10 +41,15 @@ def check_copies(plan: PagePlan) -> None:
         rows = buffer[slots]
         buffer[slots] = torch.randint_like(rows, 1, 256)
     try:
-        kv.save(layout, memory, torch.tensor(_HOST, device=device), slots)
+        if kv.codec != "none":
+            for values in (*kvcache.k_buffer, *kvcache.v_buffer):
+                values[slots[:size]] = torch.randn_like(values[slots[:size]])
+        fits = kv.save(layout, memory, torch.tensor(_HOST, device=device), slots)
         layers = [kv.restored_layer(layer) for layer in kv.layers]
         pipeline = RestorePipeline(memory, layout, layers, len(slots), device)
         pipeline.start(np.array(_HOST), others).synchronize()  # nothing is served yet
+        if fits is not None:
+            _check_overflow(plan, fits, slots, others)
         wrong = [not torch.equal(buffer[slots], buffer[others]) for buffer in buffers]
     except Exception as error:  # a kernel that cannot be compiled, or memory that is not there
         raise Refused(f"K and V cannot be copied: {type(error).__name__}: {error}") from None
@@ -52,3 +59,17 @@ def check_copies(plan: PagePlan) -> None:
     if any(wrong):
         layer = wrong.index(True) % len(kvcache.k_buffer)
         raise Refused(f"K or V of layer {layer} come back from host memory as something else")
+
+
+def _check_overflow(
+    plan: PagePlan, fits: torch.Tensor, slots: torch.Tensor, others: torch.Tensor
+) -> None:
+    """Copy what does not fit to the overflow, and from there to slots ``others``."""
+    kv, pages = plan.kv, np.array(_HOST)
+    memory = host_tensor((fits.numel(), kv.plain_bytes), torch.uint8, fits.device)
+    overflow = OverflowArea(kv, memory, fits.device)
+    saved = overflow.saved(pages, slots, fits)
+    current_stream(fits.device).record().synchronize()
+    overflow.copy_unfit(saved)
+    for layer in kv.layers:
+        overflow.load(layer, pages, others)

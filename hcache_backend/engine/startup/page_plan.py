@@ -31,6 +31,9 @@ from hcache_backend.restore.ring import ring_bytes
 from hcache_backend.units import Share
 from hcache_kernels.codecs import Codec
 
+_OVERFLOW_SHARE = 1 / 256
+"""Of encoded pages of K and V: `bench/segment_codec.py` found no unit that does not fit."""
+
 _DECODE_TOKENS = 256
 """Larger decode steps are captured layer by layer; staging need not hold two of them."""
 
@@ -43,6 +46,7 @@ class PagePlan:
         methods: What is stored of each layer.
         share: What this rank holds of a page.
         groups: Groups of heads that K and V of a page divide into, all ranks together.
+        kv_codec: Encodes K and V.
         kv: Copies the K and V that are stored.
         layout: Layout of a page.
         pages: How many pages there are; from :meth:`find_room`.
@@ -52,13 +56,14 @@ class PagePlan:
     methods: LayerMethods
     share: Share
     groups: int
+    kv_codec: str = field(default="none", kw_only=True)
     kv: KVSegments = field(init=False)
     layout: PageLayout = field(init=False)
     pages: HostPages = field(init=False)
 
     def __post_init__(self) -> None:
         tokens, stored = self.kvcache.page_size, self.methods.layers("kv")
-        self.kv = KVSegments(self.kvcache, stored, tokens, self.share, self.groups)
+        self.kv = KVSegments(self.kvcache, stored, tokens, self.share, self.groups, self.kv_codec)
         self.layout = self._layout()
 
     def _layout(self) -> PageLayout:
@@ -81,6 +86,7 @@ class PagePlan:
             memory.hicache_ratio,
             host_memory_budget_bytes(),
             with_shadows=with_shadows,
+            overflow_row=self.kv.plain_bytes if self.kv.codec != "none" else 0,
         )
 
 
@@ -185,13 +191,15 @@ def plan_host_pages(
     budget_bytes: float,
     *,
     with_shadows: bool,
+    overflow_row: int = 0,
 ) -> HostPages:
-    """Divide the memory that HiCache may take into host pages and shadows.
+    """Divide the memory that HiCache may take into host pages, shadows and overflow.
 
     Args:
         size_gb: ``--hicache-size``, or 0.
         ratio: ``--hicache-ratio``: without a size, host memory is this many times the KV pool's.
         budget_bytes: What the machine has.
+        overflow_row: Least bytes of overflow; 0: there is none.
 
     Raises:
         Refused: It is not enough, or not there.
@@ -202,9 +210,10 @@ def plan_host_pages(
     else:
         given = ratio * kvcache.size * kv_bytes_per_token(kvcache)
         option = f"--hicache-ratio {ratio}"
-    host = int(given // layout.page_bytes) - shadows
+    overflow = -(-overflow_row // layout.page_bytes)
+    host = int(given // layout.page_bytes) - shadows - overflow
     if host < 1:
-        least = max(1, shadows + 1) * layout.page_bytes
+        least = max(1, shadows + overflow + 1) * layout.page_bytes
         if size_gb > 0:
             enough = f"--hicache-size {int(least // 1e9) + 1}"
         else:
@@ -221,7 +230,8 @@ def plan_host_pages(
     if given > budget_bytes:
         wanted, there = _gigabytes(given, budget_bytes)
         raise Refused(f"{option} asks for {wanted} GB of host memory and {there} GB are there")
-    return HostPages(host, shadows)
+    more = int(_OVERFLOW_SHARE * host) if overflow else 0
+    return HostPages(host - more, shadows, overflow + more)
 
 
 def _gigabytes(*sizes: float) -> list[str]:

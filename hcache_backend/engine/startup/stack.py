@@ -18,7 +18,6 @@ from sglang.srt.runtime_context import get_memory
 
 from hcache_backend.arena import Ids
 from hcache_backend.capture.staging import StagedCapture
-from hcache_backend.engine import metrics
 from hcache_backend.engine.arguments import kv_fields, resolved
 from hcache_backend.engine.capture_hooks import HiddenCapture, invalidate_on_allocation
 from hcache_backend.engine.controller import KVController, OwnPagesController
@@ -179,9 +178,8 @@ _CONTROLLER_ARGUMENTS = (
 
 def use_hidden_mode(runtime: Runtime, kvcache: Any, plan: HiddenPagePlan) -> None:
     """Say what pages look like: in their namespace, in metrics and in the log."""
-    assert runtime.config is not None
     runtime.layer_methods = plan.methods
-    metrics.CODEC.set(runtime.config.codec, plan.codec.name)
+    runtime.use_codec(plan.codec.name)
     runtime.use_own_pages({**_page_fields(runtime, kvcache, plan), "codec": plan.codec.name})
     chunk_tokens = plan.methods.chunk_tokens
     logger.info(
@@ -195,19 +193,22 @@ def use_hidden_mode(runtime: Runtime, kvcache: Any, plan: HiddenPagePlan) -> Non
         plan.layout.page_bytes,
         plan.layout.page_size,
         plan.codec.name,
-        *plan.pages,
+        plan.pages.host,
+        plan.pages.shadows,
     )
 
 
 def use_kv_mode(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str) -> None:
     """Say what pages look like, and the ``reason`` why they hold no hidden states."""
     runtime.layer_methods = plan.methods
+    runtime.use_codec(plan.kv.codec)
     runtime.use_own_pages(_page_fields(runtime, kvcache, plan), reason)
     logger.info(
-        "hcache: own pages: %s, %d bytes per %d-token page, %d host pages",
+        "hcache: own pages: %s, %d bytes per %d-token page, codec %s, %d host pages",
         plan.methods.describe(),
         plan.layout.page_bytes,
         plan.layout.page_size,
+        plan.kv.codec,
         plan.pages.host,
     )
 

@@ -20,7 +20,7 @@ from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.ranks import smallest
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
-from hcache_backend.engine.startup.codec_choice import choose_codec
+from hcache_backend.engine.startup.codec_choice import choose_codec, kv_codec
 from hcache_backend.engine.startup.copy_check import check_copies
 from hcache_backend.engine.startup.graphs import check_recording
 from hcache_backend.engine.startup.layer_specs import LayerSpecs
@@ -114,7 +114,9 @@ class OwnPagesStrategy(StackStrategy):
         everything = Partition(0, 0, int(kvcache.layer_num))
         methods, ranks = LayerMethods(everything, None, None, chunk), get_tp_group()
         share = share_of_heads(ranks.rank_in_group, ranks.world_size)
-        plan = PagePlan(kvcache, methods, share, self._head_groups(methods, share))
+        groups = self._head_groups(methods, share)
+        codec = kv_codec(self._runtime, kvcache, share, groups, params.pp_size)
+        plan = PagePlan(kvcache, methods, share, groups, kv_codec=codec)
         header, page = plan.layout.header_bytes, plan.layout.page_bytes
         if header * _SMALLEST_PAGE > page:
             raise Refused(
@@ -157,6 +159,9 @@ class OwnPagesStrategy(StackStrategy):
         hooks = step(lambda: check_recording(runner, codec))
         share = Share(exchange.number, exchange.shares) if exchange is not None else WHOLE
         groups = self._head_groups(methods, share)
+        of_kv = "none"
+        if methods.layers("kv"):
+            of_kv = kv_codec(runtime, kvcache, share, groups, params.pp_size)
         plan = step(
             lambda: HiddenPagePlan(
                 kvcache,
@@ -169,6 +174,7 @@ class OwnPagesStrategy(StackStrategy):
                 exchange,
                 hooks,
                 runner,
+                kv_codec=of_kv,
             )
         )
         step(plan.find_room)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import hcache_batches
+import hcache_units
 
 LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 
@@ -64,11 +65,12 @@ def _wrong_copies() -> None:
 
     save = KVSegments.save
 
-    def faulty(self: Any, layout: Any, memory: Any, pages: Any, slots: Any) -> None:
-        save(self, layout, memory, pages, slots)
+    def faulty(self: Any, layout: Any, memory: Any, pages: Any, slots: Any) -> Any:
+        fits = save(self, layout, memory, pages, slots)
         if _active():
             last = layout.segment(len(layout.segment_bytes) - 1)
             memory[pages, last.start] += 1
+        return fits
 
     KVSegments.save = faulty  # type: ignore[method-assign]
 
@@ -388,6 +390,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "decisions_held": _hold_decisions,
     "batches_in_step": lambda: hcache_batches.keep_in_step(_active),
     "no_store_on_rank_1": _no_store_on_rank_1,
+    "units_do_not_fit": lambda: hcache_units.do_not_fit(room=0.5),
+    "overflow_is_full": lambda: hcache_units.do_not_fit(room=0.0),
     "misses_on_rank_1": _misses_on_rank_1,
     "report_hooks": _report(_hooks),
     "report_holdings": _report_holdings,

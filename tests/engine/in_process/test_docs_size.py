@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import runpy
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 
+from hcache_backend.engine.host_pool import HostPages
+from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.startup.page_plan import kv_bytes_per_token, plan_host_pages
-from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer, kv_layer
+from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer
+from hcache_backend.units import WHOLE
+from hcache_kernels.codecs import make_codec
 
 SIZE = runpy.run_path(str(Path(__file__).parents[3] / "docs" / "size.py"))
 LAYERS = {"recompute": 1, "hidden": 2, "kv": 1}
@@ -21,16 +27,25 @@ PLAN = {
 }
 
 
-def test_as_many_pages_fit_as_were_asked_for() -> None:
-    found = SIZE["size"](PLAN, device_tokens=640, histories=3, tokens=128)
+@pytest.mark.parametrize("codec", ["none", "exp4"])
+def test_as_many_pages_fit_as_were_asked_for(codec: str) -> None:
+    found = SIZE["size"](PLAN, device_tokens=640, histories=400, tokens=128, codec=codec)
     # As in SGLang: one page more than the pool gives out.
     buffers = [torch.empty((640 + 64, 4, 64), dtype=torch.bfloat16) for _ in range(4)]
     kvcache = SimpleNamespace(k_buffer=buffers, v_buffer=buffers, size=640, layer_num=4)
     assert kv_bytes_per_token(kvcache) == 4 * 1024
-    hidden = hidden_layer(64, 512, 256)
-    layout = PageLayout(64, (RECOMPUTED, hidden, hidden, kv_layer(64, 256, 256, 2, 1)))
-    by_size = plan_host_pages(kvcache, layout, found.host_bytes / 1e9, 0, 1e12, with_shadows=True)
-    assert by_size == (found.pages, found.shadows)
-    ratio = found.ratio + 1e-9
-    by_ratio = plan_host_pages(kvcache, layout, 0, ratio, 1e12, with_shadows=True)
-    assert by_ratio == (found.pages, found.shadows)
+    kv = KVSegments(kvcache, (3,), 64, WHOLE, 1, codec)
+    hidden = hidden_layer(64, make_codec(codec, 256, torch.bfloat16).row_bytes, 256)
+    layout = PageLayout(64, (RECOMPUTED, hidden, hidden, kv.stored_layer(3)))
+    plan = partial(
+        plan_host_pages,
+        kvcache,
+        layout,
+        budget_bytes=1e12,
+        with_shadows=True,
+        overflow_row=kv.plain_bytes if codec == "exp4" else 0,
+    )
+    wanted = HostPages(found.pages, found.shadows, found.overflow)
+    assert plan(size_gb=(found.host_bytes + 1) / 1e9, ratio=0) == wanted
+    assert plan(size_gb=0, ratio=found.ratio + 1e-9) == wanted
+    assert bool(found.overflow) == (codec == "exp4")

@@ -1,0 +1,29 @@
+"""Units of K and V that cannot be encoded, as if the model had written such values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def do_not_fit(room: float) -> None:
+    """In every other layer a third of the pages does not fit; their bytes are no codes, either.
+
+    Args:
+        room: Share of the pages that the overflow has room for.
+    """
+    from hcache_backend.engine.kv_segments import KVSegments
+    from hcache_backend.engine.startup import page_plan
+
+    page_plan._OVERFLOW_SHARE = room
+    encode = KVSegments._encoded
+
+    def unfit(self: Any, layer: int, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        encoded, fits = encode(self, layer, *args)
+        # By what the page holds: encoded once more, it does not fit either.
+        chosen = (encoded[:, 0] % 3 == 0) & (layer % 2 == 1)
+        encoded[chosen] = 0xA5
+        return encoded, fits & ~chosen
+
+    KVSegments._encoded = unfit  # type: ignore[method-assign]

@@ -1,0 +1,143 @@
+"""K and V that are stored encoded: same output, smaller pages, and units that do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.harness.models import build_model
+from bench.harness.server import Server
+from hcache_backend.cli.metrics_page import fetch
+from tests.engine.harness.conversations import (
+    Conversation,
+    ask,
+    converse,
+    make_conversations,
+    turns_of,
+)
+from tests.engine.harness.ours import (
+    assert_no_cache_output_up_to_ties,
+    assert_nothing_went_wrong,
+    assert_restored_from_l3,
+    assert_sound_own_pages,
+    faulty,
+    our_server,
+    partition,
+    stored_pages,
+)
+
+pytestmark = pytest.mark.engine
+
+PAGE = 128
+
+
+def both_ways(
+    model: Path, folder: Path, hcache: dict[str, Any], **options: Any
+) -> dict[str, tuple[Sequence[Conversation], int, int]]:
+    """The same conversations with both codecs: replies, host pages, bytes of all page files."""
+    found = {}
+    for codec in ("none", "exp4"):
+        ours = our_server(
+            model,
+            folder / codec,
+            hcache={**hcache, "codec": codec},
+            dtype="bfloat16",
+            page_size=PAGE,
+            **options,
+        )
+        with Server(ours) as server:
+            conversations = converse(server, make_conversations(2, turns=3, tokens=300))
+            assert_restored_from_l3(conversations, PAGE)
+            assert_nothing_went_wrong(server)
+            pages = server.wait_for_log(rf"codec {codec}, (\d+) host pages")
+        stored = stored_pages(folder / codec)
+        found[codec] = conversations, int(pages[1]), sum(page.stat().st_size for page in stored)
+    assert [c.outputs for c in found["exp4"][0]] == [c.outputs for c in found["none"][0]]
+    return found
+
+
+def test_encoded_k_and_v_give_the_same_output_in_less_memory_and_less_disk(
+    model_cache: Path, tmp_path: Path
+) -> None:
+    model = build_model("qwen3", model_cache)
+    found = both_ways(model, tmp_path, {"mode": "kv"}, hicache_ratio=4.0)
+    (_, plain_pages, plain_bytes), (_, pages, stored) = found["none"], found["exp4"]
+    assert pages >= 1.28 * plain_pages
+    assert stored <= plain_bytes / 1.28
+    assert_no_cache_output_up_to_ties(model, tmp_path, found["exp4"][0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "hcache", "tp"),
+    [
+        ("qwen3", {"mode": "kv"}, 2),
+        ("llama", {"mode": "kv"}, 1),
+        ("llama", {"partition": partition(0, 2, 2)}, 1),
+        ("llama", {"partition": partition(0, 2, 2)}, 2),
+        ("qwen3", {"mode": "kv", "restore": "layerwise"}, 1),
+    ],
+    ids=["two ranks", "all heads", "mixed", "mixed, two ranks", "layer-wise"],
+)
+def test_encoded_k_and_v_give_the_same_output(
+    name: str, hcache: dict[str, Any], tp: int, model_cache: Path, tmp_path: Path
+) -> None:
+    both_ways(build_model(name, model_cache), tmp_path, hcache, tp=tp)
+
+
+@pytest.mark.parametrize(
+    ("name", "hcache", "tp", "policy"),
+    [
+        ("qwen3", {"mode": "kv"}, 1, "write_through"),
+        pytest.param("qwen3", {"mode": "kv"}, 1, "write_back", marks=pytest.mark.long),
+        pytest.param("qwen3", {"mode": "kv"}, 2, "write_through", marks=pytest.mark.long),
+        pytest.param(
+            "llama", {"partition": partition(0, 2, 2)}, 1, "write_through", marks=pytest.mark.long
+        ),
+        pytest.param(
+            "llama", {"partition": partition(0, 2, 2)}, 2, "write_through", marks=pytest.mark.long
+        ),
+    ],
+    ids=["kv", "write back", "kv, two ranks", "mixed", "mixed, two ranks"],
+)
+def test_units_that_do_not_fit_come_back_from_host_memory_or_are_computed_again(
+    name: str, hcache: dict[str, Any], tp: int, policy: str, model_cache: Path, tmp_path: Path
+) -> None:
+    """The device holds two conversations of four; a part of their units is not encodable. First
+    all of that has room in the overflow, then nearly nothing has."""
+    model = build_model(name, model_cache)
+    asked: list[Conversation] = []
+    from_host = {}
+    for fault in ("units_do_not_fit", "overflow_is_full"):
+        options = our_server(
+            model,
+            tmp_path / fault,
+            hcache={**hcache, "codec": "exp4"},
+            extra_env=faulty(fault),
+            dtype="bfloat16",
+            page_size=16,
+            max_total_tokens=1024,
+            hicache_ratio=3.0,
+            write_policy=policy,
+            metrics=True,
+            tp=tp,
+        )
+        with Server(options) as server:
+            conversations = make_conversations(4, turns=3, tokens=120, seed=5)
+            for turns in (1, 2, 3):
+                converse(server, conversations, turns=turns, flush=False)
+            from_host[fault] = sum(turn.cached.host for turn in turns_of(conversations))
+            tokens = fetch(server.url).counters["tokens"]
+            assert tokens["not_encodable"] >= 16 * 4
+            assert bool(tokens.get("not_restored_overflow_full")) == (fault == "overflow_is_full")
+            server.flush_cache()
+            # What was not encodable is not in L3, which serves what stands before it.
+            again = ask(server, [c.turns[0].prompt for c in conversations])
+            assert all(c.turns[0].cached.storage < 112 for c in again)
+            assert_sound_own_pages(server, "kv" if hcache.get("mode") else "hidden")
+            asked += [*conversations, *again]
+    assert from_host["units_do_not_fit"] > 300
+    assert_no_cache_output_up_to_ties(model, tmp_path, asked)

@@ -1,0 +1,83 @@
+"""Scenario of encoded K and V: what does not fit goes to the overflow, and comes back."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hcache_backend import streams
+from hcache_backend.engine.kv_segments import KVSegments, OverflowArea
+from hcache_backend.page import PageLayout
+from hcache_backend.units import WHOLE
+from tests.order.checker import Checker
+
+GPU = torch.device("cpu")
+"""A variable: on a machine with a GPU it would name that."""
+SIZE, WIDTH, LAYERS, PAGES = 4, 64, 2, 6
+
+
+class Ack(NamedTuple):
+    """The parts of SGLang's ``HiCacheAck`` that are ours."""
+
+    start_event: Any
+    finish_event: Any
+
+
+def overflow(checker: Checker) -> None:
+    """Backups, of which one page does not fit in one layer; its slots are used again at once, and
+    then it is loaded."""
+    shape = (SIZE * PAGES, 1, WIDTH)
+    k, v = (
+        [checker.on_device(torch.ones(shape).bfloat16(), name) for _ in range(LAYERS)]
+        for name in "KV"
+    )
+    kvcache = SimpleNamespace(k_buffer=k, v_buffer=v)
+    kv = KVSegments(kvcache, range(LAYERS), SIZE, WHOLE, 1, "exp4")
+    layout = PageLayout(SIZE, tuple(map(kv.stored_layer, range(LAYERS))))
+    arena = checker.pinned(torch.zeros((PAGES, layout.page_bytes), dtype=torch.uint8), "arena")
+    memory = checker.pinned(torch.zeros((PAGES, kv.plain_bytes), dtype=torch.uint8), "overflow")
+    area = OverflowArea(kv, memory, GPU)
+    schedule, forward, save, load = (
+        checker.stream(name) for name in ("schedule", "forward", "device to host", "host to device")
+    )
+    any_bits = torch.arange(-(1 << 15), 1 << 15, 64, dtype=torch.int16).view(torch.bfloat16)
+
+    def write(slots: torch.Tensor) -> None:
+        forward.wait_stream(schedule)
+        with checker.on(forward):
+            slots.record_stream(forward)
+            v[1][slots] = any_bits[: SIZE * WIDTH].view(SIZE, 1, WIDTH).to(GPU).repeat(2, 1, 1)
+
+    checker.begin()
+    for turn in range(3):
+        host_pages = np.array([turn, turn + 1])
+        with checker.on(schedule):
+            slots = streams.to_device(np.arange(2 * SIZE), GPU)
+            others = streams.to_device(np.arange(2 * SIZE) + 2 * SIZE, GPU)
+        write(slots)
+        save.wait_stream(forward)
+        with checker.on(save):
+            slots.record_stream(save)
+            start = save.record_event()
+            fits = kv.save(layout, arena, streams.to_device(host_pages, GPU), slots)
+            assert fits is not None
+            area.saved(host_pages, slots, fits)
+            ack = area.awaited(Ack(start, save.record_event()))
+        with checker.on(schedule):
+            while not ack.finish_event.query():
+                pass  # then HiCache may give the slots to others
+        write(slots)
+        load.wait_stream(schedule)
+        with checker.on(load):
+            others.record_stream(load)
+            for layer in range(LAYERS):
+                area.load(layer, host_pages, others)
+        forward.wait_stream(load)
+        write(others)
+        save.wait_stream(load)
+        load.synchronize()
+        area.freed(host_pages)
+    checker.host_joins()
