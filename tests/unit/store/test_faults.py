@@ -206,7 +206,7 @@ def test_whatever_operation_fails_reads_are_right_or_misses(memory_path: Path, f
         try:
             scenario(folder, ops)
         except OSError as error:
-            # Only opening may say no; KvikIO's error for its probe, of which half is there, ends so.
+            # Only opening may say no; KvikIO's error for a probe that is half there ends so.
             assert re.search(
                 "injected|short write|No such file.*hcache-store.json|EOF$", str(error)
             ), f"operation {number}, {dry_run.names[number]}"
