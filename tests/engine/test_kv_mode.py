@@ -36,8 +36,9 @@ PLAIN_PAGES = "hcache: KV mode, plain pages: "
 
 def from_device_and_l3(server: Server, prompt: list[int]) -> tuple[Reply, Reply]:
     """The same request once what it had before is on the device, and once it is in L3 only."""
-    server.generate(prompt, 16)
+    computed = server.generate(prompt, 16)
     from_device = server.generate(prompt, 16)
+    assert from_device.output_ids == computed.output_ids
     server.flush_cache()
     return from_device, server.generate(prompt, 16)
 

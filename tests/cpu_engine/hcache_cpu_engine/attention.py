@@ -1,7 +1,10 @@
-"""Attention of new tokens only, where a program that measures time asks for it.
+"""Attention by PyTorch, as it has to be for models with latent K and V, and for measurements.
 
-SGLang's `torch_native` attention computes all tokens of a sequence again for every new part of it:
-a prefix that came from a cache would hardly save time.
+- Prompts without a prefix of such models SGLang computes by expanded K and V (`forward_mha`), which
+  its `torch_native` attention looks for in the pool, where the latent ones are: the output is
+  wrong. Behind a prefix it takes the latent ones, and the output is right; here it does so always.
+- `torch_native` computes all tokens of a sequence again for every new part of it, so a prefix from
+  a cache would hardly save time. A program that measures time asks for new tokens only.
 """
 
 from __future__ import annotations
@@ -18,7 +21,12 @@ VARIABLE = "HCACHE_CPU_ATTENTION"
 
 def install() -> None:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.models.deepseek_common.attention_backend_handler import (
+        AttentionBackendRegistry,
+        AttnForwardMethod,
+    )
 
+    AttentionBackendRegistry.register("torch_native", lambda *_: AttnForwardMethod.MLA)
     if os.environ.get(VARIABLE) == "new":
         TorchNativeAttnBackend._run_sdpa_forward_extend = extend
 
