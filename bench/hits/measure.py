@@ -17,6 +17,8 @@ from bench.pages import LEAST_ROUNDS, median_interval
 Row = dict[str, Any]
 _LEARNING = 4
 """Requests at a new speed that do not count: a server measures it."""
+_TRYING_SECONDS = 60.0
+"""How long a server may take to see that L3 is fast again."""
 _COMPARED = (OURS, NO_L3)
 """These have every round; others only if they take less than twice the fastest's time at first."""
 OFFERED = 1.2
@@ -35,7 +37,7 @@ def at_speed(turns: Turns, speed: float, rounds: int, advance: Callable[[str], N
         for name in order:
             found[name].append(turns.ask(name, prompt))
         differing += len({found[name][-1].output_ids for name in order}) - 1
-        if number == 1:
+        if not number:
             fastest = min(map(usual, found.values()))
             order = [
                 name for name in order if name in _COMPARED or usual(found[name]) < 2 * fastest
@@ -57,12 +59,18 @@ def at_speed(turns: Turns, speed: float, rounds: int, advance: Callable[[str], N
 def learn(turns: Turns, name: str, speed: float, like: str = ALWAYS) -> float:
     """Slow L3 down (:meth:`Turns.slow_down`), and let a server see that in requests of its own.
 
+    After L3 was slow, or hung, the server tries it again only in time.
+
     Returns:
         Bytes per second.
     """
     rate = turns.slow_down(speed, like)
     for _ in range(_LEARNING):
         turns.ask(name, turns.new_question())
+    is_fast, deadline = not speed or speed > 1, time.monotonic() + _TRYING_SECONDS
+    while is_fast and time.monotonic() < deadline:
+        if turns.ask(name, turns.new_question()).share:
+            break
     return rate
 
 
