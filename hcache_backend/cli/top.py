@@ -38,6 +38,7 @@ LINES = (
     Line("  found in L3", "prompt", ("storage_hit",)),
     Line("captured", "tokens", ("captured",)),
     Line("backed up to host memory", "tokens", ("backed_up",)),
+    Line("not encodable", "tokens", ("not_encodable",)),
     Line("restored to the device", "tokens", ("restored",)),
     Line("looked for in L3, found", "l3_tokens", ("found",)),
     Line("  and read", "l3_tokens", ("hit",)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hcache_backend.engine.kv_segments import OverflowArea
+from hcache_backend.engine.kv_segments import KVSegments, OverflowArea
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.page_plan import PagePlan
 from hcache_backend.restore.pipeline import RestorePipeline
@@ -49,7 +49,7 @@ def check_copies(plan: PagePlan) -> None:
         pipeline = RestorePipeline(memory, layout, layers, len(slots), device)
         pipeline.start(np.array(_HOST), others).synchronize()  # nothing is served yet
         if fits is not None:
-            _check_overflow(plan, fits, slots, others)
+            _copy_by_overflow(kv, fits, slots, others)
         wrong = [not torch.equal(buffer[slots], buffer[others]) for buffer in buffers]
     except Exception as error:  # a kernel that cannot be compiled, or memory that is not there
         raise Refused(f"K and V cannot be copied: {type(error).__name__}: {error}") from None
@@ -61,11 +61,12 @@ def check_copies(plan: PagePlan) -> None:
         raise Refused(f"K or V of layer {layer} come back from host memory as something else")
 
 
-def _check_overflow(
-    plan: PagePlan, fits: torch.Tensor, slots: torch.Tensor, others: torch.Tensor
+def _copy_by_overflow(
+    kv: KVSegments, fits: torch.Tensor, slots: torch.Tensor, others: torch.Tensor
 ) -> None:
-    """Copy what does not fit to the overflow, and from there to slots ``others``."""
-    kv, pages = plan.kv, np.array(_HOST)
+    """Copy what did not fit when ``slots`` were saved (see :meth:`KVSegments.save`) to an overflow,
+    and from there to slots ``others``; int64 ``[p * page_size]`` both, on the device."""
+    pages = np.arange(fits.shape[1])
     memory = host_tensor((fits.numel(), kv.plain_bytes), torch.uint8, fits.device)
     overflow = OverflowArea(kv, memory, fits.device)
     saved = overflow.saved(pages, slots, fits)
