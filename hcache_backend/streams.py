@@ -15,13 +15,16 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 Work = Callable[[], object]
+
+_LEAST_BUFFER = 256
+"""Bytes of the smallest :class:`HostBuffer`."""
 
 
 class StreamFailed(RuntimeError):
@@ -112,6 +115,38 @@ def held_for_device(values: npt.NDArray[Any], device: torch.device | str) -> tor
 def to_device(values: npt.NDArray[Any], device: torch.device | str) -> torch.Tensor:
     """A copy of ``values`` on ``device``, made on the current stream; the caller does not wait."""
     return held_for_device(values, device).to(torch.device(device), non_blocking=True)
+
+
+class HostBuffer(NamedTuple):
+    """``values`` of the CPU's in :func:`host_tensor`; ``memory`` is all of it."""
+
+    memory: torch.Tensor
+    values: torch.Tensor
+
+
+class HostBuffers:
+    """Memory of :func:`host_tensor` that is used again and again, by one thread."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = device
+        self._free: dict[int, list[torch.Tensor]] = {}
+
+    @torch.inference_mode(mode=False)  # else nobody outside of that mode could write it
+    def take(self, length: int, dtype: torch.dtype) -> HostBuffer:
+        """Room for ``length`` values."""
+        size = max(_LEAST_BUFFER, 1 << (length * dtype.itemsize - 1).bit_length())
+        free = self._free.setdefault(size, [])
+        memory = free.pop() if free else host_tensor((size,), torch.uint8, self._device)
+        return HostBuffer(memory, memory[: length * dtype.itemsize].view(dtype))
+
+    def give_back(self, buffer: HostBuffer) -> None:
+        """Nobody uses it any more, the device neither."""
+        self._free[len(buffer.memory)].append(buffer.memory)
+
+
+def free_memory(device: torch.device | str) -> float:
+    """Bytes of a GPU's memory that nobody has; infinity for the CPU."""
+    return _door.free_memory(torch.device(device))
 
 
 def recording_graph() -> bool:
@@ -274,6 +309,9 @@ class Door:
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+    def free_memory(self, device: torch.device) -> float:
+        return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else float("inf")
 
     def recording_graph(self) -> bool:
         return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

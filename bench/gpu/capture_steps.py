@@ -136,6 +136,7 @@ class Forward(ABC):
         saving = Saving(self.device, self.shape, self.tokens, self.places)
 
         def captured(launch: Callable[[], object], *, replayed: bool) -> None:
+            saving.capture.ledger.pass_begins()
             step = saving.capture.begin(saving.slots, saving.positions, saving.positions)
             launch()
             assert step is not None

@@ -1,61 +1,82 @@
 """Brings what happens to slots on the device to the arena, in order and without waiting for it.
 
 Which slots a step fills, with which tokens, and which of its rows were really written stands in
-device memory. Small copies of it travel on a stream of their own; the arena is told when they have
-arrived, in the order in which the scheduler did things.
+device memory. What the scheduler does to slots is copied to the CPU by the next forward pass, on
+its own stream. The engine waits for the results of a pass before it has launched two more, so
+after the next one began the copy is known to be there: nobody waits for it, and every rank knows
+it at the same point. The arena is told in the order in which the scheduler did things.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from hcache_backend.arena import Ids
 from hcache_backend.capture.shadows import ShadowArena
-from hcache_backend.streams import (
-    Event,
-    StreamFailed,
-    current_stream,
-    host_tensor,
-    new_stream,
-)
+from hcache_backend.streams import Event, HostBuffer, HostBuffers, StreamFailed, current_stream
 
 
-@dataclass
+@dataclass(eq=False)
 class Read:
-    """Values that are on their way to the CPU: int64, on the CPU once ``event`` has passed."""
+    """Values of the device that are wanted on the CPU: int64 ``[n]``; None: not known yet."""
 
-    values: torch.Tensor
-    event: Event
+    values: Ids | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class StepEntry:
     """One forward pass, as the arena sees it.
 
     Attributes:
-        read: Slots, positions and token ids, int64 ``[3, n]``.
+        read: Its slots, then positions, then token ids, int64 ``[3 * n]``.
         promised: Whether everything that captures its rows was launched.
         ticket: The arena's, once it knows the step.
+        slots: int64 ``[n]``, from then on.
     """
 
     read: Read
     promised: bool = False
     ticket: int | None = None
+    slots: Ids | None = None
 
 
-@dataclass
-class Proof:
-    """A ``Verdict`` on each row of a step: uint8 ``[n]``, on the CPU once ``done`` has passed."""
+class Proof(NamedTuple):
+    """A ``Verdict`` on each row of a step: uint8 ``[n]``, on the CPU once ``done`` has passed.
 
-    step: StepEntry
-    verdicts: torch.Tensor
+    Without a step it is of no interest any more.
+    """
+
+    step: StepEntry | None
+    verdicts: HostBuffer
     start: Event
     done: Event
+
+
+class _Entry(NamedTuple):
+    """What the arena is to be told once ``read`` is known."""
+
+    read: Read
+    tell: Callable[[Ids], None]
+    step: StepEntry | None = None
+    host_pages: Ids | None = None
+
+
+class _Copy(NamedTuple):
+    """A copy on its way: the values of ``reads``, as long as ``lengths``, one after the other."""
+
+    passes: int
+    reads: Sequence[Read]
+    lengths: Sequence[int]
+    buffer: HostBuffer
+    event: Event
 
 
 class Ledger:
@@ -63,6 +84,10 @@ class Ledger:
 
     Attributes:
         broken: Why nothing more can be learned, or None. All rows are void then.
+        passes: Forward passes that have begun.
+        without_results: Of how many of these the engine may not have the results yet, except
+            between the beginning of a pass and the results of the one before.
+        buffers: Pinned memory for copies.
         tokens_missing: Tokens with a row that was promised and not written. Whoever counts these
             somewhere else sets them to 0; the next two likewise.
         tokens_unfit: Tokens with a row that the codec could not hold.
@@ -71,49 +96,99 @@ class Ledger:
 
     def __init__(self, arena: ShadowArena, device: torch.device) -> None:
         self.broken: str | None = None
+        self.passes = 0
+        self.without_results = 1
         self.tokens_missing = 0
         self.tokens_unfit = 0
         self.transfer_ms = 0.0
+        self.buffers = HostBuffers(device)
         self._arena = arena
         self._device = device
-        self._stream = new_stream(device, "reader")
-        self._entries: deque[tuple[Read, Callable[[Ids], None]]] = deque()
+        self._wanted: list[tuple[Read, torch.Tensor]] = []
+        self._copies: deque[_Copy] = deque()
+        self._entries: deque[_Entry] = deque()
         self._proofs: deque[Proof] = deque()
+
+    # ---- what happens to slots ----
+
+    def pass_begins(self) -> None:
+        """The engine is about to launch a forward pass."""
+        try:
+            self.settle(wait=False)
+        finally:
+            self.passes += 1  # all ranks count the same
 
     def allocated(self, slots: torch.Tensor) -> None:
         """Slots (int64 ``[n]``, on the device) were allocated."""
-        self._entries.append((self.read(slots), self._arena.allocated))
+        self._entries.append(_Entry(self.read(slots), self._arena.allocated))
+
+    def not_captured(self, slots: torch.Tensor) -> None:
+        """A forward pass fills ``slots`` (int64 ``[n]``, on the device) and leaves no rows."""
+        self._entries.append(_Entry(self.read(slots), self._arena.not_captured))
 
     def loaded(self, slots: torch.Tensor, host_pages: Ids) -> None:
         """``slots`` (int64 ``[n]``, on the device) will hold the tokens of ``host_pages``."""
-        self._entries.append((self.read(slots), partial(self._arena.loaded, host_pages=host_pages)))
+        tell = partial(self._arena.loaded, host_pages=host_pages)
+        self._entries.append(_Entry(self.read(slots), tell, host_pages=host_pages))
 
-    def step(self, where: torch.Tensor) -> StepEntry:
-        """A forward pass over ``where`` (slots, positions, token ids: int64 ``[3, n]``) begins."""
-        entry = StepEntry(self.read(where))
-        self._entries.append((entry.read, partial(self._begin, entry)))
-        return entry
+    def step(
+        self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
+    ) -> tuple[StepEntry, torch.Tensor]:
+        """A forward pass over these tokens (``[n]`` each, on the device) begins.
+
+        It also brings everything that was wanted before to the CPU.
+
+        Returns:
+            Its entry, and slots, positions and token ids in one tensor, int64 ``[3, n]``.
+        """
+        entry = StepEntry(Read())
+        self._forget_allocation_of(slots)
+        where = self._copy([(entry.read, (slots, positions, token_ids))])
+        self._entries.append(_Entry(entry.read, partial(self._begin, entry), entry))
+        return entry, where.view(3, -1)
 
     def prove(self, proof: Proof) -> None:
         """``proof`` will say which rows of its step were written. In the order of the steps."""
         self._proofs.append(proof)
 
+    def host_freed(self, host_pages: Ids) -> None:
+        """HiCache frees ``host_pages``: a load from them that the arena has not heard of is waited
+        for. There is none in steady state, since a load holds its pages for longer."""
+        freed = set(host_pages.tolist())
+        loads = (entry.host_pages for entry in self._entries if entry.host_pages is not None)
+        if any(not freed.isdisjoint(pages.tolist()) for pages in loads):
+            self.settle()
+
+    # ---- what the arena is told ----
+
+    @property
+    def none_lost(self) -> bool:
+        """Whether every forward pass so far was captured, as far as is known, for all tokens whose
+        slots were not given to others since."""
+        steps = (entry.step for entry in self._entries if entry.step is not None)
+        return self.broken is None and self._arena.none_lost and all(s.promised for s in steps)
+
     def settle(self, *, wait: bool = True) -> None:
-        """Tell the arena what has arrived.
+        """Tell the arena what is known.
 
         Args:
-            wait: Also for slots that are still on their way; they stand behind the beginning of
-                the last forward pass, not behind its end. Proofs are never waited for.
+            wait: Also for what is not known yet; it stands behind the beginning of the last forward
+                pass, not behind its end. Proofs are never waited for.
         """
         try:
+            if wait and self._wanted:
+                self._copy([])
+            known = self.passes - self.without_results
+            while self._copies and (wait or self._copies[0].passes <= known):
+                self._arrive(self._copies.popleft())
             # Proofs first: the next entry may give their slots to other tokens.
             self._apply_proofs()
-            while self._entries and (wait or self._entries[0][0].event.query()):
-                read, tell = self._entries.popleft()
-                read.event.synchronize()
-                tell(read.values.numpy())
+            while self._entries and self._entries[0].read.values is not None:
+                read, tell, *_ = self._entries.popleft()
+                assert read.values is not None
+                tell(read.values)
                 self._apply_proofs()
-        except StreamFailed as error:
+        except (StreamFailed, torch.OutOfMemoryError) as error:
             self.give_up(str(error))
 
     def give_up(self, problem: str) -> None:
@@ -124,42 +199,78 @@ class Ledger:
     def forget(self) -> None:
         """All slots were freed, or all rows lost their meaning."""
         self._entries.clear()
-        self._proofs.clear()
+        # Their memory is still to be written.
+        self._proofs = deque(proof._replace(step=None) for proof in self._proofs)
         self._arena.clear()
 
-    def slots_on_cpu(self, slots: torch.Tensor) -> Ids:
-        """``slots`` (int64 ``[n]``, on the device) as an array; waits for the current stream.
-
-        Raises:
-            StreamFailed: They could not be read.
-        """
-        read = self.read(slots)
-        read.event.synchronize()
-        return read.values.numpy()
+    # ---- from the device to the CPU ----
 
     def read(self, values: torch.Tensor) -> Read:
-        """Bring ``values`` to the CPU, as they are when the current stream gets here."""
-        target = host_tensor(values.shape, torch.int64, self._device)
-        self._stream.wait(current_stream(self._device).record())
-        self._stream.keep(values)
-        self._stream.run(lambda: target.copy_(values, non_blocking=True))
-        return Read(target, self._stream.record())
+        """Have ``values`` (int64 ``[n]``, on the device) brought to the CPU by the next pass."""
+        read = Read()
+        self._wanted.append((read, values))
+        return read
+
+    def _forget_allocation_of(self, slots: torch.Tensor) -> None:
+        """A step is for the arena an allocation of its slots, too: most begin with none else."""
+        if not self._wanted or not self._entries:
+            return
+        [read, values], last = self._wanted[-1], self._entries[-1]
+        same = values.data_ptr() == slots.data_ptr() and values.shape == slots.shape
+        if same and last.read is read and last.tell == self._arena.allocated:
+            self._wanted.pop()
+            self._entries.pop()
+
+    def _copy(self, parts: Sequence[tuple[Read, Sequence[torch.Tensor]]]) -> torch.Tensor:
+        """Copy ``parts``, and then what is wanted, on the current stream.
+
+        Returns:
+            The values of ``parts``, int64 ``[n]``, on the device.
+        """
+        wanted = self._wanted
+        every = [*parts, *((read, (values,)) for read, values in wanted)]
+        lengths = [sum(value.numel() for value in values) for _, values in every]
+        joined = torch.empty(sum(lengths), dtype=torch.int64, device=self._device)
+        buffer, now = self.buffers.take(sum(lengths), torch.int64), current_stream(self._device)
+        for _, values in wanted:
+            now.keep(values)  # made on the scheduler's stream, and ours to drop
+
+        def copy() -> None:
+            torch.cat([v.to(torch.int64) for _, values in every for v in values], out=joined)
+            buffer.values.copy_(joined, non_blocking=True)
+
+        now.run(copy)
+        reads = [read for read, _ in every]
+        self._copies.append(_Copy(self.passes, reads, lengths, buffer, now.record()))
+        self._wanted = []
+        return joined[: sum(lengths[: len(parts)])]
+
+    def _arrive(self, copy: _Copy) -> None:
+        copy.event.synchronize()
+        values, end = copy.buffer.values.numpy().copy(), 0
+        self.buffers.give_back(copy.buffer)
+        for read, length in zip(copy.reads, copy.lengths, strict=True):
+            read.values, end = values[end : end + length], end + length
 
     def _begin(self, entry: StepEntry, where: Ids) -> None:
-        slots, positions, token_ids = where
-        entry.ticket = self._arena.begin(slots, positions, token_ids)
-        if entry.promised:
-            self._arena.promise(slots, entry.ticket)
+        slots, positions, token_ids = where.reshape(3, -1)
+        entry.slots, entry.ticket = slots, self._arena.begin(slots, positions, token_ids)
+        self._arena.promise(slots, entry.ticket, kept=entry.promised)
 
     def _apply_proofs(self) -> None:
         while self._proofs and self._proofs[0].done.query():
-            ticket = self._proofs[0].step.ticket
-            if ticket is None:
+            step, verdicts, start, done = self._proofs[0]
+            if step is not None and step.ticket is None:
                 break
-            proof = self._proofs.popleft()
-            proof.done.synchronize()
-            self.transfer_ms += proof.start.elapsed_time(proof.done)
-            slots, verdicts = proof.step.read.values[0].numpy(), proof.verdicts.numpy()
-            lost = self._arena.prove(slots, ticket, verdicts)
-            self.tokens_missing += lost.missing
-            self.tokens_unfit += lost.unfit
+            self._proofs.popleft()
+            done.synchronize()
+            self.transfer_ms += start.elapsed_time(done)
+            if step is not None:
+                self._prove(step, verdicts.values.numpy())
+            self.buffers.give_back(verdicts)
+
+    def _prove(self, step: StepEntry, verdicts: npt.NDArray[np.uint8]) -> None:
+        assert step.ticket is not None and step.slots is not None
+        lost = self._arena.prove(step.slots, step.ticket, verdicts)
+        self.tokens_missing += lost.missing
+        self.tokens_unfit += lost.unfit

@@ -39,7 +39,7 @@ class _RowState(IntEnum):
 
 
 class Verdict(IntEnum):
-    """What the device says of a row that was promised."""
+    """What the device says of a row that was promised, in the numbers of ``judge_rows``."""
 
     MISSING = 0  # a layer's copy did not happen
     WRITTEN = 1
@@ -92,6 +92,7 @@ class ShadowArena(Arena):
         self._clock = 0
         self._generation = np.zeros(slots, np.int64)  # clock when the slot's rows last became void
         self._rows = np.zeros(slots, np.uint8)
+        self._lost = np.zeros(slots, np.bool_)  # filled since, and a row of it is not there
         self._positions = np.zeros(slots, np.int32)
         self._token_ids = np.zeros(slots, np.int32)
         self._tenant = np.full(host_pages, -1, np.int64)  # device page whose tokens it holds
@@ -111,6 +112,17 @@ class ShadowArena(Arena):
         """``slots`` (int64 ``[n]``) were allocated: what they held is void."""
         self._leave_home(np.unique(slots // self.layout.page_size))
         self._void(slots)
+        self._lost[slots] = False
+
+    def not_captured(self, slots: Ids) -> None:
+        """``slots`` (int64 ``[n]``) are filled by a forward pass that leaves no rows."""
+        self.allocated(slots)
+        self._lost[slots] = True
+
+    @property
+    def none_lost(self) -> bool:
+        """Whether no slot that a forward pass filled lacks its rows, as far as is known."""
+        return not self._lost.any()
 
     def begin(self, slots: Ids, positions: Ids, token_ids: Ids) -> int:
         """A forward pass fills ``slots`` with these tokens; nothing is valid yet.
@@ -123,9 +135,13 @@ class ShadowArena(Arena):
         self._token_ids[slots] = token_ids
         return self._clock
 
-    def promise(self, slots: Ids, ticket: int) -> None:
-        """The step was launched with everything that captures its rows."""
-        self._rows[slots[self._generation[slots] == ticket]] = _RowState.PROMISED
+    def promise(self, slots: Ids, ticket: int, *, kept: bool = True) -> None:
+        """The step was launched, and with it everything that captures its rows, if ``kept``."""
+        own = slots[self._generation[slots] == ticket]
+        if kept:
+            self._rows[own] = _RowState.PROMISED
+        else:
+            self._lost[own] = True
 
     def prove(self, slots: Ids, ticket: int, verdicts: npt.NDArray[np.uint8]) -> Lost:
         """What became of the rows of a step: a :class:`Verdict` for each slot.
@@ -137,7 +153,9 @@ class ShadowArena(Arena):
         self._rows[slots[due & (verdicts == Verdict.WRITTEN)]] = _RowState.PROVEN
         missing = slots[due & (verdicts == Verdict.MISSING)]
         unfit = slots[due & (verdicts == Verdict.UNFIT)]
-        self._void(np.concatenate((missing, unfit)))
+        lost = np.concatenate((missing, unfit))
+        self._void(lost)
+        self._lost[lost] = True
         self._rows[unfit] = _RowState.UNFIT
         self._finish_unproven()
         return Lost(len(missing), len(unfit))
@@ -238,7 +256,10 @@ class ShadowArena(Arena):
         return self._host[host_pages]
 
     def host_freed(self, host_pages: Ids) -> ShadowChanges:
-        """HiCache freed ``host_pages``: tokens still on the device take their rows back."""
+        """HiCache freed ``host_pages``: tokens still on the device take their rows back.
+
+        All that happened to their slots must be known here.
+        """
         linked = host_pages[self._tenant[host_pages] >= 0]
         rows = self._rows.reshape(-1, self.layout.page_size)[self._tenant[linked]]
         back = linked[(rows == _RowState.PROVEN).all(1)]
@@ -249,9 +270,14 @@ class ShadowArena(Arena):
         self._move_out(host_pages)
         return ShadowChanges(pages, self._shadow[pages])
 
+    def host_dropped(self, host_pages: Ids) -> None:
+        """HiCache freed ``host_pages``, and their tokens are not on the device any more."""
+        self._move_out(host_pages)
+
     def clear(self) -> None:
         """Every host page and every slot was freed; all rows are void."""
         self._void(slice(None))
+        self._lost[:] = False
         self._tenant[:] = -1
         self._home[:] = -1
         self._unproven.clear()

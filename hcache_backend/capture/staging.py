@@ -20,18 +20,17 @@ import torch
 
 from hcache_backend.arena import Ids
 from hcache_backend.capture.ledger import Ledger, Proof, StepEntry
-from hcache_backend.capture.shadows import ShadowArena, ShadowChanges, Verdict
+from hcache_backend.capture.shadows import ShadowArena, ShadowChanges
 from hcache_backend.streams import (
     Event,
     Stream,
     current_stream,
     held_for_device,
-    host_tensor,
     new_stream,
     recording_graph,
 )
 from hcache_kernels.codecs import Codec
-from hcache_kernels.staging import WRONG_STEP, StagedRows, save_rows, stage_rows
+from hcache_kernels.staging import WRONG_STEP, StagedRows, judge_rows, save_rows, stage_rows
 
 
 class Staging:
@@ -202,12 +201,10 @@ class StagedCapture:
             The step, or None when it is longer than staging can hold: its tokens are void.
         """
         self._step = None
-        self.ledger.settle(wait=False)
         now, tokens = current_stream(self.device), len(slots)
-        where = torch.empty((3, tokens), dtype=torch.int64, device=self.device)
-        parts = (slots, positions, token_ids)
-        now.run(lambda: torch.stack([part.to(torch.int64) for part in parts], out=where))
-        entry = self.ledger.step(where)
+        while self._in_flight and self._in_flight[0][2].query():
+            self._in_flight.popleft()
+        entry, where = self.ledger.step(slots, positions, token_ids)
         self._steps += 1
         if self.ledger.broken is None and tokens <= self._staging.places:
             self._step = self._use_places(tokens, where, entry, now)
@@ -319,15 +316,9 @@ class StagedCapture:
         end = self._staging.places + 1 if step.first is None else first + step.tokens
         if step.first is not None:
             self._save(self._staging.staged.rows[:, first:end], step, self._segments)
-        verdicts = host_tensor((step.tokens,), torch.uint8, self.device)
-
-        def prove() -> None:
-            written = (step.marks == step.number).all(0).to(torch.uint8)
-            unfit = (step.marks == WRONG_STEP).any(0)
-            verdicts.copy_(written.masked_fill_(unfit, Verdict.UNFIT), non_blocking=True)
-
+        verdicts = self.ledger.buffers.take(step.tokens, torch.uint8)
         transfer.keep(step.marks)
-        transfer.run(prove)
+        transfer.run(lambda: judge_rows(step.marks, step.number, verdicts.values))
         done = transfer.record(timed=True)
         self._in_flight.append((first, end, done))
         step.entry.promised = True
@@ -351,10 +342,18 @@ class StagedCapture:
         """The pages of ``slots`` become ``host_pages`` by :meth:`ShadowArena.swap`."""
         self._use_shadows(self.arena.swap(slots, host_pages))
 
-    def host_freed(self, host_pages: Ids) -> None:
-        """See :meth:`ShadowArena.host_freed`."""
-        self.ledger.settle()
-        self._use_shadows(self.arena.host_freed(host_pages))
+    def host_freed(self, host_pages: Ids, *, duplicates: bool) -> None:
+        """HiCache freed ``host_pages``.
+
+        Args:
+            duplicates: Their tokens may still be on the device. Else nothing is waited for.
+        """
+        if duplicates:
+            self.ledger.settle()
+            self._use_shadows(self.arena.host_freed(host_pages))
+        else:
+            self.ledger.host_freed(host_pages)
+            self.arena.host_dropped(host_pages)
 
     def transfers(self) -> Event:
         """An event behind every transfer that was launched so far."""

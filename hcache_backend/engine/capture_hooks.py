@@ -75,6 +75,7 @@ class HiddenCapture:
         if self._capture is None:
             return run()
         self._thread = threading.get_ident()
+        self._guarded(lambda capture: capture.ledger.pass_begins())
         if self._order is not None:
             self._order.forward_begins()
         step = self._guarded(lambda capture: self._begin(capture, batch))
@@ -99,11 +100,11 @@ class HiddenCapture:
             return self._begin_step(capture, batch)
         except Exception:
             capture.give_up_step()
+            capture.ledger.not_captured(_slots(batch))
             raise
 
     def _begin_step(self, capture: StagedCapture, batch: Any) -> Step | None:
-        slots = getattr(batch, "out_cache_loc_virtual", None)
-        slots = batch.out_cache_loc if slots is None else slots
+        slots = _slots(batch)
         ids, positions = batch.input_ids, batch.positions
         if slots is None or slots.numel() == 0:
             capture.skip()
@@ -119,7 +120,7 @@ class HiddenCapture:
             problem = "a step without one token id and position for each slot"
         if problem is not None:
             capture.skip()
-            capture.ledger.allocated(slots)
+            capture.ledger.not_captured(slots)
             self._complain(problem)
             return None
         step = capture.begin(slots, positions, ids)
@@ -181,6 +182,12 @@ class HiddenCapture:
         if not self._complained:
             self._complained = True
             logger.warning("hcache: not captured: %s (said once, counted always)", what)
+
+
+def _slots(batch: Any) -> Any:
+    """The slots that a forward pass fills."""
+    slots = getattr(batch, "out_cache_loc_virtual", None)
+    return batch.out_cache_loc if slots is None else slots
 
 
 def invalidate_on_allocation(allocator: Any, capture: HiddenCapture) -> None:

@@ -106,7 +106,7 @@ class OwnPagesController(HybridCacheController, ABC):
         return host_indices
 
     def start_writing(self) -> None:
-        if self.write_queue and self._pool.holds_kv:
+        if self.write_queue:
             # HiCache backs a page up as soon as the step that fills its last slot is launched, and
             # waits only for what SGLang's read barrier lets through: with decode graphs that is
             # published before the step has written. (Plain HiCache copies in the same order.)

@@ -3,16 +3,23 @@
 A node is backed up only when every row of it is valid, by exchanging table entries of the arena;
 and no page of other weights is ever projected. How many of the first layers are recomputed is
 decided before pages are read, so that their segments are not, and again at the load.
+
+Which slots a node has stands in device memory. HiCache wants its answer at once, and the scheduler
+thread never waits for the device. So a node gets host pages at once where no row of any token was
+lost, and the exchange follows a few passes later, when the slots are known.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from hcache_backend.arena import Ids
+from hcache_backend.capture.ledger import Read
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.engine import metrics
 from hcache_backend.engine.controller import OwnPagesController
@@ -22,7 +29,29 @@ from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.service_check import ServiceChecks
 from hcache_backend.engine.stage_pages import StagePages
 from hcache_backend.page import Bytes, Ints
-from hcache_backend.streams import StreamFailed
+
+_PASSES = 2
+"""The next forward pass copies a node's slots to the CPU; they are known when one more began."""
+
+_STAGED_PASSES = 16
+"""As many as are under way between pipeline stages, or more."""
+
+
+@dataclass(eq=False)
+class _Backup:
+    """A node in HiCache's queue of backups.
+
+    Attributes:
+        slots: Slots of its tokens, int64 ``[n]``.
+        host_pages: Where they go, int64 ``[n / page_size]``.
+        valid: Whether all rows are there, as far as is known.
+        due: How many forward passes have begun when it is known, and the slots are.
+    """
+
+    slots: Read
+    host_pages: Ids
+    valid: bool
+    due: int
 
 
 class HiddenStateController(OwnPagesController):
@@ -38,10 +67,24 @@ class HiddenStateController(OwnPagesController):
         self._checks = checks
         self._stages = stages
         self._writing = False
+        self._backups: deque[_Backup] = deque()  # as write_queue
+        self._passes = 0  # of the last turn
+        if not stages.alone:
+            capture.ledger.without_results = _STAGED_PASSES
+        self._pool.frees_duplicates = lambda: self.write_policy == "write_back"
 
     def reset(self) -> None:
         super().reset()
-        self._checks.forget_chosen()
+        self._backups.clear()
+        self._checks.forget()
+
+    def turn(self, cache: Any) -> None:
+        super().turn(cache)
+        if self._capture.ledger.passes == self._passes and self._backups:
+            # No pass was launched since the last turn: nothing is late because of a wait.
+            self._finish_when_idle()
+        self._passes = self._capture.ledger.passes
+        self._checks.read()
 
     # ---- device -> host ----
 
@@ -50,14 +93,17 @@ class HiddenStateController(OwnPagesController):
 
         Pipeline stages cannot agree: they back it up whether its rows are valid or not.
         """
-        self._checks.run_due()
         self._stages.talk()
-        slots, problem = self._slots_to_write(device_indices)
-        valid = self._agreed(problem is None)
-        if not valid:
-            self._not_backed_up(problem or "another rank", len(device_indices))
-            if self._stages.alone:
-                return None
+        ledger, tokens = self._capture.ledger, len(device_indices)
+        slots, valid, due = ledger.read(device_indices), True, ledger.passes + _PASSES
+        if not self._agreed(self._can_wait()):
+            ledger.settle()
+            problem = self._problem(slots)
+            valid, due = self._agreed(problem is None), 0
+            if not valid:
+                self._not_backed_up(problem or "another rank", tokens)
+                if self._stages.alone:
+                    return None
         self._writing = True
         try:
             host_indices = super().write(device_indices, *args, **kwargs)
@@ -66,35 +112,61 @@ class HiddenStateController(OwnPagesController):
         if host_indices is None:
             return None
         host_pages = self._pool.page_ids(host_indices)
-        if valid:
-            metrics.TOKENS.count("backed_up", len(device_indices))
-            self._capture.back_up(slots, host_pages)
-            self._checks.choose(device_indices, slots, host_pages)
-        else:
-            self._pool.arena.spoil(host_pages)
-        self._stages.backed_up(host_pages)
+        self._backups.append(_Backup(slots, host_pages, valid, due))
         if kwargs.get("flush", True):
             self.start_writing()
         return host_indices
 
     def start_writing(self) -> None:
+        """Launch the backups that are due, with the exchange of each."""
         if self._writing:
             return  # not within ``write``: K and V must go where the exchange puts them
+        ledger, due = self._capture.ledger, 0
+        ledger.settle(wait=False)
+        while self._backups and self._backups[0].due <= ledger.passes:
+            self._exchange(self._backups.popleft())
+            due += 1
+        later = self.write_queue[due:]
+        del self.write_queue[due:]
         super().start_writing()
-        self._checks.backups_launched()
+        self.write_queue.extend(later)
 
-    def _slots_to_write(self, device_indices: torch.Tensor) -> tuple[Ids, str | None]:
-        """Slots of a node, and why it cannot be backed up."""
-        if self._runtime.distrust is not None:
-            return np.empty(0, np.int64), "self-check failed"
-        try:
-            slots = self._capture.ledger.slots_on_cpu(device_indices)
-        except StreamFailed:
-            return np.empty(0, np.int64), "capture broke"
+    def _finish_when_idle(self) -> None:
         self._capture.ledger.settle()
-        if self._capture.ledger.broken is not None:
-            return slots, "capture broke"
-        return slots, self._capture.arena.problem(slots)
+        for backup in self._backups:
+            backup.due = 0
+        self.start_writing()
+
+    def _exchange(self, backup: _Backup) -> None:
+        slots, tokens = backup.slots, len(backup.host_pages) * self.page_size
+        self._stages.backed_up(backup.host_pages)
+        if slots.values is None:
+            self._capture.ledger.settle()  # the pass that should have copied them could not
+        problem = self._problem(slots)
+        if backup.valid and problem is not None:
+            self._not_backed_up(problem, tokens)
+        if not backup.valid or problem is not None or slots.values is None:
+            self._pool.arena.spoil(backup.host_pages)
+            return
+        metrics.TOKENS.count("backed_up", tokens)
+        self._capture.back_up(slots.values, backup.host_pages)
+
+    def _can_wait(self) -> bool:
+        """Whether a node may get host pages before its rows are known to be valid.
+
+        Not where HiCache needs a backup at once, nor between pipeline stages, whose passes begin at
+        different times.
+        """
+        fine = self._runtime.distrust is None and self._capture.ledger.none_lost
+        return fine and self._stages.alone and self.write_policy != "write_back"
+
+    def _problem(self, slots: Read) -> str | None:
+        """Why a node in ``slots`` cannot be backed up."""
+        if self._runtime.distrust is not None:
+            return "self-check failed"
+        if self._capture.ledger.broken is not None or slots.values is None:
+            return "capture broke"
+        return self._capture.arena.problem(slots.values)
 
     def _agreed(self, fine: bool) -> bool:
         """Whether all ranks say so; a rank that lost its trust takes the others with it."""
@@ -156,8 +228,8 @@ class HiddenStateController(OwnPagesController):
 
     def write_storage(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The backup is done, so its rows have arrived: check, and pass it on to L3."""
-        self._capture.ledger.settle()
-        self._checks.run_until(self._pool.page_ids(host_indices))
+        self._capture.ledger.settle(wait=False)
+        self._checks.read()
         self._stages.talk()
         return super().write_storage(host_indices, *args, **kwargs)
 

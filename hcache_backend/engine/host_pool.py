@@ -41,8 +41,9 @@ class OwnPagesPool(HostKVCache):
     Attributes:
         on_freed: Who wants to know of pages (int64 ``[n]``) that HiCache has freed.
         overflow: Keeps what encoded pages cannot hold; None: they are not encoded.
-        on_transferred: Who wants to know of pages (int64 ``[n]``) that were copied from or to
-            slots (int64 ``[n * page_size]``, on the device), on the current stream.
+        on_backed_up: Who wants to know of pages (int64 ``[n]``) that were copied from slots (int64
+            ``[n * page_size]``, on the device), on the current stream.
+        on_loaded: The same of pages that were copied to slots.
         pieces_per_page: As how many pieces of memory storage backends see a page.
 
     Raises:
@@ -71,7 +72,8 @@ class OwnPagesPool(HostKVCache):
         self._restores: tuple[RunningRestore, ...] = ()
         self._backed_up: Event | None = None
         self.on_freed: list[Callable[[Ids], None]] = []
-        self.on_transferred: list[Callable[[Ids, torch.Tensor], None]] = []
+        self.on_backed_up: list[Callable[[Ids, torch.Tensor], None]] = []
+        self.on_loaded: list[Callable[[Ids, torch.Tensor], None]] = []
         self.pieces_per_page = 1
         self.device_pool = device_pool
         geometry = {
@@ -165,14 +167,13 @@ class OwnPagesPool(HostKVCache):
             fits = self._kv.save(self.page_layout, self.kv_buffer, pages, device_indices)
             if self.overflow is not None and fits is not None:
                 self.overflow.saved(host_pages, device_indices, fits)
-        for told in self.on_transferred:
+        self._wait_for_rows()
+        for told in self.on_backed_up:
             told(host_pages, device_indices)
         self._backed_up = current_stream(device).record()
 
-    def backed_up(self) -> Event:
-        """An event behind the last backup that was launched."""
-        assert self._backed_up is not None
-        return self._backed_up
+    def _wait_for_rows(self) -> None:
+        """Let the current stream wait for what else comes to pages of a backup."""
 
     def load_to_device_per_layer(
         self,
@@ -193,7 +194,7 @@ class OwnPagesPool(HostKVCache):
         if self.overflow is not None:
             self.overflow.load(layer_id, self.page_ids(host_indices), device_indices)
         if layer_id == self.layer_num - 1:
-            for told in self.on_transferred:
+            for told in self.on_loaded:
                 told(self.page_ids(host_indices), device_indices)
             self._loads.count_finished()
 
@@ -245,6 +246,9 @@ class HiddenStatePool(OwnPagesPool):
     Args:
         stamp: Writes the header of a page that is complete.
         others: Those of :class:`OwnPagesPool`.
+
+    Attributes:
+        frees_duplicates: Whether HiCache frees pages of tokens that are still on the device.
     """
 
     arena: ShadowArena
@@ -252,6 +256,7 @@ class HiddenStatePool(OwnPagesPool):
     def __init__(self, *args: Any, stamp: Callable[[np.ndarray], None], **others: Any) -> None:
         self._stamp = stamp
         self._capture: StagedCapture | None = None
+        self.frees_duplicates: Callable[[], bool] = lambda: True
         super().__init__(*args, **others)
 
     def follow(self, capture: StagedCapture) -> None:
@@ -265,7 +270,8 @@ class HiddenStatePool(OwnPagesPool):
 
     def free(self, indices: torch.Tensor) -> int:
         if self._capture is not None and indices.numel():
-            self._capture.host_freed(self.page_ids(indices))
+            pages, duplicates = self.page_ids(indices), self.frees_duplicates()
+            self._capture.host_freed(pages, duplicates=duplicates)
         return super().free(indices)
 
     def clear(self) -> None:
@@ -275,13 +281,7 @@ class HiddenStatePool(OwnPagesPool):
             self._capture.ledger.forget()
         super().clear()
 
-    def backup_from_device_all_layer(
-        self, device_pool: Any, host_indices: Any, device_indices: Any, io_backend: str
-    ) -> None:
-        """The controller exchanged table entries: K and V are missing in the pages, and the rows
-        that are still on their way."""
+    def _wait_for_rows(self) -> None:
+        """The controller exchanged table entries: rows may still be on their way."""
         assert self._capture is not None
-        super().backup_from_device_all_layer(device_pool, host_indices, device_indices, io_backend)
-        now = current_stream(self._capture.device)
-        now.wait(self._capture.transfers())
-        self._backed_up = now.record()
+        current_stream(self._capture.device).wait(self._capture.transfers())

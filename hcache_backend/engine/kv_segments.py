@@ -140,26 +140,28 @@ class KVSegments:
 
         return RestoredLayer("kv", copy=copy)
 
-    def held(self, slots: torch.Tensor) -> torch.Tensor:
-        """What pages hold if they hold what the pool does: segment after segment, uint8, on the
-        device.
+    def held(self, layers: Sequence[int], slots: torch.Tensor) -> torch.Tensor:
+        """What a page has of ``layers`` if it has what the pool does: segment after segment, uint8,
+        on the device.
 
         ``slots`` are those of the tokens of a page, int64 ``[page_size]``, on the device.
         """
         pages, cut = self.pages_of(slots), self._cut
         if cut is None:
-            planes = (plane for layer in self.layers for plane in self._plain(layer, pages))
+            planes = (plane for layer in layers for plane in self._plain(layer, pages))
         else:
-            planes = (self._encoded(layer, pages, cut)[0] for layer in self.layers)
+            planes = (self._encoded(layer, pages, cut)[0] for layer in layers)
         return torch.cat([plane[0] for plane in planes])
 
-    def differs(self, layout: PageLayout, page: torch.Tensor, held: torch.Tensor) -> int | None:
-        """The first layer whose segment in ``page`` is not what the pool ``held``, or None.
+    def differs(
+        self, layout: PageLayout, page: torch.Tensor, layers: Sequence[int], held: torch.Tensor
+    ) -> int | None:
+        """The first of ``layers`` whose segment in ``page`` is not what the pool ``held``, or None.
 
         ``page`` is uint8 ``[page_bytes]``; both are on the CPU.
         """
-        lengths = [layout.segment_bytes[layer] for layer in self.layers]
-        for layer, segment in zip(self.layers, held.split(lengths), strict=True):
+        lengths = [layout.segment_bytes[layer] for layer in layers]
+        for layer, segment in zip(layers, held.split(lengths), strict=True):
             if not torch.equal(segment, page[layout.segment(layer)]):
                 return layer
         return None

@@ -1,7 +1,9 @@
 """The check in service: is a backed-up page what the model's K and V say?
 
-A sample of every backup is compared once it has arrived. A check talks to the other tensor-parallel
-ranks, so every rank has to get to it at the same point; what one of them lacks is not checked.
+Behind a transfer, on its stream, a sample of its pages is compared with the pool; what comes of it
+is read when it has arrived, and nobody waits. Of each such page a few layers are looked at, the
+next time the next few: a check is short, however large the model is. Scheduler thread only; all
+tensor-parallel ranks must get to each step of a check at one point.
 """
 
 from __future__ import annotations
@@ -9,82 +11,42 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from hcache_backend.arena import Ids
-from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.engine import metrics
 from hcache_backend.engine.host_pool import HiddenStatePool, OwnPagesPool
 from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.runtime import Runtime
-from hcache_backend.page import PageLayout
 from hcache_backend.projection.attention import AttentionLayer
-from hcache_backend.projection.check import first_problem, projection_problem
+from hcache_backend.projection.check import difference_problem, projected_differences
 from hcache_backend.projection.projector import Projector
-from hcache_backend.restore.exchange import Exchange, ExchangeFailed
-from hcache_backend.streams import Event, StreamFailed, current_stream, host_tensor
+from hcache_backend.restore.exchange import CollectiveOrder, Exchange, ExchangeFailed
+from hcache_backend.streams import Event, StreamFailed, current_stream, host_tensor, to_device
 from hcache_kernels.codecs import Codec
 
 logger = logging.getLogger("hcache")
 
+_LAYERS = 4
+"""Layers of a page that are looked at."""
 
-@dataclass(frozen=True)
-class PageCheck:
-    """Compares a page with the pool.
-
-    Attributes:
-        hidden_layers: Layers that are stored as hidden states.
-        kv: Layers that are stored as K and V.
-        exchange: Between the ranks that share the tokens of every page; None: pages are whole.
-    """
-
-    layout: PageLayout
-    codec: Codec
-    hidden_layers: Sequence[AttentionLayer]
-    kv: KVSegments
-    projector: Projector
-    exchange: Exchange | None
-
-    def __call__(self, page: torch.Tensor, slots: torch.Tensor) -> str | None:
-        """Why ``page`` is not what the pool says, or None. All ranks must call it.
-
-        Args:
-            page: uint8 ``[page_bytes]``, on the CPU; no row of it was lost.
-            slots: Slots of its tokens, int64 ``[page_size]``, on the device.
-
-        Raises:
-            ExchangeFailed: Another rank has no page to show.
-        """
-        header, device = page.numpy(), slots.device
-        size = self.layout.page_size
-        positions = torch.from_numpy(self.layout.positions(header)).to(device, torch.int64)
-        metrics.TOKENS.count("checked", size)
-
-        def problem_of(layer: AttentionLayer) -> str | None:
-            segment = page[self.layout.segment(layer.index)]
-            if self.exchange is not None:
-                segment = self.exchange.whole(segment)
-            hidden = self.codec.decode(segment.view(size, -1).to(device))
-            return projection_problem(
-                layer, hidden, positions, slots, self.projector, self.codec.name
-            )
-
-        problem = first_problem(map(problem_of, self.hidden_layers))
-        if problem is None and self.kv.layers:
-            problem = _kv_problem(self.kv, self.layout, page, self.kv.held(slots).cpu())
-        return problem
+_Layer = TypeVar("_Layer")
 
 
-def _kv_problem(
-    kv: KVSegments, layout: PageLayout, page: torch.Tensor, held: torch.Tensor
-) -> str | None:
-    layer = kv.differs(layout, page, held)
-    return None if layer is None else f"K and V of layer {layer} in a page are not the pool's"
+class _InTurn(Generic[_Layer]):
+    """A few of ``layers``, and then the next few; all ranks get the same."""
+
+    def __init__(self, layers: Sequence[_Layer]) -> None:
+        self._layers = deque(layers)
+
+    def next(self) -> list[_Layer]:
+        chosen = list(self._layers)[:_LAYERS]
+        self._layers.rotate(-_LAYERS)
+        return chosen
 
 
 class _Sample:
@@ -107,18 +69,40 @@ class _Sample:
 
 
 class _CopiedPage(NamedTuple):
-    """What the pool held of a page: uint8, on the CPU once ``event`` has passed."""
+    """What the pool held of some layers of a page: uint8, on the CPU once ``event`` has passed."""
 
     host_page: int
+    layers: Sequence[int]
     held: torch.Tensor
     event: Event
+
+
+_Checked = TypeVar("_Checked", bound="_CopiedPage | _RunningCheck")
+
+
+def _copy_to_host(values: torch.Tensor) -> torch.Tensor:
+    """A copy on its way to the CPU, on the current stream."""
+    return host_tensor(values.shape, values.dtype, values.device).copy_(values, non_blocking=True)
+
+
+def _without(freed: Ids, checks: deque[_Checked]) -> deque[_Checked]:
+    """``checks`` but for those of host pages that were ``freed`` (int64 ``[n]``)."""
+    gone = set(freed.tolist())
+    return deque(check for check in checks if check.host_page not in gone)
+
+
+def _kv_problem(
+    kv: KVSegments, pool: OwnPagesPool, copied: _CopiedPage | _RunningCheck
+) -> str | None:
+    [page] = pool.arena.pages(np.array([copied.host_page]))
+    layer = kv.differs(pool.page_layout, torch.from_numpy(page), copied.layers, copied.held)
+    return None if layer is None else f"K and V of layer {layer} in a page are not the pool's"
 
 
 class KVChecks:
     """Is a page of K and V what the pool holds? A sample of backups and of loads is compared.
 
-    Behind a transfer, on its stream, what the pool holds is copied once more, in another way; it is
-    compared when it has arrived, and nobody waits. Scheduler thread only.
+    What the pool holds is copied once more, in another way.
 
     Args:
         group: The tensor-parallel ranks.
@@ -135,6 +119,7 @@ class KVChecks:
         self._kv = kv
         self._group = group
         self._sample = _Sample(runtime.config.check_every_pages)
+        self._layers = _InTurn(kv.layers)
         self._copied: deque[_CopiedPage] = deque()
 
     def transferred(self, host_pages: Ids, slots: torch.Tensor) -> None:
@@ -145,16 +130,14 @@ class KVChecks:
         size, i = self._pool.page_size, self._sample.choose(len(host_pages))
         if i is None:
             return
-        held = self._kv.held(slots[i * size : (i + 1) * size])
-        target = host_tensor(held.shape, torch.uint8, held.device)
-        target.copy_(held, non_blocking=True)
-        event = current_stream(held.device).record()
-        self._copied.append(_CopiedPage(int(host_pages[i]), target, event))
+        layers = self._layers.next()
+        held = _copy_to_host(self._kv.held(layers, slots[i * size : (i + 1) * size]))
+        event = current_stream(slots.device).record()
+        self._copied.append(_CopiedPage(int(host_pages[i]), layers, held, event))
 
     def freed(self, host_pages: Ids) -> None:
         """HiCache has freed ``host_pages`` (int64 ``[n]``): others may write them."""
-        gone = set(host_pages.tolist())
-        self._copied = deque(copied for copied in self._copied if copied.host_page not in gone)
+        self._copied = _without(host_pages, self._copied)
 
     def forget(self) -> None:
         """All transfers were dropped."""
@@ -180,111 +163,188 @@ class KVChecks:
             copied.event.synchronize()
         except StreamFailed as failed:
             return str(failed)
-        [page] = self._pool.arena.pages(np.array([copied.host_page]))
-        layout = self._pool.page_layout
-        return _kv_problem(self._kv, layout, torch.from_numpy(page), copied.held)
+        return _kv_problem(self._kv, self._pool, copied)
 
 
-class _ChosenPage(NamedTuple):
-    """A page of a backup that is to be compared with the pool."""
+class _RunningCheck(NamedTuple):
+    """A comparison of some layers of a page with the pool, on the device until ``event``.
 
-    slots: torch.Tensor
+    Attributes:
+        hidden_layers: Layers whose hidden states were projected.
+        differences: Of their K and V, float64 ``[layers, 2]``.
+        layers: Layers of which K and V are stored.
+        held: What the pool had of them, uint8.
+        problem: Why a layer could not be projected, or None.
+    """
+
     host_page: int
-    device_page: int
+    hidden_layers: Sequence[AttentionLayer]
+    differences: torch.Tensor
+    layers: Sequence[int]
+    held: torch.Tensor
+    problem: str | None
+    event: Event
 
 
 class ServiceChecks:
-    """Chosen pages of backups, and what is due. Scheduler thread only.
+    """Is a page with hidden states what the pool holds? A sample of backups is projected.
 
-    The runtime loses its trust when a page is wrong; ``group`` are the tensor-parallel ranks.
+    By a spec each rank projects its own share of a page's tokens, with its own heads. An attention
+    module may talk to those of the other ranks about each token: all of them get the whole page.
+    The runtime loses its trust when a page is wrong.
+
+    Args:
+        hidden_layers: Layers that are stored as hidden states.
+        kv: Layers that are stored as K and V.
+        exchange: Between the ranks that share the tokens of every page; None: pages are whole.
+        order: Keeps collectives apart from those of forward passes; None: there are none.
+        group: The tensor-parallel ranks.
     """
 
     def __init__(
         self,
         runtime: Runtime,
         pool: HiddenStatePool,
-        capture: StagedCapture,
-        check_page: PageCheck,
+        hidden_layers: Sequence[AttentionLayer],
+        kv: KVSegments,
+        codec: Codec,
+        projector: Projector,
+        exchange: Exchange | None,
+        order: CollectiveOrder | None,
         group: Any,
     ) -> None:
+        assert runtime.config is not None
         self._runtime = runtime
         self._pool = pool
-        self._capture = capture
-        self._check_page = check_page
+        self._hidden_layers = _InTurn(hidden_layers)
+        self._kv = kv
+        self._kv_layers = _InTurn(kv.layers)
+        self._codec = codec
+        self._projector = projector
+        self._exchange = exchange
+        self._order = order
         self._group = group
-        assert runtime.config is not None
         self._sample = _Sample(runtime.config.check_every_pages)
-        self._chosen: list[_ChosenPage] = []
-        self._due: deque[_ChosenPage] = deque()
+        self._running: deque[_RunningCheck] = deque()
 
-    def choose(self, device_indices: torch.Tensor, slots: Ids, host_pages: Ids) -> None:
-        """One page in ``check_every_pages`` of a backup will be compared.
+    def backed_up(self, host_pages: Ids, slots: torch.Tensor) -> None:
+        """Rows of ``host_pages`` (int64 ``[n]``) are there when the current stream gets here.
 
-        Args:
-            device_indices: Slots of its tokens, int64 ``[n]``, on the device.
-            slots: The same on the CPU.
-            host_pages: Where they are backed up to, int64 ``[n / page_size]``.
+        ``slots`` are those of their tokens, int64 ``[n * page_size]``, on the device.
         """
         size, i = self._pool.page_size, self._sample.choose(len(host_pages))
         if i is None:
             return
-        rows = slice(i * size, (i + 1) * size)
-        page = _ChosenPage(device_indices[rows], int(host_pages[i]), int(slots[i * size]) // size)
-        self._chosen.append(page)
+        slots, chosen = slots[i * size : (i + 1) * size], host_pages[i : i + 1]
+        hidden_layers, kv_layers = self._hidden_layers.next(), self._kv_layers.next()
+        try:
+            differences, problem = self._project(hidden_layers, chosen, slots)
+        except ExchangeFailed as error:  # on all ranks
+            logger.warning("hcache: a page was not checked: %s", error)
+            return
+        held = slots.new_empty(0, dtype=torch.uint8)
+        if kv_layers:
+            held = _copy_to_host(self._kv.held(kv_layers, slots))
+        event = current_stream(slots.device).record()
+        self._running.append(
+            _RunningCheck(
+                int(chosen[0]), hidden_layers, differences, kv_layers, held, problem, event
+            )
+        )
 
-    def backups_launched(self) -> None:
-        """The backups that pages were chosen of are on their way."""
-        self._due.extend(self._chosen)
-        self._chosen.clear()
+    def freed(self, host_pages: Ids) -> None:
+        """HiCache has freed ``host_pages`` (int64 ``[n]``): others may write them."""
+        self._running = _without(host_pages, self._running)
 
-    def forget_chosen(self) -> None:
-        """Backups that were not launched yet were dropped."""
-        self._chosen.clear()
+    def forget(self) -> None:
+        """All backups were dropped."""
+        self._running.clear()
 
-    def run_due(self) -> None:
-        """Compare all that is due."""
-        self._run(len(self._due))
-
-    def run_until(self, host_pages: Ids) -> None:
-        """Compare what is due of ``host_pages`` (int64 ``[n]``), and of backups before them."""
-        wanted = set(host_pages.tolist())
-        due = [i for i, chosen in enumerate(self._due) if chosen.host_page in wanted]
-        self._run(due[-1] + 1 if due else 0)
-
-    def _run(self, number: int) -> None:
-        """Compare the oldest ``number`` chosen pages; every rank does so at the same point."""
-        for _ in range(number):
-            chosen = self._due.popleft()
-            page = self._page_to_check(chosen)
-            (everywhere,) = on_all_ranks(self._group, page is not None)
-            if page is None or not everywhere:
-                continue
-            try:
-                problem = self._check_page(page, chosen.slots)
-            except ExchangeFailed as error:  # on all ranks
-                logger.warning("hcache: a page was not checked: %s", error)
-                continue
-            if problem is not None:
+    def read(self) -> None:
+        """See to all checks whose results have arrived."""
+        while self._running:
+            check, whole = self._running[0], None
+            if check.event.query():
+                # None: its rows have arrived, but nobody has looked whether all did.
+                whole = self._pool.arena.whole(np.array([check.host_page]))
+            known, right = on_all_ranks(self._group, whole is not None, whole is not False)
+            if not known:
+                return
+            self._running.popleft()
+            problem = self._problem(check) if right else None
+            if problem is not None and self._runtime.distrust is None:
                 metrics.PROBLEMS.count("self_check")
                 self._runtime.lose_trust(f"the self-check in service failed: {problem}")
 
-    def _page_to_check(self, chosen: _ChosenPage) -> torch.Tensor | None:
-        """The page (uint8 ``[page_bytes]``), if it is one and its tokens are still on the device.
+    def _project(
+        self, layers: Sequence[AttentionLayer], host_page: Ids, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, str | None]:
+        """How far ``layers`` of a page (int64 ``[1]``) are from the pool, float64 ``[layers, 2]``,
+        on its way to the CPU; and why one could not be projected, or None.
 
-        None also where it cannot be read any more.
+        Raises:
+            ExchangeFailed: On all ranks: one had no rows to show.
         """
+        layout, arena, device = self._pool.page_layout, self._pool.arena, slots.device
+        [header] = arena.pages(host_page, header=True)
+        # A lost page has no positions. Other ranks, whose pages may be whole, wait for this one.
+        numbers = np.arange(layout.page_size)
+        if arena.whole(host_page) is not False:
+            numbers = layout.positions(header).astype(np.int64)
+        positions = to_device(numbers, device)
+        page = self._pool.kv_buffer[int(arena.physical(host_page)[0])]
+        by_module = [layer for layer in layers if self._projector.specs[layer.index] is None]
+        kept, every = slice(layout.kept.start, layout.kept.stop), slice(layout.page_size)
+        differences, problem = [], None
+        now = current_stream(device)
+        if by_module and self._order is not None:
+            self._order.restore_begins(now)
+        for layer in layers:
+            rows, tokens = page[layout.segment(layer.index)], kept
+            if layer in by_module and self._exchange is not None:
+                rows, tokens = self._all_shares(self._exchange, rows, device), every
+            rows = rows.to(device, non_blocking=True).view(-1, self._codec.row_bytes)
+            found = projected_differences(
+                layer, self._codec.decode(rows), positions[tokens], slots[tokens], self._projector
+            )
+            if isinstance(found, str):
+                problem = problem or found
+                found = torch.zeros(2, dtype=torch.float64, device=device)
+            differences.append(found)
+        if by_module and self._order is not None:
+            self._order.restore_launched(now)
+        if not differences:
+            return torch.empty((0, 2), dtype=torch.float64), problem
+        return _copy_to_host(torch.stack(differences)), problem
+
+    @staticmethod
+    def _all_shares(exchange: Exchange, own: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A segment of the whole page, uint8 ``[shares, bytes]``, of which this rank has ``own``.
+
+        Raises:
+            ExchangeFailed: On all ranks: one had no rows to show.
+        """
+        shares = own.new_empty((exchange.shares, len(own)), device=device)
+
+        def fetch(there: torch.Tensor) -> None:
+            there.copy_(own, non_blocking=True)
+
+        if exchange.on_scheduler_thread:
+            exchange.gather_now([(shares, fetch)])
+        else:
+            exchange.gather(shares, fetch)
+        return shares
+
+    def _problem(self, check: _RunningCheck) -> str | None:
+        metrics.TOKENS.count("checked", self._pool.page_size)
         try:
-            # Its host page may have been freed since, and filled by a later backup.
-            self._pool.backed_up().synchronize()
-        except StreamFailed:
+            check.event.synchronize()
+        except StreamFailed:  # capture broke, and nothing is backed up any more
             return None
-        self._capture.ledger.settle()
-        arena = self._capture.arena
-        if self._runtime.distrust is not None or not arena.is_home(
-            chosen.host_page, chosen.device_page
-        ):
-            return None
-        physical = arena.physical(np.array([chosen.host_page]))[0]
-        arena.host_access(np.array([physical]), write=False)
-        whole = arena.layout.is_stamped(arena.memory[physical])
-        return self._pool.kv_buffer[physical] if whole else None
+        if check.problem is not None:
+            return check.problem
+        for layer, found in zip(check.hidden_layers, check.differences.tolist(), strict=True):
+            problem = difference_problem(layer, found, self._projector, self._codec.name)
+            if problem is not None:
+                return problem
+        return _kv_problem(self._kv, self._pool, check) if check.layers else None

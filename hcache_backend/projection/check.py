@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -40,7 +40,7 @@ def tolerance(dtype: torch.dtype, codec: str = "none") -> float:
 
 
 def relative_difference(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Largest relative difference of any head.
+    """Largest relative difference of any head; waits for it.
 
     Args:
         got: Projected values ``[n, heads, dim]``.
@@ -49,12 +49,17 @@ def relative_difference(got: torch.Tensor, want: torch.Tensor) -> float:
     Returns:
         ``max over heads of rms(got - want) / rms(want)``; infinity when something is not finite.
     """
+    worst = float(_relative_difference(got, want))
+    return worst if math.isfinite(worst) else float("inf")
+
+
+def _relative_difference(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """The same on the device, float64 ``[]``; anything that is not finite stays so."""
     if got.shape != want.shape:
-        return float("inf")
+        return torch.full((), torch.inf, dtype=torch.float64, device=want.device)
     difference = (got.double() - want.double()).square().mean(dim=(0, 2)).sqrt()
     scale = want.double().square().mean(dim=(0, 2)).sqrt()
-    worst = float((difference / scale.clamp_min(1e-12)).max())
-    return worst if math.isfinite(worst) else float("inf")
+    return (difference / scale.clamp_min(1e-12)).max()
 
 
 def projection_problem(
@@ -67,10 +72,30 @@ def projection_problem(
 ) -> str | None:
     """Why projected K and V of ``n`` tokens are not those in the pool, or None when they are.
 
+    The arguments are those of :func:`projected_differences` and :func:`difference_problem`.
+    """
+    differences = projected_differences(layer, hidden, positions, slots, projector)
+    if isinstance(differences, str):
+        return differences
+    return difference_problem(layer, differences.tolist(), projector, codec)
+
+
+def projected_differences(
+    layer: AttentionLayer,
+    hidden: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    projector: Projector,
+) -> torch.Tensor | str:
+    """How far projected K and V of ``n`` tokens are from those in the pool; nobody waits.
+
     Args:
-        hidden: ``[n, hidden]``; it may have been through ``codec``.
+        hidden: ``[n, hidden]``; it may have been through a codec.
         positions: int64 ``[n]``.
         slots: Where the model has written K and V, int64 ``[n]``.
+
+    Returns:
+        The relative differences of K and V, float64 ``[2]`` on the device, or why there are none.
     """
     try:
         projected = projector.project(layer, hidden, positions)
@@ -78,12 +103,19 @@ def projection_problem(
         return str(error)
     except Exception as error:  # a model's own code, called in a way it was not made for
         return f"{layer.name} cannot be called alone: {type(error).__name__}: {error}"
-    pool = projector.pool
-    wanted = pool.fetch(layer.kernel, slots, hidden.dtype)
-    allowed = tolerance(pool.dtype, codec)
-    for name, ours, models in zip("KV", projected, wanted, strict=True):
-        difference = relative_difference(ours, models)
-        if difference > allowed:
+    wanted = projector.pool.fetch(layer.kernel, slots, hidden.dtype)
+    return torch.stack(
+        [_relative_difference(*pair) for pair in zip(projected, wanted, strict=True)]
+    )
+
+
+def difference_problem(
+    layer: AttentionLayer, differences: Sequence[float], projector: Projector, codec: str = "none"
+) -> str | None:
+    """Why ``differences`` of K and V are more than rounding explains, and ``codec``; else None."""
+    allowed = tolerance(projector.pool.dtype, codec)
+    for name, difference in zip("KV", differences, strict=True):
+        if not difference <= allowed:
             return (
                 f"projected {name} of {layer.name} differs from the model's by {difference:.2e} "
                 f"(allowed {allowed:.1g})"

@@ -70,6 +70,7 @@ NOT_OBJECTS = {
 OURS = {
     ("ack", "_replace"),  # every NamedTuple's
     ("runner", "hcache_capture"),
+    ("runner", "hcache_no_capture"),
     ("batch", "attention"),
     ("controller", "loading_behind"),
     ("controller", "pages_per_report"),
@@ -101,7 +102,7 @@ OVERRIDDEN: dict[str, set[str]] = {
         "start_writing",
         "write",
     },
-    "HiddenStatePool": {"backup_from_device_all_layer", "clear", "free"},
+    "HiddenStatePool": {"clear", "free"},
     "OwnPagesPool": {
         "backup_from_device_all_layer",
         "clear",

@@ -145,6 +145,7 @@ def test_replays_capture_the_right_rows_for_changing_batch_sizes_and_padding() -
         # Padding rows hold what earlier batches left, or garbage.
         static.normal_()
         rows = static[:, :n].clone()
+        engine.capture.ledger.pass_begins()
         step = engine.capture.begin(slots, slots, slots + 7)
         assert step is not None
         graph.replay()
@@ -170,6 +171,7 @@ def test_a_graph_that_was_recorded_without_copies_proves_nothing() -> None:
         x += 1
     slots = random_slots(random.Random(1), 8)
     for recorded, missing in ((graph, 0), (other, 8)):
+        engine.capture.ledger.pass_begins()
         step = engine.capture.begin(slots, slots, slots)
         assert step is not None
         recorded.replay()
@@ -222,7 +224,7 @@ def test_rounds_with_poisoned_buffers_and_late_streams(device: str, rounds: int)
             check_layer(engine, layer, hidden[layer], target)
         engine.finish()
         # HiCache frees the host copy: the rows are in the shadows again, to the bit.
-        engine.capture.host_freed(host_pages)
+        engine.capture.host_freed(host_pages, duplicates=True)
         engine.finish()
         assert torch.equal(engine.stored(target), hidden.cpu())
         engine.arena.check_integrity()
@@ -241,6 +243,7 @@ def save(engine: Engine, rng: random.Random, slots: torch.Tensor, hidden: torch.
     start = 0
     while start < len(slots):
         end = min(len(slots), start + rng.choice([1, 3, 16, 40, 80]))
+        engine.capture.ledger.pass_begins()
         step = engine.capture.begin(slots[start:end], positions[start:end], positions[start:end])
         assert step is not None
         engine.sleep(rng)

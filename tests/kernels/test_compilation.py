@@ -33,7 +33,7 @@ from hcache_kernels.project_kv.ways import (
     fused_launches,
     head_pairs,
 )
-from hcache_kernels.staging import StagedRows, save_launch, stage_launch
+from hcache_kernels.staging import StagedRows, judge_launch, save_launch, stage_launch
 from tests.kernels.compiled import TOOLS, Job, Usage, compile_all, source
 
 # All of them are compiled before the first test, in two processes.
@@ -241,12 +241,17 @@ def save(row_bytes: int) -> Launch:
     return save_launch(staged, ids(STAGED), ids(128), arena, ids(LAYERS), PAGE, kept)
 
 
+def judge() -> Launch:
+    return judge_launch(ids(LAYERS, PLACES + 1)[:, :STAGED], 17, empty(STAGED))
+
+
 def staging_jobs(capability: tuple[int, int]) -> Jobs:
     for row_bytes in ROW_BYTES:
         for with_ok in (False, True):
             what = f"stage {row_bytes}{' with ok' if with_ok else ''}"
             yield what, partial(stage, row_bytes, with_ok)
         yield f"save {row_bytes}", partial(save, row_bytes)
+    yield "judge", judge
 
 
 JOBS = {
@@ -329,6 +334,7 @@ def launches_of(n: int) -> dict[str, Launch]:
         "save": save_launch(
             staged.rows[:, :n], ids(n), ids(N), memory, ids(LAYERS), PAGE, range(PAGE)
         ),
+        "judge": judge_launch(places[:, :n], n, empty(n)),
         "project": fused_launches(replace(call, **tokens), config)[0],
         "encode": exp4.encode_launch(rows, encoded, empty(n)),
         "decode": exp4.decode_launch(encoded, rows),

@@ -49,10 +49,11 @@ class Captured:
         checker, forward = self.checker, self.forward_stream
         with checker.on(self.schedule):
             where = streams.to_device(np.array(slots), GPU)
-            self.capture.ledger.allocated(where)
+            self.capture.ledger.allocated(streams.to_device(np.array(slots), GPU))
         forward.wait_stream(self.schedule)
         with checker.on(forward):
             where.record_stream(forward)
+            self.capture.ledger.pass_begins()
             step = self.capture.begin(where, where, where + 100)
             hidden = torch.ones((self.LAYERS, len(slots), self.WIDTH), device=GPU)
             for layer in range(self.LAYERS):
@@ -85,7 +86,7 @@ def captures(checker: Checker, *, replay: bool) -> None:
         captured.back_up(page, turn)
         if turn >= 3:
             with checker.on(captured.schedule):
-                captured.capture.host_freed(np.array([turn - 3]))
+                captured.capture.host_freed(np.array([turn - 3]), duplicates=True)
     checker.host_joins()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.order.waits import AROUND, table
+from tests.order.waits import AROUND, in_service, table
 
 OURS = "hcache_backend/capture/ledger.py"
 
@@ -25,3 +25,16 @@ def test_waits_are_told_by_the_innermost_function_of_ours() -> None:
         ("MainThread", f"{OURS}:settle", 5, 0.5, 2.5),
         ("MainThread", "sglang/srt/a.py:copy", 1, 0.1, 0.5),
     ]
+
+
+def test_waits_that_hold_nothing_up_are_told_apart() -> None:
+    idle = f"{OURS}:9 (settle) < hcache_backend/engine/hidden_controller.py:7 (_finish_when_idle)"
+    other = wait(f"{OURS}:9 (settle)", 1) | {"thread": "Thread-7"}
+    waits = [
+        wait(idle, 4),
+        wait(f"{OURS}:9 (settle) < hcache_backend/engine/hidden_controller.py:3 (write)", 2),
+        wait(f"sglang/srt/a.py:1 (copy) < {AROUND}:2 (run)", 1),
+        other,
+    ]
+    found = in_service({"steps": 1, "written_nodes": 1, "host_waits": waits})
+    assert [row[1:3] for row in table(found)] == [(f"{OURS}:settle", 2)]

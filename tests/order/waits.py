@@ -16,6 +16,25 @@ AROUND = "hcache_backend/engine/hooks.py"
 """Stands around functions of SGLang; what they wait for is theirs."""
 
 
+NOTHING_RUNS = {
+    "(_finish_when_idle)": "no forward pass was launched since the last turn",
+    "(clear)": "a flush, which HiCache does when no request is there",
+}
+"""Functions of ours that may wait, and why nothing is late because of them."""
+
+
+def in_service(found: dict[str, Any]) -> dict[str, Any]:
+    """The part of a report about waits of ours on the scheduler thread that hold something up."""
+
+    def is_ours(wait: dict[str, Any]) -> bool:
+        frames = wait["where"].split(" < ")
+        ours = [f for f in frames if f.startswith(OURS) and not f.startswith(AROUND)]
+        harmless = any(f.endswith(name) for f in ours for name in NOTHING_RUNS)
+        return bool(ours) and not harmless and wait["thread"] == "MainThread"
+
+    return {**found, "host_waits": [wait for wait in found["host_waits"] if is_ours(wait)]}
+
+
 def table(found: dict[str, Any]) -> list[tuple[str, str, int, float, float]]:
     """Thread, place, waits, waits per forward pass, waits per written node; the most first.
 

@@ -32,7 +32,7 @@ from hcache_backend.engine.host_pool import HiddenStatePool, OwnPagesPool
 from hcache_backend.engine.kv_segments import PoolParking
 from hcache_backend.engine.loads import LoadQueue
 from hcache_backend.engine.runtime import Runtime
-from hcache_backend.engine.service_check import KVChecks, PageCheck, ServiceChecks
+from hcache_backend.engine.service_check import KVChecks, ServiceChecks
 from hcache_backend.engine.stage_pages import StagePages
 from hcache_backend.engine.startup.page_plan import HiddenPagePlan, PagePlan
 from hcache_backend.projection.projector import Projector
@@ -71,14 +71,14 @@ class Stack:
         result = self._joined(KVController, pool, pipeline, loads, reservable)
         checks = KVChecks(self.runtime, pool, plan.kv, params.tp_cache_group)
         pool.on_freed.append(checks.freed)
-        pool.on_transferred.append(checks.transferred)
+        pool.on_backed_up.append(checks.transferred)
+        pool.on_loaded.append(checks.transferred)
         result.cache_controller.check_by(checks, self._stages(plan, lambda pages: True))
         return result
 
     def build_hidden(self, plan: HiddenPagePlan, projector: Projector) -> StackBuildResult:
         """What HiCache works with in hidden mode, by the plan that every rank agreed on."""
         runtime, kvcache, layout = self.runtime, self.kvcache, plan.layout
-        ranks = self.params.tp_cache_group
         pool = HiddenStatePool(
             stamp=lambda page: layout.stamp(page, runtime.page_namespace(), runtime.writer),
             **self._pool_arguments(plan),
@@ -100,11 +100,21 @@ class Stack:
         loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, kvcache.device)
         pool.follow(capture)
         result = self._joined(HiddenStateController, pool, pipeline, loads, reservable)
-        check = PageCheck(layout, plan.codec, plan.hidden_layers, plan.kv, projector, plan.exchange)
+        checks = ServiceChecks(
+            runtime,
+            pool,
+            plan.hidden_layers,
+            plan.kv,
+            plan.codec,
+            projector,
+            exchange=plan.exchange,
+            order=order,
+            group=self.params.tp_cache_group,
+        )
+        pool.on_freed.append(checks.freed)
+        pool.on_backed_up.append(checks.backed_up)
         result.cache_controller.use_hidden_states(
-            capture,
-            ServiceChecks(runtime, pool, capture, check, ranks),
-            self._stages(plan, pool.arena.whole),
+            capture, checks, self._stages(plan, pool.arena.whole)
         )
         return result
 

@@ -344,7 +344,6 @@ def _misses_on_rank_1() -> None:
 
     from hcache_backend.engine.controller import OwnPagesController
     from hcache_backend.engine.hidden_controller import HiddenStateController
-    from hcache_backend.engine.service_check import ServiceChecks
     from hcache_backend.engine.storage import HCacheStorage
 
     dice = random.Random(7)
@@ -370,8 +369,8 @@ def _misses_on_rank_1() -> None:
     wrap(HCacheStorage, "_get", lose_some)  # or it cannot be read
     wrap(OwnPagesController, "_proven_pages", lambda proven: max(0, proven - 1))
     wrap(HiddenStateController, "_may_project", lambda may: False)
-    wrap(HiddenStateController, "_slots_to_write", lambda found: (found[0], "rows not valid"))
-    wrap(ServiceChecks, "_page_to_check", lambda page: None)
+    wrap(HiddenStateController, "_can_wait", lambda can: False)
+    wrap(HiddenStateController, "_problem", lambda problem: "rows not valid")
 
 
 FAULTS: dict[str, Callable[[], None]] = {

@@ -99,8 +99,8 @@ def test_encoded_segments_come_back_to_other_slots_bit_for_bit(
     fits = kv.save(layout, memory, pages, slots)
     assert fits is not None and fits.tolist() == [[True, True]]
     assert not memory[[0, 1, 3]].any()
-    assert kv.differs(layout, memory[2], kv.held(slots[page:])) is None
-    assert kv.differs(layout, memory[4], kv.held(slots[page:])) == 1
+    assert kv.differs(layout, memory[2], kv.layers, kv.held(kv.layers, slots[page:])) is None
+    assert kv.differs(layout, memory[4], kv.layers, kv.held(kv.layers, slots[page:])) == 1
     want = [buffer[slots].clone() for buffer in (device.k_buffer[1], device.v_buffer[1])]
     others = [device.k_buffer[0].clone(), device.k_buffer[1][: 4 * page].clone()]
     copy = kv.restored_layer(1).copy
@@ -270,7 +270,8 @@ def test_pages_with_overflow_pass_the_check_in_service_and_spoiled_ones_do_not()
     server, lost = Host(), []
     runtime = SimpleNamespace(config=SimpleNamespace(check_every_pages=1), lose_trust=lost.append)
     checks = KVChecks(runtime, server.pool, server.kv, None)  # type: ignore[arg-type]
-    server.pool.on_transferred.append(checks.transferred)
+    server.pool.on_backed_up.append(checks.transferred)
+    server.pool.on_loaded.append(checks.transferred)
     make_unfit(server.device, 2, 0)
     host = server.backed_up(2)
     server.load(host, 5)

@@ -71,6 +71,7 @@ def save(pool: HiddenStatePool, page: int) -> torch.Tensor:
     assert capture is not None
     slots = torch.arange(page * PAGE, (page + 1) * PAGE)
     hidden = torch.randn(LAYERS, PAGE, WIDTH)
+    capture.ledger.pass_begins()
     step = capture.begin(slots, slots, slots)
     assert step is not None
     for layer in range(LAYERS):

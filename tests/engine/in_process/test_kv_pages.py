@@ -60,7 +60,7 @@ class Checked:
         )
         self.checks = KVChecks(runtime, self.pool, kv, None)  # type: ignore[arg-type]
         self.pool.on_freed.append(self.checks.freed)
-        self.pool.on_transferred.append(self.checks.transferred)
+        self.pool.on_backed_up.append(self.checks.transferred)
 
     def back_up(self, *pages: int) -> torch.Tensor:
         """Back device pages up; where in the host pool."""

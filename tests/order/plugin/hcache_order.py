@@ -129,6 +129,17 @@ def _begin(checker: Any, settings: Settings) -> None:
         _fail_to_begin()
     checker.stack.enter_context(watch.streams_are_kept(checker.memory))
     checker.stack.enter_context(watch.Watch(checker.memory))
+    _pin_memory()
+
+
+def _pin_memory() -> None:
+    """The scheduler's thread pins what it sends to the device, as on a GPU: else it would wait."""
+    from sglang.srt.platforms import current_platform
+
+    scheduler = threading.get_ident()
+    current_platform.is_pin_memory_available = lambda device=None: (
+        threading.get_ident() == scheduler
+    )
 
 
 def _around(owner: Any, name: str, wrap: Callable[..., Any]) -> None:

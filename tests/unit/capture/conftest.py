@@ -1,0 +1,22 @@
+"""A device that is a thread, and the machine around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from hcache_backend.streams import WorkerStream
+from tests.unit.capture.machine import Machine
+
+
+@pytest.fixture
+def device() -> Iterator[WorkerStream]:
+    stream = WorkerStream("test-device")
+    with stream.as_current():
+        yield stream
+
+
+@pytest.fixture
+def machine(device: WorkerStream) -> Machine:
+    return Machine()

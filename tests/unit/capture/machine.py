@@ -1,0 +1,95 @@
+"""An arena, its capture, and a device that is a thread."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import torch
+
+from hcache_backend.capture.shadows import ShadowArena
+from hcache_backend.capture.staging import StagedCapture, Staging
+from hcache_backend.page import PageLayout, hidden_layer
+from hcache_kernels.codecs import ExactCodec
+
+LAYERS, WIDTH, SIZE, PLACES = 3, 8, 4, 12
+HOST_PAGES, DEVICE_PAGES = 6, 10
+LAYOUT = PageLayout(SIZE, (hidden_layer(SIZE, WIDTH * 4, WIDTH),) * LAYERS)
+NAMESPACE, WRITER = b"n" * 16, b"w" * 8
+
+
+class PickyCodec(ExactCodec):
+    """Rows as they are; it refuses those that begin with a NaN."""
+
+    is_view = False
+
+    def encode_reference(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return rows.view(torch.uint8), ~rows[:, 0].isnan()
+
+
+class Machine:
+    """An arena, its capture, and a device that is a thread."""
+
+    def __init__(self, *, is_view: bool = True, places: int = PLACES) -> None:
+        memory = torch.zeros((HOST_PAGES + DEVICE_PAGES, LAYOUT.page_bytes), dtype=torch.uint8)
+        self.arena = ShadowArena(
+            memory.numpy(),
+            LAYOUT,
+            HOST_PAGES,
+            DEVICE_PAGES,
+            lambda page: LAYOUT.stamp(page, NAMESPACE, WRITER),
+        )
+        codec = (ExactCodec if is_view else PickyCodec)(WIDTH, torch.float32)
+        self.staging = Staging(LAYERS, codec, places, "cpu")
+        self.capture = StagedCapture(self.arena, memory, self.staging, range(LAYERS))
+        self.rows: dict[int, torch.Tensor] = {}  # slot -> [layers, width]
+        self.tokens: dict[int, tuple[int, int]] = {}
+
+    def forward(
+        self, slots: list[int], *, layers: int = LAYERS, replay: int = 0, rows: object = None
+    ) -> bool:
+        """One step; with ``replay`` a recorded graph of that many rows runs instead of Python."""
+        n = len(slots)
+        hidden = torch.randn(LAYERS, max(n, replay), WIDTH) if rows is None else rows
+        assert isinstance(hidden, torch.Tensor)
+        where = torch.tensor(slots)
+        self.capture.ledger.pass_begins()
+        step = self.capture.begin(where, where, where + 100)
+        for layer in range(layers):
+            if replay:
+                self.staging.stage(layer, hidden[layer], replay)
+            else:
+                self.capture.take(layer, hidden[layer])
+        for i, slot in enumerate(slots):
+            self.rows[slot] = hidden[:, i]
+            self.tokens[slot] = (slot, slot + 100)
+        return step is not None and self.capture.end(step, replayed=replay > 0)
+
+    def hold_transfers(self) -> threading.Event:
+        """From now on, transfers wait for the event."""
+        gate = threading.Event()
+        self.capture._transfer.run(gate.wait)
+        return gate
+
+    def settle(self) -> None:
+        self.capture.transfers().synchronize()
+        self.capture.ledger.settle()
+        assert self.capture.ledger.broken is None
+
+    def stored(self, slot: int) -> torch.Tensor:
+        page = self.arena.memory[self.arena.shadows[slot // SIZE]]
+        parts = [page[LAYOUT.segment(layer)].reshape(SIZE, -1) for layer in range(LAYERS)]
+        return torch.from_numpy(np.stack([part[slot % SIZE] for part in parts])).view(torch.float32)
+
+    def assert_stored(self, slots: list[int]) -> None:
+        for slot in slots:
+            assert torch.equal(self.stored(slot), self.rows[slot]), slot
+            assert self.arena._positions[slot] == self.tokens[slot][0]
+            assert self.arena._token_ids[slot] == self.tokens[slot][1]
+
+    def proven(self, slots: list[int]) -> bool:
+        return bool((self.arena._rows[slots] == 2).all())
+
+
+def slots(*pages: int) -> list[int]:
+    return [page * SIZE + i for page in pages for i in range(SIZE)]
