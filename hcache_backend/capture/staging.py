@@ -59,10 +59,10 @@ class Staging:
         self._named = 0
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
 
-    @property
-    def device_bytes(self) -> int:
+    @staticmethod
+    def bytes_for(layers: int, codec: Codec, places: int) -> int:
         """Device memory that it takes."""
-        return self.staged.rows.nbytes + self.staged.marks.nbytes
+        return layers * (places + 1) * (codec.row_bytes + torch.int64.itemsize)
 
     @property
     def flat(self) -> torch.Tensor:

@@ -11,13 +11,16 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from hcache_backend.capture.staging import Staging
 from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.engine.hooks import Hook
 from hcache_backend.engine.runtime import Runtime, current
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.codec_choice import wanted_codec
-from hcache_backend.engine.startup.page_plan import staging_places, step_tokens
+from hcache_backend.engine.startup.page_plan import (
+    staging_places,
+    step_tokens,
+    take_staging,
+)
 from hcache_backend.engine.startup.partition_choice import layer_methods
 from hcache_backend.engine.startup.refusals import graphs_are_off, own_pages_refusal, refusal
 from hcache_backend.engine.startup.self_check import attention_modules
@@ -55,9 +58,12 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
         every = attention_modules(runner.model, kvcache.layer_num)
         seen = [every[layer] for layer in hidden]
         places = staging_places(len(seen), *step_tokens(runner), _largest_recorded_tokens())
+        staging = take_staging(len(seen), codec, places, kvcache.device)
         hooks = HiddenCapture([(layer.module, layer.linears) for layer in seen])
-        hooks.staging = Staging(len(seen), codec, places, kvcache.device)
+        hooks.staging = staging
         runner.hcache_capture = hooks
+    except Refused as refused:
+        runner.hcache_no_capture = str(refused)
     except Exception:
         logger.exception("hcache: CUDA graphs are recorded without our copies")
 
@@ -72,7 +78,8 @@ def check_recording(runner: Any, codec: Codec) -> HiddenCapture | None:
     if runner.device == "cpu" or graphs_are_off():
         return hooks
     if hooks is None or hooks.staging is None:
-        raise Refused("CUDA graphs were recorded without our copies (the log says why)")
+        why = getattr(runner, "hcache_no_capture", "the log says why")
+        raise Refused(f"CUDA graphs were recorded without our copies: {why}")
     recorded = hooks.staging.codec
     wanted = (codec.name, codec.hidden_size, codec.dtype)
     if (recorded.name, recorded.hidden_size, recorded.dtype) != wanted:

@@ -28,11 +28,16 @@ from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.restore.exchange import Exchange, share_of_rank
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.restore.ring import ring_bytes
+from hcache_backend.streams import free_memory
 from hcache_backend.units import Share
 from hcache_kernels.codecs import Codec
 
 _OVERFLOW_SHARE = 1 / 256
 """Of encoded pages of K and V: `bench/segment_codec.py` found no unit that does not fit."""
+
+_STAGING_SHARE = 1 / 4
+"""Most of the device's free memory that staging takes: SGLang left it for activations and CUDA
+graphs, and what it lacks there ends the server."""
 
 _DECODE_TOKENS = 256
 """Larger decode steps are captured layer by layer; staging need not hold two of them."""
@@ -130,10 +135,7 @@ class HiddenPagePlan(PagePlan):
         self._divide_host_memory(with_shadows=True)
         recorded = self.hooks.staging if self.hooks is not None else None
         places = staging_places(len(hidden), *step_tokens(self.runner), 0)
-        try:
-            self.staging = recorded or Staging(len(hidden), self.codec, places, device)
-        except torch.OutOfMemoryError as error:
-            raise Refused(f"no device memory for staging: {error}") from None
+        self.staging = recorded or take_staging(len(hidden), self.codec, places, device)
         self._try_ring()
 
     def _try_ring(self) -> None:
@@ -256,6 +258,26 @@ def staging_places(layers: int, step_tokens: int, decode_tokens: int, recorded_t
     """
     by_layer = -(-2 * step_tokens // layers) if layers else step_tokens
     return max(by_layer, 2 * decode_tokens, recorded_tokens, 1)
+
+
+def take_staging(layers: int, codec: Codec, places: int, device: torch.device | str) -> Staging:
+    """Staging in the memory that SGLang left beside its KV pool.
+
+    Raises:
+        Refused: It would take too much of what SGLang left for CUDA graphs and forward passes.
+    """
+    wanted, free = Staging.bytes_for(layers, codec, places), free_memory(device)
+    if wanted > free * _STAGING_SHARE:
+        took, left = _gigabytes(wanted, free)
+        raise Refused(
+            f"staging of {places} tokens takes {took} GB of the {left} GB of device memory that "
+            f"SGLang left, more than 1/{round(1 / _STAGING_SHARE)} (a lower --mem-fraction-static "
+            "leaves more; a smaller --chunked-prefill-size or largest CUDA graph wants less)"
+        )
+    try:
+        return Staging(layers, codec, places, device)
+    except torch.OutOfMemoryError as error:
+        raise Refused(f"no device memory for staging: {error}") from None
 
 
 def step_tokens(runner: Any) -> tuple[int, int]:

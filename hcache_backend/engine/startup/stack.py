@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import get_memory
 
 from hcache_backend.arena import Ids
-from hcache_backend.capture.staging import StagedCapture
+from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.engine.arguments import kv_fields, resolved
 from hcache_backend.engine.capture_hooks import HiddenCapture, invalidate_on_allocation
 from hcache_backend.engine.controller import KVController, OwnPagesController
@@ -279,7 +279,7 @@ def _start_capture(
     logger.info(
         "hcache: capture: staging of %d tokens, %.0f MB of device memory",
         plan.staging.places,
-        plan.staging.device_bytes / 1e6,
+        Staging.bytes_for(plan.staging.layers, plan.codec, plan.staging.places) / 1e6,
     )
     return capture
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from hcache_backend import streams
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.engine.host_pool import HiddenStatePool, HostPages
@@ -19,6 +20,7 @@ from hcache_backend.engine.startup.page_plan import (
     kv_bytes_per_token,
     plan_host_pages,
     staging_places,
+    take_staging,
 )
 from hcache_backend.page import PageLayout, hidden_layer
 from hcache_backend.units import WHOLE
@@ -186,6 +188,26 @@ def test_staging_holds_the_largest_graph_two_decode_steps_or_two_layers_of_prefi
     assert staging_places(32, 8192, 64, 0) == 512
     assert staging_places(32, 1024, 64, 0) == 128
     assert staging_places(32, 1024, 64, 8192) == 8192
+
+
+class Gpu(streams.Door):
+    """A CPU that has so many bytes of device memory left."""
+
+    def __init__(self, free: float) -> None:
+        self.free = free
+
+    def free_memory(self, device: torch.device) -> float:
+        return self.free
+
+
+def test_staging_takes_a_quarter_of_what_sglang_left_at_most() -> None:
+    wanted = Staging.bytes_for(LAYERS, CODEC, 32)
+    with streams.through(Gpu(4 * wanted)):
+        staged = take_staging(LAYERS, CODEC, 32, "cpu").staged
+    assert staged.rows.nbytes + staged.marks.nbytes == wanted
+    refused = "staging of 32 tokens takes .* GB of device memory that SGLang left, more than 1/4"
+    with streams.through(Gpu(4 * wanted - 1)), pytest.raises(Refused, match=refused):
+        take_staging(LAYERS, CODEC, 32, "cpu")
 
 
 def test_capture_finds_the_projection_without_having_seen_a_forward_pass(
