@@ -170,14 +170,18 @@ class Engine:
         log-probabilities and the slots of what was computed."""
         from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
 
-        from hcache_backend.engine.startup.prefill import prefill_batch, prefill_request
+        from hcache_backend.engine.startup.prefill import (
+            forward_batch,
+            prefill_batch,
+            prefill_request,
+        )
 
         runner = self._runner
         allocator = runner.token_to_kv_pool_allocator
         allocator.clear()
         runner.req_to_token_pool.clear()
         request = prefill_request(ids, allocator.alloc(before) if before else None)
-        forward = prefill_batch(runner, [request])
+        forward = forward_batch(runner, prefill_batch(runner, [request]))
         slots = forward.out_cache_loc.clone()
         passed: list[tuple[Any, ...]] = []
         processor = next(m for m in runner.model.modules() if isinstance(m, LogitsProcessor))

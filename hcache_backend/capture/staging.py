@@ -89,6 +89,10 @@ class Staging:
         if len(named):
             current_stream(self.device).run(lambda: named.fill_(self.places))
 
+    def forget_marks(self) -> None:
+        """No row is of any step: step numbers begin anew. Nothing may be under way."""
+        self.staged.marks.zero_()
+
     def fits(self, hidden: torch.Tensor) -> bool:
         """Whether ``hidden`` are rows as the codec wants them."""
         return (

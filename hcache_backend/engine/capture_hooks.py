@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,7 @@ class HiddenCapture:
     def __init__(self, layers: Sequence[tuple[torch.nn.Module, Iterable[torch.nn.Module]]]) -> None:
         self.staging: Staging | None = None
         self._capture: StagedCapture | None = None
+        self._trial = False
         self._tokens_only = False
         self._order: CollectiveOrder | None = None
         self._thread = threading.get_ident()
@@ -64,6 +66,18 @@ class HiddenCapture:
         """Capture every forward pass from now on; ``tokens_only``: not those that cannot be
         recomputed from token ids."""
         self._capture, self._tokens_only, self._order = capture, tokens_only, order
+
+    @contextmanager
+    def trying(self, runner: Any, capture: StagedCapture) -> Iterator[None]:
+        """Within the block every forward pass of ``runner`` is captured, and not counted."""
+        before = getattr(runner, "hcache_capture", None)
+        self._capture, self._trial = capture, True
+        runner.hcache_capture = self
+        try:
+            yield
+        finally:
+            self._capture, self._trial = None, False
+            runner.hcache_capture = before
 
     def allocated(self, slots: torch.Tensor) -> None:
         """Slots of the KV pool were allocated: whatever was captured for them is void."""
@@ -130,6 +144,8 @@ class HiddenCapture:
 
     def _end(self, capture: StagedCapture, step: Step, replayed: bool) -> None:
         if capture.end(step, replayed=replayed):
+            if self._trial:
+                return
             metrics.TOKENS.count("captured", step.tokens)
             metrics.BYTES.count("captured", step.tokens * capture.row_bytes)
         elif replayed:

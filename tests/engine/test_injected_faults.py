@@ -32,6 +32,29 @@ def test_a_wrong_rope_at_start_up_means_kv_mode(model: Path, tmp_path: Path) -> 
     assert_no_cache_output(model, conversations)
 
 
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [
+        ("save_fails", "NotImplementedError: no such kernel"),
+        pytest.param("rows_lost", "rows not valid", marks=pytest.mark.long),
+        pytest.param(
+            "wrong_save",
+            "other rows of model.layers.0.self_attn than its projection received",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_rows_that_do_not_get_to_host_memory_at_start_up_mean_kv_mode(
+    fault: str, problem: str, model: Path, tmp_path: Path
+) -> None:
+    with Server(our_server(model, tmp_path, extra_env=faulty(fault))) as server:
+        conversations = converse(server, make_conversations(1, turns=2))
+        said = "hcache: KV mode, own pages: hidden states do not get to host memory: "
+        assert said + problem in server.log_text()
+    assert_restored_from_l3(conversations, 64)
+    assert_no_cache_output(model, conversations)
+
+
 def test_a_wrong_rope_in_service_ends_backups_and_drops_what_was_written(
     model: Path, tmp_path: Path
 ) -> None:

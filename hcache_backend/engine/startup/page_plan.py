@@ -6,6 +6,7 @@ All host and device memory that hidden mode takes is within what the user gave.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -119,6 +120,18 @@ class HiddenPagePlan(PagePlan):
 
     def _layout(self) -> PageLayout:
         return page_layout(self.kvcache.page_size, self.methods, self.kv, self.codec, self.share)
+
+    @cached_property
+    def capture_hooks(self) -> HiddenCapture:
+        """What captures hidden states: the hooks that CUDA graphs were recorded with, or new ones.
+
+        From the first look on nothing but projections is watched.
+        """
+        layers = self.hidden_layers
+        if self.hooks is None:
+            return HiddenCapture([(layer.module, [layer.projection]) for layer in layers])
+        self.hooks.watch_only(layer.projection for layer in layers)
+        return self.hooks
 
     @property
     def hidden_layers(self) -> list[AttentionLayer]:

@@ -1,4 +1,4 @@
-"""A prefill through SGLang's own batch objects, without its scheduler or prefix cache."""
+"""Forward passes through SGLang's own batch objects, without its scheduler or prefix cache."""
 
 from __future__ import annotations
 
@@ -41,9 +41,8 @@ def prefill_request(token_ids: Sequence[int], prefix: torch.Tensor | None = None
 
 
 def prefill_batch(runner: Any, requests: list[Any]) -> Any:
-    """SGLang's ForwardBatch of ``requests``; takes slots of the pools of ``runner``."""
+    """SGLang's ScheduleBatch of a prefill of ``requests``; takes slots of ``runner``'s pools."""
     from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     batch = ScheduleBatch.init_new(
@@ -58,6 +57,19 @@ def prefill_batch(runner: Any, requests: list[Any]) -> Any:
     batch.prepare_for_extend()
     if batch.input_ids is None:
         batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
+    return batch
+
+
+def prepare_decode(batch: Any, token_ids: Sequence[int]) -> None:
+    """Let SGLang's ``batch`` go on with one token for each of its requests."""
+    batch.input_ids = torch.tensor(token_ids, dtype=torch.int64, device=batch.device)
+    batch.prepare_for_decode()
+
+
+def forward_batch(runner: Any, batch: Any) -> Any:
+    """SGLang's ForwardBatch of the next step of ``batch``."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
     return ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
 
 

@@ -8,14 +8,19 @@ that the model wrote to the pool.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from hcache_backend.engine.startup.agreement import Refused
-from hcache_backend.engine.startup.prefill import prefill_batch, prefill_request
+from hcache_backend.engine.startup.prefill import (
+    forward_batch,
+    prefill_batch,
+    prefill_request,
+    prepare_decode,
+)
 from hcache_backend.projection.attention import AttentionLayer, UnknownCall, learn_call
 from hcache_backend.projection.check import first_problem, projection_problem
 from hcache_backend.projection.projector import Projector
@@ -73,10 +78,51 @@ def run_again(runner: Any, lengths: Sequence[int]) -> Sequence[torch.Tensor]:
     All ranks must call it. What the KV pool held is overwritten.
 
     Args:
-        lengths: Tokens of each prompt, at most the probe's.
+        lengths: Tokens of each prompt; more than the probe's go on in the same way.
     """
     _, slots, _, _ = _forward(runner, lengths)
     return slots.split(list(lengths))
+
+
+@torch.no_grad()
+def prefill_and_decode(runner: Any, tokens: int, *, graphs: bool) -> torch.Tensor:
+    """Run the model on a prompt that begins as the probe does, and on its last token by itself.
+
+    The latter is a decode step, by a CUDA graph where one was recorded. All ranks must call it.
+    What the KV pool held is overwritten.
+
+    Args:
+        tokens: Of the prompt, at least 2.
+        graphs: Whether the prefill goes by a CUDA graph, too, where one was recorded.
+
+    Returns:
+        The slots of all tokens, int64 ``[tokens]``.
+    """
+    prompt = _prompt(runner.model_config.vocab_size, tokens)
+    batch: Any = None
+    slots: list[torch.Tensor] = []
+    problem: Exception | None = None
+    prefill_graphs = nullcontext() if graphs else _without_prefill_graphs(runner)
+    try:
+        with prefill_graphs:
+            for _ in range(2):
+                stages = _Stages()  # also behind a problem: the others go on
+                try:
+                    if problem is None and batch is None:
+                        batch = prefill_batch(runner, [prefill_request(prompt[:-1])])
+                    elif problem is None:
+                        prepare_decode(batch, prompt[-1:])
+                    if problem is None:
+                        slots.append(stages.run(runner, forward_batch(runner, batch)))
+                except Exception as error:
+                    problem = error
+                finally:
+                    stages.pass_on()
+    finally:
+        _empty_pools(runner)
+    if problem is not None:
+        raise problem
+    return torch.cat(slots)
 
 
 def compare(probe: Probe, projector: Projector) -> None:
@@ -176,11 +222,19 @@ def _forward(
     requests = [prefill_request(_prompt(vocabulary, length)) for length in lengths]
     stages = _Stages()
     try:
-        return _run_prefill(runner, requests, stages)
+        forward = forward_batch(runner, prefill_batch(runner, requests))
+        positions, token_ids = forward.positions.clone(), forward.input_ids.clone()
+        with _without_prefill_graphs(runner):
+            slots = stages.run(runner, forward)
+        return forward, slots, positions, token_ids
     finally:
         stages.pass_on()
-        runner.token_to_kv_pool_allocator.clear()
-        runner.req_to_token_pool.clear()
+        _empty_pools(runner)
+
+
+def _empty_pools(runner: Any) -> None:
+    runner.token_to_kv_pool_allocator.clear()
+    runner.req_to_token_pool.clear()
 
 
 def _prompt(vocabulary: int, length: int) -> list[int]:
@@ -189,40 +243,29 @@ def _prompt(vocabulary: int, length: int) -> list[int]:
     return [(7 + i * step) % vocabulary for i in range(length)]
 
 
-def _run_prefill(
-    runner: Any, requests: list[Any], stages: _Stages
-) -> tuple[object, torch.Tensor, torch.Tensor, torch.Tensor]:
-    forward_batch = prefill_batch(runner, requests)
-    slots, positions = forward_batch.out_cache_loc.clone(), forward_batch.positions.clone()
-    token_ids = forward_batch.input_ids.clone()
-    with _without_prefill_graphs(runner):
-        stages.outcome = runner.forward(
-            forward_batch, pp_proxy_tensors=stages.input()
-        ).logits_output
-    return forward_batch, slots, positions, token_ids
-
-
 class _Stages:
-    """What pipeline stages hand on in the probe; the first and the only one receive nothing.
-
-    Attributes:
-        outcome: What the model returned.
-    """
+    """What pipeline stages hand on in a pass; the first and the only one receive nothing."""
 
     def __init__(self) -> None:
         from sglang.srt.distributed import parallel_state
 
         self._group = parallel_state.get_pp_group()
-        self.outcome: Any = None
+        self._outcome: Any = None
         # Before anything can fail: the stage before this one waits until it is received.
         self._received = None if self._group.is_first_rank else self._group.recv_tensor_dict()
 
-    def input(self) -> Any:
-        """What the model of this stage begins with, or None at the first one.
+    def run(self, runner: Any, batch: Any) -> torch.Tensor:
+        """Let the model of this stage run on ``batch``; the slots that it filled, int64 ``[n]``.
 
         Raises:
             Refused: The stage before this one has nothing to hand on.
         """
+        slots: torch.Tensor = batch.out_cache_loc.clone()
+        self._outcome = runner.forward(batch, pp_proxy_tensors=self._input()).logits_output
+        return slots
+
+    def _input(self) -> Any:
+        """What the model of this stage begins with, or None at the first one."""
         from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 
         if self._received is None:
@@ -234,7 +277,7 @@ class _Stages:
     def pass_on(self) -> None:
         """Hand the output to the next stage, or nothing when this one failed."""
         if not self._group.is_last_rank:
-            self._group.send_tensor_dict(getattr(self.outcome, "tensors", {}))
+            self._group.send_tensor_dict(getattr(self._outcome, "tensors", {}))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from sglang.srt.runtime_context import get_memory
 from hcache_backend.arena import Ids
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.engine.arguments import kv_fields, resolved
-from hcache_backend.engine.capture_hooks import HiddenCapture, invalidate_on_allocation
+from hcache_backend.engine.capture_hooks import invalidate_on_allocation
 from hcache_backend.engine.controller import KVController, OwnPagesController
 from hcache_backend.engine.eager_loads import (
     EagerLoads,
@@ -91,7 +91,7 @@ class Stack:
         pipeline = RestorePipeline(
             pool.kv_buffer,
             layout,
-            _restored_layers(kvcache, plan, projector),
+            restored_layers(kvcache, plan, projector),
             plan.methods.chunk_tokens,
             kvcache.device,
             exchange=plan.exchange,
@@ -265,12 +265,8 @@ def _start_capture(
     order: CollectiveOrder | None,
 ) -> StagedCapture:
     """Capture what the layers that are stored as hidden states receive in every forward pass."""
-    hooks, layers = plan.hooks, plan.hidden_layers
-    if hooks is None:
-        hooks = HiddenCapture([(layer.module, [layer.projection]) for layer in layers])
-    else:
-        hooks.watch_only(layer.projection for layer in layers)
-    segments = [layer.index for layer in layers]
+    hooks = plan.capture_hooks
+    segments = [layer.index for layer in plan.hidden_layers]
     capture = StagedCapture(pool.arena, pool.kv_buffer, plan.staging, segments)
     hooks.use(capture, tokens_only=plan.recomputer is not None, order=order)
     invalidate_on_allocation(allocator, hooks)
@@ -284,9 +280,10 @@ def _start_capture(
     return capture
 
 
-def _restored_layers(
+def restored_layers(
     kvcache: Any, plan: HiddenPagePlan, projector: Projector
 ) -> list[RestoredLayer]:
+    """How each layer comes back."""
     row_bytes = plan.codec.row_bytes
     parks = PoolParking.fits(kvcache, row_bytes)
 

@@ -20,6 +20,7 @@ from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.ranks import smallest
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
+from hcache_backend.engine.startup.capture_check import CaptureCheck
 from hcache_backend.engine.startup.codec_choice import choose_codec, kv_codec
 from hcache_backend.engine.startup.copy_check import check_copies
 from hcache_backend.engine.startup.graphs import check_recording
@@ -34,7 +35,12 @@ from hcache_backend.engine.startup.refusals import (
     refuse_quantised_inputs,
 )
 from hcache_backend.engine.startup.self_check import attention_modules, compare, observe
-from hcache_backend.engine.startup.stack import Stack, use_hidden_mode, use_kv_mode
+from hcache_backend.engine.startup.stack import (
+    Stack,
+    restored_layers,
+    use_hidden_mode,
+    use_kv_mode,
+)
 from hcache_backend.partition.costs import Partition
 from hcache_backend.projection.generic import ProjectionBatch
 from hcache_backend.projection.paged_pool import PagedPool
@@ -182,6 +188,10 @@ class OwnPagesStrategy(StackStrategy):
         step(specs.find)
         step(specs.check_writing)
         step(specs.settle)
+        check = step(lambda: CaptureCheck(plan))
+        for graphs in (False, True):
+            step(partial(check.save, runner, graphs=graphs))
+            step(lambda: check.restore(restored_layers(kvcache, plan, projector), projector))
         [host_pages] = smallest(stages, plan.pages.host)
         plan.pages = plan.pages._replace(host=host_pages)
 

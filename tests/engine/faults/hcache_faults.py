@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import hcache_batches
+import hcache_rows
 import hcache_units
 
 LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
@@ -383,6 +384,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "slot_reallocated_after_backup": _wrap_write(before=False),
     "layer_not_captured": _skip_a_layer,
     "rows_lost": _rows_lost,
+    "save_fails": lambda: hcache_rows.save_fails(_active),
+    "wrong_save": lambda: hcache_rows.wrong_save(_active),
     "disk": _disk,
     "slow_prefill": _slow_prefill,
     "prefetches_held": _hold_prefetches,

@@ -32,7 +32,7 @@ class Settings:
             graphs do, and not behind it.
         newest_first: The page allocator hands out first what was freed last.
         decode_graphs: Decode steps are replays of recorded graphs.
-        failing_begins: Every third step cannot begin to be captured.
+        failing_begins: Every third step of requests cannot begin to be captured.
         left_out: An edge of the product that is passed over, as ``tests.order.edges`` names it.
     """
 
@@ -125,8 +125,6 @@ def _begin(checker: Any, settings: Settings) -> None:
         _hand_out_newest_first()
     if settings.decode_graphs:
         decode_graphs.install(_around)
-    if settings.failing_begins:
-        _fail_to_begin()
     checker.stack.enter_context(watch.streams_are_kept(checker.memory))
     checker.stack.enter_context(watch.Watch(checker.memory))
     _pin_memory()
@@ -204,6 +202,8 @@ def _watch_the_event_loop(
         if (block := checker.memory.find(pool)) is not None:
             block.name = "req_to_token"
         threading.Thread(target=_answer, args=(settings, found), daemon=True).start()
+        if settings.failing_begins:
+            _fail_to_begin()
         checker.begin()
         checker.clocks.host_waits.clear()
         return original(scheduler, *args, **kwargs)

@@ -1,0 +1,178 @@
+"""The check at start-up that hidden states get to pages of host memory and back, as in service.
+
+A prefill and a decode step of the model go through all that a page goes through: capture, transfer,
+verdicts, backup, restore; by the CUDA graphs that serve, too. It also compiles the kernels of all
+this: what was not tried at the start is not believed later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.distributed import get_tp_group
+
+from hcache_backend.arena import Ids
+from hcache_backend.capture.shadows import ShadowArena
+from hcache_backend.capture.staging import StagedCapture
+from hcache_backend.engine.startup.agreement import Refused
+from hcache_backend.engine.startup.page_plan import HiddenPagePlan
+from hcache_backend.engine.startup.self_check import PROBE_TOKENS, prefill_and_decode
+from hcache_backend.page import NAMESPACE_BYTES, WRITER_BYTES
+from hcache_backend.projection.check import difference_problem, relative_difference
+from hcache_backend.projection.projector import Projector
+from hcache_backend.restore.exchange import CollectiveOrder
+from hcache_backend.restore.layers import RestoredLayer
+from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_backend.streams import StreamFailed, host_tensor
+
+
+class CaptureCheck:
+    """A few pages that go from the model to host memory and from there to other slots.
+
+    Nothing may be allocated yet: pages of the pool are overwritten. All ranks must take its steps,
+    in their order.
+    """
+
+    def __init__(self, plan: HiddenPagePlan) -> None:
+        layout, device = plan.layout, plan.kvcache.device
+        self._plan = plan
+        self._pages = np.arange(-(-PROBE_TOKENS // layout.page_size))
+        shadows = len(self._pages) + 1  # an empty pool hands out its first pages, but for page 0
+        shape = (len(self._pages) + shadows, layout.page_bytes)
+        self._memory = host_tensor(shape, torch.uint8, device).zero_()
+        self._arena = ShadowArena(
+            self._memory.numpy(),
+            layout,
+            len(self._pages),
+            shadows,
+            lambda page: layout.stamp(page, b"\1" * NAMESPACE_BYTES, bytes(WRITER_BYTES)),
+        )
+        segments = [layer.index for layer in plan.hidden_layers]
+        self._capture = StagedCapture(self._arena, self._memory, plan.staging, segments)
+        self._received: dict[int, torch.Tensor] = {}
+        self._not_encoded: set[int] = set()
+
+    def save(self, runner: Any, *, graphs: bool) -> None:
+        """Let the model run, with capture, and back up what it left.
+
+        With ``graphs`` prefills go by CUDA graphs where some were recorded, as decode steps always
+        do. No Python sees what projections receive there, so rows are not compared with that; K and
+        V that come of them are.
+
+        Raises:
+            Refused: Rows are missing in host memory, or others than the projections received.
+        """
+        plan = self._plan
+        self._received.clear()
+        watched = [
+            layer.projection.register_forward_pre_hook(self._watch(layer.index), with_kwargs=True)
+            for layer in plan.hidden_layers
+            if not graphs
+        ]
+        tokens = len(self._pages) * plan.layout.page_size
+        try:
+            with plan.capture_hooks.trying(runner, self._capture):
+                self._slots = prefill_and_decode(runner, tokens, graphs=graphs)
+            self._capture.transfers().synchronize()  # nothing is served yet
+            self._capture.ledger.settle()
+            problem = self._back_up(self._slots.cpu().numpy()) or self._difference()
+        except Exception as error:
+            problem = _told(error)
+        finally:
+            plan.staging.forget_marks()
+            for hook in watched:
+                hook.remove()
+        if problem is not None:
+            raise Refused(f"hidden states do not get to host memory: {problem}")
+
+    def restore(self, layers: Sequence[RestoredLayer], projector: Projector) -> None:
+        """Bring the pages back by ``layers``, to other pages of the pool.
+
+        Raises:
+            Refused: K and V of a layer do not come back, or not as the model wrote them.
+        """
+        plan, size = self._plan, self._plan.layout.page_size
+        first = len(plan.methods.layers("recompute"))
+        there = self._slots + (int(self._slots.max()) // size) * size
+        if int(there.max()) >= len(plan.kvcache.k_buffer[0]):
+            raise Refused("the KV pool is too small to try a restore")
+        device, chunk = plan.kvcache.device, plan.methods.chunk_tokens
+        try:
+            pipeline = RestorePipeline(
+                self._memory,
+                plan.layout,
+                layers,
+                chunk,
+                device,
+                exchange=plan.exchange,
+                order=CollectiveOrder(device) if get_tp_group().world_size > 1 else None,
+            )
+            pages = self._arena.physical(self._pages)
+            restore = pipeline.start(pages, there, first_layer=first)
+            for event in restore.layers[first:]:
+                event.synchronize()  # nothing is served yet
+        except Exception as error:
+            problem: str | None = _told(error)
+        else:
+            problem = self._changed(first, there, projector)
+        if problem is not None:
+            raise Refused(f"hidden states do not come back from host memory: {problem}")
+
+    def _watch(self, layer: int) -> Any:
+        def received(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden = args[0] if args else next(iter(kwargs.values()))
+            self._received.setdefault(layer, hidden.detach().clone())
+
+        return received
+
+    def _back_up(self, slots: Ids) -> str | None:
+        plan, problem = self._plan, self._capture.ledger.broken or self._arena.problem(slots)
+        if problem is not None:
+            return problem
+        self._capture.back_up(slots, self._pages)
+        if plan.kv.layers:
+            pages = torch.from_numpy(self._arena.physical(self._pages)).to(plan.kvcache.device)
+            fits = plan.kv.save(plan.layout, self._memory, pages, self._slots)
+            if fits is not None:  # what does not is kept apart, and pages lack it
+                of_layers = zip(plan.kv.layers, fits.all(1).tolist(), strict=True)
+                self._not_encoded = {layer for layer, fit in of_layers if not fit}
+        self._capture.transfers().synchronize()
+        return None if self._arena.whole(self._pages) else "rows are not proven"
+
+    def _difference(self) -> str | None:
+        """Which layer's rows in host memory are not what its projection received in the prefill."""
+        layout, codec = self._plan.layout, self._plan.codec
+        layers = {layer.index: layer for layer in self._plan.hidden_layers}
+        prefilled = len(self._pages) * layout.page_size - 1
+        for index, received in self._received.items():
+            rows = self._plan.staging.encode(received[:prefilled])[0].cpu()
+            for number, page in enumerate(self._arena.pages(self._pages)):
+                first = number * layout.page_size
+                wanted = rows[first + layout.kept.start : first + layout.kept.stop]
+                stored = torch.from_numpy(page[layout.segment(index)]).view(-1, codec.row_bytes)
+                if not torch.equal(stored[: len(wanted)], wanted):
+                    return f"other rows of {layers[index].name} than its projection received"
+        return None
+
+    def _changed(self, first: int, there: torch.Tensor, projector: Projector) -> str | None:
+        """Which layer's K or V, from layer ``first`` on, differ between the two places."""
+        pool, plan = projector.pool, self._plan
+        for layer in plan.layers[first:]:
+            if layer.index in self._not_encoded:
+                continue
+            ours, models = (
+                pool.fetch(layer.kernel, slots, plan.runner.dtype) for slots in (there, self._slots)
+            )
+            found = [relative_difference(*pair) for pair in zip(ours, models, strict=True)]
+            problem = difference_problem(layer, found, projector, plan.codec.name)
+            if problem is not None:
+                return problem
+        return None
+
+
+def _told(error: Exception) -> str:
+    """What went wrong: a kernel that cannot be compiled, or memory that is not there."""
+    return str(error) if isinstance(error, StreamFailed) else f"{type(error).__name__}: {error}"
