@@ -3,7 +3,8 @@
 Stage one runs on the forward pass's stream, also in a CUDA graph: one kernel per layer copies the
 projection's input to a ring of places in device memory. Stage two runs on a stream of its own: one
 launch moves all layers of the step to the shadow pages of its tokens. A step that is too long for
-the ring uses the same memory as a ring of layers, and moves each layer by itself.
+the ring uses the same memory as a ring of layers, and moves each layer by itself; steps of one
+length that follow each other go round in it, and none waits for the whole step before.
 
 The forward pass never waits for the CPU. Where staging is full, its *stream* waits for the transfer
 that still reads the places.
@@ -13,12 +14,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from hcache_backend.arena import Ids
+from hcache_backend.capture.layer_ring import LayerRing
 from hcache_backend.capture.ledger import Ledger, Proof, StepEntry
 from hcache_backend.capture.shadows import ShadowArena, ShadowChanges
 from hcache_backend.streams import (
@@ -138,10 +140,9 @@ class Step:
         number: The step's number in the marks.
         where: Slots, positions and token ids, int64 ``[3, tokens]`` on the device.
         entry: What the ledger keeps of it.
-        first: First place in the ring of places, or None for a ring of layers.
+        first: First place in the ring of places; or None, and its layers go round in ``ring``.
         marks: Who wrote each row, int64 ``[layers, tokens]`` on the device.
         layers_seen: How often Python saw each layer being staged.
-        holders: Ring of layers: the transfer that last read each part.
     """
 
     tokens: int
@@ -151,7 +152,7 @@ class Step:
     first: int | None
     marks: torch.Tensor
     layers_seen: list[int]
-    holders: dict[int, Event] = field(default_factory=dict)
+    ring: LayerRing | None = None
 
 
 class StagedCapture:
@@ -186,6 +187,7 @@ class StagedCapture:
         self._steps = 0
         self._next_place = 0
         self._in_flight: deque[tuple[int, int, Event]] = deque()  # places [first, end) being read
+        self._ring: LayerRing | None = None
         self._step: Step | None = None
         self._transfer = new_stream(self.device, "transfer")
 
@@ -213,18 +215,16 @@ class StagedCapture:
         if self.ledger.broken is None and tokens <= self._staging.places:
             self._step = self._use_places(tokens, where, entry, now)
             return self._step
-        self.skip()
         size = tokens * self.codec.row_bytes
         if self.ledger.broken is None and size <= self._staging.flat.numel():
-            self._wait_for_places(0, self._staging.places, now)
-            shape = (self._staging.layers, tokens)
-            marks = torch.zeros(shape, dtype=torch.int64, device=self.device)
-            self._step = Step(tokens, self._steps, where, entry, None, marks, [0] * shape[0])
+            self._step = self._use_layers(tokens, where, entry, now)
+        else:
+            self.skip()
         return self._step
 
     def skip(self) -> None:
         """A forward pass begins that is not captured: recorded copies go to the spare place."""
-        self._step = None
+        self._step, self._ring = None, None
         self._staging.name_none()
         spare = self._staging.places
         self._wait_for_places(spare, spare + 1, current_stream(self.device))
@@ -239,13 +239,23 @@ class StagedCapture:
             self.ledger.give_up(f"{type(error).__name__}: {error}")
 
     def _use_places(self, tokens: int, where: torch.Tensor, entry: StepEntry, now: Stream) -> Step:
-        staging = self._staging
+        staging, self._ring = self._staging, None
         first = self._next_place if self._next_place + tokens <= staging.places else 0
         self._next_place = first + tokens
         self._wait_for_places(first, first + tokens, now)
         staging.name_places(first, tokens, self._steps)
         marks = staging.staged.marks[:, first : first + tokens]
         return Step(tokens, self._steps, where, entry, first, marks, [0] * staging.layers)
+
+    def _use_layers(self, tokens: int, where: torch.Tensor, entry: StepEntry, now: Stream) -> Step:
+        # No graph that copies to places is replayed: none is recorded for so many tokens.
+        size = tokens * self.codec.row_bytes
+        if self._ring is None or self._ring.part_bytes != size:
+            self._wait_for_places(0, self._staging.places + 1, now)
+            self._ring = LayerRing(self._staging.flat, size)
+        shape = (self._staging.layers, tokens)
+        marks = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        return Step(tokens, self._steps, where, entry, None, marks, [0] * shape[0], self._ring)
 
     def _wait_for_places(self, first: int, end: int, now: Stream) -> None:
         """Let the stream wait for the transfers out of places ``[first, end)``."""
@@ -278,12 +288,13 @@ class StagedCapture:
 
     def _move_layer(self, step: Step, layer: int, hidden: torch.Tensor) -> None:
         """Both stages for one layer of a step that uses staging as a ring of layers."""
-        now, size = current_stream(self.device), step.tokens * self.codec.row_bytes
-        part = sum(step.layers_seen) % (self._staging.flat.numel() // size)
-        if part in step.holders and not step.holders[part].query():
+        assert step.ring is not None
+        now = current_stream(self.device)
+        part, moved = step.ring.next()
+        if moved is not None and not moved.query():
             self.waits_for_staging += 1
-            now.wait(step.holders[part])
-        rows = self._staging.flat[part * size : (part + 1) * size].view(1, step.tokens, -1)
+            now.wait(moved)
+        rows = part.view(1, step.tokens, -1)
 
         def stage() -> None:
             encoded, ok = self._staging.encode(hidden)
@@ -295,7 +306,7 @@ class StagedCapture:
         now.run(stage)
         self._transfer.wait(now.record())
         self._save(rows, step, self._segments[layer : layer + 1])
-        step.holders[part] = self._transfer.record()
+        step.ring.used(self._transfer.record())
 
     def end(self, step: Step, *, replayed: bool) -> bool:
         """The forward pass was launched; stage two follows it.

@@ -26,7 +26,7 @@ UNIT = {
     "capture/staging.py:_wait_for_places now.wait(last)": Report(
         "capture", "forward writes what hcache transfer reads"
     ),
-    "capture/staging.py:_move_layer now.wait(step.holders[part])": Report(
+    "capture/staging.py:_move_layer now.wait(moved)": Report(
         "capture", "forward writes what hcache transfer reads"
     ),
     "capture/staging.py:_move_layer self._transfer.wait(now.record())": Report(

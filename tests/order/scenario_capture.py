@@ -82,7 +82,8 @@ def captures(checker: Checker, *, replay: bool) -> None:
         page = [turn % 5 * SIZE + i for i in range(SIZE)]
         captured.forward(page[:-1])
         captured.forward(page[-1:], replay=replay)
-        captured.forward(range(40, 40 + 20))  # longer than staging has places
+        for first in (40, 20):  # longer than staging has places
+            captured.forward(range(first, first + 20))
         captured.back_up(page, turn)
         if turn >= 3:
             with checker.on(captured.schedule):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -46,9 +47,18 @@ class Machine:
         self.tokens: dict[int, tuple[int, int]] = {}
 
     def forward(
-        self, slots: list[int], *, layers: int = LAYERS, replay: int = 0, rows: object = None
+        self,
+        slots: list[int],
+        *,
+        layers: int = LAYERS,
+        replay: int = 0,
+        rows: object = None,
+        before: Callable[[int], object] = lambda layer: None,
     ) -> bool:
-        """One step; with ``replay`` a recorded graph of that many rows runs instead of Python."""
+        """One step; with ``replay`` a recorded graph of that many rows runs instead of Python.
+
+        ``before`` is called before each layer.
+        """
         n = len(slots)
         hidden = torch.randn(LAYERS, max(n, replay), WIDTH) if rows is None else rows
         assert isinstance(hidden, torch.Tensor)
@@ -56,6 +66,7 @@ class Machine:
         self.capture.ledger.pass_begins()
         step = self.capture.begin(where, where, where + 100)
         for layer in range(layers):
+            before(layer)
             if replay:
                 self.staging.stage(layer, hidden[layer], replay)
             else:

@@ -97,6 +97,23 @@ def test_a_step_longer_than_the_ring_moves_layer_by_layer(machine: Machine) -> N
     assert machine.proven([*long, *slots(5)])
 
 
+def test_long_steps_in_a_row_wait_only_for_the_parts_that_they_use(machine: Machine) -> None:
+    long, others = slots(1, 2, 3, 4), slots(5, 6, 7, 8)
+    capture, gates, waits = machine.capture, [], []
+
+    def hold_the_last_layer(layer: int) -> None:
+        if layer == LAYERS - 1:
+            capture.transfers().synchronize()
+            gates.append(machine.hold_transfers())
+
+    assert machine.forward(long, before=hold_the_last_layer)
+    assert machine.forward(others, before=lambda _: waits.append(capture.waits_for_staging))
+    assert waits[1] == 0 < capture.waits_for_staging
+    gates[0].set()
+    machine.settle()
+    machine.assert_stored([*long, *others])
+
+
 def test_a_step_longer_than_staging_is_not_captured(machine: Machine) -> None:
     everything = list(range(DEVICE_PAGES * SIZE))
     assert not machine.forward(everything)
