@@ -17,7 +17,7 @@ from tests.order import rules
 
 ACTORS = 64
 HOST = 0
-POLLS = 3
+POLLS, LATE_POLLS = 3, 30
 """Queries of an event that are answered no, where the host could not know better."""
 
 Clock = npt.NDArray[np.int64]
@@ -55,6 +55,8 @@ class Query(Enum):
     """Always yes. Hides bugs; for comparison."""
     LAZY = "lazy"
     """No, ``POLLS`` times."""
+    LATE = "late"
+    """No, ``LATE_POLLS`` times: the device is passes behind, and only who waits knows more."""
     RANDOM = "random"
     """Yes or no, by seed, but not for ever."""
 
@@ -168,6 +170,8 @@ class Clocks:
             return True
         point.polls += 1
         if self._query is Query.LAZY and point.polls <= POLLS:
+            return False
+        if self._query is Query.LATE and point.polls <= LATE_POLLS:
             return False
         if self._query is Query.RANDOM and point.polls < 20 and self._random.random() < 0.5:
             return False

@@ -29,13 +29,15 @@ class DecodeGraphs:
 
     Args:
         new_event: Makes an event of the checker.
+        copies: Whether what the product launches is recorded.
 
     Attributes:
         replays: How many forward passes were replays.
     """
 
-    def __init__(self, new_event: Callable[[], Any]) -> None:
+    def __init__(self, new_event: Callable[[], Any], *, copies: bool) -> None:
         self.replays = 0
+        self._copies = copies
         self._new_event = new_event
         self._replaying = False
         self._recording: int | None = None
@@ -142,7 +144,7 @@ class DecodeGraphs:
     def _take(self, original: Any, hooks: Any, layer: int, hidden: Any) -> None:
         """A hook of the product is called in a layer."""
         if not self._replaying:
-            if self._recording is not None:
+            if self._recording is not None and self._copies:
                 self._staged[self._recording].append(layer)
             original(hooks, layer, hidden)
         elif layer in self._staged[len(hidden)]:

@@ -12,11 +12,13 @@ class Report(NamedTuple):
         scenario: Its name.
         what: First line of one of its findings.
         partition: With which one a scenario is served.
+        query: How events answer, see ``Query``.
     """
 
     scenario: str
     what: str
     partition: str = "mixed"
+    query: str = "lazy"
 
 
 UNIT = {
@@ -123,7 +125,7 @@ SERVED = {
     ),
     "engine/host_pool.py:_wait_for_rows "
     "current_stream(self._capture.device).wait(self._capture.transfers())": Report(
-        "conversations", "host reads what hcache transfer writes"
+        "conversations", "device to host reads what hcache transfer writes", query="late"
     ),
     "engine/host_pool.py:load_to_device_per_layer restore.wait_for_layer(layer_id)": Report(
         "conversations", "forward reads what hcache compute writes"

@@ -15,7 +15,7 @@ import pytest
 import requests
 
 from bench.harness.models import build_model
-from bench.harness.server import Server
+from bench.harness.server import Server, ServerOptions
 from tests.cpu_engine.hcache_cpu_engine import cpu_engine_env
 from tests.engine.harness.conversations import converse, make_conversations, random_tokens
 from tests.engine.harness.ours import (
@@ -193,15 +193,10 @@ SCENARIOS = {
 }
 
 
-def check(
-    model: Path, folder: Path, name: str, partition: str, **chosen: Any
-) -> list[dict[str, Any]]:
-    """Serve a scenario under the checker.
-
-    Returns:
-        The report of each rank, see ``plugin/hcache_order.py``.
-    """
-    scenario = SCENARIOS[name]
+def checked_server(
+    model: Path, folder: Path, scenario: Scenario, partition: str, **chosen: Any
+) -> ServerOptions:
+    """A server under the checker, which leaves its reports at ``folder / "order.json.<rank>"``."""
     settings = Settings(
         report=str(folder / "order.json"), decode_graphs=scenario.decode_graphs, **chosen
     )
@@ -210,7 +205,7 @@ def check(
     if fault:
         paths.append(fault.pop("PYTHONPATH"))
     (folder / "l3-rate").write_text("0")
-    options = our_server(
+    return our_server(
         model,
         folder,
         hcache={
@@ -232,13 +227,24 @@ def check(
             "HCACHE_CPU_L3_FILE": str(folder / "l3-rate"),
         },
     )
-    with Server(options) as server:
+
+
+def check(
+    model: Path, folder: Path, name: str, partition: str, **chosen: Any
+) -> list[dict[str, Any]]:
+    """Serve a scenario under the checker.
+
+    Returns:
+        The report of each rank, see ``plugin/hcache_order.py``.
+    """
+    scenario = SCENARIOS[name]
+    with Server(checked_server(model, folder, scenario, partition, **chosen)) as server:
         scenario.use(server)
         if partition == "kv":
             assert_own_pages_of_kv(server)
         else:
             assert_hidden_mode(server)
-        reports = [Path(f"{settings.report}.{rank}") for rank in range(scenario.tp)]
+        reports = [folder / f"order.json.{rank}" for rank in range(scenario.tp)]
         for report in reports:
             Path(f"{report}.ask").touch()
         server.until(lambda: all(report.exists() for report in reports), "reports")
@@ -307,8 +313,8 @@ def test_no_wrong_order_whatever_the_device_does(
 def test_every_edge_that_only_a_server_has_is_missed(
     model: Path, tmp_path: Path, edge: str
 ) -> None:
-    scenario, what, partition = SERVED[edge]
-    found = check(model, tmp_path, scenario, partition, left_out=edge)
+    scenario, what, partition, query = SERVED[edge]
+    found = check(model, tmp_path, scenario, partition, query=query, left_out=edge)
     assert what in findings(found).splitlines()
 
 
@@ -321,3 +327,13 @@ def test_a_replay_whose_step_could_not_begin(model: Path, tmp_path: Path, gives_
         model, tmp_path, "decode graphs", "hidden", failing_begins=True, left_out=left_out
     )
     assert bool(findings(found)) is not gives_up
+
+
+@LONG
+def test_graphs_without_our_copies_are_found_out_at_the_start(model: Path, tmp_path: Path) -> None:
+    scenario = SCENARIOS["decode graphs"]
+    options = checked_server(model, tmp_path, scenario, "hidden", recorded_copies=False)
+    with Server(options) as server:
+        assert_own_pages_of_kv(server)
+        said = "hcache: KV mode, own pages: hidden states do not get to host memory: rows not valid"
+        assert said in server.log_text()

@@ -32,6 +32,7 @@ class Settings:
             graphs do, and not behind it.
         newest_first: The page allocator hands out first what was freed last.
         decode_graphs: Decode steps are replays of recorded graphs.
+        recorded_copies: These have the copies of the product.
         failing_begins: Every third step of requests cannot begin to be captured.
         left_out: An edge of the product that is passed over, as ``tests.order.edges`` names it.
     """
@@ -42,6 +43,7 @@ class Settings:
     early_barrier: bool = True
     newest_first: bool = False
     decode_graphs: bool = False
+    recorded_copies: bool = True
     failing_begins: bool = False
     left_out: str | None = None
 
@@ -103,7 +105,7 @@ def _begin(checker: Any, settings: Settings) -> None:
     checker.stack.enter_context(streams.through(CheckedDoor(checker)))
     _say_what_is_pinned(checker)
     _say_what_is_kept(checker)
-    decode_graphs = DecodeGraphs(checker.stand_ins["Event"])
+    decode_graphs = DecodeGraphs(checker.stand_ins["Event"], copies=settings.recorded_copies)
 
     def found() -> dict[str, Any]:
         return {
