@@ -28,6 +28,7 @@ PROGRAMS = {
     "saving": "bench.compare.report",
     "load": "bench.compare.report",
     "paper": "bench.paper",
+    "depth": "bench.depth",
     "partition": "bench.sweep.report",
     "eager": "bench.sweep.report",
     "eager_kv": "bench.sweep.report",
