@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class Engine:
 
         from hcache_backend.config import HCacheConfig
         from hcache_backend.engine import hooks
-        from hcache_backend.engine.recompute_batch import model_forward
+        from hcache_backend.engine.recompute_batch import forward_stream, model_forward
         from hcache_backend.engine.runtime import Runtime
         from hcache_backend.engine.startup.agreement import Refused
         from hcache_backend.engine.startup.layer_specs import LayerSpecs
@@ -89,7 +90,11 @@ class Engine:
             compare(probe, projector)
             tokens = len(kvcache.k_buffer[0])
             self.recomputer: Recomputer | None = Recomputer(
-                model_forward(runner), self.pool, kvcache.start_layer, tokens
+                model_forward(runner),
+                self.pool,
+                kvcache.start_layer,
+                tokens,
+                partial(forward_stream, runner),
             )
             try:
                 recomputed = check_recompute(runner, probe, self.recomputer, self.pool, kvcache)

@@ -3,7 +3,7 @@
     python -m bench.gpu.order
 
 Slots of the tokens before a restore are made on one stream (SGLang's schedule stream), read by the
-recomputation on another (its load stream), and dropped as soon as the restore is launched:
+recomputation on another (that of forward passes), and dropped as soon as the restore is launched:
 
 - made late: the first stream is held up, so whoever does not wait reads what stood there before
 - freed early: the second stream is held up, so whoever does not keep them reads what came after
@@ -29,11 +29,13 @@ from bench.gpu import program
 from bench.gpu.program import Device
 from bench.gpu.shapes import PAGE
 from bench.harness.report import markdown
+from hcache_backend import streams
 from hcache_backend.capture.shadows import ShadowArena
 from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer
 from hcache_backend.restore.layers import Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import TokenSpan
+from hcache_backend.streams import Stream
 
 BEFORE, RESTORED, WIDTH = 64, 4, 64
 """Pages before the restore, pages restored, bytes per token and layer."""
@@ -62,7 +64,8 @@ def load_queue() -> Any:
 class Recorder:
     """Stands for the model: notes which slots it would read and write. See ``Recomputer``."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, forwards: Stream) -> None:
+        self.stream = lambda: forwards
         self.before = torch.zeros(BEFORE * PAGE, dtype=torch.int64, device=device)
         self.slots = torch.zeros(RESTORED * PAGE, dtype=torch.int64, device=device)
 
@@ -98,7 +101,9 @@ class Scene:
 
         layers = [RestoredLayer("recompute"), RestoredLayer("hidden", fill)]
         self.pipeline = RestorePipeline(self.memory, layout, layers, RESTORED * PAGE, kind)
-        self.recorder = Recorder(kind)
+        forwards = None if device.dry_run else torch.cuda.Stream()
+        self._forwards = streams.of(forwards)
+        self.recorder = Recorder(kind, self._forwards)
         methods = SimpleNamespace(layers=lambda method: range(1))
         recomputer: Any = self.recorder
         self.loads = load_queue()(arena, self.pipeline, methods, recomputer, kind)
@@ -122,7 +127,7 @@ class Scene:
             nothing = np.empty(0, np.int64)
             self.recorder.run(1, positions, slots, [TokenSpan(nothing, prefix)])
 
-        return Recompute(1, fill)
+        return Recompute(1, fill, self._forwards)
 
     def is_right(self, case: str, recompute_of: Callable[[torch.Tensor], Recompute]) -> bool:
         """Whether recomputation read the right slots."""

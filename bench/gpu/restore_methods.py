@@ -17,6 +17,7 @@ from bench.gpu.shapes import PAGE, Shape
 from hcache_backend.page import PageLayout, StoredLayer
 from hcache_backend.restore.layers import Copy, Fill, Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline, RestoreReport, gather_segments
+from hcache_backend.streams import current_stream
 from hcache_backend.units import WHOLE, Segment
 from hcache_kernels.codecs import Codec, make_codec
 from hcache_kernels.pages import gather_plane
@@ -195,7 +196,7 @@ class History:
             for layer, pool in zip(self.layers[:layers], self.pools, strict=False):
                 x, pool.k[slots], pool.v[slots] = layer.forward(x, positions, self.lengths)
 
-        return Recompute(layers, fill)
+        return Recompute(layers, fill, current_stream(self.device.kind))
 
     # ---- checking ----
 

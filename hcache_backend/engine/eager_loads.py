@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.restore.eager import EagerRestores, batch_pages
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.reservation import Ids, Launched
-from hcache_backend.streams import StreamFailed
 
 logger = logging.getLogger("hcache")
 
@@ -179,23 +178,15 @@ class EagerLoads:
     def _launch(
         self, prefetch: Hashable, host_pages: Ids, slots: torch.Tensor, before: torch.Tensor | None
     ) -> Launched:
-        arena, recompute, reads_others = self._pool.arena, None, False
+        arena, recompute = self._pool.arena, None
         first = max(self._loads.stored_from, int(arena.first_layers(host_pages).max()))
         if first and before is not None:
             others = self._before_prefetch(prefetch)
             if others is not None:
                 prefix = torch.cat((others, before))
                 recompute = self._loads.recompute_of(host_pages, first, lambda: prefix)
-                reads_others = recompute is not None and len(others) > 0
-        if reads_others:
-            # They may be writing what is before the prefetch.
-            self._controller.after_forwards(self._loading_stream)
         with self._loading_stream.as_current():
             restore = self._pipeline.start(arena.physical(host_pages), slots, recompute, first)
-        if reads_others:
-            # Nobody keeps these: the next forward pass may write there.
-            with suppress(StreamFailed):
-                restore.wait_for_layer(0)
         if recompute is not None:
             metrics.TOKENS.count("eager_recomputed", len(slots))
         return Launched(restore, not first or recompute is not None, recompute is not None)

@@ -24,7 +24,7 @@ from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import Recomputer, TokenSpan
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.restore.reservation import runs
-from hcache_backend.streams import current_stream, to_device
+from hcache_backend.streams import Stream, current_stream, to_device
 
 logger = logging.getLogger("hcache")
 
@@ -84,6 +84,7 @@ class LoadQueue:
         self._recomputer = recomputer
         self._device = device
         self._queued: list[QueuedLoad] = []
+        self._forwards: Stream | None = None  # forward passes run there
 
     def first_to_read(self, tokens: int) -> int:
         """Layers of which a restore of ``tokens`` tokens is better off without segments from L3.
@@ -192,8 +193,8 @@ class LoadQueue:
         return self._recompute(first, spans) if first else None
 
     def _recompute(self, layers: int, spans: Sequence[TokenSpan]) -> Recompute:
-        recomputer = self._recomputer
-        assert recomputer is not None
+        recomputer, forwards = self._recomputer, self._forwards
+        assert recomputer is not None and forwards is not None
         made = current_stream(self._device).record()
 
         def fill(positions: torch.Tensor, slots: torch.Tensor) -> None:
@@ -204,14 +205,18 @@ class LoadQueue:
                 now.keep(span.prefix)
             recomputer.run(layers, positions, slots, spans)
 
-        return Recompute(layers, fill)
+        return Recompute(layers, fill, forwards)
 
     def _only_for(self, recompute: Recompute, pages: Ids, slots: torch.Tensor) -> Recompute:
         """The same for all tokens of ``pages`` (physical), whichever of them are transferred."""
         self._arena.host_access(pages, write=False, header=True)
-        positions = self._layout.positions(self._arena.memory)[pages].reshape(-1)
-        there = to_device(positions.astype(np.int64), slots.device)
-        return Recompute(recompute.layers, lambda *_: recompute.fill(there, slots))
+        positions = self._layout.positions(self._arena.memory)[pages].reshape(-1).astype(np.int64)
+
+        def fill(*_: torch.Tensor) -> None:
+            current_stream(slots.device).keep(slots)
+            recompute.fill(to_device(positions, slots.device), slots)
+
+        return recompute._replace(fill=fill)
 
     # ---- tokens and slots ----
 
@@ -219,6 +224,8 @@ class LoadQueue:
         """The tokens of pages; None: they cannot be recomputed, or ``prefix`` is not theirs."""
         if self._recomputer is None:
             return None
+        # Here and not when loads are started: then SGLang's stream of loads is the current one.
+        self._forwards = self._recomputer.stream()
         pages = self._arena.pages(host_pages, header=True)
         positions = np.concatenate([self._layout.positions(page) for page in pages])
         token_ids = np.concatenate([self._layout.token_ids(page) for page in pages])

@@ -1,4 +1,4 @@
-"""Recomputation with SGLang's models: a batch of restored tokens, and how the model is called."""
+"""Recomputation with SGLang's models: a batch of tokens, how the model is called, and where."""
 
 from __future__ import annotations
 
@@ -9,14 +9,26 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
+from hcache_backend.engine.arguments import resolved
 from hcache_backend.restore.recompute import Forward, RecomputeAttention
-from hcache_backend.streams import to_device
+from hcache_backend.streams import Stream, current_stream, of, to_device
 
 
 class RecomputeBatch(ForwardBatch):
     """Marks a recomputation: our hook on attention hands it over to ``attention``."""
 
     attention: RecomputeAttention
+
+
+def forward_stream(runner: Any) -> Stream:
+    """Where SGLang runs the forward passes of ``runner``; called on the scheduler thread.
+
+    That is a stream of their own, or with neither overlap nor pipeline stages the scheduler's.
+    """
+    args = resolved(runner.server_args)
+    if args.disable_overlap_schedule and args.pp_size == 1:
+        return current_stream(runner.device)
+    return of(runner.forward_stream)
 
 
 def model_forward(runner: Any) -> Forward:

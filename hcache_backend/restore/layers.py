@@ -7,6 +7,8 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
+from hcache_backend.streams import Stream
+
 Fill = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Projects K and V of one layer to the pool: ``fill(segments, positions, slots)`` with uint8
 ``[pages, segment_bytes]`` and int64 ``[pages * page_size]`` twice, all on the device."""
@@ -52,7 +54,9 @@ class Recompute(NamedTuple):
         layers: How many, at least those of which nothing is stored.
         fill: Writes K and V of all of them for all tokens, on the current stream:
             ``fill(positions, slots)``, int64 ``[pages * page_size]`` each, on the device.
+        stream: The engine's stream of forward passes, on which ``fill`` is run.
     """
 
     layers: int
     fill: Callable[[torch.Tensor, torch.Tensor], None]
+    stream: Stream

@@ -3,9 +3,10 @@
 Two streams work at once (paper section 4.1; docs/how-it-works.md). The copy stream brings layer
 segments to a ring of device buffers; the compute stream projects them. K and V of layers that are
 stored as such are copied on the copy stream from the pages straight to their slots. The first
-layers may be recomputed instead: on the engine's stream, whose state the model's code wants, while
-segments of later layers arrive and wait in the ring, and then in the pool itself, where nobody
-reads a layer before it is done.
+layers may be recomputed instead: on the engine's stream of forward passes, since what these share
+(collectives, workspaces of kernels) is then used in one order, while segments of later layers
+arrive and wait in the ring, and then in the pool itself, where nobody reads a layer before it is
+done.
 
 Every layer is one copy and one projection, unless it has more tokens than a projection may take at
 once. Only the first one comes in pieces: until one has arrived there is nothing to project. Where
@@ -28,7 +29,7 @@ from hcache_backend.restore.exchange import CollectiveOrder, Exchange
 from hcache_backend.restore.layers import Recompute, RestoredLayer
 from hcache_backend.restore.report import RestoreReport, RunningRestore
 from hcache_backend.restore.ring import Ring, largest_segment, ring_bytes
-from hcache_backend.streams import Event, current_stream, held_for_device, new_stream
+from hcache_backend.streams import Event, current_stream, held_for_device, new_stream, to_device
 from hcache_kernels.pages import gather_pages
 
 FIRST_PIECES = 4
@@ -109,8 +110,8 @@ class RestorePipeline:
         for index in loaded:
             moved[self._layers[index].method] += len(pages) * self._layout.segment_bytes[index]
         headers = self._layout.positions(self._memory.numpy())
-        held_pages = held_for_device(pages, device)
-        held_positions = held_for_device(headers[pages].reshape(-1).astype(np.int64), device)
+        at = headers[pages].reshape(-1).astype(np.int64)
+        held_pages, held_positions = held_for_device(pages, device), held_for_device(at, device)
         page_ids = torch.empty(len(pages), dtype=torch.int64, device=device)
         positions = torch.empty(len(slots), dtype=torch.int64, device=device)
         rows = _TokenRows(positions, slots)
@@ -124,11 +125,8 @@ class RestorePipeline:
         for stream in (self._copy, self._compute):
             for tensor in (page_ids, *rows, *shared):
                 stream.keep(tensor)
-        if recompute is not None:
-            now.keep(slots)  # an eager restore's were made on another stream than this one
-        talking = (self._copy, now) if recompute else (self._copy,)
         if self._order is not None:
-            self._order.restore_begins(*talking)
+            self._order.restore_begins(self._copy)
 
         def bring_indices() -> None:
             page_ids.copy_(held_pages, non_blocking=True)
@@ -151,11 +149,17 @@ class RestorePipeline:
             arrived += [copy(part, room) for part in parts]
             parts.clear()
         if recompute is not None:
-            # Behind what restores before it wrote of the prefix, and never beside collectives.
-            now.wait(ready if self._order is None else self._copy.record())
-            start = now.record(timed=True)
-            now.run(lambda: recompute.fill(positions, slots))
-            done = now.record(timed=True)
+            forward = recompute.stream
+            forward.wait(now.record())
+            # Tokens before these may come back by restores that no forward pass has waited for.
+            for event in [event for one in self._unread for event in one.layers[:first]]:
+                forward.wait(event)
+            if self._order is not None:
+                forward.wait(self._copy.record())  # collectives of two kinds are never at work
+            forward.keep(slots)
+            start = forward.record(timed=True)
+            forward.run(lambda: recompute.fill(to_device(at, device), slots))
+            done = forward.record(timed=True)
             # Recomputation has the device first. Copies that come now (and may talk to other
             # ranks) go to parts of the ring that projections free, so they are behind it too.
             self._compute.wait(done)
@@ -173,7 +177,7 @@ class RestorePipeline:
             if parts:
                 arrived.append(copy(parts.popleft()))
         if self._order is not None:
-            self._order.restore_launched(*talking)
+            self._order.restore_launched(self._copy)
         self._unread.append(restore)
         return restore
 

@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 
 from hcache_backend.projection.paged_pool import PagedPool
-from hcache_backend.streams import to_device
+from hcache_backend.streams import Stream, to_device
 
 _QUERY_ROWS = 1024
-"""Queries that attend at once: bounds the attention mask."""
+"""Queries that attend at once: bounds the mask where no flash kernel can be used."""
 
 
 class TokenSpan(NamedTuple):
@@ -127,15 +128,13 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) 
     q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
     for start in range(0, q.shape[2], _QUERY_ROWS):
         rows = q[:, :, start : start + _QUERY_ROWS]
-        first, end = before + start, before + start + rows.shape[2]
-        at = torch.arange(end, device=q.device)
+        end = before + start + rows.shape[2]
         parts.append(
             functional.scaled_dot_product_attention(
                 rows,
                 k[:, :, :end],
                 v[:, :, :end],
-                attn_mask=at <= at[first:, None] if first else None,
-                is_causal=not first,
+                attn_mask=causal_lower_right(rows.shape[2], end),
                 scale=scale,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
@@ -156,11 +155,21 @@ class Recomputer:
         pool: Where K and V are.
         first_layer: Number of the model's first layer, as its attention objects count.
         chunk_tokens: Tokens of one forward pass at most; bounds the memory of activations.
+        stream: The engine's stream of forward passes, asked for on the scheduler thread.
+
+    Attributes:
+        stream: That.
     """
 
     def __init__(
-        self, forward: Forward, pool: PagedPool, first_layer: int, chunk_tokens: int
+        self,
+        forward: Forward,
+        pool: PagedPool,
+        first_layer: int,
+        chunk_tokens: int,
+        stream: Callable[[], Stream],
     ) -> None:
+        self.stream = stream
         self._forward = forward
         self._pool = pool
         self._first_layer = first_layer

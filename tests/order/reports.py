@@ -50,7 +50,7 @@ UNIT = {
         "overflow", "device memory of device to host dies while schedule may use it"
     ),
     "restore/eager.py:_wait restore.wait()": Report(
-        "eager", "forward writes what host to device writes"
+        "eager", "forward writes what hcache compute writes"
     ),
     "restore/exchange.py:forward_begins self._forward.wait(event)": Report(
         "restore, between ranks", "forward writes what hcache copy writes"
@@ -67,14 +67,20 @@ UNIT = {
     "restore/pipeline.py:start stream.keep(tensor)": Report(
         "loads", "device memory of host to device dies while hcache copy may use it"
     ),
-    "restore/pipeline.py:start now.keep(slots)": Report(
-        "eager", "device memory of schedule dies while host to device may use it"
+    "restore/pipeline.py:start forward.wait(now.record())": Report(
+        "restore, first layers recomputed", "forward reads what schedule writes"
     ),
-    "restore/pipeline.py:start now.wait(ready if self._order is None else self._copy.record())": (
-        Report("loads", "host to device reads what hcache copy writes")
+    "restore/pipeline.py:start forward.wait(event)": Report(
+        "eager, behind an unknown prefix", "forward writes what hcache compute writes"
+    ),
+    "restore/pipeline.py:start forward.wait(self._copy.record())": Report(
+        "restore, between ranks", "forward writes what hcache copy writes"
+    ),
+    "restore/pipeline.py:start forward.keep(slots)": Report(
+        "eager", "device memory of schedule dies while forward may use it"
     ),
     "restore/pipeline.py:start self._compute.wait(done)": Report(
-        "restore, between ranks", "hcache compute writes what host to device writes"
+        "restore, between ranks", "hcache copy writes what forward writes"
     ),
     "restore/pipeline.py:_fill self._compute.wait(copied)": Report(
         "restore, mixed", "hcache compute reads what hcache copy writes"
@@ -83,16 +89,18 @@ UNIT = {
         "restore, mixed", "forward reads what hcache compute writes"
     ),
     "restore/report.py:wait current_stream(self.device).wait(event)": Report(
-        "eager", "forward writes what host to device writes"
+        "eager", "forward writes what hcache compute writes"
     ),
     "restore/ring.py:next stream.wait(self._users[self._taken - self.parts])": Report(
         "restore, hidden states", "hcache copy writes what hcache compute reads"
     ),
-    "engine/loads.py:fill now.wait(made)": Report(
-        "eager", "host to device reads what schedule writes"
-    ),
+    "engine/loads.py:fill now.wait(made)": Report("eager", "forward reads what schedule writes"),
     "engine/loads.py:fill now.keep(span.prefix)": Report(
-        "loads", "device memory of schedule dies while host to device may use it"
+        "loads", "device memory of schedule dies while forward may use it"
+    ),
+    "engine/loads.py:fill current_stream(slots.device).keep(slots)": Report(
+        "eager, behind an unknown prefix",
+        "device memory of host to device dies while forward may use it",
     ),
 }
 """By the ``str`` of the edge; scenarios of ``scenarios.py``."""
@@ -104,12 +112,6 @@ IN_PROCESS = {
     ),
     "engine/eager_loads.py:_begin self._controller.after_forwards(self._loading_stream)": Report(
         "eager", "hcache copy writes what forward writes"
-    ),
-    "engine/eager_loads.py:_launch self._controller.after_forwards(self._loading_stream)": Report(
-        "eager", "host to device reads what forward writes"
-    ),
-    "engine/eager_loads.py:_launch restore.wait_for_layer(0)": Report(
-        "eager", "forward writes what host to device reads"
     ),
 }
 """Likewise; the scenario needs SGLang, but no server: ``tests/engine/in_process/test_order.py``."""

@@ -91,7 +91,7 @@ class Loading:
         with self.checker.on(engine.loading):
             slots.record_stream(engine.loading)  # as HiCache does with its indices
             done = engine.layers_done(self.queue.launch(slots))
-        engine.forward(slots, done)
+        engine.forward(slots.clone(), done)  # SGLang's has slots of its own
 
     def begin(self, prefetch: Hashable, pages: range) -> None:
         """A prefetch of these pages begins."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,14 +29,18 @@ SLOTS = SIZE * PAGES
 class Pool:
     """K and V of a few layers on the modelled device, and pages in pinned memory.
 
-    Besides memory, two things that one kernel at a time may have stand as memory that all of them
-    write: the device's time, which belongs to recomputation before projections (a forward pass
-    wants the first layers first), and the links to other ranks.
+    Besides memory, the links to other ranks, which one kernel at a time may use, stand as memory
+    that all of them write.
 
     Args:
         methods: How each layer is restored.
         shares: As many ranks have a share of the hidden states of every page.
+
+    Attributes:
+        stream: That of the forward passes; the :class:`Engine` sets it.
     """
+
+    stream: Callable[[], streams.Stream]
 
     def __init__(self, checker: Checker, methods: Sequence[str], shares: int = 1) -> None:
         stored = {
@@ -53,14 +58,12 @@ class Pool:
         shape = (len(methods), SLOTS, WIDTH)
         self.k = checker.on_device(torch.zeros(shape), "K")
         self.v = checker.on_device(torch.zeros(shape), "V")
-        self.time = checker.on_device(torch.zeros(1), "the device's time")
         self.links = checker.on_device(torch.zeros(1), "links to other ranks")
 
     def restored(self, layer: int) -> RestoredLayer:
         """How ``layer`` comes back: its K and V as the product copies them, by whole pages."""
 
         def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-            self.time.add_(1)
             rows = segments.view(torch.float32).view(-1, WIDTH)
             self.k[layer, slots] = rows + positions[:, None]
             self.v[layer, slots] = rows * 2
@@ -91,7 +94,7 @@ class Pool:
         def fill(positions: torch.Tensor, slots: torch.Tensor) -> None:
             self.run(layers, positions, slots, ())
 
-        return Recompute(layers, fill) if layers else None
+        return Recompute(layers, fill, self.stream()) if layers else None
 
     def run(
         self,
@@ -101,7 +104,6 @@ class Pool:
         spans: Iterable[TokenSpan],
     ) -> None:
         """Recompute the first layers, as :class:`hcache_backend.restore.recompute.Recomputer`."""
-        self.time.add_(1)
         self.talk()
         for layer in range(layers):
             self.k[layer, slots] = positions[:, None].float()
@@ -131,6 +133,7 @@ class Engine:
         self.schedule, self.forward_stream, self.loading = (
             checker.stream(name) for name in ("schedule", "forward", "host to device")
         )
+        pool.stream = partial(streams.of, self.forward_stream)
 
     def loads_wait(self) -> None:
         """The stream of loads is put behind what was launched so far."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +11,9 @@ from sglang.srt.distributed import get_tp_group
 
 from hcache_backend.engine.hooks import install, prefix_hooks
 from hcache_backend.engine.layer_methods import LayerMethods
-from hcache_backend.engine.recompute_batch import model_forward
+from hcache_backend.engine.recompute_batch import forward_stream, model_forward
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
-from hcache_backend.engine.startup.refusals import refuse_shared_workspaces
 from hcache_backend.engine.startup.self_check import Probe, run_again
 from hcache_backend.projection.check import first_problem
 from hcache_backend.projection.exactness import KVExactness, kv_exactness, together, worst
@@ -37,13 +37,17 @@ def find_recomputer(
     if not methods.can_recompute or (methods.profile is None and not methods.partition.recompute):
         return None
     runner, pool = runtime.runner, PagedPool(kvcache)
-    recomputer = Recomputer(model_forward(runner), pool, kvcache.start_layer, methods.chunk_tokens)
+    recomputer = Recomputer(
+        model_forward(runner),
+        pool,
+        kvcache.start_layer,
+        methods.chunk_tokens,
+        partial(forward_stream, runner),
+    )
 
     def prove() -> str:
         if runner.model_config.is_multimodal:
             raise Refused("the model's embeddings are not those of token ids alone")
-        if probe.hidden[0].is_cuda:
-            refuse_shared_workspaces([runner.model], "recomputing layers")
         exactness = check_recompute(runner, probe, recomputer, pool, kvcache)
         missing = install(prefix_hooks())
         if missing is not None:

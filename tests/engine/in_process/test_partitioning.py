@@ -16,6 +16,7 @@ from hcache_backend.config import ConfigError, parse_config
 from hcache_backend.engine.kv_segments import KVSegments, PoolParking
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
+from hcache_backend.engine.recompute_batch import forward_stream
 from hcache_backend.engine.startup.page_layout import page_layout
 from hcache_backend.engine.startup.partition_choice import fixed_partition
 from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer
@@ -25,6 +26,7 @@ from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile, Rate
 from hcache_backend.restore.eager import HandOut
 from hcache_backend.restore.layers import Recompute
+from hcache_backend.streams import Stream, WorkerStream, current_stream
 from hcache_backend.units import WHOLE
 from hcache_kernels.codecs import make_codec
 from tests.engine.in_process.test_host_pool import PAGE, kv_pool
@@ -123,6 +125,9 @@ class Pipeline:
 class Recomputer:
     """Notes what it was to recompute."""
 
+    def stream(self) -> Stream:
+        return current_stream("cpu")
+
     def run(self, layers: int, positions: Any, slots: Any, spans: Any) -> None:
         self.tokens = [token for span in spans for token in span.token_ids.tolist()]
         self.spans = [(len(span.token_ids), span.prefix.tolist()) for span in spans]
@@ -163,7 +168,7 @@ class TestQueuedLoads:
         assert recomputed(loads) is None
 
     def test_what_is_restored_already_is_not_recomputed(self) -> None:
-        loads = queue(HostPages(), Partition(2, 2, 0), SimpleNamespace(), can_recompute=True)
+        loads = queue(HostPages(), Partition(2, 2, 0), Recomputer(), can_recompute=True)
         loads._methods = SimpleNamespace(first_layers=lambda *_: 4)  # type: ignore[assignment]
         for any_ready, layers in ((False, 4), (True, 2)):
             add(loads, plan(loads, 0, 1))
@@ -171,7 +176,7 @@ class TestQueuedLoads:
             assert recompute is not None and recompute.layers == layers
 
     def test_layers_that_are_not_stored_need_the_prefix(self) -> None:
-        loads = queue(HostPages(), Partition(2, 2, 0), SimpleNamespace())
+        loads = queue(HostPages(), Partition(2, 2, 0), Recomputer())
         assert plan(loads, 1, 2) is None  # nobody said what is before page 1
         assert plan(loads, 1, 2, known=SIZE - 1) is None  # that is not all of it
         load = plan(loads, 1, 2, known=SIZE)
@@ -184,21 +189,21 @@ class TestQueuedLoads:
         assert not loads._queued  # it was for that restore only
 
     def test_pages_that_do_not_follow_each_other_are_not_recomputed(self) -> None:
-        loads = queue(HostPages(), Partition(1, 3, 0), SimpleNamespace())
+        loads = queue(HostPages(), Partition(1, 3, 0), Recomputer())
         assert plan(loads, 0, 2) is None
 
     def test_pages_without_first_layers_need_somebody_who_recomputes(self) -> None:
         host = HostPages()
         host.first = 3
         assert plan(queue(host, Partition(0, 4, 0)), 0) is None
-        loads = queue(host, Partition(0, 4, 0), SimpleNamespace())
+        loads = queue(host, Partition(0, 4, 0), Recomputer())
         add(loads, plan(loads, 0))
         recompute = recomputed(loads)
         assert recompute is not None and recompute.layers == 3
 
     def test_one_load_that_cannot_be_recomputed_keeps_out_those_that_must(self) -> None:
         host = HostPages()
-        loads = queue(host, Partition(0, 4, 0), SimpleNamespace())
+        loads = queue(host, Partition(0, 4, 0), Recomputer())
         unknown = plan(loads, 2)
         assert unknown is not None and unknown.spans == [None]
         add(loads, unknown)
@@ -239,10 +244,20 @@ class TestQueuedLoads:
         assert recomputer.tokens == [2] * SIZE + [3] * SIZE
 
     def test_dropped_loads_are_forgotten(self) -> None:
-        loads = queue(HostPages(), Partition(1, 3, 0), SimpleNamespace())
+        loads = queue(HostPages(), Partition(1, 3, 0), Recomputer())
         add(loads, plan(loads, 0))
         loads.forget()
         assert recomputed(loads) is None
+
+
+@pytest.mark.parametrize(("overlap", "stages"), [(True, 1), (False, 2), (False, 1)])
+def test_recomputation_goes_where_sglang_runs_forward_passes(overlap: bool, stages: int) -> None:
+    args = SimpleNamespace(disable_overlap_schedule=not overlap, pp_size=stages)
+    runner = SimpleNamespace(server_args=args, device="cpu", forward_stream=object())
+    scheduler = WorkerStream("scheduler")
+    with scheduler.as_current():
+        on_the_schedulers = forward_stream(runner) is scheduler
+    assert on_the_schedulers == (not overlap and stages == 1)
 
 
 SLOW, FAST = Rate(per_second=1.0), Rate(per_second=1e18)

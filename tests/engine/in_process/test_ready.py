@@ -16,6 +16,7 @@ from hcache_backend.page import PageLayout
 from hcache_backend.partition.costs import Partition
 from hcache_backend.restore.eager import HandOut
 from hcache_backend.restore.layers import Recompute
+from hcache_backend.streams import current_stream
 from hcache_backend.units import WHOLE
 from tests.engine.in_process.test_host_pool import LAYERS, LAYOUT, PAGE, kv_pool
 
@@ -114,7 +115,8 @@ def test_first_layers_are_recomputed_for_pages_that_lack_them_whatever_is_transf
     def fill(positions: torch.Tensor, slots: torch.Tensor) -> None:
         seen.append((positions[::PAGE].tolist(), (slots[::PAGE] // PAGE).tolist()))
 
-    monkeypatch.setattr(LoadQueue, "_recompute_queued", lambda *_, **kw: Recompute(1, fill))
+    first = Recompute(1, fill, current_stream("cpu"))
+    monkeypatch.setattr(LoadQueue, "_recompute_queued", lambda *_, **kw: first)
     handed = handed_out([5, 6, 2], [True, True, False], [False, True, False], early)
     pipeline = load(pool, [3, 1, 4], [5, 6, 2], handed)
     [(pages, _, recompute)] = pipeline.started

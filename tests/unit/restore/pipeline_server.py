@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer, kv_layer
-from hcache_backend.restore.layers import RestoredLayer
+from hcache_backend.restore.layers import Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_backend.streams import current_stream
 
 SIZE, WIDTH, PAGES, SLOTS = 4, 6, 20, 160
 METHODS = ("hidden", "kv", "hidden", "hidden", "kv")
@@ -76,6 +77,11 @@ class Server:
                 want_v = rows * 2
             assert torch.equal(self.k[layer, at], want_k), (layer, page)
             assert torch.equal(self.v[layer, at], want_v), (layer, page)
+
+
+def recompute(layers: int, fill: Callable[[torch.Tensor, torch.Tensor], None]) -> Recompute:
+    """First layers by ``fill``, on the calling thread: the engine runs its forward passes there."""
+    return Recompute(layers, fill, current_stream("cpu"))
 
 
 def some(pages: int, seed: int = 0) -> tuple[np.ndarray, torch.Tensor]:

@@ -23,10 +23,11 @@ from hcache_backend.restore.exchange import (
     ExchangeFailed,
     share_of_rank,
 )
-from hcache_backend.restore.layers import Recompute, RestoredLayer
+from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.streams import StreamFailed, WorkerStream
 from hcache_backend.units import Share
+from tests.unit.restore.pipeline_server import recompute
 
 SIZE, ROW, PAGES, SLOTS, LAYERS = 8, 16, 12, 96, 3
 METHODS = ("hidden", "kv", "hidden")
@@ -208,7 +209,7 @@ def recompute_and_restore(exchange: Exchange) -> bool:
 
     pages = np.array([5, 2, 7], np.int64)
     slots = torch.arange(3 * SIZE)
-    restore = rank.pipeline.start(pages, slots, Recompute(1, fill))
+    restore = rank.pipeline.start(pages, slots, recompute(1, fill))
     for event in restore.layers:
         event.synchronize()
     rank.assert_restored(pages, slots, first=1)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from hcache_backend.restore import pipeline
-from hcache_backend.restore.layers import Recompute
 from hcache_backend.restore.ring import RUN_AHEAD, ring_bytes
 from hcache_backend.streams import StreamFailed, WorkerStream, new_stream
 from tests.unit.restore.pipeline_server import (
@@ -19,6 +18,7 @@ from tests.unit.restore.pipeline_server import (
     SIZE,
     SLOTS,
     Server,
+    recompute,
     some,
     wait,
     without_first_layer,
@@ -60,8 +60,8 @@ def test_projection_begins_when_a_piece_of_the_first_layer_is_there(
     assert server.calls == [*((0, n) for n in pieces), (1, pages * SIZE), (2, pages * SIZE)]
     # Others wait for the first layers anyway.
     server.calls.clear()
-    recompute = Recompute(1, lambda positions, slots: None)
-    server.pipeline.start(chosen, slots, recompute).wait()
+    nothing = recompute(1, lambda positions, slots: None)
+    server.pipeline.start(chosen, slots, nothing).wait()
     assert server.calls == [(1, pages * SIZE), (2, pages * SIZE)]
 
 

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from hcache_backend.restore.layers import Recompute
+from hcache_backend.streams import WorkerStream
 from tests.unit.restore.pipeline_server import (
     SIZE,
     WIDTH,
     Server,
+    recompute,
     some,
     without_first_layer,
 )
@@ -29,7 +31,7 @@ def test_recomputed_layers_take_no_copy_and_come_before_projections(first: int) 
         assert not server.calls or server.methods[server.calls[0][0]] == "kv"
         calls.append((positions.tolist(), where.tolist()))
 
-    restore = pipeline.start(pages, slots, Recompute(first, fill))
+    restore = pipeline.start(pages, slots, recompute(first, fill))
     for layer in range(4):
         restore.wait_for_layer(layer)
         if layer >= first:
@@ -55,7 +57,7 @@ def test_segments_arrive_while_the_first_layers_are_recomputed() -> None:
             time.sleep(0.001)
         server.assert_restored(2, pages.tolist(), slots)
 
-    restore = pipeline.start(pages, slots, Recompute(1, fill))
+    restore = pipeline.start(pages, slots, recompute(1, fill))
     restore.wait_for_layer(3)
     server.assert_restored(3, pages.tolist(), slots)
 
@@ -97,7 +99,7 @@ def test_nothing_waits_for_room_while_layers_are_recomputed(pages: int) -> None:
         assert {layer for layer, _ in server.calls} == {6, 8}
         arrived.set()
 
-    restore = server.pipeline.start(chosen, slots, Recompute(1, fill))
+    restore = server.pipeline.start(chosen, slots, recompute(1, fill))
     for layer in range(1, len(methods)):
         restore.wait_for_layer(layer)
         server.assert_restored(layer, chosen.tolist(), slots)
@@ -109,7 +111,7 @@ def test_nothing_waits_for_room_while_layers_are_recomputed(pages: int) -> None:
 def test_segments_wait_for_room_where_they_cannot_be_parked() -> None:
     server = Server(["hidden"] * 6, chunk_tokens=2 * SIZE)
     chosen, slots = some(2)
-    restore = server.pipeline.start(chosen, slots, Recompute(1, lambda *_: time.sleep(0.05)))
+    restore = server.pipeline.start(chosen, slots, recompute(1, lambda *_: time.sleep(0.05)))
     for layer in range(1, 6):
         restore.wait_for_layer(layer)
         server.assert_restored(layer, chosen.tolist(), slots)
@@ -126,13 +128,36 @@ def test_a_restore_may_have_nothing_to_do_but_to_recompute() -> None:
     restore = server.pipeline.start(
         np.empty(0, np.int64),
         torch.empty(0, dtype=torch.int64),
-        Recompute(2, lambda positions, slots: calls.append(len(slots))),
+        recompute(2, lambda positions, slots: calls.append(len(slots))),
     )
     restore.wait()
     assert (calls, server.calls) == ([0], [])
     assert len(restore.layers) == 3
     (report,) = server.pipeline.finished()
     assert report.tokens == 0
+
+
+def test_recomputation_is_in_turn_with_forward_passes_and_copies_are_beside_it() -> None:
+    server, forward, order = Server(["hidden", "kv", "kv"]), WorkerStream("forward"), []
+    gate = threading.Event()
+    pages, slots = some(1)
+
+    def fill(positions: torch.Tensor, where: torch.Tensor) -> None:
+        order.append((threading.current_thread().name, positions.tolist(), where.tolist()))
+
+    forward.run(gate.wait)
+    forward.run(lambda: order.append("forward pass"))
+    restore = server.pipeline.start(pages, slots, Recompute(1, fill, forward))
+    forward.run(lambda: order.append("next forward pass"))
+    restore.layers[2].synchronize()  # copied while a forward pass runs
+    server.assert_restored(2, pages.tolist(), slots)
+    assert order == []
+    gate.set()
+    restore.layers[0].synchronize()
+    forward.record().synchronize()
+    positions = [1000 * int(page) + i for page in pages for i in range(SIZE)]
+    recomputed = ("hcache-forward", positions, slots.tolist())
+    assert order == ["forward pass", recomputed, "next forward pass"]
 
 
 def test_a_recomputation_sees_what_the_restore_before_it_wrote() -> None:
@@ -145,4 +170,4 @@ def test_a_recomputation_sees_what_the_restore_before_it_wrote() -> None:
         for layer in range(3):
             server.assert_restored(layer, first_pages.tolist(), first_slots)
 
-    server.pipeline.start(np.array([2]), torch.arange(40, 40 + SIZE), Recompute(1, fill))
+    server.pipeline.start(np.array([2]), torch.arange(40, 40 + SIZE), recompute(3, fill))

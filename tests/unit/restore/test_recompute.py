@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +11,13 @@ import torch
 from torch.nn import functional
 
 from hcache_backend.restore.recompute import (
+    Forward,
     RecomputeAttention,
     Recomputer,
     RecomputeRefused,
     TokenSpan,
 )
+from hcache_backend.streams import current_stream
 
 WIDTH, HEADS, DIM, LAYERS, SLOTS, FIRST = 16, 4, 4, 3, 200, 5
 
@@ -106,6 +109,11 @@ class Model:
         return found
 
 
+def recomputer_of(forward: Forward, pool: Any, chunk_tokens: int) -> Recomputer:
+    """What recomputes a model whose first layer is number 5."""
+    return Recomputer(forward, pool, FIRST, chunk_tokens, partial(current_stream, "cpu"))
+
+
 def sequence(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids, and slots in no order that no other seed below 3 has."""
     generator = torch.Generator().manual_seed(seed)
@@ -126,7 +134,7 @@ def assert_restored(
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_spans_with_and_without_prefix_in_one_pass(layers: int, chunk: int, kv_heads: int) -> None:
     model, pool = Model(kv_heads), Pool(kv_heads)
-    recomputer = Recomputer(model.forward, pool, FIRST, chunk)
+    recomputer = recomputer_of(model.forward, pool, chunk)
     (a, a_slots), (b, b_slots) = sequence(20, 0), sequence(33, 1)
     none = a_slots[:0]
     recomputer.run(layers, torch.arange(9), b_slots[:9], [TokenSpan(b[:9].numpy(), none)])
@@ -150,7 +158,7 @@ def test_spans_with_and_without_prefix_in_one_pass(layers: int, chunk: int, kv_h
 def test_the_model_stops_at_k_and_v_of_the_last_wanted_layer() -> None:
     model = Model()
     ids, slots = sequence(5, 0)
-    recomputer = Recomputer(model.forward, Pool(HEADS), FIRST, 64)
+    recomputer = recomputer_of(model.forward, Pool(HEADS), 64)
     recomputer.run(2, torch.arange(5), slots, [TokenSpan(ids.numpy(), slots[:0])])
     assert model.layers_run == 2
 
@@ -159,7 +167,7 @@ def test_many_queries_attend_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hcache_backend.restore.recompute._QUERY_ROWS", 3)
     model, pool = Model(2), Pool(2)
     ids, slots = sequence(20, 0)
-    recomputer = Recomputer(model.forward, pool, FIRST, 64)
+    recomputer = recomputer_of(model.forward, pool, 64)
     positions = torch.arange(20)
     recomputer.run(3, positions[:8], slots[:8], [TokenSpan(ids[:8].numpy(), slots[:0])])
     recomputer.run(3, positions[8:], slots[8:], [TokenSpan(ids[8:].numpy(), slots[:8])])
@@ -180,13 +188,13 @@ def test_attention_of_another_kind_is_refused(unusual: dict[str, Any]) -> None:
     model = Model()
     model.kernels[1] = kernel(1, HEADS, **unusual)
     ids, slots = sequence(5, 0)
-    recomputer = Recomputer(model.forward, Pool(HEADS), FIRST, 64)
+    recomputer = recomputer_of(model.forward, Pool(HEADS), 64)
     with pytest.raises(RecomputeRefused, match="layer 6 has an attention of its own kind"):
         recomputer.run(3, torch.arange(5), slots, [TokenSpan(ids.numpy(), slots[:0])])
 
 
 def test_a_model_that_ends_early_is_refused() -> None:
     ids, slots = sequence(5, 0)
-    recomputer = Recomputer(lambda *_: None, Pool(HEADS), FIRST, 64)
+    recomputer = recomputer_of(lambda *_: None, Pool(HEADS), 64)
     with pytest.raises(RecomputeRefused, match="ended before attention of layer 0"):
         recomputer.run(1, torch.arange(5), slots, [TokenSpan(ids.numpy(), slots[:0])])
