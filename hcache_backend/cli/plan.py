@@ -10,8 +10,10 @@ import typer
 from rich.text import Text
 
 from hcache_backend.cli.common import AsJson, explained, fail, print_json, screen, table
+from hcache_backend.cli.fleet import show_fleet
 from hcache_backend.config import nearest
 from hcache_backend.partition.costs import LayerMethod, Partition
+from hcache_backend.partition.fleet import Conversations, FleetPlan
 from hcache_backend.partition.model_config import ModelConfigError, read_model
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.plan import (
@@ -89,6 +91,24 @@ def plan(
             "during the restore where the server can do that; layerwise: before it.",
         ),
     ] = None,
+    users: Annotated[
+        int | None,
+        typer.Option(
+            "--users",
+            min=1,
+            help="Plan for so many conversations with a history of --tokens: bytes, rates, and how "
+            "busy L3, bus and GPU are.",
+        ),
+    ] = None,
+    turns_per_hour: Annotated[
+        float, typer.Option("--turns-per-hour", min=0.001, help="Turns of each conversation.")
+    ] = 6.0,
+    new_tokens: Annotated[
+        int, typer.Option("--new-tokens", min=1, help="Tokens of a question and its reply.")
+    ] = 500,
+    replicas: Annotated[
+        int, typer.Option("--replicas", min=1, help="Servers, each with --tp GPUs and --ssds.")
+    ] = 1,
     as_json: AsJson = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Write a picture of the pipelines, as PNG.")
@@ -118,6 +138,9 @@ def plan(
         result = PartitionPlan(profile, shape, tokens, tp, l3)
     else:
         fail(f"--l3 {l3}: --restore {restore} says where L3 is; leave one of them out")
+    fleet = None
+    if users is not None:
+        fleet = FleetPlan(result, Conversations(users, turns_per_hour, new_tokens), replicas)
     extra = ["float32 is planned as 16 bits: so SGLang serves it on a GPU"] if halved else []
     if plot is not None:
         try:
@@ -129,7 +152,11 @@ def plan(
         _apply(apply, shape, result.stored)
     if as_json:
         report = result.report()
+        report |= {"fleet": fleet.report()} if fleet is not None else {}
         print_json({**report, "notes": report["notes"] + extra})
+    elif fleet is not None:
+        machine = f"{_devices(result)} ({result.profile.source}), {_l3(result)}"
+        show_fleet(fleet, f"{model} on {machine}")
     else:
         _show(result, model, extra)
 
