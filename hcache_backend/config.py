@@ -13,7 +13,7 @@ import os
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
@@ -45,6 +45,26 @@ class PartitionOption(BaseModel):
     recompute: int = Field(default=0, ge=0)
     hidden: int = Field(default=0, ge=0)
     kv: int = Field(default=0, ge=0)
+
+
+class BehindOption(BaseModel):
+    """An L3 that several machines share, behind the page store of each.
+
+    Attributes:
+        backend: SGLang's name of it.
+        config: Its own options, as they would be its extra config were it the only L3.
+        read_seconds: Longest wait for a read; after it the pages are misses, and the backend is
+            left alone for a while.
+        buffer_bytes: Memory for pages on their way, of each rank: a third of it holds pages that
+            are being read, a third those that wait to be kept, and a third those to be written.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    backend: Literal["file", "mooncake", "nixl"]
+    config: dict[str, Any] = Field(default_factory=dict)
+    read_seconds: float = Field(default=1.0, gt=0)
+    buffer_bytes: int = Field(default=384 << 20, ge=1)
 
 
 FIXED_AT_START = frozenset(
@@ -95,6 +115,7 @@ class HCacheConfig(BaseModel):
         min_gain: An L3 hit is read if computing it takes at least so many times as long as reading
             and loading it. 0: every hit is read.
         reader: What reads pages into host memory; ``kvikio`` wants KvikIO and a GPU driver.
+        behind: An L3 that several machines share; what the page store lacks is looked for there.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -122,6 +143,7 @@ class HCacheConfig(BaseModel):
     read_seconds: float = Field(default=30.0, gt=0)
     min_gain: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     reader: Literal["posix", "kvikio"] = "posix"
+    behind: BehindOption | None = None
 
     @field_validator("dirs", mode="before")
     @classmethod
@@ -159,6 +181,16 @@ class HCacheConfig(BaseModel):
             raise ValueError(
                 f"{name!r}: {detail['msg']}; the methods are {known}, each a number of layers"
             ) from None
+
+    @field_validator("behind", mode="before")
+    @classmethod
+    def _table(cls, value: object) -> object:
+        if value is None or isinstance(value, Mapping | BehindOption):
+            return value
+        raise ValueError(
+            'must be a table with the backend and its options, such as {"backend": "mooncake", '
+            '"config": {"master_server_address": "HOST:50051"}}'
+        )
 
     @field_validator("profile", mode="before")
     @classmethod
@@ -255,7 +287,9 @@ def nearest(name: str, known: Collection[str], what: str) -> str:
 def _explain(detail: ErrorDetails, source: str) -> str:
     key = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
-        hint = nearest(key, HCacheConfig.model_fields, "the options are ")
+        *table, name = map(str, detail["loc"])
+        known = BehindOption.model_fields if table else HCacheConfig.model_fields
+        hint = nearest(name, known, "the options are ")
         return f"{source}: unknown option {key!r} (value {detail['input']!r}); {hint}"
     message = detail["msg"].removeprefix("Value error, ")
     if not key:  # about several options; the message names them

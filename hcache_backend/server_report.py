@@ -42,6 +42,7 @@ class ServerReport(BaseModel):
         recomputation: How exactly its first layers are recomputed, or why they are not, in words;
             None: nothing is to be recomputed.
         tokens_per_second: What it expects of reading L3 (``l3_read``), of loads and of prefill.
+        behind: What L3 is behind its page store, or None.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -56,6 +57,7 @@ class ServerReport(BaseModel):
     projection: tuple[LayerGroup, ...]
     recomputation: str | None = None
     tokens_per_second: dict[str, float] = {}
+    behind: str | None = None
 
 
 def write_report(folder: Path, report: ServerReport) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
@@ -9,13 +10,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any
 
 import requests
 
 NODE_BYTES = 256 << 20
 BUFFER_BYTES = 16 << 20
 READY_S = 20.0
+CLIENT_TTL_S = 120
+"""What a node lends is given up when it was silent for so long; Mooncake's default is 10 s."""
 NODE = """
 import sys, time
 from mooncake.store import MooncakeDistributedStore
@@ -41,11 +44,58 @@ store.close()
 """
 
 
-class Cluster(NamedTuple):
-    """Where the master answers: its clients, and people."""
+class Cluster:
+    """A master, and a node that lends memory.
 
-    address: str
-    metrics_port: int
+    Attributes:
+        address: Where clients find the master.
+        metrics_port: Where people do.
+    """
+
+    def __init__(self, log: IO[str], node_bytes: int) -> None:
+        port, self.metrics_port = _free_ports(2)
+        self.address = f"127.0.0.1:{port}"
+        self._log = log
+        self._node_bytes = node_bytes
+        self._processes: list[subprocess.Popen[Any]] = []
+
+    def start(self) -> None:
+        """Returns when the node has lent its memory."""
+        import mooncake
+
+        host, port = self.address.split(":")
+        master = [str(Path(mooncake.__path__[0]) / "mooncake_master"), "-rpc_address", host]
+        master += ["-rpc_port", port, "-metrics_port", str(self.metrics_port)]
+        master += ["-client_ttl", str(CLIENT_TTL_S)]
+        self._launch(master, self._log)
+        _wait_for(int(port))
+        sizes = [str(self._node_bytes), str(BUFFER_BYTES)]
+        node = self._launch([sys.executable, "-c", NODE, self.address, *sizes], subprocess.PIPE)
+        assert node.stdout is not None
+        assert node.stdout.readline() == "ready\n"
+
+    def kill(self) -> None:
+        """The master and the node end at once; what was stored is gone."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._processes = []
+
+    @contextmanager
+    def stalled(self) -> Iterator[None]:
+        """Inside the block nobody answers, and no connection is closed."""
+        for process in self._processes:
+            process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for process in self._processes:
+                process.send_signal(signal.SIGCONT)
+
+    def _launch(self, command: list[str], stdout: Any) -> subprocess.Popen[Any]:
+        process = subprocess.Popen(command, stdout=stdout, stderr=self._log, text=True)
+        self._processes.append(process)
+        return process
 
 
 def missing() -> str | None:
@@ -60,32 +110,13 @@ def missing() -> str | None:
 @contextmanager
 def cluster(folder: Path, node_bytes: int = NODE_BYTES) -> Iterator[Cluster]:
     """Servers come and go, the node keeps what they stored, up to ``node_bytes``."""
-    import mooncake
-
-    program = Path(mooncake.__path__[0]) / "mooncake_master"
-    port, metrics_port = _free_ports(2)
-    address = f"127.0.0.1:{port}"
-    processes: list[subprocess.Popen[Any]] = []
     with (folder / "mooncake.log").open("w") as log:
+        started = Cluster(log, node_bytes)
         try:
-            master = [str(program), "-rpc_address", "127.0.0.1", "-rpc_port", str(port)]
-            master += ["-metrics_port", str(metrics_port)]
-            processes.append(subprocess.Popen(master, stdout=log, stderr=log))
-            _wait_for(port)
-            node = subprocess.Popen(
-                [sys.executable, "-c", NODE, address, str(node_bytes), str(BUFFER_BYTES)],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-            processes.append(node)
-            assert node.stdout is not None
-            assert node.stdout.readline() == "ready\n"
-            yield Cluster(address, metrics_port)
+            started.start()
+            yield started
         finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+            started.kill()
 
 
 def store_config(cluster: Cluster) -> dict[str, Any]:

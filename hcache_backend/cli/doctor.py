@@ -116,6 +116,8 @@ def _last_server(path: Path, report: ServerReport) -> Check:
         parts.append(f"recomputed layers: {report.recomputation}")
     if report.partition is not None:
         parts.append(f"stored: {report.partition}")
+    if report.behind is not None:
+        parts.append(f"behind the store: {report.behind}")
     if report.tokens_per_second:
         rates = (f"{name} {rate:,.0f}" for name, rate in report.tokens_per_second.items())
         parts.append(f"tokens per second: {', '.join(rates)}")

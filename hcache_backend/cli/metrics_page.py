@@ -24,6 +24,7 @@ COUNTERS = {
     "lookups": ("hcache_lookups_total", "result"),
     "l3_tokens": ("hcache_l3_tokens_total", "result"),
     "store": ("hcache_store_total", "what"),
+    "behind": ("hcache_behind_pages_total", "event"),
     "problems": ("hcache_problems_total", "kind"),
     "prompt": ("sglang:prefill_effective_tokens_total", "mode"),
 }
@@ -88,6 +89,8 @@ class MetricsPage:
         reason: Why it is ``kv``, or empty.
         codec: How own pages are encoded; None: pages are plain.
         suspended: Why L3 is neither read nor written, or None.
+        behind: What L3 is behind the page store, or None.
+        behind_silent: Whether it did not answer when it was asked last.
         rates: Tokens per second by operation, as decisions about L3 hits expect them.
         running: Requests in a batch.
         queued: Requests waiting for a batch.
@@ -101,6 +104,8 @@ class MetricsPage:
     reason: str
     codec: str | None
     suspended: str | None
+    behind: str | None
+    behind_silent: bool
     rates: Mapping[str, float]
     running: int
     queued: int
@@ -185,6 +190,7 @@ def parse(text: str) -> MetricsPage:
         )
     codecs = on.get("hcache_codec")
     suspended = on.get("hcache_l3_suspended")
+    behind = on.get("hcache_l3_behind", [])
     return MetricsPage(
         time=time.monotonic(),
         counters=counters,
@@ -197,6 +203,8 @@ def parse(text: str) -> MetricsPage:
         reason=modes[0]["reason"],
         codec=codecs[0]["used"] if codecs and modes[0]["pages"] == "own" else None,
         suspended=suspended[0]["reason"] if suspended else None,
+        behind=behind[0]["backend"] if behind else None,
+        behind_silent=any(rank["state"] == "silent" for rank in behind),
         rates=rates,
         running=int(requests["sglang:num_running_reqs"]),
         queued=int(requests["sglang:num_queue_reqs"]),
@@ -238,6 +246,8 @@ def summary(page: MetricsPage, before: MetricsPage | None) -> dict[str, Any]:
         "reason": page.reason or None,
         "codec": page.codec,
         "suspended": page.suspended,
+        "behind": page.behind,
+        "behind_silent": page.behind_silent,
         "tokens_per_second": dict(page.rates),
         "running": page.running,
         "queued": page.queued,

@@ -56,6 +56,11 @@ LINES = (
         "pages",
     ),
     Line("L3 pages evicted", "store", ("pages_evicted",), "pages"),
+    Line("behind L3: read", "behind", ("read",), "pages"),
+    Line("behind L3: not readable or damaged", "behind", ("missed",), "pages"),
+    Line("behind L3: not asked, it did not answer", "behind", ("not_asked",), "pages"),
+    Line("behind L3: written", "behind", ("written",), "pages"),
+    Line("behind L3: not written", "behind", ("dropped_full", "write_failed"), "pages"),
 )
 
 
@@ -156,13 +161,21 @@ def _state(seen: dict[str, Any]) -> str:
         said.append(f"codec {seen['codec']}")
     if seen["suspended"] is not None:
         said.append(f"L3 suspended: {seen['suspended']}")
+    if seen["behind"] is not None:
+        silent = ", which does not answer" if seen["behind_silent"] else ""
+        said.append(f"{seen['behind']} behind L3{silent}")
     said.append(f"{seen['running']} requests running, {seen['queued']} queued")
     return ", ".join(said)
 
 
 def _rates(seen: dict[str, Any]) -> list[Text]:
     """What decisions about L3 hits go by."""
-    names = {"l3_read": "L3 is read", "load": "loaded to the device", "prefill": "computed"}
+    names = {
+        "l3_read": "L3 is read",
+        "behind_read": "what is behind it",
+        "load": "loaded to the device",
+        "prefill": "computed",
+    }
     rates = seen["tokens_per_second"]
     said = [f"{text} at {rates[name]:,.0f}" for name, text in names.items() if name in rates]
     return [Text(f"tokens per second: {', '.join(said)}")] if said else []

@@ -135,6 +135,30 @@ CODEC = Metric(
     multiprocess_mode="max",
 )
 
+BEHIND = Metric(
+    Gauge,
+    "hcache_l3_behind",
+    "1 for the L3 behind the page store and its state (answers, silent)",
+    "backend",
+    "state",
+    multiprocess_mode="max",
+)
+"""silent: it failed, or did not answer in time, when it was asked last."""
+
+BEHIND_PAGES = Metric(
+    Counter,
+    "hcache_behind_pages",
+    "Pages and the L3 behind the page store",
+    "event",
+)
+"""
+- ``found``, ``absent``: looked for, since the page store lacks them;
+- ``read``, ``missed``: asked for, and proven or not; ``damaged``: not what they should be;
+- ``not_asked``: not looked for or read, since it does not answer, or failed a moment ago;
+- ``kept``, ``not_kept``: were read, and given to the page store at once, or not;
+- ``written``, ``write_failed``, ``dropped_full``: written, refused, or too many waited already.
+"""
+
 RATES = Metric(
     Gauge,
     "hcache_tokens_per_second",
@@ -143,12 +167,12 @@ RATES = Metric(
     "backend",
     multiprocess_mode="min",
 )
-"""l3_read, load (host memory to the KV pool, as far as a batch waits for it)
-and prefill; of several ranks the slowest counts."""
+"""l3_read, behind_read (of the L3 behind the page store), load (host memory to the KV pool, as far
+as a batch waits for it) and prefill; of several ranks the slowest counts."""
 
 ALL = (
     TOKENS, BYTES, SECONDS, STAGE_SECONDS, PAGES, LOOKUPS, L3_TOKENS, STORE, PROBLEMS, MODE,
-    SUSPENDED, CODEC, RATES,
+    SUSPENDED, CODEC, BEHIND, BEHIND_PAGES, RATES,
 )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hcache_backend.engine import metrics
+from hcache_backend.engine.behind.store import StoreBehind
 from hcache_backend.engine.hits.start import stop_judging
 from hcache_backend.engine.pool_pages import tensor_parts
 from hcache_backend.engine.repairs import Repairs
@@ -48,7 +49,7 @@ _REPORT_SECONDS = 60.0
 
 
 class HCacheStorage(HiCacheStorage):
-    """Pages in local files: our own, or SGLang's plain KV pages.
+    """Pages in local files: our own, or SGLang's plain KV pages; and what other machines have.
 
     Args:
         storage_config: SGLang's description of this rank.
@@ -69,16 +70,20 @@ class HCacheStorage(HiCacheStorage):
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
         joined = attach.join(storage_config)
-        self._runtime, config, kv_fields, store = joined
-        self._pools = StoredPools(self._runtime, store, storage_config, kv_fields)
+        self._runtime, config, kv_fields, store, backend = joined
+        open_behind = None
+        if backend is not None and config.behind is not None:
+            open_behind = partial(StoreBehind, backend, config.behind)
+        self._pools = StoredPools(self._runtime, store, storage_config, kv_fields, open_behind)
         self.repairs = Repairs(self._pools.take_gaps, storage_config.pp_size)
         self._runtime.on_distrust.append(self._drop_own_pages)
         self._leave_report = partial(attach.leave_report, joined, storage_config)
         self._reported = time.monotonic()
         self._guard("report", self._leave_report, None)
         logger.info(
-            "hcache: L3 in %s, %s mode, %s pages%s",
+            "hcache: L3 in %s%s, %s mode, %s pages%s",
             ", ".join(map(str, config.dirs)),
+            f", {config.behind.backend} behind" if config.behind is not None else "",
             self._runtime.mode or "kv",
             "own" if self._runtime.own_pages else "plain",
             f" ({self._runtime.reason})" if self._runtime.reason else "",
@@ -105,7 +110,7 @@ class HCacheStorage(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        found = self._get(keys, host_indices)
+        found = self._get(keys, host_indices, prefix=_prefix(extra_info))
         pages = _leading(found)
         self._count_tokens(hit=pages, unreadable=len(keys) - pages)
         if time.monotonic() > self._reported + _REPORT_SECONDS:
@@ -164,6 +169,10 @@ class HCacheStorage(HiCacheStorage):
         for t in transfers:
             self._set(t.keys or [], t.host_indices, t.name, extra_info)
         return {t.name: [True] * len(t.keys or []) for t in transfers}
+
+    def take_found_behind(self) -> int:
+        """Pages that look-ups found behind the page store only, since the last call."""
+        return self._pools.take_found_behind()
 
     def use(self, keys: Sequence[str]) -> None:
         """A request uses the pages ``keys`` of its prompt, from the first one on.
@@ -230,8 +239,14 @@ class HCacheStorage(HiCacheStorage):
 
     # ---- internals ----
 
-    def _get(self, keys: Sequence[str], host_indices: Any, pool: str = PoolName.KV) -> list[bool]:
-        get = partial(self._pools.get, keys, host_indices, pool)
+    def _get(
+        self,
+        keys: Sequence[str],
+        host_indices: Any,
+        pool: str = PoolName.KV,
+        prefix: Sequence[str] = (),
+    ) -> list[bool]:
+        get = partial(self._pools.get, keys, host_indices, pool, prefix)
         return self._guard("get", get, [False] * len(keys))
 
     def _set(

@@ -5,9 +5,10 @@ Everything here may raise; :class:`~hcache_backend.engine.storage.HCacheStorage`
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import and_
 from typing import Any, overload
@@ -16,11 +17,14 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hcache_backend.engine import metrics
+from hcache_backend.engine.behind.store import StoreBehind
 from hcache_backend.engine.pool_pages import PartialRead, PoolPages
 from hcache_backend.engine.runtime import Runtime, Weights
 from hcache_backend.page import key_bytes
 from hcache_backend.store import Gap, PageStore
-from hcache_backend.units import Parts
+from hcache_backend.units import Parts, Share
+
+logger = logging.getLogger("hcache")
 
 
 class PageKeys(Sequence[bytes]):
@@ -53,6 +57,8 @@ class StoredPools:
     Args:
         config: SGLang's description of this rank.
         kv_fields: What K and V depend on besides the weights, for the namespace of plain pages.
+        open_behind: Makes the store behind this one, for pages of so many bytes, in so many pieces;
+            None: there is none.
     """
 
     def __init__(
@@ -61,12 +67,16 @@ class StoredPools:
         store: PageStore,
         config: HiCacheStorageConfig,
         kv_fields: dict[str, object],
+        open_behind: Callable[[int, int], StoreBehind] | None = None,
     ) -> None:
         self._runtime = runtime
         self._store = store
         self._store_counters = metrics.StoreCounters(store.stats)
         self._config = config
         self._kv_fields = kv_fields
+        self._open_behind = open_behind
+        self._behind: StoreBehind | None = None
+        self._found_behind = 0
         self._pools: dict[str, PoolPages] = {}
         self._writing = threading.Lock()
         self._lock = threading.Lock()
@@ -83,6 +93,8 @@ class StoredPools:
         if is_first and self._config.tp_rank == self._config.pp_rank == 0:
             page_bytes = host_pool.size_per_token * host_pool.page_size
             self._store.check_room(page_bytes // pages.shares)
+        if self._open_behind is not None:
+            self._use_behind(pages, self._open_behind)
 
     def is_suspended(self) -> bool:
         """Whether L3 neither takes nor gives for now."""
@@ -90,7 +102,10 @@ class StoredPools:
         return weights is None or weights.suspended is not None
 
     def exists(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[bool]:
-        """Whether L3 has all shares of each page."""
+        """Whether L3 has all shares of each page.
+
+        Of what only the store behind has, it says so up to the first page that no store has.
+        """
         pages, found = self._pools[pool], [True] * len(keys)
         for share in range(0 if pages.empty else pages.shares):
             namespace = self._serving_namespace(pool, share)
@@ -100,13 +115,30 @@ class StoredPools:
             hashes = [key_bytes(key) for key in keys]
             with metrics.timed("l3_exists"):
                 here = self._store.exists(namespace, hashes, share=pages.share)
+                if self._behind is not None and pool == PoolName.KV:
+                    added = self._look_behind(self._behind, namespace, pages.share, hashes, here)
+                    self._found_behind += added if share == 0 else 0
             metrics.LOOKUPS.count("found", sum(here))
             metrics.LOOKUPS.count("absent", len(here) - sum(here))
             found = list(map(and_, found, here))
         return found
 
-    def get(self, keys: Sequence[str], host_indices: Any, pool: str = PoolName.KV) -> list[bool]:
-        """Read pages into the host pool; False is a miss."""
+    def take_found_behind(self) -> int:
+        """Pages that look-ups found since the last call, from the first that is only behind on.
+
+        One thread looks up.
+        """
+        found, self._found_behind = self._found_behind, 0
+        return found
+
+    def get(
+        self,
+        keys: Sequence[str],
+        host_indices: Any,
+        pool: str = PoolName.KV,
+        prefix: Sequence[str] = (),
+    ) -> list[bool]:
+        """Read pages, which follow those of ``prefix``, into the host pool; False is a miss."""
         pages = self._pools[pool]
         found = [True] * len(keys)
         if pages.empty:
@@ -116,7 +148,10 @@ class StoredPools:
             return [False] * len(keys)
         wanted = pages.wanted(host_indices)
         for share, parts in enumerate(memory.shares):
-            found = list(map(and_, found, self.read(keys, parts, pool, share, wanted)))
+            here = self.read(keys, parts, pool, share, wanted)
+            if self._behind is not None and pool == PoolName.KV and not all(here):
+                self._read_behind(self._behind, keys, parts, share, prefix, here)
+            found = list(map(and_, found, here))
         memory.finish(found)
         return found
 
@@ -132,7 +167,10 @@ class StoredPools:
         pages = self._pools[pool]
         memory = None if pages.empty else pages.to_write(host_indices, len(keys))
         for share, parts in enumerate(memory.shares if memory else ()):
-            self.write(keys, parts, pool, share, prefix, last_use)
+            namespace = self.write(keys, parts, pool, share, prefix, last_use)
+            if self._behind is not None and pool == PoolName.KV and namespace is not None:
+                hashes = [key_bytes(key) for key in keys]
+                self._behind.write(namespace, pages.share, hashes, parts)
 
     def use(self, keys: Sequence[str]) -> None:
         """A request uses the pages ``keys`` of its prompt, from the first one on.
@@ -155,9 +193,11 @@ class StoredPools:
     def drop_written(self) -> int:
         """Delete all pages that this server wrote, of earlier weights too, once L3 is suspended.
 
-        A write that had begun before is waited for, or its pages would be named afterwards.
-        Returns how many files went.
+        A write that had begun before is waited for, or its pages would be named afterwards. What is
+        behind the page store already stays there. Returns how many files went.
         """
+        if self._behind is not None:
+            self._behind.forget()
         with self._writing:
             return self._store.drop_writer(self._runtime.writer)
 
@@ -196,15 +236,23 @@ class StoredPools:
         share: int = 0,
         prefix: Sequence[str] = (),
         last_use: int | None = None,
-    ) -> None:
-        """Store a share of pages from the memory ``parts``; see :meth:`PageStore.put`."""
+        made_by: bytes | None = None,
+    ) -> bytes | None:
+        """Store a share of pages from the memory ``parts``; see :meth:`PageStore.put`.
+
+        Args:
+            made_by: The namespace that they belong to; None: the one that is served.
+
+        Returns:
+            That namespace; None: it is not served, and they were dropped.
+        """
         start = time.perf_counter()
         pages, hashes = self._pools[pool], [key_bytes(key) for key in keys]
         with self._writing:
             namespace = self._serving_namespace(pool, share)
-            if namespace is None:
+            if namespace is None or made_by not in (None, namespace):
                 metrics.PAGES.count("dropped_suspended", len(keys))
-                return
+                return None
             with metrics.timed("l3_write"):
                 stored = self._store.put(
                     namespace,
@@ -223,6 +271,7 @@ class StoredPools:
         with self._lock:
             self._metrics.backup_pgs.append(sum(stored))
             self._metrics.backup_bandwidth.append(_gigabytes_per_second(size, start))
+        return namespace
 
     def take_stats(self) -> StorageMetrics:
         """Pages and bandwidths since the last call."""
@@ -231,9 +280,82 @@ class StoredPools:
         return taken
 
     def close(self) -> None:
-        """Close the store."""
+        """Close the store, and the one behind it."""
+        if self._behind is not None:
+            self._behind.close()
         self._store.close()
         self._store_counters.publish()
+
+    def _use_behind(self, pages: PoolPages, open_behind: Callable[[int, int], StoreBehind]) -> None:
+        """Look for the pages of the one pool that there is behind the page store, too."""
+        if pages.name == PoolName.KV and not pages.empty and self._behind is None:
+            page_bytes = pages.host_pool.size_per_token * pages.host_pool.page_size // pages.shares
+            try:
+                self._behind = open_behind(page_bytes, 1 if self._config.is_mla_model else 2)
+            except Exception:  # raised on one rank, it would leave the others waiting
+                self._open_behind = None
+                logger.exception("hcache: option 'behind' does nothing: it takes no memory of ours")
+        elif pages.name != PoolName.KV:
+            logger.warning("hcache: option 'behind' does nothing: the model has several host pools")
+            self._open_behind, behind, self._behind = None, self._behind, None
+            if behind is not None:
+                behind.close()
+
+    def _look_behind(
+        self,
+        behind: StoreBehind,
+        namespace: bytes,
+        share: Share,
+        hashes: Sequence[bytes],
+        here: list[bool],
+    ) -> int:
+        """Note in ``here`` which pages, up to the first one that no store has, are behind.
+
+        Returns how many pages there are up to that one, from the first one on that only the store
+        behind has, in this batch or in one before.
+        """
+        absent = [number for number, found in enumerate(here) if not found]
+        asked = [hashes[number] for number in absent]
+        count = behind.leading(namespace, share, asked) if asked else 0
+        for number in absent[:count]:
+            here[number] = True
+        end = absent[count] if count < len(absent) else len(here)
+        first = absent[0] if count else end
+        return end - (0 if self._found_behind else first)
+
+    def _read_behind(
+        self,
+        behind: StoreBehind,
+        keys: Sequence[str],
+        parts: Sequence[Parts],
+        share: int,
+        prefix: Sequence[str],
+        found: list[bool],
+    ) -> None:
+        """Read the pages that are not ``found`` from behind the page store, and keep them in it."""
+        namespace, pages = self._serving_namespace(PoolName.KV, share), self._pools[PoolName.KV]
+        if namespace is None:
+            return
+        start = time.monotonic()
+        missing = [number for number, here in enumerate(found) if not here]
+        hashes = [key_bytes(keys[number]) for number in missing]
+        with metrics.timed("behind_read"):
+            came = behind.read(namespace, pages.share, hashes, [parts[n] for n in missing])
+        proven = list(compress(missing, came))
+        gate = self._runtime.hit_gate
+        if gate is not None and share == 0:
+            tokens = len(proven) * pages.host_pool.page_size
+            gate.l3.came_from_behind(tokens, time.monotonic() - start)
+        for number in proven:
+            found[number] = True
+        if proven:
+            kept, before = [keys[n] for n in proven], [*prefix, *keys[: proven[0]]]
+
+            def keep(copies: list[Parts]) -> None:
+                names = kept[: len(copies)]
+                self.write(names, copies, PoolName.KV, share, before, made_by=namespace)
+
+            behind.keep([parts[n] for n in proven], keep)
 
     def _serving_namespace(self, pool: str, share: int) -> bytes | None:
         """Namespace to read and write, or None while L3 is suspended.

@@ -41,6 +41,20 @@ def test_defaults_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ({"check_every_pages": "64"}, "option 'check_every_pages' is '64': Input should be a"),
         ({"check_every_pages": True}, "option 'check_every_pages' is True: Input should be a"),
         ({"check_every_pages": -1}, "should be greater than or equal to 0"),
+        ({"behind": "mooncake"}, 'a table with the backend and its options, such as {"backend": '),
+        ({"behind": {}}, "option 'behind.backend' is {}: Field required"),
+        (
+            {"behind": {"backend": "s3"}},
+            "option 'behind.backend' is 's3': Input should be 'file', 'mooncake' or 'nixl'",
+        ),
+        (
+            {"behind": {"backend": "file", "read_second": 1}},
+            "unknown option 'behind.read_second' (value 1); did you mean 'read_seconds'?",
+        ),
+        (
+            {"behind": {"backend": "file", "read_seconds": 0}},
+            "option 'behind.read_seconds' is 0: Input should be greater than 0",
+        ),
         ({"restore_chunk_tokens": 1}, "should be greater than or equal to 64"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -121,6 +122,25 @@ def test_quantiles_lie_within_their_bucket() -> None:
     assert histogram.quantile(0.7) == pytest.approx(0.15)
     assert histogram.quantile(0.99) == 0.2  # beyond the last bound nothing more is known
     assert Histogram().quantile(0.5) is None
+
+
+def test_what_is_behind_l3_shows_and_whether_it_answers(server: Pages, pages: list[str]) -> None:
+    metrics.BEHIND.set("mooncake", "answers")
+    answers = written()
+    metrics.BEHIND.set("mooncake", "answers", value=0)
+    metrics.BEHIND.set("mooncake", "silent")
+    metrics.BEHIND_PAGES.count("read", 7)
+    metrics.RATES.set("behind_read", "hcache", value=1234)
+    server.pages = [answers, written()]
+    _, output = run(address(server), "--once", "--interval", "0.2")
+    assert "mooncake behind L3, which does not answer" in output
+    assert "what is behind it at 1,234" in output
+    assert re.search(r"behind L3: read .* 7 pages", output)
+    assert not parse(answers).behind_silent
+    for family in (metrics.BEHIND, metrics.BEHIND_PAGES, metrics.RATES):
+        family.family.clear()
+    page = parse(written())
+    assert (page.behind, page.behind_silent) == (None, False)
 
 
 def test_suspended_l3_and_kv_mode_show_with_their_reasons() -> None:

@@ -22,19 +22,23 @@ class Hit(NamedTuple):
         tokens: How many.
         prefix: Tokens before them; nobody computes or reads these.
         rest: Tokens after them, which are computed either way.
+        behind: How many of them, at their end, come from behind the page store.
     """
 
     tokens: int
     prefix: int
     rest: int
+    behind: int = 0
 
     def without(self, tokens: int) -> Hit:
         """What is left of it when its first ``tokens`` have arrived."""
-        return Hit(self.tokens - tokens, self.prefix + tokens, self.rest)
+        left = self.tokens - tokens
+        return Hit(left, self.prefix + tokens, self.rest, min(self.behind, left))
 
     def cut(self, tokens: int) -> Hit:
         """Its first ``tokens``, the others being computed."""
-        return Hit(tokens, self.prefix, self.rest + self.tokens - tokens)
+        cut_off = self.tokens - tokens
+        return Hit(tokens, self.prefix, self.rest + cut_off, max(0, self.behind - cut_off))
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ class Costs:
     Attributes:
         prefill: Computing tokens.
         read: Reading them from L3 to host memory.
+        behind: Reading them from behind the page store.
         load: What a batch waits for their load to the device.
     """
 
@@ -101,6 +106,12 @@ class Costs:
         self.load = Estimate(machine.load if machine else _linear, known=known)
         reads = machine.read if machine and machine.profile.l3 is not None else None
         self.read = Estimate(reads or _linear, known=reads is not None)
+        self.behind = Estimate(_linear, known=False)
+
+    def reading(self, tokens: int, behind: int) -> float | None:
+        """Seconds to read ``tokens``, so many of them from behind; None: nothing is known yet."""
+        near, far = self.read.seconds(tokens - behind), self.behind.seconds(behind)
+        return None if near is None or far is None else near + far
 
     def saved(self, hit: Hit) -> float | None:
         """Seconds of computing that a hit saves; None: nothing is known yet."""
@@ -114,7 +125,12 @@ class Costs:
 
     def rates(self) -> dict[str, float]:
         """Tokens per second of operations on :data:`SHOWN_TOKENS` tokens, as far as known."""
-        estimates = {"l3_read": self.read, "load": self.load, "prefill": self.prefill}
+        estimates = {
+            "l3_read": self.read,
+            "behind_read": self.behind,
+            "load": self.load,
+            "prefill": self.prefill,
+        }
         taken = {name: known.seconds(SHOWN_TOKENS) for name, known in estimates.items()}
         return {name: SHOWN_TOKENS / seconds for name, seconds in taken.items() if seconds}
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from hcache_backend.engine import metrics
 from hcache_backend.engine.hits.costs import Costs, Hit, Machine
+from hcache_backend.engine.hits.estimates import Estimate
 from hcache_backend.engine.hits.progress import L3Progress, Reading
 
 logger = logging.getLogger("hcache")
@@ -60,6 +61,23 @@ class _Asked:
     @property
     def left(self) -> int:
         return self.hit.tokens - self.arrived if self.hit is not None else 0
+
+    @property
+    def left_behind(self) -> int:
+        return min(self.hit.behind, self.left) if self.hit is not None else 0
+
+
+@dataclass
+class _Trials:
+    """When a hit is read although L3 was slow.
+
+    Attributes:
+        last_read: When L3 was read last; None: never.
+        pause: So long after that.
+    """
+
+    last_read: float | None = None
+    pause: float = TRIAL_SECONDS
 
 
 class Running(NamedTuple):
@@ -109,8 +127,7 @@ class HitGate:
         self._asked: dict[str, _Asked] = {}
         self._refused: OrderedDict[str, None] = OrderedDict()
         self.l3 = L3Progress(self.costs, clock)
-        self._last_read: float | None = None
-        self._trial_seconds = TRIAL_SECONDS
+        self._trials = (_Trials(), _Trials())  # of the page store, and of what is behind it
         self._gpu_wanted = False
         self._agreed_overdue = False
         self._said: float | None = None
@@ -150,7 +167,7 @@ class HitGate:
         ``running`` are all, in the order in which they are read.
         """
         now = self._clock()
-        verdicts, queued = [], 0
+        verdicts, queued, behind = [], 0, 0
         with self._lock:
             kept = {one.request_id for one in running}
             reading = self.l3.reading
@@ -163,8 +180,10 @@ class HitGate:
             overdue = self.l3.seems_overdue(now)
             for place, one in enumerate(running):
                 asked = self._asked.get(one.request_id)
-                ends = asked is not None and place < _JUDGED and self._ends(asked, one, queued, now)
-                queued += asked.left if asked is not None else 0
+                ends = False
+                if asked is not None:
+                    queued, behind = queued + asked.left, behind + asked.left_behind
+                    ends = place < _JUDGED and self._ends(asked, one, queued, behind, now)
                 verdicts.append(overdue or ends)
         return [*verdicts, overdue]
 
@@ -213,49 +232,62 @@ class HitGate:
         with self._lock:
             return request_id in self._refused
 
-    def takes(self, request_id: str, tokens: int, wanted: int) -> bool:
-        """Whether this rank wants a hit to be read.
+    def takes(self, request_id: str, tokens: int, wanted: int, behind: int = 0) -> int:
+        """How many tokens of a hit this rank wants to be read: all, or none.
+
+        Or those that the page store has, where what is behind it is slower than computing.
 
         Args:
             tokens: Tokens of the hit.
             wanted: Tokens that L3 was asked for.
+            behind: How many tokens of the hit, at its end, come from behind the page store.
         """
         now = self._clock()
         with self._lock:
             asked = self._asked.setdefault(request_id, _Asked(0))
-            hit = Hit(tokens, asked.prefix, wanted - tokens + 1)
+            hit = Hit(tokens, asked.prefix, wanted - tokens + 1, behind)
             asked.hit = None
             problem = self._too_slow(hit, now)
             asked.trial = problem is not None and self._is_trial_due(hit, now)
-            if problem is None or asked.trial:
-                asked.hit = hit
+            taken = tokens if problem is None or asked.trial else 0
+            near = hit.cut(tokens - behind)
+            if not taken and 0 < near.tokens < tokens and self._too_slow(near, now) is None:
+                taken = near.tokens
+            if taken:
+                asked.hit = hit.cut(taken)
             else:
                 self._refuse(request_id)
-        if problem is None or asked.trial:
-            return True
-        metrics.L3_TOKENS.count("slower", tokens)
-        if self._said is None or now - self._said > _SILENCE_SECONDS:
-            self._said = now
-            logger.info("hcache: an L3 hit is refused: %s", problem)
-        return False
+        if taken < tokens:
+            metrics.L3_TOKENS.count("slower", tokens - taken)
+            if self._said is None or now - self._said > _SILENCE_SECONDS:
+                self._said = now
+                logger.info("hcache: an L3 hit is refused: %s", problem)
+        return taken
 
     # ---- the thread that reads ----
 
     def read_begins(self, request_id: str, wanted: int, step: int) -> None:
         """L3 is going to be read: ``wanted`` tokens, ``step`` at a time."""
         with self._lock:
-            asked = self._asked.get(request_id)
+            asked, behind = self._asked.get(request_id), 0
             if asked is not None and asked.hit is not None:  # other ranks may have less of it
                 asked.hit = asked.hit.cut(wanted)
-            self.l3.begin(request_id, wanted, step)
+                behind = asked.hit.behind
+            self.l3.begin(request_id, wanted, step, behind)
 
     def read_ends(self) -> None:
         """What was begun is over, whatever came of it."""
         reading = self.l3.reading
         if reading is None:
             return
-        seconds = self._clock() - reading.start
-        self._measured(reading.tokens, reading.wanted, seconds)
+        now = self._clock()
+        seconds = now - reading.start
+        far, near = reading.from_behind, reading.tokens - reading.from_behind
+        wanted_far = max(reading.behind, far)
+        seconds_near = seconds - reading.seconds_behind
+        self._measured(self.costs.read, near, reading.wanted - wanted_far, seconds_near)
+        self._measured(self.costs.behind, far, wanted_far, reading.seconds_behind)
+        self._trials[reading.behind > 0].last_read = now
         with self._lock:
             self.l3.reading = None
             asked = self._asked.get(reading.request_id)
@@ -265,24 +297,23 @@ class HitGate:
     def _plan_trial(self, asked: _Asked, reading: Reading, seconds: float) -> None:
         """When to try next, now that a hit was read. Under the lock."""
         hit = asked.hit  # None: it was ended
+        trials = self._trials[reading.behind > 0]
         if not asked.trial:
-            self._trial_seconds = TRIAL_SECONDS
+            trials.pause = TRIAL_SECONDS
         elif hit is not None and reading.tokens < reading.wanted:
             return  # its client is gone, or pages are: that says nothing of the disk
         elif hit is not None and self._pays(hit, seconds):
-            self._trial_seconds = 0.0  # the next one confirms it
+            trials.pause = 0.0  # the next one confirms it
         else:
-            longer = max(TRIAL_SECONDS, 2 * self._trial_seconds)
-            self._trial_seconds = min(longer, LONGEST_TRIAL_SECONDS)
+            trials.pause = min(max(TRIAL_SECONDS, 2 * trials.pause), LONGEST_TRIAL_SECONDS)
 
-    def _measured(self, tokens: int, wanted: int, seconds: float) -> None:
-        self._last_read = self._clock()
-        expected = self.costs.read.seconds(wanted)
+    def _measured(self, reads: Estimate, tokens: int, wanted: int, seconds: float) -> None:
+        expected = reads.seconds(wanted)
         if not tokens and expected is not None and seconds > expected:
             tokens = wanted  # it failed, and that took longer than reading
-        if tokens:
+        if tokens and wanted > 0:
             # What ended on the way counts as if the rest had come at the same pace.
-            self.costs.read.measured(wanted, 0, seconds * wanted / tokens)
+            reads.measured(wanted, 0, max(seconds, 1e-6) * wanted / tokens)
             self._show()
 
     # ---- estimates ----
@@ -310,10 +341,12 @@ class HitGate:
         if self._gpu_wanted:
             return 0.0
         queued = sum(asked.left for asked in self._asked.values())
-        read = self.costs.read.seconds(queued + hit.tokens) or 0.0
+        behind = sum(asked.left_behind for asked in self._asked.values())
+        read = self.costs.reading(queued + hit.tokens, behind + hit.behind) or 0.0
         return read * self.l3.slowdown(now)
 
-    def _ends(self, asked: _Asked, one: Running, queued: int, now: float) -> bool:
+    def _ends(self, asked: _Asked, one: Running, queued: int, behind: int, now: float) -> bool:
+        """Whether to end a prefetch; ``queued`` tokens are left up to its end, so many behind."""
         if asked.hit is None or self._gpu_wanted or one.whole or not asked.left:
             return False
         saved = self.costs.saved(asked.hit.without(asked.arrived))
@@ -327,7 +360,7 @@ class HitGate:
             whole = self.costs.saved(asked.hit)
             if whole is not None and elapsed < TRIAL_SHARE * whole:
                 return False
-        expected = 0.0 if asked.trial else self.costs.read.seconds(queued + asked.left) or 0.0
+        expected = 0.0 if asked.trial else self.costs.reading(queued, behind) or 0.0
         return max(pace, expected) * self._min_gain > _ENDING_MARGIN * saved
 
     def _is_trial_due(self, hit: Hit, now: float) -> bool:
@@ -336,7 +369,8 @@ class HitGate:
         busy = self.l3.reading is not None or any(asked.left for asked in self._asked.values())
         if busy or self.l3.seems_overdue(now):
             return False
-        return self._last_read is None or now - self._last_read >= self._trial_seconds
+        trials = self._trials[hit.behind > 0]
+        return trials.last_read is None or now - trials.last_read >= trials.pause
 
     # ---- what is remembered ----
 

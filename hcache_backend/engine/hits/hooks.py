@@ -248,12 +248,17 @@ def around_look_up(
         return original(controller, operation, *a, **kw)
     if gate.was_refused(operation.request_id):
         return [], 0
+    found_behind = getattr(controller.storage_backend, "take_found_behind", lambda: 0)
+    found_behind()  # of a look-up that was judged nowhere
     with gate.l3.looking():
         keys, tokens = original(controller, operation, *a, **kw)
-    taken = True
+    taken = tokens
     with harmless():
-        taken = not tokens or gate.takes(operation.request_id, tokens, len(operation.token_ids))
-    return (keys, tokens) if taken else ([], 0)
+        behind = min(tokens, found_behind() * controller.page_size)
+        if tokens:
+            wanted = len(operation.token_ids)
+            taken = gate.takes(operation.request_id, tokens, wanted, behind)
+    return keys[: taken // controller.page_size], taken
 
 
 def around_read(original: Callable[..., Any], controller: Any, operation: Any) -> Any:

@@ -24,7 +24,10 @@ class Reading:
         wanted: Tokens to be read.
         step: Tokens of a part, which are reported together.
         last: When a part came last, or it began.
+        behind: How many of the wanted tokens, at their end, are behind the page store.
         tokens: Tokens that were read.
+        from_behind: How many of them came from behind, ...
+        seconds_behind: ...and the time that what is behind was asked.
     """
 
     request_id: str
@@ -32,7 +35,10 @@ class Reading:
     wanted: int
     step: int
     last: float
+    behind: int = 0
     tokens: int = 0
+    from_behind: int = 0
+    seconds_behind: float = 0.0
 
 
 class L3Progress:
@@ -57,16 +63,22 @@ class L3Progress:
         finally:
             self._looking_since = None
 
-    def begin(self, request_id: str, wanted: int, step: int) -> None:
-        """L3 is going to be read: ``wanted`` tokens, ``step`` at a time."""
+    def begin(self, request_id: str, wanted: int, step: int, behind: int) -> None:
+        """L3 is going to be read: ``wanted`` tokens, ``step`` at a time, the last from behind."""
         now = self._clock()
-        self.reading = Reading(request_id, now, wanted, step, now)
+        self.reading = Reading(request_id, now, wanted, step, now, behind)
 
     def arrived(self, tokens: int) -> None:
         """So many more tokens were read."""
         if self.reading is not None:
             self.reading.tokens += tokens
             self.reading.last = self._clock()
+
+    def came_from_behind(self, tokens: int, seconds: float) -> None:
+        """What is behind the page store was asked for so long, and gave so many tokens."""
+        if self.reading is not None:
+            self.reading.from_behind += tokens
+            self.reading.seconds_behind += seconds
 
     def seems_overdue(self, now: float) -> bool:
         """Whether this rank's L3 does not answer."""
@@ -75,7 +87,7 @@ class L3Progress:
             return True
         if reading is None:
             return False
-        expected = self._costs.read.seconds(reading.step)
+        expected = self._costs.reading(reading.step, min(reading.step, reading.behind))
         if expected is None:
             expected = LONGEST_PART_SECONDS
         return now - reading.last > 2 * min(expected, LONGEST_PART_SECONDS) + OVERDUE_SECONDS
@@ -85,5 +97,7 @@ class L3Progress:
         reading = self.reading
         if reading is None:
             return 1.0
-        expected = self._costs.read.seconds(reading.tokens + reading.step)
+        tokens = reading.tokens + reading.step
+        behind = min(reading.behind, max(0, tokens - reading.wanted + reading.behind))
+        expected = self._costs.reading(tokens, behind)
         return max(1.0, (now - reading.start) / expected) if expected else 1.0

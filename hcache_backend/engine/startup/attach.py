@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
 
 from hcache_backend.config import (
     FIXED_AT_START,
@@ -22,6 +22,7 @@ from hcache_backend.config import (
 )
 from hcache_backend.engine import hooks
 from hcache_backend.engine.arguments import kv_fields, page_size, resolved
+from hcache_backend.engine.behind.backend import make_backend
 from hcache_backend.engine.ranks import said_by_all_ranks
 from hcache_backend.engine.runtime import Runtime, current
 from hcache_backend.engine.startup.hit_machine import judge_our_hits
@@ -48,12 +49,18 @@ _SGLANG_KEYS = (
 
 
 class Joined(NamedTuple):
-    """What a backend instance works with; ``kv_fields``: what K and V depend on but the weights."""
+    """What a backend instance works with.
+
+    Attributes:
+        kv_fields: What K and V depend on but the weights.
+        behind: What option ``behind`` names, or None.
+    """
 
     runtime: Runtime
     config: HCacheConfig
     kv_fields: dict[str, object]
     store: PageStore
+    behind: HiCacheStorage | None
 
 
 def join(storage_config: HiCacheStorageConfig) -> Joined:
@@ -96,6 +103,8 @@ def leave_report(joined: Joined, storage_config: HiCacheStorageConfig) -> None:
         save_record(folders[0], name, record, replace=False)
     if storage_config.pp_rank == 0:
         report = runtime.report()
+        if joined.config.behind is not None:
+            report = report.model_copy(update={"behind": joined.config.behind.backend})
         for folder in folders:
             write_report(folder, report)
         keep_profile(runtime, folders[0])
@@ -154,7 +163,12 @@ def _join_here(storage_config: HiCacheStorageConfig) -> Joined:
     if config is None or store is None:  # not at start-up
         config = _attach_config(runtime, storage_config.extra_config or {})
         store = open_store(config, runtime.writer)
-    return Joined(runtime, config, fields, store)
+    try:
+        behind = make_backend(config.behind, storage_config) if config.behind else None
+    except ConfigError:
+        store.close()
+        raise
+    return Joined(runtime, config, fields, store, behind)
 
 
 def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:

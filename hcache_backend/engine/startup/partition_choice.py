@@ -81,12 +81,13 @@ def _choose(runtime: Runtime, kvcache: Any) -> LayerMethods:
     from_l3: L3Path = "overlapped" if eager else "first"
     l3: L3Path = "none" if args.hicache_storage_backend is None else from_l3
     tokens = min(int(runtime.runner.model_config.context_len), int(kvcache.size))
-    if decision is None and profile is not None and shape is not None and store.is_ours:
+    alone = store.is_ours and config.behind is None  # machines that share pages decide alike
+    if decision is None and profile is not None and shape is not None and alone:
         seconds = pipeline_seconds(chunk_tokens, tokens, ranks, parks)
         decision = _fastest(profile, shape, tokens, ranks, l3, layers, seconds)
     elif decision is None:
         smaller = layers * row_bytes < kv_bytes_per_token(kvcache)
-        decision = _smallest(layers, smaller, "no profile" if store.is_ours else "another L3")
+        decision = _smallest(layers, smaller, "no profile" if alone else "another L3")
     if recorded is None and store.is_ours:
         partition, reason = decision
         record = PartitionRecord(

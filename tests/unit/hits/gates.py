@@ -34,7 +34,7 @@ def read(gate: HitGate, clock: Clock, seconds: float, tokens: int = 1000) -> Non
 
 def takes(gate: HitGate, name: str, tokens: int = 1000, rest: int = 0, prefix: int = 0) -> bool:
     assert gate.may_ask(name, prefix)
-    return gate.takes(name, tokens, tokens + rest)
+    return gate.takes(name, tokens, tokens + rest) == tokens
 
 
 def turn(gate: HitGate, *running: Running) -> list[str]:

@@ -1,0 +1,231 @@
+"""The store behind the page store: pages as values in a backend that may hang.
+
+A value is the page's bytes and, at its end, a digest over them, the namespace, the key and the
+share: whatever a backend returns for a name, it is the page, or it is a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import xxhash
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+
+from hcache_backend.config import BehindOption
+from hcache_backend.engine import metrics
+from hcache_backend.engine.behind.backend import RowPool, Values, row_bytes
+from hcache_backend.engine.behind.threads import Caller, Later
+from hcache_backend.page import Bytes
+from hcache_backend.store.stats import ProblemLog
+from hcache_backend.units import Parts, Share
+
+logger = logging.getLogger("hcache")
+
+LOOK_UP_SECONDS = 0.4
+"""Longest look-up: decisions about L3 hits take L3 for overdue after half a second."""
+_LOOK_UP_PAGES = 256
+REST_SECONDS = 10.0
+"""A backend that failed, or did not answer in time, is left alone for so long."""
+_CLOSE_SECONDS = 5.0
+_MAGIC = b"HCBEHIND"
+_PROOF_BYTES = len(_MAGIC) + 16
+
+_Result = TypeVar("_Result")
+
+
+class StoreBehind:
+    """Pages of one host pool in a backend that other machines use, too. Any thread; never raises.
+
+    Look-ups and reads wait for a bounded time. What is written is copied, and written later; what
+    there is no room for is dropped and counted.
+
+    Args:
+        page_bytes: Those of the largest page.
+        pieces: As how many pieces of memory the backend wants to see a page.
+    """
+
+    def __init__(
+        self, backend: HiCacheStorage, option: BehindOption, page_bytes: int, pieces: int
+    ) -> None:
+        self._name = option.backend
+        self._read_seconds = option.read_seconds
+        length = row_bytes(page_bytes + _PROOF_BYTES, pieces)
+        self._rows = rows = max(1, option.buffer_bytes // 3 // length)
+        pool = RowPool(2 * rows, length, pieces)
+        self._memory: Bytes = pool.kv_buffer.numpy()
+        self._values = Values(backend, pool)
+        self._looking = Caller("hcache-behind-look-up")
+        self._reading = Caller("hcache-behind-read")
+        self._one_read = threading.Lock()
+        self._writes = Later("hcache-behind-write", self._memory[rows:, :page_bytes])
+        # Pages that were proven are kept from memory that the backend does not know.
+        self._keeps = Later("hcache-behind-keep", np.empty((rows, page_bytes), np.uint8))
+        self._problems = ProblemLog()
+        self._rests_until = 0.0
+        self._answers = True
+        metrics.BEHIND.set(self._name, "answers")
+
+    def leading(self, namespace: bytes, share: Share, keys: Sequence[bytes]) -> int:
+        """How many of the pages ``keys``, from the first one on, the backend says to have.
+
+        As many as it says in time.
+        """
+        deadline, found = time.monotonic() + LOOK_UP_SECONDS, 0
+        for start in range(0, len(keys), _LOOK_UP_PAGES):
+            names = [_name(namespace, key, share) for key in keys[start : start + _LOOK_UP_PAGES]]
+            look_up = partial(self._values.leading, names)
+            here = self._ask(self._looking, look_up, deadline - time.monotonic())
+            if here is None:
+                metrics.BEHIND_PAGES.count("not_asked", len(keys) - start)
+                break
+            found += here
+            metrics.BEHIND_PAGES.count("found", here)
+            metrics.BEHIND_PAGES.count("absent", len(names) - here)
+            if here < len(names) or time.monotonic() > deadline:
+                break
+        return found
+
+    def read(
+        self, namespace: bytes, share: Share, keys: Sequence[bytes], pages: Sequence[Parts]
+    ) -> list[bool]:
+        """Read pages into memory; False is a miss, and the memory of that page holds anything."""
+        found: list[bool] = []
+        with self._one_read:
+            while len(found) < len(keys):
+                part = slice(len(found), len(found) + self._rows)
+                here = self._read_part(namespace, share, keys[part], pages[part])
+                if here is None:
+                    break
+                found += here
+        asked = len(found)
+        metrics.BEHIND_PAGES.count("read", sum(found))
+        metrics.BEHIND_PAGES.count("missed", asked - sum(found))
+        metrics.BEHIND_PAGES.count("not_asked", len(keys) - asked)
+        return found + [False] * (len(keys) - asked)
+
+    def write(
+        self, namespace: bytes, share: Share, keys: Sequence[bytes], pages: Sequence[Parts]
+    ) -> None:
+        """Write pages, later; their memory may change when this returns."""
+
+        def write(rows: list[int], copies: list[Parts]) -> None:
+            for row, key, copy in zip(rows, keys, copies, strict=False):
+                proof = _proof(namespace, key, share, copy)
+                self._memory[self._rows + row, -_PROOF_BYTES:] = np.frombuffer(proof, np.uint8)
+            names = [_name(namespace, key, share) for key in keys[: len(rows)]]
+            stored = self._values.set(names, [self._rows + row for row in rows])
+            metrics.BEHIND_PAGES.count("written", sum(stored))
+            metrics.BEHIND_PAGES.count("write_failed", len(stored) - sum(stored))
+
+        taken = self._writes.take(pages, write)
+        metrics.BEHIND_PAGES.count("dropped_full", len(pages) - taken)
+
+    def keep(self, pages: Sequence[Parts], put: Callable[[list[Parts]], object]) -> None:
+        """Have ``put`` store pages that were read, later; it gets copies of the first of them.
+
+        What there is no room for is put when the server has nothing else to do.
+        """
+        taken = self._keeps.take(pages, lambda rows, copies: put(copies))
+        metrics.BEHIND_PAGES.count("kept", taken)
+        metrics.BEHIND_PAGES.count("not_kept", len(pages) - taken)
+
+    def forget(self) -> None:
+        """What waits to be written, or to be kept, is not."""
+        self._writes.forget()
+        self._keeps.forget()
+
+    def close(self) -> None:
+        """Let go of the backend, once what waits is written; what takes too long is given up."""
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        threads = (self._looking, self._reading, self._writes, self._keeps)
+        ended = [thread.end(deadline) for thread in threads]
+        if all(ended):
+            try:
+                self._values.close()
+            except Exception:
+                logger.exception("hcache: %s behind the page store does not close", self._name)
+        self.forget()
+        for state in ("answers", "silent"):
+            metrics.BEHIND.set(self._name, state, value=0)
+
+    def _read_part(
+        self, namespace: bytes, share: Share, keys: Sequence[bytes], pages: Sequence[Parts]
+    ) -> list[bool] | None:
+        """Read as many pages as there are rows; None: the backend is left alone."""
+        names = [_name(namespace, key, share) for key in keys]
+        get = partial(self._values.get, names, range(len(names)))
+        came = self._ask(self._reading, get, self._read_seconds)
+        if came is None:
+            return None
+        return [
+            ok and self._take(row, namespace, key, share, page)
+            for row, (ok, key, page) in enumerate(zip(came, keys, pages, strict=True))
+        ]
+
+    def _take(self, row: int, namespace: bytes, key: bytes, share: Share, page: Parts) -> bool:
+        """Copy a value to the memory of its page, and see there whether it is that page."""
+        start, value = 0, self._memory[row]
+        for part in page:
+            end = start + part.nbytes
+            np.frombuffer(part, np.uint8)[:] = value[start:end]
+            start = end
+        if value[-_PROOF_BYTES:].tobytes() == _proof(namespace, key, share, page):
+            return True
+        metrics.BEHIND_PAGES.count("damaged")
+        metrics.PROBLEMS.count("behind_damaged")
+        what = f"page {key.hex()[:12]} from {self._name} is damaged: a miss"
+        self._problems.report("damaged", what)
+        return False
+
+    def _ask(self, thread: Caller, work: Callable[[], _Result], seconds: float) -> _Result | None:
+        """What ``work()`` returns; None: it failed or took too long, now or a while ago."""
+        if time.monotonic() < self._rests_until or self._looking.hangs or self._reading.hangs:
+            return None
+        try:
+            found = thread.call(work, seconds)
+        except TimeoutError:
+            problem = f"did not answer within {seconds:g} s"
+        except Exception as error:
+            problem = f"failed: {type(error).__name__}: {error}"
+        else:
+            self._note(answers=True)
+            return found
+        self._rests_until = time.monotonic() + REST_SECONDS
+        metrics.PROBLEMS.count("behind_silent")
+        self._note(answers=False, problem=problem)
+        return None
+
+    def _note(self, *, answers: bool, problem: str = "") -> None:
+        if answers == self._answers:
+            return
+        self._answers = answers
+        metrics.BEHIND.set(self._name, "answers", value=int(answers))
+        metrics.BEHIND.set(self._name, "silent", value=int(not answers))
+        if answers:
+            logger.info("hcache: %s behind the page store answers again", self._name)
+        else:
+            logger.warning(
+                "hcache: %s behind the page store %s: it is left alone for %.0f s at a time",
+                self._name,
+                problem,
+                REST_SECONDS,
+            )
+
+
+def _name(namespace: bytes, key: bytes, share: Share) -> str:
+    return f"hcache-{namespace.hex()}-{key.hex()}-{share.number}of{share.of}"
+
+
+def _proof(namespace: bytes, key: bytes, share: Share, page: Parts) -> bytes:
+    """What stands at the end of the value of ``page``."""
+    hasher = xxhash.xxh3_128()
+    for part in page:
+        hasher.update(part)
+    hasher.update(namespace + key + bytes(share))
+    return _MAGIC + hasher.digest()

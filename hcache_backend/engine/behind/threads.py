@@ -1,0 +1,149 @@
+"""Threads for calls that may hang: whoever waits for one waits for a bounded time.
+
+They are daemon threads: one that hangs for ever does not keep its process alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hcache_backend.page import Bytes
+from hcache_backend.store.stats import ProblemLog
+from hcache_backend.units import Parts
+
+_Result = TypeVar("_Result")
+
+
+class Caller:
+    """A thread that makes one call after the other."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._given_up: Future[Any] | None = None
+        self._thread = _started(name, self._run)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the thread is still in a call that nobody waits for any more."""
+        return self._given_up is not None and not self._given_up.done()
+
+    def call(self, work: Callable[[], _Result], seconds: float) -> _Result:
+        """What ``work()`` returns.
+
+        Raises:
+            TimeoutError: It took longer than ``seconds``; the thread may still be in it.
+            Exception: What ``work`` raises.
+        """
+        future: Future[_Result] = Future()
+        self._calls.put((future, work))
+        try:
+            return future.result(seconds)
+        except TimeoutError:
+            if not future.cancel():
+                self._given_up = future
+            raise
+
+    def end(self, deadline: float) -> bool:
+        """Whether the thread ended by ``deadline`` (monotonic seconds)."""
+        self._calls.put(None)
+        return _ended(self._thread, deadline)
+
+    def _run(self) -> None:
+        while (asked := self._calls.get()) is not None:
+            future, work = asked
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except Exception as error:
+                    future.set_exception(error)
+
+
+class Later:
+    """A thread that works on copies of pages: pages are copied at once, the work is done later.
+
+    Args:
+        name: Of the thread, and in the log.
+        rows: Memory for the copies, uint8 ``[pages, bytes]``: so many pages wait at most.
+    """
+
+    def __init__(self, name: str, rows: Bytes) -> None:
+        self._name = name
+        self._rows = rows
+        self._lock = threading.Lock()
+        self._free = list(range(len(rows)))
+        self._problems = ProblemLog()
+        self._waiting: SimpleQueue[tuple[list[int], list[Parts], Any] | None] = SimpleQueue()
+        self._thread = _started(name, self._run)
+
+    def take(self, pages: Sequence[Parts], work: Callable[[list[int], list[Parts]], object]) -> int:
+        """Copy the first of ``pages``, as many as there is room for; returns how many.
+
+        ``work`` gets the rows of the copies and their memory, divided as the pages are.
+        """
+        with self._lock:
+            rows, self._free = self._free[: len(pages)], self._free[len(pages) :]
+        if rows:
+            taken = zip(rows, pages, strict=False)
+            self._waiting.put((rows, [_copy(self._rows[row], page) for row, page in taken], work))
+        return len(rows)
+
+    def forget(self) -> None:
+        """The work that waits is not done."""
+        ends = False
+        with contextlib.suppress(Empty):
+            while True:
+                if (waiting := self._waiting.get_nowait()) is None:
+                    ends = True
+                else:
+                    self._release(waiting[0])
+        if ends:
+            self._waiting.put(None)
+
+    def end(self, deadline: float) -> bool:
+        """Whether the thread did all its work, and ended, by ``deadline`` (monotonic seconds)."""
+        self._waiting.put(None)
+        return _ended(self._thread, deadline)
+
+    def _run(self) -> None:
+        while (waiting := self._waiting.get()) is not None:
+            rows, copies, work = waiting
+            try:
+                work(rows, copies)
+            except Exception as error:
+                self._problems.report("later", f"{self._name} failed: {error!r}")
+            self._release(rows)
+
+    def _release(self, rows: list[int]) -> None:
+        with self._lock:
+            self._free += rows
+
+
+def _started(name: str, run: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def _ended(thread: threading.Thread, deadline: float) -> bool:
+    thread.join(max(0.0, deadline - time.monotonic()))
+    return not thread.is_alive()
+
+
+def _copy(row: Bytes, page: Parts) -> Parts:
+    """Copy the parts of a page into ``row``, one after the other; returns where they are."""
+    copies: list[memoryview] = []
+    start = 0
+    for part in page:
+        end = start + part.nbytes
+        row[start:end] = np.frombuffer(part, np.uint8)
+        copies.append(row[start:end].data)
+        start = end
+    return copies

@@ -1,0 +1,205 @@
+"""Servers with page stores of their own, and one L3 behind them that all machines see."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.harness import mooncake
+from bench.harness.server import Server, ServerOptions
+from hcache_backend.cli.metrics_page import fetch
+from tests.engine.harness.conversations import (
+    Conversation,
+    ask,
+    converse,
+    make_conversations,
+    random_tokens,
+)
+from tests.engine.harness.ours import (
+    assert_no_cache_output,
+    assert_nothing_went_wrong,
+    flip_bit,
+    our_server,
+    stored_pages,
+)
+
+pytestmark = pytest.mark.engine
+
+PAGE = 16
+STALL_S = 10.0
+KINDS: dict[str, dict[str, Any]] = {
+    "hidden": {},
+    "own": {"mode": "kv"},
+    "plain": {"mode": "kv", "pages": "plain"},
+}
+
+
+def machine(
+    model: Path, folder: Path, name: str, hcache: dict[str, Any], **options: Any
+) -> ServerOptions:
+    """A server whose page store is in a folder of its own, with options of ours."""
+    shared = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder / "shared")}
+    behind = {"backend": "file", **hcache.pop("behind", {})}
+    return our_server(
+        model,
+        folder / name,
+        hcache={"behind": behind, **hcache},
+        extra_env=shared,
+        page_size=PAGE,
+        **options,
+    )
+
+
+def values(folder: Path) -> set[Path]:
+    return set((folder / "shared").glob("*.bin"))
+
+
+def until_all_is_behind(server: Server, folder: Path) -> None:
+    """A value for each page of the page store, or for each rank's share of one."""
+    stored = server.options.log.parent
+    server.until(lambda: len(values(folder)) == len(stored_pages(stored)), "all to be behind")
+
+
+def from_l3(server: Server, prompts: Sequence[list[int]]) -> Sequence[Conversation]:
+    """What is asked of a server that has nothing in L1 and L2."""
+    server.flush_cache()
+    return ask(server, prompts, flush=True)
+
+
+def assert_found(conversations: Sequence[Conversation]) -> None:
+    for conversation in conversations:
+        [turn] = conversation.turns
+        assert turn.cached.storage >= len(turn.prompt) - 2 * PAGE, turn.cached
+
+
+def assert_absent(conversations: Sequence[Conversation]) -> None:
+    assert [c.turns[0].cached.total for c in conversations] == [0] * len(conversations)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp"),
+    [
+        ("hidden", 1),
+        pytest.param("own", 1, marks=pytest.mark.long),
+        pytest.param("plain", 1, marks=pytest.mark.long),
+        pytest.param("hidden", 2, marks=pytest.mark.long),
+        pytest.param("own", 2, marks=pytest.mark.long),
+    ],
+)
+def test_conversations_of_a_lost_machine_go_on_elsewhere(
+    kind: str, tp: int, model: Path, tmp_path: Path
+) -> None:
+    """From behind first, then from the disk of the machine that they moved to; none that is
+    damaged."""
+    with Server(machine(model, tmp_path, "first", {**KINDS[kind]}, tp=tp)) as first:
+        conversations = converse(first, make_conversations(2, 1))
+        until_all_is_behind(first, tmp_path)
+        sound = values(tmp_path)
+        [lost] = converse(first, make_conversations(1, 1, seed=1))
+        until_all_is_behind(first, tmp_path)
+        assert_nothing_went_wrong(first)
+    for path in values(tmp_path) - sound:
+        flip_bit(path, path.stat().st_size // 4)
+    with Server(machine(model, tmp_path, "second", {**KINDS[kind]}, tp=tp)) as second:
+        moved = from_l3(second, [c.history for c in conversations])
+        assert_found(moved)
+        damaged = from_l3(second, [lost.history])
+        assert_absent(damaged)
+        until_kept(second, len(sound))
+        (tmp_path / "shared").rename(tmp_path / "gone")
+        again = from_l3(second, [c.history for c in conversations])
+        assert_found(again)
+        log = second.log_text()
+        assert "file behind" in log
+        assert_nothing_went_wrong(second)
+    assert_no_cache_output(model, [*conversations, *moved, *damaged, *again])
+
+
+def until_kept(server: Server, count: int) -> None:
+    """As many pages in the page store, at least."""
+    folder = server.options.log.parent
+    server.until(lambda: len(stored_pages(folder)) >= count, "pages to be kept")
+
+
+# ---- Mooncake's store ----
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[mooncake.Cluster]:
+    if (why := mooncake.missing()) is not None:
+        pytest.skip(f"no Mooncake: {why}")
+    with mooncake.cluster(tmp_path) as cluster:
+        yield cluster
+
+
+def mooncake_machine(
+    model: Path, folder: Path, name: str, cluster: mooncake.Cluster, **hcache: Any
+) -> ServerOptions:
+    config = mooncake.store_config(cluster)
+    del config["prefetch_threshold"]  # SGLang's own
+    behind = {"backend": "mooncake", "config": config}
+    hcache = {"mode": "kv", "behind": behind, **hcache}
+    return machine(model, folder, name, hcache, extra_args=("--enable-metrics",), fork=False)
+
+
+def behind(server: Server, event: str) -> float:
+    return fetch(server.url).counters["behind"].get(event, 0)
+
+
+def until_it_answers(server: Server, asked: list[Conversation]) -> None:
+    """Every new text is looked for behind, unless that is left alone."""
+
+    def answers() -> bool:
+        asked.extend(from_l3(server, [random_tokens(40, 1000 + len(asked))]))
+        return not fetch(server.url).behind_silent
+
+    server.until(answers, "what is behind to answer")
+
+
+@pytest.mark.long
+def test_mooncake_behind_two_machines_stalls_and_dies_and_requests_go_on(
+    model: Path, tmp_path: Path, cluster: mooncake.Cluster
+) -> None:
+    """The second machine's disk has room for half of what the first one wrote."""
+    asked: list[Conversation] = []
+    prompts = [random_tokens(200, seed) for seed in range(5)]
+    with Server(mooncake_machine(model, tmp_path, "first", cluster)) as first:
+        asked += from_l3(first, prompts)
+        pages = stored_pages(tmp_path / "first")
+        first.until(lambda: behind(first, "written") == len(pages), "all to be behind")
+    quota = sum(path.stat().st_size for path in pages) // 2
+    with Server(mooncake_machine(model, tmp_path, "second", cluster, quota_bytes=quota)) as second:
+        asked += (found := from_l3(second, prompts[:2]))
+        assert_found(found)
+        assert behind(second, "read") > 0
+        until_kept(second, 24)
+
+        with cluster.stalled():
+            asked += (near := from_l3(second, prompts[:2]))
+            assert_found(near)
+            asked += (far := from_l3(second, prompts[2:3]))
+            assert_absent(far)
+            assert fetch(second.url).behind_silent
+            time.sleep(STALL_S)
+        until_it_answers(second, asked)
+        asked += (far := from_l3(second, prompts[3:4]))
+        assert_found(far)
+
+        cluster.kill()
+        asked += from_l3(second, prompts[:1])
+        asked += (far := from_l3(second, prompts[4:]))
+        assert_absent(far)
+        cluster.start()
+        until_it_answers(second, asked)
+        before = behind(second, "written")
+        asked += from_l3(second, [random_tokens(200, 99)])
+        second.until(lambda: behind(second, "written") > before, "pages to go to the new cluster")
+
+        sizes = [path.stat().st_size for path in stored_pages(tmp_path / "second")]
+        assert sum(sizes) <= quota
+        assert_nothing_went_wrong(second)
+    assert_no_cache_output(model, asked)
