@@ -4,14 +4,16 @@ A node is backed up only when every row of it is valid, by exchanging table entr
 and no page of other weights is ever projected. How many of the first layers are recomputed is
 decided before pages are read, so that their segments are not, and again at the load.
 
-Which slots a node has stands in device memory. HiCache wants its answer at once, and the scheduler
-thread never waits for the device. So a node gets host pages at once where no row of any token was
-lost, and the exchange follows a few passes later, when the slots are known.
+Which slots a node has stands in device memory, and HiCache wants its answer at once. Where no row
+of any token in the KV pool was lost, a node gets host pages before anybody knows its slots; the
+exchange follows a few passes later. Else the scheduler thread waits until the slots are known,
+which stands behind the beginning of the last pass.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,16 +96,20 @@ class HiddenStateController(OwnPagesController):
         Pipeline stages cannot agree: they back it up whether its rows are valid or not.
         """
         self._stages.talk()
-        ledger, tokens = self._capture.ledger, len(device_indices)
-        slots, valid, due = ledger.read(device_indices), True, ledger.passes + _PASSES
-        if not self._agreed(self._can_wait()):
-            ledger.settle()
-            problem = self._problem(slots)
-            valid, due = self._agreed(problem is None), 0
-            if not valid:
-                self._not_backed_up(problem or "another rank", tokens)
-                if self._stages.alone:
-                    return None
+        ledger, tokens, problem = self._capture.ledger, len(device_indices), self._ended()
+        due, slots = ledger.passes + _PASSES, Read()
+        valid, can_wait = self._agreed(problem is None, self._can_wait())
+        if valid:
+            slots = ledger.read(device_indices)
+            if not can_wait:
+                metrics.TOKENS.count("waited_for_rows", tokens)
+                ledger.settle()
+                problem, due = self._problem(slots), 0
+                (valid,) = self._agreed(problem is None)
+        if not valid:
+            self._not_backed_up(problem or "another rank", tokens)
+            if self._stages.alone:
+                return None
         self._writing = True
         try:
             host_indices = super().write(device_indices, *args, **kwargs)
@@ -140,7 +146,7 @@ class HiddenStateController(OwnPagesController):
     def _exchange(self, backup: _Backup) -> None:
         slots, tokens = backup.slots, len(backup.host_pages) * self.page_size
         self._stages.backed_up(backup.host_pages)
-        if slots.values is None:
+        if backup.valid and slots.values is None:
             self._capture.ledger.settle()  # the pass that should have copied them could not
         problem = self._problem(slots)
         if backup.valid and problem is not None:
@@ -155,25 +161,33 @@ class HiddenStateController(OwnPagesController):
         """Whether a node may get host pages before its rows are known to be valid.
 
         Not where HiCache needs a backup at once, nor between pipeline stages, whose passes begin at
-        different times.
+        different times, nor while tokens of other weights, whose rows are void, may be cached.
         """
-        fine = self._runtime.distrust is None and self._capture.ledger.none_lost
+        weights = self._runtime.weights
+        flushed = weights is not None and weights.suspended is None
+        fine = flushed and self._capture.ledger.none_lost
         return fine and self._stages.alone and self.write_policy != "write_back"
+
+    def _ended(self) -> str | None:
+        """Why nothing is backed up any more, or None."""
+        if self._runtime.distrust is not None:
+            return "self-check failed"
+        return "capture broke" if self._capture.ledger.broken is not None else None
 
     def _problem(self, slots: Read) -> str | None:
         """Why a node in ``slots`` cannot be backed up."""
-        if self._runtime.distrust is not None:
-            return "self-check failed"
-        if self._capture.ledger.broken is not None or slots.values is None:
-            return "capture broke"
+        ended = self._ended()
+        if ended is not None or slots.values is None:
+            return ended or "capture broke"
         return self._capture.arena.problem(slots.values)
 
-    def _agreed(self, fine: bool) -> bool:
-        """Whether all ranks say so; a rank that lost its trust takes the others with it."""
-        fine, trusted = on_all_ranks(self.tp_group, fine, self._runtime.distrust is None)
+    def _agreed(self, *fine: bool) -> Sequence[bool]:
+        """For each, whether all ranks say so: none, where a rank lost its trust; it takes the
+        others with it."""
+        *agreed, trusted = on_all_ranks(self.tp_group, *fine, self._runtime.distrust is None)
         if not trusted:
             self._runtime.lose_trust("another tensor-parallel rank failed its self-check")
-        return fine and trusted
+        return [trusted and one for one in agreed]
 
     # ---- host -> device ----
 
@@ -198,7 +212,7 @@ class HiddenStateController(OwnPagesController):
         self._stages.talk()
         if not self._stages.have(host_pages):
             problem = "another_stage"
-        fine = self._agreed(problem is None)
+        (fine,) = self._agreed(problem is None)
         if not self._stages.decide(fine):
             tokens = len(host_pages) * self.page_size
             metrics.TOKENS.count(f"not_restored_{problem or 'another_rank'}", tokens)

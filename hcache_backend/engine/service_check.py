@@ -226,6 +226,8 @@ class ServiceChecks:
         self._group = group
         self._sample = _Sample(runtime.config.check_every_pages)
         self._running: deque[_RunningCheck] = deque()
+        # One that is under way projects with the new weights, perhaps, what the old ones left.
+        runtime.on_weights_changed.append(self.forget)
 
     def backed_up(self, host_pages: Ids, slots: torch.Tensor) -> None:
         """Rows of ``host_pages`` (int64 ``[n]``) are there when the current stream gets here.
@@ -257,7 +259,7 @@ class ServiceChecks:
         self._running = _without(host_pages, self._running)
 
     def forget(self) -> None:
-        """All backups were dropped."""
+        """All backups were dropped, or other weights come."""
         self._running.clear()
 
     def read(self) -> None:
