@@ -168,6 +168,8 @@ class StagedCapture:
         segments: Which segment of a page each captured layer has.
 
     Attributes:
+        most_at_once: Tokens of the longest step whose layers all use staging at once, at most its
+            places. Longer ones go layer by layer.
         waits_for_staging: How often a forward pass's stream had to wait for a transfer.
     """
 
@@ -175,6 +177,7 @@ class StagedCapture:
         self, arena: ShadowArena, memory: torch.Tensor, staging: Staging, segments: Sequence[int]
     ) -> None:
         self.arena = arena
+        self.most_at_once = staging.places
         self.waits_for_staging = 0
         self._memory = memory
         self._staging = staging
@@ -212,7 +215,7 @@ class StagedCapture:
             self._in_flight.popleft()
         entry, where = self.ledger.step(slots, positions, token_ids)
         self._steps += 1
-        if self.ledger.broken is None and tokens <= self._staging.places:
+        if self.ledger.broken is None and tokens <= self.most_at_once:
             self._step = self._use_places(tokens, where, entry, now)
             return self._step
         size = tokens * self.codec.row_bytes

@@ -34,11 +34,15 @@ class CaptureCheck:
 
     Nothing may be allocated yet: pages of the pool are overwritten. All ranks must take its steps,
     in their order.
+
+    Args:
+        ranks: The tensor-parallel ranks.
     """
 
-    def __init__(self, plan: HiddenPagePlan) -> None:
+    def __init__(self, plan: HiddenPagePlan, ranks: Any) -> None:
         layout, device = plan.layout, plan.kvcache.device
         self._plan = plan
+        self._ranks = ranks
         self._pages = np.arange(-(-PROBE_TOKENS // layout.page_size))
         shadows = len(self._pages) + 1  # an empty pool hands out its first pages, but for page 0
         shape = (len(self._pages) + shadows, layout.page_bytes)
@@ -55,12 +59,15 @@ class CaptureCheck:
         self._received: dict[int, torch.Tensor] = {}
         self._not_encoded: set[int] = set()
 
-    def save(self, runner: Any, *, graphs: bool) -> None:
+    def save(self, runner: Any, *, graphs: bool, by_layer: bool = False) -> None:
         """Let the model run, with capture, and back up what it left.
 
-        With ``graphs`` prefills go by CUDA graphs where some were recorded, as decode steps always
-        do. No Python sees what projections receive there, so rows are not compared with that; K and
-        V that come of them are.
+        Args:
+            graphs: Prefills go by CUDA graphs where some were recorded, as decode steps always do.
+                No Python sees what projections receive there, so rows are not compared with that; K
+                and V that come of them are.
+            by_layer: The prefill passes staging layer by layer, as prompts that are too long for
+                it.
 
         Raises:
             Refused: Rows are missing in host memory, or others than the projections received.
@@ -73,9 +80,10 @@ class CaptureCheck:
             if not graphs
         ]
         tokens = len(self._pages) * plan.layout.page_size
+        self._capture.most_at_once = 1 if by_layer and plan.staging.layers else plan.staging.places
         try:
             with plan.capture_hooks.trying(runner, self._capture):
-                self._slots = prefill_and_decode(runner, tokens, graphs=graphs)
+                self._slots = prefill_and_decode(runner, tokens, self._ranks, graphs=graphs)
             self._capture.transfers().synchronize()  # nothing is served yet
             self._capture.ledger.settle()
             problem = self._back_up(self._slots.cpu().numpy()) or self._difference()
@@ -88,8 +96,24 @@ class CaptureCheck:
         if problem is not None:
             raise Refused(f"hidden states do not get to host memory: {problem}")
 
-    def restore(self, layers: Sequence[RestoredLayer], projector: Projector) -> None:
-        """Bring the pages back by ``layers``, to other pages of the pool.
+    def make_pipeline(self, layers: Sequence[RestoredLayer]) -> RestorePipeline:
+        """What brings the pages back by ``layers``; it talks to no other rank.
+
+        Its memory may not be there on one rank, and :meth:`restore` has collectives.
+        """
+        plan, device = self._plan, self._plan.kvcache.device
+        return RestorePipeline(
+            self._memory,
+            plan.layout,
+            layers,
+            plan.methods.chunk_tokens,
+            device,
+            exchange=plan.exchange,
+            order=CollectiveOrder(device) if get_tp_group().world_size > 1 else None,
+        )
+
+    def restore(self, pipeline: RestorePipeline, projector: Projector) -> None:
+        """Bring the pages back by ``pipeline``, to other pages of the pool.
 
         Raises:
             Refused: K and V of a layer do not come back, or not as the model wrote them.
@@ -99,17 +123,7 @@ class CaptureCheck:
         there = self._slots + (int(self._slots.max()) // size) * size
         if int(there.max()) >= len(plan.kvcache.k_buffer[0]):
             raise Refused("the KV pool is too small to try a restore")
-        device, chunk = plan.kvcache.device, plan.methods.chunk_tokens
         try:
-            pipeline = RestorePipeline(
-                self._memory,
-                plan.layout,
-                layers,
-                chunk,
-                device,
-                exchange=plan.exchange,
-                order=CollectiveOrder(device) if get_tp_group().world_size > 1 else None,
-            )
             pages = self._arena.physical(self._pages)
             restore = pipeline.start(pages, there, first_layer=first)
             for event in restore.layers[first:]:

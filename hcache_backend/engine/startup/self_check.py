@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.prefill import (
     forward_batch,
@@ -85,7 +86,7 @@ def run_again(runner: Any, lengths: Sequence[int]) -> Sequence[torch.Tensor]:
 
 
 @torch.no_grad()
-def prefill_and_decode(runner: Any, tokens: int, *, graphs: bool) -> torch.Tensor:
+def prefill_and_decode(runner: Any, tokens: int, ranks: Any, *, graphs: bool) -> torch.Tensor:
     """Run the model on a prompt that begins as the probe does, and on its last token by itself.
 
     The latter is a decode step, by a CUDA graph where one was recorded. All ranks must call it.
@@ -93,10 +94,14 @@ def prefill_and_decode(runner: Any, tokens: int, *, graphs: bool) -> torch.Tenso
 
     Args:
         tokens: Of the prompt, at least 2.
+        ranks: The tensor-parallel ranks: none takes the decode step when the prefill failed on one.
         graphs: Whether the prefill goes by a CUDA graph, too, where one was recorded.
 
     Returns:
         The slots of all tokens, int64 ``[tokens]``.
+
+    Raises:
+        Refused: It failed on another rank.
     """
     prompt = _prompt(runner.model_config.vocab_size, tokens)
     batch: Any = None
@@ -118,6 +123,9 @@ def prefill_and_decode(runner: Any, tokens: int, *, graphs: bool) -> torch.Tenso
                     problem = error
                 finally:
                     stages.pass_on()
+                (fine,) = on_all_ranks(ranks, problem is None)
+                if not fine and problem is None:
+                    problem = Refused("another tensor-parallel rank failed in a forward pass")
     finally:
         _empty_pools(runner)
     if problem is not None:

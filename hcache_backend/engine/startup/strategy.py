@@ -188,10 +188,11 @@ class OwnPagesStrategy(StackStrategy):
         step(specs.find)
         step(specs.check_writing)
         step(specs.settle)
-        check = step(lambda: CaptureCheck(plan))
-        for graphs in (False, True):
-            step(partial(check.save, runner, graphs=graphs))
-            step(lambda: check.restore(restored_layers(kvcache, plan, projector), projector))
+        check = step(lambda: CaptureCheck(plan, ranks))
+        pipeline = step(lambda: check.make_pipeline(restored_layers(kvcache, plan, projector)))
+        for graphs, by_layer in ((False, True), (False, False), (True, False)):
+            step(partial(check.save, runner, graphs=graphs, by_layer=by_layer))
+            step(lambda: check.restore(pipeline, projector))
         [host_pages] = smallest(stages, plan.pages.host)
         plan.pages = plan.pages._replace(host=host_pages)
 

@@ -97,6 +97,15 @@ def test_a_step_longer_than_the_ring_moves_layer_by_layer(machine: Machine) -> N
     assert machine.proven([*long, *slots(5)])
 
 
+def test_a_short_step_moves_layer_by_layer_where_it_is_told_to(machine: Machine) -> None:
+    machine.capture.most_at_once = SIZE - 1
+    assert machine.forward(slots(1))
+    assert machine.capture._ring is not None
+    machine.settle()
+    machine.assert_stored(slots(1))
+    assert machine.proven(slots(1))
+
+
 def test_long_steps_in_a_row_wait_only_for_the_parts_that_they_use(machine: Machine) -> None:
     long, others = slots(1, 2, 3, 4), slots(5, 6, 7, 8)
     capture, gates, waits = machine.capture, [], []
