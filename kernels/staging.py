@@ -242,7 +242,10 @@ def stage_kernel(
         tl.store(marks + place, mark)
 
 
-@triton.jit(do_not_specialize=["step", "n", "layers"])  # else it is compiled again in service
+@triton.jit(  # else it is compiled again in service
+    do_not_specialize=["step", "n", "layers", "layer_stride"],
+    do_not_specialize_on_alignment=["marks"],
+)
 def judge_kernel(
     marks,  # int64 [layers, n], layers layer_stride apart
     verdicts,  # uint8 [n]
@@ -266,7 +269,10 @@ def judge_kernel(
     tl.store(verdicts + at, verdict.to(tl.uint8), mask=at < n)
 
 
-@triton.jit(do_not_specialize=["n", "layers"])  # else it is compiled again in service
+@triton.jit(  # else it is compiled again in service
+    do_not_specialize=["n", "layers", "layer_stride"],
+    do_not_specialize_on_alignment=["staged"],
+)
 def save_kernel(
     staged,  # words [layers, n, WORDS], layers layer_stride apart
     slots,  # int64 [n]

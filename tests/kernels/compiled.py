@@ -111,7 +111,7 @@ def _widest(way: str, ptx: str) -> int:
 
 
 def source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
-    """What Triton's launcher would specialise the kernel on; tensors are aligned to 16 bytes."""
+    """What Triton's launcher would specialise the kernel on; storages are aligned to 16 bytes."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int], list[list[Any]]] = {}
@@ -124,7 +124,9 @@ def source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
             constants[name] = value
         elif isinstance(value, torch.Tensor):
             signature[name] = "*" + _NAMES[value.dtype]
-            attributes[(index,)] = [["tt.divisibility", 16]]
+            any_address = parameter.do_not_specialize_on_alignment
+            if value.storage_offset() * value.element_size() % 16 == 0 and not any_address:
+                attributes[(index,)] = [["tt.divisibility", 16]]
         elif isinstance(value, int):
             signature[name] = "i32" if value < 1 << 31 else "i64"
             if value % 16 == 0 and not any_size:

@@ -332,9 +332,13 @@ def launches_of(n: int) -> dict[str, Launch]:
         "scatter": pages.scatter_launch(empty(n, row), memory, ids(n), ids(n), offset),
         "stage": stage_launch(empty(n, row), None, ids(n), ids(1), staged, 0),
         "save": save_launch(
-            staged.rows[:, :n], ids(n), ids(N), memory, ids(LAYERS), PAGE, range(PAGE)
+            staged.rows[:, n : 2 * n], ids(n), ids(N), memory, ids(LAYERS), PAGE, range(PAGE)
         ),
-        "judge": judge_launch(places[:, :n], n, empty(n)),
+        "save a layer": save_launch(
+            empty(1, n, row), ids(n), ids(N), memory, ids(1), PAGE, range(PAGE)
+        ),
+        "judge": judge_launch(places[:, n : 2 * n], n, empty(n)),
+        "judge layer by layer": judge_launch(ids(LAYERS, n), n, empty(n)),
         "project": fused_launches(replace(call, **tokens), config)[0],
         "encode": exp4.encode_launch(rows, encoded, empty(n)),
         "decode": exp4.decode_launch(encoded, rows),
@@ -349,3 +353,14 @@ def test_no_number_of_pages_or_tokens_compiles_a_kernel_again(what: str) -> None
     ]
     kinds = [(one.signature, one.constants, one.attrs) for one in compiled]
     assert all(kind == kinds[0] for kind in kinds)
+
+
+@pytest.mark.parametrize("n", [15, 16])
+def test_long_steps_use_the_kernels_that_short_ones_compiled(n: int) -> None:
+    launches = launches_of(n)
+    for short, long in (("save", "save a layer"), ("judge", "judge layer by layer")):
+        kinds = []
+        for launch in (launches[short], launches[long]):
+            one = source(launch.kernel, launch.arguments)
+            kinds.append((one.signature, one.constants, one.attrs))
+        assert kinds[0] == kinds[1], long
