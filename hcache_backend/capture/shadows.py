@@ -248,10 +248,6 @@ class ShadowArena(Arena):
 
     # ---- host pages ----
 
-    def is_home(self, host_page: int, device_page: int) -> bool:
-        """Whether ``host_page`` holds the tokens that are in ``device_page`` now."""
-        return bool(self._tenant[host_page] == device_page)
-
     def physical(self, host_pages: Ids) -> Ids:
         return self._host[host_pages]
 
