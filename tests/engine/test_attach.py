@@ -127,7 +127,7 @@ def test_data_survives_a_detach_and_ends_with_clear(
     if hidden:
         expected = "hidden mode, own pages, codec none; "
     elif "own pages: " in server.log_text():
-        expected = "kv mode, own pages (option 'mode' is 'kv'); "
+        expected = "kv mode, own pages (option 'mode' is 'kv'), codec none; "
     assert f"Last server of {tmp_path / 'l3'}: {expected}{model}" in told
 
 
