@@ -111,6 +111,10 @@ class Overflow:
         """Whether a layer of ``host_page`` did not fit. Any thread."""
         return host_page in self._rows or host_page in self.lost
 
+    def rows_of(self, host_page: int) -> dict[int, int]:
+        """The rows of ``host_page``, by layer."""
+        return self._rows.get(host_page, {})
+
     def rows(self, host_pages: Ids, layer: int) -> tuple[Ids, Ids]:
         """Which of ``host_pages`` (their places, int64 ``[n]``) have ``layer`` here, in which
         rows."""

@@ -179,7 +179,7 @@ class OwnPagesController(HybridCacheController, ABC):
             own = tokens[i * size : (i + 1) * size]
             at = None if first is None else first + i * size
             problem = self._finish_header(page, int(host_pages[i]), own, at)
-            if overflow is not None and int(host_pages[i]) in overflow.pages:
+            if problem is None and overflow is not None and int(host_pages[i]) in overflow.pages:
                 problem = "page_not_encodable"
             if problem is None:
                 layout.seal(page, key_bytes(key))
@@ -339,7 +339,6 @@ class KVController(OwnPagesController):
                 if not kept:
                     tokens = len(host_pages) * self.page_size
                     metrics.TOKENS.count("not_restored_overflow_full", tokens)
-                self._never_loaded |= not kept
                 fine = fine and kept
         else:
             self._stages.talk()

@@ -202,7 +202,7 @@ class HiddenStateController(OwnPagesController):
             for_ever = not self._pool.arena.waits_for_proof(host_pages)
             metrics.PROBLEMS.count(problem)
         elif not self._kept(host_pages):
-            problem, for_ever = "overflow_full", True
+            problem = "overflow_full"
         else:
             planned = self._loads.plan(host_pages, self._prefix)
             if planned is None:

@@ -175,6 +175,10 @@ class OwnPagesPool(HostKVCache):
     def _wait_for_rows(self) -> None:
         """Let the current stream wait for what else comes to pages of a backup."""
 
+    def settled(self, host_page: int) -> bool:
+        """Whether what a backup could not encode is kept or lost, once its transfer has passed."""
+        return self.overflow is None or self.overflow.settled(host_page)
+
     def load_to_device_per_layer(
         self,
         device_pool: Any,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,10 +18,11 @@ from hcache_backend.streams import Event, current_stream, host_tensor, to_device
 from hcache_backend.units import Share, units_per_group
 from hcache_kernels.codecs import UnsupportedRows, make_codec
 from hcache_kernels.codecs.exp4 import Cut
+from hcache_kernels.codecs.exp4_code import decode_units
 from hcache_kernels.codecs.segments import decode_segments, encode_segments, segment_bytes
 from hcache_kernels.pages import gather_pages, gather_plane, scatter_rows
 
-_WORD = torch.int64
+logger = logging.getLogger("hcache")
 
 
 class KVSegments:
@@ -141,28 +143,43 @@ class KVSegments:
         return RestoredLayer("kv", copy=copy)
 
     def held(self, layers: Sequence[int], slots: torch.Tensor) -> torch.Tensor:
-        """What a page has of ``layers`` if it has what the pool does: segment after segment, uint8,
-        on the device.
+        """K and V of ``layers`` in the pool, as plain pages have them: layer after layer, uint8, on
+        the device.
 
         ``slots`` are those of the tokens of a page, int64 ``[page_size]``, on the device.
         """
-        pages, cut = self.pages_of(slots), self._cut
-        if cut is None:
-            planes = (plane for layer in layers for plane in self._plain(layer, pages))
-        else:
-            planes = (self._encoded(layer, pages, cut)[0] for layer in layers)
+        pages = self.pages_of(slots)
+        planes = (plane for layer in layers for plane in self._plain(layer, pages))
         return torch.cat([plane[0] for plane in planes])
 
     def differs(
-        self, layout: PageLayout, page: torch.Tensor, layers: Sequence[int], held: torch.Tensor
+        self,
+        layout: PageLayout,
+        page: torch.Tensor,
+        layers: Sequence[int],
+        held: torch.Tensor,
+        kept: Mapping[int, torch.Tensor],
     ) -> int | None:
-        """The first of ``layers`` whose segment in ``page`` is not what the pool ``held``, or None.
+        """The first of ``layers`` that does not come back as the pool ``held`` it, or None.
 
-        ``page`` is uint8 ``[page_bytes]``; both are on the CPU.
+        Encoded segments are decoded by the reference, whatever encoded them. All is on the CPU.
+
+        Args:
+            page: uint8 ``[page_bytes]``.
+            held: From :meth:`held`.
+            kept: K and V of layers that do not fit in the page, as plain pages have them: uint8.
         """
-        lengths = [layout.segment_bytes[layer] for layer in layers]
-        for layer, segment in zip(layers, held.split(lengths), strict=True):
-            if not torch.equal(segment, page[layout.segment(layer)]):
+        lengths, cut = [layout.segment_bytes[layer] for layer in layers], self._cut
+        if cut is not None:
+            lengths = [self.plain_bytes] * len(layers)
+        for layer, wanted in zip(layers, held.split(lengths), strict=True):
+            found = page[layout.segment(layer)]
+            if layer in kept:
+                found = kept[layer]
+            elif cut is not None:
+                units = found.view(len(self._planes(layer)) * cut.units, -1)
+                found = decode_units(units, cut.values).view(torch.uint8).flatten()
+            if not torch.equal(found, wanted):
                 return layer
         return None
 
@@ -259,19 +276,31 @@ class OverflowArea:
         self._memory = room.view(-1)[: rows * kv.plain_bytes].view(rows, -1)
         self._device = device
         self._last: SavedPages | None = None
+        self._unsettled: set[int] = set()
+        self._warned = False
 
     def saved(self, host_pages: Ids, slots: torch.Tensor, fits: torch.Tensor) -> SavedPages:
         """``host_pages`` were saved from ``slots``, as far as they fit, on the current stream."""
         told = host_tensor(fits.shape, torch.bool, self._device).copy_(fits, non_blocking=True)
         self._last = SavedPages(host_pages, self._kv.pages_of(slots), told)
+        self._unsettled.update(host_pages.tolist())
         return self._last
 
     def awaited(self, ack: Any) -> Any:
         """HiCache's ``HiCacheAck`` of the last backup, which ends when what did not fit is kept."""
         assert self._last is not None
-        end = _BackupEnd(ack, partial(self.copy_unfit, self._last))
-        self._last = None
+        saved, self._last = self._last, None
+        settle = partial(self._unsettled.difference_update, saved.host_pages.tolist())
+        end = _BackupEnd(ack, partial(self._end, saved), settle)
         return ack._replace(start_event=end, finish_event=end)
+
+    def settled(self, host_page: int) -> bool:
+        """Whether all that a backup brought to ``host_page`` is there, or is lost."""
+        return host_page not in self._unsettled
+
+    def kept(self, host_page: int) -> dict[int, torch.Tensor]:
+        """What is here of ``host_page``, by layer: uint8 ``[plain_bytes]``, on the CPU."""
+        return {layer: self._memory[row] for layer, row in self.pages.rows_of(host_page).items()}
 
     def load(self, layer: int, host_pages: Ids, slots: torch.Tensor) -> None:
         """Copy what is here of a layer of ``host_pages`` to ``slots``, on the current stream."""
@@ -287,6 +316,21 @@ class OverflowArea:
     def clear(self) -> None:
         """HiCache has freed all pages."""
         self.pages.clear()
+        self._unsettled.clear()
+
+    def _end(self, saved: SavedPages) -> Event | None:
+        """See :meth:`copy_unfit`; counts, and warns once."""
+        unfit = int((~saved.fits).any(0).sum())
+        copied = self.copy_unfit(saved)
+        metrics.TOKENS.count("not_encodable", unfit * self._kv.page_size)
+        if self.pages.lost and not self._warned:
+            self._warned = True
+            logger.warning(
+                "hcache: K and V of pages that codec 'exp4' cannot encode have no room in host "
+                "memory: they are computed again wherever they are not on the device (codec 'none' "
+                'keeps them; hcache_tokens_total{event="not_restored_overflow_full"} counts)'
+            )
+        return copied
 
     def copy_unfit(self, saved: SavedPages) -> Event | None:
         """Copy what did not fit of pages that have arrived, on the current stream; an event behind
@@ -295,7 +339,6 @@ class OverflowArea:
         places = np.flatnonzero(unfit.any(0))
         if not len(places):
             return None
-        metrics.TOKENS.count("not_encodable", len(places) * self._kv.page_size)
         host_pages = saved.host_pages[places].tolist()
         with metrics.harmless("overflow", "K and V that could not be encoded are lost"):
             now = current_stream(self._device)
@@ -315,65 +358,39 @@ class _BackupEnd:
 
     Args:
         ack: HiCache's, with the events of the transfer.
-        keep: Launches what comes behind the backup; an event behind that, or None.
+        launch: Launches what comes behind the backup; an event behind that, or None.
+        ended: Is told when that has passed.
     """
 
-    def __init__(self, ack: Any, keep: Callable[[], Event | None]) -> None:
+    def __init__(
+        self, ack: Any, launch: Callable[[], Event | None], ended: Callable[[], None]
+    ) -> None:
         self._start, self._finish = ack.start_event, ack.finish_event
-        self._keep: Callable[[], Event | None] | None = keep
-        self._kept: Event | None = None
+        self._launch: Callable[[], Event | None] | None = launch
+        self._launched: Event | None = None
+        self._ended = ended
 
     def query(self) -> bool:
         if not self._finish.query():
             return False
-        kept = self._go_on()
-        return kept is None or kept.query()
+        last = self._go_on()
+        if last is not None and not last.query():
+            return False
+        self._ended()
+        return True
 
     def synchronize(self) -> None:
         self._finish.synchronize()
-        kept = self._go_on()
-        if kept is not None:
-            kept.synchronize()
+        last = self._go_on()
+        if last is not None:
+            last.synchronize()
+        self._ended()
 
     def elapsed_time(self, _end: _BackupEnd) -> float:
         milliseconds: float = self._start.elapsed_time(self._finish)
         return milliseconds
 
     def _go_on(self) -> Event | None:
-        if self._keep is not None:
-            self._kept, self._keep = self._keep(), None
-        return self._kept
-
-
-class PoolParking:
-    """Room for the hidden states of one layer in the slots that its V will take.
-
-    With multi-head attention V has as many bytes.
-
-    Args:
-        kvcache: SGLang's ``MHATokenToKVPool``; rows of V must hold a row (see :meth:`fits`).
-        layer: Layer, as the pool numbers them.
-        row_bytes: Bytes of one stored hidden state.
-    """
-
-    def __init__(self, kvcache: Any, layer: int, row_bytes: int) -> None:
-        buffer = kvcache.v_buffer[layer]
-        self._words = buffer.view(len(buffer), -1).view(_WORD)[:, : row_bytes // _WORD.itemsize]
-
-    @staticmethod
-    def fits(kvcache: Any, row_bytes: int) -> bool:
-        """Whether every row of V has room for a hidden state of ``row_bytes`` bytes."""
-        return row_bytes % _WORD.itemsize == 0 and all(
-            buffer.is_contiguous()
-            and buffer[0].nbytes >= row_bytes
-            and buffer[0].nbytes % _WORD.itemsize == 0
-            for buffer in kvcache.v_buffer
-        )
-
-    def put(self, segments: torch.Tensor, slots: torch.Tensor) -> None:
-        """See :class:`~hcache_backend.restore.layers.Parking`."""
-        self._words.index_copy_(0, slots, segments.view(_WORD).view(len(slots), -1))
-
-    def take(self, slots: torch.Tensor) -> torch.Tensor:
-        """uint8 ``[n, row_bytes]``."""
-        return self._words.index_select(0, slots).view(torch.uint8)
+        if self._launch is not None:
+            self._launched, self._launch = self._launch(), None
+        return self._launched

@@ -94,15 +94,21 @@ def _without(freed: Ids, checks: deque[_Checked]) -> deque[_Checked]:
 def _kv_problem(
     kv: KVSegments, pool: OwnPagesPool, copied: _CopiedPage | _RunningCheck
 ) -> str | None:
+    """Which layer of a page is not what the pool held; None also of a page that is lost."""
+    kept, overflow = {}, pool.overflow
+    if overflow is not None:
+        if copied.host_page in overflow.pages.lost:
+            return None
+        kept = overflow.kept(copied.host_page)
     [page] = pool.arena.pages(np.array([copied.host_page]))
-    layer = kv.differs(pool.page_layout, torch.from_numpy(page), copied.layers, copied.held)
+    layer = kv.differs(pool.page_layout, torch.from_numpy(page), copied.layers, copied.held, kept)
     return None if layer is None else f"K and V of layer {layer} in a page are not the pool's"
 
 
 class KVChecks:
     """Is a page of K and V what the pool holds? A sample of backups and of loads is compared.
 
-    What the pool holds is copied once more, in another way.
+    What the pool holds is copied once more, in another way; encoded pages are decoded in another.
 
     Args:
         group: The tensor-parallel ranks.
@@ -146,7 +152,9 @@ class KVChecks:
     def run(self) -> None:
         """Compare what has arrived on every rank. All must call it at one point."""
         while self._copied:
-            (arrived,) = on_all_ranks(self._group, self._copied[0].event.query())
+            copied = self._copied[0]
+            there = copied.event.query() and self._pool.settled(copied.host_page)
+            (arrived,) = on_all_ranks(self._group, there)
             if not arrived:
                 return
             problem = self._problem(self._copied.popleft())
@@ -266,7 +274,7 @@ class ServiceChecks:
         """See to all checks whose results have arrived."""
         while self._running:
             check, whole = self._running[0], None
-            if check.event.query():
+            if check.event.query() and self._pool.settled(check.host_page):
                 # None: its rows have arrived, but nobody has looked whether all did.
                 whole = self._pool.arena.whole(np.array([check.host_page]))
             known, right = on_all_ranks(self._group, whole is not None, whole is not False)

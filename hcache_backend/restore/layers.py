@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
 from hcache_backend.streams import Stream
+
+_WORD = torch.int64
 
 Fill = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Projects K and V of one layer to the pool: ``fill(segments, positions, slots)`` with uint8
@@ -27,6 +29,40 @@ class Parking(Protocol):
 
     def take(self, slots: torch.Tensor) -> torch.Tensor:
         """What was left in ``slots``, as it was given but for the first dimension."""
+
+
+class PoolParking:
+    """Room for the hidden states of one layer in the slots that its V will take.
+
+    With multi-head attention V has as many bytes.
+
+    Args:
+        kvcache: SGLang's ``MHATokenToKVPool``; rows of V must hold a row (see :meth:`fits`).
+        layer: Layer, as the pool numbers them.
+        row_bytes: Bytes of one stored hidden state.
+    """
+
+    def __init__(self, kvcache: Any, layer: int, row_bytes: int) -> None:
+        buffer = kvcache.v_buffer[layer]
+        self._words = buffer.view(len(buffer), -1).view(_WORD)[:, : row_bytes // _WORD.itemsize]
+
+    @staticmethod
+    def fits(kvcache: Any, row_bytes: int) -> bool:
+        """Whether every row of V has room for a hidden state of ``row_bytes`` bytes."""
+        return row_bytes % _WORD.itemsize == 0 and all(
+            buffer.is_contiguous()
+            and buffer[0].nbytes >= row_bytes
+            and buffer[0].nbytes % _WORD.itemsize == 0
+            for buffer in kvcache.v_buffer
+        )
+
+    def put(self, segments: torch.Tensor, slots: torch.Tensor) -> None:
+        """See :class:`Parking`."""
+        self._words.index_copy_(0, slots, segments.view(_WORD).view(len(slots), -1))
+
+    def take(self, slots: torch.Tensor) -> torch.Tensor:
+        """uint8 ``[n, row_bytes]``."""
+        return self._words.index_select(0, slots).view(torch.uint8)
 
 
 class RestoredLayer(NamedTuple):

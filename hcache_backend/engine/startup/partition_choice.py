@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.engine.arguments import resolved
 from hcache_backend.engine.eager_loads import eager_refusal
-from hcache_backend.engine.kv_segments import PoolParking
 from hcache_backend.engine.layer_methods import LayerMethods, pipeline_seconds
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import or_stop
@@ -27,6 +26,7 @@ from hcache_backend.partition.profile import Profile
 from hcache_backend.partition.record import PartitionRecord, find_record, record_name, save_record
 from hcache_backend.partition.solver import Objective, search
 from hcache_backend.restore.exchange import share_of_rank
+from hcache_backend.restore.layers import PoolParking
 
 logger = logging.getLogger("hcache")
 

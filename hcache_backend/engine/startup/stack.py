@@ -29,7 +29,6 @@ from hcache_backend.engine.eager_loads import (
 )
 from hcache_backend.engine.hidden_controller import HiddenStateController
 from hcache_backend.engine.host_pool import HiddenStatePool, OwnPagesPool
-from hcache_backend.engine.kv_segments import PoolParking
 from hcache_backend.engine.loads import LoadQueue
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.service_check import KVChecks, ServiceChecks
@@ -37,7 +36,7 @@ from hcache_backend.engine.stage_pages import StagePages
 from hcache_backend.engine.startup.page_plan import HiddenPagePlan, PagePlan
 from hcache_backend.projection.projector import Projector
 from hcache_backend.restore.exchange import CollectiveOrder
-from hcache_backend.restore.layers import RestoredLayer
+from hcache_backend.restore.layers import PoolParking, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.ring import ring_bytes
 

@@ -94,7 +94,7 @@ class Server:
             key, ids = key_bytes(KEYS[page]), np.full(PAGE, page, np.int32)
             assert layout.problem(here, namespace, key, ids, segments=False) is None
             held = self.kv.held(self.kv.layers, indices([page]))
-            assert self.kv.differs(layout, self.memory[page], self.kv.layers, held) is None
+            assert self.kv.differs(layout, self.memory[page], self.kv.layers, held, {}) is None
             if layout.segment_bytes[1]:
                 rows = HIDDEN[page * PAGE :][list(layout.kept)].flatten()
                 there = self.memory[page, layout.segment(1)].view(torch.float32)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hcache_backend.config import ConfigError, parse_config
-from hcache_backend.engine.kv_segments import KVSegments, PoolParking
+from hcache_backend.engine.kv_segments import KVSegments
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.engine.recompute_batch import forward_stream
@@ -25,7 +25,7 @@ from hcache_backend.partition.model_config import shape_from_config
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile, Rate
 from hcache_backend.restore.eager import HandOut
-from hcache_backend.restore.layers import Recompute
+from hcache_backend.restore.layers import PoolParking, Recompute
 from hcache_backend.streams import Stream, WorkerStream, current_stream
 from hcache_backend.units import WHOLE
 from hcache_kernels.codecs import make_codec
@@ -56,8 +56,8 @@ def test_kv_segments_come_back_to_other_slots_bit_for_bit() -> None:
     slots = torch.cat((torch.arange(3 * SIZE, 4 * SIZE), torch.arange(SIZE, 2 * SIZE)))
     pages = torch.tensor([4, 2])
     kv.save(layout, memory, pages, slots)
-    assert kv.differs(layout, memory[2], kv.layers, kv.held(kv.layers, slots[SIZE:])) is None
-    assert kv.differs(layout, memory[4], kv.layers, kv.held(kv.layers, slots[SIZE:])) == 1
+    assert kv.differs(layout, memory[2], kv.layers, kv.held(kv.layers, slots[SIZE:]), {}) is None
+    assert kv.differs(layout, memory[4], kv.layers, kv.held(kv.layers, slots[SIZE:]), {}) == 1
     assert not memory[[0, 1, 3]].any()
     k, v = pool.k_buffer[1][slots].clone(), pool.v_buffer[1][slots].clone()
     others = pool.k_buffer[0].clone()

@@ -1,0 +1,1 @@
+"""Parts of the engine on SGLang's own classes, without a server."""

@@ -1,0 +1,135 @@
+"""A host pool of pages with encoded K and V, over a stand-in for SGLang's pool."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from hcache_backend.engine.host_pool import HostPages, OwnPagesPool
+from hcache_backend.engine.kv_segments import KVSegments
+from hcache_backend.engine.layer_methods import LayerMethods
+from hcache_backend.engine.loads import LoadQueue, QueuedLoad
+from hcache_backend.page import PageLayout
+from hcache_backend.partition.costs import Partition
+from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_backend.units import WHOLE
+
+LAYERS, PAGE, DEVICE_PAGES, HOST_PAGES = 2, 16, 8, 6
+
+
+def kv_pool(
+    heads: int = 2,
+    dim: int = 16,
+    page: int = PAGE,
+    v_dim: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Any:
+    """What is asked of SGLang's pool."""
+    slots = (DEVICE_PAGES + 1) * page
+    k, v = (
+        [torch.randn(slots, heads, width).to(dtype) for _ in range(LAYERS)]
+        for width in (dim, v_dim or dim)
+    )
+    return SimpleNamespace(
+        k_buffer=k,
+        v_buffer=v,
+        layer_num=LAYERS,
+        size=DEVICE_PAGES * page,
+        page_size=page,
+        store_dtype=dtype,
+        start_layer=0,
+        end_layer=LAYERS - 1,
+        device="cpu",
+        layer_shard_enabled=False,
+    )
+
+
+def slots_of(*pages: int, size: int = PAGE) -> torch.Tensor:
+    return torch.cat([torch.arange(size) + size * page for page in pages])
+
+
+def bits(device: Any, *pages: int) -> torch.Tensor:
+    """K and V of pages, all layers, as they stand in memory."""
+    buffers = (*device.k_buffer, *device.v_buffer)
+    return torch.stack([buffer[slots_of(*pages)].view(torch.int16) for buffer in buffers])
+
+
+def make_unfit(device: Any, page: int, layer: int) -> None:
+    """Any bits at all: infinities and NaNs, too."""
+    values = device.v_buffer[layer]
+    values[slots_of(page)] = (
+        torch.randint(-(1 << 15), 1 << 15, values[:PAGE].shape).to(torch.int16).view(torch.bfloat16)
+    )
+
+
+class Ack(NamedTuple):
+    """The parts of SGLang's ``HiCacheAck`` that are ours."""
+
+    start_event: Any
+    finish_event: Any
+
+
+class Transferred:
+    """SGLang's events of a transfer."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        self.done = True
+
+    def elapsed_time(self, later: Transferred) -> float:
+        return 2.0
+
+
+class Host:
+    """A host pool of six pages over a device's of eight, with ``overflow`` pages of overflow."""
+
+    def __init__(self, overflow: int = 2) -> None:
+        self.device = kv_pool()
+        self.kv = KVSegments(self.device, range(LAYERS), PAGE, WHOLE, 1, "exp4")
+        layout = PageLayout(PAGE, tuple(map(self.kv.stored_layer, range(LAYERS))))
+        self.pool = OwnPagesPool(
+            self.device,
+            PAGE,
+            "page_first",
+            page_layout=layout,
+            pages=HostPages(HOST_PAGES, 0, overflow),
+            kv=self.kv,
+            pin_memory=False,
+            allocator_type="default",
+        )
+        assert self.pool.overflow is not None
+        self.overflow = self.pool.overflow
+        layers = [self.kv.restored_layer(layer) for layer in range(LAYERS)]
+        self.pipeline = RestorePipeline(self.pool.kv_buffer, layout, layers, 8 * PAGE, "cpu")
+        methods = LayerMethods(Partition(0, 0, LAYERS), None, None, 8 * PAGE)
+        self.loads = LoadQueue(self.pool.arena, self.pipeline, methods, None, "cpu")
+        self.pool.use(self.loads)
+
+    def back_up(self, *pages: int) -> tuple[torch.Tensor, Ack]:
+        """Launch the backup of device pages; where to, and what HiCache waits for."""
+        host = self.pool.alloc(PAGE * len(pages))
+        assert host is not None
+        self.pool.backup_from_device_all_layer(self.device, host, slots_of(*pages), "kernel")
+        return host, self.overflow.awaited(Ack(Transferred(), Transferred()))
+
+    def backed_up(self, *pages: int) -> torch.Tensor:
+        host, ack = self.back_up(*pages)
+        ack.finish_event.synchronize()
+        return host
+
+    def load(self, host: torch.Tensor, *pages: int) -> torch.Tensor:
+        """Load host pages to device pages; what these hold then."""
+        self.loads.add(QueuedLoad(self.pool.page_ids(host)), slots_of(*pages))
+        for layer in range(LAYERS):
+            self.pool.load_to_device_per_layer(self.device, host, slots_of(*pages), layer, "kernel")
+        return bits(self.device, *pages)
+
+    def rows_in_use(self) -> int:
+        return len(self.overflow.pages._all) - len(self.overflow.pages._free)
