@@ -11,6 +11,7 @@ import torch
 from hcache_backend.engine.kv_segments import KVSegments, OverflowArea
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.page_plan import PagePlan
+from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.streams import current_stream, host_tensor
 
@@ -19,13 +20,15 @@ _FROM, _TO, _HOST = (1, 2), (4, 3), (1, 0)
 
 
 def check_copies(plan: PagePlan) -> None:
-    """Copy two pages of the pool to host memory, and from there to two others. If there is a codec,
-    one of them is not to be encoded, and goes to the overflow.
+    """Copy two pages of the pool to host memory, and from there to two others, in the layers of
+    which K and V are stored. If there is a codec, one page is not to be encoded, and goes to the
+    overflow.
 
-    Nothing may be allocated yet: these pages of the pool are overwritten.
+    Nothing may be served yet: the pages of the pool get back what they held.
 
     Raises:
-        Refused: What comes back is something else, or nothing comes back.
+        Refused: What comes back is something else, or nothing comes back, or the codec does not
+            hold normally distributed values.
     """
     kvcache, layout, kv = plan.kvcache, plan.layout, plan.kv
     size, device = layout.page_size, kvcache.k_buffer[0].device
@@ -36,16 +39,26 @@ def check_copies(plan: PagePlan) -> None:
         for pages in (_FROM, _TO)
     )
     memory = host_tensor((len(_HOST), layout.page_bytes), torch.uint8, device).zero_()
-    buffers = [buffer.view(torch.uint8) for buffer in (*kvcache.k_buffer, *kvcache.v_buffer)]
+    planes = [
+        buffers[layer] for buffers in (kvcache.k_buffer, kvcache.v_buffer) for layer in kv.layers
+    ]
+    buffers = [plane.view(torch.uint8) for plane in planes]
+    touched = torch.cat((slots, others))
+    before = [buffer[touched] for buffer in buffers]
+    fits = None
     for buffer in buffers:
-        rows = buffer[slots]
-        buffer[slots] = torch.randint_like(rows, 1, 256)
+        buffer[slots] = torch.randint_like(buffer[slots], 1, 256)
+        buffer[others] = 0
     try:
         if kv.codec != "none":
-            for values in (*kvcache.k_buffer, *kvcache.v_buffer):
-                values[slots[:size]] = torch.randn_like(values[slots[:size]])
-        fits = kv.save(layout, memory, torch.tensor(_HOST, device=device), slots)
-        layers = [kv.restored_layer(layer) for layer in kv.layers]
+            for plane in planes:
+                plane[slots[:size]] = torch.randn_like(plane[slots[:size]])
+        pages = torch.tensor(_HOST, device=device)
+        fits = kv.save(layout, memory, pages, slots)
+        others_stay = RestoredLayer("kv", copy=lambda *_: None)
+        layers = [others_stay] * len(layout.segment_bytes)
+        for layer in kv.layers:
+            layers[layer] = kv.restored_layer(layer)
         pipeline = RestorePipeline(memory, layout, layers, len(slots), device)
         pipeline.start(np.array(_HOST), others).synchronize()  # nothing is served yet
         if fits is not None:
@@ -54,11 +67,17 @@ def check_copies(plan: PagePlan) -> None:
     except Exception as error:  # a kernel that cannot be compiled, or memory that is not there
         raise Refused(f"K and V cannot be copied: {type(error).__name__}: {error}") from None
     finally:
-        for buffer in buffers:
-            buffer[torch.cat((slots, others))] = 0
+        for buffer, held in zip(buffers, before, strict=True):
+            buffer[touched] = held
     if any(wrong):
-        layer = wrong.index(True) % len(kvcache.k_buffer)
+        layer = kv.layers[wrong.index(True) % len(kv.layers)]
         raise Refused(f"K or V of layer {layer} come back from host memory as something else")
+    if fits is not None and not bool(fits[:, 0].all()):
+        layer = kv.layers[fits[:, 0].tolist().index(False)]
+        raise Refused(
+            f"codec {kv.codec!r} does not hold normally distributed K and V of layer {layer} "
+            "(codec 'none' stores them as they are)"
+        )
 
 
 def _copy_by_overflow(

@@ -184,6 +184,8 @@ class OwnPagesStrategy(StackStrategy):
             )
         )
         step(plan.find_room)
+        if plan.kv.layers:
+            step(lambda: check_copies(plan))
         specs = LayerSpecs(runtime, probe, projector, ranks)
         step(specs.find)
         step(specs.check_writing)

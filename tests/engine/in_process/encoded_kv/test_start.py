@@ -1,0 +1,182 @@
+"""What is decided and tried at the start where K and V are to be encoded."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hcache_backend.engine import metrics
+from hcache_backend.engine.host_pool import HostPages
+from hcache_backend.engine.kv_segments import KVSegments
+from hcache_backend.engine.layer_methods import LayerMethods
+from hcache_backend.engine.startup.agreement import Refused
+from hcache_backend.engine.startup.codec_choice import kv_codec
+from hcache_backend.engine.startup.copy_check import check_copies
+from hcache_backend.engine.startup.page_plan import PagePlan, plan_host_pages
+from hcache_backend.page import PageLayout, hidden_layer
+from hcache_backend.partition.costs import Partition
+from hcache_backend.units import WHOLE
+from hcache_kernels.codecs import UnsupportedRows, segments
+from tests.engine.in_process.encoded_kv.host import (
+    DEVICE_PAGES,
+    PAGE,
+    bits,
+    kv_pool,
+)
+
+
+def plan_of(device: Any, codec: str) -> PagePlan:
+    methods = LayerMethods(Partition(0, 0, device.layer_num), None, None, 8192)
+    return PagePlan(device, methods, WHOLE, 1, kv_codec=codec)
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_host_memory_holds_at_least_1_28_times_the_tokens(page_size: int) -> None:
+    """With Llama-3-8B: 32 layers, 8 heads of 128 values, with headers and overflow."""
+    slots = 1 << 16
+    buffers = [
+        torch.empty(slots + page_size, 8, 128, dtype=torch.bfloat16, device="meta")
+        for _ in range(32)
+    ]
+    kvcache = SimpleNamespace(
+        k_buffer=buffers, v_buffer=buffers, layer_num=32, size=slots, page_size=page_size
+    )
+    plan = plan_of(kvcache, "exp4")
+    pages = plan_host_pages(
+        kvcache,
+        plan.layout,
+        0,
+        2.0,
+        1e12,
+        with_shadows=False,
+        overflow_row=plan.kv.plain_bytes,
+    )
+    assert 1.28 * 2 * slots <= pages.host * page_size <= 1.31 * 2 * slots
+    assert pages.overflow * plan.layout.page_bytes >= plan.kv.plain_bytes
+    taken = sum(pages) * plan.layout.page_bytes
+    assert taken <= 2 * slots * 32 * 2 * 8 * 128 * 2
+
+
+def test_the_smallest_memory_that_is_named_will_do() -> None:
+    device = kv_pool()
+    plan = plan_of(device, "exp4")
+
+    def pages(ratio: float) -> HostPages:
+        row = plan.kv.plain_bytes
+        return plan_host_pages(
+            device, plan.layout, 0, ratio, 1e12, with_shadows=False, overflow_row=row
+        )
+
+    with pytest.raises(Refused, match="is the least that will do") as refused:
+        pages(0.01)
+    enough = float(str(refused.value).split("--hicache-ratio ")[-1].split()[0])
+    assert pages(enough).host >= 1
+    with pytest.raises(Refused):
+        pages(enough - 0.02)
+
+
+def test_copies_are_tried_with_and_without_the_codec() -> None:
+    for codec in ("none", "exp4"):
+        device = kv_pool()
+        before = bits(device, *range(DEVICE_PAGES))
+        check_copies(plan_of(device, codec))
+        assert torch.equal(bits(device, *range(DEVICE_PAGES)), before)
+
+
+def broken_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = segments.encode_units
+
+    def never_fits(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        encoded, fits = encode(units)
+        return encoded, torch.zeros_like(fits)
+
+    monkeypatch.setattr(segments, "encode_units", never_fits)
+
+
+def test_an_encoder_that_never_fits_is_refused_and_none_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted: list[str] = []
+    monkeypatch.setattr(metrics.TOKENS, "count", lambda event, _=1: counted.append(event))
+    broken_encoder(monkeypatch)
+    device = kv_pool()
+    with pytest.raises(Refused, match="codec 'exp4' does not hold normally distributed K and V"):
+        check_copies(plan_of(device, "exp4"))
+    assert counted == []
+
+
+@pytest.mark.parametrize("codec", ["none", "exp4"])
+def test_copies_are_tried_in_the_layers_of_k_and_v_of_mixed_pages(
+    codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = kv_pool()
+    kv = KVSegments(device, (1,), PAGE, WHOLE, 1, codec)
+    layout = PageLayout(PAGE, (hidden_layer(PAGE, 64, 32), kv.stored_layer(1)))
+    plan: Any = SimpleNamespace(kvcache=device, layout=layout, kv=kv)
+    before = bits(device, *range(DEVICE_PAGES))
+    check_copies(plan)
+    assert torch.equal(bits(device, *range(DEVICE_PAGES)), before)
+    monkeypatch.setattr(kv, "save", lambda *_: None)
+    with pytest.raises(Refused, match="K or V of layer 1 come back"):
+        check_copies(plan)
+
+
+@pytest.mark.parametrize("broken", ["load_plain", "_encoded"])
+def test_an_overflow_or_a_codec_that_brings_something_else_is_refused(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(kv_pool(), "exp4")
+    real = getattr(plan.kv, broken)
+
+    def wrong(layer: int, *args: Any) -> Any:
+        result = real(layer, *args)
+        if result is not None:
+            result[0][:, 0] ^= 1
+        elif layer == 1:
+            plan.kvcache.k_buffer[1][args[0] * PAGE] += 1
+        return result
+
+    monkeypatch.setattr(plan.kv, broken, wrong)
+    layer = "1" if broken == "load_plain" else "0"
+    with pytest.raises(Refused, match=f"K or V of layer {layer} come back"):
+        check_copies(plan)
+
+
+@pytest.mark.parametrize(
+    ("codec", "change", "stages", "used", "why"),
+    [
+        ("exp4", {}, 1, "exp4", ""),
+        ("none", {}, 1, "none", ""),
+        ("int8", {}, 1, "none", ""),
+        ("exp4", {}, 2, "none", "codec 'exp4' takes no K and V of pipeline stages"),
+        ("exp4", {"dtype": torch.float32}, 1, "none", "one shape in bfloat16, not (2, 16) of"),
+        ("exp4", {"v_dim": 8}, 1, "none", "one shape in bfloat16, not (2, 8), (2, 16) of"),
+        ("exp4", {"heads": 1, "dim": 3}, 1, "none", "even number of values per token and group"),
+        ("exp4", {"heads": 1, "dim": 2, "page": 4}, 1, "none", "multiple of 16"),
+    ],
+)
+def test_form_alone_decides_on_the_codec_of_k_and_v(
+    codec: str,
+    change: dict[str, Any],
+    stages: int,
+    used: str,
+    why: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    device = kv_pool(**change)
+    runtime = SimpleNamespace(config=SimpleNamespace(codec=codec))
+    with caplog.at_level("WARNING", "hcache"):
+        assert kv_codec(runtime, device, WHOLE, 1, stages) == used  # type: ignore[arg-type]
+    assert why in caplog.text
+    assert bool(caplog.text) == bool(why)
+
+
+def test_a_codec_is_told_apart_from_others_by_the_form_of_pages() -> None:
+    device = kv_pool()
+    forms = {plan_of(device, codec).layout.form for codec in ("none", "exp4")}
+    assert len(forms) == 2
+    with pytest.raises(UnsupportedRows):
+        plan_of(kv_pool(v_dim=8), "exp4")
