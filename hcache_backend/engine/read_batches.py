@@ -6,11 +6,13 @@ one; the scheduler sees them. Smaller batches are further reports of the same ki
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE, PrefetchAck
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 
 from hcache_backend.restore.eager import batch_pages
 
@@ -48,9 +50,9 @@ class BatchedReads:
         operation: Any,
         hash_values: Any,
         host_indices: torch.Tensor,
-        *others: Any,
+        extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> int:
-        """Do what ``read(operation, hash_values, host_indices, *others)`` does, in batches.
+        """Do what ``read(operation, hash_values, host_indices, extra_info)`` does, in batches.
 
         It gives how many of the pages, from the first one on, are there. ``host_indices`` (int64
         ``[pages * page_size]``) say where they belong. What is behind a missing page is read, too:
@@ -64,7 +66,8 @@ class BatchedReads:
                     break
             keys = hash_values[start : start + step]
             tokens = slice(start * self._size, (start + len(keys)) * self._size)
-            here = read(operation, keys, host_indices[tokens], *others)
+            info = _after(extra_info or HiCacheStorageExtraInfo(), hash_values[:start])
+            here = read(operation, keys, host_indices[tokens], info)
             if whole:
                 got += here
                 self._pages += here
@@ -75,3 +78,8 @@ class BatchedReads:
         self._reports += 1
         there = self._pages * self._size
         self._pass_on(PrefetchAck(operation.request_id, operation, completed_tokens=there))
+
+
+def _after(info: HiCacheStorageExtraInfo, keys: Sequence[str]) -> HiCacheStorageExtraInfo:
+    """What SGLang says of a batch, for the part of it that follows its pages ``keys``."""
+    return replace(info, prefix_keys=[*(info.prefix_keys or ()), *keys])

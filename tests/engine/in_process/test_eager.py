@@ -11,6 +11,7 @@ import torch
 from hcache_cpu_engine import plugin
 from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE, PrefetchAck
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 
 from hcache_backend.engine.eager_loads import (
     EagerLoads,
@@ -226,7 +227,9 @@ class Rank:
                 keys = self.operation.hash_value[start : start + STORAGE_BATCH_SIZE]
                 if fine:
                     indices = torch.arange(start * SIZE, (start + len(keys)) * SIZE)
-                    got = reads.read(self.read, self.operation, keys, indices)
+                    before = self.operation.hash_value[:start]
+                    info = HiCacheStorageExtraInfo(prefix_keys=before)
+                    got = reads.read(self.read, self.operation, keys, indices, info)
                     fine, there = got == len(keys), there + got
                 ack = PrefetchAck("r", self.operation, completed_tokens=there * SIZE)
                 self.acks.append(ack)
@@ -234,7 +237,9 @@ class Rank:
 
         self.pages = reads.transfer(self.operation, transfer)
 
-    def read(self, operation: Any, keys: list[str], host_indices: torch.Tensor) -> int:
+    def read(self, operation: Any, keys: list[str], host_indices: torch.Tensor, info: Any) -> int:
+        before = operation.hash_value[: int(keys[0])]
+        assert info.prefix_keys == before
         assert [int(key) for key in keys] == (host_indices[::SIZE] // SIZE).tolist()
         self.batches.append(len(keys))
         return next((i for i, key in enumerate(keys) if int(key) in self.missing), len(keys))
