@@ -113,6 +113,11 @@ class Costs:
         near, far = self.read.seconds(tokens - behind), self.behind.seconds(behind)
         return None if near is None or far is None else near + far
 
+    def least_reading(self, tokens: int, behind: int) -> float:
+        """Seconds to read ``tokens``; what nobody knows yet counts as nothing."""
+        near, far = self.read.seconds(tokens - behind), self.behind.seconds(behind)
+        return (near or 0.0) + (far or 0.0)
+
     def saved(self, hit: Hit) -> float | None:
         """Seconds of computing that a hit saves; None: nothing is known yet."""
         whole = self.prefill.seconds(hit.tokens + hit.rest, hit.prefix)

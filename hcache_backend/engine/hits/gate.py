@@ -282,11 +282,15 @@ class HitGate:
             return
         now = self._clock()
         seconds = now - reading.start
-        far, near = reading.from_behind, reading.tokens - reading.from_behind
+        far = min(reading.from_behind, reading.tokens)  # after a missing page nothing counts
+        near = reading.tokens - far
         wanted_far = max(reading.behind, far)
         seconds_near = seconds - reading.seconds_behind
         self._measured(self.costs.read, near, reading.wanted - wanted_far, seconds_near)
-        self._measured(self.costs.behind, far, wanted_far, reading.seconds_behind)
+        if reading.gave_up and wanted_far:
+            self._gave_up(wanted_far, reading.seconds_behind)
+        else:
+            self._measured(self.costs.behind, far, wanted_far, reading.seconds_behind)
         self._trials[reading.behind > 0].last_read = now
         with self._lock:
             self.l3.reading = None
@@ -296,7 +300,7 @@ class HitGate:
 
     def _plan_trial(self, asked: _Asked, reading: Reading, seconds: float) -> None:
         """When to try next, now that a hit was read. Under the lock."""
-        hit = asked.hit  # None: it was ended
+        hit = None if reading.gave_up else asked.hit  # None: it was ended, too
         trials = self._trials[reading.behind > 0]
         if not asked.trial:
             trials.pause = TRIAL_SECONDS
@@ -315,6 +319,13 @@ class HitGate:
             # What ended on the way counts as if the rest had come at the same pace.
             reads.measured(wanted, 0, max(seconds, 1e-6) * wanted / tokens)
             self._show()
+
+    def _gave_up(self, wanted: int, seconds: float) -> None:
+        """What is behind did not answer in time: nobody knows how long it would have taken."""
+        behind, computing = self.costs.behind, self.costs.prefill.seconds(wanted) or 0.0
+        expected = behind.seconds(wanted) or 0.0
+        behind.measured(wanted, 0, max(expected, 2 * computing, 2 * seconds, 1e-6))
+        self._show()
 
     # ---- estimates ----
 
@@ -342,7 +353,7 @@ class HitGate:
             return 0.0
         queued = sum(asked.left for asked in self._asked.values())
         behind = sum(asked.left_behind for asked in self._asked.values())
-        read = self.costs.reading(queued + hit.tokens, behind + hit.behind) or 0.0
+        read = self.costs.least_reading(queued + hit.tokens, behind + hit.behind)
         return read * self.l3.slowdown(now)
 
     def _ends(self, asked: _Asked, one: Running, queued: int, behind: int, now: float) -> bool:
@@ -360,7 +371,7 @@ class HitGate:
             whole = self.costs.saved(asked.hit)
             if whole is not None and elapsed < TRIAL_SHARE * whole:
                 return False
-        expected = 0.0 if asked.trial else self.costs.reading(queued, behind) or 0.0
+        expected = 0.0 if asked.trial else self.costs.least_reading(queued, behind)
         return max(pace, expected) * self._min_gain > _ENDING_MARGIN * saved
 
     def _is_trial_due(self, hit: Hit, now: float) -> bool:

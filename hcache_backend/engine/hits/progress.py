@@ -28,6 +28,7 @@ class Reading:
         tokens: Tokens that were read.
         from_behind: How many of them came from behind, ...
         seconds_behind: ...and the time that what is behind was asked.
+        gave_up: Whether it was not waited for any longer, or failed.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class Reading:
     tokens: int = 0
     from_behind: int = 0
     seconds_behind: float = 0.0
+    gave_up: bool = False
 
 
 class L3Progress:
@@ -74,11 +76,15 @@ class L3Progress:
             self.reading.tokens += tokens
             self.reading.last = self._clock()
 
-    def came_from_behind(self, tokens: int, seconds: float) -> None:
-        """What is behind the page store was asked for so long, and gave so many tokens."""
+    def came_from_behind(self, tokens: int, seconds: float, *, gave_up: bool = False) -> None:
+        """What is behind the page store was asked for so long, and gave so many tokens.
+
+        ``gave_up``: it was not waited for any longer, or failed.
+        """
         if self.reading is not None:
             self.reading.from_behind += tokens
             self.reading.seconds_behind += seconds
+            self.reading.gave_up = self.reading.gave_up or gave_up
 
     def seems_overdue(self, now: float) -> bool:
         """Whether this rank's L3 does not answer."""

@@ -105,6 +105,49 @@ def test_a_store_behind_that_gives_nothing_is_slow(gate: HitGate, clock: Clock) 
     assert judged(gate, "c", 1000) == 0
 
 
+def test_a_store_behind_that_is_always_given_up_is_not_waited_for(
+    gate: HitGate, clock: Clock
+) -> None:
+    """Nobody knows how long it would have taken; what it took is less than computing."""
+    read(gate, clock, 0.1)
+    for _ in range(5):
+        read_behind(gate, clock, 0.2)
+    for name in "ab":
+        assert judged(gate, name, 1000) == 1000
+        with reading(gate, name, 1000):
+            clock.now += 0.2
+            gate.l3.came_from_behind(0, 0.2, gave_up=True)
+        turn(gate)
+    assert judged(gate, "c", 1000) == 0
+    clock.now += TRIAL_SECONDS + 1
+    assert judged(gate, "trial", 1000) == 1000
+    with reading(gate, "trial", 1000):
+        clock.now += 0.2
+        gate.l3.came_from_behind(0, 0.2, gave_up=True)
+    turn(gate)
+    clock.now += TRIAL_SECONDS + 1
+    assert judged(gate, "d", 1000) == 0, "the next trial is later"
+
+
+def test_rates_stay_positive_where_a_page_is_missing_before_those_from_behind(
+    gate: HitGate, clock: Clock
+) -> None:
+    assert judged(gate, "a", 300) == 1000
+    with reading(gate, "a", 1000):
+        clock.now += 0.1
+        gate.l3.came_from_behind(300, 0.05)
+    assert all(rate > 0 for rate in gate.costs.rates().values())
+
+
+def test_a_slow_page_store_is_slow_also_where_nothing_is_known_of_what_is_behind(
+    gate: HitGate, clock: Clock
+) -> None:
+    for _ in range(2):
+        read(gate, clock, 10.0)
+    assert judged(gate, "first", 1000) == 1000
+    assert judged(gate, "a", 10) == 0, "and it is no trial, while another one is read"
+
+
 def test_a_part_from_behind_may_take_as_long_as_it_does(gate: HitGate, clock: Clock) -> None:
     read(gate, clock, 0.001)
     read_behind(gate, clock, 0.9)
