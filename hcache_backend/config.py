@@ -53,17 +53,17 @@ class BehindOption(BaseModel):
     Attributes:
         backend: SGLang's name of it.
         config: Its own options, as they would be its extra config were it the only L3.
-        read_seconds: Longest wait for a read; after it the pages are misses, and the backend is
-            left alone for a while.
+        read_seconds: Longest wait for a part of a read, of 16 MiB at most; after it the pages that
+            are left are misses, and the backend is left alone for a while.
         buffer_bytes: Memory for pages on their way, of each rank: a third of it holds pages that
             are being read, a third those that wait to be kept, and a third those to be written.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    backend: Literal["file", "mooncake", "nixl"]
+    backend: Literal["file", "mooncake"]
     config: dict[str, Any] = Field(default_factory=dict)
-    read_seconds: float = Field(default=1.0, gt=0)
+    read_seconds: float = Field(default=1.0, gt=0, le=60, allow_inf_nan=False)
     buffer_bytes: int = Field(default=384 << 20, ge=1)
 
 

@@ -45,7 +45,7 @@ def test_defaults_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ({"behind": {}}, "option 'behind.backend' is {}: Field required"),
         (
             {"behind": {"backend": "s3"}},
-            "option 'behind.backend' is 's3': Input should be 'file', 'mooncake' or 'nixl'",
+            "option 'behind.backend' is 's3': Input should be 'file' or 'mooncake'",
         ),
         (
             {"behind": {"backend": "file", "read_second": 1}},
@@ -54,6 +54,10 @@ def test_defaults_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (
             {"behind": {"backend": "file", "read_seconds": 0}},
             "option 'behind.read_seconds' is 0: Input should be greater than 0",
+        ),
+        (
+            {"behind": {"backend": "file", "read_seconds": float("inf")}},
+            "option 'behind.read_seconds' is inf: Input should be a finite number",
         ),
         ({"restore_chunk_tokens": 1}, "should be greater than or equal to 64"),
     ],

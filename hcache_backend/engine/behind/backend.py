@@ -10,6 +10,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
@@ -36,8 +37,10 @@ def make_backend(option: BehindOption, config: HiCacheStorageConfig) -> HiCacheS
         ConfigError: It cannot be made: a wrong option of its own, a package that is not installed,
             a service that does not answer.
     """
-    where = f"hcache: option 'behind' is {option.model_dump(exclude_unset=True)}: "
-    if option.backend == "file" and not os.environ.get(_FILE_FOLDER):
+    named = {"backend": option.backend, "config": sorted(option.config)}  # values may be secrets
+    where = f"hcache: option 'behind' is {named}: "
+    folder = os.environ.get(_FILE_FOLDER)
+    if option.backend == "file" and not folder:
         raise ConfigError(
             f"{where}the environment variable {_FILE_FOLDER} must be the folder that the machines "
             "share, such as /mnt/shared/hcache"
@@ -53,6 +56,8 @@ def make_backend(option: BehindOption, config: HiCacheStorageConfig) -> HiCacheS
     known = {field.name for field in fields(HiCacheStorageConfig)}
     own = replace(config, **{name: given[name] for name in given if name in known})
     try:
+        if option.backend == "file" and folder:  # SGLang's fails where two make it at once
+            Path(folder).mkdir(parents=True, exist_ok=True)
         return StorageBackendFactory.create_backend(option.backend, own, None)
     except Exception as error:
         raise ConfigError(f"{where}{type(error).__name__}: {error}") from error
@@ -108,12 +113,15 @@ class Values:
 
     def leading(self, names: Sequence[str]) -> int:
         """How many of ``names``, from the first one on, are there."""
-        return int(self._backend.batch_exists(list(names)))
+        return min(len(names), int(self._backend.batch_exists(list(names))))
 
     def get(self, names: Sequence[str], rows: Sequence[int]) -> list[bool]:
         """Read values into ``rows``; False is a miss, and its row holds anything."""
         if self._in_place:
-            return list(self._backend.batch_get_v1(list(names), torch.tensor(rows)))
+            found = list(self._backend.batch_get_v1(list(names), torch.tensor(rows)))
+            if len(found) != len(names):
+                raise RuntimeError(f"it was asked for {len(names)} values and gave {len(found)}")
+            return found
         return [self._get(name, row) for name, row in zip(names, rows, strict=True)]
 
     def set(self, names: Sequence[str], rows: Sequence[int]) -> list[bool]:
