@@ -48,6 +48,13 @@ def resolved(server_args: Any) -> Any:
     return resolved_view(server_args)
 
 
+def decodes_for_others(server_args: Any) -> bool:
+    """Whether this is a decode server of prefill/decode disaggregation, or may become one."""
+    arguments = resolved(server_args)
+    may_decode = getattr(arguments, "enable_pd_role_switch", False)  # not in 0.5.20
+    return bool(may_decode or arguments.disaggregation_mode == "decode")
+
+
 def page_size(server_args: Any) -> int:
     """Tokens per page; SGLang's default is 1."""
     return int(resolved(server_args).page_size or 1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -19,11 +19,35 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from hcache_backend.config import ConfigError
 from hcache_backend.engine.arguments import check_tp_lcm_size
-from hcache_backend.page import PageLayout
+from hcache_backend.page import PageLayout, key_bytes
 from hcache_backend.store import Subset
 from hcache_backend.units import WHOLE, Parts, SegmentTable, Share
 
 logger = logging.getLogger("hcache")
+
+
+class PageKeys(Sequence[bytes]):
+    """SGLang's keys of pages as those of the store, each converted when it is read.
+
+    The scheduler's thread passes on thousands of them with every request, and reads none.
+    """
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._texts = texts
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    @overload
+    def __getitem__(self, place: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> PageKeys: ...
+
+    def __getitem__(self, place: int | slice) -> bytes | PageKeys:
+        if isinstance(place, slice):
+            return PageKeys(self._texts[place])
+        return key_bytes(self._texts[place])
 
 
 class PoolMemory(NamedTuple):

@@ -11,14 +11,15 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import and_
-from typing import Any, overload
+from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hcache_backend.engine import metrics
+from hcache_backend.engine.arguments import decodes_for_others
 from hcache_backend.engine.behind.store import StoreBehind
-from hcache_backend.engine.pool_pages import PartialRead, PoolPages
+from hcache_backend.engine.pool_pages import PageKeys, PartialRead, PoolPages
 from hcache_backend.engine.runtime import Runtime, Weights
 from hcache_backend.page import key_bytes
 from hcache_backend.store import Gap, PageStore
@@ -26,29 +27,8 @@ from hcache_backend.units import Parts, Share
 
 logger = logging.getLogger("hcache")
 
-
-class PageKeys(Sequence[bytes]):
-    """SGLang's keys of pages as those of the store, each converted when it is read.
-
-    The scheduler's thread passes on thousands of them with every request, and reads none.
-    """
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        self._texts = texts
-
-    def __len__(self) -> int:
-        return len(self._texts)
-
-    @overload
-    def __getitem__(self, place: int) -> bytes: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> PageKeys: ...
-
-    def __getitem__(self, place: int | slice) -> bytes | PageKeys:
-        if isinstance(place, slice):
-            return PageKeys(self._texts[place])
-        return key_bytes(self._texts[place])
+WRITE_BEHIND_SECONDS = 5.0
+"""Longest time that a batch of pages waits for room to be written behind."""
 
 
 class StoredPools:
@@ -76,6 +56,7 @@ class StoredPools:
         self._kv_fields = kv_fields
         self._open_behind = open_behind
         self._behind: StoreBehind | None = None
+        self._looks_behind = not decodes_for_others(runtime.runner.server_args)
         self._found_behind = 0
         self._pools: dict[str, PoolPages] = {}
         self._writing = threading.Lock()
@@ -115,7 +96,7 @@ class StoredPools:
             hashes = [key_bytes(key) for key in keys]
             with metrics.timed("l3_exists"):
                 here = self._store.exists(namespace, hashes, share=pages.share)
-                if self._behind is not None and pool == PoolName.KV:
+                if self._behind is not None and self._looks_behind and pool == PoolName.KV:
                     added = self._look_behind(self._behind, namespace, pages.share, hashes, here)
                     self._found_behind += added if share == 0 else 0
             metrics.LOOKUPS.count("found", sum(here))
@@ -170,7 +151,7 @@ class StoredPools:
             namespace = self.write(keys, parts, pool, share, prefix, last_use)
             if self._behind is not None and pool == PoolName.KV and namespace is not None:
                 hashes = [key_bytes(key) for key in keys]
-                self._behind.write(namespace, pages.share, hashes, parts)
+                self._write_behind(self._behind, namespace, share, hashes, parts)
 
     def use(self, keys: Sequence[str]) -> None:
         """A request uses the pages ``keys`` of its prompt, from the first one on.
@@ -196,9 +177,9 @@ class StoredPools:
         A write that had begun before is waited for, or its pages would be named afterwards. What is
         behind the page store already stays there. Returns how many files went.
         """
-        if self._behind is not None:
-            self._behind.forget()
         with self._writing:
+            if self._behind is not None:
+                self._behind.distrust([namespace for _, namespace in self._namespaces()])
             return self._store.drop_writer(self._runtime.writer)
 
     def read(
@@ -292,6 +273,11 @@ class StoredPools:
             page_bytes = pages.host_pool.size_per_token * pages.host_pool.page_size // pages.shares
             try:
                 self._behind = open_behind(page_bytes, 1 if self._config.is_mla_model else 2)
+                if not self._looks_behind:
+                    logger.warning(
+                        "hcache: a decode server does not look for hits behind the page store "
+                        "(option 'behind'): SGLang fails a request whose hit does not come"
+                    )
             except Exception:  # raised on one rank, it would leave the others waiting
                 self._open_behind = None
                 logger.exception("hcache: option 'behind' does nothing: it takes no memory of ours")
@@ -323,6 +309,24 @@ class StoredPools:
         first = absent[0] if count else end
         return end - (0 if self._found_behind else first)
 
+    def _write_behind(
+        self,
+        behind: StoreBehind,
+        namespace: bytes,
+        share: int,
+        hashes: Sequence[bytes],
+        parts: Sequence[Parts],
+    ) -> None:
+        """Hand over pages to be written behind, as room comes, up to the first without room."""
+        deadline, given = time.monotonic() + WRITE_BEHIND_SECONDS, 0
+        while given < len(hashes) and behind.wait_for_room(deadline):
+            with self._writing:  # or what is distrusted by now would be written all the same
+                if self._serving_namespace(PoolName.KV, share) != namespace:
+                    return
+                own = self._pools[PoolName.KV].share
+                given += behind.write(namespace, own, hashes[given:], parts[given:])
+        metrics.BEHIND_PAGES.count("dropped_full", len(hashes) - given)
+
     def _read_behind(
         self,
         behind: StoreBehind,
@@ -342,12 +346,14 @@ class StoredPools:
         with metrics.timed("behind_read"):
             came = behind.read(namespace, pages.share, hashes, [parts[n] for n in missing])
         proven = list(compress(missing, came))
-        gate = self._runtime.hit_gate
-        if gate is not None and share == 0:
-            tokens = len(proven) * pages.host_pool.page_size
-            gate.l3.came_from_behind(tokens, time.monotonic() - start)
         for number in proven:
             found[number] = True
+        gate = self._runtime.hit_gate
+        if gate is not None and share == 0:
+            end = found.index(False) if False in found else len(found)
+            tokens = sum(number < end for number in proven) * pages.host_pool.page_size
+            seconds = time.monotonic() - start
+            gate.l3.came_from_behind(tokens, seconds, gave_up=behind.silent)
         if proven:
             kept, before = [keys[n] for n in proven], [*prefix, *keys[: proven[0]]]
 

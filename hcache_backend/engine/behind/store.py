@@ -29,9 +29,11 @@ logger = logging.getLogger("hcache")
 
 LOOK_UP_SECONDS = 0.4
 """Longest look-up: decisions about L3 hits take L3 for overdue after half a second."""
-_LOOK_UP_PAGES = 256
+_LOOK_UP_PAGES = 64
 REST_SECONDS = 10.0
 """A backend that failed, or did not answer in time, is left alone for so long."""
+_PART_BYTES = 16 << 20
+"""Largest part of a read or of a write, unless one page is larger."""
 _CLOSE_SECONDS = 5.0
 _MAGIC = b"HCBEHIND"
 _PROOF_BYTES = len(_MAGIC) + 16
@@ -42,8 +44,8 @@ _Result = TypeVar("_Result")
 class StoreBehind:
     """Pages of one host pool in a backend that other machines use, too. Any thread; never raises.
 
-    Look-ups and reads wait for a bounded time. What is written is copied, and written later; what
-    there is no room for is dropped and counted.
+    Look-ups and parts of reads wait for a bounded time. What is written is copied, and written
+    later.
 
     Args:
         page_bytes: Those of the largest page.
@@ -58,6 +60,7 @@ class StoreBehind:
         length = row_bytes(page_bytes + _PROOF_BYTES, pieces)
         self._rows = rows = max(1, option.buffer_bytes // 3 // length)
         pool = RowPool(2 * rows, length, pieces)
+        self._part = max(1, min(rows, _PART_BYTES // length))
         self._memory: Bytes = pool.kv_buffer.numpy()
         self._values = Values(backend, pool)
         self._looking = Caller("hcache-behind-look-up")
@@ -74,20 +77,25 @@ class StoreBehind:
     def leading(self, namespace: bytes, share: Share, keys: Sequence[bytes]) -> int:
         """How many of the pages ``keys``, from the first one on, the backend says to have.
 
-        As many as it says in time.
+        As many as it says in time; none if it fails: what will not be read is not promised.
         """
-        deadline, found = time.monotonic() + LOOK_UP_SECONDS, 0
+        start_time, took, found = time.monotonic(), 0.0, 0
         for start in range(0, len(keys), _LOOK_UP_PAGES):
             names = [_name(namespace, key, share) for key in keys[start : start + _LOOK_UP_PAGES]]
-            look_up = partial(self._values.leading, names)
-            here = self._ask(self._looking, look_up, deadline - time.monotonic())
-            if here is None:
+            began = time.monotonic()
+            left = start_time + LOOK_UP_SECONDS - began
+            if left < 2 * took:  # the next part would perhaps not come in time
                 metrics.BEHIND_PAGES.count("not_asked", len(keys) - start)
                 break
-            found += here
+            look_up = partial(self._values.leading, names)
+            here = self._ask(self._looking, look_up, left)
+            if here is None:
+                metrics.BEHIND_PAGES.count("not_asked", len(keys) - start)
+                return 0
+            found, took = found + here, time.monotonic() - began
             metrics.BEHIND_PAGES.count("found", here)
             metrics.BEHIND_PAGES.count("absent", len(names) - here)
-            if here < len(names) or time.monotonic() > deadline:
+            if here < len(names):
                 break
         return found
 
@@ -98,7 +106,7 @@ class StoreBehind:
         found: list[bool] = []
         with self._one_read:
             while len(found) < len(keys):
-                part = slice(len(found), len(found) + self._rows)
+                part = slice(len(found), len(found) + self._part)
                 here = self._read_part(namespace, share, keys[part], pages[part])
                 if here is None:
                     break
@@ -109,10 +117,20 @@ class StoreBehind:
         metrics.BEHIND_PAGES.count("not_asked", len(keys) - asked)
         return found + [False] * (len(keys) - asked)
 
+    def wait_for_room(self, deadline: float) -> bool:
+        """Whether :meth:`write` can take a page, by ``deadline`` (monotonic seconds).
+
+        After a wait in vain there is no further one until the backend has taken something.
+        """
+        return self._writes.wait_for_room(deadline)
+
     def write(
         self, namespace: bytes, share: Share, keys: Sequence[bytes], pages: Sequence[Parts]
-    ) -> None:
-        """Write pages, later; their memory may change when this returns."""
+    ) -> int:
+        """Write the first of the pages, later; their memory may change when this returns.
+
+        Returns how many: at most a part, and as many as there is room for.
+        """
 
         def write(rows: list[int], copies: list[Parts]) -> None:
             for row, key, copy in zip(rows, keys, copies, strict=False):
@@ -123,8 +141,7 @@ class StoreBehind:
             metrics.BEHIND_PAGES.count("written", sum(stored))
             metrics.BEHIND_PAGES.count("write_failed", len(stored) - sum(stored))
 
-        taken = self._writes.take(pages, write)
-        metrics.BEHIND_PAGES.count("dropped_full", len(pages) - taken)
+        return self._writes.take(pages[: self._part], write)
 
     def keep(self, pages: Sequence[Parts], put: Callable[[list[Parts]], object]) -> None:
         """Have ``put`` store pages that were read, later; it gets copies of the first of them.
@@ -135,10 +152,26 @@ class StoreBehind:
         metrics.BEHIND_PAGES.count("kept", taken)
         metrics.BEHIND_PAGES.count("not_kept", len(pages) - taken)
 
+    @property
+    def silent(self) -> bool:
+        """Whether it failed, or did not answer in time, when it was asked last."""
+        return not self._answers
+
     def forget(self) -> None:
         """What waits to be written, or to be kept, is not."""
         self._writes.forget()
         self._keeps.forget()
+
+    def distrust(self, namespaces: Sequence[bytes]) -> None:
+        """What this server wrote may be wrong: forget the rest, and say what has to be deleted."""
+        self.forget()
+        logger.error(
+            "hcache: pages that this server wrote are still in %s behind the page store, where "
+            "other machines read them and keep them: delete the values there whose names begin "
+            "with %s, and clear the page store of every machine",
+            self._name,
+            " or ".join(sorted({f"hcache-{namespace.hex()}-" for namespace in namespaces})),
+        )
 
     def close(self) -> None:
         """Let go of the backend, once what waits is written; what takes too long is given up."""
@@ -157,7 +190,7 @@ class StoreBehind:
     def _read_part(
         self, namespace: bytes, share: Share, keys: Sequence[bytes], pages: Sequence[Parts]
     ) -> list[bool] | None:
-        """Read as many pages as there are rows; None: the backend is left alone."""
+        """Read a part of the pages; None: the backend is left alone."""
         names = [_name(namespace, key, share) for key in keys]
         get = partial(self._values.get, names, range(len(names)))
         came = self._ask(self._reading, get, self._read_seconds)

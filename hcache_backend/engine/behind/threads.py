@@ -77,18 +77,30 @@ class Later:
     def __init__(self, name: str, rows: Bytes) -> None:
         self._name = name
         self._rows = rows
-        self._lock = threading.Lock()
+        self._room = threading.Condition()
+        self._waited_in_vain = False
         self._free = list(range(len(rows)))
         self._problems = ProblemLog()
         self._waiting: SimpleQueue[tuple[list[int], list[Parts], Any] | None] = SimpleQueue()
         self._thread = _started(name, self._run)
+
+    def wait_for_room(self, deadline: float) -> bool:
+        """Whether there is room for a page by ``deadline`` (monotonic seconds).
+
+        After a wait in vain nobody waits until some work was done.
+        """
+        with self._room:
+            if not self._waited_in_vain:
+                left = max(0.0, deadline - time.monotonic())
+                self._waited_in_vain = not self._room.wait_for(lambda: self._free, left)
+            return bool(self._free)
 
     def take(self, pages: Sequence[Parts], work: Callable[[list[int], list[Parts]], object]) -> int:
         """Copy the first of ``pages``, as many as there is room for; returns how many.
 
         ``work`` gets the rows of the copies and their memory, divided as the pages are.
         """
-        with self._lock:
+        with self._room:
             rows, self._free = self._free[: len(pages)], self._free[len(pages) :]
         if rows:
             taken = zip(rows, pages, strict=False)
@@ -122,8 +134,10 @@ class Later:
             self._release(rows)
 
     def _release(self, rows: list[int]) -> None:
-        with self._lock:
+        with self._room:
             self._free += rows
+            self._waited_in_vain = False
+            self._room.notify_all()
 
 
 def _started(name: str, run: Callable[[], None]) -> threading.Thread:

@@ -6,7 +6,7 @@ import logging
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.engine import hooks
-from hcache_backend.engine.arguments import resolved
+from hcache_backend.engine.arguments import decodes_for_others, resolved
 from hcache_backend.engine.hits.costs import Machine
 from hcache_backend.engine.hits.gate import HitGate
 from hcache_backend.engine.runtime import Runtime
@@ -35,8 +35,7 @@ def may_judge(runtime: Runtime, config: HCacheConfig) -> bool:
     if config.min_gain == 0:
         return False
     arguments = resolved(runtime.runner.server_args)
-    may_decode = getattr(arguments, "enable_pd_role_switch", False)  # not in 0.5.20
-    if may_decode or arguments.disaggregation_mode == "decode":
+    if decodes_for_others(runtime.runner.server_args):
         return False
     if arguments.hicache_host_memory_mode == "buffer_only":
         return False

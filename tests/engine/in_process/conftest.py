@@ -2,6 +2,9 @@
 tests/engine/test_in_process.py: its stand-ins for a plain CPU must not reach other tests."""
 
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,3 +21,30 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Any:
     state = unconfigured_runtime()
     monkeypatch.setattr(runtime_module, "_runtime", state)
     return state
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that all machines see; a busy machine has the time that it needs to look up."""
+    from hcache_backend.engine.behind import store
+    from tests.engine.in_process.behind_machines import SECONDS
+
+    monkeypatch.setattr(store, "LOOK_UP_SECONDS", SECONDS)
+    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "shared"))
+    return tmp_path / "shared"
+
+
+@pytest.fixture
+def machine(tmp_path: Path, shared: Path, runtime: Any) -> Iterator[Any]:
+    """Makes the machine of a name, with a pool of its own unless one is given."""
+    from tests.engine.in_process.behind_machines import Machine
+    from tests.engine.in_process.test_storage import HostPool
+
+    with ExitStack() as open_machines:
+
+        def made(name: str, pool: Any = None, **options: Any) -> Machine:
+            found = Machine(tmp_path / name, pool or HostPool(32), **options)
+            open_machines.callback(found.storage.close)
+            return found
+
+        yield made

@@ -2,105 +2,33 @@
 
 from __future__ import annotations
 
-import os
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolName
+from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from hcache_backend import HCacheStorage
 from hcache_backend.config import ConfigError
-from hcache_backend.engine import metrics
-from hcache_backend.engine.behind import store as store_behind
 from hcache_backend.engine.hits.gate import HitGate
 from hcache_backend.engine.runtime import Runtime, Weights
 from hcache_backend.units import Share
-from tests.engine.in_process.storage_config import PAGE, storage_config
+from tests.engine.in_process.behind_machines import (
+    PAGE,
+    SECONDS,
+    Machine,
+    counted,
+    until,
+    value_of,
+    values,
+    wait_for_values,
+)
+from tests.engine.in_process.storage_config import storage_config
 from tests.engine.in_process.test_own_pages import Server, indices
 from tests.engine.in_process.test_storage import KEYS, HostPool
-
-FOLDER = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
-SECONDS = 30.0
-"""For what takes a moment, on a machine that is busy with something else."""
-
-
-@pytest.fixture
-def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that all machines see."""
-    monkeypatch.setenv(FOLDER, str(tmp_path / "shared"))
-    return tmp_path / "shared"
-
-
-class Machine:
-    """A server's L3: its own page store, and the shared folder behind it."""
-
-    def __init__(self, folder: Path, pool: Any, **options: Any) -> None:
-        behind = {"backend": "file", **options.pop("behind", {})}
-        rank = {name: options.pop(name) for name in ("tp_rank", "tp_size") if name in options}
-        hcache = {"behind": behind, "min_free_bytes": 0, **options}
-        self.folder, self.pool = folder, pool
-        self.storage = HCacheStorage(storage_config(folder, hcache, **rank))
-        self.storage.register_mem_pool_host(pool)
-        self.storage.register_mem_host_pool_v2(pool, PoolName.KV)
-
-    def write(self, *pages: int) -> torch.Tensor:
-        """Random bytes as pages of these numbers; returns them, ``[2, pages, bytes]``."""
-        for page in pages:
-            self.storage.batch_set_v1([KEYS[page]], self.pool.fill(range(page, page + 1)))
-        return self.pool.data[:, list(pages)].clone()
-
-    def read(self, *pages: int) -> list[bool]:
-        return self.storage.batch_get_v1([KEYS[page] for page in pages], slots(pages))
-
-    def stored(self) -> int:
-        return len(list(self.folder.glob("pages/??/*.page")))
-
-
-def slots(pages: tuple[int, ...]) -> torch.Tensor:
-    return (torch.tensor(pages)[:, None] * PAGE + torch.arange(PAGE)).flatten()
-
-
-@pytest.fixture
-def machine(tmp_path: Path, shared: Path, runtime: Runtime) -> Iterator[Callable[..., Machine]]:
-    with ExitStack() as open_machines:
-
-        def made(name: str, pool: Any = None, **options: Any) -> Machine:
-            found = Machine(tmp_path / name, pool or HostPool(32), **options)
-            open_machines.callback(found.storage.close)
-            return found
-
-        yield made
-
-
-def until(happened: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not happened():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.01)
-
-
-def values(shared: Path) -> list[Path]:
-    return sorted(shared.glob("*.bin"))
-
-
-def value_of(shared: Path, page: int) -> Path:
-    [path] = [path for path in values(shared) if KEYS[page] in path.name]
-    return path
-
-
-def wait_for_values(shared: Path, count: int) -> None:
-    until(lambda: len(values(shared)) == count, f"{count} values behind")
-
-
-def counted(event: str) -> float:
-    return metrics.BEHIND_PAGES.family.labels(event)._value.get()
-
 
 # ---- what the issue of two machines promises ----
 
@@ -245,117 +173,41 @@ def test_while_l3_is_suspended_nothing_goes_behind(
     assert KEYS[1] in values(shared)[0].name
 
 
-# ---- a backend that hangs or fails ----
-
-
-@contextmanager
-def hanging(path: Path) -> Iterator[None]:
-    """Whoever opens ``path`` waits until the end of the block."""
-    data = path.read_bytes()
-    path.unlink()
-    os.mkfifo(path)
-    try:
-        yield
-    finally:
-        writer = os.open(path, os.O_RDWR)  # whoever waits goes on, and reads less than it wants
-        path.unlink()
-        path.write_bytes(data)
-        os.write(writer, b"x")
-        os.close(writer)
-
-
-def test_a_read_that_hangs_is_a_miss_and_the_backend_is_left_alone(
-    machine: Callable[..., Machine], shared: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_this_machines_disk_lost_is_not_counted_as_brought_from_behind(
+    machine: Callable[..., Machine], shared: Path, runtime: Runtime
 ) -> None:
-    """Without a bound the read would never return."""
-    monkeypatch.setattr(store_behind, "REST_SECONDS", 0.0)
-    first = machine("first")
-    second = machine("second", behind={"read_seconds": 0.2})
-    given = first.write(0, 1)
-    wait_for_values(shared, 2)
-    with hanging(value_of(shared, 0)):
-        assert second.read(0) == [False]
-        before = counted("not_asked")
-        assert second.read(1) == [False], "it is still at the first one"
-        assert second.storage.batch_exists(KEYS[:2]) == 0
-        assert counted("not_asked") == before + 3
-    until(lambda: second.read(0, 1) == [True, True], "the backend to be asked again")
-    assert torch.equal(second.pool.data[:, :2], given)
-
-
-def test_what_arrives_late_goes_nowhere(
-    machine: Callable[..., Machine], shared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The memory of the page has been given to another one by then."""
-    monkeypatch.setattr(store_behind, "REST_SECONDS", 0.0)
-    first, second = machine("first"), machine("second", behind={"read_seconds": 0.2})
-    first.write(0)
-    wait_for_values(shared, 1)
-    late, read = threading.Event(), HiCacheFile.get
-
-    def get(*args: Any) -> Any:
-        assert late.wait(SECONDS)
-        return read(*args)
-
-    monkeypatch.setattr(HiCacheFile, "get", get)
-    assert second.read(0) == [False]
-    mine = second.pool.data.clone()
-    late.set()
-    until(lambda: second.storage.batch_exists(KEYS[:1]) == 1, "the late read to end")
-    assert torch.equal(second.pool.data, mine)
-
-
-def test_after_a_failure_the_backend_is_left_alone_for_a_while(
-    machine: Callable[..., Machine], shared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store_behind, "REST_SECONDS", 1e6)
+    """A page that no store has ends the hit: what comes after it is worth nothing."""
     first, second = machine("first"), machine("second")
-    first.write(0)
-    wait_for_values(shared, 1)
-
-    def fail(*args: Any) -> Any:
-        raise OSError("stale file handle")
-
-    with monkeypatch.context() as failing:
-        failing.setattr(HiCacheFile, "batch_exists", fail)
-        assert second.storage.batch_exists(KEYS[:1]) == 0
-    assert second.storage.batch_exists(KEYS[:1]) == 0
-    second.storage._pools._behind._rests_until = 0.0
-    assert second.storage.batch_exists(KEYS[:1]) == 1
-
-
-def test_writes_wait_in_bounded_memory_and_what_is_too_much_is_dropped(
-    machine: Callable[..., Machine], shared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go_on, write = threading.Event(), HiCacheFile.set
-
-    def set_later(*args: Any) -> Any:
-        assert go_on.wait(SECONDS)
-        return write(*args)
-
-    monkeypatch.setattr(HiCacheFile, "set", set_later)
-    first = machine("first", behind={"buffer_bytes": 3 * 3 * 8192})  # three pages each
-    before = counted("dropped_full")
-    given = first.write(*range(8))
-    assert counted("dropped_full") == before + 5
-    first.pool.data.zero_()
-    go_on.set()
+    first.write(0, 1, 2)
     wait_for_values(shared, 3)
-    second = machine("second")
-    assert second.read(0, 1, 2) == [True] * 3, "what the pages were when they were written"
-    assert torch.equal(second.pool.data[:, :3], given[:, :3])
+    value_of(shared, 0).unlink()
+    runtime.hit_gate = gate = HitGate(None, "test", 1.0)
+    gate.may_ask("a", 0)
+    assert gate.takes("a", 3 * PAGE, 3 * PAGE, 2 * PAGE) == 3 * PAGE
+    gate.read_begins("a", 3 * PAGE, PAGE)
+    assert second.read(0, 1, 2) == [False, True, True]
+    assert gate.l3.reading is not None
+    assert gate.l3.reading.from_behind == 0
 
 
-def test_a_backend_that_hangs_is_closed_all_the_same(
-    machine: Callable[..., Machine], shared: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("switch", ["disaggregation_mode", "enable_pd_role_switch"])
+def test_a_decode_server_does_not_look_for_hits_behind(
+    switch: str,
+    machine: Callable[..., Machine],
+    shared: Path,
+    runtime: Runtime,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(store_behind, "_CLOSE_SECONDS", 0.2)
-    first, second = machine("first"), machine("second", behind={"read_seconds": 0.2})
+    """SGLang looks up on the scheduler's thread there, and fails a request whose hit is lost."""
+    first = machine("first")
+    setattr(runtime.runner.server_args, switch, "decode")
+    second = machine("second")
     first.write(0)
     wait_for_values(shared, 1)
-    with hanging(value_of(shared, 0)):
-        assert second.read(0) == [False]
-        second.storage.close()
+    assert second.storage.batch_exists(KEYS[:1]) == 0
+    assert caplog.text.count("does not look for hits behind the page store") == 1
+    second.write(1)
+    wait_for_values(shared, 2)
 
 
 def test_reads_tell_how_fast_each_store_is(
@@ -417,11 +269,12 @@ def test_a_server_with_several_host_pools_goes_without(
 def test_a_backend_that_cannot_be_made_is_named(
     tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(FOLDER, raising=False)
+    folder = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
+    monkeypatch.delenv(folder, raising=False)
     for name in ("MOONCAKE_MASTER", "MOONCAKE_CLIENT"):
         monkeypatch.delenv(name, raising=False)
     wanted = {
-        "file": f"'backend': 'file'.*{FOLDER} must be the folder that the machines share",
+        "file": f"'backend': 'file'.*{folder} must be the folder that the machines share",
         "mooncake": "'backend': 'mooncake'.*(MOONCAKE_MASTER|mooncake)",
     }
     for backend, message in wanted.items():

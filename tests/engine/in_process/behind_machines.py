@@ -1,0 +1,72 @@
+"""Machines with page stores of their own and one folder behind them all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName
+
+from hcache_backend import HCacheStorage
+from hcache_backend.engine import metrics
+from tests.engine.in_process.storage_config import PAGE, storage_config
+from tests.engine.in_process.test_storage import KEYS
+
+SECONDS = 30.0
+"""For what takes a moment, on a machine that is busy with something else."""
+
+
+class Machine:
+    """A server's L3: its own page store, and the shared folder behind it."""
+
+    def __init__(self, folder: Path, pool: Any, **options: Any) -> None:
+        behind = {"backend": "file", "read_seconds": SECONDS, **options.pop("behind", {})}
+        rank = {name: options.pop(name) for name in ("tp_rank", "tp_size") if name in options}
+        hcache = {"behind": behind, "min_free_bytes": 0, **options}
+        self.folder, self.pool = folder, pool
+        self.storage = HCacheStorage(storage_config(folder, hcache, **rank))
+        self.storage.register_mem_pool_host(pool)
+        self.storage.register_mem_host_pool_v2(pool, PoolName.KV)
+
+    def write(self, *pages: int) -> torch.Tensor:
+        """Random bytes as pages of these numbers; returns them, ``[2, pages, bytes]``."""
+        for page in pages:
+            self.storage.batch_set_v1([KEYS[page]], self.pool.fill(range(page, page + 1)))
+        return self.pool.data[:, list(pages)].clone()
+
+    def read(self, *pages: int) -> list[bool]:
+        return self.storage.batch_get_v1([KEYS[page] for page in pages], slots(pages))
+
+    def stored(self) -> int:
+        return len(list(self.folder.glob("pages/??/*.page")))
+
+
+def slots(pages: tuple[int, ...]) -> torch.Tensor:
+    return (torch.tensor(pages)[:, None] * PAGE + torch.arange(PAGE)).flatten()
+
+
+def until(happened: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not happened():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.01)
+
+
+def values(shared: Path) -> list[Path]:
+    return sorted(shared.glob("*.bin"))
+
+
+def value_of(shared: Path, page: int) -> Path:
+    [path] = [path for path in values(shared) if KEYS[page] in path.name]
+    return path
+
+
+def wait_for_values(shared: Path, count: int) -> None:
+    until(lambda: len(values(shared)) == count, f"{count} values behind")
+
+
+def counted(event: str) -> float:
+    return metrics.BEHIND_PAGES.family.labels(event)._value.get()
