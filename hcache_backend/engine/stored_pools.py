@@ -361,7 +361,7 @@ class StoredPools:
                 names = kept[: len(copies)]
                 self.write(names, copies, PoolName.KV, share, before, made_by=namespace)
 
-            behind.keep([parts[n] for n in proven], keep)
+            behind.put_locally([parts[n] for n in proven], keep)
 
     def _serving_namespace(self, pool: str, share: int) -> bytes | None:
         """Namespace to read and write, or None while L3 is suspended.

@@ -133,7 +133,8 @@ def test_what_is_behind_l3_shows_and_whether_it_answers(server: Pages, pages: li
     metrics.RATES.set("behind_read", "hcache", value=1234)
     server.pages = [answers, written()]
     _, output = run(address(server), "--once", "--interval", "0.2")
-    assert "mooncake behind L3, which does not answer" in output
+    said = " ".join(output.replace("│", " ").split())  # lines are wrapped
+    assert "mooncake behind L3, which does not answer" in said
     assert "what is behind it at 1,234" in output
     assert re.search(r"behind L3: read .* 7 pages", output)
     assert not parse(answers).behind_silent

@@ -143,7 +143,7 @@ class StoreBehind:
 
         return self._writes.take(pages[: self._part], write)
 
-    def keep(self, pages: Sequence[Parts], put: Callable[[list[Parts]], object]) -> None:
+    def put_locally(self, pages: Sequence[Parts], put: Callable[[list[Parts]], object]) -> None:
         """Have ``put`` store pages that were read, later; it gets copies of the first of them.
 
         What there is no room for is put when the server has nothing else to do.

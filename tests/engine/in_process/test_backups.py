@@ -37,10 +37,14 @@ class Pages:
         self.arena, self.given = machine.arena, 0
         self.page_layout, self.kv_buffer = LAYOUT, machine.capture._memory
         self.page_size = SIZE
+        self.overflow = None
 
     def allocate(self, device_indices: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:
         first, self.given = self.given, self.given + len(device_indices)
         return torch.arange(first, self.given), None
+
+    def settled(self, host_page: int) -> bool:
+        return True
 
     def page_ids(self, indices: torch.Tensor) -> np.ndarray:
         return indices[::SIZE].numpy() // SIZE
