@@ -85,8 +85,8 @@ class Ledger:
     Attributes:
         broken: Why nothing more can be learned, or None. All rows are void then.
         passes: Forward passes that have begun.
-        without_results: Of how many of these the engine may not have the results yet, except
-            between the beginning of a pass and the results of the one before.
+        without_results: Passes whose results the engine may not have yet, at most, except between
+            the beginning of a pass and the results of the one before.
         buffers: Pinned memory for copies.
         tokens_missing: Tokens with a row that was promised and not written. Whoever counts these
             somewhere else sets them to 0; the next two likewise.

@@ -179,7 +179,7 @@ class _RunningCheck(NamedTuple):
 
     Attributes:
         hidden_layers: Layers whose hidden states were projected.
-        differences: Of their K and V, float64 ``[layers, 2]``.
+        differences: How far their K and V are off, float64 ``[layers, 2]``.
         layers: Layers of which K and V are stored.
         held: What the pool had of them, uint8.
         problem: Why a layer could not be projected, or None.

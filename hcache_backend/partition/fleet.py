@@ -20,7 +20,7 @@ class Conversations(NamedTuple):
 
     Attributes:
         number: Conversations that are to be restorable.
-        turns_per_hour: Of each of them.
+        turns_per_hour: Turns of one conversation.
         new_tokens: Tokens of a question and its reply.
     """
 

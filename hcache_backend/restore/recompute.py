@@ -158,7 +158,7 @@ class Recomputer:
         stream: The engine's stream of forward passes, asked for on the scheduler thread.
 
     Attributes:
-        stream: That.
+        stream: Asks for that stream.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from hcache_backend.config import BehindOption
 from hcache_backend.engine import metrics
 from hcache_backend.engine.behind.backend import RowPool, Values, row_bytes
-from hcache_backend.engine.behind.threads import Caller, Later
+from hcache_backend.engine.behind.threads import BoundedCalls, CopyQueue
 from hcache_backend.page import Bytes
 from hcache_backend.store.stats import ProblemLog
 from hcache_backend.units import Parts, Share
@@ -63,12 +63,12 @@ class StoreBehind:
         self._part = max(1, min(rows, _PART_BYTES // length))
         self._memory: Bytes = pool.kv_buffer.numpy()
         self._values = Values(backend, pool)
-        self._looking = Caller("hcache-behind-look-up")
-        self._reading = Caller("hcache-behind-read")
+        self._looking = BoundedCalls("hcache-behind-look-up")
+        self._reading = BoundedCalls("hcache-behind-read")
         self._one_read = threading.Lock()
-        self._writes = Later("hcache-behind-write", self._memory[rows:, :page_bytes])
+        self._writes = CopyQueue("hcache-behind-write", self._memory[rows:, :page_bytes])
         # Pages that were proven are kept from memory that the backend does not know.
-        self._keeps = Later("hcache-behind-keep", np.empty((rows, page_bytes), np.uint8))
+        self._keeps = CopyQueue("hcache-behind-keep", np.empty((rows, page_bytes), np.uint8))
         self._problems = ProblemLog()
         self._rests_until = 0.0
         self._answers = True
@@ -216,12 +216,14 @@ class StoreBehind:
         self._problems.report("damaged", what)
         return False
 
-    def _ask(self, thread: Caller, work: Callable[[], _Result], seconds: float) -> _Result | None:
+    def _ask(
+        self, calls: BoundedCalls, work: Callable[[], _Result], seconds: float
+    ) -> _Result | None:
         """What ``work()`` returns; None: it failed or took too long, now or a while ago."""
         if time.monotonic() < self._rests_until or self._looking.hangs or self._reading.hangs:
             return None
         try:
-            found = thread.call(work, seconds)
+            found = calls.call(work, seconds)
         except TimeoutError:
             problem = f"did not answer within {seconds:g} s"
         except Exception as error:

@@ -22,7 +22,7 @@ from hcache_backend.units import Parts
 _Result = TypeVar("_Result")
 
 
-class Caller:
+class BoundedCalls:
     """A thread that makes one call after the other."""
 
     def __init__(self, name: str) -> None:
@@ -66,11 +66,11 @@ class Caller:
                     future.set_exception(error)
 
 
-class Later:
+class CopyQueue:
     """A thread that works on copies of pages: pages are copied at once, the work is done later.
 
     Args:
-        name: Of the thread, and in the log.
+        name: The thread's, also in the log.
         rows: Memory for the copies, uint8 ``[pages, bytes]``: so many pages wait at most.
     """
 

@@ -93,7 +93,7 @@ def prefill_and_decode(runner: Any, tokens: int, ranks: Any, *, graphs: bool) ->
     What the KV pool held is overwritten.
 
     Args:
-        tokens: Of the prompt, at least 2.
+        tokens: Length of the prompt, at least 2.
         ranks: The tensor-parallel ranks: none takes the decode step when the prefill failed on one.
         graphs: Whether the prefill goes by a CUDA graph, too, where one was recorded.
 

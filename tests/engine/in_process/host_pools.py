@@ -23,6 +23,18 @@ LAYERS, TOKENS = 2, 16 * PAGE
 STATES = 8
 
 
+def kv_cache_of_llama_3_8b(page_size: int) -> SimpleNamespace:
+    """A KV pool of 65,536 slots without memory: 32 layers, 8 heads of 128 values, bfloat16."""
+    slots = 1 << 16
+    buffers = [
+        torch.empty(slots + page_size, 8, 128, dtype=torch.bfloat16, device="meta")
+        for _ in range(32)
+    ]
+    return SimpleNamespace(
+        k_buffer=buffers, v_buffer=buffers, layer_num=32, size=slots, page_size=page_size
+    )
+
+
 def mha(layout: str, heads: int = 4) -> MHATokenToKVPoolHost:
     return _host(MHATokenToKVPoolHost, _mha_device(heads), layout)
 

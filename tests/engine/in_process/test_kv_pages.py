@@ -15,20 +15,15 @@ from hcache_backend.engine.startup.page_plan import PagePlan, plan_host_pages
 from hcache_backend.page import PageLayout
 from hcache_backend.partition.costs import Partition
 from hcache_backend.units import WHOLE
+from tests.engine.in_process.host_pools import kv_cache_of_llama_3_8b
 from tests.engine.in_process.test_host_pool import LAYERS, PAGE, kv_pool
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_host_memory_holds_as_many_tokens_as_sglangs_own_pool_would(page_size: int) -> None:
     """With Llama-3-8B: 32 layers, 8 heads of 128 values, bfloat16. SGLang's has no headers."""
-    slots = 1 << 16
-    buffers = [
-        torch.empty(slots + page_size, 8, 128, dtype=torch.bfloat16, device="meta")
-        for _ in range(32)
-    ]
-    kvcache = SimpleNamespace(
-        k_buffer=buffers, v_buffer=buffers, layer_num=32, size=slots, page_size=page_size
-    )
+    kvcache = kv_cache_of_llama_3_8b(page_size)
+    slots = kvcache.size
     plan = PagePlan(kvcache, LayerMethods(Partition(0, 0, 32), None, None, 8192), WHOLE, 1)
     pages = plan_host_pages(kvcache, plan.layout, 0, 2.0, 1e12, with_shadows=False)
     assert pages.shadows == 0

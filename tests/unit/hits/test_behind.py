@@ -26,6 +26,17 @@ def read_behind(
     turn(gate)
 
 
+def nothing_comes(
+    gate: HitGate, clock: Clock, name: str, seconds: float, *, gave_up: bool = False
+) -> None:
+    """A hit behind is taken, and after ``seconds`` nothing of it has come."""
+    assert judged(gate, name, 1000) == 1000
+    with reading(gate, name, 1000):
+        clock.now += seconds
+        gate.l3.came_from_behind(0, seconds, gave_up=gave_up)
+    turn(gate)
+
+
 def test_a_hit_behind_is_read_where_nothing_is_known_of_it(gate: HitGate, clock: Clock) -> None:
     for _ in range(2):
         read(gate, clock, 10.0)
@@ -97,11 +108,7 @@ def test_a_store_behind_that_gives_nothing_is_slow(gate: HitGate, clock: Clock) 
     for _ in range(5):
         read_behind(gate, clock, 0.2)
     for name in "ab":
-        assert judged(gate, name, 1000) == 1000
-        with reading(gate, name, 1000):
-            clock.now += 2.0
-            gate.l3.came_from_behind(0, 2.0)
-        turn(gate)
+        nothing_comes(gate, clock, name, 2.0)
     assert judged(gate, "c", 1000) == 0
 
 
@@ -113,18 +120,10 @@ def test_a_store_behind_that_is_always_given_up_is_not_waited_for(
     for _ in range(5):
         read_behind(gate, clock, 0.2)
     for name in "ab":
-        assert judged(gate, name, 1000) == 1000
-        with reading(gate, name, 1000):
-            clock.now += 0.2
-            gate.l3.came_from_behind(0, 0.2, gave_up=True)
-        turn(gate)
+        nothing_comes(gate, clock, name, 0.2, gave_up=True)
     assert judged(gate, "c", 1000) == 0
     clock.now += TRIAL_SECONDS + 1
-    assert judged(gate, "trial", 1000) == 1000
-    with reading(gate, "trial", 1000):
-        clock.now += 0.2
-        gate.l3.came_from_behind(0, 0.2, gave_up=True)
-    turn(gate)
+    nothing_comes(gate, clock, "trial", 0.2, gave_up=True)
     clock.now += TRIAL_SECONDS + 1
     assert judged(gate, "d", 1000) == 0, "the next trial is later"
 

@@ -26,6 +26,7 @@ from tests.engine.in_process.encoded_kv.host import (
     bits,
     kv_pool,
 )
+from tests.engine.in_process.host_pools import kv_cache_of_llama_3_8b
 
 
 def plan_of(device: Any, codec: str) -> PagePlan:
@@ -36,14 +37,8 @@ def plan_of(device: Any, codec: str) -> PagePlan:
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_host_memory_holds_at_least_1_28_times_the_tokens(page_size: int) -> None:
     """With Llama-3-8B: 32 layers, 8 heads of 128 values, with headers and overflow."""
-    slots = 1 << 16
-    buffers = [
-        torch.empty(slots + page_size, 8, 128, dtype=torch.bfloat16, device="meta")
-        for _ in range(32)
-    ]
-    kvcache = SimpleNamespace(
-        k_buffer=buffers, v_buffer=buffers, layer_num=32, size=slots, page_size=page_size
-    )
+    kvcache = kv_cache_of_llama_3_8b(page_size)
+    slots = kvcache.size
     plan = plan_of(kvcache, "exp4")
     pages = plan_host_pages(
         kvcache,
