@@ -5,16 +5,12 @@ Bookkeeping on the CPU. Any thread may use what is here for pages that it owns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 import numpy.typing as npt
 
 from hcache_backend.page import PageLayout
 
 Ids = npt.NDArray[np.int64]
-
-_NONE = np.empty(0, np.int64)
 
 
 class Arena:
@@ -63,64 +59,3 @@ class Arena:
         physical = self.physical(host_pages)
         self.host_access(physical, write=True)
         self._first_layer[physical] = first_layer
-
-
-class Overflow:
-    """Which layers of host pages are kept apart, because the page cannot hold what they encode to.
-
-    Args:
-        rows: Rows of memory, each with room for K and V of one layer of one page.
-
-    Attributes:
-        lost: Host pages with a layer that neither fits nor found a row. They cannot be loaded.
-    """
-
-    def __init__(self, rows: int) -> None:
-        self.lost: set[int] = set()
-        self._all = range(rows)
-        self._rows: dict[int, dict[int, int]] = {}  # by host page, by layer
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._free = list(self._all)
-        self._rows.clear()
-        self.lost.clear()
-
-    def take(self, host_page: int, layers: Iterable[int]) -> dict[int, int]:
-        """A row for each of ``layers`` of a page, or none at all, and the page is lost."""
-        layers = list(layers)
-        if len(layers) > len(self._free):
-            self.lose([host_page])
-            return {}
-        self._rows[host_page] = {layer: self._free.pop() for layer in layers}
-        return self._rows[host_page]
-
-    def lose(self, host_pages: Iterable[int]) -> None:
-        """What was to be kept of ``host_pages`` is not there."""
-        self.forget(host_pages)
-        self.lost.update(host_pages)
-
-    def forget(self, host_pages: Iterable[int]) -> None:
-        """HiCache has freed ``host_pages``."""
-        for page in host_pages:
-            self._free.extend(self._rows.pop(page, {}).values())
-            self.lost.discard(page)
-
-    def __contains__(self, host_page: int) -> bool:
-        """Whether a layer of ``host_page`` did not fit. Any thread."""
-        return host_page in self._rows or host_page in self.lost
-
-    def rows_of(self, host_page: int) -> dict[int, int]:
-        """The rows of ``host_page``, by layer."""
-        return self._rows.get(host_page, {})
-
-    def rows(self, host_pages: Ids, layer: int) -> tuple[Ids, Ids]:
-        """Which of ``host_pages`` (their places, int64 ``[n]``) have ``layer`` here, in which
-        rows."""
-        if not self._rows:
-            return _NONE, _NONE
-        kept = [self._rows.get(page, {}).get(layer, -1) for page in host_pages.tolist()]
-        rows = np.array(kept, np.int64)
-        places = np.flatnonzero(rows >= 0)
-        return places, rows[places]

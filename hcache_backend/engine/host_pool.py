@@ -14,7 +14,8 @@ from sglang.srt.mem_cache.pool_host.base import HostKVCache
 from hcache_backend.arena import Arena, Ids
 from hcache_backend.capture.shadows import ShadowArena
 from hcache_backend.capture.staging import StagedCapture
-from hcache_backend.engine.kv_segments import KVSegments, OverflowArea
+from hcache_backend.engine.kv_pages.overflow import OverflowArea
+from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.loads import LoadQueue
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.report import RunningRestore

@@ -19,7 +19,7 @@ import torch
 from hcache_backend.arena import Ids
 from hcache_backend.engine import metrics
 from hcache_backend.engine.host_pool import HiddenStatePool, OwnPagesPool
-from hcache_backend.engine.kv_segments import KVSegments
+from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.projection.attention import AttentionLayer

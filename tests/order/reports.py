@@ -46,7 +46,7 @@ UNIT = {
     "engine/capture_hooks.py:_begin capture.give_up_step()": Report(
         "capture, a step that cannot begin", "forward writes what hcache transfer reads"
     ),
-    "engine/kv_segments.py:copy_unfit now.keep(saved.held)": Report(
+    "engine/kv_pages/overflow.py:copy_unfit now.keep(saved.held)": Report(
         "overflow", "device memory of device to host dies while schedule may use it"
     ),
     "restore/eager.py:_wait restore.wait()": Report(

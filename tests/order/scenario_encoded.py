@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from hcache_backend import streams
-from hcache_backend.engine.kv_segments import KVSegments, OverflowArea
+from hcache_backend.engine.kv_pages.overflow import OverflowArea
+from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.page import PageLayout
 from hcache_backend.units import WHOLE
 from tests.order.checker import Checker

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hcache_backend.engine.kv_segments import KVSegments
+from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
 from hcache_backend.engine.startup.self_check import Probe

@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hcache_backend.engine.kv_segments import KVSegments, OverflowArea
+from hcache_backend.engine.kv_pages.overflow import OverflowArea
+from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.page_plan import PagePlan
 from hcache_backend.restore.layers import RestoredLayer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hcache_backend.engine.kv_segments import KVSegments
+from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer
 from hcache_backend.units import SHARE_COUNTS, WHOLE, Share

@@ -19,7 +19,7 @@ from hcache_backend.capture.staging import Staging
 from hcache_backend.engine.arguments import resolved
 from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.engine.host_pool import HostPages
-from hcache_backend.engine.kv_segments import KVSegments
+from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.page_layout import page_layout

@@ -54,10 +54,11 @@ def _bus(size: int) -> Iterator[None]:
 def _slow_down_restores() -> None:
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
-    from hcache_backend.engine import kv_segments
+    from hcache_backend.engine.kv_pages import segments
     from hcache_backend.restore import pipeline
 
-    gather, gather_plane = pipeline.gather_segments, kv_segments.gather_plane
+    gather = pipeline.gather_segments
+    gather_plane, gather_pages = segments.gather_plane, segments.gather_pages
     load = MHATokenToKVPoolHost.load_to_device_per_layer
 
     def slow_gather(
@@ -72,6 +73,12 @@ def _slow_down_restores() -> None:
         with _bus(len(pages) * pool[0].nbytes):
             gather_plane(memory, pages, offset, pool, *others)
 
+    def slow_gather_pages(
+        memory: torch.Tensor, pages: torch.Tensor, offset: int, length: int
+    ) -> torch.Tensor:
+        with _bus(len(pages) * length):
+            return gather_pages(memory, pages, offset, length)
+
     @functools.wraps(load)
     def slow_load(self: Any, device_pool: Any, host: Any, device: Any, *a: Any, **kw: Any) -> None:
         row_bytes = device_pool.k_buffer[0][0].nbytes + device_pool.v_buffer[0][0].nbytes
@@ -79,7 +86,8 @@ def _slow_down_restores() -> None:
             load(self, device_pool, host, device, *a, **kw)
 
     pipeline.gather_segments = slow_gather
-    kv_segments.gather_plane = slow_gather_plane
+    segments.gather_plane = slow_gather_plane
+    segments.gather_pages = slow_gather_pages
     MHATokenToKVPoolHost.load_to_device_per_layer = slow_load
 
 

@@ -62,7 +62,7 @@ def _wrong_rope() -> None:
 
 def _wrong_copies() -> None:
     """Backups leave a wrong byte in K of the last layer."""
-    from hcache_backend.engine.kv_segments import KVSegments
+    from hcache_backend.engine.kv_pages.segments import KVSegments
 
     save = KVSegments.save
 

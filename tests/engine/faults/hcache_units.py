@@ -13,7 +13,7 @@ def do_not_fit(room: float) -> None:
     Args:
         room: Share of the pages that the overflow has room for.
     """
-    from hcache_backend.engine.kv_segments import KVSegments
+    from hcache_backend.engine.kv_pages.segments import KVSegments
     from hcache_backend.engine.startup import page_plan, strategy
 
     page_plan._OVERFLOW_SHARE = room

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hcache_backend.engine.host_pool import HostPages
-from hcache_backend.engine.kv_segments import KVSegments
+from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.startup.page_plan import kv_bytes_per_token, plan_host_pages
 from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer
 from hcache_backend.units import WHOLE

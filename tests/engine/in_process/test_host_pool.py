@@ -14,7 +14,7 @@ from hcache_backend import streams
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.engine.host_pool import HiddenStatePool, HostPages
-from hcache_backend.engine.kv_segments import KVSegments
+from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.page_plan import (
     kv_bytes_per_token,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hcache_backend.engine.host_pool import HostPages, OwnPagesPool
-from hcache_backend.engine.kv_segments import KVSegments
+from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.service_check import KVChecks
 from hcache_backend.engine.startup.page_plan import PagePlan, plan_host_pages

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from hcache_backend import HCacheStorage, units
 from hcache_backend.config import ConfigError
 from hcache_backend.engine.arguments import check_tp_lcm_size
-from hcache_backend.engine.kv_segments import KVSegments
+from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.page_layout import head_groups, share_of_heads
 from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer, key_bytes

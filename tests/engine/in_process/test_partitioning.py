@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hcache_backend.config import ConfigError, parse_config
-from hcache_backend.engine.kv_segments import KVSegments
+from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.engine.recompute_batch import forward_stream

@@ -11,7 +11,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from hcache_backend.engine.kv_segments import KVSegments
+from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup import stack

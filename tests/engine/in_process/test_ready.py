@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hcache_backend.engine.host_pool import HostPages, OwnPagesPool
-from hcache_backend.engine.kv_segments import KVSegments
+from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.page import PageLayout

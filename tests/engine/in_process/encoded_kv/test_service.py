@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.engine.kv_segments import KVSegments
+from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.service_check import KVChecks
 from hcache_backend.page import RECOMPUTED, PageLayout
 from hcache_backend.units import WHOLE, Share

@@ -10,7 +10,7 @@ import torch
 
 from hcache_backend.engine import metrics
 from hcache_backend.engine.host_pool import HostPages
-from hcache_backend.engine.kv_segments import KVSegments
+from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.codec_choice import kv_codec
