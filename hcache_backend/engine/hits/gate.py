@@ -21,16 +21,11 @@ from typing import NamedTuple
 from hcache_backend.engine import metrics
 from hcache_backend.engine.hits.costs import Costs, Hit, Machine
 from hcache_backend.engine.hits.estimates import Estimate
-from hcache_backend.engine.hits.progress import L3Progress, Reading
+from hcache_backend.engine.hits.progress import L3Progress
+from hcache_backend.engine.hits.trials import TRIAL_SHARE, Trials
 
 logger = logging.getLogger("hcache")
 
-TRIAL_SECONDS = 10.0
-"""When hits are refused because L3 is slow, one is read so long after the last read, ..."""
-LONGEST_TRIAL_SECONDS = 320.0
-"""...or after up to this time, twice as long after each trial that shows a slow L3, ..."""
-TRIAL_SHARE = 0.1
-"""...for this share of the time that it would save; then its prefetch is judged like others."""
 _ENDING_MARGIN = 1.25
 """A prefetch ends only if going on would be so many times slower: it is not ended for noise."""
 _JUDGED = 4
@@ -65,19 +60,6 @@ class _Asked:
     @property
     def left_behind(self) -> int:
         return min(self.hit.behind, self.left) if self.hit is not None else 0
-
-
-@dataclass
-class _Trials:
-    """When a hit is read although L3 was slow.
-
-    Attributes:
-        last_read: When L3 was read last; None: never.
-        pause: So long after that.
-    """
-
-    last_read: float | None = None
-    pause: float = TRIAL_SECONDS
 
 
 class Running(NamedTuple):
@@ -127,7 +109,7 @@ class HitGate:
         self._asked: dict[str, _Asked] = {}
         self._refused: OrderedDict[str, None] = OrderedDict()
         self.l3 = L3Progress(self.costs, clock)
-        self._trials = (_Trials(), _Trials())  # of the page store, and of what is behind it
+        self._trials = (Trials(), Trials())  # of the page store, and of what is behind it
         self._gpu_wanted = False
         self._agreed_overdue = False
         self._said: float | None = None
@@ -291,25 +273,21 @@ class HitGate:
             self._gave_up(wanted_far, reading.seconds_behind)
         else:
             self._measured(self.costs.behind, far, wanted_far, reading.seconds_behind)
-        self._trials[reading.behind > 0].last_read = now
+        trials = self._trials[reading.behind > 0]
+        trials.last_read = now
         with self._lock:
             self.l3.reading = None
             asked = self._asked.get(reading.request_id)
-            if asked is not None:
-                self._plan_trial(asked, reading, seconds)
-
-    def _plan_trial(self, asked: _Asked, reading: Reading, seconds: float) -> None:
-        """When to try next, now that a hit was read. Under the lock."""
-        hit = None if reading.gave_up else asked.hit  # None: it was ended, too
-        trials = self._trials[reading.behind > 0]
-        if not asked.trial:
-            trials.pause = TRIAL_SECONDS
-        elif hit is not None and reading.tokens < reading.wanted:
-            return  # its client is gone, or pages are: that says nothing of the disk
-        elif hit is not None and self._pays(hit, seconds):
-            trials.pause = 0.0  # the next one confirms it
-        else:
-            trials.pause = min(max(TRIAL_SECONDS, 2 * trials.pause), LONGEST_TRIAL_SECONDS)
+            if asked is None:
+                return
+            hit = None if reading.gave_up else asked.hit  # None: it was ended, too
+            if not asked.trial:
+                trials.not_one()
+            elif hit is None:
+                trials.ended(pays=False)
+            elif reading.tokens == reading.wanted:
+                trials.ended(pays=self._pays(hit, seconds))
+            # Else its client is gone, or pages are: that says nothing of the disk.
 
     def _measured(self, reads: Estimate, tokens: int, wanted: int, seconds: float) -> None:
         expected = reads.seconds(wanted)
@@ -363,16 +341,21 @@ class HitGate:
         saved = self.costs.saved(asked.hit.without(asked.arrived))
         if saved is None:
             return False
-        reading, elapsed, pace = self.l3.reading, 0.0, 0.0
+        reading, elapsed, going_on = self.l3.reading, 0.0, 0.0
+        if not asked.trial:
+            going_on = self.costs.least_reading(queued, behind)
         if reading is not None and reading.request_id == one.request_id:
-            elapsed = now - reading.start
-            pace = elapsed * asked.left / (asked.arrived + one.step)
+            elapsed, in_time = now - reading.start, self.l3.left_in_time(now)
+            if in_time is not None and not asked.trial:
+                going_on = in_time
+            else:
+                pace = elapsed * asked.left / (asked.arrived + one.step)
+                going_on = max(going_on, pace)
         if asked.trial:
             whole = self.costs.saved(asked.hit)
             if whole is not None and elapsed < TRIAL_SHARE * whole:
                 return False
-        expected = 0.0 if asked.trial else self.costs.least_reading(queued, behind)
-        return max(pace, expected) * self._min_gain > _ENDING_MARGIN * saved
+        return going_on * self._min_gain > _ENDING_MARGIN * saved
 
     def _is_trial_due(self, hit: Hit, now: float) -> bool:
         if not self._pays(hit, 0.0):
@@ -380,8 +363,7 @@ class HitGate:
         busy = self.l3.reading is not None or any(asked.left for asked in self._asked.values())
         if busy or self.l3.seems_overdue(now):
             return False
-        trials = self._trials[hit.behind > 0]
-        return trials.last_read is None or now - trials.last_read >= trials.pause
+        return self._trials[hit.behind > 0].is_due(now)
 
     # ---- what is remembered ----
 

@@ -11,6 +11,9 @@ from hcache_backend.engine.hits.costs import Costs
 OVERDUE_SECONDS = 0.5
 """A read is overdue when the next part of it comes so much later than after twice the time that it
 should take, a look-up when it takes so long."""
+LATE = 1.25
+"""A read that takes so many times as long as it should is late: how long it still takes is then
+told by what has arrived, not by what reads took before."""
 LONGEST_PART_SECONDS = 5.0
 """No part should take longer, whatever reads took before: one that hung must not teach patience."""
 
@@ -107,3 +110,11 @@ class L3Progress:
         behind = min(reading.behind, max(0, tokens - reading.wanted + reading.behind))
         expected = self._costs.reading(tokens, behind)
         return max(1.0, (now - reading.start) / expected) if expected else 1.0
+
+    def left_in_time(self, now: float) -> float | None:
+        """Seconds that the read in progress should still take; None: it is late, or who knows."""
+        reading = self.reading
+        if reading is None or self.slowdown(now) > LATE:
+            return None
+        expected = self._costs.reading(reading.wanted, reading.behind)
+        return None if expected is None else max(0.0, expected - (now - reading.start))

@@ -19,8 +19,8 @@ class Clock:
 
 
 @contextmanager
-def reading(gate: HitGate, name: str, wanted: int) -> Iterator[None]:
-    gate.read_begins(name, wanted, STEP)
+def reading(gate: HitGate, name: str, wanted: int, step: int = STEP) -> Iterator[None]:
+    gate.read_begins(name, wanted, step)
     yield
     gate.read_ends()
 
@@ -45,5 +45,5 @@ def turn(gate: HitGate, *running: Running) -> list[str]:
     return ended
 
 
-def at(name: str, arrived: int = 0, whole: bool = False) -> Running:
-    return Running(name, arrived, STEP, whole)
+def at(name: str, arrived: int = 0, whole: bool = False, step: int = STEP) -> Running:
+    return Running(name, arrived, step, whole)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hcache_backend.engine.hits.gate import TRIAL_SECONDS, HitGate
+from hcache_backend.engine.hits.gate import HitGate
+from hcache_backend.engine.hits.trials import TRIAL_SECONDS
 from tests.unit.hits.gates import STEP, Clock, read, reading, takes, turn
 
 

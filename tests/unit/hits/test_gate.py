@@ -103,6 +103,21 @@ def test_a_prefetch_ends_when_going_on_is_slower_than_computing_what_is_left(
     assert gate.was_refused("a")
 
 
+def test_a_read_that_is_in_time_does_not_end_shortly_before_it_is_there(
+    gate: HitGate, clock: Clock
+) -> None:
+    """Nothing of it has arrived yet, and computing turned out faster since it was taken."""
+    read(gate, clock, 0.95)
+    assert takes(gate, "a", 1000)
+    for _ in range(3):
+        gate.prefilled(1000, 0, 0, 0.6)
+    with reading(gate, "a", 1000, step=1000):
+        clock.now += 0.8
+        assert turn(gate, at("a", step=1000)) == []
+        clock.now += 0.4  # a quarter late: perhaps it hangs
+        assert turn(gate, at("a", step=1000)) == ["a"]
+
+
 def test_a_prefetch_goes_on_when_little_is_left(gate: HitGate, clock: Clock) -> None:
     read(gate, clock, 0.9)
     assert takes(gate, "a", 1024)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hcache_backend.engine.hits.gate import LONGEST_TRIAL_SECONDS, TRIAL_SECONDS, HitGate
+from hcache_backend.engine.hits.gate import HitGate
+from hcache_backend.engine.hits.trials import LONGEST_TRIAL_SECONDS, TRIAL_SECONDS
 from tests.unit.hits.gates import STEP, Clock, at, read, reading, takes, turn
 
 
