@@ -118,6 +118,10 @@ class Costs:
         near, far = self.read.seconds(tokens - behind), self.behind.seconds(behind)
         return (near or 0.0) + (far or 0.0)
 
+    def last_read(self, hit: Hit) -> Estimate:
+        """What reads the end of a hit."""
+        return self.behind if hit.behind else self.read
+
     def saved(self, hit: Hit) -> float | None:
         """Seconds of computing that a hit saves; None: nothing is known yet."""
         whole = self.prefill.seconds(hit.tokens + hit.rest, hit.prefix)

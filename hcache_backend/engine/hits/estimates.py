@@ -43,6 +43,10 @@ class Estimate:
         with self._lock:
             self._measured.append((tokens, ratio))
 
+    def like(self, tokens: int, seconds: float, wanted: int) -> float:
+        """What an operation on ``wanted`` tokens takes where one on ``tokens`` took ``seconds``."""
+        return seconds * self._curve(wanted, 0.0) / self._curve(tokens, 0.0)
+
     def seconds(self, tokens: int, prefix: float = 0.0) -> float | None:
         """What an operation will take; None: nothing is known yet."""
         if tokens <= 0:

@@ -22,7 +22,7 @@ from hcache_backend.engine import metrics
 from hcache_backend.engine.hits.costs import Costs, Hit, Machine
 from hcache_backend.engine.hits.estimates import Estimate
 from hcache_backend.engine.hits.progress import L3Progress
-from hcache_backend.engine.hits.trials import TRIAL_SHARE, Trials
+from hcache_backend.engine.hits.trials import TRIAL_SHARE, Trials, seconds_like
 
 logger = logging.getLogger("hcache")
 
@@ -45,13 +45,14 @@ class _Asked:
         prefix: Tokens before that.
         hit: What is being read, or will be; None: nothing yet.
         arrived: Tokens of it that have arrived.
-        trial: Whether it is read to see how fast L3 is by now.
+        tried: Where it is read to see how fast L3 is by now: all of the hit, of which it may be a
+            small part.
     """
 
     prefix: int
     hit: Hit | None = None
     arrived: int = 0
-    trial: bool = False
+    tried: Hit | None = None
 
     @property
     def left(self) -> int:
@@ -214,27 +215,27 @@ class HitGate:
         with self._lock:
             return request_id in self._refused
 
-    def takes(self, request_id: str, tokens: int, wanted: int, behind: int = 0) -> int:
+    def takes(
+        self, request_id: str, tokens: int, wanted: int, behind: int = 0, page: int = 1
+    ) -> int:
         """How many tokens of a hit this rank wants to be read: all, or none.
 
-        Or those that the page store has, where what is behind it is slower than computing.
+        Or those that the page store has, where what is behind it is slower than computing; or a
+        few, to see whether L3 is as slow as it was.
 
         Args:
             tokens: Tokens of the hit.
             wanted: Tokens that L3 was asked for.
             behind: How many tokens of the hit, at its end, come from behind the page store.
+            page: Parts of the hit are multiples of so many tokens; 0: a part is worth nothing.
         """
         now = self._clock()
         with self._lock:
             asked = self._asked.setdefault(request_id, _Asked(0))
             hit = Hit(tokens, asked.prefix, wanted - tokens + 1, behind)
-            asked.hit = None
+            asked.hit = asked.tried = None
             problem = self._too_slow(hit, now)
-            asked.trial = problem is not None and self._is_trial_due(hit, now)
-            taken = tokens if problem is None or asked.trial else 0
-            near = hit.cut(tokens - behind)
-            if not taken and 0 < near.tokens < tokens and self._too_slow(near, now) is None:
-                taken = near.tokens
+            taken = tokens if problem is None else self._part_of(hit, page, asked, now)
             if taken:
                 asked.hit = hit.cut(taken)
             else:
@@ -280,13 +281,13 @@ class HitGate:
             asked = self._asked.get(reading.request_id)
             if asked is None:
                 return
-            hit = None if reading.gave_up else asked.hit  # None: it was ended, too
-            if not asked.trial:
+            if asked.tried is None:
                 trials.not_one()
-            elif hit is None:
+            elif reading.gave_up or asked.hit is None:  # None: it was ended
                 trials.ended(pays=False)
             elif reading.tokens == reading.wanted:
-                trials.ended(pays=self._pays(hit, seconds))
+                whole = seconds_like(asked.tried, reading, seconds, self.costs)
+                trials.ended(pays=self._pays(asked.tried, whole))
             # Else its client is gone, or pages are: that says nothing of the disk.
 
     def _measured(self, reads: Estimate, tokens: int, wanted: int, seconds: float) -> None:
@@ -342,20 +343,31 @@ class HitGate:
         if saved is None:
             return False
         reading, elapsed, going_on = self.l3.reading, 0.0, 0.0
-        if not asked.trial:
+        if asked.tried is None:
             going_on = self.costs.least_reading(queued, behind)
         if reading is not None and reading.request_id == one.request_id:
             elapsed, in_time = now - reading.start, self.l3.left_in_time(now)
-            if in_time is not None and not asked.trial:
+            if in_time is not None and asked.tried is None:
                 going_on = in_time
             else:
                 pace = elapsed * asked.left / (asked.arrived + one.step)
                 going_on = max(going_on, pace)
-        if asked.trial:
-            whole = self.costs.saved(asked.hit)
+        if asked.tried is not None:
+            whole = self.costs.saved(asked.tried)
             if whole is not None and elapsed < TRIAL_SHARE * whole:
                 return False
         return going_on * self._min_gain > _ENDING_MARGIN * saved
+
+    def _part_of(self, hit: Hit, page: int, asked: _Asked, now: float) -> int:
+        """Tokens of a hit to read although all of it is too slow. Under the lock."""
+        near, kept = hit.cut(hit.tokens - hit.behind) if page else hit, 0
+        if 0 < near.tokens < hit.tokens and self._too_slow(near, now) is None:
+            kept = near.tokens
+        tried = hit if kept or not near.tokens else near
+        if not self._is_trial_due(tried, now):
+            return kept
+        asked.tried = tried
+        return kept + self._trials[tried.behind > 0].part(tried, kept, page, self.costs)
 
     def _is_trial_due(self, hit: Hit, now: float) -> bool:
         if not self._pays(hit, 0.0):

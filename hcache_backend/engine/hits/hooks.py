@@ -257,7 +257,8 @@ def around_look_up(
         behind = min(tokens, found_behind() * controller.page_size)
         if tokens:
             wanted = len(operation.token_ids)
-            taken = gate.takes(operation.request_id, tokens, wanted, behind)
+            page = 0 if operation.pool_transfers else controller.page_size
+            taken = gate.takes(operation.request_id, tokens, wanted, behind, page)
     return keys[: taken // controller.page_size], taken
 
 

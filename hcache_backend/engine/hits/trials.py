@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+from hcache_backend.engine.hits.costs import Costs, Hit
+from hcache_backend.engine.hits.progress import Reading
 
 TRIAL_SECONDS = 10.0
 """When hits are refused because L3 is slow, one is read so long after the last read, ..."""
 LONGEST_TRIAL_SECONDS = 320.0
 """...or after up to this time, twice as long after each trial that shows a slow L3, ..."""
-TRIAL_SHARE = 0.1
-"""...for this share of the time that it would save; then its prefetch is judged like others."""
+TRIAL_SHARE = 0.05
+"""...and only as much of it as should take this share of the time that computing the hit takes.
+When that comes fast, the next hit is read whole, and judged like others after this share."""
 
 
 @dataclass
@@ -18,20 +23,45 @@ class Trials:
 
     Attributes:
         last_read: When L3 was read last; the clock's seconds. None: never.
+        promising: Whether the last trial came fast, so that the next one reads a whole hit.
     """
 
     last_read: float | None = None
+    promising: bool = False
     _pause: float = TRIAL_SECONDS
 
     def is_due(self, now: float) -> bool:
         """Whether the last read was long enough ago."""
         return self.last_read is None or now - self.last_read >= self._pause
 
+    def part(self, hit: Hit, kept: int, page: int, costs: Costs) -> int:
+        """Tokens of a hit that a trial reads behind the first ``kept``, which are read anyway.
+
+        Args:
+            page: That is a multiple of so many tokens; 0: a part is worth nothing.
+        """
+        part = hit.tokens - kept
+        if self.promising or not page:
+            return part
+        most = TRIAL_SHARE * (costs.saved(hit) or 0.0)
+        while part > page and (costs.last_read(hit).seconds(part) or 0.0) > most:
+            part = max(page, part // 2 // page * page)
+        return part
+
     def not_one(self) -> None:
         """A hit was read since it seemed worth it: trials begin anew when that ends."""
-        self._pause = TRIAL_SECONDS
+        self._pause, self.promising = TRIAL_SECONDS, False
 
     def ended(self, *, pays: bool) -> None:
         """A trial is over; the next one confirms at once what looks good."""
         longer = min(max(TRIAL_SECONDS, 2 * self._pause), LONGEST_TRIAL_SECONDS)
-        self._pause = 0.0 if pays else longer
+        self._pause, self.promising = (0.0 if pays else longer), pays
+
+
+def seconds_like(hit: Hit, reading: Reading, seconds: float, costs: Costs) -> float:
+    """Seconds to read a hit that comes as fast as a part of it did, which took ``seconds``."""
+    tokens, wanted, near = reading.tokens, hit.tokens, 0.0
+    if hit.behind:
+        tokens, seconds, wanted = reading.from_behind, reading.seconds_behind, hit.behind
+        near = costs.least_reading(hit.tokens - hit.behind, 0)
+    return near + costs.last_read(hit).like(tokens, seconds, wanted) if tokens else math.inf

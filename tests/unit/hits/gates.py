@@ -37,6 +37,14 @@ def takes(gate: HitGate, name: str, tokens: int = 1000, rest: int = 0, prefix: i
     return gate.takes(name, tokens, tokens + rest) == tokens
 
 
+def tries(gate: HitGate, name: str, tokens: int = 1000, behind: int = 0) -> int:
+    """A hit is too slow, and a trial reads a small part of it: so many tokens."""
+    assert gate.may_ask(name, 0)
+    part = gate.takes(name, tokens, tokens, behind)
+    assert 0 < part <= tokens // 10
+    return part
+
+
 def turn(gate: HitGate, *running: Running) -> list[str]:
     """One turn of a single rank; whose prefetches end."""
     *ends, overdue = gate.to_end(running)

@@ -6,7 +6,7 @@ import pytest
 
 from hcache_backend.engine.hits.gate import HitGate
 from hcache_backend.engine.hits.trials import TRIAL_SECONDS
-from tests.unit.hits.gates import STEP, Clock, read, reading, takes, turn
+from tests.unit.hits.gates import STEP, Clock, read, reading, takes, tries, turn
 
 
 def judged(gate: HitGate, name: str, behind: int, tokens: int = 1000) -> int:
@@ -30,9 +30,10 @@ def read_behind(
 def nothing_comes(
     gate: HitGate, clock: Clock, name: str, seconds: float, *, gave_up: bool = False
 ) -> None:
-    """A hit behind is taken, and after ``seconds`` nothing of it has come."""
-    assert judged(gate, name, 1000) == 1000
-    with reading(gate, name, 1000):
+    """Of a hit behind all, or a part, is read, and after ``seconds`` nothing has come."""
+    part = judged(gate, name, 1000)
+    assert part
+    with reading(gate, name, part):
         clock.now += seconds
         gate.l3.came_from_behind(0, seconds, gave_up=gave_up)
     turn(gate)
@@ -90,7 +91,24 @@ def test_reads_of_the_page_store_do_not_put_off_a_trial_of_what_is_behind(
     for _ in range(int(TRIAL_SECONDS) + 1):
         clock.now += 0.9
         read(gate, clock, 0.1)
-    assert judged(gate, "b", 1000) == 1000
+    tries(gate, "b", behind=1000)
+
+
+def test_a_trial_of_what_is_behind_reads_what_the_page_store_has_and_a_little_more(
+    gate: HitGate, clock: Clock
+) -> None:
+    read(gate, clock, 0.1)
+    read_behind(gate, clock, 50.0)
+    clock.now += TRIAL_SECONDS + 1
+    assert 500 < judged(gate, "a", 500) < 550
+
+
+def test_a_slow_page_store_is_tried_before_what_is_behind_it(gate: HitGate, clock: Clock) -> None:
+    for _ in range(2):
+        read(gate, clock, 10.0)
+    read_behind(gate, clock, 50.0)
+    clock.now += TRIAL_SECONDS + 1
+    assert 0 < judged(gate, "a", 500) < 50
 
 
 def test_only_the_time_that_it_took_counts_for_each_store(gate: HitGate, clock: Clock) -> None:

@@ -21,6 +21,7 @@ class Hits(RuleBasedStateMachine):
         self.requests = 0
         self.waiting: list[str] = []  # to be looked up
         self.arrived: dict[str, int] = {}  # of prefetches, in the order in which they are read
+        self.taken: dict[str, int] = {}  # of their hits
         self.refused: set[str] = set()
         self.reads: str | None = None
 
@@ -50,8 +51,10 @@ class Hits(RuleBasedStateMachine):
     def l3_is_asked(self) -> None:
         name = self.waiting.pop(0)
         assert not self.gate.was_refused(name)
-        if self.gate.takes(name, TOKENS, TOKENS):
-            self.arrived[name] = 0
+        taken = self.gate.takes(name, TOKENS, TOKENS, page=STEP)
+        assert taken % STEP == 0 and taken <= TOKENS
+        if taken:
+            self.arrived[name], self.taken[name] = 0, taken
         else:
             self.refused.add(name)
 
@@ -59,13 +62,13 @@ class Hits(RuleBasedStateMachine):
     @rule()
     def a_read_begins(self) -> None:
         self.reads = next(iter(self.arrived))
-        self.gate.read_begins(self.reads, TOKENS, STEP)
+        self.gate.read_begins(self.reads, self.taken[self.reads], STEP)
 
     @precondition(lambda self: self.reads is not None)
     @rule()
     def pages_arrive(self) -> None:
         self.gate.l3.arrived(STEP)
-        if self.reads in self.arrived and self.arrived[self.reads] < TOKENS:
+        if self.reads in self.arrived and self.arrived[self.reads] < self.taken[self.reads]:
             self.arrived[self.reads] += STEP
 
     @precondition(lambda self: self.reads is not None)

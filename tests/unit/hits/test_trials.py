@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hcache_backend.engine.hits.gate import HitGate
 from hcache_backend.engine.hits.trials import LONGEST_TRIAL_SECONDS, TRIAL_SECONDS
-from tests.unit.hits.gates import STEP, Clock, at, read, reading, takes, turn
+from tests.unit.hits.gates import STEP, Clock, at, read, reading, takes, tries, turn
 
 
 def test_a_disk_that_became_slow_is_noticed_by_two_reads(gate: HitGate, clock: Clock) -> None:
@@ -16,7 +16,16 @@ def test_a_disk_that_became_slow_is_noticed_by_two_reads(gate: HitGate, clock: C
 
 
 def trial(gate: HitGate, clock: Clock, name: str, seconds: float) -> None:
-    """A hit is read although L3 was slow, and takes ``seconds``."""
+    """A part of a hit is read although L3 was slow, all of which would take ``seconds``."""
+    part = tries(gate, name)
+    with reading(gate, name, part):
+        gate.l3.arrived(part)
+        clock.now += seconds * part / 1000
+    turn(gate)
+
+
+def whole_trial(gate: HitGate, clock: Clock, name: str, seconds: float) -> None:
+    """After a trial that was fast all of a hit is read, in ``seconds``."""
     assert takes(gate, name)
     with reading(gate, name, 1000):
         gate.l3.arrived(1000)
@@ -24,14 +33,29 @@ def trial(gate: HitGate, clock: Clock, name: str, seconds: float) -> None:
     turn(gate)
 
 
-def test_a_disk_that_is_good_again_is_noticed_by_two_reads(gate: HitGate, clock: Clock) -> None:
+def test_a_disk_that_is_good_again_is_noticed_by_a_part_of_a_hit_and_a_whole_one(
+    gate: HitGate, clock: Clock
+) -> None:
     for _ in range(2):
         read(gate, clock, 10.0)
     assert not takes(gate, "a")
     clock.now += TRIAL_SECONDS + 1
     trial(gate, clock, "b", 0.05)
-    trial(gate, clock, "c", 0.05)
+    whole_trial(gate, clock, "c", 0.05)
     assert takes(gate, "d")
+
+
+def test_where_the_whole_hit_is_slow_trials_begin_anew(gate: HitGate, clock: Clock) -> None:
+    """Its part came from a cache."""
+    for _ in range(2):
+        read(gate, clock, 10.0)
+    clock.now += TRIAL_SECONDS + 1
+    trial(gate, clock, "a", 0.05)
+    whole_trial(gate, clock, "b", 10.0)
+    clock.now += TRIAL_SECONDS - 1
+    assert not takes(gate, "c")
+    clock.now += 2
+    tries(gate, "d")
 
 
 def test_a_slow_disk_is_tried_less_and_less_often(gate: HitGate, clock: Clock) -> None:
@@ -71,35 +95,50 @@ def test_a_trial_that_its_client_ends_says_nothing_of_the_disk(gate: HitGate, cl
         read(gate, clock, 10.0)
     for name in "ab":
         clock.now += TRIAL_SECONDS + 1
-        assert takes(gate, name)
-        with reading(gate, name, 1000):
+        with reading(gate, name, tries(gate, name)):
             clock.now += 0.01
         turn(gate)
 
 
-def test_a_trial_of_a_slow_disk_costs_a_tenth_of_what_the_hit_saves(
+def test_a_trial_of_a_slow_disk_takes_a_twentieth_of_what_computing_the_hit_takes(
     gate: HitGate, clock: Clock
 ) -> None:
     for _ in range(2):
         read(gate, clock, 10.0)
     clock.now += TRIAL_SECONDS + 1
-    assert takes(gate, "a")
+    part = tries(gate, "a")
+    assert part * 10.0 / 1000 <= 0.05 * 1.0
     assert not takes(gate, "b"), "one at a time"
-    with reading(gate, "a", 1000):
-        clock.now += 0.09
-        assert turn(gate, at("a")) == []
-        clock.now += 0.1
-        assert turn(gate, at("a")) == ["a"]
+    with reading(gate, "a", part, step=part):
+        clock.now += 0.049
+        assert turn(gate, at("a", step=part)) == []
+        clock.now += 0.01  # it is slower than it was
+        assert turn(gate, at("a", step=part)) == ["a"]
 
 
-def test_a_trial_of_a_good_disk_goes_on(gate: HitGate, clock: Clock) -> None:
+def test_a_trial_is_at_least_a_page(gate: HitGate, clock: Clock) -> None:
     for _ in range(2):
         read(gate, clock, 10.0)
     clock.now += TRIAL_SECONDS + 1
-    assert takes(gate, "a")
-    with reading(gate, "a", 1000):
+    assert gate.takes("a", 1024, 1024, page=64) == 64
+
+
+def test_what_is_worth_nothing_in_parts_is_tried_whole(gate: HitGate, clock: Clock) -> None:
+    for _ in range(2):
+        read(gate, clock, 10.0)
+    clock.now += TRIAL_SECONDS + 1
+    assert gate.takes("a", 1000, 1000, page=0) == 1000
+
+
+def test_a_whole_trial_of_a_good_disk_goes_on(gate: HitGate, clock: Clock) -> None:
+    for _ in range(2):
+        read(gate, clock, 10.0)
+    clock.now += TRIAL_SECONDS + 1
+    trial(gate, clock, "a", 0.5)
+    assert takes(gate, "b")
+    with reading(gate, "b", 1000):
         for arrived in range(0, 1000, STEP):
-            assert turn(gate, at("a", arrived)) == []
+            assert turn(gate, at("b", arrived)) == []
             clock.now += 0.05
 
 
