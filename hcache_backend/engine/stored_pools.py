@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import compress
 from operator import and_
 from typing import Any
@@ -17,13 +17,14 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hcache_backend.engine import metrics
-from hcache_backend.engine.arguments import decodes_for_others
-from hcache_backend.engine.behind.store import StoreBehind
+from hcache_backend.engine.behind.backend import MadeBackend
+from hcache_backend.engine.behind.store import LOOK_UP_SECONDS, StoreBehind
+from hcache_backend.engine.behind.threads import GivenUp
 from hcache_backend.engine.pool_pages import PageKeys, PartialRead, PoolPages
 from hcache_backend.engine.runtime import Runtime, Weights
 from hcache_backend.page import key_bytes
 from hcache_backend.store import Gap, PageStore
-from hcache_backend.units import Parts, Share
+from hcache_backend.units import Parts
 
 logger = logging.getLogger("hcache")
 
@@ -37,8 +38,7 @@ class StoredPools:
     Args:
         config: SGLang's description of this rank.
         kv_fields: What K and V depend on besides the weights, for the namespace of plain pages.
-        open_behind: Makes the store behind this one, for pages of so many bytes, in so many pieces;
-            None: there is none.
+        behind: What is behind this store; None: there is nothing. It is closed with this object.
     """
 
     def __init__(
@@ -47,16 +47,15 @@ class StoredPools:
         store: PageStore,
         config: HiCacheStorageConfig,
         kv_fields: dict[str, object],
-        open_behind: Callable[[int, int], StoreBehind] | None = None,
+        behind: MadeBackend | None = None,
     ) -> None:
         self._runtime = runtime
         self._store = store
         self._store_counters = metrics.StoreCounters(store.stats)
         self._config = config
         self._kv_fields = kv_fields
-        self._open_behind = open_behind
+        self._unused_behind = behind
         self._behind: StoreBehind | None = None
-        self._looks_behind = not decodes_for_others(runtime.runner.server_args)
         self._found_behind = 0
         self._pools: dict[str, PoolPages] = {}
         self._writing = threading.Lock()
@@ -74,8 +73,10 @@ class StoredPools:
         if is_first and self._config.tp_rank == self._config.pp_rank == 0:
             page_bytes = host_pool.size_per_token * host_pool.page_size
             self._store.check_room(page_bytes // pages.shares)
-        if self._open_behind is not None:
-            self._use_behind(pages, self._open_behind)
+        if name != PoolName.KV:
+            self._go_without_behind("the model has several host pools")
+        elif self._unused_behind is not None and not pages.empty:
+            self._use_behind(pages, self._unused_behind)
 
     def is_suspended(self) -> bool:
         """Whether L3 neither takes nor gives for now."""
@@ -96,9 +97,15 @@ class StoredPools:
             hashes = [key_bytes(key) for key in keys]
             with metrics.timed("l3_exists"):
                 here = self._store.exists(namespace, hashes, share=pages.share)
-                if self._behind is not None and self._looks_behind and pool == PoolName.KV:
-                    added = self._look_behind(self._behind, namespace, pages.share, hashes, here)
-                    self._found_behind += added if share == 0 else 0
+            if self._behind is not None and pool == PoolName.KV:
+                gate = self._runtime.hit_gate
+                if gate is not None:
+                    gate.l3.may_take_longer(LOOK_UP_SECONDS)
+                with metrics.timed("behind_exists"):
+                    only_there = self._behind.complete(namespace, pages.share, hashes, here)
+                if share == 0:
+                    start = 0 if self._found_behind else only_there.start
+                    self._found_behind += only_there.stop - start
             metrics.LOOKUPS.count("found", sum(here))
             metrics.LOOKUPS.count("absent", len(here) - sum(here))
             found = list(map(and_, found, here))
@@ -149,9 +156,10 @@ class StoredPools:
         memory = None if pages.empty else pages.to_write(host_indices, len(keys))
         for share, parts in enumerate(memory.shares if memory else ()):
             namespace = self.write(keys, parts, pool, share, prefix, last_use)
-            if self._behind is not None and pool == PoolName.KV and namespace is not None:
+            behind = self._behind if last_use is None else None  # else they are only put again here
+            if behind is not None and pool == PoolName.KV and namespace is not None:
                 hashes = [key_bytes(key) for key in keys]
-                self._write_behind(self._behind, namespace, share, hashes, parts)
+                self._write_behind(behind, namespace, share, hashes, parts)
 
     def use(self, keys: Sequence[str]) -> None:
         """A request uses the pages ``keys`` of its prompt, from the first one on.
@@ -169,6 +177,9 @@ class StoredPools:
 
     def drop(self) -> int:
         """Delete the pages of the weights and pools that are served; returns how many files."""
+        behind = self._behind
+        if behind is not None:
+            behind.forget_kept()
         return sum(self._store.drop(namespace) for _, namespace in self._namespaces())
 
     def drop_written(self) -> int:
@@ -178,8 +189,9 @@ class StoredPools:
         behind the page store already stays there. Returns how many files went.
         """
         with self._writing:
-            if self._behind is not None:
-                self._behind.distrust([namespace for _, namespace in self._namespaces()])
+            behind = self._behind
+            if behind is not None:
+                behind.distrust([namespace for _, namespace in self._namespaces()])
             return self._store.drop_writer(self._runtime.writer)
 
     def read(
@@ -262,52 +274,32 @@ class StoredPools:
 
     def close(self) -> None:
         """Close the store, and the one behind it."""
-        if self._behind is not None:
-            self._behind.close()
+        self._close_behind()
         self._store.close()
         self._store_counters.publish()
 
-    def _use_behind(self, pages: PoolPages, open_behind: Callable[[int, int], StoreBehind]) -> None:
+    def _use_behind(self, pages: PoolPages, made: MadeBackend) -> None:
         """Look for the pages of the one pool that there is behind the page store, too."""
-        if pages.name == PoolName.KV and not pages.empty and self._behind is None:
-            page_bytes = pages.host_pool.size_per_token * pages.host_pool.page_size // pages.shares
-            try:
-                self._behind = open_behind(page_bytes, 1 if self._config.is_mla_model else 2)
-                if not self._looks_behind:
-                    logger.warning(
-                        "hcache: a decode server does not look for hits behind the page store "
-                        "(option 'behind'): SGLang fails a request whose hit does not come"
-                    )
-            except Exception:  # raised on one rank, it would leave the others waiting
-                self._open_behind = None
-                logger.exception("hcache: option 'behind' does nothing: it takes no memory of ours")
-        elif pages.name != PoolName.KV:
-            logger.warning("hcache: option 'behind' does nothing: the model has several host pools")
-            self._open_behind, behind, self._behind = None, self._behind, None
+        page_bytes = pages.host_pool.size_per_token * pages.host_pool.page_size // pages.shares
+        problem = "it does not take our memory: "
+        try:
+            self._behind = StoreBehind(made, page_bytes, 1 if self._config.is_mla_model else 2)
+        except GivenUp as error:  # it may still be at it, so it must not be closed
+            logger.warning("hcache: option 'behind' does nothing: %s%s", problem, error)
+        except Exception as error:  # raised on one rank, it would leave the others waiting
+            self._go_without_behind(f"{problem}{type(error).__name__}: {error}")
+        self._unused_behind = None
+
+    def _go_without_behind(self, problem: str) -> None:
+        if self._behind is not None or self._unused_behind is not None:
+            logger.warning("hcache: option 'behind' does nothing: %s", problem)
+            self._close_behind()
+
+    def _close_behind(self) -> None:
+        for behind in (self._behind, self._unused_behind):
             if behind is not None:
                 behind.close()
-
-    def _look_behind(
-        self,
-        behind: StoreBehind,
-        namespace: bytes,
-        share: Share,
-        hashes: Sequence[bytes],
-        here: list[bool],
-    ) -> int:
-        """Note in ``here`` which pages, up to the first one that no store has, are behind.
-
-        Returns how many pages there are up to that one, from the first one on that only the store
-        behind has, in this batch or in one before.
-        """
-        absent = [number for number, found in enumerate(here) if not found]
-        asked = [hashes[number] for number in absent]
-        count = behind.leading(namespace, share, asked) if asked else 0
-        for number in absent[:count]:
-            here[number] = True
-        end = absent[count] if count < len(absent) else len(here)
-        first = absent[0] if count else end
-        return end - (0 if self._found_behind else first)
+        self._behind = self._unused_behind = None
 
     def _write_behind(
         self,
@@ -349,17 +341,19 @@ class StoredPools:
         for number in proven:
             found[number] = True
         gate = self._runtime.hit_gate
-        if gate is not None and share == 0:
+        if gate is not None:
             end = found.index(False) if False in found else len(found)
-            tokens = sum(number < end for number in proven) * pages.host_pool.page_size
+            count = sum(number < end for number in proven) if share == 0 else 0  # once, not of all
+            tokens = count * pages.host_pool.page_size
             seconds = time.monotonic() - start
             gate.l3.came_from_behind(tokens, seconds, gave_up=behind.silent)
         if proven:
             kept, before = [keys[n] for n in proven], [*prefix, *keys[: proven[0]]]
 
-            def keep(copies: list[Parts]) -> None:
+            def keep(copies: list[Parts]) -> bool:
                 names = kept[: len(copies)]
-                self.write(names, copies, PoolName.KV, share, before, made_by=namespace)
+                stored = self.write(names, copies, PoolName.KV, share, before, made_by=namespace)
+                return stored is not None
 
             behind.put_locally([parts[n] for n in proven], keep)
 

@@ -6,18 +6,27 @@ hangs, and comes back when nobody waits for it any more, cannot write to a page 
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 from hcache_backend.config import BehindOption, ConfigError
+from hcache_backend.engine.behind.threads import GivenUp, bounded
 
+logger = logging.getLogger("hcache")
+
+START_SECONDS = 60.0
+"""Longest time to make a backend, and to give it memory: the server waits for it."""
+CLOSE_SECONDS = 5.0
 _FILE_FOLDER = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 _BLOCK = 4096
 
@@ -27,7 +36,23 @@ def row_bytes(value_bytes: int, pieces: int) -> int:
     return -(-value_bytes // (pieces * _BLOCK)) * pieces * _BLOCK
 
 
-def make_backend(option: BehindOption, config: HiCacheStorageConfig) -> HiCacheStorage:
+class MadeBackend(NamedTuple):
+    """A backend of SGLang's, and the option that names it."""
+
+    backend: HiCacheStorage
+    option: BehindOption
+
+    def close(self) -> None:
+        """Let go of it; what takes too long is given up."""
+        close = getattr(self.backend, "close", None)
+        try:
+            if close is not None:
+                bounded("hcache-behind-close", close, CLOSE_SECONDS)
+        except Exception:
+            logger.exception("hcache: %s behind the page store does not close", self.option.backend)
+
+
+def make_backend(option: BehindOption, config: HiCacheStorageConfig) -> MadeBackend:
     """The backend that ``option`` names, made by SGLang for the rank that ``config`` describes.
 
     Values are named by what is in them, so the model's name, which may be a path of this machine,
@@ -35,7 +60,7 @@ def make_backend(option: BehindOption, config: HiCacheStorageConfig) -> HiCacheS
 
     Raises:
         ConfigError: It cannot be made: a wrong option of its own, a package that is not installed,
-            a service that does not answer.
+            a service that does not answer in time.
     """
     named = {"backend": option.backend, "config": sorted(option.config)}  # values may be secrets
     where = f"hcache: option 'behind' is {named}: "
@@ -55,10 +80,22 @@ def make_backend(option: BehindOption, config: HiCacheStorageConfig) -> HiCacheS
     }
     known = {field.name for field in fields(HiCacheStorageConfig)}
     own = replace(config, **{name: given[name] for name in given if name in known})
-    try:
+
+    given_up = threading.Event()
+
+    def create() -> MadeBackend:
         if option.backend == "file" and folder:  # SGLang's fails where two make it at once
             Path(folder).mkdir(parents=True, exist_ok=True)
-        return StorageBackendFactory.create_backend(option.backend, own, None)
+        made = MadeBackend(StorageBackendFactory.create_backend(option.backend, own, None), option)
+        if given_up.is_set():
+            made.close()
+        return made
+
+    try:
+        return bounded("hcache-behind-start", create, START_SECONDS)
+    except GivenUp as error:
+        given_up.set()
+        raise ConfigError(f"{where}it {error}") from None
     except Exception as error:
         raise ConfigError(f"{where}{type(error).__name__}: {error}") from error
 
@@ -130,12 +167,6 @@ class Values:
             return list(self._backend.batch_set_v1(list(names), torch.tensor(rows)))
         kept = zip(names, rows, strict=True)
         return [self._backend.set(name, self._pool.kv_buffer[row]) for name, row in kept]
-
-    def close(self) -> None:
-        """Let go of the backend."""
-        close = getattr(self._backend, "close", None)
-        if close is not None:
-            close()
 
     def _get(self, name: str, row: int) -> bool:
         try:

@@ -15,12 +15,17 @@ from typing import TypeVar
 
 import numpy as np
 import xxhash
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
-from hcache_backend.config import BehindOption
 from hcache_backend.engine import metrics
-from hcache_backend.engine.behind.backend import RowPool, Values, row_bytes
-from hcache_backend.engine.behind.threads import BoundedCalls, CopyQueue
+from hcache_backend.engine.behind.backend import (
+    CLOSE_SECONDS,
+    START_SECONDS,
+    MadeBackend,
+    RowPool,
+    Values,
+    row_bytes,
+)
+from hcache_backend.engine.behind.threads import BoundedCalls, CopyQueue, GivenUp, bounded
 from hcache_backend.page import Bytes
 from hcache_backend.store.stats import ProblemLog
 from hcache_backend.units import Parts, Share
@@ -28,13 +33,12 @@ from hcache_backend.units import Parts, Share
 logger = logging.getLogger("hcache")
 
 LOOK_UP_SECONDS = 0.4
-"""Longest look-up: decisions about L3 hits take L3 for overdue after half a second."""
+"""Longest look-up."""
 _LOOK_UP_PAGES = 64
 REST_SECONDS = 10.0
 """A backend that failed, or did not answer in time, is left alone for so long."""
 _PART_BYTES = 16 << 20
 """Largest part of a read or of a write, unless one page is larger."""
-_CLOSE_SECONDS = 5.0
 _MAGIC = b"HCBEHIND"
 _PROOF_BYTES = len(_MAGIC) + 16
 
@@ -48,13 +52,17 @@ class StoreBehind:
     later.
 
     Args:
+        made: The backend, which this object closes.
         page_bytes: Those of the largest page.
         pieces: As how many pieces of memory the backend wants to see a page.
+
+    Raises:
+        Exception: The backend does not take the memory that it is to work with.
     """
 
-    def __init__(
-        self, backend: HiCacheStorage, option: BehindOption, page_bytes: int, pieces: int
-    ) -> None:
+    def __init__(self, made: MadeBackend, page_bytes: int, pieces: int) -> None:
+        option = made.option
+        self._made = made
         self._name = option.backend
         self._read_seconds = option.read_seconds
         length = row_bytes(page_bytes + _PROOF_BYTES, pieces)
@@ -62,17 +70,32 @@ class StoreBehind:
         pool = RowPool(2 * rows, length, pieces)
         self._part = max(1, min(rows, _PART_BYTES // length))
         self._memory: Bytes = pool.kv_buffer.numpy()
-        self._values = Values(backend, pool)
+        register = partial(Values, made.backend, pool)
+        self._values = bounded("hcache-behind-register", register, START_SECONDS)
         self._looking = BoundedCalls("hcache-behind-look-up")
         self._reading = BoundedCalls("hcache-behind-read")
-        self._one_read = threading.Lock()
+        self._one_read, self._noting = threading.Lock(), threading.Lock()
         self._writes = CopyQueue("hcache-behind-write", self._memory[rows:, :page_bytes])
         # Pages that were proven are kept from memory that the backend does not know.
         self._keeps = CopyQueue("hcache-behind-keep", np.empty((rows, page_bytes), np.uint8))
         self._problems = ProblemLog()
         self._rests_until = 0.0
-        self._answers = True
+        self._failing: set[str] = set()
         metrics.BEHIND.set(self._name, "answers")
+
+    def complete(
+        self, namespace: bytes, share: Share, keys: Sequence[bytes], here: list[bool]
+    ) -> range:
+        """Note in ``here`` which of the pages that the page store lacks are here.
+
+        Returns the pages from the first of them on to the first one that no store has.
+        """
+        absent = [number for number, found in enumerate(here) if not found]
+        count = self.leading(namespace, share, [keys[n] for n in absent]) if absent else 0
+        for number in absent[:count]:
+            here[number] = True
+        end = absent[count] if count < len(absent) else len(here)
+        return range(absent[0] if count else end, end)
 
     def leading(self, namespace: bytes, share: Share, keys: Sequence[bytes]) -> int:
         """How many of the pages ``keys``, from the first one on, the backend says to have.
@@ -137,30 +160,43 @@ class StoreBehind:
                 proof = _proof(namespace, key, share, copy)
                 self._memory[self._rows + row, -_PROOF_BYTES:] = np.frombuffer(proof, np.uint8)
             names = [_name(namespace, key, share) for key in keys[: len(rows)]]
-            stored = self._values.set(names, [self._rows + row for row in rows])
+            stored, problem = [False] * len(names), "takes no pages"
+            try:
+                stored = self._values.set(names, [self._rows + row for row in rows])
+            except Exception as error:
+                problem += f": {type(error).__name__}: {error}"
             metrics.BEHIND_PAGES.count("written", sum(stored))
             metrics.BEHIND_PAGES.count("write_failed", len(stored) - sum(stored))
+            self._note("writes", None if any(stored) else problem)
 
         return self._writes.take(pages[: self._part], write)
 
-    def put_locally(self, pages: Sequence[Parts], put: Callable[[list[Parts]], object]) -> None:
+    def put_locally(self, pages: Sequence[Parts], put: Callable[[list[Parts]], bool]) -> None:
         """Have ``put`` store pages that were read, later; it gets copies of the first of them.
 
         What there is no room for is put when the server has nothing else to do.
         """
-        taken = self._keeps.take(pages, lambda rows, copies: put(copies))
-        metrics.BEHIND_PAGES.count("kept", taken)
+
+        def keep(rows: list[int], copies: list[Parts]) -> None:
+            event = "kept" if put(copies) else "not_kept"
+            metrics.BEHIND_PAGES.count(event, len(copies))
+
+        taken = self._keeps.take(pages, keep)
         metrics.BEHIND_PAGES.count("not_kept", len(pages) - taken)
 
     @property
     def silent(self) -> bool:
         """Whether it failed, or did not answer in time, when it was asked last."""
-        return not self._answers
+        return "reads" in self._failing
+
+    def forget_kept(self) -> None:
+        """What waits to be kept is not."""
+        metrics.BEHIND_PAGES.count("not_kept", self._keeps.forget())
 
     def forget(self) -> None:
         """What waits to be written, or to be kept, is not."""
         self._writes.forget()
-        self._keeps.forget()
+        self.forget_kept()
 
     def distrust(self, namespaces: Sequence[bytes]) -> None:
         """What this server wrote may be wrong: forget the rest, and say what has to be deleted."""
@@ -175,14 +211,11 @@ class StoreBehind:
 
     def close(self) -> None:
         """Let go of the backend, once what waits is written; what takes too long is given up."""
-        deadline = time.monotonic() + _CLOSE_SECONDS
+        deadline = time.monotonic() + CLOSE_SECONDS
         threads = (self._looking, self._reading, self._writes, self._keeps)
         ended = [thread.end(deadline) for thread in threads]
         if all(ended):
-            try:
-                self._values.close()
-            except Exception:
-                logger.exception("hcache: %s behind the page store does not close", self._name)
+            self._made.close()
         self.forget()
         for state in ("answers", "silent"):
             metrics.BEHIND.set(self._name, state, value=0)
@@ -224,33 +257,31 @@ class StoreBehind:
             return None
         try:
             found = calls.call(work, seconds)
-        except TimeoutError:
-            problem = f"did not answer within {seconds:g} s"
+        except GivenUp as error:
+            problem = str(error)
         except Exception as error:
             problem = f"failed: {type(error).__name__}: {error}"
         else:
-            self._note(answers=True)
+            self._note("reads", None)
             return found
         self._rests_until = time.monotonic() + REST_SECONDS
         metrics.PROBLEMS.count("behind_silent")
-        self._note(answers=False, problem=problem)
+        problem += f": it is not asked for {REST_SECONDS:.0f} s at a time"
+        self._note("reads", problem)
         return None
 
-    def _note(self, *, answers: bool, problem: str = "") -> None:
-        if answers == self._answers:
-            return
-        self._answers = answers
-        metrics.BEHIND.set(self._name, "answers", value=int(answers))
-        metrics.BEHIND.set(self._name, "silent", value=int(not answers))
-        if answers:
+    def _note(self, what: str, problem: str | None) -> None:
+        """Whether ``reads`` or ``writes`` go well at the moment; None: they do."""
+        with self._noting:
+            if (what in self._failing) == (problem is not None):
+                return
+            self._failing ^= {what}
+            metrics.BEHIND.set(self._name, "answers", value=int(not self._failing))
+            metrics.BEHIND.set(self._name, "silent", value=int(bool(self._failing)))
+        if problem is not None:
+            logger.warning("hcache: %s behind the page store %s", self._name, problem)
+        elif not self._failing:
             logger.info("hcache: %s behind the page store answers again", self._name)
-        else:
-            logger.warning(
-                "hcache: %s behind the page store %s: it is left alone for %.0f s at a time",
-                self._name,
-                problem,
-                REST_SECONDS,
-            )
 
 
 def _name(namespace: bytes, key: bytes, share: Share) -> str:

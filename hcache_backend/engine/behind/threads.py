@@ -9,7 +9,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -20,6 +20,19 @@ from hcache_backend.store.stats import ProblemLog
 from hcache_backend.units import Parts
 
 _Result = TypeVar("_Result")
+
+
+class GivenUp(Exception):
+    """A call took too long, and nobody waits for it any more."""
+
+
+def bounded(name: str, work: Callable[[], _Result], seconds: float) -> _Result:
+    """What ``work()`` returns, in a thread of its own; raises as :meth:`BoundedCalls.call`."""
+    calls = BoundedCalls(name)
+    try:
+        return calls.call(work, seconds)
+    finally:
+        calls.end(time.monotonic())
 
 
 class BoundedCalls:
@@ -39,17 +52,16 @@ class BoundedCalls:
         """What ``work()`` returns.
 
         Raises:
-            TimeoutError: It took longer than ``seconds``; the thread may still be in it.
+            GivenUp: It took longer than ``seconds``; the thread may still be in it.
             Exception: What ``work`` raises.
         """
         future: Future[_Result] = Future()
         self._calls.put((future, work))
-        try:
-            return future.result(seconds)
-        except TimeoutError:
+        if not wait([future], seconds).done:
             if not future.cancel():
                 self._given_up = future
-            raise
+            raise GivenUp(f"did not answer within {seconds:g} s")
+        return future.result()
 
     def end(self, deadline: float) -> bool:
         """Whether the thread ended by ``deadline`` (monotonic seconds)."""
@@ -102,22 +114,29 @@ class CopyQueue:
         """
         with self._room:
             rows, self._free = self._free[: len(pages)], self._free[len(pages) :]
-        if rows:
+        try:
             taken = zip(rows, pages, strict=False)
-            self._waiting.put((rows, [_copy(self._rows[row], page) for row, page in taken], work))
+            copies = [_copy(self._rows[row], page) for row, page in taken]
+        except BaseException:
+            self._release(rows)
+            raise
+        if rows:
+            self._waiting.put((rows, copies, work))
         return len(rows)
 
-    def forget(self) -> None:
-        """The work that waits is not done."""
-        ends = False
+    def forget(self) -> int:
+        """The work that waits is not done; returns of how many pages."""
+        ends, forgotten = False, 0
         with contextlib.suppress(Empty):
             while True:
                 if (waiting := self._waiting.get_nowait()) is None:
                     ends = True
                 else:
                     self._release(waiting[0])
+                    forgotten += len(waiting[0])
         if ends:
             self._waiting.put(None)
+        return forgotten
 
     def end(self, deadline: float) -> bool:
         """Whether the thread did all its work, and ended, by ``deadline`` (monotonic seconds)."""

@@ -244,7 +244,7 @@ class HitGate:
             metrics.L3_TOKENS.count("slower", tokens - taken)
             if self._said is None or now - self._said > _SILENCE_SECONDS:
                 self._said = now
-                logger.info("hcache: an L3 hit is refused: %s", problem)
+                logger.info("hcache: %d tokens of a hit are refused: %s", tokens - taken, problem)
         return taken
 
     # ---- the thread that reads ----

@@ -68,6 +68,11 @@ class L3Progress:
         finally:
             self._looking_since = None
 
+    def may_take_longer(self, seconds: float) -> None:
+        """The look-up goes on where it may take so long again."""
+        if self._looking_since is not None:
+            self._looking_since += seconds
+
     def begin(self, request_id: str, wanted: int, step: int, behind: int) -> None:
         """L3 is going to be read: ``wanted`` tokens, ``step`` at a time, the last from behind."""
         now = self._clock()

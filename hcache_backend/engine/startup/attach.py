@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
 from hcache_backend.config import (
     FIXED_AT_START,
@@ -22,7 +22,7 @@ from hcache_backend.config import (
 )
 from hcache_backend.engine import hooks
 from hcache_backend.engine.arguments import kv_fields, page_size, resolved
-from hcache_backend.engine.behind.backend import make_backend
+from hcache_backend.engine.behind.backend import MadeBackend, make_backend
 from hcache_backend.engine.ranks import said_by_all_ranks
 from hcache_backend.engine.runtime import Runtime, current
 from hcache_backend.engine.startup.hit_machine import judge_our_hits
@@ -60,7 +60,7 @@ class Joined(NamedTuple):
     config: HCacheConfig
     kv_fields: dict[str, object]
     store: PageStore
-    behind: HiCacheStorage | None
+    behind: MadeBackend | None
 
 
 def join(storage_config: HiCacheStorageConfig) -> Joined:
@@ -85,6 +85,8 @@ def join(storage_config: HiCacheStorageConfig) -> Joined:
     except BaseException:
         if joined is not None:
             joined.store.close()
+            if joined.behind is not None:
+                joined.behind.close()
         raise
     return joined
 

@@ -131,13 +131,15 @@ def test_writes_wait_in_bounded_memory_and_what_is_too_much_is_dropped(
 def test_a_backend_that_hangs_is_closed_all_the_same(
     machine: Callable[..., Machine], shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_behind, "_CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(store_behind, "CLOSE_SECONDS", 0.2)
     first, second = machine("first"), machine("second", behind={"read_seconds": 0.2})
     first.write(0)
     wait_for_values(shared, 1)
     with hanging(value_of(shared, 0)):
         assert second.read(0) == [False]
+        behind = second.storage._pools._behind
         second.storage.close()
+        assert behind._reading.hangs
 
 
 def test_a_long_look_up_stops_in_time_and_what_it_found_is_read(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hcache_backend.engine.hits.gate import HitGate
+from hcache_backend.engine.hits.progress import OVERDUE_SECONDS
 from hcache_backend.engine.hits.trials import TRIAL_SECONDS
 from tests.unit.hits.gates import STEP, Clock, read, reading, takes, tries, turn
 
@@ -183,3 +184,15 @@ def test_rates_of_both_are_told(gate: HitGate, clock: Clock) -> None:
     rates = gate.costs.rates()
     assert rates["l3_read"] == pytest.approx(2000)
     assert rates["behind_read"] == pytest.approx(1250)
+
+
+def test_a_look_up_behind_has_time_of_its_own(gate: HitGate, clock: Clock) -> None:
+    """A network that stalls ends no prefetch from local disks."""
+    assert gate.may_ask("a", 0)
+    with gate.l3.looking():
+        clock.now += OVERDUE_SECONDS / 2
+        gate.l3.may_take_longer(0.4)
+        clock.now += OVERDUE_SECONDS / 2 + 0.3
+        assert not gate.l3.seems_overdue(clock.now)
+        clock.now += 0.2
+        assert gate.l3.seems_overdue(clock.now)
