@@ -85,6 +85,9 @@ class Server:
     survive one by design.
     """
 
+    ready_path = "/health"
+    """What answers with 200 once requests are answered."""
+
     def __init__(self, options: ServerOptions):
         self.options = options
         self.port = 0
@@ -104,20 +107,20 @@ class Server:
 
     # -- life
 
-    def start(self) -> None:
+    def start(self, port: int | None = None) -> None:
         """Start and wait until requests are answered; raises ServerError with the log's end."""
         if self.options.device == "cpu":
             warm_extensions()
-        self.launch()
+        self.launch(port)
         try:
             self.wait_ready()
         except BaseException:
             self.kill()
             raise
 
-    def launch(self) -> None:
+    def launch(self, port: int | None = None) -> None:
         """Start the process without waiting for it (as one that is expected to refuse)."""
-        self.port = _free_port()
+        self.port = port or free_port()
         self.options.log.parent.mkdir(parents=True, exist_ok=True)
         self.process = nursery(base_environment("cpu")).launch(
             MODULE,
@@ -164,7 +167,7 @@ class Server:
             if self.process.poll() is not None:
                 raise self.error(f"exited with {self.process.returncode} while starting")
             with contextlib.suppress(requests.RequestException):
-                if requests.get(f"{self.url}/health", timeout=5).status_code == 200:
+                if requests.get(self.url + self.ready_path, timeout=5).status_code == 200:
                     return
             time.sleep(POLL_S)
         raise self.error(f"not ready after {self.options.ready_timeout_s:.0f} s")
@@ -377,8 +380,8 @@ def unwind_when_terminated() -> None:
     signal.signal(signal.SIGTERM, unwind)
 
 
-def _free_port() -> int:
-    """A port below the range from which the kernel serves `bind(0)`.
+def free_port() -> int:
+    """A free port below the range from which the kernel serves `bind(0)`.
 
     A server's own workers bind a dozen such ports before the server binds its own.
     """

@@ -26,11 +26,16 @@ def sglang_version() -> str:
         return "unknown"
 
 
+def numbers_of(text: str) -> tuple[int, ...]:
+    """The numbers of a version such as ``0.5.21.post1``; empty where it has not three."""
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
+    return tuple(map(int, match.groups())) if match is not None else ()
+
+
 def unsupported_reason(text: str | None = None) -> str | None:
     """Why the SGLang ``text`` (default: the installed one) is not supported, or None."""
     text = sglang_version() if text is None else text
-    match = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
-    if match is not None and OLDEST <= tuple(map(int, match.groups())) <= NEWEST:
+    if OLDEST <= numbers_of(text) <= NEWEST:
         return None
     oldest, newest = (".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
     return f"SGLang {text} is not one of the supported versions {oldest} to {newest}"
@@ -50,9 +55,18 @@ def resolved(server_args: Any) -> Any:
 
 def decodes_for_others(server_args: Any) -> bool:
     """Whether this is a decode server of prefill/decode disaggregation, or may become one."""
+    return _may_be("decode", server_args)
+
+
+def sends_to_others(server_args: Any) -> bool:
+    """Whether this is a prefill server of prefill/decode disaggregation, or may become one."""
+    return _may_be("prefill", server_args)
+
+
+def _may_be(role: str, server_args: Any) -> bool:
     arguments = resolved(server_args)
-    may_decode = getattr(arguments, "enable_pd_role_switch", False)  # not in 0.5.20
-    return bool(may_decode or arguments.disaggregation_mode == "decode")
+    switches = getattr(arguments, "enable_pd_role_switch", False)  # not in 0.5.20
+    return bool(switches or arguments.disaggregation_mode == role)
 
 
 def page_size(server_args: Any) -> int:

@@ -10,6 +10,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from hcache_backend.engine import metrics
+from hcache_backend.engine.disaggregation.prefill import before_sending_prefix
+from hcache_backend.engine.disaggregation.weights import after_metadata, before_commit
 from hcache_backend.engine.hits import hooks as hits
 from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
 from hcache_backend.restore.recompute import RecomputeAttention
@@ -29,6 +31,12 @@ RECEIVED = "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache"
 LOAD_BACK = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.init_load_back"
 BATCH = "sglang.srt.managers.scheduler.Scheduler.run_batch"
 COMPUTED = "sglang.srt.managers.scheduler.Scheduler.process_batch_result"
+SEND_PREFIX = (
+    "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin."
+    "maybe_send_cached_prefix_chunk"
+)
+METADATA = "sglang.srt.disaggregation.utils.MetadataBuffers.set_buf"
+RECEIVED_PROMPT = "sglang.srt.disaggregation.decode.DecodeTransferQueue._commit_transfer_to_req"
 _CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController."
 STOP = "sglang.srt.managers.cache_controller.HiCacheController._stop_storage_threads"
 LOOK_UP = _CONTROLLER + "_storage_hit_query"
@@ -78,6 +86,16 @@ def use_hooks() -> list[Hook]:
         Hook(WRITTEN, _after_written),
         Hook(IDLE, _before_idle),
     ]
+
+
+def prefill_server_hooks() -> list[Hook]:
+    """What a prefill server does not send yet, and what it says of what it sends."""
+    return [Hook(SEND_PREFIX, before_sending_prefix), Hook(METADATA, after_metadata)]
+
+
+def decode_server_hooks() -> list[Hook]:
+    """What keeps K and V of other servers' weights out of L3."""
+    return [Hook(RECEIVED_PROMPT, before_commit)]
 
 
 def hit_hooks() -> list[Hook]:

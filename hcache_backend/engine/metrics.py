@@ -75,7 +75,8 @@ SECONDS = Metric(Counter, "hcache_seconds", "Time of the device's streams by sta
 STAGE_SECONDS = Metric(
     Histogram, "hcache_stage_seconds", "How long a stage takes", "stage", buckets=STAGE_BUCKETS
 )
-"""l3_exists, l3_read and l3_write: a batch of pages. restore: a load to the device.
+"""l3_exists, l3_read and l3_write: a batch of pages in the page store. behind_exists and
+behind_read: one in what is behind it. restore: a load to the device.
 capture_transfer: the way to the host of what one step captured."""
 
 PAGES = Metric(Counter, "hcache_pages", "Pages by what happened to them", "event")
@@ -84,7 +85,7 @@ PAGES = Metric(Counter, "hcache_pages", "Pages by what happened to them", "event
 LOOKUPS = Metric(
     Counter, "hcache_lookups", "Pages that were looked for in L3, by the answer", "result"
 )
-"""found, absent, or suspended (L3 was not asked)."""
+"""found, absent, suspended (L3 was not asked), or not_promised (by a decode server)."""
 
 L3_TOKENS = Metric(
     Counter, "hcache_l3_tokens", "Tokens that were looked for in L3, by how it ended", "result"
@@ -92,6 +93,7 @@ L3_TOKENS = Metric(
 """
 - ``absent``: their page, or one before it, is not stored (new text, mostly);
 - ``suspended``: L3 was not asked;
+- ``not_promised``: nor on a decode server;
 - ``other_pool``: KV is stored and what other pools of the model need for it is not;
 - ``found``: stored. Of these SGLang fetches all that are enough of them (``prefetch_threshold``),
   that have room in the host pool and that their request waits for:

@@ -106,7 +106,7 @@ class Runtime:
     _stages: PipelineStages | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _stand_in: Weights | None = None
-    _flush_due: bool = False
+    _flush_due: str | None = None
     _updates_untold: int = 0
 
     def use_own_pages(self, fields: dict[str, object], reason: str | None = None) -> None:
@@ -198,7 +198,7 @@ class Runtime:
         if self.weights is not None and self.weights.suspended is None:
             logger.warning("hcache: weights change: L3 is off until the caches are flushed")
         with self._lock:
-            self._flush_due = True
+            self._flush_due = "the weights were updated and the caches not flushed yet"
             self._refresh()
         for callback in self.on_weights_changed:
             callback()
@@ -222,8 +222,21 @@ class Runtime:
         for callback in self.on_caches_flushed:
             callback()
         with self._lock:
-            self._flush_due = False
+            self._flush_due = None
             self._refresh()
+
+    def got_other_weights(self) -> None:
+        """A prefill server sent K and V that are not those of this decode server's weights.
+
+        L1 and L2 hold them from now on, and what is decoded behind them: L3 is suspended until
+        these are flushed.
+        """
+        with self._lock:
+            if self._flush_due is not None:
+                return
+            self._flush_due = "a prefill server sent K and V of other weights"
+            self._refresh()
+        logger.warning("hcache: %s, or did not say which: L3 is off until a flush", self._flush_due)
 
     def lose_trust(self, reason: str) -> None:
         """Projected K and V differ from the model's: stop saving and serving, for good."""
@@ -241,9 +254,9 @@ class Runtime:
 
     def _refresh(self) -> None:
         """Suspend L3, or let it serve, as what is known by now wants it. Under the lock."""
-        reason = self.distrust
-        if reason is None and (self._flush_due or self._updates_untold):
-            reason = "the weights were updated and the caches not flushed yet"
+        reason = self.distrust or self._flush_due
+        if reason is None and self._updates_untold:
+            reason = "the weights were updated and not all pipeline stages have said theirs"
         if self.weights is not None and self.weights.suspended != reason:
             self.weights = replace(self.weights, suspended=reason)
             if reason is None:

@@ -33,7 +33,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hcache_backend.engine import metrics
-from hcache_backend.engine.behind.store import StoreBehind
+from hcache_backend.engine.arguments import decodes_for_others
 from hcache_backend.engine.hits.start import stop_judging
 from hcache_backend.engine.pool_pages import tensor_parts
 from hcache_backend.engine.repairs import Repairs
@@ -70,12 +70,15 @@ class HCacheStorage(HiCacheStorage):
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
         joined = attach.join(storage_config)
-        self._runtime, config, kv_fields, store, backend = joined
-        open_behind = None
-        if backend is not None and config.behind is not None:
-            open_behind = partial(StoreBehind, backend, config.behind)
-        self._pools = StoredPools(self._runtime, store, storage_config, kv_fields, open_behind)
+        self._runtime, config, kv_fields, store, behind = joined
+        self._pools = StoredPools(self._runtime, store, storage_config, kv_fields, behind)
         self.repairs = Repairs(self._pools.take_gaps, storage_config.pp_size)
+        self._promises_hits = not decodes_for_others(self._runtime.runner.server_args)
+        if not self._promises_hits:
+            logger.warning(
+                "hcache: a decode server only writes L3: SGLang fails a request whose hit cannot "
+                "be read, so every look-up is a miss"
+            )
         self._runtime.on_distrust.append(self._drop_own_pages)
         self._leave_report = partial(attach.leave_report, joined, storage_config)
         self._reported = time.monotonic()
@@ -261,13 +264,20 @@ class HCacheStorage(HiCacheStorage):
         self._guard("set", set_all, None)
 
     def _exists(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[bool]:
+        if not self._promises_hits:
+            metrics.LOOKUPS.count("not_promised", len(keys))
+            return [False] * len(keys)
         return self._guard("exists", partial(self._pools.exists, keys, pool), [False] * len(keys))
 
     def _count_tokens(self, **pages: int) -> None:
-        size, suspended = self.mem_pool_host.page_size, self._pools.is_suspended()
+        size, instead = self.mem_pool_host.page_size, None
+        if self._pools.is_suspended():
+            instead = "suspended"
+        elif not self._promises_hits:
+            instead = "not_promised"
         for result, number in pages.items():
             if number:
-                metrics.L3_TOKENS.count("suspended" if suspended else result, number * size)
+                metrics.L3_TOKENS.count(instead or result, number * size)
 
     def _drop_own_pages(self) -> None:
         dropped = self._guard("drop", self._pools.drop_written, 0)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from hcache_backend.capture.shadows import ShadowArena
+from hcache_backend.engine.disaggregation.prefill import before_sending_prefix
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.partition.costs import Partition
@@ -85,13 +88,17 @@ class Loading:
 
     def launch(self, load: QueuedLoad, slots: torch.Tensor) -> None:
         """HiCache queues and starts a load, and a forward pass uses it."""
+        done = self.start(load, slots)
+        self.engine.forward(slots.clone(), done)  # SGLang's has slots of its own
+
+    def start(self, load: QueuedLoad, slots: torch.Tensor) -> list[Any]:
+        """HiCache queues and starts a load; an event behind each layer."""
         engine = self.engine
         self.queue.add(load, slots)
         engine.loads_wait()
         with self.checker.on(engine.loading):
             slots.record_stream(engine.loading)  # as HiCache does with its indices
-            done = engine.layers_done(self.queue.launch(slots))
-        engine.forward(slots.clone(), done)  # SGLang's has slots of its own
+            return engine.layers_done(self.queue.launch(slots))
 
     def begin(self, prefetch: Hashable, pages: range) -> None:
         """A prefetch of these pages begins."""
@@ -167,3 +174,51 @@ def eager_behind_an_unknown_prefix(checker: Checker) -> None:
         prefix = loading.free.take(4)
         loading.engine.forward(prefix)
         loading.hand_out(range(4, 10), prefix)
+
+
+def sends(checker: Checker, *, at_once: bool = False) -> None:
+    """A prefill server, whose transfer reads K and V from the moment on at which it is asked to.
+
+    It is asked before a forward pass for what is on the device, which may be on its way there: for
+    another request of the batch that loads it, and of the next ones. After the forward pass it is
+    asked for all of it. With ``at_once`` nobody holds the first kind.
+    """
+    loading, transfer = Loading(checker), checker.stream("transfer")
+    engine, running, sent = loading.engine, list[Any](), list[str]()
+    cache = SimpleNamespace(cache_controller=SimpleNamespace(ack_load_queue=running))
+    scheduler = SimpleNamespace(tree_cache=cache, enable_overlap=False)
+    checker.begin()
+    with checker.on(engine.schedule):
+        for _ in range(3):
+            prefix, slots = loading.free.take(4), loading.free.take(3)
+            numbers = slots.tolist()  # SGLang hands the transfer numbers of pages
+
+            def send(when: str, numbers: list[int] = numbers) -> None:
+                sent.append(when)
+                with checker.on(transfer):
+                    for rows in (loading.pool.k, loading.pool.v):
+                        rows[:, numbers].sum()
+
+            def send_early(send: Callable[[str], None] = send) -> None:
+                if at_once:
+                    send("early")
+                else:
+                    req = SimpleNamespace(early_send_prefix_end=None)
+                    before_sending_prefix(lambda *_: send("early"), scheduler, req)
+
+            load = loading.plan(range(4, 7), prefix)
+            engine.forward(prefix)
+            done = loading.start(load, slots)
+            running.append(engine.loading.record_event())
+            send_early()
+            engine.forward(slots.clone(), done)
+            engine.forward_stream.record_event().synchronize()  # its results are there
+            send("all")
+            while running:  # HiCache's turns, until it sees that the load has ended
+                send_early()
+                running[:] = [event for event in running if not event.query()]
+            send_early()
+            transfer.record_event().synchronize()  # SGLang frees slots when all has been sent
+            loading.free.give(torch.cat((slots, prefix)))
+    assert sent.count("all") == 3
+    assert at_once or sent == ["all", "early"] * 3, sent

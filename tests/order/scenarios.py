@@ -10,7 +10,7 @@ from tests.order.checker import Checker
 from tests.order.product import CheckedDoor
 from tests.order.scenario_capture import captures, step_that_cannot_begin
 from tests.order.scenario_encoded import overflow
-from tests.order.scenario_loads import eager, eager_behind_an_unknown_prefix, loads
+from tests.order.scenario_loads import eager, eager_behind_an_unknown_prefix, loads, sends
 from tests.order.scenario_restore import restores, restores_between_ranks
 
 Scenario = Callable[[Checker], None]
@@ -25,6 +25,7 @@ SCENARIOS: dict[str, Scenario] = {
     "loads": loads,
     "eager": eager,
     "eager, behind an unknown prefix": eager_behind_an_unknown_prefix,
+    "sends": sends,
     "overflow": overflow,
     "capture": partial(captures, replay=False),
     "capture, decode graphs": partial(captures, replay=True),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from hcache_backend.restore import eager
@@ -9,6 +11,7 @@ from tests.order import edges
 from tests.order.checker import Checker
 from tests.order.clocks import Query
 from tests.order.reports import IN_PROCESS, SERVED, UNIT
+from tests.order.scenario_loads import sends
 from tests.order.scenarios import SCENARIOS, run
 
 
@@ -40,3 +43,9 @@ def test_a_freed_host_page_is_not_written_before_the_device_has_read_it(
     checker = Checker()
     run(SCENARIOS["eager"], checker)
     assert "host writes what hcache copy reads" in {finding.what for finding in checker.findings}
+
+
+def test_what_is_being_loaded_is_not_sent() -> None:
+    checker = Checker()
+    run(partial(sends, at_once=True), checker)
+    assert "transfer reads what hcache compute writes" in {f.what for f in checker.findings}

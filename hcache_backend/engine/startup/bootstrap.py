@@ -18,7 +18,9 @@ from hcache_backend.config import (
 from hcache_backend.engine import hooks
 from hcache_backend.engine.arguments import (
     check_tp_lcm_size,
+    decodes_for_others,
     resolved,
+    sends_to_others,
     storage_extra_config,
     unsupported_reason,
 )
@@ -60,20 +62,38 @@ def _join(runner: Any) -> None:
     config = or_stop(lambda: _start_config(extra))
     if config is None:
         return
-    if not args.enable_hierarchical_cache:
+    offloads = args.disaggregation_decode_enable_offload_kvcache
+    if not (args.enable_hierarchical_cache or offloads):
         logger.warning("hcache: configured, but --enable-hierarchical-cache is off: nothing to do")
         return
     runtime.config = config
     or_stop(lambda: _check_groups(runner, args, config))
     warn_of_single_tokens(runtime)
+    if config.behind is not None and extra is None and args.hicache_storage_backend is not None:
+        logger.warning(
+            "hcache: option 'behind' does nothing behind --hicache-storage-backend %s: it stands "
+            "behind the page store of this package",
+            args.hicache_storage_backend,
+        )
     if extra is not None:
         runtime.store = or_stop(lambda: open_store(config, runtime.writer))
     runtime.read_weights()
     unnoticed = hooks.install(hooks.weight_hooks())
     if unnoticed is not None:
         runtime.lose_trust(f"weight updates would go unnoticed: {unnoticed}")
+    if decodes_for_others(runner.server_args):
+        untold = hooks.install(hooks.decode_server_hooks())
+        if untold is not None:
+            runtime.lose_trust(f"K and V of other weights would go unnoticed: {untold}")
+    if not args.enable_hierarchical_cache:
+        runtime.use_plain_pages(
+            "decode offload has a host pool and a controller of its own; it only writes L3"
+        )
+        return
     hooks.notice_uses()
     plain = unnoticed or unsupported_reason()
+    if sends_to_others(runner.server_args):
+        plain = hooks.install(hooks.prefill_server_hooks()) or plain
     if plain is None and config.pages == "plain":
         plain = "option 'pages' is 'plain'"
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hcache_backend.engine.arguments import resolved
+from hcache_backend.engine.arguments import decodes_for_others, resolved
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.projection.check import TOLERANCE
@@ -33,7 +33,11 @@ def own_pages_refusal(runtime: Runtime, kvcache: Any) -> str | None:
             getattr(args, "disaggregation_decode_retraction_backup", None) == "host_pool",
             "retraction uses the host pool for plain KV",
         ),
-        (args.disaggregation_mode not in (None, "null"), "prefill/decode disaggregation moves KV"),
+        (
+            decodes_for_others(runtime.runner.server_args),
+            "a server that decodes for prefill servers, or may after a role switch, fails a "
+            "request whose load is refused",
+        ),
         (kvcache.dtype not in TOLERANCE, f"KV quantised as {kvcache.dtype}"),
         (
             getattr(kvcache, "k_scale_buffer", None) is not None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import hcache_batches
+import hcache_restores
 import hcache_rows
 import hcache_units
 
@@ -221,18 +222,6 @@ def _slow_prefill() -> None:
     Scheduler.run_batch = slow
 
 
-def _hold_prefetches() -> None:
-    """No prefetch is seen to be finished: requests queue up, and then go on together."""
-    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-
-    check = UnifiedRadixCache.check_prefetch_progress
-
-    def held(self: Any, *args: Any) -> bool:
-        return not _active() and check(self, *args)
-
-    UnifiedRadixCache.check_prefetch_progress = held
-
-
 def _report(tell: Callable[[], object]) -> Callable[[], None]:
     """No fault: whenever the trigger is there and empty, write what ``tell`` says into it."""
 
@@ -388,7 +377,10 @@ FAULTS: dict[str, Callable[[], None]] = {
     "wrong_save": lambda: hcache_rows.wrong_save(_active),
     "disk": _disk,
     "slow_prefill": _slow_prefill,
-    "prefetches_held": _hold_prefetches,
+    "prefetches_held": lambda: hcache_restores.hold_prefetches(_active),
+    "hits_promised": hcache_restores.promise_hits,
+    "other_format": hcache_restores.other_format,
+    "layer_held": lambda: hcache_restores.hold_a_layer(_active),
     "decisions_held": _hold_decisions,
     "batches_in_step": lambda: hcache_batches.keep_in_step(_active),
     "no_store_on_rank_1": _no_store_on_rank_1,

@@ -33,6 +33,7 @@ from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
 def every_hook() -> list[Hook]:
     """What a server in hidden mode has."""
     always = [*hooks.own_pages_hooks(), *hooks.weight_hooks(), *hooks.use_hooks()]
+    always += [*hooks.prefill_server_hooks(), *hooks.decode_server_hooks()]
     return [*always, *hooks.hidden_mode_hooks(), *graph_hooks()]
 
 
@@ -113,6 +114,8 @@ def runner(**arguments: Any) -> Any:
         "hicache_storage_backend": None,
         "hicache_storage_backend_extra_config": None,
         "enable_hierarchical_cache": True,
+        "disaggregation_mode": "null",
+        "disaggregation_decode_enable_offload_kvcache": False,
         "page_size": 64,
     }
     return SimpleNamespace(
@@ -209,6 +212,19 @@ def test_a_server_that_is_not_ours_gets_nothing_but_the_memory_of_its_runner() -
     assert current().runner is plain
     assert current().weights is None
     assert not [target for target, found in HookRegistry._hooks.items() if found]
+
+
+def test_an_l3_behind_another_one_than_ours_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HCACHE_ENABLE", "1")
+    monkeypatch.setenv("HCACHE_CONFIG", '{"behind": {"backend": "file"}}')
+    monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
+    monkeypatch.setattr("hcache_backend.engine.runtime._stage_weights", lambda _: Weights(b"w"))
+    monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
+    bootstrap(runner(hicache_storage_backend="mooncake"))
+    warning = "option 'behind' does nothing behind --hicache-storage-backend mooncake"
+    assert warning in caplog.text
 
 
 @pytest.mark.parametrize("enabled", [None, "0"])

@@ -1,0 +1,106 @@
+"""What `hcache plan --users` computes, held against a server at a small scale."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from bench.harness.models import build_model
+from bench.harness.server import Server
+from hcache_backend.cli.metrics_page import METRICS_LAG_S, MetricsPage, fetch
+from hcache_backend.partition.fleet import Conversations, FleetPlan
+from hcache_backend.partition.model_config import read_model
+from hcache_backend.partition.plan import server_plan
+from hcache_backend.partition.profile import Profile, Rate
+from tests.engine.harness.conversations import Conversation, converse, make_conversations
+from tests.engine.harness.ours import assert_own_pages_of_kv, our_server, stored_pages
+
+pytestmark = [pytest.mark.engine, pytest.mark.long]
+
+COUNT, HISTORY, NEW, REPLY = 16, 1280, 64, 4
+TURN_EVERY_S = 4.0
+L3_RATE = 4_000_000
+WITHIN = 0.2
+"""The share by which a plan may be wrong."""
+
+
+def planned(model: Path) -> FleetPlan:
+    """Turns of so many conversations, one of them every so many seconds."""
+    slow, fast = Rate(per_second=1e9), Rate(per_second=1e12)
+    machine = Profile(
+        device="cpu", source="this test", dtype="float32", l3=Rate(per_second=L3_RATE),
+        hidden_copy=fast, kv_load=fast, projection=fast, dense=slow, attention=slow,
+    )  # fmt: skip
+    plan = server_plan(machine, read_model(model / "config.json"), HISTORY, 1, "auto")
+    per_hour = 3600 / (COUNT * TURN_EVERY_S)
+    return FleetPlan(plan, Conversations(COUNT, per_hour, NEW), 1)
+
+
+def one_turn(server: Server, conversation: Conversation) -> None:
+    converse(server, [conversation], turns=2, reply_tokens=REPLY, flush=False)
+    turn = conversation.turns[-1]
+    assert turn.cached.storage >= HISTORY - 2 * 64, turn.cached
+
+
+def settled(server: Server) -> MetricsPage:
+    server.wait_backed_up()
+    time.sleep(METRICS_LAG_S)
+    return fetch(server.url)
+
+
+def test_a_plan_is_within_a_fifth_of_a_server(model_cache: Path, tmp_path: Path) -> None:
+    """Bytes and rates of L3, how busy it is, and how many turns per second it takes at most."""
+    model = build_model("qwen3", model_cache)
+    fleet, rate = planned(model), tmp_path / "l3-rate"
+    rate.write_text("0")
+    options = our_server(
+        model, tmp_path, hcache={"mode": "kv"}, metrics=True, max_total_tokens=16384,
+        extra_env={"HCACHE_CPU_L3_FILE": str(rate)},
+    )  # fmt: skip
+    conversations = make_conversations(2 * COUNT, turns=2, tokens=HISTORY - REPLY)
+    for conversation in conversations:
+        conversation.questions[1] = conversation.questions[1][: NEW - REPLY]
+    with Server(options) as server:
+        assert_own_pages_of_kv(server)
+        for start in range(0, len(conversations), 8):
+            converse(server, conversations[start : start + 8], turns=1, reply_tokens=REPLY)
+        before = settled(server)
+        assert "l3_read" not in before.stages
+        stored = sum(page.stat().st_size for page in stored_pages(tmp_path))
+        rate.write_text(str(L3_RATE))
+
+        start_time = time.monotonic()
+        with ThreadPoolExecutor(COUNT) as pool:
+            turns = []
+            for number, conversation in enumerate(conversations[:COUNT]):
+                time.sleep(max(0.0, start_time + number * TURN_EVERY_S - time.monotonic()))
+                turns.append(pool.submit(one_turn, server, conversation))
+            for turn in turns:
+                turn.result()
+        time.sleep(max(0.0, start_time + COUNT * TURN_EVERY_S - time.monotonic()))
+        elapsed = time.monotonic() - start_time
+        after = settled(server)
+        added = sum(page.stat().st_size for page in stored_pages(tmp_path)) - stored
+
+        start_time = time.monotonic()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda c: one_turn(server, c), conversations[COUNT:]))
+        fastest = COUNT / (time.monotonic() - start_time)
+
+    read = after.counters["store"]["bytes_read"] - before.counters["store"]["bytes_read"]
+    reading = after.stages["l3_read"].seconds  # nothing was read before
+    most = fleet.most_conversations * fleet.conversations.turns_per_hour / 3600
+    found = {
+        "bytes of L3": ((stored / 2 + added), fleet.l3_bytes),
+        "bytes read per second": (read / elapsed, fleet.read_rate),
+        "bytes written per second": (added / elapsed, fleet.write_rate),
+        "share of time that L3 is read": (reading / elapsed, fleet.busy["l3"]),
+        "most turns per second": (fastest, most),
+    }
+    print({what: round(is_so / said, 3) for what, (is_so, said) in found.items()})
+    assert fleet.binds == "l3"
+    for what, (is_so, said) in found.items():
+        assert is_so == pytest.approx(said, rel=WITHIN), what
