@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
@@ -46,6 +48,21 @@ class Machine:
 
 def slots(pages: tuple[int, ...]) -> torch.Tensor:
     return (torch.tensor(pages)[:, None] * PAGE + torch.arange(PAGE)).flatten()
+
+
+def held(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> tuple[threading.Event, threading.Event]:
+    """Whoever calls ``owner.name`` waits: what says that somebody does, and what ends it."""
+    begun, go_on, work = threading.Event(), threading.Event(), getattr(owner, name)
+
+    def wait(*args: Any, **options: Any) -> Any:
+        begun.set()
+        assert go_on.wait(SECONDS)
+        return work(*args, **options)
+
+    monkeypatch.setattr(owner, name, wait)
+    return begun, go_on
 
 
 def until(happened: Callable[[], bool], what: str) -> None:

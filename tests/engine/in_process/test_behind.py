@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from tests.engine.in_process.behind_machines import (
     SECONDS,
     Machine,
     counted,
+    held,
     until,
     value_of,
     values,
@@ -145,14 +144,7 @@ def test_what_is_kept_after_a_weight_update_is_not_taken_for_pages_of_the_new_we
     first, second = machine("first"), machine("second")
     first.write(0)
     wait_for_values(shared, 1)
-    begun, go_on, write = threading.Event(), threading.Event(), second.storage._pools.write
-
-    def held(*args: Any, **options: Any) -> Any:
-        begun.set()
-        assert go_on.wait(SECONDS)
-        return write(*args, **options)
-
-    monkeypatch.setattr(second.storage._pools, "write", held)
+    begun, go_on = held(monkeypatch, second.storage._pools, "write")
     assert second.read(0) == [True]
     assert begun.wait(SECONDS)
     runtime.weights = Weights(b"v" * 16)

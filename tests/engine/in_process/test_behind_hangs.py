@@ -21,6 +21,7 @@ from tests.engine.in_process.behind_machines import (
     SECONDS,
     Machine,
     counted,
+    held,
     until,
     value_of,
     values,
@@ -108,13 +109,7 @@ def test_after_a_failure_the_backend_is_left_alone_for_a_while(
 def test_writes_wait_in_bounded_memory_and_what_is_too_much_is_dropped(
     machine: Callable[..., Machine], shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on, write = threading.Event(), HiCacheFile.set
-
-    def set_later(*args: Any) -> Any:
-        assert go_on.wait(SECONDS)
-        return write(*args)
-
-    monkeypatch.setattr(HiCacheFile, "set", set_later)
+    _, go_on = held(monkeypatch, HiCacheFile, "set")
     monkeypatch.setattr(stored_pools, "WRITE_BEHIND_SECONDS", 0.1)
     first = machine("first", behind={"buffer_bytes": 3 * 3 * 8192})  # three pages each
     before = counted("dropped_full")

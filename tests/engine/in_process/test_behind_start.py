@@ -21,6 +21,7 @@ from hcache_backend.engine.startup import attach
 from tests.engine.in_process.behind_machines import (
     SECONDS,
     Machine,
+    held,
     until,
     values,
     wait_for_values,
@@ -125,13 +126,7 @@ def test_a_backend_whose_close_hangs_is_closed_all_the_same(
 def test_what_waits_is_written_before_the_backend_is_closed(
     machine: Callable[..., Machine], shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on, write = threading.Event(), HiCacheFile.set
-
-    def set_later(*args: Any) -> Any:
-        assert go_on.wait(SECONDS)
-        return write(*args)
-
-    monkeypatch.setattr(HiCacheFile, "set", set_later)
+    _, go_on = held(monkeypatch, HiCacheFile, "set")
     first = machine("first")
     first.write(0, 1)
     threading.Timer(0.2, go_on.set).start()
@@ -203,14 +198,7 @@ def test_pages_that_wait_to_be_kept_do_not_come_back_after_a_clear(
     first, second = machine("first"), machine("second")
     first.write(0, 1)
     wait_for_values(shared, 2)
-    begun, go_on, write = threading.Event(), threading.Event(), second.storage._pools.write
-
-    def held(*args: Any, **options: Any) -> Any:
-        begun.set()
-        assert go_on.wait(SECONDS)
-        return write(*args, **options)
-
-    monkeypatch.setattr(second.storage._pools, "write", held)
+    begun, go_on = held(monkeypatch, second.storage._pools, "write")
     assert second.read(0) == [True]
     assert begun.wait(SECONDS)
     assert second.read(1) == [True]
