@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.harness.disaggregation import PrefillServer
 from bench.harness.options import base_environment
 from bench.harness.processes import nursery
 from bench.harness.server import Server, ServerOptions, free_port
@@ -30,7 +31,7 @@ class Router(Server):
     """Sends each request to the worker that is likely to have its prefix, and again if that fails.
 
     Attributes:
-        workers: The servers behind it.
+        workers: The servers behind it: replicas, or prefill and decode servers.
     """
 
     ready_path = "/readiness"
@@ -42,16 +43,26 @@ class Router(Server):
     def launch(self, port: int | None = None) -> None:
         self.port = port or free_port()
         here = ["--host", "127.0.0.1", "--port", str(self.port)]
-        urls = ["--worker-urls", *(worker.url for worker in self.workers)]
         env = base_environment("cpu")
         paths = [str(Path(__file__).parents[2]), env.get("PYTHONPATH", "")]
         self.process = nursery(env).launch(
             "bench.harness.router",
-            [*here, "--prometheus-port", str(free_port()), *urls, *_BALANCE, *_HEALTH, *_RETRIES],
+            [*here, "--prometheus-port", str(free_port()), *self._addresses(), *_HEALTH, *_RETRIES],
             {**env, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             self.options.log,
             fresh=True,
         )
+
+    def _addresses(self) -> list[str]:
+        if not any(isinstance(worker, PrefillServer) for worker in self.workers):
+            return ["--worker-urls", *(worker.url for worker in self.workers), *_BALANCE]
+        found = ["--pd-disaggregation"]
+        for worker in self.workers:
+            if isinstance(worker, PrefillServer):
+                found += ["--prefill", worker.url, str(worker.bootstrap_port)]
+            else:
+                found += ["--decode", worker.url]
+        return found
 
     def flush_cache(self, timeout: float = 60.0) -> None:
         """Empty device and host caches of all workers."""

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from bench.harness import disaggregation
+from bench.harness import disaggregation, router
 from bench.harness.disaggregation import DecodeServer, PrefillServer
+from bench.harness.router import Router
 from bench.harness.server import ServerError, ServerOptions
 from tests.engine.harness.conversations import (
     Conversation,
@@ -146,3 +147,18 @@ def test_a_server_killed_in_the_middle_of_a_restore_loses_nothing(
             after.add(prompt, late.result())
             assert_nothing_went_wrong(second)
     assert_no_cache_output(model, [before, after])
+
+
+@LONG
+@pytest.mark.skipif(router.missing() is not None, reason=f"no router: {router.missing()}")
+def test_sglangs_router_stands_in_front_of_a_pair(model: Path, tmp_path: Path) -> None:
+    """Clients know neither of the two."""
+    with (
+        prefill_server(model, tmp_path, "prefill", "own") as prefill,
+        decode_server(model, tmp_path) as decode,
+        Router([prefill, decode], tmp_path / "router.log") as front,
+    ):
+        conversations = converse(front, make_conversations(2, turns=2, tokens=200))
+        assert_sound(prefill, "own")
+    assert_restored_from_l3(conversations, PAGE)
+    assert_no_cache_output(model, conversations)
