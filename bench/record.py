@@ -25,6 +25,7 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 PROGRAMS = {
     "demo": "bench.demo.report",
     "compare": "bench.compare.report",
+    "peers": "bench.compare.report",
     "saving": "bench.compare.report",
     "load": "bench.compare.report",
     "paper": "bench.paper",
