@@ -25,6 +25,8 @@ from bench.harness.restorer import (
 
 QUESTION = PAGE_SIZE
 """Tokens after the history, which are computed in any case."""
+_NEW = 1_000_000
+"""Numbers of histories from here on are asked for once."""
 NO_L3 = "none"
 """Name of the method that computes every history."""
 
@@ -64,6 +66,11 @@ class Turns:
         """History and a question that nobody has asked before."""
         self._questions += 1
         return [*history(self.tokens), *question(self._questions)]
+
+    def new_history(self) -> list[int]:
+        """A prompt of the same length of which no server has anything."""
+        self._questions += 1
+        return [*history(self.tokens, self._questions + _NEW), *question(self._questions)]
 
     def ask(self, name: str, prompt: Sequence[int]) -> Answer:
         """Ask one server, with its L3 out of the page cache; it forgets what it then has."""

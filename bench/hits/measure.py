@@ -17,6 +17,9 @@ from bench.pages import LEAST_ROUNDS, median_interval
 Row = dict[str, Any]
 _LEARNING = 4
 """Requests at a new speed that do not count: a server measures it."""
+_COMPUTED = 2
+"""Before these so many that L3 has nothing of: a server that is asked for hits only would not know
+what computing takes now."""
 _TRYING_SECONDS = 60.0
 """How long a server may take to see that L3 is fast again."""
 _COMPARED = (OURS, NO_L3)
@@ -65,6 +68,8 @@ def learn(turns: Turns, name: str, speed: float, like: str = ALWAYS) -> float:
         Bytes per second.
     """
     rate = turns.slow_down(speed, like)
+    for _ in range(_COMPUTED):
+        turns.ask(name, turns.new_history())
     for _ in range(_LEARNING):
         turns.ask(name, turns.new_question())
     is_fast, deadline = not speed or speed > 1, time.monotonic() + _TRYING_SECONDS
