@@ -68,7 +68,7 @@ class Engine:
 
         from hcache_backend.config import HCacheConfig
         from hcache_backend.engine import hooks
-        from hcache_backend.engine.recompute_batch import forward_stream, model_forward
+        from hcache_backend.engine.recompute.batch import forward_stream, model_forward
         from hcache_backend.engine.runtime import Runtime
         from hcache_backend.engine.startup.agreement import Refused
         from hcache_backend.engine.startup.layer_specs import LayerSpecs

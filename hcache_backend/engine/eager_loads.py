@@ -24,6 +24,7 @@ from hcache_backend import streams
 from hcache_backend.engine import metrics
 from hcache_backend.engine.host_pool import OwnPagesPool
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
+from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.restore.eager import EagerRestores, batch_pages
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.reservation import Ids, Launched
@@ -139,6 +140,7 @@ class EagerLoads:
         self._loads = loads
         self._controller: Any = None
         self._loading_stream: Any = None  # of SGLang's loads, and of restores
+        self._recomputed = False  # since somebody asked
         self._anchors: dict[Any, Any] = {}  # of running prefetches: the node before them
         self._restores = EagerRestores(pool.page_size, pages, self._launch, limit)
         pages.eager = self._restores
@@ -165,6 +167,12 @@ class EagerLoads:
             arrived = restores.arrived(operation, operation.completed_tokens // size)
             if arrived:
                 metrics.TOKENS.count("eager", arrived * size)
+                self._loads.count_finished()  # no load may come for a long time
+
+    def take_recomputed(self) -> bool:
+        """Whether layers were recomputed since the last call, in front of the next forward pass."""
+        recomputed, self._recomputed = self._recomputed, False
+        return recomputed
 
     def _begin(self, operation: Any) -> None:
         host_pages = self._pool.page_ids(operation.host_indices)
@@ -187,9 +195,15 @@ class EagerLoads:
                 recompute = self._loads.recompute_of(host_pages, first, lambda: prefix)
         with self._loading_stream.as_current():
             restore = self._pipeline.start(arena.physical(host_pages), slots, recompute, first)
-        if recompute is not None:
-            metrics.TOKENS.count("eager_recomputed", len(slots))
-        return Launched(restore, not first or recompute is not None, recompute is not None)
+        recomputed = recompute is not None
+        if recomputed:
+            self._recomputed = True
+            (recomputed,) = on_all_ranks(self._controller.tp_group, restore.failed is None)
+            if recomputed:
+                metrics.TOKENS.count("eager_recomputed", len(slots))
+            else:
+                self._loads.recomputation_failed(restore.failed)
+        return Launched(restore, not first or recomputed, recompute is not None)
 
     def _before_prefetch(self, prefetch: Hashable) -> torch.Tensor | None:
         """Slots of the tokens before a prefetch, int64 ``[n]``; None: not all are on the device."""

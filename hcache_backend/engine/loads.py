@@ -41,12 +41,14 @@ class QueuedLoad:
         missing: The first layers whose segments a page lacks.
         spans: The tokens of which not all layers are launched yet; None: some that cannot be
             recomputed.
+        forwards: Where SGLang runs forward passes; None where nothing can be recomputed.
         handed: The device pages that eager restores prepared; None: there are no eager restores.
     """
 
     host_pages: Ids
     missing: int = 0
     spans: Sequence[TokenSpan | None] = ()
+    forwards: Stream | None = None
     handed: HandOut | None = None
 
     @property
@@ -62,7 +64,8 @@ class QueuedLoad:
 
 class LoadQueue:
     """Plans loads, and launches those that were queued. Scheduler thread only, except
-    :meth:`first_to_read`. The recomputer is None where the model cannot be run.
+    :meth:`first_to_read`. The recomputer is None where the model cannot be run, and from its first
+    failure on.
 
     Attributes:
         stored_from: Nothing is stored of the layers before this one.
@@ -84,7 +87,6 @@ class LoadQueue:
         self._recomputer = recomputer
         self._device = device
         self._queued: list[QueuedLoad] = []
-        self._forwards: Stream | None = None  # forward passes run there
 
     def first_to_read(self, tokens: int) -> int:
         """Layers of which a restore of ``tokens`` tokens is better off without segments from L3.
@@ -106,6 +108,9 @@ class LoadQueue:
         first = int(self._arena.first_layers(host_pages).max())
         missing = max(self.stored_from, first)
         load = QueuedLoad(host_pages, missing, [self._span(host_pages, prefix)])
+        if self._recomputer is not None:
+            # Here and not in launch: then SGLang's stream of loads is the current one.
+            load.forwards = self._recomputer.stream()
         # In one restore the same layers of all that is queued are recomputed.
         together = [one for one in (*self._queued, load) if one.spans]
         if any(one.missing for one in together) and any(None in one.spans for one in together):
@@ -129,13 +134,21 @@ class LoadQueue:
 
         ``slots`` are those of all queued loads, in their order, int64 ``[n]``, on the device; what
         is returned writes their K and V, or still reads them.
+
+        Raises:
+            Exception: Layers that are nowhere stored could not be recomputed: no batch may use
+                these slots.
         """
         loads, self._queued = self._queued, []
         pages = self._arena.physical(np.concatenate([load.host_pages for load in loads]))
         ready = np.concatenate([load.ready for load in loads])
         recompute = self._recompute_queued(loads, bool(ready.any()))
         if not ready.any():
-            return (self._pipeline.start(pages, slots, recompute),)
+            restore = self._pipeline.start(pages, slots, recompute)
+            if restore.failed is None:
+                return (restore,)
+            self._need_no_recomputation(restore.failed, loads)
+            return (restore, self._pipeline.start(pages, slots))
         handed = [load.handed for load in loads if load.handed is not None]
         restores = tuple({id(one): one for each in handed for one in each.restores}.values())
         if recompute is not None:
@@ -145,8 +158,27 @@ class LoadQueue:
         missing = ~ready
         if recompute is None and not missing.any():
             return restores
-        rest = self._slots(slots, missing)
-        return (*restores, self._pipeline.start(pages[missing], rest, recompute))
+        restore = self._pipeline.start(pages[missing], self._slots(slots, missing), recompute)
+        if restore.failed is not None:
+            self._need_no_recomputation(restore.failed, loads)
+        return (*restores, restore)
+
+    def _need_no_recomputation(self, problem: Exception, loads: Sequence[QueuedLoad]) -> None:
+        """First layers of ``loads`` were not recomputed: raise that where they are not stored."""
+        self.recomputation_failed(problem)
+        if any(load.missing for load in loads):
+            raise problem
+
+    def recomputation_failed(self, problem: Exception | None) -> None:
+        """From now on nothing is recomputed. ``problem``: None where another rank has it."""
+        if self._recomputer is not None:
+            self._recomputer = None
+            metrics.PROBLEMS.count("recomputation_failed")
+            logger.error(
+                "hcache: recomputing layers failed (%r) and is not tried again: pages that lack "
+                "layers are misses from now on",
+                problem or "on another rank",
+            )
 
     def count_finished(self) -> None:
         """Count the restores that are done by now; no count is worth a restore."""
@@ -173,7 +205,9 @@ class LoadQueue:
         None: they cannot be. ``prefix`` gives slots where K and V of these layers are.
         """
         span = self._span(host_pages, prefix)
-        return None if span is None else self._recompute(layers, [span])
+        if span is None or self._recomputer is None:
+            return None
+        return self._recompute(layers, [span], self._recomputer.stream())
 
     def _recompute_queued(self, loads: Sequence[QueuedLoad], any_ready: bool) -> Recompute | None:
         """How the first layers of ``loads`` are recomputed; None: all are loaded.
@@ -190,20 +224,23 @@ class LoadQueue:
             tokens = sum(len(span.token_ids) for span in spans)
             pairs = sum(len(span.token_ids) * len(span.prefix) for span in spans)
             first = max(first, self._methods.first_layers(tokens, pairs // tokens, "none"))
-        return self._recompute(first, spans) if first else None
+        if not first:
+            return None
+        forwards = next(load.forwards for load in loads if load.forwards is not None)
+        return self._recompute(first, spans, forwards)
 
-    def _recompute(self, layers: int, spans: Sequence[TokenSpan]) -> Recompute:
-        recomputer, forwards = self._recomputer, self._forwards
-        assert recomputer is not None and forwards is not None
+    def _recompute(self, layers: int, spans: Sequence[TokenSpan], forwards: Stream) -> Recompute:
+        recomputer = self._recomputer
+        assert recomputer is not None
         made = current_stream(self._device).record()
 
-        def fill(positions: torch.Tensor, slots: torch.Tensor) -> None:
+        def fill(positions: npt.NDArray[np.int64], slots: torch.Tensor) -> None:
             # The prefixes were made on the scheduler's stream, and may die there before this ran.
             now = current_stream(self._device)
             now.wait(made)
             for span in spans:
                 now.keep(span.prefix)
-            recomputer.run(layers, positions, slots, spans)
+            recomputer.run(layers, to_device(positions, slots.device), slots, spans)
 
         return Recompute(layers, fill, forwards)
 
@@ -212,9 +249,9 @@ class LoadQueue:
         self._arena.host_access(pages, write=False, header=True)
         positions = self._layout.positions(self._arena.memory)[pages].reshape(-1).astype(np.int64)
 
-        def fill(*_: torch.Tensor) -> None:
+        def fill(*_: object) -> None:
             current_stream(slots.device).keep(slots)
-            recompute.fill(to_device(positions, slots.device), slots)
+            recompute.fill(positions, slots)
 
         return recompute._replace(fill=fill)
 
@@ -224,8 +261,6 @@ class LoadQueue:
         """The tokens of pages; None: they cannot be recomputed, or ``prefix`` is not theirs."""
         if self._recomputer is None:
             return None
-        # Here and not when loads are started: then SGLang's stream of loads is the current one.
-        self._forwards = self._recomputer.stream()
         pages = self._arena.pages(host_pages, header=True)
         positions = np.concatenate([self._layout.positions(page) for page in pages])
         token_ids = np.concatenate([self._layout.token_ids(page) for page in pages])

@@ -149,7 +149,7 @@ class EagerRestores:
         Returns how many pages are restored by what it launched.
         """
         reservation = self._running[prefetch]
-        self._reading = [one for one in self._reading if not one[1].done()]
+        self._reading = [one for one in self._reading if not one[1].copied.query()]
         due = [i for i in reservation.waiting() if i < pages - reservation.first]
         for run in runs(due):
             ids = np.array(reservation.host_pages[run.start : run.stop], dtype=np.int64)
@@ -174,7 +174,7 @@ class EagerRestores:
         freed = dict.fromkeys(host_pages.tolist())
         for pages, restore in self._reading:
             if not freed.keys().isdisjoint(pages):
-                _finish(restore)
+                _until_copied(restore)
         self._give_back([self._places[page] for page in freed if page in self._places])
 
     # ---- allocation ----
@@ -223,7 +223,7 @@ class EagerRestores:
         Prefetches that run go on without device pages. Nothing reads host pages on return.
         """
         for _, restore in self._reading:
-            _finish(restore)
+            _until_copied(restore)
         self._give_back(list(self._places.values()))
 
     def all_freed(self) -> None:
@@ -281,7 +281,7 @@ class EagerRestores:
         assert len(set(slots)) == len(slots) == self._size * len(held)
 
 
-def _finish(restore: RunningRestore) -> None:
-    """Block the calling thread until nothing of a restore is left to do."""
-    with contextlib.suppress(StreamFailed):  # then there is nothing left
-        restore.synchronize()
+def _until_copied(restore: RunningRestore) -> None:
+    """Block the calling thread until a restore reads no host page any more."""
+    with contextlib.suppress(StreamFailed):  # then nothing is read any more
+        restore.wait_until_copied()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from hcache_backend.streams import Stream
@@ -89,10 +91,11 @@ class Recompute(NamedTuple):
     Attributes:
         layers: How many, at least those of which nothing is stored.
         fill: Writes K and V of all of them for all tokens, on the current stream:
-            ``fill(positions, slots)``, int64 ``[pages * page_size]`` each, on the device.
+            ``fill(positions, slots)``, int64 ``[pages * page_size]`` each, positions on the CPU and
+            slots on the device.
         stream: The engine's stream of forward passes, on which ``fill`` is run.
     """
 
     layers: int
-    fill: Callable[[torch.Tensor, torch.Tensor], None]
+    fill: Callable[[npt.NDArray[np.int64], torch.Tensor], None]
     stream: Stream

@@ -29,7 +29,7 @@ from hcache_backend.restore.exchange import CollectiveOrder, Exchange
 from hcache_backend.restore.layers import Recompute, RestoredLayer
 from hcache_backend.restore.report import RestoreReport, RunningRestore
 from hcache_backend.restore.ring import Ring, largest_segment, ring_bytes
-from hcache_backend.streams import Event, current_stream, held_for_device, new_stream, to_device
+from hcache_backend.streams import Event, current_stream, held_for_device, new_stream
 from hcache_kernels.pages import gather_pages
 
 FIRST_PIECES = 4
@@ -75,11 +75,12 @@ class RestorePipeline:
         hidden = [i for i, layer in enumerate(layers) if layer.method == "hidden"]
         self._largest = largest_segment(layout, hidden)
         size = ring_bytes(layout, chunk_tokens, hidden)
-        self._ring = torch.empty(size, dtype=torch.uint8, device=device)
+        self._ring = Ring(torch.empty(size, dtype=torch.uint8, device=device))
         self._copy = new_stream(device, "copy")
         # Projections may talk to other ranks.
         self._compute = new_stream(device, "compute", in_turn=order is not None)
         self._unread: deque[RunningRestore] = deque()
+        self._written: dict[int, Event] = {}  # by layer: behind all that was copied or projected
 
     @torch.no_grad()
     def start(
@@ -98,6 +99,8 @@ class RestorePipeline:
             slots: Slots of their tokens, int64 ``[p * page_size]``, on the device.
             recompute: For the first layers; None: all segments are there.
             first_layer: Without ``recompute``, layers before this one are somebody else's.
+
+        A recomputation that raises is told by ``failed`` of what is returned.
 
         Raises:
             ValueError: Nothing is stored of a layer, and it is not to be recomputed.
@@ -119,9 +122,8 @@ class RestorePipeline:
         pieces = FIRST_PIECES if recompute is None and self._exchange is None else 1
         parts = deque(self._parts(loaded, page_ids, rows, shared, pieces))
         bring = self._exchanged(parts, held_pages) if self._exchange else self._bring_own
-        now = current_stream(device)
-        self._copy.wait(now.record())
-        self._copy.wait(self._compute.record())  # the restore before may still use the ring
+        called = current_stream(device).record()
+        self._copy.wait(called)
         for stream in (self._copy, self._compute):
             for tensor in (page_ids, *rows, *shared):
                 stream.keep(tensor)
@@ -135,51 +137,74 @@ class RestorePipeline:
                 for source, target in zip(rows, shared, strict=True):
                     self._order_by_share(source, target)
 
-        restore = RunningRestore(len(slots), moved, self._copy.record(timed=True), device)
+        begin = self._copy.record(timed=True)
         self._copy.run(bring_indices)
         ready = self._copy.record()
-        ring = Ring(self._ring, max(1, min(len(pages), self._chunk_pages)) * self._largest)
-        copy = partial(self._copy_part, restore, bring, ring)
+        restore = RunningRestore(len(slots), moved, begin, device, ready)
+        room_for = self._ring.begin(max(1, min(len(pages), self._chunk_pages)) * self._largest)
+        copy = partial(self._copy_part, restore, bring)
         arrived: deque[_Arrived] = deque()
         parks = recompute is not None and all(self._can_wait(index) for index in loaded)
-        while parts and len(arrived) < ring.parts - parks:
+        while parts and len(arrived) < room_for - parks:
             arrived.append(copy(parts.popleft()))
         if parks and parts:
-            room = ring.next(self._copy)  # what passes through it is gone before the next comes
+            room = self._ring.next(self._copy)  # what passes is gone before the next comes
             arrived += [copy(part, room) for part in parts]
             parts.clear()
         if recompute is not None:
-            forward = recompute.stream
-            forward.wait(now.record())
-            # Tokens before these may come back by restores that no forward pass has waited for.
-            for event in [event for one in self._unread for event in one.layers[:first]]:
-                forward.wait(event)
-            if self._order is not None:
-                forward.wait(self._copy.record())  # collectives of two kinds are never at work
-            forward.keep(slots)
-            start = forward.record(timed=True)
-            forward.run(lambda: recompute.fill(to_device(at, device), slots))
-            done = forward.record(timed=True)
-            # Recomputation has the device first. Copies that come now (and may talk to other
-            # ranks) go to parts of the ring that projections free, so they are behind it too.
+            done = self._recompute(restore, recompute, at, slots, called)
+            # Recomputation has the device first. Hidden states that are copied from now on (and
+            # may talk to other ranks) go to parts of the ring that these projections free, so they
+            # are behind it too.
             self._compute.wait(done)
-            restore.timed.append(("compute", 0, start, done))
-            restore.layers += [done] * first
         else:
             restore.layers += [ready] * first
         if not len(pages):
             restore.layers += [ready] * len(loaded)
         while arrived:
             item = arrived.popleft()
-            filled = self._fill(restore, item, ring)
+            filled = self._fill(restore, item)
             if item.part.is_last:
                 restore.layers.append(filled)
+                self._written[item.part.layer] = filled
             if parts:
                 arrived.append(copy(parts.popleft()))
         if self._order is not None:
             self._order.restore_launched(self._copy)
         self._unread.append(restore)
         return restore
+
+    def _recompute(
+        self,
+        restore: RunningRestore,
+        recompute: Recompute,
+        positions: npt.NDArray[np.int64],
+        slots: torch.Tensor,
+        called: Event,
+    ) -> Event:
+        """Recompute the first layers in turn with forward passes; an event behind that.
+
+        They may read what was written before ``called``, and by earlier restores.
+        """
+        forward, layers = recompute.stream, range(recompute.layers)
+        start = forward.record(timed=True)
+        try:
+            forward.wait(called)
+            # Tokens before these may come back by restores that no forward pass has waited for.
+            written = [self._written[layer] for layer in layers if layer in self._written]
+            for event in dict.fromkeys(written):
+                forward.wait(event)
+            if self._order is not None:
+                forward.wait(self._copy.record())  # collectives of two kinds are never at work
+            forward.keep(slots)
+            start = forward.record(timed=True)
+            forward.run(lambda: recompute.fill(positions, slots))
+        except Exception as error:  # of a model's own code, or for want of memory
+            restore.failed = error
+        done = forward.record(timed=True)
+        restore.timed.append(("compute", 0, start, done))
+        restore.layers += [done] * len(layers)
+        return done
 
     def _parts(
         self,
@@ -264,7 +289,6 @@ class RestorePipeline:
         self,
         restore: RunningRestore,
         bring: _Bring,
-        ring: Ring,
         part: _Part,
         room: torch.Tensor | None = None,
     ) -> _Arrived:
@@ -273,7 +297,7 @@ class RestorePipeline:
         if layer.copy is None:
             shares = self._exchange.shares if self._exchange is not None else 1
             length = self._layout.segment_bytes[part.layer] * shares
-            place = ring.next(self._copy) if room is None else room
+            place = self._ring.next(self._copy) if room is None else room
             buffer = place[: len(part.page_ids) * length].view(-1, length)
 
         def copy() -> None:
@@ -289,11 +313,11 @@ class RestorePipeline:
 
         start = self._copy.record(timed=True)
         self._copy.run(copy)
-        copied = self._copy.record(timed=True)
+        restore.copied = copied = self._copy.record(timed=True)
         restore.timed.append(("copy", part.layer, start, copied))
         return _Arrived(part, buffer if room is None else None, copied)
 
-    def _fill(self, restore: RunningRestore, arrived: _Arrived, ring: Ring) -> Event:
+    def _fill(self, restore: RunningRestore, arrived: _Arrived) -> Event:
         """Project a part to the pool if it is not there yet; an event behind that."""
         part, buffer, copied = arrived
         fill, parking = self._layers[part.layer].fill, self._layers[part.layer].parking
@@ -312,7 +336,8 @@ class RestorePipeline:
         self._compute.run(project)
         filled = self._compute.record(timed=True)
         restore.timed.append(("compute", part.layer, start, filled))
-        ring.used(filled)
+        if buffer is not None:
+            self._ring.used(filled)
         return filled
 
     def finished(self) -> list[RestoreReport]:

@@ -155,10 +155,10 @@ class Recomputer:
         pool: Where K and V are.
         first_layer: Number of the model's first layer, as its attention objects count.
         chunk_tokens: Tokens of one forward pass at most; bounds the memory of activations.
-        stream: The engine's stream of forward passes, asked for on the scheduler thread.
 
     Attributes:
-        stream: Asks for that stream.
+        stream: Returns the stream that the engine runs its forward passes on; to be called on the
+            scheduler thread.
     """
 
     def __init__(

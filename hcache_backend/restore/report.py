@@ -16,8 +16,9 @@ StreamName = Literal["copy", "compute"]
 class Span(NamedTuple):
     """What a stream did for one layer, in milliseconds since the restore began.
 
-    Recomputation of several layers is one span of the first one's on the compute stream, which
-    waits for it.
+    Recomputation of several layers runs on the engine's stream of forward passes. It counts as one
+    span of the first layer on the compute stream, which waits for it; the time that it waits for
+    forward passes before it counts as a bubble.
     """
 
     stream: StreamName
@@ -57,16 +58,21 @@ class RunningRestore:
     """A restore that was launched; see :class:`RestoreReport`.
 
     Attributes:
+        copied: Behind all that is read from host pages.
         layers: For each layer, an event behind the last of its K and V.
         timed: What the streams do for a layer, between two events.
+        failed: Why its first layers were not recomputed: nobody may use them. None: they were, or
+            were not to be.
     """
 
     tokens: int
     bytes: Mapping[str, int]
     begin: Event
     device: torch.device
+    copied: Event
     layers: list[Event] = field(default_factory=list)
     timed: list[tuple[StreamName, int, Event, Event]] = field(default_factory=list)
+    failed: Exception | None = None
 
     def wait_for_layer(self, layer: int) -> None:
         """Let the current stream wait until K and V of ``layer`` are in the pool.
@@ -85,14 +91,15 @@ class RunningRestore:
         for event in dict.fromkeys(self.layers):
             current_stream(self.device).wait(event)
 
-    def synchronize(self) -> None:
-        """Block the calling thread until all layers are in the pool.
+    def wait_until_copied(self) -> None:
+        """Block the calling thread until no host page is read any more.
+
+        Not until all is done: recomputation and projections may stand behind a forward pass.
 
         Raises:
-            StreamFailed: As for :meth:`wait`.
+            StreamFailed: On a CPU, when something could not be copied; nothing is read any more.
         """
-        for event in dict.fromkeys(self.layers):
-            event.synchronize()
+        self.copied.synchronize()
 
     def done(self) -> bool:
         """Whether all layers are in the pool."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 import torch
@@ -29,23 +30,42 @@ def ring_bytes(layout: PageLayout, chunk_tokens: int, hidden: Iterable[int]) -> 
 
 
 class Ring:
-    """The ring of one restore: equal parts, each free again when its last user is done."""
+    """The ring of a pipeline, of which each restore takes equal parts in turn.
 
-    def __init__(self, memory: torch.Tensor, part_bytes: int) -> None:
+    Who takes a part waits for the projections that still use that memory, whichever restore they
+    belong to, and for nothing else.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
-        self._part_bytes = part_bytes
-        self._taken = 0
-        self._users: list[Event] = []
-        self.parts = len(memory) // part_bytes
+        self._part_bytes = len(memory)
+        self._next = 0  # number of the part to be taken next
+        self._taken: deque[range] = deque()  # parts whose last use is not known yet
+        self._users: list[tuple[range, Event]] = []  # who uses which bytes, and until when
+
+    def begin(self, part_bytes: int) -> int:
+        """A restore begins that takes parts of so many bytes; how many there are."""
+        behind = self._next * self._part_bytes
+        self._part_bytes, self._next = part_bytes, -(-behind // part_bytes)
+        self._taken.clear()  # the stream that copies to them will take them again
+        return len(self._memory) // part_bytes
 
     def next(self, stream: Stream) -> torch.Tensor:
         """The next part, uint8 ``[part_bytes]``; ``stream`` waits until it is free."""
-        if self._taken >= self.parts:
-            stream.wait(self._users[self._taken - self.parts])
-        start = self._taken % self.parts * self._part_bytes
-        self._taken += 1
-        return self._memory[start : start + self._part_bytes]
+        start = self._next % (len(self._memory) // self._part_bytes) * self._part_bytes
+        part = range(start, start + self._part_bytes)
+        self._next = part.stop // self._part_bytes
+        users, self._users = self._users, []
+        for held, until in users:
+            if held.start < part.stop and part.start < held.stop:
+                stream.wait(until)
+                left = range(held.start, part.start), range(part.stop, held.stop)
+                self._users += [(rest, until) for rest in left if rest]
+            else:
+                self._users.append((held, until))
+        self._taken.append(part)
+        return self._memory[part.start : part.stop]
 
     def used(self, until: Event) -> None:
         """The oldest part for which this was not called yet is in use until then."""
-        self._users.append(until)
+        self._users.append((self._taken.popleft(), until))

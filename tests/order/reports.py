@@ -58,25 +58,22 @@ UNIT = {
     "restore/exchange.py:restore_begins stream.wait(launched)": Report(
         "restore, between ranks", "hcache copy writes what forward writes"
     ),
-    "restore/pipeline.py:start self._copy.wait(now.record())": Report(
+    "restore/pipeline.py:start self._copy.wait(called)": Report(
         "loads", "hcache copy reads what schedule writes"
-    ),
-    "restore/pipeline.py:start self._copy.wait(self._compute.record())": Report(
-        "eager", "hcache copy writes what hcache compute reads"
     ),
     "restore/pipeline.py:start stream.keep(tensor)": Report(
         "loads", "device memory of host to device dies while hcache copy may use it"
     ),
-    "restore/pipeline.py:start forward.wait(now.record())": Report(
+    "restore/pipeline.py:_recompute forward.wait(called)": Report(
         "restore, first layers recomputed", "forward reads what schedule writes"
     ),
-    "restore/pipeline.py:start forward.wait(event)": Report(
+    "restore/pipeline.py:_recompute forward.wait(event)": Report(
         "eager, behind an unknown prefix", "forward writes what hcache compute writes"
     ),
-    "restore/pipeline.py:start forward.wait(self._copy.record())": Report(
+    "restore/pipeline.py:_recompute forward.wait(self._copy.record())": Report(
         "restore, between ranks", "forward writes what hcache copy writes"
     ),
-    "restore/pipeline.py:start forward.keep(slots)": Report(
+    "restore/pipeline.py:_recompute forward.keep(slots)": Report(
         "eager", "device memory of schedule dies while forward may use it"
     ),
     "restore/pipeline.py:start self._compute.wait(done)": Report(
@@ -91,7 +88,7 @@ UNIT = {
     "restore/report.py:wait current_stream(self.device).wait(event)": Report(
         "eager", "forward writes what hcache compute writes"
     ),
-    "restore/ring.py:next stream.wait(self._users[self._taken - self.parts])": Report(
+    "restore/ring.py:next stream.wait(until)": Report(
         "restore, hidden states", "hcache copy writes what hcache compute reads"
     ),
     "engine/loads.py:fill now.wait(made)": Report("eager", "forward reads what schedule writes"),

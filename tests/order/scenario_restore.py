@@ -91,8 +91,8 @@ class Pool:
     def recompute(self, layers: int) -> Recompute | None:
         """How the first ``layers`` of tokens without a prefix are recomputed; none if 0."""
 
-        def fill(positions: torch.Tensor, slots: torch.Tensor) -> None:
-            self.run(layers, positions, slots, ())
+        def fill(positions: npt.NDArray[np.int64], slots: torch.Tensor) -> None:
+            self.run(layers, streams.to_device(positions, GPU), slots, ())
 
         return Recompute(layers, fill, self.stream()) if layers else None
 

@@ -39,7 +39,7 @@ def test_every_edge_is_missed(edge: str) -> None:
 def test_a_freed_host_page_is_not_written_before_the_device_has_read_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(eager, "_finish", lambda restore: None)
+    monkeypatch.setattr(eager, "_until_copied", lambda restore: None)
     checker = Checker()
     run(SCENARIOS["eager"], checker)
     assert "host writes what hcache copy reads" in {finding.what for finding in checker.findings}

@@ -183,8 +183,9 @@ def around_batch(
     gate = gate_of(scheduler.tree_cache)
     if gate is not None:
         with harmless():
+            alone = not _stands_behind_recomputation(scheduler)
             work = _prefill_work(batch)
-            if work is not None:
+            if work is not None and alone:
                 result.hcache_prefill = (launched, *work)
     return result
 
@@ -223,6 +224,12 @@ def _prefill_work(batch: Any) -> tuple[int, float, int] | None:
         for extend, prefix in zip(batch.extend_lens, batch.prefix_lens, strict=True)
     )
     return (tokens, max(0.0, pairs / tokens - tokens / 2), loaded) if tokens else None
+
+
+def _stands_behind_recomputation(scheduler: Any) -> bool:
+    """Whether eager restores recomputed layers just before a batch, on its stream."""
+    eager = getattr(scheduler.tree_cache.cache_controller, "eager", None)
+    return eager is not None and eager.take_recomputed()
 
 
 def _note_waiting(scheduler: Any) -> None:

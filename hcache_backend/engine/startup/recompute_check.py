@@ -11,7 +11,7 @@ from sglang.srt.distributed import get_tp_group
 
 from hcache_backend.engine.hooks import install, prefix_hooks
 from hcache_backend.engine.layer_methods import LayerMethods
-from hcache_backend.engine.recompute_batch import forward_stream, model_forward
+from hcache_backend.engine.recompute.batch import forward_stream, model_forward
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
 from hcache_backend.engine.startup.self_check import Probe, run_again
@@ -19,6 +19,7 @@ from hcache_backend.projection.check import first_problem
 from hcache_backend.projection.exactness import KVExactness, kv_exactness, together, worst
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.restore.recompute import Recomputer, TokenSpan
+from hcache_backend.streams import current_stream
 
 logger = logging.getLogger("hcache")
 
@@ -112,7 +113,11 @@ def check_recompute(
         own = [worst(layer) for layer in zip(*runs, strict=True)]
         for buffer in buffers:
             buffer[slots] = 0
-        recomputer.run(len(probe.layers), positions, where, spans)
+        # Where it will be run in service; nothing is served yet, so the host may wait.
+        forwards = recomputer.stream()
+        current_stream(slots.device).record().synchronize()
+        forwards.run(lambda: recomputer.run(len(probe.layers), positions, where, spans))
+        forwards.record().synchronize()
         # Part by part: of many values the few that differ are a small share.
         parts = [exactness(at, part) for at in (slots, others) for part in halves]
         recomputed = [worst(layer) for layer in zip(*parts, strict=True)]

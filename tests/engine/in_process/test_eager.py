@@ -13,6 +13,7 @@ from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE, PrefetchAck
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 
+from hcache_backend import streams
 from hcache_backend.engine.eager_loads import (
     EagerLoads,
     ReservablePages,
@@ -31,17 +32,22 @@ plugin._replace_allocator_kernels()
 class Restore:
     def __init__(self) -> None:
         self.waited = False
+        self.failed: Exception | None = None
 
     def wait_for_layer(self, layer: int) -> None:
         self.waited = True
 
-    def done(self) -> bool:
+    @property
+    def copied(self) -> Restore:
+        return self
+
+    def query(self) -> bool:
         return self.waited
 
     def wait(self) -> None:
         self.waited = True
 
-    def synchronize(self) -> None:
+    def wait_until_copied(self) -> None:
         self.waited = True
 
 
@@ -189,7 +195,8 @@ def test_an_abort_frees_what_it_held_in_the_next_turn(scene: Scene) -> None:
         ),
     )
     pipeline: Any = SimpleNamespace(start=scene._launch_alone)
-    eager = EagerLoads(scene.pages, pool, pipeline, SimpleNamespace(stored_from=0), PAGES)  # type: ignore[arg-type]
+    loads: Any = SimpleNamespace(stored_from=0, count_finished=lambda: None)
+    eager = EagerLoads(scene.pages, pool, pipeline, loads, PAGES)
     transfers = SimpleNamespace(host_to_device_stream=None)
     cache = SimpleNamespace(
         cache_controller=SimpleNamespace(
@@ -205,6 +212,37 @@ def test_an_abort_frees_what_it_held_in_the_next_turn(scene: Scene) -> None:
     eager.turn(cache)
     assert (scene.pages.count(), scene.allocator.available_size()) == (PAGES, PAGES * SIZE)
     assert all(restore.waited for restore in scene.restores)
+
+
+@pytest.mark.parametrize("problem", [None, RuntimeError("out of memory")])
+def test_pages_whose_first_layers_were_not_recomputed_lack_them_at_the_load(
+    scene: Scene, problem: Exception | None
+) -> None:
+    failures: list[Exception | None] = []
+    loads: Any = SimpleNamespace(
+        stored_from=1,
+        count_finished=lambda: None,
+        recompute_of=lambda *_: object(),
+        recomputation_failed=failures.append,
+    )
+    restore = Restore()
+    restore.failed = problem
+    pool: Any = SimpleNamespace(
+        page_size=SIZE,
+        on_freed=[],
+        arena=SimpleNamespace(
+            physical=lambda pages: pages, first_layers=lambda pages: np.zeros(len(pages), np.int64)
+        ),
+    )
+    pipeline: Any = SimpleNamespace(start=lambda *_: restore)
+    eager = EagerLoads(scene.pages, pool, pipeline, loads, PAGES)
+    eager._controller = SimpleNamespace(tp_group=None)
+    eager._loading_stream = streams.of(None)
+    eager._before_prefetch = lambda prefetch: torch.empty(0, dtype=torch.int64)  # type: ignore[method-assign]
+    launched = eager._launch("prefetch", np.arange(2), torch.arange(2 * SIZE), torch.empty(0))
+    assert (launched.whole, launched.reads_before) == (problem is None, True)
+    assert failures == ([] if problem is None else [problem])
+    assert [eager.take_recomputed(), eager.take_recomputed()] == [True, False]
 
 
 class Rank:

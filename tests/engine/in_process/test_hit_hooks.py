@@ -103,3 +103,20 @@ def test_nobody_waits_for_threads_that_died(gate: HitGate, controller: Any) -> N
     assert hooks.around_stop(lambda c: "stopped", controller) == "stopped"
     assert time.monotonic() - begin < hooks._STOP_SECONDS / 2
     assert gate.unfinished == set()
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_prefill_behind_a_recomputation_says_nothing_of_prefills(
+    gate: HitGate, recomputed: bool
+) -> None:
+    eager = SimpleNamespace(take_recomputed=lambda: recomputed)
+    cache = cache_of(SimpleNamespace(eager=eager))
+    cache.ongoing_prefetch = {}
+    scheduler = SimpleNamespace(tree_cache=cache, waiting_queue=[])
+    mode = SimpleNamespace(is_extend=lambda: True, is_mixed=lambda: False)
+    batch = SimpleNamespace(
+        forward_mode=mode, extend_lens=[100], prefix_lens=[0], hicache_consumer_index=-1
+    )
+    result = hooks.around_batch(lambda *_: SimpleNamespace(), scheduler, batch)
+    hooks.after_batch(lambda *_: None, scheduler, batch, result)
+    assert (gate.costs.prefill.seconds(100) is None) == recomputed

@@ -51,6 +51,7 @@ def eager(checker: Checker) -> None:
     eager = EagerLoads(pages, pool, loading.pipeline, loading.queue, PAGES)  # type: ignore[arg-type]
     controller = SimpleNamespace(
         device=GPU,
+        tp_group=None,
         load_fence_stream=engine.forward_stream,
         l2_transfer_engine=SimpleNamespace(host_to_device_stream=engine.loading),
     )

@@ -16,7 +16,7 @@ from hcache_backend.config import ConfigError, parse_config
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
-from hcache_backend.engine.recompute_batch import forward_stream
+from hcache_backend.engine.recompute.batch import forward_stream
 from hcache_backend.engine.startup.page_layout import page_layout
 from hcache_backend.engine.startup.partition_choice import fixed_partition
 from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer
@@ -113,13 +113,15 @@ class HostPages:
 
 
 class Pipeline:
-    """Notes how what it restores is recomputed."""
+    """Notes how what it restores is recomputed; a recomputation ends with ``problem``."""
 
     def __init__(self) -> None:
         self.recomputed: list[Recompute | None] = []
+        self.problem: Exception | None = None
 
-    def start(self, pages: Any, slots: Any, recompute: Recompute | None) -> None:
+    def start(self, pages: Any, slots: Any, recompute: Recompute | None = None) -> Any:
         self.recomputed.append(recompute)
+        return SimpleNamespace(failed=self.problem if recompute is not None else None)
 
 
 class Recomputer:
@@ -217,7 +219,7 @@ class TestQueuedLoads:
         slots = add(loads, plan(loads, 1, 2, 3, 4, known=SIZE), False, True, True, False)
         recompute = recomputed(loads, any_ready=True)
         assert recompute is not None and recompute.layers == 2
-        recompute.fill(torch.empty(0), torch.empty(0))
+        recompute.fill(np.empty(0, np.int64), torch.empty(0))
         assert recomputer.spans == [
             (SIZE, list(range(SIZE))),
             (SIZE, [*range(SIZE), *slots[: 3 * SIZE].tolist()]),
@@ -239,9 +241,31 @@ class TestQueuedLoads:
         assert loads.recompute_of(np.array([2, 4]), 1, lambda: known) is None
         recompute = loads.recompute_of(pages, 1, lambda: known)
         assert recompute is not None and recompute.layers == 1
-        recompute.fill(torch.empty(0), torch.empty(0))
+        recompute.fill(np.empty(0, np.int64), torch.empty(0))
         assert recomputer.spans == [(2 * SIZE, known.tolist())]
         assert recomputer.tokens == [2] * SIZE + [3] * SIZE
+
+    def test_stored_layers_that_cannot_be_recomputed_are_loaded(self) -> None:
+        loads = queue(HostPages(), Partition(0, 4, 0), Recomputer(), can_recompute=True)
+        loads._methods = SimpleNamespace(first_layers=lambda *_: 2)  # type: ignore[assignment]
+        pipeline: Any = loads._pipeline
+        pipeline.problem = RuntimeError("out of memory")
+        slots = add(loads, plan(loads, 0))
+        assert len(loads.launch(slots)) == 2
+        [tried, loaded] = pipeline.recomputed
+        assert tried is not None and loaded is None
+        add(loads, plan(loads, 0))
+        assert recomputed(loads) is None  # it is not tried again
+
+    def test_nobody_gets_layers_that_are_stored_nowhere_and_were_not_recomputed(self) -> None:
+        loads = queue(HostPages(), Partition(2, 2, 0), Recomputer())
+        pipeline: Any = loads._pipeline
+        pipeline.problem = RuntimeError("out of memory")
+        slots = add(loads, plan(loads, 0))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            loads.launch(slots)
+        assert plan(loads, 0) is None
+        assert loads.recompute_of(np.array([0]), 2, lambda: None) is None
 
     def test_dropped_loads_are_forgotten(self) -> None:
         loads = queue(HostPages(), Partition(1, 3, 0), Recomputer())

@@ -19,14 +19,18 @@ class Restore:
     def wait_for_layer(self, layer: int) -> None:
         self.is_done = True
 
-    def done(self) -> bool:
+    @property
+    def copied(self) -> Restore:
+        return self
+
+    def query(self) -> bool:
         return self.read_host
 
     def wait(self) -> None:
         self.is_done = True
 
-    def synchronize(self) -> None:
-        self.is_done = self.read_host = True
+    def wait_until_copied(self) -> None:
+        self.read_host = True
 
 
 class Device:

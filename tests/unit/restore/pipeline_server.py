@@ -79,7 +79,7 @@ class Server:
             assert torch.equal(self.v[layer, at], want_v), (layer, page)
 
 
-def recompute(layers: int, fill: Callable[[torch.Tensor, torch.Tensor], None]) -> Recompute:
+def recompute(layers: int, fill: Callable[[np.ndarray, torch.Tensor], None]) -> Recompute:
     """First layers by ``fill``, on the calling thread: the engine runs its forward passes there."""
     return Recompute(layers, fill, current_stream("cpu"))
 

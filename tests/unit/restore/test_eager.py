@@ -110,6 +110,18 @@ def test_an_ended_prefetch_gives_back_what_did_not_arrive_and_keeps_the_rest() -
     assert ready(scene, [1]) == [True]
 
 
+def test_who_frees_host_pages_waits_for_their_copies_and_for_no_more() -> None:
+    scene = Scene()
+    scene.begin("a", [0, 1, 2])
+    scene.eager.arrived("a", 1)
+    scene.eager.arrived("a", 3)
+    [(_, first), (_, second)] = scene.launched
+    scene.eager._give_back = lambda places: None  # type: ignore[method-assign]
+    scene.eager.host_freed(np.array([1]))
+    assert (second.read_host, second.is_done) == (True, False)
+    assert not first.read_host
+
+
 def test_two_prefetches_of_the_same_pages_restore_them_once() -> None:
     scene = Scene()
     assert scene.begin("a", [0, 1], ["x", "y"]) == 2

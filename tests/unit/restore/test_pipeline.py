@@ -170,7 +170,7 @@ def test_random_delays_and_a_poisoned_ring(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(WorkerStream, "run", late)
     server = Server(chunk_tokens=2 * SIZE)
     for seed in range(40):
-        server.pipeline._ring.fill_(0xEE)
+        server.pipeline._ring._memory.fill_(0xEE)
         server.k.fill_(float("nan"))
         server.v.fill_(float("nan"))
         wait(server, *some(rng.choice([1, 3, 9]), seed))
@@ -224,6 +224,6 @@ def test_device_memory_is_bounded_by_the_chunk(monkeypatch: pytest.MonkeyPatch) 
     server = Server(chunk_tokens=2 * SIZE)
     largest = server.layout.segment_bytes[0]  # of hidden states: K and V go past the ring
     assert ring_bytes(server.layout, 2 * SIZE, [0]) == RUN_AHEAD * 2 * largest
-    assert server.pipeline._ring.nbytes == RUN_AHEAD * 2 * largest
+    assert server.pipeline._ring._memory.nbytes == RUN_AHEAD * 2 * largest
     wait(server, *some(PAGES))
     assert max(tokens for _, tokens in server.calls) == 2 * SIZE

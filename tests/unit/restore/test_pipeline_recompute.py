@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from hcache_backend.restore.layers import Recompute
-from hcache_backend.streams import WorkerStream
+from hcache_backend.streams import Event, WorkerStream
 from tests.unit.restore.pipeline_server import (
     SIZE,
     WIDTH,
     Server,
     recompute,
     some,
+    wait,
     without_first_layer,
 )
 
@@ -27,7 +29,7 @@ def test_recomputed_layers_take_no_copy_and_come_before_projections(first: int) 
     pipeline = without_first_layer(server)
     pages, slots = some(2)
 
-    def fill(positions: torch.Tensor, where: torch.Tensor) -> None:
+    def fill(positions: np.ndarray, where: torch.Tensor) -> None:
         assert not server.calls or server.methods[server.calls[0][0]] == "kv"
         calls.append((positions.tolist(), where.tolist()))
 
@@ -50,7 +52,7 @@ def test_segments_arrive_while_the_first_layers_are_recomputed() -> None:
     pipeline = without_first_layer(server)
     pages, slots = some(1)
 
-    def fill(positions: torch.Tensor, where: torch.Tensor) -> None:
+    def fill(positions: np.ndarray, where: torch.Tensor) -> None:
         # KV does not go through the compute stream, which waits for this.
         until = time.monotonic() + 240
         while server.k[2, slots].isnan().any() and time.monotonic() < until:
@@ -90,7 +92,7 @@ def test_nothing_waits_for_room_while_layers_are_recomputed(pages: int) -> None:
     slots = slots[: pages * SIZE]
     arrived = threading.Event()
 
-    def fill(positions: torch.Tensor, where: torch.Tensor) -> None:
+    def fill(positions: np.ndarray, where: torch.Tensor) -> None:
         # The last layer has arrived although nothing was projected yet.
         until = time.monotonic() + 240
         while server.k[8, slots].isnan().any() and time.monotonic() < until:
@@ -142,14 +144,14 @@ def test_recomputation_is_in_turn_with_forward_passes_and_copies_are_beside_it()
     gate = threading.Event()
     pages, slots = some(1)
 
-    def fill(positions: torch.Tensor, where: torch.Tensor) -> None:
+    def fill(positions: np.ndarray, where: torch.Tensor) -> None:
         order.append((threading.current_thread().name, positions.tolist(), where.tolist()))
 
-    forward.run(gate.wait)
+    forward.run(partial(gate.wait, 240))
     forward.run(lambda: order.append("forward pass"))
     restore = server.pipeline.start(pages, slots, Recompute(1, fill, forward))
     forward.run(lambda: order.append("next forward pass"))
-    restore.layers[2].synchronize()  # copied while a forward pass runs
+    assert passed(restore.layers[2])  # copied while a forward pass runs
     server.assert_restored(2, pages.tolist(), slots)
     assert order == []
     gate.set()
@@ -160,13 +162,70 @@ def test_recomputation_is_in_turn_with_forward_passes_and_copies_are_beside_it()
     assert order == ["forward pass", recomputed, "next forward pass"]
 
 
+def passed(event: Event) -> bool:
+    """Whether ``event`` passes in time."""
+    until = time.monotonic() + 240
+    while not event.query() and time.monotonic() < until:
+        time.sleep(0.001)
+    return event.query()
+
+
+@pytest.mark.parametrize("methods", [["hidden"] * 3, ["hidden", "kv", "kv"]])
+def test_copies_of_others_do_not_wait_for_a_recomputation(methods: list[str]) -> None:
+    server, forward, gate = Server(methods), WorkerStream("forward"), threading.Event()
+    pages, slots = some(4)
+    forward.run(partial(gate.wait, 240))
+    first = Recompute(1, lambda *_: None, forward)
+    waiting = server.pipeline.start(pages[:2], slots[: 2 * SIZE], first)
+    beside = server.pipeline.start(pages[2:], slots[2 * SIZE :])
+    assert passed(waiting.copied) and passed(beside.copied)
+    assert not waiting.layers[0].query()
+    waiting.wait_until_copied()  # as who writes to host pages next
+    gate.set()
+    for restore, part in ((waiting, slice(2)), (beside, slice(2, 4))):
+        restore.wait()
+        for layer in range(1, 3):
+            server.assert_restored(
+                layer, pages[part].tolist(), slots.view(-1, SIZE)[part].flatten()
+            )
+
+
+def test_a_recomputation_does_not_wait_for_copies_of_layers_above_it() -> None:
+    server, forward, gate = Server(["hidden"] * 3), WorkerStream("forward"), threading.Event()
+    pages, slots = some(3)
+    server.before_filling(1, partial(gate.wait, 240))
+    above = server.pipeline.start(pages[:2], slots[: 2 * SIZE], first_layer=1)
+    behind = server.pipeline.start(
+        pages[2:], slots[2 * SIZE :], Recompute(1, lambda *_: None, forward)
+    )
+    assert passed(behind.layers[0])
+    assert not above.layers[1].query()
+    gate.set()
+    behind.wait()
+
+
+def test_a_recomputation_that_fails_is_told_and_the_other_layers_come() -> None:
+    server = Server(["hidden", "hidden", "kv"])
+    pages, slots = some(2)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    restore = server.pipeline.start(pages, slots, recompute(1, fail))
+    assert str(restore.failed) == "out of memory"
+    restore.wait()
+    for layer in (1, 2):
+        server.assert_restored(layer, pages.tolist(), slots)
+    wait(server, pages, slots)  # the next restore is as good as any
+
+
 def test_a_recomputation_sees_what_the_restore_before_it_wrote() -> None:
     server = Server(["hidden"] * 3)
     first_pages, first_slots = np.array([0, 1]), torch.arange(2 * SIZE)
     server.before_filling(1, lambda: time.sleep(0.1))
     server.pipeline.start(first_pages, first_slots)
 
-    def fill(positions: torch.Tensor, where: torch.Tensor) -> None:
+    def fill(positions: np.ndarray, where: torch.Tensor) -> None:
         for layer in range(3):
             server.assert_restored(layer, first_pages.tolist(), first_slots)
 
