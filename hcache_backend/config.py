@@ -79,6 +79,8 @@ FIXED_AT_START = frozenset(
         "restore_chunk_tokens",
         "restore",
         "restore_share",
+        "recompute",
+        "recompute_ms",
     }
 )
 """Options that a running server does not change; a run-time attach chooses the others, which are
@@ -102,6 +104,9 @@ class HCacheConfig(BaseModel):
         restore: When pages from L3 become K and V on the device: ``auto``, while the rest is being
             read, in free device pages, where the server allows it; ``layerwise``, after that.
         restore_share: With ``auto``, the largest share of the device's pages in use for it.
+        recompute: Whether restores may recompute first layers; ``never``: all layers are stored.
+        recompute_ms: What recomputation of hits that are being read may take of each turn of the
+            scheduler, as far as that can be foreseen.
         durability: When stored pages are flushed to the disks.
         sync_seconds: With durability ``batch``, the longest time until a page's flush begins.
         quota_bytes: Largest number of bytes of page files in each folder.
@@ -131,6 +136,8 @@ class HCacheConfig(BaseModel):
     restore_chunk_tokens: int = Field(default=8192, ge=64)
     restore: Literal["auto", "layerwise"] = "auto"
     restore_share: float = Field(default=0.5, gt=0, le=1)
+    recompute: Literal["auto", "never"] = "auto"
+    recompute_ms: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     durability: Literal["none", "batch", "always"] = "batch"
     sync_seconds: float = Field(default=1.0, gt=0, le=3600)
     quota_bytes: int | None = Field(default=None, ge=1)
@@ -207,6 +214,19 @@ class HCacheConfig(BaseModel):
             raise ValueError(
                 f"option 'low_water' is {self.low_water}: must not be above 'high_water' "
                 f"({self.high_water})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_is_lost(self) -> HCacheConfig:
+        if (
+            self.recompute == "never"
+            and isinstance(self.partition, PartitionOption)
+            and self.partition.recompute
+        ):
+            raise ValueError(
+                "option 'recompute' is 'never': option 'partition' must store all layers, but "
+                f"leaves out the first {self.partition.recompute} ('recompute')"
             )
         return self
 

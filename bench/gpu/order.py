@@ -18,11 +18,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from bench.gpu import program
@@ -117,20 +117,26 @@ class Scene:
         assert made is not None
         return made
 
-    def by_hand(self, prefix: torch.Tensor, *, wait: bool) -> Recompute:
-        """The same, that does not keep ``prefix``, or does not ``wait`` for it either."""
-        made = torch.cuda.current_stream().record_event()
+    def by_hand(self, prefix: torch.Tensor) -> Recompute:
+        """The same, that does not keep ``prefix``."""
 
-        def fill(positions: torch.Tensor, slots: torch.Tensor) -> None:
-            if wait:
-                torch.cuda.current_stream().wait_event(made)
+        def fill(positions: npt.NDArray[np.int64], slots: torch.Tensor) -> None:
             nothing = np.empty(0, np.int64)
             self.recorder.run(1, positions, slots, [TokenSpan(nothing, prefix)])
 
         return Recompute(1, fill, self._forwards)
 
-    def is_right(self, case: str, recompute_of: Callable[[torch.Tensor], Recompute]) -> bool:
-        """Whether recomputation read the right slots."""
+    def is_right(
+        self,
+        case: str,
+        recompute_of: Callable[[torch.Tensor], Recompute],
+        *,
+        loads_wait: bool = True,
+    ) -> bool:
+        """Whether recomputation read the right slots.
+
+        ``loads_wait``: as HiCache's stream of loads does for what was launched before a load.
+        """
         for seen in (self.recorder.before, self.recorder.slots):
             seen.zero_()
         self._rounds += 1  # what the round before left is not right in this one
@@ -143,7 +149,7 @@ class Scene:
             self.device.spin(LATE)
         prefix = torch.cat(parts)
         recompute = recompute_of(prefix)
-        with self._on_loading_stream():
+        with self._on_loading_stream(waits=loads_wait):
             if case == "freed early":
                 self.device.spin(LATE)
             restore = self.pipeline.start(self.physical, slots, recompute)
@@ -160,10 +166,12 @@ class Scene:
         return [torch.full((n,), JUNK, **kinds) for n in sizes for _ in range(count)]
 
     @contextmanager
-    def _on_loading_stream(self) -> Iterator[None]:
+    def _on_loading_stream(self, *, waits: bool) -> Iterator[None]:
         if self._loading is None:
             yield
         else:
+            if waits:
+                self._loading.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._loading):
                 yield
 
@@ -182,8 +190,7 @@ def main() -> int:
         if device.dry_run:
             row["skipped"] = "a CPU has one current stream, and reuses no memory that is needed"
         else:
-            by_hand = partial(scene.by_hand, wait=case != "made late")
-            wrong = not scene.is_right(case, by_hand)
+            wrong = not scene.is_right(case, scene.by_hand, loads_wait=case != "made late")
             row |= {"wrong": wrong, "right": wrong}
         results.add(row, f"{case}, {row['by']}")
     print(table(results.of()))

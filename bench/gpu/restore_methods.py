@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from bench.gpu.copies import KVCopier
@@ -17,7 +18,7 @@ from bench.gpu.shapes import PAGE, Shape
 from hcache_backend.page import PageLayout, StoredLayer
 from hcache_backend.restore.layers import Copy, Fill, Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline, RestoreReport, gather_segments
-from hcache_backend.streams import current_stream
+from hcache_backend.streams import current_stream, to_device
 from hcache_backend.units import WHOLE, Segment
 from hcache_kernels.codecs import Codec, make_codec
 from hcache_kernels.pages import gather_plane
@@ -191,10 +192,10 @@ class History:
     def recompute(self, layers: int) -> Recompute:
         """The forward pass of the first layers."""
 
-        def fill(positions: torch.Tensor, slots: torch.Tensor) -> None:
-            x = self.ids
+        def fill(positions: npt.NDArray[np.int64], slots: torch.Tensor) -> None:
+            x, at = self.ids, to_device(positions, slots.device)
             for layer, pool in zip(self.layers[:layers], self.pools, strict=False):
-                x, pool.k[slots], pool.v[slots] = layer.forward(x, positions, self.lengths)
+                x, pool.k[slots], pool.v[slots] = layer.forward(x, at, self.lengths)
 
         return Recompute(layers, fill, current_stream(self.device.kind))
 

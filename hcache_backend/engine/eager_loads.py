@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -24,10 +25,11 @@ from hcache_backend import streams
 from hcache_backend.engine import metrics
 from hcache_backend.engine.host_pool import OwnPagesPool
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
-from hcache_backend.engine.ranks import on_all_ranks
+from hcache_backend.engine.ranks import smallest
+from hcache_backend.engine.recompute.slices import SliceBudget
 from hcache_backend.restore.eager import EagerRestores, batch_pages
 from hcache_backend.restore.pipeline import RestorePipeline
-from hcache_backend.restore.reservation import Ids, Launched
+from hcache_backend.restore.reservation import Ids, Launched, Recomputation
 
 logger = logging.getLogger("hcache")
 
@@ -40,11 +42,13 @@ class ReservablePages:
     Attributes:
         eager: What reserves pages; None: nothing does yet.
         cache: The radix cache, whose pages can be evicted; None until it is known.
+        device: Where the pages are.
     """
 
     def __init__(self, allocator: PagedTokenToKVPoolAllocator) -> None:
         self.eager: EagerRestores | None = None
         self.cache: Any = None
+        self.device = allocator.device
         self._allocator = allocator
         self._size: int = allocator.page_size
         self._load: QueuedLoad | None = None
@@ -123,7 +127,8 @@ class ReservablePages:
 class EagerLoads:
     """Pages of running prefetches are restored, and loads get them.
 
-    At most ``limit`` device pages are reserved; ``loads`` knows how first layers are recomputed.
+    At most ``limit`` device pages are reserved; ``loads`` knows how first layers are recomputed,
+    and ``budget`` of how many tokens in one turn.
     """
 
     def __init__(
@@ -133,13 +138,16 @@ class EagerLoads:
         pipeline: RestorePipeline,
         loads: LoadQueue,
         limit: int,
+        budget: SliceBudget,
     ) -> None:
+        self._budget = budget
         self._pages = pages
         self._pool = pool
         self._pipeline = pipeline
         self._loads = loads
         self._controller: Any = None
-        self._loading_stream: Any = None  # of SGLang's loads, and of restores
+        # Not SGLang's stream of loads: that one waits for restores of other requests.
+        self._stream = streams.new_stream(pages.device, "eager")
         self._recomputed = False  # since somebody asked
         self._anchors: dict[Any, Any] = {}  # of running prefetches: the node before them
         self._restores = EagerRestores(pool.page_size, pages, self._launch, limit)
@@ -150,8 +158,6 @@ class EagerLoads:
         """The scheduler's turn: HiCache has just seen what its storage threads brought."""
         restores, size = self._restores, self._pool.page_size
         self._pages.cache, self._controller = cache, cache.cache_controller
-        transfers = cache.cache_controller.l2_transfer_engine
-        self._loading_stream = streams.of(transfers.host_to_device_stream)
         self._anchors = {
             info.operation: info.anchor_node_id
             for info in cache.ongoing_prefetch.values()
@@ -168,6 +174,9 @@ class EagerLoads:
             if arrived:
                 metrics.TOKENS.count("eager", arrived * size)
                 self._loads.count_finished()  # no load may come for a long time
+        # What was recomputed long ago is in front of no batch any more.
+        self._recomputed = self._recomputed and self._budget.unfinished() > 0
+        self._recompute()
 
     def take_recomputed(self) -> bool:
         """Whether layers were recomputed since the last call, in front of the next forward pass."""
@@ -181,29 +190,46 @@ class EagerLoads:
             keys = []  # it comes in one piece
         self._restores.reserve(operation, keys, host_pages[: len(keys)])
         # Forward passes that were launched may still use pages that are free already.
-        self._controller.after_forwards(self._loading_stream)
+        self._controller.after_forwards(self._stream)
 
-    def _launch(
-        self, prefetch: Hashable, host_pages: Ids, slots: torch.Tensor, before: torch.Tensor | None
-    ) -> Launched:
-        arena, recompute = self._pool.arena, None
-        first = max(self._loads.stored_from, int(arena.first_layers(host_pages).max()))
-        if first and before is not None:
-            others = self._before_prefetch(prefetch)
-            if others is not None:
-                prefix = torch.cat((others, before))
-                recompute = self._loads.recompute_of(host_pages, first, lambda: prefix)
-        with self._loading_stream.as_current():
-            restore = self._pipeline.start(arena.physical(host_pages), slots, recompute, first)
-        recomputed = recompute is not None
-        if recomputed:
-            self._recomputed = True
-            (recomputed,) = on_all_ranks(self._controller.tp_group, restore.failed is None)
-            if recomputed:
-                metrics.TOKENS.count("eager_recomputed", len(slots))
-            else:
-                self._loads.recomputation_failed(restore.failed)
-        return Launched(restore, not first or recomputed, recompute is not None)
+    def _launch(self, host_pages: Ids, slots: torch.Tensor) -> Launched:
+        arena = self._pool.arena
+        lacking = max(self._loads.stored_from, int(arena.first_layers(host_pages).max()))
+        with self._stream.as_current():
+            restore = self._pipeline.start(arena.physical(host_pages), slots, None, lacking)
+        return Launched(restore, lacking)
+
+    def _recompute(self) -> None:
+        """Recompute layers that pages lack, of as many as one turn has time for on every rank."""
+        size, budget = self._pool.page_size, self._budget
+        for due in self._restores.to_recompute(max(1, budget.tokens // size)):
+            [page] = self._pool.arena.pages(due.host_pages[:1], header=True)
+            prefix = int(self._pool.page_layout.positions(page)[0])
+            allowed = budget.pages(len(due.pages), size, prefix, due.layers)
+            [pages] = smallest(self._controller.tp_group, allowed)
+            if not pages or self._recompute_slice(due.first(pages)):
+                return
+
+    def _recompute_slice(self, due: Recomputation) -> bool:
+        """Recompute all of ``due``; whether that was launched."""
+        others = self._before_prefetch(due.prefetch)
+        if others is None:
+            return False
+        slots, before = self._restores.slots(due)
+        prefix = torch.cat((others, before))
+        recompute = self._loads.recompute_of(due.host_pages, due.layers, lambda: prefix)
+        if recompute is None:
+            return False
+        positions = np.arange(len(prefix), len(prefix) + len(slots))
+        restore = self._pipeline.start_recomputation(recompute, positions, slots)
+        self._budget.launched(restore, len(prefix), due.layers)
+        self._recomputed = True
+        self._restores.recomputed(due, restore)
+        if restore.failed is None:
+            metrics.TOKENS.count("eager_recomputed", len(slots))
+        else:
+            self._loads.recomputation_failed(restore.failed)
+        return True
 
     def _before_prefetch(self, prefetch: Hashable) -> torch.Tensor | None:
         """Slots of the tokens before a prefetch, int64 ``[n]``; None: not all are on the device."""

@@ -84,6 +84,16 @@ class LayerMethods:
         seconds = pipeline_seconds(self.chunk_tokens, tokens, self.ranks, self.parks)
         return recompute_layers(costs, self.partition, seconds)
 
+    def recomputing(self, tokens: int, prefix: float) -> float:
+        """Seconds to recompute one layer of ``tokens`` tokens behind ``prefix``.
+
+        Without a profile it is in no unit, and says only how the time grows.
+        """
+        if self.profile is None or self.shape is None:
+            return float(tokens)
+        costs = layer_costs(self.profile, self.shape, tokens, prefix=int(prefix), tp=self.ranks)
+        return costs.c_tok
+
     def describe(self) -> str:
         """The methods in words, for the log."""
         return describe(Partition(*(len(self.layers(m)) for m in ("recompute", "hidden", "kv"))))

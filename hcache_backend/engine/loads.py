@@ -68,7 +68,9 @@ class LoadQueue:
     failure on.
 
     Attributes:
+        methods: How each layer is stored.
         stored_from: Nothing is stored of the layers before this one.
+        on_failed: Who wants to know, in words, that pages cannot be restored any more.
     """
 
     def __init__(
@@ -83,10 +85,11 @@ class LoadQueue:
         self._arena = arena
         self._layout = arena.layout
         self._pipeline = pipeline
-        self._methods = methods
+        self.methods = methods
         self._recomputer = recomputer
         self._device = device
         self._queued: list[QueuedLoad] = []
+        self.on_failed: list[Callable[[str], None]] = []
 
     def first_to_read(self, tokens: int) -> int:
         """Layers of which a restore of ``tokens`` tokens is better off without segments from L3.
@@ -95,7 +98,7 @@ class LoadQueue:
         """
         if self._recomputer is None:
             return 0
-        first = self._methods.first_layers(tokens, 0, "first")
+        first = self.methods.first_layers(tokens, 0, "first")
         return first if first > self.stored_from else 0
 
     # ---- from asking to launching ----
@@ -148,6 +151,7 @@ class LoadQueue:
             if restore.failed is None:
                 return (restore,)
             self._need_no_recomputation(restore.failed, loads)
+            current_stream(self._device).wait(restore.layers[0])  # it may have written some layers
             return (restore, self._pipeline.start(pages, slots))
         handed = [load.handed for load in loads if load.handed is not None]
         restores = tuple({id(one): one for each in handed for one in each.restores}.values())
@@ -169,16 +173,21 @@ class LoadQueue:
         if any(load.missing for load in loads):
             raise problem
 
-    def recomputation_failed(self, problem: Exception | None) -> None:
-        """From now on nothing is recomputed. ``problem``: None where another rank has it."""
+    def recomputation_failed(self, problem: Exception) -> None:
+        """From now on nothing is recomputed, and where layers are not stored nothing is restored.
+
+        Raises:
+            Exception: ``problem``, if there are other ranks: they may wait for this one in the
+                model's own collectives, so the server cannot go on.
+        """
+        if self.methods.ranks > 1:
+            raise problem
         if self._recomputer is not None:
             self._recomputer = None
             metrics.PROBLEMS.count("recomputation_failed")
-            logger.error(
-                "hcache: recomputing layers failed (%r) and is not tried again: pages that lack "
-                "layers are misses from now on",
-                problem or "on another rank",
-            )
+            logger.error("hcache: recomputing layers failed and is not tried again: %r", problem)
+            for told in self.on_failed if self.stored_from else ():
+                told("layers that are not stored cannot be recomputed any more")
 
     def count_finished(self) -> None:
         """Count the restores that are done by now; no count is worth a restore."""
@@ -217,13 +226,13 @@ class LoadQueue:
         wanted = [span for load in loads for span in load.spans]
         spans = [span for span in wanted if span is not None]
         first = max((load.missing for load in loads if load.spans), default=0)
-        if not spans or len(spans) < len(wanted):
+        if not spans or len(spans) < len(wanted) or self._recomputer is None:
             assert first == 0, "pages without their first layers were queued"
             return None
         if not any_ready:
             tokens = sum(len(span.token_ids) for span in spans)
             pairs = sum(len(span.token_ids) * len(span.prefix) for span in spans)
-            first = max(first, self._methods.first_layers(tokens, pairs // tokens, "none"))
+            first = max(first, self.methods.first_layers(tokens, pairs // tokens, "none"))
         if not first:
             return None
         forwards = next(load.forwards for load in loads if load.forwards is not None)
@@ -232,12 +241,10 @@ class LoadQueue:
     def _recompute(self, layers: int, spans: Sequence[TokenSpan], forwards: Stream) -> Recompute:
         recomputer = self._recomputer
         assert recomputer is not None
-        made = current_stream(self._device).record()
 
         def fill(positions: npt.NDArray[np.int64], slots: torch.Tensor) -> None:
             # The prefixes were made on the scheduler's stream, and may die there before this ran.
             now = current_stream(self._device)
-            now.wait(made)
             for span in spans:
                 now.keep(span.prefix)
             recomputer.run(layers, to_device(positions, slots.device), slots, spans)

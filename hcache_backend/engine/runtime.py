@@ -101,6 +101,7 @@ class Runtime:
     hit_gate: HitGate | None = None
     codec: str | None = None
     distrust: str | None = None
+    _not_restorable: str | None = None
     _namespaces: dict[tuple[bytes, str], bytes] = field(default_factory=dict)
     _suspended: metrics.SuspendedGauge = field(default_factory=metrics.SuspendedGauge)
     _stages: PipelineStages | None = None
@@ -252,9 +253,15 @@ class Runtime:
         for callback in self.on_distrust:
             threading.Thread(target=callback, name="hcache-distrust", daemon=True).start()
 
+    def cannot_restore(self, reason: str) -> None:
+        """Pages are right and of no use here: L3 neither takes nor gives until a restart."""
+        with self._lock:
+            self._not_restorable = reason
+            self._refresh()
+
     def _refresh(self) -> None:
         """Suspend L3, or let it serve, as what is known by now wants it. Under the lock."""
-        reason = self.distrust or self._flush_due
+        reason = self.distrust or self._not_restorable or self._flush_due
         if reason is None and self._updates_untold:
             reason = "the weights were updated and not all pipeline stages have said theirs"
         if self.weights is not None and self.weights.suspended != reason:

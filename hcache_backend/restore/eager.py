@@ -6,10 +6,10 @@ were prepared for them. That they will be wanted is a guess: reserved pages coun
 
 - A device page is either free, or reserved for one host page, or handed out, never two of these.
 - It is launched for a host page once, after that page has arrived and was proven.
-- Its first layers are recomputed with it only where those of all pages before it were.
+- First layers that it lacks are recomputed only behind pages that lack none.
 - It is handed out for the host page that it was launched for, once, together with the restore that
   writes it: whoever reads it waits for that restore first.
-- It is free for others only behind the restore that writes it, and those that recompute from it.
+- It is free for others only behind what writes it, and what recomputes from it.
 - When the host page is freed, what was made of it is worth nothing and is given back. Whoever
   writes there next is a thread, which waits for no stream: the caller waits for the restore.
 
@@ -20,7 +20,7 @@ passed: they all decide the same.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -32,6 +32,7 @@ from hcache_backend.restore.reservation import (
     Ids,
     LaunchRestore,
     Place,
+    Recomputation,
     Reservation,
     by_reservation,
     runs,
@@ -146,18 +147,42 @@ class EagerRestores:
     def arrived(self, prefetch: Hashable, pages: int) -> int:
         """The first ``pages`` pages of a prefetch are there, and proven, on all ranks.
 
-        Returns how many pages are restored by what it launched.
+        Returns how many pages are restored by what it launched, but for layers that they lack.
         """
         reservation = self._running[prefetch]
         self._reading = [one for one in self._reading if not one[1].copied.query()]
         due = [i for i in reservation.waiting() if i < pages - reservation.first]
         for run in runs(due):
             ids = np.array(reservation.host_pages[run.start : run.stop], dtype=np.int64)
-            before = self._before(reservation, run.start)
-            launched = self._launch(prefetch, ids, self._slots(reservation, run), before)
+            launched = self._launch(ids, self._slots(reservation, run))
             reservation.launches.update(dict.fromkeys(run, launched))
             self._reading.append((ids.tolist(), launched.restore))
         return len(due)
+
+    def to_recompute(self, most: int) -> Iterator[Recomputation]:
+        """Pages of each running prefetch, at most ``most``, whose first layers can be recomputed.
+
+        Behind all pages before them in the prefetch, which have those of all layers.
+        """
+        for prefetch, reservation in self._running.items():
+            pages = reservation.to_recompute(most)
+            if pages:
+                layers = reservation.launches[pages.start].lacking
+                yield Recomputation(prefetch, reservation, pages, layers)
+
+    def slots(self, due: Recomputation) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots of the tokens of ``due``, and of all before them in the prefetch, int64 ``[n]``."""
+        before = range(due.pages.start)
+        return self._slots(due.reservation, due.pages), self._slots(due.reservation, before)
+
+    def recomputed(self, done: Recomputation, restore: RunningRestore) -> None:
+        """``restore`` was launched for all of ``done``; it reads K and V of all tokens before them.
+
+        Behind all that was launched so before, on the same stream.
+        """
+        done.reservation.last_slice = done.pages.stop, restore
+        if restore.failed is None:
+            done.reservation.recomputed.update(done.pages)
 
     def end(self, prefetch: Hashable) -> int:
         """No more pages come: what none was launched into is given back.
@@ -201,9 +226,8 @@ class EagerRestores:
             return None
         found = [self._places.get(page) for page in host_pages.tolist()]
         places = [place for place in found if place is not None]
-        launches = [place and place[0].launches.get(place[1]) for place in found]
-        ready = np.array([one is not None for one in launches], dtype=np.bool_)
-        whole = np.array([one is not None and one.whole for one in launches], dtype=np.bool_)
+        ready = np.array([place is not None and place[1] in place[0].launches for place in found])
+        whole = np.array([place is not None and place[0].is_whole(place[1]) for place in found])
         restores = tuple(using(places))
         self._forget(places)
         missing = len(found) - len(places)
@@ -241,13 +265,6 @@ class EagerRestores:
     def _slots(self, reservation: Reservation, pages: range) -> torch.Tensor:
         return reservation.slots[pages.start * self._size : pages.stop * self._size]
 
-    def _before(self, reservation: Reservation, page: int) -> torch.Tensor | None:
-        """Slots of the prefetch's pages before ``page``; None where not all are held and whole."""
-        whole = {i for i, launched in reservation.launches.items() if launched.whole}
-        if reservation.first or not reservation.held & whole >= set(range(page)):
-            return None
-        return self._slots(reservation, range(page))
-
     def _give_back(self, places: Sequence[Place]) -> None:
         self._wait(places)
         self._forget(places)
@@ -263,7 +280,7 @@ class EagerRestores:
 
     def _forget(self, places: Iterable[Place]) -> None:
         for reservation, i in places:
-            reservation.held.remove(i)
+            reservation.release(i)
             del self._places[reservation.host_pages[i]]
         running = {id(reservation) for reservation in self._running.values()}
         self._reservations = [one for one in self._reservations if one.held or id(one) in running]

@@ -122,8 +122,8 @@ class RestorePipeline:
         pieces = FIRST_PIECES if recompute is None and self._exchange is None else 1
         parts = deque(self._parts(loaded, page_ids, rows, shared, pieces))
         bring = self._exchanged(parts, held_pages) if self._exchange else self._bring_own
-        called = current_stream(device).record()
-        self._copy.wait(called)
+        behind = current_stream(device).record()
+        self._copy.wait(behind)
         for stream in (self._copy, self._compute):
             for tensor in (page_ids, *rows, *shared):
                 stream.keep(tensor)
@@ -152,7 +152,7 @@ class RestorePipeline:
             arrived += [copy(part, room) for part in parts]
             parts.clear()
         if recompute is not None:
-            done = self._recompute(restore, recompute, at, slots, called)
+            done = self._recompute(restore, recompute, at, slots, behind)
             # Recomputation has the device first. Hidden states that are copied from now on (and
             # may talk to other ranks) go to parts of the ring that these projections free, so they
             # are behind it too.
@@ -174,22 +174,37 @@ class RestorePipeline:
         self._unread.append(restore)
         return restore
 
+    @torch.no_grad()
+    def start_recomputation(
+        self, recompute: Recompute, positions: npt.NDArray[np.int64], slots: torch.Tensor
+    ) -> RunningRestore:
+        """Launch the recomputation of first layers alone, behind the current stream's work.
+
+        ``positions`` and ``slots`` of the tokens are int64 ``[n]``, on the CPU and on the device.
+        """
+        behind = current_stream(self._device).record()
+        begin = recompute.stream.record(timed=True)
+        restore = RunningRestore(len(slots), {}, begin, self._device, begin)  # no page is read
+        done = self._recompute(restore, recompute, positions, slots, behind)
+        restore.layers += [done] * (len(self._layers) - recompute.layers)  # nothing more comes
+        return restore
+
     def _recompute(
         self,
         restore: RunningRestore,
         recompute: Recompute,
         positions: npt.NDArray[np.int64],
         slots: torch.Tensor,
-        called: Event,
+        behind: Event,
     ) -> Event:
         """Recompute the first layers in turn with forward passes; an event behind that.
 
-        They may read what was written before ``called``, and by earlier restores.
+        They may read what was written before ``behind``, and by earlier restores.
         """
         forward, layers = recompute.stream, range(recompute.layers)
         start = forward.record(timed=True)
         try:
-            forward.wait(called)
+            forward.wait(behind)
             # Tokens before these may come back by restores that no forward pass has waited for.
             written = [self._written[layer] for layer in layers if layer in self._written]
             for event in dict.fromkeys(written):

@@ -91,6 +91,15 @@ class RunningRestore:
         for event in dict.fromkeys(self.layers):
             current_stream(self.device).wait(event)
 
+    def synchronize(self) -> None:
+        """Block the calling thread until all layers are in the pool.
+
+        Raises:
+            StreamFailed: As for :meth:`wait`.
+        """
+        for event in dict.fromkeys(self.layers):
+            event.synchronize()
+
     def wait_until_copied(self) -> None:
         """Block the calling thread until no host page is read any more.
 

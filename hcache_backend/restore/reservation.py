@@ -17,24 +17,20 @@ Ids = npt.NDArray[np.int64]
 
 
 class Launched(NamedTuple):
-    """What was launched for some pages.
+    """What was launched for some pages when they had arrived.
 
     Attributes:
-        restore: Writes K and V of their layers.
-        whole: All layers were launched. Otherwise the first ones have to be recomputed yet.
-        reads_before: It reads K and V of the pages before these.
+        restore: Writes K and V of the layers that they have.
+        lacking: How many first layers they lack: these have to be recomputed yet.
     """
 
     restore: RunningRestore
-    whole: bool
-    reads_before: bool
+    lacking: int
 
 
-LaunchRestore = Callable[[Hashable, Ids, torch.Tensor, torch.Tensor | None], Launched]
-"""Launches the restore of consecutive pages: ``launch(prefetch, host_pages, slots, before)`` with
-int64 ``[p]`` and ``[p * page_size]``. ``before``: slots of all tokens of the prefetch before them,
-int64 ``[n]``, where K and V of all layers are, or will be behind restores that were launched; None:
-of some pages they are not there."""
+LaunchRestore = Callable[[Ids, torch.Tensor], Launched]
+"""Launches the restore of consecutive pages: ``launch(host_pages, slots)`` with int64 ``[p]`` and
+``[p * page_size]``."""
 
 
 @dataclass(eq=False)
@@ -47,7 +43,10 @@ class Reservation:
         keys: The storage key of each.
         first: Number, in the prefetch, of the first one.
         held: Numbers, here, of those that are neither given back nor handed out: at first all.
-        launches: What was launched, by number.
+        launches: What was launched when they had arrived, by number.
+        recomputed: Numbers of those that lacked layers and do not any more.
+        last_slice: Up to which page layers were recomputed, and the last restore that did so. It
+            ends behind those that did it before.
     """
 
     host_pages: list[int]
@@ -56,6 +55,10 @@ class Reservation:
     first: int
     held: set[int]
     launches: dict[int, Launched] = field(default_factory=dict)
+    recomputed: set[int] = field(default_factory=set)
+    last_slice: tuple[int, RunningRestore] | None = None
+    _front: int = 0  # all pages before this one were whole, and held, when it got there
+    _cut: bool = False  # whether one of them was released since
 
     def waiting(self) -> list[int]:
         """Held pages that were not launched, in order."""
@@ -65,14 +68,68 @@ class Reservation:
         """Held pages that were launched, in order."""
         return sorted(self.held & self.launches.keys())
 
+    def is_whole(self, page: int) -> bool:
+        """Whether all layers of a page were launched."""
+        return page in self.recomputed or (
+            page in self.launches and not self.launches[page].lacking
+        )
+
+    def release(self, page: int) -> None:
+        """A page is given back or handed out."""
+        self.held.remove(page)
+        self._cut = self._cut or page < self._front
+
+    def to_recompute(self, most: int) -> range:
+        """At most ``most`` pages that lack the same layers, behind pages that are held and whole.
+
+        None of them where the first pages of the prefetch are not reserved here.
+        """
+        if self.first or self._cut:
+            return range(0)
+        while self._front in self.held and self.is_whole(self._front):
+            self._front += 1
+        start = stop = self._front
+        layers = self._lacks(start)
+        while layers and stop - start < most and stop in self.held and self._lacks(stop) == layers:
+            stop += 1
+        return range(start, stop)
+
+    def _lacks(self, page: int) -> int:
+        """How many first layers of a page can be recomputed, but were not."""
+        return self.launches[page].lacking if page in self.launches else 0
+
     def using(self, numbers: set[int]) -> list[RunningRestore]:
         """What was launched that writes one of these pages, or reads it."""
         first = min(numbers)
-        return [
-            launched.restore
-            for i, launched in self.launches.items()
-            if i in numbers or (launched.reads_before and i > first)
-        ]
+        using = [launched.restore for i, launched in self.launches.items() if i in numbers]
+        if self.last_slice is not None and first < self.last_slice[0]:
+            using.append(self.last_slice[1])
+        return using
+
+
+class Recomputation(NamedTuple):
+    """Consecutive pages of a prefetch whose first layers can be recomputed now.
+
+    Attributes:
+        prefetch: Whose.
+        reservation: What is reserved for it.
+        pages: Their numbers in the reservation.
+        layers: How many first layers each of them lacks.
+    """
+
+    prefetch: Hashable
+    reservation: Reservation
+    pages: range
+    layers: int
+
+    @property
+    def host_pages(self) -> Ids:
+        """int64 ``[p]``."""
+        return np.array(self.reservation.host_pages[self.pages.start : self.pages.stop], np.int64)
+
+    def first(self, pages: int) -> Recomputation:
+        """The first so many of them."""
+        return self._replace(pages=self.pages[:pages])
 
 
 Place = tuple[Reservation, int]

@@ -46,8 +46,9 @@ STORED: dict[str, dict[str, Any]] = {
     "hidden": {"partition": partition(0, 4, 0)},
     "kv": {"mode": "kv"},
     "mixed": {"partition": partition(0, 2, 2)},
-    "recompute": {"partition": partition(2, 2, 0)},
-    "recompute, mixed": {"partition": partition(2, 1, 1)},
+    # A slice has all that has arrived, once it is known how long that takes.
+    "recompute": {"partition": partition(2, 2, 0), "recompute_ms": 1e4},
+    "recompute, mixed": {"partition": partition(2, 1, 1), "recompute_ms": 1e4},
 }
 REQUESTS = int(os.environ.get("HCACHE_TEST_EAGER_REQUESTS", "32"))
 

@@ -9,6 +9,7 @@ import pytest
 
 from bench.harness.models import build_model
 from bench.harness.server import Server
+from hcache_backend.cli.metrics_page import fetch
 from tests.engine.harness.conversations import (
     ask,
     converse,
@@ -139,11 +140,24 @@ def test_a_share_that_is_gone_or_damaged_is_a_miss_on_all_ranks(
 def test_first_layers_are_recomputed_by_all_ranks_together(
     name: str, model: Path, tmp_path: Path
 ) -> None:
+    """At the load, and slice by slice while the rest of a hit is still being read."""
     layers = {"recompute": partition(1, 3, 0), "mixed": partition(1, 2, 1)}[name]
-    options = our_server(model, tmp_path, tp=2, hcache={"partition": layers}, max_total_tokens=2048)
+    in_step = tmp_path / "in-step"
+    in_step.touch()
+    options = our_server(
+        model,
+        tmp_path,
+        tp=2,
+        hcache={"partition": layers},
+        max_total_tokens=2048,
+        extra_args=("--enable-metrics", *WATCHDOG),
+        extra_env=faulty("batches_in_step", in_step),
+    )
     with Server(options) as server:
         conversations = make_conversations(3, turns=3, tokens=200)
         converse(server, conversations, concurrent=True)
+        counted = fetch(server.url).counters["tokens"]
+        assert 0 < counted["eager_recomputed"] <= counted["eager"]
         assert_hidden_mode(server)
         assert "layers are not recomputed" not in server.log_text()
         assert_nothing_went_wrong(server)

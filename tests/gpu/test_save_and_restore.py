@@ -199,7 +199,7 @@ def test_rounds_with_poisoned_buffers_and_late_streams(device: str, rounds: int)
         slots, target = slots.to(device), target.to(device)
         host_pages = np.array(rng.sample(range(HOST_PAGES), pages), np.int64)
         engine.staging.staged.rows.random_(0, 256)  # nothing is in flight: the last round waited
-        engine.pipeline._ring.random_(0, 256)
+        engine.pipeline._ring._memory.random_(0, 256)
         hidden = torch.randn(LAYERS, pages * PAGE, WIDTH, device=device).to(DTYPE)
 
         save(engine, rng, slots, hidden)

@@ -58,13 +58,13 @@ UNIT = {
     "restore/exchange.py:restore_begins stream.wait(launched)": Report(
         "restore, between ranks", "hcache copy writes what forward writes"
     ),
-    "restore/pipeline.py:start self._copy.wait(called)": Report(
+    "restore/pipeline.py:start self._copy.wait(behind)": Report(
         "loads", "hcache copy reads what schedule writes"
     ),
     "restore/pipeline.py:start stream.keep(tensor)": Report(
         "loads", "device memory of host to device dies while hcache copy may use it"
     ),
-    "restore/pipeline.py:_recompute forward.wait(called)": Report(
+    "restore/pipeline.py:_recompute forward.wait(behind)": Report(
         "restore, first layers recomputed", "forward reads what schedule writes"
     ),
     "restore/pipeline.py:_recompute forward.wait(event)": Report(
@@ -91,7 +91,9 @@ UNIT = {
     "restore/ring.py:next stream.wait(until)": Report(
         "restore, hidden states", "hcache copy writes what hcache compute reads"
     ),
-    "engine/loads.py:fill now.wait(made)": Report("eager", "forward reads what schedule writes"),
+    "engine/loads.py:launch current_stream(self._device).wait(restore.layers[0])": Report(
+        "loads, recomputation fails", "hcache copy writes what forward writes"
+    ),
     "engine/loads.py:fill now.keep(span.prefix)": Report(
         "loads", "device memory of schedule dies while forward may use it"
     ),
@@ -107,7 +109,7 @@ IN_PROCESS = {
     "stream.wait(streams.current_stream(self.device).record())": Report(
         "eager", "hcache copy reads what schedule writes"
     ),
-    "engine/eager_loads.py:_begin self._controller.after_forwards(self._loading_stream)": Report(
+    "engine/eager_loads.py:_begin self._controller.after_forwards(self._stream)": Report(
         "eager", "hcache copy writes what forward writes"
     ),
 }

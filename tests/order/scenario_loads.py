@@ -20,6 +20,8 @@ from hcache_backend.restore.reservation import Launched
 from tests.order.checker import Checker
 from tests.order.scenario_restore import GPU, PAGES, SIZE, Engine, Pool
 
+_SOME_OF_EACH = Partition(recompute=2, hidden=2, kv=1)
+
 
 class FreePages:
     """The device's pages as SGLang's allocator has them, in device memory; newest first."""
@@ -48,8 +50,7 @@ class Loading:
         before_prefetch: Slots of the tokens before a prefetch; None: they are not on the device.
     """
 
-    def __init__(self, checker: Checker) -> None:
-        partition = Partition(recompute=2, hidden=2, kv=1)
+    def __init__(self, checker: Checker, partition: Partition = _SOME_OF_EACH) -> None:
         methods = LayerMethods(partition, None, None, 4 * SIZE)
         self.checker, self.pool = checker, Pool(checker, methods.methods)
         self.engine = Engine(checker, self.pool)
@@ -62,23 +63,26 @@ class Loading:
         self.eager = EagerRestores(SIZE, self.free, self._launch, limit=PAGES)
         self.before_prefetch: torch.Tensor | None = None
 
-    def _launch(
-        self,
-        prefetch: Hashable,
-        host_pages: npt.NDArray[np.int64],
-        slots: torch.Tensor,
-        before: torch.Tensor | None,
-    ) -> Launched:
+    def _launch(self, host_pages: npt.NDArray[np.int64], slots: torch.Tensor) -> Launched:
         """As ``hcache_backend/engine/eager_loads.py``, which needs SGLang."""
-        first = max(self.queue.stored_from, int(self.arena.first_layers(host_pages).max()))
-        recompute = None
-        if before is not None and self.before_prefetch is not None:
-            prefix = torch.cat((self.before_prefetch, before))
-            recompute = self.queue.recompute_of(host_pages, first, lambda: prefix)
+        lacking = max(self.queue.stored_from, int(self.arena.first_layers(host_pages).max()))
         with self.checker.on(self.engine.loading):
             physical = self.arena.physical(host_pages)
-            restore = self.pipeline.start(physical, slots, recompute, first)
-        return Launched(restore, recompute is not None, recompute is not None)
+            restore = self.pipeline.start(physical, slots, None, lacking)
+        return Launched(restore, lacking)
+
+    def _recompute(self) -> None:
+        """Likewise: a slice of one page."""
+        for due in self.eager.to_recompute(1):
+            if self.before_prefetch is None:
+                continue
+            slots, before = self.eager.slots(due)
+            prefix = torch.cat((self.before_prefetch, before))
+            recompute = self.queue.recompute_of(due.host_pages, due.layers, prefix.clone)
+            assert recompute is not None
+            positions = np.arange(len(prefix), len(prefix) + len(slots))
+            restore = self.pipeline.start_recomputation(recompute, positions, slots)
+            self.eager.recomputed(due, restore)
 
     def plan(self, pages: range, prefix: torch.Tensor) -> QueuedLoad:
         """A load of these pages, behind tokens in the slots ``prefix``."""
@@ -108,6 +112,8 @@ class Loading:
     def arrived(self, prefetch: Hashable, pages: int) -> None:
         """The first pages of a prefetch are there, beside a forward pass over other tokens."""
         self.eager.arrived(prefetch, pages)
+        for _ in range(2):
+            self._recompute()
         self.forward(1)
 
     def hand_out(self, pages: range, prefix: torch.Tensor) -> None:
@@ -136,6 +142,19 @@ def loads(checker: Checker) -> None:
             loading.engine.forward(prefix)
             loading.launch(load, slots)
             loading.free.give(torch.cat((slots, prefix)))
+
+
+def loads_whose_recomputation_fails(checker: Checker) -> None:
+    """Layers were to be recomputed that are stored, too: after a failure they are copied."""
+    loading = Loading(checker, Partition(recompute=0, hidden=0, kv=3))
+    loading.queue.methods = SimpleNamespace(first_layers=lambda *_: 2, ranks=1)  # type: ignore[assignment]
+    loading.pool.fails = True
+    checker.begin()
+    with checker.on(loading.engine.schedule):
+        prefix, slots = loading.free.take(4), loading.free.take(3)
+        load = loading.plan(range(4, 7), prefix)
+        loading.engine.forward(prefix)
+        loading.launch(load, slots)
 
 
 def eager(checker: Checker) -> None:

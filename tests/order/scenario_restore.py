@@ -38,9 +38,11 @@ class Pool:
 
     Attributes:
         stream: That of the forward passes; the :class:`Engine` sets it.
+        fails: Whether a recomputation ends with an error when it has written everything.
     """
 
     stream: Callable[[], streams.Stream]
+    fails = False
 
     def __init__(self, checker: Checker, methods: Sequence[str], shares: int = 1) -> None:
         stored = {
@@ -111,6 +113,8 @@ class Pool:
             for span in spans:
                 self.k[layer, span.prefix].sum()
                 self.v[layer, span.prefix].sum()
+        if self.fails:
+            raise RuntimeError("out of memory")
 
     def pipeline(self, chunk_tokens: int, **others: Any) -> RestorePipeline:
         """A pipeline into this pool; ``others`` are arguments of :class:`RestorePipeline`."""

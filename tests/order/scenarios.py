@@ -10,7 +10,13 @@ from tests.order.checker import Checker
 from tests.order.product import CheckedDoor
 from tests.order.scenario_capture import captures, step_that_cannot_begin
 from tests.order.scenario_encoded import overflow
-from tests.order.scenario_loads import eager, eager_behind_an_unknown_prefix, loads, sends
+from tests.order.scenario_loads import (
+    eager,
+    eager_behind_an_unknown_prefix,
+    loads,
+    loads_whose_recomputation_fails,
+    sends,
+)
 from tests.order.scenario_restore import restores, restores_between_ranks
 
 Scenario = Callable[[Checker], None]
@@ -23,6 +29,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "restore, between ranks": restores_between_ranks,
     "loads": loads,
+    "loads, recomputation fails": loads_whose_recomputation_fails,
     "eager": eager,
     "eager, behind an unknown prefix": eager_behind_an_unknown_prefix,
     "sends": sends,

@@ -87,6 +87,13 @@ def test_options_that_are_not_set_are_inherited(tmp_path: Path) -> None:
         parse_config({"high_water": 0.4}, "hcache", running)
 
 
+def test_layers_that_are_never_recomputed_are_all_stored() -> None:
+    parse_config({"recompute": "never", "partition": {"hidden": 4}}, "start")
+    parse_config({"recompute": "auto", "partition": {"recompute": 1, "hidden": 3}}, "start")
+    with pytest.raises(ConfigError, match=r"'never': option 'partition' must .* the first 1 "):
+        parse_config({"recompute": "never", "partition": {"recompute": 1, "hidden": 3}}, "start")
+
+
 def test_the_environment_enables_and_configures(tmp_path: Path) -> None:
     assert not is_enabled({})
     assert not is_enabled({"HCACHE_ENABLE": "0"})

@@ -35,7 +35,11 @@ def find_recomputer(
     Returns:
         None where nothing is to be recomputed, or a rank cannot.
     """
+    assert runtime.config is not None
     if not methods.can_recompute or (methods.profile is None and not methods.partition.recompute):
+        return None
+    if runtime.config.recompute == "never":
+        runtime.recomputation = "none: option 'recompute'"
         return None
     runner, pool = runtime.runner, PagedPool(kvcache)
     recomputer = Recomputer(

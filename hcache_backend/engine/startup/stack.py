@@ -30,6 +30,7 @@ from hcache_backend.engine.eager_loads import (
 from hcache_backend.engine.hidden_controller import HiddenStateController
 from hcache_backend.engine.host_pool import HiddenStatePool, OwnPagesPool
 from hcache_backend.engine.loads import LoadQueue
+from hcache_backend.engine.recompute.slices import SliceBudget
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.service_check import KVChecks, ServiceChecks
 from hcache_backend.engine.stage_pages import StagePages
@@ -97,6 +98,7 @@ class Stack:
             order=order,
         )
         loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, kvcache.device)
+        loads.on_failed.append(runtime.cannot_restore)
         pool.follow(capture)
         result = self._joined(HiddenStateController, pool, pipeline, loads, reservable)
         checks = ServiceChecks(
@@ -164,7 +166,14 @@ class Stack:
         eager = None
         if reservable is not None:
             most = max(1, int(self.kvcache.size // params.page_size * config.restore_share))
-            eager = EagerLoads(reservable, pool, pipeline, loads, most)
+            methods = loads.methods
+            budget = SliceBudget(
+                config.recompute_ms / 1e3,
+                methods.chunk_tokens,
+                methods.recomputing,
+                known=methods.profile is not None,
+            )
+            eager = EagerLoads(reservable, pool, pipeline, loads, most, budget)
             self.runtime.on_weights_changed.append(eager.give_back)
         controller.use_own_pages(self.runtime, pool, loads, eager)
         return StackBuildResult(

@@ -127,6 +127,8 @@ class TestAnAttach:
             "restore_chunk_tokens": 64,
             "restore": "layerwise",
             "restore_share": 0.25,
+            "recompute": "never",
+            "recompute_ms": 5.0,
         }
         assert others.keys() == FIXED_AT_START
         for name, value in others.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,7 @@ from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE, PrefetchAck
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 
-from hcache_backend import streams
+from hcache_backend.engine import eager_loads
 from hcache_backend.engine.eager_loads import (
     EagerLoads,
     ReservablePages,
@@ -22,8 +24,11 @@ from hcache_backend.engine.eager_loads import (
 )
 from hcache_backend.engine.loads import QueuedLoad
 from hcache_backend.engine.read_batches import BatchedReads
+from hcache_backend.engine.recompute.slices import SliceBudget
 from hcache_backend.restore.eager import EagerRestores, batch_pages
 from hcache_backend.restore.reservation import Launched
+from hcache_backend.streams import WorkerStream
+from tests.unit.restore.pipeline_server import Server
 
 SIZE, PAGES = 4, 10
 plugin._replace_allocator_kernels()
@@ -32,7 +37,6 @@ plugin._replace_allocator_kernels()
 class Restore:
     def __init__(self) -> None:
         self.waited = False
-        self.failed: Exception | None = None
 
     def wait_for_layer(self, layer: int) -> None:
         self.waited = True
@@ -65,7 +69,7 @@ class Scene:
 
     def _launch(self, *_: Any) -> Launched:
         self.restores.append(Restore())
-        return Launched(self.restores[-1], whole=True, reads_before=False)
+        return Launched(self.restores[-1], lacking=0)  # type: ignore[arg-type]
 
     def _launch_alone(self, *_: Any) -> Restore:
         self.restores.append(Restore())
@@ -196,7 +200,8 @@ def test_an_abort_frees_what_it_held_in_the_next_turn(scene: Scene) -> None:
     )
     pipeline: Any = SimpleNamespace(start=scene._launch_alone)
     loads: Any = SimpleNamespace(stored_from=0, count_finished=lambda: None)
-    eager = EagerLoads(scene.pages, pool, pipeline, loads, PAGES)
+    no_budget = SliceBudget(1.0, SIZE, lambda tokens, prefix: 1.0, known=True)
+    eager = EagerLoads(scene.pages, pool, pipeline, loads, PAGES, no_budget)
     transfers = SimpleNamespace(host_to_device_stream=None)
     cache = SimpleNamespace(
         cache_controller=SimpleNamespace(
@@ -214,19 +219,111 @@ def test_an_abort_frees_what_it_held_in_the_next_turn(scene: Scene) -> None:
     assert all(restore.waited for restore in scene.restores)
 
 
-@pytest.mark.parametrize("problem", [None, RuntimeError("out of memory")])
-def test_pages_whose_first_layers_were_not_recomputed_lack_them_at_the_load(
-    scene: Scene, problem: Exception | None
+class Slices:
+    """Eager loads of prefetches whose pages have all arrived and lack two layers.
+
+    Attributes:
+        launched: For each slice the pages, and how many tokens are before them.
+        failures: What recomputation was given up for.
+    """
+
+    def __init__(self, scene: Scene, seconds: float, problem: Exception | None = None) -> None:
+        self.launched: list[tuple[list[int], int]] = []
+        self.failures: list[Exception | None] = []
+        self.known, self._problem = True, problem
+        self.budget = SliceBudget(seconds, 8 * SIZE, lambda tokens, prefix: tokens, known=True)
+        loads: Any = SimpleNamespace(
+            stored_from=2,
+            count_finished=lambda: None,
+            recompute_of=self._recompute_of,
+            recomputation_failed=self.failures.append,
+        )
+        pool: Any = SimpleNamespace(
+            page_size=SIZE,
+            on_freed=[],
+            arena=SimpleNamespace(
+                physical=lambda pages: pages,
+                first_layers=lambda pages: np.zeros(len(pages), np.int64),
+                pages=lambda pages, header: pages,
+            ),
+            page_layout=SimpleNamespace(positions=lambda page: [SIZE]),
+        )
+        pipeline: Any = SimpleNamespace(start=scene._launch_alone, start_recomputation=self._launch)
+        self.eager = EagerLoads(scene.pages, pool, pipeline, loads, PAGES, self.budget)
+        self.eager._controller = SimpleNamespace(tp_group=None)
+        self.eager._before_prefetch = (  # type: ignore[method-assign]
+            lambda prefetch: torch.zeros(SIZE, dtype=torch.int64) if self.known else None
+        )
+        self.restores = self.eager._restores
+
+    def _recompute_of(self, host_pages: np.ndarray, layers: int, prefix: Any) -> object:
+        assert layers == 2
+        self.launched.append((host_pages.tolist(), len(prefix())))
+        return object()
+
+    def _launch(self, recompute: object, positions: np.ndarray, slots: torch.Tensor) -> Any:
+        _, before = self.launched[-1]
+        assert positions.tolist() == list(range(before, before + len(slots)))
+        report = SimpleNamespace(busy_ms=lambda stream: 2e3 * len(slots))  # a second per token
+        return SimpleNamespace(
+            tokens=len(slots), done=lambda: True, report=lambda: report, failed=self._problem
+        )
+
+
+def test_a_turn_recomputes_one_slice_of_the_first_prefetch_that_lacks_layers(scene: Scene) -> None:
+    slices = Slices(scene, seconds=2 * 2 * SIZE + 0.1)  # two layers of two pages
+    for prefetch, host in (("a", [1, 2, 3]), ("b", [4, 5])):
+        slices.restores.reserve(prefetch, [f"{prefetch}{i}" for i in host], np.array(host))
+        slices.restores.arrived(prefetch, len(host))
+    for _ in range(4):
+        slices.eager._recompute()
+    assert slices.launched == [([1, 2], SIZE), ([3], 3 * SIZE), ([4, 5], SIZE)]
+    handed = slices.restores.hand_out(np.array([1, 2, 3, 4, 5]))
+    assert handed is not None and handed.whole.all()
+    assert [slices.eager.take_recomputed(), slices.eager.take_recomputed()] == [True, False]
+
+
+def test_a_slice_is_no_longer_than_every_rank_allows(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failures: list[Exception | None] = []
-    loads: Any = SimpleNamespace(
-        stored_from=1,
-        count_finished=lambda: None,
-        recompute_of=lambda *_: object(),
-        recomputation_failed=failures.append,
-    )
-    restore = Restore()
-    restore.failed = problem
+    slices, asked = Slices(scene, seconds=1e9), []
+
+    def smallest(group: Any, pages: int) -> list[int]:
+        asked.append(pages)
+        return [len(asked) - 1]  # at first the other rank is still busy with earlier ones
+
+    monkeypatch.setattr(eager_loads, "smallest", smallest)
+    slices.restores.reserve("a", ["x", "y", "z"], np.array([1, 2, 3]))
+    slices.restores.arrived("a", 3)
+    for _ in range(3):
+        slices.eager._recompute()
+    assert asked == [3, 3, 2]
+    assert [pages for pages, _ in slices.launched] == [[1], [2, 3]]
+
+
+def test_nothing_is_recomputed_behind_tokens_that_are_not_on_the_device(scene: Scene) -> None:
+    slices = Slices(scene, seconds=1e9)
+    slices.restores.reserve("a", ["x"], np.array([1]))
+    slices.restores.arrived("a", 1)
+    slices.known = False
+    slices.eager._recompute()
+    assert slices.launched == [] and not slices.eager.take_recomputed()
+
+
+def test_pages_whose_recomputation_failed_lack_layers_at_the_load(scene: Scene) -> None:
+    slices = Slices(scene, 1e9, problem := RuntimeError("out of memory"))
+    slices.restores.reserve("a", ["x", "y"], np.array([1, 2]))
+    slices.restores.arrived("a", 2)
+    slices.eager._recompute()
+    assert slices.failures == [problem]
+    handed = slices.restores.hand_out(np.array([1, 2]))
+    assert handed is not None and handed.ready.all() and not handed.whole.any()
+
+
+def test_copies_of_a_hit_do_not_wait_for_restores_that_others_wait_for(scene: Scene) -> None:
+    server, gate = Server(["hidden", "kv"]), threading.Event()
+    loading = WorkerStream("loading")
+    loading.run(partial(gate.wait, 240))
     pool: Any = SimpleNamespace(
         page_size=SIZE,
         on_freed=[],
@@ -234,15 +331,15 @@ def test_pages_whose_first_layers_were_not_recomputed_lack_them_at_the_load(
             physical=lambda pages: pages, first_layers=lambda pages: np.zeros(len(pages), np.int64)
         ),
     )
-    pipeline: Any = SimpleNamespace(start=lambda *_: restore)
-    eager = EagerLoads(scene.pages, pool, pipeline, loads, PAGES)
-    eager._controller = SimpleNamespace(tp_group=None)
-    eager._loading_stream = streams.of(None)
-    eager._before_prefetch = lambda prefetch: torch.empty(0, dtype=torch.int64)  # type: ignore[method-assign]
-    launched = eager._launch("prefetch", np.arange(2), torch.arange(2 * SIZE), torch.empty(0))
-    assert (launched.whole, launched.reads_before) == (problem is None, True)
-    assert failures == ([] if problem is None else [problem])
-    assert [eager.take_recomputed(), eager.take_recomputed()] == [True, False]
+    budget = SliceBudget(1.0, SIZE, lambda tokens, prefix: 1.0, known=True)
+    loads: Any = SimpleNamespace(stored_from=0)
+    eager = EagerLoads(scene.pages, pool, server.pipeline, loads, PAGES, budget)
+    with loading.as_current():
+        launched = eager._launch(np.array([1, 2]), torch.arange(2 * SIZE))
+    launched.restore.wait()
+    assert not gate.is_set()
+    server.assert_restored(1, [1, 2], torch.arange(2 * SIZE))
+    gate.set()
 
 
 class Rank:

@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
 from hcache_backend.engine.controller import OwnPagesController
 from hcache_backend.engine.eager_loads import EagerLoads, ReservablePages
+from hcache_backend.engine.recompute.slices import SliceBudget
 from tests.order import edges
 from tests.order.checker import Checker
 from tests.order.reports import IN_PROCESS
@@ -45,10 +46,12 @@ def eager(checker: Checker) -> None:
     pool = SimpleNamespace(
         page_size=SIZE,
         arena=loading.arena,
+        page_layout=loading.pool.layout,
         page_ids=lambda indices: indices[::SIZE].numpy() // SIZE,
         on_freed=[],
     )
-    eager = EagerLoads(pages, pool, loading.pipeline, loading.queue, PAGES)  # type: ignore[arg-type]
+    budget = SliceBudget(1.0, 4 * SIZE, lambda tokens, prefix: 0.01 * tokens, known=True)
+    eager = EagerLoads(pages, pool, loading.pipeline, loading.queue, PAGES, budget)  # type: ignore[arg-type]
     controller = SimpleNamespace(
         device=GPU,
         tp_group=None,

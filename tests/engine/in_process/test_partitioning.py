@@ -121,7 +121,8 @@ class Pipeline:
 
     def start(self, pages: Any, slots: Any, recompute: Recompute | None = None) -> Any:
         self.recomputed.append(recompute)
-        return SimpleNamespace(failed=self.problem if recompute is not None else None)
+        problem = self.problem if recompute is not None else None
+        return SimpleNamespace(failed=problem, layers=[current_stream("cpu").record()])
 
 
 class Recomputer:
@@ -171,7 +172,7 @@ class TestQueuedLoads:
 
     def test_what_is_restored_already_is_not_recomputed(self) -> None:
         loads = queue(HostPages(), Partition(2, 2, 0), Recomputer(), can_recompute=True)
-        loads._methods = SimpleNamespace(first_layers=lambda *_: 4)  # type: ignore[assignment]
+        loads.methods = SimpleNamespace(first_layers=lambda *_: 4)  # type: ignore[assignment]
         for any_ready, layers in ((False, 4), (True, 2)):
             add(loads, plan(loads, 0, 1))
             recompute = recomputed(loads, any_ready=any_ready)
@@ -247,7 +248,7 @@ class TestQueuedLoads:
 
     def test_stored_layers_that_cannot_be_recomputed_are_loaded(self) -> None:
         loads = queue(HostPages(), Partition(0, 4, 0), Recomputer(), can_recompute=True)
-        loads._methods = SimpleNamespace(first_layers=lambda *_: 2)  # type: ignore[assignment]
+        loads.methods = SimpleNamespace(first_layers=lambda *_: 2, ranks=1)  # type: ignore[assignment]
         pipeline: Any = loads._pipeline
         pipeline.problem = RuntimeError("out of memory")
         slots = add(loads, plan(loads, 0))
@@ -266,6 +267,23 @@ class TestQueuedLoads:
             loads.launch(slots)
         assert plan(loads, 0) is None
         assert loads.recompute_of(np.array([0]), 2, lambda: None) is None
+
+    @pytest.mark.parametrize("stored_from", [0, 2])
+    def test_without_recomputation_pages_that_lack_layers_are_of_no_use(
+        self, stored_from: int
+    ) -> None:
+        loads, told = queue(HostPages(), Partition(stored_from, 2, 0), Recomputer()), list[str]()
+        loads.on_failed.append(told.append)
+        for _ in range(2):
+            loads.recomputation_failed(RuntimeError("out of memory"))
+        reason = "layers that are not stored cannot be recomputed any more"
+        assert told == ([reason] if stored_from else [])
+
+    def test_one_of_several_ranks_does_not_go_on_when_its_recomputation_failed(self) -> None:
+        """The others wait for it in the model's collectives."""
+        loads = queue(HostPages(), Partition(2, 2, 0), Recomputer(), ranks=2)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            loads.recomputation_failed(RuntimeError("out of memory"))
 
     def test_dropped_loads_are_forgotten(self) -> None:
         loads = queue(HostPages(), Partition(1, 3, 0), Recomputer())

@@ -24,6 +24,8 @@ from tests.engine.in_process.test_host_pool import LAYERS, LAYOUT, PAGE, kv_pool
 class Restore:
     """Notes which layers somebody waited for."""
 
+    failed = None
+
     def __init__(self) -> None:
         self.waited: list[int] = []
 
@@ -112,7 +114,7 @@ def test_first_layers_are_recomputed_for_pages_that_lack_them_whatever_is_transf
     LAYOUT.positions(pool.arena.memory)[:] = np.arange(len(pool.arena.memory))[:, None]
     early, seen = Restore(), []
 
-    def fill(positions: torch.Tensor, slots: torch.Tensor) -> None:
+    def fill(positions: np.ndarray, slots: torch.Tensor) -> None:
         seen.append((positions[::PAGE].tolist(), (slots[::PAGE] // PAGE).tolist()))
 
     first = Recompute(1, fill, current_stream("cpu"))
@@ -123,7 +125,7 @@ def test_first_layers_are_recomputed_for_pages_that_lack_them_whatever_is_transf
     assert pages == [4]
     assert early.waited == list(range(LAYERS))
     assert recompute is not None and recompute.layers == 1
-    recompute.fill(torch.empty(0), torch.empty(0))
+    recompute.fill(np.empty(0, np.int64), torch.empty(0))
     assert seen == [([3, 4], [5, 2])]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hcache_backend.config import HCacheConfig
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.startup import recompute_check, refusals
 from hcache_backend.engine.startup.agreement import Refused
@@ -96,7 +97,7 @@ def test_models_of_several_kinds_of_inputs_are_stored_and_not_recomputed(
     """The token ids of an image say nothing of its embeddings."""
     monkeypatch.setattr(recompute_check, "get_tp_group", lambda: SimpleNamespace(cpu_group=None))
     runner = SimpleNamespace(model_config=SimpleNamespace(is_multimodal=True))
-    runtime: Any = SimpleNamespace(runner=runner, recomputation=None)
+    runtime: Any = SimpleNamespace(runner=runner, recomputation=None, config=HCacheConfig())
     probe: Any = SimpleNamespace()
     kvcache = SimpleNamespace(dtype=torch.bfloat16, start_layer=0)
     methods = LayerMethods(Partition(1, 1, 0), None, None, 1024)
@@ -104,6 +105,9 @@ def test_models_of_several_kinds_of_inputs_are_stored_and_not_recomputed(
     why = "the model's embeddings are not those of token ids alone"
     assert runtime.recomputation == f"none: {why}"
     assert f"hcache: layers are not recomputed: {why}" in caplog.messages
+    runtime.config = HCacheConfig(recompute="never")
+    assert recompute_check.find_recomputer(runtime, probe, kvcache, methods) is None
+    assert runtime.recomputation == "none: option 'recompute'"
 
 
 @pytest.mark.parametrize(

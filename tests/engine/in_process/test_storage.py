@@ -230,6 +230,16 @@ def test_lost_trust_deletes_what_this_server_wrote(
     assert storage.batch_exists(KEYS[:2]) == 0
 
 
+def test_l3_is_not_asked_for_pages_that_cannot_be_restored_and_keeps_them(
+    storage: HCacheStorage, pool: HostPool, runtime: Runtime, tmp_path: Path
+) -> None:
+    storage.batch_set_v1(KEYS[:2], pool.fill(range(0, 2)))
+    runtime.cannot_restore("test")
+    runtime.caches_were_flushed()
+    assert storage.batch_exists(KEYS[:2]) == 0
+    assert len(list(tmp_path.glob("**/*.page"))) == 2
+
+
 def test_lost_trust_deletes_what_is_being_written_meanwhile(
     storage: HCacheStorage,
     pool: HostPool,

@@ -10,9 +10,13 @@ SIZE, DEVICE_PAGES, HOST_PAGES = 2, 12, 24
 class Restore:
     """A restore that ends when somebody waits for it, and not before."""
 
-    def __init__(self, pages: list[int], reads: list[int] | None = None) -> None:
+    def __init__(
+        self, pages: list[int], reads: list[int] | None = None, behind: Restore | None = None
+    ) -> None:
         self.pages = pages
         self.reads = reads or []  # device pages from which it recomputes
+        self.behind = behind  # on the same stream
+        self.failed: Exception | None = None
         self.is_done = False  # for whoever is behind it on a stream
         self.read_host = False  # for threads
 
@@ -27,7 +31,12 @@ class Restore:
         return self.read_host
 
     def wait(self) -> None:
-        self.is_done = True
+        for restore in self.with_those_before():
+            restore.is_done = True
+
+    def with_those_before(self) -> list[Restore]:
+        """Itself and what ends before it, since it was launched earlier on the same stream."""
+        return [self, *(self.behind.with_those_before() if self.behind is not None else ())]
 
     def wait_until_copied(self) -> None:
         self.read_host = True
@@ -39,7 +48,7 @@ class Device:
     def __init__(self, cached: int = 0) -> None:
         self.free = list(range(DEVICE_PAGES - cached))
         self.cached = list(range(DEVICE_PAGES - cached, DEVICE_PAGES))
-        self.writers: dict[int, Restore] = {}
+        self.writers: dict[int, list[Restore]] = {}
         self.readers: list[Restore] = []
         self.made: dict[int, tuple[int, int]] = {}  # of which host page, and which content of it
         self.whole: set[int] = set()  # those that lack no layer
@@ -60,11 +69,21 @@ class Device:
         pages = pages_of(slots)
         assert not set(pages) & set(self.free)
         for page in pages:
-            assert page not in self.writers or self.writers[page].is_done, "still written"
+            assert self.is_written(page), "still written"
+            self.writers.pop(page, None)
             self.made.pop(page, None)
             self.whole.discard(page)
         assert not set(pages) & self.being_read(), "still read"
         self.free += pages
+
+    def writes(self, restore: Restore) -> None:
+        """``restore`` was launched."""
+        for page in restore.pages:
+            self.writers.setdefault(page, []).append(restore)
+
+    def is_written(self, page: int) -> bool:
+        """Whether all that writes a page is done."""
+        return all(restore.is_done for restore in self.writers.get(page, ()))
 
     def being_read(self) -> set[int]:
         return {page for reader in self.readers if not reader.is_done for page in reader.reads}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import numpy as np
 import pytest
 import torch
@@ -23,24 +21,31 @@ from tests.unit.restore.eager_device import (
 class Scene:
     """Eager restores with a device of their own, and the restores that were launched."""
 
-    def __init__(self, limit: int = DEVICE_PAGES, cached: int = 0, lack: int = 0) -> None:
+    def __init__(self, limit: int = DEVICE_PAGES, cached: int = 0, lacking: int = 0) -> None:
         self.device = Device(cached)
         self.launched: list[tuple[list[int], Restore]] = []
-        self.lack = lack  # of so many launches first layers cannot be recomputed
+        self.lacking = lacking  # layers of every page
+        self.slice: Restore | None = None  # the last one
         self.eager = EagerRestores(SIZE, self.device, self._launch, limit)
 
-    def _launch(
-        self,
-        prefetch: Hashable,
-        host_pages: np.ndarray,
-        slots: torch.Tensor,
-        before: torch.Tensor | None,
-    ) -> Launched:
-        whole = before is not None and len(self.launched) >= self.lack
-        restore = Restore(pages_of(slots), pages_of(before) if before is not None else [])
+    def _launch(self, host_pages: np.ndarray, slots: torch.Tensor) -> Launched:
+        restore = Restore(pages_of(slots))
         self.launched.append((host_pages.tolist(), restore))
-        self.device.writers.update(dict.fromkeys(restore.pages, restore))
-        return Launched(restore, whole, whole)
+        self.device.writes(restore)
+        return Launched(restore, self.lacking)
+
+    def recompute(self, pages: int, *, failed: bool = False) -> list[tuple[list[int], Restore]]:
+        """Recompute up to so many pages of every prefetch: its pages, and by what."""
+        done = []
+        for due in self.eager.to_recompute(pages):
+            assert due.layers == self.lacking
+            slots, before = self.eager.slots(due)
+            restore = self.slice = Restore(pages_of(slots), pages_of(before), self.slice)
+            restore.failed = RuntimeError("out of memory") if failed else None
+            self.device.writes(restore)
+            self.eager.recomputed(due, restore)  # type: ignore[arg-type]
+            done.append((due.host_pages.tolist(), restore))
+        return done
 
     def begin(self, name: str, host: list[int], keys: list[str] | None = None) -> int:
         return self.eager.reserve(name, keys or [f"{name}{i}" for i in host], np.array(host))
@@ -164,49 +169,63 @@ def test_a_restore_that_failed_is_waited_for_like_any_other(
     assert scene.device.count() == DEVICE_PAGES
 
 
-def test_first_layers_are_recomputed_behind_pages_that_lack_none() -> None:
-    scene = Scene()
-    scene.begin("a", [0, 1, 2, 3])
+def test_first_layers_are_recomputed_from_the_front_of_what_has_arrived() -> None:
+    scene = Scene(lacking=2)
+    scene.begin("a", [0, 1, 2, 3, 4])
+    assert scene.recompute(2) == []
     scene.eager.arrived("a", 1)
-    scene.eager.arrived("a", 3)
-    [(_, first), (_, second)] = scene.launched
+    scene.eager.arrived("a", 4)
+    slices = [scene.recompute(2) for _ in range(3)]
+    assert [[pages for pages, _ in one] for one in slices] == [[[0, 1]], [[2, 3]], []]
+    [[(_, first)], [(_, second)], _] = slices
     assert (first.reads, second.reads) == ([], first.pages)
-    assert whole(scene, [0, 1, 2, 3]) == [True, True, True, False]
+    assert whole(scene, [0, 1, 2, 3, 4]) == [True, True, True, True, False]
+
+
+def test_pages_that_lack_nothing_are_whole_when_they_arrive() -> None:
+    scene = Scene()
+    scene.begin("a", [0, 1])
+    scene.eager.arrived("a", 1)
+    assert scene.recompute(2) == []
+    assert whole(scene, [0, 1]) == [True, False]
 
 
 def test_nothing_is_recomputed_behind_a_page_that_lacks_layers_or_is_somebody_elses() -> None:
-    scene = Scene(lack=1)
+    scene = Scene(lacking=1)
     scene.begin("a", [0, 1], ["x", "y"])
     scene.begin("b", [2, 3, 4], ["x", "y", "z"])
-    for prefetch, pages in (("a", 1), ("a", 2), ("b", 3)):
-        scene.eager.arrived(prefetch, pages)
-    assert [restore.reads for _, restore in scene.launched] == [[], [], []]
+    scene.eager.arrived("a", 2)
+    scene.eager.arrived("b", 3)
+    assert [pages for pages, _ in scene.recompute(2, failed=True)] == [[0, 1]]
     assert whole(scene, [0, 1, 4]) == [False, False, False]
 
 
 def test_a_page_that_is_given_back_waits_for_who_recomputes_from_it() -> None:
-    scene = Scene()
+    scene = Scene(lacking=1)
     scene.begin("a", [0, 1])
-    scene.eager.arrived("a", 1)
     scene.eager.arrived("a", 2)
+    slices = [scene.recompute(1), scene.recompute(1)]
     scene.eager.host_freed(np.array([0]))
-    assert all(restore.is_done for _, restore in scene.launched)
+    assert all(restore.is_done for one in slices for _, restore in one)
     assert whole(scene, [1]) == [True]
 
 
 def test_who_gets_a_page_hears_of_who_recomputes_from_it() -> None:
-    scene = Scene()
+    scene = Scene(lacking=1)
     scene.begin("a", [0, 1])
-    scene.eager.arrived("a", 1)
     scene.eager.arrived("a", 2)
-    assert hand_out(scene, [0]).restores == tuple(restore for _, restore in scene.launched)
+    [_, (_, last)] = [*scene.recompute(1), *scene.recompute(1)]
+    [(_, restore)] = scene.launched
+    # The last slice stands behind all others: however many there were, one is waited for.
+    assert hand_out(scene, [0]).restores == (restore, last)
 
 
-def test_nothing_is_recomputed_behind_a_page_that_was_taken_away() -> None:
-    scene = Scene()
-    scene.begin("a", [0, 1, 2])
-    scene.eager.arrived("a", 1)
-    scene.eager.host_freed(np.array([0]))
-    scene.eager.arrived("a", 2)
-    assert [restore.reads for _, restore in scene.launched] == [[], []]
-    assert whole(scene, [1]) == [False]
+@pytest.mark.parametrize("taken", [0, 1])
+def test_nothing_is_recomputed_behind_a_page_that_was_taken_away(taken: int) -> None:
+    scene = Scene(lacking=1)
+    scene.begin("a", [0, 1, 2, 3])
+    scene.eager.arrived("a", 4)
+    scene.recompute(1)
+    scene.eager.host_freed(np.array([taken]))
+    assert scene.recompute(4) == []
+    assert whole(scene, [2, 3]) == [False, False]

@@ -57,38 +57,23 @@ class ScriptedScheduler(RuleBasedStateMachine):
         self.stale: list[list[int]] = []  # host pages of ended prefetches, not freed yet
         self.tree: list[int] = []
         self.launched: list[tuple[set[int], Restore]] = []  # what reads host pages
+        self.slice: Restore | None = None  # the last recomputation
         self.used: list[int] = []
         self.number = 0
 
-    def launch(
-        self,
-        prefetch: Hashable,
-        host_pages: np.ndarray,
-        slots: torch.Tensor,
-        before: torch.Tensor | None,
-    ) -> Launched:
+    def launch(self, host_pages: np.ndarray, slots: torch.Tensor) -> Launched:
         pages = pages_of(slots)
-        recomputes = self.lacking and before is not None and self.recomputes[prefetch]
-        whole = recomputes or not self.lacking
-        restore = Restore(pages, pages_of(before) if recomputes and before is not None else [])
-        self.device.readers.append(restore)
+        restore = Restore(pages)
         self.launched.append((set(host_pages.tolist()), restore))
-        host = self.running[prefetch].host
-        at = host.index(int(host_pages[0]))
-        assert host[at : at + len(pages)] == host_pages.tolist()
-        if before is not None:
-            sources = [self.device.made.get(page) for page in pages_of(before)]
-            assert sources == [(page, self.content[page]) for page in host[:at]], "of other pages"
-            assert set(pages_of(before)) <= self.device.whole, "they lack layers themselves"
         for page, host in zip(pages, host_pages.tolist(), strict=True):
             assert page not in self.device.free and page not in self.used
             assert host in self.readable, "launched before it arrived"
             assert page not in self.device.made, "launched twice"
             self.device.made[page] = host, self.content[host]
-            self.device.writers[page] = restore
-        if whole:
+        self.device.writes(restore)
+        if not self.lacking:
             self.device.whole.update(pages)
-        return Launched(restore, whole, recomputes)
+        return Launched(restore, 2 * self.lacking)
 
     # ---- prefetches ----
 
@@ -115,6 +100,31 @@ class ScriptedScheduler(RuleBasedStateMachine):
         prefetch.arrived = data.draw(st.integers(prefetch.arrived, len(prefetch.host)))
         self.readable.update(prefetch.host[: prefetch.arrived])
         self.eager.arrived(number, prefetch.arrived)
+
+    @rule(most=st.integers(1, 4), data=st.data())
+    def recompute(self, most: int, data: Any) -> None:
+        """A turn of the scheduler has time for some pages of the first prefetch that can be."""
+        for found in self.eager.to_recompute(most):
+            assert self.lacking and found.layers == 2 and 0 < len(found.pages) <= most
+            if not self.recomputes[found.prefetch]:
+                continue
+            due = found.first(data.draw(st.integers(1, len(found.pages))))
+            host = self.running[due.prefetch].host
+            slots, before = map(pages_of, self.eager.slots(due))
+            assert due.host_pages.tolist() == host[len(before) :][: len(slots)]
+            made = [self.device.made.get(page) for page in (*before, *slots)]
+            there = host[: len(made)]
+            assert made == [(page, self.content[page]) for page in there], "of other pages"
+            assert set(before) <= self.device.whole, "they lack layers themselves"
+            assert not set(slots) & self.device.whole, "recomputed twice"
+            failed = data.draw(st.booleans())
+            restore = self.slice = Restore(slots, before, self.slice)
+            restore.failed = RuntimeError("out of memory") if failed else None
+            self.device.readers.append(restore)
+            self.device.writes(restore)
+            self.device.whole.update(() if failed else slots)
+            self.eager.recomputed(due, restore)  # type: ignore[arg-type]
+            return
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), polled=st.booleans())
@@ -146,6 +156,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
             self.running[self.number].arrived = arrived
             self.readable.update(host[:arrived])
             self.eager.arrived(self.number, arrived)
+            self.recompute(4, data)
         del self.running[self.number]
         self.eager.end(self.number)
         self.tree = host + self.tree
@@ -197,7 +208,8 @@ class ScriptedScheduler(RuleBasedStateMachine):
         pages = pages_of(handed.slots)
         assert len(set(pages)) == len(pages) == len(host)
         assert not set(pages) & (set(self.device.free) | set(self.used))
-        writers = {id(restore) for restore in handed.restores}
+        waited: list[Any] = list(handed.restores)
+        writers = {id(one) for restore in waited for one in restore.with_those_before()}
         assert {page for page, whole in zip(pages, handed.whole, strict=True) if whole} == (
             set(pages) & self.device.whole
         )
@@ -211,10 +223,10 @@ class ScriptedScheduler(RuleBasedStateMachine):
                 assert self.device.made.pop(page) == (source, self.content[source]), (
                     "of another page"
                 )
-                assert id(self.device.writers[page]) in writers, "nobody waits for it"
+                writing = {id(restore) for restore in self.device.writers[page]}
+                assert writing <= writers, "nobody waits for it"
             else:
-                writer = self.device.writers.get(page)
-                assert writer is None or writer.is_done, "others still write it"
+                assert self.device.is_written(page), "others still write it"
         self.used += pages
 
     @rule(pages=st.integers(1, 6))
@@ -231,8 +243,8 @@ class ScriptedScheduler(RuleBasedStateMachine):
     def free(self, pages: int) -> None:
         freed, self.used = self.used[:pages], self.used[pages:]
         for page in freed:  # the engine frees behind its own work, which waited for the restore
-            if page in self.device.writers:
-                self.device.writers[page].is_done = True
+            for restore in self.device.writers.get(page, ()):
+                restore.is_done = True
             for reader in self.device.readers:
                 reader.is_done = reader.is_done or page in reader.reads
         self.device.give(slots_of(freed))
@@ -245,11 +257,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
     @rule()
     def flush(self) -> None:
         self.eager.all_freed()
-        assert all(
-            writer.is_done
-            for page, writer in self.device.writers.items()
-            if page in self.device.made
-        )
+        assert all(map(self.device.is_written, self.device.made))
         assert self.device.being_read() <= set(self.used)
         self.eager.clear()  # HiCache resets its controller, too
         assert all(restore.read_host for _, restore in self.launched)

@@ -203,19 +203,21 @@ def test_restores_between_forward_passes_on_gpus() -> None:
 def recompute_and_restore(exchange: Exchange) -> bool:
     rank, seen = Rank(exchange, 4), []
 
-    def fill(positions: torch.Tensor, slots: torch.Tensor) -> None:
-        seen.append((positions.clone(), slots.clone()))
+    def fill(positions: np.ndarray, slots: torch.Tensor) -> None:
+        seen.append((positions, slots.clone()))
         dist.all_reduce(torch.ones(1))  # as the model's own layers do
 
     pages = np.array([5, 2, 7], np.int64)
     slots = torch.arange(3 * SIZE)
     restore = rank.pipeline.start(pages, slots, recompute(1, fill))
+    assert restore.failed is None
     for event in restore.layers:
         event.synchronize()
     rank.assert_restored(pages, slots, first=1)
-    positions = torch.from_numpy((pages[:, None] * SIZE + np.arange(SIZE)).ravel())
+    positions = (pages[:, None] * SIZE + np.arange(SIZE)).ravel()
     # Recomputation is given the tokens in the order of the sequence.
-    return len(seen) == 1 and torch.equal(seen[0][0], positions) and torch.equal(seen[0][1], slots)
+    [(given, where)] = seen
+    return np.array_equal(given, positions) and torch.equal(where, slots)
 
 
 def test_first_layers_are_recomputed_beside_an_exchange(two_ranks: Results) -> None:

@@ -34,6 +34,7 @@ def test_recomputed_layers_take_no_copy_and_come_before_projections(first: int) 
         calls.append((positions.tolist(), where.tolist()))
 
     restore = pipeline.start(pages, slots, recompute(first, fill))
+    assert restore.failed is None
     for layer in range(4):
         restore.wait_for_layer(layer)
         if layer >= first:
@@ -60,6 +61,7 @@ def test_segments_arrive_while_the_first_layers_are_recomputed() -> None:
         server.assert_restored(2, pages.tolist(), slots)
 
     restore = pipeline.start(pages, slots, recompute(1, fill))
+    assert restore.failed is None
     restore.wait_for_layer(3)
     server.assert_restored(3, pages.tolist(), slots)
 
@@ -102,6 +104,7 @@ def test_nothing_waits_for_room_while_layers_are_recomputed(pages: int) -> None:
         arrived.set()
 
     restore = server.pipeline.start(chosen, slots, recompute(1, fill))
+    assert restore.failed is None
     for layer in range(1, len(methods)):
         restore.wait_for_layer(layer)
         server.assert_restored(layer, chosen.tolist(), slots)
@@ -157,6 +160,7 @@ def test_recomputation_is_in_turn_with_forward_passes_and_copies_are_beside_it()
     gate.set()
     restore.layers[0].synchronize()
     forward.record().synchronize()
+    assert restore.failed is None
     positions = [1000 * int(page) + i for page in pages for i in range(SIZE)]
     recomputed = ("hcache-forward", positions, slots.tolist())
     assert order == ["forward pass", recomputed, "next forward pass"]
@@ -229,4 +233,5 @@ def test_a_recomputation_sees_what_the_restore_before_it_wrote() -> None:
         for layer in range(3):
             server.assert_restored(layer, first_pages.tolist(), first_slots)
 
-    server.pipeline.start(np.array([2]), torch.arange(40, 40 + SIZE), recompute(3, fill))
+    behind = server.pipeline.start(np.array([2]), torch.arange(40, 40 + SIZE), recompute(3, fill))
+    assert behind.failed is None

@@ -1,0 +1,77 @@
+"""Slices of recomputation: as long as a turn has time for, by what earlier ones took."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hcache_backend.engine.recompute.slices import SliceBudget
+
+SIZE, LAYERS = 16, 4
+PER_TOKEN = 0.001
+"""Seconds of one layer."""
+
+
+def layer(tokens: int, prefix: float) -> float:
+    """Attention costs as much as all else behind 1,000 tokens."""
+    return PER_TOKEN * tokens * (1 + prefix / 1000)
+
+
+def ended(tokens: int, seconds: float | None, failed: Exception | None = None) -> Any:
+    """A restore of so many tokens; ``seconds``: None where it is not done."""
+    report = SimpleNamespace(busy_ms=lambda stream: 1e3 * (seconds or 0.0))
+    return SimpleNamespace(
+        tokens=tokens, done=lambda: seconds is not None, report=lambda: report, failed=failed
+    )
+
+
+def budget(seconds: float, *, known: bool = True) -> SliceBudget:
+    return SliceBudget(seconds, 8192, layer, known=known)
+
+
+@pytest.mark.parametrize("prefix", [0, 1000])
+@pytest.mark.parametrize("pages", [1, 5, 64])
+def test_a_slice_is_as_long_as_it_may_take(pages: int, prefix: int) -> None:
+    slices = budget(LAYERS * layer(pages * SIZE, prefix) * 1.001)
+    assert slices.pages(100, SIZE, prefix, LAYERS) == pages
+    assert slices.pages(3, SIZE, prefix, LAYERS) == min(pages, 3)  # no more are there
+    assert slices.pages(100, SIZE, prefix, 2 * LAYERS) == max(1, pages // 2)
+
+
+def test_one_page_is_recomputed_however_long_that_takes() -> None:
+    assert budget(1e-9).pages(100, SIZE, 0, LAYERS) == 1
+
+
+def test_slices_grow_as_soon_as_it_is_known_how_long_they_take() -> None:
+    slices = budget(1.0, known=False)
+    assert slices.pages(1000, SIZE, 0, LAYERS) == 1
+    slices.launched(ended(SIZE, 0.01), 0, LAYERS)
+    assert slices.pages(1000, SIZE, 0, LAYERS) == 100
+
+
+def test_slices_shrink_when_they_take_longer_than_the_profile_says() -> None:
+    slices = budget(LAYERS * layer(10 * SIZE, 0) * 1.001)
+    for _ in range(2):
+        slices.launched(ended(10 * SIZE, 2 * LAYERS * layer(10 * SIZE, 0)), 0, LAYERS)
+    assert slices.pages(1000, SIZE, 0, LAYERS) == 5
+
+
+def test_no_more_than_two_slices_are_ahead_of_the_device() -> None:
+    slices = budget(1.0)
+    seconds: list[float | None] = [None, None]
+    for i in range(2):
+        assert slices.pages(10, SIZE, 0, LAYERS) > 0
+        slice_ = ended(SIZE, None)
+        slice_.done = lambda i=i: seconds[i] is not None
+        slices.launched(slice_, 0, LAYERS)
+    assert slices.pages(10, SIZE, 0, LAYERS) == 0
+    seconds[0] = 0.1
+    assert slices.pages(10, SIZE, 0, LAYERS) > 0
+
+
+def test_a_slice_that_failed_says_nothing_of_others() -> None:
+    slices = budget(1.0, known=False)
+    slices.launched(ended(SIZE, 1e-6, RuntimeError("out of memory")), 0, LAYERS)
+    assert slices.pages(100, SIZE, 0, LAYERS) == 1
