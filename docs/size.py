@@ -38,14 +38,14 @@ class PageSize:
         files: Files of a page in L3, all ranks together.
         file_bytes: Of each of them.
         has_shadows: Whether the pages of the device's KV pool take host memory too.
-        overflow_row: Bytes of K and V of a layer that the codec may fail to hold; 0: it holds all.
+        least_overflow: Bytes of K and V of a page that the codec may fail to hold; 0: it holds all.
     """
 
     rank_bytes: int
     files: int
     file_bytes: int
     has_shadows: bool
-    overflow_row: int = 0
+    least_overflow: int = 0
 
 
 def page_size(plan: dict[str, Any], tokens: int, codec: str, kv_mode: bool) -> PageSize:
@@ -78,8 +78,8 @@ def page_size(plan: dict[str, Any], tokens: int, codec: str, kv_mode: bool) -> P
     layout = PageLayout(tokens, tuple(stored[m] for m in methods), share)
     files = ranks if "kv" in methods else share.of  # K and V are those of a rank's own heads
     file_bytes = file_layout(layout.table, share).file_bytes
-    row = tokens * kv_bytes if encoded and "kv" in methods else 0
-    return PageSize(layout.page_bytes, files, file_bytes, has_shadows=True, overflow_row=row)
+    overflow = methods.count("kv") * tokens * kv_bytes if encoded else 0
+    return PageSize(layout.page_bytes, files, file_bytes, has_shadows=True, least_overflow=overflow)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def size(
     pages = histories * (tokens // page_tokens)
     # SGLang's pool has a page more than it gives out.
     shadows = (device_tokens // page_tokens + 1) * page.has_shadows
-    overflow = -(-page.overflow_row // page.rank_bytes)
+    overflow = -(-page.least_overflow // page.rank_bytes)
     overflow += pages // 255 * bool(overflow)  # one page of 256 is for it
     host_bytes = (pages + shadows + overflow) * page.rank_bytes
     device_bytes = device_tokens * page_size(plan, page_tokens, "none", True).rank_bytes

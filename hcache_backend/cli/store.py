@@ -69,11 +69,7 @@ def stats(dirs: Dirs = None, as_json: AsJson = False) -> None:
     if spaces.row_count:
         screen.print()
         screen.print(spaces)
-    for path in config.dirs:
-        report = read_report(path)
-        if report is not None:
-            screen.print()
-            screen.print(_last_server(path, report), highlight=False, soft_wrap=True)
+    _show_last_servers(config)
 
 
 def list_pages(
@@ -82,7 +78,7 @@ def list_pages(
     limit: Annotated[int, typer.Option(min=1, help="Largest number of page files shown.")] = 50,
     as_json: AsJson = False,
 ) -> None:
-    """List the page files by namespace and key."""
+    """List the page files by namespace and key, and which server was the last."""
     config = existing_store(settings(dirs))
     rows: list[dict[str, Any]] = []
     with explained():
@@ -91,7 +87,7 @@ def list_pages(
                 found = islice(_entries(folder, namespace), limit - len(rows))
                 rows += [_row(path, entry) for entry in found]
     if as_json:
-        print_json({"pages": rows})
+        print_json({"pages": rows, "last_servers": _last_servers(config)})
         return
     shown = table("", "namespace", "key", "share", "bytes#", "writer", "last used", "folder")
     for row in rows:
@@ -107,6 +103,7 @@ def list_pages(
     screen.print(shown)
     if len(rows) == limit:
         screen.print(f"(the first {limit}; more with --limit)")
+    _show_last_servers(config)
 
 
 def verify(
@@ -257,10 +254,25 @@ def _folder_stats(path: Path) -> dict[str, Any]:
         }
 
 
+def _last_servers(config: HCacheConfig) -> dict[str, Any]:
+    """By folder, what the server that opened it last said about itself."""
+    reports = {str(path): read_report(path) for path in config.dirs}
+    return {path: found.model_dump(mode="json") for path, found in reports.items() if found}
+
+
+def _show_last_servers(config: HCacheConfig) -> None:
+    for path in config.dirs:
+        report = read_report(path)
+        if report is not None:
+            screen.print()
+            screen.print(_last_server(path, report), highlight=False, soft_wrap=True)
+
+
 def _last_server(path: Path, report: ServerReport) -> str:
     """What pages the server that opened the folder last has, and why no other ones."""
     why = f" ({report.reason})" if report.reason is not None else ""
     codec = f", codec {report.codec}" if report.codec is not None else ""
+    codec += f" ({report.overflow})" if report.overflow is not None else ""
     opened = _when(report.time)
     pages = f"{report.mode} mode, {report.pages} pages"
     return f"Last server of {path}: {pages}{why}{codec}; {report.model}, {opened}"

@@ -158,7 +158,7 @@ class OwnPagesController(HybridCacheController, ABC):
     def _kept(self, host_pages: Ids) -> bool:
         """Whether all layers of ``host_pages`` are there, encoded or in the overflow."""
         overflow = self._pool.overflow
-        return overflow is None or overflow.pages.lost.isdisjoint(host_pages.tolist())
+        return overflow is None or overflow.whole(host_pages)
 
     def _queued(self, load: QueuedLoad, device_indices: torch.Tensor) -> None:
         """SGLang queued ``load``, to slots ``device_indices`` (int64 ``[n]``, on the device)."""
@@ -172,15 +172,20 @@ class OwnPagesController(HybridCacheController, ABC):
         host_pages = self._pool.page_ids(operation.host_indices)
         arena.host_access(arena.physical(host_pages), write=True, header=True)
         tokens, before = _token_array(operation.token_ids), operation.prefix_keys
-        overflow = self._pool.overflow
+        overflow = self._pool.overflow.pages if self._pool.overflow is not None else None
+        # Look-ups end before a page that is not in L3: what is behind it is never found there.
+        behind = overflow is not None and overflow.keeps_one_from_l3(before or ())
         first = None if before is None else len(before) * size
         pages = zip(operation.hash_value, arena.pages(host_pages), strict=False)
         for i, (key, page) in enumerate(pages):
             own = tokens[i * size : (i + 1) * size]
             at = None if first is None else first + i * size
             problem = self._finish_header(page, int(host_pages[i]), own, at)
-            if problem is None and overflow is not None and int(host_pages[i]) in overflow.pages:
-                problem = "page_not_encodable"
+            if problem is None and overflow is not None:
+                fits = int(host_pages[i]) not in overflow
+                overflow.note(key_bytes(key), encodable=fits)
+                if behind or not fits:
+                    problem = "page_not_encodable"
             if problem is None:
                 layout.seal(page, key_bytes(key))
                 continue

@@ -28,7 +28,7 @@ from hcache_backend.engine.controller import OwnPagesController
 from hcache_backend.engine.host_pool import HiddenStatePool
 from hcache_backend.engine.loads import QueuedLoad
 from hcache_backend.engine.ranks import on_all_ranks
-from hcache_backend.engine.service_check import ServiceChecks
+from hcache_backend.engine.service_check import KVChecks, ServiceChecks
 from hcache_backend.engine.stage_pages import StagePages
 from hcache_backend.page import Bytes, Ints
 
@@ -62,11 +62,16 @@ class HiddenStateController(OwnPagesController):
     _pool: HiddenStatePool
 
     def use_hidden_states(
-        self, capture: StagedCapture, checks: ServiceChecks, stages: StagePages
+        self,
+        capture: StagedCapture,
+        checks: ServiceChecks,
+        kv_checks: KVChecks,
+        stages: StagePages,
     ) -> None:
         """Give the controller what it works with besides; called once, before the first request."""
         self._capture = capture
         self._checks = checks
+        self._kv_checks = kv_checks
         self._stages = stages
         self._writing = False
         self._backups: deque[_Backup] = deque()  # as write_queue
@@ -79,6 +84,7 @@ class HiddenStateController(OwnPagesController):
         super().reset()
         self._backups.clear()
         self._checks.forget()
+        self._kv_checks.forget()
 
     def turn(self, cache: Any) -> None:
         super().turn(cache)
@@ -87,6 +93,7 @@ class HiddenStateController(OwnPagesController):
             self._finish_when_idle()
         self._passes = self._capture.ledger.passes
         self._checks.read()
+        self._kv_checks.run()
 
     # ---- device -> host ----
 

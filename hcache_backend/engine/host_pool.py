@@ -14,12 +14,15 @@ from sglang.srt.mem_cache.pool_host.base import HostKVCache
 from hcache_backend.arena import Arena, Ids
 from hcache_backend.capture.shadows import ShadowArena
 from hcache_backend.capture.staging import StagedCapture
-from hcache_backend.engine.kv_pages.overflow import OverflowArea
+from hcache_backend.engine.kv_pages.overflow import Kept, OverflowArea
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.loads import LoadQueue
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.streams import Event, StreamFailed, current_stream, to_device
+
+_ALIGNED_BYTES = 16
+"""Kernels read and write rows of a multiple of so many bytes by as many at once."""
 
 
 class HostPages(NamedTuple):
@@ -69,6 +72,7 @@ class OwnPagesPool(HostKVCache):
         self._pages = pages
         self._kv = kv
         self.overflow: OverflowArea | None = None
+        self._overflowed: Kept = {}
         self._loads: LoadQueue | None = None
         self._restores: tuple[RunningRestore, ...] = ()
         self._backed_up: Event | None = None
@@ -127,7 +131,9 @@ class OwnPagesPool(HostKVCache):
         pages = self._pages.host + self._pages.shadows
         self.arena = self._new_arena(buffer[:pages].numpy())
         if self._kv.codec != "none":
-            self.overflow = OverflowArea(self._kv, buffer[pages:], self.device_pool.device)
+            room = buffer[pages:].view(-1)
+            room = room[-pages * self.page_layout.page_bytes % _ALIGNED_BYTES :]
+            self.overflow = OverflowArea(self._kv, room, self.device_pool.device)
             self.on_freed.append(self.overflow.freed)
         return buffer
 
@@ -197,7 +203,9 @@ class OwnPagesPool(HostKVCache):
         for restore in self._restores:
             restore.wait_for_layer(layer_id)
         if self.overflow is not None:
-            self.overflow.load(layer_id, self.page_ids(host_indices), device_indices)
+            if layer_id == 0:
+                self._overflowed = self.overflow.pages.of_pages(self.page_ids(host_indices))
+            self.overflow.load(layer_id, self._overflowed, device_indices)
         if layer_id == self.layer_num - 1:
             for told in self.on_loaded:
                 told(self.page_ids(host_indices), device_indices)

@@ -137,6 +137,15 @@ CODEC = Metric(
     multiprocess_mode="max",
 )
 
+OVERFLOW = Metric(
+    Gauge,
+    "hcache_overflow",
+    "Host memory for layers of pages that the codec cannot encode, and pages that found no room",
+    "what",
+    multiprocess_mode="max",
+)
+"""rows (each for one layer of a page), rows_in_use, pages_lost; of several ranks the most."""
+
 BEHIND = Metric(
     Gauge,
     "hcache_l3_behind",
@@ -174,7 +183,7 @@ as a batch waits for it) and prefill; of several ranks the slowest counts."""
 
 ALL = (
     TOKENS, BYTES, SECONDS, STAGE_SECONDS, PAGES, LOOKUPS, L3_TOKENS, STORE, PROBLEMS, MODE,
-    SUSPENDED, CODEC, BEHIND, BEHIND_PAGES, RATES,
+    SUSPENDED, CODEC, OVERFLOW, BEHIND, BEHIND_PAGES, RATES,
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from hcache_backend.config import HCacheConfig
 from hcache_backend.engine import metrics
 from hcache_backend.engine.arguments import page_size
 from hcache_backend.engine.hits.gate import HitGate
+from hcache_backend.engine.kv_pages.overflow import Overflow
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.ranks import PipelineStages
 from hcache_backend.fingerprint import (
@@ -29,7 +30,7 @@ from hcache_backend.fingerprint import (
 from hcache_backend.page import FORMAT_VERSION, WRITER_BYTES
 from hcache_backend.partition.profile import Profile
 from hcache_backend.partition.record import PartitionRecord
-from hcache_backend.server_report import LayerGroup, ServerReport
+from hcache_backend.server_report import LayerGroup, OverflowUse, ServerReport
 from hcache_backend.store import PageStore
 
 logger = logging.getLogger("hcache")
@@ -79,6 +80,7 @@ class Runtime:
             store was known.
         hit_gate: Decides which L3 hits are read; None: all are.
         codec: What encodes our own pages; None: there are none.
+        overflow: What of encoded pages is kept apart; None: they hold everything.
     """
 
     runner: Any
@@ -100,6 +102,7 @@ class Runtime:
     kept_partition: tuple[str, PartitionRecord] | None = None
     hit_gate: HitGate | None = None
     codec: str | None = None
+    overflow: Overflow | None = None
     distrust: str | None = None
     _not_restorable: str | None = None
     _namespaces: dict[tuple[bytes, str], bytes] = field(default_factory=dict)
@@ -123,11 +126,10 @@ class Runtime:
         if reason is not None:
             logger.info("hcache: KV mode, own pages: %s", reason)
 
-    def use_codec(self, name: str) -> None:
-        """Own pages are encoded by the codec ``name``."""
-        assert self.config is not None
+    def use_codec(self, name: str, asked: str) -> None:
+        """Own pages are encoded by the codec ``name``; option ``codec`` means ``asked`` here."""
         self.codec = name
-        metrics.CODEC.set(self.config.codec, name)
+        metrics.CODEC.set(asked, name)
 
     def use_plain_pages(self, reason: str) -> None:
         """The host pool holds SGLang's plain KV pages, and this is why."""
@@ -145,11 +147,18 @@ class Runtime:
             pages="own" if self.own_pages else "plain",
             reason=self.reason,
             codec=self.codec,
+            overflow=self._overflow_use(),
             partition=self.layer_methods.describe() if hidden and self.layer_methods else None,
             projection=tuple(self.projection),
             recomputation=self.recomputation if hidden else None,
             tokens_per_second=self.hit_gate.costs.rates() if self.hit_gate is not None else {},
         )
+
+    def _overflow_use(self) -> OverflowUse | None:
+        kept = self.overflow
+        if kept is None:
+            return None
+        return OverflowUse(rows=kept.rows, rows_in_use=kept.rows_in_use, pages_lost=len(kept.lost))
 
     def namespace_of(self, weights: Weights, **shape: object) -> bytes:
         """Namespace (16 bytes) of pages that ``weights`` made and that look like ``shape``.

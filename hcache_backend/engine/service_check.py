@@ -2,8 +2,9 @@
 
 Behind a transfer, on its stream, a sample of its pages is compared with the pool; what comes of it
 is read when it has arrived, and nobody waits. Of each such page a few layers are looked at, the
-next time the next few: a check is short, however large the model is. Scheduler thread only; all
-tensor-parallel ranks must get to each step of a check at one point.
+next time the next few: a check is short, however large the model is. Of K and V one layer is
+compared per turn: decoding it takes a moment. Scheduler thread only; all tensor-parallel ranks must
+get to each step of a check at one point.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ logger = logging.getLogger("hcache")
 
 _LAYERS = 4
 """Layers of a page that are looked at."""
+
+_WAITING = 16
+"""While so many pages wait for their comparison, no further one is chosen."""
 
 _Layer = TypeVar("_Layer")
 
@@ -69,11 +73,11 @@ class _Sample:
 
 
 class _CopiedPage(NamedTuple):
-    """What the pool held of some layers of a page: uint8, on the CPU once ``event`` has passed."""
+    """What the pool held of K and V of some layers of a page: uint8 each, on the CPU once ``event``
+    has passed. Layers are left until they are compared."""
 
     host_page: int
-    layers: Sequence[int]
-    held: torch.Tensor
+    left: deque[tuple[int, torch.Tensor]]
     event: Event
 
 
@@ -91,22 +95,8 @@ def _without(freed: Ids, checks: deque[_Checked]) -> deque[_Checked]:
     return deque(check for check in checks if check.host_page not in gone)
 
 
-def _kv_problem(
-    kv: KVSegments, pool: OwnPagesPool, copied: _CopiedPage | _RunningCheck
-) -> str | None:
-    """Which layer of a page is not what the pool held; None also of a page that is lost."""
-    kept, overflow = {}, pool.overflow
-    if overflow is not None:
-        if copied.host_page in overflow.pages.lost:
-            return None
-        kept = overflow.kept(copied.host_page)
-    [page] = pool.arena.pages(np.array([copied.host_page]))
-    layer = kv.differs(pool.page_layout, torch.from_numpy(page), copied.layers, copied.held, kept)
-    return None if layer is None else f"K and V of layer {layer} in a page are not the pool's"
-
-
 class KVChecks:
-    """Is a page of K and V what the pool holds? A sample of backups and of loads is compared.
+    """Are K and V in a page what the pool holds? A sample of transfers is compared.
 
     What the pool holds is copied once more, in another way; encoded pages are decoded in another.
 
@@ -134,12 +124,14 @@ class KVChecks:
         ``slots`` are int64 ``[n * page_size]``, on the device.
         """
         size, i = self._pool.page_size, self._sample.choose(len(host_pages))
-        if i is None:
+        if i is None or len(self._copied) >= _WAITING:
             return
         layers = self._layers.next()
         held = _copy_to_host(self._kv.held(layers, slots[i * size : (i + 1) * size]))
+        parts = held.split([self._kv.bytes_of(layer) for layer in layers])
         event = current_stream(slots.device).record()
-        self._copied.append(_CopiedPage(int(host_pages[i]), layers, held, event))
+        left = deque(zip(layers, parts, strict=True))
+        self._copied.append(_CopiedPage(int(host_pages[i]), left, event))
 
     def freed(self, host_pages: Ids) -> None:
         """HiCache has freed ``host_pages`` (int64 ``[n]``): others may write them."""
@@ -150,46 +142,57 @@ class KVChecks:
         self._copied.clear()
 
     def run(self) -> None:
-        """Compare what has arrived on every rank. All must call it at one point."""
-        while self._copied:
-            copied = self._copied[0]
-            there = copied.event.query() and self._pool.settled(copied.host_page)
-            (arrived,) = on_all_ranks(self._group, there)
-            if not arrived:
-                return
-            problem = self._problem(self._copied.popleft())
-            (right,) = on_all_ranks(self._group, problem is None)
-            if not right:
-                self.failed = True
-                metrics.PROBLEMS.count("self_check")
-                problem = problem or "a page of another rank differs"
-                self._runtime.lose_trust(f"the self-check in service failed: {problem}")
+        """Compare a layer of the first page, if it has arrived on every rank. All must call it at
+        one point."""
+        if self.failed or not self._copied:
+            return
+        copied = self._copied[0]
+        there = copied.event.query() and self._pool.settled(copied.host_page)
+        (arrived,) = on_all_ranks(self._group, there)
+        if not arrived:
+            return
+        problem = self._problem(copied)
+        (right,) = on_all_ranks(self._group, problem is None)
+        if not right:
+            self.failed = True
+            metrics.PROBLEMS.count("self_check")
+            problem = problem or "a page of another rank differs"
+            self._runtime.lose_trust(f"the self-check in service failed: {problem}")
+        if not (copied.left and right):
+            metrics.TOKENS.count("checked", self._pool.page_size)
+            self._copied.popleft()
 
     def _problem(self, copied: _CopiedPage) -> str | None:
-        metrics.TOKENS.count("checked", self._pool.page_size)
         try:
             copied.event.synchronize()
         except StreamFailed as failed:
             return str(failed)
-        return _kv_problem(self._kv, self._pool, copied)
+        overflow, found = self._pool.overflow, None
+        layer, held = copied.left.popleft()
+        if overflow is not None:
+            if copied.host_page in overflow.pages.lost:
+                return None
+            found = overflow.kept(copied.host_page).get(layer)
+        if found is None:
+            [page] = self._pool.arena.pages(np.array([copied.host_page]))
+            segments = torch.from_numpy(page[self._pool.page_layout.segment(layer)])
+            found = self._kv.as_held(layer, segments)
+        same = torch.equal(found, held)
+        return None if same else f"K and V of layer {layer} in a page are not the pool's"
 
 
 class _RunningCheck(NamedTuple):
     """A comparison of some layers of a page with the pool, on the device until ``event``.
 
     Attributes:
-        hidden_layers: Layers whose hidden states were projected.
+        layers: Layers whose hidden states were projected.
         differences: How far their K and V are off, float64 ``[layers, 2]``.
-        layers: Layers of which K and V are stored.
-        held: What the pool had of them, uint8.
         problem: Why a layer could not be projected, or None.
     """
 
     host_page: int
-    hidden_layers: Sequence[AttentionLayer]
+    layers: Sequence[AttentionLayer]
     differences: torch.Tensor
-    layers: Sequence[int]
-    held: torch.Tensor
     problem: str | None
     event: Event
 
@@ -203,7 +206,6 @@ class ServiceChecks:
 
     Args:
         hidden_layers: Layers that are stored as hidden states.
-        kv: Layers that are stored as K and V.
         exchange: Between the ranks that share the tokens of every page; None: pages are whole.
         order: Keeps collectives apart from those of forward passes; None: there are none.
         group: The tensor-parallel ranks.
@@ -214,7 +216,6 @@ class ServiceChecks:
         runtime: Runtime,
         pool: HiddenStatePool,
         hidden_layers: Sequence[AttentionLayer],
-        kv: KVSegments,
         codec: Codec,
         projector: Projector,
         exchange: Exchange | None,
@@ -224,9 +225,7 @@ class ServiceChecks:
         assert runtime.config is not None
         self._runtime = runtime
         self._pool = pool
-        self._hidden_layers = _InTurn(hidden_layers)
-        self._kv = kv
-        self._kv_layers = _InTurn(kv.layers)
+        self._layers = _InTurn(hidden_layers)
         self._codec = codec
         self._projector = projector
         self._exchange = exchange
@@ -246,21 +245,14 @@ class ServiceChecks:
         if i is None:
             return
         slots, chosen = slots[i * size : (i + 1) * size], host_pages[i : i + 1]
-        hidden_layers, kv_layers = self._hidden_layers.next(), self._kv_layers.next()
+        layers = self._layers.next()
         try:
-            differences, problem = self._project(hidden_layers, chosen, slots)
+            differences, problem = self._project(layers, chosen, slots)
         except ExchangeFailed as error:  # on all ranks
             logger.warning("hcache: a page was not checked: %s", error)
             return
-        held = slots.new_empty(0, dtype=torch.uint8)
-        if kv_layers:
-            held = _copy_to_host(self._kv.held(kv_layers, slots))
         event = current_stream(slots.device).record()
-        self._running.append(
-            _RunningCheck(
-                int(chosen[0]), hidden_layers, differences, kv_layers, held, problem, event
-            )
-        )
+        self._running.append(_RunningCheck(int(chosen[0]), layers, differences, problem, event))
 
     def freed(self, host_pages: Ids) -> None:
         """HiCache has freed ``host_pages`` (int64 ``[n]``): others may write them."""
@@ -274,7 +266,7 @@ class ServiceChecks:
         """See to all checks whose results have arrived."""
         while self._running:
             check, whole = self._running[0], None
-            if check.event.query() and self._pool.settled(check.host_page):
+            if check.event.query():
                 # None: its rows have arrived, but nobody has looked whether all did.
                 whole = self._pool.arena.whole(np.array([check.host_page]))
             known, right = on_all_ranks(self._group, whole is not None, whole is not False)
@@ -353,8 +345,8 @@ class ServiceChecks:
             return None
         if check.problem is not None:
             return check.problem
-        for layer, found in zip(check.hidden_layers, check.differences.tolist(), strict=True):
+        for layer, found in zip(check.layers, check.differences.tolist(), strict=True):
             problem = difference_problem(layer, found, self._projector, self._codec.name)
             if problem is not None:
                 return problem
-        return _kv_problem(self._kv, self._pool, check) if check.layers else None
+        return None

@@ -45,7 +45,7 @@ logger = logging.getLogger("hcache")
 _Result = TypeVar("_Result")
 
 _REPORT_SECONDS = 60.0
-"""Between two reports for ``hcache doctor``, whose rates change."""
+"""Between two reports for ``hcache doctor`` and ``hcache stats``, whose numbers change."""
 
 
 class HCacheStorage(HiCacheStorage):
@@ -72,7 +72,7 @@ class HCacheStorage(HiCacheStorage):
         joined = attach.join(storage_config)
         self._runtime, config, kv_fields, store, behind = joined
         self._pools = StoredPools(self._runtime, store, storage_config, kv_fields, behind)
-        self.repairs = Repairs(self._pools.take_gaps, storage_config.pp_size)
+        self.repairs = Repairs(self._pools.take_gaps, storage_config.pp_size, self._never_in_l3)
         self._promises_hits = not decodes_for_others(self._runtime.runner.server_args)
         if not self._promises_hits:
             logger.warning(
@@ -116,11 +116,7 @@ class HCacheStorage(HiCacheStorage):
         found = self._get(keys, host_indices, prefix=_prefix(extra_info))
         pages = _leading(found)
         self._count_tokens(hit=pages, unreadable=len(keys) - pages)
-        if time.monotonic() > self._reported + _REPORT_SECONDS:
-            self._reported = time.monotonic()
-            report = partial(self._guard, "report", self._leave_report, None)
-            # Not in the thread that reads: the folders may be slow.
-            threading.Thread(target=report, name="hcache-report", daemon=True).start()
+        self._renew_report()
         return found
 
     def batch_set_v1(
@@ -130,6 +126,7 @@ class HCacheStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         self._set(keys, host_indices, extra_info=extra_info)
+        self._renew_report()
         return [True] * len(keys)
 
     def batch_exists(
@@ -278,6 +275,17 @@ class HCacheStorage(HiCacheStorage):
         for result, number in pages.items():
             if number:
                 metrics.L3_TOKENS.count(instead or result, number * size)
+
+    def _renew_report(self) -> None:
+        if time.monotonic() > self._reported + _REPORT_SECONDS:
+            self._reported = time.monotonic()
+            report = partial(self._guard, "report", self._leave_report, None)
+            # Not in the thread that reads or writes: the folders may be slow.
+            threading.Thread(target=report, name="hcache-report", daemon=True).start()
+
+    def _never_in_l3(self, key: bytes) -> bool:
+        overflow = self._runtime.overflow
+        return overflow is not None and overflow.keeps_from_l3(key)
 
     def _drop_own_pages(self) -> None:
         dropped = self._guard("drop", self._pools.drop_written, 0)

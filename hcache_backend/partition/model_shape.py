@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+CLEARLY_LESS = 0.99
+"""Codecs round units to whole words: sizes that are equal but for that differ in noise only."""
+
 
 class Latent(BaseModel):
     """Multi-head latent attention (MLA): what is cached is one latent vector for all heads.
@@ -42,6 +45,7 @@ class ModelShape(BaseModel):
         element_bytes: Bytes of one element of hidden states, K and V.
         hidden_row_bytes: Bytes of a stored hidden state, where a codec makes them fewer.
         kv_element_bytes: Bytes of one element of K and V, where they differ.
+        kv_row_bytes: Bytes of the stored K and V of a token, where a codec makes them fewer.
         latent: MLA, or None.
         windowed: Whether some layers attend to a window only; they are planned as if they did not.
     """
@@ -60,6 +64,7 @@ class ModelShape(BaseModel):
     element_bytes: int = Field(default=2, gt=0)
     hidden_row_bytes: int | None = Field(default=None, gt=0)
     kv_element_bytes: int | None = Field(default=None, gt=0)
+    kv_row_bytes: int | None = Field(default=None, gt=0)
     latent: Latent | None = None
     windowed: bool = False
 
@@ -85,7 +90,13 @@ class ModelShape(BaseModel):
 
     @property
     def kv_bytes(self) -> int:
-        return self.kv_width * (self.kv_element_bytes or self.element_bytes)
+        plain = self.kv_width * (self.kv_element_bytes or self.element_bytes)
+        return self.kv_row_bytes or plain
+
+    @property
+    def hidden_is_smaller(self) -> bool:
+        """Whether hidden states take clearly less than K and V."""
+        return self.hidden_bytes < CLEARLY_LESS * self.kv_bytes
 
     @property
     def projection_flops(self) -> int:

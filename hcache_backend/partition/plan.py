@@ -71,7 +71,7 @@ class PartitionPlan:
     @cached_property
     def stored(self) -> Partition:
         """The best one of which every layer is stored: what servers choose by themselves."""
-        smaller = self.model.hidden_bytes < self.model.kv_bytes
+        smaller = self.model.hidden_is_smaller
         methods: tuple[LayerMethod, ...] = ("hidden", "kv") if smaller else ("kv",)
         return search(self.costs, self.model.layers, methods=methods)
 
@@ -139,7 +139,7 @@ class PartitionPlan:
             reason = (
                 f"they take {model.hidden_bytes:,} bytes per token and layer, KV takes "
                 f"{model.kv_bytes:,} ({model.attention})"
-                if model.hidden_bytes >= model.kv_bytes
+                if not model.hidden_is_smaller
                 else "other methods are faster on this machine"
             )
             found.append(f"hidden states do not pay: {reason}; instead: {describe(partition)}")

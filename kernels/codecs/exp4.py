@@ -21,6 +21,7 @@ from .base import Codec, UnsupportedRows
 from .exp4_code import (
     BLOCK_VALUES,
     HEAD_BYTES,
+    REFERENCE_VALUES,
     blocks_of,
     counted_blocks,
     decode_units,
@@ -82,10 +83,17 @@ class Exp4Codec(Codec):
         return unit_bytes(self.hidden_size)
 
     def encode_reference(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return encode_units(rows)
+        parts = [encode_units(some) for some in rows.split(self._rows_at_once)]
+        encoded, ok = zip(*parts, strict=True)
+        return torch.cat(encoded), torch.cat(ok)
 
     def decode_reference(self, encoded: torch.Tensor) -> torch.Tensor:
-        return decode_units(encoded, self.hidden_size)
+        parts = encoded.split(self._rows_at_once)
+        return torch.cat([decode_units(some, self.hidden_size) for some in parts])
+
+    @property
+    def _rows_at_once(self) -> int:
+        return max(1, REFERENCE_VALUES // self.hidden_size)
 
     def encode_launch(self, rows: torch.Tensor, encoded: torch.Tensor, ok: torch.Tensor) -> Launch:
         return encode_launch((rows,), None, Cut(self.hidden_size), encoded, None, 0, ok)

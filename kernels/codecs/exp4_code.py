@@ -22,13 +22,19 @@ exceptions is exponent 0.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
+
+Bytes = npt.NDArray[np.uint8]
+Places = npt.NDArray[np.int64]
 
 WINDOW = 14
 EXTRA = WINDOW + 1
 BLOCK_VALUES = 4096
 HEAD_BYTES = 2
 """What stands before the starts: the window's lowest exponent, and the extra one."""
+REFERENCE_VALUES = 1 << 18
+"""Values that are encoded or decoded at once on a CPU: what a core's cache holds of them."""
 
 
 def tail_bytes(values: int) -> int:
@@ -37,7 +43,7 @@ def tail_bytes(values: int) -> int:
 
 
 def unit_bytes(values: int) -> int:
-    """Bytes of an encoded unit of ``values`` values, a multiple of 16."""
+    """Bytes of an encoded unit of ``values`` values, a multiple of 8."""
     return values * 3 // 2 + tail_bytes(values)
 
 
@@ -64,62 +70,78 @@ def encode_units(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         a unit that does not fit mean nothing.
     """
     count, n = units.shape
-    most, blocks = most_exceptions(n), blocks_of(n)
-    bits = units.view(torch.int16)
-    exponents = (bits >> 7).to(torch.uint8)
-    lowest, extra = _window(exponents)
-    codes = exponents - (lowest[:, None] - 1)
-    codes *= codes - 1 < WINDOW  # uint8: what is below the window is far above it
-    codes += (exponents == extra[:, None]).view(torch.uint8) * EXTRA
+    most, split = most_exceptions(n), n * 3 // 2
+    bits = units.view(torch.int16).numpy().view(np.uint16)
+    exponents = (bits >> 7).astype(np.uint8)
+    lowest, extra = (found.numpy()[:, None] for found in _window(torch.from_numpy(exponents)))
+    codes = exponents - (lowest - 1)
+    codes *= (codes - 1 < WINDOW).view(np.uint8)  # what is below the window is far above it
+    codes += (exponents == extra).view(np.uint8) * np.uint8(EXTRA)
 
-    unit, position = _places(codes == 0)
-    found = torch.bincount(unit, minlength=count)
-    rank = _rank(unit, found)
-    tail = torch.zeros((count, tail_bytes(n)), dtype=torch.uint8)
-    tail[:, 0], tail[:, 1] = lowest, extra
-    block = unit * blocks + position // BLOCK_VALUES
-    by_block = torch.bincount(block, minlength=count * blocks).view(count, blocks)
-    starts = by_block.cumsum(1)[:, :-1].to(torch.int16).contiguous()
-    pool = tail.shape[1] - most
-    tail[:, HEAD_BYTES:pool] = starts.view(torch.uint8)
-    unit, position, rank = (part[rank < most] for part in (unit, position, rank))
-    tail[unit, pool + rank] = exponents[unit, position]
-
+    result = units.new_zeros((count, unit_bytes(n)), dtype=torch.uint8)
+    encoded = result.numpy()
     sign_mantissa = bits >> 8
     sign_mantissa &= 0x80
     sign_mantissa |= bits & 0x7F
-    packed = codes.view(torch.int16)
-    packed |= packed >> 4
-    parts = sign_mantissa.to(torch.uint8), packed.to(torch.uint8), tail
-    return torch.cat(parts, dim=1), found <= most
+    encoded[:, :n] = sign_mantissa
+    places = _places(codes == 0)
+    pairs = codes.view(np.uint16)
+    pairs |= pairs >> 4
+    encoded[:, n:split] = pairs
+
+    tail = encoded[:, split:]
+    tail[:, :1], tail[:, 1:2] = lowest, extra
+    before = _before_blocks(places, count, n)
+    pool = tail.shape[1] - most
+    starts = before[:, 1:] - before[:, :1]
+    tail[:, HEAD_BYTES:pool] = starts.astype(np.uint16).view(np.uint8)
+    found = np.diff(before[:, 0], append=len(places))
+    rank = np.arange(len(places)) - np.repeat(before[:, 0], found)
+    places, rank = places[rank < most], rank[rank < most]
+    tail[places // n, pool + rank] = exponents.reshape(-1)[places]
+    fits = units.new_empty(count, dtype=torch.bool)
+    np.less_equal(found, most, out=fits.numpy())
+    return result, fits
 
 
 def decode_units(encoded: torch.Tensor, values: int) -> torch.Tensor:
     """Decode uint8 ``[units, unit_bytes(values)]`` to bfloat16 ``[units, values]``."""
-    count, blocks, most = len(encoded), blocks_of(values), most_exceptions(values)
-    sign_mantissa, packed, tail = encoded.split([values, values // 2, tail_bytes(values)], dim=1)
+    whole, split = encoded.numpy(), values * 3 // 2
+    sign_mantissa, packed, tail = whole[:, :values], whole[:, values:split], whole[:, split:]
     lowest, extra = tail[:, :1], tail[:, 1:2]
-    pairs = packed.to(torch.int16)
+    pairs = packed.astype(np.uint16)
     pairs |= pairs << 4
     pairs &= 0x0F0F
-    codes = pairs.view(torch.uint8)
+    codes = pairs.view(np.uint8)
     exponents = codes + (lowest - 1)
-    exponents += (codes == EXTRA) * (extra - lowest - WINDOW)
+    exponents += (codes == EXTRA).view(np.uint8) * (extra - lowest - WINDOW)
+    places = _places(codes == 0)
+    if len(places):
+        exponents.reshape(-1)[places] = _exceptions(tail, places, values)
 
-    unit, position = _places(codes == 0)
-    block = unit * blocks + position // BLOCK_VALUES
+    bits = sign_mantissa.astype(np.uint16)
+    bits *= 0x0101
+    bits &= 0x807F
+    wide = exponents.astype(np.uint16)
+    wide <<= 7
+    decoded = encoded.new_empty((len(encoded), values), dtype=torch.bfloat16)
+    np.bitwise_or(bits, wide, out=decoded.view(torch.int16).numpy().view(np.uint16))
+    return decoded
+
+
+def _exceptions(tail: Bytes, places: Places, values: int) -> Bytes:
+    """The exponents of values with code 0, at ``places`` among those of all units, in order."""
+    blocks, most = blocks_of(values), most_exceptions(values)
     pool = tail.shape[1] - most
-    starts = torch.zeros((count, blocks), dtype=torch.int64)
-    starts[:, 1:] = tail[:, HEAD_BYTES:pool].contiguous().view(torch.uint16)
-    rank = starts.view(-1)[block] + _rank(block, torch.bincount(block, minlength=count * blocks))
-    exception = tail[unit, (pool + rank).clamp_max(tail.shape[1] - 1)]
-    exponents[unit, position] = exception * (rank < most)
-
-    bits = sign_mantissa.to(torch.int16)
-    bits |= (bits & 0x80) << 8
-    bits &= ~0x80
-    bits |= exponents.to(torch.int16) << 7
-    return bits.view(torch.bfloat16)
+    ranks_before = np.zeros((len(tail), blocks), np.int64)
+    ranks_before[:, 1:] = tail[:, HEAD_BYTES:pool].copy().view(np.uint16)
+    before = _before_blocks(places, len(tail), values).reshape(-1)
+    found = np.diff(before, append=len(places))
+    rank = np.arange(len(places)) + np.repeat(ranks_before.reshape(-1) - before, found)
+    unit = places // values
+    listed = tail[unit, pool + np.minimum(rank, most - 1)]
+    listed *= rank < most
+    return listed
 
 
 def _window(exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,12 +158,15 @@ def _window(exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return lowest.to(torch.uint8), histogram.argmax(1).to(torch.uint8)
 
 
-def _places(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Unit and position of what is True in ``[units, n]``, in order: int64 each."""
-    places = torch.from_numpy(np.flatnonzero(mask.numpy()))  # many times as fast as torch's
-    return places // mask.shape[1], places % mask.shape[1]
+def _places(mask: npt.NDArray[np.bool_]) -> Places:
+    """Where ``[units, n]`` is True, ``n`` a multiple of 8: places among those of all units, in
+    order. Few are, so words of 8 are looked at first."""
+    words = np.flatnonzero(mask.view(np.uint64))
+    places = np.flatnonzero(mask.reshape(-1, 8)[words])
+    return words[places >> 3] * 8 + (places & 7)
 
 
-def _rank(group: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """Place of every entry within its group; groups follow each other and have these sizes."""
-    return torch.arange(len(group)) - (sizes.cumsum(0) - sizes)[group]
+def _before_blocks(places: Places, units: int, values: int) -> Places:
+    """How many ``places`` there are before each block, int64 ``[units, blocks]``."""
+    begins = np.arange(units)[:, None] * values + np.arange(blocks_of(values)) * BLOCK_VALUES
+    return np.searchsorted(places, begins.reshape(-1)).reshape(begins.shape)

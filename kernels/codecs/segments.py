@@ -14,7 +14,7 @@ import torch
 from ..pages import check_ids
 from .base import UnsupportedRows
 from .exp4 import Cut, Exp4Codec, decode_launch, encode_launch
-from .exp4_code import decode_units, encode_units
+from .exp4_code import REFERENCE_VALUES, decode_units, encode_units
 
 
 def segment_bytes(planes: int, cut: Cut) -> int:
@@ -108,20 +108,27 @@ def encode_segments_reference(
     planes: Sequence[torch.Tensor], items: torch.Tensor, cut: Cut
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Encoded segments of pages, uint8 ``[p, segment_bytes]``, and which of their units fit."""
-    units = torch.cat([_by_unit(plane, cut)[items] for plane in planes], dim=1)
-    encoded, fits = encode_units(units.reshape(-1, cut.values))
-    return encoded.view(len(items), -1), fits.view(len(items), -1)
+    at_once = max(1, REFERENCE_VALUES // (len(planes) * cut.units * cut.values))
+    encoded, fits = [], []
+    for some in items.split(at_once):
+        units = torch.cat([_by_unit(plane, cut)[some] for plane in planes], dim=1)
+        parts, fit = encode_units(units.reshape(-1, cut.values))
+        encoded.append(parts.view(len(some), -1))
+        fits.append(fit.view(len(some), -1))
+    return torch.cat(encoded), torch.cat(fits)
 
 
 def decode_segments_reference(
     encoded: torch.Tensor, planes: Sequence[torch.Tensor], items: torch.Tensor, cut: Cut
 ) -> None:
     """What :func:`decode_segments` does, in plain torch."""
-    count = len(items) * len(planes) * cut.units
-    units = decode_units(encoded.view(count, -1), cut.values)
-    units = units.view(len(items), len(planes), cut.units, cut.tokens, cut.width)
-    for number, plane in enumerate(planes):
-        _by_unit(plane, cut)[items] = units[:, number].unflatten(1, (cut.groups, cut.pieces))
+    units = len(planes) * cut.units
+    at_once = max(1, REFERENCE_VALUES // (units * cut.values))
+    for some, there in zip(encoded.split(at_once), items.split(at_once), strict=True):
+        decoded = decode_units(some.view(len(some) * units, -1), cut.values)
+        parts = decoded.view(len(some), len(planes), cut.groups, cut.pieces, cut.tokens, cut.width)
+        for number, plane in enumerate(planes):
+            _by_unit(plane, cut)[there] = parts[:, number]
 
 
 def _by_unit(plane: torch.Tensor, cut: Cut) -> torch.Tensor:

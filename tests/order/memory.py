@@ -20,7 +20,8 @@ Region = slice | npt.NDArray[np.int64]
 """Cells of a storage: a range of them, or their numbers (repetitions allowed)."""
 
 SMALL, LARGE = 1 << 12, 1 << 17
-"""Storages up to these sizes are looked at by the byte, and by eight bytes; larger ones by 64."""
+"""Storages up to these sizes are looked at by the byte, and by eight bytes; larger ones by 64, or
+by eight where a row is no multiple of 64: neighbours would share a cell."""
 
 
 class Kind(Enum):
@@ -116,7 +117,8 @@ class Memory:
         if block is not None:
             block.name = name or block.name
             return block
-        cell = 1 if size <= SMALL else 8 if size <= LARGE else 64
+        row = tensor.shape[-1] * tensor.itemsize if tensor.dim() > 1 else size
+        cell = 1 if size <= SMALL else 8 if size <= LARGE or row % 64 else 64
         block = Block(kind, self.clocks.current, size, cell, site(), name, self.watching)
         block.alive = weakref.ref(storage, lambda _: self._dies(key))
         self._blocks[key] = block

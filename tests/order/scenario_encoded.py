@@ -75,7 +75,7 @@ def overflow(checker: Checker) -> None:
         with checker.on(load):
             others.record_stream(load)
             for layer in range(LAYERS):
-                area.load(layer, host_pages, others)
+                area.load(layer, area.pages.of_pages(host_pages), others)
         forward.wait_stream(load)
         write(others)
         save.wait_stream(load)

@@ -178,7 +178,8 @@ KINDS = ("mixed", "kv")
 SCENARIOS = {
     "conversations": Scenario(conversations, lambda found: found["steps"] > 200, EVERY),
     "pressure": Scenario(pressure, partitions=EVERY),
-    "pressure, encoded": Scenario(pressure, partitions=("kv",), encoded=True),
+    "pressure, encoded": Scenario(pressure, partitions=KINDS, encoded=True),
+    "conversations, encoded": Scenario(conversations, partitions=KINDS, encoded=True),
     "eager": Scenario(eager, partitions=EVERY, restore="auto"),
     "decode graphs": Scenario(decode, _was_replayed, EVERY, decode_graphs=True),
     "decode graphs, eager": Scenario(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,11 +14,16 @@ import torch
 from hcache_backend.arena import Ids
 from hcache_backend.engine import metrics
 from hcache_backend.engine.kv_pages.segments import KVSegments
+from hcache_backend.page import key_bytes
 from hcache_backend.streams import Event, current_stream, host_tensor, to_device
 
 logger = logging.getLogger("hcache")
 
-_NONE = np.empty(0, np.int64)
+Kept = Mapping[int, tuple[Ids, Ids]]
+"""By layer, which of some pages (their places) the overflow has, in which rows: int64 ``[n]``."""
+
+_KEYS = 1 << 16
+"""Pages that are known not to be in L3; those that were noted first are forgotten."""
 
 
 class Overflow:
@@ -27,29 +33,33 @@ class Overflow:
         rows: Rows of memory, each with room for K and V of one layer of one page.
 
     Attributes:
+        rows: How many there are.
         lost: Host pages with a layer that neither fits nor found a row. They cannot be loaded.
     """
 
     def __init__(self, rows: int) -> None:
+        self.rows = rows
         self.lost: set[int] = set()
-        self._all = range(rows)
         self._rows: dict[int, dict[int, int]] = {}  # by host page, by layer
+        self._not_in_l3: dict[bytes, None] = {}
         self.clear()
+
+    @property
+    def rows_in_use(self) -> int:
+        return self.rows - len(self._free)
 
     def clear(self) -> None:
         """Forget everything."""
-        self._free = list(self._all)
+        self._free = list(range(self.rows))
         self._rows.clear()
         self.lost.clear()
 
-    def take(self, host_page: int, layers: Iterable[int]) -> dict[int, int]:
-        """A row for each of ``layers`` of a page, or none at all, and the page is lost."""
-        layers = list(layers)
+    def take(self, host_page: int, layers: Sequence[int]) -> None:
+        """Find a row for each of ``layers`` of a page; without room the page is lost."""
         if len(layers) > len(self._free):
             self.lose([host_page])
-            return {}
-        self._rows[host_page] = {layer: self._free.pop() for layer in layers}
-        return self._rows[host_page]
+        else:
+            self._rows[host_page] = {layer: self._free.pop() for layer in layers}
 
     def lose(self, host_pages: Iterable[int]) -> None:
         """What was to be kept of ``host_pages`` is not there."""
@@ -66,19 +76,44 @@ class Overflow:
         """Whether a layer of ``host_page`` did not fit. Any thread."""
         return host_page in self._rows or host_page in self.lost
 
+    def note(self, key: bytes, *, encodable: bool) -> None:
+        """Whether all layers of the page ``key`` fit, when it was to go to L3. One thread.
+
+        What is behind a page that does not stays out of L3 until this server finds that it does.
+        """
+        self._not_in_l3.pop(key, None)
+        if not encodable:
+            self._not_in_l3[key] = None
+            if len(self._not_in_l3) > _KEYS:
+                del self._not_in_l3[next(iter(self._not_in_l3))]
+
+    def keeps_from_l3(self, key: bytes) -> bool:
+        """Whether the page ``key`` is not in L3 because a layer of it did not fit. Any thread."""
+        return key in self._not_in_l3
+
+    def keeps_one_from_l3(self, keys: Iterable[str]) -> bool:
+        """Whether one of the pages of these keys, as SGLang has them, is not in L3 because of
+        that."""
+        return bool(self._not_in_l3) and any(self.keeps_from_l3(key_bytes(key)) for key in keys)
+
     def rows_of(self, host_page: int) -> dict[int, int]:
         """The rows of ``host_page``, by layer."""
         return self._rows.get(host_page, {})
 
-    def rows(self, host_pages: Ids, layer: int) -> tuple[Ids, Ids]:
-        """Which of ``host_pages`` (their places, int64 ``[n]``) have ``layer`` here, in which
-        rows."""
+    def of_pages(self, host_pages: Ids) -> Kept:
+        """What is here of ``host_pages`` (int64 ``[p]``)."""
         if not self._rows:
-            return _NONE, _NONE
-        kept = [self._rows.get(page, {}).get(layer, -1) for page in host_pages.tolist()]
-        rows = np.array(kept, np.int64)
-        places = np.flatnonzero(rows >= 0)
-        return places, rows[places]
+            return {}
+        found = defaultdict(list)
+        for place, page in enumerate(host_pages.tolist()):
+            for layer, row in self.rows_of(page).items():
+                found[layer].append((place, row))
+        return {layer: _columns(pairs) for layer, pairs in found.items()}
+
+
+def _columns(pairs: list[tuple[int, int]]) -> tuple[Ids, Ids]:
+    first, second = np.array(pairs, np.int64).T.copy()
+    return first, second
 
 
 class SavedPages(NamedTuple):
@@ -110,25 +145,27 @@ class OverflowArea:
     def __init__(self, kv: KVSegments, room: torch.Tensor, device: torch.device | str) -> None:
         rows = room.numel() // kv.plain_bytes
         self.pages = Overflow(rows)
+        self._told = (0, 0, 0)
         self._kv = kv
         self._memory = room.view(-1)[: rows * kv.plain_bytes].view(rows, -1)
         self._device = device
         self._last: SavedPages | None = None
-        self._unsettled: set[int] = set()
+        self._unsettled: dict[int, Ids] = {}  # by host page, all those of its backup
         self._warned = False
 
     def saved(self, host_pages: Ids, slots: torch.Tensor, fits: torch.Tensor) -> SavedPages:
         """``host_pages`` were saved from ``slots``, as far as they fit, on the current stream."""
         told = host_tensor(fits.shape, torch.bool, self._device).copy_(fits, non_blocking=True)
         self._last = SavedPages(host_pages, self._kv.pages_of(slots), told)
-        self._unsettled.update(host_pages.tolist())
+        self._unsettled |= dict.fromkeys(host_pages.tolist(), host_pages)
         return self._last
 
     def awaited(self, ack: Any) -> Any:
         """HiCache's ``HiCacheAck`` of the last backup, which ends when what did not fit is kept."""
-        assert self._last is not None
+        if self._last is None:
+            return ack
         saved, self._last = self._last, None
-        settle = partial(self._unsettled.difference_update, saved.host_pages.tolist())
+        settle = partial(self._settle, saved.host_pages)
         end = _BackupEnd(ack, partial(self._end, saved), settle)
         return ack._replace(start_event=end, finish_event=end)
 
@@ -136,30 +173,49 @@ class OverflowArea:
         """Whether all that a backup brought to ``host_page`` is there, or is lost."""
         return host_page not in self._unsettled
 
+    def whole(self, host_pages: Ids) -> bool:
+        """Whether all layers of ``host_pages`` (int64 ``[n]``) are there, encoded or here."""
+        pages = host_pages.tolist()
+        return self.pages.lost.isdisjoint(pages) and self._unsettled.keys().isdisjoint(pages)
+
     def kept(self, host_page: int) -> dict[int, torch.Tensor]:
         """What is here of ``host_page``, by layer: uint8 ``[plain_bytes]``, on the CPU."""
         return {layer: self._memory[row] for layer, row in self.pages.rows_of(host_page).items()}
 
-    def load(self, layer: int, host_pages: Ids, slots: torch.Tensor) -> None:
-        """Copy what is here of a layer of ``host_pages`` to ``slots``, on the current stream."""
-        places, rows = self.pages.rows(host_pages, layer)
-        if len(places):
-            held = self._kv.pages_of(slots)[to_device(places, self._device)]
-            self._kv.load_plain(layer, held, self._memory, to_device(rows, self._device))
+    def load(self, layer: int, kept: Kept, slots: torch.Tensor) -> None:
+        """Copy what is ``kept`` of a layer to ``slots``, on the current stream.
+
+        ``slots`` (int64 ``[p * page_size]``, on the device) are those of all pages of ``kept``.
+        """
+        if layer in kept:
+            places, rows = (to_device(ids, self._device) for ids in kept[layer])
+            held = self._kv.pages_of(slots)[places]
+            self._kv.load_plain(layer, held, self._memory, rows)
 
     def freed(self, host_pages: Ids) -> None:
         """HiCache has freed ``host_pages`` (int64 ``[n]``)."""
-        self.pages.forget(host_pages.tolist())
+        pages = host_pages.tolist()
+        self.pages.forget(pages)
+        for page in pages:
+            self._unsettled.pop(page, None)
+        self._tell()
 
     def clear(self) -> None:
         """HiCache has freed all pages."""
         self.pages.clear()
         self._unsettled.clear()
+        self._tell()
+
+    def _settle(self, host_pages: Ids) -> None:
+        for page in host_pages.tolist():
+            if self._unsettled.get(page) is host_pages:
+                del self._unsettled[page]
 
     def _end(self, saved: SavedPages) -> Event | None:
         """See :meth:`copy_unfit`; counts, and warns once."""
         unfit = int((~saved.fits).any(0).sum())
         copied = self.copy_unfit(saved)
+        self._tell()
         metrics.TOKENS.count("not_encodable", unfit * self._kv.page_size)
         if self.pages.lost and not self._warned:
             self._warned = True
@@ -170,10 +226,20 @@ class OverflowArea:
             )
         return copied
 
+    def _tell(self) -> None:
+        """Say in the metrics how full it is."""
+        use = self.pages.rows, self.pages.rows_in_use, len(self.pages.lost)
+        if use != self._told:
+            self._told = use
+            for what, number in zip(("rows", "rows_in_use", "pages_lost"), use, strict=True):
+                metrics.OVERFLOW.set(what, value=number)
+
     def copy_unfit(self, saved: SavedPages) -> Event | None:
         """Copy what did not fit of pages that have arrived, on the current stream; an event behind
         it, or None: nothing is on its way."""
-        unfit = ~saved.fits.numpy()
+        pages, unfit = saved.host_pages.tolist(), ~saved.fits.numpy()
+        # Freed before the end was heard of, a page is another's.
+        unfit &= [self._unsettled.get(page) is saved.host_pages for page in pages]
         places = np.flatnonzero(unfit.any(0))
         if not len(places):
             return None
@@ -183,9 +249,10 @@ class OverflowArea:
             now.keep(saved.held)
             for place, host_page in zip(places.tolist(), host_pages, strict=True):
                 layers = [self._kv.layers[number] for number in np.flatnonzero(unfit[:, place])]
-                held = saved.held[place : place + 1]
-                for layer, row in self.pages.take(host_page, layers).items():
-                    self._kv.save_plain(layer, held, self._memory, torch.full_like(held, row))
+                self.pages.take(host_page, layers)
+            for layer, kept in self.pages.of_pages(saved.host_pages[places]).items():
+                at, rows = (to_device(ids, self._device) for ids in (places[kept[0]], kept[1]))
+                self._kv.save_plain(layer, saved.held[at], self._memory, rows)
             return now.record()
         self.pages.lose(host_pages)
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,12 @@ from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.units import Share, units_per_group
 from hcache_kernels.codecs import UnsupportedRows, make_codec
 from hcache_kernels.codecs.exp4 import Cut
-from hcache_kernels.codecs.exp4_code import decode_units
+from hcache_kernels.codecs.exp4_code import REFERENCE_VALUES, decode_units
 from hcache_kernels.codecs.segments import decode_segments, encode_segments, segment_bytes
 from hcache_kernels.pages import gather_pages, gather_plane, scatter_rows
+
+_COPIED_BYTES = 64 << 20
+"""A layer of so many bytes is copied, or encoded, at once: device memory that nobody planned."""
 
 
 class KVSegments:
@@ -78,13 +81,16 @@ class KVSegments:
         """
         held, fits = self.pages_of(slots), []
         for layer in self.layers:
-            offset = layout.segment_offsets[layer]
-            if self._cut is None:
-                self.save_plain(layer, held, memory, pages, offset)
-                continue
-            rows, fit = self._encoded(layer, held, self._cut)
-            scatter_rows(rows, memory, pages, torch.zeros_like(pages), offset)
-            fits.append(fit)
+            offset, fit = layout.segment_offsets[layer], []
+            at_once = max(1, _COPIED_BYTES // self.bytes_of(layer))
+            for some, to in zip(held.split(at_once), pages.split(at_once), strict=True):
+                if self._cut is None:
+                    self.save_plain(layer, some, memory, to, offset)
+                    continue
+                rows, fitting = self._encoded(layer, some, self._cut)
+                scatter_rows(rows, memory, to, torch.zeros_like(to), offset)
+                fit.append(fitting)
+            fits += [torch.cat(fit)] if fit else []
         return torch.stack(fits) if fits else None
 
     def save_plain(
@@ -144,46 +150,30 @@ class KVSegments:
         planes = (plane for layer in layers for plane in self._plain(layer, pages))
         return torch.cat([plane[0] for plane in planes])
 
-    def differs(
-        self,
-        layout: PageLayout,
-        page: torch.Tensor,
-        layers: Sequence[int],
-        held: torch.Tensor,
-        kept: Mapping[int, torch.Tensor],
-    ) -> int | None:
-        """The first of ``layers`` that does not come back as the pool ``held`` it, or None.
+    def as_held(self, layer: int, segments: torch.Tensor) -> torch.Tensor:
+        """K and V of a layer as :meth:`held` has them, from the ``segments`` of a page (uint8).
 
-        Encoded segments are decoded by the reference, whatever encoded them. All is on the CPU.
-
-        Args:
-            page: uint8 ``[page_bytes]``.
-            held: From :meth:`held`.
-            kept: K and V of layers that do not fit in the page, as plain pages have them: uint8.
+        Encoded ones are decoded by the reference, whatever encoded them. All is on the CPU.
         """
-        lengths, cut = [layout.segment_bytes[layer] for layer in layers], self._cut
-        if cut is not None:
-            lengths = [self.plain_bytes] * len(layers)
-        for layer, wanted in zip(layers, held.split(lengths), strict=True):
-            found = page[layout.segment(layer)]
-            if layer in kept:
-                found = kept[layer]
-            elif cut is not None:
-                units = found.view(len(self._planes(layer)) * cut.units, -1)
-                found = decode_units(units, cut.values).view(torch.uint8).flatten()
-            if not torch.equal(found, wanted):
-                return layer
-        return None
+        if self._cut is None:
+            return segments
+        units = segments.view(len(self._planes(layer)) * self._cut.units, -1)
+        parts = units.split(max(1, REFERENCE_VALUES // self._cut.values))
+        decoded = torch.cat([decode_units(some, self._cut.values) for some in parts])
+        return decoded.view(torch.uint8).flatten()
 
     def pages_of(self, slots: torch.Tensor) -> torch.Tensor:
         """Pages of the pool, int64 ``[p]``, whose slots are ``slots`` (``[p * page_size]``)."""
         return slots[:: self.page_size] // self.page_size
 
+    def bytes_of(self, layer: int) -> int:
+        """Bytes of K and V of a layer of a page, as the pool has them."""
+        return self.page_size * sum(buffer[0].nbytes for buffer in self._planes(layer))
+
     @property
     def plain_bytes(self) -> int:
-        """Bytes of K and V of one layer of a page, as the pool has them."""
-        planes = self._planes(self.layers[0])
-        return self.page_size * sum(buffer[0].nbytes for buffer in planes)
+        """The same of each layer; where there is a codec, all are alike."""
+        return self.bytes_of(self.layers[0])
 
     def _cut_into_units(self) -> Cut:
         planes = [plane for layer in self.layers for plane in self._planes(layer)]

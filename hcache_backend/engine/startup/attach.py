@@ -191,6 +191,8 @@ def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
         told = in_mode if runtime.config is None else f"was started with {has!r}"
         if name == "mode" and asked != "auto":  # a server may be in another mode than it was to be
             has, told = runtime.mode or "kv", in_mode
+        if name == "codec" and has == "auto" and asked != "auto":  # what that means here
+            has = runtime.codec or "none"
         if name == "pages" and not runtime.own_pages:  # whatever it was to have
             has, told = "plain", in_mode
         if asked != has:

@@ -14,7 +14,7 @@ from hcache_backend.engine.startup.self_check import Probe
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.check import first_problem, projection_problem
 from hcache_backend.projection.projector import Projector
-from hcache_backend.units import Share
+from hcache_backend.units import WHOLE, Share
 from hcache_kernels.codecs import Codec, ExactCodec, UnsupportedRows, make_codec
 
 logger = logging.getLogger("hcache")
@@ -24,12 +24,26 @@ _UNENCODABLE_SHARE = 0.1
 One in ten would leave no conversation whole; a few may be tokens that no text holds."""
 
 
-def wanted_codec(runtime: Runtime, runner: Any) -> Codec:
-    """The codec of option ``codec``; whether it serves this model is found out by the probe."""
+def hidden_codec(runtime: Runtime) -> str:
+    """What option ``codec`` means for hidden states. CUDA graphs are recorded with it before it is
+    known whether it holds those of the model, so ``auto`` encodes none."""
     assert runtime.config is not None
+    return "none" if runtime.config.codec == "auto" else runtime.config.codec
+
+
+def asked_kv_codec(runtime: Runtime, kvcache: Any) -> str:
+    """What option ``codec`` means for K and V: ``auto`` goes by their type alone."""
+    assert runtime.config is not None
+    asked = runtime.config.codec
+    wanted = asked == "exp4" or (asked == "auto" and kvcache.k_buffer[0].dtype == torch.bfloat16)
+    return "exp4" if wanted else "none"
+
+
+def wanted_codec(runtime: Runtime, runner: Any) -> Codec:
+    """The codec of hidden states; whether it serves this model is found out by the probe."""
     width, dtype = runner.model_config.hidden_size, runner.dtype
     try:
-        return make_codec(runtime.config.codec, width, dtype)
+        return make_codec(hidden_codec(runtime), width, dtype)
     except UnsupportedRows:
         return make_codec("none", width, dtype)
 
@@ -41,17 +55,33 @@ def kv_codec(runtime: Runtime, kvcache: Any, share: Share, groups: int, stages: 
         groups: Groups of heads in a page of all ranks.
         stages: Pipeline stages.
     """
-    assert runtime.config is not None
-    if runtime.config.codec != "exp4":
-        return "none"
     try:
-        if stages > 1:  # a stage cannot tell the others what it could not keep
-            raise UnsupportedRows("codec 'exp4' takes no K and V of pipeline stages")
-        KVSegments(kvcache, range(kvcache.layer_num), kvcache.page_size, share, groups, "exp4")
+        return _encoding_segments(runtime, kvcache, share, groups, stages).codec
     except UnsupportedRows as error:
-        logger.warning("hcache: K and V are stored as they are (codec 'none'): %s", error)
+        assert runtime.config is not None
+        level = logging.INFO if runtime.config.codec == "auto" else logging.WARNING
+        logger.log(level, "hcache: K and V are stored as they are (codec 'none'): %s", error)
         return "none"
-    return "exp4"
+
+
+def encoded_share(runtime: Runtime, kvcache: Any, stages: int) -> float:
+    """What the codec of K and V leaves of their bytes: 1.0 where there is none."""
+    try:
+        kv = _encoding_segments(runtime, kvcache, WHOLE, 1, stages)
+    except UnsupportedRows:
+        return 1.0
+    stored = sum(segment.length for segment in kv.stored_layer(0).segments)
+    return stored / kv.plain_bytes
+
+
+def _encoding_segments(
+    runtime: Runtime, kvcache: Any, share: Share, groups: int, stages: int
+) -> KVSegments:
+    """K and V of all layers by the codec of option ``codec``, or an UnsupportedRows."""
+    codec = asked_kv_codec(runtime, kvcache)
+    if codec != "none" and stages > 1:  # a stage cannot tell the others what it could not keep
+        raise UnsupportedRows("codec 'exp4' takes no K and V of pipeline stages")
+    return KVSegments(kvcache, range(kvcache.layer_num), kvcache.page_size, share, groups, codec)
 
 
 def choose_codec(group: Any, wanted: str, probe: Probe, projector: Projector) -> Codec:

@@ -76,8 +76,7 @@ def check_copies(plan: PagePlan) -> None:
     if fits is not None and not bool(fits[:, 0].all()):
         layer = kv.layers[fits[:, 0].tolist().index(False)]
         raise Refused(
-            f"codec {kv.codec!r} does not hold normally distributed K and V of layer {layer} "
-            "(codec 'none' stores them as they are)"
+            f"codec {kv.codec!r} does not hold normally distributed K and V of layer {layer}"
         )
 
 
@@ -93,4 +92,4 @@ def _copy_by_overflow(
     current_stream(fits.device).record().synchronize()
     overflow.copy_unfit(saved)
     for layer in kv.layers:
-        overflow.load(layer, pages, others)
+        overflow.load(layer, overflow.pages.of_pages(pages), others)

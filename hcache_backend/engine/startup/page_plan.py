@@ -84,7 +84,9 @@ class PagePlan:
         self._divide_host_memory(with_shadows=False)
 
     def _divide_host_memory(self, *, with_shadows: bool) -> None:
-        memory = get_memory()
+        memory, kept = get_memory(), 0
+        if self.kv.codec != "none":
+            kept = len(self.kv.layers) * self.kv.plain_bytes
         self.pages = plan_host_pages(
             self.kvcache,
             self.layout,
@@ -92,7 +94,7 @@ class PagePlan:
             memory.hicache_ratio,
             host_memory_budget_bytes(),
             with_shadows=with_shadows,
-            overflow_row=self.kv.plain_bytes if self.kv.codec != "none" else 0,
+            least_overflow=kept,
         )
 
 
@@ -206,7 +208,7 @@ def plan_host_pages(
     budget_bytes: float,
     *,
     with_shadows: bool,
-    overflow_row: int = 0,
+    least_overflow: int = 0,
 ) -> HostPages:
     """Divide the memory that HiCache may take into host pages, shadows and overflow.
 
@@ -214,7 +216,7 @@ def plan_host_pages(
         size_gb: ``--hicache-size``, or 0.
         ratio: ``--hicache-ratio``: without a size, host memory is this many times the KV pool's.
         budget_bytes: What the machine has.
-        overflow_row: Least bytes of overflow; 0: there is none.
+        least_overflow: Bytes of one page that is nothing but overflow; 0: there is none.
 
     Raises:
         Refused: It is not enough, or not there.
@@ -225,7 +227,7 @@ def plan_host_pages(
     else:
         given = ratio * kvcache.size * kv_bytes_per_token(kvcache)
         option = f"--hicache-ratio {ratio}"
-    overflow = -(-overflow_row // layout.page_bytes)
+    overflow = -(-least_overflow // layout.page_bytes)
     host = int(given // layout.page_bytes) - shadows - overflow
     if host < 1:
         least = max(1, shadows + overflow + 1) * layout.page_bytes

@@ -15,12 +15,12 @@ from hcache_backend.engine.eager_loads import eager_refusal
 from hcache_backend.engine.layer_methods import LayerMethods, pipeline_seconds
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import or_stop
-from hcache_backend.engine.startup.codec_choice import wanted_codec
+from hcache_backend.engine.startup.codec_choice import encoded_share, wanted_codec
 from hcache_backend.engine.startup.page_plan import kv_bytes_per_token
 from hcache_backend.engine.startup.quick_profile import find_profile
 from hcache_backend.partition.costs import L3Path, LayerMethod, Partition, layer_costs
 from hcache_backend.partition.model_config import ModelConfigError, shape_from_config
-from hcache_backend.partition.model_shape import ModelShape
+from hcache_backend.partition.model_shape import CLEARLY_LESS, ModelShape
 from hcache_backend.partition.plan import describe
 from hcache_backend.partition.profile import Profile
 from hcache_backend.partition.record import PartitionRecord, find_record, record_name, save_record
@@ -62,6 +62,7 @@ def _choose(runtime: Runtime, kvcache: Any) -> LayerMethods:
     eager = config.restore == "auto" and refused is None
     chunk_tokens = min(config.restore_chunk_tokens, int(kvcache.size))
     row_bytes = wanted_codec(runtime, runtime.runner).row_bytes
+    kv_share = encoded_share(runtime, kvcache, int(args.pp_size))
     parks = PoolParking.fits(kvcache, row_bytes)
     stages, stage = get_pp_group(), get_tp_group()
     wanted = or_stop(lambda: fixed_partition(config, layers))
@@ -70,7 +71,7 @@ def _choose(runtime: Runtime, kvcache: Any) -> LayerMethods:
     decision = _known(wanted, recorded)
     shape = profile = None
     if wanted is None or config.profile is not None:
-        shape = model_shape(runtime.runner, kvcache, row_bytes)
+        shape = model_shape(runtime.runner, kvcache, row_bytes, kv_share)
     if shape is not None and (decision is None or decision.partition.methods != {"kv"}):
         first = stages.is_first_rank and stage.is_first_rank
         found = or_stop(lambda: find_profile(runtime, config, kvcache, shape) if first else None)
@@ -86,7 +87,7 @@ def _choose(runtime: Runtime, kvcache: Any) -> LayerMethods:
         seconds = pipeline_seconds(chunk_tokens, tokens, ranks, parks)
         decision = _fastest(profile, shape, tokens, ranks, l3, layers, seconds)
     elif decision is None:
-        smaller = layers * row_bytes < kv_bytes_per_token(kvcache)
+        smaller = layers * row_bytes < CLEARLY_LESS * kv_share * kv_bytes_per_token(kvcache)
         decision = _smallest(layers, smaller, "no profile" if alone else "another L3")
     if recorded is None and store.is_ours:
         partition, reason = decision
@@ -150,7 +151,7 @@ def _fastest(
     faster disks want them. A restore may recompute layers that are stored.
     """
     usable: set[LayerMethod] = {"hidden", "kv"}
-    if shape.hidden_bytes >= shape.kv_bytes:  # equal sizes differ in noise only
+    if not shape.hidden_is_smaller:
         usable.remove("hidden")
     costs = layer_costs(profile, shape, tokens, tp=ranks, l3=l3, early_stop=True)
     partition = search(costs, layers, seconds, usable)
@@ -213,17 +214,21 @@ def fixed_partition(config: HCacheConfig, layers: int) -> Partition | None:
     return partition
 
 
-def model_shape(runner: Any, kvcache: Any, row_bytes: int | None = None) -> ModelShape | None:
+def model_shape(
+    runner: Any, kvcache: Any, row_bytes: int | None = None, kv_share: float = 1.0
+) -> ModelShape | None:
     """The model as the cost model sees it, or None where its configuration does not tell.
 
-    ``row_bytes`` are those of a stored hidden state; None: as in the model's dtype.
+    Args:
+        row_bytes: Bytes of a stored hidden state; None: as in the model's dtype.
+        kv_share: What a codec leaves of the bytes of K and V.
     """
     try:
         shape = shape_from_config(runner.model_config.hf_config.to_dict(), "the model's config")
     except ModelConfigError as error:
         logger.warning("hcache: partition: %s", error)
         return None
-    return shape.model_copy(
+    shape = shape.model_copy(
         update={
             "layers": int(kvcache.layer_num),
             "element_bytes": runner.dtype.itemsize,
@@ -231,3 +236,6 @@ def model_shape(runner: Any, kvcache: Any, row_bytes: int | None = None) -> Mode
             "hidden_row_bytes": row_bytes,
         }
     )
+    if kv_share == 1.0:
+        return shape
+    return shape.model_copy(update={"kv_row_bytes": round(kv_share * shape.kv_bytes)})

@@ -34,6 +34,7 @@ from hcache_backend.engine.recompute.slices import SliceBudget
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.service_check import KVChecks, ServiceChecks
 from hcache_backend.engine.stage_pages import StagePages
+from hcache_backend.engine.startup.codec_choice import asked_kv_codec, hidden_codec
 from hcache_backend.engine.startup.page_plan import HiddenPagePlan, PagePlan
 from hcache_backend.projection.projector import Projector
 from hcache_backend.restore.exchange import CollectiveOrder
@@ -105,7 +106,6 @@ class Stack:
             runtime,
             pool,
             plan.hidden_layers,
-            plan.kv,
             plan.codec,
             projector,
             exchange=plan.exchange,
@@ -114,8 +114,13 @@ class Stack:
         )
         pool.on_freed.append(checks.freed)
         pool.on_backed_up.append(checks.backed_up)
+        # Not of loads: a restore may recompute first layers whose K and V are stored.
+        kv_checks = KVChecks(runtime, pool, plan.kv, self.params.tp_cache_group)
+        if plan.kv.layers:
+            pool.on_freed.append(kv_checks.freed)
+            pool.on_backed_up.append(kv_checks.transferred)
         result.cache_controller.use_hidden_states(
-            capture, checks, self._stages(plan, pool.arena.whole)
+            capture, checks, kv_checks, self._stages(plan, pool.arena.whole)
         )
         return result
 
@@ -149,6 +154,8 @@ class Stack:
         assert config is not None
         allocator = params.token_to_kv_pool_allocator
         pool.use(loads)
+        if pool.overflow is not None:
+            self.runtime.overflow = pool.overflow.pages
         entry = PoolEntry(PoolName.KV, pool, self.kvcache, lambda layer: layer, True)
         group = HostPoolGroup([entry])
         controller = controller_class(
@@ -197,7 +204,10 @@ _CONTROLLER_ARGUMENTS = (
 def use_hidden_mode(runtime: Runtime, kvcache: Any, plan: HiddenPagePlan) -> None:
     """Say what pages look like: in their namespace, in metrics and in the log."""
     runtime.layer_methods = plan.methods
-    runtime.use_codec(plan.codec.name)
+    codec = plan.codec.name
+    if plan.kv.layers and plan.kv.codec != codec:
+        codec += f", {plan.kv.codec} of K and V"
+    runtime.use_codec(codec, hidden_codec(runtime))
     runtime.use_own_pages({**_page_fields(runtime, kvcache, plan), "codec": plan.codec.name})
     chunk_tokens = plan.methods.chunk_tokens
     logger.info(
@@ -210,7 +220,7 @@ def use_hidden_mode(runtime: Runtime, kvcache: Any, plan: HiddenPagePlan) -> Non
         plan.methods.describe(),
         plan.layout.page_bytes,
         plan.layout.page_size,
-        plan.codec.name,
+        codec,
         plan.pages.host,
         plan.pages.shadows,
     )
@@ -219,7 +229,7 @@ def use_hidden_mode(runtime: Runtime, kvcache: Any, plan: HiddenPagePlan) -> Non
 def use_kv_mode(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str) -> None:
     """Say what pages look like, and the ``reason`` why they hold no hidden states."""
     runtime.layer_methods = plan.methods
-    runtime.use_codec(plan.kv.codec)
+    runtime.use_codec(plan.kv.codec, asked_kv_codec(runtime, kvcache))
     runtime.use_own_pages(_page_fields(runtime, kvcache, plan), reason)
     logger.info(
         "hcache: own pages: %s, %d bytes per %d-token page, codec %s, %d host pages",

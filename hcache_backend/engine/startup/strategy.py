@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from hcache_backend.engine.ranks import smallest
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
 from hcache_backend.engine.startup.capture_check import CaptureCheck
-from hcache_backend.engine.startup.codec_choice import choose_codec, kv_codec
+from hcache_backend.engine.startup.codec_choice import choose_codec, hidden_codec, kv_codec
 from hcache_backend.engine.startup.copy_check import check_copies
 from hcache_backend.engine.startup.graphs import check_recording
 from hcache_backend.engine.startup.layer_specs import LayerSpecs
@@ -47,7 +48,10 @@ from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.projection.projector import Projector
 from hcache_backend.units import WHOLE, Share
 
+logger = logging.getLogger("hcache")
+
 _Result = TypeVar("_Result")
+_Plan = TypeVar("_Plan", bound=PagePlan)
 
 _SMALLEST_PAGE = 4
 """Own pages of K and V have at least so many times the bytes of a header."""
@@ -121,18 +125,46 @@ class OwnPagesStrategy(StackStrategy):
         methods, ranks = LayerMethods(everything, None, None, chunk), get_tp_group()
         share = share_of_heads(ranks.rank_in_group, ranks.world_size)
         groups = self._head_groups(methods, share)
-        codec = kv_codec(self._runtime, kvcache, share, groups, params.pp_size)
-        plan = PagePlan(kvcache, methods, share, groups, kv_codec=codec)
-        header, page = plan.layout.header_bytes, plan.layout.page_bytes
-        if header * _SMALLEST_PAGE > page:
-            raise Refused(
-                f"of the {page} bytes of a page of {kvcache.page_size} tokens (--page-size) its "
-                f"header would take {header}"
-            )
-        self._step(params, plan.find_room)
-        self._step(params, lambda: check_copies(plan))
+        codec = self._step(
+            params, lambda: kv_codec(self._runtime, kvcache, share, groups, params.pp_size)
+        )
+
+        def make(of_kv: str) -> PagePlan:
+            plan = PagePlan(kvcache, methods, share, groups, kv_codec=of_kv)
+            header, page = plan.layout.header_bytes, plan.layout.page_bytes
+            if header * _SMALLEST_PAGE > page:
+                raise Refused(
+                    f"of the {page} bytes of a page of {kvcache.page_size} tokens (--page-size) "
+                    f"its header would take {header}"
+                )
+            return plan
+
+        plan = self._tried(params, make, codec)
         [host_pages] = smallest(params.pp_cache_group, plan.pages.host)
         plan.pages = plan.pages._replace(host=host_pages)
+        return plan
+
+    def _tried(self, params: Any, make: Callable[[str], _Plan], codec: str) -> _Plan:
+        """A plan with room, from which K and V come back: by ``codec``, or as they are.
+
+        Args:
+            make: Makes the plan with that codec of K and V.
+
+        Raises:
+            Refused: On every rank: there is none.
+        """
+        try:
+            plan = self._step(params, lambda: _copying(make(codec)))
+        except Refused as refused:
+            if codec == "none":
+                raise
+            logger.warning(
+                "hcache: codec %r is not used, K and V are stored as they are (codec 'none'): %s",
+                codec,
+                refused,
+            )
+            plan = self._step(params, lambda: _copying(make("none")))
+        self._step(params, plan.find_room)
         return plan
 
     def _plan(self, kvcache: Any, params: Any, projector: Projector) -> HiddenPagePlan:
@@ -144,8 +176,7 @@ class OwnPagesStrategy(StackStrategy):
             Refused: On every rank, at the same step; see :func:`all_or_none`.
         """
         runtime, runner = self._runtime, self._runtime.runner
-        config, ranks, stages = runtime.config, params.tp_cache_group, params.pp_cache_group
-        assert config is not None
+        ranks, stages = params.tp_cache_group, params.pp_cache_group
 
         step = partial(self._step, params)
         step(partial(self._refuse, refusal, self._no_hidden, kvcache))
@@ -157,7 +188,8 @@ class OwnPagesStrategy(StackStrategy):
         step(lambda: refuse_quantised_inputs(linears))
         probe = step(lambda: observe(runner, modules))
         step(lambda: compare(probe, projector))
-        codec = step(lambda: choose_codec(ranks, config.codec, probe, projector))
+        asked = hidden_codec(runtime)
+        codec = step(lambda: choose_codec(ranks, asked, probe, projector))
         exchange = step(lambda: make_exchange(probe, kvcache.page_size))
         recomputer = step(lambda: find_recomputer(runtime, probe, kvcache, methods))
         if recomputer is None:
@@ -167,9 +199,10 @@ class OwnPagesStrategy(StackStrategy):
         groups = self._head_groups(methods, share)
         of_kv = "none"
         if methods.layers("kv"):
-            of_kv = kv_codec(runtime, kvcache, share, groups, params.pp_size)
-        plan = step(
-            lambda: HiddenPagePlan(
+            of_kv = step(lambda: kv_codec(runtime, kvcache, share, groups, params.pp_size))
+
+        def make(of_kv: str) -> HiddenPagePlan:
+            return HiddenPagePlan(
                 kvcache,
                 methods,
                 share,
@@ -182,10 +215,8 @@ class OwnPagesStrategy(StackStrategy):
                 runner,
                 kv_codec=of_kv,
             )
-        )
-        step(plan.find_room)
-        if plan.kv.layers:
-            step(lambda: check_copies(plan))
+
+        plan = self._tried(params, make, of_kv)
         specs = LayerSpecs(runtime, probe, projector, ranks)
         step(specs.find)
         step(specs.check_writing)
@@ -219,3 +250,14 @@ class OwnPagesStrategy(StackStrategy):
                 "'hidden' and 'partition' insist)"
             )
         return methods
+
+
+def _copying(plan: _Plan) -> _Plan:
+    """``plan``, from which K and V come back.
+
+    Raises:
+        Refused: They do not.
+    """
+    if plan.kv.layers:
+        check_copies(plan)
+    return plan

@@ -147,6 +147,15 @@ class TestAnAttach:
         ):
             self.joined(mode="hidden")
 
+    def test_may_ask_for_the_codec_that_auto_chose(self, running: Runtime, tmp_path: Path) -> None:
+        running.config = parse_config({"dirs": [str(tmp_path / "start")], "min_gain": 0}, "start")
+        running.codec = "exp4"
+        for codec in ("auto", "exp4"):
+            self.joined(codec=codec)
+        for codec in ("none", "int8"):
+            with pytest.raises(ConfigError, match="this server was started with 'auto'"):
+                self.joined(codec=codec)
+
     def test_may_not_ask_for_a_mode_that_the_server_could_not_start_in(
         self, running: Runtime
     ) -> None:

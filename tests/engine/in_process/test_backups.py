@@ -43,9 +43,6 @@ class Pages:
         first, self.given = self.given, self.given + len(device_indices)
         return torch.arange(first, self.given), None
 
-    def settled(self, host_page: int) -> bool:
-        return True
-
     def page_ids(self, indices: torch.Tensor) -> np.ndarray:
         return indices[::SIZE].numpy() // SIZE
 
@@ -58,7 +55,8 @@ def controller(machine: Machine, runtime: Runtime) -> HiddenStateController:
     made._runtime, made.tp_group = runtime, None
     made.page_size, made.write_policy, made.write_queue = SIZE, "write_through", []
     alone = SimpleNamespace(alone=True, talk=lambda: None)
-    made.use_hidden_states(machine.capture, SimpleNamespace(), alone)  # type: ignore[arg-type]
+    no_checks = SimpleNamespace()
+    made.use_hidden_states(machine.capture, no_checks, no_checks, alone)  # type: ignore[arg-type]
     return made
 
 
@@ -140,7 +138,6 @@ def test_a_check_under_way_says_nothing_of_other_weights(
         runtime,
         Pages(machine),  # type: ignore[arg-type]
         [SimpleNamespace(index=0, name="first", kernel=None)],  # type: ignore[list-item]
-        SimpleNamespace(layers=()),  # type: ignore[arg-type]
         ExactCodec(WIDTH, torch.float32),
         OtherWeights(),  # type: ignore[arg-type]
         exchange=None,

@@ -43,7 +43,7 @@ def test_as_many_pages_fit_as_were_asked_for(codec: str) -> None:
         layout,
         budget_bytes=1e12,
         with_shadows=True,
-        overflow_row=kv.plain_bytes if codec == "exp4" else 0,
+        least_overflow=len(kv.layers) * kv.plain_bytes if codec == "exp4" else 0,
     )
     wanted = HostPages(found.pages, found.shadows, found.overflow)
     assert plan(size_gb=(found.host_bytes + 1) / 1e9, ratio=0) == wanted

@@ -56,8 +56,9 @@ def test_kv_segments_come_back_to_other_slots_bit_for_bit() -> None:
     slots = torch.cat((torch.arange(3 * SIZE, 4 * SIZE), torch.arange(SIZE, 2 * SIZE)))
     pages = torch.tensor([4, 2])
     kv.save(layout, memory, pages, slots)
-    assert kv.differs(layout, memory[2], kv.layers, kv.held(kv.layers, slots[SIZE:]), {}) is None
-    assert kv.differs(layout, memory[4], kv.layers, kv.held(kv.layers, slots[SIZE:]), {}) == 1
+    held, segment = kv.held(kv.layers, slots[SIZE:]), layout.segment(1)
+    assert torch.equal(kv.as_held(1, memory[2, segment]), held)
+    assert not torch.equal(kv.as_held(1, memory[4, segment]), held)
     assert not memory[[0, 1, 3]].any()
     k, v = pool.k_buffer[1][slots].clone(), pool.v_buffer[1][slots].clone()
     others = pool.k_buffer[0].clone()

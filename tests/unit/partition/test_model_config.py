@@ -152,3 +152,15 @@ def test_files_that_are_no_config(tmp_path: Path, text: str | bytes, said: str) 
         read_model(path)
     with pytest.raises(ModelConfigError, match="cannot read"):
         read_model(tmp_path / "meta-llama" / "Llama-2-7b-hf")
+
+
+def test_encoded_hidden_states_are_compared_with_encoded_k_and_v() -> None:
+    """Codecs round: an eighth of a percent does not make hidden states the smaller ones."""
+    shape = read_model(CONFIGS / "llama-3-8b.json").model_copy(update={"kv_heads": 16})
+    assert shape.hidden_bytes == shape.kv_bytes == 8192
+    encoded = {"hidden_row_bytes": 6264, "kv_row_bytes": 6272}
+    assert not shape.model_copy(update=encoded).hidden_is_smaller
+    assert shape.model_copy(update={"kv_row_bytes": 6272}).kv_bytes == 6272
+    assert not shape.hidden_is_smaller
+    halved = shape.model_copy(update=encoded | {"kv_row_bytes": 2 * 6272})
+    assert halved.hidden_is_smaller

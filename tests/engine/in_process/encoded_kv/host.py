@@ -88,9 +88,9 @@ class Transferred:
 
 
 class Host:
-    """A host pool of six pages over a device's of eight, with ``overflow`` pages of overflow."""
+    """A host pool over a device's of eight pages, with ``overflow`` pages of overflow."""
 
-    def __init__(self, overflow: int = 2) -> None:
+    def __init__(self, overflow: int = 2, host_pages: int = HOST_PAGES) -> None:
         self.device = kv_pool()
         self.kv = KVSegments(self.device, range(LAYERS), PAGE, WHOLE, 1, "exp4")
         layout = PageLayout(PAGE, tuple(map(self.kv.stored_layer, range(LAYERS))))
@@ -99,7 +99,7 @@ class Host:
             PAGE,
             "page_first",
             page_layout=layout,
-            pages=HostPages(HOST_PAGES, 0, overflow),
+            pages=HostPages(host_pages, 0, overflow),
             kv=self.kv,
             pin_memory=False,
             allocator_type="default",
@@ -132,4 +132,4 @@ class Host:
         return bits(self.device, *pages)
 
     def rows_in_use(self) -> int:
-        return len(self.overflow.pages._all) - len(self.overflow.pages._free)
+        return self.overflow.pages.rows_in_use

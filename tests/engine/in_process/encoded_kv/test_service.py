@@ -10,14 +10,20 @@ import numpy as np
 import pytest
 import torch
 
+from hcache_backend.engine import service_check
+from hcache_backend.engine.kv_pages import segments as kv_segments
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.service_check import KVChecks
 from hcache_backend.page import RECOMPUTED, PageLayout
 from hcache_backend.units import WHOLE, Share
 from hcache_kernels.codecs import segments
 from tests.engine.in_process.encoded_kv.host import (
+    HOST_PAGES,
     LAYERS,
+    PAGE,
+    Ack,
     Host,
+    Transferred,
     bits,
     kv_pool,
     make_unfit,
@@ -53,8 +59,9 @@ def test_encoded_segments_come_back_to_other_slots_bit_for_bit(
     fits = kv.save(layout, memory, pages, slots)
     assert fits is not None and fits.tolist() == [[True, True]]
     assert not memory[[0, 1, 3]].any()
-    assert kv.differs(layout, memory[2], kv.layers, kv.held(kv.layers, slots[page:]), {}) is None
-    assert kv.differs(layout, memory[4], kv.layers, kv.held(kv.layers, slots[page:]), {}) == 1
+    held, segment = kv.held(kv.layers, slots[page:]), layout.segment(1)
+    assert torch.equal(kv.as_held(1, memory[2, segment]), held)
+    assert not torch.equal(kv.as_held(1, memory[4, segment]), held)
     want = [buffer[slots].clone() for buffer in (device.k_buffer[1], device.v_buffer[1])]
     others = [device.k_buffer[0].clone(), device.k_buffer[1][: 4 * page].clone()]
     copy = kv.restored_layer(1).copy
@@ -101,6 +108,93 @@ def test_a_backup_has_ended_only_when_what_did_not_fit_is_kept() -> None:
     assert ack.start_event.elapsed_time(ack.finish_event) == 2.0
 
 
+def test_a_flush_forgets_backups_whose_end_nobody_has_heard_of() -> None:
+    """The device has other tokens by then, and the host page others, too."""
+    server = Host()
+    make_unfit(server.device, 2, 0)
+    host, ack = server.back_up(2)
+    assert not server.overflow.whole(server.pool.page_ids(host))
+    server.pool.clear()
+    again = server.pool.alloc(PAGE)
+    assert again is not None and torch.equal(again, host)
+    ack.finish_event.synchronize()
+    assert server.rows_in_use() == 0
+    assert server.overflow.whole(server.pool.page_ids(host))
+
+
+def test_a_page_that_was_freed_before_its_backup_ended_belongs_to_the_next() -> None:
+    server = Host()
+    make_unfit(server.device, 2, 0)
+    make_unfit(server.device, 3, 1)
+    assert server.pool.alloc(PAGE * (HOST_PAGES - 1)) is not None
+    host, before = server.back_up(2)
+    server.pool.free(host)
+    again, ack = server.back_up(3)
+    assert torch.equal(again, host)
+    before.finish_event.synchronize()
+    assert server.rows_in_use() == 0
+    assert not server.overflow.settled(int(server.pool.page_ids(again)[0]))
+    ack.finish_event.synchronize()
+    assert server.rows_in_use() == 1
+    want = bits(server.device, 3)
+    assert torch.equal(server.load(again, 5), want)
+
+
+def test_an_ack_of_a_transfer_without_our_pages_stays_as_it_is() -> None:
+    ack = Ack(Transferred(), Transferred())
+    assert Host().overflow.awaited(ack) is ack
+
+
+def test_layers_are_copied_to_the_overflow_each_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many pages lack room: launches stand on the scheduler's thread."""
+    server = Host()
+    for page in (1, 2, 3):
+        make_unfit(server.device, page, 0)
+    make_unfit(server.device, 2, 1)
+    want = bits(server.device, 1, 2, 3, 4)
+    copied, save = [], server.kv.save_plain
+
+    def noted(layer: int, *args: Any) -> None:
+        copied.append(layer)
+        save(layer, *args)
+
+    monkeypatch.setattr(server.kv, "save_plain", noted)
+    host = server.backed_up(1, 2, 3, 4)
+    assert sorted(copied) == [0, 1]
+    assert torch.equal(server.load(host, 8, 7, 6, 5), want)
+
+
+def test_a_large_backup_is_encoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is encoded at once takes device memory that nobody planned."""
+    server = Host()
+    monkeypatch.setattr(kv_segments, "_COPIED_BYTES", 2 * server.kv.plain_bytes)
+    make_unfit(server.device, 3, 1)
+    want, encoded = bits(server.device, 1, 2, 3), []
+    encode = server.kv._encoded
+
+    def noted(layer: int, held: torch.Tensor, cut: Any) -> Any:
+        encoded.append(len(held))
+        return encode(layer, held, cut)
+
+    monkeypatch.setattr(server.kv, "_encoded", noted)
+    host = server.backed_up(1, 2, 3)
+    assert encoded == [2, 1] * LAYERS
+    assert server.rows_in_use() == 1
+    assert torch.equal(server.load(host, 5, 7, 6), want)
+
+
+def test_rows_of_the_overflow_are_aligned_whatever_pages_are_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kernels copy sixteen bytes at once where lengths allow it."""
+    page_bytes = Host().pool.page_layout.page_bytes
+    monkeypatch.setattr(PageLayout, "page_bytes", page_bytes + 8)
+    for pages in (5, 6):
+        server = Host(host_pages=pages)
+        assert server.pool.page_layout.page_bytes % 16 == 8
+        assert server.overflow._memory.data_ptr() % 16 == 0
+
+
 def test_a_freed_page_gives_its_rows_back_and_leaves_nothing_to_its_successor() -> None:
     server = Host(overflow=1)
     for page in range(12):
@@ -121,7 +215,7 @@ def test_a_freed_page_gives_its_rows_back_and_leaves_nothing_to_its_successor() 
 
 def test_without_room_in_the_overflow_a_page_is_lost_until_it_is_freed() -> None:
     server = Host(overflow=1)
-    rows = len(server.overflow.pages._all)
+    rows = server.overflow.pages.rows
     hosts = []
     for page in range(rows + 1):
         make_unfit(server.device, page, 0)
@@ -172,18 +266,25 @@ def checked(server: Host) -> tuple[KVChecks, list[str]]:
     return checks, lost
 
 
+def compare_all(checks: KVChecks) -> None:
+    """Let there be as many turns as the checks take that can end."""
+    for _ in range(len(checks._copied) * LAYERS):
+        checks.run()
+    assert checks.failed or not checks._copied
+
+
 def test_pages_with_overflow_pass_the_check_in_service_and_spoiled_ones_do_not() -> None:
     server = Host()
     checks, lost = checked(server)
     make_unfit(server.device, 2, 0)
     host = server.backed_up(2)
     server.load(host, 5)
-    checks.run()
+    compare_all(checks)
     assert lost == []
     server.load(host, 6)
     first = server.pool.page_layout.segment_offsets[1]
     server.pool.kv_buffer[int(server.pool.page_ids(host)[0]), first] += 1
-    checks.run()
+    compare_all(checks)
     assert lost == [WRONG.format(1)]
 
 
@@ -200,8 +301,36 @@ def test_an_encoder_that_loses_bits_fails_the_check_in_service(
 
     monkeypatch.setattr(segments, "encode_units", lossy)
     server.backed_up(2)
-    checks.run()
+    compare_all(checks)
     assert lost == [WRONG.format(0)]
+
+
+def test_a_turn_decodes_one_layer_of_one_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many pages wait: it is done on the scheduler's thread."""
+    server = Host()
+    checks, _ = checked(server)
+    decoded: list[int] = []
+    as_held = server.kv.as_held
+
+    def noted(layer: int, segments: torch.Tensor) -> torch.Tensor:
+        decoded.append(layer)
+        return as_held(layer, segments)
+
+    monkeypatch.setattr(server.kv, "as_held", noted)
+    server.backed_up(1)
+    server.backed_up(3)
+    for turn in range(2 * LAYERS):
+        checks.run()
+        assert decoded == [number % LAYERS for number in range(turn + 1)]
+    checks.run()
+    assert len(decoded) == 2 * LAYERS
+
+
+def test_pages_that_wait_to_be_compared_are_few() -> None:
+    checks, _ = checked(Host())
+    for _ in range(100):
+        checks.transferred(np.array([0]), slots_of(1))
+    assert len(checks._copied) == service_check._WAITING
 
 
 def test_the_check_in_service_waits_for_the_overflow_and_compares_it() -> None:
@@ -210,10 +339,10 @@ def test_the_check_in_service_waits_for_the_overflow_and_compares_it() -> None:
     make_unfit(server.device, 2, 1)
     _, ack = server.back_up(2)
     checks.run()
-    assert lost == []
+    assert len(checks._copied) == 1
     ack.finish_event.synchronize()
     server.overflow._memory += 1
-    checks.run()
+    compare_all(checks)
     assert lost == [WRONG.format(1)]
 
 
@@ -224,7 +353,7 @@ def test_a_page_that_is_lost_is_not_checked() -> None:
     make_unfit(server.device, 2, 1)
     server.backed_up(2)
     assert server.overflow.pages.lost
-    checks.run()
+    compare_all(checks)
     assert lost == []
 
 

@@ -13,9 +13,15 @@ from hcache_backend.engine.host_pool import HostPages
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.startup.agreement import Refused
-from hcache_backend.engine.startup.codec_choice import kv_codec
+from hcache_backend.engine.startup.codec_choice import (
+    asked_kv_codec,
+    encoded_share,
+    hidden_codec,
+    kv_codec,
+)
 from hcache_backend.engine.startup.copy_check import check_copies
 from hcache_backend.engine.startup.page_plan import PagePlan, plan_host_pages
+from hcache_backend.engine.startup.strategy import OwnPagesStrategy
 from hcache_backend.page import PageLayout, hidden_layer
 from hcache_backend.partition.costs import Partition
 from hcache_backend.units import WHOLE
@@ -47,10 +53,10 @@ def test_host_memory_holds_at_least_1_28_times_the_tokens(page_size: int) -> Non
         2.0,
         1e12,
         with_shadows=False,
-        overflow_row=plan.kv.plain_bytes,
+        least_overflow=len(plan.kv.layers) * plan.kv.plain_bytes,
     )
     assert 1.28 * 2 * slots <= pages.host * page_size <= 1.31 * 2 * slots
-    assert pages.overflow * plan.layout.page_bytes >= plan.kv.plain_bytes
+    assert pages.overflow * plan.layout.page_bytes >= len(plan.kv.layers) * plan.kv.plain_bytes
     taken = sum(pages) * plan.layout.page_bytes
     assert taken <= 2 * slots * 32 * 2 * 8 * 128 * 2
 
@@ -60,9 +66,9 @@ def test_the_smallest_memory_that_is_named_will_do() -> None:
     plan = plan_of(device, "exp4")
 
     def pages(ratio: float) -> HostPages:
-        row = plan.kv.plain_bytes
+        row = len(plan.kv.layers) * plan.kv.plain_bytes
         return plan_host_pages(
-            device, plan.layout, 0, ratio, 1e12, with_shadows=False, overflow_row=row
+            device, plan.layout, 0, ratio, 1e12, with_shadows=False, least_overflow=row
         )
 
     with pytest.raises(Refused, match="is the least that will do") as refused:
@@ -101,6 +107,28 @@ def test_an_encoder_that_never_fits_is_refused_and_none_counts(
     with pytest.raises(Refused, match="codec 'exp4' does not hold normally distributed K and V"):
         check_copies(plan_of(device, "exp4"))
     assert counted == []
+
+
+def test_pages_of_k_and_v_stay_own_without_a_codec_that_does_not_hold_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broken_encoder(monkeypatch)
+    strategy = object.__new__(OwnPagesStrategy)
+    params = SimpleNamespace(tp_cache_group=None, pp_cache_group=None)
+    roomy: list[str] = []
+
+    def make(codec: str) -> PagePlan:
+        plan = plan_of(kv_pool(), codec)
+        plan.find_room = lambda: roomy.append(codec)  # type: ignore[method-assign]
+        return plan
+
+    assert strategy._tried(params, make, "exp4").kv.codec == "none"
+    monkeypatch.undo()
+    assert strategy._tried(params, make, "exp4").kv.codec == "exp4"
+    assert roomy == ["none", "exp4"]
+    monkeypatch.setattr(KVSegments, "save", lambda *_: None)
+    with pytest.raises(Refused, match="K or V of layer 0 come back"):
+        strategy._tried(params, make, "exp4")
 
 
 @pytest.mark.parametrize("codec", ["none", "exp4"])
@@ -144,6 +172,11 @@ def test_an_overflow_or_a_codec_that_brings_something_else_is_refused(
     ("codec", "change", "stages", "used", "why"),
     [
         ("exp4", {}, 1, "exp4", ""),
+        ("auto", {}, 1, "exp4", ""),
+        ("auto", {"dtype": torch.float16}, 1, "none", ""),
+        ("auto", {"dtype": torch.float32}, 1, "none", ""),
+        ("auto", {"dtype": torch.float8_e4m3fn}, 1, "none", ""),
+        ("auto", {"dtype": torch.uint8}, 1, "none", ""),  # how SGLang keeps fp8
         ("none", {}, 1, "none", ""),
         ("int8", {}, 1, "none", ""),
         ("exp4", {}, 2, "none", "codec 'exp4' takes no K and V of pipeline stages"),
@@ -167,6 +200,44 @@ def test_form_alone_decides_on_the_codec_of_k_and_v(
         assert kv_codec(runtime, device, WHOLE, 1, stages) == used  # type: ignore[arg-type]
     assert why in caplog.text
     assert bool(caplog.text) == bool(why)
+
+
+@pytest.mark.parametrize(
+    ("codec", "change", "stages", "share"),
+    [
+        ("auto", {}, 1, 0.766),
+        ("exp4", {}, 1, 0.766),
+        ("exp4", {}, 2, 1.0),
+        ("auto", {"dtype": torch.float32}, 1, 1.0),
+        ("none", {}, 1, 1.0),
+        ("int8", {}, 1, 1.0),
+    ],
+)
+def test_the_partition_is_chosen_by_the_bytes_that_k_and_v_are_stored_in(
+    codec: str, change: dict[str, Any], stages: int, share: float
+) -> None:
+    runtime = SimpleNamespace(config=SimpleNamespace(codec=codec))
+    device = kv_pool(**change)
+    found = encoded_share(runtime, device, stages)  # type: ignore[arg-type]
+    assert found == pytest.approx(share, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    ("codec", "dtype", "of_hidden_states", "of_kv"),
+    [
+        ("auto", torch.bfloat16, "none", "exp4"),
+        ("auto", torch.float16, "none", "none"),
+        ("exp4", torch.bfloat16, "exp4", "exp4"),
+        ("int8", torch.bfloat16, "int8", "none"),
+        ("none", torch.bfloat16, "none", "none"),
+    ],
+)
+def test_the_option_alone_and_the_type_of_k_and_v_say_what_is_asked_for(
+    codec: str, dtype: torch.dtype, of_hidden_states: str, of_kv: str
+) -> None:
+    runtime: Any = SimpleNamespace(config=SimpleNamespace(codec=codec))
+    assert hidden_codec(runtime) == of_hidden_states
+    assert asked_kv_codec(runtime, kv_pool(dtype=dtype)) == of_kv
 
 
 def test_a_codec_is_told_apart_from_others_by_the_form_of_pages() -> None:
