@@ -24,7 +24,14 @@ from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer, kv_layer
 from hcache_backend.restore.exchange import share_of_rank
 from hcache_backend.store.format import file_layout
 from hcache_backend.units import WHOLE, Segment, SegmentTable, units_per_group
-from hcache_kernels.codecs import CODECS, UnsupportedRows, make_codec
+from hcache_kernels.codecs import (
+    CODECS,
+    SEGMENT_CODECS,
+    Cut,
+    UnsupportedRows,
+    make_codec,
+    make_segment_codec,
+)
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
@@ -64,11 +71,13 @@ def page_size(plan: dict[str, Any], tokens: int, codec: str, kv_mode: bool) -> P
     share, itemsize = share_of_rank(0, ranks, tokens), model["element_bytes"]
     row_bytes = make_codec(codec, model["hidden"], _DTYPES[itemsize]).row_bytes
     kv_values = kv_bytes // (2 * itemsize) * share.of
-    encoded: tuple[str, int] | tuple[()] = ()
-    if codec == "exp4":
+    encoded: tuple[str, tuple[int, int]] | tuple[()] = ()
+    if codec in SEGMENT_CODECS and itemsize == 2:
         width = kv_values // share.of
-        unit = make_codec(codec, tokens // units_per_group(tokens, width) * width, torch.bfloat16)
-        encoded = unit.code, unit.row_bytes
+        cut = Cut(width, tokens // units_per_group(tokens, width))
+        dim = kv_values // share.of // -(-model["kv_heads"] // ranks)
+        unit = make_segment_codec(codec, cut, dim, torch.bfloat16)
+        encoded = unit.code, unit.unit_bytes
     stored = {
         "recompute": RECOMPUTED,
         "hidden": hidden_layer(tokens, row_bytes, model["hidden"], codec),

@@ -131,19 +131,22 @@ def kv_layer(
     itemsize: int,
     groups: int,
     codec: str = "none",
-    unit_bytes: int | None = None,
+    unit_bytes: tuple[int, int] | None = None,
 ) -> StoredLayer:
     """A layer whose K and V are stored, in ``groups`` groups of heads.
 
     Args:
         k_values: Values of K per token, in all heads of all ranks; ``v_values`` of V.
         itemsize: Bytes per value.
-        unit_bytes: Bytes of a unit that ``codec`` has encoded; None: those of its values.
+        unit_bytes: Bytes of a unit of K, and of one of V, that ``codec`` has encoded; None: those
+            of their values.
     """
     segments = []
-    for values in (k_values, v_values):
+    for part, values in enumerate((k_values, v_values)):
         pieces = units_per_group(tokens, values // groups)
-        length = tokens * values * itemsize if unit_bytes is None else unit_bytes * groups * pieces
+        length = tokens * values * itemsize
+        if unit_bytes is not None:
+            length = unit_bytes[part] * groups * pieces
         segments.append(Segment(length, groups, pieces))
     return StoredLayer(tuple(segments), codec)
 

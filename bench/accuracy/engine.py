@@ -119,6 +119,12 @@ class Engine:
         return int(self._runner.model_config.hidden_size)
 
     @property
+    def kv_shape(self) -> tuple[int, int]:
+        """Heads of K, and of V, and values of each."""
+        heads, dim = self._runner.token_to_kv_pool.k_buffer[0].shape[1:]
+        return int(heads), int(dim)
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of K and V of one token in one layer."""
         pool = self._runner.token_to_kv_pool

@@ -13,8 +13,19 @@ import numpy as np
 import torch
 
 from bench.accuracy.engine import Engine, History
+from bench.harness.methods import PAGE_SIZE
 from hcache_backend.restore.recompute import TokenSpan
-from hcache_kernels.codecs import CODECS, Codec, UnsupportedRows, make_codec
+from hcache_backend.units import units_per_group
+from hcache_kernels.codecs import (
+    CODECS,
+    SEGMENT_CODECS,
+    Codec,
+    Cut,
+    SegmentCodec,
+    UnsupportedRows,
+    make_codec,
+    make_segment_codec,
+)
 
 EXACT = "exact"
 
@@ -27,7 +38,7 @@ class Method:
         name: For tables.
         bytes_per_token: What is kept of a token, over all layers.
         restore: Writes K and V of a history to the pool, which has lost them; returns how many
-            tokens could not be kept so, and were computed again.
+            tokens could not be kept so, and were computed again or kept as they are.
         layer: The one layer that it restores from something else than K and V; None: all.
     """
 
@@ -46,6 +57,13 @@ def exact(engine: Engine) -> Iterator[Method]:
         return 0
 
     yield Method(EXACT, engine.kv_bytes * len(engine.layers), restore)
+
+
+def encoded(engine: Engine) -> Iterator[Method]:
+    """K and V in pages, through every codec that holds them."""
+    for codec in _segment_codecs(engine):
+        size = codec.segment_bytes * len(engine.layers) // PAGE_SIZE
+        yield Method(f"KV, {codec.name}", size, partial(_restore_encoded, engine, codec))
 
 
 def recomputed(engine: Engine) -> Iterator[Method]:
@@ -79,7 +97,7 @@ def hidden_layers(engine: Engine) -> Iterator[Method]:
             yield Method(f"hidden, {codec.name}", size, restore, only)
 
 
-MAKERS = (exact, recomputed, hidden, hidden_layers)
+MAKERS = (exact, encoded, recomputed, hidden, hidden_layers)
 
 
 def methods(engine: Engine) -> list[Method]:
@@ -93,6 +111,34 @@ def _codecs(engine: Engine) -> Iterator[Codec]:
             yield make_codec(name, engine.hidden_size, engine.dtype)
         except UnsupportedRows:
             continue  # a server would store with codec none instead
+
+
+def _segment_codecs(engine: Engine) -> Iterator[SegmentCodec]:
+    heads, dim = engine.kv_shape
+    width = heads * dim
+    pieces = units_per_group(PAGE_SIZE, width)
+    cut = Cut(width, PAGE_SIZE // pieces, pieces=pieces)
+    for name in SEGMENT_CODECS:
+        try:
+            yield make_segment_codec(name, cut, dim, engine.dtype)
+        except UnsupportedRows:
+            continue  # a server would store with codec none instead
+
+
+def _restore_encoded(engine: Engine, codec: SegmentCodec, history: History) -> int:
+    lost = torch.zeros(
+        len(history.slots) // PAGE_SIZE, dtype=torch.bool, device=history.slots.device
+    )
+    pages = torch.arange(len(lost), device=lost.device)
+    for layer, planes in zip(engine.layers, history.kv, strict=True):
+        memory = lost.new_empty((len(pages), codec.segment_bytes), dtype=torch.uint8)
+        fits = codec.encode(planes, pages, memory, pages, 0)
+        lost |= ~fits
+        back = [plane.clone() for plane in planes]
+        # A server keeps what does not fit as it is.
+        codec.decode(memory[fits], back, pages[fits])
+        engine.pool.store(layer.kernel, history.slots, *back)
+    return int(lost.sum()) * PAGE_SIZE
 
 
 def _restore_hidden(engine: Engine, codec: Codec, layers: Collection[int], history: History) -> int:

@@ -64,7 +64,7 @@ def transfer_tables(rows: list[Row]) -> str:
         (
             ("segments",),
             (
-                *("K and V by exp4, GB/s", "encode", "decode", "copy"),
+                *("K and V, GB/s", "encode", "decode", "copy"),
                 *("encode to pages", "as they are", "right"),
             ),
             ("what", "encode_gbs", "decode_gbs", "copy_gbs", "save_gbs", "uncoded_gbs", "right"),

@@ -217,7 +217,7 @@ def _unit_values(
 
 
 @triton.jit
-def _in_plane(at, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
+def in_plane(at, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
     """Places of pairs of a unit, behind its first one, in the plane."""
     return at if GROUPS == 1 else at // WIDTH * (GROUPS * WIDTH) + at % WIDTH
 
@@ -259,7 +259,7 @@ def encode_kernel(
     histogram = tl.zeros([256], tl.int32)
     for start in range(0, PAIRS, COUNTED * BLOCK):
         at = start + tl.arange(0, BLOCK)
-        pair = tl.load(values + _in_plane(at, GROUPS, WIDTH), mask=at < PAIRS, other=0)
+        pair = tl.load(values + in_plane(at, GROUPS, WIDTH), mask=at < PAIRS, other=0)
         histogram += tl.histogram(pair >> 7 & 0xFF, 256, mask=at < PAIRS)
         histogram += tl.histogram(pair >> 23 & 0xFF, 256, mask=at < PAIRS)
     exponent = tl.arange(0, 256)
@@ -277,7 +277,7 @@ def encode_kernel(
     for start in range(0, PAIRS, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < PAIRS
-        pair = tl.load(values + _in_plane(at, GROUPS, WIDTH), mask=inside, other=0)
+        pair = tl.load(values + in_plane(at, GROUPS, WIDTH), mask=inside, other=0)
         even, odd = pair >> 7 & 0xFF, pair >> 23 & 0xFF
         sign_mantissa = pair & 0x7F | pair >> 8 & 0x80 | pair >> 8 & 0x7F00 | pair >> 16 & 0x8000
         even_code, odd_code = _code(even, lowest, extra), _code(odd, lowest, extra)
@@ -350,7 +350,7 @@ def decode_kernel(
     odd_bits = _exponent(odd, rank, lowest, extra, pool, inside, MOST) << 23
     pair = even_bits | half & 0x7F | (half & 0x80) << 8
     pair |= odd_bits | (half & 0x7F00) << 8 | (half & 0x8000) << 16
-    tl.store(values + _in_plane(at, GROUPS, WIDTH), pair, mask=inside)
+    tl.store(values + in_plane(at, GROUPS, WIDTH), pair, mask=inside)
 
 
 @triton.jit

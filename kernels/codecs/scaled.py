@@ -21,8 +21,8 @@ from ..launch import Launch, block_launch
 from .base import Codec, UnsupportedRows
 
 SMALLEST, GREATEST = 2.0**-100, 2.0**100
-_SMALLEST_BITS = tl.constexpr((127 - 100) << 23)
-_GREATEST_BITS = tl.constexpr((127 + 100) << 23)
+SMALLEST_BITS = tl.constexpr((127 - 100) << 23)
+GREATEST_BITS = tl.constexpr((127 + 100) << 23)
 INT8_LARGEST = 127.0
 FP8_LARGEST = 448.0
 _MOST_VALUES = 4096
@@ -50,21 +50,15 @@ class ScaledCodec(Codec):
         limit = torch.full_like(amax, self.largest)
         inverse = torch.where(usable, limit / amax, 0.0)
         values = torch.where(usable[:, None], values, 0.0)
-        scaled = (values * inverse[:, None]).clamp(-self.largest, self.largest)
-        if self.largest == INT8_LARGEST:
-            codes = scaled.round().to(torch.int8)
-        else:
-            codes = scaled.to(torch.float8_e4m3fn)
         encoded = torch.zeros((len(rows), self.row_bytes), dtype=torch.uint8)
-        encoded[:, : self.hidden_size] = codes.view(torch.uint8)
+        encoded[:, : self.hidden_size] = nearest_codes(values * inverse[:, None], self.largest)
         encoded[:, -4:] = (amax / limit)[:, None].view(torch.uint8)
         return encoded, usable | (rows == 0).all(1)
 
     def decode_reference(self, encoded: torch.Tensor) -> torch.Tensor:
-        kind = torch.int8 if self.largest == INT8_LARGEST else torch.float8_e4m3fn
-        codes = encoded[:, : self.hidden_size].contiguous().view(kind)
+        values = values_of_codes(encoded[:, : self.hidden_size], self.largest)
         scale = encoded[:, -4:].contiguous().view(torch.float32)
-        return (codes.float() * scale).to(self.dtype)
+        return (values * scale).to(self.dtype)
 
     def encode_launch(self, rows: torch.Tensor, encoded: torch.Tensor, ok: torch.Tensor) -> Launch:
         only = {"ok": ok.view(torch.uint8), "LARGEST": self.largest}
@@ -97,6 +91,24 @@ class Fp8Codec(ScaledCodec):
     largest = FP8_LARGEST
 
 
+def nearest_codes(scaled: torch.Tensor, largest: float) -> torch.Tensor:
+    """Codes (uint8) of the integers, or the values of e4m3, that are nearest to float32 values.
+
+    ``largest`` is that of the code, :data:`INT8_LARGEST` or :data:`FP8_LARGEST`; what is beyond it
+    gets the code of it.
+    """
+    scaled = scaled.clamp(-largest, largest)
+    if largest == INT8_LARGEST:
+        return scaled.round().to(torch.int8).view(torch.uint8)
+    return scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def values_of_codes(codes: torch.Tensor, largest: float) -> torch.Tensor:
+    """The float32 values that codes (uint8) stand for."""
+    kind = torch.int8 if largest == INT8_LARGEST else torch.float8_e4m3fn
+    return codes.contiguous().view(kind).float()
+
+
 @triton.jit
 def encode_kernel(
     rows,  # floats [n, WIDTH]
@@ -118,21 +130,26 @@ def encode_kernel(
         # Magnitudes are in the order of their bits; infinity and NaN stand above all others.
         most = tl.maximum(most, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     bits = tl.max(most, 0)
-    usable = (bits >= _SMALLEST_BITS) & (bits <= _GREATEST_BITS)
+    usable = (bits >= SMALLEST_BITS) & (bits <= GREATEST_BITS)
     amax = tl.where(usable, bits, 0).to(tl.float32, bitcast=True)
     scale = tl.div_rn(amax, LARGEST)
     inverse = tl.where(usable, tl.div_rn(LARGEST, tl.where(usable, amax, 1.0)), 0.0)
     for start in range(0, WIDTH, BLOCK):
         at = start + tl.arange(0, BLOCK)
         value = tl.load(rows + at, mask=at < WIDTH, other=0.0).to(tl.float32)
-        scaled = tl.where(usable, value, 0.0) * inverse  # clamped, so not fused with what rounds it
-        scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
-        code = _to_fp8(scaled) if FP8 else _to_int8(scaled)
+        code = nearest_code(tl.where(usable, value, 0.0) * inverse, LARGEST, FP8)
         tl.store(encoded + at, code.to(tl.uint8), mask=at < WIDTH)
     gap = WIDTH + tl.arange(0, 16)
     tl.store(encoded + gap, tl.zeros([16], tl.uint8), mask=gap < ROW_BYTES - 4)
     tl.store((encoded + ROW_BYTES - 4).to(tl.pointer_type(tl.float32)), scale)
     tl.store(ok + row, (usable | (bits == 0)).to(tl.uint8))
+
+
+@triton.jit
+def nearest_code(scaled, LARGEST: tl.constexpr, FP8: tl.constexpr):
+    """See :func:`nearest_codes`: int32, of which the last 8 bits are the code."""
+    scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)  # so not fused with what rounds it
+    return _to_fp8(scaled) if FP8 else _to_int8(scaled)
 
 
 # Both work on the bits of float32: rounding to nearest even has no portable name, and a GPU's own
@@ -170,11 +187,17 @@ def decode_kernel(
     for start in range(0, WIDTH, BLOCK):
         at = start + tl.arange(0, BLOCK)
         code = tl.load(encoded + at, mask=at < WIDTH, other=0).to(tl.int32)
-        if FP8:
-            # The fields of e4m3 in those of float32; only the exponents' biases differ.
-            bits = (code & 0x7F) << 20 | (code & 0x80) << 24
-            value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
-        else:
-            value = (code << 24 >> 24).to(tl.float32)
-        value = (value * scale).to(rows.dtype.element_ty)
+        value = (value_of_code(code, FP8) * scale).to(rows.dtype.element_ty)
         tl.store(rows + at, value, mask=at < WIDTH)
+
+
+@triton.jit
+def value_of_code(code, FP8: tl.constexpr):
+    """The float32 value that a code (int32, 0 to 255) stands for."""
+    if FP8:
+        # The fields of e4m3 in those of float32; only the exponents' biases differ.
+        bits = (code & 0x7F) << 20 | (code & 0x80) << 24
+        value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
+    else:
+        value = (code << 24 >> 24).to(tl.float32)
+    return value

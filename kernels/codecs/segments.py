@@ -1,4 +1,4 @@
-"""K and V in pages of the KV pool <-> their encoded segments in our pages, by codec ``exp4``.
+"""K and V in pages of the KV pool <-> their encoded segments in our pages.
 
 The segments of a layer are K, then V; each is one group of heads after the other, and each group
 its units, which are runs of tokens (:mod:`hcache_backend.units`). One launch takes all pages of a
@@ -7,153 +7,279 @@ save or a load. Encoding writes device memory, or pages in pinned memory right o
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
+from ..launch import Launch
 from ..pages import check_ids
 from .base import UnsupportedRows
 from .exp4 import Cut, Exp4Codec, decode_launch, encode_launch
 from .exp4_code import REFERENCE_VALUES, decode_units, encode_units
 
 
-def segment_bytes(planes: int, cut: Cut) -> int:
-    """Bytes of the encoded units of a page in so many planes.
+class SegmentCodec(ABC):
+    """Encodes K and V of a layer, each unit by itself.
 
-    Raises:
-        UnsupportedRows: ``exp4`` does not take units of that size.
-    """
-    if cut.width % 2:
-        raise UnsupportedRows(
-            f"codec 'exp4' takes an even number of values per token and group, not {cut.width}"
-        )
-    return planes * cut.units * Exp4Codec(cut.values, torch.bfloat16).row_bytes
-
-
-def encode_segments(
-    planes: Sequence[torch.Tensor],
-    items: torch.Tensor,
-    cut: Cut,
-    memory: torch.Tensor,
-    pages: torch.Tensor,
-    offset: int,
-    fits: torch.Tensor,
-) -> None:
-    """Encode pages of the pool; the bytes of a unit that does not fit mean nothing.
+    - All encoded units of K have one length, and all of V.
+    - The same values give the same bytes, on every device.
+    - A page that a codec cannot hold is said not to fit. Its bytes mean nothing.
 
     Args:
-        planes: K and V of a layer, or one of them: bfloat16 ``[slots, heads, dim]`` of one shape,
-            contiguous, whose slots are whole pages of the pool.
-        items: Which pages of the pool, int64 ``[p]``, on their device. Their values are checked
-            only on the CPU, as those of ``pages``.
-        cut: The units of such a page.
-        memory: uint8 ``[all pages, page_bytes]``, contiguous: memory that the device can write.
-        pages: The page of each item there, int64 ``[p]``, likewise.
-        offset: Where the units of a page begin in it, a multiple of 8; K and V follow each other.
-        fits: Which units fit, bool ``[p, planes * units]``, contiguous: written likewise.
+        cut: The units of a page in K; those in V are alike.
+        dim: Values of a head.
+        dtype: Type of K and V.
 
     Raises:
-        ValueError: The arguments do not fit together. Nothing was written.
+        UnsupportedRows: The codec does not take such units.
+
+    Attributes:
+        name: What options and metrics call it.
+        code: What pages call its bytes, at most 8 ASCII characters. When the same values get other
+            bytes, it gets another one: else stored pages would be decoded to wrong values.
+        lossless: Whether what fits comes back to the bit.
+        unit_bytes: Bytes of an encoded unit of K, and of one of V; multiples of 8.
+        flags: How many flags say whether a page fits: all are to be set.
     """
-    length = _check(planes, items, cut)
-    if memory.dtype != torch.uint8 or memory.dim() != 2 or not memory.is_contiguous():
-        raise ValueError(
-            f"memory is {list(memory.shape)} of {memory.dtype}: must be contiguous uint8 "
-            "[pages, page_bytes]"
-        )
-    if offset % 8 or memory.shape[1] % 8 or not 0 <= offset <= memory.shape[1] - length:
-        raise ValueError(
-            f"bytes {offset} to {offset + length} of pages of {memory.shape[1]} bytes: must be "
-            "within a page and begin at a multiple of 8, as each page"
-        )
-    check_ids("pages", pages, len(items), len(memory), (torch.int64,))
-    shape = (len(items), len(planes) * cut.units)
-    if fits.dtype != torch.bool or fits.shape != shape or not fits.is_contiguous():
-        raise ValueError(
-            f"fits is {list(fits.shape)} of {fits.dtype}: must be contiguous bool {list(shape)}"
-        )
-    if planes[0].is_cuda:
-        encode_launch(planes, items, cut, memory, pages, offset, fits).run()
-        return
-    encoded, fits[:] = encode_segments_reference(planes, items, cut)
-    memory[pages, offset : offset + length] = encoded
 
+    name: ClassVar[str]
+    lossless: ClassVar[bool]
+    unit_bytes: tuple[int, int]
+    flags: int
 
-def decode_segments(
-    encoded: torch.Tensor, planes: Sequence[torch.Tensor], items: torch.Tensor, cut: Cut
-) -> None:
-    """Decode segments into pages of the pool, whatever their bytes are.
+    def __init__(self, cut: Cut, dim: int, dtype: torch.dtype) -> None:
+        self.cut = cut
+        self.dim = dim
+        self.dtype = dtype
 
-    Args:
-        encoded: Contiguous uint8 ``[p, segment_bytes]``, on the device of the pool.
-        planes: As in :func:`encode_segments`; so ``items`` and ``cut``. An item that is there
-            twice gets the values of either.
+    @property
+    def code(self) -> str:
+        return self.name
 
-    Raises:
-        ValueError: The arguments do not fit together. Nothing was written.
-    """
-    shape = (len(items), _check(planes, items, cut))
-    if encoded.dtype != torch.uint8 or encoded.shape != shape or not encoded.is_contiguous():
-        raise ValueError(
-            f"encoded is {list(encoded.shape)} of {encoded.dtype}: must be contiguous uint8 "
-            f"{list(shape)}"
-        )
-    if planes[0].is_cuda:
-        decode_launch(encoded, planes, items, cut).run()
-        return
-    decode_segments_reference(encoded, planes, items, cut)
+    @property
+    def segment_bytes(self) -> int:
+        """Bytes of the encoded units of a page in K and V."""
+        return self.cut.units * sum(self.unit_bytes)
 
+    @abstractmethod
+    def encode_launch(
+        self,
+        planes: Sequence[torch.Tensor],
+        items: torch.Tensor,
+        memory: torch.Tensor,
+        pages: torch.Tensor,
+        offset: int,
+        fits: torch.Tensor,
+    ) -> Launch:
+        """:meth:`encode` as one kernel; ``fits`` is bool ``[p, flags]``, contiguous."""
 
-def encode_segments_reference(
-    planes: Sequence[torch.Tensor], items: torch.Tensor, cut: Cut
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encoded segments of pages, uint8 ``[p, segment_bytes]``, and which of their units fit."""
-    at_once = max(1, REFERENCE_VALUES // (len(planes) * cut.units * cut.values))
-    encoded, fits = [], []
-    for some in items.split(at_once):
-        units = torch.cat([_by_unit(plane, cut)[some] for plane in planes], dim=1)
-        parts, fit = encode_units(units.reshape(-1, cut.values))
-        encoded.append(parts.view(len(some), -1))
-        fits.append(fit.view(len(some), -1))
-    return torch.cat(encoded), torch.cat(fits)
+    @abstractmethod
+    def decode_launch(
+        self, encoded: torch.Tensor, planes: Sequence[torch.Tensor], items: torch.Tensor
+    ) -> Launch:
+        """:meth:`decode` as one kernel."""
 
+    @abstractmethod
+    def encode_units(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Encode units in plain torch, on the CPU.
 
-def decode_segments_reference(
-    encoded: torch.Tensor, planes: Sequence[torch.Tensor], items: torch.Tensor, cut: Cut
-) -> None:
-    """What :func:`decode_segments` does, in plain torch."""
-    units = len(planes) * cut.units
-    at_once = max(1, REFERENCE_VALUES // (units * cut.values))
-    for some, there in zip(encoded.split(at_once), items.split(at_once), strict=True):
-        decoded = decode_units(some.view(len(some) * units, -1), cut.values)
-        parts = decoded.view(len(some), len(planes), cut.groups, cut.pieces, cut.tokens, cut.width)
-        for number, plane in enumerate(planes):
-            _by_unit(plane, cut)[there] = parts[:, number]
+        Args:
+            units: K and V of pages, ``[p, 2, units, tokens, width]``.
 
+        Returns:
+            uint8 ``[p, segment_bytes]``, and whether each page fits, bool ``[p]``.
+        """
 
-def _by_unit(plane: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """View of a plane: ``[pages, groups, pieces, tokens, width]``."""
-    return plane.view(-1, cut.pieces, cut.tokens, cut.groups, cut.width).permute(0, 3, 1, 2, 4)
+    @abstractmethod
+    def decode_units(self, encoded: torch.Tensor) -> torch.Tensor:
+        """Decode uint8 ``[p, segment_bytes]`` in plain torch, on the CPU, to units."""
 
+    def encode(
+        self,
+        planes: Sequence[torch.Tensor],
+        items: torch.Tensor,
+        memory: torch.Tensor,
+        pages: torch.Tensor,
+        offset: int,
+    ) -> torch.Tensor:
+        """Encode pages of the pool.
 
-def _check(planes: Sequence[torch.Tensor], items: torch.Tensor, cut: Cut) -> int:
-    """Bytes of the encoded units of a page; a ValueError for what is no planes cut like that."""
-    length = segment_bytes(len(planes), cut)
-    if len(planes) not in (1, 2):
-        raise ValueError(f"planes are {len(planes)}: must be K and V, or one of them")
-    first = planes[0]
-    for plane in planes:
-        if plane.dtype != torch.bfloat16 or not plane.is_contiguous() or plane.shape != first.shape:
+        Args:
+            planes: K and V: ``[slots, heads, dim]`` of one shape, contiguous, whose slots are whole
+                pages of the pool.
+            items: Which pages of the pool, int64 ``[p]``, on their device. Their values are checked
+                only on the CPU, as those of ``pages``.
+            memory: uint8 ``[all pages, page_bytes]``, contiguous: memory that the device can write.
+            pages: The page of each item there, int64 ``[p]``, likewise.
+            offset: Where the units of a page begin in it, a multiple of 8; V follows K.
+
+        Returns:
+            Which pages fit, bool ``[p]`` on the device of the items.
+
+        Raises:
+            ValueError: The arguments do not fit together. Nothing was written.
+        """
+        self._check(planes, items)
+        end = offset + self.segment_bytes
+        if memory.dtype != torch.uint8 or memory.dim() != 2 or not memory.is_contiguous():
             raise ValueError(
-                f"planes have one of {list(plane.shape)} of {plane.dtype}: all must be contiguous "
-                f"bfloat16 {list(first.shape)}"
+                f"memory is {list(memory.shape)} of {memory.dtype}: must be contiguous uint8 "
+                "[pages, page_bytes]"
             )
-    row = plane[0].numel()
-    tokens = cut.tokens * cut.pieces
-    if row != cut.groups * cut.width or len(first) % tokens:
-        raise ValueError(
-            f"planes have {len(first)} slots of {row} values: must be whole pages of {tokens} "
-            f"slots of {cut.groups * cut.width} values"
-        )
-    check_ids("items", items, len(items), len(first) // tokens, (torch.int64,))
-    return length
+        if offset % 8 or memory.shape[1] % 8 or not 0 <= offset <= end <= memory.shape[1]:
+            raise ValueError(
+                f"bytes {offset} to {end} of pages of {memory.shape[1]} bytes: must be within a "
+                "page and begin at a multiple of 8, as each page"
+            )
+        check_ids("pages", pages, len(items), len(memory), (torch.int64,))
+        if planes[0].is_cuda:
+            flags = torch.empty((len(items), self.flags), dtype=torch.bool, device=items.device)
+            self.encode_launch(planes, items, memory, pages, offset, flags).run()
+            return flags.all(1)
+        encoded, fits = self.encode_reference(planes, items)
+        memory[pages, offset:end] = encoded
+        return fits
+
+    def decode(
+        self, encoded: torch.Tensor, planes: Sequence[torch.Tensor], items: torch.Tensor
+    ) -> None:
+        """Decode segments into pages of the pool, whatever their bytes are.
+
+        Args:
+            encoded: Contiguous uint8 ``[p, segment_bytes]``, on the device of the pool.
+            planes: As in :meth:`encode`; so ``items``. An item that is there twice gets the values
+                of either.
+
+        Raises:
+            ValueError: The arguments do not fit together. Nothing was written.
+        """
+        self._check(planes, items)
+        shape = (len(items), self.segment_bytes)
+        if encoded.dtype != torch.uint8 or encoded.shape != shape or not encoded.is_contiguous():
+            raise ValueError(
+                f"encoded is {list(encoded.shape)} of {encoded.dtype}: must be contiguous uint8 "
+                f"{list(shape)}"
+            )
+        if planes[0].is_cuda:
+            self.decode_launch(encoded, planes, items).run()
+            return
+        self.decode_reference(encoded, planes, items)
+
+    def encode_reference(
+        self, planes: Sequence[torch.Tensor], items: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Encoded segments of pages, uint8 ``[p, segment_bytes]``, and which of the pages fit, bool
+        ``[p]``; all on the CPU."""
+        parts = []
+        for some in items.split(self._pages_at_once):
+            units = torch.stack([self._by_unit(plane)[some] for plane in planes], dim=1)
+            parts.append(self.encode_units(units.flatten(2, 3)))
+        encoded, fits = zip(*parts, strict=True)
+        return torch.cat(encoded), torch.cat(fits)
+
+    def decode_reference(
+        self, encoded: torch.Tensor, planes: Sequence[torch.Tensor], items: torch.Tensor
+    ) -> None:
+        """What :meth:`decode` does, in plain torch."""
+        at_once = self._pages_at_once
+        for some, there in zip(encoded.split(at_once), items.split(at_once), strict=True):
+            units = self.decode_units(some).unflatten(2, (self.cut.groups, self.cut.pieces))
+            for number, plane in enumerate(planes):
+                self._by_unit(plane)[there] = units[:, number]
+
+    @property
+    def _pages_at_once(self) -> int:
+        return max(1, REFERENCE_VALUES // (2 * self.cut.units * self.cut.values))
+
+    def is_code_of(self, encoded: torch.Tensor, plain: torch.Tensor, decoded: torch.Tensor) -> bool:
+        """Whether a lossy codec's reference encodes K and V to a page, which comes back as near to
+        them as the codec says.
+
+        All is on the CPU, in plain torch. Of a lossless codec: False, its pages come back exactly.
+
+        Args:
+            encoded: Segments of the page, uint8 ``[segment_bytes]``.
+            plain: K, then V, as pages that are not encoded have them: uint8.
+            decoded: What comes back of ``encoded``, likewise.
+        """
+        return False
+
+    def _by_unit(self, plane: torch.Tensor) -> torch.Tensor:
+        """View of a plane: ``[pages, groups, pieces, tokens, width]``."""
+        cut = self.cut
+        rows = plane.view(-1, cut.pieces, cut.tokens, cut.groups, cut.width)
+        return rows.permute(0, 3, 1, 2, 4)
+
+    def _check(self, planes: Sequence[torch.Tensor], items: torch.Tensor) -> None:
+        """A ValueError for what is no K and V cut like that."""
+        if len(planes) != 2:
+            raise ValueError(f"planes are {len(planes)}: must be K and V")
+        first = planes[0]
+        for plane in planes:
+            same = plane.dtype == self.dtype and plane.shape == first.shape
+            if not same or not plane.is_contiguous():
+                raise ValueError(
+                    f"planes have one of {list(plane.shape)} of {plane.dtype}: all must be "
+                    f"contiguous {self.dtype} {list(first.shape)}"
+                )
+        row, cut = first[0].numel(), self.cut
+        tokens = cut.tokens * cut.pieces
+        if row != cut.groups * cut.width or len(first) % tokens:
+            raise ValueError(
+                f"planes have {len(first)} slots of {row} values: must be whole pages of {tokens} "
+                f"slots of {cut.groups * cut.width} values"
+            )
+        check_ids("items", items, len(items), len(first) // tokens, (torch.int64,))
+
+
+class Exp4Segments(SegmentCodec):
+    """``exp4``: the code of :mod:`.exp4_code`, in which K and V are alike."""
+
+    name = "exp4"
+    lossless = True
+
+    def __init__(self, cut: Cut, dim: int, dtype: torch.dtype) -> None:
+        super().__init__(cut, dim, dtype)
+        if dtype != torch.bfloat16:
+            raise UnsupportedRows(f"codec 'exp4' takes K and V in bfloat16, not {dtype}")
+        if cut.width % 2:
+            raise UnsupportedRows(
+                f"codec 'exp4' takes an even number of values per token and group, not {cut.width}"
+            )
+        unit = Exp4Codec(cut.values, dtype)
+        self._code = unit.code
+        self.unit_bytes = unit.row_bytes, unit.row_bytes
+        self.flags = 2 * cut.units
+
+    @property
+    def code(self) -> str:
+        return self._code
+
+    def encode_launch(
+        self,
+        planes: Sequence[torch.Tensor],
+        items: torch.Tensor,
+        memory: torch.Tensor,
+        pages: torch.Tensor,
+        offset: int,
+        fits: torch.Tensor,
+    ) -> Launch:
+        return encode_launch(planes, items, self.cut, memory, pages, offset, fits)
+
+    def decode_launch(
+        self, encoded: torch.Tensor, planes: Sequence[torch.Tensor], items: torch.Tensor
+    ) -> Launch:
+        return decode_launch(encoded, planes, items, self.cut)
+
+    def encode_units(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        encoded, fits = encode_units(units.reshape(-1, self.cut.values))
+        return encoded.view(len(units), -1), fits.view(len(units), -1).all(1)
+
+    def decode_units(self, encoded: torch.Tensor) -> torch.Tensor:
+        cut = self.cut
+        shape = (len(encoded), 2, cut.units, cut.tokens, cut.width)
+        units = encoded.reshape(-1, self.unit_bytes[0])
+        parts = units.split(max(1, REFERENCE_VALUES // cut.values))
+        return torch.cat([decode_units(some, cut.values) for some in parts]).view(shape)

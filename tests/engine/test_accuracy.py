@@ -92,12 +92,22 @@ def test_a_checkpoint_of_another_architecture_needs_its_tokenizer_only(
     results = json.loads((tmp_path / "accuracy_some-qwen3.json").read_text())
     whole = {row["method"]: row for row in results["methods"] if row["layer"] is None}
     codecs = ("none", "exp4", "int8", "fp8")
-    assert list(whole) == ["exact", "recomputed", *(f"hidden, {codec}" for codec in codecs)]
+    assert list(whole) == [
+        "exact",
+        *(f"KV, {codec}" for codec in codecs[1:]),
+        "recomputed",
+        *(f"hidden, {codec}" for codec in codecs),
+    ]
     # bfloat16: what comes back bit by bit changes nothing beside K and V as they are.
-    for name in ("recomputed", "hidden, none", "hidden, exp4"):
+    for name in ("KV, exp4", "recomputed", "hidden, none", "hidden, exp4"):
         assert whole[name]["k_error"] == whole[name]["v_error"] == 0
         assert whole[name]["kl"] == whole["exact"]["kl"]
     assert whole["hidden, int8"]["kl"] > whole["exact"]["kl"]
+    for name, least, most in (("KV, int8", 1e-3, 1e-2), ("KV, fp8", 1e-2, 4e-2)):
+        assert whole[name]["bytes_per_token"] <= 0.53 * whole["exact"]["bytes_per_token"]
+        assert least < whole[name]["k_error"] < most
+        assert least < whole[name]["v_error"] < most
+        assert whole[name]["kl"] > whole["exact"]["kl"]
 
 
 @pytest.mark.parametrize(

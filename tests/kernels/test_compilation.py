@@ -13,9 +13,7 @@ import triton
 
 import bench.gpu  # noqa: F401  in processes of their own too: the kernels, as in tests/conftest.py
 from hcache_kernels import pages
-from hcache_kernels.codecs import make_codec
-from hcache_kernels.codecs.exp4 import Cut, decode_launch, encode_launch
-from hcache_kernels.codecs.segments import segment_bytes
+from hcache_kernels.codecs import Cut, make_codec, make_segment_codec
 from hcache_kernels.launch import Launch
 from hcache_kernels.project_kv import (
     KeyNorm,
@@ -159,13 +157,17 @@ WIDTHS = (256, 4096, 7168)
 """One warp, the usual width, and one whose last block is masked."""
 
 CUTS = {
-    "one group": Cut(1024, 64),
-    "8 groups": Cut(128, 64, groups=8),
-    "heads of 96": Cut(3 * 96, 64, groups=4),
-    "4 pieces": Cut(4096, 16, pieces=4),
-    "narrow": Cut(64, 16, groups=2),
+    "one group": (Cut(1024, 64), 128),
+    "8 groups": (Cut(128, 64, groups=8), 128),
+    "heads of 96": (Cut(3 * 96, 64, groups=4), 96),
+    "4 pieces": (Cut(4096, 16, pieces=4), 128),
+    "narrow": (Cut(64, 16, groups=2), 32),
+    "long": (Cut(256, 256), 256),
 }
-"""Units of K and V."""
+"""Units of K and V, and the values of a head."""
+
+SEGMENTS = (("exp4", torch.bfloat16), ("int8", torch.bfloat16), ("fp8", torch.float16))
+"""Their codecs, and the type of K and V; ``fp8`` differs from ``int8`` in the codes alone."""
 
 
 def codec_launch(codec: str, decode: bool, width: int, dtype: torch.dtype) -> Launch:
@@ -176,16 +178,15 @@ def codec_launch(codec: str, decode: bool, width: int, dtype: torch.dtype) -> La
     return made.encode_launch(rows, encoded, empty(N))
 
 
-def encode_segments(cut: Cut) -> Launch:
-    planes = [empty(N, cut.units, cut.values, dtype=torch.bfloat16)] * 2
-    length = segment_bytes(2, cut)
-    fits = empty(N, 2 * cut.units, dtype=torch.bool)
-    return encode_launch(planes, ids(N), cut, empty(N, 4096 + 4 * length), ids(N), 4096, fits)
-
-
-def decode_segments(cut: Cut) -> Launch:
-    planes = [empty(N, cut.units, cut.values, dtype=torch.bfloat16)] * 2
-    return decode_launch(empty(N, segment_bytes(2, cut)), planes, ids(N), cut)
+def segments_launch(name: str, decode: bool, cut: Cut, dim: int, dtype: torch.dtype) -> Launch:
+    codec = make_segment_codec(name, cut, dim, dtype)
+    planes = [empty(N, cut.units * cut.values // dim, dim, dtype=dtype)] * 2
+    length = codec.segment_bytes
+    if decode:
+        return codec.decode_launch(empty(N, length), planes, ids(N))
+    fits = empty(N, codec.flags, dtype=torch.bool)
+    memory = empty(N, 4096 + 4 * length)
+    return codec.encode_launch(planes, ids(N), memory, ids(N), 4096, fits)
 
 
 def gather(length: int) -> Launch:
@@ -211,9 +212,13 @@ def transfer_jobs(capability: tuple[int, int]) -> Jobs:
                 f"{'decode' if decode else 'encode'} {codec} {name(dtype)}, {width}",
                 partial(codec_launch, codec, decode, width, dtype),
             )
-    for what, cut in CUTS.items():
-        yield f"encode segments, {what}", partial(encode_segments, cut)
-        yield f"decode segments, {what}", partial(decode_segments, cut)
+    for what, (cut, dim) in CUTS.items():
+        for codec, dtype in SEGMENTS[: 3 if what in ("one group", "narrow") else 2]:
+            for decode in (False, True):
+                yield (
+                    f"{'decode' if decode else 'encode'} segments, {codec} {name(dtype)}, {what}",
+                    partial(segments_launch, codec, decode, cut, dim, dtype),
+                )
     for length in (64 * 8192, 64 * 392 + 8):
         yield f"gather {length}", partial(gather, length)
     for groups in (1, 4):
@@ -326,6 +331,9 @@ def launches_of(n: int) -> dict[str, Launch]:
     staged = StagedRows(empty(LAYERS, PLACES + 1, row), places)
     exp4 = make_codec("exp4", 256, torch.bfloat16)
     encoded, rows = empty(n, exp4.row_bytes), empty(n, 256, dtype=torch.bfloat16)
+    int8 = make_segment_codec("int8", Cut(128, 64), 128, torch.bfloat16)
+    planes, segments = [empty(N, 128, dtype=torch.bfloat16)] * 2, empty(n, int8.segment_bytes)
+    flags = empty(n, int8.flags)
     return {
         "gather": pages.gather_launch(memory, ids(n), offset, empty(n, 64 * row)),
         "gather plane": pages.gather_plane_launch(memory, ids(n), offset, pool, ids(n)),
@@ -342,6 +350,8 @@ def launches_of(n: int) -> dict[str, Launch]:
         "project": fused_launches(replace(call, **tokens), config)[0],
         "encode": exp4.encode_launch(rows, encoded, empty(n)),
         "decode": exp4.decode_launch(encoded, rows),
+        "encode segments": int8.encode_launch(planes, ids(n), memory, ids(n), offset, flags),
+        "decode segments": int8.decode_launch(segments, planes, ids(n)),
     }
 
 

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
-from hcache_backend.page import PageLayout, StoredLayer
-from hcache_backend.units import Segment, units_of, units_per_group
-from hcache_kernels.codecs import UnsupportedRows
-from hcache_kernels.codecs.exp4 import Cut
 from hcache_kernels.codecs.exp4_code import (
     BLOCK_VALUES,
     decode_units,
@@ -21,7 +16,6 @@ from hcache_kernels.codecs.exp4_code import (
     tail_bytes,
     unit_bytes,
 )
-from hcache_kernels.codecs.segments import decode_segments, encode_segments, segment_bytes
 from tests.kernels.codec_rows import bits_of, exceptions_of
 from tests.kernels.hostile_units import HOSTILE, hostile_units
 
@@ -113,135 +107,3 @@ def test_any_bytes_decode_to_something(n: int) -> None:
     anything[10:20] = 0
     anything[20:30] = 255
     assert decode_units(torch.from_numpy(anything), n).shape == (50, n)
-
-
-# ---- segments ----
-
-CUTS = {
-    "one group": Cut(128, 16),
-    "four groups": Cut(32, 16, groups=4),
-    "two pieces": Cut(1024, 64, pieces=2),
-    "groups and pieces": Cut(1024, 32, groups=2, pieces=2),
-    "a token per unit": Cut(96, 1, groups=2, pieces=8),
-}
-
-
-def pool(cut: Cut, pages: int, seed: int) -> list[torch.Tensor]:
-    """K and V of a pool: ``[slots, groups, width]``."""
-    source = torch.Generator().manual_seed(seed)
-    shape = (pages * cut.pieces * cut.tokens, cut.groups, cut.width)
-    return [torch.randn(shape, generator=source).bfloat16() for _ in "kv"]
-
-
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-def test_segments_are_the_units_of_a_page_in_their_order(cut: Cut) -> None:
-    tokens = cut.tokens * cut.pieces
-    k, v = pool(cut, 3, seed=0)
-    length = segment_bytes(2, cut)
-    memory = torch.full((4, length + 24), 0xA5, dtype=torch.uint8)
-    fits = torch.zeros((2, 2 * cut.units), dtype=torch.bool)
-    encode_segments((k, v), torch.tensor([2, 0]), cut, memory, torch.tensor([1, 3]), 16, fits)
-    assert fits.all()
-    assert (memory[[0, 2]] == 0xA5).all()
-    assert (memory[:, :16] == 0xA5).all()
-    assert (memory[:, 16 + length :] == 0xA5).all()
-
-    segments = tuple(Segment(length // 2, cut.groups, cut.pieces) for _ in "kv")
-    layout = PageLayout(tokens, (StoredLayer(segments, "exp4"),))
-    units = layout.units[1:]
-    assert len(units) == 2 * cut.units
-    order = product((k, v), range(cut.groups), range(cut.pieces))
-    for unit, (plane, group, piece) in zip(units, order, strict=True):
-        start = 2 * tokens + piece * cut.tokens
-        values = plane[start : start + cut.tokens, group].reshape(1, -1)
-        offset = 16 + unit.page_offset - layout.header_bytes
-        stored = memory[1, offset : offset + unit.length]
-        assert torch.equal(stored, encode_units(values)[0][0])
-
-
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-def test_segments_come_back_to_their_pages_and_nowhere_else(cut: Cut) -> None:
-    planes = pool(cut, 4, seed=10)
-    tokens = cut.tokens * cut.pieces
-    memory = torch.zeros((4, segment_bytes(2, cut)), dtype=torch.uint8)
-    pages, fits = torch.arange(4), torch.zeros((4, 2 * cut.units), dtype=torch.bool)
-    encode_segments(planes, pages, cut, memory, pages, 0, fits)
-    back = [torch.full_like(plane, 7.0) for plane in planes]
-    decode_segments(memory[[3, 1]], back, torch.tensor([0, 2]), cut)
-    for plane, decoded in zip(planes, back, strict=True):
-        want = torch.full_like(plane, 7.0).view(4, tokens, -1)
-        want[[0, 2]] = plane.view(4, tokens, -1)[[3, 1]]
-        assert torch.equal(bits_of(decoded.view(4, tokens, -1)), bits_of(want))
-
-
-def test_a_rank_has_the_bytes_of_its_heads_in_the_whole_page() -> None:
-    whole, own = Cut(64, 32, groups=4), Cut(64, 32, groups=2)
-    planes = pool(whole, 1, seed=20)
-    of_rank = [plane[:, 2:].contiguous() for plane in planes]
-    encoded = []
-    for cut, held in ((whole, planes), (own, of_rank)):
-        memory = torch.zeros((1, segment_bytes(2, cut)), dtype=torch.uint8)
-        fits = torch.zeros((1, 2 * cut.units), dtype=torch.bool)
-        page = torch.zeros(1, dtype=torch.int64)
-        encode_segments(held, page, cut, memory, page, 0, fits)
-        encoded.append(memory.view(2, cut.groups, -1))
-    assert torch.equal(encoded[0][:, 2:], encoded[1])
-
-
-@pytest.mark.parametrize("tokens", [16, 64])
-@pytest.mark.parametrize("width", [64, 128, 1024, 8192])
-def test_pages_take_at_most_0_775_of_their_bytes(width: int, tokens: int) -> None:
-    pieces = units_per_group(tokens, width)
-    cut = Cut(width, tokens // pieces, pieces=pieces)
-    assert segment_bytes(2, cut) <= 0.775 * 2 * 2 * tokens * width
-
-
-def test_any_flipped_bit_of_encoded_segments_makes_the_page_a_miss() -> None:
-    cut = Cut(16, 16, groups=2)
-    length = segment_bytes(2, cut)
-    layout = PageLayout(16, (StoredLayer((Segment(length // 2, 2), Segment(length // 2, 2))),))
-    page = torch.zeros((1, layout.page_bytes), dtype=torch.uint8)
-    fits = torch.zeros((1, 2 * cut.units), dtype=torch.bool)
-    first = torch.zeros(1, dtype=torch.int64)
-    encode_segments(pool(cut, 1, 30), first, cut, page, first, layout.header_bytes, fits)
-    memory, namespace, key = page[0].numpy(), bytes(16), bytes(range(32))
-    layout.begin(memory, namespace, bytes(8))
-    layout.seal(memory, key)
-    assert layout.problem(memory, namespace, key) is None
-    assert len(units_of(layout.table)) == 5
-    for place in range(layout.header_bytes, layout.page_bytes):
-        for bit in range(8):
-            memory[place] ^= 1 << bit
-            assert layout.problem(memory, namespace, key) == "checksum"
-            memory[place] ^= 1 << bit
-
-
-def test_arguments_that_do_not_fit_together_are_refused() -> None:
-    cut = Cut(128, 16)
-    planes, pages = pool(cut, 2, seed=0), torch.arange(2)
-    length = segment_bytes(2, cut)
-    memory = torch.zeros((2, length), dtype=torch.uint8)
-    fits = torch.zeros((2, 2), dtype=torch.bool)
-    good = (planes, pages, cut, memory, pages, 0, fits)
-    for number, wrong, message in (
-        (0, [], "planes are 0: must be K and V, or one of them"),
-        (0, [planes[0].float()] * 2, "of torch.float32: all must be contiguous bfloat16"),
-        (0, [planes[0][:20]] * 2, "20 slots of 128 values: must be whole pages of 16 slots of 128"),
-        (1, torch.tensor([0, 2]), "items go from 0 to 2: must be from 0 to 1"),
-        (1, pages.int(), r"items are \[2\] of torch.int32: must be int64 \[2\]"),
-        (3, memory.view(torch.int16), "must be contiguous uint8"),
-        (4, pages + 1, "pages go from 1 to 2: must be from 0 to 1"),
-        (5, 8, f"bytes 8 to {8 + length} of pages of {length} bytes"),
-        (6, fits[:1], r"fits is \[1, 2\] of torch.bool: must be contiguous bool \[2, 2\]"),
-    ):
-        arguments = [*good]
-        arguments[number] = wrong
-        with pytest.raises(ValueError, match=message):
-            encode_segments(*arguments)  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedRows, match="a multiple of 16 and at most 65536, not 72"):
-        segment_bytes(2, Cut(72))
-    with pytest.raises(UnsupportedRows, match="even number of values per token and group, not 33"):
-        segment_bytes(2, Cut(33, 16))
-    with pytest.raises(ValueError, match=r"encoded is \[1, .*must be contiguous uint8 \[2, "):
-        decode_segments(memory[:1], planes, pages, cut)
-    assert not memory.any()

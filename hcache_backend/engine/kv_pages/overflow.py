@@ -220,9 +220,10 @@ class OverflowArea:
         if self.pages.lost and not self._warned:
             self._warned = True
             logger.warning(
-                "hcache: K and V of pages that codec 'exp4' cannot encode have no room in host "
+                "hcache: K and V of pages that codec %r cannot encode have no room in host "
                 "memory: they are computed again wherever they are not on the device (codec 'none' "
-                'keeps them; hcache_tokens_total{event="not_restored_overflow_full"} counts)'
+                'keeps them; hcache_tokens_total{event="not_restored_overflow_full"} counts)',
+                self._kv.codec,
             )
         return copied
 

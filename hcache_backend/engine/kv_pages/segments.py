@@ -10,10 +10,7 @@ import torch
 from hcache_backend.page import PageLayout, StoredLayer, kv_layer
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.units import Share, units_per_group
-from hcache_kernels.codecs import UnsupportedRows, make_codec
-from hcache_kernels.codecs.exp4 import Cut
-from hcache_kernels.codecs.exp4_code import REFERENCE_VALUES, decode_units
-from hcache_kernels.codecs.segments import decode_segments, encode_segments, segment_bytes
+from hcache_kernels.codecs import Cut, SegmentCodec, UnsupportedRows, make_segment_codec
 from hcache_kernels.pages import gather_pages, gather_plane, scatter_rows
 
 _COPIED_BYTES = 64 << 20
@@ -31,7 +28,7 @@ class KVSegments:
     Args:
         share: What this rank holds of a page: its heads are as many of those of all ranks.
         groups: Groups of heads in the whole page.
-        codec: Encodes their units: ``none`` or ``exp4``.
+        codec: Encodes their units: ``none``, ``exp4``, ``int8`` or ``fp8``.
 
     Raises:
         UnsupportedRows: The codec does not take K and V of this pool.
@@ -52,17 +49,16 @@ class KVSegments:
         self._groups = groups // share.of
         self.layers = tuple(layers)
         self.codec = codec
-        self._cut = None if codec == "none" else self._cut_into_units()
+        self._encoder = None if codec == "none" else self._make_encoder(codec)
 
     def stored_layer(self, layer: int) -> StoredLayer:
         """What whole pages hold of one layer."""
-        k, v = (buffer[0].numel() * self._ranks for buffer in self._planes(layer))
-        dtype = self._kvcache.k_buffer[layer].dtype
-        encoded: tuple[str, int] | tuple[()] = ()
-        if self._cut is not None:
-            codec = make_codec(self.codec, self._cut.values, dtype)
-            encoded = codec.code, codec.row_bytes
-        return kv_layer(self.page_size, k, v, dtype.itemsize, self._whole_groups, *encoded)
+        k, v = (buffer[0].numel() * self._ranks for buffer in self.planes(layer))
+        itemsize, encoder = self._kvcache.k_buffer[layer].dtype.itemsize, self._encoder
+        if encoder is None:
+            return kv_layer(self.page_size, k, v, itemsize, self._whole_groups)
+        form = encoder.code, encoder.unit_bytes
+        return kv_layer(self.page_size, k, v, itemsize, self._whole_groups, *form)
 
     def save(
         self, layout: PageLayout, memory: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
@@ -84,10 +80,10 @@ class KVSegments:
             offset, fit = layout.segment_offsets[layer], []
             at_once = max(1, _COPIED_BYTES // self.bytes_of(layer))
             for some, to in zip(held.split(at_once), pages.split(at_once), strict=True):
-                if self._cut is None:
+                if self._encoder is None:
                     self.save_plain(layer, some, memory, to, offset)
                     continue
-                rows, fitting = self._encoded(layer, some, self._cut)
+                rows, fitting = self._encoded(layer, some, self._encoder)
                 scatter_rows(rows, memory, to, torch.zeros_like(to), offset)
                 fit.append(fitting)
             fits += [torch.cat(fit)] if fit else []
@@ -118,7 +114,7 @@ class KVSegments:
         offset: int = 0,
     ) -> None:
         """Copy back what :meth:`save_plain` did."""
-        for buffer in self._planes(layer):
+        for buffer in self.planes(layer):
             plane = self._by_page(buffer).view(torch.uint8)
             plane = plane.unflatten(1, (self.page_size, self._groups, -1))
             gather_plane(memory, rows, offset, plane, held)
@@ -126,17 +122,17 @@ class KVSegments:
 
     def restored_layer(self, layer: int) -> RestoredLayer:
         """How a layer whose K and V are stored comes back."""
-        planes, cut = self._planes(layer), self._cut
+        planes, encoder = self.planes(layer), self._encoder
 
         def copy(
             memory: torch.Tensor, pages: torch.Tensor, offset: int, slots: torch.Tensor
         ) -> None:
             held = self.pages_of(slots)
-            if cut is None:
+            if encoder is None:
                 self.load_plain(layer, held, memory, pages, offset)
                 return
-            encoded = gather_pages(memory, pages, offset, segment_bytes(len(planes), cut))
-            decode_segments(encoded, planes, held, cut)
+            encoded = gather_pages(memory, pages, offset, encoder.segment_bytes)
+            encoder.decode(encoded, planes, held)
 
         return RestoredLayer("kv", copy=copy)
 
@@ -150,17 +146,48 @@ class KVSegments:
         planes = (plane for layer in layers for plane in self._plain(layer, pages))
         return torch.cat([plane[0] for plane in planes])
 
-    def as_held(self, layer: int, segments: torch.Tensor) -> torch.Tensor:
-        """K and V of a layer as :meth:`held` has them, from the ``segments`` of a page (uint8).
+    def as_held(self, segments: torch.Tensor) -> torch.Tensor:
+        """K and V of a layer as :meth:`held` has them, from its ``segments`` in a page (uint8).
 
         Encoded ones are decoded by the reference, whatever encoded them. All is on the CPU.
         """
-        if self._cut is None:
+        if self._encoder is None:
             return segments
-        units = segments.view(len(self._planes(layer)) * self._cut.units, -1)
-        parts = units.split(max(1, REFERENCE_VALUES // self._cut.values))
-        decoded = torch.cat([decode_units(some, self._cut.values) for some in parts])
-        return decoded.view(torch.uint8).flatten()
+        return self._encoder.decode_units(segments[None]).view(torch.uint8).flatten()
+
+    def are_code_of(self, segments: torch.Tensor, held: torch.Tensor, found: torch.Tensor) -> bool:
+        """Whether a lossy codec encodes a layer that the pool ``held`` to ``segments``, and what is
+        ``found`` in them (:meth:`as_held`) is as near as it says; uint8, on the CPU."""
+        return self._encoder is not None and self._encoder.is_code_of(segments, held, found)
+
+    def through_codec(
+        self, planes: Sequence[torch.Tensor]
+    ) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
+        """K and V as they come back from encoded pages, by the reference, on the CPU.
+
+        Args:
+            planes: K and V of a layer, ``[p * page_size, heads, dim]``, on any device.
+
+        Returns:
+            The same of what comes back, and which of the pages fit, bool ``[p]``.
+        """
+        if self._encoder is None:
+            return planes, torch.ones(len(planes[0]) // self.page_size, dtype=torch.bool)
+        planes = [plane.cpu() for plane in planes]
+        pages = torch.arange(len(planes[0]) // self.page_size)
+        encoded, fits = self._encoder.encode_reference(planes, pages)
+        back = [torch.empty_like(plane) for plane in planes]
+        self._encoder.decode_reference(encoded, back, pages)
+        return back, fits
+
+    @property
+    def lossless(self) -> bool:
+        """Whether K and V that fit come back to the bit."""
+        return self._encoder is None or self._encoder.lossless
+
+    def planes(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer in the pool, ``[slots, heads, dim]`` each."""
+        return self._kvcache.k_buffer[layer], self._kvcache.v_buffer[layer]
 
     def pages_of(self, slots: torch.Tensor) -> torch.Tensor:
         """Pages of the pool, int64 ``[p]``, whose slots are ``slots`` (``[p * page_size]``)."""
@@ -168,56 +195,45 @@ class KVSegments:
 
     def bytes_of(self, layer: int) -> int:
         """Bytes of K and V of a layer of a page, as the pool has them."""
-        return self.page_size * sum(buffer[0].nbytes for buffer in self._planes(layer))
+        return self.page_size * sum(buffer[0].nbytes for buffer in self.planes(layer))
 
     @property
     def plain_bytes(self) -> int:
         """The same of each layer; where there is a codec, all are alike."""
         return self.bytes_of(self.layers[0])
 
-    def _cut_into_units(self) -> Cut:
-        planes = [plane for layer in self.layers for plane in self._planes(layer)]
+    def _make_encoder(self, codec: str) -> SegmentCodec:
+        planes = [plane for layer in self.layers for plane in self.planes(layer)]
         shapes = sorted({tuple(plane.shape[1:]) for plane in planes})
-        dtypes = {plane.dtype for plane in planes}
-        if len(shapes) > 1 or dtypes - {torch.bfloat16}:
+        if len(shapes) > 1:
             raise UnsupportedRows(
-                f"codec {self.codec!r} takes K and V of one shape in bfloat16, not "
-                f"{', '.join(map(str, shapes))} of {', '.join(sorted(map(str, dtypes)))}"
+                f"codec {codec!r} takes K and V of one shape, not {', '.join(map(str, shapes))}"
             )
-        width = planes[0][0].numel() // self._groups
+        [(heads, dim)] = shapes
+        width = heads * dim // self._groups
         pieces = units_per_group(self.page_size, width)
         cut = Cut(width, self.page_size // pieces, self._groups, pieces)
-        segment_bytes(2, cut)
-        return cut
+        return make_segment_codec(codec, cut, dim, planes[0].dtype)
 
     def _plain(self, layer: int, held: torch.Tensor) -> Iterator[torch.Tensor]:
         """K, then V of pages of the pool, as plain pages hold them: uint8 ``[p, bytes]`` each."""
-        for buffer in self._planes(layer):
+        for buffer in self.planes(layer):
             rows = _swapped(self._by_page(buffer)[held], self.page_size, self._groups)
             yield rows.view(torch.uint8)
 
     def _encoded(
-        self, layer: int, held: torch.Tensor, cut: Cut
+        self, layer: int, held: torch.Tensor, encoder: SegmentCodec
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Encoded K and V of pages of the pool, uint8 ``[p, bytes]``, and which of the pages fit,
         bool ``[p]``."""
-        planes = self._planes(layer)
-        length = segment_bytes(len(planes), cut)
-        encoded = torch.empty((len(held), length), dtype=torch.uint8, device=held.device)
-        fits = torch.empty(
-            (len(held), len(planes) * cut.units), dtype=torch.bool, device=held.device
-        )
-        encode_segments(
-            planes, held, cut, encoded, torch.arange(len(held), device=held.device), 0, fits
-        )
-        return encoded, fits.all(1)
+        shape = (len(held), encoder.segment_bytes)
+        encoded = torch.empty(shape, dtype=torch.uint8, device=held.device)
+        order = torch.arange(len(held), device=held.device)
+        return encoded, encoder.encode(self.planes(layer), held, encoded, order, 0)
 
     def _by_page(self, buffer: torch.Tensor) -> torch.Tensor:
         """A buffer of the pool, ``[slots, heads, dim]``, as one row for each page."""
         return buffer.view(len(buffer) // self.page_size, -1)
-
-    def _planes(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._kvcache.k_buffer[layer], self._kvcache.v_buffer[layer]
 
 
 def _swapped(rows: torch.Tensor, outer: int, inner: int) -> torch.Tensor:

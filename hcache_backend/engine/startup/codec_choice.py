@@ -12,7 +12,12 @@ from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
 from hcache_backend.engine.startup.self_check import Probe
 from hcache_backend.projection.attention import AttentionLayer
-from hcache_backend.projection.check import first_problem, projection_problem
+from hcache_backend.projection.check import (
+    CODEC_TOLERANCE,
+    first_problem,
+    projection_problem,
+    relative_difference,
+)
 from hcache_backend.projection.projector import Projector
 from hcache_backend.units import WHOLE, Share
 from hcache_kernels.codecs import Codec, ExactCodec, UnsupportedRows, make_codec
@@ -35,8 +40,9 @@ def asked_kv_codec(runtime: Runtime, kvcache: Any) -> str:
     """What option ``codec`` means for K and V: ``auto`` goes by their type alone."""
     assert runtime.config is not None
     asked = runtime.config.codec
-    wanted = asked == "exp4" or (asked == "auto" and kvcache.k_buffer[0].dtype == torch.bfloat16)
-    return "exp4" if wanted else "none"
+    if asked == "auto":
+        return "exp4" if kvcache.k_buffer[0].dtype == torch.bfloat16 else "none"
+    return asked
 
 
 def wanted_codec(runtime: Runtime, runner: Any) -> Codec:
@@ -80,8 +86,35 @@ def _encoding_segments(
     """K and V of all layers by the codec of option ``codec``, or an UnsupportedRows."""
     codec = asked_kv_codec(runtime, kvcache)
     if codec != "none" and stages > 1:  # a stage cannot tell the others what it could not keep
-        raise UnsupportedRows("codec 'exp4' takes no K and V of pipeline stages")
+        raise UnsupportedRows(f"codec {codec!r} takes no K and V of pipeline stages")
     return KVSegments(kvcache, range(kvcache.layer_num), kvcache.page_size, share, groups, codec)
+
+
+def check_lossy(kv: KVSegments, slots: torch.Tensor) -> None:
+    """Encode and decode the K and V that the model wrote to ``slots`` (int64 ``[n]``), all of
+    their whole pages, or less than one again and again.
+
+    Raises:
+        Refused: What comes back of a layer is too different, or its codec cannot hold it.
+    """
+    tokens = max(1, len(slots) // kv.page_size) * kv.page_size
+    slots = slots[torch.arange(tokens, device=slots.device) % len(slots)]
+    allowed = CODEC_TOLERANCE[kv.codec]
+    for layer in kv.layers:
+        planes = [plane[slots] for plane in kv.planes(layer)]
+        back, fits = kv.through_codec(planes)
+        if not bool(fits.all()):
+            raise Refused(f"it cannot hold K and V of layer {layer}")
+        for name, got, plane in zip("KV", back, planes, strict=True):
+            wanted = plane.cpu().float()
+            # All tokens count alike: one that stands out would hide what the others lose.
+            size = wanted.square().mean(2, keepdim=True).sqrt().clamp_min(1e-12)
+            difference = relative_difference(got.float() / size, wanted / size)
+            if not difference <= allowed:
+                raise Refused(
+                    f"it changes {name} of layer {layer} by {difference:.2e} (allowed "
+                    f"{allowed:.1g})"
+                )
 
 
 def choose_codec(group: Any, wanted: str, probe: Probe, projector: Projector) -> Codec:

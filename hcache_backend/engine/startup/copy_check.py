@@ -23,7 +23,7 @@ _FROM, _TO, _HOST = (1, 2), (4, 3), (1, 0)
 def check_copies(plan: PagePlan) -> None:
     """Copy two pages of the pool to host memory, and from there to two others, in the layers of
     which K and V are stored. If there is a codec, one page is not to be encoded, and goes to the
-    overflow.
+    overflow; the other one is to come back as by the codec's reference.
 
     Nothing may be served yet: the pages of the pool get back what they held.
 
@@ -51,9 +51,15 @@ def check_copies(plan: PagePlan) -> None:
         buffer[slots] = torch.randint_like(buffer[slots], 1, 256)
         buffer[others] = 0
     try:
+        wanted = [buffer[slots] for buffer in buffers]
         if kv.codec != "none":
+            first, stored = slots[:size], len(kv.layers)
             for plane in planes:
-                plane[slots[:size]] = torch.randn_like(plane[slots[:size]])
+                plane[first] = torch.randn_like(plane[first])
+            for number in range(stored):
+                pair = [planes[number][first], planes[number + stored][first]]
+                for part, back in enumerate(kv.through_codec(pair)[0]):
+                    wanted[number + part * stored][:size] = back.view(torch.uint8).to(device)
         pages = torch.tensor(_HOST, device=device)
         fits = kv.save(layout, memory, pages, slots)
         others_stay = RestoredLayer("kv", copy=lambda *_: None)
@@ -64,7 +70,10 @@ def check_copies(plan: PagePlan) -> None:
         pipeline.start(np.array(_HOST), others).synchronize()  # nothing is served yet
         if fits is not None:
             _copy_by_overflow(kv, fits, slots, others)
-        wrong = [not torch.equal(buffer[slots], buffer[others]) for buffer in buffers]
+        wrong = [
+            not torch.equal(buffer[others], held)
+            for buffer, held in zip(buffers, wanted, strict=True)
+        ]
     except Exception as error:  # a kernel that cannot be compiled, or memory that is not there
         raise Refused(f"K and V cannot be copied: {type(error).__name__}: {error}") from None
     finally:

@@ -34,7 +34,8 @@ from hcache_backend.units import Share
 from hcache_kernels.codecs import Codec
 
 _OVERFLOW_SHARE = 1 / 256
-"""Overflow for one page in so many: `bench/segment_codec.py` found no unit that does not fit."""
+"""Overflow for one page in so many: `bench/segment_codec.py` found no unit that does not fit into
+`exp4`, and into lossy codecs all finite values of usual sizes do."""
 
 _STAGING_SHARE = 1 / 4
 """Most of the device's free memory that staging takes: SGLang left it for activations and CUDA

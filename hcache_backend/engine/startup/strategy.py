@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
     StackStrategy,
@@ -22,7 +23,12 @@ from hcache_backend.engine.ranks import smallest
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
 from hcache_backend.engine.startup.capture_check import CaptureCheck
-from hcache_backend.engine.startup.codec_choice import choose_codec, hidden_codec, kv_codec
+from hcache_backend.engine.startup.codec_choice import (
+    check_lossy,
+    choose_codec,
+    hidden_codec,
+    kv_codec,
+)
 from hcache_backend.engine.startup.copy_check import check_copies
 from hcache_backend.engine.startup.graphs import check_recording
 from hcache_backend.engine.startup.layer_specs import LayerSpecs
@@ -35,7 +41,13 @@ from hcache_backend.engine.startup.refusals import (
     refusal,
     refuse_quantised_inputs,
 )
-from hcache_backend.engine.startup.self_check import attention_modules, compare, observe
+from hcache_backend.engine.startup.self_check import (
+    PROBE_TOKENS,
+    attention_modules,
+    compare,
+    observe,
+    run_again,
+)
 from hcache_backend.engine.startup.stack import (
     Stack,
     restored_layers,
@@ -139,22 +151,33 @@ class OwnPagesStrategy(StackStrategy):
                 )
             return plan
 
-        plan = self._tried(params, make, codec)
+        runner = self._runtime.runner
+        plan = self._tried(params, make, codec, lambda: run_again(runner, [PROBE_TOKENS])[0])
         [host_pages] = smallest(params.pp_cache_group, plan.pages.host)
         plan.pages = plan.pages._replace(host=host_pages)
         return plan
 
-    def _tried(self, params: Any, make: Callable[[str], _Plan], codec: str) -> _Plan:
+    def _tried(
+        self,
+        params: Any,
+        make: Callable[[str], _Plan],
+        codec: str,
+        written: Callable[[], torch.Tensor],
+    ) -> _Plan:
         """A plan with room, from which K and V come back: by ``codec``, or as they are.
 
         Args:
             make: Makes the plan with that codec of K and V.
+            written: Has the model write K and V, if it has not; their slots, int64 ``[n]``.
 
         Raises:
             Refused: On every rank: there is none.
         """
         try:
             plan = self._step(params, lambda: _copying(make(codec)))
+            if not plan.kv.lossless:
+                slots = self._step(params, written)
+                self._step(params, lambda: check_lossy(plan.kv, slots))
         except Refused as refused:
             if codec == "none":
                 raise
@@ -216,7 +239,7 @@ class OwnPagesStrategy(StackStrategy):
                 kv_codec=of_kv,
             )
 
-        plan = self._tried(params, make, of_kv)
+        plan = self._tried(params, make, of_kv, lambda: probe.slots)
         specs = LayerSpecs(runtime, probe, projector, ranks)
         step(specs.find)
         step(specs.check_writing)

@@ -90,9 +90,15 @@ class Transferred:
 class Host:
     """A host pool over a device's of eight pages, with ``overflow`` pages of overflow."""
 
-    def __init__(self, overflow: int = 2, host_pages: int = HOST_PAGES) -> None:
-        self.device = kv_pool()
-        self.kv = KVSegments(self.device, range(LAYERS), PAGE, WHOLE, 1, "exp4")
+    def __init__(
+        self,
+        overflow: int = 2,
+        host_pages: int = HOST_PAGES,
+        codec: str = "exp4",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self.device = kv_pool(dtype=dtype)
+        self.kv = KVSegments(self.device, range(LAYERS), PAGE, WHOLE, 1, codec)
         layout = PageLayout(PAGE, tuple(map(self.kv.stored_layer, range(LAYERS))))
         self.pool = OwnPagesPool(
             self.device,

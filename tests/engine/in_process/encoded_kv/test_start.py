@@ -25,12 +25,13 @@ from hcache_backend.engine.startup.strategy import OwnPagesStrategy
 from hcache_backend.page import PageLayout, hidden_layer
 from hcache_backend.partition.costs import Partition
 from hcache_backend.units import WHOLE
-from hcache_kernels.codecs import UnsupportedRows, segments
+from hcache_kernels.codecs import SEGMENT_CODECS, UnsupportedRows, segments
 from tests.engine.in_process.encoded_kv.host import (
     DEVICE_PAGES,
     PAGE,
     bits,
     kv_pool,
+    slots_of,
 )
 from tests.engine.in_process.host_pools import kv_cache_of_llama_3_8b
 
@@ -80,7 +81,7 @@ def test_the_smallest_memory_that_is_named_will_do() -> None:
 
 
 def test_copies_are_tried_with_and_without_the_codec() -> None:
-    for codec in ("none", "exp4"):
+    for codec in ("none", *SEGMENT_CODECS):
         device = kv_pool()
         before = bits(device, *range(DEVICE_PAGES))
         check_copies(plan_of(device, codec))
@@ -122,16 +123,19 @@ def test_pages_of_k_and_v_stay_own_without_a_codec_that_does_not_hold_them(
         plan.find_room = lambda: roomy.append(codec)  # type: ignore[method-assign]
         return plan
 
-    assert strategy._tried(params, make, "exp4").kv.codec == "none"
+    def tried(codec: str) -> str:
+        return strategy._tried(params, make, codec, lambda: slots_of(1, 2, 3)).kv.codec
+
+    assert tried("exp4") == "none"
     monkeypatch.undo()
-    assert strategy._tried(params, make, "exp4").kv.codec == "exp4"
-    assert roomy == ["none", "exp4"]
+    assert [tried(codec) for codec in SEGMENT_CODECS] == [*SEGMENT_CODECS]
+    assert roomy == ["none", *SEGMENT_CODECS]
     monkeypatch.setattr(KVSegments, "save", lambda *_: None)
     with pytest.raises(Refused, match="K or V of layer 0 come back"):
-        strategy._tried(params, make, "exp4")
+        tried("exp4")
 
 
-@pytest.mark.parametrize("codec", ["none", "exp4"])
+@pytest.mark.parametrize("codec", ["none", *SEGMENT_CODECS])
 def test_copies_are_tried_in_the_layers_of_k_and_v_of_mixed_pages(
     codec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,11 +151,12 @@ def test_copies_are_tried_in_the_layers_of_k_and_v_of_mixed_pages(
         check_copies(plan)
 
 
+@pytest.mark.parametrize("codec", SEGMENT_CODECS)
 @pytest.mark.parametrize("broken", ["load_plain", "_encoded"])
 def test_an_overflow_or_a_codec_that_brings_something_else_is_refused(
-    broken: str, monkeypatch: pytest.MonkeyPatch
+    broken: str, codec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = plan_of(kv_pool(), "exp4")
+    plan = plan_of(kv_pool(), codec)
     real = getattr(plan.kv, broken)
 
     def wrong(layer: int, *args: Any) -> Any:
@@ -178,10 +183,13 @@ def test_an_overflow_or_a_codec_that_brings_something_else_is_refused(
         ("auto", {"dtype": torch.float8_e4m3fn}, 1, "none", ""),
         ("auto", {"dtype": torch.uint8}, 1, "none", ""),  # how SGLang keeps fp8
         ("none", {}, 1, "none", ""),
-        ("int8", {}, 1, "none", ""),
+        ("int8", {}, 1, "int8", ""),
+        ("fp8", {"dtype": torch.float16}, 1, "fp8", ""),
         ("exp4", {}, 2, "none", "codec 'exp4' takes no K and V of pipeline stages"),
-        ("exp4", {"dtype": torch.float32}, 1, "none", "one shape in bfloat16, not (2, 16) of"),
-        ("exp4", {"v_dim": 8}, 1, "none", "one shape in bfloat16, not (2, 8), (2, 16) of"),
+        ("int8", {}, 2, "none", "codec 'int8' takes no K and V of pipeline stages"),
+        ("exp4", {"dtype": torch.float32}, 1, "none", "K and V in bfloat16, not torch.float32"),
+        ("fp8", {"dtype": torch.float32}, 1, "none", "bfloat16 or float16, not torch.float32"),
+        ("exp4", {"v_dim": 8}, 1, "none", "K and V of one shape, not (2, 8), (2, 16)"),
         ("exp4", {"heads": 1, "dim": 3}, 1, "none", "even number of values per token and group"),
         ("exp4", {"heads": 1, "dim": 2, "page": 4}, 1, "none", "multiple of 16"),
     ],
@@ -210,7 +218,8 @@ def test_form_alone_decides_on_the_codec_of_k_and_v(
         ("exp4", {}, 2, 1.0),
         ("auto", {"dtype": torch.float32}, 1, 1.0),
         ("none", {}, 1, 1.0),
-        ("int8", {}, 1, 1.0),
+        ("int8", {}, 1, 0.5 + (1 / 16 + 1 / 16) / 2),
+        ("int8", {"dtype": torch.float32}, 1, 1.0),
     ],
 )
 def test_the_partition_is_chosen_by_the_bytes_that_k_and_v_are_stored_in(
@@ -228,7 +237,8 @@ def test_the_partition_is_chosen_by_the_bytes_that_k_and_v_are_stored_in(
         ("auto", torch.bfloat16, "none", "exp4"),
         ("auto", torch.float16, "none", "none"),
         ("exp4", torch.bfloat16, "exp4", "exp4"),
-        ("int8", torch.bfloat16, "int8", "none"),
+        ("int8", torch.bfloat16, "int8", "int8"),
+        ("fp8", torch.float32, "fp8", "fp8"),
         ("none", torch.bfloat16, "none", "none"),
     ],
 )
@@ -242,7 +252,7 @@ def test_the_option_alone_and_the_type_of_k_and_v_say_what_is_asked_for(
 
 def test_a_codec_is_told_apart_from_others_by_the_form_of_pages() -> None:
     device = kv_pool()
-    forms = {plan_of(device, codec).layout.form for codec in ("none", "exp4")}
-    assert len(forms) == 2
+    forms = {plan_of(device, codec).layout.form for codec in ("none", *SEGMENT_CODECS)}
+    assert len(forms) == 4
     with pytest.raises(UnsupportedRows):
         plan_of(kv_pool(v_dim=8), "exp4")

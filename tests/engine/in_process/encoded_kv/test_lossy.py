@@ -1,0 +1,161 @@
+"""K and V that are stored by a lossy codec: what comes back, and what is checked."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hcache_backend.engine.service_check import KVChecks
+from hcache_backend.engine.startup.page_plan import PagePlan
+from hcache_backend.engine.startup.strategy import OwnPagesStrategy
+from hcache_kernels.codecs.scaled_segments import Int8Segments
+from tests.engine.in_process.encoded_kv.host import LAYERS, PAGE, Host, bits, kv_pool, slots_of
+from tests.engine.in_process.encoded_kv.test_start import plan_of
+
+WRONG = "the self-check in service failed: K and V of layer {} in a page are not the pool's"
+KINDS = [(codec, dtype) for codec in ("int8", "fp8") for dtype in (torch.bfloat16, torch.float16)]
+
+
+def checked(server: Host) -> tuple[KVChecks, list[str]]:
+    """Let every page be checked; the checks, and why trust was lost."""
+    lost: list[str] = []
+    runtime: Any = SimpleNamespace(
+        config=SimpleNamespace(check_every_pages=1), lose_trust=lost.append
+    )
+    checks = KVChecks(runtime, server.pool, server.kv, None)
+    server.pool.on_backed_up.append(checks.transferred)
+    server.pool.on_loaded.append(checks.transferred)
+    return checks, lost
+
+
+def compare_all(checks: KVChecks) -> None:
+    while checks._copied and not checks.failed:
+        checks.run()
+
+
+def by_reference(server: Host, *pages: int) -> torch.Tensor:
+    """K and V of pages as the codec's reference brings them back, as :func:`bits` has them."""
+    buffers = list(zip(server.device.k_buffer, server.device.v_buffer, strict=True))
+    back = [server.kv.through_codec([plane[slots_of(*pages)] for plane in kv])[0] for kv in buffers]
+    return torch.stack([kv[part].view(torch.int16) for part in (0, 1) for kv in back])
+
+
+@pytest.mark.parametrize(("codec", "dtype"), KINDS)
+def test_pages_come_back_as_the_reference_decodes_them_and_pass_the_checks(
+    codec: str, dtype: torch.dtype
+) -> None:
+    server = Host(codec=codec, dtype=dtype)
+    for planes in (server.device.k_buffer, server.device.v_buffer):
+        for plane in planes:
+            plane.mul_(torch.randn(plane.shape[1:]).exp())
+            plane.mul_(torch.randn(len(plane), 1, 1).exp())
+    checks, lost = checked(server)
+    want = by_reference(server, 1, 3)
+    assert not torch.equal(want, bits(server.device, 1, 3))
+    host = server.backed_up(1, 3)
+    compare_all(checks)
+    assert torch.equal(server.load(host, 7, 5), want)
+    compare_all(checks)
+    assert not checks._copied
+    assert lost == []
+    assert server.rows_in_use() == 0
+
+
+def test_a_page_that_was_restored_is_backed_up_to_the_same_bytes() -> None:
+    server = Host(codec="int8")
+    first = server.backed_up(2)
+    server.load(first, 6)
+    second = server.backed_up(6)
+    pages = [server.pool.kv_buffer[int(server.pool.page_ids(host)[0])] for host in (first, second)]
+    start = server.pool.page_layout.header_bytes
+    assert torch.equal(pages[0][start:], pages[1][start:])
+
+
+@pytest.mark.parametrize(("codec", "dtype"), KINDS)
+def test_values_that_are_not_finite_come_back_to_the_bit_from_the_overflow(
+    codec: str, dtype: torch.dtype
+) -> None:
+    server = Host(codec=codec, dtype=dtype)
+    checks, lost = checked(server)
+    server.device.k_buffer[1][slots_of(2)[3], 1, 4] = float("nan")
+    server.device.v_buffer[0][slots_of(2)[7], 0, 2] = float("-inf")
+    want = bits(server.device, 2)
+    host = server.backed_up(2)
+    assert server.rows_in_use() == 2
+    assert torch.equal(server.load(host, 5), want)
+    compare_all(checks)
+    assert lost == []
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+@pytest.mark.parametrize("at", [0, -1])
+def test_a_spoiled_page_fails_the_check_in_service(at: int, codec: str) -> None:
+    """A code of K, or a scale of V."""
+    server = Host(codec=codec)
+    checks, lost = checked(server)
+    host = server.backed_up(2)
+    segment = server.pool.page_layout.segment(1)
+    page = server.pool.kv_buffer[int(server.pool.page_ids(host)[0])]
+    page[range(segment.start, segment.stop)[at]] ^= 0x10
+    compare_all(checks)
+    assert lost == [WRONG.format(1)]
+
+
+def test_an_encoder_that_loses_more_than_it_says_fails_the_check_in_service(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though it encodes the pool to the same page again."""
+    server = Host(codec="int8")
+    checks, lost = checked(server)
+    encode = Int8Segments.encode_units
+
+    def coarse(self: Any, units: torch.Tensor) -> Any:
+        return encode(self, (units.view(torch.int16) & ~0x7F).view(torch.bfloat16))
+
+    monkeypatch.setattr(Int8Segments, "encode_units", coarse)
+    server.backed_up(2)
+    compare_all(checks)
+    assert lost == [WRONG.format(0)]
+
+
+def tried(device: Any, codec: str) -> str:
+    """The codec of K and V that a start ends with; the model has written three pages and a part of
+    one."""
+    strategy, alone = object.__new__(OwnPagesStrategy), SimpleNamespace()
+    alone.tp_cache_group = alone.pp_cache_group = None
+
+    def make(of_kv: str) -> PagePlan:
+        plan = plan_of(device, of_kv)
+        plan.find_room = lambda: None  # type: ignore[method-assign]
+        return plan
+
+    written = slots_of(1, 2, 3, 4)[:-3]
+    return strategy._tried(alone, make, codec, lambda: written).kv.codec
+
+
+@pytest.mark.parametrize(("codec", "used"), [("int8", "none"), ("fp8", "fp8"), ("exp4", "exp4")])
+def test_a_codec_that_changes_what_the_model_wrote_too_much_is_refused(
+    codec: str, used: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One token stands out: int8 rounds away what the others have in its channels."""
+    device = kv_pool()
+    device.k_buffer[1][2 * PAGE + 3] *= 100
+    with caplog.at_level("WARNING", "hcache"):
+        assert tried(device, codec) == used
+    said = "codec 'int8' is not used, K and V are stored as they are (codec 'none'): it changes K "
+    assert (said + "of layer 1 by" in caplog.text) == (used == "none")
+    assert bool(caplog.text) == (used == "none")
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+def test_a_codec_that_cannot_hold_what_the_model_wrote_is_refused(
+    codec: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = kv_pool()
+    device.k_buffer[LAYERS - 1][2 * PAGE + 3, 1, 2] = float("inf")
+    with caplog.at_level("WARNING", "hcache"):
+        assert tried(device, codec) == "none"
+    assert "(codec 'none'): it cannot hold K and V of layer 1" in caplog.text

@@ -1,0 +1,336 @@
+"""Encoded K and V in plain torch: where units stand in a page, and what comes back of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from hcache_backend.page import PageLayout, StoredLayer, kv_layer
+from hcache_backend.units import Segment, units_of, units_per_group
+from hcache_kernels.codecs import (
+    SEGMENT_CODECS,
+    Cut,
+    SegmentCodec,
+    UnsupportedRows,
+    make_segment_codec,
+)
+from tests.kernels.codec_rows import bits_of
+
+DIM = 16
+CUTS = {
+    "one group": Cut(128, 16),
+    "four groups": Cut(32, 16, groups=4),
+    "two pieces": Cut(1024, 64, pieces=2),
+    "groups and pieces": Cut(1024, 32, groups=2, pieces=2),
+    "a token per unit": Cut(96, 1, groups=2, pieces=8),
+}
+LOSSY = ("int8", "fp8")
+LOSSY_KINDS = list(product(LOSSY, (torch.bfloat16, torch.float16)))
+
+
+def pool(
+    cut: Cut, pages: int, seed: int, dtype: torch.dtype = torch.bfloat16
+) -> list[torch.Tensor]:
+    """K and V of a pool: ``[slots, heads, dim]``. Channels of K, and tokens of V, differ."""
+    source = torch.Generator().manual_seed(seed)
+    slots, heads = pages * cut.pieces * cut.tokens, cut.groups * cut.width // DIM
+    k, v = (torch.randn((slots, heads, DIM), generator=source) for _ in "kv")
+    k *= torch.randn((heads, DIM), generator=source).exp()
+    v *= torch.randn((slots, 1, 1), generator=source).exp()
+    return [k.to(dtype), v.to(dtype)]
+
+
+def encoded_pages(
+    codec: SegmentCodec, planes: list[torch.Tensor], items: torch.Tensor
+) -> torch.Tensor:
+    """Encoded pages of a pool, all of which fit: uint8 ``[p, segment_bytes]``."""
+    memory = torch.zeros((len(items), codec.segment_bytes), dtype=torch.uint8)
+    assert codec.encode(planes, items, memory, torch.arange(len(items)), 0).all()
+    return memory
+
+
+def decoded_pool(codec: SegmentCodec, encoded: torch.Tensor) -> list[torch.Tensor]:
+    cut = codec.cut
+    slots = len(encoded) * cut.tokens * cut.pieces
+    shape = slots, cut.groups * cut.width // codec.dim, codec.dim
+    planes = [torch.empty(shape, dtype=codec.dtype) for _ in "kv"]
+    codec.decode(encoded, planes, torch.arange(len(encoded)))
+    return planes
+
+
+def lines_of(cut: Cut, planes: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The largest magnitude of what shares a scale, beside each value of K and then of V."""
+    k, v = (plane.double().abs() for plane in planes)
+    units = k.view(-1, cut.tokens, *k.shape[1:])
+    yield units.amax(1, keepdim=True).expand_as(units).reshape(k.shape)
+    yield v.amax(2, keepdim=True).expand_as(v)
+
+
+@pytest.mark.parametrize("name", SEGMENT_CODECS)
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_segments_are_the_units_of_a_page_in_their_order(cut: Cut, name: str) -> None:
+    """Each is what its values are encoded to by themselves."""
+    codec, tokens = make_segment_codec(name, cut, DIM, torch.bfloat16), cut.tokens * cut.pieces
+    planes, length = pool(cut, 3, seed=0), codec.segment_bytes
+    memory = torch.full((4, length + 24), 0xA5, dtype=torch.uint8)
+    fits = codec.encode(planes, torch.tensor([2, 0]), memory, torch.tensor([1, 3]), 16)
+    assert fits.tolist() == [True, True]
+    assert (memory[[0, 2]] == 0xA5).all()
+    assert (memory[:, :16] == 0xA5).all()
+    assert (memory[:, 16 + length :] == 0xA5).all()
+
+    segments = (Segment(cut.units * size, cut.groups, cut.pieces) for size in codec.unit_bytes)
+    layout = PageLayout(tokens, (StoredLayer(tuple(segments), codec.code),))
+    units = layout.units[1:]
+    assert len(units) == 2 * cut.units
+    alone = make_segment_codec(name, Cut(cut.width, cut.tokens), DIM, torch.bfloat16)
+    order = product((0, 1), range(cut.groups), range(cut.pieces))
+    for unit, (part, group, piece) in zip(units, order, strict=True):
+        start = 2 * tokens + piece * cut.tokens
+        values = planes[part].view(-1, cut.groups, cut.width)[start : start + cut.tokens, group]
+        values = values.reshape(cut.tokens, -1, DIM).contiguous()
+        offset = 16 + unit.page_offset - layout.header_bytes
+        [both] = encoded_pages(alone, [values, values], torch.tensor([0]))
+        wanted = both.split(list(alone.unit_bytes))[part]
+        assert torch.equal(memory[1, offset : offset + unit.length], wanted)
+
+
+@pytest.mark.parametrize("name", SEGMENT_CODECS)
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_segments_come_back_to_their_pages_and_nowhere_else(cut: Cut, name: str) -> None:
+    codec = make_segment_codec(name, cut, DIM, torch.bfloat16)
+    planes, tokens = pool(cut, 4, seed=10), cut.tokens * cut.pieces
+    memory = encoded_pages(codec, planes, torch.arange(4))
+    exact = planes if codec.lossless else decoded_pool(codec, memory)
+    back = [torch.full_like(plane, 7.0) for plane in planes]
+    codec.decode(memory[[3, 1]], back, torch.tensor([0, 2]))
+    for plane, decoded in zip(exact, back, strict=True):
+        want = torch.full_like(plane, 7.0).view(4, tokens, -1)
+        want[[0, 2]] = plane.view(4, tokens, -1)[[3, 1]]
+        assert torch.equal(bits_of(decoded.view(4, tokens, -1)), bits_of(want))
+
+
+@pytest.mark.parametrize("name", SEGMENT_CODECS)
+def test_a_rank_has_the_bytes_of_its_heads_in_the_whole_page(name: str) -> None:
+    whole, own = Cut(64, 32, groups=4), Cut(64, 32, groups=2)
+    planes = pool(whole, 1, seed=20)
+    halves = (plane.view(32, 4, 64)[:, 2:] for plane in planes)
+    of_rank = [half.reshape(32, -1, DIM).contiguous() for half in halves]
+    page = torch.zeros(1, dtype=torch.int64)
+    for part in (0, 1):
+        found = []
+        for cut, held in ((whole, planes), (own, of_rank)):
+            codec = make_segment_codec(name, cut, DIM, torch.bfloat16)
+            [encoded] = encoded_pages(codec, held, page)
+            k_and_v = encoded.split([cut.units * size for size in codec.unit_bytes])
+            found.append(k_and_v[part].view(cut.groups, -1))
+        assert torch.equal(found[0][2:], found[1])
+
+
+@pytest.mark.parametrize("name", SEGMENT_CODECS)
+@pytest.mark.parametrize("tokens", [16, 64])
+@pytest.mark.parametrize("width", [128, 1024, 8192])
+def test_pages_take_the_share_of_their_bytes_that_is_stated(
+    width: int, tokens: int, name: str
+) -> None:
+    pieces = units_per_group(tokens, width)
+    cut = Cut(width, tokens // pieces, pieces=pieces)
+    codec = make_segment_codec(name, cut, 128, torch.bfloat16)
+    share = codec.segment_bytes / (2 * 2 * tokens * width)
+    scales = (1 / cut.tokens + 1 / 128) / 2  # of 2 bytes: one per channel, one per head of a token
+    assert share == pytest.approx(0.5 + scales) if name in LOSSY else share <= 0.775
+
+
+@pytest.mark.parametrize("name", SEGMENT_CODECS)
+def test_any_flipped_bit_of_encoded_segments_makes_the_page_a_miss(name: str) -> None:
+    """Codes, scales, windows, exceptions: all stand in units that have digests."""
+    cut = Cut(16, 16, groups=2)
+    codec = make_segment_codec(name, cut, DIM, torch.bfloat16)
+    layout = PageLayout(16, (kv_layer(16, 32, 32, 2, 2, codec.code, codec.unit_bytes),))
+    page = torch.zeros((1, layout.page_bytes), dtype=torch.uint8)
+    first = torch.zeros(1, dtype=torch.int64)
+    codec.encode(pool(cut, 1, 30), first, page, first, layout.header_bytes)
+    memory, namespace, key = page[0].numpy(), bytes(16), bytes(range(32))
+    layout.begin(memory, namespace, bytes(8))
+    layout.seal(memory, key)
+    assert layout.problem(memory, namespace, key) is None
+    assert len(units_of(layout.table)) == 5
+    for place in range(layout.header_bytes, layout.page_bytes):
+        for bit in range(8):
+            memory[place] ^= 1 << bit
+            assert layout.problem(memory, namespace, key) == "checksum"
+            memory[place] ^= 1 << bit
+
+
+@pytest.mark.parametrize(
+    ("name", "k_bytes", "v_bytes", "digest"),
+    [("int8", 4608, 4352, "f41bcdbba1eb27e2"), ("fp8", 4608, 4352, "ac57080b5191ffde")],
+)
+def test_encoded_units_are_part_of_the_page_format(
+    name: str, k_bytes: int, v_bytes: int, digest: str
+) -> None:
+    """Stored pages hold them: what changes here must change ``code`` of the codec."""
+    codec = make_segment_codec(name, Cut(256, 16), 32, torch.bfloat16)
+    assert codec.code == name
+    assert codec.unit_bytes == (k_bytes, v_bytes)
+    values = (torch.arange(16 * 256) - 1000).float().view(16, 8, 32)
+    planes = [values.bfloat16(), (values * torch.tensor([1.0, 2.0**-9]).repeat(16)).bfloat16()]
+    encoded = encoded_pages(codec, planes, torch.tensor([0]))
+    assert hashlib.sha256(encoded.numpy().tobytes()).hexdigest()[:16] == digest
+
+
+@pytest.mark.parametrize(("name", "dtype"), LOSSY_KINDS)
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_lossy_codecs_keep_the_error_that_they_state(
+    cut: Cut, name: str, dtype: torch.dtype
+) -> None:
+    codec = make_segment_codec(name, cut, DIM, dtype)
+    planes = pool(cut, 2, seed=5, dtype=dtype)
+    planes[0][3] = 0
+    planes[1][:, 1] = 0
+    back = decoded_pool(codec, encoded_pages(codec, planes, torch.arange(2)))
+    for plane, got, most in zip(planes, back, lines_of(cut, planes), strict=True):
+        exact = plane.double()
+        bound = most / 254 if name == "int8" else (exact.abs() / 16).clamp_min(most / 448 / 1024)
+        info = torch.finfo(dtype)
+        rounding = info.eps * (exact.abs() + info.smallest_normal)
+        assert ((got.double() - exact).abs() <= bound * 1.0001 + rounding).all()
+        assert (got[exact == 0] == 0).all()
+        # What stands highest comes back as it is.
+        assert torch.equal(got[exact.abs() == most], plane[exact.abs() == most])
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("scale", [2.0**-90, 2.0**-12, 1.0, 2.0**90])
+def test_what_was_decoded_in_bfloat16_is_encoded_to_the_same_bytes(name: str, scale: float) -> None:
+    cut = CUTS["groups and pieces"]
+    codec = make_segment_codec(name, cut, DIM, torch.bfloat16)
+    planes = [plane * scale for plane in pool(cut, 2, seed=6)]
+    encoded = encoded_pages(codec, planes, torch.arange(2))
+    again = encoded_pages(codec, decoded_pool(codec, encoded), torch.arange(2))
+    assert torch.equal(again, encoded)
+
+
+@pytest.mark.parametrize(("name", "dtype"), LOSSY_KINDS)
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_page_with_a_value_that_is_not_finite_or_out_of_range_does_not_fit(
+    part: int, name: str, dtype: torch.dtype
+) -> None:
+    cut = CUTS["groups and pieces"]
+    codec = make_segment_codec(name, cut, DIM, dtype)
+    wrong = [float("nan"), float("inf"), float("-inf")]
+    if dtype == torch.bfloat16:
+        wrong += [2.0**101, -(2.0**101)]
+    planes = pool(cut, len(wrong) + 1, seed=7, dtype=dtype)
+    tokens = cut.tokens * cut.pieces
+    for page, value in enumerate(wrong):
+        planes[part][page * tokens + 3 * page + 40, 5, page] = value
+    _, fits = codec.encode_reference(planes, torch.arange(len(wrong) + 1))
+    assert fits.tolist() == [False] * len(wrong) + [True]
+    tiny = [torch.zeros_like(plane[:tokens]) for plane in planes]
+    tiny[part][2, 3, 4] = torch.finfo(dtype).smallest_normal
+    _, fits = codec.encode_reference(tiny, torch.tensor([0]))
+    assert fits.item() == (dtype == torch.float16)  # all of float16 is in range
+
+
+def is_code(codec: SegmentCodec, page: torch.Tensor, plain: torch.Tensor) -> bool:
+    """Whether a page is the code of K and V in a page that is not encoded."""
+    return codec.is_code_of(page, plain, codec.decode_units(page[None]).view(torch.uint8).flatten())
+
+
+@pytest.mark.parametrize("name", SEGMENT_CODECS)
+def test_a_lossy_page_is_the_code_of_what_it_was_encoded_from_and_of_nothing_else(
+    name: str,
+) -> None:
+    cut = CUTS["four groups"]
+    codec = make_segment_codec(name, cut, DIM, torch.bfloat16)
+
+    def plain(planes: list[torch.Tensor]) -> torch.Tensor:
+        """A page that is not encoded: each group after the other."""
+        groups = [plane.view(cut.tokens, cut.groups, cut.width).transpose(0, 1) for plane in planes]
+        return torch.stack(groups).contiguous().view(torch.uint8).flatten()
+
+    planes = pool(cut, 1, seed=8)
+    [page] = encoded_pages(codec, planes, torch.tensor([0]))
+    assert is_code(codec, page, plain(planes)) != codec.lossless
+    for number in (0, 1):
+        others = [plane.clone() for plane in planes]
+        others[number][5, 3, 7] += 0.25 * others[number].abs().max()
+        assert not is_code(codec, page, plain(others))
+    for place in range(0, len(page), 7):
+        damaged = page.clone()
+        damaged[place] ^= 0x40
+        assert not is_code(codec, damaged, plain(planes))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-4])
+@pytest.mark.parametrize(("name", "dtype"), LOSSY_KINDS)
+def test_an_encoder_that_loses_more_than_it_says_is_noticed(
+    name: str, dtype: torch.dtype, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the page is what it encodes the values to."""
+    cut = CUTS["one group"]
+    codec = make_segment_codec(name, cut, DIM, dtype)
+    planes = [plane * scale for plane in pool(cut, 1, seed=9, dtype=dtype)]
+    [page] = encoded_pages(codec, planes, torch.tensor([0]))
+    assert is_code(codec, page, torch.stack(planes).view(torch.uint8).flatten())
+    plain = torch.stack(planes).view(torch.uint8).flatten()
+    encode = type(codec).encode_units
+
+    def coarse(self: Any, units: torch.Tensor) -> Any:
+        return encode(self, (units.view(torch.int16) & ~0x7F).view(dtype))
+
+    monkeypatch.setattr(type(codec), "encode_units", coarse)
+    [page] = encoded_pages(codec, planes, torch.tensor([0]))
+    assert not is_code(codec, page, plain)
+
+
+@pytest.mark.parametrize("name", SEGMENT_CODECS)
+def test_arguments_that_do_not_fit_together_are_refused(name: str) -> None:
+    cut = Cut(128, 16)
+    codec = make_segment_codec(name, cut, DIM, torch.bfloat16)
+    planes, pages = pool(cut, 2, seed=0), torch.arange(2)
+    length = codec.segment_bytes
+    memory = torch.zeros((2, length), dtype=torch.uint8)
+    good = (planes, pages, memory, pages, 0)
+    for number, wrong, message in (
+        (0, planes[:1], "planes are 1: must be K and V"),
+        (0, [planes[0].float()] * 2, "of torch.float32: all must be contiguous torch.bfloat16"),
+        (0, [planes[0][:20]] * 2, "20 slots of 128 values: must be whole pages of 16 slots of 128"),
+        (1, torch.tensor([0, 2]), "items go from 0 to 2: must be from 0 to 1"),
+        (1, pages.int(), r"items are \[2\] of torch.int32: must be int64 \[2\]"),
+        (2, memory.view(torch.int16), "must be contiguous uint8"),
+        (3, pages + 1, "pages go from 1 to 2: must be from 0 to 1"),
+        (4, 8, f"bytes 8 to {8 + length} of pages of {length} bytes"),
+    ):
+        arguments: list[Any] = [*good]
+        arguments[number] = wrong
+        with pytest.raises(ValueError, match=message):
+            codec.encode(*arguments)
+    with pytest.raises(ValueError, match=r"encoded is \[1, .*must be contiguous uint8 \[2, "):
+        codec.decode(memory[:1], planes, pages)
+    assert not memory.any()
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "dim", "dtype", "message"),
+    [
+        ("exp4", Cut(72), 72, torch.bfloat16, "a multiple of 16 and at most 65536, not 72"),
+        ("exp4", Cut(33, 16), 33, torch.bfloat16, "even number of values per token and group"),
+        ("exp4", Cut(64, 16), 64, torch.float16, "takes K and V in bfloat16, not"),
+        ("int8", Cut(64, 16), 64, torch.float32, "in bfloat16 or float16, not torch.float32"),
+        ("fp8", Cut(64, 16), 64, torch.float8_e4m3fn, "float16, not torch.float8_e4m3fn"),
+        ("int8", Cut(1, 1025), 1, torch.float16, "at most 1024 tokens .* not 1025 and 1"),
+        ("int8", Cut(192, 16), 128, torch.float16, "whole heads, not 192 values of heads of 128"),
+    ],
+)
+def test_units_that_a_codec_does_not_take_are_refused(
+    name: str, cut: Cut, dim: int, dtype: torch.dtype, message: str
+) -> None:
+    with pytest.raises(UnsupportedRows, match=message):
+        make_segment_codec(name, cut, dim, dtype)
