@@ -6,14 +6,16 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 COPY_PROGRAMS = 16
-"""Programs of a copy over the bus. With 16 KiB each on their way they fill a bus of 64 GB/s whose
-latency is four microseconds; every further one would wait for the bus on a multiprocessor that the
-matrix products beside the copy want."""
+"""Programs of a copy over the bus, until :func:`use_copies` says what was measured. With 16
+KiB each on their way they fill a bus of 64 GB/s whose latency is four microseconds; every further
+one would wait for the bus on a multiprocessor that the matrix products beside the copy want."""
+MOST_COPY_PROGRAMS = 32
 
 WARM_UPS = 3
 FLUSH_BYTES = 256 << 20
@@ -36,6 +38,48 @@ class Launch:
         """Launch it on the current stream; a grid without programs is left alone."""
         if 0 not in self.grid:
             self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
+
+
+@dataclass
+class _Copies:
+    """How this process copies over the bus."""
+
+    programs: int = COPY_PROGRAMS
+    engine: bool = False
+
+
+_copies = _Copies()
+
+
+def use_copies(programs: int, *, engine: bool) -> None:
+    """Copy over the bus as was measured to be best, in this process and from the next launch on.
+
+    Args:
+        programs: Programs of kernels that copy. Nothing is compiled again: it is the size of a
+            grid.
+        engine: Whether hidden states are copied by the copy engine instead.
+    """
+    _copies.programs, _copies.engine = programs, engine
+
+
+def copies_by_engine() -> bool:
+    """Whether hidden states are copied by the copy engine (:mod:`hcache_kernels.copy_engine`)."""
+    return _copies.engine
+
+
+def copy_programs(device: torch.device) -> int:
+    """Programs of a copy by ``device`` over its bus."""
+    return min(_copies.programs, most_copy_programs(device))
+
+
+@lru_cache
+def most_copy_programs(device: torch.device) -> int:
+    """So many that a copy holds a quarter of the multiprocessors of ``device`` at most, even if no
+    two of its programs share one; at most :data:`MOST_COPY_PROGRAMS`."""
+    if device.type != "cuda":
+        return MOST_COPY_PROGRAMS
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(MOST_COPY_PROGRAMS, processors // 4))
 
 
 def alignment(*sizes: int) -> int:

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import COPY_PROGRAMS, Launch, alignment, block_launch
+from .launch import Launch, alignment, block_launch, copy_programs
 
 WRONG_STEP = -1
 """Mark of a row that its codec could not hold; no step has this number."""
@@ -185,16 +185,17 @@ def save_launch(
     segments: torch.Tensor,
     page_size: int,
     kept: range,
-    programs: int = COPY_PROGRAMS,
+    programs: int | None = None,
 ) -> Launch:
-    """The launch of :func:`save_rows` by at most ``programs`` programs."""
+    """The launch of :func:`save_rows` by at most ``programs`` programs; without a number by those
+    of :func:`hcache_kernels.launch.copy_programs`."""
     layers, n, row_bytes = staged.shape
     aligned = alignment(row_bytes, staged.stride(0), arena.shape[1])
     word = min(_WIDEST_WORD, aligned)
     words = row_bytes // word
     return block_launch(
         save_kernel,
-        grid=(min(programs, n * layers),),
+        grid=(min(programs or copy_programs(slots.device), n * layers),),
         block=min(_MOST_WORDS, triton.next_power_of_2(words)),
         warp_values=128,
         staged=staged.view(_WORDS[word]),
@@ -271,7 +272,7 @@ def judge_kernel(
 
 @triton.jit(  # else it is compiled again in service
     do_not_specialize=["n", "layers", "layer_stride"],
-    do_not_specialize_on_alignment=["staged"],
+    do_not_specialize_on_alignment=["staged", "slots"],
 )
 def save_kernel(
     staged,  # words [layers, n, WORDS], layers layer_stride apart

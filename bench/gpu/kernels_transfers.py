@@ -29,7 +29,8 @@ from hcache_kernels.codecs import (
     make_segment_codec,
 )
 from hcache_kernels.launch import Launch
-from hcache_kernels.pages import gather_launch, gather_pages, scatter_launch, scatter_rows
+from hcache_kernels.page_kernels import gather_launch, scatter_launch
+from hcache_kernels.pages import gather_pages, scatter_rows
 
 HEAD_DIM = 128
 CHECKED_ROWS = 256

@@ -7,10 +7,12 @@ buffers on one stream, and are multiplied by the weights of K and V on another, 
 Copies are done by:
 
 - the product's gather kernel, by so many programs that go through the pages in turn
-- the copy engine, a copy a page, and in one piece (what no layout of pages allows)
+- the copy engine: all pages in one call, as the product does it, a copy a page, and in one piece
+  (what no layout of pages allows)
 
 Each is measured alone and with the products. Where they overlap, both together take as long as the
-longer one; where they do not, as long as their sum.
+longer one; where they do not, as long as their sum. Then the product measures the same as a server
+does at its start, and says in which way it would copy.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from bench.gpu import program
 from bench.gpu.program import Device
@@ -45,7 +48,7 @@ def main() -> int:
     if options.dry_run:
         options.pages, options.layers = 2, 4
     measure(device, options.pages, options.layers, results)
-    print(table(results.of()))
+    print(table(results.of()), speed_table(results.of("speeds")), sep="\n\n")
     return results.finish(draw)
 
 
@@ -90,6 +93,7 @@ class Layers:
         """Ways to copy a layer; one for each number of programs."""
         return {
             **{f"gather kernel, {n} programs": partial(self._gather, n) for n in programs},
+            **self._one_call_if_it_works(),
             "copy engine, a copy a page": self._engine,
             "copy engine, one copy": self._one_copy,
         }
@@ -98,9 +102,24 @@ class Layers:
         return HEADER_BYTES + layer * self._segment
 
     def _gather(self, programs: int, layer: int, buffer: torch.Tensor) -> None:
-        from hcache_kernels.pages import gather_launch
+        from hcache_kernels.page_kernels import gather_launch
 
         gather_launch(self._pages, self._ids, self._offset(layer), buffer, programs).run()
+
+    def _one_call_if_it_works(self) -> dict[str, Copy]:
+        from hcache_kernels.copy_engine import NoCopyEngine
+
+        try:
+            self.is_right(self._one_call)
+        except NoCopyEngine as error:
+            print(f"copy engine, all pages in one call: left out: {error}", flush=True)
+            return {}
+        return {"copy engine, all pages in one call": self._one_call}
+
+    def _one_call(self, layer: int, buffer: torch.Tensor) -> None:
+        from hcache_kernels.pages import gather_pages
+
+        gather_pages(self._pages, self._order, self._offset(layer), self._segment, buffer)
 
     def _engine(self, layer: int, buffer: torch.Tensor) -> None:
         at = self._offset(layer)
@@ -110,6 +129,23 @@ class Layers:
     def _one_copy(self, layer: int, buffer: torch.Tensor) -> None:
         buffer.copy_(self._plain, non_blocking=True)
 
+    def speeds(self, seconds: float) -> Sequence[Any]:
+        """What a server finds out about copies beside products, the way that it takes first."""
+        from hcache_backend.partition.contention import PRODUCT_TOKENS, Contention
+
+        row_bytes, device = self._segment // PAGE, torch.device(self._device.kind)
+        rows = torch.randn(
+            PRODUCT_TOKENS, self._weights[0].shape[1], device=device, dtype=self._device.dtype
+        )
+        product = partial(functional.linear, rows, self._weights[0])
+        return Contention(device, row_bytes, product, seconds, self.tokens).measure()
+
+    def most_programs(self) -> int:
+        """Programs that a server's copies have on this device at most."""
+        from hcache_kernels.launch import most_copy_programs
+
+        return most_copy_programs(torch.device(self._device.kind))
+
     def _multiply(self, layer: int) -> None:
         rows = self._buffers[layer % BUFFERS].view(self._device.dtype).view(self.tokens, -1)
         torch.mm(rows, self._weights[layer].t(), out=self._out)
@@ -117,7 +153,13 @@ class Layers:
     def is_right(self, copy: Copy) -> bool:
         """Whether ``copy`` brings the first layer."""
         self._buffers[0].fill_(0)
-        copy(0, self._buffers[0])
+        if self._streams:  # the copy engine takes no batch on the default stream
+            self._streams[0].wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._streams[0]):
+                copy(0, self._buffers[0])
+            torch.cuda.synchronize()
+        else:
+            copy(0, self._buffers[0])
         return torch.equal(self._buffers[0].cpu(), self._first_layer())
 
     def _first_layer(self) -> torch.Tensor:
@@ -184,6 +226,13 @@ def measure(device: Device, pages: int, layers: int, results: program.Results) -
                 "right": work.is_right(copy),
             }
             results.add(row, f"{name}, {work.tokens} tokens")
+        speeds = work.speeds(0.01 if device.dry_run else 2.0)
+        every = {n for n in (2, 4, 8, 16, 32) if n <= work.most_programs()}
+        right = every <= {speed.programs for speed in speeds}  # what is wrong is left out
+        for speed in speeds:
+            how = "copy engine" if speed.programs is None else f"{speed.programs} programs"
+            row = {"way": how, **speed._asdict(), "right": right}
+            results.add(row, f"as a server does it: {how}", "speeds")
     device.release()
 
 
@@ -192,6 +241,13 @@ def table(rows: list[program.Row]) -> str:
     heads = ("copied by", "GB/s", "copy", "product", "both", "longer", "sum", "overlap", "right")
     parts = ("way", "copy_gb_s", "copy_us", "gemm_us", "both_us", "longer_us", "sum_us")
     return markdown(heads, ([row[part] for part in (*parts, "overlap", "right")] for row in rows))
+
+
+def speed_table(rows: list[program.Row]) -> str:
+    """One line per way; the server takes the first one."""
+    heads = ("as a server measures it", "GB/s alone", "GB/s beside", "products keep")
+    lines = ((r["way"], r["alone"] / 1e9, r["beside"] / 1e9, r["products"]) for r in rows)
+    return markdown(heads, lines)
 
 
 def draw(results: program.Row) -> Any:

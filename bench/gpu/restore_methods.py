@@ -21,7 +21,7 @@ from hcache_backend.restore.pipeline import RestorePipeline, RestoreReport, gath
 from hcache_backend.streams import current_stream, to_device
 from hcache_backend.units import WHOLE, Segment
 from hcache_kernels.codecs import Codec, make_codec
-from hcache_kernels.pages import gather_plane
+from hcache_kernels.pages import gather_planes
 from hcache_kernels.project_kv import KVPool, ProjectionCall, project_kv
 
 SPARE_PAGES = 8
@@ -183,9 +183,7 @@ class History:
         def copy(
             memory: torch.Tensor, pages: torch.Tensor, offset: int, slots: torch.Tensor
         ) -> None:
-            for plane in planes:
-                gather_plane(memory, pages, offset, plane, slots[::PAGE] // PAGE)
-                offset += plane[0].numel()
+            gather_planes(memory, pages, offset, planes, slots[::PAGE] // PAGE)
 
         return copy
 

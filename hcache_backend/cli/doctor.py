@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -27,6 +27,7 @@ from hcache_backend.cli.common import (
 from hcache_backend.config import CONFIG_VARIABLE, ENABLE_VARIABLE, HCacheConfig
 from hcache_backend.kvikio_state import kvikio_state
 from hcache_backend.partition.plan import describe
+from hcache_backend.partition.profile import Profile
 from hcache_backend.partition.record import PartitionRecord, kept_profiles, records
 from hcache_backend.server_report import ServerReport, read_report
 from hcache_backend.store import FileOps, is_store_folder
@@ -97,8 +98,12 @@ def _look_at_folder(path: Path, config: HCacheConfig) -> Iterator[Check]:
     report = read_report(path)
     if report is not None:
         yield _last_server(path, report)
+    profiles = list(kept_profiles(path))
     for _, record in records(path):
-        yield _partition(path, record)
+        of_model = [profile for profile in profiles if profile.model == record.shape]
+        yield _partition(path, record, of_model)
+    for profile in profiles:
+        yield _copies(path, profile)
 
 
 def _last_server(path: Path, report: ServerReport) -> Check:
@@ -127,10 +132,10 @@ def _last_server(path: Path, report: ServerReport) -> Check:
     return Check(f"{path}: last server", "good" if best else "fair", "; ".join(parts))
 
 
-def _partition(path: Path, record: PartitionRecord) -> Check:
+def _partition(path: Path, record: PartitionRecord, profiles: Sequence[Profile]) -> Check:
     """What is stored of each layer of a model, and whether another partition were faster here."""
     found = f"{describe(record.partition)}: {record.reason}"
-    for profile in kept_profiles(path, record.shape) if record.shape else ():
+    for profile in profiles:
         better = record.better(profile)
         if better is not None:
             partition, times = better
@@ -140,6 +145,14 @@ def _partition(path: Path, record: PartitionRecord) -> Check:
             )
             return Check(f"{path}: partition of {record.model}", "fair", found)
     return Check(f"{path}: partition of {record.model}", "good", found)
+
+
+def _copies(path: Path, profile: Profile) -> Check:
+    """How a server with this profile copies over the bus."""
+    subject = f"{path}: copies to {profile.device}"
+    if not profile.copies:
+        return Check(subject, "good", "measured alone, not beside matrix products")
+    return Check(subject, "good", profile.copies[0].describe())
 
 
 def _file_system(path: Path, place: Path) -> Check:

@@ -75,13 +75,14 @@ def _measure(shape: ModelShape, config: HCacheConfig, seconds: float, *, hidden:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if shape.element_bytes == 4 else torch.bfloat16
     with progress_bar(hidden=hidden) as progress:
-        task = progress.add_task("L3 folders", total=1 + len(OPERATIONS))
+        task = progress.add_task("L3 folders", total=2 + len(OPERATIONS))
         rate = read_rate(config, shape, seconds)
         if not rate.direct:
             errors.print("L3 was read through the page cache: the disk itself may be slower")
 
         def begin(operation: str) -> None:
-            progress.update(task, advance=1, description=_TITLES[operation])
+            title = _TITLES.get(operation, "copies beside products")
+            progress.update(task, advance=1, description=title)
 
         try:
             bench = Bench(shape, device, dtype, seconds)
@@ -96,23 +97,31 @@ def _show(measured: Profile) -> None:
     )
     shown = table("", "one layer", "rate#", "fixed, us#", "tokens#", "ms#")
     if measured.l3 is not None:
-        shown.add_row("L3, all folders", _rate(measured.l3, "B/s"), "", "", "")
+        shown.add_row("L3, all folders", _rate(measured.l3.per_second, "B/s"), "", "", "")
     for name, title in _TITLES.items():
         rate: Rate = getattr(measured, name)
         points = dict(measured.points[name])
         largest = max(points)
         shown.add_row(
             title,
-            _rate(rate, "B/s" if name in ("hidden_copy", "kv_load") else "FLOP/s"),
+            _rate(rate.per_second, "B/s" if name in ("hidden_copy", "kv_load") else "FLOP/s"),
             f"{rate.seconds * 1e6:,.0f}",
             f"{largest:,}",
             f"{points[largest] * 1e3:,.2f}",
         )
     screen.print(shown)
+    if not measured.copies:
+        screen.print("Each was measured alone, copies not beside products as on GPUs.")
+        return
+    ways = table("", "copies beside products", "alone#", "beside#", "products keep#")
+    for number, way in enumerate(measured.copies):
+        used = " (used)" if number == 0 else ""
+        speeds = (_rate(way.alone, "B/s"), _rate(way.beside, "B/s"), f"{way.products:.0%}")
+        ways.add_row(way.name + used, *speeds)
+    screen.print(ways)
 
 
-def _rate(rate: Rate, unit: str) -> str:
-    value = rate.per_second
+def _rate(value: float, unit: str) -> str:
     for prefix in ("", "k", "M", "G", "T", "P"):
         if value < 1000:
             return f"{value:.1f} {prefix}{unit}"

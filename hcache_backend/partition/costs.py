@@ -71,6 +71,7 @@ class LayerCosts(NamedTuple):
         l3_kv: Reading K and V from L3 before the restore begins.
         c_tok_last: Recomputation of the last recomputed layer, where it ends with the layer's K and
             V; None: as long as the others, as in the paper.
+        slowdown: How much longer recomputation takes while other layers are copied.
     """
 
     io_h: float
@@ -80,12 +81,14 @@ class LayerCosts(NamedTuple):
     l3_h: float = 0.0
     l3_kv: float = 0.0
     c_tok_last: float | None = None
+    slowdown: float = 1.0
 
-    def recomputation(self, layers: int) -> float:
+    def recomputation(self, layers: int, *, beside_copies: bool = False) -> float:
         """Seconds to recompute the first ``layers`` layers."""
+        slowdown = self.slowdown if beside_copies else 1.0
         if layers == 0 or self.c_tok_last is None:
-            return layers * self.c_tok
-        return (layers - 1) * self.c_tok + self.c_tok_last
+            return slowdown * layers * self.c_tok
+        return slowdown * ((layers - 1) * self.c_tok + self.c_tok_last)
 
     def reading(self, partition: Partition) -> float:
         """Seconds of L3 before the restore of ``partition`` begins."""
@@ -97,7 +100,10 @@ class LayerCosts(NamedTuple):
 
     def compute(self, partition: Partition) -> float:
         """Seconds that recomputation and projections take together."""
-        return self.recomputation(partition.recompute) + self.c_h * partition.hidden
+        recomputation = self.recomputation(
+            partition.recompute, beside_copies=partition.recompute < partition.layers
+        )
+        return recomputation + self.c_h * partition.hidden
 
 
 class LayerWork(NamedTuple):
@@ -166,7 +172,8 @@ def layer_costs(
     c_tok_last = None
     if early_stop:
         c_tok_last = min(c_tok, profile.projection.time(tokens * work.last))
-    costs = LayerCosts(io_h, io_kv, c_h, c_tok, c_tok_last=c_tok_last)
+    slowdown = profile.recompute_slowdown
+    costs = LayerCosts(io_h, io_kv, c_h, c_tok, c_tok_last=c_tok_last, slowdown=slowdown)
     if profile.l3 is None or l3 == "none":
         return costs
     l3_h = profile.l3.time(tokens * model.hidden_bytes)

@@ -1,14 +1,17 @@
 """Measuring a profile on the machine at hand: one layer of the model's shape, random weights.
 
 Every operation is timed for more and more tokens, until one call takes too long, and a fixed part
-and a rate are fitted to the times.
+and a rate are fitted to the times. On a GPU, copies and projections then are as much slower as they
+were beside each other (:mod:`hcache_backend.partition.contention`). On a CPU torch copies, there is
+nothing to choose, and every operation is measured alone.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import cycle
 from pathlib import Path
@@ -18,8 +21,14 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from hcache_backend.partition.contention import PRODUCT_TOKENS, Contention, engine_works
 from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.profile import Profile, Rate, processor_name
+from hcache_backend.partition.profile import CopyWay, Profile, Rate, processor_name
+from hcache_backend.streams import current_stream, host_tensor, new_stream
+from hcache_kernels.launch import COPY_PROGRAMS, copies_by_engine, use_copies
+from hcache_kernels.pages import gather_pages, gather_planes
+
+logger = logging.getLogger("hcache")
 
 OPERATIONS = ("hidden_copy", "kv_load", "projection", "dense", "attention")
 _SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -62,12 +71,14 @@ class Bench:
 
     Attributes:
         seconds: What one operation may take, all sizes together, before larger ones are left out.
+        engine: Whether the copy engine copies hidden states.
     """
 
     model: ModelShape
     device: torch.device
     dtype: torch.dtype
     seconds: float = 2.0
+    engine: bool = False
 
     @torch.no_grad()
     def points(self, operation: str) -> list[Point]:
@@ -90,6 +101,28 @@ class Bench:
                 break
         return found
 
+    @torch.no_grad()
+    def copies(self) -> tuple[CopyWay, ...]:
+        """Ways to copy, measured beside projections, the best first; none on a CPU, or where they
+        cannot be measured."""
+        if self.device.type != "cuda":
+            return ()
+        model = self.model
+        try:
+            weight = self._rows(model.kv_width, model.hidden)
+            hidden = self._rows(PRODUCT_TOKENS, model.hidden)
+            found = Contention(
+                self.device,
+                model.hidden * self.dtype.itemsize,
+                lambda: functional.linear(hidden, weight),
+                self.seconds,
+            ).measure()
+        except Exception as error:  # the rest of a profile is worth having
+            logger.warning("hcache: copies were not measured beside products: %s", error)
+            return ()
+        torch.cuda.empty_cache()  # nobody else could use what products left to their stream
+        return tuple(CopyWay(**speed._asdict()) for speed in found)
+
     def _time(self, work: Work, share: float) -> float:
         """Seconds of the fastest call: what else the machine does only adds to it."""
         work()
@@ -110,44 +143,52 @@ class Bench:
     def _rows(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, device=self.device, dtype=self.dtype) / shape[-1] ** 0.5
 
-    # ---- transfers: one segment of every page ----
+    # ---- transfers: one segment of every page, as a restore copies it ----
 
     def _hidden_copy(self) -> Prepare:
         def prepare(tokens: int) -> tuple[float, Work]:
-            work, _ = self._copy_segments(tokens, self.model.hidden)
+            segment = _PAGE * self.model.hidden * self.dtype.itemsize
+            memory, turns = self._pages(tokens, segment)
+            room = torch.empty((tokens // _PAGE, segment), dtype=torch.uint8, device=self.device)
+            following = cycle([ids if self.engine else ids.to(self.device) for ids in turns])
+
+            def work() -> None:
+                ids = next(following)
+                copying.run(lambda: gather_pages(memory, ids, segment, segment, room))
+                copying.record().synchronize()
+
             return tokens * self.model.hidden * self.dtype.itemsize, work
 
+        # CUDA's default stream takes no batches for the copy engine.
+        own, device = self.engine, self.device
+        copying = new_stream(device, "copy") if own else current_stream(device)
         return prepare
 
     def _kv_load(self) -> Prepare:
         def prepare(tokens: int) -> tuple[float, Work]:
-            copy, room = self._copy_segments(tokens, self.model.kv_width)
-            write = self._pool_writer(tokens)
-
-            def work() -> None:
-                copy()
-                write(room)
-
-            return tokens * self.model.kv_width * self.dtype.itemsize, work
+            pages, row = tokens // _PAGE, self.model.kv_width * self.dtype.itemsize
+            memory, turns = self._pages(tokens, _PAGE * row)
+            following = cycle([ids.to(self.device) for ids in turns])
+            # Which of its bytes are K's, and in how many heads, makes no difference.
+            halves = (_PAGE * (row // 2), _PAGE * (row - row // 2))
+            pool = [
+                torch.zeros((2 * pages, 1, 1, half), dtype=torch.uint8, device=self.device)
+                for half in halves
+            ]
+            places = torch.randperm(2 * pages)[:pages].to(self.device)
+            size = tokens * self.model.kv_width * self.dtype.itemsize
+            return size, lambda: gather_planes(memory, next(following), 0, pool, places)
 
         return prepare
 
-    def _copy_segments(self, tokens: int, width: int) -> tuple[Work, torch.Tensor]:
-        """Copying segments that lie as far apart as in pages, and where they arrive."""
-        pin = self.device.type == "cuda"
+    def _pages(self, tokens: int, segment: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Pages in host memory that have two segments each, and sets of them to copy in turn."""
         pages = tokens // _PAGE
         # Pages that are restored have not been touched for long: no call may find the last one's
         # in the processor's cache.
-        sets = 1 + _COLD_BYTES // (tokens * width * self.dtype.itemsize)
-        host = torch.zeros((sets, pages, 2, _PAGE, width), dtype=self.dtype, pin_memory=pin)
-        room = torch.empty((pages, _PAGE, width), dtype=self.dtype, device=self.device)
-        turns = cycle([list(zip(room, one[:, 0], strict=True)) for one in host])
-
-        def work() -> None:
-            for target, segment in next(turns):
-                target.copy_(segment, non_blocking=True)
-
-        return work, room.view(tokens, width)
+        sets = 1 + _COLD_BYTES // (pages * segment)
+        memory = host_tensor((sets * pages, 2 * segment), torch.uint8, self.device).zero_()
+        return memory, list(torch.randperm(sets * pages).view(sets, pages))
 
     def _pool_writer(self, tokens: int) -> Callable[[torch.Tensor], object]:
         """Writing rows of K and V to pages of a pool, in no order."""
@@ -228,6 +269,36 @@ class Bench:
         return prepare
 
 
+def use_measured_copies(
+    copies: Sequence[CopyWay], device: torch.device, *, engine: bool = True
+) -> None:
+    """Let this process copy by the first of :attr:`Profile.copies`, if there are any.
+
+    Args:
+        engine: Whether the copy engine may be taken. It is tried: a profile may be of another
+            machine, or another rank.
+    """
+    if copies:
+        kernel = _by_kernel(copies)
+        programs = COPY_PROGRAMS if kernel is None or kernel.programs is None else kernel.programs
+        taken = engine and copies[0].programs is None and engine_works(device)
+        use_copies(programs, engine=taken)
+
+
+def _by_kernel(copies: Sequence[CopyWay]) -> CopyWay | None:
+    """The best of the kernel's ways: K and V are always copied by a kernel."""
+    return next((way for way in copies if way.programs is not None), None)
+
+
+def _shares(copies: Sequence[CopyWay]) -> dict[str, float]:
+    """What operations keep, beside each other, of their rates alone."""
+    taken, kernel = copies[0], _by_kernel(copies)
+    shares = {"hidden_copy": taken.beside / taken.alone, "projection": taken.products}
+    if kernel is not None:
+        shares["kv_load"] = kernel.beside / kernel.alone
+    return shares
+
+
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
 
@@ -239,12 +310,37 @@ def measure(
     source: str = "measured by hcache profile",
     begin: Callable[[str], object] = lambda operation: None,
 ) -> Profile:
-    """Measure every operation of a layer; ``begin`` is called before each."""
+    """Measure every operation of a layer; ``begin`` is called before each.
+
+    This process copies from then on in the way that was found to be the best. Random numbers are
+    drawn as if nothing had been measured: ranks must go on drawing the same ones.
+    """
+    on_gpu = [bench.device] if bench.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=on_gpu):
+        return _measure(bench, l3, dirs, source, begin)
+
+
+def _measure(
+    bench: Bench,
+    l3: Rate | None,
+    dirs: Sequence[Path],
+    source: str,
+    begin: Callable[[str], object],
+) -> Profile:
+    begin("copies")
+    copies = bench.copies()
+    use_measured_copies(copies, bench.device)
+    bench = replace(bench, engine=copies_by_engine())
     points: dict[str, list[Point]] = {}
     for operation in OPERATIONS:
         begin(operation)
         points[operation] = bench.points(operation)
     rates: dict[str, Any] = {operation: fit(found) for operation, found in points.items()}
+    if copies:
+        for operation, share in _shares(copies).items():
+            alone = rates[operation]
+            slower = Rate(seconds=alone.seconds, per_second=alone.per_second * share)
+            rates[operation] = slower
     return Profile(
         device=device_name(bench.device),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -253,6 +349,7 @@ def measure(
         l3=l3,
         model=bench.model,
         dirs=tuple(map(str, dirs)),
+        copies=copies,
         points={
             operation: tuple((point.tokens, point.seconds) for point in found)
             for operation, found in points.items()

@@ -48,8 +48,40 @@ class Rate(BaseModel):
         return self.seconds + amount / self.per_second
 
 
+class CopyWay(BaseModel):
+    """One way to copy hidden states to the device, measured beside matrix products.
+
+    Attributes:
+        programs: Programs of the kernel that copies; None: the copy engine.
+        alone: Bytes per second with nothing beside.
+        beside: Bytes per second beside products.
+        products: Speed of products beside such copies, of theirs alone.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    programs: int | None = Field(default=None, gt=0)
+    alone: float = Field(gt=0, allow_inf_nan=False)
+    beside: float = Field(gt=0, allow_inf_nan=False)
+    products: float = Field(gt=0, le=1)
+
+    @property
+    def name(self) -> str:
+        return "copy engine" if self.programs is None else f"kernel, {self.programs} programs"
+
+    def describe(self) -> str:
+        """The way and its speeds in words."""
+        return (
+            f"{self.name}: {self.beside / 1e9:,.1f} GB/s beside matrix products "
+            f"({self.alone / 1e9:,.1f} alone), which keep {self.products:.0%} of their speed"
+        )
+
+
 class Profile(BaseModel):
     """A machine: one device, its bus, and the L3 of the host.
+
+    Copies to the device and projections run at the same time. So where ``copies`` were measured,
+    ``hidden_copy``, ``kv_load`` and ``projection`` are what each reaches beside the other.
 
     Attributes:
         format: Version of the file.
@@ -67,7 +99,9 @@ class Profile(BaseModel):
         attention: Its attention, FLOPs: what makes recomputation quadratic.
         model: The shape that was measured; None for assumed numbers.
         dirs: Folders of L3 that were measured.
-        points: What was measured, for readers: operation -> (tokens, seconds).
+        copies: Ways to copy hidden states, the one that is used first; none on a CPU, and for
+            assumed numbers.
+        points: What was measured, for readers: operation -> (tokens, seconds), each alone.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -86,7 +120,13 @@ class Profile(BaseModel):
     attention: Rate
     model: ModelShape | None = None
     dirs: tuple[str, ...] = ()
+    copies: tuple[CopyWay, ...] = ()
     points: dict[str, tuple[tuple[int, float], ...]] = Field(default_factory=dict)
+
+    @property
+    def recompute_slowdown(self) -> float:
+        """How much longer a layer is recomputed while others are copied."""
+        return 1 / self.copies[0].products if self.copies else 1.0
 
     def save(self, path: Path) -> None:
         """Write the profile as JSON."""

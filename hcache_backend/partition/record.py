@@ -99,10 +99,8 @@ def save_record(folder: Path, name: str, record: PartitionRecord, *, replace: bo
     write_note(folder, name, record.model_dump_json(indent=2) + "\n", replace=replace)
 
 
-def kept_profiles(folder: Path, shape: ModelShape) -> Iterator[Profile]:
-    """Profiles of ``shape`` that servers left in a store folder."""
+def kept_profiles(folder: Path) -> Iterator[Profile]:
+    """Profiles that servers left in a store folder."""
     for path in sorted(folder.glob("profile-*.json")):
         with contextlib.suppress(ProfileError):
-            profile = load_profile(path)
-            if profile.model == shape:
-                yield profile
+            yield load_profile(path)

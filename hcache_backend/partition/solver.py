@@ -63,7 +63,8 @@ def closed_form(costs: LayerCosts, layers: int) -> Partition | None:
     transfer as KV, or as long to project as to recompute; L3 outside the pipeline; a last
     recomputed layer that ends early.
     """
-    io_h, io_kv, c_h, c_tok, l3_h, l3_kv, c_tok_last = costs
+    io_h, io_kv, c_h, _, l3_h, l3_kv, c_tok_last, slowdown = costs
+    c_tok = costs.c_tok * slowdown  # beside the other method's copies
     if io_h >= io_kv or c_h >= c_tok or l3_h or l3_kv or c_tok_last is not None:
         return None
     if c_h > io_h:

@@ -87,8 +87,9 @@ def _run(
     begin = transfer = compute = costs.reading(partition)
     if begin:
         note("l3", None, None, 0.0, begin)
+    copies = partition.recompute < partition.layers
     for layer in range(partition.recompute):
-        end = begin + costs.recomputation(layer + 1)
+        end = begin + costs.recomputation(layer + 1, beside_copies=copies)
         note("compute", layer, "recompute", compute, end)
         compute = end
     room = partition.layers if ring is None else ring

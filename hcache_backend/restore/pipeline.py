@@ -30,6 +30,7 @@ from hcache_backend.restore.layers import Recompute, RestoredLayer
 from hcache_backend.restore.report import RestoreReport, RunningRestore
 from hcache_backend.restore.ring import Ring, largest_segment, ring_bytes
 from hcache_backend.streams import Event, current_stream, held_for_device, new_stream
+from hcache_kernels.launch import copies_by_engine
 from hcache_kernels.pages import gather_pages
 
 FIRST_PIECES = 4
@@ -39,7 +40,8 @@ FIRST_PIECE_TOKENS = 1024
 
 Gather = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], None]
 """Copies hidden states of a layer of many pages: ``gather(memory, pages, offset, out)`` with uint8
-``[all pages, page_bytes]``, int64 ``[p]`` on the device, bytes, uint8 ``[p, segment_bytes]``."""
+``[all pages, page_bytes]``, int64 ``[p]`` on the device (on the CPU for the copy engine), bytes,
+uint8 ``[p, segment_bytes]``."""
 
 
 class RestorePipeline:
@@ -120,7 +122,8 @@ class RestorePipeline:
         rows = _TokenRows(positions, slots)
         shared = rows if self._exchange is None else _TokenRows(*map(torch.empty_like, rows))
         pieces = FIRST_PIECES if recompute is None and self._exchange is None else 1
-        parts = deque(self._parts(loaded, page_ids, rows, shared, pieces))
+        hidden_ids = held_pages if copies_by_engine() else page_ids
+        parts = deque(self._parts(loaded, page_ids, hidden_ids, rows, shared, pieces))
         bring = self._exchanged(parts, held_pages) if self._exchange else self._bring_own
         behind = current_stream(device).record()
         self._copy.wait(behind)
@@ -225,6 +228,7 @@ class RestorePipeline:
         self,
         layers: range,
         page_ids: torch.Tensor,
+        hidden_ids: torch.Tensor,
         rows: _TokenRows,
         shared: _TokenRows,
         pieces: int,
@@ -234,13 +238,15 @@ class RestorePipeline:
             step = self._chunk_pages
             if index == layers.start:
                 step = min(step, max(-(-pages // pieces), FIRST_PIECE_TOKENS // size, 1))
-            positions, slots = shared if self._layers[index].method == "hidden" else rows
+            hidden = self._layers[index].method == "hidden"
+            positions, slots = shared if hidden else rows
+            ids = hidden_ids if hidden else page_ids
             for start in range(0, pages, step):
                 tokens = slice(start * size, (start + step) * size)
                 yield _Part(
                     index,
                     slice(start, start + step),
-                    page_ids[start : start + step],
+                    ids[start : start + step],
                     positions[tokens],
                     slots[tokens],
                     start + step >= pages,
@@ -396,5 +402,5 @@ class _Arrived(NamedTuple):
 def gather_segments(
     memory: torch.Tensor, pages: torch.Tensor, offset: int, out: torch.Tensor
 ) -> None:
-    """:data:`Gather` by one kernel that reads over the bus, or by torch on the CPU."""
+    """:data:`Gather` by one kernel that reads over the bus, the copy engine, or torch on a CPU."""
     gather_pages(memory, pages, offset, out.shape[1], out=out)

@@ -11,8 +11,8 @@ import pytest
 import torch
 import triton
 
-import bench.gpu  # noqa: F401  in processes of their own too: the kernels, as in tests/conftest.py
-from hcache_kernels import pages
+from bench.compiled import TOOLS, Job, Usage, compile_all, source
+from hcache_kernels import page_kernels
 from hcache_kernels.codecs import Cut, make_codec, make_segment_codec
 from hcache_kernels.launch import Launch
 from hcache_kernels.project_kv import (
@@ -32,7 +32,6 @@ from hcache_kernels.project_kv.ways import (
     head_pairs,
 )
 from hcache_kernels.staging import StagedRows, judge_launch, save_launch, stage_launch
-from tests.kernels.compiled import TOOLS, Job, Usage, compile_all, source
 
 # All of them are compiled before the first test, in two processes.
 pytestmark = pytest.mark.timeout(1800)
@@ -190,17 +189,17 @@ def segments_launch(name: str, decode: bool, cut: Cut, dim: int, dtype: torch.dt
 
 
 def gather(length: int) -> Launch:
-    return pages.gather_launch(empty(N, 4096 + 4 * length), ids(N), 4096, empty(N, length))
+    return page_kernels.gather_launch(empty(N, 4096 + 4 * length), ids(N), 4096, empty(N, length))
 
 
-def gather_plane(groups: int, row_bytes: int) -> Launch:
-    memory, pool = empty(N, 4096 + 64 * groups * row_bytes), empty(N, 64, groups, row_bytes)
-    return pages.gather_plane_launch(memory, ids(N), 4096, pool, ids(N))
+def gather_planes(groups: int, row_bytes: int) -> Launch:
+    memory, plane = empty(N, 4096 + 128 * groups * row_bytes), empty(N, 64, groups, row_bytes)
+    return page_kernels.gather_planes_launch(memory, ids(N), 4096, [plane, plane], ids(N))
 
 
 def scatter(row_bytes: int) -> Launch:
     memory = empty(N, 4096 + 64 * row_bytes)
-    return pages.scatter_launch(empty(N, row_bytes), memory, ids(N), ids(N), 4096)
+    return page_kernels.scatter_launch(empty(N, row_bytes), memory, ids(N), ids(N), 4096)
 
 
 def transfer_jobs(capability: tuple[int, int]) -> Jobs:
@@ -222,7 +221,7 @@ def transfer_jobs(capability: tuple[int, int]) -> Jobs:
     for length in (64 * 8192, 64 * 392 + 8):
         yield f"gather {length}", partial(gather, length)
     for groups in (1, 4):
-        yield f"gather plane, {groups} groups", partial(gather_plane, groups, 256)
+        yield f"gather planes, {groups} groups", partial(gather_planes, groups, 256)
     for row_bytes in (8192, 392):
         yield f"scatter {row_bytes}", partial(scatter, row_bytes)
 
@@ -303,7 +302,8 @@ def test_nothing_spills_and_shared_memory_suffices(job: str, usages: dict[str, U
 COPIES = {
     "gather 524288": 16,
     "gather 25096": 8,
-    "gather plane, 1 groups": 16,
+    "gather planes, 1 groups": 16,
+    "gather planes, 4 groups": 16,
     "scatter 8192": 16,
     "scatter 392": 8,
     "save 8192": 16,
@@ -323,24 +323,27 @@ def test_copies_move_16_bytes_at_once_where_addresses_allow(
 def launches_of(n: int) -> dict[str, Launch]:
     """Launches that a server makes of ``n`` pages or tokens, of a segment that depends on it."""
     row, offset = 392, 4096 + 16 * n
-    memory = empty(N, 8192 + 64 * row)
+    memory = empty(N, 8192 + 128 * row)
     pool, places = empty(N, 64, 1, row), ids(LAYERS, PLACES + 1)
     call = make_call("rope", 128, torch.bfloat16, torch.bfloat16)
     tokens = {"hidden": call.hidden[:n], "positions": ids(n), "slots": ids(n)}
     config = fused_configs(kind_of(call.projection), (9, 0))[0]
     staged = StagedRows(empty(LAYERS, PLACES + 1, row), places)
     exp4 = make_codec("exp4", 256, torch.bfloat16)
+    some = ids(2 * n)[n:]  # part of a restore, at any address
     encoded, rows = empty(n, exp4.row_bytes), empty(n, 256, dtype=torch.bfloat16)
     int8 = make_segment_codec("int8", Cut(128, 64), 128, torch.bfloat16)
     planes, segments = [empty(N, 128, dtype=torch.bfloat16)] * 2, empty(n, int8.segment_bytes)
     flags = empty(n, int8.flags)
     return {
-        "gather": pages.gather_launch(memory, ids(n), offset, empty(n, 64 * row)),
-        "gather plane": pages.gather_plane_launch(memory, ids(n), offset, pool, ids(n)),
-        "scatter": pages.scatter_launch(empty(n, row), memory, ids(n), ids(n), offset),
+        "gather": page_kernels.gather_launch(memory, some, offset, empty(n, 64 * row)),
+        "gather planes": page_kernels.gather_planes_launch(
+            memory, some, offset, [pool, pool], some
+        ),
+        "scatter": page_kernels.scatter_launch(empty(n, row), memory, some, some, offset),
         "stage": stage_launch(empty(n, row), None, ids(n), ids(1), staged, 0),
         "save": save_launch(
-            staged.rows[:, n : 2 * n], ids(n), ids(N), memory, ids(LAYERS), PAGE, range(PAGE)
+            staged.rows[:, n : 2 * n], some, ids(N), memory, ids(LAYERS), PAGE, range(PAGE)
         ),
         "save a layer": save_launch(
             empty(1, n, row), ids(n), ids(N), memory, ids(1), PAGE, range(PAGE)

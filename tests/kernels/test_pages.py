@@ -9,7 +9,7 @@ pytest.importorskip("hypothesis", reason="hypothesis is not installed")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hcache_kernels.pages import gather_pages, gather_plane, scatter_rows
+from hcache_kernels.pages import gather_pages, gather_planes, scatter_rows
 
 PAGES, PAGE_BYTES = 7, 4096 + 64
 
@@ -41,15 +41,15 @@ def test_gathered_bytes_are_those_of_the_pages(
 @given(
     tokens=st.integers(1, 8),
     groups=st.integers(1, 4),
-    row_bytes=st.integers(1, 12).map(lambda words: 8 * words),
+    rows_bytes=st.tuples(*[st.integers(1, 8).map(lambda words: 8 * words)] * 2),
     offset=st.integers(0, 8).map(lambda words: 8 * words),
     places=st.lists(st.integers(0, 9), unique=True),
     data=st.data(),
 )
-def test_a_plane_goes_to_its_pages_of_the_pool_token_by_token(
+def test_k_and_v_go_to_their_pages_of_the_pool_token_by_token(
     tokens: int,
     groups: int,
-    row_bytes: int,
+    rows_bytes: tuple[int, int],
     offset: int,
     places: list[int],
     data: st.DataObject,
@@ -57,9 +57,9 @@ def test_a_plane_goes_to_its_pages_of_the_pool_token_by_token(
     size = len(places)
     ids = data.draw(st.lists(st.integers(0, PAGES - 1), min_size=size, max_size=size))
     pages = some_pages()
-    pool = torch.zeros((10, tokens, groups, row_bytes), dtype=torch.uint8)
-    want = pool.clone()
-    gather_plane(
+    pool = [torch.zeros((10, tokens, groups, row), dtype=torch.uint8) for row in rows_bytes]
+    want = [plane.clone() for plane in pool]
+    gather_planes(
         pages,
         torch.tensor(ids, dtype=torch.int32),
         offset,
@@ -67,11 +67,13 @@ def test_a_plane_goes_to_its_pages_of_the_pool_token_by_token(
         torch.tensor(places, dtype=torch.int64),
     )
     for page, place in zip(ids, places, strict=True):
-        for group in range(groups):
-            for token in range(tokens):
-                start = offset + (group * tokens + token) * row_bytes
-                want[place, token, group] = pages[page, start : start + row_bytes]
-    assert torch.equal(pool, want)
+        start = offset
+        for plane, row_bytes in zip(want, rows_bytes, strict=True):
+            for group in range(groups):
+                for token in range(tokens):
+                    plane[place, token, group] = pages[page, start : start + row_bytes]
+                    start += row_bytes
+    assert all(map(torch.equal, pool, want))
 
 
 @settings(deadline=None)
@@ -97,6 +99,8 @@ def test_scattered_rows_are_the_only_change(
 
 IDS = torch.tensor([1, 2])
 ROWS = torch.zeros(2, 64, dtype=torch.uint8)
+PLANE = torch.zeros(4, 2, 1, 64, dtype=torch.uint8)
+LONG_PLANE = torch.zeros(4, 33, 1, 64, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
@@ -126,21 +130,22 @@ def test_what_does_not_fit_is_refused(changes: dict[str, object], message: str) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pool": torch.zeros(4, 8)}, "must be contiguous uint8 [pool pages, page_size, groups,"),
-        ({"pool": torch.zeros(4, 2, 1, 12, dtype=torch.uint8)}, "row_bytes is 12: must be a mult"),
-        ({"pool": torch.zeros(4, 65, 1, 64, dtype=torch.uint8)}, "not within a page of 4160"),
+        ({"pool": [PLANE, torch.zeros(4, 8)]}, "V of the pool is [4, 8] of torch.float32: must be"),
+        ({"pool": [PLANE[..., :12].contiguous(), PLANE]}, "row_bytes of K is 12: must be a mult"),
+        ({"pool": [PLANE, PLANE[:3]]}, "may differ in row_bytes only"),
+        ({"pool": [PLANE, LONG_PLANE[:, :2]]}, "V of the pool is [4, 2, 1, 64] of torch.uint8: mu"),
+        ({"pool": [LONG_PLANE, LONG_PLANE]}, "not within a page of 4160"),
         ({"pool_ids": torch.tensor([0, 4])}, "pool_ids go from 0 to 4: must be from 0 to 3"),
         ({"pool_ids": torch.tensor([0])}, "pool_ids are [1] of torch.int64: must be int32 or in"),
         ({"page_ids": torch.tensor([0, PAGES])}, "page_ids go from 0 to 7: must be from 0 to 6"),
     ],
 )
 def test_planes_that_do_not_fit_are_refused(changes: dict[str, object], message: str) -> None:
-    pool = torch.zeros(4, 2, 1, 64, dtype=torch.uint8)
-    arguments = {"page_ids": IDS, "pool": pool, "pool_ids": IDS} | changes
+    arguments = {"page_ids": IDS, "pool": [PLANE, PLANE], "pool_ids": IDS} | changes
     with pytest.raises(ValueError) as error:
-        gather_plane(some_pages(), offset=64, **arguments)  # type: ignore[arg-type]
+        gather_planes(some_pages(), offset=64, **arguments)  # type: ignore[arg-type]
     assert message in str(error.value)
-    assert not pool.any()
+    assert not PLANE.any()
 
 
 @pytest.mark.parametrize(

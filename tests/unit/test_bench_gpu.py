@@ -102,7 +102,8 @@ def test_every_step_is_done_and_in_the_report(dry_run: DryRun) -> None:
 def test_copies_are_timed_beside_products(dry_run: DryRun, tmp_path: Path) -> None:
     content = dry_run.content("overlap")
     ways = {row["way"] for row in content["rows"]}
-    assert {"gather kernel, 3 programs", "copy engine, a copy a page"} <= ways
+    assert {"gather kernel, 3 programs", "copy engine, all pages in one call"} <= ways
+    assert {row["programs"] for row in content["speeds"]} == {2, 4, 8, 16, 32, None}
     overlap.draw(content).savefig(tmp_path / "it.png")
 
 

@@ -11,7 +11,7 @@ from hcache_backend.page import PageLayout, StoredLayer, kv_layer
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.units import Share, units_per_group
 from hcache_kernels.codecs import Cut, SegmentCodec, UnsupportedRows, make_segment_codec
-from hcache_kernels.pages import gather_pages, gather_plane, scatter_rows
+from hcache_kernels.pages import gather_pages, gather_planes, scatter_rows
 
 _COPIED_BYTES = 64 << 20
 """A layer of so many bytes is copied, or encoded, at once: device memory that nobody planned."""
@@ -114,11 +114,10 @@ class KVSegments:
         offset: int = 0,
     ) -> None:
         """Copy back what :meth:`save_plain` did."""
-        for buffer in self.planes(layer):
-            plane = self._by_page(buffer).view(torch.uint8)
-            plane = plane.unflatten(1, (self.page_size, self._groups, -1))
-            gather_plane(memory, rows, offset, plane, held)
-            offset += plane[0].numel()
+        size = (self.page_size, self._groups, -1)
+        planes = (self._by_page(buffer).view(torch.uint8) for buffer in self.planes(layer))
+        pool = [plane.unflatten(1, size) for plane in planes]
+        gather_planes(memory, rows, offset, pool, held)
 
     def restored_layer(self, layer: int) -> RestoredLayer:
         """How a layer whose K and V are stored comes back."""

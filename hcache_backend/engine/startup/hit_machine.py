@@ -13,7 +13,7 @@ from hcache_backend.engine.hits.start import known_machine, may_judge
 from hcache_backend.engine.ranks import said_by_all_ranks
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.partition_choice import model_shape
-from hcache_backend.engine.startup.quick_profile import find_profile
+from hcache_backend.engine.startup.quick_profile import copy_as_measured, find_profile
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile
@@ -37,6 +37,8 @@ def _machine(runtime: Runtime, config: HCacheConfig) -> Machine | None:
     if found is None:
         return None
     profile, shape = found
+    # The self-check is over: what it did not try is not begun.
+    copy_as_measured(profile, runtime.runner.device, segment_bytes=0)
     methods = runtime.layer_methods
     partition = methods.partition if methods is not None else Partition(0, 0, shape.layers)
     ranks = int(resolved(runtime.runner.server_args).tp_size)

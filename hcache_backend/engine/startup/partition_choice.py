@@ -17,7 +17,7 @@ from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import or_stop
 from hcache_backend.engine.startup.codec_choice import encoded_share, wanted_codec
 from hcache_backend.engine.startup.page_plan import kv_bytes_per_token
-from hcache_backend.engine.startup.quick_profile import find_profile
+from hcache_backend.engine.startup.quick_profile import copy_as_measured, find_profile
 from hcache_backend.partition.costs import L3Path, LayerMethod, Partition, layer_costs
 from hcache_backend.partition.model_config import ModelConfigError, shape_from_config
 from hcache_backend.partition.model_shape import CLEARLY_LESS, ModelShape
@@ -79,6 +79,9 @@ def _choose(runtime: Runtime, kvcache: Any) -> LayerMethods:
     _, shares = share_of_rank(0, ranks, int(kvcache.page_size))
     if profile is not None and shares > 1:
         profile = profile.model_copy(update={"gathers": True})
+    if profile is not None:
+        segment = int(kvcache.page_size) * row_bytes // shares
+        copy_as_measured(profile, kvcache.device, segment)
     from_l3: L3Path = "overlapped" if eager else "first"
     l3: L3Path = "none" if args.hicache_storage_backend is None else from_l3
     tokens = min(int(runtime.runner.model_config.context_len), int(kvcache.size))

@@ -1,4 +1,7 @@
-"""The profile that a server goes by: the one it was given, a kept one, or a quick measurement."""
+"""The profile that a server goes by: the one it was given, a kept one, or a quick measurement.
+
+It also says how this machine copies best beside matrix products, and the server copies so.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,12 @@ import torch
 
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.engine.runtime import Runtime
+from hcache_backend.partition.contention import PAGE
 from hcache_backend.partition.disk import read_rate
-from hcache_backend.partition.measure import Bench, device_name, measure
+from hcache_backend.partition.measure import Bench, device_name, measure, use_measured_copies
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile, ProfileError, Rate, load_profile
+from hcache_kernels.launch import copies_by_engine, copy_programs
 
 logger = logging.getLogger("hcache")
 
@@ -58,6 +63,26 @@ def find_profile(
         return None
     runtime.kept_profile = (file, profile)
     return profile
+
+
+def copy_as_measured(profile: Profile, device: torch.device | str, segment_bytes: int) -> None:
+    """Copy over the bus, on this rank, as ``profile`` found to be the best.
+
+    Args:
+        segment_bytes: Hidden states of one layer in one page of this rank; 0: hidden states are
+            copied as before. The copy engine takes its time for each segment, so it is not used for
+            segments of less than half of what was measured.
+    """
+    if not profile.copies or profile.model is None:
+        return
+    measured = PAGE * profile.model.hidden * profile.model.element_bytes
+    engine = 2 * segment_bytes >= measured
+    use_measured_copies(profile.copies, torch.device(device), engine=engine)
+    logger.info(
+        "hcache: copies: kernels have %d programs%s",
+        copy_programs(torch.device(device)),
+        "; hidden states come by the copy engine" if copies_by_engine() else "",
+    )
 
 
 def keep_profile(runtime: Runtime, folder: Path) -> None:

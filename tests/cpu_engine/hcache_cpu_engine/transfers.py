@@ -58,7 +58,7 @@ def _slow_down_restores() -> None:
     from hcache_backend.restore import pipeline
 
     gather = pipeline.gather_segments
-    gather_plane, gather_pages = segments.gather_plane, segments.gather_pages
+    gather_planes, gather_pages = segments.gather_planes, segments.gather_pages
     load = MHATokenToKVPoolHost.load_to_device_per_layer
 
     def slow_gather(
@@ -67,11 +67,11 @@ def _slow_down_restores() -> None:
         with _bus(out.nbytes):
             gather(memory, pages, offset, out)
 
-    def slow_gather_plane(
-        memory: torch.Tensor, pages: torch.Tensor, offset: int, pool: torch.Tensor, *others: Any
+    def slow_gather_planes(
+        memory: torch.Tensor, pages: torch.Tensor, offset: int, pool: Any, *others: Any
     ) -> None:
-        with _bus(len(pages) * pool[0].nbytes):
-            gather_plane(memory, pages, offset, pool, *others)
+        with _bus(len(pages) * sum(plane[0].nbytes for plane in pool)):
+            gather_planes(memory, pages, offset, pool, *others)
 
     def slow_gather_pages(
         memory: torch.Tensor, pages: torch.Tensor, offset: int, length: int
@@ -86,7 +86,7 @@ def _slow_down_restores() -> None:
             load(self, device_pool, host, device, *a, **kw)
 
     pipeline.gather_segments = slow_gather
-    segments.gather_plane = slow_gather_plane
+    segments.gather_planes = slow_gather_planes
     segments.gather_pages = slow_gather_pages
     MHATokenToKVPoolHost.load_to_device_per_layer = slow_load
 

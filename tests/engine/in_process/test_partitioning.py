@@ -19,11 +19,13 @@ from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.engine.recompute.batch import forward_stream
 from hcache_backend.engine.startup.page_layout import page_layout
 from hcache_backend.engine.startup.partition_choice import fixed_partition
+from hcache_backend.engine.startup.quick_profile import copy_as_measured
 from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer
+from hcache_backend.partition import measure
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.model_config import shape_from_config
 from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.profile import Profile, Rate
+from hcache_backend.partition.profile import CopyWay, Profile, Rate
 from hcache_backend.restore.eager import HandOut
 from hcache_backend.restore.layers import PoolParking, Recompute
 from hcache_backend.streams import Stream, WorkerStream, current_stream
@@ -314,6 +316,29 @@ def slow_bus(l3: Rate | None) -> Profile:
 
 def gpt2() -> ModelShape:
     return shape_from_config(json.loads((CONFIGS / "gpt2.json").read_text()), "a test")
+
+
+def test_a_server_copies_as_its_profile_found_to_be_best(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used: list[tuple[int, bool]] = []
+    monkeypatch.setattr(measure, "engine_works", lambda device: True)
+    monkeypatch.setattr(
+        measure, "use_copies", lambda programs, engine: used.append((programs, engine))
+    )
+    engine = CopyWay(programs=None, alone=5e10, beside=5e10, products=1.0)
+    kernel = CopyWay(programs=8, alone=5e10, beside=4e10, products=0.9)
+    whole = 64 * gpt2().hidden * gpt2().element_bytes
+    for copies, segment in (
+        ((kernel, engine), whole),
+        ((engine, kernel), whole),
+        ((engine, kernel), whole // 2 - 1),  # a page so small that the engine would be slower
+        ((engine, kernel), 0),
+        ((), whole),
+    ):
+        profile = slow_bus(None).model_copy(update={"copies": copies, "model": gpt2()})
+        copy_as_measured(profile, "cpu", segment)
+    assert used == [(8, False), (8, True), (8, False), (8, False)]
 
 
 class TestPartition:

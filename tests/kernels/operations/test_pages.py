@@ -5,15 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hcache_kernels.pages import (
-    gather_launch,
-    gather_pages,
-    gather_plane,
-    gather_plane_launch,
-    scatter_launch,
-    scatter_rows,
-    scatter_rows_reference,
-)
+from hcache_kernels.page_kernels import gather_launch, gather_planes_launch, scatter_launch
+from hcache_kernels.pages import gather_pages, gather_planes, scatter_rows, scatter_rows_reference
 from tests.kernels.operations.conftest import INTERPRETED
 
 PAGES = 9
@@ -51,20 +44,25 @@ def test_gather(
 
 @pytest.mark.parametrize(("groups", "programs"), [(1, 1), (1, 1000), (2, 3), (4, 1000)])
 @pytest.mark.parametrize(
-    ("offset", "tokens", "row_bytes"), [(4096, 16, 256), (8, 8, 8), (4104, 5, 392), (0, 64, 1024)]
+    ("offset", "tokens", "k_bytes", "v_bytes"),
+    [(4096, 16, 256, 256), (8, 8, 8, 16), (4104, 5, 392, 392), (0, 64, 1024, 512)],
 )
-def test_gather_plane(
-    device: str, offset: int, tokens: int, row_bytes: int, groups: int, programs: int
+def test_gather_planes(
+    device: str, offset: int, tokens: int, k_bytes: int, v_bytes: int, groups: int, programs: int
 ) -> None:
-    pages = host_pages(offset + tokens * groups * row_bytes + 32)
+    pages = host_pages(offset + tokens * groups * (k_bytes + v_bytes) + 32)
     ids, places = torch.tensor([8, 0, 3, 3, 5]), torch.tensor([1, 6, 4, 0, 2])
-    before = torch.full((8, tokens, groups, row_bytes), POISON, dtype=torch.uint8)
-    want, pool = before.clone(), before.to(device)
-    gather_plane(pages, ids, offset, want, places)
+    before = [
+        torch.full((8, tokens, groups, row), POISON, dtype=torch.uint8)
+        for row in (k_bytes, v_bytes)
+    ]
+    want, pool = [plane.clone() for plane in before], [plane.to(device) for plane in before]
+    gather_planes(pages, ids, offset, want, places)
     on_device = ids.to(device), offset, pool, places.to(device)
-    gather_plane_launch(pages, *on_device, programs).run()
-    assert torch.equal(pool.cpu(), want)
-    assert (want[[3, 5, 7]] == POISON).all()
+    gather_planes_launch(pages, *on_device, programs).run()
+    for got, wanted in zip(pool, want, strict=True):
+        assert torch.equal(got.cpu(), wanted)
+        assert (wanted[[3, 5, 7]] == POISON).all()
 
 
 @WAYS
@@ -93,5 +91,6 @@ def test_nothing_is_moved_for_no_ids(device: str) -> None:
     assert gather_pages(pages, none, 0, 64).shape == (0, 64)
     before = pages.clone()
     scatter_rows(torch.empty(0, 64, dtype=torch.uint8, device=device), pages, none, none, 0)
-    gather_plane(pages, none, 0, torch.empty(2, 4, 2, 8, dtype=torch.uint8, device=device), none)
+    plane = torch.empty(2, 4, 2, 8, dtype=torch.uint8, device=device)
+    gather_planes(pages, none, 0, [plane, plane], none)
     assert torch.equal(pages, before)

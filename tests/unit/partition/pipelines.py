@@ -23,7 +23,8 @@ rings = st.none() | st.integers(1, 8)
 def any_costs(draw: st.DrawFn) -> LayerCosts:
     l3 = st.just(0.0) | seconds
     costs = LayerCosts(*(draw(seconds) for _ in range(4)), draw(l3), draw(l3))
-    return costs._replace(c_tok_last=draw(st.none() | st.floats(0.01, costs.c_tok)))
+    last = draw(st.none() | st.floats(0.01, costs.c_tok))
+    return costs._replace(c_tok_last=last, slowdown=draw(st.just(1.0) | st.floats(1, 2)))
 
 
 @st.composite
@@ -46,7 +47,9 @@ def event_simulation(costs: LayerCosts, partition: Partition) -> float:
         method = partition.method(layer)
         if method == "recompute":
             last = layer == partition.recompute - 1 and costs.c_tok_last is not None
-            work["compute"].append((method, layer, costs.c_tok_last if last else costs.c_tok))
+            seconds = costs.c_tok_last if last else costs.c_tok
+            copied = partition.hidden or partition.kv
+            work["compute"].append((method, layer, seconds * (costs.slowdown if copied else 1)))
         elif method == "hidden":
             work["transfer"].append((method, layer, costs.io_h))
             work["compute"].append(("project", layer, costs.c_h))

@@ -74,6 +74,18 @@ def test_table_3(content: dict[str, Any]) -> None:
             assert row["kv_over_stored"] == pytest.approx(row["paper_kv_over_stored"], rel=0.07)
 
 
+def test_copies_by_few_programs_keep_most_of_what_adding_up_loses(content: dict[str, Any]) -> None:
+    rows = content["contention"]
+    assert [row["setting"] for row in rows] == [row["setting"] for row in content["platforms"]]
+    for row in rows:
+        ideal, few, added = (row[f"{n}_over_kv"] for n in ("ideal", "few_programs", "added_up"))
+        assert row["multiprocessors_left"] >= 0.75
+        assert added < few <= ideal
+        assert few >= 0.85 * ideal
+        assert row["added_up_hidden_only_over_kv"] <= added
+        assert ideal - few < few - added
+
+
 def test_platforms_are_up_to_a_seventh_faster_than_the_papers(content: dict[str, Any]) -> None:
     ours = {row["setting"]: row["over_kv"] for row in content["platforms"]}
     for row in content["implied"]:

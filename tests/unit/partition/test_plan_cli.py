@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 from hcache_backend.cli.main import app
 from hcache_backend.partition import measure
 from hcache_backend.partition.presets import preset_profile
+from hcache_backend.partition.profile import CopyWay
 from tests.unit.partition.pipelines import CONFIGS, public_model
 
 RUNNER = CliRunner()
@@ -258,6 +259,7 @@ def test_a_measured_profile_is_planned_with(tiny: Path, tmp_path: Path) -> None:
     done = hcache("profile", "-m", tiny, "-o", out, "-d", pages, "--seconds", "0.02")
     assert done.exit_code == 0, done.output
     assert "attention" in done.stdout
+    assert "Each was measured alone" in done.stdout
     assert not pages.exists()
     written = json.loads(out.read_text())
     assert written["dirs"] == [str(pages)]
@@ -268,6 +270,21 @@ def test_a_measured_profile_is_planned_with(tiny: Path, tmp_path: Path) -> None:
     assert report["bytes_per_token_and_layer"] == {"hidden": 256, "kv": 512}
     assert report["hardware"]["source"] == "measured by hcache profile"
     assert not any("another shape" in note for note in report["notes"])
+
+
+def test_ways_to_copy_are_shown_with_the_one_that_is_used(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = (
+        CopyWay(programs=16, alone=5.5e10, beside=5.25e10, products=0.934),
+        CopyWay(programs=None, alone=5.6e10, beside=4e10, products=1.0),
+    )
+    monkeypatch.setattr(measure.Bench, "copies", lambda bench: ways)
+    monkeypatch.setattr(measure, "use_measured_copies", lambda ways: None)
+    done = hcache("profile", "-m", tiny, "-d", tmp_path, "--seconds", "0.02")
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert "kernel, 16 programs (used) 55.0 GB/s 52.5 GB/s 93%" in lines
+    assert "copy engine 56.0 GB/s 40.0 GB/s 100%" in lines
 
 
 def test_a_profile_is_printed_as_json(tiny: Path, tmp_path: Path) -> None:

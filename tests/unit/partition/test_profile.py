@@ -22,6 +22,7 @@ from hcache_backend.partition.measure import OPERATIONS, Bench, Point, Prepare, 
 from hcache_backend.partition.model_shape import Latent, ModelShape
 from hcache_backend.partition.presets import PRESETS, preset_profile
 from hcache_backend.partition.profile import (
+    CopyWay,
     Profile,
     ProfileError,
     Rate,
@@ -52,13 +53,24 @@ SHAPES = {
 }
 
 
+WAYS = (
+    CopyWay(programs=None, alone=5e10, beside=4e10, products=0.95),
+    CopyWay(programs=8, alone=4e10, beside=2e10, products=0.9),
+)
+WAY = WAYS[1].model_dump()
+
+
 # ---- files ----
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_profile_comes_back_as_it_was(tmp_path: Path, name: str) -> None:
     profile = preset_profile(name, ssds=2).model_copy(
-        update={"model": SHAPES["MLA"], "points": {"dense": ((64, 0.5), (128, 1.5))}}
+        update={
+            "model": SHAPES["MLA"],
+            "points": {"dense": ((64, 0.5), (128, 1.5))},
+            "copies": WAYS,
+        }
     )
     profile.save(tmp_path / "profile.json")
     assert load_profile(tmp_path / "profile.json") == profile
@@ -75,6 +87,12 @@ def test_a_profile_comes_back_as_it_was(tmp_path: Path, name: str) -> None:
         (lambda t: t["l3"].update(per_second="fast"), ("l3.per_second", "fast", "number")),
         (lambda t: t.update(gathers="yes"), ("gathers", "yes", "boolean")),
         (lambda t: t.update(points={"dense": [[1]]}), ("points.dense.0", "required")),
+        (lambda t: t.update(copies=[{"alone": 1.0}]), ("copies.0.beside", "required")),
+        (
+            lambda t: t.update(copies=[WAY | {"products": 1.5}]),
+            ("copies.0.products", "1.5", "less"),
+        ),
+        (lambda t: t.update(copies=[WAY | {"programs": 0}]), ("copies.0.programs", "0", "greater")),
     ],
 )
 def test_wrong_fields_are_named(
@@ -176,11 +194,19 @@ def test_the_measured_layer_computes_what_is_counted(shape: ModelShape) -> None:
         assert counted == amount, operation
 
 
+def test_measuring_draws_no_random_numbers_of_others() -> None:
+    """Only one rank measures, and all ranks must sample the same tokens."""
+    before = torch.get_rng_state()
+    measure(bench(TINY), None, [])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_measured_profile_plans(tmp_path: Path) -> None:
     begun: list[str] = []
     l3 = Rate(per_second=1e9)
     measured = measure(bench(TINY), l3, [Path("/pages")], begin=begun.append)
-    assert begun == list(OPERATIONS)
+    assert begun == ["copies", *OPERATIONS]
+    assert measured.copies == ()  # a CPU has nothing to choose
     assert (measured.device, measured.dtype) == (processor_name(), "float32")
     assert (measured.l3, measured.dirs, measured.model) == (l3, ("/pages",), TINY)
     assert set(measured.points) == set(OPERATIONS)
@@ -219,6 +245,7 @@ def test_measuring_on_a_gpu(shape: ModelShape) -> None:
     narrow = shape.model_copy(update={"element_bytes": 2})
     measured = measure(bench(narrow, "cuda", torch.bfloat16), None, [])
     assert isinstance(measured, Profile)
+    assert measured.copies
     found = search(layer_costs(measured, narrow, 1024), narrow.layers)
     assert found.layers == narrow.layers
 

@@ -13,6 +13,7 @@ from hcache_backend.config import parse_config
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.model_config import read_model
 from hcache_backend.partition.presets import preset_profile
+from hcache_backend.partition.profile import CopyWay
 from hcache_backend.partition.record import (
     PartitionRecord,
     find_record,
@@ -92,6 +93,24 @@ def test_doctor_says_when_another_partition_is_faster_and_plan_changes_it(folder
     verdict, said = partition_check(folder)
     assert verdict == "good"
     assert "layers from hidden states" in said and said.endswith(": hcache plan --apply")
+
+
+@pytest.mark.parametrize(
+    ("ways", "said"),
+    [
+        (
+            (CopyWay(programs=16, alone=5.5e10, beside=5.25e10, products=0.934),),
+            "kernel, 16 programs: 52.5 GB/s beside matrix products (55.0 alone), which keep 93% of "
+            "their speed",
+        ),
+        ((), "measured alone, not beside matrix products"),
+    ],
+)
+def test_doctor_says_how_servers_copy(folder: Path, ways: tuple[CopyWay, ...], said: str) -> None:
+    preset_profile("h100").model_copy(update={"copies": ways}).save(folder / "profile-1.json")
+    checks = json.loads(run("doctor", "-d", folder, "--json"))["checks"]
+    [check] = [check for check in checks if check["subject"] == f"{folder}: copies to H100 SXM"]
+    assert (check["verdict"], check["detail"]) == ("good", said)
 
 
 def test_a_partition_is_applied_to_stores_that_know_the_model_only(folder: Path) -> None:

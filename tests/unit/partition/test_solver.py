@@ -76,7 +76,7 @@ def test_a_faster_machine_is_never_slower(
 ) -> None:
     scaled = (cost * factor for cost, factor in zip(costs[:6], factors, strict=True))
     last = costs.c_tok_last and costs.c_tok_last * factors[3]
-    faster = LayerCosts(*scaled, c_tok_last=last)
+    faster = LayerCosts(*scaled, c_tok_last=last, slowdown=costs.slowdown)
     assert makespan(faster, search(faster, layers)) <= makespan(costs, search(costs, layers))
 
 

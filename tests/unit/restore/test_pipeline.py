@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +41,31 @@ def test_nothing_else_is_written() -> None:
     others[slots] = False
     assert server.k[:, others].isnan().all()
     assert server.v[:, others].isnan().all()
+
+
+def test_the_copy_engine_is_given_pages_that_the_cpu_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pipeline, "copies_by_engine", lambda: True)
+    held: list[torch.Tensor] = []
+    hold = pipeline.held_for_device
+
+    def holding(values: Any, device: torch.device | str) -> torch.Tensor:
+        held.append(hold(values, device))
+        return held[-1]
+
+    monkeypatch.setattr(pipeline, "held_for_device", holding)
+    server, given = Server(chunk_tokens=3 * SIZE), []
+    gather = server.pipeline._gather
+
+    def looking(memory: torch.Tensor, pages: torch.Tensor, offset: int, out: torch.Tensor) -> None:
+        given.append(pages)
+        gather(memory, pages, offset, out)
+
+    server.pipeline._gather = looking
+    wait(server, *some(7))
+    there = {tensor.untyped_storage().data_ptr() for tensor in held}
+    assert given and all(pages.untyped_storage().data_ptr() in there for pages in given)
 
 
 def test_many_pages_are_one_copy_and_one_projection_a_layer() -> None:

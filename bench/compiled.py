@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-import bench.gpu  # noqa: F401  in processes of their own too: the kernels, as in tests/conftest.py
+import bench.gpu  # noqa: F401  the kernels, in processes of their own too
 from hcache_kernels.launch import Launch
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -42,11 +42,13 @@ class Usage:
     """What a program of a kernel takes of a multiprocessor.
 
     Attributes:
+        registers: Of a thread.
         stack: Bytes of memory that a thread spills registers to.
         shared: Bytes of shared memory.
-        loads, stores: The widest ones of global memory, in bytes.
+        loads, stores: The widest ones of global memory, in bytes; 0: it has none of that kind.
     """
 
+    registers: int
     stack: int
     shared: int
     loads: int
@@ -98,16 +100,16 @@ def _compile(job: Job) -> Usage:
             text=True,
             check=True,
         )
-    found = re.search(r"STACK:(\d+)", done.stdout + done.stderr)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout + done.stderr)
     assert found, done.stdout + done.stderr
     widths = (_widest(way, compiled.asm["ptx"]) for way in ("ld", "st"))
-    return Usage(int(found[1]), compiled.metadata.shared, *widths)
+    return Usage(int(found[1]), int(found[2]), compiled.metadata.shared, *widths)
 
 
 def _widest(way: str, ptx: str) -> int:
     """Bytes that one ``ld`` or ``st`` of global memory moves at most."""
     found = re.findall(rf"\b{way}\.global\S*?(?:\.v(\d))?\.[bfsu](\d+)\b", ptx)
-    return max(int(count or 1) * int(bits) // 8 for count, bits in found)
+    return max((int(count or 1) * int(bits) // 8 for count, bits in found), default=0)
 
 
 def source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:

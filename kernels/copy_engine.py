@@ -1,0 +1,58 @@
+"""Segments of pages to a GPU by its copy engine, which takes nothing of the multiprocessors.
+
+One call of CUDA takes all segments of a layer: a call per segment would soon fill the stream's
+queue, and whoever launches restores would then wait for the bus. It goes by CUDA's own Python
+bindings (``cuda-python``, which SGLang needs, too) and wants CUDA 12.8 or later.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class NoCopyEngine(RuntimeError):
+    """The copy engine cannot be asked for many copies at once; the message says why."""
+
+
+def copy_segments(
+    pages: torch.Tensor, page_ids: torch.Tensor, offset: int, out: torch.Tensor, stream: int
+) -> None:
+    """Launch what :func:`hcache_kernels.pages.gather_pages` does, which checks the arguments.
+
+    Args:
+        page_ids: On the CPU.
+        out: On a GPU.
+        stream: CUDA's handle of the stream; the legacy default stream (0) takes no such call.
+
+    Raises:
+        NoCopyEngine: Nothing was launched.
+    """
+    length, first = out.shape[1], pages.data_ptr() + offset
+    sources = (page_ids.long() * pages.shape[1] + first).tolist()
+    targets = list(range(out.data_ptr(), out.data_ptr() + out.nbytes, length))
+    if not sources:
+        return
+    if not stream:
+        raise NoCopyEngine("CUDA's default stream takes no batch of copies")
+    runtime = _bindings()
+    attributes = runtime.cudaMemcpyAttributes()
+    attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+    sizes = [length] * len(sources)
+    # One set of attributes, which holds from the first copy on.
+    error, *_ = runtime.cudaMemcpyBatchAsync(
+        targets, sources, sizes, len(sources), [attributes], [0], 1, stream
+    )
+    if int(error):
+        raise NoCopyEngine(f"cudaMemcpyBatchAsync: {error}")
+
+
+def _bindings() -> Any:
+    try:
+        from cuda.bindings import runtime
+    except ImportError as error:
+        raise NoCopyEngine(f"CUDA's Python bindings are missing (cuda-python): {error}") from None
+    if not hasattr(runtime, "cudaMemcpyBatchAsync"):
+        raise NoCopyEngine("CUDA's Python bindings are older than 12.8")
+    return runtime
