@@ -15,7 +15,7 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
 .PHONY: setup versions demo test test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
-	bench-segment-codec bench-accuracy bench-partition bench-paper bench-depth bench-eager bench-hits \
+	bench-segment-codec bench-accuracy bench-partition bench-paper bench-occupancy bench-depth bench-eager bench-hits \
 	bench-eviction bench-pages bench-compare record-demo record-eager record-compare record-accuracy
 .DELETE_ON_ERROR:
 
@@ -136,6 +136,10 @@ bench-accuracy: setup
 # The paper's Table 3 and figures 11 to 13, simulated, beside its numbers. Seconds.
 bench-paper: setup
 	$(BIN)/python -m bench.paper $(ARGS)
+
+# What copies take of a GPU beside matrix products, compiled for four GPUs. Minutes.
+bench-occupancy: setup
+	$(BIN)/python -m bench.occupancy $(ARGS)
 
 # Restores whose front is recomputed while L3 brings the back, computed for an H100 or H200. Seconds.
 bench-depth: setup

@@ -30,6 +30,7 @@ PROGRAMS = {
     "load": "bench.compare.report",
     "paper": "bench.paper",
     "depth": "bench.depth",
+    "occupancy": "bench.occupancy",
     "partition": "bench.sweep.report",
     "eager": "bench.sweep.report",
     "eager_kv": "bench.sweep.report",
