@@ -280,7 +280,7 @@ def test_ways_to_copy_are_shown_with_the_one_that_is_used(
         CopyWay(programs=None, alone=5.6e10, beside=4e10, products=1.0),
     )
     monkeypatch.setattr(measure.Bench, "copies", lambda bench: ways)
-    monkeypatch.setattr(measure, "use_measured_copies", lambda ways: None)
+    monkeypatch.setattr(measure, "use_measured_copies", lambda copies, device: None)
     done = hcache("profile", "-m", tiny, "-d", tmp_path, "--seconds", "0.02")
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert "kernel, 16 programs (used) 55.0 GB/s 52.5 GB/s 93%" in lines
