@@ -40,7 +40,7 @@ FIRST_PIECE_TOKENS = 1024
 
 Gather = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], None]
 """Copies hidden states of a layer of many pages: ``gather(memory, pages, offset, out)`` with uint8
-``[all pages, page_bytes]``, int64 ``[p]`` on the device (on the CPU for the copy engine), bytes,
+``[all pages, page_bytes]``, int64 ``[p]`` on the device (for its copy engine on the CPU), bytes,
 uint8 ``[p, segment_bytes]``."""
 
 
@@ -122,8 +122,8 @@ class RestorePipeline:
         rows = _TokenRows(positions, slots)
         shared = rows if self._exchange is None else _TokenRows(*map(torch.empty_like, rows))
         pieces = FIRST_PIECES if recompute is None and self._exchange is None else 1
-        hidden_ids = held_pages if copies_by_engine() else page_ids
-        parts = deque(self._parts(loaded, page_ids, hidden_ids, rows, shared, pieces))
+        ids = {"kv": page_ids, "hidden": held_pages if copies_by_engine() else page_ids}
+        parts = deque(self._parts(loaded, ids, rows, shared, pieces))
         bring = self._exchanged(parts, held_pages) if self._exchange else self._bring_own
         behind = current_stream(device).record()
         self._copy.wait(behind)
@@ -227,30 +227,22 @@ class RestorePipeline:
     def _parts(
         self,
         layers: range,
-        page_ids: torch.Tensor,
-        hidden_ids: torch.Tensor,
+        ids: dict[str, torch.Tensor],
         rows: _TokenRows,
         shared: _TokenRows,
         pieces: int,
     ) -> Iterator[_Part]:
-        size, pages = self._layout.page_size, len(page_ids)
+        size, pages = self._layout.page_size, len(ids["kv"])
         for index in layers:
             step = self._chunk_pages
             if index == layers.start:
                 step = min(step, max(-(-pages // pieces), FIRST_PIECE_TOKENS // size, 1))
-            hidden = self._layers[index].method == "hidden"
-            positions, slots = shared if hidden else rows
-            ids = hidden_ids if hidden else page_ids
+            method = self._layers[index].method
+            positions, slots = shared if method == "hidden" else rows
             for start in range(0, pages, step):
                 tokens = slice(start * size, (start + step) * size)
-                yield _Part(
-                    index,
-                    slice(start, start + step),
-                    ids[start : start + step],
-                    positions[tokens],
-                    slots[tokens],
-                    start + step >= pages,
-                )
+                part, last = slice(start, start + step), start + step >= pages
+                yield _Part(index, part, ids[method][part], positions[tokens], slots[tokens], last)
 
     # ---- shares ----
 
