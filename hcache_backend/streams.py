@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ class StreamFailed(RuntimeError):
 
 
 class Event(Protocol):
-    """A point in the order of a stream; on CUDA this is torch's own event."""
+    """A point in the order of a stream."""
 
     def query(self) -> bool:
         """Whether the stream has passed the point."""
@@ -106,6 +106,16 @@ def host_tensor(
     return _door.host_tensor(shape, dtype, torch.device(device))
 
 
+@contextmanager
+def registered(memory: torch.Tensor, device: torch.device | str) -> Iterator[None]:
+    """Within the block ``device`` reaches ``memory`` of the CPU, as a host pool of SGLang.
+
+    Memory of :func:`host_tensor` stays with torch when nobody uses it any more; this does not.
+    """
+    with _door.registered(memory, torch.device(device)):
+        yield
+
+
 def held_for_device(values: npt.NDArray[Any], device: torch.device | str) -> torch.Tensor:
     """A copy of ``values`` in memory that ``device`` can copy from without waiting."""
     source = torch.from_numpy(np.ascontiguousarray(values))
@@ -129,19 +139,26 @@ class HostBuffers:
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = device
-        self._free: dict[int, list[torch.Tensor]] = {}
+        self._free: dict[tuple[int, torch.dtype], list[HostBuffer]] = {}
 
-    @torch.inference_mode(mode=False)  # else nobody outside of that mode could write it
     def take(self, length: int, dtype: torch.dtype) -> HostBuffer:
         """Room for ``length`` values."""
         size = max(_LEAST_BUFFER, 1 << (length * dtype.itemsize - 1).bit_length())
-        free = self._free.setdefault(size, [])
-        memory = free.pop() if free else host_tensor((size,), torch.uint8, self._device)
-        return HostBuffer(memory, memory[: length * dtype.itemsize].view(dtype))
+        free = self._free.setdefault((size, dtype), [])
+        if free and free[-1].values.shape == (length,):
+            return free.pop()  # as a step of the same size left it
+        with torch.inference_mode(mode=False):  # else nobody outside of it could write it
+            memory = free.pop().memory if free else host_tensor((size,), torch.uint8, self._device)
+            return HostBuffer(memory, memory[: length * dtype.itemsize].view(dtype))
+
+    def copy_of(self, values: torch.Tensor) -> HostBuffer:
+        """A copy of ``values`` (on the device), on its way on the current stream."""
+        memory, copy = self.take(values.numel(), values.dtype)
+        return HostBuffer(memory, copy.view(values.shape).copy_(values, non_blocking=True))
 
     def give_back(self, buffer: HostBuffer) -> None:
         """Nobody uses it any more, the device neither."""
-        self._free[len(buffer.memory)].append(buffer.memory)
+        self._free[buffer.memory.numel(), buffer.values.dtype].append(buffer)
 
 
 def free_memory(device: torch.device | str) -> float:
@@ -157,6 +174,33 @@ def recording_graph() -> bool:
 # ---- CUDA ----
 
 
+class _CudaEvent:
+    """One of torch's events, recorded on ``stream``; another one takes it when this one dies."""
+
+    _free: ClassVar[dict[bool, list[Any]]] = {False: [], True: []}  # by ``timed``
+
+    def __init__(self, stream: Any, *, timed: bool) -> None:
+        self._unused = self._free[timed]
+        try:
+            self.event = self._unused.pop()
+        except IndexError:
+            self.event = torch.cuda.Event(enable_timing=timed)
+        self.event.record(stream)
+
+    def query(self) -> bool:
+        return bool(self.event.query())
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+    def elapsed_time(self, later: _CudaEvent) -> float:
+        return float(self.event.elapsed_time(later.event))
+
+    def __del__(self) -> None:
+        # A stream that was told to wait for it waits for what was recorded then.
+        self._unused.append(self.event)
+
+
 class _CudaStream(Stream):
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -166,12 +210,11 @@ class _CudaStream(Stream):
             work()
 
     def record(self, *, timed: bool = False) -> Event:
-        event = torch.cuda.Event(enable_timing=timed)
-        event.record(self._stream)
-        return event
+        return _CudaEvent(self._stream, timed=timed)
 
     def wait(self, event: Event) -> None:
-        self._stream.wait_event(event)
+        assert isinstance(event, _CudaEvent)
+        self._stream.wait_event(event.event)
 
     def keep(self, tensor: torch.Tensor) -> None:
         if tensor.is_cuda:
@@ -309,6 +352,21 @@ class Door:
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+    @contextmanager
+    def registered(self, memory: torch.Tensor, device: torch.device) -> Iterator[None]:
+        if device.type != "cuda":
+            yield
+            return
+        runtime, address = torch.cuda.cudart(), memory.data_ptr()
+        failed = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
+        if failed:
+            raise RuntimeError(f"cudaHostRegister of {memory.nbytes} bytes: CUDA error {failed}")
+        try:
+            yield
+        finally:
+            torch.cuda.synchronize(device)  # something may still be on its way there
+            runtime.cudaHostUnregister(address)
 
     def free_memory(self, device: torch.device) -> float:
         return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else float("inf")

@@ -28,8 +28,6 @@ WRONG_STEP = -1
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _WIDEST_WORD = max(_WORDS)
-_JUDGED = 128
-"""Rows that a program judges."""
 _MOST_WORDS = 1024
 """Words that a program moves at a time."""
 
@@ -108,40 +106,6 @@ def save_rows(
     for layer, start in enumerate(segments.tolist()):
         segment = arena[:, start : start + len(kept) * row_bytes]
         segment.unflatten(1, (len(kept), row_bytes))[pages, rows] = staged[layer, mine]
-
-
-def judge_rows(marks: torch.Tensor, step: int, verdicts: torch.Tensor) -> None:
-    """Say of each row of a step whether it was written in all layers.
-
-    Args:
-        marks: Who wrote each row, int64 ``[layers, n]``, on the device; rows of a layer contiguous.
-        step: Number of the step.
-        verdicts: uint8 ``[n]``, contiguous, memory that the device can write (pinned): 1 where all
-            layers have that number, 2 where one has :data:`WRONG_STEP`, else 0.
-    """
-    if marks.is_cuda:
-        judge_launch(marks, step, verdicts).run()
-        return
-    written = (marks == step).all(0).to(torch.uint8)
-    verdicts.copy_(written.masked_fill_((marks == WRONG_STEP).any(0), 2))
-
-
-def judge_launch(marks: torch.Tensor, step: int, verdicts: torch.Tensor) -> Launch:
-    """The launch of :func:`judge_rows`."""
-    layers, n = marks.shape
-    return block_launch(
-        judge_kernel,
-        grid=(triton.cdiv(n, _JUDGED),),
-        block=_JUDGED,
-        warp_values=128,
-        marks=marks,
-        verdicts=verdicts,
-        step=step,
-        n=n,
-        layers=layers,
-        layer_stride=marks.stride(0),
-        WRONG=WRONG_STEP,
-    )
 
 
 def stage_launch(
@@ -241,33 +205,6 @@ def stage_kernel(
         if HAS_OK:
             mark = tl.where(tl.load(ok + row) != 0, mark, WRONG)
         tl.store(marks + place, mark)
-
-
-@triton.jit(  # else it is compiled again in service
-    do_not_specialize=["step", "n", "layers", "layer_stride"],
-    do_not_specialize_on_alignment=["marks"],
-)
-def judge_kernel(
-    marks,  # int64 [layers, n], layers layer_stride apart
-    verdicts,  # uint8 [n]
-    step,
-    n,
-    layers,
-    layer_stride,
-    WRONG: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    written = tl.full((BLOCK,), 1, tl.int32)
-    unfit = tl.full((BLOCK,), 0, tl.int32)
-    row = marks + at
-    for _ in range(layers):
-        mark = tl.load(row, mask=at < n, other=0)
-        row += layer_stride
-        written &= (mark == step).to(tl.int32)
-        unfit |= (mark == WRONG).to(tl.int32)
-    verdict = tl.where(unfit != 0, 2, written)
-    tl.store(verdicts + at, verdict.to(tl.uint8), mask=at < n)
 
 
 @triton.jit(  # else it is compiled again in service

@@ -4,7 +4,8 @@ Which slots a step fills, with which tokens, and which of its rows were really w
 device memory. What the scheduler does to slots is copied to the CPU by the next forward pass, on
 its own stream. The engine waits for the results of a pass before it has launched two more, so
 after the next one began the copy is known to be there: nobody waits for it, and every rank knows
-it at the same point. The arena is told in the order in which the scheduler did things.
+it at the same point. Between pipeline stages more passes are under way, and it is known later. The
+arena is told in the order in which the scheduler did things.
 """
 
 from __future__ import annotations
@@ -132,20 +133,29 @@ class Ledger:
         self._entries.append(_Entry(self.read(slots), tell, host_pages=host_pages))
 
     def step(
-        self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
+        self, slots: torch.Tensor, launch: Callable[[torch.Tensor, torch.Tensor], object]
     ) -> tuple[StepEntry, torch.Tensor]:
-        """A forward pass over these tokens (``[n]`` each, on the device) begins.
+        """A forward pass over ``slots`` (``[n]``, on the device) begins.
 
         It also brings everything that was wanted before to the CPU.
 
+        Args:
+            launch: Writes slots, positions and token ids to both of its arguments, on the current
+                stream: int64 ``[3, n]`` on the device, and ``[3 * n]`` of the CPU.
+
         Returns:
-            Its entry, and slots, positions and token ids in one tensor, int64 ``[3, n]``.
+            Its entry, and what was written on the device.
         """
-        entry = StepEntry(Read())
         self._forget_allocation_of(slots)
-        where = self._copy([(entry.read, (slots, positions, token_ids))])
+        self.copy_wanted()
+        shape = (3, slots.numel())
+        where = torch.empty(shape, dtype=torch.int64, device=self._device)
+        buffer, now = self.buffers.take(where.numel(), torch.int64), current_stream(self._device)
+        now.run(lambda: launch(where, buffer.values))
+        entry = StepEntry(Read())
+        self._copies.append(_Copy(self.passes, [entry.read], [where.numel()], buffer, now.record()))
         self._entries.append(_Entry(entry.read, partial(self._begin, entry), entry))
-        return entry, where.view(3, -1)
+        return entry, where
 
     def prove(self, proof: Proof) -> None:
         """``proof`` will say which rows of its step were written. In the order of the steps."""
@@ -176,8 +186,8 @@ class Ledger:
                 pass, not behind its end. Proofs are never waited for.
         """
         try:
-            if wait and self._wanted:
-                self._copy([])
+            if wait:
+                self.copy_wanted()
             known = self.passes - self.without_results
             while self._copies and (wait or self._copies[0].passes <= known):
                 self._arrive(self._copies.popleft())
@@ -221,29 +231,25 @@ class Ledger:
             self._wanted.pop()
             self._entries.pop()
 
-    def _copy(self, parts: Sequence[tuple[Read, Sequence[torch.Tensor]]]) -> torch.Tensor:
-        """Copy ``parts``, and then what is wanted, on the current stream.
-
-        Returns:
-            The values of ``parts``, int64 ``[n]``, on the device.
-        """
+    def copy_wanted(self) -> None:
+        """Bring what is wanted to the CPU by the current stream, as each forward pass must."""
         wanted = self._wanted
-        every = [*parts, *((read, (values,)) for read, values in wanted)]
-        lengths = [sum(value.numel() for value in values) for _, values in every]
+        if not wanted:
+            return
+        lengths = [values.numel() for _, values in wanted]
         joined = torch.empty(sum(lengths), dtype=torch.int64, device=self._device)
         buffer, now = self.buffers.take(sum(lengths), torch.int64), current_stream(self._device)
         for _, values in wanted:
             now.keep(values)  # made on the scheduler's stream, and ours to drop
 
         def copy() -> None:
-            torch.cat([v.to(torch.int64) for _, values in every for v in values], out=joined)
+            torch.cat([values.to(torch.int64) for _, values in wanted], out=joined)
             buffer.values.copy_(joined, non_blocking=True)
 
         now.run(copy)
-        reads = [read for read, _ in every]
+        reads = [read for read, _ in wanted]
         self._copies.append(_Copy(self.passes, reads, lengths, buffer, now.record()))
         self._wanted = []
-        return joined[: sum(lengths[: len(parts)])]
 
     def _arrive(self, copy: _Copy) -> None:
         copy.event.synchronize()

@@ -19,7 +19,6 @@ which any thread may use for pages that it owns.
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -29,8 +28,11 @@ from hcache_backend.arena import Arena, Ids
 from hcache_backend.page import NO_NAMESPACE, WRITER_BYTES, PageLayout
 
 
-class _RowState(IntEnum):
-    """What is known of the rows of one slot, all layers together."""
+class _RowState:
+    """What is known of the rows of one slot, all layers together.
+
+    Plain numbers: an enum's members take a microsecond each in every step.
+    """
 
     VOID = 0
     PROMISED = 1  # the step was launched; that every layer was written is not proven yet
@@ -38,7 +40,7 @@ class _RowState(IntEnum):
     UNFIT = 3  # the codec cannot hold a row of it
 
 
-class Verdict(IntEnum):
+class Verdict:
     """What the device says of a row that was promised, in the numbers of ``judge_rows``."""
 
     MISSING = 0  # a layer's copy did not happen
@@ -51,6 +53,9 @@ class Lost(NamedTuple):
 
     missing: int
     unfit: int
+
+
+_NONE_LOST = Lost(0, 0)
 
 
 class ShadowChanges(NamedTuple):
@@ -110,7 +115,7 @@ class ShadowArena(Arena):
 
     def allocated(self, slots: Ids) -> None:
         """``slots`` (int64 ``[n]``) were allocated: what they held is void."""
-        self._leave_home(np.unique(slots // self.layout.page_size))
+        self._leave_home(slots // self.layout.page_size)
         self._void(slots)
         self._lost[slots] = False
 
@@ -150,7 +155,11 @@ class ShadowArena(Arena):
             Rows that are lost although their slot still belongs to the step.
         """
         due = (self._generation[slots] == ticket) & (self._rows[slots] == _RowState.PROMISED)
-        self._rows[slots[due & (verdicts == Verdict.WRITTEN)]] = _RowState.PROVEN
+        written = verdicts == Verdict.WRITTEN
+        self._rows[slots[due & written]] = _RowState.PROVEN
+        if written.all():
+            self._finish_unproven()
+            return _NONE_LOST
         missing = slots[due & (verdicts == Verdict.MISSING)]
         unfit = slots[due & (verdicts == Verdict.UNFIT)]
         lost = np.concatenate((missing, unfit))
@@ -303,7 +312,9 @@ class ShadowArena(Arena):
 
     def _leave_home(self, device_pages: Ids) -> None:
         homes = self._home[device_pages]
-        self._move_out(homes[homes >= 0])
+        homes = homes[homes >= 0]
+        if len(homes):
+            self._move_out(np.unique(homes))
 
     # ---- integrity ----
 

@@ -13,7 +13,7 @@ that still reads the places.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +32,8 @@ from hcache_backend.streams import (
     recording_graph,
 )
 from hcache_kernels.codecs import Codec
-from hcache_kernels.staging import WRONG_STEP, StagedRows, judge_rows, save_rows, stage_rows
+from hcache_kernels.staging import WRONG_STEP, StagedRows, save_rows, stage_rows
+from hcache_kernels.steps import StepPlaces, TokenRows, begin_rows, judge_rows
 
 
 class Staging:
@@ -56,10 +57,10 @@ class Staging:
             torch.zeros((*shape, codec.row_bytes), dtype=torch.uint8, device=device),
             torch.zeros(shape, dtype=torch.int64, device=device),
         )
-        self._every_place = torch.arange(places, device=device)
-        self._row_places = torch.full((places,), places, dtype=torch.int64, device=device)
-        self._named = 0
-        self._step = torch.zeros(1, dtype=torch.int64, device=device)
+        self._now = StepPlaces(
+            torch.full((places,), places, dtype=torch.int64, device=device),
+            torch.zeros(1, dtype=torch.int64, device=device),
+        )
 
     @staticmethod
     def bytes_for(layers: int, codec: Codec, places: int) -> int:
@@ -71,25 +72,19 @@ class Staging:
         """All memory for rows, uint8 ``[bytes]``, the spare place's included."""
         return self.staged.rows.view(-1)
 
-    def name_places(self, first: int, tokens: int, step: int) -> None:
-        """On the current stream: row i of step number ``step`` goes to place ``first + i``."""
-        named = self._every_place[first : first + tokens]
-        no_more = self._row_places[tokens : max(tokens, self._named)]
-        self._named = tokens
+    def begin(
+        self, tokens: TokenRows, step: int, placed: range
+    ) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        """What begins step number ``step`` on the current stream.
 
-        def name() -> None:
-            self._row_places[:tokens] = named
-            if len(no_more):
-                no_more.fill_(self.places)
-            self._step.fill_(step)
-
-        current_stream(self.device).run(name)
+        Args:
+            placed: Places of its rows, one for each of ``tokens``; or none.
+        """
+        return lambda where, copied: begin_rows(tokens, where, copied, self._now, step, placed)
 
     def name_none(self) -> None:
         """On the current stream: every row goes to the spare place."""
-        named, self._named = self._row_places[: self._named], 0
-        if len(named):
-            current_stream(self.device).run(lambda: named.fill_(self.places))
+        current_stream(self.device).run(lambda: self._now.places.fill_(self.places))
 
     def forget_marks(self) -> None:
         """No row is of any step: step numbers begin anew. Nothing may be under way."""
@@ -108,11 +103,11 @@ class Staging:
         """Put the first ``rows`` of ``hidden`` (``[n, hidden]``) to the places named last."""
         if rows > self.places:
             return  # a recorded batch that is too large: its rows will lack their marks
-        places = self._row_places[:rows]
+        places = self._now.places[:rows]
 
         def stage() -> None:
             encoded, ok = self.encode(hidden[:rows])
-            stage_rows(encoded, ok, places, self._step, self.staged, layer)
+            stage_rows(encoded, ok, places, self._now.number, self.staged, layer)
 
         current_stream(self.device).run(stage)
 
@@ -197,7 +192,7 @@ class StagedCapture:
     @property
     def row_bytes(self) -> int:
         """Bytes of one token, all captured layers."""
-        return len(self._segments) * self.codec.row_bytes
+        return self._segments.numel() * self.codec.row_bytes
 
     # ---- the forward pass ----
 
@@ -210,16 +205,18 @@ class StagedCapture:
             The step, or None when it is longer than staging can hold: its tokens are void.
         """
         self._step = None
-        now, tokens = current_stream(self.device), len(slots)
+        now, tokens = current_stream(self.device), slots.numel()
         while self._in_flight and self._in_flight[0][2].query():
             self._in_flight.popleft()
-        entry, where = self.ledger.step(slots, positions, token_ids)
         self._steps += 1
-        if self.ledger.broken is None and tokens <= self.most_at_once:
-            self._step = self._use_places(tokens, where, entry, now)
-            return self._step
-        size = tokens * self.codec.row_bytes
-        if self.ledger.broken is None and size <= self._staging.flat.numel():
+        placed = self._free_places(tokens)
+        begin = self._staging.begin((slots, positions, token_ids), self._steps, placed)
+        entry, where = self.ledger.step(slots, begin)
+        if self.ledger.broken is not None:
+            self.skip()
+        elif placed:
+            self._step = self._use_places(placed, where, entry, now)
+        elif tokens * self.codec.row_bytes <= self._staging.flat.numel():
             self._step = self._use_layers(tokens, where, entry, now)
         else:
             self.skip()
@@ -228,6 +225,7 @@ class StagedCapture:
     def skip(self) -> None:
         """A forward pass begins that is not captured: recorded copies go to the spare place."""
         self._step, self._ring = None, None
+        self.ledger.copy_wanted()
         self._staging.name_none()
         spare = self._staging.places
         self._wait_for_places(spare, spare + 1, current_stream(self.device))
@@ -241,14 +239,21 @@ class StagedCapture:
         except Exception as error:
             self.ledger.give_up(f"{type(error).__name__}: {error}")
 
-    def _use_places(self, tokens: int, where: torch.Tensor, entry: StepEntry, now: Stream) -> Step:
-        staging, self._ring = self._staging, None
-        first = self._next_place if self._next_place + tokens <= staging.places else 0
-        self._next_place = first + tokens
-        self._wait_for_places(first, first + tokens, now)
-        staging.name_places(first, tokens, self._steps)
-        marks = staging.staged.marks[:, first : first + tokens]
-        return Step(tokens, self._steps, where, entry, first, marks, [0] * staging.layers)
+    def _free_places(self, tokens: int) -> range:
+        """The next places, for a step of so many tokens; none for one that is too long for it."""
+        if tokens > self.most_at_once:
+            return range(0)
+        first = self._next_place if self._next_place + tokens <= self._staging.places else 0
+        return range(first, first + tokens)
+
+    def _use_places(
+        self, placed: range, where: torch.Tensor, entry: StepEntry, now: Stream
+    ) -> Step:
+        first, end, layers = placed.start, placed.stop, self._staging.layers
+        self._ring, self._next_place = None, end
+        self._wait_for_places(first, end, now)
+        marks = self._staging.staged.marks[:, first:end]
+        return Step(len(placed), self._steps, where, entry, first, marks, [0] * layers)
 
     def _use_layers(self, tokens: int, where: torch.Tensor, entry: StepEntry, now: Stream) -> Step:
         # No graph that copies to places is replayed: none is recorded for so many tokens.
@@ -281,7 +286,7 @@ class StagedCapture:
         elif (
             isinstance(hidden, torch.Tensor)
             and self._staging.fits(hidden)
-            and len(hidden) >= step.tokens
+            and hidden.shape[0] >= step.tokens
         ):
             step.layers_seen[layer] += 1
             if step.first is not None:
@@ -325,6 +330,8 @@ class StagedCapture:
         if replayed and step.first is None:
             return False  # recorded copies know only the ring of places
         if not replayed and any(seen != 1 for seen in step.layers_seen):
+            # Transfers of its layers may still read what the next step writes: void rows, all of
+            # them, in shadows that later transfers write behind these.
             return False
         transfer = self._transfer
         transfer.wait(current_stream(self.device).record())
@@ -345,7 +352,7 @@ class StagedCapture:
 
     def _save(self, rows: torch.Tensor, step: Step, segments: torch.Tensor) -> None:
         layout, slots = self.arena.layout, step.where[0]
-        if not len(segments):
+        if not segments.numel():
             return  # only slots, positions and tokens are of interest
         self._transfer.keep(step.where)
         self._transfer.run(

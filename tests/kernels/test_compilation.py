@@ -31,7 +31,8 @@ from hcache_kernels.project_kv.ways import (
     fused_launches,
     head_pairs,
 )
-from hcache_kernels.staging import StagedRows, judge_launch, save_launch, stage_launch
+from hcache_kernels.staging import StagedRows, save_launch, stage_launch
+from hcache_kernels.steps import StepPlaces, begin_launch, judge_launch
 
 # All of them are compiled before the first test, in two processes.
 pytestmark = pytest.mark.timeout(1800)
@@ -245,6 +246,11 @@ def save(row_bytes: int) -> Launch:
     return save_launch(staged, ids(STAGED), ids(128), arena, ids(LAYERS), PAGE, kept)
 
 
+def begin(n: int) -> Launch:
+    now = StepPlaces(ids(PLACES), ids(1))
+    return begin_launch((ids(n), ids(n), ids(n)), ids(3, n), ids(3 * n), now, n, range(n, 2 * n))
+
+
 def judge() -> Launch:
     return judge_launch(ids(LAYERS, PLACES + 1)[:, :STAGED], 17, empty(STAGED))
 
@@ -255,6 +261,7 @@ def staging_jobs(capability: tuple[int, int]) -> Jobs:
             what = f"stage {row_bytes}{' with ok' if with_ok else ''}"
             yield what, partial(stage, row_bytes, with_ok)
         yield f"save {row_bytes}", partial(save, row_bytes)
+    yield "begin", partial(begin, STAGED)
     yield "judge", judge
 
 
@@ -341,6 +348,7 @@ def launches_of(n: int) -> dict[str, Launch]:
             memory, some, offset, [pool, pool], some
         ),
         "scatter": page_kernels.scatter_launch(empty(n, row), memory, some, some, offset),
+        "begin": begin(n),
         "stage": stage_launch(empty(n, row), None, ids(n), ids(1), staged, 0),
         "save": save_launch(
             staged.rows[:, n : 2 * n], some, ids(N), memory, ids(LAYERS), PAGE, range(PAGE)

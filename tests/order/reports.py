@@ -22,7 +22,7 @@ class Report(NamedTuple):
 
 
 UNIT = {
-    "capture/ledger.py:_copy now.keep(values)": Report(
+    "capture/ledger.py:copy_wanted now.keep(values)": Report(
         "capture", "device memory of schedule dies while forward may use it"
     ),
     "capture/staging.py:_wait_for_places now.wait(last)": Report(

@@ -8,8 +8,6 @@ import torch
 from hcache_kernels.staging import (
     WRONG_STEP,
     StagedRows,
-    judge_launch,
-    judge_rows,
     save_launch,
     save_rows,
     stage_launch,
@@ -42,25 +40,6 @@ def test_stage_rows(device: str, row_bytes: int, with_ok: bool) -> None:
     assert torch.equal(got.marks.cpu(), want.marks)
     assert (want.marks == WRONG_STEP).sum() == (2 if with_ok else 0)
     assert (want.rows[0] == 0xEE).all()
-
-
-@pytest.mark.parametrize(("layers", "n"), [(1, 1), (3, 128), (5, 300)])
-def test_judge_rows(device: str, layers: int, n: int) -> None:
-    """Rows of a part of staging; some of another step, some that no codec could hold."""
-    torch.manual_seed(n)
-    marks = torch.full((layers, n + 3), 17)[:, 2 : n + 2]
-    marks[torch.rand(layers, n) < 0.1] = 16
-    marks[torch.rand(layers, n) < 0.1] = WRONG_STEP
-    unfit, written = (marks == WRONG_STEP).any(0), (marks == 17).all(0)
-    want = [2 if unfit[i] else int(written[i]) for i in range(n)]
-    got = torch.full((n + 1,), 0xEE, dtype=torch.uint8)
-    judge_rows(marks, 17, got[:n])
-    assert got.tolist() == [*want, 0xEE]
-    got = got.fill_(0xEE).pin_memory() if device == "cuda" else got.fill_(0xEE)
-    judge_launch(marks.to(device), 17, got[:n]).run()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    assert got.tolist() == [*want, 0xEE]
 
 
 @pytest.mark.parametrize("columns", [16, 48])

@@ -60,7 +60,7 @@ def test_rows_are_valid_from_the_promise_on_and_stamped_with_the_proof() -> None
 
 @pytest.mark.parametrize(("verdict", "lost"), [(Verdict.MISSING, (1, 0)), (Verdict.UNFIT, (0, 1))])
 def test_a_page_with_a_row_that_was_not_written_is_never_stamped(
-    verdict: Verdict, lost: tuple[int, int]
+    verdict: int, lost: tuple[int, int]
 ) -> None:
     a = arena()
     slots, ticket = promised(a)

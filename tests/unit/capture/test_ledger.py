@@ -41,12 +41,26 @@ def test_steps_allocate_no_pinned_memory_and_leave_nothing_behind(
 def test_what_was_allocated_for_a_step_is_not_read_twice(machine: Machine) -> None:
     where = torch.tensor(slots(1))
     machine.capture.ledger.allocated(where)
-    machine.capture.ledger.step(where, where, where)
-    [copy] = machine.capture.ledger._copies
-    assert copy.lengths == [3 * SIZE]
+    assert machine.forward(slots(1), allocated=where)
+    lengths = [copy.lengths for copy in machine.capture.ledger._copies]
+    assert lengths == [[3 * SIZE]]
     machine.capture.ledger.allocated(where[:2])  # others: these are
-    machine.capture.ledger.step(where, where, where)
-    assert machine.capture.ledger._copies[-1].lengths == [3 * SIZE, 2]
+    assert machine.forward(slots(1), allocated=where)
+    lengths = [copy.lengths for copy in machine.capture.ledger._copies]
+    assert lengths[-2:] == [[2], [3 * SIZE]]
+
+
+def test_passes_that_are_not_captured_bring_what_is_wanted(
+    device: WorkerStream, machine: Machine
+) -> None:
+    ledger = machine.capture.ledger
+    read = ledger.read(torch.tensor(slots(1)))
+    for _ in range(2):
+        ledger.pass_begins()
+        machine.capture.skip()
+        device.record().synchronize()
+    ledger.settle(wait=False)
+    assert read.values is not None and read.values.tolist() == slots(1)
 
 
 def test_the_rows_of_a_step_that_is_not_captured_are_known_to_be_lost(machine: Machine) -> None:

@@ -1,0 +1,197 @@
+"""What a step that is captured begins and ends with, each in torch and as one kernel.
+
+At its begin the rows of the step get places in staging, and the host is told which tokens go to
+which slots. At its end the host is told which rows were written.
+"""
+
+# Kernels have no types to state.
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import Launch, block_launch
+from .staging import WRONG_STEP
+
+TokenRows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Slots, positions and token ids."""
+
+_BEGUN = 256
+"""Tokens of a program of :func:`begin_rows`."""
+_JUDGED = 128
+"""Rows that a program judges."""
+
+
+@dataclass(frozen=True)
+class StepPlaces:
+    """Which places the rows of the present step go to, for stage one.
+
+    Attributes:
+        places: Place of each row, int64 ``[places]``, contiguous; the spare one (the last of the
+            buffer, ``len(places)``) for rows beyond those of the step.
+        number: Number of the step, int64 ``[1]``.
+    """
+
+    places: torch.Tensor
+    number: torch.Tensor
+
+
+def begin_rows(
+    tokens: TokenRows,
+    where: torch.Tensor,
+    copied: torch.Tensor,
+    now: StepPlaces,
+    number: int,
+    placed: range,
+) -> None:
+    """Begin a step: where its tokens are, for the device and the host, and where their rows go.
+
+    Args:
+        tokens: Slots, positions and token ids, ``[n]`` each, on the device.
+        where: The same in one, int64 ``[3, n]``, contiguous, on the device.
+        copied: The same for the host, int64 ``[3 * n]``, memory that the device can write (pinned).
+        now: What stage one goes by.
+        number: Number of the step.
+        placed: Places of the step's rows: consecutive, as many as tokens; or none.
+    """
+    if where.is_cuda:
+        begin_launch(tokens, where, copied, now, number, placed).run()
+        return
+    torch.stack([values.to(torch.int64) for values in tokens], out=where)
+    copied.copy_(where.view(-1))
+    device = now.places.device
+    now.places.fill_(now.places.numel())
+    now.places[: len(placed)] = torch.arange(placed.start, placed.stop, device=device)
+    now.number.fill_(number)
+
+
+def judge_rows(marks: torch.Tensor, step: int, verdicts: torch.Tensor) -> None:
+    """Say of each row of a step whether it was written in all layers.
+
+    Args:
+        marks: Who wrote each row, int64 ``[layers, n]``, on the device; rows of a layer contiguous.
+        step: Number of the step.
+        verdicts: uint8 ``[n]``, contiguous, memory that the device can write (pinned): 1 where all
+            layers have that number, 2 where one has :data:`WRONG_STEP`, else 0.
+    """
+    if marks.is_cuda:
+        judge_launch(marks, step, verdicts).run()
+        return
+    written = (marks == step).all(0).to(torch.uint8)
+    verdicts.copy_(written.masked_fill_((marks == WRONG_STEP).any(0), 2))
+
+
+def begin_launch(
+    tokens: TokenRows,
+    where: torch.Tensor,
+    copied: torch.Tensor,
+    now: StepPlaces,
+    number: int,
+    placed: range,
+) -> Launch:
+    """The launch of :func:`begin_rows`."""
+    slots, positions, token_ids = tokens
+    spare = now.places.numel()
+    return block_launch(
+        begin_kernel,
+        grid=(triton.cdiv(max(slots.numel(), spare), _BEGUN),),
+        block=_BEGUN,
+        warp_values=128,
+        slots=slots,
+        positions=positions,
+        token_ids=token_ids,
+        where=where,
+        copied=copied,
+        places=now.places,
+        step=now.number,
+        n=slots.numel(),
+        number=number,
+        first=placed.start,
+        placed=len(placed),
+        spare=spare,
+    )
+
+
+def judge_launch(marks: torch.Tensor, step: int, verdicts: torch.Tensor) -> Launch:
+    """The launch of :func:`judge_rows`."""
+    layers, n = marks.shape
+    return block_launch(
+        judge_kernel,
+        grid=(triton.cdiv(n, _JUDGED),),
+        block=_JUDGED,
+        warp_values=128,
+        marks=marks,
+        verdicts=verdicts,
+        step=step,
+        n=n,
+        layers=layers,
+        layer_stride=marks.stride(0),
+        WRONG=WRONG_STEP,
+    )
+
+
+@triton.jit(  # else it is compiled again in service
+    do_not_specialize=["n", "number", "first", "placed", "spare"],
+    do_not_specialize_on_alignment=["slots", "positions", "token_ids", "where", "copied"],
+)
+def begin_kernel(
+    slots,  # int [n]
+    positions,  # int [n]
+    token_ids,  # int [n]
+    where,  # int64 [3, n]
+    copied,  # int64 [3, n]
+    places,  # int64 [spare]
+    step,  # int64 [1]
+    n,
+    number,
+    first,
+    placed,
+    spare,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + at, mask=at < n).to(tl.int64)
+    position = tl.load(positions + at, mask=at < n).to(tl.int64)
+    token_id = tl.load(token_ids + at, mask=at < n).to(tl.int64)
+    tl.store(where + at, slot, mask=at < n)
+    tl.store(where + n + at, position, mask=at < n)
+    tl.store(where + 2 * n + at, token_id, mask=at < n)
+    tl.store(copied + at, slot, mask=at < n)
+    tl.store(copied + n + at, position, mask=at < n)
+    tl.store(copied + 2 * n + at, token_id, mask=at < n)
+    place = tl.where(at < placed, first + at, spare).to(tl.int64)
+    tl.store(places + at, place, mask=at < spare)
+    if tl.program_id(0) == 0:
+        tl.store(step, number)
+
+
+@triton.jit(  # else it is compiled again in service
+    do_not_specialize=["step", "n", "layers", "layer_stride"],
+    do_not_specialize_on_alignment=["marks"],
+)
+def judge_kernel(
+    marks,  # int64 [layers, n], layers layer_stride apart
+    verdicts,  # uint8 [n]
+    step,
+    n,
+    layers,
+    layer_stride,
+    WRONG: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    written = tl.full((BLOCK,), 1, tl.int32)
+    unfit = tl.full((BLOCK,), 0, tl.int32)
+    row = marks + at
+    for _ in range(layers):
+        mark = tl.load(row, mask=at < n, other=0)
+        row += layer_stride
+        written &= (mark == step).to(tl.int32)
+        unfit |= (mark == WRONG).to(tl.int32)
+    verdict = tl.where(unfit != 0, 2, written)
+    tl.store(verdicts + at, verdict.to(tl.uint8), mask=at < n)

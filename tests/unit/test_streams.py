@@ -1,0 +1,55 @@
+"""Streams and events of CUDA, as far as they can be tried without it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hcache_backend import streams
+
+
+def test_memory_is_registered_within_the_block_only_whatever_happens_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a device may still write must be on its way nowhere by then."""
+    did: list[object] = []
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda *args: did.append(args) or 0,
+        cudaHostUnregister=did.append,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: did.append("synchronize"))
+    memory = torch.zeros(4, 8, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="a test"), streams.registered(memory, "cuda"):
+        raise ValueError("a test")
+    address = memory.data_ptr()
+    assert did == [(address, 32, 0), "synchronize", address]
+    with streams.registered(memory, "cpu"):
+        pass
+    assert len(did) == 3
+
+
+def test_an_event_is_used_again_when_nobody_holds_it_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Event:
+        def __init__(self, **_: object) -> None:
+            self.recorded = 0
+
+        def record(self, stream: object) -> None:
+            self.recorded += 1
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(streams._CudaEvent, "_free", {False: [], True: []})
+    stream = streams._CudaStream(None)
+    first, second = stream.record(), stream.record()
+    assert isinstance(first, streams._CudaEvent) and isinstance(second, streams._CudaEvent)
+    one, other = first.event, second.event
+    assert one is not other
+    del first
+    third, timed = stream.record(), stream.record(timed=True)
+    assert isinstance(third, streams._CudaEvent) and isinstance(timed, streams._CudaEvent)
+    assert third.event is one and one.recorded == 2
+    assert timed.event is not other and other.recorded == 1
