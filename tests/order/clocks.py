@@ -62,11 +62,16 @@ class Query(Enum):
 
 
 class HostWait(NamedTuple):
-    """A place where the host waits for a stream."""
+    """A place where the host waits for a stream.
+
+    Attributes:
+        idle: The host knew that all forward passes were done.
+    """
 
     thread: str
     how: str
     where: str
+    idle: bool
 
 
 class Point:
@@ -90,6 +95,7 @@ class Clocks:
     def __init__(self, query: Query = Query.LAZY, seed: int = 0) -> None:
         self.names = ["host"]
         self.host_waits: Counter[HostWait] = Counter()
+        self.last_pass: Point | None = None  # behind the forward pass that was launched last
         self._clocks: list[Clock] = [np.zeros(ACTORS, np.int64)]
         self._sites: list[list[Site]] = [[()]]
         self._query, self._random = query, random.Random(seed)
@@ -157,7 +163,8 @@ class Clocks:
             return
         if not self._known(point):
             thread = threading.current_thread().name
-            self.host_waits[HostWait(thread, how, " < ".join(map(str, where[:3])))] += 1
+            idle = self.last_pass is None or self._known(self.last_pass)
+            self.host_waits[HostWait(thread, how, " < ".join(map(str, where[:4])), idle)] += 1
         self._learn(point.clock)
 
     def host_waits_for_stream(self, actor: int, how: str) -> None:

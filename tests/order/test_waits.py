@@ -7,8 +7,9 @@ from tests.order.waits import AROUND, in_service, table
 OURS = "hcache_backend/capture/ledger.py"
 
 
-def wait(where: str, times: int) -> dict[str, object]:
-    return {"thread": "MainThread", "how": "Event.synchronize", "where": where, "times": times}
+def wait(where: str, times: int, *, idle: bool = True) -> dict[str, object]:
+    how = {"thread": "MainThread", "how": "Event.synchronize", "idle": idle}
+    return {**how, "where": where, "times": times}
 
 
 def test_waits_are_told_by_the_innermost_function_of_ours() -> None:
@@ -32,9 +33,11 @@ def test_waits_that_hold_nothing_up_are_told_apart() -> None:
     other = wait(f"{OURS}:9 (settle)", 1) | {"thread": "Thread-7"}
     waits = [
         wait(idle, 4),
+        wait(idle, 8, idle=False),  # forward passes are under way after all
         wait(f"{OURS}:9 (settle) < hcache_backend/engine/hidden_controller.py:3 (write)", 2),
+        wait(f"{OURS}:9 (settle) < hcache_backend/engine/loads.py:3 (_finish_when_idle)", 1),
         wait(f"sglang/srt/a.py:1 (copy) < {AROUND}:2 (run)", 1),
         other,
     ]
     found = in_service({"steps": 1, "written_nodes": 1, "host_waits": waits})
-    assert [row[1:3] for row in table(found)] == [(f"{OURS}:settle", 2)]
+    assert [row[1:3] for row in table(found)] == [(f"{OURS}:settle", 11)]

@@ -17,22 +17,33 @@ AROUND = "hcache_backend/engine/hooks.py"
 
 
 NOTHING_RUNS = {
-    "(_finish_when_idle)": "no forward pass was launched since the last turn",
-    "(clear)": "a flush, which HiCache does when no request is there",
+    f"{OURS}engine/hidden_controller.py:_finish_when_idle": (
+        "no forward pass was launched since the last turn"
+    ),
+    f"{OURS}engine/host_pool.py:clear": "a flush, which HiCache does when no request is there",
 }
-"""Functions of ours that may wait, and why nothing is late because of them."""
+"""Functions of ours that may wait where no forward pass is under way, and why none is."""
 
 
 def in_service(found: dict[str, Any]) -> dict[str, Any]:
     """The part of a report about waits of ours on the scheduler thread that hold something up."""
 
     def is_ours(wait: dict[str, Any]) -> bool:
-        frames = wait["where"].split(" < ")
-        ours = [f for f in frames if f.startswith(OURS) and not f.startswith(AROUND)]
-        harmless = any(f.endswith(name) for f in ours for name in NOTHING_RUNS)
+        ours = [_place(f) for f in wait["where"].split(" < ") if _is_ours(f)]
+        harmless = wait["idle"] and not NOTHING_RUNS.keys().isdisjoint(ours)
         return bool(ours) and not harmless and wait["thread"] == "MainThread"
 
     return {**found, "host_waits": [wait for wait in found["host_waits"] if is_ours(wait)]}
+
+
+def _is_ours(frame: str) -> bool:
+    return frame.startswith(OURS) and not frame.startswith(AROUND)
+
+
+def _place(frame: str) -> str:
+    """``file:function`` of ``file:line (function)``."""
+    file, _, function = frame.rpartition(" ")
+    return f"{file.rpartition(':')[0]}:{function.strip('()')}"
 
 
 def table(found: dict[str, Any]) -> list[tuple[str, str, int, float, float]]:
@@ -46,10 +57,8 @@ def table(found: dict[str, Any]) -> list[tuple[str, str, int, float, float]]:
     waits = Counter[tuple[str, str]]()
     for wait in found["host_waits"]:
         frames = wait["where"].split(" < ")
-        ours = (f for f in frames if f.startswith(OURS) and not f.startswith(AROUND))
-        nearest = next(ours, frames[0])
-        file, _, function = nearest.rpartition(" ")
-        waits[wait["thread"], f"{file.rpartition(':')[0]}:{function.strip('()')}"] += wait["times"]
+        nearest = next(filter(_is_ours, frames), frames[0])
+        waits[wait["thread"], _place(nearest)] += wait["times"]
     return [
         (*where, times, times / max(1, found["steps"]), times / max(1, found["written_nodes"]))
         for where, times in waits.most_common()
