@@ -14,7 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -361,6 +361,8 @@ class Door:
         runtime, address = torch.cuda.cudart(), memory.data_ptr()
         failed = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
         if failed:
+            with suppress(RuntimeError):  # else torch raises it at its next launch
+                torch.zeros(1, device=device)
             raise RuntimeError(f"cudaHostRegister of {memory.nbytes} bytes: CUDA error {failed}")
         try:
             yield

@@ -95,7 +95,7 @@ def begin_launch(
     placed: range,
 ) -> Launch:
     """The launch of :func:`begin_rows`."""
-    slots, positions, token_ids = tokens
+    slots, positions, token_ids = (values.contiguous() for values in tokens)
     spare = now.places.numel()
     return block_launch(
         begin_kernel,

@@ -224,8 +224,11 @@ class StagedCapture:
 
     def skip(self) -> None:
         """A forward pass begins that is not captured: recorded copies go to the spare place."""
-        self._step, self._ring = None, None
+        self._use_none()
         self.ledger.copy_wanted()
+
+    def _use_none(self) -> None:
+        self._step, self._ring = None, None
         self._staging.name_none()
         spare = self._staging.places
         self._wait_for_places(spare, spare + 1, current_stream(self.device))
@@ -235,7 +238,7 @@ class StagedCapture:
         that a transfer may still read under the marks of their step: it goes to the spare place.
         """
         try:
-            self.skip()
+            self._use_none()
         except Exception as error:
             self.ledger.give_up(f"{type(error).__name__}: {error}")
 

@@ -102,6 +102,8 @@ def projected_differences(
         projected = projector.project(layer, hidden, positions)
     except ProjectionFailed as error:
         return str(error)
+    except (torch.OutOfMemoryError, MemoryError):  # that says nothing of the layer
+        raise
     except Exception as error:  # a model's own code, called in a way it was not made for
         return f"{layer.name} cannot be called alone: {type(error).__name__}: {error}"
     wanted = projector.pool.fetch(layer.kernel, slots, hidden.dtype)

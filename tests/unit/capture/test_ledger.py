@@ -104,7 +104,7 @@ def test_what_is_forgotten_is_not_believed_and_its_memory_is_used_again(machine:
     machine.settle()
     assert not machine.proven(slots(1)) and machine.proven(slots(2))
     buffers = machine.capture.ledger.buffers
-    [free] = [len(free) for free in buffers._free.values()]
+    free = {kind: len(free) for kind, free in buffers._free.items()}
     assert machine.forward(slots(1))
     machine.settle()
-    assert [len(free) for free in buffers._free.values()] == [free]
+    assert {kind: len(free) for kind, free in buffers._free.items()} == free

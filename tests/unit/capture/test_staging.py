@@ -181,6 +181,31 @@ def test_a_replay_of_a_step_that_is_not_captured_spoils_no_other_step(machine: M
     assert machine.proven(slots(1))
 
 
+def test_a_step_that_cannot_begin_is_lost_alone(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For want of memory, perhaps; the graph that is replayed all the same spoils no other step."""
+    gate = machine.hold_transfers()
+    assert machine.forward(slots(1), replay=4)
+    machine.capture.ledger.not_captured(torch.tensor(slots(2)))
+
+    def no_memory() -> None:
+        raise torch.OutOfMemoryError("a test")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(machine.capture.ledger, "copy_wanted", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            machine.capture.begin(*[torch.tensor(slots(2))] * 3)
+        machine.capture.give_up_step()
+    for layer in range(LAYERS):
+        machine.staging.stage(layer, torch.full((4, WIDTH), 9.0), 4)
+    gate.set()
+    machine.settle()
+    machine.assert_stored(slots(1))
+    assert machine.proven(slots(1))
+    assert machine.forward(slots(3))
+
+
 def test_the_spare_place_is_left_alone_while_a_long_step_uses_its_memory(machine: Machine) -> None:
     gate = machine.hold_transfers()
     long = slots(1, 2, 3, 4)[: PLACES + 1]
