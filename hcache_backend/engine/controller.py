@@ -213,7 +213,7 @@ class OwnPagesController(HybridCacheController, ABC):
     # ---- storage -> host ----
 
     def pages_per_report(self, pages: int) -> int:
-        """Of how many pages of a prefetch of ``pages`` pages SGLang learns together."""
+        """How many pages of a prefetch of ``pages`` pages SGLang is told of together."""
         return min(pages, STORAGE_BATCH_SIZE) if self._batches is None else batch_pages(pages)
 
     def _report(self, ack: PrefetchAck) -> None:

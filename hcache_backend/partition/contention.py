@@ -64,7 +64,7 @@ class Repeated(NamedTuple):
 
 
 def shares(one: Repeated, other: Repeated) -> tuple[float, float]:
-    """Of its speed alone, what each stream kept while both worked: at most 1.
+    """The share of its speed alone that each stream kept while both worked: at most 1.
 
     What the slower one did after the other's end it did alone.
     """

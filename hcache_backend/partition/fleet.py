@@ -43,7 +43,7 @@ class FleetPlan:
 
     @property
     def turns_per_second(self) -> float:
-        """Of one replica."""
+        """Turns that each replica serves per second."""
         turns = self.conversations.number * self.conversations.turns_per_hour / 3600
         return turns / self.replicas
 

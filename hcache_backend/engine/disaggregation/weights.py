@@ -16,8 +16,8 @@ from hcache_backend.engine import metrics
 from hcache_backend.engine.runtime import Weights, current
 
 _ROOM = slice(12, 16)
-"""Of the 16 int32 numbers of ``MetadataBuffers.cached_tokens`` for each request, unused by all
-supported versions: they take the 16 bytes of a digest."""
+"""Numbers of ``MetadataBuffers.cached_tokens`` (16 of int32 for each request) that no supported
+version uses: they take the 16 bytes of a digest."""
 
 _harmless = partial(metrics.harmless, "weights_untold", "weights are taken for other ones")
 

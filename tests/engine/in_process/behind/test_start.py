@@ -18,7 +18,7 @@ from hcache_backend.engine.behind import backend as backend_behind
 from hcache_backend.engine.behind.threads import BoundedCalls, CopyQueue, GivenUp
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup import attach
-from tests.engine.in_process.behind_machines import (
+from tests.engine.in_process.behind.machines import (
     SECONDS,
     Machine,
     held,

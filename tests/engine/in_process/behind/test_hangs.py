@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from hcache_backend.engine import stored_pools
 from hcache_backend.engine.behind import store as store_behind
 from hcache_backend.engine.runtime import Runtime
-from tests.engine.in_process.behind_machines import (
+from tests.engine.in_process.behind.machines import (
     SECONDS,
     Machine,
     counted,

@@ -1,0 +1,1 @@
+"""Servers whose pages are encoded: hidden states, K and V, exact and not."""

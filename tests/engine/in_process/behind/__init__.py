@@ -1,0 +1,1 @@
+"""The store behind the page store, without a server."""
