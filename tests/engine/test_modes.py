@@ -112,7 +112,7 @@ class TestServerThatWaitsForABackend:
             ({"mode": "auto"}, "option 'mode' is 'auto' but this server was started with 'hidden'"),
             (
                 {"codec": "int8"},
-                "option 'codec' is 'int8' but this server was started with 'none'; it can only",
+                "option 'codec' is 'int8' but this server was started with 'auto'; it can only",
             ),
             (
                 {"restore": "layerwise"},

@@ -78,6 +78,7 @@ def likeliest(model: Path, conversations: Sequence[Conversation]) -> float:
     return sum(got == want for got, want in pairs) / len(pairs)
 
 
+@pytest.mark.long
 def test_pages_are_what_the_reference_encodes_and_come_back_and_damage_is_a_miss(
     model_cache: Path, tmp_path: Path
 ) -> None:

@@ -151,6 +151,7 @@ def test_a_server_killed_in_the_middle_of_a_restore_loses_nothing(
 
 @LONG
 @pytest.mark.skipif(router.missing() is not None, reason=f"no router: {router.missing()}")
+@pytest.mark.long
 def test_sglangs_router_stands_in_front_of_a_pair(model: Path, tmp_path: Path) -> None:
     """Clients know neither of the two."""
     with (
