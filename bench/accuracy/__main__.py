@@ -4,8 +4,8 @@ A text is Python source with planted lines, which give values to keys (bench/fix
 first part is the history, whose K and V are kept by each method and restored. The turn behind it is
 scored: divergence from a run without a cache (KL), negative log-likelihood (NLL), how often both
 find the same token most likely, and how often a value is recalled that the history gave, by
-distance. Methods: K and V as they are and through every codec, recomputed, hidden states through
-every codec, and each layer alone from hidden states.
+distance. Methods: K and V as they are, through every codec and with half of the layers in pairs,
+recomputed, hidden states through every codec, and each layer alone from hidden states.
 
 Everything runs in SGLang's model runner in this process, with the package's own projections, codecs
 and recomputation. --model is a fixture (gqa or paired, trained when it is first asked for) or any

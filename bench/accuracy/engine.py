@@ -15,9 +15,11 @@ from typing import Any
 import torch
 
 from bench.harness.machine import MachineError
+from bench.harness.methods import PAGE_SIZE
 from bench.harness.options import ServerOptions
-
-KV = tuple[torch.Tensor, torch.Tensor]
+from hcache_backend.krul.statistics import KV, PROBE_TOKENS
+from hcache_backend.units import units_per_group
+from hcache_kernels.codecs import Cut
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class History:
         slots: Where their K and V are in the pool, int64 ``[n]``.
         positions: int64 ``[n]``.
         hidden: What every layer's projection received, ``[n, hidden]`` each.
+        queries: What every layer's attention received of the last tokens as queries,
+            ``[t, heads, head_dim]`` each; ``t`` is at most :data:`PROBE_TOKENS`.
         kv: K and V that the model wrote, ``[n, kv_heads, head_dim]`` each, by layer.
     """
 
@@ -36,6 +40,7 @@ class History:
     slots: torch.Tensor
     positions: torch.Tensor
     hidden: Sequence[torch.Tensor]
+    queries: Sequence[torch.Tensor]
     kv: Sequence[KV]
 
 
@@ -125,6 +130,13 @@ class Engine:
         return int(heads), int(dim)
 
     @property
+    def page_cut(self) -> Cut:
+        """The units of K, or of V, in a page of one layer; a rank holds one group of heads."""
+        heads, dim = self.kv_shape
+        pieces = units_per_group(PAGE_SIZE, heads * dim)
+        return Cut(heads * dim, PAGE_SIZE // pieces, pieces=pieces)
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of K and V of one token in one layer."""
         pool = self._runner.token_to_kv_pool
@@ -142,11 +154,11 @@ class Engine:
 
     def history(self, ids: Sequence[int]) -> History:
         """Have the model compute the first tokens of a text."""
-        with self._watch() as hidden:
+        with self._watch() as (hidden, queries):
             _, slots = self._forward(ids, 0)
         kv = [self.pool.fetch(layer.kernel, slots, self.dtype) for layer in self.layers]
         positions = torch.arange(len(ids), device=slots.device)
-        return History(ids, slots, positions, hidden, kv)
+        return History(ids, slots, positions, hidden, queries, kv)
 
     def forget(self, history: History) -> None:
         """Take its K and V out of the pool: what is not restored shows."""
@@ -160,17 +172,24 @@ class Engine:
         return self._forward([*history.ids, *ids], len(history.ids))[0]
 
     @contextmanager
-    def _watch(self) -> Iterator[list[torch.Tensor]]:
-        """What the projections receive inside the block, by layer."""
+    def _watch(self) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+        """What projections receive inside the block, and attention as last queries, by layer."""
         seen: list[torch.Tensor] = []
+        queries: list[torch.Tensor] = []
+
+        def ask(kernel: Any, args: tuple[Any, ...]) -> None:
+            rows = args[0].detach()[-PROBE_TOKENS:].clone()
+            queries.append(rows.view(len(rows), kernel.tp_q_head_num, kernel.qk_head_dim))
+
         handles = [
             layer.projection.register_forward_pre_hook(
                 lambda module, args: seen.append(args[0].detach().clone())
             )
             for layer in self.layers
         ]
+        handles += [layer.kernel.register_forward_pre_hook(ask) for layer in self.layers]
         try:
-            yield seen
+            yield seen, queries
         finally:
             for handle in handles:
                 handle.remove()

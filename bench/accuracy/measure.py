@@ -168,6 +168,7 @@ def measure(
                 "layer": method.layer,
                 "bytes_per_token": method.bytes_per_token,
                 **found.report(),
+                **({} if method.pairs is None else {"pairs": dict(method.pairs)}),
                 # Exact K and V are what the others are compared with.
                 **({} if method.name == EXACT else found.errors()),
             }

@@ -5,22 +5,22 @@ To add one: a function that makes it from an :class:`Engine`, in :data:`MAKERS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 
+from bench.accuracy import pairs
 from bench.accuracy.engine import Engine, History
 from bench.harness.methods import PAGE_SIZE
+from hcache_backend.krul.pair_forms import PAIR_FORMS
 from hcache_backend.restore.recompute import TokenSpan
-from hcache_backend.units import units_per_group
 from hcache_kernels.codecs import (
     CODECS,
     SEGMENT_CODECS,
     Codec,
-    Cut,
     SegmentCodec,
     UnsupportedRows,
     make_codec,
@@ -40,12 +40,14 @@ class Method:
         restore: Writes K and V of a history to the pool, which has lost them; returns how many
             tokens could not be kept so, and were computed again or kept as they are.
         layer: The one layer that it restores from something else than K and V; None: all.
+        pairs: How many histories had which layers in pairs; None: it makes none.
     """
 
     name: str
     bytes_per_token: int
     restore: Callable[[History], int]
     layer: int | None = None
+    pairs: Mapping[str, int] | None = None
 
 
 def exact(engine: Engine) -> Iterator[Method]:
@@ -64,6 +66,24 @@ def encoded(engine: Engine) -> Iterator[Method]:
     for codec in _segment_codecs(engine):
         size = codec.segment_bytes * len(engine.layers) // PAGE_SIZE
         yield Method(f"KV, {codec.name}", size, partial(_restore_encoded, engine, codec))
+
+
+def paired(engine: Engine) -> Iterator[Method]:
+    """K and V in pages with half of the layers in pairs: merged, and for comparison in ``fp8``."""
+    try:
+        forms = [
+            form(engine.page_cut, engine.kv_shape[1], engine.dtype) for form in PAIR_FORMS.values()
+        ]
+    except UnsupportedRows:
+        return
+    # As many as every choice makes.
+    fixed = pairs.fixed(len(engine.layers))
+    for label, choose in pairs.CHOICES.items():
+        for form in forms if choose is pairs.by_attention else forms[:1]:
+            page = fixed.page_bytes(engine.kv_bytes * PAGE_SIZE, form.slot_bytes)
+            kept = pairs.PairedLayers(engine, form, choose)
+            name, size = f"KV, {label}, {form.name}", page // PAGE_SIZE
+            yield Method(name, size, kept.restore, pairs=kept.chosen)
 
 
 def recomputed(engine: Engine) -> Iterator[Method]:
@@ -97,7 +117,7 @@ def hidden_layers(engine: Engine) -> Iterator[Method]:
             yield Method(f"hidden, {codec.name}", size, restore, only)
 
 
-MAKERS = (exact, encoded, recomputed, hidden, hidden_layers)
+MAKERS = (exact, encoded, paired, recomputed, hidden, hidden_layers)
 
 
 def methods(engine: Engine) -> list[Method]:
@@ -114,13 +134,9 @@ def _codecs(engine: Engine) -> Iterator[Codec]:
 
 
 def _segment_codecs(engine: Engine) -> Iterator[SegmentCodec]:
-    heads, dim = engine.kv_shape
-    width = heads * dim
-    pieces = units_per_group(PAGE_SIZE, width)
-    cut = Cut(width, PAGE_SIZE // pieces, pieces=pieces)
     for name in SEGMENT_CODECS:
         try:
-            yield make_segment_codec(name, cut, dim, engine.dtype)
+            yield make_segment_codec(name, engine.page_cut, engine.kv_shape[1], engine.dtype)
         except UnsupportedRows:
             continue  # a server would store with codec none instead
 

@@ -17,6 +17,13 @@ from bench.harness.models import build_model
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS, HIDDEN, KV_HEADS, HEAD_DIM = 4, 256, 2, 64
+PAIRED = (
+    "KV, MiniCache's pairs, merged",
+    "KV, pairs by attention, merged",
+    "KV, pairs by attention, fp8",
+    "KV, pairs by output, merged",
+    "KV, worst pairs, merged",
+)
 pytestmark = pytest.mark.engine
 
 
@@ -95,6 +102,7 @@ def test_a_checkpoint_of_another_architecture_needs_its_tokenizer_only(
     assert list(whole) == [
         "exact",
         *(f"KV, {codec}" for codec in codecs[1:]),
+        *PAIRED,
         "recomputed",
         *(f"hidden, {codec}" for codec in codecs),
     ]
@@ -108,6 +116,28 @@ def test_a_checkpoint_of_another_architecture_needs_its_tokenizer_only(
         assert least < whole[name]["k_error"] < most
         assert least < whole[name]["v_error"] < most
         assert whole[name]["kl"] > whole["exact"]["kl"]
+
+
+@pytest.mark.long  # the first time the model is trained
+@pytest.mark.timeout(1200)
+def test_layers_with_the_same_weights_are_paired_and_lose_least(tmp_path: Path) -> None:
+    done = accuracy(tmp_path, "--model", "paired", "--quick", "--texts", "4")
+    assert done.returncode == 0, done.stderr
+    results: dict[str, Any] = json.loads((tmp_path / "accuracy_paired.json").read_text())
+    whole = {row["method"]: row for row in results["methods"] if row["layer"] is None}
+    rows = [whole[name] for name in PAIRED]
+    fixed, attention, in_fp8, output, worst = rows
+    for row in (attention, in_fp8, output):
+        assert sum(row["pairs"].values()) == 4  # one pair for each text: half of the layers
+        assert row["pairs"].keys() <= {"0, 1", "2, 3"}
+    assert fixed["pairs"] == {"2, 3": 4}
+    assert not worst["pairs"].keys() & {"0, 1", "2, 3"}
+    for row in rows:
+        assert row["bytes_per_token"] <= 0.78 * whole["exact"]["bytes_per_token"]
+        assert row["not_kept"] == 0
+        assert row["kl"] > whole["exact"]["kl"]
+    assert worst["kl"] > max(attention["kl"], output["kl"])
+    assert "pairs" not in whole["KV, fp8"]
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.accuracy import pairs
 from bench.accuracy.measure import Found, Sizes, by_distance
 from bench.accuracy.report import by_layer, draw, table_lines
 from bench.fixtures.text import Recalled, Text
 from bench.harness.reference import OwnReference
+from hcache_backend.krul.selection import closest_pairs
 
 SIZES = Sizes(texts=1, history=64, turn=32)
 
@@ -87,3 +89,12 @@ def test_the_reference_has_no_divergence_and_single_layers_are_in_the_picture_on
     assert by_layer(results) == {"hidden, int8": [0.1, 0.01]}
     pytest.importorskip("matplotlib")
     draw(results).savefig(tmp_path / "it.png")
+
+
+@pytest.mark.parametrize("layers", [4, 6, 8, 22])
+def test_every_choice_makes_as_many_pairs(layers: int) -> None:
+    distances = torch.rand(layers, layers, generator=torch.Generator().manual_seed(layers))
+    chosen = closest_pairs(distances + distances.T, list(range(layers)), pairs.PAIRED)
+    fixed = pairs.fixed(layers).pairs
+    assert len(fixed) == len(chosen)
+    assert fixed[-1] == (layers - 2, layers - 1)

@@ -1,0 +1,124 @@
+"""K and V of a history with two layers in the place of one, half of the layers in pairs.
+
+Pairs are MiniCache's fixed ones, or chosen for every history as Krul does: from the attention of
+its last tokens, or from what merging does to the output of it; or the worst ones by that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from bench.accuracy.engine import Engine, History
+from bench.harness.methods import PAGE_SIZE
+from hcache_backend.krul.pair_forms import MergedPair, PairForm
+from hcache_backend.krul.selection import Strategy, closest_pairs
+from hcache_backend.krul.statistics import KV, LayerProbe, attention_sums, output_sums
+from hcache_kernels.codecs import Cut
+
+Choice = Callable[[Engine, History], Strategy]
+PAIRED = 0.5
+"""Share of the layers that are in pairs, as MiniCache has it."""
+
+
+def fixed(layers: int) -> Strategy:
+    """Every two neighbours in the deeper half of the layers (MiniCache); as many as others make."""
+    pairs = math.ceil(PAIRED * layers / 2)
+    return Strategy(layers, tuple((low, low + 1) for low in range(layers - 2 * pairs, layers, 2)))
+
+
+def by_attention(engine: Engine, history: History) -> Strategy:
+    """The layers whose last tokens attend most alike."""
+    return _closest(attention_sums(_probes(engine, history)).distances)
+
+
+def by_output(engine: Engine, history: History) -> Strategy:
+    """The layers whose attention a merge changes least."""
+    return _closest(_output_distances(engine, history))
+
+
+def worst(engine: Engine, history: History) -> Strategy:
+    """The layers whose attention a merge changes most."""
+    return _closest(-_output_distances(engine, history))
+
+
+CHOICES: dict[str, Choice] = {
+    "MiniCache's pairs": lambda engine, _: fixed(len(engine.layers)),
+    "pairs by attention": by_attention,
+    "pairs by output": by_output,
+    "worst pairs": worst,
+}
+
+
+@dataclass
+class PairedLayers:
+    """Keeps K and V of histories in pages with pairs of layers.
+
+    Attributes:
+        form: What a slot keeps of a pair.
+        choose: Which layers are paired.
+        chosen: How many histories had each pair.
+    """
+
+    engine: Engine
+    form: PairForm
+    choose: Choice
+    chosen: Counter[str] = field(default_factory=Counter)
+
+    def restore(self, history: History) -> int:
+        """Write K and V to the pool as they come back; returns how many tokens do not fit into
+        pages and were kept as they are."""
+        kv = list(history.kv)
+        lost = torch.zeros(len(history.slots) // PAGE_SIZE, dtype=torch.bool)
+        for first, second in self.choose(self.engine, history).pairs:
+            kv[first], kv[second], fits = _round_trip(self.form, kv[first], kv[second])
+            lost |= ~fits
+            self.chosen[f"{first}, {second}"] += 1
+        for layer, planes in zip(self.engine.layers, kv, strict=True):
+            self.engine.pool.store(layer.kernel, history.slots, *planes)
+        return int(lost.sum()) * PAGE_SIZE
+
+
+def _round_trip(form: PairForm, first: KV, second: KV) -> tuple[KV, KV, torch.Tensor]:
+    """What comes back of two layers, pages that do not fit as they were; and which pages fit."""
+    units = [_units(form.cut, planes) for planes in (first, second)]
+    encoded, fits = form.encode(*units)
+    back = []
+    for planes, exact, decoded in zip((first, second), units, form.decode(encoded), strict=True):
+        kept = torch.where(fits[:, None, None, None, None], decoded, exact)
+        k, v = (kept[:, part].reshape(planes[0].shape).to(planes[0].device) for part in (0, 1))
+        back.append((k, v))
+    return back[0], back[1], fits
+
+
+def _units(cut: Cut, planes: KV) -> torch.Tensor:
+    """``[pages, 2, pieces, tokens, width]`` of K and V of whole pages, on the CPU."""
+    shape = (-1, cut.pieces, cut.tokens, cut.width)
+    return torch.stack([plane.cpu().reshape(shape) for plane in planes], dim=1)
+
+
+def _probes(engine: Engine, history: History) -> list[LayerProbe]:
+    return [
+        LayerProbe(q, kv, layer.kernel.scaling)
+        for q, kv, layer in zip(history.queries, history.kv, engine.layers, strict=True)
+    ]
+
+
+def _output_distances(engine: Engine, history: History) -> torch.Tensor:
+    form = MergedPair(engine.page_cut, engine.kv_shape[1], engine.dtype)
+
+    def merge(first: KV, second: KV) -> tuple[KV, KV]:
+        return _round_trip(form, first, second)[:2]
+
+    return output_sums(_probes(engine, history), merge).distances
+
+
+def _closest(distances: torch.Tensor) -> Strategy:
+    """Pairs of any layers: which of them are I-R layers depends on a threshold, which the tables
+    of this benchmark are to justify."""
+    layers = list(range(len(distances)))
+    return Strategy(len(layers), closest_pairs(distances, layers, PAIRED))

@@ -1,0 +1,200 @@
+"""What a slot keeps of two layers, in about the bytes of one: reference encoders and decoders.
+
+``merged``: after MiniCache, K (and V) of both layers have one direction and a magnitude each. An
+encoded unit of ``n`` tokens is, in the type of K and V,
+
+- the values of every token: a direction of length 1 in each head, halfway between the directions of
+  both layers (spherical interpolation with t = 1/2);
+- the magnitudes in the first layer, token by token and there head by head; those in the second;
+- the values of the *retained* tokens in the second layer: the tokens whose directions differ most
+  between the layers are not merged, and their place above has the values of the first layer;
+- the numbers of the retained tokens in the unit, ascending, uint16;
+- zeros, so that the length is a multiple of 16.
+
+MiniCache and Krul leave t open (MiniCache prefers 0.6). With 1/2 both layers lose the same, and the
+interpolation needs no trigonometric function: bytes follow from additions, multiplications,
+divisions and square roots in float32, in a fixed order.
+
+``fp8``: both layers through codec ``fp8``, the first one first.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+
+from hcache_kernels.codecs import Cut, UnsupportedRows
+from hcache_kernels.codecs.scaled_segments import Fp8Segments
+
+_RETAINED = 16
+"""One of so many tokens is retained."""
+_MOST_TOKENS = 1 << 16
+
+
+class PairForm(ABC):
+    """Encodes K and V of two layers into a slot.
+
+    The same values give the same bytes. A page that a form cannot hold is said not to fit; its
+    bytes mean nothing.
+
+    Args:
+        cut: The units of a page in K of one layer; those in V are alike.
+        dim: Values of a head.
+        dtype: Type of K and V.
+
+    Raises:
+        UnsupportedRows: The form does not take such units.
+
+    Attributes:
+        name: What strategies call it.
+        cut: As above.
+        slot_bytes: Bytes of an encoded page in both layers.
+    """
+
+    name: ClassVar[str]
+    slot_bytes: int
+
+    def __init__(self, cut: Cut, dim: int, dtype: torch.dtype) -> None:
+        self.cut = cut
+
+    @abstractmethod
+    def encode(
+        self, first: torch.Tensor, second: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Encode pages of two layers.
+
+        Args:
+            first: K and V of the first layer, ``[p, 2, units, tokens, width]``, on the CPU.
+            second: Of the second one, likewise.
+
+        Returns:
+            uint8 ``[p, slot_bytes]``, and whether each page fits, bool ``[p]``.
+        """
+
+    @abstractmethod
+    def decode(self, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decode uint8 ``[p, slot_bytes]`` to units of both layers."""
+
+
+class Fp8Pair(PairForm):
+    name = "fp8"
+
+    def __init__(self, cut: Cut, dim: int, dtype: torch.dtype) -> None:
+        super().__init__(cut, dim, dtype)
+        self._codec = Fp8Segments(cut, dim, dtype)
+        self.slot_bytes = 2 * self._codec.segment_bytes
+
+    def encode(
+        self, first: torch.Tensor, second: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        encoded, fits = zip(*map(self._codec.encode_units, (first, second)), strict=True)
+        return torch.cat(encoded, dim=1), torch.stack(fits).all(0)
+
+    def decode(self, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = encoded.chunk(2, dim=1)
+        return self._codec.decode_units(first), self._codec.decode_units(second)
+
+
+class MergedPair(PairForm):
+    name = "merged"
+
+    def __init__(self, cut: Cut, dim: int, dtype: torch.dtype) -> None:
+        if dtype not in (torch.bfloat16, torch.float16):
+            raise UnsupportedRows(f"merged pairs take K and V in bfloat16 or float16, not {dtype}")
+        if cut.width % dim or cut.tokens > _MOST_TOKENS:
+            raise UnsupportedRows(
+                f"merged pairs take units of whole heads and at most {_MOST_TOKENS} tokens, not "
+                f"{cut.tokens} tokens of {cut.width} values in heads of {dim}"
+            )
+        super().__init__(cut, dim, dtype)
+        self._dim, self._dtype = dim, dtype
+        heads = cut.width // dim
+        self._kept = -(-cut.tokens // _RETAINED)
+        # Elements of 16 bits.
+        self._parts = [
+            cut.values,
+            cut.tokens * heads,
+            cut.tokens * heads,
+            self._kept * cut.width,
+            self._kept,
+        ]
+        self._unit_bytes = -(-2 * sum(self._parts) // 16) * 16
+        self.slot_bytes = 2 * cut.units * self._unit_bytes
+
+    def encode(
+        self, first: torch.Tensor, second: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        pair = torch.stack((first, second)).unflatten(-1, (-1, self._dim))
+        values = pair.float()
+        length = _root_of_sum(values)
+        magnitudes = length.to(self._dtype)
+        # Squares that leave float32, and magnitudes that leave the type.
+        held = magnitudes.isfinite() & ((magnitudes > 0) | (values == 0).all(-1))
+        fits = held.all(0).flatten(1).all(1)
+        units = torch.where(length[..., None] > 0, values / length[..., None], 0.0)
+        kept = _divergent(units, self._kept)
+        halfway = units[0] + units[1]
+        norm = _root_of_sum(halfway)[..., None]
+        # Directions that are opposite have no middle.
+        direction = torch.where(norm > 0, halfway / norm, units[0]).to(self._dtype).flatten(-2)
+        rows = kept[..., None].expand(*kept.shape, self.cut.width)
+        exact = [part.flatten(-2).gather(3, rows) for part in pair]
+        direction.scatter_(3, rows, exact[0])
+        numbers = kept.to(torch.int32).to(torch.uint16).view(self._dtype)
+        parts = (direction, *magnitudes, exact[1], numbers)
+        flat = torch.cat([part.reshape(*first.shape[:3], -1) for part in parts], dim=3)
+        encoded = torch.zeros((*first.shape[:3], self._unit_bytes), dtype=torch.uint8)
+        encoded[..., : 2 * sum(self._parts)] = flat.view(torch.uint8)
+        return encoded.flatten(1), fits
+
+    def decode(self, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cut = self.cut
+        units = encoded.view(len(encoded), 2, cut.units, -1)[..., : 2 * sum(self._parts)]
+        parts = units.contiguous().view(self._dtype).split(self._parts, dim=3)
+        values = parts[0].unflatten(3, (cut.tokens, cut.width))
+        numbers = parts[4].contiguous().view(torch.uint16).to(torch.int64)
+        rows = numbers.clamp(max=cut.tokens - 1)[..., None].expand(*numbers.shape, cut.width)
+        exact = values.gather(3, rows), parts[3].unflatten(3, (self._kept, cut.width))
+        heads = values.float().unflatten(4, (-1, self._dim))
+        first, second = (
+            (heads * magnitudes.float().unflatten(3, (cut.tokens, -1))[..., None])
+            .to(self._dtype)
+            .flatten(-2)
+            .scatter_(3, rows, kept)
+            for magnitudes, kept in zip(parts[1:3], exact, strict=True)
+        )
+        return first, second
+
+
+PAIR_FORMS: dict[str, type[PairForm]] = {form.name: form for form in (MergedPair, Fp8Pair)}
+
+
+def pair_slot_bytes(cut: Cut, dim: int, dtype: torch.dtype) -> int:
+    """Bytes of a slot that holds a page of two layers in any form."""
+    return max(form(cut, dim, dtype).slot_bytes for form in PAIR_FORMS.values())
+
+
+def _divergent(units: torch.Tensor, count: int) -> torch.Tensor:
+    """Tokens of each unit whose directions in two layers differ most, ascending.
+
+    ``units`` are vectors of length 1, ``[2, p, 2, units, tokens, heads, dim]``; int64
+    ``[p, 2, units, count]`` is returned. Of tokens that differ alike the first ones are taken.
+    """
+    cosines = _sum(_sum(units[0] * units[1]))  # over values, then over heads
+    return cosines.sort(dim=3, stable=True).indices[..., :count].sort(dim=3).values
+
+
+def _root_of_sum(values: torch.Tensor) -> torch.Tensor:
+    """Length of vectors along the last dimension."""
+    return _sum(values * values).sqrt()
+
+
+def _sum(values: torch.Tensor) -> torch.Tensor:
+    """Sum along the last dimension, halves onto each other: one order on every processor."""
+    while (length := values.shape[-1]) > 1:
+        half = length // 2
+        folded = values[..., :half] + values[..., half : 2 * half]
+        values = torch.cat((folded, values[..., 2 * half :]), dim=-1)
+    return values[..., 0]

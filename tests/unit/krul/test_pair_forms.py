@@ -1,0 +1,161 @@
+"""What a slot keeps of two layers: what comes back, its bytes, and what does not fit."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+
+from hcache_backend.krul.pair_forms import PAIR_FORMS, Fp8Pair, MergedPair, pair_slot_bytes
+from hcache_backend.krul.selection import Strategy
+from hcache_backend.units import units_per_group
+from hcache_kernels.codecs import Cut, UnsupportedRows
+from hcache_kernels.codecs.scaled_segments import Fp8Segments
+
+DIM = 16
+CUT = Cut(width=2 * DIM, tokens=32, groups=2, pieces=2)
+SHAPE = (3, 2, CUT.units, CUT.tokens, CUT.width)
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def layer(seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def vectors(units: torch.Tensor) -> torch.Tensor:
+    """Heads of units, float32."""
+    return units.float().unflatten(-1, (-1, DIM))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers_of_the_same_directions_come_back(dtype: torch.dtype) -> None:
+    first = layer(1, dtype)
+    second = 3 * first
+    form = MergedPair(CUT, DIM, dtype)
+    encoded, fits = form.encode(first, second)
+    assert fits.all()
+    for found, wanted in zip(form.decode(encoded), (first, second), strict=True):
+        error = (vectors(found) - vectors(wanted)).abs()
+        # A direction, a magnitude and their product are each rounded by half an epsilon at most.
+        bound = 1.6 * torch.finfo(dtype).eps * vectors(wanted).abs() + 1e-6
+        assert (error <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_magnitudes_stay_and_directions_meet_halfway(dtype: torch.dtype) -> None:
+    first, second = layer(1, dtype), 2 * layer(2, dtype)
+    form = MergedPair(CUT, DIM, dtype)
+    back = [vectors(part) for part in form.decode(form.encode(first, second)[0])]
+    exact = [vectors(part) for part in (first, second)]
+    kept = (back[0] == exact[0]).flatten(-2).all(-1)
+    assert (kept.sum(-1) == CUT.tokens // 16).all()
+    merged = ~kept
+    for found, wanted in zip(back, exact, strict=True):
+        torch.testing.assert_close(
+            found.norm(dim=-1)[merged], wanted.norm(dim=-1)[merged], rtol=0.01, atol=0
+        )
+    cosines = [
+        torch.cosine_similarity(found, wanted, dim=-1)[merged]
+        for found, wanted in zip(back, exact, strict=True)
+    ]
+    torch.testing.assert_close(*cosines, rtol=0, atol=0.02)
+    torch.testing.assert_close(back[1][merged].sign(), back[0][merged].sign())
+
+
+def test_tokens_that_differ_most_come_back_exactly() -> None:
+    first = layer(1)
+    second = first + 0.1 * layer(2)
+    far = torch.tensor([5, 20])  # one of 16 tokens of a unit
+    second[..., far, :] = -first[..., far, :] + 0.1 * layer(3)[..., far, :]
+    form = MergedPair(CUT, DIM, torch.bfloat16)
+    back = form.decode(form.encode(first, second)[0])
+    for found, wanted in zip(back, (first, second), strict=True):
+        assert torch.equal(found[..., far, :], wanted[..., far, :])
+        assert not torch.equal(found, wanted)
+
+
+def test_opposite_directions_and_zeros_come_back_finite() -> None:
+    first = layer(1)
+    first[0, 0, 0, :, :DIM] = 0
+    second = -first
+    second[1] = 0
+    form = MergedPair(CUT, DIM, torch.bfloat16)
+    encoded, fits = form.encode(first, second)
+    assert fits.all()
+    back = form.decode(encoded)
+    assert all(part.isfinite().all() for part in back)
+    assert not back[1][1].any()
+    assert not back[0][0, 0, 0, :, :DIM].any()
+
+
+def test_a_page_has_the_same_bytes_alone_beside_others_and_on_every_machine() -> None:
+    # Exact sums of few bits, from which no random generator can differ.
+    numbers = torch.arange(layer(0).numel(), dtype=torch.int64)
+    first, second = (
+        ((numbers * step % 509 - 254) / 64).to(torch.bfloat16).view(SHAPE) for step in (7919, 7927)
+    )
+    digests = {}
+    for name, kind in PAIR_FORMS.items():
+        form = kind(CUT, DIM, torch.bfloat16)
+        encoded, fits = form.encode(first, second)
+        assert fits.all()
+        assert encoded.shape == (SHAPE[0], form.slot_bytes)
+        for page in range(SHAPE[0]):
+            alone, _ = form.encode(first[page : page + 1], second[page : page + 1])
+            assert torch.equal(alone[0], encoded[page])
+        digests[name] = hashlib.sha256(encoded.numpy().tobytes()).hexdigest()[:16]
+    assert digests == {"merged": "87f3d2ded4e53f28", "fp8": "7b242a763d70b2e1"}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30, 1e-30])
+def test_a_page_that_cannot_be_held_is_said_not_to_fit(value: float) -> None:
+    first, second = layer(1), layer(2)
+    second[1, 1, 3, 7, :DIM] = value  # a whole vector, which has no other values
+    _, fits = MergedPair(CUT, DIM, torch.bfloat16).encode(first, second)
+    assert fits.tolist() == [True, False, True]
+
+
+def test_a_magnitude_that_its_type_cannot_hold_does_not_fit() -> None:
+    first, second = layer(1, torch.float16), layer(2, torch.float16)
+    first[0] = 60000.0
+    _, fits = MergedPair(CUT, DIM, torch.float16).encode(first, second)
+    assert fits.tolist() == [False, True, True]
+
+
+def test_any_bytes_are_decoded() -> None:
+    for kind in PAIR_FORMS.values():
+        form = kind(CUT, DIM, torch.bfloat16)
+        for byte in (0, 0x7F, 0xFF):
+            damaged = torch.full((2, form.slot_bytes), byte, dtype=torch.uint8)
+            assert [part.shape[1:] for part in form.decode(damaged)] == [SHAPE[1:]] * 2
+
+
+def test_both_layers_in_fp8_are_those_of_the_codec() -> None:
+    first, second = layer(1), layer(2)
+    form, codec = Fp8Pair(CUT, DIM, torch.bfloat16), Fp8Segments(CUT, DIM, torch.bfloat16)
+    encoded, fits = form.encode(first, second)
+    assert fits.all()
+    for found, wanted in zip(form.decode(encoded), (first, second), strict=True):
+        assert torch.equal(found, codec.decode_units(codec.encode_units(wanted)[0]))
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(2, 64), (8, 128), (32, 128)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_half_of_the_layers_in_pairs_take_at_most_0_78_of_plain_pages(
+    heads: int, dim: int, dtype: torch.dtype
+) -> None:
+    width, tokens, layers = heads * dim, 64, 32
+    pieces = units_per_group(tokens, width)
+    slot = pair_slot_bytes(Cut(width, tokens // pieces, pieces=pieces), dim, dtype)
+    plain = 2 * tokens * width * dtype.itemsize
+    strategy = Strategy(layers, tuple((first, first + 1) for first in range(0, layers // 2, 2)))
+    assert 0.75 < strategy.page_bytes(plain, slot) / (layers * plain) <= 0.78
+
+
+def test_other_types_and_parts_of_heads_are_refused() -> None:
+    for kind in PAIR_FORMS.values():
+        with pytest.raises(UnsupportedRows, match=r"bfloat16 or float16, not torch\.float32"):
+            kind(CUT, DIM, torch.float32)
+        with pytest.raises(UnsupportedRows, match="whole heads"):
+            kind(CUT, 24, torch.bfloat16)
