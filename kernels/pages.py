@@ -164,7 +164,7 @@ def gather_pages_reference(
     pages: torch.Tensor, page_ids: torch.Tensor, offset: int, out: torch.Tensor
 ) -> None:
     """``out[i] = pages[page_ids[i], offset : offset + length]``."""
-    out.copy_(pages[:, offset : offset + out.shape[1]].index_select(0, page_ids))
+    torch.index_select(pages[:, offset : offset + out.shape[1]], 0, page_ids, out=out)
 
 
 def gather_planes_reference(

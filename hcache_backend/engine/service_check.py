@@ -3,15 +3,17 @@
 Behind a transfer, on its stream, a sample of its pages is compared with the pool; what comes of it
 is read when it has arrived, and nobody waits. Of each such page a few layers are looked at, the
 next time the next few: a check is short, however large the model is. Of K and V one layer is
-compared per turn: decoding it takes a moment. Scheduler thread only; all tensor-parallel ranks must
-get to each step of a check at one point.
+compared per turn, or one unit of it where it is encoded: by a lossy codec that takes milliseconds.
+Scheduler thread only; all tensor-parallel ranks must get to each step of a check at one point. A
+rank that cannot make its part of a check, for want of memory say, has no opinion of the page, and
+goes on with the others.
 """
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -26,17 +28,17 @@ from hcache_backend.engine.runtime import Runtime
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.check import difference_problem, projected_differences
 from hcache_backend.projection.projector import Projector
-from hcache_backend.restore.exchange import CollectiveOrder, Exchange, ExchangeFailed
+from hcache_backend.restore.exchange import CollectiveOrder, Exchange
 from hcache_backend.streams import Event, StreamFailed, current_stream, host_tensor, to_device
 from hcache_kernels.codecs import Codec
-
-logger = logging.getLogger("hcache")
 
 _LAYERS = 4
 """Layers of a page that are looked at."""
 
 _WAITING = 16
 """While so many pages wait for their comparison, no further one is chosen."""
+
+_harmless = partial(metrics.harmless, "page_not_checked", "a page was not checked")
 
 _Layer = TypeVar("_Layer")
 
@@ -74,10 +76,11 @@ class _Sample:
 
 class _CopiedPage(NamedTuple):
     """What the pool held of K and V of some layers of a page: uint8 each, on the CPU once ``event``
-    has passed. Layers are left until they are compared."""
+    has passed; None: it could not be copied. Parts of layers (:attr:`KVSegments.parts`) are left
+    until they are compared."""
 
     host_page: int
-    left: deque[tuple[int, torch.Tensor]]
+    left: deque[tuple[int, torch.Tensor | None, int]]
     event: Event
 
 
@@ -99,6 +102,7 @@ class KVChecks:
     """Are K and V in a page what the pool holds? A sample of transfers is compared.
 
     What the pool holds is copied once more, in another way; encoded pages are decoded in another.
+    A page that a lossy codec wrote may also be the code of what the pool holds.
 
     Args:
         group: The tensor-parallel ranks.
@@ -127,10 +131,16 @@ class KVChecks:
         if i is None or len(self._copied) >= _WAITING:
             return
         layers = self._layers.next()
-        held = _copy_to_host(self._kv.held(layers, slots[i * size : (i + 1) * size]))
-        parts = held.split([self._kv.bytes_of(layer) for layer in layers])
+        by_layer: Sequence[torch.Tensor | None] = [None] * len(layers)
+        with _harmless():
+            held = _copy_to_host(self._kv.held(layers, slots[i * size : (i + 1) * size]))
+            by_layer = held.split([self._kv.bytes_of(layer) for layer in layers])
         event = current_stream(slots.device).record()
-        left = deque(zip(layers, parts, strict=True))
+        left = deque(
+            (layer, values, part)
+            for layer, values in zip(layers, by_layer, strict=True)
+            for part in range(self._kv.parts)
+        )
         self._copied.append(_CopiedPage(int(host_pages[i]), left, event))
 
     def freed(self, host_pages: Ids) -> None:
@@ -142,8 +152,8 @@ class KVChecks:
         self._copied.clear()
 
     def run(self) -> None:
-        """Compare a layer of the first page, if it has arrived on every rank. All must call it at
-        one point."""
+        """Compare a part of a layer of the first page, if it has arrived on every rank. All must
+        call it at one point."""
         if self.failed or not self._copied:
             return
         copied = self._copied[0]
@@ -168,7 +178,9 @@ class KVChecks:
         except StreamFailed as failed:
             return str(failed)
         overflow, found = self._pool.overflow, None
-        layer, held = copied.left.popleft()
+        layer, held, part = copied.left.popleft()
+        if held is None:
+            return None
         wrong = f"K and V of layer {layer} in a page are not the pool's"
         if overflow is not None:
             if copied.host_page in overflow.pages.lost:
@@ -178,10 +190,7 @@ class KVChecks:
             return None if torch.equal(found, held) else wrong
         [page] = self._pool.arena.pages(np.array([copied.host_page]))
         segments = torch.from_numpy(page[self._pool.page_layout.segment(layer)])
-        # Of a lossy page the pool holds what it comes back as, or what it was encoded from.
-        found = self._kv.as_held(segments)
-        right = torch.equal(found, held) or self._kv.are_code_of(segments, held, found)
-        return None if right else wrong
+        return None if self._kv.holds(segments, held, part) else wrong
 
 
 class _RunningCheck(NamedTuple):
@@ -189,13 +198,14 @@ class _RunningCheck(NamedTuple):
 
     Attributes:
         layers: Layers whose hidden states were projected.
-        differences: How far their K and V are off, float64 ``[layers, 2]``.
+        differences: How far their K and V are off, float64 ``[layers, 2]``; None: that could not be
+            computed on this rank.
         problem: Why a layer could not be projected, or None.
     """
 
     host_page: int
     layers: Sequence[AttentionLayer]
-    differences: torch.Tensor
+    differences: torch.Tensor | None
     problem: str | None
     event: Event
 
@@ -234,6 +244,12 @@ class ServiceChecks:
         self._exchange = exchange
         self._order = order
         self._group = group
+        self._shares: torch.Tensor | None = None
+        if exchange is not None and hidden_layers:
+            # Taken now: a rank without memory for it would leave the others in a collective.
+            share = pool.page_layout.segment(hidden_layers[0].index)
+            shape = (exchange.shares, share.stop - share.start)
+            self._shares = torch.empty(shape, dtype=torch.uint8, device=pool.device_pool.device)
         self._sample = _Sample(runtime.config.check_every_pages)
         self._running: deque[_RunningCheck] = deque()
         # One that is under way projects with the new weights, perhaps, what the old ones left.
@@ -245,15 +261,13 @@ class ServiceChecks:
         ``slots`` are those of their tokens, int64 ``[n * page_size]``, on the device.
         """
         size, i = self._pool.page_size, self._sample.choose(len(host_pages))
-        if i is None:
+        if i is None or len(self._running) >= _WAITING:
             return
         slots, chosen = slots[i * size : (i + 1) * size], host_pages[i : i + 1]
         layers = self._layers.next()
-        try:
+        differences, problem = None, None
+        with _harmless():
             differences, problem = self._project(layers, chosen, slots)
-        except ExchangeFailed as error:  # on all ranks
-            logger.warning("hcache: a page was not checked: %s", error)
-            return
         event = current_stream(slots.device).record()
         self._running.append(_RunningCheck(int(chosen[0]), layers, differences, problem, event))
 
@@ -283,53 +297,71 @@ class ServiceChecks:
 
     def _project(
         self, layers: Sequence[AttentionLayer], host_page: Ids, slots: torch.Tensor
-    ) -> tuple[torch.Tensor, str | None]:
+    ) -> tuple[torch.Tensor | None, str | None]:
         """How far ``layers`` of a page (int64 ``[1]``) are from the pool, float64 ``[layers, 2]``,
-        on its way to the CPU; and why one could not be projected, or None.
+        on its way to the CPU, or None: not all were compared; and why a layer cannot be projected,
+        or None.
+
+        All ranks get to the exchange of each layer, whatever else is raised on one. The collectives
+        of an attention module itself are not covered.
 
         Raises:
             ExchangeFailed: On all ranks: one had no rows to show.
         """
-        layout, arena, device = self._pool.page_layout, self._pool.arena, slots.device
-        [header] = arena.pages(host_page, header=True)
-        # A lost page has no positions. Other ranks, whose pages may be whole, wait for this one.
-        numbers = np.arange(layout.page_size)
-        if arena.whole(host_page) is not False:
-            numbers = layout.positions(header).astype(np.int64)
-        positions = to_device(numbers, device)
-        page = self._pool.kv_buffer[int(arena.physical(host_page)[0])]
+        layout, device = self._pool.page_layout, slots.device
+        page = self._pool.kv_buffer[int(self._pool.arena.physical(host_page)[0])]
         by_module = [layer for layer in layers if self._projector.specs[layer.index] is None]
         kept, every = slice(layout.kept.start, layout.kept.stop), slice(layout.page_size)
         differences, problem = [], None
+        positions: torch.Tensor | None = None
         now = current_stream(device)
         if by_module and self._order is not None:
             self._order.restore_begins(now)
-        for layer in layers:
-            rows, tokens = page[layout.segment(layer.index)], kept
-            if layer in by_module and self._exchange is not None:
-                rows, tokens = self._all_shares(self._exchange, rows, device), every
-            rows = rows.to(device, non_blocking=True).view(-1, self._codec.row_bytes)
-            found = projected_differences(
-                layer, self._codec.decode(rows), positions[tokens], slots[tokens], self._projector
-            )
-            if isinstance(found, str):
-                problem = problem or found
-                found = torch.zeros(2, dtype=torch.float64, device=device)
-            differences.append(found)
-        if by_module and self._order is not None:
-            self._order.restore_launched(now)
+        try:
+            for layer in layers:
+                rows, tokens = page[layout.segment(layer.index)], kept
+                if layer in by_module and self._exchange is not None:
+                    rows, tokens = self._all_shares(self._exchange, rows), every
+                with _harmless():
+                    if positions is None:
+                        positions = to_device(self._positions(host_page), device)
+                    rows = rows.to(device, non_blocking=True).view(-1, self._codec.row_bytes)
+                    hidden, where = self._codec.decode(rows), (positions[tokens], slots[tokens])
+                    found = projected_differences(layer, hidden, *where, self._projector)
+                    if isinstance(found, str):
+                        problem = problem or found
+                    else:
+                        differences.append(found)
+        finally:
+            if by_module and self._order is not None:
+                self._order.restore_launched(now)
+        if len(differences) < len(layers):
+            return None, problem
         if not differences:
-            return torch.empty((0, 2), dtype=torch.float64), problem
-        return _copy_to_host(torch.stack(differences)), problem
+            return torch.empty((0, 2), dtype=torch.float64), None
+        return _copy_to_host(torch.stack(differences)), None
 
-    @staticmethod
-    def _all_shares(exchange: Exchange, own: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def _positions(self, host_page: Ids) -> Ids:
+        """Positions of a page's tokens, int64 ``[page_size]``.
+
+        A lost page has none. Other ranks, whose pages may be whole, wait for this one's rows.
+        """
+        layout, arena = self._pool.page_layout, self._pool.arena
+        if arena.whole(host_page) is False:
+            return np.arange(layout.page_size)
+        [header] = arena.pages(host_page, header=True)
+        return layout.positions(header).astype(np.int64)
+
+    def _all_shares(self, exchange: Exchange, own: torch.Tensor) -> torch.Tensor:
         """A segment of the whole page, uint8 ``[shares, bytes]``, of which this rank has ``own``.
+
+        It is there until the next one is asked for, on the current stream.
 
         Raises:
             ExchangeFailed: On all ranks: one had no rows to show.
         """
-        shares = own.new_empty((exchange.shares, len(own)), device=device)
+        shares = self._shares
+        assert shares is not None
 
         def fetch(there: torch.Tensor) -> None:
             there.copy_(own, non_blocking=True)
@@ -341,13 +373,13 @@ class ServiceChecks:
         return shares
 
     def _problem(self, check: _RunningCheck) -> str | None:
-        metrics.TOKENS.count("checked", self._pool.page_size)
         try:
             check.event.synchronize()
         except StreamFailed:  # capture broke, and nothing is backed up any more
             return None
-        if check.problem is not None:
+        if check.differences is None:
             return check.problem
+        metrics.TOKENS.count("checked", self._pool.page_size)
         for layer, found in zip(check.layers, check.differences.tolist(), strict=True):
             problem = difference_problem(layer, found, self._projector, self._codec.name)
             if problem is not None:

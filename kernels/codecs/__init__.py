@@ -24,7 +24,7 @@ from .base import Codec, ExactCodec, UnsupportedRows
 from .exp4 import Cut, Exp4Codec
 from .scaled import Fp8Codec, Int8Codec
 from .scaled_segments import Fp8Segments, Int8Segments
-from .segments import Exp4Segments, SegmentCodec
+from .segment_codecs import Exp4Segments, SegmentCodec
 
 __all__ = [
     "CODECS",

@@ -9,12 +9,7 @@ import triton
 import triton.language as tl
 
 from .exp4 import in_plane
-from .scaled import (
-    GREATEST_BITS,
-    SMALLEST_BITS,
-    nearest_code,
-    value_of_code,
-)
+from .scaled import GREATEST_BITS, SMALLEST_BITS, nearest_code, value_of_code
 
 
 @triton.jit

@@ -44,9 +44,11 @@ SHARED_MEMORY = {(8, 0): 163, (8, 9): 99, (9, 0): 227}
 if (TOOLS / "ptxas-blackwell").exists():
     SHARED_MEMORY[10, 0] = 227
 
-IN_EVERY_RUN = ("sm_90 ", "sm_80 fused bfloat16 head 96 ")
-"""How the names of jobs begin that are compiled in every run: all of one device, and of another
-what leaves the fewest registers. The others are compiled in long runs only."""
+IN_EVERY_RUN = ("sm_90 ", "sm_80 fused bfloat16 head 96 64 x 1 heads")
+"""How the names of jobs begin that are compiled in every run: of one device, and of another what
+leaves the fewest registers. The others are compiled in long runs only."""
+LONG_ON_90 = ("16 head 64 ", "16 head 96 128", "32 head 128 ", "8 groups", "4 pieces", ", long")
+"""Parts of the names of those that are not: they differ in a size from what every run compiles."""
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -80,6 +82,7 @@ KV_HEADS = 32
 EPILOGUES = {
     "norm and rope": ("head", "interleaved", 1.0, None),
     "rope": ("none", "interleaved", 1.0, None),
+    "neox rope": ("none", "neox", 1.0, None),
     "partial rope to fp8": ("none", "neox", 0.25, torch.float8_e5m2),
     "norm to fp8": ("head", "none", 0.0, torch.float8_e5m2),
     "norm over all": ("all", "neox", 1.0, None),
@@ -276,11 +279,14 @@ JOBS = {
 # ---- tests ----
 
 
+def in_every_run(job: str) -> bool:
+    return job.startswith(IN_EVERY_RUN) and not any(part in job for part in LONG_ON_90)
+
+
 def cases(jobs: Mapping[str, Job]) -> list[Any]:
     """The names of jobs, as parameters of a test."""
     return [
-        pytest.param(name, marks=() if name.startswith(IN_EVERY_RUN) else pytest.mark.long)
-        for name in jobs
+        pytest.param(name, marks=() if in_every_run(name) else pytest.mark.long) for name in jobs
     ]
 
 

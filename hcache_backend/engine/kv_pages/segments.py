@@ -145,19 +145,20 @@ class KVSegments:
         planes = (plane for layer in layers for plane in self._plain(layer, pages))
         return torch.cat([plane[0] for plane in planes])
 
-    def as_held(self, segments: torch.Tensor) -> torch.Tensor:
-        """K and V of a layer as :meth:`held` has them, from its ``segments`` in a page (uint8).
+    @property
+    def parts(self) -> int:
+        """Into how many parts :meth:`holds` divides a layer: encoded ones by unit."""
+        return 1 if self._encoder is None else self._encoder.cut.units
 
-        Encoded ones are decoded by the reference, whatever encoded them. All is on the CPU.
+    def holds(self, segments: torch.Tensor, held: torch.Tensor, part: int) -> bool:
+        """Whether a part of a layer in a page stands for what the pool ``held``, by the reference:
+        for every bit of it, or by a lossy codec as this promises.
+
+        ``segments`` are the page's and ``held`` is as by :meth:`held`; uint8, on the CPU.
         """
         if self._encoder is None:
-            return segments
-        return self._encoder.decode_units(segments[None]).view(torch.uint8).flatten()
-
-    def are_code_of(self, segments: torch.Tensor, held: torch.Tensor, found: torch.Tensor) -> bool:
-        """Whether a lossy codec encodes a layer that the pool ``held`` to ``segments``, and what is
-        ``found`` in them (:meth:`as_held`) is as near as it says; uint8, on the CPU."""
-        return self._encoder is not None and self._encoder.is_code_of(segments, held, found)
+            return torch.equal(segments, held)
+        return self._encoder.holds(segments, held, part)
 
     def through_codec(
         self, planes: Sequence[torch.Tensor]

@@ -96,8 +96,9 @@ class Host:
         host_pages: int = HOST_PAGES,
         codec: str = "exp4",
         dtype: torch.dtype = torch.bfloat16,
+        heads: int = 2,
     ) -> None:
-        self.device = kv_pool(dtype=dtype)
+        self.device = kv_pool(heads, dtype=dtype)
         self.kv = KVSegments(self.device, range(LAYERS), PAGE, WHOLE, 1, codec)
         layout = PageLayout(PAGE, tuple(map(self.kv.stored_layer, range(LAYERS))))
         self.pool = OwnPagesPool(

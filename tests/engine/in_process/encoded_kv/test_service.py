@@ -15,8 +15,8 @@ from hcache_backend.engine.kv_pages import segments as kv_segments
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.service_check import KVChecks
 from hcache_backend.page import RECOMPUTED, PageLayout
-from hcache_backend.units import WHOLE, Share
-from hcache_kernels.codecs import segments
+from hcache_backend.units import UNIT_VALUES, WHOLE, Share
+from hcache_kernels.codecs import SEGMENT_CODECS, segment_codecs
 from tests.engine.in_process.encoded_kv.host import (
     HOST_PAGES,
     LAYERS,
@@ -60,8 +60,9 @@ def test_encoded_segments_come_back_to_other_slots_bit_for_bit(
     assert fits is not None and fits.tolist() == [[True, True]]
     assert not memory[[0, 1, 3]].any()
     held, segment = kv.held(kv.layers, slots[page:]), layout.segment(1)
-    assert torch.equal(kv.as_held(memory[2, segment]), held)
-    assert not torch.equal(kv.as_held(memory[4, segment]), held)
+    for part in range(kv.parts):
+        assert kv.holds(memory[2, segment], held, part)
+        assert not kv.holds(memory[4, segment], held, part)
     want = [buffer[slots].clone() for buffer in (device.k_buffer[1], device.v_buffer[1])]
     others = [device.k_buffer[0].clone(), device.k_buffer[1][: 4 * page].clone()]
     copy = kv.restored_layer(1).copy
@@ -268,7 +269,7 @@ def checked(server: Host) -> tuple[KVChecks, list[str]]:
 
 def compare_all(checks: KVChecks) -> None:
     """Let there be as many turns as the checks take that can end."""
-    for _ in range(len(checks._copied) * LAYERS):
+    for _ in range(len(checks._copied) * LAYERS):  # each segment is one unit
         checks.run()
     assert checks.failed or not checks._copied
 
@@ -294,43 +295,43 @@ def test_an_encoder_that_loses_bits_fails_the_check_in_service(
     """Encoded once more, what comes back of it is the same page again."""
     server = Host()
     checks, lost = checked(server)
-    encode = segments.encode_units
+    encode = segment_codecs.encode_units
 
     def lossy(units: torch.Tensor) -> Any:
         return encode((units.view(torch.int16) & ~1).view(torch.bfloat16))
 
-    monkeypatch.setattr(segments, "encode_units", lossy)
+    monkeypatch.setattr(segment_codecs, "encode_units", lossy)
     server.backed_up(2)
     compare_all(checks)
     assert lost == [WRONG.format(0)]
 
 
-def test_a_turn_decodes_one_layer_of_one_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many pages wait: it is done on the scheduler's thread."""
-    server = Host()
-    checks, _ = checked(server)
-    decoded: list[int] = []
-    as_held = server.kv.as_held
+@pytest.mark.parametrize("codec", ["exp4", "int8", "fp8"])
+def test_a_turn_compares_one_unit_of_k_and_of_v(
+    codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many pages wait, and however large they are: the scheduler's thread does it."""
+    server = Host(codec=codec, heads=512)
+    assert server.kv.parts == 2
+    checks, lost = checked(server)
+    values: list[int] = []
+    decode = SEGMENT_CODECS[codec].decode_units
 
-    def noted(segments: torch.Tensor) -> torch.Tensor:
-        found = as_held(segments)
-        [layer] = [
-            layer
-            for layer in range(LAYERS)
-            for page in (1, 3)
-            if torch.equal(found, server.kv.held([layer], slots_of(page)))
-        ]
-        decoded.append(layer)
+    def noted(self: Any, encoded: torch.Tensor) -> torch.Tensor:
+        found = decode(self, encoded)
+        values.append(found.numel())
         return found
 
-    monkeypatch.setattr(server.kv, "as_held", noted)
     server.backed_up(1)
     server.backed_up(3)
-    for turn in range(2 * LAYERS):
+    monkeypatch.setattr(SEGMENT_CODECS[codec], "decode_units", noted)
+    turns = 0
+    while checks._copied:
         checks.run()
-        assert decoded == [number % LAYERS for number in range(turn + 1)]
-    checks.run()
-    assert len(decoded) == 2 * LAYERS
+        turns += 1
+        assert values == [2 * UNIT_VALUES] * turns
+    assert turns == 2 * LAYERS * 2
+    assert lost == []
 
 
 def test_pages_that_wait_to_be_compared_are_few() -> None:

@@ -193,18 +193,27 @@ class SegmentCodec(ABC):
     def _pages_at_once(self) -> int:
         return max(1, REFERENCE_VALUES // (2 * self.cut.units * self.cut.values))
 
-    def is_code_of(self, encoded: torch.Tensor, plain: torch.Tensor, decoded: torch.Tensor) -> bool:
-        """Whether a lossy codec's reference encodes K and V to a page, which comes back as near to
-        them as the codec says.
+    def holds(self, encoded: torch.Tensor, plain: torch.Tensor, number: int) -> bool:
+        """Whether one unit of K and of V in a page stands for K and V, as the codec promises.
 
-        All is on the CPU, in plain torch. Of a lossless codec: False, its pages come back exactly.
+        All is on the CPU, in plain torch.
 
         Args:
             encoded: Segments of the page, uint8 ``[segment_bytes]``.
             plain: K, then V, as pages that are not encoded have them: uint8.
-            decoded: What comes back of ``encoded``, likewise.
+            number: Which of the :attr:`Cut.units`.
         """
-        return False
+        cut = self.cut
+        parts = encoded.split([cut.units * size for size in self.unit_bytes])
+        unit = torch.cat([part.view(cut.units, -1)[number] for part in parts])
+        values = plain.view(self.dtype).view(2, cut.units, cut.tokens, cut.width)[:, number]
+        alone = type(self)(Cut(cut.width, cut.tokens), self.dim, self.dtype)
+        units = values[None, :, None].contiguous()
+        return alone._stands_for(unit[None], units, alone.decode_units(unit[None]))
+
+    def _stands_for(self, encoded: torch.Tensor, units: torch.Tensor, back: torch.Tensor) -> bool:
+        """The same of whole pages, their units, and what comes back of the pages."""
+        return torch.equal(back.view(torch.uint8), units.view(torch.uint8))
 
     def _by_unit(self, plane: torch.Tensor) -> torch.Tensor:
         """View of a plane: ``[pages, groups, pieces, tokens, width]``."""

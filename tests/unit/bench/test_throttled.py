@@ -1,0 +1,28 @@
+"""What is made of restores by two codecs from a slow L3."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.harness.report import write_picture
+from bench.throttled import compared, draw, table_lines
+
+
+def test_restores_are_compared_with_those_of_the_same_round(tmp_path: Path) -> None:
+    """The machine gets slower from round to round: medians of all rounds alone would not tell."""
+    times = {"none": [100.0 * n for n in range(1, 8)], "exp4": [78.0 * n for n in range(1, 8)]}
+    times["exp4"][5] = 2000.0
+    found = {
+        "device": "a CPU",
+        "bytes": {"none": 1000, "exp4": 767},
+        "times_ms": {"5": times},
+        "compared": {"5": compared(times)},
+    }
+    assert found["compared"]["5"]["ratio"] == pytest.approx(0.78)
+    assert table_lines(found).splitlines()[2:] == [
+        "| 5 MB/s | 400 | 312 | 0.78 | 0.78 to 3.33 | 0.767 |"
+    ]
+    write_picture(tmp_path / "it.png", found, draw)
+    assert (tmp_path / "it.png").stat().st_size > 0
