@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.compare.__main__ import main as run_compare
+from bench.demo.__main__ import main as run_demo
 from bench.harness.client import Reply, StreamingClient
 from bench.harness.methods import METHODS, SERVED
 from bench.harness.server import CachedTokens
@@ -275,12 +276,10 @@ def test_the_demo_leaves_the_checkout_as_it_was() -> None:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
     before = status()
-    command = [sys.executable, "-m", "bench.demo", "--tokens", "256", "--rounds", "1"]
-    done = subprocess.run(
-        [*command, "--no-codecs"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "out/demo.json" in done.stdout
+    said = io.StringIO()
+    with redirect_stdout(said):
+        assert run_demo(["--tokens", "256", "--rounds", "1", "--no-codecs"]) == 0
+    assert "out/demo.json" in said.getvalue()
     assert status() == before
 
 

@@ -121,10 +121,18 @@ def test_a_crashed_scheduler_ends_the_server(options: ServerOptions) -> None:
         assert server.wait_exit(1) == -signal.SIGKILL
 
 
+def terminated(server: Server) -> None:
+    """Ended as an operator does it; what SGLang leaves behind goes with its process group."""
+    assert server.process is not None
+    psutil.Process(server.process.pid).terminate()
+    server.wait_exit()
+    server.kill()
+
+
 def test_a_server_is_forked_off_the_nursery_and_its_end_leaves_no_process(
     options: ServerOptions,
 ) -> None:
-    for end in (Server.stop, Server.kill):
+    for end in (terminated, Server.kill):
         with Server(options) as server:
             assert "nursery: a fresh process" not in server.log_text()
             assert server.process is not None

@@ -27,6 +27,12 @@ pytestmark = pytest.mark.engine
 PAGE = 16
 
 
+MORE = pytest.mark.parametrize(
+    "server", ["rust", pytest.param("python", marks=pytest.mark.long)], indirect=True
+)
+"""On the core that is SGLang's default in every run, on the other one in long runs."""
+
+
 @pytest.fixture(scope="module", params=["rust", "python"])
 def server(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
@@ -77,6 +83,7 @@ def test_conversations_that_part_in_the_middle_of_what_was_stored(
     assert_no_cache_output(model, [whole, *branches])
 
 
+@MORE
 def test_generated_pages_are_restored_as_prompted_ones_are(server: Server, model: Path) -> None:
     (conversation,) = make_conversations(1, turns=3, tokens=40, seed=3)
     converse(server, [conversation], reply_tokens=200)
@@ -85,6 +92,7 @@ def test_generated_pages_are_restored_as_prompted_ones_are(server: Server, model
     assert_no_cache_output(model, [conversation])
 
 
+@MORE
 def test_twenty_flushes(server: Server, model: Path) -> None:
     prompt = random_tokens(100, seed=70)
     (conversation,) = ask(server, [prompt])

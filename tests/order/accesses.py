@@ -45,6 +45,7 @@ INDEXED = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.def
 
 ALONG_ONE_DIMENSION = {
     aten.index_select.default,
+    aten.index_select.out,
     aten.index_copy_.default,
     aten.index_fill_.int_Scalar,
     aten.index_fill_.int_Tensor,

@@ -113,7 +113,7 @@ IN_PROCESS = {
         "eager", "hcache copy writes what forward writes"
     ),
 }
-"""Likewise; the scenario needs SGLang, but no server: ``tests/engine/in_process/test_order.py``."""
+"""Likewise; the scenario needs SGLang and no server: ``in_process/hits/test_order.py``."""
 
 SERVED = {
     "engine/controller.py:start_writing "

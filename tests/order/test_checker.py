@@ -56,9 +56,10 @@ def test_a_finding_names_both_places_and_the_missing_edge(checker: Checker) -> N
     assert str(first).startswith("tests/order/test_checker.py:")
 
 
+@pytest.mark.parametrize("into", [None, torch.zeros(2, 16)], ids=["new", "out"])
 @pytest.mark.parametrize(("rows", "wrong"), [([4, 5], False), ([3, 4], True)])
 def test_rows_that_indices_name_are_told_apart(
-    checker: Checker, rows: list[int], wrong: bool
+    checker: Checker, rows: list[int], wrong: bool, into: torch.Tensor | None
 ) -> None:
     one, other = checker.stream("one"), checker.stream("other")
     pool = checker.on_device(torch.zeros(8, 16))
@@ -68,7 +69,7 @@ def test_rows_that_indices_name_are_told_apart(
         with checker.on(one):
             pool[mine] = 1.0
         with checker.on(other):
-            pool.index_select(0, others)
+            torch.index_select(pool, 0, others, out=into)
     assert bool(findings(checker)) is wrong
 
 

@@ -45,7 +45,7 @@ def test_defaults_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ({"behind": {}}, "option 'behind.backend' is {}: Field required"),
         (
             {"behind": {"backend": "s3"}},
-            "option 'behind.backend' is 's3': Input should be 'file' or 'mooncake'",
+            "option 'behind.backend' is 's3': Input should be 'file', 'mooncake' or 'nixl'",
         ),
         (
             {"behind": {"backend": "file", "read_second": 1}},

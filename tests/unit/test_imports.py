@@ -27,6 +27,7 @@ RANKS = {
     "store": 2,
     "server_report": 3,
     "projection": 3,
+    "krul": 3,
     "partition": 3,
     "capture": 4,
     "restore": 5,

@@ -6,6 +6,7 @@ import functools
 import inspect
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,8 @@ def activate() -> None:
     _hook_methods_without_a_search()
     if os.environ.get("HCACHE_CPU_ENGINE_FORK") == "1":
         _fork_instead_of_spawn()
+        if "--enable-metrics" in sys.argv:
+            _share_metrics_between_processes()
     transfers.install()
     attention.install()
 
@@ -151,6 +154,16 @@ def _fork_instead_of_spawn() -> None:
         original("fork" if method == "spawn" else method, force)
 
     multiprocessing.set_start_method = set_start_method
+
+
+def _share_metrics_between_processes() -> None:
+    """Keep metrics in files of the folder that SGLang names, as a fresh process does.
+
+    prometheus-client decides it at its import, and in a fork that was before there was a folder.
+    """
+    from prometheus_client import values
+
+    values.ValueClass = values.MultiProcessValue()
 
 
 def _hook_methods_without_a_search() -> None:

@@ -65,6 +65,7 @@ def segments(path: Path) -> tuple[bytes, torch.Tensor]:
     return name[1], torch.frombuffer(data, dtype=torch.uint8)[start:end].view(LAYERS * PAGE, -1)
 
 
+@pytest.mark.long
 def test_exp4_output_and_pages_are_those_of_exact_hidden_states(
     model: Path, tmp_path: Path
 ) -> None:
@@ -92,6 +93,7 @@ def test_exp4_output_and_pages_are_those_of_exact_hidden_states(
         assert encoded.numel() <= 0.77 * exact.numel()
 
 
+@pytest.mark.long
 def test_lossy_codecs_serve_and_stay_close_and_do_not_share_pages(
     model: Path, tmp_path: Path
 ) -> None:
@@ -161,6 +163,7 @@ def test_a_row_that_overflows_is_not_stored_and_the_request_is_right(
     assert_no_cache_output_up_to_ties(served, tmp_path, conversations)
 
 
+@pytest.mark.long
 def test_exp4_gives_way_to_none_where_hidden_states_are_not_bfloat16(
     model: Path, tmp_path: Path
 ) -> None:

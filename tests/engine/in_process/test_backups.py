@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from hcache_backend.engine import metrics, service_check
 from hcache_backend.engine.hidden_controller import HiddenStateController
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.service_check import ServiceChecks
@@ -38,6 +39,7 @@ class Pages:
         self.page_layout, self.kv_buffer = LAYOUT, machine.capture._memory
         self.page_size = SIZE
         self.overflow = None
+        self.device_pool = SimpleNamespace(device="cpu")
 
     def allocate(self, device_indices: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:
         first, self.given = self.given, self.given + len(device_indices)
@@ -118,45 +120,109 @@ def test_tokens_of_other_weights_get_no_host_pages(
     assert write(controller, slots(2)) and not waits(machine)
 
 
+class OtherWeights:
+    """A projector that finds 0 where the pool has 1.
+
+    Attributes:
+        error: What it raises instead, while it is there.
+    """
+
+    def __init__(self, spec: object) -> None:
+        self.specs = dict.fromkeys(range(LAYERS), spec)
+        self.pool = SimpleNamespace(dtype=torch.float32, fetch=self.fetch)
+        self.error: Exception | None = None
+
+    def fetch(self, kernel: Any, slots: torch.Tensor, dtype: torch.dtype) -> Any:
+        return (torch.ones(len(slots), 1, 8),) * 2
+
+    def project(self, layer: Any, hidden: torch.Tensor, positions: torch.Tensor) -> Any:
+        if self.error is not None:
+            raise self.error
+        return (torch.zeros(len(hidden), 1, 8),) * 2
+
+
+class Checks:
+    """The checks of a server that looks at each page that is backed up.
+
+    Attributes:
+        exchanged: How many segments the ranks brought together.
+    """
+
+    def __init__(self, machine: Machine, runtime: Runtime, *, by_module: bool = False) -> None:
+        runtime.config = SimpleNamespace(check_every_pages=1)  # type: ignore[assignment]
+        self.machine, self.exchanged = machine, 0
+        self.projector = OtherWeights(None if by_module else object())
+        exchange = SimpleNamespace(shares=1, on_scheduler_thread=True, gather_now=self.gather_now)
+        layers = [SimpleNamespace(index=i, name=f"{i}", kernel=None) for i in range(LAYERS)]
+        self.checks = ServiceChecks(
+            runtime,
+            Pages(machine),  # type: ignore[arg-type]
+            layers,  # type: ignore[arg-type]
+            ExactCodec(WIDTH, torch.float32),
+            self.projector,  # type: ignore[arg-type]
+            exchange=exchange,  # type: ignore[arg-type]
+            order=None,
+            group=None,
+        )
+
+    def gather_now(self, wanted: Any) -> None:
+        for shares, fetch in wanted:
+            fetch(shares[0])
+            self.exchanged += 1
+
+    def backed_up(self, page: int) -> None:
+        """A page was backed up, and is looked at."""
+        assert self.machine.forward(slots(page))
+        self.machine.settle()
+        self.machine.capture.back_up(np.array(slots(page)), np.array([page]))
+        self.checks.backed_up(np.array([page]), torch.tensor(slots(page)))
+
+    def read(self) -> None:
+        """All checks that are under way have arrived, and are read."""
+        self.machine.capture.transfers().synchronize()
+        while self.checks._running:
+            self.checks.read()
+
+
 def test_a_check_under_way_says_nothing_of_other_weights(
     machine: Machine, runtime: Runtime
 ) -> None:
     """It may have projected with them what the weights before them left."""
-    runtime.config = SimpleNamespace(check_every_pages=1)  # type: ignore[assignment]
-
-    class OtherWeights:
-        specs = dict.fromkeys(range(LAYERS), object())
-        pool = SimpleNamespace(
-            dtype=torch.float32,
-            fetch=lambda kernel, slots, dtype: (torch.ones(len(slots), 1, 8),) * 2,
-        )
-
-        def project(self, layer: Any, hidden: torch.Tensor, positions: torch.Tensor) -> Any:
-            return (torch.zeros(len(hidden), 1, 8),) * 2
-
-    checks = ServiceChecks(
-        runtime,
-        Pages(machine),  # type: ignore[arg-type]
-        [SimpleNamespace(index=0, name="first", kernel=None)],  # type: ignore[list-item]
-        ExactCodec(WIDTH, torch.float32),
-        OtherWeights(),  # type: ignore[arg-type]
-        exchange=None,
-        order=None,
-        group=None,
-    )
-
-    def backed_up(page: int) -> None:
-        assert machine.forward(slots(page))
-        machine.settle()
-        machine.capture.back_up(np.array(slots(page)), np.array([page]))
-        checks.backed_up(np.array([page]), torch.tensor(slots(page)))
-
-    backed_up(1)
+    checks = Checks(machine, runtime)
+    checks.backed_up(1)
     runtime.begin_weight_update()
     checks.read()
     assert runtime.distrust is None
-    backed_up(2)  # the same where weights are one's own
-    machine.capture.transfers().synchronize()
-    while checks._running:
-        checks.read()
+    checks.backed_up(2)  # the same where weights are one's own
+    checks.read()
     assert runtime.distrust is not None
+
+
+def test_a_check_without_memory_raises_nothing_and_says_nothing_of_the_page(
+    machine: Machine, runtime: Runtime
+) -> None:
+    """SGLang's scheduler calls it while it launches a backup. The other ranks make theirs: they
+    wait for this one's share of each layer, and for its word."""
+    checks = Checks(machine, runtime, by_module=True)
+    counted = metrics.PROBLEMS.family.labels("page_not_checked")._value
+    before = counted.get()
+    checks.projector.error = torch.OutOfMemoryError("a test")
+    checks.backed_up(1)
+    assert checks.exchanged == LAYERS and len(checks.checks._running) == 1
+    checks.read()
+    assert runtime.distrust is None
+    assert counted.get() == before + LAYERS
+    checks.projector.error = None  # the next one is made, and found out
+    checks.backed_up(2)
+    checks.read()
+    assert runtime.distrust is not None
+
+
+def test_no_further_page_is_checked_while_many_are_under_way(
+    machine: Machine, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_check, "_WAITING", 2)
+    checks = Checks(machine, runtime)
+    for page in (1, 2, 3):
+        checks.backed_up(page)
+    assert [check.host_page for check in checks.checks._running] == [1, 2]

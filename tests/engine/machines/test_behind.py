@@ -12,6 +12,7 @@ import pytest
 from bench.harness import mooncake
 from bench.harness.server import Server, ServerOptions
 from hcache_backend.cli.metrics_page import fetch
+from hcache_backend.partition.profile import Profile, Rate
 from tests.engine.harness.conversations import (
     Conversation,
     converse,
@@ -36,6 +37,7 @@ from .shared_l3 import (
 
 pytestmark = pytest.mark.engine
 
+RATES = ("hidden_copy", "kv_load", "projection", "dense", "attention")
 STALL_S = 10.0
 KINDS: dict[str, dict[str, Any]] = {
     "hidden": {},
@@ -81,6 +83,29 @@ def test_conversations_of_a_lost_machine_go_on_elsewhere(
         assert "file behind" in log
         assert_nothing_went_wrong(second)
     assert_no_cache_output(model, [*conversations, *moved, *damaged, *again])
+
+
+@pytest.mark.long
+def test_machines_with_different_devices_share_pages(model: Path, tmp_path: Path) -> None:
+    """By profiles, on each of which another partition is the fastest; another dtype shares none."""
+    prompts = [random_tokens(200, seed) for seed in range(2)]
+    asked = []
+    for device, slow in (("first", "kv_load"), ("second", "projection")):
+        profile = tmp_path / f"{device}.json"
+        rates = {rate: Rate(seconds=1e-6, per_second=1e18) for rate in RATES}
+        rates |= {name: Rate(seconds=1.0, per_second=1e18) for name in (slow, "dense")}
+        Profile(device=device, source="a test", dtype="float32", l3=None, **rates).save(profile)
+        hcache = {"mode": "auto", "profile": str(profile)}
+        with Server(machine(model, tmp_path, device, hcache)) as server:
+            asked.append(from_l3(server, prompts))
+            until_all_is_behind(server, tmp_path)
+            assert_nothing_went_wrong(server)
+    assert_absent(asked[0])
+    assert_found(asked[1])
+    with Server(machine(model, tmp_path, "third", {}, dtype="bfloat16")) as server:
+        assert_absent(from_l3(server, prompts))
+        assert_nothing_went_wrong(server)
+    assert_no_cache_output(model, [*asked[0], *asked[1]])
 
 
 def until_kept(server: Server, count: int) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from bench.harness import disaggregation
 from bench.harness.disaggregation import DecodeServer, PrefillServer
 from bench.harness.models import build_model
 from bench.harness.server import ServerError, ServerOptions
@@ -30,15 +29,14 @@ from tests.engine.harness.ours import (
     stored_pages,
 )
 
-WHY_NOT = disaggregation.missing()
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(WHY_NOT is not None, reason=f"no transfer: {WHY_NOT}"),
-]
+from .servers import TRANSFER, started
+
+pytestmark = [pytest.mark.engine, TRANSFER]
 
 PAGE = 16
 PLAIN = {"mode": "kv", "pages": "plain"}
 ONLY_WRITES = "hcache: a decode server only writes L3"
+OTHER_WEIGHTS = "a prefill server sent K and V of other weights"
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +45,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def prefill(model: Path, folder: Path) -> Iterator[PrefillServer]:
-    """A prefill server with plain pages in the L3 `folder / "l3"`."""
+def other(model_cache: Path) -> Path:
+    """A model of the same shape as `model`, with other weights."""
+    return build_model("llama", model_cache, seed=1)
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path, folder: Path) -> Iterator[tuple[PrefillServer, DecodeServer]]:
+    """A prefill server with plain pages in the L3 `folder / "l3"`, and one of `radix_cached`."""
     log = folder / "prefill.log"
-    options = our_server(model, folder, hcache=PLAIN, log=log, page_size=PAGE)
-    with PrefillServer(options) as server:
-        yield server
+    prefill = PrefillServer(our_server(model, folder, hcache=PLAIN, log=log, page_size=PAGE))
+    radix = DecodeServer(radix_cached(model, folder, "radix"), [prefill])
+    with started(prefill, radix):
+        yield prefill, radix
+
+
+@pytest.fixture
+def prefill(pair: tuple[PrefillServer, DecodeServer]) -> PrefillServer:
+    return pair[0]
+
+
+@pytest.fixture
+def radix(pair: tuple[PrefillServer, DecodeServer]) -> DecodeServer:
+    return pair[1]
 
 
 def offloading(model: Path, folder: Path, name: str, **options: Any) -> ServerOptions:
@@ -81,24 +96,25 @@ def test_prefill_servers_find_what_a_decode_server_offloads(
         log = decode.log_text()
         assert_nothing_went_wrong(decode)
     assert second.turns[0].cached.storage == pages * PAGE > len(first.turns[0].prompt)
-    assert "KV mode, plain pages: decode offload has a host pool" in log
+    assert "KV mode, plain pages: decode offload makes a host pool" in log
     assert ONLY_WRITES in log
     assert "nothing to do" not in log
     assert "HCACHE_ENABLE" not in log
     assert_no_cache_output(model, [first, second])
 
 
-def test_replies_to_prompts_of_other_weights_are_not_stored(
-    model: Path, model_cache: Path, folder: Path, prefill: PrefillServer
+@pytest.mark.long
+def test_replies_to_prompts_of_other_weights_are_not_offloaded(
+    model: Path, other: Path, folder: Path, prefill: PrefillServer
 ) -> None:
     """In the middle of a rolling update: what is decoded behind them is of neither model."""
-    other, l3 = build_model("llama", model_cache, seed=1), folder / "other-l3"
+    l3 = folder / "other-l3"
     options = offloading(other, folder, "other", dirs=[str(l3)])
     with DecodeServer(options, [prefill]) as decode:
         converse(decode, make_conversations(1, turns=2, seed=4), reply_tokens=40)
         log = decode.log_text()
         assert_nothing_went_wrong(decode)
-    assert log.count("a prefill server sent K and V of other weights") == 1
+    assert log.count(OTHER_WEIGHTS) == 1
     assert not list(l3.glob("**/*.page"))
 
 
@@ -128,31 +144,52 @@ def radix_cached(model: Path, folder: Path, name: str, **options: Any) -> Server
     )
 
 
+def written_in(decode: DecodeServer, conversation: Conversation) -> set[Path]:
+    """The pages that a decode server of `radix_cached` writes in a turn; they are in L3 only."""
+    l3 = decode.options.log.with_suffix("")
+    before = set(l3.glob("**/*.page"))
+    converse(decode, [conversation], turns=len(conversation.turns) + 1)
+    return set(l3.glob("**/*.page")) - before
+
+
 def spoil_what_is_written(
     decode: DecodeServer, conversation: Conversation, spoil: Callable[[Path], object]
 ) -> None:
-    """A turn, whose pages are in L3 only, and spoilt there."""
-    l3 = decode.options.log.with_suffix("")
-    before = set(l3.glob("**/*.page"))
-    converse(decode, [conversation], turns=1)
-    written = set(l3.glob("**/*.page")) - before
+    """A turn, whose pages are spoilt in L3."""
+    written = written_in(decode, conversation)
     assert len(written) >= 200 // PAGE
     for page in written:
         spoil(page)
 
 
 def test_pages_that_a_decode_server_cannot_read_fail_no_request(
-    model: Path, folder: Path, prefill: PrefillServer
+    model: Path, radix: DecodeServer
 ) -> None:
     """SGLang would have told the prefill server to leave them out."""
     conversations = make_conversations(len(SPOILT), turns=2, seed=2)
-    with DecodeServer(radix_cached(model, folder, "radix"), [prefill]) as decode:
-        for conversation, spoil in zip(conversations, SPOILT.values(), strict=True):
-            spoil_what_is_written(decode, conversation, spoil)
-        converse(decode, conversations)
-        assert ONLY_WRITES in decode.log_text()
-        assert_nothing_went_wrong(decode)
+    for conversation, spoil in zip(conversations, SPOILT.values(), strict=True):
+        spoil_what_is_written(radix, conversation, spoil)
+    converse(radix, conversations)
+    assert ONLY_WRITES in radix.log_text()
+    assert_nothing_went_wrong(radix)
     assert_no_cache_output(model, conversations)
+
+
+def test_prompts_of_other_weights_are_not_stored(
+    model: Path, other: Path, radix: DecodeServer
+) -> None:
+    """A decode server that was updated before its prefill server stores nothing of what that one
+    sends; when both have the same weights again, it does."""
+    conversation, later = make_conversations(2, turns=2, seed=5)
+    radix.update_weights_from_disk(other)
+    try:
+        assert not written_in(radix, conversation)
+        assert OTHER_WEIGHTS in radix.log_text()
+    finally:
+        radix.update_weights_from_disk(model)
+    assert len(written_in(radix, later)) >= 200 // PAGE
+    assert_nothing_went_wrong(radix)
+    assert_no_cache_output(model, [later])
 
 
 @pytest.mark.long

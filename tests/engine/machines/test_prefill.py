@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.harness import disaggregation, router
 from bench.harness.disaggregation import DecodeServer, PrefillServer
 from bench.harness.router import Router
 from bench.harness.server import ServerError, ServerOptions
@@ -18,7 +18,6 @@ from tests.engine.harness.conversations import (
     ask,
     converse,
     make_conversations,
-    random_tokens,
 )
 from tests.engine.harness.ours import (
     assert_no_cache_output,
@@ -31,11 +30,9 @@ from tests.engine.harness.ours import (
     partition,
 )
 
-WHY_NOT = disaggregation.missing()
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(WHY_NOT is not None, reason=f"no transfer: {WHY_NOT}"),
-]
+from .servers import ROUTER, TRANSFER, started
+
+pytestmark = [pytest.mark.engine, TRANSFER]
 
 PAGE = 64
 LONG = pytest.mark.long
@@ -67,42 +64,51 @@ def decode_server(
     return DecodeServer(options, prefill)
 
 
+@LONG
 @pytest.mark.parametrize(
-    ("kind", "servers"),
+    ("kind", "servers", "tp"),
     [
-        pytest.param("mixed", 1, marks=pytest.mark.versions),
-        *(pytest.param(kind, 1, marks=LONG) for kind in KINDS if kind != "mixed"),
-        pytest.param("mixed", 2, marks=LONG),
-        pytest.param("own", 2, marks=LONG),
+        *((kind, 1, 1) for kind in KINDS),
+        ("mixed", 2, 1),
+        ("own", 2, 1),
+        ("mixed", 1, 2),
+        ("own", 1, 2),
     ],
 )
 def test_tokens_are_those_of_one_server_without_a_cache(
-    kind: str, servers: int, model: Path, tmp_path: Path
+    kind: str, servers: int, tp: int, model: Path, tmp_path: Path
 ) -> None:
-    """L3 serves prefill servers after a flush, and one that has just started."""
+    """L3 serves prefill servers after a flush, and one that has just started; their ranks (`tp`)
+    are not the decode server's."""
     dtype = "bfloat16" if kind == "encoded" else "float32"
-    with ExitStack() as stack:
-        prefill = [
-            stack.enter_context(prefill_server(model, tmp_path, f"prefill-{number}", kind))
-            for number in range(servers)
-        ]
-        decode = stack.enter_context(decode_server(model, tmp_path, *prefill, dtype=dtype))
+    prefill = [
+        prefill_server(model, tmp_path, f"prefill-{number}", kind, tp=tp)
+        for number in range(servers)
+    ]
+    decode = decode_server(model, tmp_path, *prefill, dtype=dtype)
+    new = prefill_server(model, tmp_path, "new", kind, tp=tp)
+    with started(*prefill, decode):
         conversations = converse(decode, make_conversations(2, turns=2, tokens=200))
         for server in prefill:
             assert_sound(server, kind)
             server.kill()
-        new = stack.enter_context(prefill_server(model, tmp_path, "new", kind))
-        decode.prefill = [new]
-        again = ask(decode, [conversation.history for conversation in conversations])
-        assert_sound(new, kind)
+        with new:
+            decode.prefill = [new]
+            again = ask(decode, [conversation.history for conversation in conversations])
+            assert_sound(new, kind)
     assert_restored_from_l3(conversations, PAGE)
-    for conversation in again:
-        [turn] = conversation.turns
-        assert turn.cached.storage >= len(turn.prompt) - 2 * PAGE, turn.cached
+    assert_found(again)
     if kind == "encoded":
         assert_no_cache_output_up_to_ties(model, tmp_path, [*conversations, *again])
     else:
         assert_no_cache_output(model, [*conversations, *again])
+
+
+def assert_found(conversations: Sequence[Conversation]) -> None:
+    """L3 had what was asked for."""
+    for conversation in conversations:
+        [turn] = conversation.turns
+        assert turn.cached.storage >= len(turn.prompt) - 2 * PAGE, turn.cached
 
 
 def assert_sound(server: PrefillServer, kind: str) -> None:
@@ -112,23 +118,25 @@ def assert_sound(server: PrefillServer, kind: str) -> None:
         assert_sound_own_pages(server, KINDS[kind].get("mode", "hidden"))
 
 
+@pytest.mark.versions
 def test_a_server_killed_in_the_middle_of_a_restore_loses_nothing(
     model: Path, tmp_path: Path
 ) -> None:
-    """The prefill server dies while its forward pass waits for a layer; the next one answers from
-    L3, however late that layer comes."""
+    """Tokens are those of one server without a cache: of turns that L3 serves after a flush, and of
+    requests to the next prefill server, when the first one died while its forward pass waited for
+    a layer, however late that layer comes there."""
     trigger = tmp_path / "trigger"
     env = faulty("layer_held", trigger)
-    prompt = random_tokens(400, 1)
     first = prefill_server(model, tmp_path, "first", "mixed", extra_env=env)
-    second = prefill_server(model, tmp_path, "second", "mixed", extra_env=env)
-    with ThreadPoolExecutor(1) as pool, first, decode_server(model, tmp_path, first) as decode:
-        [before] = ask(decode, [prompt])
+    decode = decode_server(model, tmp_path, first)
+    with ThreadPoolExecutor(1) as pool, started(first, decode):
+        conversations = converse(decode, make_conversations(2, turns=2, tokens=200))
+        assert_sound(first, "mixed")
 
-        def held_request() -> Any:
+        def held_request() -> Future[Any]:
             """A request whose restore has got to the layer that is held."""
             trigger.touch()
-            asked = pool.submit(decode.generate, prompt, 16)
+            asked = pool.submit(ask, decode, [conversations[0].history])
             decode.until(trigger.with_suffix(".held").exists, "a restore to be held")
             return asked
 
@@ -138,27 +146,26 @@ def test_a_server_killed_in_the_middle_of_a_restore_loses_nothing(
             lost.result()
         for file in tmp_path.glob("trigger*"):
             file.unlink()
-        with second:
+        with prefill_server(model, tmp_path, "second", "mixed", extra_env=env) as second:
             decode.prefill = [second]
             late = held_request()
             trigger.unlink()
-            assert late.result().cached.storage == 384
-            after = Conversation([prompt])
-            after.add(prompt, late.result())
-            assert_nothing_went_wrong(second)
-    assert_no_cache_output(model, [before, after])
+            again = [*late.result(), *ask(decode, [conversations[1].history])]
+            assert_sound(second, "mixed")
+    assert_restored_from_l3(conversations, PAGE)
+    assert_found(again)
+    assert_no_cache_output(model, [*conversations, *again])
 
 
 @LONG
-@pytest.mark.skipif(router.missing() is not None, reason=f"no router: {router.missing()}")
-@pytest.mark.long
+@ROUTER
 def test_sglangs_router_stands_in_front_of_a_pair(model: Path, tmp_path: Path) -> None:
     """Clients know neither of the two."""
-    with (
-        prefill_server(model, tmp_path, "prefill", "own") as prefill,
-        decode_server(model, tmp_path) as decode,
-        Router([prefill, decode], tmp_path / "router.log") as front,
-    ):
+    prefill, decode = (
+        prefill_server(model, tmp_path, "prefill", "own"),
+        decode_server(model, tmp_path),
+    )
+    with started(prefill, decode), Router([prefill, decode], tmp_path / "router.log") as front:
         conversations = converse(front, make_conversations(2, turns=2, tokens=200))
         assert_sound(prefill, "own")
     assert_restored_from_l3(conversations, PAGE)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.harness import router
 from bench.harness.router import Router
 from bench.harness.server import Server
 from tests.engine.harness.conversations import (
@@ -28,24 +27,21 @@ from tests.engine.harness.ours import (
     stored_pages,
 )
 
+from .servers import ROUTER, started
 from .shared_l3 import PAGE, machine, values
 
-WHY_NOT = router.missing()
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(WHY_NOT is not None, reason=f"no router: {WHY_NOT}"),
-]
+pytestmark = [pytest.mark.engine, ROUTER]
 
 
 @contextmanager
 def replicas(model: Path, folder: Path, **options: Any) -> Iterator[tuple[Router, list[Server]]]:
     """Two of them, and the router in front."""
-    with ExitStack() as stack:
-        servers = [
-            stack.enter_context(Server(machine(model, folder, name, {"mode": "kv"}, **options)))
-            for name in ("first", "second")
-        ]
-        yield stack.enter_context(Router(servers, folder / "router.log")), servers
+    servers = [
+        Server(machine(model, folder, name, {"mode": "kv"}, **options))
+        for name in ("first", "second")
+    ]
+    with started(*servers), Router(servers, folder / "router.log") as front:
+        yield front, servers
 
 
 def until_each_can_read_what_the_other_has(servers: Sequence[Server], folder: Path) -> None:
@@ -73,21 +69,66 @@ def moved(conversations: Sequence[Conversation]) -> int:
     return sum(c.turns[-1].cached.storage > 0 for c in conversations)
 
 
-def test_conversations_go_on_elsewhere_while_replicas_restart(model: Path, tmp_path: Path) -> None:
-    """A rolling restart, by SIGKILL: the first replica, and then the second one."""
+def begin_on_each(servers: Sequence[Server], conversations: Sequence[Conversation]) -> None:
+    """The router's choice depends on how long requests take, so the replicas are asked."""
+    for number, server in enumerate(servers):
+        own = conversations[number :: len(servers)]
+        converse(server, own, turns=1, flush=False, concurrent=True)
+
+
+def one_is_killed(
+    front: Router, servers: Sequence[Server], gone: Server, conversations: Sequence[Conversation]
+) -> None:
+    """By SIGKILL, when the other one can read what it had; then all have their next turn."""
+    until_each_can_read_what_the_other_has(servers, front.options.log.parent)
+    assert stored_pages(gone.options.log.parent)
+    gone.kill()
+    turns = len(conversations[0].turns) + 1
+    converse(front, conversations, turns=turns, flush=False, concurrent=True)
+
+
+def restart(front: Router, server: Server, **env: str) -> None:
+    """At the port that the router knows."""
+    env = {**server.options.extra_env, **env}
+    server.options = dataclasses.replace(server.options, extra_env=env)
+    server.start(server.port)
+    front.until_serving(server)
+
+
+def assert_all_went_on(conversations: Sequence[Conversation]) -> None:
+    assert moved(conversations) > 0
+    for conversation in conversations:
+        assert_history_was_found(conversation)
+
+
+def test_conversations_go_on_while_replicas_restart_with_another_format(
+    model: Path, tmp_path: Path
+) -> None:
+    """First where the old format is, from L3; then where the new one is, which has nothing yet."""
     conversations = make_conversations(6, turns=3)
     with replicas(model, tmp_path) as (front, servers):
-        converse(front, conversations, turns=1, flush=False, concurrent=True)
-        for turns, server in enumerate(servers, 2):
-            until_each_can_read_what_the_other_has(servers, tmp_path)
-            assert stored_pages(server.options.log.parent), "it had no conversation"
-            server.kill()
-            converse(front, conversations, turns=turns, flush=False, concurrent=True)
-            assert moved(conversations) > 0
-            for conversation in conversations:
-                assert_history_was_found(conversation)
-            server.start(server.port)
-            front.until_serving(server)
+        first, second = servers
+        begin_on_each(servers, conversations)
+        one_is_killed(front, servers, first, conversations)
+        assert_all_went_on(conversations)
+        assert_nothing_went_wrong(second)
+        restart(front, first, **faulty("other_format"))
+        one_is_killed(front, servers, second, conversations)
+        assert [c.turns[-1].cached.total for c in conversations] == [0] * len(conversations)
+        assert_nothing_went_wrong(first)
+    assert_no_cache_output(model, conversations)
+
+
+@pytest.mark.long
+def test_conversations_go_on_elsewhere_while_replicas_restart(model: Path, tmp_path: Path) -> None:
+    """A rolling restart: the first replica, and then the second one."""
+    conversations = make_conversations(6, turns=3)
+    with replicas(model, tmp_path) as (front, servers):
+        begin_on_each(servers, conversations)
+        for server in servers:
+            one_is_killed(front, servers, server, conversations)
+            assert_all_went_on(conversations)
+            restart(front, server)
         for server in servers:
             assert_nothing_went_wrong(server)
     assert_no_cache_output(model, conversations)
@@ -117,10 +158,7 @@ def test_200_conversations_while_a_replica_restarts_with_another_format(
         until_answered(250)
         servers[0].kill()
         until_answered(300)
-        env = {**servers[0].options.extra_env, **faulty("other_format")}
-        servers[0].options = dataclasses.replace(servers[0].options, extra_env=env)
-        servers[0].start(servers[0].port)
-        front.until_serving(servers[0])
+        restart(front, servers[0], **faulty("other_format"))
         served_before = len(stored_pages(servers[0].options.log.parent))
         for done in running:
             done.result()

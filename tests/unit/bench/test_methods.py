@@ -54,14 +54,6 @@ def test_a_gpu_has_nothing_of_the_cpu_engine(tmp_path: Path) -> None:
         assert option not in command["cuda"]
 
 
-def test_a_server_with_metrics_is_no_fork(tmp_path: Path) -> None:
-    options = server_options(
-        METHODS["host"], CPU, "org/model", tmp_path, pool_tokens=512, metrics=True
-    )
-    assert "--enable-metrics" in options.arguments(30000)
-    assert not options.forks
-
-
 def test_a_server_may_use_the_l3_of_another_and_have_more_options(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     more = {"restore_share": 1.0}

@@ -31,7 +31,7 @@ def read_behind(
 def nothing_comes(
     gate: HitGate, clock: Clock, name: str, seconds: float, *, gave_up: bool = False
 ) -> None:
-    """Of a hit behind all, or a part, is read, and after ``seconds`` nothing has come."""
+    """A hit behind, or a part of it, is read, and after ``seconds`` nothing has come."""
     part = judged(gate, name, 1000)
     assert part
     with reading(gate, name, part):

@@ -220,6 +220,16 @@ def test_who_gets_a_page_hears_of_who_recomputes_from_it() -> None:
     assert hand_out(scene, [0]).restores == (restore, last)
 
 
+def test_pages_of_a_slice_that_failed_wait_for_it_though_fewer_are_tried_again() -> None:
+    scene = Scene(lacking=1)
+    scene.begin("a", [0, 1])
+    scene.eager.arrived("a", 2)
+    [(_, failed)] = scene.recompute(2, failed=True)  # it may have written both
+    scene.recompute(1)
+    scene.eager.host_freed(np.array([1]))
+    assert failed.is_done
+
+
 @pytest.mark.parametrize("taken", [0, 1])
 def test_nothing_is_recomputed_behind_a_page_that_was_taken_away(taken: int) -> None:
     scene = Scene(lacking=1)

@@ -145,7 +145,7 @@ def test_shares_of_different_counts_cover_together(store: PageStore) -> None:
     assert get_share(store, WHOLE) == page
 
 
-@settings(deadline=None, max_examples=400, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
 @given(
     table=tables,
     written=st.lists(some_shares, max_size=6),
@@ -189,7 +189,7 @@ def test_what_was_written_is_found_and_nothing_else_touched(
     assert found == payload(page_with(table, is_wanted), table, share)
 
 
-@settings(deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
 @given(
     writers=st.sampled_from(COUNTS),
     share=some_shares,

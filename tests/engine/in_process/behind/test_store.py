@@ -25,11 +25,11 @@ from tests.engine.in_process.behind.machines import (
     values,
     wait_for_values,
 )
+from tests.engine.in_process.pools.test_own_pages import Server, indices
 from tests.engine.in_process.storage_config import storage_config
-from tests.engine.in_process.test_own_pages import Server, indices
 from tests.engine.in_process.test_storage import KEYS, HostPool
 
-# ---- what the issue of two machines promises ----
+# ---- two machines ----
 
 
 def test_another_machine_finds_reads_and_keeps_what_one_wrote(
@@ -261,12 +261,12 @@ def test_a_server_with_several_host_pools_goes_without(
 def test_a_backend_that_cannot_be_made_is_named(
     tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
-    monkeypatch.delenv(folder, raising=False)
-    for name in ("MOONCAKE_MASTER", "MOONCAKE_CLIENT"):
+    folders = [f"SGLANG_HICACHE_{name}_BACKEND_STORAGE_DIR" for name in ("FILE", "NIXL")]
+    for name in (*folders, "MOONCAKE_MASTER", "MOONCAKE_CLIENT"):
         monkeypatch.delenv(name, raising=False)
     wanted = {
-        "file": f"'backend': 'file'.*{folder} must be the folder that the machines share",
+        "file": f"'backend': 'file'.*{folders[0]} must be the folder that the machines share",
+        "nixl": f"'backend': 'nixl'.*{folders[1]} must be the folder that the machines share",
         "mooncake": "'backend': 'mooncake'.*(MOONCAKE_MASTER|mooncake)",
     }
     for backend, message in wanted.items():

@@ -42,7 +42,7 @@ from tests.engine.harness.ours import (
 pytestmark = pytest.mark.engine
 
 LAYOUT = PageLayout(64, (hidden_layer(64, 256 * 4, 256),) * 4)
-PARTITIONS = {  # all hidden: tests/engine/test_architectures.py
+PARTITIONS = {  # all hidden: tests/engine/modes/test_architectures.py
     "all KV": (0, 0, 4),
     "half and half": (0, 2, 2),
     "one recomputed": (1, 3, 0),
@@ -52,8 +52,7 @@ PARTITIONS = {  # all hidden: tests/engine/test_architectures.py
 }
 # MHA; GQA; and models whose own layers compute otherwise what is recomputed.
 CASES = [
-    *(("llama", name) for name in ("all KV", "two recomputed", "all three")),
-    ("qwen3", "all three"),
+    *((family, "all three") for family in ("llama", "qwen3")),
     *((family, "two recomputed") for family in ("olmo2", "opt")),
 ]
 MORE_CASES = [
@@ -133,7 +132,7 @@ def test_spans_behind_a_prefix_and_restores_of_several_requests(
         model,
         tmp_path,
         hcache={"partition": partition(2, 1, 1), "restore": "layerwise"},
-        extra_args=["--enable-metrics"],
+        metrics=True,
         extra_env={"HCACHE_RESTORE_TRACE": str(trace), **faulty("prefetches_held", hold)},
     )
     with Server(options) as server:
@@ -247,9 +246,13 @@ def test_auto_keeps_the_profile_that_it_measured_and_what_it_decided_by_it(
         assert len(list((tmp_path / "l3").glob(kept))) == 1
 
 
-def test_a_profile_that_cannot_be_read_stops_the_server(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["hidden", "kv"])
+def test_a_profile_that_cannot_be_read_stops_the_server(
+    mode: str, model: Path, tmp_path: Path
+) -> None:
     path = "/nowhere/profile.json"
-    server = Server(our_server(model, tmp_path, hcache={"profile": path}))
+    hcache = {"profile": path, "mode": mode, "min_gain": 1.0}
+    server = Server(our_server(model, tmp_path, hcache=hcache))
     server.launch()
     assert server.wait_exit() != 0
     message = f"hcache: option 'profile': cannot read the profile {path}"

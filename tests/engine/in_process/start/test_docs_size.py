@@ -17,7 +17,7 @@ from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer
 from hcache_backend.units import WHOLE
 from hcache_kernels.codecs import make_codec
 
-SIZE = runpy.run_path(str(Path(__file__).parents[3] / "docs" / "size.py"))
+SIZE = runpy.run_path(str(Path(__file__).parents[4] / "docs" / "size.py"))
 LAYERS = {"recompute": 1, "hidden": 2, "kv": 1}
 PLAN = {
     "model": {"layers": 4, "hidden": 256, "kv_heads": 4, "element_bytes": 2},

@@ -150,7 +150,8 @@ def test_first_layers_are_recomputed_by_all_ranks_together(
         tp=2,
         hcache={"partition": layers},
         max_total_tokens=2048,
-        extra_args=("--enable-metrics", *WATCHDOG),
+        metrics=True,
+        extra_args=WATCHDOG,
         extra_env=faulty("batches_in_step", in_step),
     )
     with Server(options) as server:

@@ -18,7 +18,7 @@ from hcache_backend.restore.eager import HandOut
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.streams import current_stream
 from hcache_backend.units import WHOLE
-from tests.engine.in_process.test_host_pool import LAYERS, LAYOUT, PAGE, kv_pool
+from tests.engine.in_process.pools.test_host_pool import LAYERS, LAYOUT, PAGE, kv_pool
 
 
 class Restore:

@@ -37,8 +37,9 @@ SPECS = {
 }
 MARKS = {
     "llama": pytest.mark.versions,
-    # They differ from the others in nothing that a restore depends on.
-    **dict.fromkeys(("phi3", "stablelm", "olmoe"), pytest.mark.long),
+    # They differ from the others in nothing that a restore depends on, or every run restores them
+    # in test_partitions.py.
+    **dict.fromkeys(("phi3", "stablelm", "olmoe", "olmo2", "opt"), pytest.mark.long),
 }
 
 

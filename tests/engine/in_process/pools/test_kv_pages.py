@@ -15,8 +15,8 @@ from hcache_backend.engine.startup.page_plan import PagePlan, plan_host_pages
 from hcache_backend.page import PageLayout
 from hcache_backend.partition.costs import Partition
 from hcache_backend.units import WHOLE
-from tests.engine.in_process.host_pools import kv_cache_of_llama_3_8b
-from tests.engine.in_process.test_host_pool import LAYERS, PAGE, kv_pool
+from tests.engine.in_process.pools.host_pools import kv_cache_of_llama_3_8b
+from tests.engine.in_process.pools.test_host_pool import LAYERS, PAGE, kv_pool
 
 
 @pytest.mark.parametrize("page_size", [16, 64])

@@ -54,9 +54,10 @@ KINDS: dict[str, dict[str, str]] = {
 @pytest.mark.parametrize(
     ("layout", "backend", "kind"),
     [
-        *((*layout, "plain") for layout in LAYOUTS),
-        (*LAYOUTS[-1], "hidden"),
+        (*LAYOUTS[0], "plain"),
         (*LAYOUTS[1], "own"),
+        (*LAYOUTS[2], "hidden"),
+        *(pytest.param(*layout, "plain", marks=pytest.mark.long) for layout in LAYOUTS[1:]),
         # Own pages are in our own arena, in one layout.
         *(pytest.param(*layout, "hidden", marks=pytest.mark.long) for layout in LAYOUTS[:-1]),
         *(

@@ -69,7 +69,8 @@ def eager_server(
         model,
         folder,
         hcache=STORED[stored],
-        extra_args=("--enable-metrics", "--watchdog-timeout", "240"),
+        metrics=True,
+        extra_args=("--watchdog-timeout", "240"),
         extra_env=env | faulty(faults, in_step),
         page_size=PAGE,
         **options,
@@ -267,6 +268,11 @@ def test_other_weights_while_pages_are_restored(
     assert_no_cache_output(model, [back])
 
 
+@pytest.mark.parametrize(
+    "stored_as",
+    ["hidden", *(pytest.param(name, marks=pytest.mark.long) for name in ("kv", "mixed"))],
+    indirect=True,
+)
 @pytest.mark.parametrize("policy", ["best_effort", "timeout"])
 def test_prefetches_that_end_early(policy: str, model: Path, server: Server) -> None:
     """Detached meanwhile, and attached with another policy."""

@@ -44,7 +44,7 @@ PAGE_FILE_BYTES = 266_240
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("mode", ["hidden", "kv"])
+@pytest.mark.parametrize("mode", ["hidden", pytest.param("kv", marks=pytest.mark.long)])
 def test_stages_store_their_own_layers_and_know_the_weights_of_the_others(
     mode: str, model: Path, tmp_path: Path
 ) -> None:

@@ -73,8 +73,8 @@ GROUPED = {"num_key_value_heads": 2}
     [
         ("llama", GROUPED, "auto"),
         # As many heads of K and V as of queries, where mode `kv` insists.
-        ("llama", {}, "kv"),
-        ("olmoe", {}, "kv"),
+        pytest.param("llama", {}, "kv", marks=pytest.mark.long),
+        pytest.param("olmoe", {}, "kv", marks=pytest.mark.long),
         ("phi3", {}, "kv"),
     ],
     ids=["llama with grouped queries", "llama", "olmoe", "phi3"],

@@ -22,8 +22,10 @@ from tests.engine.harness.ours import (
 
 pytestmark = pytest.mark.engine
 
+MODES = ["hidden", pytest.param("kv", marks=pytest.mark.long)]
 
-@pytest.mark.parametrize("mode", ["hidden", "kv"])
+
+@pytest.mark.parametrize("mode", MODES)
 def test_write_through_selective_backs_up_what_is_used_twice(
     mode: str, model: Path, tmp_path: Path
 ) -> None:
@@ -76,7 +78,7 @@ def test_write_back_of_nodes_that_were_restored_and_evicted_again(
     assert_no_cache_output(model, [*conversations, *again])
 
 
-@pytest.mark.parametrize("mode", ["hidden", "kv"])
+@pytest.mark.parametrize("mode", MODES)
 def test_prefetch_policies(mode: str, model: Path, tmp_path: Path) -> None:
     # SGLang's one second would be a miss on a busy machine.
     patient = extra_config(tmp_path, mode=mode) | {"prefetch_timeout_base": 240}

@@ -19,8 +19,8 @@ from hcache_backend.engine.startup.page_plan import PagePlan
 from hcache_backend.page import PageLayout
 from hcache_backend.partition.costs import Partition
 from hcache_backend.units import WHOLE
-from tests.engine.in_process.host_pools import mha
-from tests.engine.in_process.test_pool_pages import KEYS, opened, pages
+from tests.engine.in_process.pools.host_pools import mha
+from tests.engine.in_process.pools.test_pool_pages import KEYS, opened, pages
 
 LAYERS, PAGE = 2, 16
 

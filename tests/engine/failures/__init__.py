@@ -1,0 +1,1 @@
+"""Disks, pages and code that fail under a server that goes on serving."""

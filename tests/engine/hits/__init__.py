@@ -1,0 +1,1 @@
+"""What is used of L3, when, and what stays in it."""

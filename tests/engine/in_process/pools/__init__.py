@@ -1,0 +1,1 @@
+"""Host pools and their pages, on SGLang's own classes."""

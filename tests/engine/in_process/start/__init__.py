@@ -1,0 +1,1 @@
+"""What is decided and refused at the start, on SGLang's own classes."""

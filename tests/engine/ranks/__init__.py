@@ -1,0 +1,1 @@
+"""Several ranks: of tensor parallelism, of pipeline stages, of replicas."""
