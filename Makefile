@@ -15,16 +15,18 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
 .PHONY: setup versions demo test test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
-	bench-segment-codec bench-accuracy bench-partition bench-paper bench-occupancy bench-depth bench-eager bench-hits \
-	bench-eviction bench-pages bench-compare record-demo record-eager record-compare record-accuracy
+	bench-segment-codec bench-throttled bench-accuracy bench-partition bench-paper bench-occupancy bench-depth \
+	bench-pyramid bench-eager bench-hits bench-eviction bench-pages bench-compare record-demo record-eager record-compare \
+	record-accuracy
 .DELETE_ON_ERROR:
 
 demo: setup
 	$(BIN)/python -m bench.demo $(ARGS)
 
 # Two files at a time: a server's start and its waits leave a core idle. ARGS="-n 0": one at a time.
+# Servers first, as they are collected: xdist would leave long files of few tests to the end.
 test: setup versions
-	$(BIN)/python -m pytest -m "not long" --numprocesses 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Up to an hour, one after the other. What it finds is committed.
 test-long: setup
@@ -128,6 +130,10 @@ bench-codecs: setup
 bench-segment-codec: setup
 	$(BIN)/python -m bench.segment_codec --models $(MODELS) $(ARGS)
 
+# Encoded K and V from a slow L3 beside those as they are. Five minutes, alone.
+bench-throttled: setup
+	$(BIN)/python -m bench.throttled $(ARGS)
+
 # What the ways to keep K and V change in what trained models say. MODEL: another model instead. The
 # first time it trains them, for a few minutes each on two idle cores.
 bench-accuracy: setup
@@ -144,6 +150,10 @@ bench-occupancy: setup
 # Restores whose front is recomputed while L3 brings the back, computed for an H100 or H200. Seconds.
 bench-depth: setup
 	$(BIN)/python -m bench.depth $(ARGS)
+
+# The recomputation pyramid of Krul beside the staircase of a restore, computed. Seconds.
+bench-pyramid: setup
+	$(BIN)/python -m bench.pyramid $(ARGS)
 
 # What a full store still has of each prompt, beside LRU and the best possible. Minutes.
 bench-eviction: setup

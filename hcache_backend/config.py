@@ -61,7 +61,7 @@ class BehindOption(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    backend: Literal["file", "mooncake"]
+    backend: Literal["file", "mooncake", "nixl"]
     config: dict[str, Any] = Field(default_factory=dict)
     read_seconds: float = Field(default=1.0, gt=0, le=60, allow_inf_nan=False)
     buffer_bytes: int = Field(default=384 << 20, ge=1)

@@ -151,11 +151,6 @@ class HostBuffers:
             memory = free.pop().memory if free else host_tensor((size,), torch.uint8, self._device)
             return HostBuffer(memory, memory[: length * dtype.itemsize].view(dtype))
 
-    def copy_of(self, values: torch.Tensor) -> HostBuffer:
-        """A copy of ``values`` (on the device), on its way on the current stream."""
-        memory, copy = self.take(values.numel(), values.dtype)
-        return HostBuffer(memory, copy.view(values.shape).copy_(values, non_blocking=True))
-
     def give_back(self, buffer: HostBuffer) -> None:
         """Nobody uses it any more, the device neither."""
         self._free[buffer.memory.numel(), buffer.values.dtype].append(buffer)

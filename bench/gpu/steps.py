@@ -162,10 +162,10 @@ def rows_of(content: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def versions(names: Sequence[str] = ("torch", "triton", "numpy", "sglang")) -> dict[str, Any]:
+def versions() -> dict[str, Any]:
     """What is installed; None: it is not."""
     found: dict[str, Any] = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    for name in names:
+    for name in ("torch", "triton", "numpy", "sglang"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

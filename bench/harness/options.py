@@ -130,8 +130,7 @@ class ServerOptions:
     @property
     def forks(self) -> bool:
         """Whether the nursery forks the server and its workers instead of starting them afresh."""
-        # A fork has prometheus-client from before SGLang names the folder of its metrics.
-        return self.fork and self.device == "cpu" and not self.metrics
+        return self.fork and self.device == "cpu"
 
 
 def hcache_config(

@@ -51,10 +51,6 @@ class ServerProcess:
             self._read(left)
         return self.returncode
 
-    def terminate(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGTERM)
-
     def kill_group(self) -> None:
         """SIGKILL to the server and all its workers; returns when they are gone."""
         if not self.pid:

@@ -151,14 +151,6 @@ class Server:
         assert self.process is not None
         os.killpg(self.process.pid, number)
 
-    def stop(self, timeout: float = 10.0) -> None:
-        """SIGTERM, as an operator stops a server; what is left after `timeout` is killed."""
-        if self.process is not None:
-            self.process.terminate()
-            with contextlib.suppress(TimeoutError):
-                self.process.wait(timeout)
-        self.kill()
-
     def wait_ready(self) -> None:
         """Wait until a server that was launched answers; raises ServerError with the log's end."""
         assert self.process is not None

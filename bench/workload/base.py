@@ -192,17 +192,14 @@ class Workload:
         return drawn
 
 
-def lognormal(
-    source: np.random.Generator, mean: float, spread: float, count: int, shortest: int = 1
-) -> Lengths:
+def lognormal(source: np.random.Generator, mean: float, spread: float, count: int) -> Lengths:
     """``count`` whole numbers with a mean of ``mean`` and the tail that lengths of texts have.
 
     Args:
         spread: Standard deviation of the logarithm.
-        shortest: What is drawn below it becomes it.
     """
     drawn = source.lognormal(np.log(mean) - spread**2 / 2, spread, count)
-    return np.maximum(shortest, np.rint(drawn)).astype(np.int64)
+    return np.maximum(1, np.rint(drawn)).astype(np.int64)
 
 
 def zipf(source: np.random.Generator, items: int, skew: float, count: int) -> Lengths:

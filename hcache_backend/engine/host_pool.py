@@ -213,11 +213,6 @@ class OwnPagesPool(HostKVCache):
 
     # ---- pages as storage backends see them ----
 
-    @property
-    def holds_kv(self) -> bool:
-        """Whether pages hold K and V of some layers."""
-        return bool(self._kv.layers)
-
     def first_layer(self, host_indices: torch.Tensor) -> int:
         """Layers before this one are not wanted from L3 in the pages of these indices."""
         return int(self.arena.first_layers(self.page_ids(host_indices)).max(initial=0))

@@ -180,7 +180,10 @@ class EagerRestores:
 
         Behind all that was launched so before, on the same stream.
         """
-        done.reservation.last_slice = done.pages.stop, restore
+        before = done.reservation.last_slice
+        # One that failed may have written more pages than are tried again.
+        stop = max(done.pages.stop, before[0] if before is not None else 0)
+        done.reservation.last_slice = stop, restore
         if restore.failed is None:
             done.reservation.recomputed.update(done.pages)
 

@@ -117,9 +117,9 @@ class Header(NamedTuple):
         return self.layout.table
 
 
-def round_up(length: int, unit: int = BLOCK) -> int:
-    """``length`` as the next multiple of ``unit``."""
-    return -(-length // unit) * unit
+def round_up(length: int) -> int:
+    """``length`` as the next multiple of :data:`BLOCK`."""
+    return -(-length // BLOCK) * BLOCK
 
 
 @lru_cache(maxsize=256)

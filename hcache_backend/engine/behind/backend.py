@@ -27,7 +27,11 @@ logger = logging.getLogger("hcache")
 START_SECONDS = 60.0
 """Longest time to make a backend, and to give it memory: the server waits for it."""
 CLOSE_SECONDS = 5.0
-_FILE_FOLDER = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
+_FOLDERS = {
+    "file": "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
+    "nixl": "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR",
+}
+"""Environment variables with the folder of a backend; without them SGLang takes one in /tmp."""
 _BLOCK = 4096
 
 
@@ -64,10 +68,11 @@ def make_backend(option: BehindOption, config: HiCacheStorageConfig) -> MadeBack
     """
     named = {"backend": option.backend, "config": sorted(option.config)}  # values may be secrets
     where = f"hcache: option 'behind' is {named}: "
-    folder = os.environ.get(_FILE_FOLDER)
-    if option.backend == "file" and not folder:
+    variable = _FOLDERS.get(option.backend)
+    folder = os.environ.get(variable) if variable is not None else None
+    if variable is not None and not folder:
         raise ConfigError(
-            f"{where}the environment variable {_FILE_FOLDER} must be the folder that the machines "
+            f"{where}the environment variable {variable} must be the folder that the machines "
             "share, such as /mnt/shared/hcache"
         )
     given = {
@@ -162,9 +167,11 @@ class Values:
         return [self._get(name, row) for name, row in zip(names, rows, strict=True)]
 
     def set(self, names: Sequence[str], rows: Sequence[int]) -> list[bool]:
-        """Store values from ``rows``; what is there already stays as it is."""
+        """Store values from ``rows``; what is there already is the same."""
         if self._in_place:
-            return list(self._backend.batch_set_v1(list(names), torch.tensor(rows)))
+            stored = list(self._backend.batch_set_v1(list(names), torch.tensor(rows)))
+            pieces = len(stored) // len(names)  # NIXL tells of each one
+            return [all(stored[at : at + pieces]) for at in range(0, len(stored), pieces)]
         kept = zip(names, rows, strict=True)
         return [self._backend.set(name, self._pool.kv_buffer[row]) for name, row in kept]
 

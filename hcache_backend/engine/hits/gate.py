@@ -342,20 +342,17 @@ class HitGate:
         saved = self.costs.saved(asked.hit.without(asked.arrived))
         if saved is None:
             return False
-        reading, elapsed, going_on = self.l3.reading, 0.0, 0.0
-        if asked.tried is None:
-            going_on = self.costs.least_reading(queued, behind)
+        reading, elapsed, going_on, in_time = self.l3.reading, 0.0, 0.0, None
         if reading is not None and reading.request_id == one.request_id:
             elapsed, in_time = now - reading.start, self.l3.left_in_time(now)
-            if in_time is not None and asked.tried is None:
-                going_on = in_time
-            else:
-                pace = elapsed * asked.left / (asked.arrived + one.step)
-                going_on = max(going_on, pace)
+            going_on = elapsed * asked.left / (asked.arrived + one.step)  # at the pace so far
         if asked.tried is not None:
-            whole = self.costs.saved(asked.tried)
-            if whole is not None and elapsed < TRIAL_SHARE * whole:
+            if elapsed < TRIAL_SHARE * (self.costs.saved(asked.tried) or 0.0):
                 return False
+        elif in_time is not None:
+            going_on = in_time
+        else:
+            going_on = max(going_on, self.costs.least_reading(queued, behind))
         return going_on * self._min_gain > _ENDING_MARGIN * saved
 
     def _part_of(self, hit: Hit, page: int, asked: _Asked, now: float) -> int:

@@ -87,7 +87,8 @@ def _join(runner: Any) -> None:
             runtime.lose_trust(f"K and V of other weights would go unnoticed: {untold}")
     if not args.enable_hierarchical_cache:
         runtime.use_plain_pages(
-            "decode offload has a host pool and a controller of its own; it only writes L3"
+            "decode offload makes a host pool and a controller of its own, and does not tell where "
+            "in its sequence a page is; it only writes L3"
         )
         return
     hooks.notice_uses()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from hcache_backend.config import HCacheConfig
+from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.engine.arguments import resolved
 from hcache_backend.engine.hits.costs import Machine
 from hcache_backend.engine.hits.gate import HitGate
 from hcache_backend.engine.hits.start import known_machine, may_judge
 from hcache_backend.engine.ranks import said_by_all_ranks
 from hcache_backend.engine.runtime import Runtime
+from hcache_backend.engine.startup.codec_choice import encoded_share
 from hcache_backend.engine.startup.partition_choice import model_shape
 from hcache_backend.engine.startup.quick_profile import copy_as_measured, find_profile
 from hcache_backend.partition.costs import Partition
@@ -25,6 +26,9 @@ def judge_our_hits(runtime: Runtime, config: HCacheConfig) -> None:
     """Judge the hits of our store from now on, if option ``min_gain`` says so.
 
     Called on all ranks at the same point, when the store is attached.
+
+    Raises:
+        ConfigError: On every rank: option ``profile`` names no usable file.
     """
     if may_judge(runtime, config):
         machine = known_machine(runtime, config) or _machine(runtime, config)
@@ -32,8 +36,17 @@ def judge_our_hits(runtime: Runtime, config: HCacheConfig) -> None:
 
 
 def _machine(runtime: Runtime, config: HCacheConfig) -> Machine | None:
-    said = said_by_all_ranks(_measured(runtime, config))
-    found = next((measured for measured in said if measured is not None), None)
+    measured: tuple[Profile, ModelShape] | None = None
+    wrong: str | None = None
+    try:
+        measured = _measured(runtime, config)
+    except ConfigError as error:
+        wrong = str(error)
+    said = said_by_all_ranks((measured, wrong))
+    for _, problem in said:
+        if problem is not None:
+            raise ConfigError(problem)
+    found = next((measured for measured, _ in said if measured is not None), None)
     if found is None:
         return None
     profile, shape = found
@@ -46,15 +59,24 @@ def _machine(runtime: Runtime, config: HCacheConfig) -> Machine | None:
 
 
 def _measured(runtime: Runtime, config: HCacheConfig) -> tuple[Profile, ModelShape] | None:
-    """The profile that this rank found, and for what; one rank looks for all."""
+    """The profile that this rank found, and for what; one rank looks for all.
+
+    Raises:
+        ConfigError: Option ``profile`` names no usable file.
+    """
     from sglang.srt.distributed.parallel_state import get_pp_group, get_tp_group
 
     if not (get_pp_group().is_first_rank and get_tp_group().is_first_rank):
         return None
     try:
         kvcache: Any = runtime.runner.token_to_kv_pool
-        shape = model_shape(runtime.runner, kvcache)
+        encoded = runtime.codec not in (None, "none")
+        stages = int(resolved(runtime.runner.server_args).pp_size)
+        kv_share = encoded_share(runtime, kvcache, stages) if encoded else 1.0
+        shape = model_shape(runtime.runner, kvcache, kv_share=kv_share)
         profile = find_profile(runtime, config, kvcache, shape) if shape is not None else None
+    except ConfigError:
+        raise
     except Exception as error:  # pools of several kinds, for which there is no cost model
         logger.info("hcache: L3 hits: only what is measured in service is known: %s", error)
         return None
