@@ -372,7 +372,7 @@ class HitGate:
         busy = self.l3.reading is not None or any(asked.left for asked in self._asked.values())
         if busy or self.l3.seems_overdue(now):
             return False
-        return self._trials[hit.behind > 0].is_due(now)
+        return self._trials[hit.behind > 0].replaces(now)
 
     # ---- what is remembered ----
 

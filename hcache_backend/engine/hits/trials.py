@@ -12,8 +12,10 @@ TRIAL_SECONDS = 10.0
 """When hits are refused because L3 is slow, one is read so long after the last read, ..."""
 LONGEST_TRIAL_SECONDS = 320.0
 """...or after up to this time, twice as long after each trial that shows a slow L3, ..."""
+TRIAL_REFUSALS = 4
+"""...and after so many refused hits then: where requests are rare, not each of them is a trial."""
 TRIAL_SHARE = 0.05
-"""...and only as much of it as should take this share of the time that computing the hit takes.
+"""Only as much of it is read as should take this share of the time that computing it takes.
 When that comes fast, the next hit is read whole, and judged like others after this share."""
 
 
@@ -29,10 +31,16 @@ class Trials:
     last_read: float | None = None
     promising: bool = False
     _pause: float = TRIAL_SECONDS
+    _refusals: int = 0
 
-    def is_due(self, now: float) -> bool:
-        """Whether the last read was long enough ago."""
-        return self.last_read is None or now - self.last_read >= self._pause
+    def replaces(self, now: float) -> bool:
+        """Whether a trial is due instead of the refusal of a hit."""
+        if self.last_read is None:
+            return True
+        if now - self.last_read >= self._pause and not self._refusals:
+            return True
+        self._refusals = max(0, self._refusals - 1)
+        return False
 
     def part(self, hit: Hit, kept: int, page: int, costs: Costs) -> int:
         """Tokens of a hit that a trial reads behind the first ``kept``, which are read anyway.
@@ -50,12 +58,13 @@ class Trials:
 
     def not_one(self) -> None:
         """A hit was read since it seemed worth it: trials begin anew when that ends."""
-        self._pause, self.promising = TRIAL_SECONDS, False
+        self._pause, self._refusals, self.promising = TRIAL_SECONDS, 0, False
 
     def ended(self, *, pays: bool) -> None:
         """A trial is over; the next one confirms at once what looks good."""
         longer = min(max(TRIAL_SECONDS, 2 * self._pause), LONGEST_TRIAL_SECONDS)
         self._pause, self.promising = (0.0 if pays else longer), pays
+        self._refusals = 0 if pays else TRIAL_REFUSALS
 
 
 def seconds_like(hit: Hit, reading: Reading, seconds: float, costs: Costs) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hcache_backend.engine.hits.gate import HitGate
-from hcache_backend.engine.hits.trials import LONGEST_TRIAL_SECONDS, TRIAL_SECONDS
+from hcache_backend.engine.hits.trials import LONGEST_TRIAL_SECONDS, TRIAL_REFUSALS, TRIAL_SECONDS
 from tests.unit.hits.gates import STEP, Clock, at, read, reading, takes, tries, turn
 
 
@@ -53,7 +53,8 @@ def test_where_the_whole_hit_is_slow_trials_begin_anew(gate: HitGate, clock: Clo
     trial(gate, clock, "a", 0.05)
     whole_trial(gate, clock, "b", 10.0)
     clock.now += TRIAL_SECONDS - 1
-    assert not takes(gate, "c")
+    for number in range(TRIAL_REFUSALS):
+        assert not takes(gate, f"refused {number}")
     clock.now += 2
     tries(gate, "d")
 
@@ -64,11 +65,24 @@ def test_a_slow_disk_is_tried_less_and_less_often(gate: HitGate, clock: Clock) -
     pause = TRIAL_SECONDS
     for name in "abcdefgh":
         clock.now += pause - 1
-        assert not takes(gate, f"before {name}")
+        for number in range(TRIAL_REFUSALS):
+            assert not takes(gate, f"before {name} {number}")
         clock.now += 2
         trial(gate, clock, name, 10.0)
         pause = min(2 * pause, LONGEST_TRIAL_SECONDS)
     assert pause == LONGEST_TRIAL_SECONDS
+
+
+def test_where_requests_are_rare_few_of_them_try_a_slow_disk(gate: HitGate, clock: Clock) -> None:
+    for _ in range(2):
+        read(gate, clock, 10.0)
+    clock.now += TRIAL_SECONDS + 1
+    trial(gate, clock, "first", 10.0)
+    for number in range(TRIAL_REFUSALS):
+        clock.now += LONGEST_TRIAL_SECONDS
+        assert not takes(gate, f"refused {number}")
+    clock.now += 1
+    trial(gate, clock, "second", 10.0)
 
 
 def test_a_fast_disk_is_not_tried_for_a_hit_whose_load_is_slow(gate: HitGate, clock: Clock) -> None:
