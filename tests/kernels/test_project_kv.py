@@ -149,5 +149,5 @@ def test_a_projection_can_be_checked_alone(field: str, value: object, message: s
 def test_a_pool_of_another_type_than_the_models() -> None:
     call = make_call(dtypes=(torch.float32, torch.float32))
     pool = KVPool(call.pool.k.half(), call.pool.v.half())
-    project_kv(replace(call, pool=pool))
+    project_kv(replace(call, pool=pool))  # type: ignore[call-arg]
     torch.testing.assert_close(pool.v[call.slots].double(), exact_kv(call)[1], rtol=1e-3, atol=1e-3)

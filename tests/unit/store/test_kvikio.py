@@ -7,6 +7,7 @@ needs it runs in processes of its own.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import logging
 import os
@@ -16,7 +17,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import xxhash
 from store_testing import config
 from typer.testing import CliRunner
 
@@ -84,7 +84,9 @@ def test_without_kvikio_or_a_driver_there_is_a_reason(monkeypatch: pytest.Monkey
 
 
 def test_a_driver_that_kvikio_cannot_use_is_found_by_a_read(tmp_path: Path) -> None:
-    shutil.copy(xxhash._xxhash.__file__, tmp_path / "libcuda.so.1")
+    library = importlib.import_module("xxhash._xxhash").__file__
+    assert library is not None
+    shutil.copy(library, tmp_path / "libcuda.so.1")
     code = "from hcache_backend.kvikio_state import kvikio_state; print(*kvikio_state())"
     said = run(tmp_path, "-c", code)
     assert said.startswith("nothing it fails: ") and "undefined symbol" in said
