@@ -94,6 +94,11 @@ def current_stream(device: torch.device | str) -> Stream:
     return _door.current_stream(torch.device(device))
 
 
+def run_here(device: torch.device, work: Work) -> None:
+    """``current_stream(device).run(work)``, for what is done per layer: it costs less."""
+    _door.run_here(device, work)
+
+
 def of(engine_stream: Any) -> Stream:
     """One of the engine's own streams (a ``torch.cuda.Stream``, or the CPU's stand-in)."""
     return _door.of(engine_stream)
@@ -337,6 +342,12 @@ class Door:
         if device.type == "cuda":
             return _CudaStream(torch.cuda.current_stream(device))
         return _current.get() or _INLINE
+
+    def run_here(self, device: torch.device, work: Work) -> None:
+        if device.type == "cuda":
+            work()  # torch's current stream is the one
+        else:
+            (_current.get() or _INLINE).run(work)
 
     def of(self, engine_stream: Any) -> Stream:
         return (

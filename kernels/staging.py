@@ -26,6 +26,9 @@ from .launch import Launch, alignment, block_launch, copy_programs
 WRONG_STEP = -1
 """Mark of a row that its codec could not hold; no step has this number."""
 
+NOWHERE = -1
+"""Place of a row that nobody wants: it is not written, nor is a mark."""
+
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _WIDEST_WORD = max(_WORDS)
 _MOST_WORDS = 1024
@@ -58,7 +61,8 @@ def stage_rows(
     Args:
         rows: Encoded rows, uint8 ``[n, row_bytes]``.
         ok: bool ``[n]``: which rows their codec could hold; None for all.
-        places: int64 ``[n]``: where each row goes. Rows that nobody wants share one place.
+        places: int64 ``[n]``: where each row goes, or :data:`NOWHERE`. Without a place, the buffer
+            is not touched: it may be gone when a recorded launch is replayed.
         step: int64 ``[1]``: number of the step.
         staged: The buffer.
         layer: Which layer of the buffer.
@@ -66,10 +70,12 @@ def stage_rows(
     if rows.is_cuda:
         stage_launch(rows, ok, places, step, staged, layer).run()
         return
+    wanted = places != NOWHERE
+    places, rows = places[wanted], rows[wanted]
     staged.rows[layer].index_copy_(0, places, rows)
     mark = step.expand(len(rows))
     if ok is not None:
-        mark = torch.where(ok, mark, WRONG_STEP)
+        mark = torch.where(ok[wanted], mark, WRONG_STEP)
     staged.marks[layer].index_copy_(0, places, mark)
 
 
@@ -138,6 +144,7 @@ def stage_launch(
         WORDS=words,
         HAS_OK=ok is not None,
         WRONG=WRONG_STEP,
+        NONE=NOWHERE,
     )
 
 
@@ -192,19 +199,21 @@ def stage_kernel(
     WORDS: tl.constexpr,
     HAS_OK: tl.constexpr,
     WRONG: tl.constexpr,
+    NONE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     place = tl.load(places + row)
     at = part * BLOCK + tl.arange(0, BLOCK)
-    words = tl.load(rows + row * row_stride + at, mask=at < WORDS)
-    tl.store(staged + place * WORDS + at, words, mask=at < WORDS)
+    wanted = (at < WORDS) & (place != NONE)
+    words = tl.load(rows + row * row_stride + at, mask=wanted)
+    tl.store(staged + place * WORDS + at, words, mask=wanted)
     if part == 0:
         mark = tl.load(step)
         if HAS_OK:
             mark = tl.where(tl.load(ok + row) != 0, mark, WRONG)
-        tl.store(marks + place, mark)
+        tl.store(marks + place, mark, mask=place != NONE)
 
 
 @triton.jit(  # else it is compiled again in service

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .launch import Launch, block_launch
-from .staging import WRONG_STEP
+from .staging import NOWHERE, WRONG_STEP
 
 TokenRows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Slots, positions and token ids."""
@@ -32,8 +32,8 @@ class StepPlaces:
     """Which places the rows of the present step go to, for stage one.
 
     Attributes:
-        places: Place of each row, int64 ``[places]``, contiguous; the spare one (the last of the
-            buffer, ``len(places)``) for rows beyond those of the step.
+        places: Place of each row, int64 ``[places]``, contiguous; ``NOWHERE`` for rows beyond
+            those of the step.
         number: Number of the step, int64 ``[1]``.
     """
 
@@ -65,7 +65,7 @@ def begin_rows(
     torch.stack([values.to(torch.int64) for values in tokens], out=where)
     copied.copy_(where.view(-1))
     device = now.places.device
-    now.places.fill_(now.places.numel())
+    now.places.fill_(NOWHERE)
     now.places[: len(placed)] = torch.arange(placed.start, placed.stop, device=device)
     now.number.fill_(number)
 
@@ -96,10 +96,10 @@ def begin_launch(
 ) -> Launch:
     """The launch of :func:`begin_rows`."""
     slots, positions, token_ids = (values.contiguous() for values in tokens)
-    spare = now.places.numel()
+    most = now.places.numel()
     return block_launch(
         begin_kernel,
-        grid=(triton.cdiv(max(slots.numel(), spare), _BEGUN),),
+        grid=(triton.cdiv(max(slots.numel(), most), _BEGUN),),
         block=_BEGUN,
         warp_values=128,
         slots=slots,
@@ -113,7 +113,8 @@ def begin_launch(
         number=number,
         first=placed.start,
         placed=len(placed),
-        spare=spare,
+        most=most,
+        NONE=NOWHERE,
     )
 
 
@@ -136,7 +137,7 @@ def judge_launch(marks: torch.Tensor, step: int, verdicts: torch.Tensor) -> Laun
 
 
 @triton.jit(  # else it is compiled again in service
-    do_not_specialize=["n", "number", "first", "placed", "spare"],
+    do_not_specialize=["n", "number", "first", "placed", "most"],
     do_not_specialize_on_alignment=["slots", "positions", "token_ids", "where", "copied"],
 )
 def begin_kernel(
@@ -145,13 +146,14 @@ def begin_kernel(
     token_ids,  # int [n]
     where,  # int64 [3, n]
     copied,  # int64 [3, n]
-    places,  # int64 [spare]
+    places,  # int64 [most]
     step,  # int64 [1]
     n,
     number,
     first,
     placed,
-    spare,
+    most,
+    NONE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -164,8 +166,8 @@ def begin_kernel(
     tl.store(copied + at, slot, mask=at < n)
     tl.store(copied + n + at, position, mask=at < n)
     tl.store(copied + 2 * n + at, token_id, mask=at < n)
-    place = tl.where(at < placed, first + at, spare).to(tl.int64)
-    tl.store(places + at, place, mask=at < spare)
+    place = tl.where(at < placed, first + at, NONE).to(tl.int64)
+    tl.store(places + at, place, mask=at < most)
     if tl.program_id(0) == 0:
         tl.store(step, number)
 

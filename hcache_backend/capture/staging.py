@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from hcache_backend.arena import Ids
 from hcache_backend.capture.layer_ring import LayerRing
 from hcache_backend.capture.ledger import Ledger, Proof, StepEntry
 from hcache_backend.capture.shadows import ShadowArena, ShadowChanges
+from hcache_backend.capture.step import Step
 from hcache_backend.streams import (
     Event,
     Stream,
@@ -30,9 +31,10 @@ from hcache_backend.streams import (
     held_for_device,
     new_stream,
     recording_graph,
+    run_here,
 )
 from hcache_kernels.codecs import Codec
-from hcache_kernels.staging import WRONG_STEP, StagedRows, save_rows, stage_rows
+from hcache_kernels.staging import NOWHERE, WRONG_STEP, StagedRows, save_rows, stage_rows
 from hcache_kernels.steps import StepPlaces, TokenRows, begin_rows, judge_rows
 
 
@@ -51,25 +53,38 @@ class Staging:
         self.codec = codec
         self.places = places
         self.device = torch.device(device)
-        # One place more than the ring has: for rows that only fill up a recorded batch.
-        shape = (layers, places + 1)
-        self.staged = StagedRows(
-            torch.zeros((*shape, codec.row_bytes), dtype=torch.uint8, device=device),
-            torch.zeros(shape, dtype=torch.int64, device=device),
-        )
+        self._take_memory()
         self._now = StepPlaces(
-            torch.full((places,), places, dtype=torch.int64, device=device),
+            torch.full((places,), NOWHERE, dtype=torch.int64, device=device),
             torch.zeros(1, dtype=torch.int64, device=device),
         )
+        self._named = self._now.places  # of the step, as each of its layers needs them
+
+    def _take_memory(self) -> None:
+        shape = (self.layers, self.places)
+        self.staged = StagedRows(
+            torch.zeros((*shape, self.codec.row_bytes), dtype=torch.uint8, device=self.device),
+            torch.zeros(shape, dtype=torch.int64, device=self.device),
+        )
+
+    def free(self) -> None:
+        """Give the memory back; nobody captures any more, and nothing may be under way.
+
+        Recorded copies find no place named from now on, and leave the memory alone.
+        """
+        self.name_none()
+        current_stream(self.device).record().synchronize()  # a replay goes by another stream
+        self.places = 0
+        self._take_memory()
 
     @staticmethod
     def bytes_for(layers: int, codec: Codec, places: int) -> int:
         """Device memory that it takes."""
-        return layers * (places + 1) * (codec.row_bytes + torch.int64.itemsize)
+        return layers * places * (codec.row_bytes + torch.int64.itemsize)
 
     @property
     def flat(self) -> torch.Tensor:
-        """All memory for rows, uint8 ``[bytes]``, the spare place's included."""
+        """All memory for rows, uint8 ``[bytes]``."""
         return self.staged.rows.view(-1)
 
     def begin(
@@ -83,19 +98,21 @@ class Staging:
         return lambda where, copied: begin_rows(tokens, where, copied, self._now, step, placed)
 
     def name_none(self) -> None:
-        """On the current stream: every row goes to the spare place."""
-        current_stream(self.device).run(lambda: self._now.places.fill_(self.places))
+        """On the current stream: no row is wanted."""
+        current_stream(self.device).run(lambda: self._now.places.fill_(NOWHERE))
 
     def forget_marks(self) -> None:
         """No row is of any step: step numbers begin anew. Nothing may be under way."""
         self.staged.marks.zero_()
 
-    def fits(self, hidden: torch.Tensor) -> bool:
-        """Whether ``hidden`` are rows as the codec wants them."""
+    def fits(self, hidden: object, rows: int) -> TypeGuard[torch.Tensor]:
+        """Whether ``hidden`` are at least ``rows`` rows as the codec wants them."""
         return (
-            hidden.dim() == 2
+            isinstance(hidden, torch.Tensor)
+            and len(shape := hidden.shape) == 2
+            and shape[0] >= rows
+            and shape[1] == self.codec.hidden_size
             and hidden.dtype == self.codec.dtype
-            and hidden.shape[1] == self.codec.hidden_size
             and hidden.stride(1) == 1
         )
 
@@ -103,21 +120,23 @@ class Staging:
         """Put the first ``rows`` of ``hidden`` (``[n, hidden]``) to the places named last."""
         if rows > self.places:
             return  # a recorded batch that is too large: its rows will lack their marks
-        places = self._now.places[:rows]
+        if self._named.shape[0] != rows:
+            self._named = self._now.places[:rows]
+        places = self._named
 
         def stage() -> None:
-            encoded, ok = self.encode(hidden[:rows])
+            encoded, ok = self.encode(hidden if hidden.shape[0] == rows else hidden[:rows])
             stage_rows(encoded, ok, places, self._now.number, self.staged, layer)
 
-        current_stream(self.device).run(stage)
+        run_here(self.device, stage)
 
     def record(self, layer: int, hidden: object) -> None:
-        """Put all of ``hidden`` there, outside of a step: everything goes to the spare place.
+        """Put all of ``hidden`` there, outside of a step: nothing of it is wanted.
 
         A CUDA graph that is being recorded goes by the places of the step that replays it. Also for
         the warm-up before: a kernel must not be compiled while a graph is recorded.
         """
-        if isinstance(hidden, torch.Tensor) and self.fits(hidden):
+        if self.fits(hidden, 0):
             self.stage(layer, hidden, len(hidden))
 
     def encode(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -125,29 +144,6 @@ class Staging:
         if self.codec.is_view:
             return hidden.view(torch.uint8), None
         return self.codec.encode(hidden)
-
-
-@dataclass
-class Step:
-    """One forward pass that is being captured.
-
-    Attributes:
-        number: The step's number in the marks.
-        where: Slots, positions and token ids, int64 ``[3, tokens]`` on the device.
-        entry: What the ledger keeps of it.
-        first: First place in the ring of places; or None, and its layers go round in ``ring``.
-        marks: Who wrote each row, int64 ``[layers, tokens]`` on the device.
-        layers_seen: How often Python saw each layer being staged.
-    """
-
-    tokens: int
-    number: int
-    where: torch.Tensor
-    entry: StepEntry
-    first: int | None
-    marks: torch.Tensor
-    layers_seen: list[int]
-    ring: LayerRing | None = None
 
 
 class StagedCapture:
@@ -223,22 +219,18 @@ class StagedCapture:
         return self._step
 
     def skip(self) -> None:
-        """A forward pass begins that is not captured: recorded copies go to the spare place."""
-        self._use_none()
+        """A forward pass begins that is not captured: recorded copies copy nothing."""
+        self._step = None
+        self._staging.name_none()
         self.ledger.copy_wanted()
 
-    def _use_none(self) -> None:
-        self._step, self._ring = None, None
-        self._staging.name_none()
-        spare = self._staging.places
-        self._wait_for_places(spare, spare + 1, current_stream(self.device))
-
     def give_up_step(self) -> None:
-        """:meth:`begin` raised. A recorded graph copies all the same, so it must not copy to places
-        that a transfer may still read under the marks of their step: it goes to the spare place.
+        """:meth:`begin` raised. A recorded graph runs all the same, and must not copy to places
+        that a transfer may still read under the marks of their step: no place is named.
         """
+        self._step = None
         try:
-            self._use_none()
+            self._staging.name_none()
         except Exception as error:
             self.ledger.give_up(f"{type(error).__name__}: {error}")
 
@@ -262,7 +254,7 @@ class StagedCapture:
         # No graph that copies to places is replayed: none is recorded for so many tokens.
         size = tokens * self.codec.row_bytes
         if self._ring is None or self._ring.part_bytes != size:
-            self._wait_for_places(0, self._staging.places + 1, now)
+            self._wait_for_places(0, self._staging.places, now)
             self._ring = LayerRing(self._staging.flat, size)
         shape = (self._staging.layers, tokens)
         marks = torch.zeros(shape, dtype=torch.int64, device=self.device)
@@ -286,11 +278,7 @@ class StagedCapture:
         if step is None:
             if recording_graph():
                 self._staging.record(layer, hidden)
-        elif (
-            isinstance(hidden, torch.Tensor)
-            and self._staging.fits(hidden)
-            and hidden.shape[0] >= step.tokens
-        ):
+        elif self._staging.fits(hidden, step.tokens):
             step.layers_seen[layer] += 1
             if step.first is not None:
                 self._staging.stage(layer, hidden, step.tokens)
@@ -340,8 +328,7 @@ class StagedCapture:
         transfer.wait(current_stream(self.device).record())
         start = transfer.record(timed=True)
         first = step.first or 0
-        # A ring of layers also uses the memory of the spare place.
-        end = self._staging.places + 1 if step.first is None else first + step.tokens
+        end = self._staging.places if step.first is None else first + step.tokens
         if step.first is not None:
             self._save(self._staging.staged.rows[:, first:end], step, self._segments)
         verdicts = self.ledger.buffers.take(step.tokens, torch.uint8)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
 
-from hcache_backend.capture.staging import StagedCapture, Staging, Step
+from hcache_backend.capture.staging import StagedCapture, Staging
+from hcache_backend.capture.step import Step
 from hcache_backend.engine import metrics
 from hcache_backend.restore.exchange import CollectiveOrder
 
@@ -32,7 +33,7 @@ class HiddenCapture:
         layers: For each layer its attention module and the linear modules in it.
 
     Attributes:
-        staging: What CUDA graphs that are recorded copy to; None where none is recorded with us.
+        staging: What rows go to, and recorded CUDA graphs copy to; None: it is not there yet.
     """
 
     def __init__(self, layers: Sequence[tuple[torch.nn.Module, Iterable[torch.nn.Module]]]) -> None:
@@ -41,24 +42,36 @@ class HiddenCapture:
         self._trial = False
         self._tokens_only = False
         self._order: CollectiveOrder | None = None
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         self._called = [False] * len(layers)
-        self._hooks: list[tuple[torch.nn.Module, Any]] = []
+        self._hooks: list[Any] = []
         self._complained = False
         self._noted_unfit = False
         for index, (module, linears) in enumerate(layers):
-            module.register_forward_pre_hook(partial(self._on_call, index))
+            on_call = partial(self._on_call, index)
+            self._hooks.append(module.register_forward_pre_hook(on_call))
             for linear in linears:
                 fed = partial(self._on_linear, index)
-                hook = linear.register_forward_pre_hook(fed, with_kwargs=True)
-                self._hooks.append((linear, hook))
+                self._hooks.append(linear.register_forward_pre_hook(fed, with_kwargs=True))
+
+    def remove(self) -> None:
+        """Nothing is captured, now or later: no hook is left, and no memory on the device."""
+        self._capture = None
+        self.watch_only(())
+        if self.staging is not None:
+            self.staging.free()
+            self.staging = None
 
     def watch_only(self, projections: Iterable[torch.nn.Module]) -> None:
-        """It is known by now which linear modules are the projections."""
-        kept = {id(projection) for projection in projections}
-        for linear, hook in self._hooks:
-            if id(linear) not in kept:
-                hook.remove()
+        """It is known by now which linear modules are the projections, one for each layer."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [
+            projection.register_forward_pre_hook(
+                partial(self._on_projection, index), with_kwargs=True
+            )
+            for index, projection in enumerate(projections)
+        ]
 
     def use(
         self, capture: StagedCapture, *, tokens_only: bool, order: CollectiveOrder | None
@@ -68,16 +81,13 @@ class HiddenCapture:
         self._capture, self._tokens_only, self._order = capture, tokens_only, order
 
     @contextmanager
-    def trying(self, runner: Any, capture: StagedCapture) -> Iterator[None]:
-        """Within the block every forward pass of ``runner`` is captured, and not counted."""
-        before = getattr(runner, "hcache_capture", None)
+    def trying(self, capture: StagedCapture) -> Iterator[None]:
+        """Within the block every forward pass is captured, and not counted."""
         self._capture, self._trial = capture, True
-        runner.hcache_capture = self
         try:
             yield
         finally:
             self._capture, self._trial = None, False
-            runner.hcache_capture = before
 
     def allocated(self, slots: torch.Tensor) -> None:
         """Slots of the KV pool were allocated: whatever was captured for them is void."""
@@ -88,7 +98,7 @@ class HiddenCapture:
         """One forward pass of the engine: ``run`` does it."""
         if self._capture is None:
             return run()
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         self._guarded(lambda capture: capture.ledger.pass_begins())
         if self._order is not None:
             self._order.forward_begins()
@@ -104,9 +114,12 @@ class HiddenCapture:
         try:
             return work(self._capture)
         except Exception as error:
-            logger.debug("hcache: capture failed", exc_info=True)
-            self._complain(f"{type(error).__name__}: {error}")
+            self._failed(error)
             return None
+
+    def _failed(self, error: Exception) -> None:
+        logger.debug("hcache: capture failed", exc_info=error)
+        self._complain(f"{type(error).__name__}: {error}")
 
     def _begin(self, capture: StagedCapture, batch: Any) -> Step | None:
         try:
@@ -157,19 +170,29 @@ class HiddenCapture:
         self._called[index] = True
 
     def _on_linear(
+        self, index: int, linear: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._called[index]:
+            self._called[index] = False
+            self._on_projection(index, linear, args, kwargs)
+
+    def _on_projection(
         self, index: int, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         # A restore that projects with attention modules may do so on a thread of its own.
-        if not self._called[index] or threading.get_ident() != self._thread:
-            return
-        self._called[index] = False
-        self._take(index, args[0] if args else next(iter(kwargs.values()), None))
+        if get_ident() == self._thread:
+            self._take(index, args[0] if args else next(iter(kwargs.values()), None))
 
     def _take(self, index: int, hidden: object) -> None:
-        if self._capture is not None:
-            self._guarded(lambda capture: capture.take(index, hidden))
-        elif self.staging is not None:
-            self.staging.record(index, hidden)
+        capture = self._capture
+        if capture is None:
+            if self.staging is not None:
+                self.staging.record(index, hidden)
+            return
+        try:
+            capture.take(index, hidden)
+        except Exception as error:
+            self._failed(error)
 
     def _publish(self, capture: StagedCapture) -> None:
         ledger = capture.ledger

@@ -6,7 +6,7 @@ next time the next few: a check is short, however large the model is. Of K and V
 compared per turn, or one unit of it where it is encoded: by a lossy codec that takes milliseconds.
 Scheduler thread only; all tensor-parallel ranks must get to each step of a check at one point. A
 rank that cannot make its part of a check, for want of memory say, has no opinion of the page, and
-goes on with the others.
+goes on with the others. Checks rest while they have had more than their share of the thread's time.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from hcache_backend.arena import Ids
 from hcache_backend.engine import metrics
+from hcache_backend.engine.check_sampling import InTurn, Pace, Sample
 from hcache_backend.engine.host_pool import HiddenStatePool, OwnPagesPool
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.ranks import on_all_ranks
@@ -29,49 +30,20 @@ from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.check import difference_problem, projected_differences
 from hcache_backend.projection.projector import Projector
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange
-from hcache_backend.streams import Event, StreamFailed, current_stream, host_tensor, to_device
+from hcache_backend.streams import (
+    Event,
+    HostBuffer,
+    HostBuffers,
+    StreamFailed,
+    current_stream,
+    to_device,
+)
 from hcache_kernels.codecs import Codec
-
-_LAYERS = 4
-"""Layers of a page that are looked at."""
 
 _WAITING = 16
 """While so many pages wait for their comparison, no further one is chosen."""
 
 _harmless = partial(metrics.harmless, "page_not_checked", "a page was not checked")
-
-_Layer = TypeVar("_Layer")
-
-
-class _InTurn(Generic[_Layer]):
-    """A few of ``layers``, and then the next few; all ranks get the same."""
-
-    def __init__(self, layers: Sequence[_Layer]) -> None:
-        self._layers = deque(layers)
-
-    def next(self) -> list[_Layer]:
-        chosen = list(self._layers)[:_LAYERS]
-        self._layers.rotate(-_LAYERS)
-        return chosen
-
-
-class _Sample:
-    """One of every so many pages; 0: none. The same on every rank."""
-
-    def __init__(self, every: int) -> None:
-        self._every = every
-        self._pages_before = 0
-
-    def choose(self, pages: int) -> int | None:
-        """Which of the next ``pages`` pages, if one."""
-        if self._every == 0:
-            return None
-        if self._pages_before >= pages:
-            self._pages_before -= pages
-            return None
-        chosen = self._pages_before
-        self._pages_before = self._every - 1 - (pages - 1 - chosen) % self._every
-        return chosen
 
 
 class _CopiedPage(NamedTuple):
@@ -82,18 +54,24 @@ class _CopiedPage(NamedTuple):
     host_page: int
     left: deque[tuple[int, torch.Tensor | None, int]]
     event: Event
+    buffer: HostBuffer | None
 
 
 _Checked = TypeVar("_Checked", bound="_CopiedPage | _RunningCheck")
 
 
-def _copy_to_host(values: torch.Tensor) -> torch.Tensor:
-    """A copy on its way to the CPU, on the current stream."""
-    return host_tensor(values.shape, values.dtype, values.device).copy_(values, non_blocking=True)
+def _copy_to_host(values: torch.Tensor, buffers: HostBuffers) -> HostBuffer:
+    """A copy on its way to the CPU, on the current stream; flat."""
+    buffer = buffers.take(values.numel(), values.dtype)
+    buffer.values.copy_(values.view(-1), non_blocking=True)
+    return buffer
 
 
 def _without(freed: Ids, checks: deque[_Checked]) -> deque[_Checked]:
-    """``checks`` but for those of host pages that were ``freed`` (int64 ``[n]``)."""
+    """``checks`` but for those of host pages that were ``freed`` (int64 ``[n]``).
+
+    Their buffers are not used again: a copy may still be on its way there.
+    """
     gone = set(freed.tolist())
     return deque(check for check in checks if check.host_page not in gone)
 
@@ -118,9 +96,11 @@ class KVChecks:
         self._pool = pool
         self._kv = kv
         self._group = group
-        self._sample = _Sample(runtime.config.check_every_pages)
-        self._layers = _InTurn(kv.layers)
+        self._sample = Sample(runtime.config.check_every_pages)
+        self._layers = InTurn(kv.layers)
         self._copied: deque[_CopiedPage] = deque()
+        self._buffers = HostBuffers(pool.device_pool.device)
+        self._pace = Pace()
 
     def transferred(self, host_pages: Ids, slots: torch.Tensor) -> None:
         """Pages (int64 ``[n]``) were copied to or from ``slots``, on the current stream.
@@ -130,18 +110,19 @@ class KVChecks:
         size, i = self._pool.page_size, self._sample.choose(len(host_pages))
         if i is None or len(self._copied) >= _WAITING:
             return
-        layers = self._layers.next()
+        layers, buffer = self._layers.next(), None
         by_layer: Sequence[torch.Tensor | None] = [None] * len(layers)
-        with _harmless():
-            held = _copy_to_host(self._kv.held(layers, slots[i * size : (i + 1) * size]))
-            by_layer = held.split([self._kv.bytes_of(layer) for layer in layers])
+        with self._pace.work(), _harmless():
+            held = self._kv.held(layers, slots[i * size : (i + 1) * size])
+            buffer = _copy_to_host(held, self._buffers)
+            by_layer = buffer.values.split([self._kv.bytes_of(layer) for layer in layers])
         event = current_stream(slots.device).record()
         left = deque(
             (layer, values, part)
             for layer, values in zip(layers, by_layer, strict=True)
             for part in range(self._kv.parts)
         )
-        self._copied.append(_CopiedPage(int(host_pages[i]), left, event))
+        self._copied.append(_CopiedPage(int(host_pages[i]), left, event, buffer))
 
     def freed(self, host_pages: Ids) -> None:
         """HiCache has freed ``host_pages`` (int64 ``[n]``): others may write them."""
@@ -158,10 +139,11 @@ class KVChecks:
             return
         copied = self._copied[0]
         there = copied.event.query() and self._pool.settled(copied.host_page)
-        (arrived,) = on_all_ranks(self._group, there)
+        (arrived,) = on_all_ranks(self._group, there and self._pace.rested)
         if not arrived:
             return
-        problem = self._problem(copied)
+        with self._pace.work():
+            problem = self._problem(copied)
         (right,) = on_all_ranks(self._group, problem is None)
         if not right:
             self.failed = True
@@ -171,6 +153,8 @@ class KVChecks:
         if not (copied.left and right):
             metrics.TOKENS.count("checked", self._pool.page_size)
             self._copied.popleft()
+            if copied.buffer is not None:
+                self._buffers.give_back(copied.buffer)
 
     def _problem(self, copied: _CopiedPage) -> str | None:
         try:
@@ -198,14 +182,14 @@ class _RunningCheck(NamedTuple):
 
     Attributes:
         layers: Layers whose hidden states were projected.
-        differences: How far their K and V are off, float64 ``[layers, 2]``; None: that could not be
-            computed on this rank.
+        differences: How far their K and V are off, float64 ``[layers * 2]``; None: that could not
+            be computed on this rank.
         problem: Why a layer could not be projected, or None.
     """
 
     host_page: int
     layers: Sequence[AttentionLayer]
-    differences: torch.Tensor | None
+    differences: HostBuffer | None
     problem: str | None
     event: Event
 
@@ -238,7 +222,7 @@ class ServiceChecks:
         assert runtime.config is not None
         self._runtime = runtime
         self._pool = pool
-        self._layers = _InTurn(hidden_layers)
+        self._layers = InTurn(hidden_layers)
         self._codec = codec
         self._projector = projector
         self._exchange = exchange
@@ -250,8 +234,11 @@ class ServiceChecks:
             share = pool.page_layout.segment(hidden_layers[0].index)
             shape = (exchange.shares, share.stop - share.start)
             self._shares = torch.empty(shape, dtype=torch.uint8, device=pool.device_pool.device)
-        self._sample = _Sample(runtime.config.check_every_pages)
+        self._sample = Sample(runtime.config.check_every_pages)
         self._running: deque[_RunningCheck] = deque()
+        self._buffers = HostBuffers(pool.device_pool.device)
+        self._pace = Pace()
+        self._tired = False  # on all ranks, or on none
         # One that is under way projects with the new weights, perhaps, what the old ones left.
         runtime.on_weights_changed.append(self.forget)
 
@@ -261,12 +248,12 @@ class ServiceChecks:
         ``slots`` are those of their tokens, int64 ``[n * page_size]``, on the device.
         """
         size, i = self._pool.page_size, self._sample.choose(len(host_pages))
-        if i is None or len(self._running) >= _WAITING:
+        if i is None or self._tired or len(self._running) >= _WAITING:
             return
         slots, chosen = slots[i * size : (i + 1) * size], host_pages[i : i + 1]
         layers = self._layers.next()
         differences, problem = None, None
-        with _harmless():
+        with self._pace.work(), _harmless():
             differences, problem = self._project(layers, chosen, slots)
         event = current_stream(slots.device).record()
         self._running.append(_RunningCheck(int(chosen[0]), layers, differences, problem, event))
@@ -281,15 +268,18 @@ class ServiceChecks:
 
     def read(self) -> None:
         """See to all checks whose results have arrived."""
-        while self._running:
-            check, whole = self._running[0], None
-            if check.event.query():
+        while self._running or self._tired:
+            whole = None
+            if self._running and self._running[0].event.query():
                 # None: its rows have arrived, but nobody has looked whether all did.
-                whole = self._pool.arena.whole(np.array([check.host_page]))
-            known, right = on_all_ranks(self._group, whole is not None, whole is not False)
+                whole = self._pool.arena.whole(np.array([self._running[0].host_page]))
+            known, right, rested = on_all_ranks(
+                self._group, whole is not None, whole is not False, self._pace.rested
+            )
+            self._tired = not rested
             if not known:
                 return
-            self._running.popleft()
+            check = self._running.popleft()
             problem = self._problem(check) if right else None
             if problem is not None and self._runtime.distrust is None:
                 metrics.PROBLEMS.count("self_check")
@@ -297,8 +287,8 @@ class ServiceChecks:
 
     def _project(
         self, layers: Sequence[AttentionLayer], host_page: Ids, slots: torch.Tensor
-    ) -> tuple[torch.Tensor | None, str | None]:
-        """How far ``layers`` of a page (int64 ``[1]``) are from the pool, float64 ``[layers, 2]``,
+    ) -> tuple[HostBuffer | None, str | None]:
+        """How far ``layers`` of a page (int64 ``[1]``) are from the pool, float64 ``[layers * 2]``,
         on its way to the CPU, or None: not all were compared; and why a layer cannot be projected,
         or None.
 
@@ -335,11 +325,9 @@ class ServiceChecks:
         finally:
             if by_module and self._order is not None:
                 self._order.restore_launched(now)
-        if len(differences) < len(layers):
+        if not differences or len(differences) < len(layers):
             return None, problem
-        if not differences:
-            return torch.empty((0, 2), dtype=torch.float64), None
-        return _copy_to_host(torch.stack(differences)), None
+        return _copy_to_host(torch.stack(differences), self._buffers), None
 
     def _positions(self, host_page: Ids) -> Ids:
         """Positions of a page's tokens, int64 ``[page_size]``.
@@ -380,7 +368,9 @@ class ServiceChecks:
         if check.differences is None:
             return check.problem
         metrics.TOKENS.count("checked", self._pool.page_size)
-        for layer, found in zip(check.layers, check.differences.tolist(), strict=True):
+        differences = check.differences.values.view(-1, 2).tolist()
+        self._buffers.give_back(check.differences)
+        for layer, found in zip(check.layers, differences, strict=True):
             problem = difference_problem(layer, found, self._projector, self._codec.name)
             if problem is not None:
                 return problem

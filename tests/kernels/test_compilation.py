@@ -238,13 +238,13 @@ ROW_BYTES = (8192, 6272, 392)
 
 
 def stage(row_bytes: int, with_ok: bool) -> Launch:
-    staged = StagedRows(empty(LAYERS, PLACES + 1, row_bytes), ids(LAYERS, PLACES + 1))
+    staged = StagedRows(empty(LAYERS, PLACES, row_bytes), ids(LAYERS, PLACES))
     ok = empty(STAGED, dtype=torch.bool) if with_ok else None
     return stage_launch(empty(STAGED, row_bytes), ok, ids(STAGED), ids(1), staged, 0)
 
 
 def save(row_bytes: int) -> Launch:
-    staged = empty(LAYERS, PLACES + 1, row_bytes)[:, :STAGED]
+    staged = empty(LAYERS, PLACES, row_bytes)[:, :STAGED]
     arena, kept = empty(256, 4096 + LAYERS * PAGE * row_bytes), range(PAGE // 2, PAGE)
     return save_launch(staged, ids(STAGED), ids(128), arena, ids(LAYERS), PAGE, kept)
 
@@ -255,7 +255,7 @@ def begin(n: int) -> Launch:
 
 
 def judge() -> Launch:
-    return judge_launch(ids(LAYERS, PLACES + 1)[:, :STAGED], 17, empty(STAGED))
+    return judge_launch(ids(LAYERS, PLACES)[:, :STAGED], 17, empty(STAGED))
 
 
 def staging_jobs(capability: tuple[int, int]) -> Jobs:
@@ -337,11 +337,11 @@ def launches_of(n: int) -> dict[str, Launch]:
     """Launches that a server makes of ``n`` pages or tokens, of a segment that depends on it."""
     row, offset = 392, 4096 + 16 * n
     memory = empty(N, 8192 + 128 * row)
-    pool, places = empty(N, 64, 1, row), ids(LAYERS, PLACES + 1)
+    pool, places = empty(N, 64, 1, row), ids(LAYERS, PLACES)
     call = make_call("rope", 128, torch.bfloat16, torch.bfloat16)
     tokens = {"hidden": call.hidden[:n], "positions": ids(n), "slots": ids(n)}
     config = fused_configs(kind_of(call.projection), (9, 0))[0]
-    staged = StagedRows(empty(LAYERS, PLACES + 1, row), places)
+    staged = StagedRows(empty(LAYERS, PLACES, row), places)
     exp4 = make_codec("exp4", 256, torch.bfloat16)
     some = ids(2 * n)[n:]  # part of a restore, at any address
     encoded, rows = empty(n, exp4.row_bytes), empty(n, 256, dtype=torch.bfloat16)

@@ -95,6 +95,9 @@ class CheckedDoor(streams.Door):
     def current_stream(self, device: torch.device) -> streams.Stream:
         return CheckedStream(self._memory, self._clocks.current, ours=False)
 
+    def run_here(self, device: torch.device, work: streams.Work) -> None:
+        self.current_stream(device).run(work)
+
     def of(self, engine_stream: Any) -> streams.Stream:
         return CheckedStream(self._memory, engine_stream.actor, ours=False)
 

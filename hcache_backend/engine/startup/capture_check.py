@@ -8,6 +8,7 @@ this: what was not tried at the start is not believed later.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -82,13 +83,15 @@ class CaptureCheck:
         tokens = len(self._pages) * plan.layout.page_size
         self._capture.most_at_once = 1 if by_layer and plan.staging.layers else plan.staging.places
         try:
-            with plan.capture_hooks.trying(runner, self._capture):
+            with plan.capture_hooks.trying(self._capture):
                 self._slots = prefill_and_decode(runner, tokens, self._ranks, graphs=graphs)
             self._capture.transfers().synchronize()  # nothing is served yet
             self._capture.ledger.settle()
             problem = self._back_up(self._slots.cpu().numpy()) or self._difference()
         except Exception as error:
             problem = _told(error)
+            with suppress(StreamFailed):  # staging may be given back
+                self._capture.transfers().synchronize()
         finally:
             plan.staging.forget_marks()
             for hook in watched:

@@ -128,13 +128,13 @@ class HiddenPagePlan(PagePlan):
     def capture_hooks(self) -> HiddenCapture:
         """What captures hidden states: the hooks that CUDA graphs were recorded with, or new ones.
 
-        From the first look on nothing but projections is watched.
+        From the first look on the model has them, and nothing but projections is watched.
         """
         layers = self.hidden_layers
-        if self.hooks is None:
-            return HiddenCapture([(layer.module, [layer.projection]) for layer in layers])
-        self.hooks.watch_only(layer.projection for layer in layers)
-        return self.hooks
+        hooks = self.hooks or HiddenCapture([(layer.module, ()) for layer in layers])
+        hooks.watch_only(layer.projection for layer in layers)
+        hooks.staging, self.runner.hcache_capture = self.staging, hooks
+        return hooks
 
     @property
     def hidden_layers(self) -> list[AttentionLayer]:

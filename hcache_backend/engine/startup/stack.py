@@ -289,7 +289,6 @@ def _start_capture(
     hooks.use(capture, tokens_only=plan.recomputer is not None, order=order)
     invalidate_on_allocation(allocator, hooks)
     runtime.on_weights_changed.append(capture.ledger.forget)
-    runtime.runner.hcache_capture = hooks
     logger.info(
         "hcache: capture: staging of %d tokens, %.0f MB of device memory",
         plan.staging.places,

@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from hcache_backend.engine.arguments import resolved, storage_extra_config
+from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.ranks import smallest
 from hcache_backend.engine.runtime import Runtime
@@ -88,6 +89,7 @@ class OwnPagesStrategy(StackStrategy):
         if type(kvcache) is MHATokenToKVPool and components == {ComponentType.FULL}:
             return True
         names = ", ".join(sorted(component.name for component in components))
+        self._capture_nothing()
         self._runtime.use_plain_pages(
             self._plain or f"the KV pool is a {type(kvcache).__name__} ({names})"
         )
@@ -97,18 +99,17 @@ class OwnPagesStrategy(StackStrategy):
         runtime = self._runtime
         try:
             self._step(params, partial(self._refuse, own_pages_refusal, self._plain, kvcache))
-            try:
-                marker = ProjectionBatch(ForwardMode.EXTEND)
-                projector = Projector(marker, PagedPool(kvcache), kvcache.layer_num)
-                hidden = self._plan(kvcache, params, projector)
-            except Refused as refused:  # on every rank of every stage, here and below
-                reason = str(refused)
+            marker = ProjectionBatch(ForwardMode.EXTEND)
+            projector = Projector(marker, PagedPool(kvcache), kvcache.layer_num)
+            hidden = self._plan_or_reason(kvcache, params, projector)
+            if isinstance(hidden, str):
                 plan = self._kv_plan(kvcache, params)
-                use_kv_mode(runtime, kvcache, plan, reason)
+                use_kv_mode(runtime, kvcache, plan, hidden)
                 return Stack(runtime, kvcache, params, kwargs).build_kv(plan)
             use_hidden_mode(runtime, kvcache, hidden)
             return Stack(runtime, kvcache, params, kwargs).build_hidden(hidden, projector)
         except Refused as refused:
+            self._capture_nothing()
             runtime.use_plain_pages(str(refused))
             return _PlainKvStrategy().build(
                 kvcache=kvcache, params=params, server_args=server_args, **kwargs
@@ -123,6 +124,26 @@ class OwnPagesStrategy(StackStrategy):
         reason = known or refusal(self._runtime, kvcache)
         if reason is not None:
             raise Refused(reason)
+
+    def _plan_or_reason(
+        self, kvcache: Any, params: Any, projector: Projector
+    ) -> HiddenPagePlan | str:
+        """What hidden mode needs, or why it is refused, on every rank of every stage.
+
+        If it is refused, nothing is left of it: no hook, no memory.
+        """
+        try:
+            return self._plan(kvcache, params, projector)
+        except Refused as refused:
+            reason = str(refused)
+        self._capture_nothing()
+        return reason
+
+    def _capture_nothing(self) -> None:
+        hooks: HiddenCapture | None = getattr(self._runtime.runner, "hcache_capture", None)
+        if hooks is not None:
+            self._runtime.runner.hcache_capture = None
+            hooks.remove()
 
     def _kv_plan(self, kvcache: Any, params: Any) -> PagePlan:
         """Pages of K and V of all layers.

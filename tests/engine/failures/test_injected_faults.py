@@ -18,6 +18,7 @@ from tests.engine.harness.ours import (
     our_server,
     projections,
     stored_pages,
+    told,
 )
 
 pytestmark = pytest.mark.engine
@@ -47,7 +48,13 @@ def test_a_wrong_rope_at_start_up_means_kv_mode(model: Path, tmp_path: Path) -> 
 def test_rows_that_do_not_get_to_host_memory_at_start_up_mean_kv_mode(
     fault: str, problem: str, model: Path, tmp_path: Path
 ) -> None:
-    with Server(our_server(model, tmp_path, extra_env=faulty(fault))) as server:
+    """What captured them in the check is gone, too: a forward pass has no hook of ours."""
+    trigger = tmp_path / "trigger"
+    trigger.write_text("while the server starts")
+    env = faulty(f"{fault},report_module_hooks", trigger)
+    with Server(our_server(model, tmp_path, extra_env=env)) as server:
+        trigger.unlink()
+        assert told(server, trigger) == 0
         conversations = converse(server, make_conversations(1, turns=2))
         said = "hcache: KV mode, own pages: hidden states do not get to host memory: "
         assert said + problem in server.log_text()

@@ -174,7 +174,7 @@ def _skip_a_layer() -> None:
     take = HiddenCapture._take
 
     def faulty(self: Any, index: int, hidden: object) -> None:
-        if not (_active() and index == len(self._called) - 1):
+        if not (_active() and index == len(self._hooks) - 1):
             take(self, index, hidden)
 
     HiddenCapture._take = faulty  # type: ignore[method-assign]
@@ -235,6 +235,13 @@ def _report(tell: Callable[[], object]) -> Callable[[], None]:
                 report.replace(trigger)
 
     return lambda: threading.Thread(target=answer, daemon=True).start()
+
+
+def _module_hooks() -> int:
+    """How many hooks modules of the model have before their forward pass."""
+    from hcache_backend.engine.runtime import current
+
+    return sum(len(module._forward_pre_hooks) for module in current().runner.model.modules())
 
 
 def _hooks() -> list[str]:
@@ -388,5 +395,6 @@ FAULTS: dict[str, Callable[[], None]] = {
     "overflow_is_full": lambda: hcache_units.do_not_fit(room=0.0),
     "misses_on_rank_1": _misses_on_rank_1,
     "report_hooks": _report(_hooks),
+    "report_module_hooks": _report(_module_hooks),
     "report_holdings": _report_holdings,
 }

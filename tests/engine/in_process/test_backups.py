@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.engine import metrics, service_check
+from hcache_backend.engine import check_sampling, metrics, service_check
 from hcache_backend.engine.hidden_controller import HiddenStateController
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.service_check import ServiceChecks
@@ -216,6 +216,49 @@ def test_a_check_without_memory_raises_nothing_and_says_nothing_of_the_page(
     checks.backed_up(2)
     checks.read()
     assert runtime.distrust is not None
+
+
+def test_checks_rest_when_they_took_more_than_their_share_of_time(
+    machine: Machine, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every rank: they all go by the one that is most behind."""
+    now = [0.0]
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr(check_sampling, "time", clock)
+    checks = Checks(machine, runtime)
+
+    def slow(*_: object) -> None:
+        now[0] += 0.5 / LAYERS  # a check takes half a second
+        raise torch.OutOfMemoryError("a test")
+
+    monkeypatch.setattr(checks.projector, "project", slow)
+    checks.backed_up(1)
+    assert len(checks.checks._running) == 1
+    checks.read()
+    checks.backed_up(2)
+    assert not checks.checks._running
+    now[0] += 3.9  # 0.4 seconds are to be made up for: 4 seconds at a tenth
+    checks.checks.read()
+    checks.backed_up(3)
+    assert not checks.checks._running
+    now[0] += 0.2
+    checks.checks.read()
+    checks.backed_up(4)
+    assert [check.host_page for check in checks.checks._running] == [4]
+
+
+def test_memory_that_results_of_checks_are_copied_to_is_used_again(
+    machine: Machine, runtime: Runtime
+) -> None:
+    checks = Checks(machine, runtime)
+    seen = set()
+    for page in (1, 2, 3):
+        checks.backed_up(page)
+        [check] = checks.checks._running
+        assert check.differences is not None
+        seen.add(check.differences.memory.data_ptr())
+        checks.read()
+    assert len(seen) == 1
 
 
 def test_no_further_page_is_checked_while_many_are_under_way(

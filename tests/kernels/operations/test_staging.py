@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hcache_kernels.staging import (
+    NOWHERE,
     WRONG_STEP,
     StagedRows,
     save_launch,
@@ -40,6 +41,26 @@ def test_stage_rows(device: str, row_bytes: int, with_ok: bool) -> None:
     assert torch.equal(got.marks.cpu(), want.marks)
     assert (want.marks == WRONG_STEP).sum() == (2 if with_ok else 0)
     assert (want.rows[0] == 0xEE).all()
+
+
+@pytest.mark.parametrize("with_ok", [False, True])
+def test_rows_without_a_place_leave_the_buffer_alone(device: str, with_ok: bool) -> None:
+    """Also one that is gone, as where hidden mode was refused behind the recording of graphs."""
+    rows = torch.randint(0, 256, (4, 160), dtype=torch.uint8, device=device)
+    places = torch.tensor([NOWHERE, 2, NOWHERE, NOWHERE], device=device)
+    ok = torch.tensor([True, True, False, True], device=device) if with_ok else None
+    step = torch.tensor([41], device=device)
+    got, want = buffer(1, 160, device), buffer(1, 160, "cpu")
+    want.rows[0, 2], want.marks[0, 2] = rows[1].cpu(), 41
+    stage_launch(rows, ok, places, step, got, 0).run()
+    assert torch.equal(got.rows.cpu(), want.rows)
+    assert torch.equal(got.marks.cpu(), want.marks)
+    none = torch.full_like(places, NOWHERE)
+    gone = StagedRows(got.rows[:, :0], got.marks[:, :0])
+    stage_launch(rows, ok, none, step, gone, 0).run()
+    stage_rows(rows.cpu(), None if ok is None else ok.cpu(), none.cpu(), step.cpu(), want, 0)
+    assert torch.equal(got.rows.cpu(), want.rows)
+    assert torch.equal(got.marks.cpu(), want.marks)
 
 
 @pytest.mark.parametrize("columns", [16, 48])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hcache_kernels.staging import WRONG_STEP
+from hcache_kernels.staging import NOWHERE, WRONG_STEP
 from hcache_kernels.steps import StepPlaces, begin_launch, begin_rows, judge_launch, judge_rows
 
 PLACES = 300
@@ -17,7 +17,7 @@ PLACES = 300
     [(1, range(7, 8)), (5, range(2, 7)), (290, range(10, 300)), (290, range(0)), (700, range(0))],
 )
 def test_begin_rows(device: str, n: int, placed: range, dtype: torch.dtype) -> None:
-    """Rows behind those of the step, and all rows of a step without places, get the spare one."""
+    """Rows behind those of the step, and all rows of a step without places, get none."""
     torch.manual_seed(n)
     slots, positions = torch.randperm(2 * n).to(dtype), torch.arange(9, 9 + n).to(dtype)
     tokens = (slots[::2], positions, torch.randint(0, 1000, (n,), dtype=dtype))
@@ -34,11 +34,11 @@ def test_begin_rows(device: str, n: int, placed: range, dtype: torch.dtype) -> N
             torch.cuda.synchronize()
         results.append([where.cpu(), copied, now.places.cpu(), now.number.cpu()])
     want = torch.stack(tokens).long()
-    spare = [PLACES] * (PLACES - len(placed))
+    none = [NOWHERE] * (PLACES - len(placed))
     for where, copied, places, number in results:
         assert torch.equal(where, want)
         assert copied.tolist() == [*want.flatten().tolist(), -7]
-        assert places.tolist() == [*placed, *spare]
+        assert places.tolist() == [*placed, *none]
         assert number.tolist() == [41]
 
 

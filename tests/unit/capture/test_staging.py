@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hcache_backend.streams import Event, WorkerStream
+from hcache_kernels.staging import stage_rows
 from tests.unit.capture.machine import (
     DEVICE_PAGES,
     LAYERS,
@@ -206,7 +207,9 @@ def test_a_step_that_cannot_begin_is_lost_alone(
     assert machine.forward(slots(3))
 
 
-def test_the_spare_place_is_left_alone_while_a_long_step_uses_its_memory(machine: Machine) -> None:
+def test_a_replay_that_is_not_captured_leaves_the_memory_of_a_long_step_alone(
+    machine: Machine,
+) -> None:
     gate = machine.hold_transfers()
     long = slots(1, 2, 3, 4)[: PLACES + 1]
     assert machine.forward(long)
@@ -217,6 +220,23 @@ def test_the_spare_place_is_left_alone_while_a_long_step_uses_its_memory(machine
     gate.set()
     machine.settle()
     machine.assert_stored(long)
+
+
+def test_a_replay_leaves_memory_alone_that_was_given_back(machine: Machine) -> None:
+    """Hidden mode may be refused behind the recording of graphs: their copies are replayed on."""
+    before, places = machine.staging.staged, machine.staging._now.places
+    rows, marks = before.rows.clone(), before.marks.clone()
+    machine.staging.begin((torch.arange(3),) * 3, 1, range(3))(
+        torch.empty((3, 3), dtype=torch.int64), torch.empty(9, dtype=torch.int64)
+    )
+    machine.staging.free()
+    hidden = torch.full((3, WIDTH), 9.0).view(torch.uint8)
+    stage_rows(hidden, None, places[:3], torch.tensor([1]), before, 0)  # as it was recorded
+    assert torch.equal(before.rows, rows)
+    assert torch.equal(before.marks, marks)
+    after = machine.staging.staged
+    assert after.rows.nbytes == after.marks.nbytes == 0
+    machine.staging.stage(0, torch.full((3, WIDTH), 9.0), 3)
 
 
 @pytest.mark.parametrize("pages", [1, 4])
