@@ -15,7 +15,7 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
 .PHONY: setup versions demo test test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
-	bench-segment-codec bench-throttled bench-accuracy bench-partition bench-paper bench-occupancy bench-depth \
+	bench-segment-codec bench-throttled bench-accuracy bench-partition bench-paper bench-occupancy bench-step-time bench-depth \
 	bench-pyramid bench-eager bench-hits bench-eviction bench-pages bench-compare record-demo record-eager record-compare \
 	record-accuracy
 .DELETE_ON_ERROR:
@@ -146,6 +146,10 @@ bench-paper: setup
 # What copies take of a GPU beside matrix products, compiled for four GPUs. Minutes.
 bench-occupancy: setup
 	$(BIN)/python -m bench.occupancy $(ARGS)
+
+# Python time that capture takes in a decode step without CUDA graphs, per step and per layer. Seconds.
+bench-step-time: setup
+	$(BIN)/python -m bench.step_time $(ARGS)
 
 # Restores whose front is recomputed while L3 brings the back, computed for an H100 or H200. Seconds.
 bench-depth: setup

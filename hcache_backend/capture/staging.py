@@ -58,7 +58,7 @@ class Staging:
             torch.full((places,), NOWHERE, dtype=torch.int64, device=device),
             torch.zeros(1, dtype=torch.int64, device=device),
         )
-        self._named = self._now.places  # of the step, as each of its layers needs them
+        self._named = places, self._now.places  # of a step, as each of its layers needs them
 
     def _take_memory(self) -> None:
         shape = (self.layers, self.places)
@@ -120,9 +120,9 @@ class Staging:
         """Put the first ``rows`` of ``hidden`` (``[n, hidden]``) to the places named last."""
         if rows > self.places:
             return  # a recorded batch that is too large: its rows will lack their marks
-        if self._named.shape[0] != rows:
-            self._named = self._now.places[:rows]
-        places = self._named
+        if self._named[0] != rows:
+            self._named = rows, self._now.places[:rows]
+        places = self._named[1]
 
         def stage() -> None:
             encoded, ok = self.encode(hidden if hidden.shape[0] == rows else hidden[:rows])

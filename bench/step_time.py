@@ -1,0 +1,177 @@
+"""What capture costs the scheduler thread: Python time of a decode step, per step and per layer.
+
+    python -m bench.step_time [--steps 400] [--tokens 8] [--out FILE.json]
+
+A decode step without CUDA graphs: modules with a projection each, called with and without capture.
+Kernels of a step are left out (only what they tell the host is there), so that what is timed is
+Python between SGLang's calls, on this CPU. Time per layer is the slope between 8 and 40 layers, per
+step what is left at 0 layers; medians. With ``--out`` the table is written as JSON too. To compare
+two versions, run both in turn on one machine: only ratios mean anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import pstats
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from hcache_backend.capture import staging
+from hcache_backend.capture.shadows import ShadowArena
+from hcache_backend.capture.staging import StagedCapture, Staging
+from hcache_backend.engine.capture_hooks import HiddenCapture
+from hcache_backend.page import PageLayout, hidden_layer
+from hcache_kernels.codecs import make_codec
+
+WIDTH, PAGE, PAGES = 16, 16, 64
+FEW, MANY = 8, 40
+WARM_UPS = 20
+
+
+class Attention(torch.nn.Module):
+    """An attention module that does nothing but project."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Identity()
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return self.qkv(hidden)
+
+
+class Steps:
+    """Decode steps of ``tokens`` requests on a model of ``layers`` layers, captured or not."""
+
+    def __init__(self, layers: int, tokens: int) -> None:
+        self._model = [Attention() for _ in range(layers)]
+        self._hidden = torch.zeros(tokens, WIDTH)
+        self._where = torch.arange(PAGE, PAGE + tokens)
+        self._told = self._where.repeat(3)
+        codec = make_codec("none", WIDTH, torch.float32)
+        layout = PageLayout(PAGE, (hidden_layer(PAGE, codec.row_bytes, WIDTH),) * layers)
+        memory = torch.zeros((PAGES, layout.page_bytes), dtype=torch.uint8)
+        arena = ShadowArena(memory.numpy(), layout, 1, PAGES - 1, lambda page: None)
+        room = Staging(layers, codec, 4 * tokens, "cpu")
+        self._capture = StagedCapture(arena, memory, room, range(layers))
+        self._hooks: HiddenCapture | None = None
+
+    def watch(self) -> None:
+        """Capture from now on."""
+        hooks = self._hooks = HiddenCapture([(layer, [layer.qkv]) for layer in self._model])
+        hooks.watch_only(layer.qkv for layer in self._model)
+        hooks.use(self._capture, tokens_only=False, order=None)
+
+    def run(self) -> None:
+        """One step."""
+        where = self._where
+        batch = SimpleNamespace(out_cache_loc=where, input_ids=where, positions=where)
+        if self._hooks is None:
+            self._forward()
+        else:
+            self._hooks.allocated(where)
+            self._hooks.forward(batch, self._forward)
+
+    def tell(self, where: torch.Tensor, copied: torch.Tensor) -> None:
+        """In the place of the kernel that begins a step."""
+        where.view(-1).copy_(self._told)
+        copied.copy_(self._told)
+
+    def settled(self) -> None:
+        """What the last step left has arrived; not timed."""
+        self._capture.transfers().synchronize()
+
+    def _forward(self) -> Any:
+        for layer in self._model:
+            layer(self._hidden)
+        return SimpleNamespace(can_run_graph=False)
+
+
+def measure(tokens: int, count: int) -> tuple[float, float]:
+    """What capture adds to a step of ``FEW`` and of ``MANY`` layers: microseconds of this thread's
+    processor time, so that other processes disturb little."""
+    with torch.inference_mode():
+        steps = [Steps(layers, tokens) for layers in (FEW, FEW, MANY, MANY)]
+        leave_out_kernels(steps[0])
+        steps[1].watch()
+        steps[3].watch()
+        times: list[list[float]] = [[] for _ in steps]
+        for _ in range(WARM_UPS + count):
+            for step, of_step in zip(steps, times, strict=True):
+                start = time.thread_time()
+                step.run()
+                of_step.append(time.thread_time() - start)
+                step.settled()
+    few, few_captured, many, many_captured = (
+        1e6 * statistics.median(of_step[WARM_UPS:]) for of_step in times
+    )
+    return few_captured - few, many_captured - many
+
+
+def leave_out_kernels(steps: Steps) -> None:
+    """Kernels do nothing, but for telling the host what it goes by."""
+    nothing: Callable[..., None] = lambda *args: None  # noqa: E731
+    tell: Callable[..., None] = lambda tokens, where, copied, *rest: steps.tell(where, copied)  # noqa: E731
+    for name in ("stage_rows", "save_rows"):
+        setattr(staging, name, nothing)
+    setattr(staging, "begin_rows", tell)  # noqa: B010
+    setattr(staging, "judge_rows", lambda marks, step, verdicts: verdicts.fill_(1))  # noqa: B010
+
+
+def profile(tokens: int, count: int) -> list[dict[str, Any]]:
+    """Own time of our functions in captured steps of ``MANY`` layers, as shares of ours in all."""
+    with torch.inference_mode():
+        steps = Steps(MANY, tokens)
+        leave_out_kernels(steps)
+        steps.watch()
+        profiler = cProfile.Profile()
+        for _ in range(count):
+            profiler.enable()
+            steps.run()
+            profiler.disable()
+            steps.settled()
+    ours = {
+        f"{Path(file).stem}.{name}": (own, calls)
+        for (file, _, name), (_, calls, own, _, _) in pstats.Stats(profiler).stats.items()  # type: ignore[attr-defined]
+        if "hcache_" in file or "/kernels/" in file
+    }
+    total = sum(own for own, _ in ours.values())
+    rows = [
+        {"function": name, "calls per step": calls / count, "share": own / total}
+        for name, (own, calls) in ours.items()
+    ]
+    return sorted(rows, key=lambda row: -float(row["share"]))  # type: ignore[arg-type]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    few, many = measure(options.tokens, options.steps)
+    per_layer = (many - few) / (MANY - FEW)
+    found = {
+        "microseconds per layer": per_layer,
+        "microseconds per step": few - FEW * per_layer,
+        "microseconds of 32 layers": few + (32 - FEW) * per_layer,
+    }
+    for name, value in found.items():
+        print(f"{name:32} {value:8.1f}")
+    rows = profile(options.tokens, options.steps)
+    print(f"\n{'function':40} {'calls/step':>10} {'share':>6}")
+    for row in rows[:16]:
+        print(f"{row['function']:40} {row['calls per step']:10.1f} {row['share']:6.1%}")
+    if options.out is not None:
+        options.out.write_text(json.dumps({**found, "functions": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
