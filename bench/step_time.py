@@ -147,7 +147,7 @@ def profile(tokens: int, count: int) -> list[dict[str, Any]]:
         {"function": name, "calls per step": calls / count, "share": own / total}
         for name, (own, calls) in ours.items()
     ]
-    return sorted(rows, key=lambda row: -float(row["share"]))  # type: ignore[arg-type]
+    return sorted(rows, key=lambda row: -float(row["share"]))
 
 
 def main() -> None:
