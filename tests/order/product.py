@@ -40,33 +40,36 @@ class CheckedStream(streams.Stream):
 
     Args:
         ours: A stream of the backend's own: what raises there stops the stream, not the caller.
+
+    Attributes:
+        error: What stopped it.
     """
 
     def __init__(self, memory: Memory, actor: int, *, ours: bool) -> None:
         self.actor = actor
         self._memory, self._clocks, self._ours = memory, memory.clocks, ours
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
 
     def run(self, work: streams.Work) -> None:
         with self.as_current():
             if not self._ours:
                 work()
-            elif self._error is None:
+            elif self.error is None:
                 try:
                     with torch.inference_mode():
                         work()
                 except Exception as error:
-                    self._error = error
+                    self.error = error
 
     def record(self, *, timed: bool = False) -> streams.Event:
-        return CheckedEvent(self._clocks, self._clocks.record(self.actor), self._error)
+        return CheckedEvent(self._clocks, self._clocks.record(self.actor), self.error)
 
     def wait(self, event: streams.Event) -> None:
         assert isinstance(event, CheckedEvent)
         if edges.is_left_out():
             return
         self._clocks.wait(self.actor, event.point)
-        self._error = self._error or event.error
+        self.error = self.error or event.error
 
     def keep(self, tensor: torch.Tensor) -> None:
         if not edges.is_left_out():
@@ -86,11 +89,19 @@ class CheckedDoor(streams.Door):
 
     def __init__(self, checker: Checker) -> None:
         self._memory, self._clocks = checker.memory, checker.clocks
+        self._ours: list[CheckedStream] = []
+
+    @property
+    def errors(self) -> list[BaseException]:
+        """What stopped streams of the backend: nothing of theirs is checked behind it."""
+        return [stream.error for stream in self._ours if stream.error is not None]
 
     def new_stream(
         self, device: torch.device, name: str, *, in_turn: bool = False
     ) -> streams.Stream:
-        return CheckedStream(self._memory, self._clocks.new_stream(f"hcache {name}"), ours=True)
+        actor = self._clocks.new_stream(f"hcache {name}")
+        self._ours.append(CheckedStream(self._memory, actor, ours=True))
+        return self._ours[-1]
 
     def current_stream(self, device: torch.device) -> streams.Stream:
         return CheckedStream(self._memory, self._clocks.current, ours=False)

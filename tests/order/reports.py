@@ -104,6 +104,37 @@ UNIT = {
 }
 """By the ``str`` of the edge; scenarios of ``scenarios.py``."""
 
+ENCODED = {
+    "restore/eager.py:_wait restore.wait()": Report(
+        "eager, encoded", "forward writes what hcache copy writes"
+    ),
+    "restore/exchange.py:forward_begins self._forward.wait(event)": Report(
+        "restore, between ranks, encoded", "forward writes what hcache copy writes"
+    ),
+    "restore/exchange.py:restore_begins stream.wait(launched)": Report(
+        "restore, between ranks, encoded", "hcache copy writes what forward writes"
+    ),
+    "restore/pipeline.py:_recompute forward.wait(self._copy.record())": Report(
+        "restore, between ranks, encoded", "forward writes what hcache copy writes"
+    ),
+    "restore/pipeline.py:start self._compute.wait(done)": Report(
+        "restore, between ranks, encoded", "hcache copy writes what forward writes"
+    ),
+    "restore/pipeline.py:start self._copy.wait(behind)": Report(
+        "loads, encoded", "hcache copy writes what forward writes"
+    ),
+    "restore/pipeline.py:start stream.keep(tensor)": Report(
+        "eager, encoded", "device memory of schedule dies while hcache copy may use it"
+    ),
+    "restore/report.py:wait_for_layer current_stream(self.device).wait(self.layers[layer])": Report(
+        "restore, encoded", "forward reads what hcache copy writes"
+    ),
+    "restore/report.py:wait current_stream(self.device).wait(event)": Report(
+        "eager, encoded", "forward writes what hcache copy writes"
+    ),
+}
+"""Likewise, over pages with encoded K and V."""
+
 IN_PROCESS = {
     "engine/controller.py:after_forwards "
     "stream.wait(streams.current_stream(self.device).record())": Report(

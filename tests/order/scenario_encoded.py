@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hcache_backend import streams
@@ -28,8 +29,8 @@ class Ack(NamedTuple):
 
 
 def overflow(checker: Checker) -> None:
-    """Backups, of which one page does not fit in one layer; its slots are used again at once, and
-    then it is loaded."""
+    """Backups, of which one page does not fit in one layer. Loads are asked for before that is
+    known, and made when it is; slots are used again at once."""
     shape = (SIZE * PAGES, 1, WIDTH)
     k, v = (
         [checker.on_device(torch.ones(shape).bfloat16(), name) for _ in range(LAYERS)]
@@ -52,6 +53,21 @@ def overflow(checker: Checker) -> None:
             slots.record_stream(forward)
             v[1][slots] = any_bits[: SIZE * WIDTH].view(SIZE, 1, WIDTH).to(GPU).repeat(2, 1, 1)
 
+    def loaded(host_pages: npt.NDArray[np.int64], slots: torch.Tensor) -> bool:
+        """Whether the pages may be loaded; then they are."""
+        if not area.whole(host_pages):
+            return False
+        load.wait_stream(schedule)
+        with checker.on(load):
+            slots.record_stream(load)
+            pages = streams.to_device(host_pages, GPU)
+            for layer in range(LAYERS):
+                copy = kv.restored_layer(layer).copy
+                assert copy is not None
+                copy(arena, pages, layout.segment_offsets[layer], slots)
+                area.load(layer, area.pages.of_pages(host_pages), slots)
+        return True
+
     checker.begin()
     for turn in range(3):
         host_pages = np.array([turn, turn + 1])
@@ -67,15 +83,12 @@ def overflow(checker: Checker) -> None:
             assert fits is not None
             area.saved(host_pages, slots, fits)
             ack = area.awaited(Ack(start, save.record_event()))
+        loaded(host_pages, others)
         with checker.on(schedule):
             while not ack.finish_event.query():
                 pass  # then HiCache may give the slots to others
         write(slots)
-        load.wait_stream(schedule)
-        with checker.on(load):
-            others.record_stream(load)
-            for layer in range(LAYERS):
-                area.load(layer, area.pages.of_pages(host_pages), others)
+        assert loaded(host_pages, others)
         forward.wait_stream(load)
         write(others)
         save.wait_stream(load)

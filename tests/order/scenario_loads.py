@@ -50,9 +50,11 @@ class Loading:
         before_prefetch: Slots of the tokens before a prefetch; None: they are not on the device.
     """
 
-    def __init__(self, checker: Checker, partition: Partition = _SOME_OF_EACH) -> None:
+    def __init__(
+        self, checker: Checker, partition: Partition = _SOME_OF_EACH, codec: str = "none"
+    ) -> None:
         methods = LayerMethods(partition, None, None, 4 * SIZE)
-        self.checker, self.pool = checker, Pool(checker, methods.methods)
+        self.checker, self.pool = checker, Pool(checker, methods.methods, codec=codec)
         self.engine = Engine(checker, self.pool)
         self.arena = ShadowArena(
             self.pool.memory.numpy(), self.pool.layout, PAGES, PAGES, lambda page: None
@@ -131,9 +133,10 @@ class Loading:
         self.free.give(slots)
 
 
-def loads(checker: Checker) -> None:
-    """Loads behind a prefix that a forward pass has just written."""
-    loading = Loading(checker)
+def loads(checker: Checker, **kind: Any) -> None:
+    """Loads behind a prefix that a forward pass has just written; ``kind`` of pages: see
+    :class:`Loading`."""
+    loading = Loading(checker, **kind)
     checker.begin()
     with checker.on(loading.engine.schedule):
         for _ in range(3):
@@ -157,9 +160,9 @@ def loads_whose_recomputation_fails(checker: Checker) -> None:
         loading.launch(load, slots)
 
 
-def eager(checker: Checker) -> None:
+def eager(checker: Checker, **kind: Any) -> None:
     """Prefetches that are restored while they are read, handed out or given back."""
-    loading = Loading(checker)
+    loading = Loading(checker, **kind)
     checker.begin()
     with checker.on(loading.engine.schedule):
         nothing = loading.before_prefetch = torch.empty(0, dtype=torch.int64, device=GPU)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import numpy.typing as npt
 import torch
 
 from hcache_backend import streams
-from hcache_backend.page import RECOMPUTED, PageLayout, StoredLayer, kv_layer
+from hcache_backend.engine.kv_pages.segments import KVSegments
+from hcache_backend.page import RECOMPUTED, PageLayout, StoredLayer
 from hcache_backend.restore.exchange import CollectiveOrder
 from hcache_backend.restore.layers import Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
@@ -34,7 +36,8 @@ class Pool:
 
     Args:
         methods: How each layer is restored.
-        shares: As many ranks have a share of the hidden states of every page.
+        shares: As many ranks have a share of every page.
+        codec: Encodes K and V in pages.
 
     Attributes:
         stream: That of the forward passes; the :class:`Engine` sets it.
@@ -44,43 +47,42 @@ class Pool:
     stream: Callable[[], streams.Stream]
     fails = False
 
-    def __init__(self, checker: Checker, methods: Sequence[str], shares: int = 1) -> None:
+    def __init__(
+        self, checker: Checker, methods: Sequence[str], shares: int = 1, codec: str = "none"
+    ) -> None:
+        dtype = torch.bfloat16 if codec == "exp4" else torch.float32
+        shape = (len(methods), SLOTS, WIDTH)
+        self.k = checker.on_device(torch.zeros(shape, dtype=dtype), "K")
+        self.v = checker.on_device(torch.zeros(shape, dtype=dtype), "V")
+        k_and_v = ([rows[:, None] for rows in plane] for plane in (self.k, self.v))
+        kvcache = SimpleNamespace(**dict(zip(("k_buffer", "v_buffer"), k_and_v, strict=True)))
+        share = Share(0, shares)
+        self._kv = KVSegments(kvcache, range(len(methods)), SIZE, share, shares, codec)
         stored = {
             "hidden": StoredLayer((Segment(SIZE * 4 * WIDTH, shares),)),
-            "kv": kv_layer(SIZE, WIDTH, WIDTH, 4, 1),
+            "kv": self._kv.stored_layer(0),
             "recompute": RECOMPUTED,
         }
         self.methods = methods
-        self.layout = PageLayout(SIZE, tuple(stored[m] for m in methods), Share(0, shares))
+        self.layout = PageLayout(SIZE, tuple(stored[m] for m in methods), share)
         self.memory = checker.pinned(
             torch.zeros((2 * PAGES, self.layout.page_bytes), dtype=torch.uint8), "arena"
         )
         positions = self.layout.positions(self.memory.numpy())
         positions[:PAGES] = np.arange(SLOTS).reshape(PAGES, SIZE)
-        shape = (len(methods), SLOTS, WIDTH)
-        self.k = checker.on_device(torch.zeros(shape), "K")
-        self.v = checker.on_device(torch.zeros(shape), "V")
         self.links = checker.on_device(torch.zeros(1), "links to other ranks")
 
     def restored(self, layer: int) -> RestoredLayer:
-        """How ``layer`` comes back: its K and V as the product copies them, by whole pages."""
+        """How ``layer`` comes back: its K and V as the product copies and decodes them."""
 
         def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
             rows = segments.view(torch.float32).view(-1, WIDTH)
-            self.k[layer, slots] = rows + positions[:, None]
-            self.v[layer, slots] = rows * 2
-
-        def copy(
-            memory: torch.Tensor, pages: torch.Tensor, offset: int, slots: torch.Tensor
-        ) -> None:
-            segments = memory.index_select(0, pages)[:, offset:][:, : 8 * SIZE * WIDTH]
-            k, v = segments.view(torch.float32).view(-1, 2, SIZE, WIDTH).unbind(1)
-            self.k[layer, slots] = k.reshape(-1, WIDTH)
-            self.v[layer, slots] = v.reshape(-1, WIDTH)
+            self.k[layer, slots] = (rows + positions[:, None]).to(self.k.dtype)
+            self.v[layer, slots] = (rows * 2).to(self.v.dtype)
 
         ways = {
             "hidden": RestoredLayer("hidden", fill),
-            "kv": RestoredLayer("kv", copy=copy),
+            "kv": self._kv.restored_layer(layer),
             "recompute": RestoredLayer("recompute"),
         }
         return ways[self.methods[layer]]
@@ -108,8 +110,8 @@ class Pool:
         """Recompute the first layers, as :class:`hcache_backend.restore.recompute.Recomputer`."""
         self.talk()
         for layer in range(layers):
-            self.k[layer, slots] = positions[:, None].float()
-            self.v[layer, slots] = positions[:, None].float()
+            for rows in (self.k, self.v):
+                rows[layer, slots] = positions[:, None].to(rows.dtype)
             for span in spans:
                 self.k[layer, span.prefix].sum()
                 self.v[layer, span.prefix].sum()
@@ -125,8 +127,8 @@ class Pool:
         """Pages in any order, and as many slots, made on the current stream."""
         rng = np.random.default_rng(seed)
         chosen = rng.permutation(PAGES)[:pages].astype(np.int64)
-        slots = rng.permutation(SLOTS)[: pages * SIZE]
-        return chosen, streams.to_device(slots, GPU)
+        slots = rng.permutation(PAGES)[:pages, None] * SIZE + np.arange(SIZE)
+        return chosen, streams.to_device(slots.ravel(), GPU)
 
 
 class Engine:
@@ -170,9 +172,11 @@ class Engine:
                     rows[layer, slots] = 1.0
 
 
-def restores(checker: Checker, methods: Sequence[str], recomputed: int = 0) -> None:
+def restores(
+    checker: Checker, methods: Sequence[str], recomputed: int = 0, codec: str = "none"
+) -> None:
     """Restores one after the other, of more pages than a projection takes, under forward passes."""
-    pool = Pool(checker, methods)
+    pool = Pool(checker, methods, codec=codec)
     engine, pipeline = Engine(checker, pool), pool.pipeline(4 * SIZE)
     checker.begin()
     for seed in range(4):
@@ -201,9 +205,9 @@ class Exchange:
         self._pool.talk()
 
 
-def restores_between_ranks(checker: Checker) -> None:
+def restores_between_ranks(checker: Checker, codec: str = "none") -> None:
     """Restores and forward passes that talk to other ranks, in no order but the pipeline's own."""
-    pool = Pool(checker, ["recompute", "hidden", "hidden", "hidden", "kv"], shares=2)
+    pool = Pool(checker, ["recompute", "hidden", "hidden", "hidden", "kv"], 2, codec)
     order = CollectiveOrder("cuda")  # on a CPU there would be nothing to order
     engine = Engine(checker, pool, order)
     pipeline = pool.pipeline(4 * SIZE, exchange=Exchange(pool), order=order)

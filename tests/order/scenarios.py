@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from hcache_backend import streams
+from hcache_backend.partition.costs import Partition
 from tests.order.checker import Checker
 from tests.order.product import CheckedDoor
 from tests.order.scenario_capture import captures, step_that_cannot_begin
@@ -19,6 +20,8 @@ from tests.order.scenario_loads import (
 )
 from tests.order.scenario_restore import restores, restores_between_ranks
 
+ALL_KV = Partition(recompute=0, hidden=0, kv=4)
+
 Scenario = Callable[[Checker], None]
 
 SCENARIOS: dict[str, Scenario] = {
@@ -27,10 +30,14 @@ SCENARIOS: dict[str, Scenario] = {
     "restore, first layers recomputed": partial(
         restores, methods=["recompute", "hidden", "hidden", "kv"], recomputed=2
     ),
+    "restore, encoded": partial(restores, methods=["kv"] * 4, codec="exp4"),
     "restore, between ranks": restores_between_ranks,
+    "restore, between ranks, encoded": partial(restores_between_ranks, codec="exp4"),
     "loads": loads,
+    "loads, encoded": partial(loads, partition=ALL_KV, codec="exp4"),
     "loads, recomputation fails": loads_whose_recomputation_fails,
     "eager": eager,
+    "eager, encoded": partial(eager, partition=ALL_KV, codec="exp4"),
     "eager, behind an unknown prefix": eager_behind_an_unknown_prefix,
     "sends": sends,
     "overflow": overflow,
@@ -42,5 +49,7 @@ SCENARIOS: dict[str, Scenario] = {
 
 def run(scenario: Scenario, checker: Checker) -> None:
     """One scenario, its streams through the checker's door."""
-    with streams.through(CheckedDoor(checker)), checker.watching():
+    door = CheckedDoor(checker)
+    with streams.through(door), checker.watching():
         scenario(checker)
+    assert not door.errors

@@ -6,11 +6,12 @@ from functools import partial
 
 import pytest
 
+from hcache_backend.engine.kv_pages.overflow import OverflowArea
 from hcache_backend.restore import eager
 from tests.order import edges
 from tests.order.checker import Checker
 from tests.order.clocks import Query
-from tests.order.reports import IN_PROCESS, SERVED, UNIT
+from tests.order.reports import ENCODED, IN_PROCESS, SERVED, UNIT, Report
 from tests.order.scenario_loads import sends
 from tests.order.scenarios import SCENARIOS, run
 
@@ -28,12 +29,12 @@ def test_of_every_edge_it_is_known_what_is_reported_without_it() -> None:
     assert sorted(map(str, edges.all_edges())) == sorted(known)
 
 
-@pytest.mark.parametrize("edge", UNIT)
-def test_every_edge_is_missed(edge: str) -> None:
+@pytest.mark.parametrize(("edge", "report"), [*UNIT.items(), *ENCODED.items()])
+def test_every_edge_is_missed(edge: str, report: Report) -> None:
     checker = Checker()
     with edges.without(edge):
-        run(SCENARIOS[UNIT[edge].scenario], checker)
-    assert UNIT[edge].what in {finding.what for finding in checker.findings}
+        run(SCENARIOS[report.scenario], checker)
+    assert report.what in {finding.what for finding in checker.findings}
 
 
 def test_a_freed_host_page_is_not_written_before_the_device_has_read_it(
@@ -49,3 +50,12 @@ def test_what_is_being_loaded_is_not_sent() -> None:
     checker = Checker()
     run(partial(sends, at_once=True), checker)
     assert "transfer reads what hcache compute writes" in {f.what for f in checker.findings}
+
+
+def test_a_page_is_not_loaded_before_it_is_known_what_did_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(OverflowArea, "whole", lambda *_: True)
+    checker = Checker()
+    run(SCENARIOS["overflow"], checker)
+    assert "host to device reads what device to host writes" in {f.what for f in checker.findings}
