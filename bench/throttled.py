@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHAPE = TinyLlama(layers=8, hidden=1024, heads=8, kv_heads=4, intermediate=1024)
+DTYPE = "bfloat16"
+"""Of the servers."""
 CODECS = ("none", "exp4")
 RATES = (5, 10, 20)
 """Of L3, in MB/s."""
@@ -65,7 +67,7 @@ def measure(
                 model,
                 model.parent / codec,
                 pool_tokens=tokens + tokens // 2,
-                dtype="bfloat16",
+                dtype=DTYPE,
                 extra_args=("--mem-fraction-static", "0.5"),  # the other's weights count as used
             )
             server = stack.enter_context(restorer(options, model.parent / codec / "l3"))
@@ -143,7 +145,7 @@ def main() -> None:
     results = {
         **stamp(machine),
         "cores": os.cpu_count(),
-        "model": SHAPE.describe(),
+        "model": {**SHAPE.describe(), "dtype": DTYPE},
         "tokens": tokens,
         "bytes": sizes,
         "times_ms": {str(rate): of for rate, of in times.items()},

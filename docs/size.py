@@ -5,7 +5,8 @@
     hcache plan --model config.json --hardware a100-40g --json \\
       | python docs/size.py --device-tokens 40000 --histories 200 --tokens 8000
 
-It goes by the partition of the plan, and by the page and file formats themselves.
+It goes by the partition of the plan, and by the formats of own pages and their files. Models of
+16-bit values are taken for bfloat16, whose K and V codec ``auto`` encodes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hcache_backend.config import HCacheConfig
 from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer, kv_layer
 from hcache_backend.restore.exchange import share_of_rank
 from hcache_backend.store.format import file_layout
-from hcache_backend.units import WHOLE, Segment, SegmentTable, units_per_group
+from hcache_backend.units import units_per_group
 from hcache_kernels.codecs import (
     CODECS,
     SEGMENT_CODECS,
@@ -34,6 +35,9 @@ from hcache_kernels.codecs import (
 )
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}
+_CODECS = ("auto", *CODECS)
+_ALIGNMENT = 16
+"""Overflow begins at a multiple of so many bytes."""
 
 
 @dataclass(frozen=True)
@@ -56,39 +60,43 @@ class PageSize:
 
 
 def page_size(plan: dict[str, Any], tokens: int, codec: str, kv_mode: bool) -> PageSize:
-    """The size of pages of ``tokens`` tokens, by the output of ``hcache plan --json``.
+    """The size of own pages of ``tokens`` tokens, by the output of ``hcache plan --json``.
 
     Raises:
         UnsupportedRows: The codec cannot hold this model's hidden states.
     """
-    model, ranks = plan["model"], plan["tp"]
-    heads = -(-model["kv_heads"] // ranks) / model["kv_heads"]
-    kv_bytes = int(plan["bytes_per_token_and_layer"]["kv"] * heads)  # per token, of one rank
-    if kv_mode:
-        plane = Segment(model["layers"] * tokens * kv_bytes // 2)
-        file = file_layout(SegmentTable((plane, plane)), WHOLE)
-        return PageSize(2 * plane.length, ranks, file.file_bytes, has_shadows=False)
-    share, itemsize = share_of_rank(0, ranks, tokens), model["element_bytes"]
-    row_bytes = make_codec(codec, model["hidden"], _DTYPES[itemsize]).row_bytes
-    kv_values = kv_bytes // (2 * itemsize) * share.of
+    model, ranks, itemsize = plan["model"], plan["tp"], plan["model"]["element_bytes"]
+    layers = {"kv": model["layers"]} if kv_mode else plan["layers"]
+    share, heads = share_of_rank(0, ranks, tokens), -(-model["kv_heads"] // ranks)
+    of_hidden, of_kv = ("none", "exp4") if codec == "auto" else (codec, codec)
+    row_bytes = make_codec(of_hidden, model["hidden"], _DTYPES[itemsize]).row_bytes
+    kv_bytes = _kv_bytes(plan)
+    width = kv_bytes // (2 * itemsize)
     encoded: tuple[str, tuple[int, int]] | tuple[()] = ()
-    if codec in SEGMENT_CODECS and itemsize == 2:
-        width = kv_values // share.of
+    if of_kv in SEGMENT_CODECS and itemsize == 2:
         cut = Cut(width, tokens // units_per_group(tokens, width))
-        dim = kv_values // share.of // -(-model["kv_heads"] // ranks)
-        unit = make_segment_codec(codec, cut, dim, torch.bfloat16)
+        unit = make_segment_codec(of_kv, cut, width // heads, torch.bfloat16)
         encoded = unit.code, unit.unit_bytes
+    kv_values = width * share.of
     stored = {
         "recompute": RECOMPUTED,
-        "hidden": hidden_layer(tokens, row_bytes, model["hidden"], codec),
+        "hidden": hidden_layer(tokens, row_bytes, model["hidden"], of_hidden),
         "kv": kv_layer(tokens, kv_values, kv_values, itemsize, share.of, *encoded),
     }
-    methods = [m for m in stored for _ in range(plan["layers"][m])]
+    methods = [m for m in stored for _ in range(layers.get(m, 0))]
     layout = PageLayout(tokens, tuple(stored[m] for m in methods), share)
     files = ranks if "kv" in methods else share.of  # K and V are those of a rank's own heads
     file_bytes = file_layout(layout.table, share).file_bytes
-    overflow = methods.count("kv") * tokens * kv_bytes if encoded else 0
-    return PageSize(layout.page_bytes, files, file_bytes, has_shadows=True, least_overflow=overflow)
+    kept_apart = methods.count("kv") * tokens * kv_bytes if encoded else 0
+    overflow = kept_apart + _ALIGNMENT * bool(kept_apart)
+    return PageSize(layout.page_bytes, files, file_bytes, not kv_mode, overflow)
+
+
+def _kv_bytes(plan: dict[str, Any]) -> int:
+    """Bytes of K and V of one token and layer on one rank."""
+    heads = plan["model"]["kv_heads"]
+    share = -(-heads // plan["tp"]) / heads
+    return int(plan["bytes_per_token_and_layer"]["kv"] * share)
 
 
 @dataclass(frozen=True)
@@ -123,7 +131,7 @@ def size(
     histories: int,
     tokens: int,
     page_tokens: int = 64,
-    codec: str = "none",
+    codec: str = "auto",
     kv_mode: bool = False,
 ) -> Sizing:
     """Room for ``histories`` conversations of ``tokens`` tokens, of which full pages are kept.
@@ -142,9 +150,9 @@ def size(
     overflow = -(-page.least_overflow // page.rank_bytes)
     overflow += pages // 255 * bool(overflow)  # one page of 256 is for it
     host_bytes = (pages + shadows + overflow) * page.rank_bytes
-    device_bytes = device_tokens * page_size(plan, page_tokens, "none", True).rank_bytes
+    device_bytes = device_tokens * plan["model"]["layers"] * _kv_bytes(plan)
     files = pages * page.files
-    ratio = host_bytes / (device_bytes / page_tokens)
+    ratio = host_bytes / device_bytes
     return Sizing(page, pages, shadows, overflow, host_bytes, ratio, files, files * page.file_bytes)
 
 
@@ -153,13 +161,13 @@ def main(
     histories: Annotated[int, typer.Option(min=1, help="Conversations to keep.")],
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each.")],
     page_tokens: Annotated[int, typer.Option("--page-size", min=1, help="SGLang's.")] = 64,
-    codec: Annotated[str, typer.Option(help=", ".join(CODECS))] = "none",
-    kv_mode: Annotated[bool, typer.Option("--kv-mode", help="Plain KV pages.")] = False,
+    codec: Annotated[str, typer.Option(help=", ".join(_CODECS))] = "auto",
+    kv_mode: Annotated[bool, typer.Option("--kv-mode", help="K and V only.")] = False,
     folders: Annotated[int, typer.Option(min=1, help="Folders of the store.")] = 1,
 ) -> None:
     """Read `hcache plan --json` from standard input; print what to give to SGLang and to us."""
-    if codec not in CODECS:
-        raise typer.BadParameter(f"codec {codec!r}: there are {', '.join(CODECS)}")
+    if codec not in _CODECS:
+        raise typer.BadParameter(f"codec {codec!r}: there are {', '.join(_CODECS)}")
     try:
         found = size(
             json.load(sys.stdin),

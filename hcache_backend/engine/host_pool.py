@@ -21,9 +21,6 @@ from hcache_backend.page import PageLayout
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.streams import Event, StreamFailed, current_stream, to_device
 
-_ALIGNED_BYTES = 16
-"""Kernels read and write rows of a multiple of so many bytes by as many at once."""
-
 
 class HostPages(NamedTuple):
     """Pages of memory: what HiCache may allocate, a shadow for each page of the device, and as many
@@ -131,9 +128,7 @@ class OwnPagesPool(HostKVCache):
         pages = self._pages.host + self._pages.shadows
         self.arena = self._new_arena(buffer[:pages].numpy())
         if self._kv.codec != "none":
-            room = buffer[pages:].view(-1)
-            room = room[-pages * self.page_layout.page_bytes % _ALIGNED_BYTES :]
-            self.overflow = OverflowArea(self._kv, room, self.device_pool.device)
+            self.overflow = OverflowArea(self._kv, buffer[pages:], self.device_pool.device)
             self.on_freed.append(self.overflow.freed)
         return buffer
 

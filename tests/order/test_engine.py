@@ -148,7 +148,8 @@ class Scenario(NamedTuple):
         happened: What the report must say for the scenario to have been one.
         partitions: Which ones it runs with, see ``PARTITIONS``.
         chunk: Tokens of a prefill's longest step.
-        encoded: With codec ``exp4``, which cannot hold a part of K and V.
+        codec: Other than ``none``, it is that of a bfloat16 server.
+        fits: Whether the codec holds all K and V, or only a part.
     """
 
     use: Callable[[Server], None]
@@ -158,7 +159,8 @@ class Scenario(NamedTuple):
     tp: int = 1
     chunk: int | None = None
     decode_graphs: bool = False
-    encoded: bool = False
+    codec: str = "none"
+    fits: bool = True
 
 
 def _was_replayed(found: dict[str, Any]) -> bool:
@@ -178,18 +180,26 @@ KINDS = ("mixed", "kv")
 SCENARIOS = {
     "conversations": Scenario(conversations, lambda found: found["steps"] > 200, EVERY),
     "pressure": Scenario(pressure, partitions=EVERY),
-    "pressure, encoded": Scenario(pressure, partitions=KINDS, encoded=True),
-    "conversations, encoded": Scenario(conversations, partitions=KINDS, encoded=True),
+    "pressure, encoded": Scenario(pressure, partitions=KINDS, codec="exp4", fits=False),
+    "conversations, encoded": Scenario(conversations, partitions=KINDS, codec="exp4", fits=False),
     "eager": Scenario(eager, partitions=EVERY, restore="auto"),
+    "eager, encoded": Scenario(eager, partitions=KINDS, restore="auto", codec="exp4"),
     "decode graphs": Scenario(decode, _was_replayed, EVERY, decode_graphs=True),
     "decode graphs, eager": Scenario(
         decode, _was_replayed, KINDS, restore="auto", decode_graphs=True
     ),
     "two ranks": Scenario(turns, tp=2),
     "two ranks, eager": Scenario(turns, partitions=KINDS, restore="auto", tp=2),
+    "two ranks, encoded": Scenario(turns, partitions=KINDS, tp=2, codec="exp4", fits=False),
+    "two ranks, eager, encoded": Scenario(
+        turns, partitions=KINDS, restore="auto", tp=2, codec="exp4"
+    ),
     "aborts": Scenario(aborts, _was_aborted, chunk=256),
     "aborts, eager": Scenario(aborts, _was_aborted, KINDS, restore="auto", chunk=256),
     "flushes": Scenario(flushes, _was_cut_off),
+    "flushes, encoded": Scenario(
+        flushes, _was_cut_off, KINDS, restore="auto", codec="exp4", fits=False
+    ),
     "flushes, eager": Scenario(flushes, _was_cut_off, KINDS, restore="auto"),
 }
 
@@ -202,7 +212,7 @@ def checked_server(
         report=str(folder / "order.json"), decode_graphs=scenario.decode_graphs, **chosen
     )
     paths = [str(HERE / "plugin"), str(HERE.parents[1]), cpu_engine_env()["PYTHONPATH"]]
-    fault = faulty("units_do_not_fit") if scenario.encoded else {}
+    fault = {} if scenario.fits else faulty("units_do_not_fit")
     if fault:
         paths.append(fault.pop("PYTHONPATH"))
     (folder / "l3-rate").write_text("0")
@@ -213,9 +223,9 @@ def checked_server(
             "partition": PARTITIONS[partition],
             "check_every_pages": 4,
             "restore": scenario.restore,
-            "codec": "exp4" if scenario.encoded else "none",
+            "codec": scenario.codec,
         },
-        dtype="bfloat16" if scenario.encoded else "float32",
+        dtype="float32" if scenario.codec == "none" else "bfloat16",
         page_size=16,
         overlap=True,
         tp=scenario.tp,
@@ -310,11 +320,13 @@ def test_no_wrong_order_whatever_the_device_does(
 
 
 @LONG
+@pytest.mark.parametrize("encoded", ["", ", encoded"])
 @pytest.mark.parametrize("edge", SERVED)
 def test_every_edge_that_only_a_server_has_is_missed(
-    model: Path, tmp_path: Path, edge: str
+    model: Path, tmp_path: Path, edge: str, encoded: str
 ) -> None:
     scenario, what, partition, query = SERVED[edge]
+    scenario += encoded
     found = check(model, tmp_path, scenario, partition, query=query, left_out=edge)
     assert what in findings(found).splitlines()
 

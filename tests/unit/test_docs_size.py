@@ -60,9 +60,21 @@ def test_ranks_share_hidden_states_and_have_kv_of_their_own() -> None:
     assert page.file_bytes == 4096 + page.rank_bytes
 
 
-def test_kv_mode_has_no_shadows_and_no_page_header() -> None:
-    given = {"device_tokens": 640, "histories": 3, "tokens": 128}
-    found = SIZE["size"](plan(4, ALL_HIDDEN), kv_mode=True, **given)
-    assert (found.pages, found.shadows, found.host_bytes) == (6, 0, 6 * 64 * 8192)
-    assert found.disk_bytes == 6 * (64 * 8192 + 4096)
-    assert found.ratio == 6 / 10
+def test_pages_of_k_and_v_have_no_shadows() -> None:
+    given = {"device_tokens": 640, "histories": 3, "tokens": 128, "kv_mode": True}
+    found = SIZE["size"](plan(4, ALL_HIDDEN), **given)
+    assert (found.pages, found.shadows, found.overflow) == (6, 0, 0)
+    assert found.host_bytes == 6 * (4096 + 64 * 8192)
+    assert found.disk_bytes == 6 * (2 * 4096 + 64 * 8192)
+    assert found.ratio == found.host_bytes / (640 * 8192)
+
+
+def test_by_default_k_and_v_of_16_bits_are_encoded_and_hidden_states_are_not() -> None:
+    mixed = {"recompute": 0, "hidden": 3, "kv": 1}
+    sizes = {
+        codec: SIZE["page_size"](plan(2, mixed), 64, codec, False).rank_bytes
+        for codec in ("auto", "none", "exp4")
+    }
+    kv = 64 * 2 * 2 * 256
+    assert sizes["none"] - sizes["auto"] == kv * 15 // 64
+    assert sizes["exp4"] < sizes["auto"]

@@ -22,6 +22,9 @@ logger = logging.getLogger("hcache")
 Kept = Mapping[int, tuple[Ids, Ids]]
 """By layer, which of some pages (their places) the overflow has, in which rows: int64 ``[n]``."""
 
+_ALIGNMENT = 16
+"""Kernels copy so many bytes at once where rows begin at a multiple of them."""
+
 _KEYS = 1 << 16
 """Pages that are known not to be in L3; those that were noted first are forgotten."""
 
@@ -143,15 +146,21 @@ class OverflowArea:
     """
 
     def __init__(self, kv: KVSegments, room: torch.Tensor, device: torch.device | str) -> None:
+        room = room.view(-1)[-room.data_ptr() % _ALIGNMENT :]
         rows = room.numel() // kv.plain_bytes
         self.pages = Overflow(rows)
         self._told = (0, 0, 0)
         self._kv = kv
-        self._memory = room.view(-1)[: rows * kv.plain_bytes].view(rows, -1)
+        self._memory = room[: rows * kv.plain_bytes].view(rows, -1)
         self._device = device
         self._last: SavedPages | None = None
         self._unsettled: dict[int, Ids] = {}  # by host page, all those of its backup
         self._warned = False
+
+    @staticmethod
+    def least_bytes(kv: KVSegments) -> int:
+        """Room for a page of which no layer fits, wherever it begins; 0: nothing is encoded."""
+        return len(kv.layers) * kv.plain_bytes + _ALIGNMENT if kv.codec != "none" else 0
 
     def saved(self, host_pages: Ids, slots: torch.Tensor, fits: torch.Tensor) -> SavedPages:
         """``host_pages`` were saved from ``slots``, as far as they fit, on the current stream."""

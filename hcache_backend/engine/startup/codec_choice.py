@@ -31,7 +31,8 @@ One in ten would leave no conversation whole; a few may be tokens that no text h
 
 def hidden_codec(runtime: Runtime) -> str:
     """What option ``codec`` means for hidden states. CUDA graphs are recorded with it before it is
-    known whether it holds those of the model, so ``auto`` encodes none."""
+    known whether it holds those of the model, and there is no overflow for rows that it does not
+    hold: ``auto`` encodes none."""
     assert runtime.config is not None
     return "none" if runtime.config.codec == "auto" else runtime.config.codec
 

@@ -19,6 +19,7 @@ from hcache_backend.capture.staging import Staging
 from hcache_backend.engine.arguments import resolved
 from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.engine.host_pool import HostPages
+from hcache_backend.engine.kv_pages.overflow import OverflowArea
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.startup.agreement import Refused
@@ -85,9 +86,7 @@ class PagePlan:
         self._divide_host_memory(with_shadows=False)
 
     def _divide_host_memory(self, *, with_shadows: bool) -> None:
-        memory, kept = get_memory(), 0
-        if self.kv.codec != "none":
-            kept = len(self.kv.layers) * self.kv.plain_bytes
+        memory = get_memory()
         self.pages = plan_host_pages(
             self.kvcache,
             self.layout,
@@ -95,7 +94,7 @@ class PagePlan:
             memory.hicache_ratio,
             host_memory_budget_bytes(),
             with_shadows=with_shadows,
-            least_overflow=kept,
+            least_overflow=OverflowArea.least_bytes(self.kv),
         )
 
 

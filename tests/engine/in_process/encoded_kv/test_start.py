@@ -10,6 +10,7 @@ import torch
 
 from hcache_backend.engine import metrics
 from hcache_backend.engine.host_pool import HostPages
+from hcache_backend.engine.kv_pages.overflow import OverflowArea
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.startup import hit_machine
@@ -56,10 +57,10 @@ def test_host_memory_holds_at_least_1_28_times_the_tokens(page_size: int) -> Non
         2.0,
         1e12,
         with_shadows=False,
-        least_overflow=len(plan.kv.layers) * plan.kv.plain_bytes,
+        least_overflow=OverflowArea.least_bytes(plan.kv),
     )
     assert 1.28 * 2 * slots <= pages.host * page_size <= 1.31 * 2 * slots
-    assert pages.overflow * plan.layout.page_bytes >= len(plan.kv.layers) * plan.kv.plain_bytes
+    assert pages.overflow * plan.layout.page_bytes >= OverflowArea.least_bytes(plan.kv)
     taken = sum(pages) * plan.layout.page_bytes
     assert taken <= 2 * slots * 32 * 2 * 8 * 128 * 2
 
@@ -69,9 +70,9 @@ def test_the_smallest_memory_that_is_named_will_do() -> None:
     plan = plan_of(device, "exp4")
 
     def pages(ratio: float) -> HostPages:
-        row = len(plan.kv.layers) * plan.kv.plain_bytes
+        least = OverflowArea.least_bytes(plan.kv)
         return plan_host_pages(
-            device, plan.layout, 0, ratio, 1e12, with_shadows=False, least_overflow=row
+            device, plan.layout, 0, ratio, 1e12, with_shadows=False, least_overflow=least
         )
 
     with pytest.raises(Refused, match="is the least that will do") as refused:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hcache_backend.engine.host_pool import HostPages
+from hcache_backend.engine.kv_pages.overflow import OverflowArea
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.startup.page_plan import kv_bytes_per_token, plan_host_pages
 from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer
@@ -27,15 +28,16 @@ PLAN = {
 }
 
 
-@pytest.mark.parametrize("codec", ["none", "exp4", "int8"])
+@pytest.mark.parametrize("codec", ["auto", "none", "exp4", "int8"])
 def test_as_many_pages_fit_as_were_asked_for(codec: str) -> None:
     found = SIZE["size"](PLAN, device_tokens=640, histories=400, tokens=128, codec=codec)
     # As in SGLang: one page more than the pool gives out.
     buffers = [torch.empty((640 + 64, 4, 64), dtype=torch.bfloat16) for _ in range(4)]
     kvcache = SimpleNamespace(k_buffer=buffers, v_buffer=buffers, size=640, layer_num=4)
     assert kv_bytes_per_token(kvcache) == 4 * 1024
-    kv = KVSegments(kvcache, (3,), 64, WHOLE, 1, codec)
-    hidden = hidden_layer(64, make_codec(codec, 256, torch.bfloat16).row_bytes, 256)
+    of_hidden, of_kv = ("none", "exp4") if codec == "auto" else (codec, codec)
+    kv = KVSegments(kvcache, (3,), 64, WHOLE, 1, of_kv)
+    hidden = hidden_layer(64, make_codec(of_hidden, 256, torch.bfloat16).row_bytes, 256)
     layout = PageLayout(64, (RECOMPUTED, hidden, hidden, kv.stored_layer(3)))
     plan = partial(
         plan_host_pages,
@@ -43,7 +45,7 @@ def test_as_many_pages_fit_as_were_asked_for(codec: str) -> None:
         layout,
         budget_bytes=1e12,
         with_shadows=True,
-        least_overflow=len(kv.layers) * kv.plain_bytes if codec != "none" else 0,
+        least_overflow=OverflowArea.least_bytes(kv),
     )
     wanted = HostPages(found.pages, found.shadows, found.overflow)
     assert plan(size_gb=(found.host_bytes + 1) / 1e9, ratio=0) == wanted
