@@ -35,6 +35,7 @@ class Codec(ABC):
     """
 
     name: ClassVar[str]
+    code: ClassVar[str]
     lossless: ClassVar[bool]
     is_view: ClassVar[bool] = False
 
@@ -42,10 +43,6 @@ class Codec(ABC):
         self.hidden_size = hidden_size
         self.dtype = dtype
         self.row_bytes = self._row_bytes()
-
-    @property
-    def code(self) -> str:
-        return self.name
 
     @abstractmethod
     def _row_bytes(self) -> int:
@@ -105,7 +102,7 @@ class Codec(ABC):
 class ExactCodec(Codec):
     """``none``: rows of any type and width, as they are."""
 
-    name = "none"
+    name = code = "none"
     lossless = True
     is_view = True
 

@@ -66,11 +66,8 @@ class Exp4Codec(Codec):
     """Rows of bfloat16, width a multiple of 16, at most 65536."""
 
     name = "exp4"
+    code = "exp4.2"  # before, exceptions had positions
     lossless = True
-
-    @property
-    def code(self) -> str:
-        return "exp4.2"  # before, exceptions had positions
 
     def _row_bytes(self) -> int:
         if self.dtype != torch.bfloat16:

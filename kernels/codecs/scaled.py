@@ -82,12 +82,12 @@ class ScaledCodec(Codec):
 
 
 class Int8Codec(ScaledCodec):
-    name = "int8"
+    name = code = "int8"
     largest = INT8_LARGEST
 
 
 class Fp8Codec(ScaledCodec):
-    name = "fp8"
+    name = code = "fp8"
     largest = FP8_LARGEST
 
 

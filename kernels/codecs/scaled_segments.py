@@ -210,7 +210,7 @@ class ScaledSegments(SegmentCodec):
 
 
 class Int8Segments(ScaledSegments):
-    name = "int8"
+    name = code = "int8"
     largest = INT8_LARGEST
 
     def _bound(self, magnitudes: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
@@ -218,7 +218,7 @@ class Int8Segments(ScaledSegments):
 
 
 class Fp8Segments(ScaledSegments):
-    name = "fp8"
+    name = code = "fp8"
     largest = FP8_LARGEST
 
     def _bound(self, magnitudes: torch.Tensor, most: torch.Tensor) -> torch.Tensor:

@@ -45,6 +45,7 @@ class SegmentCodec(ABC):
     """
 
     name: ClassVar[str]
+    code: ClassVar[str]
     lossless: ClassVar[bool]
     unit_bytes: tuple[int, int]
     flags: int
@@ -53,10 +54,6 @@ class SegmentCodec(ABC):
         self.cut = cut
         self.dim = dim
         self.dtype = dtype
-
-    @property
-    def code(self) -> str:
-        return self.name
 
     @property
     def segment_bytes(self) -> int:
@@ -246,7 +243,7 @@ class SegmentCodec(ABC):
 class Exp4Segments(SegmentCodec):
     """``exp4``: the code of :mod:`.exp4_code`, in which K and V are alike."""
 
-    name = "exp4"
+    name, code = "exp4", Exp4Codec.code
     lossless = True
 
     def __init__(self, cut: Cut, dim: int, dtype: torch.dtype) -> None:
@@ -257,14 +254,9 @@ class Exp4Segments(SegmentCodec):
             raise UnsupportedRows(
                 f"codec 'exp4' takes an even number of values per token and group, not {cut.width}"
             )
-        unit = Exp4Codec(cut.values, dtype)
-        self._code = unit.code
-        self.unit_bytes = unit.row_bytes, unit.row_bytes
+        unit_bytes = Exp4Codec(cut.values, dtype).row_bytes
+        self.unit_bytes = unit_bytes, unit_bytes
         self.flags = 2 * cut.units
-
-    @property
-    def code(self) -> str:
-        return self._code
 
     def encode_launch(
         self,
