@@ -29,7 +29,7 @@ from hcache_backend.restore.exchange import CollectiveOrder, Exchange
 from hcache_backend.restore.layers import Recompute, RestoredLayer
 from hcache_backend.restore.report import RestoreReport, RunningRestore
 from hcache_backend.restore.ring import Ring, largest_segment, ring_bytes
-from hcache_backend.streams import Event, current_stream, held_for_device, new_stream
+from hcache_backend.streams import Event, current_stream, held_for_device, host_tensor, new_stream
 from hcache_kernels.launch import copies_by_engine
 from hcache_kernels.pages import gather_pages
 
@@ -263,7 +263,7 @@ class RestorePipeline:
             if self._layers[part.layer].method == "hidden":
                 own_part = part._replace(page_ids=pages[part.pages])
                 size = len(own_part.page_ids) * self._layout.segment_bytes[part.layer]
-                shares = torch.empty((exchange.shares, size), dtype=torch.uint8)
+                shares = host_tensor((exchange.shares, size), torch.uint8, self._device)
                 here[part.layer, part.pages.start] = shares
                 wanted.append((shares, partial(self._bring_own, own_part)))
         failed: Exception | None = None
@@ -275,7 +275,7 @@ class RestorePipeline:
         def copy(part: _Part, out: torch.Tensor) -> None:
             if failed is not None:
                 raise failed
-            out.view(-1).copy_(here[part.layer, part.pages.start].view(-1))
+            out.view(-1).copy_(here[part.layer, part.pages.start].view(-1), non_blocking=True)
 
         return copy
 
