@@ -27,6 +27,7 @@ COUNTERS = {
     "l3_tokens": ("hcache_l3_tokens_total", "result"),
     "store": ("hcache_store_total", "what"),
     "behind": ("hcache_behind_pages_total", "event"),
+    "slices": ("hcache_slices_total", "decision"),
     "problems": ("hcache_problems_total", "kind"),
     "prompt": ("sglang:prefill_effective_tokens_total", "mode"),
 }

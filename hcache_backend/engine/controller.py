@@ -51,6 +51,7 @@ class OwnPagesController(HybridCacheController, ABC):
         self._runtime = runtime
         self._pool = pool
         self._loads = loads
+        self.governor = loads.governor
         self.eager = eager
         self._batches: BatchedReads | None = None
         if eager is not None:
@@ -234,7 +235,11 @@ class OwnPagesController(HybridCacheController, ABC):
         self, operation: Any, hash_values: Any, host_indices: torch.Tensor, *others: Any
     ) -> int:
         wanted = len(operation.hash_value) * self.page_size
-        first = self._loads.first_to_read(wanted) if self._storage_verifies() else 0
+        if not hasattr(operation, "hcache_first_layer"):  # the same of all its batches
+            operation.hcache_first_layer = (
+                self._loads.first_to_read(wanted) if self._storage_verifies() else 0
+            )
+        first = operation.hcache_first_layer
         host_pages = self._expect(host_indices, first)
         got = super()._page_get_zero_copy(operation, hash_values, host_indices, *others)
         return self._arrived(operation, hash_values, host_pages, got)

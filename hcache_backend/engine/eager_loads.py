@@ -201,11 +201,15 @@ class EagerLoads:
 
     def _recompute(self) -> None:
         """Recompute layers that pages lack, of as many as one turn has time for on every rank."""
-        size, budget = self._pool.page_size, self._budget
+        size, budget, pace = self._pool.page_size, self._budget, None
         for due in self._restores.to_recompute(max(1, budget.tokens // size)):
             [page] = self._pool.arena.pages(due.host_pages[:1], header=True)
             prefix = int(self._pool.page_layout.positions(page)[0])
-            allowed = budget.pages(len(due.pages), size, prefix, due.layers)
+            if pace is None:
+                pace = self._loads.governor.pace()
+                metrics.SLICES.count(pace.decision)
+            allowed = budget.pages(len(due.pages), size, prefix, due.layers, pace.share)
+            # Also where nothing is allowed: then no rank has to see the same to go on.
             [pages] = smallest(self._controller.tp_group, allowed)
             if not pages or self._recompute_slice(due.first(pages)):
                 return

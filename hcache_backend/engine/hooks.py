@@ -68,8 +68,8 @@ def hidden_mode_hooks() -> list[Hook]:
 
 
 def prefix_hooks() -> list[Hook]:
-    """What recomputation needs behind a prefix: which slots hold it."""
-    return [Hook(LOAD_BACK, _around_load_back)]
+    """What recomputation needs: which slots hold a prefix, and who else wants the GPU."""
+    return [Hook(LOAD_BACK, _around_load_back), Hook(RECEIVED, _before_received)]
 
 
 def own_pages_hooks() -> list[Hook]:
@@ -220,6 +220,17 @@ def _around_load_back(original: Callable[..., Any], cache: Any, params: Any, *a:
 
     with behind(prefix):
         return original(cache, params, *a)
+
+
+def _before_received(
+    original: Callable[..., Any], scheduler: Any, req: Any, *a: Any, **kw: Any
+) -> Any:
+    """Prefetches begin here, so no slice comes earlier."""
+    controller = getattr(scheduler.tree_cache, "cache_controller", None)
+    governor = getattr(controller, "governor", None)
+    if governor is not None:
+        governor.scheduler = scheduler
+    return original(scheduler, req, *a, **kw)
 
 
 def _around_events(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:

@@ -18,6 +18,7 @@ import torch
 from hcache_backend.arena import Arena, Ids
 from hcache_backend.engine import metrics
 from hcache_backend.engine.layer_methods import LayerMethods
+from hcache_backend.engine.recompute.governor import Governor
 from hcache_backend.restore.eager import HandOut
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.restore.pipeline import RestorePipeline
@@ -70,6 +71,7 @@ class LoadQueue:
     Attributes:
         methods: How each layer is stored.
         stored_from: Nothing is stored of the layers before this one.
+        governor: Says how much may be recomputed that could be read, or be recomputed later.
         on_failed: Who wants to know, in words, that pages cannot be restored any more.
     """
 
@@ -89,6 +91,7 @@ class LoadQueue:
         self._recomputer = recomputer
         self._device = device
         self._queued: list[QueuedLoad] = []
+        self.governor = Governor()
         self.on_failed: list[Callable[[str], None]] = []
 
     def first_to_read(self, tokens: int) -> int:
@@ -98,7 +101,8 @@ class LoadQueue:
         """
         if self._recomputer is None:
             return 0
-        first = self.methods.first_layers(tokens, 0, "first")
+        share = self.governor.pace().share
+        first = self.methods.first_layers(tokens, 0, "first", share)
         return first if first > self.stored_from else 0
 
     # ---- from asking to launching ----

@@ -170,6 +170,14 @@ BEHIND_PAGES = Metric(
 - ``written``, ``write_failed``, ``dropped_full``: written, refused, or too many waited already.
 """
 
+SLICES = Metric(
+    Counter,
+    "hcache_slices",
+    "Turns of the scheduler in which first layers could be recomputed, by what was decided",
+    "decision",
+)
+"""``whole``, ``shorter``, ``put_off_running``, ``put_off_waiting``; see engine/recompute."""
+
 RATES = Metric(
     Gauge,
     "hcache_tokens_per_second",
@@ -183,7 +191,7 @@ as a batch waits for it) and prefill; of several ranks the slowest counts."""
 
 ALL = (
     TOKENS, BYTES, SECONDS, STAGE_SECONDS, PAGES, LOOKUPS, L3_TOKENS, STORE, PROBLEMS, MODE,
-    SUSPENDED, CODEC, OVERFLOW, BEHIND, BEHIND_PAGES, RATES,
+    SUSPENDED, CODEC, OVERFLOW, BEHIND, BEHIND_PAGES, SLICES, RATES,
 )  # fmt: skip
 
 

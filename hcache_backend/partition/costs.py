@@ -83,6 +83,11 @@ class LayerCosts(NamedTuple):
     c_tok_last: float | None = None
     slowdown: float = 1.0
 
+    def slower_recomputation(self, times: float) -> LayerCosts:
+        """The same where recomputation takes so many times as long."""
+        last = None if self.c_tok_last is None else times * self.c_tok_last
+        return self._replace(c_tok=times * self.c_tok, c_tok_last=last)
+
     def recomputation(self, layers: int, *, beside_copies: bool = False) -> float:
         """Seconds to recompute the first ``layers`` layers."""
         slowdown = self.slowdown if beside_copies else 1.0

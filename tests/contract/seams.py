@@ -74,6 +74,7 @@ OURS = {
     ("runner", "hcache_capture"),
     ("runner", "hcache_no_capture"),
     ("batch", "attention"),
+    ("controller", "governor"),
     ("controller", "loading_behind"),
     ("controller", "pages_per_report"),
     ("controller", "use_hidden_states"),
@@ -82,6 +83,7 @@ OURS = {
     ("cache_controller", "use_hidden_states"),
     ("backend", "repairs"),
     ("memory", "finish"),
+    ("operation", "hcache_first_layer"),
     ("scheduler", "hcache_last_batch"),
     ("memory", "shares"),
 }

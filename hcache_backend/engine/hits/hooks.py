@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from hcache_backend.engine import metrics
 from hcache_backend.engine.hits.gate import HitGate, Running
+from hcache_backend.engine.recompute.governor import waits_for_gpu
 from hcache_backend.engine.runtime import current
 
 _STOP_SECONDS = 60.0
@@ -233,14 +234,10 @@ def _stands_behind_recomputation(scheduler: Any) -> bool:
 
 
 def _note_waiting(scheduler: Any) -> None:
-    """Requests that wait for L3 do not wait for the GPU."""
-    cache = scheduler.tree_cache
-    gate = gate_of(cache)
+    gate = gate_of(scheduler.tree_cache)
     if gate is not None:
         with harmless():
-            running = cache.ongoing_prefetch
-            queue = scheduler.waiting_queue
-            gate.gpu_is_wanted(any(req.cache_request_handle not in running for req in queue))
+            gate.gpu_is_wanted(waits_for_gpu(scheduler))
 
 
 # ---- HiCache's storage threads ----

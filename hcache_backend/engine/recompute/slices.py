@@ -24,7 +24,7 @@ class SliceBudget:
     """Bounds a slice of a recomputation by the time that it takes, as far as that is known.
 
     Args:
-        seconds: What a slice may take.
+        seconds: What a slice may take where nobody else wants the GPU.
         tokens: How many it may have at most.
         curve: Recomputing one layer.
         known: Whether the curve is in seconds; without it the first slice is as short as can be.
@@ -39,19 +39,19 @@ class SliceBudget:
         self._layer = Estimate(curve, known=known)
         self._launched: deque[_Slice] = deque()
 
-    def pages(self, most: int, page_size: int, prefix: int, layers: int) -> int:
+    def pages(self, most: int, page_size: int, prefix: int, layers: int, share: float = 1.0) -> int:
         """How many pages of at most ``most`` (at least 1) a slice may have now; 0: none.
 
         Each has ``page_size`` tokens, of which ``layers`` layers are recomputed behind ``prefix``
-        tokens.
+        tokens, in ``share`` of what a slice may take.
         """
-        if self.unfinished() >= _UNFINISHED:
+        if not share or self.unfinished() >= _UNFINISHED:
             return 0
         least, too_many = 1, most + 1
         while too_many - least > 1:
             pages = (least + too_many) // 2
             seconds = self._layer.seconds(pages * page_size, prefix)
-            if seconds is not None and seconds * layers <= self._seconds:
+            if seconds is not None and seconds * layers <= share * self._seconds:
                 least = pages
             else:
                 too_many = pages

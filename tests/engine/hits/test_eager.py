@@ -5,21 +5,16 @@ from __future__ import annotations
 import os
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from bench.harness.models import build_model
-from bench.harness.server import Server, ServerOptions
-from hcache_backend.cli.metrics_page import fetch
-from hcache_backend.restore.eager import batch_pages
+from bench.harness.server import Server
 from tests.engine.harness.conversations import (
     Conversation,
-    ask,
     converse,
     converse_at_random,
     make_conversations,
@@ -30,99 +25,25 @@ from tests.engine.harness.ours import (
     assert_no_cache_output,
     assert_no_cache_replies_up_to_ties,
     assert_restored_from_l3,
-    assert_sound_own_pages,
     attach,
-    faulty,
     flip_bit,
-    our_server,
-    partition,
     stored_pages,
+)
+from tests.engine.hits.eager_servers import (
+    BATCH,
+    PAGE,
+    asked,
+    assert_fine,
+    eager_server,
+    read_batches,
+    stored,
+    tokens,
+    until_more,
 )
 
 pytestmark = pytest.mark.engine
 
-PAGE = 16
-STORED: dict[str, dict[str, Any]] = {
-    "hidden": {"partition": partition(0, 4, 0)},
-    "kv": {"mode": "kv"},
-    "mixed": {"partition": partition(0, 2, 2)},
-    # A slice has all that has arrived, once it is known how long that takes.
-    "recompute": {"partition": partition(2, 2, 0), "recompute_ms": 1e4},
-    "recompute, mixed": {"partition": partition(2, 1, 1), "recompute_ms": 1e4},
-}
 REQUESTS = int(os.environ.get("HCACHE_TEST_EAGER_REQUESTS", "32"))
-
-
-def eager_server(
-    model: Path, folder: Path, stored: str, *, faults: str = "batches_in_step", **options: Any
-) -> ServerOptions:
-    """A server that stores layers as ``stored`` says (see ``STORED``).
-
-    While the file ``in-step`` exists, as it does to begin with, the scheduler sees every batch of a
-    prefetch before the next one is read: all but the last are restored before the load. It checks
-    in every turn that no page of the device is lost.
-    """
-    in_step = folder / "in-step"
-    in_step.touch()
-    env = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
-    return our_server(
-        model,
-        folder,
-        hcache=STORED[stored],
-        metrics=True,
-        extra_args=("--watchdog-timeout", "240"),
-        extra_env=env | faulty(faults, in_step),
-        page_size=PAGE,
-        **options,
-    )
-
-
-def read_batches(server: Server, most: int | None) -> None:
-    """From now on no more than so many batches of each prefetch are read; None: all."""
-    in_step = server.options.log.parent / "in-step"
-    new = in_step.with_suffix(".new")
-    new.write_text("" if most is None else str(most))
-    new.replace(in_step)
-
-
-def tokens(server: Server, event: str) -> float:
-    """Tokens that ``event`` happened to, so far."""
-    return fetch(server.url).counters["tokens"].get(event, 0)
-
-
-@contextmanager
-def until_more(server: Server, what: str, event: str, count: int) -> Iterator[None]:
-    """What the block starts has made `event` happen to so many more, as the metric `what` says."""
-
-    def seen() -> float:
-        return fetch(server.url).counters[what].get(event, 0)
-
-    before = seen()
-    yield
-    server.until(lambda: seen() >= before + count, f"{count} more {what} {event}")
-
-
-def assert_fine(server: Server, stored: str) -> None:
-    assert_sound_own_pages(server, "kv" if stored == "kv" else "hidden")
-    assert "restores are layer-wise" not in server.log_text()
-    assert "eak" not in server.log_text().replace("peak", "").replace("Peak", "")
-
-
-def asked(server: Server, *prompts: list[int]) -> Sequence[Conversation]:
-    """Conversations of one turn, all at once."""
-    return ask(server, prompts, flush=False, concurrent=True)
-
-
-BATCH = PAGE * batch_pages((800 - 1) // PAGE)
-"""Tokens of a batch of a prefetch of 800 tokens."""
-
-
-def stored(server: Server, seed: int, count: int = 800) -> list[int]:
-    """A prompt that is in L3, and nowhere else."""
-    prompt = random_tokens(count, seed)
-    server.generate(prompt, 1)
-    server.flush_cache()
-    return prompt
 
 
 @pytest.fixture(
@@ -325,61 +246,6 @@ def test_pressure_on_a_small_device_pool(name: str, model: Path, tmp_path: Path)
         assert tokens(server, "ready_at_load") > 0
         assert_fine(server, name)
     assert_no_cache_output(model, [*replies, running, *conversations, *again])
-
-
-@pytest.mark.parametrize(
-    "name", ["recompute, mixed", pytest.param("recompute", marks=pytest.mark.long)]
-)
-def test_first_layers_are_recomputed_while_others_are_read(
-    name: str, model: Path, tmp_path: Path
-) -> None:
-    with Server(eager_server(model, tmp_path, name)) as server:
-        conversations = converse(server, make_conversations(2, turns=3, tokens=250))
-        assert tokens(server, "ready_at_load") > tokens(server, "not_ready_at_load")
-        assert tokens(server, "eager_recomputed") == tokens(server, "eager")
-        assert "layers are not recomputed" not in server.log_text()
-        assert_fine(server, name)
-    assert_restored_from_l3(conversations, PAGE)
-    assert_no_cache_output(model, conversations)
-
-
-def test_first_layers_are_recomputed_behind_what_is_on_the_device(
-    model: Path, tmp_path: Path
-) -> None:
-    """Two prompts share a part: the first brings it back, the second what is left."""
-    with Server(eager_server(model, tmp_path, "recompute")) as server:
-        same, rest = random_tokens(400, 1), [random_tokens(400, seed) for seed in (2, 3)]
-        for tokens_of in rest:
-            server.generate(same + tokens_of, 1)
-        server.flush_cache()
-        conversations = [*asked(server, same + rest[0])]
-        before = tokens(server, "eager_recomputed")
-        conversations += asked(server, same + rest[1])
-        cached = conversations[1].turns[0].cached
-        assert cached.device == 400 and cached.storage > 300
-        assert tokens(server, "eager_recomputed") > before + 200
-        assert tokens(server, "eager_recomputed") == tokens(server, "eager")
-        assert_fine(server, "recompute")
-    assert_no_cache_output(model, conversations)
-
-
-def test_first_layers_are_recomputed_at_the_load_behind_what_is_on_the_host(
-    model: Path, tmp_path: Path
-) -> None:
-    options = eager_server(model, tmp_path, "recompute", max_total_tokens=1280, hicache_ratio=8.0)
-    with Server(options) as server:
-        prompt = stored(server, seed=1)
-        server.generate(prompt[:400], 1)
-        for seed in (2, 3):
-            server.generate(random_tokens(1000, seed), 1)  # the device has no room for both
-        before = tokens(server, "eager"), tokens(server, "eager_recomputed")
-        (conversation,) = asked(server, prompt)
-        cached = conversation.turns[0].cached
-        assert cached.device == 0 and cached.host > 300 and cached.storage > 300
-        assert tokens(server, "eager") > before[0]
-        assert tokens(server, "eager_recomputed") == before[1]
-        assert_fine(server, "recompute")
-    assert_no_cache_output(model, [conversation])
 
 
 @pytest.mark.parametrize(

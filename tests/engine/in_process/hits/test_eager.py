@@ -21,6 +21,7 @@ from hcache_backend.engine.eager_loads import (
     eager_refusal,
 )
 from hcache_backend.engine.loads import QueuedLoad
+from hcache_backend.engine.recompute.governor import Pace
 from hcache_backend.engine.recompute.slices import SliceBudget
 from hcache_backend.restore.eager import EagerRestores
 from hcache_backend.restore.reservation import Launched
@@ -228,12 +229,14 @@ class Slices:
         self.launched: list[tuple[list[int], int]] = []
         self.failures: list[Exception | None] = []
         self.known, self._problem = True, problem
+        self.pace = Pace(1.0, "whole")
         self.budget = SliceBudget(seconds, 8 * SIZE, lambda tokens, prefix: tokens, known=True)
         loads: Any = SimpleNamespace(
             stored_from=2,
             count_finished=lambda: None,
             recompute_of=self._recompute_of,
             recomputation_failed=self.failures.append,
+            governor=SimpleNamespace(pace=lambda: self.pace),
         )
         pool: Any = SimpleNamespace(
             page_size=SIZE,
@@ -296,6 +299,29 @@ def test_a_slice_is_no_longer_than_every_rank_allows(
         slices.eager._recompute()
     assert asked == [3, 3, 2]
     assert [pages for pages, _ in slices.launched] == [[1], [2, 3]]
+
+
+def test_a_slice_that_is_put_off_is_put_off_on_every_rank(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They agree on it: none needs to have seen what this one saw."""
+    slices, asked = Slices(scene, seconds=1e9), []
+
+    def smallest(group: Any, pages: int) -> list[int]:
+        asked.append(pages)
+        return [pages]
+
+    monkeypatch.setattr(eager_loads, "smallest", smallest)
+    slices.restores.reserve("a", ["x", "y"], np.array([1, 2]))
+    slices.restores.arrived("a", 2)
+    slices.pace = Pace(0.0, "put_off_waiting")
+    for _ in range(3):
+        slices.eager._recompute()
+    assert (asked, slices.launched) == ([0, 0, 0], [])
+    assert not slices.eager.take_recomputed()
+    slices.pace = Pace(0.5, "shorter")
+    slices.eager._recompute()
+    assert [pages for pages, _ in slices.launched] == [[1, 2]]
 
 
 def test_nothing_is_recomputed_behind_tokens_that_are_not_on_the_device(scene: Scene) -> None:

@@ -369,6 +369,15 @@ class TestPartition:
         assert eager.first_layers(100, 0, "first") == 1
         assert eager.first_layers(100, 0, "none") == shape.layers
 
+    def test_fewer_layers_are_recomputed_the_less_of_the_gpu_they_get(self) -> None:
+        """Of layers that need not be; a share of nothing leaves those that must."""
+        profile, shape = slow_bus(l3=SLOW), gpt2()
+        parts = LayerMethods(Partition(1, shape.layers - 1, 0), profile, shape, 1024)
+        shares = (1.0, 0.1, 1e-3, 1e-9, 0.0)
+        layers = [parts.first_layers(100, 0, "first", share) for share in shares]
+        assert layers == sorted(layers, reverse=True)
+        assert layers[0] == shape.layers and layers[-2:] == [1, 1]
+
     def test_options_decide_before_the_profile(self) -> None:
         hidden = parse_config({"mode": "hidden"}, "hcache")
         assert fixed_partition(hidden, 4) == Partition(0, 4, 0)

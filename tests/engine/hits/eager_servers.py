@@ -1,0 +1,104 @@
+"""Servers whose prefetches go on batch by batch, as a test wants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench.harness.server import Server, ServerOptions
+from hcache_backend.cli.metrics_page import fetch
+from hcache_backend.restore.eager import batch_pages
+from tests.engine.harness.conversations import Conversation, ask, random_tokens
+from tests.engine.harness.ours import assert_sound_own_pages, faulty, our_server, partition
+
+PAGE = 16
+STORED: dict[str, dict[str, Any]] = {
+    "hidden": {"partition": partition(0, 4, 0)},
+    "kv": {"mode": "kv"},
+    "mixed": {"partition": partition(0, 2, 2)},
+    # A slice has all that has arrived, once it is known how long that takes.
+    "recompute": {"partition": partition(2, 2, 0), "recompute_ms": 1e4},
+    "recompute, mixed": {"partition": partition(2, 1, 1), "recompute_ms": 1e4},
+}
+
+
+def eager_server(
+    model: Path,
+    folder: Path,
+    stored: str,
+    *,
+    faults: str = "batches_in_step",
+    extra_args: Sequence[str] = (),
+    **options: Any,
+) -> ServerOptions:
+    """A server that stores layers as ``stored`` says (see ``STORED``).
+
+    While the file ``in-step`` exists, as it does to begin with, the scheduler sees every batch of a
+    prefetch before the next one is read: all but the last are restored before the load. It checks
+    in every turn that no page of the device is lost.
+    """
+    in_step = folder / "in-step"
+    in_step.touch()
+    env = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+    return our_server(
+        model,
+        folder,
+        hcache=STORED[stored],
+        metrics=True,
+        extra_args=("--watchdog-timeout", "240", *extra_args),
+        extra_env=env | faulty(faults, in_step),
+        page_size=PAGE,
+        **options,
+    )
+
+
+def read_batches(server: Server, most: int | None) -> None:
+    """From now on no more than so many batches of each prefetch are read; None: all."""
+    in_step = server.options.log.parent / "in-step"
+    new = in_step.with_suffix(".new")
+    new.write_text("" if most is None else str(most))
+    new.replace(in_step)
+
+
+def counted(server: Server, what: str, event: str) -> float:
+    """How often ``event`` happened so far, as the metric ``what`` says."""
+    return fetch(server.url).counters[what].get(event, 0)
+
+
+def tokens(server: Server, event: str) -> float:
+    """Tokens that ``event`` happened to, so far."""
+    return counted(server, "tokens", event)
+
+
+@contextmanager
+def until_more(server: Server, what: str, event: str, count: int) -> Iterator[None]:
+    """What the block starts has made `event` happen to so many more, as the metric `what` says."""
+
+    wanted = counted(server, what, event) + count
+    yield
+    server.until(lambda: counted(server, what, event) >= wanted, f"{count} more {what} {event}")
+
+
+def assert_fine(server: Server, stored: str) -> None:
+    assert_sound_own_pages(server, "kv" if stored == "kv" else "hidden")
+    assert "restores are layer-wise" not in server.log_text()
+    assert "eak" not in server.log_text().replace("peak", "").replace("Peak", "")
+
+
+def asked(server: Server, *prompts: list[int]) -> Sequence[Conversation]:
+    """Conversations of one turn, all at once."""
+    return ask(server, prompts, flush=False, concurrent=True)
+
+
+BATCH = PAGE * batch_pages((800 - 1) // PAGE)
+"""Tokens of a batch of a prefetch of 800 tokens."""
+
+
+def stored(server: Server, seed: int, count: int = 800) -> list[int]:
+    """A prompt that is in L3, and nowhere else."""
+    prompt = random_tokens(count, seed)
+    server.generate(prompt, 1)
+    server.flush_cache()
+    return prompt

@@ -1,0 +1,194 @@
+"""First layers that are recomputed while the rest of their hit is still being read."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import requests
+
+from bench.harness.server import Server
+from hcache_backend.engine.recompute.governor import RUNNING_LIMIT
+from tests.engine.harness.conversations import (
+    Conversation,
+    converse,
+    make_conversations,
+    random_tokens,
+)
+from tests.engine.harness.ours import assert_no_cache_output, assert_restored_from_l3
+from tests.engine.hits.eager_servers import (
+    BATCH,
+    PAGE,
+    asked,
+    assert_fine,
+    counted,
+    eager_server,
+    read_batches,
+    stored,
+    tokens,
+    until_more,
+)
+
+pytestmark = pytest.mark.engine
+
+LONG_REPLY = 1800
+"""Tokens: more than are made while a hit is being read."""
+
+
+@pytest.fixture(
+    scope="module", params=["recompute, mixed", pytest.param("recompute", marks=pytest.mark.long)]
+)
+def shared(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    options = eager_server(
+        model,
+        tmp_path_factory.mktemp("recomputed"),
+        request.param,
+        max_total_tokens=16384,
+        extra_args=("--max-running-requests", str(RUNNING_LIMIT)),
+    )
+    with Server(options) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared: Server) -> Iterator[Server]:
+    read_batches(shared, None)
+    shared.flush_cache()
+    yield shared
+    assert_fine(shared, "recompute")
+    assert "layers are not recomputed" not in shared.log_text()
+
+
+def test_first_layers_are_recomputed_while_others_are_read(model: Path, server: Server) -> None:
+    conversations = converse(server, make_conversations(2, turns=3, tokens=250))
+    assert tokens(server, "ready_at_load") > tokens(server, "not_ready_at_load")
+    assert tokens(server, "eager_recomputed") == tokens(server, "eager") > 0
+    assert counted(server, "slices", "whole") > 0
+    assert_restored_from_l3(conversations, PAGE)
+    assert_no_cache_output(model, conversations)
+
+
+def test_first_layers_are_recomputed_behind_what_is_on_the_device(
+    model: Path, server: Server
+) -> None:
+    """Two prompts share a part: the first brings it back, the second what is left."""
+    same, rest = random_tokens(400, 1), [random_tokens(400, seed) for seed in (2, 3)]
+    for tokens_of in rest:
+        server.generate(same + tokens_of, 1)
+    server.flush_cache()
+    conversations = [*asked(server, same + rest[0])]
+    before = tokens(server, "eager"), tokens(server, "eager_recomputed")
+    conversations += asked(server, same + rest[1])
+    cached = conversations[1].turns[0].cached
+    assert cached.device == 400 and cached.storage > 300
+    recomputed = tokens(server, "eager_recomputed") - before[1]
+    assert recomputed == tokens(server, "eager") - before[0] > 200
+    assert_no_cache_output(model, conversations)
+
+
+@contextmanager
+def running(server: Server, seed: int) -> Iterator[None]:
+    """A request that L3 does not know runs within the block, but for :data:`LONG_REPLY` tokens."""
+    rid, prompt = uuid.uuid4().hex, random_tokens(2 * PAGE, seed)
+    sampling = {"temperature": 0, "max_new_tokens": LONG_REPLY, "ignore_eos": True}
+    body = {"rid": rid, "input_ids": prompt, "sampling_params": sampling, "stream": True}
+    with requests.post(f"{server.url}/generate", json=body, stream=True, timeout=600) as reply:
+        chunks = reply.iter_content(1)  # who drops it hangs up
+        assert next(chunks)  # of its first token
+        yield
+        server.abort_request(rid)
+
+
+@contextmanager
+def asking(server: Server, prompt: list[int], replies: list[Conversation]) -> Iterator[None]:
+    """A prompt that L3 has is being asked within the block; its reply is there behind it."""
+    asking = threading.Thread(target=lambda: replies.extend(asked(server, prompt)))
+    with until_more(server, "lookups", "found", len(prompt) // PAGE - 1):
+        asking.start()
+    yield
+    asking.join()
+
+
+def decisions(server: Server) -> dict[str, float]:
+    names = ("whole", "shorter", "put_off_running", "put_off_waiting")
+    return {name: counted(server, "slices", name) for name in names}
+
+
+def more(server: Server, before: dict[str, float]) -> set[str]:
+    """What was decided since then."""
+    return {name for name, count in decisions(server).items() if count > before[name]}
+
+
+def test_nothing_is_recomputed_beside_a_full_batch(model: Path, server: Server) -> None:
+    """As many requests run as the server takes, then others wait too; then half of them run."""
+    prompt, replies = stored(server, seed=1200), list[Conversation]()
+    read_batches(server, 0)
+    before, recomputed = decisions(server), tokens(server, "eager_recomputed")
+    with ExitStack() as half, ExitStack() as other_half:
+        for seed in range(RUNNING_LIMIT):
+            (other_half if seed % 2 else half).enter_context(running(server, 1000 + seed))
+        half.enter_context(asking(server, prompt, replies))
+        with until_more(server, "tokens", "eager", 2 * BATCH):
+            read_batches(server, 2)
+        server.until(lambda: bool(more(server, before)), "a decision")
+        assert more(server, before) == {"put_off_running"}
+        assert tokens(server, "eager_recomputed") == recomputed
+        waiting = threading.Thread(target=server.generate, args=(random_tokens(3 * PAGE, 1100), 1))
+        with until_more(server, "slices", "put_off_waiting", 1):
+            waiting.start()
+        with until_more(server, "tokens", "eager", BATCH):
+            read_batches(server, 3)
+        assert more(server, before) == {"put_off_running", "put_off_waiting"}
+        assert tokens(server, "eager_recomputed") == recomputed
+        with until_more(server, "tokens", "eager_recomputed", 3 * BATCH):
+            other_half.close()
+        assert "shorter" in more(server, before)
+        assert "whole" not in more(server, before)
+        waiting.join()
+        read_batches(server, None)
+    assert_no_cache_output(model, replies)
+
+
+def test_what_was_put_off_is_recomputed_by_the_load(model: Path, server: Server) -> None:
+    prompt, replies = stored(server, seed=2200), list[Conversation]()
+    read_batches(server, 0)
+    recomputed = tokens(server, "eager_recomputed")
+    with ExitStack() as others:
+        for seed in range(RUNNING_LIMIT):
+            others.enter_context(running(server, 2000 + seed))
+        waiting = threading.Thread(target=server.generate, args=(random_tokens(3 * PAGE, 2100), 1))
+        with until_more(server, "lookups", "absent", 1):
+            waiting.start()
+        with asking(server, prompt, replies):
+            with until_more(server, "tokens", "eager", 6 * BATCH):
+                read_batches(server, None)
+            assert tokens(server, "eager_recomputed") == recomputed
+            others.close()
+        waiting.join()
+    assert replies[0].turns[0].cached.storage >= 800 - 2 * PAGE
+    assert_no_cache_output(model, replies)
+
+
+def test_first_layers_are_recomputed_at_the_load_behind_what_is_on_the_host(
+    model: Path, tmp_path: Path
+) -> None:
+    options = eager_server(model, tmp_path, "recompute", max_total_tokens=1280, hicache_ratio=8.0)
+    with Server(options) as server:
+        prompt = stored(server, seed=1)
+        server.generate(prompt[:400], 1)
+        for seed in (2, 3):
+            server.generate(random_tokens(1000, seed), 1)  # the device has no room for both
+        before = tokens(server, "eager"), tokens(server, "eager_recomputed")
+        (conversation,) = asked(server, prompt)
+        cached = conversation.turns[0].cached
+        assert cached.device == 0 and cached.host > 300 and cached.storage > 300
+        assert tokens(server, "eager") > before[0]
+        assert tokens(server, "eager_recomputed") == before[1]
+        assert_fine(server, "recompute")
+    assert_no_cache_output(model, [conversation])

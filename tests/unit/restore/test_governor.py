@@ -1,0 +1,93 @@
+"""How much of the GPU recomputation gets, from what SGLang's scheduler holds."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hcache_backend.engine.recompute.governor import RUNNING_LIMIT, Governor
+from hcache_backend.engine.recompute.slices import SliceBudget
+
+
+def batch(requests: int, *, extend: bool = False, finished: int = 0) -> Any:
+    """Of so many requests that run, and others that have finished."""
+    ends = [False] * requests + [True] * finished
+    return SimpleNamespace(
+        reqs=[SimpleNamespace(finished=lambda end=end: end) for end in ends],
+        forward_mode=SimpleNamespace(is_extend=lambda: extend),
+    )
+
+
+def governor(
+    running: int = 0,
+    *,
+    last: Any = None,
+    waiting: tuple[str, ...] = (),
+    reading: tuple[str, ...] = (),
+    chunked: object = None,
+) -> Governor:
+    """Of a scheduler with so many running requests, and others that wait or are being read."""
+    found = Governor()
+    found.scheduler = SimpleNamespace(
+        running_batch=batch(running),
+        last_batch=last,
+        chunked_req=chunked,
+        waiting_queue=[SimpleNamespace(cache_request_handle=name) for name in waiting],
+        tree_cache=SimpleNamespace(ongoing_prefetch=dict.fromkeys(reading)),
+    )
+    return found
+
+
+def test_slices_are_whole_where_nothing_else_runs() -> None:
+    assert Governor().pace() == (1.0, "whole")  # before the first request
+    assert governor().pace() == (1.0, "whole")
+    assert governor(waiting=("a", "b"), reading=("a", "b")).pace() == (1.0, "whole")
+
+
+def test_the_share_falls_to_nothing_as_the_batch_grows() -> None:
+    shares = [governor(running).pace().share for running in range(RUNNING_LIMIT + 3)]
+    assert shares[0] == 1
+    assert all(more > less for more, less in pairwise(shares[: RUNNING_LIMIT + 1]))
+    assert shares[RUNNING_LIMIT:] == [0, 0, 0]
+    assert governor(1).pace().decision == "shorter"
+    assert governor(RUNNING_LIMIT).pace().decision == "put_off_running"
+
+
+def test_requests_of_the_last_prefill_run_already_and_those_of_a_decode_step_run_once() -> None:
+    assert governor(5, last=batch(3, extend=True)).pace() == (0.0, "put_off_running")
+    assert governor(5, last=batch(5)).pace().share == 1 - 5 / RUNNING_LIMIT
+
+
+def test_requests_that_have_finished_want_nothing() -> None:
+    found = governor(last=batch(0, extend=True, finished=1))
+    found.scheduler.running_batch = batch(2, finished=6)
+    assert found.pace().share == 1 - 2 / RUNNING_LIMIT
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"waiting": ("a",)},
+        {"waiting": ("a", "b"), "reading": ("a",)},
+        {"chunked": object()},
+        {"running": RUNNING_LIMIT, "waiting": ("a",)},
+    ],
+)
+def test_nothing_is_recomputed_while_a_request_waits_for_the_gpu(wanted: dict[str, Any]) -> None:
+    assert governor(**wanted).pace() == (0.0, "put_off_waiting")
+
+
+def test_a_scheduler_that_cannot_be_asked_holds_nothing_up() -> None:
+    broken = Governor()
+    broken.scheduler = SimpleNamespace(chunked_req=None)
+    assert broken.pace() == (1.0, "whole")
+
+
+def test_a_slice_is_as_long_as_its_share_of_the_time_allows() -> None:
+    slices = SliceBudget(1.0, 8192, lambda tokens, prefix: 0.001 * tokens, known=True)
+    assert [slices.pages(1000, 10, 0, 1, share) for share in (1.0, 0.5, 0.25)] == [100, 50, 25]
+    assert slices.pages(1000, 10, 0, 1, 1e-9) == 1
+    assert slices.pages(1000, 10, 0, 1, 0.0) == 0
