@@ -34,6 +34,8 @@ _TITLES = {
     "recompute": "recompute",
 }
 _WIDTH = 64
+_HEIGHT = 8
+"""Lines of the picture of all layers."""
 _MIN_LABEL = 0.02  # of the picture's width; narrower bars have no number
 
 
@@ -239,6 +241,8 @@ def _show(result: PartitionPlan, path: Path, extra: list[str]) -> None:
     screen.print()
     for line in _pipelines(result):
         screen.print(line, soft_wrap=True)
+    for line in _staircase(result):
+        screen.print(line, soft_wrap=True)
     screen.print(
         f"Bytes per token and layer: {model.hidden_bytes:,} as hidden states, "
         f"{model.kv_bytes:,} as KV.\n",
@@ -293,6 +297,30 @@ def _pipelines(result: PartitionPlan) -> list[Text]:
         lines.append(line)
     legend = "R recompute, H hidden states, K KV" + (", L reading L3" if len(lines) > 2 else "")
     lines.append(Text(f"{'':>9} {legend}; {total * 1e3:,.1f} ms in all\n", style="dim"))
+    return lines
+
+
+def _staircase(result: PartitionPlan) -> list[Text]:
+    """How deep each page would best be recomputed: first page on the left, first layer below."""
+    if result.staircase is None:
+        return []
+    (whole, first), seconds = result.staircase
+    layers, pages = result.model.layers, result.pages
+    said = f"{whole:,} of {pages:,} pages whole, of the others layers: {first}"
+    lines = [Text(f"recomputed at best: {said}; {seconds * 1e3:,.1f} ms")]
+    rows = min(layers, _HEIGHT)
+    for row in reversed(range(rows)):
+        layer = (layers - 1) * row // max(rows - 1, 1)
+        line = Text(f"{f'layer {layer}':>8} |")
+        for column in range(_WIDTH):
+            is_deep = (column + 0.5) / _WIDTH * pages < whole or layer < first
+            look = _LOOKS["recompute" if is_deep else result.stored.method(layer)]
+            line.append(look.letter, look.style)
+        line.append("|")
+        lines.append(line)
+    lines.append(
+        Text(f"{'':>9} first page to last; servers do not recompute front pages yet\n", style="dim")
+    )
     return lines
 
 

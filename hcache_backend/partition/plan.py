@@ -14,6 +14,7 @@ from hcache_backend.partition.costs import (
     Partition,
     layer_costs,
 )
+from hcache_backend.partition.depth import PAGE_TOKENS, READ_BATCHES, Depth, depth_costs
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile
 from hcache_backend.partition.solver import closed_form, makespan, recompute_layers, search
@@ -98,6 +99,24 @@ class PartitionPlan:
     def timeline(self, choice: str) -> list[Task]:
         """The pipeline of one of :attr:`choices`."""
         return simulate(self.costs, self.choices[choice])
+
+    @property
+    def pages(self) -> int:
+        """Pages of the restore."""
+        return -(-self.tokens // PAGE_TOKENS)
+
+    @cached_property
+    def staircase(self) -> tuple[Depth, float] | None:
+        """How deep pages would best be recomputed while L3 is read, and the seconds of that.
+
+        None where nothing is recomputed while L3 is read. Servers have one depth for all pages of a
+        hit so far: that of this plan.
+        """
+        if self.restore is None or self.l3 == "first" or self.profile.l3 is None:
+            return None
+        stored, size = self.stored, PAGE_TOKENS
+        costs = depth_costs(self.profile, self.model, stored, self.pages, size, tp=self.tp)
+        return costs.best(READ_BATCHES)
 
     def busy(self, choice: str) -> dict[Resource, float]:
         """Seconds that every resource works during a restore by one of :attr:`choices`."""
@@ -218,9 +237,16 @@ class PartitionPlan:
             "busy_ms": {name: value * 1e3 for name, value in self.busy("mix").items()},
             "binds": self.binds("mix"),
             "refused": self.refused,
+            "staircase": self._report_staircase(),
             "at_length": {str(tokens): self._report_at(tokens) for tokens in LENGTHS},
             "notes": self.notes(),
         }
+
+    def _report_staircase(self) -> dict[str, Any] | None:
+        if self.staircase is None:
+            return None
+        depth, seconds = self.staircase
+        return {**depth._asdict(), "of_pages": self.pages, "ms": seconds * 1e3}
 
     def _report_at(self, tokens: int) -> dict[str, Any]:
         at = self.at_length(tokens)

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hcache_backend.partition.depth import READ_BATCHES
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.restore.reservation import (
     Ids,
@@ -39,9 +40,6 @@ from hcache_backend.restore.reservation import (
     using,
 )
 from hcache_backend.streams import StreamFailed
-
-READ_BATCHES = 8
-"""A prefetch is read in about so many batches. What the last one brings is not restored eagerly."""
 
 _LEAST_BATCH = 4
 """Pages that are read at a time at least, if there are so many: disks want company."""
