@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -66,23 +67,24 @@ class LayerMethods:
         """The same hidden layers, and nothing recomputed."""
         return replace(self, can_recompute=False)
 
-    def first_layers(self, tokens: int, prefix: int, l3: L3Path, share: float = 1.0) -> int:
+    def first_layers(self, tokens: int, prefix: int, l3: L3Path, slowdown: float = 1.0) -> int:
         """How many of the first layers one restore recomputes.
 
         Args:
             tokens: Tokens that are restored.
             prefix: Tokens before them.
             l3: ``none`` for pages that are in host memory, ``first`` for those that must be read.
-            share: Of the GPU's time that recomputing may take, 0 to 1; what must be recomputed is.
+            slowdown: How many times as long as by the profile recomputation takes at this moment;
+                infinite: only what must be recomputed is.
         """
         if not self.can_recompute:
             return 0
-        if self.profile is None or self.shape is None or not tokens or not share:
+        if self.profile is None or self.shape is None or not tokens:
             return self.partition.recompute
-        if self.ranks > 1 or (self.eager and l3 != "none"):
+        if self.ranks > 1 or slowdown == math.inf or (self.eager and l3 != "none"):
             return self.partition.recompute
         costs = layer_costs(self.profile, self.shape, tokens, prefix=prefix, l3=l3, early_stop=True)
-        costs = costs.slower_recomputation(1 / share)
+        costs = costs.slower_recomputation(slowdown)
         seconds = pipeline_seconds(self.chunk_tokens, tokens, self.ranks, self.parks)
         return recompute_layers(costs, self.partition, seconds)
 

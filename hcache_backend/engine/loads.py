@@ -7,6 +7,7 @@ first layers is recomputed in all of them.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -72,6 +73,7 @@ class LoadQueue:
         methods: How each layer is stored.
         stored_from: Nothing is stored of the layers before this one.
         governor: Says how much may be recomputed that could be read, or be recomputed later.
+        slowdown: How many times as long as by the profile so many tokens are computed lately.
         on_failed: Who wants to know, in words, that pages cannot be restored any more.
     """
 
@@ -92,6 +94,7 @@ class LoadQueue:
         self._device = device
         self._queued: list[QueuedLoad] = []
         self.governor = Governor()
+        self.slowdown: Callable[[int], float] = lambda tokens: 1.0
         self.on_failed: list[Callable[[str], None]] = []
 
     def first_to_read(self, tokens: int) -> int:
@@ -102,7 +105,8 @@ class LoadQueue:
         if self._recomputer is None:
             return 0
         share = self.governor.pace().share
-        first = self.methods.first_layers(tokens, 0, "first", share)
+        slowdown = self.slowdown(tokens) / share if share else math.inf
+        first = self.methods.first_layers(tokens, 0, "first", slowdown)
         return first if first > self.stored_from else 0
 
     # ---- from asking to launching ----
@@ -236,7 +240,8 @@ class LoadQueue:
         if not any_ready:
             tokens = sum(len(span.token_ids) for span in spans)
             pairs = sum(len(span.token_ids) * len(span.prefix) for span in spans)
-            first = max(first, self.methods.first_layers(tokens, pairs // tokens, "none"))
+            prefix, slowdown = pairs // tokens, self.slowdown(tokens)
+            first = max(first, self.methods.first_layers(tokens, prefix, "none", slowdown))
         if not first:
             return None
         forwards = next(load.forwards for load in loads if load.forwards is not None)

@@ -154,6 +154,11 @@ class Runtime:
             tokens_per_second=self.hit_gate.costs.rates() if self.hit_gate is not None else {},
         )
 
+    def slowdown(self, tokens: int) -> float:
+        """How many times as long as by the profile prefills of ``tokens`` took lately; 1 where
+        nobody measures them."""
+        return 1.0 if self.hit_gate is None else self.hit_gate.costs.prefill.slowdown(tokens)
+
     def _overflow_use(self) -> OverflowUse | None:
         kept = self.overflow
         if kept is None:

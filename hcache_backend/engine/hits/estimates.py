@@ -51,6 +51,18 @@ class Estimate:
         """What an operation will take; None: nothing is known yet."""
         if tokens <= 0:
             return 0.0
+        ratio = self._ratio(tokens)
+        return None if ratio is None else self._curve(tokens, prefix) * ratio
+
+    def slowdown(self, tokens: int) -> float:
+        """How many times as long as its curve says an operation on ``tokens`` (at least 1) takes.
+
+        1 where the curve is not in seconds.
+        """
+        return (self._ratio(tokens) or 1.0) if self._known else 1.0
+
+    def _ratio(self, tokens: int) -> float | None:
+        """What measured operations took relative to the curve; None: nothing is known yet."""
         with self._lock:
             measured = list(self._measured)
         weighted = [
@@ -59,9 +71,7 @@ class Estimate:
         ]
         if self._known:
             weighted.append((1.0, _MODEL_WEIGHT))
-        if not weighted:
-            return None
-        return self._curve(tokens, prefix) * _median(weighted)
+        return _median(weighted) if weighted else None
 
 
 def _median(weighted: list[tuple[float, float]]) -> float:

@@ -100,6 +100,7 @@ class Stack:
         )
         loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, kvcache.device)
         loads.on_failed.append(runtime.cannot_restore)
+        loads.slowdown = runtime.slowdown
         pool.follow(capture)
         result = self._joined(HiddenStateController, pool, pipeline, loads, reservable)
         checks = ServiceChecks(

@@ -27,6 +27,16 @@ def test_without_a_measurement_the_model_counts(known: Estimate) -> None:
     assert Estimate(by_tokens, known=False).seconds(500) is None
 
 
+def test_it_tells_how_many_times_as_long_as_the_model_says_it_takes(known: Estimate) -> None:
+    assert known.slowdown(500) == 1.0
+    for _ in range(3):
+        known.measured(1000, 0, 3.0)
+    assert known.slowdown(1000) == pytest.approx(3.0)
+    unknown = Estimate(by_tokens, known=False)
+    unknown.measured(1000, 0, 3.0)
+    assert unknown.slowdown(1000) == 1.0  # of what is in no seconds
+
+
 def test_nothing_takes_no_time() -> None:
     assert Estimate(by_tokens, known=False).seconds(0) == 0
 

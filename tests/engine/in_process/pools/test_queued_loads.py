@@ -1,0 +1,247 @@
+"""Queued loads: what of them is recomputed, behind what, and what becomes of failures."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hcache_backend.engine.layer_methods import LayerMethods
+from hcache_backend.engine.loads import LoadQueue, QueuedLoad
+from hcache_backend.engine.recompute.governor import Pace
+from hcache_backend.page import PageLayout, hidden_layer
+from hcache_backend.partition.costs import Partition
+from hcache_backend.restore.eager import HandOut
+from hcache_backend.restore.layers import Recompute
+from hcache_backend.streams import Stream, current_stream
+from tests.engine.in_process.pools.test_host_pool import PAGE
+
+SIZE = PAGE
+
+
+class HostPages:
+    """What the queue asks of the arena: page i holds the positions from i * size on."""
+
+    layout = PageLayout(SIZE, (hidden_layer(SIZE, 8, 8),) * 4)
+
+    def __init__(self) -> None:
+        self.memory = np.zeros((8, self.layout.page_bytes), np.uint8)
+        for page in range(8):
+            self.layout.positions(self.memory)[page] = np.arange(SIZE) + page * SIZE
+            self.layout.token_ids(self.memory)[page] = page
+        self.first = 0
+
+    def pages(self, host_pages: np.ndarray, *, header: bool = False) -> list[np.ndarray]:
+        return [self.memory[page] for page in host_pages]
+
+    def host_access(self, pages: np.ndarray, *, write: bool, header: bool = False) -> None:
+        assert not write
+
+    def physical(self, host_pages: np.ndarray) -> np.ndarray:
+        return host_pages
+
+    def first_layers(self, host_pages: np.ndarray) -> np.ndarray:
+        return np.full(len(host_pages), self.first)
+
+
+class Pipeline:
+    """Notes how what it restores is recomputed; a recomputation ends with ``problem``."""
+
+    def __init__(self) -> None:
+        self.recomputed: list[Recompute | None] = []
+        self.problem: Exception | None = None
+
+    def start(self, pages: Any, slots: Any, recompute: Recompute | None = None) -> Any:
+        self.recomputed.append(recompute)
+        problem = self.problem if recompute is not None else None
+        return SimpleNamespace(failed=problem, layers=[current_stream("cpu").record()])
+
+
+class Recomputer:
+    """Notes what it was to recompute."""
+
+    def stream(self) -> Stream:
+        return current_stream("cpu")
+
+    def run(self, layers: int, positions: Any, slots: Any, spans: Any) -> None:
+        self.tokens = [token for span in spans for token in span.token_ids.tolist()]
+        self.spans = [(len(span.token_ids), span.prefix.tolist()) for span in spans]
+
+
+def queue(
+    host: HostPages, partition: Partition, recomputer: object = None, **fields: Any
+) -> LoadQueue:
+    parts = LayerMethods(partition, None, None, 1024, **fields)
+    return LoadQueue(host, Pipeline(), parts, recomputer, "cpu")  # type: ignore[arg-type]
+
+
+def plan(loads: LoadQueue, *pages: int, known: int | None = None) -> QueuedLoad | None:
+    """A load of ``pages``, of which the slots of ``known`` tokens before them are known."""
+    return loads.plan(np.array(pages), lambda: None if known is None else torch.arange(known))
+
+
+def add(loads: LoadQueue, load: QueuedLoad | None, *whole: bool) -> torch.Tensor:
+    """Queue ``load``; other restores wrote the ``whole`` ones of its pages. Its slots."""
+    assert load is not None
+    slots = torch.arange(SIZE * len(load.host_pages)).flip(0)
+    if whole:
+        load.handed = HandOut(slots, np.array(whole), np.array(whole), (SimpleNamespace(),))
+    loads.add(load, slots)
+    return slots
+
+
+def recomputed(loads: LoadQueue, *, any_ready: bool = False) -> Recompute | None:
+    """How the queued loads are recomputed, which are queued no more."""
+    loads_now, loads._queued = loads._queued, []
+    return loads._recompute_queued(loads_now, any_ready=any_ready)
+
+
+class TestQueuedLoads:
+    def test_whole_pages_are_loaded_whole(self) -> None:
+        loads = queue(HostPages(), Partition(0, 4, 0))
+        add(loads, plan(loads, 0, 1))
+        assert recomputed(loads) is None
+
+    def test_what_is_restored_already_is_not_recomputed(self) -> None:
+        loads = queue(HostPages(), Partition(2, 2, 0), Recomputer(), can_recompute=True)
+        loads.methods = SimpleNamespace(first_layers=lambda *_: 4)  # type: ignore[assignment]
+        for any_ready, layers in ((False, 4), (True, 2)):
+            add(loads, plan(loads, 0, 1))
+            recompute = recomputed(loads, any_ready=any_ready)
+            assert recompute is not None and recompute.layers == layers
+
+    def test_layers_that_are_not_stored_need_the_prefix(self) -> None:
+        loads = queue(HostPages(), Partition(2, 2, 0), Recomputer())
+        assert plan(loads, 1, 2) is None  # nobody said what is before page 1
+        assert plan(loads, 1, 2, known=SIZE - 1) is None  # that is not all of it
+        load = plan(loads, 1, 2, known=SIZE)
+        assert load is not None and load.missing == 2
+        slots = add(loads, load)
+        pipeline: Any = loads._pipeline
+        loads.launch(slots)
+        [recompute] = pipeline.recomputed
+        assert recompute is not None and recompute.layers == 2
+        assert not loads._queued  # it was for that restore only
+
+    def test_pages_that_do_not_follow_each_other_are_not_recomputed(self) -> None:
+        loads = queue(HostPages(), Partition(1, 3, 0), Recomputer())
+        assert plan(loads, 0, 2) is None
+
+    def test_pages_without_first_layers_need_somebody_who_recomputes(self) -> None:
+        host = HostPages()
+        host.first = 3
+        assert plan(queue(host, Partition(0, 4, 0)), 0) is None
+        loads = queue(host, Partition(0, 4, 0), Recomputer())
+        add(loads, plan(loads, 0))
+        recompute = recomputed(loads)
+        assert recompute is not None and recompute.layers == 3
+
+    def test_one_load_that_cannot_be_recomputed_keeps_out_those_that_must(self) -> None:
+        host = HostPages()
+        loads = queue(host, Partition(0, 4, 0), Recomputer())
+        unknown = plan(loads, 2)
+        assert unknown is not None and unknown.spans == [None]
+        add(loads, unknown)
+        host.first = 1
+        assert plan(loads, 0) is None
+        assert plan(loads, 0) is None
+        assert recomputed(loads) is None
+
+    def test_only_pages_that_lack_layers_are_recomputed_behind_all_before_them(self) -> None:
+        loads = queue(HostPages(), Partition(2, 2, 0), recomputer := Recomputer())
+        slots = add(loads, plan(loads, 1, 2, 3, 4, known=SIZE), False, True, True, False)
+        recompute = recomputed(loads, any_ready=True)
+        assert recompute is not None and recompute.layers == 2
+        recompute.fill(np.empty(0, np.int64), torch.empty(0))
+        assert recomputer.spans == [
+            (SIZE, list(range(SIZE))),
+            (SIZE, [*range(SIZE), *slots[: 3 * SIZE].tolist()]),
+        ]
+        assert recomputer.tokens == [1] * SIZE + [4] * SIZE
+
+    def test_nothing_is_recomputed_where_no_page_lacks_layers(self) -> None:
+        loads = queue(HostPages(), Partition(2, 2, 0), Recomputer())
+        slots = add(loads, plan(loads, 0), True)
+        assert len(loads.launch(slots)) == 1  # what was handed out
+        pipeline: Any = loads._pipeline
+        assert pipeline.recomputed == []
+
+    def test_pages_of_a_prefetch_are_recomputed_behind_what_is_known(self) -> None:
+        loads = queue(HostPages(), Partition(1, 3, 0), recomputer := Recomputer())
+        pages, known = np.array([2, 3]), torch.arange(2 * SIZE) + 9
+        assert loads.recompute_of(pages, 1, lambda: None) is None
+        assert loads.recompute_of(pages, 1, lambda: known[1:]) is None  # that is not all of it
+        assert loads.recompute_of(np.array([2, 4]), 1, lambda: known) is None
+        recompute = loads.recompute_of(pages, 1, lambda: known)
+        assert recompute is not None and recompute.layers == 1
+        recompute.fill(np.empty(0, np.int64), torch.empty(0))
+        assert recomputer.spans == [(2 * SIZE, known.tolist())]
+        assert recomputer.tokens == [2] * SIZE + [3] * SIZE
+
+    def test_what_prefills_took_lately_and_who_wants_the_gpu_decide_what_is_recomputed(
+        self,
+    ) -> None:
+        """Not of a load: the forward pass behind it holds the GPU whatever comes first."""
+        loads, asked = queue(HostPages(), Partition(1, 3, 0), Recomputer()), []
+        loads.methods = SimpleNamespace(first_layers=lambda *a: asked.append(a) or 3)  # type: ignore[assignment, func-returns-value]
+        loads.slowdown = lambda tokens: tokens / 50
+        for share in (1.0, 0.5, 0.0):
+            loads.governor.pace = lambda share=share: Pace(share, "")  # type: ignore[method-assign]
+            assert loads.first_to_read(100) == 3
+        add(loads, plan(loads, 0))
+        recomputed(loads)
+        assert asked == [
+            (100, 0, "first", 2.0),
+            (100, 0, "first", 4.0),
+            (100, 0, "first", math.inf),
+            (SIZE, 0, "none", SIZE / 50),
+        ]
+
+    def test_stored_layers_that_cannot_be_recomputed_are_loaded(self) -> None:
+        loads = queue(HostPages(), Partition(0, 4, 0), Recomputer(), can_recompute=True)
+        loads.methods = SimpleNamespace(first_layers=lambda *_: 2, ranks=1)  # type: ignore[assignment]
+        pipeline: Any = loads._pipeline
+        pipeline.problem = RuntimeError("out of memory")
+        slots = add(loads, plan(loads, 0))
+        assert len(loads.launch(slots)) == 2
+        [tried, loaded] = pipeline.recomputed
+        assert tried is not None and loaded is None
+        add(loads, plan(loads, 0))
+        assert recomputed(loads) is None  # it is not tried again
+
+    def test_nobody_gets_layers_that_are_stored_nowhere_and_were_not_recomputed(self) -> None:
+        loads = queue(HostPages(), Partition(2, 2, 0), Recomputer())
+        pipeline: Any = loads._pipeline
+        pipeline.problem = RuntimeError("out of memory")
+        slots = add(loads, plan(loads, 0))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            loads.launch(slots)
+        assert plan(loads, 0) is None
+        assert loads.recompute_of(np.array([0]), 2, lambda: None) is None
+
+    @pytest.mark.parametrize("stored_from", [0, 2])
+    def test_without_recomputation_pages_that_lack_layers_are_of_no_use(
+        self, stored_from: int
+    ) -> None:
+        loads, told = queue(HostPages(), Partition(stored_from, 2, 0), Recomputer()), list[str]()
+        loads.on_failed.append(told.append)
+        for _ in range(2):
+            loads.recomputation_failed(RuntimeError("out of memory"))
+        reason = "layers that are not stored cannot be recomputed any more"
+        assert told == ([reason] if stored_from else [])
+
+    def test_one_of_several_ranks_does_not_go_on_when_its_recomputation_failed(self) -> None:
+        """The others wait for it in the model's collectives."""
+        loads = queue(HostPages(), Partition(2, 2, 0), Recomputer(), ranks=2)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            loads.recomputation_failed(RuntimeError("out of memory"))
+
+    def test_dropped_loads_are_forgotten(self) -> None:
+        loads = queue(HostPages(), Partition(1, 3, 0), Recomputer())
+        add(loads, plan(loads, 0))
+        loads.forget()
+        assert recomputed(loads) is None
