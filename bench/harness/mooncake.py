@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -36,10 +36,11 @@ store = MooncakeDistributedStore()
 assert not store.setup(
     "127.0.0.1", "P2PHANDSHAKE", 0, {BUFFER_BYTES}, "tcp", "", sys.argv[1], None
 )
-value = bytearray(store.get(sys.argv[2]))
-value[len(value) // 2] ^= 1
-assert not store.remove(sys.argv[2], True)
-assert not store.put(sys.argv[2], bytes(value))
+for key in sys.argv[2:]:
+    value = bytearray(store.get(key))
+    value[len(value) // 2] ^= 1
+    assert not store.remove(key, True)
+    assert not store.put(key, bytes(value))
 store.close()
 """
 
@@ -139,9 +140,9 @@ def keys(cluster: Cluster) -> list[str]:
     return [key for key in answer.text.split() if key.endswith(("_k", "_v"))]
 
 
-def damage(cluster: Cluster, key: str) -> None:
-    """Flip a bit in the middle of a value."""
-    program = [sys.executable, "-c", DAMAGE, cluster.address, key]
+def damage(cluster: Cluster, keys: Iterable[str]) -> None:
+    """Flip a bit in the middle of each value."""
+    program = [sys.executable, "-c", DAMAGE, cluster.address, *keys]
     subprocess.run(program, check=True, capture_output=True)
 
 

@@ -1,4 +1,4 @@
-"""Prefetches and restores that a test holds, and pages of another format."""
+"""Prefetches, restores and loads that a test holds, what L3 loses, and pages of another format."""
 
 from __future__ import annotations
 
@@ -46,8 +46,97 @@ def hold_a_layer(active: Callable[[], bool]) -> None:
 
     def held(self: Any, *args: Any) -> None:
         while active():
-            Path(os.environ["HCACHE_TEST_TRIGGER"]).with_suffix(".held").touch()
+            _tell(".held")
             time.sleep(0.01)
         project(self, *args)
 
     Projector.project_to_pool = held  # type: ignore[method-assign]
+
+
+def load_beside(active: Callable[[], bool]) -> None:
+    """Loads run beside the scheduler, as on a GPU, and a forward pass waits for each layer.
+
+    On a CPU the scheduler's thread would wait for all layers before it goes on. A file beside the
+    trigger, its name ending in ``.waits``, says that a forward pass waits.
+    """
+    from sglang.srt.managers.cache_controller import LayerLoadingEvent
+    from sglang.srt.mem_cache.l2_transfer import L2TransferEngine
+
+    from hcache_backend.streams import WorkerStream
+
+    loads, submit = WorkerStream("loads"), L2TransferEngine.submit_host_to_device
+
+    def beside(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with loads.as_current():
+            completion = submit(self, *args, **kwargs)
+        return completion._replace(finish_event=loads.record())
+
+    def complete(self: Any, layer: int) -> None:
+        self.load_events[layer] = loads.record()
+
+    def wait(self: Any, layer: int) -> None:
+        if active() and not self.load_events[layer].query():
+            _tell(".waits")
+        self.load_events[layer].synchronize()
+
+    L2TransferEngine.submit_host_to_device = beside
+    LayerLoadingEvent.complete, LayerLoadingEvent.wait = complete, wait
+
+
+def pair_prefetches(active: Callable[[], bool]) -> None:
+    """No prefetch is seen to be finished before two are: their requests go on in one batch."""
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    check, paired = UnifiedRadixCache.check_prefetch_progress, False
+
+    def in_pairs(self: Any, request: Any) -> bool:
+        nonlocal paired
+        waiting = self.ongoing_prefetch.values()
+        finished = all(one.operation.is_terminated() for one in waiting)
+        paired = bool(waiting) and (paired or (finished and len(waiting) == 2))
+        return (paired or not active()) and check(self, request)
+
+    UnifiedRadixCache.check_prefetch_progress = in_pairs
+
+
+def send_at_once(active: Callable[[], bool]) -> None:
+    """A prefill server sends what it finds on the device, whether it has come there or not.
+
+    A file beside the trigger, its name ending in ``.sent``, says that K and V were sent.
+    """
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+
+    from hcache_backend.engine import hooks
+
+    wanted, send = hooks.prefill_server_hooks, MooncakeKVManager.send_kvcache
+
+    def sent(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = send(self, *args, **kwargs)
+        if active():
+            _tell(".sent")
+        return result
+
+    hooks.prefill_server_hooks = lambda: [h for h in wanted() if h.target != hooks.SEND_PREFIX]
+    MooncakeKVManager.send_kvcache = sent
+
+
+def lose_what_was_looked_up(active: Callable[[], bool]) -> None:
+    """L3 evicts all that it has, after a look-up and before the read.
+
+    A file beside the trigger, its name ending in ``.lost``, says that there was something.
+    """
+    from hcache_backend.engine.storage import HCacheStorage
+
+    look_up = HCacheStorage._exists
+
+    def then_lose(self: Any, *args: Any) -> list[bool]:
+        found = look_up(self, *args)
+        if active() and self._pools.drop():
+            _tell(".lost")
+        return found
+
+    HCacheStorage._exists = then_lose  # type: ignore[method-assign]
+
+
+def _tell(suffix: str) -> None:
+    Path(os.environ["HCACHE_TEST_TRIGGER"]).with_suffix(suffix).touch()

@@ -139,6 +139,13 @@ def behind(server: Server, event: str) -> float:
     return fetch(server.url).counters["behind"].get(event, 0)
 
 
+def all_in(cluster: mooncake.Cluster, server: Server) -> list[str]:
+    """The keys of all that a server has stored, when it is behind."""
+    folder = server.options.log.parent
+    server.until(lambda: behind(server, "written") == len(stored_pages(folder)), "all to be behind")
+    return mooncake.keys(cluster)
+
+
 def until_it_answers(server: Server, asked: list[Conversation]) -> None:
     """Every new text is looked for behind, unless that is left alone."""
 
@@ -158,14 +165,18 @@ def test_mooncake_behind_two_machines_stalls_and_dies_and_requests_go_on(
     prompts = [random_tokens(200, seed) for seed in range(5)]
     with Server(mooncake_machine(model, tmp_path, "first", cluster)) as first:
         asked += from_l3(first, prompts)
+        sound = set(all_in(cluster, first))
+        asked += from_l3(first, [(lost := random_tokens(200, 50))])
+        mooncake.damage(cluster, set(all_in(cluster, first)) - sound)
         pages = stored_pages(tmp_path / "first")
-        first.until(lambda: behind(first, "written") == len(pages), "all to be behind")
     quota = sum(path.stat().st_size for path in pages) // 2
     with Server(mooncake_machine(model, tmp_path, "second", cluster, quota_bytes=quota)) as second:
         asked += (found := from_l3(second, prompts[:2]))
         assert_found(found)
         assert behind(second, "read") > 0
         until_kept(second, 24)
+        asked += (damaged := from_l3(second, [lost]))
+        assert_absent(damaged)
 
         with cluster.stalled():
             asked += (near := from_l3(second, prompts[:2]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ def pair(model: Path, folder: Path) -> Iterator[tuple[PrefillServer, DecodeServe
     """A prefill server with plain pages in the L3 `folder / "l3"`, and one of `radix_cached`."""
     log = folder / "prefill.log"
     prefill = PrefillServer(our_server(model, folder, hcache=PLAIN, log=log, page_size=PAGE))
-    radix = DecodeServer(radix_cached(model, folder, "radix"), [prefill])
+    env = faulty("lost_after_look_ups", folder / "lose")
+    radix = DecodeServer(radix_cached(model, folder, "radix", extra_env=env), [prefill])
     with started(prefill, radix):
         yield prefill, radix
 
@@ -162,14 +164,29 @@ def spoil_what_is_written(
         spoil(page)
 
 
+@contextmanager
+def lost_after_a_look_up(folder: Path) -> Iterator[None]:
+    """Within the block the first look-up that a server has pages for is the last one, too: they
+    are evicted before anybody reads them."""
+    lose = folder / "lose"
+    lose.touch()
+    yield
+    lose.unlink()
+    lose.with_suffix(".lost").unlink()
+
+
 def test_pages_that_a_decode_server_cannot_read_fail_no_request(
-    model: Path, radix: DecodeServer
+    model: Path, folder: Path, radix: DecodeServer
 ) -> None:
     """SGLang would have told the prefill server to leave them out."""
-    conversations = make_conversations(len(SPOILT), turns=2, seed=2)
+    *conversations, evicted = make_conversations(len(SPOILT) + 1, turns=2, seed=2)
     for conversation, spoil in zip(conversations, SPOILT.values(), strict=True):
         spoil_what_is_written(radix, conversation, spoil)
     converse(radix, conversations)
+    spoil_what_is_written(radix, evicted, SPOILT["sound"])
+    with lost_after_a_look_up(folder):
+        converse(radix, [evicted])
+    conversations.append(evicted)
     assert ONLY_WRITES in radix.log_text()
     assert_nothing_went_wrong(radix)
     assert_no_cache_output(model, conversations)
@@ -197,12 +214,16 @@ def test_sglang_fails_a_request_whose_promised_pages_cannot_be_read(
     model: Path, folder: Path, prefill: PrefillServer
 ) -> None:
     """Why decode servers find nothing: what another L3 may promise, they commit to."""
-    options = radix_cached(model, folder, "promised", extra_env=faulty("hits_promised"))
-    sound, damaged = make_conversations(2, turns=2, seed=3)
+    env = faulty("hits_promised,lost_after_look_ups", folder / "lose")
+    options = radix_cached(model, folder, "promised", extra_env=env)
+    sound, damaged, evicted = make_conversations(3, turns=2, seed=3)
     with DecodeServer(options, [prefill]) as decode:
         spoil_what_is_written(decode, sound, SPOILT["sound"])
         converse(decode, [sound])
         spoil_what_is_written(decode, damaged, SPOILT["a bit flipped"])
         with pytest.raises(ServerError, match="answered 500"):
             converse(decode, [damaged])
+        spoil_what_is_written(decode, evicted, SPOILT["sound"])
+        with lost_after_a_look_up(folder), pytest.raises(ServerError, match="answered 500"):
+            converse(decode, [evicted])
     assert_no_cache_output(model, [sound])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,7 +25,8 @@ COUNT, HISTORY, NEW, REPLY = 16, 1280, 64, 4
 TURN_EVERY_S = 4.0
 L3_RATE = 4_000_000
 WITHIN = 0.2
-"""The share by which a plan may be wrong."""
+"""The share by which a plan may be wrong. What else the machine does makes no byte more, but reads
+longer and turns slower: time is held against the plan from one side, and recorded."""
 
 
 def planned(model: Path) -> FleetPlan:
@@ -51,8 +53,10 @@ def settled(server: Server) -> MetricsPage:
     return fetch(server.url)
 
 
-def test_a_plan_is_within_a_fifth_of_a_server(model_cache: Path, tmp_path: Path) -> None:
-    """Bytes and rates of L3, how busy it is, and how many turns per second it takes at most."""
+def test_a_plan_is_within_a_fifth_of_a_server(
+    model_cache: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Bytes of L3 and of each turn, how busy L3 is, and how many turns per second it takes."""
     model = build_model("qwen3", model_cache)
     fleet, rate = planned(model), tmp_path / "l3-rate"
     rate.write_text("0")
@@ -80,8 +84,6 @@ def test_a_plan_is_within_a_fifth_of_a_server(model_cache: Path, tmp_path: Path)
                 turns.append(pool.submit(one_turn, server, conversation))
             for turn in turns:
                 turn.result()
-        time.sleep(max(0.0, start_time + COUNT * TURN_EVERY_S - time.monotonic()))
-        elapsed = time.monotonic() - start_time
         after = settled(server)
         added = sum(page.stat().st_size for page in stored_pages(tmp_path)) - stored
 
@@ -92,15 +94,17 @@ def test_a_plan_is_within_a_fifth_of_a_server(model_cache: Path, tmp_path: Path)
 
     read = after.counters["store"]["bytes_read"] - before.counters["store"]["bytes_read"]
     reading = after.stages["l3_read"].seconds  # nothing was read before
-    most = fleet.most_conversations * fleet.conversations.turns_per_hour / 3600
+    turns_of_plan = fleet.turns_per_second
     found = {
-        "bytes of L3": ((stored / 2 + added), fleet.l3_bytes),
-        "bytes read per second": (read / elapsed, fleet.read_rate),
-        "bytes written per second": (added / elapsed, fleet.write_rate),
-        "share of time that L3 is read": (reading / elapsed, fleet.busy["l3"]),
-        "most turns per second": (fastest, most),
+        "bytes of L3": (stored / 2 + added) / fleet.l3_bytes,
+        "bytes read per turn": read / COUNT / (fleet.read_rate / turns_of_plan),
+        "bytes written per turn": added / COUNT / (fleet.write_rate / turns_of_plan),
+        "seconds that L3 is read": reading / (COUNT * TURN_EVERY_S) / fleet.busy["l3"],
+        "most turns per second": fastest / (turns_of_plan / fleet.busy["l3"]),
     }
-    print({what: round(is_so / said, 3) for what, (is_so, said) in found.items()})
+    record_property("share of the plan", {what: round(share, 3) for what, share in found.items()})
     assert fleet.binds == "l3"
-    for what, (is_so, said) in found.items():
-        assert is_so == pytest.approx(said, rel=WITHIN), what
+    *counted, busy, most = found.values()
+    assert counted == pytest.approx([1.0] * len(counted), rel=WITHIN), found
+    assert busy >= 1 - WITHIN, found
+    assert most <= 1 + WITHIN, found

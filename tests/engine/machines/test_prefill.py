@@ -13,11 +13,14 @@ import pytest
 from bench.harness.disaggregation import DecodeServer, PrefillServer
 from bench.harness.router import Router
 from bench.harness.server import ServerError, ServerOptions
+from hcache_backend.cli.metrics_page import fetch
 from tests.engine.harness.conversations import (
     Conversation,
     ask,
     converse,
     make_conversations,
+    random_tokens,
+    turns_of,
 )
 from tests.engine.harness.ours import (
     assert_no_cache_output,
@@ -41,6 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "hidden": {"partition": partition(0, 4, 0)},
     "own": {"mode": "kv"},
     "encoded": {"mode": "kv", "codec": "exp4"},
+    "encoded, mixed": {"partition": partition(1, 2, 1), "codec": "exp4"},
     "layerwise": {"partition": partition(1, 2, 1), "restore": "layerwise"},
     "plain": {"mode": "kv", "pages": "plain"},
 }
@@ -50,18 +54,22 @@ def prefill_server(
     model: Path, folder: Path, name: str, kind: str, **options: Any
 ) -> PrefillServer:
     """A prefill server; all of them have the same L3."""
-    if kind == "encoded":
+    if is_encoded(kind):
         options["dtype"] = "bfloat16"
-    log = folder / f"{name}.log"
-    return PrefillServer(our_server(model, folder, hcache=KINDS[kind], log=log, **options))
+    hcache, log = KINDS[kind] | options.pop("hcache", {}), folder / f"{name}.log"
+    return PrefillServer(our_server(model, folder, hcache=hcache, log=log, **options))
 
 
 def decode_server(
-    model: Path, folder: Path, *prefill: PrefillServer, dtype: str = "float32"
+    model: Path, folder: Path, *prefill: PrefillServer, **options: Any
 ) -> DecodeServer:
     """A decode server without a cache of its own."""
-    options = ServerOptions(model, folder / "decode.log", cache="radix", dtype=dtype)
-    return DecodeServer(options, prefill)
+    log = folder / "decode.log"
+    return DecodeServer(ServerOptions(model, log, cache="radix", **options), prefill)
+
+
+def is_encoded(kind: str) -> bool:
+    return "codec" in KINDS[kind]
 
 
 @LONG
@@ -80,7 +88,7 @@ def test_tokens_are_those_of_one_server_without_a_cache(
 ) -> None:
     """L3 serves prefill servers after a flush, and one that has just started; their ranks (`tp`)
     are not the decode server's."""
-    dtype = "bfloat16" if kind == "encoded" else "float32"
+    dtype = "bfloat16" if is_encoded(kind) else "float32"
     prefill = [
         prefill_server(model, tmp_path, f"prefill-{number}", kind, tp=tp)
         for number in range(servers)
@@ -98,7 +106,7 @@ def test_tokens_are_those_of_one_server_without_a_cache(
             assert_sound(new, kind)
     assert_restored_from_l3(conversations, PAGE)
     assert_found(again)
-    if kind == "encoded":
+    if is_encoded(kind):
         assert_no_cache_output_up_to_ties(model, tmp_path, [*conversations, *again])
     else:
         assert_no_cache_output(model, [*conversations, *again])
@@ -155,6 +163,71 @@ def test_a_server_killed_in_the_middle_of_a_restore_loses_nothing(
     assert_restored_from_l3(conversations, PAGE)
     assert_found(again)
     assert_no_cache_output(model, [*conversations, *again])
+
+
+@pytest.mark.parametrize(
+    ("restore", "holds"),
+    [
+        ("auto", True),
+        pytest.param("layerwise", True, marks=LONG),
+        pytest.param("layerwise", False, marks=LONG),
+    ],
+)
+def test_a_layer_that_comes_late_is_sent_late(
+    restore: str, holds: bool, model: Path, tmp_path: Path
+) -> None:
+    """Of two requests in one batch the first one loads what the second one then finds on the
+    device, although its layers have not come. If the server `holds` nothing back, the decode
+    server gets what was in their place before."""
+    trigger = tmp_path / "trigger"
+    faults = "layer_held,loads_beside,prefetches_paired" + ("" if holds else ",sent_at_once")
+    prefill = prefill_server(
+        model, tmp_path, "prefill", "hidden",
+        # A check of what was loaded would read K and V as soon as the load was launched.
+        hcache={"restore": restore, "check_every_pages": 0}, extra_env=faulty(faults, trigger),
+    )  # fmt: skip
+    decode, shared = decode_server(model, tmp_path, prefill), random_tokens(640, 1)
+    with started(prefill, decode), ThreadPoolExecutor(1) as pool:
+        ask(decode, [shared], flush=True)
+        ask(decode, [random_tokens(1280, 2)], flush=True)
+        trigger.touch()
+        prompts = [shared + random_tokens(100, seed) for seed in (3, 4)]
+        late = pool.submit(ask, decode, prompts, flush=False, concurrent=True)
+        for told in (".waits",) if holds else (".waits", ".sent"):
+            decode.until(trigger.with_suffix(told).exists, f"the file {told}")
+        trigger.unlink()
+        asked = late.result()
+        assert_sound(prefill, "hidden")
+    assert [turn.cached.total for turn in turns_of(asked)] == [640, 640]
+    if holds:
+        assert_no_cache_output(model, asked)
+    else:
+        with pytest.raises(AssertionError):
+            assert_no_cache_output(model, asked)
+
+
+@LONG
+def test_first_layers_are_recomputed_while_the_others_are_read(model: Path, tmp_path: Path) -> None:
+    """In slices, each of which has all that has arrived."""
+    in_step = tmp_path / "in-step"
+    in_step.touch()
+    prefill = prefill_server(
+        model, tmp_path, "prefill", "mixed", page_size=16, metrics=True,
+        hcache={"partition": partition(2, 1, 1), "recompute_ms": 1e4},
+        extra_env=faulty("batches_in_step", in_step),
+    )  # fmt: skip
+    decode = decode_server(model, tmp_path, prefill, page_size=16)
+    with started(prefill, decode):
+        conversations = converse(decode, make_conversations(2, turns=3, tokens=400))
+        prefill.until(lambda: recomputed(prefill) > 0, "slices to be counted")
+        assert_sound(prefill, "mixed")
+    assert_restored_from_l3(conversations, 16)
+    assert_no_cache_output(model, conversations)
+
+
+def recomputed(server: PrefillServer) -> float:
+    """Tokens whose first layers were recomputed during a read."""
+    return fetch(server.url).counters["tokens"].get("eager_recomputed", 0)
 
 
 @LONG
