@@ -138,7 +138,7 @@ def radix_cached(model: Path, folder: Path, name: str, **options: Any) -> Server
     return our_server(
         model,
         folder,
-        hcache={**PLAIN, "dirs": [str(folder / name)]},
+        hcache={"mode": "kv", "dirs": [str(folder / name)]},
         log=folder / f"{name}.log",
         page_size=PAGE,
         extra_args=("--disaggregation-decode-enable-radix-cache",),
@@ -188,6 +188,7 @@ def test_pages_that_a_decode_server_cannot_read_fail_no_request(
         converse(radix, [evicted])
     conversations.append(evicted)
     assert ONLY_WRITES in radix.log_text()
+    assert "KV mode, plain pages: a server that decodes for prefill servers" in radix.log_text()
     assert_nothing_went_wrong(radix)
     assert_no_cache_output(model, conversations)
 
