@@ -388,7 +388,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "hits_promised": hcache_restores.promise_hits,
     "other_format": hcache_restores.other_format,
     "layer_held": lambda: hcache_restores.hold_a_layer(_active),
-    "loads_beside": lambda: hcache_restores.load_beside(_active),
+    "loads_late": lambda: hcache_restores.load_late(_active),
     "prefetches_paired": lambda: hcache_restores.pair_prefetches(_active),
     "sent_at_once": lambda: hcache_restores.send_at_once(_active),
     "lost_after_look_ups": lambda: hcache_restores.lose_what_was_looked_up(_active),

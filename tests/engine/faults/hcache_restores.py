@@ -53,11 +53,11 @@ def hold_a_layer(active: Callable[[], bool]) -> None:
     Projector.project_to_pool = held  # type: ignore[method-assign]
 
 
-def load_beside(active: Callable[[], bool]) -> None:
-    """Loads run beside the scheduler, as on a GPU, and a forward pass waits for each layer.
+def load_late(active: Callable[[], bool]) -> None:
+    """Loads run beside the scheduler, as on a GPU, and begin when the trigger is gone.
 
-    On a CPU the scheduler's thread would wait for all layers before it goes on. A file beside the
-    trigger, its name ending in ``.waits``, says that a forward pass waits.
+    On a CPU the scheduler's thread would wait for all layers before it goes on. Here a forward pass
+    waits for each: a file beside the trigger, its name ending in ``.waits``, says that one does.
     """
     from sglang.srt.managers.cache_controller import LayerLoadingEvent
     from sglang.srt.mem_cache.l2_transfer import L2TransferEngine
@@ -66,8 +66,13 @@ def load_beside(active: Callable[[], bool]) -> None:
 
     loads, submit = WorkerStream("loads"), L2TransferEngine.submit_host_to_device
 
+    def hold() -> None:
+        while active():
+            time.sleep(0.01)
+
     def beside(self: Any, *args: Any, **kwargs: Any) -> Any:
         with loads.as_current():
+            loads.run(hold)
             completion = submit(self, *args, **kwargs)
         return completion._replace(finish_event=loads.record())
 

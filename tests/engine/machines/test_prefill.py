@@ -173,14 +173,14 @@ def test_a_server_killed_in_the_middle_of_a_restore_loses_nothing(
         pytest.param("layerwise", False, marks=LONG),
     ],
 )
-def test_a_layer_that_comes_late_is_sent_late(
+def test_layers_that_come_late_are_sent_late(
     restore: str, holds: bool, model: Path, tmp_path: Path
 ) -> None:
     """Of two requests in one batch the first one loads what the second one then finds on the
     device, although its layers have not come. If the server `holds` nothing back, the decode
     server gets what was in their place before."""
     trigger = tmp_path / "trigger"
-    faults = "layer_held,loads_beside,prefetches_paired" + ("" if holds else ",sent_at_once")
+    faults = "loads_late,prefetches_paired" + ("" if holds else ",sent_at_once")
     prefill = prefill_server(
         model, tmp_path, "prefill", "hidden",
         # A check of what was loaded would read K and V as soon as the load was launched.
