@@ -92,14 +92,20 @@ def pair_prefetches(active: Callable[[], bool]) -> None:
     """No prefetch is seen to be finished before two are: their requests go on in one batch."""
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-    check, paired = UnifiedRadixCache.check_prefetch_progress, False
+    check = UnifiedRadixCache.check_prefetch_progress
+    asked: list[Any] = []
+    paired = False
 
     def in_pairs(self: Any, request: Any) -> bool:
         nonlocal paired
-        waiting = self.ongoing_prefetch.values()
-        finished = all(one.operation.is_terminated() for one in waiting)
-        paired = bool(waiting) and (paired or (finished and len(waiting) == 2))
-        return (paired or not active()) and check(self, request)
+        if not active():
+            return check(self, request)
+        if request not in asked:
+            asked.append(request)
+        # Whoever is asked for first is so again in every turn.
+        finished = len(asked) == 2 and not self.ongoing_prefetch
+        paired = paired or (finished and request == asked[0])
+        return paired and check(self, request)
 
     UnifiedRadixCache.check_prefetch_progress = in_pairs
 
