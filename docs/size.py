@@ -69,6 +69,8 @@ def page_size(plan: dict[str, Any], tokens: int, codec: str, kv_mode: bool) -> P
     layers = {"kv": model["layers"]} if kv_mode else plan["layers"]
     share, heads = share_of_rank(0, ranks, tokens), -(-model["kv_heads"] // ranks)
     of_hidden, of_kv = ("none", "exp4") if codec == "auto" else (codec, codec)
+    if kv_mode:
+        of_hidden = "none"
     row_bytes = make_codec(of_hidden, model["hidden"], _DTYPES[itemsize]).row_bytes
     kv_bytes = _kv_bytes(plan)
     width = kv_bytes // (2 * itemsize)

@@ -61,22 +61,6 @@ def _wrong_rope() -> None:
     wrap("project_to_pool")
 
 
-def _wrong_copies() -> None:
-    """Backups leave a wrong byte in K of the last layer."""
-    from hcache_backend.engine.kv_pages.segments import KVSegments
-
-    save = KVSegments.save
-
-    def faulty(self: Any, layout: Any, memory: Any, pages: Any, slots: Any) -> Any:
-        fits = save(self, layout, memory, pages, slots)
-        if _active():
-            last = layout.segment(len(layout.segment_bytes) - 1)
-            memory[pages, last.start] += 1
-        return fits
-
-    KVSegments.save = faulty  # type: ignore[method-assign]
-
-
 def _hold_decisions() -> None:
     """A server that has decided on its partition waits before it looks what others decided."""
     from hcache_backend.engine.startup.partition_choice import _Store
@@ -372,7 +356,7 @@ def _misses_on_rank_1() -> None:
 
 FAULTS: dict[str, Callable[[], None]] = {
     "wrong_rope": _wrong_rope,
-    "wrong_copies": _wrong_copies,
+    "wrong_copies": lambda: hcache_units.copy_wrongly(_active),
     "wrong_spec_rope": _wrong_spec(rotary=_other_style),
     "wrong_spec_rows": _wrong_spec(k=_rows_of_q),
     "wrong_spec_rounding": _wrong_spec(rounding=_other_rounding),

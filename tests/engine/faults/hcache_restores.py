@@ -57,14 +57,17 @@ def load_late(active: Callable[[], bool]) -> None:
     """Loads run beside the scheduler, as on a GPU, and begin when the trigger is gone.
 
     On a CPU the scheduler's thread would wait for all layers before it goes on. Here a forward pass
-    waits for each: a file beside the trigger, its name ending in ``.waits``, says that one does.
+    waits for each: a file beside the trigger, its name ending in ``.waits``, says that one does;
+    one ending in ``.sent`` that K and V were sent meanwhile.
     """
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
     from sglang.srt.managers.cache_controller import LayerLoadingEvent
     from sglang.srt.mem_cache.l2_transfer import L2TransferEngine
 
     from hcache_backend.streams import WorkerStream
 
     loads, submit = WorkerStream("loads"), L2TransferEngine.submit_host_to_device
+    send = MooncakeKVManager.send_kvcache
 
     def hold() -> None:
         while active():
@@ -84,6 +87,13 @@ def load_late(active: Callable[[], bool]) -> None:
             _tell(".waits")
         self.load_events[layer].synchronize()
 
+    def sent(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = send(self, *args, **kwargs)
+        if active():
+            _tell(".sent")
+        return result
+
+    MooncakeKVManager.send_kvcache = sent
     L2TransferEngine.submit_host_to_device = beside
     LayerLoadingEvent.complete, LayerLoadingEvent.wait = complete, wait
 
@@ -111,24 +121,11 @@ def pair_prefetches(active: Callable[[], bool]) -> None:
 
 
 def send_at_once(active: Callable[[], bool]) -> None:
-    """A prefill server sends what it finds on the device, whether it has come there or not.
-
-    A file beside the trigger, its name ending in ``.sent``, says that K and V were sent.
-    """
-    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
-
+    """A prefill server sends what it finds on the device, whether it has come there or not."""
     from hcache_backend.engine import hooks
 
-    wanted, send = hooks.prefill_server_hooks, MooncakeKVManager.send_kvcache
-
-    def sent(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = send(self, *args, **kwargs)
-        if active():
-            _tell(".sent")
-        return result
-
+    wanted = hooks.prefill_server_hooks
     hooks.prefill_server_hooks = lambda: [h for h in wanted() if h.target != hooks.SEND_PREFIX]
-    MooncakeKVManager.send_kvcache = sent
 
 
 def lose_what_was_looked_up(active: Callable[[], bool]) -> None:

@@ -1,7 +1,8 @@
-"""Units of K and V that cannot be encoded, as if the model had written such values."""
+"""Units of K and V that cannot be encoded, as if the model had written such values; wrong ones."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,3 +38,19 @@ def do_not_fit(room: float) -> None:
 
     strategy.check_copies = as_always  # the start would refuse the codec
     KVSegments._encoded = unfit  # type: ignore[method-assign]
+
+
+def copy_wrongly(active: Callable[[], bool]) -> None:
+    """Backups leave a wrong byte in K of the last layer."""
+    from hcache_backend.engine.kv_pages.segments import KVSegments
+
+    save = KVSegments.save
+
+    def faulty(self: Any, layout: Any, memory: Any, pages: Any, slots: Any) -> Any:
+        fits = save(self, layout, memory, pages, slots)
+        if active():
+            last = layout.segment(len(layout.segment_bytes) - 1)
+            memory[pages, last.start] += 1
+        return fits
+
+    KVSegments.save = faulty  # type: ignore[method-assign]

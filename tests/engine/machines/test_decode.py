@@ -169,10 +169,14 @@ def lost_after_a_look_up(folder: Path) -> Iterator[None]:
     """Within the block the first look-up that a server has pages for is the last one, too: they
     are evicted before anybody reads them."""
     lose = folder / "lose"
+    lost = lose.with_suffix(".lost")
     lose.touch()
-    yield
-    lose.unlink()
-    lose.with_suffix(".lost").unlink()
+    try:
+        yield
+        assert lost.exists(), "no pages were looked up"
+    finally:
+        lose.unlink()
+        lost.unlink(missing_ok=True)
 
 
 def test_pages_that_a_decode_server_cannot_read_fail_no_request(

@@ -195,6 +195,7 @@ def test_layers_that_come_late_are_sent_late(
         late = pool.submit(ask, decode, prompts, flush=False, concurrent=True)
         for told in (".waits",) if holds else (".waits", ".sent"):
             decode.until(trigger.with_suffix(told).exists, f"the file {told}")
+        assert trigger.with_suffix(".sent").exists() is not holds
         trigger.unlink()
         asked = late.result()
         assert_sound(prefill, "hidden")
