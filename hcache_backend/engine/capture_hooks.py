@@ -185,12 +185,11 @@ class HiddenCapture:
 
     def _take(self, index: int, hidden: object) -> None:
         capture = self._capture
-        if capture is None:
-            if self.staging is not None:
-                self.staging.record(index, hidden)
-            return
         try:
-            capture.take(index, hidden)
+            if capture is not None:
+                capture.take(index, hidden)
+            elif self.staging is not None:
+                self.staging.record(index, hidden)
         except Exception as error:
             self._failed(error)
 

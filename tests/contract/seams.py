@@ -72,6 +72,7 @@ NOT_OBJECTS = {
 OURS = {
     ("ack", "_replace"),  # every NamedTuple's
     ("runner", "hcache_capture"),
+    ("runner", "hcache_recorded"),
     ("runner", "hcache_no_capture"),
     ("batch", "attention"),
     ("controller", "governor"),

@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from hcache_backend.engine import metrics
 from hcache_backend.engine.arguments import resolved, storage_extra_config
 from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.engine.layer_methods import LayerMethods
@@ -140,9 +141,14 @@ class OwnPagesStrategy(StackStrategy):
         return reason
 
     def _capture_nothing(self) -> None:
-        hooks: HiddenCapture | None = getattr(self._runtime.runner, "hcache_capture", None)
-        if hooks is not None:
-            self._runtime.runner.hcache_capture = None
+        runner = self._runtime.runner
+        hooks: HiddenCapture | None = getattr(runner, "hcache_capture", None)
+        if hooks is None:
+            return
+        runner.hcache_capture = None
+        # Graphs that were recorded with our copies read the places of a step in every replay.
+        runner.hcache_recorded = hooks.staging
+        with metrics.harmless("staging_not_freed", "staging keeps its memory on the device"):
             hooks.remove()
 
     def _kv_plan(self, kvcache: Any, params: Any) -> PagePlan:

@@ -1,6 +1,7 @@
 """These tests import SGLang, so they run in an interpreter of their own, started by
 tests/engine/test_in_process.py: its stand-ins for a plain CPU must not reach other tests."""
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -21,6 +22,14 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Any:
     state = unconfigured_runtime()
     monkeypatch.setattr(runtime_module, "_runtime", state)
     return state
+
+
+@pytest.fixture(autouse=True)
+def checks_never_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is."""
+    from hcache_backend.engine import check_sampling
+
+    monkeypatch.setattr(check_sampling, "_BURST_SECONDS", math.inf)
 
 
 @pytest.fixture

@@ -221,10 +221,10 @@ def test_a_check_without_memory_raises_nothing_and_says_nothing_of_the_page(
 def test_checks_rest_when_they_took_more_than_their_share_of_time(
     machine: Machine, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On every rank: they all go by the one that is most behind."""
     now = [0.0]
-    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    clock = SimpleNamespace(perf_counter=lambda: now[0], thread_time=lambda: now[0])
     monkeypatch.setattr(check_sampling, "time", clock)
+    monkeypatch.setattr(check_sampling, "_BURST_SECONDS", 0.1)
     checks = Checks(machine, runtime)
 
     def slow(*_: object) -> None:
@@ -245,6 +245,25 @@ def test_checks_rest_when_they_took_more_than_their_share_of_time(
     checks.checks.read()
     checks.backed_up(4)
     assert [check.host_page for check in checks.checks._running] == [4]
+
+
+def test_all_ranks_rest_while_one_of_them_has_to(
+    machine: Machine, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks, tired = Checks(machine, runtime), [True]
+
+    def with_another(_: object, known: bool, right: bool, rested: bool) -> list[bool]:
+        return [known, right, rested and not tired[0]]
+
+    monkeypatch.setattr(service_check, "on_all_ranks", with_another)
+    checks.backed_up(1)
+    checks.read()
+    checks.backed_up(2)
+    assert not checks.checks._running
+    tired[0] = False
+    checks.checks.read()
+    checks.backed_up(3)
+    assert [check.host_page for check in checks.checks._running] == [3]
 
 
 def test_memory_that_results_of_checks_are_copied_to_is_used_again(

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from hcache_backend.capture.staging import Staging
 from hcache_backend.config import HCacheConfig
+from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.startup import recompute_check, refusals
 from hcache_backend.engine.startup.agreement import Refused
+from hcache_backend.engine.startup.strategy import OwnPagesStrategy
 from hcache_backend.partition.costs import Partition
+from hcache_kernels.codecs import ExactCodec
 
 
 def server(monkeypatch: pytest.MonkeyPatch, prefill: str) -> tuple[Any, Any]:
@@ -143,3 +149,19 @@ def test_modules_whose_kernels_share_a_workspace() -> None:
     refusals.refuse_shared_workspaces([torch.nn.Sequential(plain)], "projecting")
     with pytest.raises(Refused, match="projecting beside forward passes: the kernel of 1 "):
         refusals.refuse_shared_workspaces([torch.nn.Sequential(plain, marlin)], "projecting")
+
+
+def test_recorded_graphs_keep_what_they_read_after_a_refusal_and_no_more(runtime: Any) -> None:
+    """A replay reads the places of its step. Freed memory would name places to write to."""
+    hooks = HiddenCapture([])
+    hooks.staging = Staging(2, ExactCodec(16, torch.float32), 8, "cpu")
+    now = hooks.staging._now
+    read = [weakref.ref(tensor) for tensor in (now.places, now.number)]
+    written = [weakref.ref(hooks.staging.staged.rows), weakref.ref(hooks.staging.staged.marks)]
+    runtime.runner = SimpleNamespace(hcache_capture=hooks)
+    OwnPagesStrategy(runtime, "plain pages, for a test", None)._capture_nothing()
+    del hooks, now
+    gc.collect()
+    assert runtime.runner.hcache_capture is None
+    assert all(tensor() is not None for tensor in read)
+    assert all(tensor() is None for tensor in written)
