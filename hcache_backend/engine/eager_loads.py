@@ -207,11 +207,15 @@ class EagerLoads:
             prefix = int(self._pool.page_layout.positions(page)[0])
             if pace is None:
                 pace = self._loads.governor.pace()
-                metrics.SLICES.count(pace.decision)
+                if not pace.share:
+                    metrics.SLICES.count(pace.decision)
             allowed = budget.pages(len(due.pages), size, prefix, due.layers, pace.share)
             # Also where nothing is allowed: then no rank has to see the same to go on.
             [pages] = smallest(self._controller.tp_group, allowed)
-            if not pages or self._recompute_slice(due.first(pages)):
+            if not pages:
+                return
+            if self._recompute_slice(due.first(pages)):
+                metrics.SLICES.count(pace.decision)
                 return
 
     def _recompute_slice(self, due: Recomputation) -> bool:

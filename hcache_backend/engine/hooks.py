@@ -226,7 +226,7 @@ def _before_received(
     original: Callable[..., Any], scheduler: Any, req: Any, *a: Any, **kw: Any
 ) -> Any:
     """Prefetches begin here, so no slice comes earlier."""
-    controller = getattr(scheduler.tree_cache, "cache_controller", None)
+    controller = getattr(getattr(scheduler, "tree_cache", None), "cache_controller", None)
     governor = getattr(controller, "governor", None)
     if governor is not None:
         governor.scheduler = scheduler

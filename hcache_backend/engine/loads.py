@@ -104,7 +104,9 @@ class LoadQueue:
         """
         if self._recomputer is None:
             return 0
-        share = self.governor.pace().share
+        share, decision = self.governor.pace()
+        if decision == "put_off_waiting":
+            share = 1.0  # for a turn perhaps: all of the hit is not to be read for that
         slowdown = self.slowdown(tokens) / share if share else math.inf
         first = self.methods.first_layers(tokens, 0, "first", slowdown)
         return first if first > self.stored_from else 0

@@ -30,13 +30,14 @@ class Governor:
     """Keeps recomputation of hits that are still being read out of the way of other requests.
 
     The rule: a slice may take ``1 - running / RUNNING_LIMIT`` of the time that it may take alone,
-    so nothing from :data:`RUNNING_LIMIT` running requests on; and nothing while a request waits
-    that could run but for the GPU, or while a prompt is computed in chunks.
+    so nothing from :data:`RUNNING_LIMIT` running requests on; and nothing while a request is queued
+    for anything but L3 (for a turn of the GPU, room for its K and V, a place in the batch), or
+    while a prompt is computed in chunks.
 
     It goes by what SGLang's scheduler holds, which is the same on all tensor-parallel ranks, and
-    by no clock. No request ever waits for a slice: what was put off is recomputed at once by the
-    load of the hit, in front of the forward pass that needs it. So it is put off until SGLang
-    admits the request, and no longer.
+    by no clock. What was put off is recomputed at once by the load of the hit, in front of the
+    forward pass that needs it, and the requests that run wait for that. So it is put off until
+    SGLang admits the request, and no longer.
 
     Attributes:
         scheduler: SGLang's; None until the first request comes.
@@ -44,14 +45,17 @@ class Governor:
 
     def __init__(self) -> None:
         self.scheduler: Any = None
+        self._blind = False
 
     def pace(self) -> Pace:
         """For this turn of the scheduler; on other threads, what it was a moment ago."""
-        pace = _WHOLE
-        with metrics.harmless("governor", "nobody knows who wants the GPU; slices are whole"):
-            if self.scheduler is not None:
-                pace = _pace_beside(self.scheduler)
-        return pace
+        if self.scheduler is None:
+            return _WHOLE
+        if not self._blind:
+            with metrics.harmless("governor", "who wants the GPU is not known: no more slices"):
+                return _pace_beside(self.scheduler)
+            self._blind = True
+        return Pace(0.0, "put_off_waiting")
 
 
 def _pace_beside(scheduler: Any) -> Pace:

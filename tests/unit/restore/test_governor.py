@@ -80,10 +80,13 @@ def test_nothing_is_recomputed_while_a_request_waits_for_the_gpu(wanted: dict[st
     assert governor(**wanted).pace() == (0.0, "put_off_waiting")
 
 
-def test_a_scheduler_that_cannot_be_asked_holds_nothing_up() -> None:
+def test_a_scheduler_that_cannot_be_asked_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
+    """What would be recomputed in slices is then left to the load."""
     broken = Governor()
     broken.scheduler = SimpleNamespace(chunked_req=None)
-    assert broken.pace() == (1.0, "whole")
+    for _ in range(3):
+        assert broken.pace() == (0.0, "put_off_waiting")
+    assert len(caplog.records) == 1
 
 
 def test_a_slice_is_as_long_as_its_share_of_the_time_allows() -> None:
