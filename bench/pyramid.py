@@ -27,8 +27,9 @@ import torch
 from bench.harness.report import OUT, grouped_bars, markdown, write
 from bench.paper import MODELS
 from hcache_backend.krul.pair_forms import pair_slot_bytes
+from hcache_backend.page import READ_BATCHES
 from hcache_backend.partition.costs import Partition, layer_work
-from hcache_backend.partition.depth import READ_BATCHES, depth_costs
+from hcache_backend.partition.depth import depth_costs
 from hcache_backend.partition.presets import preset_profile
 from hcache_backend.partition.profile import Profile, Rate
 from hcache_backend.units import units_per_group

@@ -71,6 +71,10 @@ from hcache_backend.units import (
     units_per_group,
 )
 
+READ_BATCHES = 8
+"""The pages of a prefetch are read in about so many batches. What the last one brings is not
+restored eagerly."""
+
 _MAGIC = b"HCPG"
 FORMAT_VERSION = 4
 NAMESPACE_BYTES = 16

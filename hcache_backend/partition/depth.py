@@ -24,8 +24,6 @@ from hcache_backend.partition.profile import Profile, Rate
 
 Seconds = npt.NDArray[np.float64]
 
-READ_BATCHES = 8
-"""A prefetch is read in about so many batches. What the last one brings is not restored eagerly."""
 PAGE_TOKENS = 64
 """Tokens of a page where nobody says otherwise."""
 

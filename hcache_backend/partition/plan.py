@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+from hcache_backend.page import READ_BATCHES
 from hcache_backend.partition.costs import (
     LAYER_METHODS,
     L3Path,
@@ -14,7 +15,7 @@ from hcache_backend.partition.costs import (
     Partition,
     layer_costs,
 )
-from hcache_backend.partition.depth import PAGE_TOKENS, READ_BATCHES, Depth, depth_costs
+from hcache_backend.partition.depth import PAGE_TOKENS, Depth, depth_costs
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile
 from hcache_backend.partition.solver import closed_form, makespan, recompute_layers, search
