@@ -97,20 +97,20 @@ class Exchange:
         Raises:
             ExchangeFailed: On all ranks, when one could not fetch its share.
         """
-        problem: Exception | None = None
+        problem: str | None = None
         for shares, fetch in wanted:
             own = shares[self.number]
             if problem is None:
                 try:
                     fetch(own)
                 except Exception as error:
-                    problem = error
+                    problem = f"{type(error).__name__}: {error}"
             parts = [part.view(-1) for part in shares]
             dist.all_gather(parts, own.reshape(-1).clone(), group=self._cpu_group)
         fine = torch.tensor([problem is None], dtype=torch.int32)
         dist.all_reduce(fine, op=dist.ReduceOp.MIN, group=self._cpu_group)
         if not fine.item():
-            reason = f"{type(problem).__name__}: {problem}" if problem else "another rank failed"
+            reason = problem or "another rank failed"
             raise ExchangeFailed(f"shares of hidden states were not exchanged: {reason}")
 
     def whole(self, share: torch.Tensor) -> torch.Tensor:

@@ -129,7 +129,10 @@ def prefill_and_decode(runner: Any, tokens: int, ranks: Any, *, graphs: bool) ->
     finally:
         _empty_pools(runner)
     if problem is not None:
-        raise problem
+        try:
+            raise problem
+        finally:
+            problem = None  # it holds this frame and those of the model, with all their tensors
     return torch.cat(slots)
 
 

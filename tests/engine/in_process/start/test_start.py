@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -33,3 +36,31 @@ def test_no_rank_takes_the_decode_step_when_another_failed_in_the_prefill(
     with pytest.raises(Refused, match="another tensor-parallel rank"):
         self_check.prefill_and_decode(runner, 4, "ranks", graphs=False)
     assert passes == ["batch"]
+
+
+def test_a_forward_pass_that_failed_leaves_none_of_its_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang may have stopped the collector of reference cycles by then."""
+    left: list[weakref.ref[torch.Tensor]] = []
+
+    class Stages:
+        def run(self, runner: object, batch: object) -> torch.Tensor:
+            activations = torch.zeros(3)
+            left.append(weakref.ref(activations))
+            raise torch.OutOfMemoryError("a test's")
+
+        def pass_on(self) -> None:
+            pass
+
+    monkeypatch.setattr(self_check, "_Stages", Stages)
+    for name in ("prefill_batch", "forward_batch", "_empty_pools"):
+        monkeypatch.setattr(self_check, name, lambda *_: "batch")
+    runner = SimpleNamespace(model_config=SimpleNamespace(vocab_size=64))
+    gc.disable()
+    try:
+        with suppress(torch.OutOfMemoryError):
+            self_check.prefill_and_decode(runner, 4, None, graphs=False)
+        assert [tensor() for tensor in left] == [None]
+    finally:
+        gc.enable()
