@@ -101,6 +101,7 @@ class KVChecks:
         self._copied: deque[_CopiedPage] = deque()
         self._buffers = HostBuffers(pool.device_pool.device)
         self._pace = Pace()
+        self._tired = False  # on all ranks, or on none
 
     def transferred(self, host_pages: Ids, slots: torch.Tensor) -> None:
         """Pages (int64 ``[n]``) were copied to or from ``slots``, on the current stream.
@@ -108,7 +109,7 @@ class KVChecks:
         ``slots`` are int64 ``[n * page_size]``, on the device.
         """
         size, i = self._pool.page_size, self._sample.choose(len(host_pages))
-        if i is None or len(self._copied) >= _WAITING:
+        if i is None or self._tired or len(self._copied) >= _WAITING:
             return
         layers, buffer = self._layers.next(), None
         by_layer: Sequence[torch.Tensor | None] = [None] * len(layers)
@@ -135,13 +136,14 @@ class KVChecks:
     def run(self) -> None:
         """Compare a part of a layer of the first page, if it has arrived on every rank. All must
         call it at one point."""
-        if self.failed or not self._copied:
+        if self.failed or not (self._copied or self._tired):
+            return
+        there = bool(self._copied) and self._arrived(self._copied[0])
+        arrived, rested = on_all_ranks(self._group, there, self._pace.rested)
+        self._tired = not rested
+        if not (arrived and rested):
             return
         copied = self._copied[0]
-        there = copied.event.query() and self._pool.settled(copied.host_page)
-        (arrived,) = on_all_ranks(self._group, there and self._pace.rested)
-        if not arrived:
-            return
         with self._pace.work():
             problem = self._problem(copied)
         (right,) = on_all_ranks(self._group, problem is None)
@@ -155,6 +157,9 @@ class KVChecks:
             self._copied.popleft()
             if copied.buffer is not None:
                 self._buffers.give_back(copied.buffer)
+
+    def _arrived(self, copied: _CopiedPage) -> bool:
+        return copied.event.query() and self._pool.settled(copied.host_page)
 
     def _problem(self, copied: _CopiedPage) -> str | None:
         try:

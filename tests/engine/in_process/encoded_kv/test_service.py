@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.engine import service_check
+from hcache_backend.engine import check_sampling, service_check
 from hcache_backend.engine.kv_pages import segments as kv_segments
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.service_check import KVChecks
@@ -339,6 +339,37 @@ def test_pages_that_wait_to_be_compared_are_few() -> None:
     for _ in range(100):
         checks.transferred(np.array([0]), slots_of(1))
     assert len(checks._copied) == service_check._WAITING
+
+
+def test_no_page_is_copied_to_wait_while_comparisons_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copy would take the bus and pinned memory, and say late what the page was long ago."""
+    now = [100.0]
+    clock = SimpleNamespace(perf_counter=lambda: now[0], thread_time=lambda: now[0])
+    monkeypatch.setattr(check_sampling, "time", clock)
+    monkeypatch.setattr(check_sampling, "_BURST_SECONDS", 0.1)
+    server = Host()
+    checks, lost = checked(server)
+
+    def slow(*_: object) -> bool:
+        now[0] += 0.5
+        return True
+
+    monkeypatch.setattr(server.kv, "holds", slow)
+    server.backed_up(1)
+    while now[0] == 100.0:
+        checks.run()
+    checks.run()
+    server.load(server.backed_up(2), 3)
+    assert len(checks._copied) == 1
+    for _ in range(LAYERS):
+        now[0] += 6.0
+        checks.run()
+    assert not checks._copied
+    now[0] += 6.0
+    checks.run()
+    server.backed_up(3)
+    assert len(checks._copied) == 1
+    assert lost == []
 
 
 def test_the_check_in_service_waits_for_the_overflow_and_compares_it() -> None:
