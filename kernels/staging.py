@@ -59,7 +59,7 @@ def stage_rows(
     """Stage one: copy the rows of one layer to their places in the staging buffer.
 
     Args:
-        rows: Encoded rows, uint8 ``[n, row_bytes]``.
+        rows: Encoded rows, ``[n, values]`` of any dtype, a row's values side by side.
         ok: bool ``[n]``: which rows their codec could hold; None for all.
         places: int64 ``[n]``: where each row goes, or :data:`NOWHERE`. Without a place, the buffer
             is not touched: it may be gone when a recorded launch is replayed.
@@ -71,7 +71,7 @@ def stage_rows(
         stage_launch(rows, ok, places, step, staged, layer).run()
         return
     wanted = places != NOWHERE
-    places, rows = places[wanted], rows[wanted]
+    places, rows = places[wanted], rows.view(torch.uint8)[wanted]
     staged.rows[layer].index_copy_(0, places, rows)
     mark = step.expand(len(rows))
     if ok is not None:
@@ -123,10 +123,10 @@ def stage_launch(
     layer: int,
 ) -> Launch:
     """The launch of :func:`stage_rows`."""
-    n, row_bytes = rows.shape
+    size = rows.element_size()
+    (n, row_bytes), stride = (len(rows), rows.shape[1] * size), rows.stride(0) * size
     # The model's own tensors may be rows of something wider.
-    first = rows.storage_offset() * rows.element_size()
-    word = min(_WIDEST_WORD, alignment(row_bytes, rows.stride(0), first))
+    word = min(_WIDEST_WORD, alignment(row_bytes, stride, rows.storage_offset() * size))
     words = row_bytes // word
     block = min(_MOST_WORDS, triton.next_power_of_2(words))
     return block_launch(
@@ -140,7 +140,7 @@ def stage_launch(
         step=step,
         staged=staged.rows[layer].view(_WORDS[word]),
         marks=staged.marks[layer],
-        row_stride=rows.stride(0) // word,
+        row_stride=stride // word,
         WORDS=words,
         HAS_OK=ok is not None,
         WRONG=WRONG_STEP,

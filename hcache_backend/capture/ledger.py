@@ -253,15 +253,15 @@ class Ledger:
 
     def _arrive(self, copy: _Copy) -> None:
         copy.event.synchronize()
-        values, end = copy.buffer.values.numpy().copy(), 0
+        values, end = copy.buffer.array.copy(), 0
         self.buffers.give_back(copy.buffer)
         for read, length in zip(copy.reads, copy.lengths, strict=True):
             read.values, end = values[end : end + length], end + length
 
     def _begin(self, entry: StepEntry, where: Ids) -> None:
         slots, positions, token_ids = where.reshape(3, -1)
-        entry.slots, entry.ticket = slots, self._arena.begin(slots, positions, token_ids)
-        self._arena.promise(slots, entry.ticket, kept=entry.promised)
+        entry.slots = slots
+        entry.ticket = self._arena.begin(slots, positions, token_ids, promised=entry.promised)
 
     def _apply_proofs(self) -> None:
         while self._proofs and self._proofs[0].done.query():
@@ -272,7 +272,7 @@ class Ledger:
             done.synchronize()
             self.transfer_ms += start.elapsed_time(done)
             if step is not None:
-                self._prove(step, verdicts.values.numpy())
+                self._prove(step, verdicts.array)
             self.buffers.give_back(verdicts)
 
     def _prove(self, step: StepEntry, verdicts: npt.NDArray[np.uint8]) -> None:

@@ -129,24 +129,19 @@ class ShadowArena(Arena):
         """Whether no slot that a forward pass filled lacks its rows, as far as is known."""
         return not self._lost.any()
 
-    def begin(self, slots: Ids, positions: Ids, token_ids: Ids) -> int:
-        """A forward pass fills ``slots`` with these tokens; nothing is valid yet.
+    def begin(self, slots: Ids, positions: Ids, token_ids: Ids, *, promised: bool = True) -> int:
+        """A forward pass that fills ``slots`` with these tokens was launched, and with it, if
+        ``promised``, everything that captures its rows.
 
         Returns:
-            The step's ticket, for :meth:`promise` and :meth:`prove`.
+            The step's ticket, for :meth:`prove`.
         """
-        self.allocated(slots)
+        self._leave_home(slots // self.layout.page_size)
+        self._refill(slots, _RowState.PROMISED if promised else _RowState.VOID)
+        self._lost[slots] = not promised
         self._positions[slots] = positions
         self._token_ids[slots] = token_ids
         return self._clock
-
-    def promise(self, slots: Ids, ticket: int, *, kept: bool = True) -> None:
-        """The step was launched, and with it everything that captures its rows, if ``kept``."""
-        own = slots[self._generation[slots] == ticket]
-        if kept:
-            self._rows[own] = _RowState.PROMISED
-        else:
-            self._lost[own] = True
 
     def prove(self, slots: Ids, ticket: int, verdicts: npt.NDArray[np.uint8]) -> Lost:
         """What became of the rows of a step: a :class:`Verdict` for each slot.
@@ -156,10 +151,11 @@ class ShadowArena(Arena):
         """
         due = (self._generation[slots] == ticket) & (self._rows[slots] == _RowState.PROMISED)
         written = verdicts == Verdict.WRITTEN
-        self._rows[slots[due & written]] = _RowState.PROVEN
-        if written.all():
+        if np.count_nonzero(written) == len(written):
+            self._rows[slots[due]] = _RowState.PROVEN
             self._finish_unproven()
             return _NONE_LOST
+        self._rows[slots[due & written]] = _RowState.PROVEN
         missing = slots[due & (verdicts == Verdict.MISSING)]
         unfit = slots[due & (verdicts == Verdict.UNFIT)]
         lost = np.concatenate((missing, unfit))
@@ -305,10 +301,14 @@ class ShadowArena(Arena):
         self._unproven.difference_update(host_pages.tolist())
 
     def _void(self, slots: Ids | slice) -> None:
-        """Rows of ``slots`` are gone, and a proof that is still on its way is not for them."""
+        """Rows of ``slots`` are gone."""
+        self._refill(slots, _RowState.VOID)
+
+    def _refill(self, slots: Ids | slice, state: int) -> None:
+        """``slots`` have other rows; a proof that is still on its way is not for them."""
         self._clock += 1
         self._generation[slots] = self._clock
-        self._rows[slots] = _RowState.VOID
+        self._rows[slots] = state
 
     def _leave_home(self, device_pages: Ids) -> None:
         homes = self._home[device_pages]

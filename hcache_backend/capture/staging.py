@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeGuard
 
 import numpy as np
@@ -26,7 +27,7 @@ from hcache_backend.capture.shadows import ShadowArena, ShadowChanges
 from hcache_backend.capture.step import Step
 from hcache_backend.streams import (
     Event,
-    Stream,
+    Work,
     current_stream,
     held_for_device,
     new_stream,
@@ -122,13 +123,13 @@ class Staging:
             return  # a recorded batch that is too large: its rows will lack their marks
         if self._named[0] != rows:
             self._named = rows, self._now.places[:rows]
-        places = self._named[1]
+        if hidden.shape[0] != rows:
+            hidden = hidden[:rows]
+        run_here(self.device, self._stage, layer, hidden, self._named[1])
 
-        def stage() -> None:
-            encoded, ok = self.encode(hidden if hidden.shape[0] == rows else hidden[:rows])
-            stage_rows(encoded, ok, places, self._now.number, self.staged, layer)
-
-        run_here(self.device, stage)
+    def _stage(self, layer: int, hidden: torch.Tensor, places: torch.Tensor) -> None:
+        encoded, ok = (hidden, None) if self.codec.is_view else self.codec.encode(hidden)
+        stage_rows(encoded, ok, places, self._now.number, self.staged, layer)
 
     def record(self, layer: int, hidden: object) -> None:
         """Put all of ``hidden`` there, outside of a step: nothing of it is wanted.
@@ -201,7 +202,7 @@ class StagedCapture:
             The step, or None when it is longer than staging can hold: its tokens are void.
         """
         self._step = None
-        now, tokens = current_stream(self.device), slots.numel()
+        tokens = slots.numel()
         while self._in_flight and self._in_flight[0][2].query():
             self._in_flight.popleft()
         self._steps += 1
@@ -211,9 +212,9 @@ class StagedCapture:
         if self.ledger.broken is not None:
             self.skip()
         elif placed:
-            self._step = self._use_places(placed, where, entry, now)
+            self._step = self._use_places(placed, where, entry)
         elif tokens * self.codec.row_bytes <= self._staging.flat.numel():
-            self._step = self._use_layers(tokens, where, entry, now)
+            self._step = self._use_layers(tokens, where, entry)
         else:
             self.skip()
         return self._step
@@ -241,33 +242,31 @@ class StagedCapture:
         first = self._next_place if self._next_place + tokens <= self._staging.places else 0
         return range(first, first + tokens)
 
-    def _use_places(
-        self, placed: range, where: torch.Tensor, entry: StepEntry, now: Stream
-    ) -> Step:
-        first, end, layers = placed.start, placed.stop, self._staging.layers
-        self._ring, self._next_place = None, end
-        self._wait_for_places(first, end, now)
-        marks = self._staging.staged.marks[:, first:end]
-        return Step(len(placed), self._steps, where, entry, first, marks, [0] * layers)
+    def _use_places(self, placed: range, where: torch.Tensor, entry: StepEntry) -> Step:
+        first, tokens, layers = placed.start, len(placed), self._staging.layers
+        self._ring, self._next_place = None, placed.stop
+        self._wait_for_places(first, placed.stop)
+        marks = self._staging.staged.marks.narrow(1, first, tokens)
+        return Step(tokens, self._steps, where, entry, first, marks, [0] * layers)
 
-    def _use_layers(self, tokens: int, where: torch.Tensor, entry: StepEntry, now: Stream) -> Step:
+    def _use_layers(self, tokens: int, where: torch.Tensor, entry: StepEntry) -> Step:
         # No graph that copies to places is replayed: none is recorded for so many tokens.
         size = tokens * self.codec.row_bytes
         if self._ring is None or self._ring.part_bytes != size:
-            self._wait_for_places(0, self._staging.places, now)
+            self._wait_for_places(0, self._staging.places)
             self._ring = LayerRing(self._staging.flat, size)
         shape = (self._staging.layers, tokens)
         marks = torch.zeros(shape, dtype=torch.int64, device=self.device)
         return Step(tokens, self._steps, where, entry, None, marks, [0] * shape[0], self._ring)
 
-    def _wait_for_places(self, first: int, end: int, now: Stream) -> None:
-        """Let the stream wait for the transfers out of places ``[first, end)``."""
+    def _wait_for_places(self, first: int, end: int) -> None:
+        """Let the current stream wait for the transfers out of places ``[first, end)``."""
         overlaps = [i for i, (a, b, _) in enumerate(self._in_flight) if a < end and first < b]
         for _ in range(overlaps[-1] + 1 if overlaps else 0):
             *_, last = self._in_flight.popleft()
         if overlaps and not last.query():
             self.waits_for_staging += 1
-            now.wait(last)
+            current_stream(self.device).wait(last)
 
     def take(self, layer: int, hidden: object) -> None:
         """Stage one: ``hidden`` is what the projection of ``layer`` receives, ``[n, hidden]``.
@@ -320,36 +319,43 @@ class StagedCapture:
         self._step = None
         if replayed and step.first is None:
             return False  # recorded copies know only the ring of places
-        if not replayed and any(seen != 1 for seen in step.layers_seen):
+        if not replayed and step.layers_seen.count(1) != self._staging.layers:
             # Transfers of its layers may still read what the next step writes: void rows, all of
             # them, in shadows that later transfers write behind these.
             return False
         transfer = self._transfer
         transfer.wait(current_stream(self.device).record())
         start = transfer.record(timed=True)
-        first = step.first or 0
-        end = self._staging.places if step.first is None else first + step.tokens
-        if step.first is not None:
-            self._save(self._staging.staged.rows[:, first:end], step, self._segments)
         verdicts = self.ledger.buffers.take(step.tokens, torch.uint8)
         transfer.keep(step.marks)
-        transfer.run(lambda: judge_rows(step.marks, step.number, verdicts.values))
+        judge = partial(judge_rows, step.marks, step.number, verdicts.values)
+        if step.first is None:
+            used = 0, self._staging.places
+            transfer.run(judge)
+        else:
+            used = step.first, step.first + step.tokens
+            rows = self._staging.staged.rows.narrow(1, step.first, step.tokens)
+            self._save(rows, step, self._segments, judge)
         done = transfer.record(timed=True)
-        self._in_flight.append((first, end, done))
+        self._in_flight.append((*used, done))
         step.entry.promised = True
         self.ledger.prove(Proof(step.entry, verdicts, start, done))
         return True
 
-    def _save(self, rows: torch.Tensor, step: Step, segments: torch.Tensor) -> None:
-        layout, slots = self.arena.layout, step.where[0]
-        if not segments.numel():
-            return  # only slots, positions and tokens are of interest
+    def _save(
+        self, rows: torch.Tensor, step: Step, segments: torch.Tensor, then: Work | None = None
+    ) -> None:
+        layout, where, shadows = self.arena.layout, step.where, self._shadows
+
+        def save() -> None:
+            if segments.numel():  # else only slots, positions and tokens are of interest
+                at = layout.page_size, layout.kept
+                save_rows(rows, where.select(0, 0), shadows, self._memory, segments, *at)
+            if then is not None:
+                then()
+
         self._transfer.keep(step.where)
-        self._transfer.run(
-            lambda: save_rows(
-                rows, slots, self._shadows, self._memory, segments, layout.page_size, layout.kept
-            )
-        )
+        self._transfer.run(save)
 
     # ---- backup ----
 

@@ -23,11 +23,13 @@ _EMBEDDINGS = ("input_embeds", "replace_embeds")
 
 
 class HiddenCapture:
-    """Forward pre-hooks that hand each layer's projection input to the staged capture.
+    """Hands each layer's projection input to the staged capture.
 
     The projection of a layer is the linear module that is fed first after its attention module was
-    called. So the hooks can be there before anybody has seen a forward pass: SGLang records its
-    CUDA graphs before it asks for a host pool. Nothing here raises into the forward pass.
+    called. So hooks on both can be there before anybody has seen a forward pass: SGLang records its
+    CUDA graphs before it asks for a host pool. Once projections are known, ours stands around the
+    ``forward`` of each: torch's way to a hook takes longer than what the hook does. Nothing here
+    raises into the forward pass.
 
     Args:
         layers: For each layer its attention module and the linear modules in it.
@@ -67,9 +69,7 @@ class HiddenCapture:
         for hook in self._hooks:
             hook.remove()
         self._hooks = [
-            projection.register_forward_pre_hook(
-                partial(self._on_projection, index), with_kwargs=True
-            )
+            _FedHook(projection, partial(self._take, index))
             for index, projection in enumerate(projections)
         ]
 
@@ -143,7 +143,7 @@ class HiddenCapture:
             problem = "a step with positions of several dimensions"
         elif self._tokens_only and any(getattr(batch, n) is not None for n in _EMBEDDINGS):
             problem = "a step whose embeddings are not those of its tokens"
-        elif not len(ids) == len(positions) == len(slots):
+        elif not ids.shape == positions.shape == slots.shape:
             problem = "a step without one token id and position for each slot"
         if problem is not None:
             capture.skip()
@@ -170,22 +170,17 @@ class HiddenCapture:
         self._called[index] = True
 
     def _on_linear(
-        self, index: int, linear: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, index: int, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         if self._called[index]:
             self._called[index] = False
-            self._on_projection(index, linear, args, kwargs)
-
-    def _on_projection(
-        self, index: int, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        # A restore that projects with attention modules may do so on a thread of its own.
-        if get_ident() == self._thread:
             self._take(index, args[0] if args else next(iter(kwargs.values()), None))
 
     def _take(self, index: int, hidden: object) -> None:
         capture = self._capture
         try:
+            if get_ident() != self._thread:
+                return  # a restore may project with attention modules on a thread of its own
             if capture is not None:
                 capture.take(index, hidden)
             elif self.staging is not None:
@@ -220,6 +215,28 @@ class HiddenCapture:
         if not self._complained:
             self._complained = True
             logger.warning("hcache: not captured: %s (said once, counted always)", what)
+
+
+class _FedHook:
+    """Tells ``fed`` what ``module`` is given first, before each of its forward passes."""
+
+    def __init__(self, module: torch.nn.Module, fed: Callable[[object], None]) -> None:
+        self._module, self._before = module, vars(module).get("forward")
+        forward = module.forward
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            fed(args[0] if args else next(iter(kwargs.values()), None))
+            return forward(*args, **kwargs)
+
+        module.forward = self._watched = watched
+
+    def remove(self) -> None:
+        """Leave the module as it was; a hook that was put around this one stays, and this in it."""
+        if vars(self._module).get("forward") is not self._watched:
+            return
+        del self._module.forward
+        if self._before is not None:
+            self._module.forward = self._before
 
 
 def _slots(batch: Any) -> Any:

@@ -176,16 +176,21 @@ def _is_applied(hook: Hook) -> bool:
     return False
 
 
-def _stop_projection(original: Callable[..., Any], kernel: Any, *args: Any, **kwargs: Any) -> Any:
-    # Models pass the arguments (q, k, v, forward_batch, ...) by place or by name.
-    batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[3]
-    attention = getattr(batch, "attention", None)
+def _stop_projection(
+    original: Callable[..., Any],
+    kernel: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    forward_batch: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    attention = getattr(forward_batch, "attention", None)
     if isinstance(attention, RecomputeAttention):
-        return _attend_again(kernel, attention, *args, **kwargs)
-    if not isinstance(batch, ProjectionBatch):
-        return original(kernel, *args, **kwargs)
-    k = kwargs["k"] if "k" in kwargs else args[1]
-    v = kwargs["v"] if "v" in kwargs else args[2]
+        return _attend_again(kernel, attention, q, k, v, forward_batch, *args, **kwargs)
+    if not isinstance(forward_batch, ProjectionBatch):
+        return original(kernel, q, k, v, forward_batch, *args, **kwargs)
     if k is not None and v is not None:
         k = k.reshape(-1, kernel.tp_k_head_num, kernel.qk_head_dim)
         v = v.reshape(-1, kernel.tp_v_head_num, kernel.v_head_dim)

@@ -36,6 +36,7 @@ class Metric:
 
     def __init__(self, kind: Any, name: str, text: str, *labels: str, **options: Any) -> None:
         self._make = lambda: kind(name, text, labels, **options)
+        self._series: dict[tuple[str, ...], Any] = {}  # to look one up takes longer than to count
 
     @cached_property
     def family(self) -> Any:
@@ -54,9 +55,17 @@ class Metric:
         """Set a gauge."""
         self._do("set", *labels, value=value)
 
+    def clear(self) -> None:
+        """Forget all that was counted or set."""
+        self._series.clear()
+        self.family.clear()
+
     def _do(self, what: str, *labels: str, **value: float) -> None:
         try:
-            getattr(self.family.labels(*labels), what)(**value)
+            series = self._series.get(labels)
+            if series is None:
+                series = self._series[labels] = self.family.labels(*labels)
+            getattr(series, what)(**value)
         except Exception as error:
             if not _complained.is_set():
                 _complained.set()

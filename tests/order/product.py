@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,8 +107,8 @@ class CheckedDoor(streams.Door):
     def current_stream(self, device: torch.device) -> streams.Stream:
         return CheckedStream(self._memory, self._clocks.current, ours=False)
 
-    def run_here(self, device: torch.device, work: streams.Work) -> None:
-        self.current_stream(device).run(work)
+    def run_here(self, device: torch.device, work: Callable[..., object], *args: Any) -> None:
+        self.current_stream(device).run(partial(work, *args))
 
     def of(self, engine_stream: Any) -> streams.Stream:
         return CheckedStream(self._memory, engine_stream.actor, ours=False)

@@ -75,15 +75,15 @@ def pages() -> list[str]:
     """Two pages of one server, with work in between."""
     metrics.MODE.set("hidden", "own", "")
     metrics.CODEC.set("int8", "none")
-    metrics.OVERFLOW.family.clear()  # other tests of the process may have set it
+    metrics.OVERFLOW.clear()  # other tests of the process may have set it
     counters = metrics.StoreCounters(stats := StoreStats())
     stats.add(bytes_read=1000, pages_evicted=3)
     counters.publish()
     metrics.TOKENS.count("captured", 64)
     metrics.PROBLEMS.count("page_checksum")
-    metrics.L3_TOKENS.family.clear()
+    metrics.L3_TOKENS.clear()
     metrics.L3_TOKENS.count("slower", 48)
-    metrics.RATES.family.clear()
+    metrics.RATES.clear()
     metrics.RATES.set("l3_read", "hcache", value=2500)
     for _ in range(90):
         metrics.STAGE_SECONDS.observe("restore", 0.002)
@@ -140,7 +140,7 @@ def test_what_is_behind_l3_shows_and_whether_it_answers(server: Pages, pages: li
     assert re.search(r"behind L3: read .* 7 pages", output)
     assert not parse(answers).behind_silent
     for family in (metrics.BEHIND, metrics.BEHIND_PAGES, metrics.RATES):
-        family.family.clear()
+        family.clear()
     page = parse(written())
     assert (page.behind, page.behind_silent) == (None, False)
 
@@ -151,7 +151,7 @@ def test_what_encoded_pages_could_not_hold_shows(server: Pages, pages: list[str]
         metrics.OVERFLOW.set(what, value=number)
     server.pages = [written(), written()]
     _, output = run(address(server), "--once", "--interval", "0.2")
-    metrics.OVERFLOW.family.clear()
+    metrics.OVERFLOW.clear()
     said = " ".join(output.replace("│", " ").split())  # lines are wrapped
     assert "codec none, 3 of 40 rows of overflow in use, 0 requests running" in said
 
@@ -168,7 +168,7 @@ def test_suspended_l3_and_kv_mode_show_with_their_reasons() -> None:
     page = parse(written())
     assert (page.mode, page.pages, page.codec) == ("kv", "plain", None)
     assert page.reason == "LoRA adapters"
-    metrics.MODE.family.clear()
+    metrics.MODE.clear()
 
 
 def test_one_picture_of_a_server_and_of_one_that_is_not_there(

@@ -222,10 +222,11 @@ def _report(tell: Callable[[], object]) -> Callable[[], None]:
 
 
 def _module_hooks() -> int:
-    """How many hooks modules of the model have before their forward pass."""
+    """How many hooks modules of the model have before and around their forward pass."""
     from hcache_backend.engine.runtime import current
 
-    return sum(len(module._forward_pre_hooks) for module in current().runner.model.modules())
+    modules = list(current().runner.model.modules())
+    return sum(len(module._forward_pre_hooks) + ("forward" in vars(module)) for module in modules)
 
 
 def _hooks() -> list[str]:

@@ -63,14 +63,19 @@ def test_rows_without_a_place_leave_the_buffer_alone(device: str, with_ok: bool)
     assert torch.equal(got.marks.cpu(), want.marks)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("columns", [16, 48])
-def test_stage_rows_that_are_part_of_something_wider(device: str, columns: int) -> None:
-    wide = torch.randn(5, 64, device=device)
-    rows = wide[:, 3 : 3 + columns].view(torch.uint8)
-    got, want = buffer(1, columns * 4, device), buffer(1, columns * 4, "cpu")
+def test_stage_rows_that_are_part_of_something_wider(
+    device: str, columns: int, dtype: torch.dtype
+) -> None:
+    wide = torch.randn(5, 64, device=device).to(dtype)
+    rows = wide[:, 3 : 3 + columns]
+    row_bytes = columns * dtype.itemsize
+    got, want = buffer(1, row_bytes, device), buffer(1, row_bytes, "cpu")
     places, step = torch.arange(5, device=device), torch.tensor([7], device=device)
     stage_launch(rows, None, places, step, got, 0).run()
     stage_rows(rows.cpu(), None, places.cpu(), step.cpu(), want, 0)
+    assert torch.equal(want.rows[0, :5].view(dtype), rows.cpu())
     assert torch.equal(got.rows.cpu(), want.rows)
 
 

@@ -20,7 +20,6 @@ def captured(a: ShadowArena, pages: list[int], first: int = 0) -> np.ndarray:
     slots = slots_of(pages)
     positions = np.arange(first, first + len(slots))
     ticket = a.begin(slots, positions, positions + 500)
-    a.promise(slots, ticket)
     assert a.prove(slots, ticket, np.ones(len(slots), np.uint8)) == (0, 0)
     return slots
 
@@ -28,9 +27,7 @@ def captured(a: ShadowArena, pages: list[int], first: int = 0) -> np.ndarray:
 def promised(a: ShadowArena) -> tuple[np.ndarray, int]:
     """Slots of device page 2 whose rows are on their way, and the ticket of their proof."""
     slots = slots_of([2])
-    ticket = a.begin(slots, np.arange(4), np.arange(4))
-    a.promise(slots, ticket)
-    return slots, ticket
+    return slots, a.begin(slots, np.arange(4), np.arange(4))
 
 
 def test_a_backup_exchanges_table_entries() -> None:
@@ -46,10 +43,10 @@ def test_a_backup_exchanges_table_entries() -> None:
 def test_rows_are_valid_from_the_promise_on_and_stamped_with_the_proof() -> None:
     a = arena()
     slots = slots_of([2])
-    ticket = a.begin(slots, np.arange(4), np.arange(4))
-    assert a.problem(slots) == "rows not valid"
-    a.promise(slots, ticket)
-    assert a.problem(slots) is None
+    a.begin(slots, np.arange(4), np.arange(4), promised=False)
+    assert a.problem(slots) == "rows not valid" and not a.none_lost
+    slots, ticket = promised(a)
+    assert a.problem(slots) is None and a.none_lost
     a.swap(slots, ids(0))
     page = a.memory[a.physical(ids(0))[0]]
     assert LAYOUT.namespace_of(page) == NO_NAMESPACE
@@ -91,9 +88,7 @@ def test_the_proof_of_an_older_allocation_is_no_proof_of_the_newer_one() -> None
     a = arena()
     slots = slots_of([2])
     old = a.begin(slots, np.arange(4), np.arange(4))
-    a.promise(slots, old)
     new = a.begin(slots, np.arange(4), np.arange(4))
-    a.promise(slots, new)
     a.swap(slots, ids(0))
     a.prove(slots, old, np.ones(4, np.uint8))
     assert LAYOUT.namespace_of(a.memory[a.physical(ids(0))[0]]) == NO_NAMESPACE
@@ -123,7 +118,7 @@ def test_a_host_page_that_is_freed_before_the_proof_leaves_no_valid_rows() -> No
 def test_positions_must_follow_each_other_from_a_page_boundary(positions: list[int]) -> None:
     a = arena()
     slots = slots_of([1])
-    a.promise(slots, a.begin(slots, np.array(positions), np.arange(4)))
+    a.begin(slots, np.array(positions), np.arange(4))
     assert a.problem(slots) == "positions not consecutive"
 
 

@@ -130,9 +130,9 @@ class ScriptedScheduler(RuleBasedStateMachine):
         for start, end in zip([0, *ends], ends, strict=False):
             part = slots[start:end]
             positions = np.arange(node.first + start, node.first + end)
-            ticket = self.arena.begin(part, positions, positions + 1000 * node.sequence)
+            tokens = positions + 1000 * node.sequence
+            ticket = self.arena.begin(part, positions, tokens, promised=node.promised)
             if node.promised:
-                self.arena.promise(part, ticket)
                 self.transfer(node, start, end, ticket)
             if fate == "retracted":
                 self.free_device += node.device

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.streams import Event, WorkerStream
+from hcache_backend.streams import Event, StreamFailed, WorkerStream
 from hcache_kernels.staging import stage_rows
 from tests.unit.capture.machine import (
     DEVICE_PAGES,
@@ -318,7 +318,8 @@ def test_a_transfer_that_fails_ends_capture_and_nothing_else(machine: Machine) -
     assert machine.forward(slots(1))
     machine.capture._transfer.run(fail)
     assert machine.forward(slots(2))
-    machine.capture.ledger._proofs[-1].done._passed.wait()  # type: ignore[attr-defined]
+    with pytest.raises(StreamFailed, match="no such memory"):
+        machine.capture.ledger._proofs[-1].done.synchronize()
     machine.capture.ledger.settle()
     assert machine.capture.ledger.broken == "capture broke: OSError: no such memory"
     assert not machine.arena._rows.any()

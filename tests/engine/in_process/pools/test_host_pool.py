@@ -245,6 +245,8 @@ def test_capture_finds_the_projection_without_having_seen_a_forward_pass(
     for layer in range(LAYERS):
         stored = page[LAYOUT.segment(layer)].view(np.float32).reshape(PAGE, WIDTH)
         assert np.array_equal(stored, hidden.numpy())
+    capture.remove()
+    assert not any("forward" in vars(module) for layer in model for module in layer.modules())
 
 
 @pytest.mark.parametrize("tokens_only", [False, True])
