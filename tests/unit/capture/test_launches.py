@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hcache_backend import streams
 from hcache_backend.capture import staging
-from tests.unit.capture.machine import SIZE, Machine
+from hcache_backend.capture.staging import StagedCapture
+from hcache_backend.engine.capture_hooks import HiddenCapture
+from tests.unit.capture.machine import LAYERS, SIZE, WIDTH, Machine
 
 KERNELS = ("begin_rows", "stage_rows", "save_rows", "judge_rows")
 
@@ -94,25 +97,91 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
         yield door
 
 
+class Attention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = torch.nn.Identity(), torch.nn.Identity()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.out(self.qkv(hidden))  # type: ignore[no-any-return]
+
+
+class Model:
+    """Layers with a projection each, whose forward passes are captured by ``machine``."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.layers = [Attention() for _ in range(LAYERS)]
+        self.hooks = HiddenCapture([(layer, (layer.qkv, layer.out)) for layer in self.layers])
+        self.hooks.watch_only(layer.qkv for layer in self.layers)
+        self.hooks.use(machine.capture, tokens_only=False, order=None)
+
+    def decode(self, where: torch.Tensor, *, replayed: bool) -> None:
+        """A decode step of these slots; ``replayed``: by a graph, of which Python sees nothing."""
+        hidden = torch.zeros(len(where), WIDTH)
+        batch = SimpleNamespace(out_cache_loc=where, input_ids=where, positions=where)
+
+        def run() -> SimpleNamespace:
+            for layer in () if replayed else self.layers:
+                layer(hidden)
+            return SimpleNamespace(can_run_graph=replayed)
+
+        self.hooks.allocated(where)
+        self.hooks.forward(batch, run)
+
+
+@pytest.mark.parametrize("replayed", [True, False])
 def test_a_decode_step_is_three_launches_and_makes_nothing_that_it_could_use_again(
-    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+    replayed: bool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is the replay of a graph; the allocation is where slots, positions and token ids go."""
-    machine, launches = Machine(), Launches(monkeypatch)
-    capture, ledger = machine.capture, machine.capture.ledger
+    """And one for each layer without a graph; the allocation is where slots, positions and token
+    ids go."""
+    launches, model = Launches(monkeypatch), Model(Machine())
+    fed: list[int] = []
+    take = StagedCapture.take
+
+    def counted(capture: StagedCapture, layer: int, hidden: object) -> None:
+        fed.append(layer)
+        take(capture, layer, hidden)
+
+    monkeypatch.setattr(StagedCapture, "take", counted)
 
     def decode(number: int) -> tuple[object, ...]:
         where = torch.tensor([SIZE + number % 3, 2 * SIZE + number % 3])
-        launches.seen.clear()
         events, pinned = Event.made, gpu.pinned
         with launches:
-            ledger.allocated(where)
-            ledger.pass_begins()
-            step = capture.begin(where, where, where)
-            assert step is not None and capture.end(step, replayed=True)
-        return tuple(launches.seen), Event.made - events, gpu.pinned - pinned
+            launches.seen.clear()
+            fed.clear()
+            model.decode(where, replayed=replayed)
+        return tuple(launches.seen), tuple(fed), Event.made - events, gpu.pinned - pinned
 
     costs = [decode(number) for number in range(200)]
-    wanted = ("aten.empty.memory_format", "begin_rows", "save_rows", "judge_rows")
-    assert set(costs[10:]) == {(wanted, 0, 0)}
+    layers = () if replayed else tuple(range(LAYERS))
+    kernels = ("begin_rows", *("stage_rows" for _ in layers), "save_rows", "judge_rows")
+    assert set(costs[10:]) == {
+        (("aten.zeros.default", "aten.empty.memory_format", *kernels), layers, 0, 0)
+    }
     assert Event.made < 20 and gpu.pinned < 20
+
+
+def test_a_layer_takes_few_calls_in_python() -> None:
+    """Of functions of ours, and of torch's on the way to them."""
+    machine = Machine()
+    model, where, hidden = Model(machine), torch.tensor([SIZE, 2 * SIZE]), torch.zeros(2, WIDTH)
+    assert machine.capture.begin(where, where, where) is not None
+    assert calls_of(model.layers[0], hidden) - calls_of(Attention(), hidden) <= 10
+
+
+def calls_of(layer: Attention, hidden: torch.Tensor) -> int:
+    """How many functions written in Python a forward pass calls."""
+    calls = 0
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(note)
+    try:
+        layer(hidden)
+    finally:
+        sys.setprofile(None)
+    return calls
