@@ -73,17 +73,16 @@ def run(*arguments: str) -> tuple[int, str]:
 @pytest.fixture(scope="module")
 def pages() -> list[str]:
     """Two pages of one server, with work in between."""
+    for metric in metrics.ALL:
+        metric.clear()  # other tests of the process may have counted
     metrics.MODE.set("hidden", "own", "")
     metrics.CODEC.set("int8", "none")
-    metrics.OVERFLOW.clear()  # other tests of the process may have set it
     counters = metrics.StoreCounters(stats := StoreStats())
     stats.add(bytes_read=1000, pages_evicted=3)
     counters.publish()
     metrics.TOKENS.count("captured", 64)
     metrics.PROBLEMS.count("page_checksum")
-    metrics.L3_TOKENS.clear()
     metrics.L3_TOKENS.count("slower", 48)
-    metrics.RATES.clear()
     metrics.RATES.set("l3_read", "hcache", value=2500)
     for _ in range(90):
         metrics.STAGE_SECONDS.observe("restore", 0.002)
