@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,12 @@ def test_random_conversations(
                 clients.counts["flushes"] += 1
         slices, tokens = (dict(fetch(server.url).counters[what]) for what in ("slices", "tokens"))
         assert_fine(server, stored)
-    found = {"talk": clients.counts, "trouble": trouble.counts, "slices": slices, "tokens": tokens}
+    found: dict[str, Mapping[str, float]] = {
+        "talk": clients.counts,
+        "trouble": trouble.counts,
+        "slices": slices,
+        "tokens": tokens,
+    }
     for what, counts in found.items():
         record_property(what, dict(sorted(counts.items())))
     assert all(clients.counts[kind] for kind in KINDS), found
