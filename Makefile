@@ -16,7 +16,7 @@ export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
 .PHONY: setup versions demo test test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
 	bench-segment-codec bench-throttled bench-accuracy bench-partition bench-paper bench-occupancy bench-step-time bench-depth \
-	bench-pyramid bench-eager bench-hits bench-eviction bench-pages bench-compare record-demo record-eager record-compare \
+	bench-pyramid bench-beside bench-eager bench-hits bench-eviction bench-pages bench-compare record-demo record-eager record-compare \
 	record-accuracy
 .DELETE_ON_ERROR:
 
@@ -171,6 +171,10 @@ bench-partition: setup
 bench-eager: setup
 	$(BIN)/python -m bench.sweep eager $(ARGS)
 	$(BIN)/python -m bench.sweep eager_kv $(ARGS)
+
+# First layers recomputed while L3 brings the others. An hour, alone.
+bench-beside: setup
+	$(BIN)/python -m bench.beside $(ARGS)
 
 # The first token, and requests under load, with L3 slower and faster than computing. Two hours, alone.
 bench-hits: setup $(VENV)/.peers

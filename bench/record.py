@@ -31,6 +31,7 @@ PROGRAMS = {
     "paper": "bench.paper",
     "depth": "bench.depth",
     "pyramid": "bench.pyramid",
+    "beside": "bench.beside",
     "occupancy": "bench.occupancy",
     "partition": "bench.sweep.report",
     "eager": "bench.sweep.report",

@@ -277,7 +277,8 @@ class Server:
         self.until(idle, "backups to finish")
 
     def update_weights_from_disk(self, model: Path, *, flush: bool = True) -> None:
-        body = {"model_path": str(model), "flush_cache": flush}
+        """Replies say of which weights they are: ``weight_version`` is the folder's name."""
+        body = {"model_path": str(model), "flush_cache": flush, "weight_version": model.name}
         answer = self._done("/update_weights_from_disk", json=body)
         if not answer.json()["success"]:
             raise self.error(f"update_weights_from_disk: {answer.text}")

@@ -1,9 +1,10 @@
-"""Keeps prefetches and scheduler in step: what is restored during a read hangs on no speed."""
+"""Prefetches that are read in step with the scheduler, and lack first layers as a test wants."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 def keep_in_step(active: Callable[[], bool]) -> None:
     """A batch of a prefetch is read when the scheduler has had its turn with the one before.
 
-    If the trigger has a number in it, no more than so many batches of a prefetch are read.
+    If the trigger is a number, no more than so many batches of a prefetch are read.
     """
     from hcache_backend.engine.eager_loads import EagerLoads
     from hcache_backend.engine.read_batches import BatchedReads
@@ -68,6 +69,28 @@ def keep_in_step(active: Callable[[], bool]) -> None:
 
 def _most_batches() -> float:
     """The number in the trigger; infinite without one."""
-    with contextlib.suppress(FileNotFoundError):
-        return float(Path(os.environ["HCACHE_TEST_TRIGGER"]).read_text() or "inf")
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        return float(Path(os.environ["HCACHE_TEST_TRIGGER"]).read_text())
     return float("inf")
+
+
+def draw_depths(active: Callable[[], bool]) -> None:
+    """Every batch of a prefetch lacks as many first layers as the one before it, or fewer.
+
+    How many is drawn by the batch's first key: all ranks draw alike. None lacks its last layer.
+    """
+    from hcache_backend.engine.controller import OwnPagesController
+
+    read = OwnPagesController._read_pages
+
+    def drawn(self: Any, operation: Any, keys: Any, *others: Any) -> int:
+        loads = self._loads
+        if active() and loads._recomputer is not None and self._storage_verifies():
+            dice, last = random.Random(keys[0]), len(self._pool.page_layout.segment_bytes) - 1
+            depth = getattr(operation, "hcache_first_layer", last)
+            if dice.random() < 0.6:
+                depth = dice.randint(loads.stored_from, max(depth, loads.stored_from))
+            operation.hcache_first_layer = depth if depth > loads.stored_from else 0
+        return read(self, operation, keys, *others)
+
+    OwnPagesController._read_pages = drawn  # type: ignore[method-assign]

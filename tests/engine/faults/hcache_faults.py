@@ -45,6 +45,13 @@ def _active() -> bool:
     return trigger is None or Path(trigger).exists()
 
 
+def _says(what: str) -> bool:
+    """Whether that stands in the trigger."""
+    with contextlib.suppress(FileNotFoundError):
+        return what in Path(os.environ["HCACHE_TEST_TRIGGER"]).read_text()
+    return False
+
+
 def _wrong_rope() -> None:
     """Projection believes that every token stands one place further on."""
     from hcache_backend.projection.projector import Projector
@@ -165,26 +172,23 @@ def _skip_a_layer() -> None:
 
 
 def _disk() -> None:
-    """The trigger's text says what is wrong with the disk: slow or held reads, failing writes."""
+    """The trigger's text says what is wrong with the disk: slow, held or failing reads, failing
+    writes."""
     from hcache_backend.store import FileOps
 
-    trigger = Path(os.environ["HCACHE_TEST_TRIGGER"])
     read, write = FileOps.read, FileOps.write
 
-    def is_faulty(what: str) -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            return what in trigger.read_text()
-        return False
-
     def faulty_read(self: Any, *args: Any) -> int:
-        if is_faulty("slow reads"):
+        if _says("slow reads"):
             time.sleep(2)
-        while is_faulty("held reads"):
+        while _says("held reads"):
             time.sleep(0.01)
+        if _says("failing reads"):
+            raise OSError(5, "Input/output error")
         return read(self, *args)
 
     def faulty_write(self: Any, *args: Any) -> int:
-        if is_faulty("failing writes"):
+        if _says("failing writes"):
             raise OSError(5, "Input/output error")
         return write(self, *args)
 
@@ -378,7 +382,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "sent_at_once": lambda: hcache_restores.send_at_once(_active),
     "lost_after_look_ups": lambda: hcache_restores.lose_what_was_looked_up(_active),
     "decisions_held": _hold_decisions,
-    "batches_in_step": lambda: hcache_batches.keep_in_step(_active),
+    "batches_in_step": lambda: hcache_batches.keep_in_step(lambda: _active() and not _says("free")),
+    "depths_drawn": lambda: hcache_batches.draw_depths(lambda: _says("depths")),
     "no_store_on_rank_1": _no_store_on_rank_1,
     "units_do_not_fit": lambda: hcache_units.do_not_fit(room=0.5),
     "overflow_is_full": lambda: hcache_units.do_not_fit(room=0.0),

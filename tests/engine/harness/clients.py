@@ -35,8 +35,9 @@ class Clients:
 
     Attributes:
         turns: The replies that are kept.
-        counts: Requests by how they ended: ``replied``, ``disconnected``, ``aborted``; and tokens
-            of replied prompts by where they came from: ``device``, ``host``, ``storage``.
+        counts: ``conversations`` that were begun; requests by how they ended: ``replied``,
+            ``disconnected``, ``aborted``; and tokens of replied prompts by where they came from:
+            ``device``, ``host``, ``storage``.
     """
 
     def __init__(self, server: Server, count: int, *, aborted: float, kept: int, seed: int = 0):
@@ -55,11 +56,17 @@ class Clients:
         with ThreadPoolExecutor(len(self._random)) as pool:
             list(pool.map(lambda rng: self._talk(rng, deadline, until), self._random))
 
+    def begin(self, conversations: int) -> None:
+        """Talk until so many more conversations were begun."""
+        wanted = self.counts["conversations"] + conversations
+        self.talk(0, until=lambda: self.counts["conversations"] >= wanted)
+
     def _talk(self, rng: random.Random, deadline: float, until: Callable[[], bool]) -> None:
         history: list[int] = []
         while time.monotonic() < deadline or not until():
             if not history or len(history) > LONGEST_PROMPT or rng.random() < 0.2:
                 history = list(rng.choice(PREFIXES))
+                self._count("conversations")
             prompt = history + random_tokens(rng.randint(20, 100), rng.getrandbits(32))
             reply = self._ask(prompt, rng.randint(4, 24), rng)
             if reply is not None:

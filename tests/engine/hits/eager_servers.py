@@ -19,9 +19,12 @@ STORED: dict[str, dict[str, Any]] = {
     "kv": {"mode": "kv"},
     "mixed": {"partition": partition(0, 2, 2)},
     # A slice has all that has arrived, once it is known how long that takes.
-    "recompute": {"partition": partition(2, 2, 0), "recompute_ms": 1e4},
-    "recompute, mixed": {"partition": partition(2, 1, 1), "recompute_ms": 1e4},
+    "recompute": {"partition": partition(1, 3, 0), "recompute_ms": 1e4},
+    "recompute, mixed": {"partition": partition(1, 2, 1), "recompute_ms": 1e4},
+    "recompute, kv": {"partition": partition(1, 0, 3), "recompute_ms": 1e4},
 }
+FAULTS = "batches_in_step,disk,depths_drawn"
+"""All that :class:`tests.engine.harness.trouble.Trouble` needs."""
 
 
 def eager_server(
@@ -56,9 +59,14 @@ def eager_server(
 
 def read_batches(server: Server, most: int | None) -> None:
     """From now on no more than so many batches of each prefetch are read; None: all."""
+    tell_faults(server, "" if most is None else str(most))
+
+
+def tell_faults(server: Server, text: str) -> None:
+    """What the server's faults go by from now on."""
     in_step = server.options.log.parent / "in-step"
     new = in_step.with_suffix(".new")
-    new.write_text("" if most is None else str(most))
+    new.write_text(text)
     new.replace(in_step)
 
 

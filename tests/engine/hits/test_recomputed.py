@@ -6,6 +6,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,22 @@ import requests
 from bench.harness.server import Server
 from hcache_backend.cli.metrics_page import fetch
 from hcache_backend.engine.recompute.governor import RUNNING_LIMIT
+from tests.engine.harness.clients import Clients
 from tests.engine.harness.conversations import (
     Conversation,
     converse,
     make_conversations,
     random_tokens,
 )
-from tests.engine.harness.ours import assert_no_cache_output, assert_restored_from_l3
+from tests.engine.harness.ours import (
+    assert_no_cache_output,
+    assert_no_cache_replies_up_to_ties,
+    assert_restored_from_l3,
+)
+from tests.engine.harness.trouble import Trouble
 from tests.engine.hits.eager_servers import (
     BATCH,
+    FAULTS,
     PAGE,
     asked,
     assert_fine,
@@ -30,6 +38,7 @@ from tests.engine.hits.eager_servers import (
     eager_server,
     read_batches,
     stored,
+    tell_faults,
     tokens,
     until_more,
 )
@@ -50,6 +59,7 @@ def shared(
         model,
         tmp_path_factory.mktemp("recomputed"),
         request.param,
+        faults=FAULTS,
         max_total_tokens=65536,
         extra_args=("--max-running-requests", str(RUNNING_LIMIT)),
     )
@@ -180,6 +190,29 @@ def test_what_was_put_off_comes_back_by_the_load_or_before(model: Path, server: 
         waiting.join()
     assert replies[0].turns[0].cached.storage >= 800 - 2 * PAGE
     assert_no_cache_output(model, replies)
+
+
+def test_pages_of_any_depth_give_the_same_output(model: Path, server: Server) -> None:
+    """Each page lacks as many first layers as the one before it, or fewer."""
+    prompts = [stored(server, seed=3000 + i, count=500 + 60 * i) for i in range(3)]
+    tell_faults(server, "depths")
+    recomputed = tokens(server, "eager_recomputed")
+    replies = [*asked(server, *prompts), *asked(server, [*prompts[0], *random_tokens(90, 3100)])]
+    assert tokens(server, "eager_recomputed") > recomputed
+    assert all(reply.turns[0].cached.total > 450 for reply in replies)
+    assert_no_cache_output(model, replies)
+
+
+def test_random_conversations_while_l3_fails(model: Path, server: Server) -> None:
+    """The long form is in test_conversations.py."""
+    trouble = Trouble(server.options.log.parent, partial(tell_faults, server), stall_s=0.5, seed=2)
+    clients = Clients(server, 4, aborted=0.2, kept=1 << 30, seed=2)
+    for _ in range(2):
+        with trouble.going_on():
+            clients.begin(4)
+        server.flush_cache()
+    assert clients.counts["storage"]
+    assert_no_cache_replies_up_to_ties(model, clients.turns)
 
 
 def test_first_layers_are_recomputed_at_the_load_behind_what_is_on_the_host(

@@ -42,11 +42,13 @@ class ScriptedScheduler(RuleBasedStateMachine):
     @initialize(
         limit=st.integers(1, DEVICE_PAGES),
         cached=st.integers(0, DEVICE_PAGES),
-        lacking=st.booleans(),
+        deepest=st.integers(0, 3),
     )
-    def start(self, limit: int, cached: int, lacking: bool) -> None:
-        """Pages lack first layers, or none: K and V of all, hidden states of all, or a mixture."""
-        self.lacking = lacking
+    def start(self, limit: int, cached: int, deepest: int) -> None:
+        """Pages lack at most so many first layers: 0, where all are stored and read."""
+        self.deepest = deepest
+        self.depths: dict[int, int] = {}  # of host pages: how many first layers they lack
+        self.lacks: dict[int, int] = {}  # of device pages, when they were launched
         self.device = Device(cached)
         self.eager = EagerRestores(SIZE, self.device, self.launch, limit)
         self.host_free = list(range(HOST_PAGES))
@@ -71,19 +73,28 @@ class ScriptedScheduler(RuleBasedStateMachine):
             assert page not in self.device.made, "launched twice"
             self.device.made[page] = host, self.content[host]
         self.device.writes(restore)
-        if not self.lacking:
+        lacking = max(self.depths[host] for host in host_pages.tolist())
+        self.lacks.update(dict.fromkeys(pages, lacking))
+        if not lacking:
             self.device.whole.update(pages)
-        return Launched(restore, 2 * self.lacking)
+        return Launched(restore, lacking)
 
     # ---- prefetches ----
 
-    @rule(pages=st.integers(1, 8), prefix=st.integers(0, 3), recomputes=st.booleans())
-    def begin(self, pages: int, prefix: int, recomputes: bool = True) -> None:
+    @rule(
+        pages=st.integers(1, 8),
+        prefix=st.integers(0, 3),
+        steps=st.integers(0, 2),
+        recomputes=st.booleans(),
+    )
+    def begin(self, pages: int, prefix: int, steps: int, recomputes: bool = True) -> None:
+        """Later pages lack fewer first layers, by ``steps`` per two pages."""
         if len(self.host_free) < pages:
             return
         host, self.host_free = self.host_free[:pages], self.host_free[pages:]
-        for page in host:
+        for i, page in enumerate(host):
             self.content[page] += 1
+            self.depths[page] = max(0, self.deepest - steps * i // 2)
         self.number += 1
         keys = [f"{0 if i < prefix else self.number}/{i}" for i in range(pages)]
         self.running[self.number] = Prefetch(keys, host)
@@ -105,7 +116,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
     def recompute(self, most: int, data: Any) -> None:
         """A turn of the scheduler has time for some pages of the first prefetch that can be."""
         for found in self.eager.to_recompute(most):
-            assert self.lacking and found.layers == 2 and 0 < len(found.pages) <= most
+            assert 0 < found.layers <= self.deepest and 0 < len(found.pages) <= most
             if not self.recomputes[found.prefetch]:
                 continue
             due = found.first(data.draw(st.integers(1, len(found.pages))))
@@ -117,6 +128,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
             assert made == [(page, self.content[page]) for page in there], "of other pages"
             assert set(before) <= self.device.whole, "they lack layers themselves"
             assert not set(slots) & self.device.whole, "recomputed twice"
+            assert {self.lacks[page] for page in slots} == {due.layers}, "of another depth"
             failed = data.draw(st.booleans())
             restore = self.slice = Restore(slots, before, self.slice)
             restore.failed = RuntimeError("out of memory") if failed else None
@@ -150,7 +162,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
         """The usual case: all pages arrive, in two batches, and the request is admitted."""
         if len(self.host_free) < pages:
             return
-        self.begin(pages, 0)
+        self.begin(pages, 0, data.draw(st.integers(0, 2)))
         host = self.running[self.number].host
         for arrived in (pages // 2, pages):
             self.running[self.number].arrived = arrived

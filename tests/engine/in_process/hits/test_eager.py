@@ -222,13 +222,18 @@ class Slices:
 
     Attributes:
         launched: For each slice the pages, and how many tokens are before them.
+        layers: How many first layers each recomputes.
+        depths: By host page, how many first layers were not read.
+        done: Whether the device has done what was launched.
         failures: What recomputation was given up for.
     """
 
     def __init__(self, scene: Scene, seconds: float, problem: Exception | None = None) -> None:
         self.launched: list[tuple[list[int], int]] = []
+        self.layers: list[int] = []
+        self.depths = np.zeros(PAGES, np.int64)
         self.failures: list[Exception | None] = []
-        self.known, self._problem = True, problem
+        self.known, self.done, self._problem = True, True, problem
         self.pace = Pace(1.0, "whole")
         self.budget = SliceBudget(seconds, 8 * SIZE, lambda tokens, prefix: tokens, known=True)
         loads: Any = SimpleNamespace(
@@ -243,7 +248,7 @@ class Slices:
             on_freed=[],
             arena=SimpleNamespace(
                 physical=lambda pages: pages,
-                first_layers=lambda pages: np.zeros(len(pages), np.int64),
+                first_layers=lambda pages: self.depths[pages],
                 pages=lambda pages, header: pages,
             ),
             page_layout=SimpleNamespace(positions=lambda page: [SIZE]),
@@ -257,7 +262,7 @@ class Slices:
         self.restores = self.eager._restores
 
     def _recompute_of(self, host_pages: np.ndarray, layers: int, prefix: Any) -> object:
-        assert layers == 2
+        self.layers.append(layers)
         self.launched.append((host_pages.tolist(), len(prefix())))
         return object()
 
@@ -266,7 +271,7 @@ class Slices:
         assert positions.tolist() == list(range(before, before + len(slots)))
         report = SimpleNamespace(busy_ms=lambda stream: 2e3 * len(slots))  # a second per token
         return SimpleNamespace(
-            tokens=len(slots), done=lambda: True, report=lambda: report, failed=self._problem
+            tokens=len(slots), done=lambda: self.done, report=lambda: report, failed=self._problem
         )
 
 
@@ -278,9 +283,48 @@ def test_a_turn_recomputes_one_slice_of_the_first_prefetch_that_lacks_layers(sce
     for _ in range(4):
         slices.eager._recompute()
     assert slices.launched == [([1, 2], SIZE), ([3], 3 * SIZE), ([4, 5], SIZE)]
+    assert slices.layers == [2, 2, 2]
     handed = slices.restores.hand_out(np.array([1, 2, 3, 4, 5]))
     assert handed is not None and handed.whole.all()
     assert [slices.eager.take_recomputed(), slices.eager.take_recomputed()] == [True, False]
+
+
+def test_pages_of_another_depth_are_another_slice(scene: Scene) -> None:
+    """What was not read of a page is recomputed, also of layers that the store has."""
+    slices = Slices(scene, seconds=1e9)
+    slices.depths[1:6] = 4, 4, 3, 2, 0
+    slices.restores.reserve("a", range(5), np.arange(1, 6))
+    for arrived in range(2, 6):
+        slices.restores.arrived("a", arrived)
+    for _ in range(4):
+        slices.eager._recompute()
+    assert [pages for pages, _ in slices.launched] == [[1, 2], [3], [4, 5]]
+    assert slices.layers == [4, 3, 2]  # of 5, too: the store has nothing of the first two
+
+
+def test_no_slice_is_launched_while_two_are_not_done(scene: Scene) -> None:
+    slices = Slices(scene, seconds=1e-9)
+    slices.restores.reserve("a", "wxyz", np.array([1, 2, 3, 4]))
+    slices.restores.arrived("a", 4)
+    slices.done = False
+    for _ in range(4):
+        slices.eager._recompute()
+    assert len(slices.launched) == 2
+    slices.done = True
+    slices.eager._recompute()
+    assert len(slices.launched) == 3
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_what_was_recomputed_long_ago_is_in_front_of_no_batch(scene: Scene, done: bool) -> None:
+    slices = Slices(scene, seconds=1e9)
+    slices.restores.reserve("a", ["x"], np.array([1]))
+    slices.restores.arrived("a", 1)
+    slices.done = False
+    slices.eager._recompute()
+    slices.done = done
+    slices.eager.turn(SimpleNamespace(cache_controller=None, ongoing_prefetch={}))
+    assert slices.eager.take_recomputed() == (not done)
 
 
 def test_a_slice_is_no_longer_than_every_rank_allows(

@@ -1,0 +1,193 @@
+"""First layers that are recomputed while L3 brings the others, beside recomputation and L3 alone.
+
+SGLang serves a random Llama with grouped-query attention on the CPU. A history is in L3 and nowhere
+else, and a question behind it is asked, over an L3 that brings the whole history 0.25 to 4 times as
+fast as it is computed. Three servers take turns in changing order, the others stopped meanwhile:
+one computes everything, one restores from L3 while L3 is being read ("L3 alone"), one stores, at
+each speed, as many layers as L3 brings in the time in which the others are computed.
+
+A time is that to the first token. It is compared with the other servers' of the same round: the
+table has medians of the ratios, and intervals that hold the true ones with 95%. The floor is what
+restores would take whose processor and L3 are busy from start to end.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bench.harness.machine import Machine, MachineError, find_machine
+from bench.harness.methods import METHODS, PAGE_SIZE, Method
+from bench.harness.models import TinyLlama
+from bench.harness.program import at_least, failing, parser, stamp, steps
+from bench.harness.report import OUT, markdown, write
+from bench.harness.turns import NO_L3, Answer, taking_turns
+from bench.pages import LEAST_ROUNDS, median_interval
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SHAPE = TinyLlama(12, hidden=512, heads=4, kv_heads=2, intermediate=1408, positions=65536)
+ALONE, BOTH = "alone", "both"
+TITLES = {NO_L3: "computed", ALONE: "L3 alone", BOTH: "both"}
+SLICE_MS = 1000.0
+"""Option ``recompute_ms``: computing takes some forty times as long as on a GPU."""
+
+
+def recomputed(speed: float) -> int:
+    """Layers that take as long to compute as L3, so many times as fast, takes for the others."""
+    return round(SHAPE.layers / (1 + speed))
+
+
+def methods(speed: float) -> dict[str, Method]:
+    """The servers of one speed of L3."""
+
+    def ours(layers: int) -> Method:
+        stored = {"recompute": layers, "hidden": 0, "kv": SHAPE.layers - layers}
+        options = {"partition": stored, "recompute_ms": SLICE_MS}
+        mode = "hidden" if layers else "kv"  # which insists on that partition
+        return Method(BOTH, storage="dynamic", hcache={"mode": mode, **options})
+
+    return {NO_L3: METHODS["host"], ALONE: ours(0), BOTH: ours(recomputed(speed))}
+
+
+def at_speed(
+    machine: Machine, tokens: int, speed: float, rounds: int, advance: Callable[[str], None]
+) -> dict[str, Any]:
+    """Seconds to the first token of every server, round by round, and what they are compared to.
+
+    Raises:
+        ServerError: A server did not start, or a request failed.
+    """
+    found: dict[str, list[Answer]] = {name: [] for name in TITLES}
+    where = f"{tokens:,} tokens, L3 at {speed:g} times the speed of computing"
+    with tempfile.TemporaryDirectory(prefix="hcache-bench-") as folder:
+        advance(f"{where}: starting servers")
+        model = SHAPE.build(Path(folder))
+        with taking_turns(machine, model, methods(speed), tokens) as turns:
+            rate = turns.slow_down(speed, ALONE)
+            for number in range(rounds + 1):
+                advance(f"{where}, round {number}")
+                prompt = turns.new_question()
+                for name in random.Random(number).sample(list(found), len(found)):
+                    found[name].append(turns.ask(name, prompt))
+    # The first does more.
+    seconds = {name: [each.seconds for each in all_[1:]] for name, all_ in found.items()}
+    return {
+        "tokens": tokens,
+        "speed": speed,
+        "mb_per_s": rate / 1e6,
+        "recomputed_layers": recomputed(speed),
+        "rounds_ms": {name: [round(1e3 * s, 1) for s in all_] for name, all_ in seconds.items()},
+        "share_from_l3": {
+            name: min(answer.share for answer in all_) for name, all_ in found.items()
+        },
+        "differing_replies": sum(
+            len({answer.output_ids for answer in answers}) - 1
+            for answers in zip(*found.values(), strict=True)
+        ),
+        **compared(seconds, speed),
+    }
+
+
+def compared(seconds: Mapping[str, Sequence[float]], speed: float) -> dict[str, Any]:
+    """Medians, and ratios of ``both`` to others of the same round, with their intervals."""
+    floors = [one / (1 + speed) for one in seconds[NO_L3]]
+    best = min((NO_L3, ALONE), key=lambda name: median(seconds[name]))
+    others = {"of_alone": seconds[ALONE], "of_best": seconds[best], "of_floor": floors}
+    found: dict[str, Any] = {"ms": {name: 1e3 * median(all_) for name, all_ in seconds.items()}}
+    for name, other in others.items():
+        ratios = [mine / its for mine, its in zip(seconds[BOTH], other, strict=True)]
+        found[name] = median(ratios)
+        enough = len(ratios) >= LEAST_ROUNDS
+        found[f"{name}_interval"] = median_interval(ratios) if enough else None
+    return found
+
+
+def table_lines(results: Mapping[str, Any]) -> str:
+    """A row for each history and speed of L3."""
+    ratios = {"of_alone": "L3 alone", "of_best": "the better one", "of_floor": "the floor"}
+    heads = ["tokens", "speed of L3", "recomputed", *(f"{title}, ms" for title in TITLES.values())]
+    for title in ratios.values():
+        heads += [f"both / {title}", "95%"]
+    rows = []
+    for row in results["rows"]:
+        cells: list[object] = [f"{row['tokens']:,}", f"{row['speed']:g}"]
+        cells.append(f"{row['recomputed_layers']} of {SHAPE.layers} layers")
+        cells += [f"{row['ms'][name]:,.0f}" for name in TITLES]
+        for name in ratios:
+            ends = row[f"{name}_interval"]
+            cells += [row[name], tuple(ends) if ends else None]
+        rows.append(cells)
+    return markdown(heads, rows)
+
+
+def draw(results: Mapping[str, Any]) -> Figure:
+    """Time to the first token by the speed of L3, a panel for each history."""
+    from matplotlib.figure import Figure
+
+    histories = sorted({row["tokens"] for row in results["rows"]})
+    figure = Figure(figsize=(4.5 * len(histories), 3.8), layout="constrained")
+    panels = figure.subplots(1, len(histories), squeeze=False)[0]
+    for axes, tokens in zip(panels, histories, strict=True):
+        rows = [row for row in results["rows"] if row["tokens"] == tokens]
+        rows.sort(key=lambda row: float(row["speed"]))
+        speeds = [row["speed"] for row in rows]
+        for name, title in TITLES.items():
+            share = [row["ms"][name] / row["ms"][NO_L3] for row in rows]
+            axes.plot(speeds, share, "o-" if name == BOTH else ".--", label=title)
+        axes.plot(speeds, [1 / (1 + speed) for speed in speeds], "k:", label="floor")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_title(f"{tokens:,} tokens", fontsize=10)
+        axes.set_xlabel("speed of L3 (1: as fast as computing)", fontsize=9)
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("time to first token (1: computing)", fontsize=9)
+    figure.axes[0].legend(fontsize=8)
+    figure.suptitle(f"First layers recomputed beside L3, {results['device']}", fontsize=10)
+    return figure
+
+
+def main() -> int:
+    """Returns 1 if a reply differs from that of another server."""
+    parsed = parser("bench.beside", __doc__)
+    add = parsed.add_argument
+    add("--tokens", type=at_least(PAGE_SIZE), nargs="+", default=[2048, 8192], help="histories")
+    speeds = [0.25, 0.5, 1.0, 2.0, 4.0]
+    add("--speeds", type=float, nargs="+", default=speeds, help="of L3; 1: as fast as computing")
+    add("--rounds", type=at_least(1), default=7, help="requests to each server and speed")
+    add("--out", type=Path, default=OUT, help="folder for beside.json and beside.png")
+    given = parsed.parse_args()
+    with failing():
+        machine = find_machine()
+        if machine.device != "cpu":
+            raise MachineError("only the CPU engine slows L3 down; see bench/gpu/ for GPUs")
+        torch.set_num_threads(1)
+        total = len(given.tokens) * len(given.speeds) * (2 + given.rounds)
+        with steps(total) as (_, advance):
+            rows = [
+                at_speed(machine, tokens // PAGE_SIZE * PAGE_SIZE, speed, given.rounds, advance)
+                for tokens in given.tokens
+                for speed in given.speeds
+            ]
+    results = {
+        **stamp(machine),
+        "cores": os.cpu_count(),
+        "model": SHAPE.describe(),
+        "rows": rows,
+    }
+    print(table_lines(results))
+    write(given.out, "beside", results, draw)
+    return min(1, sum(row["differing_replies"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""Random conversations while L3 fails, pages are damaged, and weights change: replies are right."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.harness.models import build_model
+from bench.harness.server import Server
+from hcache_backend.cli.metrics_page import fetch
+from tests.engine.harness.clients import Clients
+from tests.engine.harness.conversations import Conversation
+from tests.engine.harness.ours import (
+    assert_no_cache_output_up_to_ties,
+    assert_no_cache_replies_up_to_ties,
+)
+from tests.engine.harness.trouble import Trouble
+from tests.engine.hits.eager_servers import FAULTS, assert_fine, eager_server, tell_faults
+
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(3000)]
+
+CONVERSATIONS = int(os.environ.get("HCACHE_TEST_CONVERSATIONS", "100"))
+"""Of each server: 500 of those that recompute, and as many again of one that does not."""
+ABREAST, A_BOUT = 6, 10
+"""Conversations at a time, and between two moments when nobody talks."""
+STALL_S = 5.0
+KINDS = ("aborted", "disconnected", "device", "host", "storage")
+SERVERS: dict[str, dict[str, Any]] = {
+    "hidden": {"stored": "recompute"},
+    "K and V": {"stored": "recompute, kv", "family": "qwen3"},
+    "mixed": {"stored": "recompute, mixed"},
+    "codec": {"stored": "recompute, kv", "family": "qwen3", "dtype": "bfloat16"},
+    "two ranks": {"stored": "recompute, mixed", "tp": 2},
+    "not recomputed": {"stored": "kv", "family": "qwen3"},
+}
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_random_conversations(
+    name: str,
+    model_cache: Path,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    how = dict(SERVERS[name])
+    stored, family = how.pop("stored"), how.pop("family", "llama")
+    model, other = (build_model(family, model_cache, seed=seed) for seed in (0, 1))
+    options = eager_server(
+        model, tmp_path, stored, faults=FAULTS, max_total_tokens=2048, hicache_ratio=1.5, **how
+    )
+    dice = random.Random(name)
+    with Server(options) as server:
+        server.update_weights_from_disk(model)  # from now on replies name their weights
+        clients = Clients(server, ABREAST, aborted=0.2, kept=1 << 30, seed=1)
+        trouble = Trouble(tmp_path, partial(tell_faults, server), stall_s=STALL_S, seed=1)
+        weights = model
+        while (begun := clients.counts["conversations"]) < CONVERSATIONS:
+            with capsys.disabled():
+                print(f"\n{name}: {begun} of {CONVERSATIONS} conversations", end="", flush=True)
+            with trouble.going_on():
+                clients.begin(min(A_BOUT, CONVERSATIONS - begun))
+            server.wait_backed_up()
+            draw = dice.random()
+            if draw < 0.3:
+                weights = other if weights == model else model
+                server.update_weights_from_disk(weights)
+                clients.counts["weight updates"] += 1
+            elif draw < 0.7:
+                server.flush_cache()
+                clients.counts["flushes"] += 1
+        slices, tokens = (dict(fetch(server.url).counters[what]) for what in ("slices", "tokens"))
+        assert_fine(server, stored)
+    found: dict[str, Mapping[str, float]] = {
+        "talk": clients.counts,
+        "trouble": trouble.counts,
+        "slices": slices,
+        "tokens": tokens,
+    }
+    for what, counts in found.items():
+        record_property(what, dict(sorted(counts.items())))
+    assert all(clients.counts[kind] for kind in KINDS), found
+    assert tokens["eager"] and tokens["ready_at_load"], found
+    assert bool(tokens.get("eager_recomputed")) == (stored != "kv"), found
+    for weights in (model, other):
+        turns = [t for t in clients.turns if t.reply.meta_info["weight_version"] == weights.name]
+        if how.get("dtype") == "bfloat16":
+            talks = [Conversation([], turns=turns)]
+            assert_no_cache_output_up_to_ties(weights, tmp_path / weights.name, talks)
+        else:
+            assert_no_cache_replies_up_to_ties(weights, turns)
+        record_property(f"replies_equal_to_no_cache_{weights.name}", len(turns))
