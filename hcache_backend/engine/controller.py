@@ -338,6 +338,16 @@ class KVController(OwnPagesController):
             self._stages.backed_up(self._pool.page_ids(host_indices))
         return host_indices
 
+    def start_writing(self) -> None:
+        arena, layout = self._pool.arena, self._pool.page_layout
+        for operation in self.write_queue:
+            # What copies pages goes by their headers, and so does whoever reads them.
+            pages = arena.physical(self._pool.page_ids(operation.host_indices))
+            arena.host_access(pages, write=True, header=True)
+            for page in pages.tolist():
+                layout.divide(arena.memory[page])
+        super().start_writing()
+
     def _ended(self) -> bool:
         return self._checks.failed and self._stages.alone
 
@@ -360,7 +370,9 @@ class KVController(OwnPagesController):
         self, page: Bytes, host_page: int, token_ids: Ints, position: int | None
     ) -> str | None:
         """Write it: HiCache had no tokens to tell before."""
-        layout, weights = self._pool.page_layout, self._runtime.weights
+        layout, weights = self._pool.page_layout.of(page), self._runtime.weights
+        if layout is None:
+            return "page_of_another_form"
         if weights is None or weights.suspended is not None:
             return "page_of_other_weights"
         if position is None:

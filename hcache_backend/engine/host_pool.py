@@ -165,7 +165,10 @@ class OwnPagesPool(HostKVCache):
     ) -> None:
         device, host_pages = self.device_pool.device, self.page_ids(host_indices)
         if self._kv.layers:
-            pages = to_device(self.arena.physical(host_pages), device)
+            physical = self.arena.physical(host_pages)
+            pages = torch.from_numpy(physical)
+            if not self._kv.by_header:
+                pages = to_device(physical, device)
             fits = self._kv.save(self.page_layout, self.kv_buffer, pages, device_indices)
             if self.overflow is not None and fits is not None:
                 self.overflow.saved(host_pages, device_indices, fits)

@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 
+from hcache_backend.engine.kv_pages.paired import make_segments
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
+from hcache_backend.engine.startup.page_plan import PagePlan
 from hcache_backend.engine.startup.self_check import Probe
+from hcache_backend.page import PageLayout
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.check import (
     CODEC_TOLERANCE,
@@ -34,7 +37,8 @@ def hidden_codec(runtime: Runtime) -> str:
     known whether it holds those of the model, and there is no overflow for rows that it does not
     hold: ``auto`` encodes none."""
     assert runtime.config is not None
-    return "none" if runtime.config.codec == "auto" else runtime.config.codec
+    asked = runtime.config.codec
+    return "none" if asked in ("auto", "krul") else asked
 
 
 def asked_kv_codec(runtime: Runtime, kvcache: Any) -> str:
@@ -77,8 +81,8 @@ def encoded_share(runtime: Runtime, kvcache: Any, stages: int) -> float:
         kv = _encoding_segments(runtime, kvcache, WHOLE, 1, stages)
     except UnsupportedRows:
         return 1.0
-    stored = sum(segment.length for segment in kv.stored_layer(0).segments)
-    return stored / kv.plain_bytes
+    layout = kv.layout([kv.stored_layer(layer) for layer in kv.layers], WHOLE)
+    return sum(layout.segment_bytes) / (len(kv.layers) * kv.plain_bytes)
 
 
 def _encoding_segments(
@@ -88,34 +92,65 @@ def _encoding_segments(
     codec = asked_kv_codec(runtime, kvcache)
     if codec != "none" and stages > 1:  # a stage cannot tell the others what it could not keep
         raise UnsupportedRows(f"codec {codec!r} takes no K and V of pipeline stages")
-    return KVSegments(kvcache, range(kvcache.layer_num), kvcache.page_size, share, groups, codec)
+    layers, pairs = range(kvcache.layer_num), number_of_pairs(runtime, kvcache)
+    if codec == "krul":
+        groups, share = groups // share.of, WHOLE
+    return make_segments(kvcache, layers, kvcache.page_size, share, groups, codec, pairs)
 
 
-def check_lossy(kv: KVSegments, slots: torch.Tensor) -> None:
-    """Encode and decode the K and V that the model wrote to ``slots`` (int64 ``[n]``), all of
-    their whole pages, or less than one again and again.
+def number_of_pairs(runtime: Runtime, kvcache: Any) -> int:
+    """Pairs of layers in each page, if there are any."""
+    assert runtime.config is not None
+    return max(1, int(runtime.config.krul.ratio * kvcache.layer_num / 2))
+
+
+def check_lossy(plan: PagePlan, slots: torch.Tensor, merged: float) -> None:
+    """Encode and decode the K and V that the model wrote to ``slots``; see :func:`changes`.
+
+    Args:
+        merged: What merging layers may change.
 
     Raises:
         Refused: What comes back of a layer is too different, or its codec cannot hold it.
     """
-    tokens = max(1, len(slots) // kv.page_size) * kv.page_size
-    slots = slots[torch.arange(tokens, device=slots.device) % len(slots)]
-    allowed = CODEC_TOLERANCE[kv.codec]
-    for layer in kv.layers:
-        planes = [plane[slots] for plane in kv.planes(layer)]
-        back, fits = kv.through_codec(planes)
-        if not bool(fits.all()):
+    kv, layout = plan.kv, plan.layout
+    for number, found in enumerate(changes(kv, layout, slots)):
+        layer = kv.layers[number]
+        if found is None:
             raise Refused(f"it cannot hold K and V of layer {layer}")
-        for name, got, plane in zip("KV", back, planes, strict=True):
-            wanted = plane.cpu().float()
-            # All tokens count alike: one that stands out would hide what the others lose.
-            size = wanted.square().mean(2, keepdim=True).sqrt().clamp_min(1e-12)
-            difference = relative_difference(got.float() / size, wanted / size)
+        allowed = CODEC_TOLERANCE.get(kv.code_of(layout, layer), merged)
+        for name, difference in zip("KV", found, strict=True):
             if not difference <= allowed:
                 raise Refused(
                     f"it changes {name} of layer {layer} by {difference:.2e} (allowed "
                     f"{allowed:.1g})"
                 )
+
+
+def changes(
+    kv: KVSegments, layout: PageLayout, slots: torch.Tensor
+) -> list[tuple[float, float] | None]:
+    """How much the K and V of each layer that the model wrote to ``slots`` (int64 ``[n]``) change
+    in pages of this ``layout``: all of their whole pages, or less than one again and again.
+
+    Returns:
+        For each layer :func:`relative_difference` of K and of V; None: they do not fit.
+    """
+    tokens = max(1, len(slots) // kv.page_size) * kv.page_size
+    slots = slots[torch.arange(tokens, device=slots.device) % len(slots)]
+    planes = [[plane[slots].cpu() for plane in kv.planes(layer)] for layer in kv.layers]
+    back, fits = kv.through_codec(layout, planes)
+
+    def change(got: torch.Tensor, plane: torch.Tensor) -> float:
+        wanted = plane.float()
+        # All tokens count alike: one that stands out would hide what the others lose.
+        size = wanted.square().mean(2, keepdim=True).sqrt().clamp_min(1e-12)
+        return relative_difference(got.float() / size, wanted / size)
+
+    return [
+        (change(got[0], wanted[0]), change(got[1], wanted[1])) if bool(fit.all()) else None
+        for got, wanted, fit in zip(back, planes, fits, strict=True)
+    ]
 
 
 def choose_codec(group: Any, wanted: str, probe: Probe, projector: Projector) -> Codec:

@@ -40,6 +40,7 @@ def check_copies(plan: PagePlan) -> None:
         for pages in (_FROM, _TO)
     )
     memory = host_tensor((len(_HOST), layout.page_bytes), torch.uint8, device).zero_()
+    layout.divide(memory.numpy())
     planes = [
         buffers[layer] for buffers in (kvcache.k_buffer, kvcache.v_buffer) for layer in kv.layers
     ]
@@ -56,11 +57,11 @@ def check_copies(plan: PagePlan) -> None:
             first, stored = slots[:size], len(kv.layers)
             for plane in planes:
                 plane[first] = torch.randn_like(plane[first])
-            for number in range(stored):
-                pair = [planes[number][first], planes[number + stored][first]]
-                for part, back in enumerate(kv.through_codec(pair)[0]):
-                    wanted[number + part * stored][:size] = back.view(torch.uint8).to(device)
-        pages = torch.tensor(_HOST, device=device)
+            by_layer = [[planes[n][first], planes[n + stored][first]] for n in range(stored)]
+            for number, back in enumerate(kv.through_codec(layout, by_layer)[0]):
+                for part, plane in enumerate(back):
+                    wanted[number + part * stored][:size] = plane.view(torch.uint8).to(device)
+        pages = torch.tensor(_HOST, device="cpu" if kv.by_header else device)
         fits = kv.save(layout, memory, pages, slots)
         others_stay = RestoredLayer("kv", copy=lambda *_: None)
         layers = [others_stay] * len(layout.segment_bytes)

@@ -30,12 +30,14 @@ from hcache_backend.engine.startup.codec_choice import (
     choose_codec,
     hidden_codec,
     kv_codec,
+    number_of_pairs,
 )
 from hcache_backend.engine.startup.copy_check import check_copies
 from hcache_backend.engine.startup.graphs import check_recording
 from hcache_backend.engine.startup.layer_specs import LayerSpecs
 from hcache_backend.engine.startup.page_layout import head_groups, share_of_heads
 from hcache_backend.engine.startup.page_plan import HiddenPagePlan, PagePlan, make_exchange
+from hcache_backend.engine.startup.pair_choice import choose_pairs
 from hcache_backend.engine.startup.partition_choice import layer_methods
 from hcache_backend.engine.startup.recompute_check import find_recomputer
 from hcache_backend.engine.startup.refusals import (
@@ -162,14 +164,17 @@ class OwnPagesStrategy(StackStrategy):
         chunk = min(self._runtime.config.restore_chunk_tokens, int(kvcache.size))
         everything = Partition(0, 0, int(kvcache.layer_num))
         methods, ranks = LayerMethods(everything, None, None, chunk), get_tp_group()
-        share = share_of_heads(ranks.rank_in_group, ranks.world_size)
-        groups = self._head_groups(methods, share)
+        of_heads = share_of_heads(ranks.rank_in_group, ranks.world_size)
+        groups = self._head_groups(methods, of_heads)
         codec = self._step(
-            params, lambda: kv_codec(self._runtime, kvcache, share, groups, params.pp_size)
+            params, lambda: kv_codec(self._runtime, kvcache, of_heads, groups, params.pp_size)
         )
+        pairs = number_of_pairs(self._runtime, kvcache)
 
         def make(of_kv: str) -> PagePlan:
-            plan = PagePlan(kvcache, methods, share, groups, kv_codec=of_kv)
+            share = WHOLE if of_kv == "krul" else of_heads
+            groups = self._head_groups(methods, share)
+            plan = PagePlan(kvcache, methods, share, groups, kv_codec=of_kv, pairs=pairs)
             header, page = plan.layout.header_bytes, plan.layout.page_bytes
             if header * _SMALLEST_PAGE > page:
                 raise Refused(
@@ -204,7 +209,7 @@ class OwnPagesStrategy(StackStrategy):
             plan = self._step(params, lambda: _copying(make(codec)))
             if not plan.kv.lossless:
                 slots = self._step(params, written)
-                self._step(params, lambda: check_lossy(plan.kv, slots))
+                self._step(params, lambda: self._check_lossy(plan, slots, params.tp_cache_group))
         except Refused as refused:
             if codec == "none":
                 raise
@@ -216,6 +221,14 @@ class OwnPagesStrategy(StackStrategy):
             plan = self._step(params, lambda: _copying(make("none")))
         self._step(params, plan.find_room)
         return plan
+
+    def _check_lossy(self, plan: PagePlan, slots: torch.Tensor, group: Any) -> None:
+        """Is what a lossy codec changes of ``slots`` (int64 ``[n]``) what it may?"""
+        assert self._runtime.config is not None
+        option = self._runtime.config.krul
+        if plan.kv.by_header:
+            choose_pairs(plan, option, slots, group)
+        check_lossy(plan, slots, option.error)
 
     def _plan(self, kvcache: Any, params: Any, projector: Projector) -> HiddenPagePlan:
         """Everything that hidden mode needs, proven on every rank of every stage.
