@@ -259,8 +259,8 @@ class HCacheConfig(BaseModel):
         )
         if self.codec == "krul" and (self.mode == "hidden" or hidden or self.pages == "plain"):
             raise ValueError(
-                "option 'codec' is 'krul': options 'mode', 'partition' and 'pages' must let K and V "
-                "of all layers be stored in own pages"
+                "option 'codec' is 'krul': options 'mode', 'partition' and 'pages' must let K and "
+                "V of all layers be stored in own pages"
             )
         return self
 

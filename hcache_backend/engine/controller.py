@@ -339,13 +339,8 @@ class KVController(OwnPagesController):
         return host_indices
 
     def start_writing(self) -> None:
-        arena, layout = self._pool.arena, self._pool.page_layout
         for operation in self.write_queue:
-            # What copies pages goes by their headers, and so does whoever reads them.
-            pages = arena.physical(self._pool.page_ids(operation.host_indices))
-            arena.host_access(pages, write=True, header=True)
-            for page in pages.tolist():
-                layout.divide(arena.memory[page])
+            self._pool.divide(self._pool.page_ids(operation.host_indices))
         super().start_writing()
 
     def _ended(self) -> bool:

@@ -180,6 +180,15 @@ class OwnPagesPool(HostKVCache):
     def _wait_for_rows(self) -> None:
         """Let the current stream wait for what else comes to pages of a backup."""
 
+    def divide(self, host_pages: Ids) -> None:
+        """``host_pages`` (int64 ``[n]``) are about to be written: say in their headers which layers
+        share slots, where what copies them goes by that."""
+        if self._kv.by_header:
+            pages = self.arena.physical(host_pages)
+            self.arena.host_access(pages, write=True, header=True)
+            for page in pages.tolist():
+                self.page_layout.divide(self.arena.memory[page])
+
     def settled(self, host_page: int) -> bool:
         """Whether what a backup could not encode is kept or lost, once its transfer has passed."""
         return self.overflow is None or self.overflow.settled(host_page)

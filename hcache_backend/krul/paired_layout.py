@@ -79,6 +79,11 @@ class PairedLayout(PageLayout):
             raise ValueError(f"pages have {len(self.pairs)} pairs, not {len(pairs)}")
         return replace(self, pairs=tuple(sorted(pairs)))
 
+    @property
+    def in_each_code(self) -> list[PairedLayout]:
+        """The layouts of pages with the same pairs, all of them encoded in one way."""
+        return [self.with_pairs([(*pair[:2], code) for pair in self.pairs]) for code in self.codes]
+
     @cached_property
     def form(self) -> str:
         codes = " ".join((*self.codes, *(layer.codec for layer in self.layers)))

@@ -53,7 +53,7 @@ class PairedSegments(KVSegments):
             self._encoder = make_segment_codec("exp4", *cut)
 
     def layout(self, layers: Sequence[StoredLayer], share: Share) -> PairedLayout:
-        """With neighbours in pairs, both of them in ``fp8``."""
+        """With neighbours in pairs, until others are chosen."""
         part = Segment(self._slot.slot_bytes // 2, pieces=self._units.cut.units)
         pairs = tuple((2 * n, 2 * n + 1, Fp8Pair.name) for n in range(self._pairs))
         self._layout = PairedLayout(
@@ -72,7 +72,7 @@ class PairedSegments(KVSegments):
         held = self.pages_of(slots)
         fits = torch.ones((len(self.layers), len(held)), dtype=torch.bool, device=held.device)
         for layer in self.layers:
-            for slot, at, to in self._groups(layer, memory, pages, held.device):
+            for slot, at, to in self._by_slot(layer, memory, pages, held.device):
                 if len(slot.layers) == 1:
                     fits[layer, at] = self._save_layer(layer, held[at], memory, to, slot.offset)
                 elif layer == slot.layers[0]:
@@ -88,7 +88,7 @@ class PairedSegments(KVSegments):
             memory: torch.Tensor, pages: torch.Tensor, offset: int, slots: torch.Tensor
         ) -> None:
             held = self.pages_of(slots)
-            for slot, at, where in self._groups(layer, memory, pages, held.device):
+            for slot, at, where in self._by_slot(layer, memory, pages, held.device):
                 if len(slot.layers) == 1:
                     self._load_layer(layer, held[at], memory, where, slot.offset)
                 elif layer == slot.layers[0]:
@@ -96,7 +96,7 @@ class PairedSegments(KVSegments):
 
         return RestoredLayer("kv", copy=copy, by_header=True)
 
-    def _groups(
+    def _by_slot(
         self, layer: int, memory: torch.Tensor, pages: torch.Tensor, device: torch.device
     ) -> Iterator[tuple[Slot, torch.Tensor, torch.Tensor]]:
         """The slots of a layer in ``pages`` (int64 ``[p]``, on the CPU), which of them have it

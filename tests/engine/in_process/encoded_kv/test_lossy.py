@@ -38,8 +38,9 @@ def compare_all(checks: KVChecks) -> None:
 
 def by_reference(server: Host, *pages: int) -> torch.Tensor:
     """K and V of pages as the codec's reference brings them back, as :func:`bits` has them."""
-    buffers = list(zip(server.device.k_buffer, server.device.v_buffer, strict=True))
-    back = [server.kv.through_codec([plane[slots_of(*pages)] for plane in kv])[0] for kv in buffers]
+    buffers = zip(server.device.k_buffer, server.device.v_buffer, strict=True)
+    held = [[plane[slots_of(*pages)] for plane in kv] for kv in buffers]
+    back, _ = server.kv.through_codec(server.pool.page_layout, held)
     return torch.stack([kv[part].view(torch.int16) for part in (0, 1) for kv in back])
 
 
