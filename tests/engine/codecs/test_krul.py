@@ -1,0 +1,122 @@
+"""Servers whose pages have pairs of layers in one slot (codec ``krul``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.harness.models import build_model
+from bench.harness.server import Server, ServerOptions
+from hcache_backend.krul.pair_forms import PairSlot
+from hcache_kernels.codecs import make_segment_codec
+from tests.engine.codecs.test_lossy_kv import PAGE, kv_codec, likeliest, options, payloads
+from tests.engine.harness.conversations import (
+    ask,
+    converse,
+    make_conversations,
+    random_tokens,
+)
+from tests.engine.harness.ours import (
+    assert_nothing_went_wrong,
+    assert_restored_from_l3,
+    flip_bit,
+    stored_pages,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.long]
+
+LAYERS = 6
+MERGED = [[[0, 5], [2, 3]], [[1, 4]]]
+"""Pairs of two servers: all pages have two."""
+
+
+def paired(model: Path, folder: Path, **krul: Any) -> ServerOptions:
+    """A random model's layers are not alike: whatever a merge makes of them is taken."""
+    return options(
+        model, folder, "krul", hcache={"mode": "kv", "krul": {"ratio": 0.7, "error": 10.0, **krul}}
+    )
+
+
+def test_pages_of_several_servers_come_back_together_and_damage_is_a_miss(
+    model_cache: Path, tmp_path: Path
+) -> None:
+    model = build_model("qwen3", model_cache, num_hidden_layers=LAYERS)
+    prefix = random_tokens(2 * PAGE, 3)
+    conversations = make_conversations(2, turns=3, tokens=300, prefix=prefix)
+    with Server(paired(model, tmp_path, pairs=MERGED[0])) as server:
+        converse(server, conversations, turns=2)
+        # Every page was checked, before it was stored and as it came back.
+        assert_nothing_went_wrong(server)
+        assert "pairs of layers in each page: 0 and 5 merged, 2 and 3 merged" in server.log_text()
+    first = set(stored_pages(tmp_path))
+    with Server(paired(model, tmp_path, pairs=MERGED[1])) as server:
+        converse(server, conversations)  # the prefix, which both share, is the other server's
+        assert_nothing_went_wrong(server)
+        assert "1 and 4 merged, 3 and 5 merged" in server.log_text()
+    assert_restored_from_l3(conversations, PAGE)
+    assert first < set(stored_pages(tmp_path))
+
+    whole = [conversation.history for conversation in conversations]
+    with Server(paired(model, tmp_path, error=0.3)) as server:
+        found = ask(server, whole, flush=False)
+        # By the second time only L1 and L2 have been asked for the prefix.
+        assert found[0].turns[0].cached.storage == len(whole[0]) // PAGE * PAGE
+        assert found[1].turns[0].cached.storage == len(whole[1]) // PAGE * PAGE - len(prefix)
+        server.flush_cache()
+        assert_nothing_went_wrong(server)
+        assert "fp8" in server.log_text()
+        for path in first:
+            flip_bit(path, path.stat().st_size // 2, 5)
+        damaged = ask(server, whole)
+        assert [c.turns[0].cached.storage for c in damaged] == [0, 0]
+        assert_nothing_went_wrong(server)
+
+
+def test_pages_are_what_the_reference_encodes_and_lossless_servers_never_see_them(
+    model_cache: Path, tmp_path: Path
+) -> None:
+    model = build_model("qwen3", model_cache, num_hidden_layers=LAYERS)
+    with Server(paired(model, tmp_path, pairs=MERGED[0])) as server:
+        replies = converse(server, make_conversations(2, turns=1, tokens=300))
+    stored = payloads(stored_pages(tmp_path))
+    known = set(stored_pages(tmp_path))
+    with Server(options(model, tmp_path, "none")) as server:
+        exact = converse(server, make_conversations(2, turns=1, tokens=300))
+    assert [c.turns[0].cached.storage for c in exact] == [0, 0]
+    assert [c.outputs for c in replies] == [c.outputs for c in exact]
+    codec = kv_codec(model, "fp8")
+    slot = PairSlot(codec.cut, codec.dim, codec.dtype)
+    alone = make_segment_codec("exp4", codec.cut, codec.dim, codec.dtype)
+    plain = payloads([path for path in stored_pages(tmp_path) if path not in known])
+    assert len(plain) >= 4
+    for key, page in plain.items():
+        layers = page.view(torch.bfloat16).view(LAYERS, 1, 2, 1, PAGE, codec.cut.width)
+        slots = [
+            *(slot.encode("merged", layers[i], layers[j]) for i, j in MERGED[0]),
+            *(alone.encode_units(layers[layer]) for layer in (1, 4)),
+        ]
+        assert all(fits.all() for _, fits in slots)
+        assert torch.equal(stored[key], torch.cat([rows[0] for rows, _ in slots]))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"tp": 2}, {"dtype": "float16"}, {"restore": "layerwise"}, {"write_policy": "write_back"}],
+    ids=["two ranks", "float16", "layer-wise", "write back"],
+)
+def test_layers_that_no_merge_fits_come_back_close(
+    more: dict[str, Any], model_cache: Path, tmp_path: Path
+) -> None:
+    """By the default bound a random model's pairs are kept in ``fp8``."""
+    model = build_model("qwen3", model_cache)
+    hcache = {"mode": "kv", "restore": more.pop("restore", "auto")}
+    with Server(options(model, tmp_path, "krul", hcache=hcache, **more)) as server:
+        found = converse(server, make_conversations(2, turns=3, tokens=300))
+        assert_restored_from_l3(found, PAGE)
+        assert_nothing_went_wrong(server)
+        assert "codec krul, " in server.log_text()
+        assert "2 and 3 fp8" in server.log_text()
+    assert likeliest(model, found) >= 0.6  # by chance one in thousands
