@@ -72,14 +72,18 @@ class KrulOption(BaseModel):
 
     Attributes:
         ratio: Share of the layers that are in pairs: it decides how long pages are.
+        gamma: Layers are merged that attend to the first and the last tenth of the tokens with at
+            least so much of their weight.
         error: Largest change of K or V of a layer that a merge may make, relative to their root
             mean square in each head; above it, a pair's slot holds both layers in ``fp8``.
-        pairs: Pairs of layers to be merged, if they may be; None: neighbours, from the last on.
+        pairs: Pairs of layers to be merged, if they may be; None: those that attend most alike at
+            the end of what is stored together.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     ratio: float = Field(default=0.5, gt=0, le=1, allow_inf_nan=False)
+    gamma: float = Field(default=0.5, ge=0, le=1, allow_inf_nan=False)
     error: float = Field(default=0.3, ge=0, allow_inf_nan=False)
     pairs: tuple[tuple[int, int], ...] | None = None
 

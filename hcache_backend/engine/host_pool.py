@@ -180,14 +180,14 @@ class OwnPagesPool(HostKVCache):
     def _wait_for_rows(self) -> None:
         """Let the current stream wait for what else comes to pages of a backup."""
 
-    def divide(self, host_pages: Ids) -> None:
-        """``host_pages`` (int64 ``[n]``) are about to be written: say in their headers which layers
-        share slots, where what copies them goes by that."""
+    def divide(self, host_pages: Ids, layout: PageLayout) -> None:
+        """``host_pages`` (int64 ``[n]``) are about to be written with this ``layout``: say so in
+        their headers, where what copies them goes by these."""
         if self._kv.by_header:
             pages = self.arena.physical(host_pages)
             self.arena.host_access(pages, write=True, header=True)
             for page in pages.tolist():
-                self.page_layout.divide(self.arena.memory[page])
+                layout.divide(self.arena.memory[page])
 
     def settled(self, host_page: int) -> bool:
         """Whether what a backup could not encode is kept or lost, once its transfer has passed."""

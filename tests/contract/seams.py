@@ -92,7 +92,7 @@ OURS = {
 
 OVERRIDDEN: dict[str, set[str]] = {
     "HiddenStateController": {"reset", "start_writing", "write", "write_storage"},
-    "KVController": {"reset", "write"},
+    "KVController": {"reset", "start_writing", "write"},
     "OwnPagesController": {
         "_generic_page_get",
         "_move_op_indices",

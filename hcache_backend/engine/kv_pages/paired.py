@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import combinations
 from typing import Any
 
 import torch
 
 from hcache_backend.engine.kv_pages.segments import KVSegments
-from hcache_backend.krul.pair_forms import PAIR_FORMS, Fp8Pair, PairSlot
+from hcache_backend.krul.pair_forms import PAIR_FORMS, Fp8Pair, MergedPair, PairSlot
 from hcache_backend.krul.paired_layout import PairedLayout, Slot
 from hcache_backend.page import PageLayout, StoredLayer
 from hcache_backend.restore.layers import RestoredLayer
@@ -149,6 +150,32 @@ class PairedSegments(KVSegments):
             return True
         encoded, fits = self._slot.encode(slot.code, *units)
         return bool(fits.all()) and torch.equal(encoded[0], segments)
+
+    def merge_changes(self, slots: torch.Tensor) -> torch.Tensor:
+        """How much a merge of each two layers changes K and V: float32 ``[layers, layers]``,
+        symmetric, on the device; of whole pages in ``slots`` (int64 ``[p * page_size]``, there).
+
+        That is the root mean square over tokens in the worst head of K or V, each token relative to
+        its own size; infinity on the diagonal, and where a page does not fit.
+        """
+        pages = torch.arange(len(slots) // self.page_size, device=slots.device)
+        held = [[plane[slots] for plane in self.planes(layer)] for layer in self.layers]
+        units = [self._units.read_units(planes, pages) for planes in held]
+        found = torch.full((len(units), len(units)), torch.inf, device=slots.device)
+        for pair in combinations(range(len(units)), 2):
+            exact = units[pair[0]], units[pair[1]]
+            rows, fits = self._slot.encode(MergedPair.name, *exact)
+            back = self._slot.decode(MergedPair.name, rows)
+            change = torch.stack(list(map(self._change, back, exact))).max()
+            found[pair] = found[pair[::-1]] = torch.where(fits.all(), change, torch.inf)
+        return found
+
+    def _change(self, back: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+        # All tokens count alike: one that stands out would hide what the others lose.
+        got, want = (part.float().unflatten(-1, (-1, self._units.dim)) for part in (back, exact))
+        size = want.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-12)
+        errors = ((got - want) / size).square()  # [p, 2, units, tokens, heads, dim]
+        return errors.mean((0, 3, 5)).sqrt().max()
 
     def code_of(self, layout: PageLayout, layer: int) -> str:
         assert isinstance(layout, PairedLayout)

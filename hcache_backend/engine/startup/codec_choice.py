@@ -11,7 +11,6 @@ from hcache_backend.engine.kv_pages.paired import make_segments
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
-from hcache_backend.engine.startup.page_plan import PagePlan
 from hcache_backend.engine.startup.self_check import Probe
 from hcache_backend.page import PageLayout
 from hcache_backend.projection.attention import AttentionLayer
@@ -104,53 +103,37 @@ def number_of_pairs(runtime: Runtime, kvcache: Any) -> int:
     return max(1, int(runtime.config.krul.ratio * kvcache.layer_num / 2))
 
 
-def check_lossy(plan: PagePlan, slots: torch.Tensor, merged: float) -> None:
-    """Encode and decode the K and V that the model wrote to ``slots``; see :func:`changes`.
+def whole_pages(slots: torch.Tensor, page_size: int) -> torch.Tensor:
+    """As many of ``slots`` (int64 ``[n]``) as make whole pages; less than one again and again."""
+    tokens = max(1, len(slots) // page_size) * page_size
+    return slots[torch.arange(tokens, device=slots.device) % len(slots)]
+
+
+def check_lossy(kv: KVSegments, layout: PageLayout, slots: torch.Tensor, merged: float) -> None:
+    """Encode and decode the K and V that the model wrote to ``slots`` (int64 ``[p * page_size]``).
 
     Args:
-        merged: What merging layers may change.
+        merged: How much merging layers may change them.
 
     Raises:
         Refused: What comes back of a layer is too different, or its codec cannot hold it.
     """
-    kv, layout = plan.kv, plan.layout
-    for number, found in enumerate(changes(kv, layout, slots)):
-        layer = kv.layers[number]
-        if found is None:
+    planes = [[plane[slots].cpu() for plane in kv.planes(layer)] for layer in kv.layers]
+    encoded, fits = kv.through_codec(layout, planes)
+    for layer, exact, back, fit in zip(kv.layers, planes, encoded, fits, strict=True):
+        if not bool(fit.all()):
             raise Refused(f"it cannot hold K and V of layer {layer}")
         allowed = CODEC_TOLERANCE.get(kv.code_of(layout, layer), merged)
-        for name, difference in zip("KV", found, strict=True):
+        for name, got, plane in zip("KV", back, exact, strict=True):
+            wanted = plane.float()
+            # All tokens count alike: one that stands out would hide what the others lose.
+            size = wanted.square().mean(2, keepdim=True).sqrt().clamp_min(1e-12)
+            difference = relative_difference(got.float() / size, wanted / size)
             if not difference <= allowed:
                 raise Refused(
                     f"it changes {name} of layer {layer} by {difference:.2e} (allowed "
                     f"{allowed:.1g})"
                 )
-
-
-def changes(
-    kv: KVSegments, layout: PageLayout, slots: torch.Tensor
-) -> list[tuple[float, float] | None]:
-    """How much the K and V of each layer that the model wrote to ``slots`` (int64 ``[n]``) change
-    in pages of this ``layout``: all of their whole pages, or less than one again and again.
-
-    Returns:
-        For each layer :func:`relative_difference` of K and of V; None: they do not fit.
-    """
-    tokens = max(1, len(slots) // kv.page_size) * kv.page_size
-    slots = slots[torch.arange(tokens, device=slots.device) % len(slots)]
-    planes = [[plane[slots].cpu() for plane in kv.planes(layer)] for layer in kv.layers]
-    back, fits = kv.through_codec(layout, planes)
-
-    def change(got: torch.Tensor, plane: torch.Tensor) -> float:
-        wanted = plane.float()
-        # All tokens count alike: one that stands out would hide what the others lose.
-        size = wanted.square().mean(2, keepdim=True).sqrt().clamp_min(1e-12)
-        return relative_difference(got.float() / size, wanted / size)
-
-    return [
-        (change(got[0], wanted[0]), change(got[1], wanted[1])) if bool(fit.all()) else None
-        for got, wanted, fit in zip(back, planes, fits, strict=True)
-    ]
 
 
 def choose_codec(group: Any, wanted: str, probe: Probe, projector: Projector) -> Codec:

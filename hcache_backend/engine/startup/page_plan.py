@@ -26,6 +26,7 @@ from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.page_layout import page_layout
 from hcache_backend.engine.startup.self_check import Probe
+from hcache_backend.krul.choice import PairChoice
 from hcache_backend.page import PageLayout
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.restore.exchange import Exchange, share_of_rank
@@ -56,7 +57,9 @@ class PagePlan:
         share: What this rank holds of a page.
         groups: Groups of heads that K and V of a page divide into, all ranks together.
         kv_codec: Encodes K and V...
-        pairs: ...with so many pairs of layers, if it makes any.
+        pairs: ...with so many pairs of layers, if it makes any,
+        choice: which are chosen so,
+        probe: by a look at attention; None: there is no such choice, or it cannot be looked at.
         kv: Copies the K and V that are stored.
         layout: Layout of a page.
         pages: How many pages there are; from :meth:`find_room`.
@@ -70,6 +73,8 @@ class PagePlan:
     pairs: int = field(default=0, kw_only=True)
     kv: KVSegments = field(init=False)
     layout: PageLayout = field(init=False)
+    choice: PairChoice | None = field(init=False, default=None)
+    probe: Recomputer | None = field(init=False, default=None)
     pages: HostPages = field(init=False)
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from hcache_backend.config import HCacheConfig
 from hcache_backend.engine import metrics
 from hcache_backend.engine.arguments import resolved, storage_extra_config
 from hcache_backend.engine.capture_hooks import HiddenCapture
@@ -31,13 +32,14 @@ from hcache_backend.engine.startup.codec_choice import (
     hidden_codec,
     kv_codec,
     number_of_pairs,
+    whole_pages,
 )
 from hcache_backend.engine.startup.copy_check import check_copies
 from hcache_backend.engine.startup.graphs import check_recording
 from hcache_backend.engine.startup.layer_specs import LayerSpecs
 from hcache_backend.engine.startup.page_layout import head_groups, share_of_heads
 from hcache_backend.engine.startup.page_plan import HiddenPagePlan, PagePlan, make_exchange
-from hcache_backend.engine.startup.pair_choice import choose_pairs
+from hcache_backend.engine.startup.pair_choice import find_mergeable, find_probe
 from hcache_backend.engine.startup.partition_choice import layer_methods
 from hcache_backend.engine.startup.recompute_check import find_recomputer
 from hcache_backend.engine.startup.refusals import (
@@ -209,7 +211,14 @@ class OwnPagesStrategy(StackStrategy):
             plan = self._step(params, lambda: _copying(make(codec)))
             if not plan.kv.lossless:
                 slots = self._step(params, written)
-                self._step(params, lambda: self._check_lossy(plan, slots, params.tp_cache_group))
+                pages = whole_pages(slots, plan.layout.page_size)
+                option = self._config.krul
+                if plan.kv.by_header:
+                    group = params.tp_cache_group
+                    self._step(params, lambda: find_mergeable(plan, option, pages, group))
+                    self._look_at_attention(params, plan, slots)
+                check = partial(check_lossy, plan.kv, plan.layout, pages, option.error)
+                self._step(params, check)
         except Refused as refused:
             if codec == "none":
                 raise
@@ -222,13 +231,21 @@ class OwnPagesStrategy(StackStrategy):
         self._step(params, plan.find_room)
         return plan
 
-    def _check_lossy(self, plan: PagePlan, slots: torch.Tensor, group: Any) -> None:
-        """Is what a lossy codec changes of ``slots`` (int64 ``[n]``) what it may?"""
-        assert self._runtime.config is not None
-        option = self._runtime.config.krul
-        if plan.kv.by_header:
-            choose_pairs(plan, option, slots, group)
-        check_lossy(plan, slots, option.error)
+    def _look_at_attention(self, params: Any, plan: PagePlan, slots: torch.Tensor) -> None:
+        """See to it that the plan can, unless the pairs are known."""
+        if self._config.krul.pairs is not None:
+            return
+        try:
+            self._step(params, lambda: find_probe(self._runtime.runner, plan, slots))
+        except Refused as refused:
+            plan.probe = None
+            logger.warning("hcache: pairs of layers are the same in all pages: %s", refused)
+
+    @property
+    def _config(self) -> HCacheConfig:
+        config = self._runtime.config
+        assert config is not None
+        return config
 
     def _plan(self, kvcache: Any, params: Any, projector: Projector) -> HiddenPagePlan:
         """Everything that hidden mode needs, proven on every rank of every stage.

@@ -127,7 +127,7 @@ class Host:
         """Launch the backup of device pages; where to, and what HiCache waits for."""
         host = self.pool.alloc(PAGE * len(pages))
         assert host is not None
-        self.pool.divide(self.pool.page_ids(host))
+        self.pool.divide(self.pool.page_ids(host), self.pool.page_layout)
         self.pool.backup_from_device_all_layer(self.device, host, slots_of(*pages), "kernel")
         return host, self.overflow.awaited(Ack(Transferred(), Transferred()))
 

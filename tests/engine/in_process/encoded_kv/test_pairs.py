@@ -6,15 +6,18 @@ import pytest
 import torch
 
 from hcache_backend.config import KrulOption
+from hcache_backend.engine.kv_pages.node_pairs import NodePairs
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.codec_choice import check_lossy
 from hcache_backend.engine.startup.copy_check import check_copies
 from hcache_backend.engine.startup.page_plan import PagePlan
-from hcache_backend.engine.startup.pair_choice import choose_pairs
+from hcache_backend.engine.startup.pair_choice import find_mergeable
 from hcache_backend.krul import pair_forms
 from hcache_backend.krul.paired_layout import CodedPair, PairedLayout
+from hcache_backend.krul.statistics import AttentionSums
 from hcache_backend.partition.costs import Partition
+from hcache_backend.streams import CallerStream, Stream
 from hcache_backend.units import WHOLE
 from tests.engine.in_process.encoded_kv.host import (
     DEVICE_PAGES,
@@ -139,9 +142,9 @@ def alike(plan: PagePlan, first: int, second: int) -> None:
         planes[second].copy_(planes[first] * 1.5)
 
 
-def chosen(plan: PagePlan, option: KrulOption) -> tuple[CodedPair, ...]:
-    choose_pairs(plan, option, slots_of(1, 2, 3)[:-3], None)
-    check_lossy(plan, slots_of(1, 2, 3), option.error)
+def tried(plan: PagePlan, option: KrulOption) -> tuple[CodedPair, ...]:
+    find_mergeable(plan, option, slots_of(1, 2, 3), None)
+    check_lossy(plan.kv, plan.layout, slots_of(1, 2, 3), option.error)
     assert isinstance(plan.layout, PairedLayout)
     return plan.layout.pairs
 
@@ -150,21 +153,19 @@ def test_pairs_that_a_merge_would_change_too_much_are_in_fp8() -> None:
     plan = plan_of()
     alike(plan, 1, 4)
     option = KrulOption(pairs=((1, 4), (0, 3)))
-    assert chosen(plan, option) == ((0, 3, "fp8"), (1, 4, "merged"))
-    assert chosen(plan, KrulOption(pairs=((1, 4), (0, 3)), error=2)) == (
-        (0, 3, "merged"),
-        (1, 4, "merged"),
-    )
+    assert tried(plan, option) == ((0, 3, "fp8"), (1, 4, "merged"))
+    assert plan.choice is not None
+    assert plan.choice.mergeable == {(1, 4)}
+    anything = KrulOption(pairs=((1, 4), (0, 3)), error=2)
+    assert tried(plan, anything) == ((0, 3, "merged"), (1, 4, "merged"))
+    assert len(plan.choice.mergeable) == 15
 
 
-def test_neighbours_are_merged_from_the_last_on_where_no_pairs_are_named() -> None:
+def test_what_is_not_named_is_in_fp8() -> None:
     plan = plan_of()
-    alike(plan, 4, 5)
-    assert chosen(plan, KrulOption()) == ((2, 3, "fp8"), (4, 5, "merged"))
-    assert chosen(plan, KrulOption(pairs=((1, 4),), error=2)) == (
-        (1, 4, "merged"),
-        (3, 5, "merged"),
-    )
+    assert tried(plan, KrulOption()) == ((2, 3, "fp8"), (4, 5, "fp8"))
+    option = KrulOption(pairs=((1, 4),), error=2)
+    assert tried(plan, option) == ((1, 4, "merged"), (3, 5, "fp8"))
 
 
 @pytest.mark.parametrize(
@@ -172,14 +173,108 @@ def test_neighbours_are_merged_from_the_last_on_where_no_pairs_are_named() -> No
     [
         (((0, 6),), "two of the layers 0 to 5"),
         (((0, 1), (1, 2)), "each in one pair"),
-        (
-            ((0, 1), (2, 3), (4, 5)),
-            "names 3 pairs, and by its 'ratio' 0.5 pages of 6 layers",
-        ),
+        (((0, 1), (2, 3), (4, 5)), "names 3 pairs, and by its 'ratio' 0.5 pages of 6 layers"),
     ],
 )
 def test_pairs_that_cannot_be_made_are_refused(
     pairs: tuple[tuple[int, int], ...], why: str
 ) -> None:
     with pytest.raises(Refused, match=why):
-        choose_pairs(plan_of(), KrulOption(pairs=pairs), slots_of(1), None)
+        find_mergeable(plan_of(), KrulOption(pairs=pairs), slots_of(1), None)
+
+
+class Tree:
+    """SGLang's, of nodes behind each other."""
+
+    def __init__(self, *lengths: int) -> None:
+        ends = np.cumsum((0, *lengths)).tolist()
+        self.nodes = [range(a, b) for a, b in itertools.pairwise(ends)]
+        self.empty_match_result = SimpleNamespace(last_device_node=-1)
+
+    def build_storage_backup_spec(self, node: int, keys: bool) -> Any:
+        return SimpleNamespace(token_ids=array("q", self.nodes[node]))
+
+    def collect_full_device_indices(self, node: int, root: int) -> torch.Tensor:
+        assert root == -1
+        return torch.arange(self.nodes[node].stop) + PAGE
+
+
+class Model:
+    """Whose layers attend alike as ``alike`` says of a sequence of some length; it may fail."""
+
+    def __init__(self, alike: dict[int, tuple[int, int]]) -> None:
+        self.asked: list[tuple[list[int], int]] = []
+        self.alike = alike
+        self.broken = False
+
+    def stream(self) -> Stream:
+        return CallerStream()
+
+    def probe(self, layers: int, ids: Any, keys: torch.Tensor) -> AttentionSums:
+        if self.broken:
+            raise RuntimeError("no memory")
+        self.asked.append((ids.tolist(), len(keys)))
+        squared = torch.rand(layers, layers, dtype=torch.float64) + 1
+        squared += squared.T.clone()
+        first, second = self.alike[len(keys)]
+        squared[first, second] = squared[second, first] = 0.1
+        return AttentionSums(10, torch.full((layers,), 9.0, dtype=torch.float64), squared)
+
+
+def node_pairs(model: Any, gamma: float = 0.5) -> NodePairs:
+    plan = plan_of(pairs=1)
+    option = KrulOption(error=2, ratio=0.34, gamma=gamma)
+    tried(plan, option)
+    assert plan.choice is not None and isinstance(plan.layout, PairedLayout)
+    return NodePairs(model, plan.choice, plan.layout, None, 1)
+
+
+def test_each_node_has_the_pairs_of_the_layers_that_attend_alike_at_its_end() -> None:
+    model = Model({40: (1, 4), 100: (0, 2)})
+    pairs, tree = node_pairs(model), Tree(40, 60)
+    pairs.ask(tree, [0])
+    pairs.ask(tree, [1])
+    assert (pairs.asked, pairs.next()) == (2, None)  # not before the answer was looked at
+    assert pairs.answered()
+    layouts = [*iter(pairs.next, None)]
+    assert [layout.pairs for layout in layouts] == [((1, 4, "merged"),), ((0, 2, "merged"),)]
+    # The last tokens of the node, which see all tokens before them.
+    assert model.asked == [([*range(8, 40)], 40), ([*range(68, 100)], 100)]
+    assert pairs.asked == 0
+
+
+def test_layers_that_look_elsewhere_are_not_merged() -> None:
+    pairs = node_pairs(Model({40: (1, 4)}), gamma=0.95)
+    pairs.ask(Tree(40), [0])
+    assert pairs.answered()
+    layout = pairs.next()
+    assert layout is not None and layout.pairs == ((4, 5, "fp8"),)
+
+
+def test_without_a_tree_or_a_model_that_runs_the_pairs_are_those_of_the_start(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Model({40: (1, 4)})
+    pairs = node_pairs(model)
+    pairs.ask(None, [0])
+    pairs.ask(Tree(), [3])  # a node that SGLang does not know
+    model.broken = True
+    pairs.ask(Tree(40), [0])
+    first = [*iter(pairs.next, None)]
+    assert [layout.pairs for layout in first] == [((4, 5, "fp8"),)] * 2
+    with caplog.at_level("ERROR", "hcache"):
+        assert pairs.answered()
+    assert "attention cannot be looked at" in caplog.text
+    model.broken = False
+    pairs.ask(Tree(40), [0])
+    assert [layout.pairs for layout in iter(pairs.next, None)] == [((4, 5, "fp8"),)] * 2
+    assert model.asked == []
+
+
+def test_with_other_ranks_a_model_that_fails_ends_the_server() -> None:
+    """They wait for it in collectives of the model, and would take part in others instead."""
+    model = Model({40: (1, 4)})
+    pairs = node_pairs(model)
+    pairs._ranks, model.broken = 2, True
+    with pytest.raises(RuntimeError, match="no memory"):
+        pairs.ask(Tree(40), [0])
