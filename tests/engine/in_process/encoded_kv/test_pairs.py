@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
