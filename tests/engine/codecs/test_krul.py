@@ -11,6 +11,8 @@ import torch
 from bench.harness.models import build_model
 from bench.harness.server import Server, ServerOptions
 from hcache_backend.krul.pair_forms import PairSlot
+from hcache_backend.page import LAYER_ENTRY
+from hcache_backend.store.format import parse_header
 from hcache_kernels.codecs import make_segment_codec
 from tests.engine.codecs.test_lossy_kv import PAGE, kv_codec, likeliest, options, payloads
 from tests.engine.harness.conversations import (
@@ -40,6 +42,19 @@ def paired(model: Path, folder: Path, **krul: Any) -> ServerOptions:
     )
 
 
+def pairs_in(path: Path) -> frozenset[tuple[int, int, bytes]]:
+    """Layers that share slots by the header of the page in a file, and what encodes them."""
+    data = path.read_bytes()
+    header = parse_header(memoryview(bytearray(data)))
+    start = header.layout.header_bytes + 96 + 8 * PAGE
+    table = data[start : start + LAYERS * LAYER_ENTRY.size]
+    by_slot: dict[tuple[int, bytes], list[int]] = {}
+    for layer, (_, slot, code) in enumerate(LAYER_ENTRY.iter_unpack(table)):
+        by_slot.setdefault((slot, code.rstrip(b"\0")), []).append(layer)
+    shared = [(*layers, code) for (_, code), layers in by_slot.items() if len(layers) > 1]
+    return frozenset((first, second, code) for first, second, code in shared)
+
+
 def test_pages_of_several_servers_come_back_together_and_damage_is_a_miss(
     model_cache: Path, tmp_path: Path
 ) -> None:
@@ -50,12 +65,12 @@ def test_pages_of_several_servers_come_back_together_and_damage_is_a_miss(
         converse(server, conversations, turns=2)
         # Every page was checked, before it was stored and as it came back.
         assert_nothing_went_wrong(server)
-        assert "pairs of layers in each page: 0 and 5 merged, 2 and 3 merged" in server.log_text()
+        assert ": 0 and 5 merged, 2 and 3 merged" in server.log_text()
     first = set(stored_pages(tmp_path))
     with Server(paired(model, tmp_path, pairs=MERGED[1])) as server:
         converse(server, conversations)  # the prefix, which both share, is the other server's
         assert_nothing_went_wrong(server)
-        assert "1 and 4 merged, 3 and 5 merged" in server.log_text()
+        assert ": 1 and 4 merged, 3 and 5 fp8" in server.log_text()
     assert_restored_from_l3(conversations, PAGE)
     assert first < set(stored_pages(tmp_path))
 
@@ -67,7 +82,6 @@ def test_pages_of_several_servers_come_back_together_and_damage_is_a_miss(
         assert found[1].turns[0].cached.storage == len(whole[1]) // PAGE * PAGE - len(prefix)
         server.flush_cache()
         assert_nothing_went_wrong(server)
-        assert "fp8" in server.log_text()
         for path in first:
             flip_bit(path, path.stat().st_size // 2, 5)
         damaged = ask(server, whole)
@@ -102,6 +116,26 @@ def test_pages_are_what_the_reference_encodes_and_lossless_servers_never_see_the
         assert torch.equal(stored[key], torch.cat([rows[0] for rows, _ in slots]))
 
 
+def test_each_part_of_a_conversation_has_pairs_of_its_own(
+    model_cache: Path, tmp_path: Path
+) -> None:
+    model = build_model("qwen3", model_cache, num_hidden_layers=LAYERS)
+    with Server(paired(model, tmp_path, gamma=0.0)) as server:
+        [conversation] = converse(server, make_conversations(1, turns=4, tokens=300))
+        assert_restored_from_l3([conversation], PAGE)
+        assert_nothing_went_wrong(server)
+        assert "15 of 15 pairs of layers may be merged" in server.log_text()
+        assert "attention cannot be looked at" not in server.log_text()
+    found = {pairs_in(path) for path in stored_pages(tmp_path)}
+    assert len(found) >= 2
+    assert {len(pairs) for pairs in found} == {2}
+    assert {code for pairs in found for *_, code in pairs} == {b"merged"}
+    with Server(paired(model, tmp_path)) as server:
+        [again] = ask(server, [conversation.history])
+        assert again.turns[0].cached.storage == len(conversation.history) // PAGE * PAGE
+        assert_nothing_went_wrong(server)
+
+
 @pytest.mark.parametrize(
     "more",
     [{"tp": 2}, {"dtype": "float16"}, {"restore": "layerwise"}, {"write_policy": "write_back"}],
@@ -118,5 +152,5 @@ def test_layers_that_no_merge_fits_come_back_close(
         assert_restored_from_l3(found, PAGE)
         assert_nothing_went_wrong(server)
         assert "codec krul, " in server.log_text()
-        assert "2 and 3 fp8" in server.log_text()
+        assert "0 of 6 pairs of layers may be merged" in server.log_text()
     assert likeliest(model, found) >= 0.6  # by chance one in thousands
