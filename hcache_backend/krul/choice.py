@@ -38,7 +38,7 @@ class PairChoice:
         for pair in self.mergeable:
             distances[pair] = distances[pair[::-1]] = sums.distances[pair]
         closest = closest_pairs(distances, candidates, self.ratio)
-        return self.coded(closest[: self.pairs])
+        return self.coded([pair for pair in closest if pair in self.mergeable][: self.pairs])
 
     def coded(self, wanted: Iterable[Pair]) -> tuple[CodedPair, ...]:
         """These pairs, and neighbours among the other layers, from the last on: merged if they are
