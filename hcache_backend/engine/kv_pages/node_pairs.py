@@ -77,12 +77,17 @@ class NodePairs:
                 one in the model's own collectives, so the server cannot go on.
         """
         node = _Node(self._layout.pairs)
-        if self._recomputer is not None and tree is not None:
-            with metrics.harmless("probe", "pairs of layers are chosen without the attention"):
-                node = self._probe(self._recomputer, tree, node_ids[0])
+        self._nodes.append(node)
+        if self._recomputer is None or tree is None:
+            return
+        tokens: tuple[np.ndarray, torch.Tensor] | None = None
+        with metrics.harmless("probe", "pairs of layers are chosen without the attention"):
+            tokens = _tokens(tree, node_ids[0])
+        (known,) = on_all_ranks(self._group, tokens is not None)
+        if known and tokens is not None:
+            self._probe(self._recomputer, node, *tokens)
             if self._problem is not None and self._ranks > 1:
                 raise self._problem
-        self._nodes.append(node)
 
     @property
     def asked(self) -> int:
@@ -105,8 +110,7 @@ class NodePairs:
         for node in self._nodes:
             if node.pairs is not None:
                 continue
-            assert node.event is not None
-            (arrived,) = on_all_ranks(self._group, node.event.query())
+            (arrived,) = on_all_ranks(self._group, node.event is None or node.event.query())
             if not arrived:
                 break
             node.pairs = self._chosen(node)
@@ -116,34 +120,38 @@ class NodePairs:
         """Backups that wait were dropped."""
         self._nodes.clear()
 
-    def _probe(self, recomputer: Recomputer, tree: Any, node_id: int) -> _Node:
-        token_ids = tree.build_storage_backup_spec(node_id, False).token_ids[-PROBE_TOKENS:]
-        ids = np.array(token_ids, dtype=np.int64)
-        root = tree.empty_match_result.last_device_node
-        keys: torch.Tensor = tree.collect_full_device_indices(node_id, root)
+    def _probe(
+        self, recomputer: Recomputer, node: _Node, token_ids: np.ndarray, keys: torch.Tensor
+    ) -> None:
         layers = self._choice.layers
-        sums = host_tensor((1 + layers + layers * layers,), torch.float64, keys.device).zero_()
+        node.pairs, node.sums = None, torch.zeros(1 + layers + layers**2, dtype=torch.float64)
 
         def run() -> None:
             try:
-                found = recomputer.probe(layers, ids, keys)
+                found = recomputer.probe(layers, token_ids, keys)
                 parts = torch.cat((found.mass, found.squared.flatten()))
                 sums[1:].copy_(parts, non_blocking=True)
                 sums[0] = found.rows
             except Exception as error:  # raised, it would end the stream of forward passes
                 self._problem = error
 
-        forwards = recomputer.stream()
-        forwards.wait(current_stream(keys.device).record())
-        forwards.keep(keys)
-        forwards.run(run)
-        return _Node(None, sums, forwards.record())
+        try:
+            sums = node.sums = host_tensor(node.sums.shape, torch.float64, keys.device).zero_()
+            forwards = recomputer.stream()
+            forwards.wait(current_stream(keys.device).record())
+            forwards.keep(keys)
+            forwards.run(run)
+            node.event = forwards.record()
+        except Exception as error:
+            self._problem = error
 
     def _chosen(self, node: _Node) -> Sequence[CodedPair]:
-        assert node.event is not None and node.sums is not None
+        assert node.sums is not None
         try:
-            node.event.synchronize()
-        except StreamFailed:  # SGLang hears of that by itself
+            if node.event is not None:
+                node.event.synchronize()
+        except StreamFailed as error:
+            self._problem = error
             node.sums.zero_()
         (fine,) = on_all_ranks(self._group, bool(node.sums[0] > 0))
         sums = sum_of_all_ranks(self._group, node.sums)
@@ -160,3 +168,11 @@ class NodePairs:
         layers = self._choice.layers
         squared = sums[1 + layers :].view(layers, layers)
         return self._choice.by_attention(AttentionSums(int(sums[0]), sums[1 : 1 + layers], squared))
+
+
+def _tokens(tree: Any, node_id: int) -> tuple[np.ndarray, torch.Tensor]:
+    """The last tokens of a node, int64 ``[t]``, and the slots of all tokens up to its end, int64
+    ``[n]``, on the device."""
+    token_ids = tree.build_storage_backup_spec(node_id, False).token_ids[-PROBE_TOKENS:]
+    root = tree.empty_match_result.last_device_node
+    return np.array(token_ids, dtype=np.int64), tree.collect_full_device_indices(node_id, root)
