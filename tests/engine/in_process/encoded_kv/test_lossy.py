@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hcache_backend.config import HCacheConfig
 from hcache_backend.engine.service_check import KVChecks
 from hcache_backend.engine.startup.page_plan import PagePlan
 from hcache_backend.engine.startup.strategy import OwnPagesStrategy
@@ -127,6 +128,7 @@ def tried(device: Any, codec: str) -> str:
     one."""
     strategy, alone = object.__new__(OwnPagesStrategy), SimpleNamespace()
     alone.tp_cache_group = alone.pp_cache_group = None
+    strategy._runtime = SimpleNamespace(config=HCacheConfig())  # type: ignore[assignment]
 
     def make(of_kv: str) -> PagePlan:
         plan = plan_of(device, of_kv)
