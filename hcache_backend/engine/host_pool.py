@@ -189,6 +189,11 @@ class OwnPagesPool(HostKVCache):
             for page in pages.tolist():
                 layout.divide(self.arena.memory[page])
 
+    def divided(self, host_pages: Ids) -> bool:
+        """Whether the headers of ``host_pages`` (int64 ``[n]``) say so, where they have to."""
+        pages = self.arena.pages(host_pages, header=True) if self._kv.by_header else []
+        return all(self.page_layout.of(page) is not None for page in pages)
+
     def settled(self, host_page: int) -> bool:
         """Whether what a backup could not encode is kept or lost, once its transfer has passed."""
         return self.overflow is None or self.overflow.settled(host_page)

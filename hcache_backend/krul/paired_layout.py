@@ -125,19 +125,22 @@ class PairedLayout(PageLayout):
 
     def groups(self, memory: Bytes, pages: Ids, layer: int) -> list[tuple[Slot, Ids]]:
         """The slots of a layer in ``pages`` (int64 ``[p]``, at least one) of ``memory`` (uint8
-        ``[..., page_bytes]``), all of this form, and the places of the pages that have each."""
+        ``[..., page_bytes]``), and the places of the pages that have each.
+
+        Pages of no form are left out: HiCache has freed them meanwhile, and another one is read.
+        """
         entries = memory[:, self._entries_at][pages]
         if (entries == entries[:1]).all():
-            return [(self._slot(entries[0], layer), np.arange(len(pages)))]
+            slot = self._slot(entries[0], layer)
+            return [(slot, np.arange(len(pages)))] if slot is not None else []
         places = defaultdict(list)
         for place, page in enumerate(entries):
             places[self._slot(page, layer)].append(place)
-        return [(slot, np.array(found, np.int64)) for slot, found in places.items()]
+        return [(slot, np.array(found)) for slot, found in places.items() if slot is not None]
 
-    def _slot(self, entries: Bytes, layer: int) -> Slot:
+    def _slot(self, entries: Bytes, layer: int) -> Slot | None:
         layout = self._of_entries(entries.tobytes())
-        assert layout is not None, "a page of another form was kept"
-        return layout.slots[layer]
+        return layout.slots[layer] if layout is not None else None
 
     @cached_property
     def _of_entries(self) -> Callable[[bytes], PairedLayout | None]:

@@ -88,6 +88,9 @@ class KVController(OwnPagesController):
     def _ended(self) -> bool:
         return self._checks.failed and self._stages.alone
 
+    def _kept(self, host_pages: Ids) -> bool:
+        return super()._kept(host_pages) and self._pool.divided(host_pages)
+
     def _planned(self, host_pages: Ids) -> QueuedLoad | None:
         if self._stages.alone:
             fine = not self._checks.failed

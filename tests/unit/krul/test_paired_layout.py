@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -93,7 +95,7 @@ def test_whoever_reads_a_page_while_it_is_sealed_sees_how_it_divides() -> None:
     seen = []
 
     class Watched(np.ndarray):
-        def __setitem__(self, at: object, value: object) -> None:
+        def __setitem__(self, at: Any, value: Any) -> None:
             super().__setitem__(at, value)
             seen.append(layout(OTHER).of(np.asarray(self)))
 
@@ -116,6 +118,10 @@ def test_pages_are_grouped_by_the_slot_that_a_layer_has() -> None:
     assert places(0) == {(0, 5): [0, 1, 2, 3]}
     assert places(2) == {(2, 3): [0, 2], (2,): [1, 3]}
     assert places(4) == {(4,): [0, 2], (1, 4): [1, 3]}
+    memory[3, reader.tables_at] = 0  # freed, and being read again
+    assert places(4) == {(4,): [0, 2], (1, 4): [3]}
+    memory[:, reader.tables_at] = 0
+    assert places(4) == {}
 
 
 @pytest.mark.parametrize(

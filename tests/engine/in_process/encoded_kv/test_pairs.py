@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hcache_backend.config import KrulOption
+from hcache_backend.engine.kv_pages.controller import KVController
 from hcache_backend.engine.kv_pages.node_pairs import NodePairs
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.startup.agreement import Refused
@@ -109,6 +110,18 @@ def test_a_spoiled_slot_fails_the_check_in_service(layer: int, at: float) -> Non
     assert lost == [
         f"the self-check in service failed: K and V of layer {both} in a page are not the pool's"
     ]
+
+
+def test_a_page_that_does_not_say_which_layers_share_slots_is_not_loaded() -> None:
+    server = paired_host()
+    pages = server.pool.page_ids(server.backed_up(1, 2))
+    controller = object.__new__(KVController)
+    controller._pool = server.pool
+    assert controller._kept(pages)
+    table = server.pool.page_layout.tables_at
+    server.pool.kv_buffer[int(pages[1]), table.start + 2] ^= 4
+    assert not controller._kept(pages)
+    assert controller._kept(pages[:1])
 
 
 def plan_of(dtype: torch.dtype = torch.bfloat16, pairs: int = 2) -> PagePlan:
