@@ -140,8 +140,8 @@ def test_each_part_of_a_conversation_has_pairs_of_its_own(
 
 @pytest.mark.parametrize(
     "more",
-    [{"tp": 2}, {"dtype": "float16"}, {"restore": "layerwise"}, {"write_policy": "write_back"}],
-    ids=["two ranks", "float16", "layer-wise", "write back"],
+    [{"tp": 2}, {"dtype": "float16"}, {"restore": "layerwise"}],
+    ids=["two ranks", "float16", "layer-wise"],
 )
 def test_layers_that_no_merge_fits_come_back_close(
     more: dict[str, Any], model_cache: Path, tmp_path: Path
