@@ -26,7 +26,7 @@ import torch
 
 from bench.harness.report import OUT, grouped_bars, markdown, write
 from bench.paper import MODELS
-from hcache_backend.krul.pair_forms import pair_slot_bytes
+from hcache_backend.krul.pair_forms import PairSlot
 from hcache_backend.page import READ_BATCHES
 from hcache_backend.partition.costs import Partition, layer_work
 from hcache_backend.partition.depth import depth_costs
@@ -100,7 +100,7 @@ def paired_bytes() -> float:
     """Bytes of pages with layers in pairs over those of plain ones."""
     width, dtype = MODEL.kv_heads * MODEL.head_dim, torch.bfloat16
     pieces = units_per_group(PAGE, width)
-    pair = pair_slot_bytes(Cut(width, PAGE // pieces, pieces=pieces), MODEL.head_dim, dtype)
+    pair = PairSlot(Cut(width, PAGE // pieces, pieces=pieces), MODEL.head_dim, dtype).slot_bytes
     return 1 - PAIRED + PAIRED * pair / (2 * PAGE * MODEL.kv_bytes)
 
 

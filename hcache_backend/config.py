@@ -67,6 +67,34 @@ class BehindOption(BaseModel):
     buffer_bytes: int = Field(default=384 << 20, ge=1)
 
 
+class KrulOption(BaseModel):
+    """What codec ``krul`` merges.
+
+    Attributes:
+        ratio: Share of the layers that are in pairs: it decides how long pages are.
+        gamma: Layers are merged that attend to the first and the last tenth of the tokens with at
+            least so much of their weight.
+        error: Largest change of K or V of a layer that a merge may make, relative to their root
+            mean square in each head; above it, a pair's slot holds both layers in ``fp8``.
+        pairs: Pairs of layers to be merged, if they may be; None: those that attend most alike at
+            the end of what is stored together.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    ratio: float = Field(default=0.5, gt=0, le=1, allow_inf_nan=False)
+    gamma: float = Field(default=0.5, ge=0, le=1, allow_inf_nan=False)
+    error: float = Field(default=0.3, ge=0, allow_inf_nan=False)
+    pairs: tuple[tuple[int, int], ...] | None = None
+
+    @field_validator("pairs", mode="before")
+    @classmethod
+    def _tuples(cls, value: object) -> object:
+        if isinstance(value, list):
+            return tuple(tuple(pair) if isinstance(pair, list) else pair for pair in value)
+        return value
+
+
 FIXED_AT_START = frozenset(
     {
         "mode",
@@ -74,6 +102,7 @@ FIXED_AT_START = frozenset(
         "partition",
         "profile",
         "codec",
+        "krul",
         "check_every_pages",
         "projection",
         "restore_chunk_tokens",
@@ -97,7 +126,8 @@ class HCacheConfig(BaseModel):
         partition: How each layer is stored; ``auto``: the fastest restores by the profile.
         profile: A file of ``hcache profile``; None: a kept one, or a quick measurement.
         codec: How own pages are encoded, hidden states as well as K and V. ``auto``: K and V in
-            bfloat16 by ``exp4``, and nothing else.
+            bfloat16 by ``exp4``, and nothing else. ``krul``: K and V, some layers in pairs.
+        krul: What that merges.
         check_every_pages: In service, one in this many backed-up pages is projected and compared
             with the K and V in the pool. 0: none (the check at start always runs).
         projection: ``generic``: always by the attention modules, never by the kernels.
@@ -131,7 +161,8 @@ class HCacheConfig(BaseModel):
     pages: Literal["own", "plain"] = "own"
     partition: Literal["auto"] | PartitionOption = "auto"
     profile: Path | None = None
-    codec: Literal["auto", "none", "exp4", "int8", "fp8"] = "auto"
+    codec: Literal["auto", "none", "exp4", "int8", "fp8", "krul"] = "auto"
+    krul: KrulOption = Field(default_factory=KrulOption)
     check_every_pages: int = Field(default=64, ge=0)
     projection: Literal["auto", "generic"] = "auto"
     restore_chunk_tokens: int = Field(default=8192, ge=64)
@@ -190,6 +221,13 @@ class HCacheConfig(BaseModel):
                 f"{name!r}: {detail['msg']}; the methods are {known}, each a number of layers"
             ) from None
 
+    @field_validator("krul", mode="before")
+    @classmethod
+    def _pairs(cls, value: object) -> object:
+        if isinstance(value, Mapping | KrulOption):
+            return value
+        raise ValueError('must be a table, such as {"ratio": 0.5, "error": 0.3}')
+
     @field_validator("behind", mode="before")
     @classmethod
     def _table(cls, value: object) -> object:
@@ -215,6 +253,18 @@ class HCacheConfig(BaseModel):
             raise ValueError(
                 f"option 'low_water' is {self.low_water}: must not be above 'high_water' "
                 f"({self.high_water})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _pairs_of_k_and_v(self) -> HCacheConfig:
+        hidden = isinstance(self.partition, PartitionOption) and (
+            self.partition.hidden or self.partition.recompute
+        )
+        if self.codec == "krul" and (self.mode == "hidden" or hidden or self.pages == "plain"):
+            raise ValueError(
+                "option 'codec' is 'krul': options 'mode', 'partition' and 'pages' must let K and "
+                "V of all layers be stored in own pages"
             )
         return self
 
@@ -309,7 +359,8 @@ def _explain(detail: ErrorDetails, source: str) -> str:
     key = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
         *table, name = map(str, detail["loc"])
-        known = BehindOption.model_fields if table else HCacheConfig.model_fields
+        tables: dict[str, type[BaseModel]] = {"behind": BehindOption, "krul": KrulOption}
+        known = (tables[table[0]] if table else HCacheConfig).model_fields
         hint = nearest(name, known, "the options are ")
         return f"{source}: unknown option {key!r} (value {detail['input']!r}); {hint}"
     message = detail["msg"].removeprefix("Value error, ")

@@ -42,7 +42,8 @@ offset bytes field
 ====== ===== ====================================================================
 
 The slot of a layer is the number of its first segment, 65535 for a layer of which nothing is
-stored. The codec names what encodes its units.
+stored. The codec names what encodes its units. Layers with one slot share it
+(:mod:`hcache_backend.krul.paired_layout`); else the table is the same in all pages.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ _KEY = slice(48, 80)
 _WRITER = slice(80, 88)
 _SHARE = slice(88, 90)
 _TOKENS = 96
-_LAYER = struct.Struct("<BxH8s")
+LAYER_ENTRY = struct.Struct("<BxH8s")
+"""A layer in the table of layers."""
 _NO_SLOT = 65535
 _DIGEST = np.dtype("<u8")
 
@@ -242,14 +244,30 @@ class PageLayout:
         start = _TOKENS + 4 * self.page_size
         return pages[..., start : start + 4 * self.page_size].view(np.int32)
 
+    def of(self, page: Bytes) -> PageLayout | None:
+        """Where things stand in ``page`` (uint8 ``[page_bytes]``): layers share slots in some pages
+        of a form and not in others, and their headers say which. None: it is of another form."""
+        return self
+
+    def sharing(self, layer: int) -> tuple[int, ...]:
+        """The layers in the slot of ``layer``, in their order."""
+        return (layer,)
+
+    def divide(self, pages: Bytes) -> None:
+        """Say in the headers of ``pages`` (``[..., page_bytes]``) which layers are in which slot:
+        all that a reader of host memory needs."""
+        pages[..., self.tables_at] = np.frombuffer(self._tables, np.uint8)
+
     def begin(self, page: Bytes, namespace: bytes, writer: bytes) -> None:
         """Write the header of a fresh page; positions, ids and segments are the caller's.
 
         The page is not valid until :meth:`seal`.
         """
-        page[: self.header_bytes] = 0
+        # Where the page is divided already, others may read how: that never changes.
+        page[: self.tables_at.start] = 0
+        page[self.tables_at.stop : self.header_bytes] = 0
         page[: _PREFIX.size] = np.frombuffer(self._prefix, np.uint8)
-        page[self._tables_at] = np.frombuffer(self._tables, np.uint8)
+        self.divide(page)
         page[_SHARE] = self.share
         self.stamp(page, namespace, writer)
 
@@ -289,7 +307,8 @@ class PageLayout:
         """
         if page[: _PREFIX.size].tobytes() != self._prefix:
             return "format"
-        if page[self._tables_at].tobytes() != self._tables:
+        layout = self.of(page)
+        if layout is None or page[self.tables_at].tobytes() != layout._tables:
             return "format"
         if page[_NAMESPACE].tobytes() != namespace:
             return "namespace"
@@ -334,18 +353,19 @@ class PageLayout:
         packed, slot = [], 0
         for segments, codec in self.layers:
             method = len(segments)
-            packed.append(_LAYER.pack(method, slot if segments else _NO_SLOT, codec.encode()))
+            packed.append(LAYER_ENTRY.pack(method, slot if segments else _NO_SLOT, codec.encode()))
             slot += len(segments)
         return b"".join((*packed, *(PACKED_SEGMENT.pack(*segment) for segment in self._segments)))
 
     @cached_property
-    def _tables_at(self) -> slice:
+    def tables_at(self) -> slice:
+        """The bytes of the tables of layers and segments in a header."""
         start = _TOKENS + 8 * self.page_size
         return slice(start, start + len(self._tables))
 
     @property
     def _digests_at(self) -> int:
-        return self._tables_at.stop
+        return self.tables_at.stop
 
     def _digests(self, page: Bytes) -> Digests:
         """View of the digests in the header: of all units but the header, which has a checksum."""

@@ -26,11 +26,8 @@ from hcache_backend.engine.hits.hooks import note_arrival
 from hcache_backend.engine.hits.start import judge_other_hits, stop_judging
 from hcache_backend.engine.host_pool import OwnPagesPool
 from hcache_backend.engine.loads import LoadQueue, Prefix, QueuedLoad
-from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.read_batches import BatchedReads
 from hcache_backend.engine.runtime import Runtime, current
-from hcache_backend.engine.service_check import KVChecks
-from hcache_backend.engine.stage_pages import StagePages
 from hcache_backend.page import Bytes, Ints, key_bytes
 from hcache_backend.restore.eager import batch_pages
 
@@ -301,74 +298,6 @@ class OwnPagesController(HybridCacheController, ABC):
         positions = self._pool.page_layout.positions(page)
         limit = int(self._runtime.runner.model_config.context_len)
         return bool(0 <= positions.min() <= positions.max() < limit)
-
-
-class KVController(OwnPagesController):
-    """Backup, load and storage transfers of own pages that hold K and V of all layers.
-
-    They are what the pool held, so each can be loaded, and needs nothing from the model. When one
-    was not, no page is loaded any more. Pipeline stages cannot stop backups at one point: there
-    the first stage refuses all loads, once it has heard of it.
-    """
-
-    def check_by(self, checks: KVChecks, stages: StagePages) -> None:
-        """Give the controller what it works with besides; called once, before the first request."""
-        self._checks = checks
-        self._stages = stages
-
-    def reset(self) -> None:
-        super().reset()
-        self._checks.forget()
-
-    def turn(self, cache: Any) -> None:
-        super().turn(cache)
-        self._checks.run()
-        self._stages.talk()
-        if self._ended():
-            # None of them will be loaded, and what HiCache takes for a hit it does not look up.
-            cache.evict_host(self._pool.size)
-
-    def write(self, device_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self._ended():
-            self._not_backed_up("self-check failed", len(device_indices))
-            return None
-        host_indices = super().write(device_indices, *args, **kwargs)
-        if host_indices is not None:
-            metrics.TOKENS.count("backed_up", len(device_indices))
-            self._stages.backed_up(self._pool.page_ids(host_indices))
-        return host_indices
-
-    def _ended(self) -> bool:
-        return self._checks.failed and self._stages.alone
-
-    def _planned(self, host_pages: Ids) -> QueuedLoad | None:
-        if self._stages.alone:
-            fine = not self._checks.failed
-            if self._pool.overflow is not None:
-                (kept,) = on_all_ranks(self.tp_group, self._kept(host_pages))
-                if not kept:
-                    tokens = len(host_pages) * self.page_size
-                    metrics.TOKENS.count("not_restored_overflow_full", tokens)
-                fine = fine and kept
-        else:
-            self._stages.talk()
-            (fine,) = on_all_ranks(self.tp_group, self._runtime.distrust is None)
-            fine = self._stages.decide(fine)
-        return self._loads.plan(host_pages, self._prefix) if fine else None
-
-    def _finish_header(
-        self, page: Bytes, host_page: int, token_ids: Ints, position: int | None
-    ) -> str | None:
-        """Write it: HiCache had no tokens to tell before."""
-        layout, weights = self._pool.page_layout, self._runtime.weights
-        if weights is None or weights.suspended is not None:
-            return "page_of_other_weights"
-        if position is None:
-            return "page_without_position"
-        layout.begin(page, self._runtime.page_namespace(weights), self._runtime.writer)
-        layout.positions(page)[:] = np.arange(position, position + self.page_size)
-        layout.token_ids(page)[:] = token_ids
-        return None
 
 
 def _token_array(token_ids: Any) -> Ints:

@@ -165,7 +165,10 @@ class OwnPagesPool(HostKVCache):
     ) -> None:
         device, host_pages = self.device_pool.device, self.page_ids(host_indices)
         if self._kv.layers:
-            pages = to_device(self.arena.physical(host_pages), device)
+            physical = self.arena.physical(host_pages)
+            pages = torch.from_numpy(physical)
+            if not self._kv.by_header:
+                pages = to_device(physical, device)
             fits = self._kv.save(self.page_layout, self.kv_buffer, pages, device_indices)
             if self.overflow is not None and fits is not None:
                 self.overflow.saved(host_pages, device_indices, fits)
@@ -176,6 +179,20 @@ class OwnPagesPool(HostKVCache):
 
     def _wait_for_rows(self) -> None:
         """Let the current stream wait for what else comes to pages of a backup."""
+
+    def divide(self, host_pages: Ids, layout: PageLayout) -> None:
+        """``host_pages`` (int64 ``[n]``) are about to be written with this ``layout``: say so in
+        their headers, where what copies them goes by these."""
+        if self._kv.by_header:
+            pages = self.arena.physical(host_pages)
+            self.arena.host_access(pages, write=True, header=True)
+            for page in pages.tolist():
+                layout.divide(self.arena.memory[page])
+
+    def divided(self, host_pages: Ids) -> bool:
+        """Whether the headers of ``host_pages`` (int64 ``[n]``) say so, where they have to."""
+        pages = self.arena.pages(host_pages, header=True) if self._kv.by_header else []
+        return all(self.page_layout.of(page) is not None for page in pages)
 
     def settled(self, host_page: int) -> bool:
         """Whether what a backup could not encode is kept or lost, once its transfer has passed."""

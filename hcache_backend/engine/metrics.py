@@ -146,6 +146,14 @@ CODEC = Metric(
     multiprocess_mode="max",
 )
 
+PAIRS = Metric(
+    Counter,
+    "hcache_pairs",
+    "Pairs of layers in nodes that are backed up, by their code",
+    "code",
+)
+"""merged or fp8; with codec krul only."""
+
 OVERFLOW = Metric(
     Gauge,
     "hcache_overflow",
@@ -200,7 +208,7 @@ as a batch waits for it) and prefill; of several ranks the slowest counts."""
 
 ALL = (
     TOKENS, BYTES, SECONDS, STAGE_SECONDS, PAGES, LOOKUPS, L3_TOKENS, STORE, PROBLEMS, MODE,
-    SUSPENDED, CODEC, OVERFLOW, BEHIND, BEHIND_PAGES, SLICES, RATES,
+    SUSPENDED, CODEC, PAIRS, OVERFLOW, BEHIND, BEHIND_PAGES, SLICES, RATES,
 )  # fmt: skip
 
 

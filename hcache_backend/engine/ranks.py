@@ -34,6 +34,16 @@ def smallest(group: Any, *numbers: int) -> list[int]:
     return found
 
 
+def sum_of_all_ranks(group: Any, own: torch.Tensor) -> torch.Tensor:
+    """What all ranks of ``group`` have, on the CPU, added in their order: the same on each, to the
+    bit."""
+    if group is None or not dist.is_initialized() or dist.get_world_size(group=group) == 1:
+        return own
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group=group))]
+    dist.all_gather(every, own.contiguous(), group=group)
+    return torch.stack(every).sum(0)
+
+
 def said_by_all_ranks(own: Any) -> list[Any]:
     """What every rank that attaches a storage backend together with this one says.
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -26,6 +27,7 @@ from hcache_backend.engine.host_pool import HiddenStatePool, OwnPagesPool
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.runtime import Runtime
+from hcache_backend.page import PageLayout
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.check import difference_problem, projected_differences
 from hcache_backend.projection.projector import Projector
@@ -48,11 +50,11 @@ _harmless = partial(metrics.harmless, "page_not_checked", "a page was not checke
 
 class _CopiedPage(NamedTuple):
     """What the pool held of K and V of some layers of a page: uint8 each, on the CPU once ``event``
-    has passed; None: it could not be copied. Parts of layers (:attr:`KVSegments.parts`) are left
-    until they are compared."""
+    has passed; None: it could not be copied. Parts of slots (:attr:`KVSegments.parts`), each with
+    all of its layers, are left until they are compared."""
 
     host_page: int
-    left: deque[tuple[int, torch.Tensor | None, int]]
+    left: deque[tuple[tuple[int, ...], torch.Tensor | None, int]]
     event: Event
     buffer: HostBuffer | None
 
@@ -111,16 +113,19 @@ class KVChecks:
         size, i = self._pool.page_size, self._sample.choose(len(host_pages))
         if i is None or self._tired or len(self._copied) >= _WAITING:
             return
-        layers, buffer = self._layers.next(), None
-        by_layer: Sequence[torch.Tensor | None] = [None] * len(layers)
+        layout = self._layout_of(int(host_pages[i]))
+        together = [*dict.fromkeys(map(layout.sharing, self._layers.next()))]
+        buffer, by_slot = None, []
         with self._pace.work(), _harmless():
+            layers = [layer for slot in together for layer in slot]
             held = self._kv.held(layers, slots[i * size : (i + 1) * size])
             buffer = _copy_to_host(held, self._buffers)
-            by_layer = buffer.values.split([self._kv.bytes_of(layer) for layer in layers])
+            sizes = [sum(map(self._kv.bytes_of, slot)) for slot in together]
+            by_slot = [*buffer.values.split(sizes)]
         event = current_stream(slots.device).record()
         left = deque(
-            (layer, values, part)
-            for layer, values in zip(layers, by_layer, strict=True)
+            (slot, values, part)
+            for slot, values in zip_longest(together, by_slot)
             for part in range(self._kv.parts)
         )
         self._copied.append(_CopiedPage(int(host_pages[i]), left, event, buffer))
@@ -166,20 +171,29 @@ class KVChecks:
             copied.event.synchronize()
         except StreamFailed as failed:
             return str(failed)
-        overflow, found = self._pool.overflow, None
-        layer, held, part = copied.left.popleft()
+        overflow = self._pool.overflow
+        layers, held, part = copied.left.popleft()
         if held is None:
             return None
-        wrong = f"K and V of layer {layer} in a page are not the pool's"
+        wrong = f"K and V of layer {' and '.join(map(str, layers))} in a page are not the pool's"
         if overflow is not None:
             if copied.host_page in overflow.pages.lost:
                 return None
-            found = overflow.kept(copied.host_page).get(layer)
-        if found is not None:
-            return None if torch.equal(found, held) else wrong
+            kept = overflow.kept(copied.host_page)
+            if layers[0] in kept:  # so are those that share its slot
+                found = torch.cat([kept[layer] for layer in layers])
+                return None if torch.equal(found, held) else wrong
+        layout = self._layout_of(copied.host_page)
         [page] = self._pool.arena.pages(np.array([copied.host_page]))
-        segments = torch.from_numpy(page[self._pool.page_layout.segment(layer)])
-        return None if self._kv.holds(segments, held, part) else wrong
+        segments = torch.from_numpy(page[layout.segment(layers[0])])
+        return None if self._kv.holds(segments, held, part, layout, layers[0]) else wrong
+
+    def _layout_of(self, host_page: int) -> PageLayout:
+        """A page that was transferred is of this form."""
+        [page] = self._pool.arena.pages(np.array([host_page]), header=True)
+        layout = self._pool.page_layout.of(page)
+        assert layout is not None
+        return layout
 
 
 class _RunningCheck(NamedTuple):

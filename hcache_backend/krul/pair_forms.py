@@ -24,6 +24,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 import torch
+from torch.nn import functional
 
 from hcache_kernels.codecs import Cut, UnsupportedRows
 from hcache_kernels.codecs.scaled_segments import Fp8Segments
@@ -48,7 +49,8 @@ class PairForm(ABC):
         UnsupportedRows: The form does not take such units.
 
     Attributes:
-        name: What strategies call it.
+        name: What strategies and pages call it. When the same values get other bytes, it gets
+            another one: else stored pages would be decoded to wrong values.
         cut: As above.
         slot_bytes: Bytes of an encoded page in both layers.
     """
@@ -66,7 +68,7 @@ class PairForm(ABC):
         """Encode pages of two layers.
 
         Args:
-            first: K and V of the first layer, ``[p, 2, units, tokens, width]``, on the CPU.
+            first: K and V of the first layer, ``[p, 2, units, tokens, width]``, on any device.
             second: Of the second one, likewise.
 
         Returns:
@@ -145,7 +147,8 @@ class MergedPair(PairForm):
         numbers = kept.to(torch.int32).to(torch.uint16).view(self._dtype)
         parts = (direction, *magnitudes, exact[1], numbers)
         flat = torch.cat([part.reshape(*first.shape[:3], -1) for part in parts], dim=3)
-        encoded = torch.zeros((*first.shape[:3], self._unit_bytes), dtype=torch.uint8)
+        shape = (*first.shape[:3], self._unit_bytes)
+        encoded = torch.zeros(shape, dtype=torch.uint8, device=first.device)
         encoded[..., : 2 * sum(self._parts)] = flat.view(torch.uint8)
         return encoded.flatten(1), fits
 
@@ -171,9 +174,31 @@ class MergedPair(PairForm):
 PAIR_FORMS: dict[str, type[PairForm]] = {form.name: form for form in (MergedPair, Fp8Pair)}
 
 
-def pair_slot_bytes(cut: Cut, dim: int, dtype: torch.dtype) -> int:
-    """Bytes of a slot that holds a page of two layers in any form."""
-    return max(form(cut, dim, dtype).slot_bytes for form in PAIR_FORMS.values())
+class PairSlot:
+    """A slot that holds a page of two layers in any form, as two parts of equal length: what the
+    form has in its first and in its second half, and zeros. The arguments are those of the forms.
+
+    Attributes:
+        slot_bytes: Bytes of both.
+    """
+
+    def __init__(self, cut: Cut, dim: int, dtype: torch.dtype) -> None:
+        self._forms = {name: form(cut, dim, dtype) for name, form in PAIR_FORMS.items()}
+        self.slot_bytes = max(form.slot_bytes for form in self._forms.values())
+
+    def encode(
+        self, name: str, first: torch.Tensor, second: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """:meth:`PairForm.encode` by a form; uint8 ``[p, slot_bytes]``."""
+        encoded, fits = self._forms[name].encode(first, second)
+        parts = encoded.view(len(encoded), 2, -1)
+        return functional.pad(parts, (0, self.slot_bytes // 2 - parts.shape[2])).flatten(1), fits
+
+    def decode(self, name: str, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """:meth:`PairForm.decode` of what :meth:`encode` returns."""
+        form = self._forms[name]
+        parts = encoded.view(len(encoded), 2, -1)[..., : form.slot_bytes // 2]
+        return form.decode(parts.flatten(1))
 
 
 def _divergent(units: torch.Tensor, count: int) -> torch.Tensor:

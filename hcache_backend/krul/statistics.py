@@ -2,7 +2,7 @@
 
 Krul keeps the attention weights of a whole prompt, which are tens of gigabytes. Here K and V are
 the ones that are cached anyway, and only the last queries are asked again. A query's weights in all
-layers exist together, as in a decode step, and are gone before the next query's.
+layers exist together, as in a decode step, and are gone before those of the next queries.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -22,6 +22,23 @@ PROBE_TOKENS = 32
 """How many of the last tokens are asked."""
 _ENDS = 0.1
 """Share of the tokens that are the first ones, and of those that are the last ones."""
+
+
+_WEIGHTS = 1 << 24
+"""So many weights of attention, or those of one query, exist at once."""
+
+
+class ProbedLayer(Protocol):
+    """What :class:`LayerProbe` has; K and V may be made when they are asked for."""
+
+    @property
+    def q(self) -> torch.Tensor: ...
+
+    @property
+    def kv(self) -> KV: ...
+
+    @property
+    def scale(self) -> float: ...
 
 
 class LayerProbe(NamedTuple):
@@ -96,33 +113,32 @@ class OutputSums:
         return ((relative + relative.T) / 2).sqrt()
 
 
-def attention_sums(layers: Sequence[LayerProbe]) -> AttentionSums:
+def attention_sums(layers: Sequence[ProbedLayer]) -> AttentionSums:
     """Compare the attention of layers.
 
     Raises:
         ValueError: The layers have not the same heads or tokens.
     """
     tokens, heads = _shape(layers)
-    length = len(layers[0].kv[0])
-    mass = torch.zeros(len(layers), dtype=torch.float64)
-    squared = torch.zeros((len(layers), len(layers)), dtype=torch.float64)
-    for row in range(tokens):
-        seen = length - tokens + row + 1
-        first = min(math.ceil(_ENDS * seen), seen)
-        last = max(first, math.floor((1 - _ENDS) * seen))
-        weights = torch.cat(
+    length, device = len(layers[0].kv[0]), layers[0].q.device
+    mass = torch.zeros(len(layers), dtype=torch.float64, device=device)
+    squared = torch.zeros((len(layers), len(layers)), dtype=torch.float64, device=device)
+    at_once = max(1, _WEIGHTS // (len(layers) * heads * length))
+    for start in range(0, tokens, at_once):
+        queries = slice(start, min(start + at_once, tokens))
+        seen = length - tokens + queries.stop
+        weights = torch.stack(
             [
-                attention_weights(layer.q[row : row + 1], layer.kv[0][:seen], layer.scale)
+                attention_weights(layer.q[queries], layer.kv[0][:seen], layer.scale)
                 for layer in layers
-            ],
-            dim=1,
-        ).transpose(0, 1)  # [layers, heads, seen]
-        ends = weights[..., :first].sum((1, 2)) + weights[..., last:].sum((1, 2))
-        mass += ends.double().cpu()
+            ]
+        )  # [layers, heads, t, seen]
+        inside = ~_at_ends(queries.stop - queries.start, seen, device)
+        mass += weights.masked_fill(inside, 0.0).sum((1, 2, 3), dtype=torch.float64)
         flat = weights.flatten(1)
         # By differences: products of rows would lose the small distances, which are chosen.
         found = torch.cdist(flat, flat, compute_mode="donot_use_mm_for_euclid_dist")
-        squared += found.double().square().cpu()
+        squared += found.double().square()
     return AttentionSums(tokens * heads, mass, squared)
 
 
@@ -163,6 +179,16 @@ def attention_weights(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.T
     return scores.softmax(-1)
 
 
+def _at_ends(tokens: int, length: int, device: torch.device) -> torch.Tensor:
+    """Which of ``length`` tokens are the first or the last ones of those that each of the last
+    ``tokens`` ones sees, bool ``[tokens, length]``."""
+    seen = torch.arange(length - tokens + 1, length + 1, dtype=torch.float64, device=device)
+    first = torch.minimum((_ENDS * seen).ceil(), seen)
+    last = torch.maximum(first, ((1 - _ENDS) * seen).floor())
+    at = torch.arange(length, device=device)
+    return (at < first[:, None]) | (at >= last[:, None])
+
+
 def _output(layer: LayerProbe, kv: KV) -> torch.Tensor:
     """Output of attention with these K and V, float32 ``[kv_heads, group, t, value_dim]``."""
     k, v = kv
@@ -170,7 +196,7 @@ def _output(layer: LayerProbe, kv: KV) -> torch.Tensor:
     return torch.einsum("ghtn,ngd->ghtd", weights, v.float())
 
 
-def _shape(layers: Sequence[LayerProbe]) -> tuple[int, int]:
+def _shape(layers: Sequence[ProbedLayer]) -> tuple[int, int]:
     """Queries and heads of all layers."""
     shapes = {(*layer.q.shape[:2], len(layer.kv[0])) for layer in layers}
     if len(shapes) != 1:

@@ -77,12 +77,14 @@ class RestoredLayer(NamedTuple):
         fill: For ``hidden``.
         parking: Where segments can wait for ``fill``, if they can.
         copy: For ``kv``.
+        by_header: Whether ``copy`` goes by the headers of pages, and is given them on the CPU.
     """
 
     method: Literal["hidden", "kv", "recompute"]
     fill: Fill | None = None
     parking: Parking | None = None
     copy: Copy | None = None
+    by_header: bool = False
 
 
 class Recompute(NamedTuple):

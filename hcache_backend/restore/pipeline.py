@@ -122,7 +122,8 @@ class RestorePipeline:
         rows = _TokenRows(positions, slots)
         shared = rows if self._exchange is None else _TokenRows(*map(torch.empty_like, rows))
         pieces = FIRST_PIECES if recompute is None and self._exchange is None else 1
-        ids = {"kv": page_ids, "hidden": held_pages if copies_by_engine() else page_ids}
+        hidden = held_pages if copies_by_engine() else page_ids
+        ids = {"kv": page_ids, "hidden": hidden, "header": held_pages}
         parts = deque(self._parts(loaded, ids, rows, shared, pieces))
         bring = self._exchanged(parts, held_pages) if self._exchange else self._bring_own
         behind = current_stream(device).record()
@@ -237,12 +238,13 @@ class RestorePipeline:
             step = self._chunk_pages
             if index == layers.start:
                 step = min(step, max(-(-pages // pieces), FIRST_PIECE_TOKENS // size, 1))
-            method = self._layers[index].method
+            method, by_header = self._layers[index].method, self._layers[index].by_header
             positions, slots = shared if method == "hidden" else rows
+            page_ids = ids["header" if by_header else method]
             for start in range(0, pages, step):
                 tokens = slice(start * size, (start + step) * size)
                 part, last = slice(start, start + step), start + step >= pages
-                yield _Part(index, part, ids[method][part], positions[tokens], slots[tokens], last)
+                yield _Part(index, part, page_ids[part], positions[tokens], slots[tokens], last)
 
     # ---- shares ----
 

@@ -12,6 +12,8 @@ are written before anybody attends, so a span may have another one in its prefix
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +21,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
+from hcache_backend.krul.statistics import KV, AttentionSums, attention_sums
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.streams import Stream, to_device
 
@@ -100,12 +103,59 @@ class RecomputeAttention:
             self._pool.store(kernel, self._slots, k, v)
         if kernel.layer_id >= self._last_layer:
             raise _LayersDone
-        q = q.reshape(-1, kernel.tp_q_head_num, kernel.qk_head_dim)
+        return self._output(kernel, q.reshape(-1, kernel.tp_q_head_num, kernel.qk_head_dim))
+
+    def _output(self, kernel: Any, q: torch.Tensor) -> torch.Tensor:
+        """Attention to what the pool holds: ``[n, heads, head_dim]`` gives ``[n, heads *
+        value_dim]``."""
         output = q.new_empty((*q.shape[:2], kernel.v_head_dim))
         for rows, keys in self._pieces:
             held = self._pool.fetch(kernel, keys, q.dtype)
             output[rows] = _attention(q[rows], *held, kernel.scaling)
         return output.flatten(1)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A :class:`ProbedLayer` whose K and V are in the pool."""
+
+    q: torch.Tensor
+    scale: float
+    fetch: Callable[[], KV]
+
+    @property
+    def kv(self) -> KV:
+        return self.fetch()
+
+
+class _ProbeAttention(RecomputeAttention):
+    """The attention of tokens whose K and V are in the pool already; nothing is written there.
+
+    ``keys`` are the slots of all tokens of their sequence, int64 ``[m]``, and ``slots`` where the
+    model may write itself.
+
+    Attributes:
+        layers: What attention received, by layer.
+    """
+
+    def __init__(
+        self, pool: PagedPool, last_layer: int, slots: torch.Tensor, keys: torch.Tensor
+    ) -> None:
+        super().__init__(pool, last_layer, slots, [_Piece(slice(0, len(slots)), keys)])
+        self.layers: list[_Asked] = []
+        self._keys = keys
+
+    def attend(
+        self, kernel: Any, q: torch.Tensor, k: Any, v: Any, *, stored: bool, extra: bool
+    ) -> torch.Tensor:
+        if extra or k is None or v is None or not _plain(kernel):
+            raise RecomputeRefused(f"layer {kernel.layer_id} has an attention of its own kind")
+        q = q.reshape(-1, kernel.tp_q_head_num, kernel.qk_head_dim)
+        held = partial(self._pool.fetch, kernel, self._keys, q.dtype)
+        self.layers.append(_Asked(q, kernel.scaling, held))
+        if kernel.layer_id >= self._last_layer:
+            raise _LayersDone
+        return self._output(kernel, q)
 
 
 def _plain(kernel: Any) -> bool:
@@ -204,6 +254,28 @@ class Recomputer:
             except _LayersDone:
                 continue
             raise RecomputeRefused(f"the model ended before attention of layer {layers - 1}")
+
+    @torch.inference_mode()
+    def probe(self, layers: int, token_ids: np.ndarray, keys: torch.Tensor) -> AttentionSums:
+        """How the last tokens of a sequence attend in ``layers`` layers; the pool stays as it is.
+
+        Args:
+            token_ids: Of the last ones, int64 ``[t]``.
+            keys: Slots of all tokens of the sequence, int64 ``[n]``, on the device.
+
+        Raises:
+            RecomputeRefused: See :meth:`run`.
+        """
+        device, first = keys.device, len(keys) - len(token_ids)
+        nowhere = torch.zeros(len(token_ids), dtype=torch.int64, device=device)  # SGLang's padding
+        positions = torch.arange(first, len(keys), device=device)
+        last = self._first_layer + layers - 1
+        attention = _ProbeAttention(self._pool, last, nowhere, keys)
+        try:
+            self._forward(to_device(token_ids, device), positions, nowhere, attention)
+        except _LayersDone:
+            return attention_sums(attention.layers)
+        raise RecomputeRefused(f"the model ended before attention of layer {layers - 1}")
 
 
 def _pieces(chunk: slice, slots: torch.Tensor, spans: Sequence[TokenSpan]) -> Iterator[_Piece]:

@@ -115,7 +115,7 @@ class ScaledSegments(SegmentCodec):
         inverse = torch.where(usable, torch.full_like(most, self.largest) / most, 0.0)
         codes = nearest_codes(torch.where(usable, values, 0.0) * inverse, self.largest)
         shape = (*values.shape[:2], self.unit_bytes[part])
-        encoded = torch.zeros(shape, dtype=torch.uint8)
+        encoded = torch.zeros(shape, dtype=torch.uint8, device=values.device)
         encoded[..., : self.cut.values] = codes.flatten(2)
         scales = most.to(self.dtype).flatten(2).contiguous().view(torch.uint8)
         encoded[..., -scales.shape[2] :] = scales

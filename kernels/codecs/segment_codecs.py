@@ -171,8 +171,7 @@ class SegmentCodec(ABC):
         ``[p]``; all on the CPU."""
         parts = []
         for some in items.split(self._pages_at_once):
-            units = torch.stack([self._by_unit(plane)[some] for plane in planes], dim=1)
-            parts.append(self.encode_units(units.flatten(2, 3)))
+            parts.append(self.encode_units(self.read_units(planes, some)))
         encoded, fits = zip(*parts, strict=True)
         return torch.cat(encoded), torch.cat(fits)
 
@@ -182,9 +181,21 @@ class SegmentCodec(ABC):
         """What :meth:`decode` does, in plain torch."""
         at_once = self._pages_at_once
         for some, there in zip(encoded.split(at_once), items.split(at_once), strict=True):
-            units = self.decode_units(some).unflatten(2, (self.cut.groups, self.cut.pieces))
-            for number, plane in enumerate(planes):
-                self._by_unit(plane)[there] = units[:, number]
+            self.write_units(self.decode_units(some), planes, there)
+
+    def read_units(self, planes: Sequence[torch.Tensor], items: torch.Tensor) -> torch.Tensor:
+        """K and V of pages of the pool, ``[p, 2, units, tokens, width]``; arguments as in
+        :meth:`encode`."""
+        parts = [self._by_unit(plane)[items] for plane in planes]
+        return torch.stack(parts, dim=1).flatten(2, 3)
+
+    def write_units(
+        self, units: torch.Tensor, planes: Sequence[torch.Tensor], items: torch.Tensor
+    ) -> None:
+        """Put back what :meth:`read_units` gives."""
+        units = units.unflatten(2, (self.cut.groups, self.cut.pieces))
+        for number, plane in enumerate(planes):
+            self._by_unit(plane)[items] = units[:, number]
 
     @property
     def _pages_at_once(self) -> int:

@@ -53,6 +53,7 @@ OBJECTS: dict[str, tuple[str, ...]] = {
     "scheduler": ("sglang.srt.managers.scheduler.Scheduler",),
     "server_args": _ARGUMENTS,
     "storage_config": (_CACHE + "hicache_storage.HiCacheStorageConfig",),
+    "tree": (_CACHE + "unified_cache.unified_tree_core.UnifiedTreeCore",),
     "token_to_kv_pool_allocator": (_CACHE + "allocator.paged.PagedTokenToKVPoolAllocator",),
     "transfer": (_CACHE + "hicache_storage.PoolTransfer",),
     "updater": ("sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater",),
@@ -86,13 +87,14 @@ OURS = {
     ("memory", "finish"),
     ("operation", "hcache_first_layer"),
     ("scheduler", "hcache_last_batch"),
+    ("memory", "numpy"),
     ("memory", "shares"),
 }
 """What we put there ourselves."""
 
 OVERRIDDEN: dict[str, set[str]] = {
     "HiddenStateController": {"reset", "start_writing", "write", "write_storage"},
-    "KVController": {"reset", "write"},
+    "KVController": {"reset", "start_writing", "write"},
     "OwnPagesController": {
         "_generic_page_get",
         "_move_op_indices",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from pydantic import BaseModel
 
 from hcache_backend import config, trace
 from hcache_backend.cli.main import app
@@ -215,6 +216,8 @@ def _defaults(table: Table) -> Iterator[tuple[int, str]]:
 
 def _plain(value: Any) -> Any:
     """A default as JSON has it; the home folder as ``~``."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(exclude_none=True)
     if isinstance(value, tuple):
         return [str(item).replace(str(Path.home()), "~") for item in value]
     return value

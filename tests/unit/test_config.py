@@ -41,6 +41,11 @@ def test_defaults_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ({"check_every_pages": "64"}, "option 'check_every_pages' is '64': Input should be a"),
         ({"check_every_pages": True}, "option 'check_every_pages' is True: Input should be a"),
         ({"check_every_pages": -1}, "should be greater than or equal to 0"),
+        ({"krul": 0.5}, 'must be a table, such as {"ratio": 0.5, "error": 0.3}'),
+        ({"krul": {"ratio": 0}}, "option 'krul.ratio' is 0: Input should be greater than 0"),
+        ({"krul": {"gama": 1.0}}, "unknown option 'krul.gama' (value 1.0); did you mean 'gamma'?"),
+        ({"codec": "krul", "mode": "hidden"}, "option 'codec' is 'krul': options 'mode', "),
+        ({"codec": "krul", "pages": "plain"}, "K and V of all layers be stored in own pages"),
         ({"behind": "mooncake"}, 'a table with the backend and its options, such as {"backend": '),
         ({"behind": {}}, "option 'behind.backend' is {}: Field required"),
         (

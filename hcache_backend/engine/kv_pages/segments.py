@@ -30,9 +30,14 @@ class KVSegments:
         groups: Groups of heads in the whole page.
         codec: Encodes their units: ``none``, ``exp4``, ``int8`` or ``fp8``.
 
+    Attributes:
+        by_header: Whether pages are copied as their headers say, and are to be named on the CPU.
+
     Raises:
         UnsupportedRows: The codec does not take K and V of this pool.
     """
+
+    by_header = False
 
     def __init__(
         self,
@@ -51,6 +56,11 @@ class KVSegments:
         self.codec = codec
         self._encoder = None if codec == "none" else self._make_encoder(codec)
 
+    def layout(self, layers: Sequence[StoredLayer], share: Share) -> PageLayout:
+        """The layout of pages with these ``layers``; of those of K and V as by
+        :meth:`stored_layer`."""
+        return PageLayout(self.page_size, tuple(layers), share)
+
     def stored_layer(self, layer: int) -> StoredLayer:
         """What whole pages hold of one layer."""
         k, v = (buffer[0].numel() * self._ranks for buffer in self.planes(layer))
@@ -68,26 +78,43 @@ class KVSegments:
         Args:
             layout: Layout of a page.
             memory: The arena, uint8 ``[all pages, page_bytes]``, which the device can write.
-            pages: Physical pages, int64 ``[p]``, on the device.
+            pages: Physical pages, int64 ``[p]``, on the device, or :attr:`by_header`.
             slots: Slots of their tokens, int64 ``[p * page_size]``, on the device.
 
         Returns:
             With a codec, which layers of which pages fit, bool ``[layers, p]`` on the device: what
             the pages hold of others means nothing.
         """
-        held, fits = self.pages_of(slots), []
-        for layer in self.layers:
-            offset, fit = layout.segment_offsets[layer], []
-            at_once = max(1, _COPIED_BYTES // self.bytes_of(layer))
-            for some, to in zip(held.split(at_once), pages.split(at_once), strict=True):
-                if self._encoder is None:
-                    self.save_plain(layer, some, memory, to, offset)
-                    continue
-                rows, fitting = self._encoded(layer, some, self._encoder)
-                scatter_rows(rows, memory, to, torch.zeros_like(to), offset)
-                fit.append(fitting)
-            fits += [torch.cat(fit)] if fit else []
-        return torch.stack(fits) if fits else None
+        held = self.pages_of(slots)
+        fits = [
+            self._save_layer(layer, held, memory, pages, layout.segment_offsets[layer])
+            for layer in self.layers
+        ]
+        return torch.stack(fits) if self._encoder is not None else None
+
+    def _save_layer(
+        self,
+        layer: int,
+        held: torch.Tensor,
+        memory: torch.Tensor,
+        pages: torch.Tensor,
+        offset: int,
+    ) -> torch.Tensor:
+        """Save a layer of pages of the pool to ``offset`` of pages; which ones fit, bool ``[p]``.
+
+        ``held`` and ``pages`` are int64 ``[p]``, on the device.
+        """
+        fits = torch.ones(len(held), dtype=torch.bool, device=held.device)
+        at_once = max(1, _COPIED_BYTES // self.bytes_of(layer))
+        parts = zip(*(ids.split(at_once) for ids in (held, pages, fits)), strict=True)
+        for some, to, fit in parts:
+            if self._encoder is None:
+                self.save_plain(layer, some, memory, to, offset)
+                continue
+            rows, fitting = self._encoded(layer, some, self._encoder)
+            scatter_rows(rows, memory, to, torch.zeros_like(to), offset)
+            fit.copy_(fitting)
+        return fits
 
     def save_plain(
         self,
@@ -121,19 +148,29 @@ class KVSegments:
 
     def restored_layer(self, layer: int) -> RestoredLayer:
         """How a layer whose K and V are stored comes back."""
-        planes, encoder = self.planes(layer), self._encoder
 
         def copy(
             memory: torch.Tensor, pages: torch.Tensor, offset: int, slots: torch.Tensor
         ) -> None:
-            held = self.pages_of(slots)
-            if encoder is None:
-                self.load_plain(layer, held, memory, pages, offset)
-                return
-            encoded = gather_pages(memory, pages, offset, encoder.segment_bytes)
-            encoder.decode(encoded, planes, held)
+            self._load_layer(layer, self.pages_of(slots), memory, pages, offset)
 
         return RestoredLayer("kv", copy=copy)
+
+    def _load_layer(
+        self,
+        layer: int,
+        held: torch.Tensor,
+        memory: torch.Tensor,
+        pages: torch.Tensor,
+        offset: int,
+    ) -> None:
+        """Copy back what :meth:`_save_layer` did."""
+        encoder = self._encoder
+        if encoder is None:
+            self.load_plain(layer, held, memory, pages, offset)
+            return
+        encoded = gather_pages(memory, pages, offset, encoder.segment_bytes)
+        encoder.decode(encoded, self.planes(layer), held)
 
     def held(self, layers: Sequence[int], slots: torch.Tensor) -> torch.Tensor:
         """K and V of ``layers`` in the pool, as plain pages have them: layer after layer, uint8, on
@@ -150,35 +187,52 @@ class KVSegments:
         """Into how many parts :meth:`holds` divides a layer: encoded ones by unit."""
         return 1 if self._encoder is None else self._encoder.cut.units
 
-    def holds(self, segments: torch.Tensor, held: torch.Tensor, part: int) -> bool:
-        """Whether a part of a layer in a page stands for what the pool ``held``, by the reference:
+    def holds(
+        self, segments: torch.Tensor, held: torch.Tensor, part: int, layout: PageLayout, layer: int
+    ) -> bool:
+        """Whether a part of a slot in a page stands for what the pool ``held``, by the reference:
         for every bit of it, or by a lossy codec as this promises.
 
-        ``segments`` are the page's and ``held`` is as by :meth:`held`; uint8, on the CPU.
+        ``segments`` are those of the slot of ``layer`` in a page of this ``layout``, and ``held``
+        is as by :meth:`held` of all layers that share it; uint8, on the CPU.
         """
         if self._encoder is None:
             return torch.equal(segments, held)
         return self._encoder.holds(segments, held, part)
 
     def through_codec(
-        self, planes: Sequence[torch.Tensor]
-    ) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
-        """K and V as they come back from encoded pages, by the reference, on the CPU.
+        self, layout: PageLayout, planes: Sequence[Sequence[torch.Tensor]]
+    ) -> tuple[list[Sequence[torch.Tensor]], torch.Tensor]:
+        """K and V as they come back from pages of this ``layout``, by the reference, on the CPU.
 
         Args:
-            planes: K and V of a layer, ``[p * page_size, heads, dim]``, on any device.
+            planes: K and V of all :attr:`layers`, ``[p * page_size, heads, dim]`` each, on any
+                device.
 
         Returns:
-            The same of what comes back, and which of the pages fit, bool ``[p]``.
+            The same of what comes back, and what fits of the pages, bool ``[layers, p]``.
         """
+        pages = torch.arange(len(planes[0][0]) // self.page_size)
+        fits = torch.ones((len(planes), len(pages)), dtype=torch.bool)
+        return [
+            self._layer_through_codec(kv, pages, fit) for kv, fit in zip(planes, fits, strict=True)
+        ], fits
+
+    def _layer_through_codec(
+        self, planes: Sequence[torch.Tensor], pages: torch.Tensor, fits: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        """One layer; ``fits`` (bool ``[p]``) is written."""
         if self._encoder is None:
-            return planes, torch.ones(len(planes[0]) // self.page_size, dtype=torch.bool)
+            return planes
         planes = [plane.cpu() for plane in planes]
-        pages = torch.arange(len(planes[0]) // self.page_size)
-        encoded, fits = self._encoder.encode_reference(planes, pages)
+        encoded, fits[:] = self._encoder.encode_reference(planes, pages)
         back = [torch.empty_like(plane) for plane in planes]
         self._encoder.decode_reference(encoded, back, pages)
-        return back, fits
+        return back
+
+    def code_of(self, layout: PageLayout, layer: int) -> str:
+        """The name of what encodes a layer in pages of this ``layout``."""
+        return self.codec
 
     @property
     def lossless(self) -> bool:
@@ -203,6 +257,10 @@ class KVSegments:
         return self.bytes_of(self.layers[0])
 
     def _make_encoder(self, codec: str) -> SegmentCodec:
+        return make_segment_codec(codec, *self._cut(codec))
+
+    def _cut(self, codec: str) -> tuple[Cut, int, torch.dtype]:
+        """What a codec wants to know of the layers' K and V; an UnsupportedRows if they differ."""
         planes = [plane for layer in self.layers for plane in self.planes(layer)]
         shapes = sorted({tuple(plane.shape[1:]) for plane in planes})
         if len(shapes) > 1:
@@ -213,7 +271,7 @@ class KVSegments:
         width = heads * dim // self._groups
         pieces = units_per_group(self.page_size, width)
         cut = Cut(width, self.page_size // pieces, self._groups, pieces)
-        return make_segment_codec(codec, cut, dim, planes[0].dtype)
+        return cut, dim, planes[0].dtype
 
     def _plain(self, layer: int, held: torch.Tensor) -> Iterator[torch.Tensor]:
         """K, then V of pages of the pool, as plain pages hold them: uint8 ``[p, bytes]`` each."""

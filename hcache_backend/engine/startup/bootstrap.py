@@ -108,6 +108,8 @@ def _join(runner: Any) -> None:
     if plain is None:
         plain = hooks.install(hooks.own_pages_hooks())
     no_hidden = "option 'mode' is 'kv'" if config.mode == "kv" else None
+    if config.codec == "krul":
+        no_hidden = "option 'codec' is 'krul', which stores K and V"
     if plain is None and no_hidden is None:
         no_hidden = hooks.install(hooks.hidden_mode_hooks())
     if plain is None and no_hidden is None:

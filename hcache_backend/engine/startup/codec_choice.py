@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from hcache_backend.engine.kv_pages.paired import make_segments
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
 from hcache_backend.engine.startup.self_check import Probe
+from hcache_backend.page import PageLayout
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.check import (
     CODEC_TOLERANCE,
@@ -34,7 +36,8 @@ def hidden_codec(runtime: Runtime) -> str:
     known whether it holds those of the model, and there is no overflow for rows that it does not
     hold: ``auto`` encodes none."""
     assert runtime.config is not None
-    return "none" if runtime.config.codec == "auto" else runtime.config.codec
+    asked = runtime.config.codec
+    return "none" if asked in ("auto", "krul") else asked
 
 
 def asked_kv_codec(runtime: Runtime, kvcache: Any) -> str:
@@ -77,8 +80,8 @@ def encoded_share(runtime: Runtime, kvcache: Any, stages: int) -> float:
         kv = _encoding_segments(runtime, kvcache, WHOLE, 1, stages)
     except UnsupportedRows:
         return 1.0
-    stored = sum(segment.length for segment in kv.stored_layer(0).segments)
-    return stored / kv.plain_bytes
+    layout = kv.layout([kv.stored_layer(layer) for layer in kv.layers], WHOLE)
+    return sum(layout.segment_bytes) / (len(kv.layers) * kv.plain_bytes)
 
 
 def _encoding_segments(
@@ -88,26 +91,41 @@ def _encoding_segments(
     codec = asked_kv_codec(runtime, kvcache)
     if codec != "none" and stages > 1:  # a stage cannot tell the others what it could not keep
         raise UnsupportedRows(f"codec {codec!r} takes no K and V of pipeline stages")
-    return KVSegments(kvcache, range(kvcache.layer_num), kvcache.page_size, share, groups, codec)
+    layers, pairs = range(kvcache.layer_num), number_of_pairs(runtime, kvcache)
+    if codec == "krul":
+        groups, share = groups // share.of, WHOLE
+    return make_segments(kvcache, layers, kvcache.page_size, share, groups, codec, pairs)
 
 
-def check_lossy(kv: KVSegments, slots: torch.Tensor) -> None:
-    """Encode and decode the K and V that the model wrote to ``slots`` (int64 ``[n]``), all of
-    their whole pages, or less than one again and again.
+def number_of_pairs(runtime: Runtime, kvcache: Any) -> int:
+    """Pairs of layers in each page, if there are any."""
+    assert runtime.config is not None
+    return max(1, int(runtime.config.krul.ratio * kvcache.layer_num / 2))
+
+
+def whole_pages(slots: torch.Tensor, page_size: int) -> torch.Tensor:
+    """As many of ``slots`` (int64 ``[n]``) as make whole pages; less than one again and again."""
+    tokens = max(1, len(slots) // page_size) * page_size
+    return slots[torch.arange(tokens, device=slots.device) % len(slots)]
+
+
+def check_lossy(kv: KVSegments, layout: PageLayout, slots: torch.Tensor, merged: float) -> None:
+    """Encode and decode the K and V that the model wrote to ``slots`` (int64 ``[p * page_size]``).
+
+    Args:
+        merged: How much merging layers may change them.
 
     Raises:
         Refused: What comes back of a layer is too different, or its codec cannot hold it.
     """
-    tokens = max(1, len(slots) // kv.page_size) * kv.page_size
-    slots = slots[torch.arange(tokens, device=slots.device) % len(slots)]
-    allowed = CODEC_TOLERANCE[kv.codec]
-    for layer in kv.layers:
-        planes = [plane[slots] for plane in kv.planes(layer)]
-        back, fits = kv.through_codec(planes)
-        if not bool(fits.all()):
+    planes = [[plane[slots].cpu() for plane in kv.planes(layer)] for layer in kv.layers]
+    encoded, fits = kv.through_codec(layout, planes)
+    for layer, exact, back, fit in zip(kv.layers, planes, encoded, fits, strict=True):
+        if not bool(fit.all()):
             raise Refused(f"it cannot hold K and V of layer {layer}")
-        for name, got, plane in zip("KV", back, planes, strict=True):
-            wanted = plane.cpu().float()
+        allowed = CODEC_TOLERANCE.get(kv.code_of(layout, layer), merged)
+        for name, got, plane in zip("KV", back, exact, strict=True):
+            wanted = plane.float()
             # All tokens count alike: one that stands out would hide what the others lose.
             size = wanted.square().mean(2, keepdim=True).sqrt().clamp_min(1e-12)
             difference = relative_difference(got.float() / size, wanted / size)

@@ -5,6 +5,8 @@ It also compiles the kernels that copy them: what was not tried at the start is 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -12,6 +14,8 @@ from hcache_backend.engine.kv_pages.overflow import OverflowArea
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.page_plan import PagePlan
+from hcache_backend.krul.paired_layout import PairedLayout
+from hcache_backend.page import PageLayout
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.streams import current_stream, host_tensor
@@ -23,7 +27,8 @@ _FROM, _TO, _HOST = (1, 2), (4, 3), (1, 0)
 def check_copies(plan: PagePlan) -> None:
     """Copy two pages of the pool to host memory, and from there to two others, in the layers of
     which K and V are stored. If there is a codec, one page is not to be encoded, and goes to the
-    overflow; the other one is to come back as by the codec's reference.
+    overflow; the other one is to come back as by the codec's reference. Where layers share slots
+    that is done with each way to encode these.
 
     Nothing may be served yet: the pages of the pool get back what they held.
 
@@ -31,7 +36,12 @@ def check_copies(plan: PagePlan) -> None:
         Refused: What comes back is something else, or nothing comes back, or the codec does not
             hold normally distributed values.
     """
-    kvcache, layout, kv = plan.kvcache, plan.layout, plan.kv
+    layout = plan.layout
+    for tried in layout.in_each_code if isinstance(layout, PairedLayout) else [layout]:
+        _check_copies(plan.kvcache, tried, plan.kv)
+
+
+def _check_copies(kvcache: Any, layout: PageLayout, kv: KVSegments) -> None:
     size, device = layout.page_size, kvcache.k_buffer[0].device
     if len(kvcache.k_buffer[0]) <= size * max(*_FROM, *_TO):
         raise Refused("the KV pool is too small to try copies of its pages")
@@ -40,6 +50,7 @@ def check_copies(plan: PagePlan) -> None:
         for pages in (_FROM, _TO)
     )
     memory = host_tensor((len(_HOST), layout.page_bytes), torch.uint8, device).zero_()
+    layout.divide(memory.numpy())
     planes = [
         buffers[layer] for buffers in (kvcache.k_buffer, kvcache.v_buffer) for layer in kv.layers
     ]
@@ -56,11 +67,11 @@ def check_copies(plan: PagePlan) -> None:
             first, stored = slots[:size], len(kv.layers)
             for plane in planes:
                 plane[first] = torch.randn_like(plane[first])
-            for number in range(stored):
-                pair = [planes[number][first], planes[number + stored][first]]
-                for part, back in enumerate(kv.through_codec(pair)[0]):
-                    wanted[number + part * stored][:size] = back.view(torch.uint8).to(device)
-        pages = torch.tensor(_HOST, device=device)
+            by_layer = [[planes[n][first], planes[n + stored][first]] for n in range(stored)]
+            for number, back in enumerate(kv.through_codec(layout, by_layer)[0]):
+                for part, plane in enumerate(back):
+                    wanted[number + part * stored][:size] = plane.view(torch.uint8).to(device)
+        pages = torch.tensor(_HOST, device="cpu" if kv.by_header else device)
         fits = kv.save(layout, memory, pages, slots)
         others_stay = RestoredLayer("kv", copy=lambda *_: None)
         layers = [others_stay] * len(layout.segment_bytes)

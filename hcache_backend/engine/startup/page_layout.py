@@ -42,4 +42,4 @@ def page_layout(
         layers[layer] = hidden_layer(page_size, codec.row_bytes, codec.hidden_size, codec.code)
     for layer in kv.layers:
         layers[layer] = kv.stored_layer(layer)
-    return PageLayout(page_size, tuple(layers), share)
+    return kv.layout(layers, share)

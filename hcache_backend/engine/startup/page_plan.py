@@ -20,11 +20,13 @@ from hcache_backend.engine.arguments import resolved
 from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.engine.host_pool import HostPages
 from hcache_backend.engine.kv_pages.overflow import OverflowArea
+from hcache_backend.engine.kv_pages.paired import make_segments
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.page_layout import page_layout
 from hcache_backend.engine.startup.self_check import Probe
+from hcache_backend.krul.choice import PairChoice
 from hcache_backend.page import PageLayout
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.restore.exchange import Exchange, share_of_rank
@@ -54,7 +56,10 @@ class PagePlan:
         methods: What is stored of each layer.
         share: What this rank holds of a page.
         groups: Groups of heads that K and V of a page divide into, all ranks together.
-        kv_codec: Encodes K and V.
+        kv_codec: Encodes K and V...
+        pairs: ...with so many pairs of layers, if it makes any,
+        choice: which are chosen so,
+        probe: by a look at attention; None: there is no such choice, or it cannot be looked at.
         kv: Copies the K and V that are stored.
         layout: Layout of a page.
         pages: How many pages there are; from :meth:`find_room`.
@@ -65,13 +70,17 @@ class PagePlan:
     share: Share
     groups: int
     kv_codec: str = field(default="none", kw_only=True)
+    pairs: int = field(default=0, kw_only=True)
     kv: KVSegments = field(init=False)
     layout: PageLayout = field(init=False)
+    choice: PairChoice | None = field(init=False, default=None)
+    probe: Recomputer | None = field(init=False, default=None)
     pages: HostPages = field(init=False)
 
     def __post_init__(self) -> None:
         tokens, stored = self.kvcache.page_size, self.methods.layers("kv")
-        self.kv = KVSegments(self.kvcache, stored, tokens, self.share, self.groups, self.kv_codec)
+        how = self.share, self.groups, self.kv_codec, self.pairs
+        self.kv = make_segments(self.kvcache, stored, tokens, *how)
         self.layout = self._layout()
 
     def _layout(self) -> PageLayout:

@@ -103,7 +103,7 @@ def prefill_and_decode(runner: Any, tokens: int, ranks: Any, *, graphs: bool) ->
     Raises:
         Refused: It failed on another rank.
     """
-    prompt = _prompt(runner.model_config.vocab_size, tokens)
+    prompt = probe_tokens(runner.model_config.vocab_size, tokens)
     batch: Any = None
     slots: list[torch.Tensor] = []
     problem: Exception | None = None
@@ -230,7 +230,7 @@ def _forward(
     when SGLang's code fails half-way: a lost slot would stop the server later.
     """
     vocabulary = runner.model_config.vocab_size
-    requests = [prefill_request(_prompt(vocabulary, length)) for length in lengths]
+    requests = [prefill_request(probe_tokens(vocabulary, length)) for length in lengths]
     stages = _Stages()
     try:
         forward = forward_batch(runner, prefill_batch(runner, requests))
@@ -248,7 +248,7 @@ def _empty_pools(runner: Any) -> None:
     runner.req_to_token_pool.clear()
 
 
-def _prompt(vocabulary: int, length: int) -> list[int]:
+def probe_tokens(vocabulary: int, length: int) -> list[int]:
     """The first tokens of the probe."""
     step = max(1, vocabulary // PROBE_TOKENS)
     return [(7 + i * step) % vocabulary for i in range(length)]

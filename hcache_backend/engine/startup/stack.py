@@ -20,7 +20,7 @@ from hcache_backend.arena import Ids
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.engine.arguments import kv_fields, resolved
 from hcache_backend.engine.capture_hooks import invalidate_on_allocation
-from hcache_backend.engine.controller import KVController, OwnPagesController
+from hcache_backend.engine.controller import OwnPagesController
 from hcache_backend.engine.eager_loads import (
     EagerLoads,
     ReservablePages,
@@ -29,6 +29,8 @@ from hcache_backend.engine.eager_loads import (
 )
 from hcache_backend.engine.hidden_controller import HiddenStateController
 from hcache_backend.engine.host_pool import HiddenStatePool, OwnPagesPool
+from hcache_backend.engine.kv_pages.controller import KVController
+from hcache_backend.engine.kv_pages.node_pairs import NodePairs
 from hcache_backend.engine.loads import LoadQueue
 from hcache_backend.engine.recompute.slices import SliceBudget
 from hcache_backend.engine.runtime import Runtime
@@ -36,6 +38,7 @@ from hcache_backend.engine.service_check import KVChecks, ServiceChecks
 from hcache_backend.engine.stage_pages import StagePages
 from hcache_backend.engine.startup.codec_choice import asked_kv_codec, hidden_codec
 from hcache_backend.engine.startup.page_plan import HiddenPagePlan, PagePlan
+from hcache_backend.krul.paired_layout import PairedLayout
 from hcache_backend.projection.projector import Projector
 from hcache_backend.restore.exchange import CollectiveOrder
 from hcache_backend.restore.layers import PoolParking, RestoredLayer
@@ -74,7 +77,12 @@ class Stack:
         pool.on_freed.append(checks.freed)
         pool.on_backed_up.append(checks.transferred)
         pool.on_loaded.append(checks.transferred)
-        result.cache_controller.check_by(checks, self._stages(plan, lambda pages: True))
+        stages, ranks = self._stages(plan, lambda pages: True), get_tp_group()
+        node_pairs, layout = None, plan.layout
+        if plan.probe is not None and plan.choice is not None and isinstance(layout, PairedLayout):
+            every = params.tp_cache_group, ranks.world_size
+            node_pairs = NodePairs(plan.probe, plan.choice, layout, *every)
+        result.cache_controller.check_by(checks, stages, node_pairs)
         return result
 
     def build_hidden(self, plan: HiddenPagePlan, projector: Projector) -> StackBuildResult:

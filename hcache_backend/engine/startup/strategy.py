@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from hcache_backend.config import HCacheConfig
 from hcache_backend.engine import metrics
 from hcache_backend.engine.arguments import resolved, storage_extra_config
 from hcache_backend.engine.capture_hooks import HiddenCapture
@@ -30,12 +31,15 @@ from hcache_backend.engine.startup.codec_choice import (
     choose_codec,
     hidden_codec,
     kv_codec,
+    number_of_pairs,
+    whole_pages,
 )
 from hcache_backend.engine.startup.copy_check import check_copies
 from hcache_backend.engine.startup.graphs import check_recording
 from hcache_backend.engine.startup.layer_specs import LayerSpecs
 from hcache_backend.engine.startup.page_layout import head_groups, share_of_heads
 from hcache_backend.engine.startup.page_plan import HiddenPagePlan, PagePlan, make_exchange
+from hcache_backend.engine.startup.pair_choice import find_mergeable, find_probe
 from hcache_backend.engine.startup.partition_choice import layer_methods
 from hcache_backend.engine.startup.recompute_check import find_recomputer
 from hcache_backend.engine.startup.refusals import (
@@ -162,14 +166,17 @@ class OwnPagesStrategy(StackStrategy):
         chunk = min(self._runtime.config.restore_chunk_tokens, int(kvcache.size))
         everything = Partition(0, 0, int(kvcache.layer_num))
         methods, ranks = LayerMethods(everything, None, None, chunk), get_tp_group()
-        share = share_of_heads(ranks.rank_in_group, ranks.world_size)
-        groups = self._head_groups(methods, share)
+        of_heads = share_of_heads(ranks.rank_in_group, ranks.world_size)
+        groups = self._head_groups(methods, of_heads)
         codec = self._step(
-            params, lambda: kv_codec(self._runtime, kvcache, share, groups, params.pp_size)
+            params, lambda: kv_codec(self._runtime, kvcache, of_heads, groups, params.pp_size)
         )
+        pairs = number_of_pairs(self._runtime, kvcache)
 
         def make(of_kv: str) -> PagePlan:
-            plan = PagePlan(kvcache, methods, share, groups, kv_codec=of_kv)
+            share = WHOLE if of_kv == "krul" else of_heads
+            groups = self._head_groups(methods, share)
+            plan = PagePlan(kvcache, methods, share, groups, kv_codec=of_kv, pairs=pairs)
             header, page = plan.layout.header_bytes, plan.layout.page_bytes
             if header * _SMALLEST_PAGE > page:
                 raise Refused(
@@ -204,7 +211,14 @@ class OwnPagesStrategy(StackStrategy):
             plan = self._step(params, lambda: _copying(make(codec)))
             if not plan.kv.lossless:
                 slots = self._step(params, written)
-                self._step(params, lambda: check_lossy(plan.kv, slots))
+                pages = whole_pages(slots, plan.layout.page_size)
+                option = self._config.krul
+                if plan.kv.by_header:
+                    group = params.tp_cache_group
+                    self._step(params, lambda: find_mergeable(plan, option, pages, group))
+                    self._look_at_attention(params, plan, slots)
+                check = partial(check_lossy, plan.kv, plan.layout, pages, option.error)
+                self._step(params, check)
         except Refused as refused:
             if codec == "none":
                 raise
@@ -216,6 +230,22 @@ class OwnPagesStrategy(StackStrategy):
             plan = self._step(params, lambda: _copying(make("none")))
         self._step(params, plan.find_room)
         return plan
+
+    def _look_at_attention(self, params: Any, plan: PagePlan, slots: torch.Tensor) -> None:
+        """See to it that the plan can, unless the pairs are known."""
+        if self._config.krul.pairs is not None:
+            return
+        try:
+            self._step(params, lambda: find_probe(self._runtime.runner, plan, slots))
+        except Refused as refused:
+            plan.probe = None
+            logger.warning("hcache: pairs of layers are the same in all pages: %s", refused)
+
+    @property
+    def _config(self) -> HCacheConfig:
+        config = self._runtime.config
+        assert config is not None
+        return config
 
     def _plan(self, kvcache: Any, params: Any, projector: Projector) -> HiddenPagePlan:
         """Everything that hidden mode needs, proven on every rank of every stage.

@@ -7,7 +7,7 @@ import hashlib
 import pytest
 import torch
 
-from hcache_backend.krul.pair_forms import PAIR_FORMS, Fp8Pair, MergedPair, pair_slot_bytes
+from hcache_backend.krul.pair_forms import PAIR_FORMS, Fp8Pair, MergedPair, PairSlot
 from hcache_backend.krul.selection import Strategy
 from hcache_backend.units import units_per_group
 from hcache_kernels.codecs import Cut, UnsupportedRows
@@ -147,7 +147,7 @@ def test_half_of_the_layers_in_pairs_take_at_most_0_78_of_plain_pages(
 ) -> None:
     width, tokens, layers = heads * dim, 64, 32
     pieces = units_per_group(tokens, width)
-    slot = pair_slot_bytes(Cut(width, tokens // pieces, pieces=pieces), dim, dtype)
+    slot = PairSlot(Cut(width, tokens // pieces, pieces=pieces), dim, dtype).slot_bytes
     plain = 2 * tokens * width * dtype.itemsize
     strategy = Strategy(layers, tuple((first, first + 1) for first in range(0, layers // 2, 2)))
     assert 0.75 < strategy.page_bytes(plain, slot) / (layers * plain) <= 0.78

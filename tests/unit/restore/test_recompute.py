@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from hcache_backend.krul.statistics import LayerProbe, attention_sums
 from hcache_backend.restore.recompute import (
     Forward,
     RecomputeAttention,
@@ -198,3 +199,42 @@ def test_a_model_that_ends_early_is_refused() -> None:
     recomputer = recomputer_of(lambda *_: None, Pool(HEADS), 64)
     with pytest.raises(RecomputeRefused, match="ended before attention of layer 0"):
         recomputer.run(1, torch.arange(5), slots, [TokenSpan(ids.numpy(), slots[:0])])
+
+
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+def test_the_last_tokens_are_asked_again_and_the_pool_stays_as_it_is(kv_heads: int) -> None:
+    """Their queries, and the keys of all tokens of the sequence, are those of its own pass."""
+    model, pool = Model(kv_heads), Pool(kv_heads)
+    recomputer = recomputer_of(model.forward, pool, 7)
+    ids, slots = sequence(23, 1)
+    recomputer.run(LAYERS, torch.arange(23), slots, [TokenSpan(ids.numpy(), slots[:0])])
+    queries: list[torch.Tensor] = []
+    project = model.project
+
+    def noted(layer: int, x: torch.Tensor, positions: torch.Tensor) -> Any:
+        q, k, v = project(layer, x, positions)
+        queries.append(q.view(len(x), HEADS, DIM))
+        return q, k, v
+
+    model.project = noted  # type: ignore[method-assign]
+    wanted = [
+        LayerProbe(q[-5:], (k.float(), v.float()), 0.4)
+        for (k, v), q in zip(model.whole(ids), queries, strict=True)
+    ]
+    before = pool.k.clone(), pool.v.clone()
+    found, expected = recomputer.probe(LAYERS, ids[-5:].numpy(), slots), attention_sums(wanted)
+    assert found.rows == expected.rows == 5 * HEADS
+    torch.testing.assert_close(found.mass, expected.mass, rtol=1e-4, atol=0)
+    torch.testing.assert_close(found.squared, expected.squared, rtol=1e-4, atol=1e-6)
+    for held, exact in zip((pool.k, pool.v), before, strict=True):
+        torch.testing.assert_close(held, exact, rtol=0, atol=0, equal_nan=True)
+
+
+def test_attention_of_another_kind_is_not_looked_at() -> None:
+    model, pool = Model(), Pool(HEADS)
+    ids, slots = sequence(9, 1)
+    recomputer = recomputer_of(model.forward, pool, 64)
+    recomputer.run(LAYERS, torch.arange(9), slots, [TokenSpan(ids.numpy(), slots[:0])])
+    model.kernels[1] = kernel(1, HEADS, logit_cap=30.0)
+    with pytest.raises(RecomputeRefused, match="attention of its own kind"):
+        recomputer.probe(LAYERS, ids[-5:].numpy(), slots)

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from hcache_backend.engine.host_pool import HostPages, OwnPagesPool
-from hcache_backend.engine.kv_pages.segments import KVSegments
+from hcache_backend.engine.kv_pages.paired import make_segments
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
-from hcache_backend.page import PageLayout
 from hcache_backend.partition.costs import Partition
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.units import WHOLE
@@ -25,22 +24,23 @@ def kv_pool(
     page: int = PAGE,
     v_dim: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    layers: int = LAYERS,
 ) -> Any:
     """What is asked of SGLang's pool."""
     slots = (DEVICE_PAGES + 1) * page
     k, v = (
-        [torch.randn(slots, heads, width).to(dtype) for _ in range(LAYERS)]
+        [torch.randn(slots, heads, width).to(dtype) for _ in range(layers)]
         for width in (dim, v_dim or dim)
     )
     return SimpleNamespace(
         k_buffer=k,
         v_buffer=v,
-        layer_num=LAYERS,
+        layer_num=layers,
         size=DEVICE_PAGES * page,
         page_size=page,
         store_dtype=dtype,
         start_layer=0,
-        end_layer=LAYERS - 1,
+        end_layer=layers - 1,
         device="cpu",
         layer_shard_enabled=False,
     )
@@ -88,7 +88,8 @@ class Transferred:
 
 
 class Host:
-    """A host pool over a device's of eight pages, with ``overflow`` pages of overflow."""
+    """A host pool over a device's of eight pages, with ``overflow`` pages of overflow; ``pairs`` of
+    layers are for codec ``krul``."""
 
     def __init__(
         self,
@@ -97,10 +98,13 @@ class Host:
         codec: str = "exp4",
         dtype: torch.dtype = torch.bfloat16,
         heads: int = 2,
+        layers: int = LAYERS,
+        pairs: int = 1,
     ) -> None:
-        self.device = kv_pool(heads, dtype=dtype)
-        self.kv = KVSegments(self.device, range(LAYERS), PAGE, WHOLE, 1, codec)
-        layout = PageLayout(PAGE, tuple(map(self.kv.stored_layer, range(LAYERS))))
+        every = range(layers)
+        self.device = kv_pool(heads, dtype=dtype, layers=layers)
+        self.kv = make_segments(self.device, every, PAGE, WHOLE, 1, codec, pairs)
+        layout = self.kv.layout([*map(self.kv.stored_layer, every)], WHOLE)
         self.pool = OwnPagesPool(
             self.device,
             PAGE,
@@ -113,9 +117,9 @@ class Host:
         )
         assert self.pool.overflow is not None
         self.overflow = self.pool.overflow
-        layers = [self.kv.restored_layer(layer) for layer in range(LAYERS)]
-        self.pipeline = RestorePipeline(self.pool.kv_buffer, layout, layers, 8 * PAGE, "cpu")
-        methods = LayerMethods(Partition(0, 0, LAYERS), None, None, 8 * PAGE)
+        restored = [self.kv.restored_layer(layer) for layer in every]
+        self.pipeline = RestorePipeline(self.pool.kv_buffer, layout, restored, 8 * PAGE, "cpu")
+        methods = LayerMethods(Partition(0, 0, layers), None, None, 8 * PAGE)
         self.loads = LoadQueue(self.pool.arena, self.pipeline, methods, None, "cpu")
         self.pool.use(self.loads)
 
@@ -123,6 +127,7 @@ class Host:
         """Launch the backup of device pages; where to, and what HiCache waits for."""
         host = self.pool.alloc(PAGE * len(pages))
         assert host is not None
+        self.pool.divide(self.pool.page_ids(host), self.pool.page_layout)
         self.pool.backup_from_device_all_layer(self.device, host, slots_of(*pages), "kernel")
         return host, self.overflow.awaited(Ack(Transferred(), Transferred()))
 
@@ -134,7 +139,7 @@ class Host:
     def load(self, host: torch.Tensor, *pages: int) -> torch.Tensor:
         """Load host pages to device pages; what these hold then."""
         self.loads.add(QueuedLoad(self.pool.page_ids(host)), slots_of(*pages))
-        for layer in range(LAYERS):
+        for layer in range(len(self.device.k_buffer)):
             self.pool.load_to_device_per_layer(self.device, host, slots_of(*pages), layer, "kernel")
         return bits(self.device, *pages)
 

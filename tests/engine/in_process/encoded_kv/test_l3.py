@@ -10,7 +10,7 @@ import torch
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
 from hcache_backend.engine import metrics
-from hcache_backend.engine.controller import KVController
+from hcache_backend.engine.kv_pages.controller import KVController
 from hcache_backend.page import key_bytes
 from tests.engine.in_process.encoded_kv.host import LAYERS, PAGE, Host, make_unfit, slots_of
 

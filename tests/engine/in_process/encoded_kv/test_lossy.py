@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hcache_backend.config import HCacheConfig
 from hcache_backend.engine.service_check import KVChecks
 from hcache_backend.engine.startup.page_plan import PagePlan
 from hcache_backend.engine.startup.strategy import OwnPagesStrategy
@@ -38,8 +39,9 @@ def compare_all(checks: KVChecks) -> None:
 
 def by_reference(server: Host, *pages: int) -> torch.Tensor:
     """K and V of pages as the codec's reference brings them back, as :func:`bits` has them."""
-    buffers = list(zip(server.device.k_buffer, server.device.v_buffer, strict=True))
-    back = [server.kv.through_codec([plane[slots_of(*pages)] for plane in kv])[0] for kv in buffers]
+    buffers = zip(server.device.k_buffer, server.device.v_buffer, strict=True)
+    held = [[plane[slots_of(*pages)] for plane in kv] for kv in buffers]
+    back, _ = server.kv.through_codec(server.pool.page_layout, held)
     return torch.stack([kv[part].view(torch.int16) for part in (0, 1) for kv in back])
 
 
@@ -126,6 +128,7 @@ def tried(device: Any, codec: str) -> str:
     one."""
     strategy, alone = object.__new__(OwnPagesStrategy), SimpleNamespace()
     alone.tp_cache_group = alone.pp_cache_group = None
+    strategy._runtime = SimpleNamespace(config=HCacheConfig())  # type: ignore[assignment]
 
     def make(of_kv: str) -> PagePlan:
         plan = plan_of(device, of_kv)

@@ -61,8 +61,8 @@ def test_encoded_segments_come_back_to_other_slots_bit_for_bit(
     assert not memory[[0, 1, 3]].any()
     held, segment = kv.held(kv.layers, slots[page:]), layout.segment(1)
     for part in range(kv.parts):
-        assert kv.holds(memory[2, segment], held, part)
-        assert not kv.holds(memory[4, segment], held, part)
+        assert kv.holds(memory[2, segment], held, part, layout, 1)
+        assert not kv.holds(memory[4, segment], held, part, layout, 1)
     want = [buffer[slots].clone() for buffer in (device.k_buffer[1], device.v_buffer[1])]
     others = [device.k_buffer[0].clone(), device.k_buffer[1][: 4 * page].clone()]
     copy = kv.restored_layer(1).copy

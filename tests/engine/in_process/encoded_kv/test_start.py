@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hcache_backend.config import HCacheConfig
 from hcache_backend.engine import metrics
 from hcache_backend.engine.host_pool import HostPages
 from hcache_backend.engine.kv_pages.overflow import OverflowArea
@@ -118,6 +119,7 @@ def test_pages_of_k_and_v_stay_own_without_a_codec_that_does_not_hold_them(
 ) -> None:
     broken_encoder(monkeypatch)
     strategy = object.__new__(OwnPagesStrategy)
+    strategy._runtime = SimpleNamespace(config=HCacheConfig())  # type: ignore[assignment]
     params = SimpleNamespace(tp_cache_group=None, pp_cache_group=None)
     roomy: list[str] = []
 
@@ -206,7 +208,7 @@ def test_form_alone_decides_on_the_codec_of_k_and_v(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     device = kv_pool(**change)
-    runtime = SimpleNamespace(config=SimpleNamespace(codec=codec))
+    runtime = SimpleNamespace(config=HCacheConfig(codec=codec))
     with caplog.at_level("WARNING", "hcache"):
         assert kv_codec(runtime, device, WHOLE, 1, stages) == used  # type: ignore[arg-type]
     assert why in caplog.text
@@ -228,7 +230,7 @@ def test_form_alone_decides_on_the_codec_of_k_and_v(
 def test_the_partition_is_chosen_by_the_bytes_that_k_and_v_are_stored_in(
     codec: str, change: dict[str, Any], stages: int, share: float
 ) -> None:
-    runtime = SimpleNamespace(config=SimpleNamespace(codec=codec))
+    runtime = SimpleNamespace(config=HCacheConfig(codec=codec))
     device = kv_pool(**change)
     found = encoded_share(runtime, device, stages)  # type: ignore[arg-type]
     assert found == pytest.approx(share, abs=0.001)
@@ -262,7 +264,7 @@ def test_l3_hits_are_judged_by_the_bytes_that_k_and_v_are_stored_in(
         model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: model)),
         server_args=SimpleNamespace(tp_size=1, pp_size=1),
     )
-    config: Any = SimpleNamespace(codec="auto", restore="auto")
+    config = HCacheConfig()
     runtime: Any = SimpleNamespace(config=config, codec=used, layer_methods=None, runner=runner)
     profile = Profile.model_construct(l3=Rate(per_second=1e6))
     for name in ("get_pp_group", "get_tp_group"):
@@ -290,7 +292,7 @@ def test_l3_hits_are_judged_by_the_bytes_that_k_and_v_are_stored_in(
 def test_the_option_alone_and_the_type_of_k_and_v_say_what_is_asked_for(
     codec: str, dtype: torch.dtype, of_hidden_states: str, of_kv: str
 ) -> None:
-    runtime: Any = SimpleNamespace(config=SimpleNamespace(codec=codec))
+    runtime: Any = SimpleNamespace(config=HCacheConfig(codec=codec))
     assert hidden_codec(runtime) == of_hidden_states
     assert asked_kv_codec(runtime, kv_pool(dtype=dtype)) == of_kv
 

@@ -122,6 +122,7 @@ class TestAnAttach:
             "partition": {"hidden": 2},
             "profile": "/tmp/profile.json",
             "codec": "none",
+            "krul": {"gamma": 0.25},
             "check_every_pages": 1,
             "projection": "generic",
             "restore_chunk_tokens": 64,

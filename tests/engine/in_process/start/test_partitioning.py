@@ -7,7 +7,6 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -38,7 +37,7 @@ CONFIGS = Path(__file__).parents[3] / "unit" / "partition" / "configs"
 def test_codes_that_encode_the_same_rows_otherwise_share_no_pages() -> None:
     """An earlier ``exp4`` had rows of the same length, which this one would decode to others."""
     methods = LayerMethods(Partition(0, 1, 0), None, None, 64)
-    kv: Any = SimpleNamespace(layers=())
+    kv = KVSegments(kv_pool(8), (), 64, WHOLE, 1)
     codec = make_codec("exp4", 256, torch.bfloat16)
     layout = page_layout(64, methods, kv, codec, WHOLE)
     before = PageLayout(64, (hidden_layer(64, codec.row_bytes, 256, "exp4"),))
@@ -57,8 +56,8 @@ def test_kv_segments_come_back_to_other_slots_bit_for_bit() -> None:
     pages = torch.tensor([4, 2])
     kv.save(layout, memory, pages, slots)
     held, segment = kv.held(kv.layers, slots[SIZE:]), layout.segment(1)
-    assert kv.holds(memory[2, segment], held, 0)
-    assert not kv.holds(memory[4, segment], held, 0)
+    assert kv.holds(memory[2, segment], held, 0, layout, 1)
+    assert not kv.holds(memory[4, segment], held, 0, layout, 1)
     assert not memory[[0, 1, 3]].any()
     k, v = pool.k_buffer[1][slots].clone(), pool.v_buffer[1][slots].clone()
     others = pool.k_buffer[0].clone()

@@ -1,0 +1,54 @@
+"""The pairs of a page: as many as its form has, merged where that is good enough."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from hcache_backend.krul.pair_forms import Fp8Pair, MergedPair
+from hcache_backend.krul.paired_layout import CodedPair
+from hcache_backend.krul.selection import Pair, closest_pairs, initial_recent_layers
+from hcache_backend.krul.statistics import AttentionSums
+
+
+@dataclass(frozen=True)
+class PairChoice:
+    """Chooses pairs of layers.
+
+    Attributes:
+        layers: How many the model has.
+        pairs: How many are chosen.
+        mergeable: Those that a merge does not change too much.
+        ratio: Share of the I-R layers that are merged at most.
+        gamma: What makes an I-R layer, see :func:`initial_recent_layers`.
+    """
+
+    layers: int
+    pairs: int
+    mergeable: Collection[Pair]
+    ratio: float
+    gamma: float
+
+    def by_attention(self, sums: AttentionSums) -> tuple[CodedPair, ...]:
+        """The I-R layers that attend most alike are merged (Krul's Algorithm 1)."""
+        candidates = initial_recent_layers(sums.initial_recent, self.gamma)
+        distances = torch.full_like(sums.distances, torch.inf)
+        for pair in self.mergeable:
+            distances[pair] = distances[pair[::-1]] = sums.distances[pair]
+        closest = closest_pairs(distances, candidates, self.ratio)
+        return self.coded([pair for pair in closest if pair in self.mergeable][: self.pairs])
+
+    def coded(self, wanted: Iterable[Pair]) -> tuple[CodedPair, ...]:
+        """These pairs, and neighbours among the other layers, from the last on: merged if they are
+        wanted and mergeable, else in ``fp8``; by their first layers."""
+        found = {pair: pair in self.mergeable for pair in wanted}
+        left = [layer for layer in range(self.layers) if all(layer not in pair for pair in found)]
+        while len(found) < self.pairs:
+            second = left.pop()
+            found[left.pop(), second] = False
+        return tuple(
+            (*pair, MergedPair.name if merged else Fp8Pair.name)
+            for pair, merged in sorted(found.items())
+        )

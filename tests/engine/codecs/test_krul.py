@@ -1,0 +1,158 @@
+"""Servers whose pages have pairs of layers in one slot (codec ``krul``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.harness.models import build_model
+from bench.harness.server import Server, ServerOptions
+from hcache_backend.krul.pair_forms import PairSlot
+from hcache_backend.page import LAYER_ENTRY
+from hcache_backend.store.format import parse_header
+from hcache_kernels.codecs import make_segment_codec
+from tests.engine.codecs.test_lossy_kv import PAGE, kv_codec, likeliest, options, payloads
+from tests.engine.harness.conversations import (
+    ask,
+    converse,
+    make_conversations,
+    random_tokens,
+)
+from tests.engine.harness.ours import (
+    assert_nothing_went_wrong,
+    assert_restored_from_l3,
+    flip_bit,
+    stored_pages,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.long]
+
+LAYERS = 6
+MERGED = [[[0, 5], [2, 3]], [[1, 4]]]
+"""Pairs of two servers: all pages have two."""
+
+
+def paired(model: Path, folder: Path, **krul: Any) -> ServerOptions:
+    """A random model's layers are not alike: whatever a merge makes of them is taken."""
+    return options(
+        model, folder, "krul", hcache={"mode": "kv", "krul": {"ratio": 0.7, "error": 10.0, **krul}}
+    )
+
+
+def pairs_in(path: Path) -> frozenset[tuple[int, int, bytes]]:
+    """Layers that share slots by the header of the page in a file, and what encodes them."""
+    data = path.read_bytes()
+    header = parse_header(memoryview(bytearray(data)))
+    start = header.layout.header_bytes + 96 + 8 * PAGE
+    table = data[start : start + LAYERS * LAYER_ENTRY.size]
+    by_slot: dict[tuple[int, bytes], list[int]] = {}
+    for layer, (_, slot, code) in enumerate(LAYER_ENTRY.iter_unpack(table)):
+        by_slot.setdefault((slot, code.rstrip(b"\0")), []).append(layer)
+    shared = [(*layers, code) for (_, code), layers in by_slot.items() if len(layers) > 1]
+    return frozenset((first, second, code) for first, second, code in shared)
+
+
+def test_pages_of_several_servers_come_back_together_and_damage_is_a_miss(
+    model_cache: Path, tmp_path: Path
+) -> None:
+    model = build_model("qwen3", model_cache, num_hidden_layers=LAYERS)
+    prefix = random_tokens(2 * PAGE, 3)
+    conversations = make_conversations(2, turns=3, tokens=300, prefix=prefix)
+    with Server(paired(model, tmp_path, pairs=MERGED[0])) as server:
+        converse(server, conversations, turns=2)
+        # Every page was checked, before it was stored and as it came back.
+        assert_nothing_went_wrong(server)
+        assert ": 0 and 5 merged, 2 and 3 merged" in server.log_text()
+    first = set(stored_pages(tmp_path))
+    with Server(paired(model, tmp_path, pairs=MERGED[1])) as server:
+        converse(server, conversations)  # the prefix, which both share, is the other server's
+        assert_nothing_went_wrong(server)
+        assert ": 1 and 4 merged, 3 and 5 fp8" in server.log_text()
+    assert_restored_from_l3(conversations[:1], PAGE)
+    for turn in conversations[1].turns[1:]:  # which finds the prefix on the device by now
+        assert turn.cached.storage >= turn.history_tokens - len(prefix) - PAGE, turn.cached
+    assert first < set(stored_pages(tmp_path))
+
+    whole = [conversation.history for conversation in conversations]
+    with Server(paired(model, tmp_path, error=0.3)) as server:
+        found = ask(server, whole, flush=False)
+        # By the second time only L1 and L2 have been asked for the prefix.
+        assert found[0].turns[0].cached.storage == len(whole[0]) // PAGE * PAGE
+        assert found[1].turns[0].cached.storage == len(whole[1]) // PAGE * PAGE - len(prefix)
+        server.flush_cache()
+        assert_nothing_went_wrong(server)
+        for path in first:
+            flip_bit(path, path.stat().st_size // 2, 5)
+        damaged = ask(server, whole)
+        assert [c.turns[0].cached.storage for c in damaged] == [0, 0]
+        assert_nothing_went_wrong(server)
+
+
+def test_pages_are_what_the_reference_encodes_and_lossless_servers_never_see_them(
+    model_cache: Path, tmp_path: Path
+) -> None:
+    model = build_model("qwen3", model_cache, num_hidden_layers=LAYERS)
+    with Server(paired(model, tmp_path, pairs=MERGED[0])) as server:
+        replies = converse(server, make_conversations(2, turns=1, tokens=300))
+    stored = payloads(stored_pages(tmp_path))
+    known = set(stored_pages(tmp_path))
+    with Server(options(model, tmp_path, "none")) as server:
+        exact = converse(server, make_conversations(2, turns=1, tokens=300))
+    assert [c.turns[0].cached.storage for c in exact] == [0, 0]
+    assert [c.outputs for c in replies] == [c.outputs for c in exact]
+    codec = kv_codec(model, "fp8")
+    slot = PairSlot(codec.cut, codec.dim, codec.dtype)
+    alone = make_segment_codec("exp4", codec.cut, codec.dim, codec.dtype)
+    plain = payloads([path for path in stored_pages(tmp_path) if path not in known])
+    assert len(plain) >= 4
+    for key, page in plain.items():
+        layers = page.view(torch.bfloat16).view(LAYERS, 1, 2, 1, PAGE, codec.cut.width)
+        slots = [
+            *(slot.encode("merged", layers[i], layers[j]) for i, j in MERGED[0]),
+            *(alone.encode_units(layers[layer]) for layer in (1, 4)),
+        ]
+        assert all(fits.all() for _, fits in slots)
+        assert torch.equal(stored[key], torch.cat([rows[0] for rows, _ in slots]))
+
+
+def test_each_part_of_a_conversation_has_pairs_of_its_own(
+    model_cache: Path, tmp_path: Path
+) -> None:
+    model = build_model("qwen3", model_cache, num_hidden_layers=LAYERS)
+    with Server(paired(model, tmp_path, gamma=0.0)) as server:
+        [conversation] = converse(server, make_conversations(1, turns=4, tokens=300))
+        assert_restored_from_l3([conversation], PAGE)
+        assert_nothing_went_wrong(server)
+        assert "15 of 15 pairs of layers may be merged" in server.log_text()
+        assert "attention cannot be looked at" not in server.log_text()
+    found = {pairs_in(path) for path in stored_pages(tmp_path)}
+    assert len(found) >= 2
+    assert {len(pairs) for pairs in found} == {2}
+    assert {code for pairs in found for *_, code in pairs} == {b"merged"}
+    with Server(paired(model, tmp_path)) as server:
+        [again] = ask(server, [conversation.history])
+        assert again.turns[0].cached.storage == len(conversation.history) // PAGE * PAGE
+        assert_nothing_went_wrong(server)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"tp": 2}, {"dtype": "float16"}, {"restore": "layerwise"}],
+    ids=["two ranks", "float16", "layer-wise"],
+)
+def test_layers_that_no_merge_fits_come_back_close(
+    more: dict[str, Any], model_cache: Path, tmp_path: Path
+) -> None:
+    """By the default bound a random model's pairs are kept in ``fp8``."""
+    model = build_model("qwen3", model_cache)
+    hcache = {"mode": "kv", "restore": more.pop("restore", "auto")}
+    with Server(options(model, tmp_path, "krul", hcache=hcache, **more)) as server:
+        found = converse(server, make_conversations(2, turns=3, tokens=300))
+        assert_restored_from_l3(found, PAGE)
+        assert_nothing_went_wrong(server)
+        assert "codec krul, " in server.log_text()
+        assert "0 of 6 pairs of layers may be merged" in server.log_text()
+    assert likeliest(model, found) >= 0.6  # by chance one in thousands

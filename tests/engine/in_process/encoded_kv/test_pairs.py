@@ -1,0 +1,299 @@
+"""K and V in pages where layers share slots: what comes back, and what is checked."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hcache_backend.config import KrulOption
+from hcache_backend.engine.kv_pages.controller import KVController
+from hcache_backend.engine.kv_pages.node_pairs import NodePairs
+from hcache_backend.engine.layer_methods import LayerMethods
+from hcache_backend.engine.startup.agreement import Refused
+from hcache_backend.engine.startup.codec_choice import check_lossy
+from hcache_backend.engine.startup.copy_check import check_copies
+from hcache_backend.engine.startup.page_plan import PagePlan
+from hcache_backend.engine.startup.pair_choice import find_mergeable
+from hcache_backend.krul import pair_forms
+from hcache_backend.krul.paired_layout import CodedPair, PairedLayout
+from hcache_backend.krul.statistics import AttentionSums
+from hcache_backend.partition.costs import Partition
+from hcache_backend.streams import CallerStream, Stream
+from hcache_backend.units import WHOLE
+from tests.engine.in_process.encoded_kv.host import (
+    DEVICE_PAGES,
+    PAGE,
+    Host,
+    bits,
+    kv_pool,
+    slots_of,
+)
+from tests.engine.in_process.encoded_kv.test_lossy import by_reference, checked, compare_all
+
+LAYERS = 6
+FIRST: list[CodedPair] = [(0, 5, "merged"), (2, 3, "fp8")]
+OTHER: list[CodedPair] = [(1, 2, "merged"), (4, 5, "merged")]
+
+
+def paired_host(dtype: torch.dtype = torch.bfloat16, overflow: int = 4) -> Host:
+    server = Host(overflow, codec="krul", dtype=dtype, layers=LAYERS, pairs=2)
+    pair_layers(server, FIRST)
+    return server
+
+
+def pair_layers(server: Host, pairs: list[CodedPair]) -> None:
+    """The next backups have these pairs."""
+    layout = server.pool.page_layout
+    assert isinstance(layout, PairedLayout)
+    server.pool.page_layout = layout.with_pairs(pairs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_pages_of_two_strategies_come_back_in_one_load_as_the_reference_has_them(
+    dtype: torch.dtype,
+) -> None:
+    server = paired_host(dtype)
+    checks, lost = checked(server)
+    exact = bits(server.device, 1, 2, 3)
+    wanted = [by_reference(server, page) for page in (1, 2)]
+    first = server.backed_up(1, 2)
+    pair_layers(server, OTHER)
+    wanted.append(by_reference(server, 3))
+    other = server.backed_up(3)
+    compare_all(checks)
+    host = torch.cat((first[:PAGE], other, first[PAGE:]))
+    found = server.load(host, 7, 5, 6)
+    compare_all(checks)
+    assert lost == []
+    assert torch.equal(found, torch.cat((wanted[0], wanted[2], wanted[1]), dim=1))
+    assert not torch.equal(found[:, :PAGE], exact[:, :PAGE])
+    # Layers that are in no pair are exact: of K, 1 and 4 in the first page.
+    for layer in (1, 4, LAYERS + 1, LAYERS + 4):
+        assert torch.equal(found[layer, :PAGE], exact[layer, :PAGE])
+    assert server.rows_in_use() == 0
+
+
+def test_a_pair_that_does_not_fit_comes_back_to_the_bit_from_the_overflow() -> None:
+    server = paired_host()
+    checks, lost = checked(server)
+    server.device.k_buffer[5][slots_of(2)[3], 1, 4] = float("nan")
+    want = by_reference(server, 2)
+    exact = bits(server.device, 2)
+    for row in (0, 5, LAYERS, LAYERS + 5):
+        want[row] = exact[row]
+    host = server.backed_up(2)
+    assert server.rows_in_use() == 2
+    assert torch.equal(server.load(host, 6), want)
+    compare_all(checks)
+    assert lost == []
+
+
+@pytest.mark.parametrize("layer", [0, 2], ids=["merged", "fp8"])
+@pytest.mark.parametrize("at", [0, 0.5, 0.99])
+def test_a_spoiled_slot_fails_the_check_in_service(layer: int, at: float) -> None:
+    server = paired_host()
+    server.kv.layers = (layer,)  # what is checked
+    checks, lost = checked(server)
+    server.kv.layers = tuple(range(LAYERS))
+    host = server.backed_up(2)
+    segment = server.pool.page_layout.segment(layer)
+    page = server.pool.kv_buffer[int(server.pool.page_ids(host)[0])]
+    page[segment.start + int(at * (segment.stop - segment.start))] ^= 0x10
+    compare_all(checks)
+    both = {0: "0 and 5", 2: "2 and 3"}[layer]
+    assert lost == [
+        f"the self-check in service failed: K and V of layer {both} in a page are not the pool's"
+    ]
+
+
+def test_a_page_that_does_not_say_which_layers_share_slots_is_not_loaded() -> None:
+    server = paired_host()
+    pages = server.pool.page_ids(server.backed_up(1, 2))
+    controller = object.__new__(KVController)
+    controller._pool = server.pool
+    assert controller._kept(pages)
+    table = server.pool.page_layout.tables_at
+    server.pool.kv_buffer[int(pages[1]), table.start + 2] ^= 4
+    assert not controller._kept(pages)
+    assert controller._kept(pages[:1])
+
+
+def plan_of(dtype: torch.dtype = torch.bfloat16, pairs: int = 2) -> PagePlan:
+    device = kv_pool(dtype=dtype, layers=LAYERS)
+    methods = LayerMethods(Partition(0, 0, LAYERS), None, None, 8192)
+    return PagePlan(device, methods, WHOLE, 1, kv_codec="krul", pairs=pairs)
+
+
+def test_copies_are_tried_in_every_form() -> None:
+    plan = plan_of()
+    before = bits(plan.kvcache, *range(DEVICE_PAGES))
+    check_copies(plan)
+    assert torch.equal(bits(plan.kvcache, *range(DEVICE_PAGES)), before)
+
+
+@pytest.mark.parametrize("form", ["MergedPair", "Fp8Pair"])
+def test_a_form_that_brings_something_else_is_refused(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of()
+    save = plan.kv._save_pair  # type: ignore[attr-defined]
+    kind = getattr(pair_forms, form)
+
+    def wrong(slot, held, memory, pages):  # type: ignore[no-untyped-def]
+        fits = save(slot, held, memory, pages)
+        if slot.code == kind.name:
+            memory[pages[0], slot.offset + 3] ^= 1
+        return fits
+
+    monkeypatch.setattr(plan.kv, "_save_pair", wrong)
+    with pytest.raises(Refused, match=r"K or V of layer \d come back"):
+        check_copies(plan)
+
+
+def alike(plan: PagePlan, first: int, second: int) -> None:
+    for planes in (plan.kvcache.k_buffer, plan.kvcache.v_buffer):
+        planes[second].copy_(planes[first] * 1.5)
+
+
+def tried(plan: PagePlan, option: KrulOption) -> tuple[CodedPair, ...]:
+    find_mergeable(plan, option, slots_of(1, 2, 3), None)
+    check_lossy(plan.kv, plan.layout, slots_of(1, 2, 3), option.error)
+    assert isinstance(plan.layout, PairedLayout)
+    return plan.layout.pairs
+
+
+def test_pairs_that_a_merge_would_change_too_much_are_in_fp8() -> None:
+    plan = plan_of()
+    alike(plan, 1, 4)
+    option = KrulOption(pairs=((1, 4), (0, 3)))
+    assert tried(plan, option) == ((0, 3, "fp8"), (1, 4, "merged"))
+    assert plan.choice is not None
+    assert plan.choice.mergeable == {(1, 4)}
+    anything = KrulOption(pairs=((1, 4), (0, 3)), error=2)
+    assert tried(plan, anything) == ((0, 3, "merged"), (1, 4, "merged"))
+    assert len(plan.choice.mergeable) == 15
+
+
+def test_what_is_not_named_is_in_fp8() -> None:
+    plan = plan_of()
+    assert tried(plan, KrulOption()) == ((2, 3, "fp8"), (4, 5, "fp8"))
+    option = KrulOption(pairs=((1, 4),), error=2)
+    assert tried(plan, option) == ((1, 4, "merged"), (3, 5, "fp8"))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "why"),
+    [
+        (((0, 6),), "two of the layers 0 to 5"),
+        (((0, 1), (1, 2)), "each in one pair"),
+        (((0, 1), (2, 3), (4, 5)), "names 3 pairs, and by its 'ratio' 0.5 pages of 6 layers"),
+    ],
+)
+def test_pairs_that_cannot_be_made_are_refused(
+    pairs: tuple[tuple[int, int], ...], why: str
+) -> None:
+    with pytest.raises(Refused, match=why):
+        find_mergeable(plan_of(), KrulOption(pairs=pairs), slots_of(1), None)
+
+
+class Tree:
+    """SGLang's, of nodes behind each other."""
+
+    def __init__(self, *lengths: int) -> None:
+        ends = np.cumsum((0, *lengths)).tolist()
+        self.nodes = [range(a, b) for a, b in itertools.pairwise(ends)]
+        self.empty_match_result = SimpleNamespace(last_device_node=-1)
+
+    def build_storage_backup_spec(self, node: int, keys: bool) -> Any:
+        return SimpleNamespace(token_ids=array("q", self.nodes[node]))
+
+    def collect_full_device_indices(self, node: int, root: int) -> torch.Tensor:
+        assert root == -1
+        return torch.arange(self.nodes[node].stop) + PAGE
+
+
+class Model:
+    """Whose layers attend alike as ``alike`` says of a sequence of some length; it may fail."""
+
+    def __init__(self, alike: dict[int, tuple[int, int]]) -> None:
+        self.asked: list[tuple[list[int], int]] = []
+        self.alike = alike
+        self.broken = False
+
+    def stream(self) -> Stream:
+        return CallerStream()
+
+    def probe(self, layers: int, ids: Any, keys: torch.Tensor) -> AttentionSums:
+        if self.broken:
+            raise RuntimeError("no memory")
+        self.asked.append((ids.tolist(), len(keys)))
+        squared = torch.rand(layers, layers, dtype=torch.float64) + 1
+        squared += squared.T.clone()
+        first, second = self.alike[len(keys)]
+        squared[first, second] = squared[second, first] = 0.1
+        return AttentionSums(10, torch.full((layers,), 9.0, dtype=torch.float64), squared)
+
+
+def node_pairs(model: Any, gamma: float = 0.5) -> NodePairs:
+    plan = plan_of(pairs=1)
+    option = KrulOption(error=2, ratio=0.34, gamma=gamma)
+    tried(plan, option)
+    assert plan.choice is not None and isinstance(plan.layout, PairedLayout)
+    return NodePairs(model, plan.choice, plan.layout, None, 1)
+
+
+def test_each_node_has_the_pairs_of_the_layers_that_attend_alike_at_its_end() -> None:
+    model = Model({40: (1, 4), 100: (0, 2)})
+    pairs, tree = node_pairs(model), Tree(40, 60)
+    pairs.ask(tree, [0])
+    pairs.ask(tree, [1])
+    assert (pairs.asked, pairs.next()) == (2, None)  # not before the answer was looked at
+    assert pairs.answered()
+    layouts = [*iter(pairs.next, None)]
+    assert [layout.pairs for layout in layouts] == [((1, 4, "merged"),), ((0, 2, "merged"),)]
+    # The last tokens of the node, which see all tokens before them.
+    assert model.asked == [([*range(8, 40)], 40), ([*range(68, 100)], 100)]
+    assert pairs.asked == 0
+
+
+def test_layers_that_look_elsewhere_are_not_merged() -> None:
+    pairs = node_pairs(Model({40: (1, 4)}), gamma=0.95)
+    pairs.ask(Tree(40), [0])
+    assert pairs.answered()
+    layout = pairs.next()
+    assert layout is not None and layout.pairs == ((4, 5, "fp8"),)
+
+
+def test_without_a_tree_or_a_model_that_runs_the_pairs_are_those_of_the_start(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Model({40: (1, 4)})
+    pairs = node_pairs(model)
+    pairs.ask(None, [0])
+    pairs.ask(Tree(), [3])  # a node that SGLang does not know
+    model.broken = True
+    pairs.ask(Tree(40), [0])
+    first = [*iter(pairs.next, None)]
+    assert [layout.pairs for layout in first] == [((4, 5, "fp8"),)] * 2
+    with caplog.at_level("ERROR", "hcache"):
+        assert pairs.answered()
+    assert "attention cannot be looked at" in caplog.text
+    model.broken = False
+    pairs.ask(Tree(40), [0])
+    assert [layout.pairs for layout in iter(pairs.next, None)] == [((4, 5, "fp8"),)] * 2
+    assert model.asked == []
+
+
+def test_with_other_ranks_a_model_that_fails_ends_the_server() -> None:
+    """They wait for it in collectives of the model, and would take part in others instead."""
+    model = Model({40: (1, 4)})
+    pairs = node_pairs(model)
+    pairs._ranks, model.broken = 2, True
+    with pytest.raises(RuntimeError, match="no memory"):
+        pairs.ask(Tree(40), [0])
