@@ -285,7 +285,7 @@ class HitGate:
                 trials.not_one()
             elif reading.gave_up or asked.hit is None:  # None: it was ended
                 trials.ended(pays=False)
-            elif reading.tokens == reading.wanted:
+            elif 0 < reading.tokens == reading.wanted:
                 whole = seconds_like(asked.tried, reading, seconds, self.costs)
                 trials.ended(pays=self._pays(asked.tried, whole))
             # Else its client is gone, or pages are: that says nothing of the disk.
