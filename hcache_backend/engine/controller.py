@@ -229,6 +229,7 @@ class OwnPagesController(HybridCacheController, ABC):
         operation = super().prefetch(*args, **kwargs)
         # Before the scheduler hears what L3 has: nothing is read earlier. The same on all ranks.
         alike = getattr(self.storage_backend, "reads_any_page_alike", False)
+        alike = alike and self.page_get_func == self._page_get_zero_copy
         if alike and self.plain_prompt and self.eager is not None and self.eager.recomputes_pages:
             operation.hcache_meeting = Meeting()
         return operation

@@ -45,16 +45,17 @@ class BackAck(PrefetchAck):
         self.start, self.end = -int(pages[0]), int(pages[1])
 
 
-def hear(acks: Iterable[PrefetchAck], running: Collection[Any], page_size: int) -> None:
-    """The scheduler is about to hear of ``acks``, the same on every rank.
+def hear(reports: Iterable[PrefetchAck], running: Collection[Any], page_size: int) -> None:
+    """The scheduler is about to hear of ``reports``, the same on every rank.
 
     What does not run any more HiCache has dealt with: it goes by what counted then.
     """
-    for ack in acks:
-        meeting = meeting_of(ack.operation)
-        if isinstance(ack, BackAck) and meeting is not None and ack.operation in running:
-            meeting.arrived(ack.start, ack.end)
-            ack.operation.completed_tokens = meeting.pages * page_size
+    for report in reports:
+        operation = report.operation
+        meeting = meeting_of(operation)
+        if isinstance(report, BackAck) and meeting is not None and operation in running:
+            meeting.arrived(report.start, report.end)
+            operation.completed_tokens = meeting.pages * page_size
 
 
 class BatchedReads:
@@ -125,16 +126,17 @@ class BatchedReads:
         step, start, end = batch_pages(len(keys)), len(keys), len(keys)
         meeting.begin(len(keys))
         for _ in range(0, len(keys), step):
-            batch = range(0) if operation.is_terminated() else meeting.next_batch(step)
-            if batch:
-                tokens = slice(batch.start * self._size, batch.stop * self._size)
-                before = [*(operation.prefix_keys or ()), *keys[: batch.start]]
+            pages = range(0) if operation.is_terminated() else meeting.next_batch(step)
+            if pages:
+                tokens = slice(pages.start * self._size, pages.stop * self._size)
+                before = [*(operation.prefix_keys or ()), *keys[: pages.start]]
                 info = HiCacheStorageExtraInfo(prefix_keys=before)
-                there = keys[batch.start : batch.stop]
+                there = keys[pages.start : pages.stop]
                 got = read(operation, there, operation.host_indices[tokens], info)
-                start, end = batch.start, end if got == len(batch) else batch.start + got
-            ack = BackAck(operation.request_id, operation, start=start, end=end)
-            self._pass_on(ack)
+                start, end = pages.start, end if got == len(pages) else pages.start + got
+            report = BackAck(operation.request_id, operation)
+            report.start, report.end = start, end
+            self._pass_on(report)
 
     def _report(self, operation: Any) -> None:
         self._reports += 1

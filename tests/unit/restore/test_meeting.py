@@ -83,13 +83,7 @@ class Meetings(RuleBasedStateMachine):
                 assert rank.meeting._unread is not None
                 rooms.append(rank.meeting._unread - rank.meeting._taken)
 
-        def agree(room: int) -> int:
-            assert room in (0, rooms[number])
-            return min(most, *rooms)
-
-        taken = []
-        for number, rank in enumerate(self.ranks):
-            taken.append(rank.meeting.take(agree))
+        taken = [rank.meeting.take(lambda _: min(most, *rooms)) for rank in self.ranks]
         assert len(set(taken)) == 1
         if fails and taken[0] and len(self.ranks) == 1:  # with more the server stops
             self.failed = True
