@@ -31,7 +31,6 @@ from hcache_backend.engine.read_batches import meeting_of
 from hcache_backend.engine.recompute.slices import SliceBudget
 from hcache_backend.restore.eager import EagerRestores, batch_pages
 from hcache_backend.restore.pipeline import RestorePipeline
-from hcache_backend.restore.report import RunningRestore
 from hcache_backend.restore.reservation import Ids, Launched, Recomputation
 
 logger = logging.getLogger("hcache")
@@ -285,42 +284,26 @@ class EagerLoads:
         positions = np.arange(len(prefix), len(prefix) + len(slots))
         restore = self._pipeline.start_recomputation(recompute, positions, slots)
         if due.unread and restore.failed is None:
-            self._save(restore, due, slots)
+            # As a backup would: for HiCache these pages are in host memory now.
+            restore.save(self._saving, slots, lambda: self._pool.save(due.host_pages, slots))
         self._budget.launched(restore, len(prefix), due.layers)
         self._recomputed = True
         self._restores.recomputed(due, restore)
-        if restore.failed is None:
-            kind = "eager_recomputed_whole" if due.unread else "eager_recomputed"
-            metrics.TOKENS.count(kind, len(slots))
-        else:
+        if restore.failed is not None:
             self._loads.recomputation_failed(restore.failed)
+            return True
+        metrics.TOKENS.count("recomputed_whole" if due.unread else "eager_recomputed", len(slots))
+        if due.unread:
+            meeting = meeting_of(due.prefetch)
+            assert meeting is not None
+            meeting.launched(due.pages)
+            due.prefetch.completed_tokens = meeting.pages * self._pool.page_size
         return True
 
     def _token_ids(self, due: Recomputation) -> npt.NDArray[np.int64]:
         size = self._pool.page_size
         tokens = slice(due.pages.start * size, due.pages.stop * size)
         return token_array(due.prefetch.token_ids)[tokens].astype(np.int64)
-
-    def _save(self, restore: RunningRestore, due: Recomputation, slots: torch.Tensor) -> None:
-        """Let host pages have what was recomputed, as a backup would; it counts for HiCache now.
-
-        They, and the pages of the device, are done with behind that, not earlier.
-        """
-        stream, meeting = self._saving, meeting_of(due.prefetch)
-        assert meeting is not None
-        try:
-            stream.wait(streams.current_stream(self._pages.device).record())  # slots are there
-            stream.wait(restore.layers[-1])
-            stream.keep(slots)
-            with stream.as_current():
-                self._pool.save(due.host_pages, slots)
-        except Exception as error:  # for want of memory
-            restore.failed = error
-        restore.copied = saved = stream.record()
-        restore.layers = [saved] * len(restore.layers)
-        if restore.failed is None:
-            meeting.launched(due.pages)
-            due.prefetch.completed_tokens = meeting.pages * self._pool.page_size
 
     def _before_prefetch(self, prefetch: Hashable) -> torch.Tensor | None:
         """Slots of the tokens before a prefetch, int64 ``[n]``; None: not all are on the device."""
