@@ -43,9 +43,6 @@ class OwnPagesController(HybridCacheController, ABC):
 
     ``write``, ``load`` and ``write_storage`` run on the scheduler thread; ``_page_*`` in HiCache's
     storage threads.
-
-    Attributes:
-        plain_prompt: Whether token ids say all of the prompt that is being received.
     """
 
     def use_own_pages(
@@ -62,7 +59,7 @@ class OwnPagesController(HybridCacheController, ABC):
             self._batches = BatchedReads(self.page_size, self._report)
         self._prefix: Prefix = _unknown
         self._never_loaded = False  # what is to be evicted
-        self.plain_prompt = False
+        self.plain_prompt = False  # whether token ids say all of what is being received
 
     def attach_storage_backend(self, storage_backend: str, *args: Any, **kwargs: Any) -> None:
         # SGLang's own zero-copy backends name two values a page, for K and V: they get halves.
@@ -162,8 +159,10 @@ class OwnPagesController(HybridCacheController, ABC):
         """A load of ``host_pages`` (int64 ``[pages]``); None: a miss, on every rank."""
 
     def _kept(self, host_pages: Ids) -> bool:
-        """Whether all layers of ``host_pages`` are there, encoded or in the overflow."""
+        """Whether all layers of ``host_pages`` are there: encoded, in the overflow, or prepared."""
         overflow = self._pool.overflow
+        if overflow is not None and self.eager is not None:
+            host_pages = host_pages[~self.eager.prepared(host_pages)]
         return overflow is None or overflow.whole(host_pages)
 
     def _queued(self, load: QueuedLoad, device_indices: torch.Tensor) -> None:
@@ -171,6 +170,11 @@ class OwnPagesController(HybridCacheController, ABC):
         self._loads.add(load, device_indices)
 
     # ---- host -> storage ----
+
+    def write_storage(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.eager is not None:
+            self.eager.until_saved(self._pool.page_ids(host_indices))
+        return super().write_storage(host_indices, *args, **kwargs)
 
     def _page_backup(self, operation: Any) -> Any:
         """Seal the pages of a node; the first one that must not be stored ends the backup."""
@@ -228,8 +232,8 @@ class OwnPagesController(HybridCacheController, ABC):
     def prefetch(self, *args: Any, **kwargs: Any) -> Any:
         operation = super().prefetch(*args, **kwargs)
         # Before the scheduler hears what L3 has: nothing is read earlier. The same on all ranks.
-        alike = getattr(self.storage_backend, "reads_any_page_alike", False)
-        alike = alike and self.page_get_func == self._page_get_zero_copy
+        store = self.page_get_func == self._page_get_zero_copy and self.storage_backend
+        alike = getattr(store, "reads_any_page_alike", False)
         if alike and self.plain_prompt and self.eager is not None and self.eager.recomputes_pages:
             operation.hcache_meeting = Meeting()
         return operation
@@ -238,8 +242,7 @@ class OwnPagesController(HybridCacheController, ABC):
         transfer = partial(super()._page_transfer, operation)
         if self._batches is None or self.page_get_func != self._page_get_zero_copy:
             return transfer()
-        meeting = meeting_of(operation)
-        if meeting is not None:
+        if (meeting := meeting_of(operation)) is not None:
             return self._batches.transfer_from_back(self._read_pages, operation, meeting)
         return self._batches.transfer(operation, transfer)
 

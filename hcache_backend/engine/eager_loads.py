@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from hcache_backend import streams
 from hcache_backend.engine import metrics
 from hcache_backend.engine.host_pool import OwnPagesPool
+from hcache_backend.engine.kv_pages.overflow import SavedPages
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.engine.ranks import smallest
 from hcache_backend.engine.read_batches import meeting_of
@@ -151,6 +153,8 @@ class EagerLoads:
         # Not SGLang's stream of loads: that one waits for restores of other requests.
         self._stream = streams.new_stream(pages.device, "eager")
         self._saving = streams.new_stream(pages.device, "saves")
+        # Saved pages of which it is not known whether they fit, and when it will be.
+        self._unsettled: deque[tuple[SavedPages, streams.Event]] = deque()
         self._recomputed = False  # since somebody asked
         self._anchors: dict[Any, Any] = {}  # of running prefetches: the node before them
         self._restores = EagerRestores(pool.page_size, pages, self._launch, limit)
@@ -181,6 +185,7 @@ class EagerLoads:
             if arrived:
                 metrics.TOKENS.count("eager", arrived * size)
                 self._loads.count_finished()  # no load may come for a long time
+        self._settle()
         # What was recomputed long ago is in front of no batch any more.
         self._recomputed = self._recomputed and self._budget.unfinished() > 0
         self._recompute()
@@ -218,7 +223,7 @@ class EagerLoads:
         """
         cache = self._pages.cache
         waits = cache is not None and cache.prefetch_stop_policy != "best_effort"
-        return waits and self._loads.recomputes_pages and self._pool.overflow is None
+        return waits and self._loads.recomputes_pages
 
     def _recompute(self) -> None:
         """Recompute layers that pages lack, of as many as one turn has time for on every rank."""
@@ -285,7 +290,7 @@ class EagerLoads:
         restore = self._pipeline.start_recomputation(recompute, positions, slots)
         if due.unread and restore.failed is None:
             # As a backup would: for HiCache these pages are in host memory now.
-            restore.save(self._saving, slots, lambda: self._pool.save(due.host_pages, slots))
+            restore.save(self._saving, slots, lambda: self._save(due.host_pages, slots))
         self._budget.launched(restore, len(prefix), due.layers)
         self._recomputed = True
         self._restores.recomputed(due, restore)
@@ -304,6 +309,18 @@ class EagerLoads:
         size = self._pool.page_size
         tokens = slice(due.pages.start * size, due.pages.stop * size)
         return token_array(due.prefetch.token_ids)[tokens].astype(np.int64)
+
+    def _save(self, host_pages: Ids, slots: torch.Tensor) -> None:
+        fits, overflow = self._pool.save(host_pages, slots), self._pool.overflow
+        if fits is not None and overflow is not None:
+            saved = overflow.told(host_pages, slots, fits)
+            self._unsettled.append((saved, streams.current_stream(self._pages.device).record()))
+
+    def _settle(self) -> None:
+        """What did not fit encoded is not kept: the pages of the device may be another's by now."""
+        while self._unsettled and self._unsettled[0][1].query():
+            assert self._pool.overflow is not None
+            self._pool.overflow.lose_unfit(self._unsettled.popleft()[0])
 
     def _before_prefetch(self, prefetch: Hashable) -> torch.Tensor | None:
         """Slots of the tokens before a prefetch, int64 ``[n]``; None: not all are on the device."""
@@ -326,6 +343,14 @@ class EagerLoads:
             metrics.TOKENS.count("ready_at_load", ready * size)
             metrics.TOKENS.count("not_ready_at_load", (len(load.handed.ready) - ready) * size)
         return device_indices
+
+    def until_saved(self, host_pages: Ids) -> None:
+        """The CPU is about to read host pages (int64 ``[n]``): what was recomputed is there."""
+        self._restores.until_saved(host_pages)
+
+    def prepared(self, host_pages: Ids) -> npt.NDArray[np.bool_]:
+        """Which pages (int64 ``[n]``) a load would not take from the host; bool ``[n]``."""
+        return self._restores.prepared(host_pages)
 
     def give_back(self) -> None:
         """What was restored and not handed out yet means nothing any more."""

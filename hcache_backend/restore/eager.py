@@ -208,12 +208,23 @@ class EagerRestores:
         return len(waiting)
 
     def host_freed(self, host_pages: Ids) -> None:
-        """Host pages will hold something else: nothing reads them any more on return."""
+        """Host pages will hold something else: nothing is at them any more on return."""
+        self.until_saved(host_pages)
         freed = dict.fromkeys(host_pages.tolist())
-        for pages, restore in self._reading:
-            if not freed.keys().isdisjoint(pages):
-                _until_copied(restore)
         self._give_back([self._places[page] for page in freed if page in self._places])
+
+    def until_saved(self, host_pages: Ids) -> None:
+        """The CPU wants host pages: nothing reads or writes them any more on return."""
+        wanted = set(host_pages.tolist())
+        for pages, restore in self._reading:
+            if not wanted.isdisjoint(pages):
+                _until_copied(restore)
+
+    def prepared(self, host_pages: Ids) -> npt.NDArray[np.bool_]:
+        """Which pages (int64 ``[pages]``) :meth:`hand_out` would give whole; bool ``[pages]``."""
+        places = (self._places.get(page) for page in host_pages.tolist())
+        whole = [place is not None and place[0].is_whole(place[1]) for place in places]
+        return np.array(whole, dtype=np.bool_)
 
     # ---- allocation ----
 
@@ -240,7 +251,7 @@ class EagerRestores:
         found = [self._places.get(page) for page in host_pages.tolist()]
         places = [place for place in found if place is not None]
         ready = np.array([place is not None and place[1] in place[0].launches for place in found])
-        whole = np.array([place is not None and place[0].is_whole(place[1]) for place in found])
+        whole = self.prepared(host_pages)
         restores = tuple(using(places))
         self._forget(places)
         missing = len(found) - len(places)

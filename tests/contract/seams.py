@@ -112,6 +112,7 @@ OVERRIDDEN: dict[str, set[str]] = {
         "reset",
         "start_writing",
         "write",
+        "write_storage",
     },
     "HiddenStatePool": {"clear", "free"},
     "OwnPagesPool": {

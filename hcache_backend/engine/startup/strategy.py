@@ -201,8 +201,6 @@ class OwnPagesStrategy(StackStrategy):
         ):
             return None  # on every rank of every stage
         try:
-            if plan.kv.codec != "none":
-                raise Refused(f"codec {plan.kv.codec!r} of K and V")
             self._step(params, partial(self._refuse, refusal, None, kvcache))
             modules = self._step(params, lambda: attention_modules(runner.model, kvcache.layer_num))
             linears = [linear for seen in modules for linear in seen.linears]

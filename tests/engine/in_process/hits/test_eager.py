@@ -533,5 +533,3 @@ def test_prefetches_that_may_end_at_any_time_are_read_in_order(scene: Scene) -> 
     assert fronts.eager.recomputes_pages
     fronts.cache.prefetch_stop_policy = "best_effort"
     assert not fronts.eager.recomputes_pages
-    fronts.cache.prefetch_stop_policy, fronts.pool.overflow = "timeout", object()
-    assert not fronts.eager.recomputes_pages
