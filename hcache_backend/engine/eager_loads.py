@@ -297,8 +297,10 @@ class EagerLoads:
         if restore.failed is not None:
             self._loads.recomputation_failed(restore.failed)
             return True
-        metrics.TOKENS.count("recomputed_whole" if due.unread else "eager_recomputed", len(slots))
-        if due.unread:
+        if not due.unread:
+            metrics.TOKENS.count("eager_recomputed", len(slots))
+        else:
+            metrics.L3_TOKENS.count("recomputed", len(slots))
             meeting = meeting_of(due.prefetch)
             assert meeting is not None
             meeting.launched(due.pages)

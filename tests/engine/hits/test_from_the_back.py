@@ -33,6 +33,7 @@ from tests.engine.hits.eager_servers import (
     PAGE,
     asked,
     assert_fine,
+    counted,
     eager_server,
     read_batches,
     stored,
@@ -71,6 +72,10 @@ def server(shared: Server) -> Iterator[Server]:
     assert_fine(shared, STORED)
 
 
+def recomputed_tokens(server: Server) -> float:
+    return counted(server, "l3_tokens", "recomputed")
+
+
 @contextmanager
 def recomputed(server: Server, *prompts: list[int]) -> Iterator[list[Conversation]]:
     """All but the last batch of the first of ``prompts`` is recomputed when the block begins.
@@ -80,7 +85,7 @@ def recomputed(server: Server, *prompts: list[int]) -> Iterator[list[Conversatio
     replies: list[Conversation] = []
     read_batches(server, 0)
     asking = threading.Thread(target=lambda: replies.extend(asked(server, *prompts)))
-    with until_more(server, "tokens", "recomputed_whole", FRONT):
+    with until_more(server, "l3_tokens", "recomputed", FRONT):
         asking.start()
     yield replies
     read_batches(server, None)
@@ -93,11 +98,11 @@ def storage(*conversations: Conversation) -> list[int]:
 
 def test_the_front_is_recomputed_while_the_back_is_read(model: Path, server: Server) -> None:
     prompt = stored(server, seed=1)
-    names = ("recomputed_whole", "eager", "not_ready_at_load")
-    before = [tokens(server, name) for name in names]
+    names = ("eager", "not_ready_at_load")
+    before = [recomputed_tokens(server), *(tokens(server, name) for name in names)]
     with recomputed(server, prompt) as replies:
         pass
-    after = [tokens(server, name) for name in names]
+    after = [recomputed_tokens(server), *(tokens(server, name) for name in names)]
     # The batch that was read last came together with the end, and is loaded then.
     assert [b - a for a, b in zip(before, after, strict=True)] == [FRONT, 0, BATCH]
     assert storage(*replies) == [HIT]
@@ -118,11 +123,11 @@ def test_what_was_recomputed_is_in_host_memory_too(model: Path, server: Server) 
         pass
     for seed in (30, 31, 32):
         server.generate(random_tokens(900, seed), 1)  # the device has no room for all
-    before = tokens(server, "recomputed_whole"), tokens(server, "restored")
+    before = recomputed_tokens(server), tokens(server, "restored")
     (again,) = asked(server, prompt)
     cached = again.turns[0].cached
     assert cached.host >= FRONT and cached.storage == 0
-    assert tokens(server, "recomputed_whole") == before[0]
+    assert recomputed_tokens(server) == before[0]
     assert tokens(server, "restored") - before[1] >= FRONT
     assert_no_cache_output(model, [*replies, again])
 
@@ -133,11 +138,11 @@ def test_the_front_begins_behind_what_is_on_the_device(model: Path, server: Serv
         server.generate(same + each, 1)
     server.flush_cache()
     conversations = [*ask(server, [same + rest[0]], flush=False)]
-    before = tokens(server, "recomputed_whole")
+    before = recomputed_tokens(server)
     conversations += ask(server, [same + rest[1]], flush=False)
     cached = conversations[1].turns[0].cached
     assert (cached.device, cached.storage) == (320, HIT - 320)
-    assert tokens(server, "recomputed_whole") > before
+    assert recomputed_tokens(server) > before
     assert_no_cache_output(model, conversations)
 
 
@@ -162,7 +167,7 @@ def test_an_aborted_request_leaves_nothing_wrong_behind(model: Path, server: Ser
     gone = threading.Thread(
         target=lambda: server._request("POST", "/generate", json=body, timeout=600)
     )
-    with until_more(server, "tokens", "recomputed_whole", FRONT):
+    with until_more(server, "l3_tokens", "recomputed", FRONT):
         gone.start()
     server.abort_request(rid)
     gone.join()
@@ -176,10 +181,10 @@ def test_an_aborted_request_leaves_nothing_wrong_behind(model: Path, server: Ser
 def test_two_requests_with_one_prefix_recompute_it_once(model: Path, server: Server) -> None:
     prefix = stored(server, seed=8)
     prompts = [[*prefix, *random_tokens(50, seed)] for seed in (80, 81)]
-    before = tokens(server, "recomputed_whole")
+    before = recomputed_tokens(server)
     with recomputed(server, *prompts) as both:
         pass
-    assert tokens(server, "recomputed_whole") - before <= HIT + PAGE
+    assert recomputed_tokens(server) - before <= HIT + PAGE
     turns = turns_of(both)
     assert all(turn.cached.storage + turn.cached.device + turn.cached.host >= HIT for turn in turns)
     assert_no_cache_output(model, both)
@@ -213,18 +218,18 @@ def test_at_a_timeout_the_front_counts(model: Path, server: Server) -> None:
     server.detach_storage()
     attach(server, config | limits, hicache_storage_prefetch_policy="timeout")
     read_batches(server, 0)
-    before = tokens(server, "recomputed_whole")
+    before = recomputed_tokens(server)
     replies = [*asked(server, prompt)]
-    assert storage(*replies) == [tokens(server, "recomputed_whole") - before]
+    assert storage(*replies) == [recomputed_tokens(server) - before]
     assert 0 < storage(*replies)[0] <= FRONT
     read_batches(server, None)
     replies.extend(asked(server, prompt))
     server.detach_storage()
     attach(server, config, hicache_storage_prefetch_policy="best_effort")
     server.flush_cache()
-    before = tokens(server, "recomputed_whole")
+    before = recomputed_tokens(server)
     replies.extend(asked(server, prompt))  # read in order: it may end at any time
-    assert tokens(server, "recomputed_whole") == before
+    assert recomputed_tokens(server) == before
     server.detach_storage()
     attach(server, config, hicache_storage_prefetch_policy="wait_complete")
     assert_no_cache_output(model, replies)
