@@ -190,12 +190,13 @@ class EagerRestores:
         # One that failed may have written more pages than are tried again.
         stop = max(done.pages.stop, before[0] if before is not None else 0)
         done.reservation.last_slice = stop, restore
+        if done.unread:
+            self._reading.append((done.host_pages.tolist(), restore))
         if restore.failed is not None:
             return
         done.reservation.recomputed.update(done.pages)
         if done.unread:
             done.reservation.launches.update(dict.fromkeys(done.pages, Launched(restore, 0)))
-            self._reading.append((done.host_pages.tolist(), restore))
 
     def end(self, prefetch: Hashable) -> int:
         """No more pages come: what none was launched into is given back.
