@@ -23,6 +23,7 @@ from tests.engine.harness.conversations import (
 )
 from tests.engine.harness.ours import (
     assert_no_cache_output,
+    assert_no_cache_output_up_to_ties,
     assert_restored_from_l3,
     attach,
     flip_bit,
@@ -233,3 +234,25 @@ def test_at_a_timeout_the_front_counts(model: Path, server: Server) -> None:
     server.detach_storage()
     attach(server, config, hicache_storage_prefetch_policy="wait_complete")
     assert_no_cache_output(model, replies)
+
+
+@pytest.mark.long
+def test_encoded_pages(model_cache: Path, tmp_path: Path) -> None:
+    """By `exp4`, the default in bfloat16: from L3, then from the host."""
+    model, prompt = build_model("qwen3", model_cache), random_tokens(800, 12)
+    options = eager_server(
+        model, tmp_path, STORED, dtype="bfloat16", max_total_tokens=2560, hicache_ratio=8.0
+    )
+    with Server(options) as server:
+        server.generate(prompt, 1)
+        server.flush_cache()
+        with recomputed(server, prompt) as replies:
+            pass
+        assert storage(*replies) == [HIT]
+        for seed in (120, 121, 122):
+            server.generate(random_tokens(900, seed), 1)
+        replies.extend(asked(server, prompt))
+        assert replies[1].turns[0].cached.host >= FRONT
+        assert_fine(server, STORED)
+        assert "codec exp4" in server.log_text()
+    assert_no_cache_output_up_to_ties(model, tmp_path, replies)
