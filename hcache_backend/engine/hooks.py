@@ -255,9 +255,9 @@ def _before_drain(
     """Around ``UnifiedRadixCache._drain_storage_control_queues_impl``; see ``hits/hooks.py``."""
     controller = cache.cache_controller
     if getattr(controller, "eager", None) is not None:
-        acks = list(itertools.islice(controller.ack_prefetch_queue.queue, n_ack_prefetch))
-        running = [info.operation for info in cache.ongoing_prefetch.values()]
-        hear(acks, running, controller.page_size)
+        reports = list(itertools.islice(controller.ack_prefetch_queue.queue, n_ack_prefetch))
+        running = [info.operation for info in cache.ongoing_prefetch.values() if reports]
+        hear(reports, running, controller.page_size)
     return original(cache, n_storage_hit, n_ack_prefetch, *a, **kw)
 
 
