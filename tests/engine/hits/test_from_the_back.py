@@ -161,6 +161,20 @@ def test_a_bad_page_ends_what_is_used_and_the_front_reaches_it(model: Path, serv
         assert_no_cache_output(model, replies)
 
 
+def test_where_all_pages_are_others_only_the_front_counts(model: Path, server: Server) -> None:
+    folder = server.options.log.parent
+    before = set(stored_pages(folder))
+    prompt = stored(server, seed=13)
+    pages = [path for path in stored_pages(folder) if path not in before]
+    contents = [path.read_bytes() for path in pages]
+    for path, content in zip(pages, [*contents[1:], contents[0]], strict=True):
+        path.write_bytes(content)
+    with recomputed(server, prompt) as replies:
+        pass
+    assert storage(*replies) == [FRONT]
+    assert_no_cache_output(model, replies)
+
+
 def test_an_aborted_request_leaves_nothing_wrong_behind(model: Path, server: Server) -> None:
     prompt, rid = stored(server, seed=7), uuid.uuid4().hex
     body = {"rid": rid, "input_ids": prompt, "sampling_params": {"max_new_tokens": 4}}
