@@ -70,12 +70,14 @@ class Running(NamedTuple):
         arrived: Tokens that all ranks have.
         step: Tokens of which arrivals are multiples.
         whole: Whether what has arrived is worth nothing without the rest.
+        lost: How many of the tokens that have arrived are worth nothing without the rest.
     """
 
     request_id: str
     arrived: int
     step: int
     whole: bool
+    lost: int = 0
 
 
 class HitGate:
@@ -339,7 +341,7 @@ class HitGate:
         """Whether to end a prefetch; ``queued`` tokens are left up to its end, so many behind."""
         if asked.hit is None or self._gpu_wanted or one.whole or not asked.left:
             return False
-        saved = self.costs.saved(asked.hit.without(asked.arrived))
+        saved = self.costs.saved(asked.hit.without(asked.arrived - one.lost))
         if saved is None:
             return False
         reading, elapsed, going_on, in_time = self.l3.reading, 0.0, 0.0, None

@@ -158,15 +158,15 @@ def _let_threads_finish(gate: HitGate, controller: Any) -> None:
 
 
 def _running(cache: Any, operation: Any) -> Running:
-    meeting, arrived = meeting_of(operation), operation.completed_tokens
-    if meeting is not None:
-        arrived = max(arrived, (meeting.front + len(meeting.here)) * cache.page_size)
+    meeting, lost = meeting_of(operation), 0
+    if meeting is not None and meeting.pages == meeting.front:
+        lost = len(meeting.here) * cache.page_size
     return Running(
         operation.request_id,
-        arrived,
+        operation.completed_tokens + lost,
         _step(cache.cache_controller, operation) * cache.page_size,
-        # Recomputing its front is what else could be done, and is being done.
-        whole=bool(operation.pool_transfers) or meeting is not None,
+        whole=bool(operation.pool_transfers),
+        lost=lost,
     )
 
 
