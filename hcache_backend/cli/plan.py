@@ -318,9 +318,7 @@ def _staircase(result: PartitionPlan) -> list[Text]:
             line.append(look.letter, look.style)
         line.append("|")
         lines.append(line)
-    lines.append(
-        Text(f"{'':>9} first page to last; servers do not recompute front pages yet\n", style="dim")
-    )
+    lines.append(Text(f"{'':>9} first page to last; servers do one or the other\n", style="dim"))
     return lines
 
 

@@ -43,6 +43,7 @@ LINES = (
     Line("restored to the device", "tokens", ("restored",)),
     Line("looked for in L3, found", "l3_tokens", ("found",)),
     Line("  and read", "l3_tokens", ("hit",)),
+    Line("  and recomputed", "l3_tokens", ("recomputed",)),
     Line("  and not readable", "l3_tokens", ("unreadable",)),
     Line("  and refused", "l3_tokens", ("slower", "ended")),
     Line("  absent", "l3_tokens", ("absent", "other_pool")),

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE, PrefetchAck
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
@@ -21,15 +20,16 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCach
 from hcache_backend import streams
 from hcache_backend.arena import Ids
 from hcache_backend.engine import metrics
-from hcache_backend.engine.eager_loads import EagerLoads
+from hcache_backend.engine.eager_loads import EagerLoads, token_array
 from hcache_backend.engine.hits.hooks import note_arrival
 from hcache_backend.engine.hits.start import judge_other_hits, stop_judging
 from hcache_backend.engine.host_pool import OwnPagesPool
 from hcache_backend.engine.loads import LoadQueue, Prefix, QueuedLoad
-from hcache_backend.engine.read_batches import BatchedReads
+from hcache_backend.engine.read_batches import BackAck, BatchedReads, meeting_of
 from hcache_backend.engine.runtime import Runtime, current
 from hcache_backend.page import Bytes, Ints, key_bytes
 from hcache_backend.restore.eager import batch_pages
+from hcache_backend.restore.meeting import Meeting
 
 logger = logging.getLogger("hcache")
 
@@ -55,6 +55,7 @@ class OwnPagesController(HybridCacheController, ABC):
             self._batches = BatchedReads(self.page_size, self._report)
         self._prefix: Prefix = _unknown
         self._never_loaded = False  # what is to be evicted
+        self.plain_prompt = False  # whether token ids say all of what is being received
 
     def attach_storage_backend(self, storage_backend: str, *args: Any, **kwargs: Any) -> None:
         # SGLang's own zero-copy backends name two values a page, for K and V: they get halves.
@@ -154,8 +155,10 @@ class OwnPagesController(HybridCacheController, ABC):
         """A load of ``host_pages`` (int64 ``[pages]``); None: a miss, on every rank."""
 
     def _kept(self, host_pages: Ids) -> bool:
-        """Whether all layers of ``host_pages`` are there, encoded or in the overflow."""
+        """Whether all layers of ``host_pages`` are there: encoded, in the overflow, or prepared."""
         overflow = self._pool.overflow
+        if overflow is not None and self.eager is not None:
+            host_pages = host_pages[~self.eager.prepared(host_pages)]
         return overflow is None or overflow.whole(host_pages)
 
     def _queued(self, load: QueuedLoad, device_indices: torch.Tensor) -> None:
@@ -164,12 +167,17 @@ class OwnPagesController(HybridCacheController, ABC):
 
     # ---- host -> storage ----
 
+    def write_storage(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.eager is not None:
+            self.eager.until_saved(self._pool.page_ids(host_indices))
+        return super().write_storage(host_indices, *args, **kwargs)
+
     def _page_backup(self, operation: Any) -> Any:
         """Seal the pages of a node; the first one that must not be stored ends the backup."""
         arena, layout, size = self._pool.arena, self._pool.page_layout, self.page_size
         host_pages = self._pool.page_ids(operation.host_indices)
         arena.host_access(arena.physical(host_pages), write=True, header=True)
-        tokens, before = _token_array(operation.token_ids), operation.prefix_keys
+        tokens, before = token_array(operation.token_ids), operation.prefix_keys
         overflow = self._pool.overflow.pages if self._pool.overflow is not None else None
         # Look-ups end before a page that is not in L3: what is behind it is never found there.
         behind = overflow is not None and overflow.keeps_one_from_l3(before or ())
@@ -217,11 +225,27 @@ class OwnPagesController(HybridCacheController, ABC):
     def _report(self, ack: PrefetchAck) -> None:
         self.prefetch_sync_queue.put(ack)
 
+    def prefetch(self, *args: Any, **kwargs: Any) -> Any:
+        operation = super().prefetch(*args, **kwargs)
+        # Before the scheduler hears what L3 has: nothing is read earlier. The same on all ranks.
+        store = self.page_get_func == self._page_get_zero_copy and self.storage_backend
+        alike = getattr(store, "reads_any_page_alike", False)
+        if alike and self.plain_prompt and self.eager is not None and self.eager.recomputes_pages:
+            operation.hcache_meeting = Meeting()
+        return operation
+
     def _page_transfer(self, operation: Any) -> Any:
         transfer = partial(super()._page_transfer, operation)
         if self._batches is None or self.page_get_func != self._page_get_zero_copy:
             return transfer()
+        if (meeting := meeting_of(operation)) is not None:
+            return self._batches.transfer_from_back(self._read_pages, operation, meeting)
         return self._batches.transfer(operation, transfer)
+
+    def _reduce_prefetch_ack(self, ack: PrefetchAck) -> None:
+        super()._reduce_prefetch_ack(ack)
+        if isinstance(ack, BackAck):
+            ack.reduce(partial(self._all_reduce, groups=self.prefetch_completion_sync_groups))
 
     def _page_get_zero_copy(self, operation: Any, hash_values: Any, *args: Any) -> int:
         if self._batches is None:
@@ -271,7 +295,7 @@ class OwnPagesController(HybridCacheController, ABC):
         """How many of the first ``got`` pages are what the radix tree asked for."""
         namespace, layout = self._runtime.page_namespace(), self._pool.page_layout
         size = self.page_size
-        tokens = _token_array(operation.token_ids)
+        tokens = token_array(operation.token_ids)
         first = operation.hash_value.index(hash_values[0]) if hash_values else 0
         segments = not self._storage_verifies()
         for i, page in enumerate(self._pool.arena.pages(host_pages[:got])):
@@ -298,11 +322,6 @@ class OwnPagesController(HybridCacheController, ABC):
         positions = self._pool.page_layout.positions(page)
         limit = int(self._runtime.runner.model_config.context_len)
         return bool(0 <= positions.min() <= positions.max() < limit)
-
-
-def _token_array(token_ids: Any) -> Ints:
-    """Token ids of a storage operation (a key, a list or an array) as int32 ``[n]``."""
-    return np.asarray(getattr(token_ids, "token_ids", token_ids), dtype=np.int64).astype(np.int32)
 
 
 def _unknown() -> None:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -24,8 +26,10 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from hcache_backend import streams
 from hcache_backend.engine import metrics
 from hcache_backend.engine.host_pool import OwnPagesPool
+from hcache_backend.engine.kv_pages.overflow import SavedPages
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.engine.ranks import smallest
+from hcache_backend.engine.read_batches import meeting_of
 from hcache_backend.engine.recompute.slices import SliceBudget
 from hcache_backend.restore.eager import EagerRestores, batch_pages
 from hcache_backend.restore.pipeline import RestorePipeline
@@ -148,6 +152,9 @@ class EagerLoads:
         self._controller: Any = None
         # Not SGLang's stream of loads: that one waits for restores of other requests.
         self._stream = streams.new_stream(pages.device, "eager")
+        self._saving = streams.new_stream(pages.device, "saves")
+        # Saved pages of which it is not known whether they fit, and when it will be.
+        self._unsettled: deque[tuple[SavedPages, streams.Event]] = deque()
         self._recomputed = False  # since somebody asked
         self._anchors: dict[Any, Any] = {}  # of running prefetches: the node before them
         self._restores = EagerRestores(pool.page_size, pages, self._launch, limit)
@@ -170,10 +177,15 @@ class EagerLoads:
         for operation in running:
             if operation not in restores.running():
                 self._begin(operation)
-            arrived = restores.arrived(operation, operation.completed_tokens // size)
+            there = range(operation.completed_tokens // size)
+            meeting = meeting_of(operation)
+            if meeting is not None:
+                there = meeting.here
+            arrived = restores.arrived(operation, there.stop, there.start)
             if arrived:
                 metrics.TOKENS.count("eager", arrived * size)
                 self._loads.count_finished()  # no load may come for a long time
+        self._settle()
         # What was recomputed long ago is in front of no batch any more.
         self._recomputed = self._recomputed and self._budget.unfinished() > 0
         self._recompute()
@@ -188,7 +200,11 @@ class EagerLoads:
         keys = operation.hash_value[: len(host_pages)]
         if len(keys) <= batch_pages(len(keys)):
             keys = []  # it comes in one piece
-        self._restores.reserve(operation, keys, host_pages[: len(keys)])
+        meeting, unread = meeting_of(operation), 0
+        if meeting is not None:
+            meeting.begin(len(operation.hash_value))
+            unread = len(self._loads.methods.methods)
+        self._restores.reserve(operation, keys, host_pages[: len(keys)], unread)
         # Forward passes that were launched may still use pages that are free already.
         self._controller.after_forwards(self._stream)
 
@@ -199,24 +215,62 @@ class EagerLoads:
             restore = self._pipeline.start(arena.physical(host_pages), slots, None, lacking)
         return Launched(restore, lacking)
 
+    @property
+    def recomputes_pages(self) -> bool:
+        """Whether front pages of a prefetch are recomputed whole while it is read from the back.
+
+        Not where SGLang ends prefetches as it likes: what counts then is the front.
+        """
+        cache = self._pages.cache
+        waits = cache is not None and cache.prefetch_stop_policy != "best_effort"
+        return waits and self._loads.recomputes_pages
+
     def _recompute(self) -> None:
         """Recompute layers that pages lack, of as many as one turn has time for on every rank."""
         size, budget, pace = self._pool.page_size, self._budget, None
         for due in self._restores.to_recompute(max(1, budget.tokens // size)):
-            [page] = self._pool.arena.pages(due.host_pages[:1], header=True)
-            prefix = int(self._pool.page_layout.positions(page)[0])
+            prefix = self._tokens_before(due)
+            if prefix is None:
+                continue
             if pace is None:
                 pace = self._loads.governor.pace()
                 if not pace.share:
                     metrics.SLICES.count(pace.decision)
             allowed = budget.pages(len(due.pages), size, prefix, due.layers, pace.share)
             # Also where nothing is allowed: then no rank has to see the same to go on.
-            [pages] = smallest(self._controller.tp_group, allowed)
-            if not pages:
+            if due.unread:
+                allowed, pages = self._taken(due, allowed)
+            else:
+                [allowed] = smallest(self._controller.tp_group, allowed)
+                pages = allowed
+            if not allowed:
                 return
-            if self._recompute_slice(due.first(pages)):
+            if pages and self._recompute_slice(due.first(pages)):
                 metrics.SLICES.count(pace.decision)
                 return
+
+    def _tokens_before(self, due: Recomputation) -> int | None:
+        """How many tokens of the sequence are before ``due``; None: it cannot be recomputed."""
+        if not due.unread:
+            [page] = self._pool.arena.pages(due.host_pages[:1], header=True)
+            return int(self._pool.page_layout.positions(page)[0])
+        others = self._before_prefetch(due.prefetch)
+        if others is None or due.prefetch.is_terminated() or not self.recomputes_pages:
+            return None
+        return len(others) + due.pages.start * self._pool.page_size
+
+    def _taken(self, due: Recomputation, allowed: int) -> tuple[int, int]:
+        """How many pages every rank allows, and how many of these nobody reads: the front's now."""
+        meeting = meeting_of(due.prefetch)
+        assert meeting is not None
+
+        def agree(room: int) -> int:
+            nonlocal allowed
+            allowed, room = smallest(self._controller.tp_group, allowed, room)
+            return min(allowed, room)
+
+        taken = meeting.take(agree)
+        return allowed, len(taken) if taken.start == due.pages.start else 0
 
     def _recompute_slice(self, due: Recomputation) -> bool:
         """Recompute all of ``due``; whether that was launched."""
@@ -225,19 +279,49 @@ class EagerLoads:
             return False
         slots, before = self._restores.slots(due)
         prefix = torch.cat((others, before))
-        recompute = self._loads.recompute_of(due.host_pages, due.layers, lambda: prefix)
+        if due.unread:
+            recompute = self._loads.recompute_pages(self._token_ids(due), prefix)
+        else:
+            recompute = self._loads.recompute_of(due.host_pages, due.layers, lambda: prefix)
         if recompute is None:
             return False
         positions = np.arange(len(prefix), len(prefix) + len(slots))
         restore = self._pipeline.start_recomputation(recompute, positions, slots)
+        if due.unread and restore.failed is None:
+            # As a backup would: for HiCache these pages are in host memory now.
+            restore.save(self._saving, slots, lambda: self._save(due.host_pages, slots))
         self._budget.launched(restore, len(prefix), due.layers)
         self._recomputed = True
         self._restores.recomputed(due, restore)
-        if restore.failed is None:
+        if restore.failed is not None:
+            self._loads.recomputation_failed(restore.failed)
+            return True
+        if not due.unread:
             metrics.TOKENS.count("eager_recomputed", len(slots))
         else:
-            self._loads.recomputation_failed(restore.failed)
+            metrics.L3_TOKENS.count("recomputed", len(slots))
+            meeting = meeting_of(due.prefetch)
+            assert meeting is not None
+            meeting.launched(due.pages)
+            due.prefetch.completed_tokens = meeting.pages * self._pool.page_size
         return True
+
+    def _token_ids(self, due: Recomputation) -> npt.NDArray[np.int64]:
+        size = self._pool.page_size
+        tokens = slice(due.pages.start * size, due.pages.stop * size)
+        return token_array(due.prefetch.token_ids)[tokens].astype(np.int64)
+
+    def _save(self, host_pages: Ids, slots: torch.Tensor) -> None:
+        fits, overflow = self._pool.save(host_pages, slots), self._pool.overflow
+        if fits is not None and overflow is not None:
+            saved = overflow.told(host_pages, slots, fits)
+            self._unsettled.append((saved, streams.current_stream(self._pages.device).record()))
+
+    def _settle(self) -> None:
+        """What did not fit encoded is not kept: the pages of the device may be another's by now."""
+        while self._unsettled and self._unsettled[0][1].query():
+            assert self._pool.overflow is not None
+            self._pool.overflow.lose_unfit(self._unsettled.popleft()[0])
 
     def _before_prefetch(self, prefetch: Hashable) -> torch.Tensor | None:
         """Slots of the tokens before a prefetch, int64 ``[n]``; None: not all are on the device."""
@@ -261,9 +345,22 @@ class EagerLoads:
             metrics.TOKENS.count("not_ready_at_load", (len(load.handed.ready) - ready) * size)
         return device_indices
 
+    def until_saved(self, host_pages: Ids) -> None:
+        """The CPU is about to read host pages (int64 ``[n]``): what was recomputed is there."""
+        self._restores.until_saved(host_pages)
+
+    def prepared(self, host_pages: Ids) -> npt.NDArray[np.bool_]:
+        """Which pages (int64 ``[n]``) a load would not take from the host; bool ``[n]``."""
+        return self._restores.prepared(host_pages)
+
     def give_back(self) -> None:
         """What was restored and not handed out yet means nothing any more."""
         self._restores.clear()
+
+
+def token_array(token_ids: Any) -> npt.NDArray[np.int32]:
+    """Token ids of a storage operation (a key, a list or an array) as int32 ``[n]``."""
+    return np.asarray(getattr(token_ids, "token_ids", token_ids), dtype=np.int64).astype(np.int32)
 
 
 def eager_refusal(server_args: Any, device: torch.device | str, *, hidden: bool) -> str | None:

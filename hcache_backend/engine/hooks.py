@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ from hcache_backend.engine import metrics
 from hcache_backend.engine.disaggregation.prefill import before_sending_prefix
 from hcache_backend.engine.disaggregation.weights import after_metadata, before_commit
 from hcache_backend.engine.hits import hooks as hits
+from hcache_backend.engine.read_batches import hear
 from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
 from hcache_backend.restore.recompute import RecomputeAttention
 
@@ -55,6 +57,10 @@ _WEIGHT_UPDATES_BY_VERSION = (
 )
 
 
+_EMBEDDINGS = ("input_embeds", "positional_embed_overrides", "multimodal_inputs", "lora_id")
+"""What a request may have (SGLang's ``Req``) that its token ids do not say."""
+
+
 class Hook(NamedTuple):
     """One AROUND hook: ``function(original, *args, **kwargs)``."""
 
@@ -67,14 +73,18 @@ def hidden_mode_hooks() -> list[Hook]:
     return [Hook(ATTENTION, _stop_projection), Hook(FORWARD, _capture_forward)]
 
 
-def prefix_hooks() -> list[Hook]:
-    """What recomputation needs: which slots hold a prefix, and who else wants the GPU."""
-    return [Hook(LOAD_BACK, _around_load_back), Hook(RECEIVED, _before_received)]
+def recompute_hooks() -> list[Hook]:
+    """What recomputation needs: attention, which slots hold a prefix, who else wants the GPU."""
+    return [
+        Hook(ATTENTION, _stop_projection),
+        Hook(LOAD_BACK, _around_load_back),
+        Hook(RECEIVED, _before_received),
+    ]
 
 
 def own_pages_hooks() -> list[Hook]:
-    """What own pages need: HiCache's turn in every turn of the scheduler."""
-    return [Hook(EVENTS, _around_events)]
+    """What own pages need: HiCache's turn in every turn of the scheduler, and what it hears."""
+    return [Hook(EVENTS, _around_events), Hook(DRAIN, _before_drain)]
 
 
 def use_hooks() -> list[Hook]:
@@ -231,11 +241,29 @@ def _before_received(
     original: Callable[..., Any], scheduler: Any, req: Any, *a: Any, **kw: Any
 ) -> Any:
     """Prefetches begin here, so no slice comes earlier."""
-    controller = getattr(getattr(scheduler, "tree_cache", None), "cache_controller", None)
+    controller: Any = getattr(getattr(scheduler, "tree_cache", None), "cache_controller", None)
     governor = getattr(controller, "governor", None)
     if governor is not None:
         governor.scheduler = scheduler
+        controller.plain_prompt = all(getattr(req, name, None) is None for name in _EMBEDDINGS)
     return original(scheduler, req, *a, **kw)
+
+
+def _before_drain(
+    original: Callable[..., Any],
+    cache: Any,
+    n_storage_hit: int | None,
+    n_ack_prefetch: int | None,
+    *a: Any,
+    **kw: Any,
+) -> Any:
+    """Around ``UnifiedRadixCache._drain_storage_control_queues_impl``; see ``hits/hooks.py``."""
+    controller = cache.cache_controller
+    if getattr(controller, "eager", None) is not None:
+        reports = list(itertools.islice(controller.ack_prefetch_queue.queue, n_ack_prefetch))
+        running = [info.operation for info in cache.ongoing_prefetch.values() if reports]
+        hear(reports, running, controller.page_size)
+    return original(cache, n_storage_hit, n_ack_prefetch, *a, **kw)
 
 
 def _around_events(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:

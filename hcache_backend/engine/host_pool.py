@@ -163,19 +163,29 @@ class OwnPagesPool(HostKVCache):
     def backup_from_device_all_layer(
         self, device_pool: Any, host_indices: Any, device_indices: Any, io_backend: str
     ) -> None:
-        device, host_pages = self.device_pool.device, self.page_ids(host_indices)
+        host_pages = self.page_ids(host_indices)
+        fits = self.save(host_pages, device_indices)
+        if self.overflow is not None and fits is not None:
+            self.overflow.saved(host_pages, device_indices, fits)
+        self._backed_up = current_stream(self.device_pool.device).record()
+
+    def save(self, host_pages: Ids, slots: torch.Tensor) -> torch.Tensor | None:
+        """Copy K and V of pages (int64 ``[p]``) from their slots, on the current stream.
+
+        ``slots`` are int64 ``[p * page_size]``, on the device. What is returned is as by
+        :meth:`KVSegments.save`.
+        """
+        fits = None
         if self._kv.layers:
             physical = self.arena.physical(host_pages)
             pages = torch.from_numpy(physical)
             if not self._kv.by_header:
-                pages = to_device(physical, device)
-            fits = self._kv.save(self.page_layout, self.kv_buffer, pages, device_indices)
-            if self.overflow is not None and fits is not None:
-                self.overflow.saved(host_pages, device_indices, fits)
+                pages = to_device(physical, self.device_pool.device)
+            fits = self._kv.save(self.page_layout, self.kv_buffer, pages, slots)
         self._wait_for_rows()
         for told in self.on_backed_up:
-            told(host_pages, device_indices)
-        self._backed_up = current_stream(device).record()
+            told(host_pages, slots)
+        return fits
 
     def _wait_for_rows(self) -> None:
         """Let the current stream wait for what else comes to pages of a backup."""

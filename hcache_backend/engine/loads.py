@@ -218,6 +218,21 @@ class LoadQueue:
 
     # ---- recomputation ----
 
+    @property
+    def recomputes_pages(self) -> bool:
+        """Whether pages can be recomputed whole, into pages of the host too: they hold K and V."""
+        return self._recomputer is not None and set(self.methods.methods) == {"kv"}
+
+    def recompute_pages(self, token_ids: Ids, prefix: torch.Tensor) -> Recompute | None:
+        """How all layers of tokens (int64 ``[n]``) are recomputed; None: they cannot be any more.
+
+        ``prefix`` are slots of all tokens before them, int64 ``[m]``, on the device.
+        """
+        if self._recomputer is None:
+            return None
+        span = TokenSpan(token_ids, prefix)
+        return self._recompute(len(self.methods.methods), [span], self._recomputer.stream())
+
     def recompute_of(self, host_pages: Ids, layers: int, prefix: Prefix) -> Recompute | None:
         """How first ``layers`` (at least 1) of consecutive pages (int64 ``[p]``) are recomputed.
 
@@ -277,7 +292,7 @@ class LoadQueue:
 
     def _span(self, host_pages: Ids, prefix: Prefix) -> TokenSpan | None:
         """The tokens of pages; None: they cannot be recomputed, or ``prefix`` is not theirs."""
-        if self._recomputer is None:
+        if self._recomputer is None or not self.methods.can_recompute:
             return None
         pages = self._arena.pages(host_pages, header=True)
         positions = np.concatenate([self._layout.positions(page) for page in pages])

@@ -110,7 +110,8 @@ L3_TOKENS = Metric(
 - ``unreadable``: their page, or one before it, was damaged, gone or too slow when it was read;
 - ``refused_PROBLEM``: read, and their page or one before it is not the one that was asked for;
 - ``slower``: found, and not read because computing them is sooner;
-- ``ended``: found, and their prefetch ended before they arrived because L3 became slow.
+- ``ended``: found, and their prefetch ended before they arrived because L3 became slow;
+- ``recomputed``: found, and recomputed while what is behind them was being read.
 """
 
 STORE = Metric(Counter, "hcache_store", "The page store's counters", "what")

@@ -2,19 +2,60 @@
 
 SGLang's storage thread reports every batch; its sync thread reduces the reports of all ranks one by
 one; the scheduler sees them. Smaller batches are further reports of the same kind between SGLang's.
+A prefetch whose front is recomputed is read from the back, and has reports of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE, PrefetchAck
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 
 from hcache_backend.restore.eager import batch_pages
+from hcache_backend.restore.meeting import Meeting
+
+
+def meeting_of(operation: Any) -> Meeting | None:
+    """Where a prefetch that is read from the back meets its front; None: it is read in order."""
+    meeting: Meeting | None = getattr(operation, "hcache_meeting", None)
+    return meeting
+
+
+@dataclass
+class BackAck(PrefetchAck):
+    """Which pages of a prefetch are there, for SGLang's sync thread and then the scheduler.
+
+    Attributes:
+        start: The first of them...
+        end: ...and the one behind the last.
+    """
+
+    start: int = 0
+    end: int = 0
+
+    def reduce(self, all_reduce: Callable[..., None]) -> None:
+        """Make them those that all ranks have, by ``all_reduce(tensor, op)``."""
+        pages = torch.tensor([-self.start, self.end], dtype=torch.int64)
+        all_reduce(pages, dist.ReduceOp.MIN)
+        self.start, self.end = -int(pages[0]), int(pages[1])
+
+
+def hear(reports: Iterable[PrefetchAck], running: Collection[Any], page_size: int) -> None:
+    """The scheduler is about to hear of ``reports``, the same on every rank.
+
+    What does not run any more HiCache has dealt with: it goes by what counted then.
+    """
+    for report in reports:
+        operation = report.operation
+        meeting = meeting_of(operation)
+        if isinstance(report, BackAck) and meeting is not None and operation in running:
+            meeting.arrived(report.start, report.end)
+            operation.completed_tokens = meeting.pages * page_size
 
 
 class BatchedReads:
@@ -73,6 +114,29 @@ class BatchedReads:
                 self._pages += here
             whole = whole and here == len(keys)
         return got
+
+    def transfer_from_back(
+        self, read: Callable[..., int], operation: Any, meeting: Meeting
+    ) -> None:
+        """Read a prefetch from its last page on, by ``read`` as in :meth:`read`, to the meeting.
+
+        Every rank makes the same number of reports, however far it gets.
+        """
+        keys = operation.hash_value
+        step, start, end = batch_pages(len(keys)), len(keys), len(keys)
+        meeting.begin(len(keys))
+        for _ in range(0, len(keys), step):
+            pages = range(0) if operation.is_terminated() else meeting.next_batch(step)
+            if pages:
+                tokens = slice(pages.start * self._size, pages.stop * self._size)
+                before = [*(operation.prefix_keys or ()), *keys[: pages.start]]
+                info = HiCacheStorageExtraInfo(prefix_keys=before)
+                there = keys[pages.start : pages.stop]
+                got = read(operation, there, operation.host_indices[tokens], info)
+                start, end = pages.start, end if got == len(pages) else pages.start + got
+            report = BackAck(operation.request_id, operation)
+            report.start, report.end = start, end
+            self._pass_on(report)
 
     def _report(self, operation: Any) -> None:
         self._reports += 1

@@ -150,7 +150,7 @@ class Runtime:
             overflow=self._overflow_use(),
             partition=self.layer_methods.describe() if hidden and self.layer_methods else None,
             projection=tuple(self.projection),
-            recomputation=self.recomputation if hidden else None,
+            recomputation=self.recomputation,
             tokens_per_second=self.hit_gate.costs.rates() if self.hit_gate is not None else {},
         )
 

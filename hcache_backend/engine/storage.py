@@ -62,6 +62,7 @@ class HCacheStorage(HiCacheStorage):
 
     Attributes:
         repairs: Puts pages again that L3 evicted and L2 still has.
+        reads_any_page_alike: Whether no page of a hit is farther away than others.
     """
 
     # What the store gives is verified unit by unit, and it may be put together from the shares of
@@ -72,6 +73,7 @@ class HCacheStorage(HiCacheStorage):
         joined = attach.join(storage_config)
         self._runtime, config, kv_fields, store, behind = joined
         self._pools = StoredPools(self._runtime, store, storage_config, kv_fields, behind)
+        self.reads_any_page_alike = behind is None
         self.repairs = Repairs(self._pools.take_gaps, storage_config.pp_size, self._never_in_l3)
         self._promises_hits = not decodes_for_others(self._runtime.runner.server_args)
         if not self._promises_hits:

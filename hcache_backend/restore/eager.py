@@ -5,7 +5,8 @@ they are copied and projected. The engine's load of these host pages then gets t
 were prepared for them. That they will be wanted is a guess: reserved pages count as free.
 
 - A device page is either free, or reserved for one host page, or handed out, never two of these.
-- It is launched for a host page once, after that page has arrived and was proven.
+- It is launched for a host page once: after that page has arrived and was proven, or to be
+  recomputed whole instead, and then the host page is made of it.
 - First layers that it lacks are recomputed only behind pages that lack none.
 - It is handed out for the host page that it was launched for, once, together with the restore that
   writes it: whoever reads it waits for that restore first.
@@ -31,6 +32,7 @@ from hcache_backend.page import READ_BATCHES
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.restore.reservation import (
     Ids,
+    Launched,
     LaunchRestore,
     Place,
     Recomputation,
@@ -94,7 +96,7 @@ class EagerRestores:
         self._reservations: list[Reservation] = []  # in the order in which they were made
         self._running: dict[Hashable, Reservation] = {}  # by prefetch
         self._places: dict[int, Place] = {}  # by host page
-        # Host pages, and what reads them.
+        # Host pages, and what reads or writes them.
         self._reading: list[tuple[list[int], RunningRestore]] = []
 
     @property
@@ -118,13 +120,16 @@ class EagerRestores:
         room = max(0, self._limit - self.pages + len(self._left_behind()))
         return range(first, min(len(keys), first + room))
 
-    def reserve(self, prefetch: Hashable, keys: Sequence[Hashable], host_pages: Ids) -> int:
+    def reserve(
+        self, prefetch: Hashable, keys: Sequence[Hashable], host_pages: Ids, unread: int = 0
+    ) -> int:
         """A prefetch begins: reserve free device pages for as many of its pages as possible.
 
         What ended prefetches left is given back for it, the oldest first.
 
         Its pages, with these keys in storage, will arrive in ``host_pages`` (int64 ``[pages]``),
-        which nobody else uses. Returns how many device pages were reserved.
+        which nobody else uses. Those that have not may be recomputed whole: ``unread`` layers
+        (0: they may not). Returns how many device pages were reserved.
         """
         chosen = self.wanted(keys)
         spare = self._limit - self.pages
@@ -136,20 +141,21 @@ class EagerRestores:
         ids = host_pages[chosen.start : chosen.stop].tolist()
         slots = self._free.take(len(chosen)) if ids else torch.empty(0, dtype=torch.int64)
         wanted = keys[chosen.start : chosen.stop]
-        reservation = Reservation(ids, slots, wanted, chosen.start, set(range(len(ids))))
+        reservation = Reservation(ids, slots, wanted, chosen.start, set(range(len(ids))), unread)
         self._running[prefetch] = reservation
         self._reservations.append(reservation)
         self._places.update({page: (reservation, i) for i, page in enumerate(ids)})
         return len(ids)
 
-    def arrived(self, prefetch: Hashable, pages: int) -> int:
-        """The first ``pages`` pages of a prefetch are there, and proven, on all ranks.
+    def arrived(self, prefetch: Hashable, pages: int, start: int = 0) -> int:
+        """Pages ``start`` to ``pages`` of a prefetch are there, and proven, on all ranks.
 
         Returns how many pages are restored by what it launched, but for layers that they lack.
         """
         reservation = self._running[prefetch]
         self._reading = [one for one in self._reading if not one[1].copied.query()]
-        due = [i for i in reservation.waiting() if i < pages - reservation.first]
+        there = range(start - reservation.first, pages - reservation.first)
+        due = [i for i in reservation.waiting() if i in there]
         for run in runs(due):
             ids = np.array(reservation.host_pages[run.start : run.stop], dtype=np.int64)
             launched = self._launch(ids, self._slots(reservation, run))
@@ -165,8 +171,9 @@ class EagerRestores:
         for prefetch, reservation in self._running.items():
             pages = reservation.to_recompute(most)
             if pages:
-                layers = reservation.launches[pages.start].lacking
-                yield Recomputation(prefetch, reservation, pages, layers)
+                unread = pages.start not in reservation.launches
+                layers = reservation.unread if unread else reservation.launches[pages.start].lacking
+                yield Recomputation(prefetch, reservation, pages, layers, unread)
 
     def slots(self, due: Recomputation) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots of the tokens of ``due``, and of all before them in the prefetch, int64 ``[n]``."""
@@ -176,14 +183,20 @@ class EagerRestores:
     def recomputed(self, done: Recomputation, restore: RunningRestore) -> None:
         """``restore`` was launched for all of ``done``; it reads K and V of all tokens before them.
 
-        Behind all that was launched so before, on the same stream.
+        Behind all that was launched so before, on the same stream. Host pages of unread ones have
+        been written behind its event ``copied``.
         """
         before = done.reservation.last_slice
         # One that failed may have written more pages than are tried again.
         stop = max(done.pages.stop, before[0] if before is not None else 0)
         done.reservation.last_slice = stop, restore
-        if restore.failed is None:
-            done.reservation.recomputed.update(done.pages)
+        if done.unread:
+            self._reading.append((done.host_pages.tolist(), restore))
+        if restore.failed is not None:
+            return
+        done.reservation.recomputed.update(done.pages)
+        if done.unread:
+            done.reservation.launches.update(dict.fromkeys(done.pages, Launched(restore, 0)))
 
     def end(self, prefetch: Hashable) -> int:
         """No more pages come: what none was launched into is given back.
@@ -196,12 +209,23 @@ class EagerRestores:
         return len(waiting)
 
     def host_freed(self, host_pages: Ids) -> None:
-        """Host pages will hold something else: nothing reads them any more on return."""
+        """Host pages will hold something else: nothing is at them any more on return."""
+        self.until_saved(host_pages)
         freed = dict.fromkeys(host_pages.tolist())
-        for pages, restore in self._reading:
-            if not freed.keys().isdisjoint(pages):
-                _until_copied(restore)
         self._give_back([self._places[page] for page in freed if page in self._places])
+
+    def until_saved(self, host_pages: Ids) -> None:
+        """The CPU wants host pages: nothing reads or writes them any more on return."""
+        wanted = set(host_pages.tolist())
+        for pages, restore in self._reading:
+            if not wanted.isdisjoint(pages):
+                _until_copied(restore)
+
+    def prepared(self, host_pages: Ids) -> npt.NDArray[np.bool_]:
+        """Which pages (int64 ``[pages]``) :meth:`hand_out` would give whole; bool ``[pages]``."""
+        places = (self._places.get(page) for page in host_pages.tolist())
+        whole = [place is not None and place[0].is_whole(place[1]) for place in places]
+        return np.array(whole, dtype=np.bool_)
 
     # ---- allocation ----
 
@@ -228,7 +252,7 @@ class EagerRestores:
         found = [self._places.get(page) for page in host_pages.tolist()]
         places = [place for place in found if place is not None]
         ready = np.array([place is not None and place[1] in place[0].launches for place in found])
-        whole = np.array([place is not None and place[0].is_whole(place[1]) for place in found])
+        whole = self.prepared(host_pages)
         restores = tuple(using(places))
         self._forget(places)
         missing = len(found) - len(places)

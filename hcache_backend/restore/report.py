@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
 
-from hcache_backend.streams import Event, current_stream
+from hcache_backend.streams import Event, Stream, current_stream
 
 StreamName = Literal["copy", "compute"]
 
@@ -58,7 +58,7 @@ class RunningRestore:
     """A restore that was launched; see :class:`RestoreReport`.
 
     Attributes:
-        copied: Behind all that is read from host pages.
+        copied: Behind all that is read from host pages, or written there.
         layers: For each layer, an event behind the last of its K and V.
         timed: What the streams do for a layer, between two events.
         failed: Why its first layers were not recomputed: nobody may use them. None: they were, or
@@ -73,6 +73,21 @@ class RunningRestore:
     layers: list[Event] = field(default_factory=list)
     timed: list[tuple[StreamName, int, Event, Event]] = field(default_factory=list)
     failed: Exception | None = None
+
+    def save(self, stream: Stream, slots: torch.Tensor, work: Callable[[], object]) -> None:
+        """Let ``work()`` copy what was recomputed from ``slots`` to the host, on ``stream``.
+
+        Neither these slots (int64 ``[n]``, on the device) nor host pages are done with before.
+        """
+        stream.wait(self.layers[-1])
+        stream.keep(slots)
+        try:
+            with stream.as_current():
+                work()
+        except Exception as error:  # for want of memory
+            self.failed = error
+        self.copied = stream.record()
+        self.layers = [self.copied] * len(self.layers)
 
     def wait_for_layer(self, layer: int) -> None:
         """Let the current stream wait until K and V of ``layer`` are in the pool.

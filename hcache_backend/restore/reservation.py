@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +43,8 @@ class Reservation:
         keys: The storage key of each.
         first: Number, in the prefetch, of the first one.
         held: Numbers, here, of those that are neither given back nor handed out: at first all.
-        launches: What was launched when they had arrived, by number.
+        unread: How many layers are recomputed of a page that has not arrived: all, or 0, none.
+        launches: What was launched when they had arrived, or what recomputes them whole, by number.
         recomputed: Numbers of those that lacked layers and do not any more.
         last_slice: Up to which page layers were recomputed, and the last restore that did so. It
             ends behind those that did it before.
@@ -54,6 +55,7 @@ class Reservation:
     keys: Sequence[Hashable]
     first: int
     held: set[int]
+    unread: int = 0
     launches: dict[int, Launched] = field(default_factory=dict)
     recomputed: set[int] = field(default_factory=set)
     last_slice: tuple[int, RunningRestore] | None = None
@@ -82,6 +84,8 @@ class Reservation:
     def to_recompute(self, most: int) -> range:
         """At most ``most`` pages that lack the same layers, behind pages that are held and whole.
 
+        Of pages that have not arrived these are all layers, if they may be recomputed whole.
+
         None of them where the first pages of the prefetch are not reserved here.
         """
         if self.first or self._cut:
@@ -96,7 +100,7 @@ class Reservation:
 
     def _lacks(self, page: int) -> int:
         """How many first layers of a page can be recomputed, but were not."""
-        return self.launches[page].lacking if page in self.launches else 0
+        return self.launches[page].lacking if page in self.launches else self.unread
 
     def using(self, numbers: set[int]) -> list[RunningRestore]:
         """What was launched that writes one of these pages, or reads it."""
@@ -115,12 +119,14 @@ class Recomputation(NamedTuple):
         reservation: What is reserved for it.
         pages: Their numbers in the reservation.
         layers: How many first layers each of them lacks.
+        unread: Whether these are all: the pages have not arrived, and are not waited for.
     """
 
-    prefetch: Hashable
+    prefetch: Any
     reservation: Reservation
     pages: range
     layers: int
+    unread: bool
 
     @property
     def host_pages(self) -> Ids:

@@ -72,10 +72,12 @@ NOT_OBJECTS = {
 
 OURS = {
     ("ack", "_replace"),  # every NamedTuple's
+    ("ack", "reduce"),
     ("runner", "hcache_capture"),
     ("runner", "hcache_recorded"),
     ("runner", "hcache_no_capture"),
     ("batch", "attention"),
+    ("controller", "eager"),
     ("controller", "governor"),
     ("controller", "loading_behind"),
     ("controller", "pages_per_report"),
@@ -85,7 +87,9 @@ OURS = {
     ("cache_controller", "use_hidden_states"),
     ("backend", "repairs"),
     ("memory", "finish"),
+    ("controller", "plain_prompt"),
     ("operation", "hcache_first_layer"),
+    ("operation", "hcache_meeting"),
     ("scheduler", "hcache_last_batch"),
     ("memory", "numpy"),
     ("memory", "shares"),
@@ -102,12 +106,15 @@ OVERRIDDEN: dict[str, set[str]] = {
         "_page_backup",
         "_page_get_zero_copy",
         "_page_transfer",
+        "_reduce_prefetch_ack",
         "attach_storage_backend",
         "detach_storage_backend",
         "load",
+        "prefetch",
         "reset",
         "start_writing",
         "write",
+        "write_storage",
     },
     "HiddenStatePool": {"clear", "free"},
     "OwnPagesPool": {

@@ -82,6 +82,12 @@ UNIT = {
     "restore/pipeline.py:_fill self._compute.wait(copied)": Report(
         "restore, mixed", "hcache compute reads what hcache copy writes"
     ),
+    "restore/report.py:save stream.wait(self.layers[-1])": Report(
+        "eager, from the back", "hcache saves reads what forward writes"
+    ),
+    "restore/report.py:save stream.keep(slots)": Report(
+        "eager, from the back", "device memory of schedule dies while hcache saves may use it"
+    ),
     "restore/report.py:wait_for_layer current_stream(self.device).wait(self.layers[layer])": Report(
         "restore, mixed", "forward reads what hcache compute writes"
     ),

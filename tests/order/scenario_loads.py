@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hcache_backend import streams
 from hcache_backend.capture.shadows import ShadowArena
 from hcache_backend.engine.disaggregation.prefill import before_sending_prefix
 from hcache_backend.engine.layer_methods import LayerMethods
@@ -64,6 +66,7 @@ class Loading:
         self.free = FreePages()
         self.eager = EagerRestores(SIZE, self.free, self._launch, limit=PAGES)
         self.before_prefetch: torch.Tensor | None = None
+        self.saving = streams.new_stream(GPU, "saves")
 
     def _launch(self, host_pages: npt.NDArray[np.int64], slots: torch.Tensor) -> Launched:
         """As ``hcache_backend/engine/eager_loads.py``, which needs SGLang."""
@@ -79,11 +82,18 @@ class Loading:
             if self.before_prefetch is None:
                 continue
             slots, before = self.eager.slots(due)
+            slots = slots.clone()  # nobody else keeps them
             prefix = torch.cat((self.before_prefetch, before))
-            recompute = self.queue.recompute_of(due.host_pages, due.layers, prefix.clone)
-            assert recompute is not None
             positions = np.arange(len(prefix), len(prefix) + len(slots))
+            if due.unread:
+                recompute = self.queue.recompute_pages(positions, prefix)
+            else:
+                recompute = self.queue.recompute_of(due.host_pages, due.layers, prefix.clone)
+            assert recompute is not None
             restore = self.pipeline.start_recomputation(recompute, positions, slots)
+            if due.unread:
+                pages = self.arena.physical(due.host_pages)
+                restore.save(self.saving, slots, partial(self.pool.save, pages, slots))
             self.eager.recomputed(due, restore)
 
     def plan(self, pages: range, prefix: torch.Tensor) -> QueuedLoad:
@@ -106,24 +116,25 @@ class Loading:
             slots.record_stream(engine.loading)  # as HiCache does with its indices
             return engine.layers_done(self.queue.launch(slots))
 
-    def begin(self, prefetch: Hashable, pages: range) -> None:
+    def begin(self, prefetch: Hashable, pages: range, unread: int = 0) -> None:
         """A prefetch of these pages begins."""
-        self.eager.reserve(prefetch, list(pages), np.array(pages))
+        self.eager.reserve(prefetch, list(pages), np.array(pages), unread)
         self.engine.loads_wait()
 
-    def arrived(self, prefetch: Hashable, pages: int) -> None:
-        """The first pages of a prefetch are there, beside a forward pass over other tokens."""
-        self.eager.arrived(prefetch, pages)
+    def arrived(self, prefetch: Hashable, pages: int, start: int = 0) -> None:
+        """Some pages of a prefetch are there, beside a forward pass over other tokens."""
+        self.eager.arrived(prefetch, pages, start)
         for _ in range(2):
             self._recompute()
         self.forward(1)
 
-    def hand_out(self, pages: range, prefix: torch.Tensor) -> None:
-        """A load gets what was prepared for it."""
+    def hand_out(self, pages: range, prefix: torch.Tensor) -> torch.Tensor:
+        """A load gets what was prepared for it; its slots."""
         load = self.plan(pages, prefix)
         load.handed = self.eager.hand_out(load.host_pages)
         assert load.handed is not None
         self.launch(load, load.handed.slots)
+        return load.handed.slots
 
     def forward(self, pages: int) -> None:
         """A forward pass over so many fresh pages, which are free again behind it."""
@@ -150,7 +161,9 @@ def loads(checker: Checker, **kind: Any) -> None:
 def loads_whose_recomputation_fails(checker: Checker) -> None:
     """Layers were to be recomputed that are stored, too: after a failure they are copied."""
     loading = Loading(checker, Partition(recompute=0, hidden=0, kv=3))
-    loading.queue.methods = SimpleNamespace(first_layers=lambda *_: 2, ranks=1)  # type: ignore[assignment]
+    loading.queue.methods = SimpleNamespace(  # type: ignore[assignment]
+        first_layers=lambda *_: 2, ranks=1, can_recompute=True
+    )
     loading.pool.fails = True
     checker.begin()
     with checker.on(loading.engine.schedule):
@@ -178,6 +191,31 @@ def eager(checker: Checker, **kind: Any) -> None:
         loading.forward(loading.free.count() + 1)
         loading.eager.host_freed(np.arange(3))
         page_bytes = loading.pool.layout.page_bytes
+        pages = loading.arena.physical(np.arange(3))
+        checker.touch_pages(pages, page_bytes, page_bytes, "write")  # L3 is read to there
+        loading.forward(3)
+        loading.eager.end("given back")
+
+
+def eager_from_the_back(checker: Checker) -> None:
+    """Front pages are recomputed whole, and saved, while the others are read."""
+    loading = Loading(checker, Partition(recompute=0, hidden=0, kv=3))
+    page_bytes = loading.pool.layout.page_bytes
+    checker.begin()
+    with checker.on(loading.engine.schedule):
+        nothing = loading.before_prefetch = torch.empty(0, dtype=torch.int64, device=GPU)
+        for handed_out in (True, False):
+            loading.begin("met", range(9), unread=3)
+            loading.arrived("met", 9, start=7)
+            loading.arrived("met", 9, start=4)
+            loading.eager.end("met")
+            if not handed_out:  # somebody takes what was reserved: the load copies from the host
+                loading.forward(loading.free.count() + 9)
+            loading.free.give(loading.hand_out(range(9), nothing))
+
+        loading.begin("given back", range(6), unread=3)
+        loading.arrived("given back", 6, start=5)
+        loading.eager.host_freed(np.arange(3))
         pages = loading.arena.physical(np.arange(3))
         checker.touch_pages(pages, page_bytes, page_bytes, "write")  # L3 is read to there
         loading.forward(3)

@@ -87,6 +87,10 @@ class Pool:
         }
         return ways[self.methods[layer]]
 
+    def save(self, pages: npt.NDArray[np.int64], slots: torch.Tensor) -> None:
+        """Copy K and V from ``slots`` to ``pages`` of the memory, as a backup does."""
+        self._kv.save(self.layout, self.memory, streams.to_device(pages, GPU), slots)
+
     def talk(self) -> None:
         """Use the links to other ranks, if there are any."""
         if self.layout.share.of > 1:

@@ -14,6 +14,7 @@ from tests.order.scenario_encoded import overflow
 from tests.order.scenario_loads import (
     eager,
     eager_behind_an_unknown_prefix,
+    eager_from_the_back,
     loads,
     loads_whose_recomputation_fails,
     sends,
@@ -39,6 +40,7 @@ SCENARIOS: dict[str, Scenario] = {
     "eager": eager,
     "eager, encoded": partial(eager, partition=ALL_KV, codec="exp4"),
     "eager, behind an unknown prefix": eager_behind_an_unknown_prefix,
+    "eager, from the back": eager_from_the_back,
     "sends": sends,
     "overflow": overflow,
     "capture": partial(captures, replay=False),

@@ -70,12 +70,14 @@ class Running(NamedTuple):
         arrived: Tokens that all ranks have.
         step: Tokens of which arrivals are multiples.
         whole: Whether what has arrived is worth nothing without the rest.
+        lost: How many of the tokens that have arrived are worth nothing without the rest.
     """
 
     request_id: str
     arrived: int
     step: int
     whole: bool
+    lost: int = 0
 
 
 class HitGate:
@@ -285,7 +287,7 @@ class HitGate:
                 trials.not_one()
             elif reading.gave_up or asked.hit is None:  # None: it was ended
                 trials.ended(pays=False)
-            elif reading.tokens == reading.wanted:
+            elif 0 < reading.tokens == reading.wanted:
                 whole = seconds_like(asked.tried, reading, seconds, self.costs)
                 trials.ended(pays=self._pays(asked.tried, whole))
             # Else its client is gone, or pages are: that says nothing of the disk.
@@ -339,7 +341,7 @@ class HitGate:
         """Whether to end a prefetch; ``queued`` tokens are left up to its end, so many behind."""
         if asked.hit is None or self._gpu_wanted or one.whole or not asked.left:
             return False
-        saved = self.costs.saved(asked.hit.without(asked.arrived))
+        saved = self.costs.saved(asked.hit.without(asked.arrived - one.lost))
         if saved is None:
             return False
         reading, elapsed, going_on, in_time = self.l3.reading, 0.0, 0.0, None

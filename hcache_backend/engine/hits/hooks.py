@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from hcache_backend.engine import metrics
 from hcache_backend.engine.hits.gate import HitGate, Running
+from hcache_backend.engine.read_batches import meeting_of
 from hcache_backend.engine.recompute.governor import waits_for_gpu
 from hcache_backend.engine.runtime import current
 
@@ -157,11 +158,15 @@ def _let_threads_finish(gate: HitGate, controller: Any) -> None:
 
 
 def _running(cache: Any, operation: Any) -> Running:
+    meeting, lost = meeting_of(operation), 0
+    if meeting is not None and meeting.pages == meeting.front:
+        lost = len(meeting.here) * cache.page_size
     return Running(
         operation.request_id,
-        operation.completed_tokens,
+        operation.completed_tokens + lost,
         _step(cache.cache_controller, operation) * cache.page_size,
         whole=bool(operation.pool_transfers),
+        lost=lost,
     )
 
 
@@ -279,6 +284,9 @@ def around_read(original: Callable[..., Any], controller: Any, operation: Any) -
         return original(controller, operation)
     finally:
         with harmless():
+            meeting = meeting_of(operation)
+            if meeting is not None and not operation.is_terminated():
+                gate.l3.spared(meeting.spared * size)
             gate.read_ends()
 
 

@@ -84,6 +84,11 @@ class L3Progress:
             self.reading.tokens += tokens
             self.reading.last = self._clock()
 
+    def spared(self, tokens: int) -> None:
+        """So many tokens need not be read: they were recomputed meanwhile."""
+        if self.reading is not None:
+            self.reading.wanted -= tokens
+
     def came_from_behind(self, tokens: int, seconds: float, *, gave_up: bool = False) -> None:
         """What is behind the page store was asked for so long, and gave so many tokens.
 

@@ -66,6 +66,7 @@ class Overflow:
 
     def lose(self, host_pages: Iterable[int]) -> None:
         """What was to be kept of ``host_pages`` is not there."""
+        host_pages = list(host_pages)
         self.forget(host_pages)
         self.lost.update(host_pages)
 
@@ -163,11 +164,28 @@ class OverflowArea:
         return len(kv.layers) * kv.plain_bytes + _ALIGNMENT if kv.codec != "none" else 0
 
     def saved(self, host_pages: Ids, slots: torch.Tensor, fits: torch.Tensor) -> SavedPages:
-        """``host_pages`` were saved from ``slots``, as far as they fit, on the current stream."""
-        told = host_tensor(fits.shape, torch.bool, self._device).copy_(fits, non_blocking=True)
-        self._last = SavedPages(host_pages, self._kv.pages_of(slots), told)
-        self._unsettled |= dict.fromkeys(host_pages.tolist(), host_pages)
+        """``host_pages`` were saved from ``slots``, as far as they fit, on the current stream.
+
+        What did not fit will be kept when :meth:`awaited` is told of this backup.
+        """
+        self._last = self.told(host_pages, slots, fits)
         return self._last
+
+    def told(self, host_pages: Ids, slots: torch.Tensor, fits: torch.Tensor) -> SavedPages:
+        """The same of pages that are no backup: somebody calls :meth:`lose_unfit` behind that."""
+        told = host_tensor(fits.shape, torch.bool, self._device).copy_(fits, non_blocking=True)
+        self._unsettled |= dict.fromkeys(host_pages.tolist(), host_pages)
+        return SavedPages(host_pages, self._kv.pages_of(slots), told)
+
+    def lose_unfit(self, saved: SavedPages) -> None:
+        """Pages that have arrived, and of which a layer did not fit, cannot be loaded."""
+        pages = zip(saved.host_pages.tolist(), saved.fits.all(0).tolist(), strict=True)
+        unfit = [page for page, fits in pages if not fits]
+        # Freed before it was known, a page is another's.
+        self.pages.lose(page for page in unfit if self._unsettled.get(page) is saved.host_pages)
+        self._settle(saved.host_pages)
+        metrics.TOKENS.count("not_encodable", len(unfit) * self._kv.page_size)
+        self._tell()
 
     def awaited(self, ack: Any) -> Any:
         """HiCache's ``HiCacheAck`` of the last backup, which ends when what did not fit is kept."""

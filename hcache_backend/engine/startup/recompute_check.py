@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from sglang.srt.distributed import get_tp_group
 
-from hcache_backend.engine.hooks import install, prefix_hooks
+from hcache_backend.engine.hooks import install, recompute_hooks
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.recompute.batch import forward_stream, model_forward
 from hcache_backend.engine.runtime import Runtime
@@ -27,7 +27,7 @@ logger = logging.getLogger("hcache")
 def find_recomputer(
     runtime: Runtime, probe: Probe, kvcache: Any, methods: LayerMethods
 ) -> Recomputer | None:
-    """What recomputes first layers, the same on every tensor-parallel rank; all must call it.
+    """What recomputes layers, the same on every tensor-parallel rank; all must call it.
 
     The K and V that the model wrote during the probe must still be in the pool. ``runtime`` is told
     how exact the recomputed ones are, or why there are none.
@@ -36,8 +36,6 @@ def find_recomputer(
         None where nothing is to be recomputed, or a rank cannot.
     """
     assert runtime.config is not None
-    if not methods.can_recompute or (methods.profile is None and not methods.partition.recompute):
-        return None
     if runtime.config.recompute == "never":
         runtime.recomputation = "none: option 'recompute'"
         return None
@@ -53,11 +51,10 @@ def find_recomputer(
     def prove() -> str:
         if runner.model_config.is_multimodal:
             raise Refused("the model's embeddings are not those of token ids alone")
-        exactness = check_recompute(runner, probe, recomputer, pool, kvcache)
-        missing = install(prefix_hooks())
+        missing = install(recompute_hooks())
         if missing is not None:
             raise Refused(missing)
-        return exactness
+        return check_recompute(runner, probe, recomputer, pool, kvcache)
 
     try:
         runtime.recomputation = all_or_none(prove, get_tp_group().cpu_group)

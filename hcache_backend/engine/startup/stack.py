@@ -43,6 +43,7 @@ from hcache_backend.projection.projector import Projector
 from hcache_backend.restore.exchange import CollectiveOrder
 from hcache_backend.restore.layers import PoolParking, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.restore.ring import ring_bytes
 
 logger = logging.getLogger("hcache")
@@ -62,14 +63,17 @@ class Stack:
     params: Any
     arguments: Mapping[str, Any]
 
-    def build_kv(self, plan: PagePlan) -> StackBuildResult:
-        """What HiCache works with where own pages hold K and V, by the plan of all ranks."""
+    def build_kv(self, plan: PagePlan, recomputer: Recomputer | None) -> StackBuildResult:
+        """What HiCache works with where own pages hold K and V, by the plan of all ranks.
+
+        ``recomputer``: for front pages of hits, while the others are read.
+        """
         pool = OwnPagesPool(**self._pool_arguments(plan))
         restored = [plan.kv.restored_layer(layer) for layer in plan.kv.layers]
         pipeline = RestorePipeline(
             pool.kv_buffer, plan.layout, restored, plan.methods.chunk_tokens, self.kvcache.device
         )
-        loads = LoadQueue(pool.arena, pipeline, plan.methods, None, self.kvcache.device)
+        loads = LoadQueue(pool.arena, pipeline, plan.methods, recomputer, self.kvcache.device)
         params = self.params
         reservable = _reservable(self.runtime, params.token_to_kv_pool_allocator, hidden=False)
         result = self._joined(KVController, pool, pipeline, loads, reservable)

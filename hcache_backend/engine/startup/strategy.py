@@ -21,6 +21,7 @@ from hcache_backend.config import HCacheConfig
 from hcache_backend.engine import metrics
 from hcache_backend.engine.arguments import resolved, storage_extra_config
 from hcache_backend.engine.capture_hooks import HiddenCapture
+from hcache_backend.engine.eager_loads import eager_refusal
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.ranks import smallest
 from hcache_backend.engine.runtime import Runtime
@@ -64,6 +65,7 @@ from hcache_backend.partition.costs import Partition
 from hcache_backend.projection.generic import ProjectionBatch
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.projection.projector import Projector
+from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.units import WHOLE, Share
 
 logger = logging.getLogger("hcache")
@@ -110,7 +112,8 @@ class OwnPagesStrategy(StackStrategy):
             if isinstance(hidden, str):
                 plan = self._kv_plan(kvcache, params)
                 use_kv_mode(runtime, kvcache, plan, hidden)
-                return Stack(runtime, kvcache, params, kwargs).build_kv(plan)
+                recomputer = self._page_recomputer(kvcache, params, plan)
+                return Stack(runtime, kvcache, params, kwargs).build_kv(plan, recomputer)
             use_hidden_mode(runtime, kvcache, hidden)
             return Stack(runtime, kvcache, params, kwargs).build_hidden(hidden, projector)
         except Refused as refused:
@@ -165,7 +168,10 @@ class OwnPagesStrategy(StackStrategy):
         assert self._runtime.config is not None
         chunk = min(self._runtime.config.restore_chunk_tokens, int(kvcache.size))
         everything = Partition(0, 0, int(kvcache.layer_num))
-        methods, ranks = LayerMethods(everything, None, None, chunk), get_tp_group()
+        ranks = get_tp_group()
+        methods = LayerMethods(
+            everything, None, None, chunk, can_recompute=False, ranks=ranks.world_size
+        )
         of_heads = share_of_heads(ranks.rank_in_group, ranks.world_size)
         groups = self._head_groups(methods, of_heads)
         codec = self._step(
@@ -190,6 +196,29 @@ class OwnPagesStrategy(StackStrategy):
         [host_pages] = smallest(params.pp_cache_group, plan.pages.host)
         plan.pages = plan.pages._replace(host=host_pages)
         return plan
+
+    def _page_recomputer(self, kvcache: Any, params: Any, plan: PagePlan) -> Recomputer | None:
+        """What recomputes pages of K and V whole while others are read; None: they are all read."""
+        runtime, runner = self._runtime, self._runtime.runner
+        assert runtime.config is not None
+        runtime.recomputation = None
+        args = resolved(runner.server_args)
+        if plan.kv.by_header:  # what a page holds is chosen when a node is backed up
+            return None
+        if runtime.config.restore == "layerwise" or eager_refusal(
+            args, kvcache.device, hidden=False
+        ):
+            return None  # on every rank of every stage
+        try:
+            self._step(params, partial(self._refuse, refusal, None, kvcache))
+            modules = self._step(params, lambda: attention_modules(runner.model, kvcache.layer_num))
+            linears = [linear for seen in modules for linear in seen.linears]
+            self._step(params, lambda: refuse_quantised_inputs(linears))
+            probe = self._step(params, lambda: observe(runner, modules))
+        except Refused as refused:
+            runtime.recomputation = f"none: {refused}"
+            return None
+        return self._step(params, lambda: find_recomputer(runtime, probe, kvcache, plan.methods))
 
     def _tried(
         self,
@@ -271,7 +300,9 @@ class OwnPagesStrategy(StackStrategy):
         asked = hidden_codec(runtime)
         codec = step(lambda: choose_codec(ranks, asked, probe, projector))
         exchange = step(lambda: make_exchange(probe, kvcache.page_size))
-        recomputer = step(lambda: find_recomputer(runtime, probe, kvcache, methods))
+        recomputer = None
+        if methods.can_recompute and (methods.profile or methods.partition.recompute):
+            recomputer = step(lambda: find_recomputer(runtime, probe, kvcache, methods))
         if recomputer is None:
             methods = methods.without_recompute()
         hooks = step(lambda: check_recording(runner, codec))

@@ -7,6 +7,7 @@ import os
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from typing import Any
 def keep_in_step(active: Callable[[], bool]) -> None:
     """A batch of a prefetch is read when the scheduler has had its turn with the one before.
 
-    If the trigger is a number, no more than so many batches of a prefetch are read.
+    If the trigger has a number in it, no more than so many batches of a prefetch are read: the next
+    one is taken from what may be recomputed, and waits.
     """
     from hcache_backend.engine.eager_loads import EagerLoads
-    from hcache_backend.engine.read_batches import BatchedReads
+    from hcache_backend.engine.read_batches import BatchedReads, meeting_of
+    from hcache_backend.restore.meeting import Meeting
 
     turn, begin, read = EagerLoads.turn, BatchedReads.__init__, BatchedReads.read
     turns = 0
@@ -35,36 +38,59 @@ def keep_in_step(active: Callable[[], bool]) -> None:
         self.controller = report.__self__
         begin(self, page_size, remembered)
 
-    def stepwise(self: Any, read_pages: Any, operation: Any, *others: Any) -> int:
+    def unseen(operation: Any, report: Any) -> bool:
+        meeting = meeting_of(operation)
+        if meeting is not None:
+            return meeting.here.start > report.start or not meeting.here.stop
+        # Other ranks may know of fewer pages: the report has then become that number.
+        return bool(operation.completed_tokens < report.completed_tokens)
+
+    def in_step(self: Any, read_pages: Any, operation: Any, *others: Any) -> int:
         reports: list[Any] = operation.hcache_reports
 
         def given_up() -> bool:
             return bool(self.controller.storage_stop_event.is_set() or operation.is_terminated())
 
-        def wait_while(unseen: Callable[[], bool]) -> None:
-            while active() and not given_up() and unseen():
+        def wait_while(condition: Callable[[], bool]) -> None:
+            while active() and not given_up() and condition():
                 time.sleep(0.001)
 
-        def in_step(*batch: Any) -> int:
-            if reports:
-                # Other ranks may know of fewer pages: the report has then become that number.
-                wait_while(lambda: operation.completed_tokens < reports[-1].completed_tokens)
-                before = turns
-                wait_while(lambda: turns == before)
-            wait_while(lambda: len(reports) >= _most_batches())
-            return 0 if given_up() else int(read_pages(*batch))
+        if reports:
+            wait_while(lambda: unseen(operation, reports[-1]))
+            before = turns
+            wait_while(lambda: turns == before)
+        wait_while(lambda: len(reports) >= _most_batches())
+        return 0 if given_up() else int(read_pages(operation, *others))
 
-        return read(self, in_step, operation, *others)
+    def stepwise(self: Any, read_pages: Any, *others: Any) -> int:
+        return read(self, partial(in_step, self, read_pages), *others)
+
+    def stepwise_from_back(self: Any, read_pages: Any, operation: Any, meeting: Any) -> None:
+        operation.hcache_reports = []
+        from_back(self, partial(in_step, self, read_pages), operation, meeting)
 
     def transfer(self: Any, operation: Any, *others: Any) -> Any:
         operation.hcache_reports = []
         return transfer_whole(self, operation, *others)
 
-    transfer_whole = BatchedReads.transfer
+    def begin_meeting(self: Any, pages: int) -> None:
+        meets(self, pages)
+        self.all_pages = pages
+
+    def take(self: Any, agree: Callable[[int], int]) -> Any:
+        """The reader has its first batch before anything is recomputed."""
+        early = active() and self._unread == self.all_pages
+        return taken(self, (lambda _: agree(0)) if early else agree)
+
+    meets, taken = Meeting.begin, Meeting.take
+    Meeting.begin = begin_meeting  # type: ignore[method-assign]
+    Meeting.take = take  # type: ignore[method-assign]
+    transfer_whole, from_back = BatchedReads.transfer, BatchedReads.transfer_from_back
     EagerLoads.turn = counted  # type: ignore[method-assign]
     BatchedReads.__init__ = remembering  # type: ignore[method-assign]
     BatchedReads.read = stepwise  # type: ignore[method-assign]
     BatchedReads.transfer = transfer  # type: ignore[method-assign]
+    BatchedReads.transfer_from_back = stepwise_from_back  # type: ignore[method-assign]
 
 
 def _most_batches() -> float:

@@ -34,6 +34,7 @@ from tests.engine.hits.eager_servers import (
     PAGE,
     asked,
     assert_fine,
+    counted,
     eager_server,
     read_batches,
     stored,
@@ -250,7 +251,13 @@ def test_pressure_on_a_small_device_pool(name: str, model: Path, tmp_path: Path)
 
 @pytest.mark.parametrize(
     "name",
-    ["hidden", *(pytest.param(name, marks=pytest.mark.long) for name in ("kv", "recompute"))],
+    [
+        "hidden",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("kv", "kv, from the back", "recompute")
+        ),
+    ],
 )
 def test_two_ranks_of_which_one_has_misses_decide_the_same(
     name: str, model: Path, tmp_path: Path
@@ -268,5 +275,6 @@ def test_two_ranks_of_which_one_has_misses_decide_the_same(
     with Server(options) as server:
         converse_at_random(server, conversations, at_once=4, flushed=0.5)
         assert tokens(server, "ready_at_load") > 0
+        assert (counted(server, "l3_tokens", "recomputed") > 0) == name.endswith("from the back")
         assert_fine(server, name)
     assert_no_cache_replies_up_to_ties(model, turns_of(conversations))

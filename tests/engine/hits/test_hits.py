@@ -30,8 +30,8 @@ TOKENS = 400
 FAST, HELD = 0, -1
 """Rates of L3 in bytes per second: no limit; what is read arrives when there is another rate."""
 KINDS: dict[str, dict[str, Any]] = {
-    "own": {"mode": "kv", "restore": "auto"},
-    "encoded": {"mode": "kv", "restore": "auto"},
+    "own": {"mode": "kv", "restore": "auto", "recompute": "never"},
+    "encoded": {"mode": "kv", "restore": "auto", "recompute": "never"},
     "hidden": {"mode": "hidden", "restore": "auto"},
     "layerwise": {"mode": "kv", "restore": "layerwise"},
     "plain": {"mode": "kv", "pages": "plain"},

@@ -53,5 +53,7 @@ def turn(gate: HitGate, *running: Running) -> list[str]:
     return ended
 
 
-def at(name: str, arrived: int = 0, whole: bool = False, step: int = STEP) -> Running:
-    return Running(name, arrived, step, whole)
+def at(
+    name: str, arrived: int = 0, whole: bool = False, step: int = STEP, lost: int = 0
+) -> Running:
+    return Running(name, arrived, step, whole, lost)

@@ -128,6 +128,18 @@ def test_a_prefetch_goes_on_when_little_is_left(gate: HitGate, clock: Clock) -> 
         assert turn(gate, at("a", 1024)) == []
 
 
+def test_what_would_be_lost_at_its_end_is_a_reason_to_go_on(gate: HitGate, clock: Clock) -> None:
+    """It is read from the back: without the rest, only its front counts."""
+    read(gate, clock, 0.5)
+    assert takes(gate, "a", 1024)
+    with reading(gate, "a", 1024):
+        for _ in range(2):
+            clock.now += 0.5
+            gate.l3.arrived(256)
+        assert turn(gate, at("a", 512, lost=512)) == []
+        assert turn(gate, at("a", 512)) == ["a"]
+
+
 def test_what_is_worth_nothing_in_parts_does_not_end_for_being_slow(
     gate: HitGate, clock: Clock
 ) -> None:

@@ -183,3 +183,35 @@ def test_reads_that_fail_at_once_are_not_fast_ones(gate: HitGate, clock: Clock) 
         with reading(gate, "a", 1000):
             clock.now += 0.001
     assert not takes(gate, "b")
+
+
+def test_a_trial_says_how_fast_the_disk_is_though_its_front_was_recomputed(
+    gate: HitGate, clock: Clock
+) -> None:
+    for _ in range(2):
+        read(gate, clock, 10.0)
+    clock.now += TRIAL_SECONDS + 1
+    part = tries(gate, "a")
+    with reading(gate, "a", part):
+        gate.l3.arrived(part // 2)
+        clock.now += 0.05 * part / 2000
+        gate.l3.spared(part - part // 2)
+    turn(gate)
+    whole_trial(gate, clock, "b", 0.05)
+    assert takes(gate, "c")
+
+
+def test_a_hit_that_was_recomputed_before_it_was_read_says_nothing_of_the_disk(
+    gate: HitGate, clock: Clock
+) -> None:
+    for _ in range(2):
+        read(gate, clock, 10.0)
+    clock.now += TRIAL_SECONDS + 1
+    part = tries(gate, "a")
+    rates = gate.costs.rates()
+    with reading(gate, "a", part):
+        gate.l3.spared(part)
+    turn(gate)
+    assert gate.costs.rates() == rates
+    clock.now += TRIAL_SECONDS + 1
+    tries(gate, "b")

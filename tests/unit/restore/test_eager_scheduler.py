@@ -34,6 +34,12 @@ from tests.unit.restore.eager_device import (
 class Prefetch:
     def __init__(self, keys: list[str], host: list[int]) -> None:
         self.keys, self.host, self.arrived = keys, host, 0
+        self.start = len(host)  # read from the back: those from here on have arrived
+
+    @property
+    def counts(self) -> int:
+        """How many pages, from the first one on, have arrived or were recomputed."""
+        return len(self.host) if self.arrived >= self.start else self.arrived
 
 
 class ScriptedScheduler(RuleBasedStateMachine):
@@ -43,10 +49,14 @@ class ScriptedScheduler(RuleBasedStateMachine):
         limit=st.integers(1, DEVICE_PAGES),
         cached=st.integers(0, DEVICE_PAGES),
         deepest=st.integers(0, 3),
+        back=st.booleans(),
     )
-    def start(self, limit: int, cached: int, deepest: int) -> None:
-        """Pages lack at most so many first layers: 0, where all are stored and read."""
-        self.deepest = deepest
+    def start(self, limit: int, cached: int, deepest: int, back: bool) -> None:
+        """Pages lack at most so many first layers: 0, where all are stored and read.
+
+        Then they may be read from the back, and front ones are recomputed whole.
+        """
+        self.deepest, self.back = deepest, back and not deepest
         self.depths: dict[int, int] = {}  # of host pages: how many first layers they lack
         self.lacks: dict[int, int] = {}  # of device pages, when they were launched
         self.device = Device(cached)
@@ -100,29 +110,50 @@ class ScriptedScheduler(RuleBasedStateMachine):
         self.running[self.number] = Prefetch(keys, host)
         self.recomputes[self.number] = recomputes
         before = self.eager.pages
-        reserved = self.eager.reserve(self.number, keys, np.array(host))
+        reserved = self.eager.reserve(self.number, keys, np.array(host), 2 * self.back)
         assert reserved <= pages and self.eager.pages <= max(before, self.eager._limit)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def arrive(self, data: Any) -> None:
         number = data.draw(st.sampled_from(sorted(self.running)))
+        self.read_on(number, data)
+
+    def read_on(self, number: int, data: Any, *, told: bool = True) -> None:
         prefetch = self.running[number]
-        prefetch.arrived = data.draw(st.integers(prefetch.arrived, len(prefetch.host)))
-        self.readable.update(prefetch.host[: prefetch.arrived])
-        self.eager.arrived(number, prefetch.arrived)
+        if self.back:
+            prefetch.start = data.draw(st.integers(prefetch.arrived, prefetch.start))
+            self.readable.update(prefetch.host[prefetch.start :])
+        else:
+            prefetch.arrived = data.draw(st.integers(prefetch.arrived, len(prefetch.host)))
+            self.readable.update(prefetch.host[: prefetch.arrived])
+        if told and self.back:
+            self.eager.arrived(number, len(prefetch.host), prefetch.start)
+        elif told:
+            self.eager.arrived(number, prefetch.arrived)
 
     @rule(most=st.integers(1, 4), data=st.data())
     def recompute(self, most: int, data: Any) -> None:
         """A turn of the scheduler has time for some pages of the first prefetch that can be."""
         for found in self.eager.to_recompute(most):
-            assert 0 < found.layers <= self.deepest and 0 < len(found.pages) <= most
-            if not self.recomputes[found.prefetch]:
+            assert 0 < found.layers <= (2 if self.back else self.deepest)
+            assert 0 < len(found.pages) <= most
+            prefetch = self.running[found.prefetch]
+            room = len(found.pages)
+            if self.back:
+                assert found.unread
+                if found.pages.start != prefetch.arrived:
+                    continue  # an earlier one has failed
+                room = min(room, prefetch.start - prefetch.arrived)
+            if not self.recomputes[found.prefetch] or not room:
                 continue
-            due = found.first(data.draw(st.integers(1, len(found.pages))))
+            due = found.first(data.draw(st.integers(1, room)))
             host = self.running[due.prefetch].host
             slots, before = map(pages_of, self.eager.slots(due))
             assert due.host_pages.tolist() == host[len(before) :][: len(slots)]
+            if self.back:
+                self.recompute_whole(due, prefetch, slots, before, failed=data.draw(st.booleans()))
+                return
             made = [self.device.made.get(page) for page in (*before, *slots)]
             there = host[: len(made)]
             assert made == [(page, self.content[page]) for page in there], "of other pages"
@@ -138,18 +169,42 @@ class ScriptedScheduler(RuleBasedStateMachine):
             self.eager.recomputed(due, restore)  # type: ignore[arg-type]
             return
 
+    def recompute_whole(
+        self, due: Any, prefetch: Prefetch, slots: list[int], before: list[int], *, failed: bool
+    ) -> None:
+        host = due.host_pages.tolist()
+        made = [self.device.made.get(page) for page in before]
+        assert made == [(page, self.content[page]) for page in prefetch.host[: len(before)]]
+        assert set(before) <= self.device.whole
+        assert not set(slots) & (self.device.made.keys() | set(self.device.free) | set(self.used))
+        assert not set(host) & self.readable, "read, too"
+        restore = self.slice = Restore(slots, before, self.slice)
+        restore.failed = RuntimeError("out of memory") if failed else None
+        self.device.readers.append(restore)
+        self.device.writes(restore)
+        self.eager.recomputed(due, restore)  # type: ignore[arg-type]
+        if failed:
+            self.recomputes[due.prefetch] = False
+            return
+        self.launched.append((set(host), restore))  # it writes them
+        self.readable.update(host)
+        self.device.whole.update(slots)
+        for page, source in zip(slots, host, strict=True):
+            self.device.made[page] = source, self.content[source]
+        prefetch.arrived += len(slots)
+
     @precondition(lambda self: self.running)
     @rule(data=st.data(), polled=st.booleans())
     def end_with_a_usable_prefix(self, data: Any, polled: bool) -> None:
         """Complete, best effort, timeout, a bad page: some are inserted, some of those dropped."""
         number = data.draw(st.sampled_from(sorted(self.running)))
-        prefetch = self.running.pop(number)
         # The last batch arrives together with the end: nothing is launched for it.
-        prefetch.arrived = data.draw(st.integers(prefetch.arrived, len(prefetch.host)))
-        self.readable.update(prefetch.host[: prefetch.arrived])
-        known = data.draw(st.integers(0, prefetch.arrived))  # the tree had them already
-        self.tree = prefetch.host[known : prefetch.arrived] + self.tree
-        self.stale.append(prefetch.host[prefetch.arrived :])
+        self.read_on(number, data, told=False)
+        prefetch = self.running.pop(number)
+        counts = prefetch.counts
+        known = data.draw(st.integers(0, counts))  # the tree had them already
+        self.tree = prefetch.host[known:counts] + self.tree
+        self.stale.append(prefetch.host[counts:])
         if polled:
             self.eager.end(number)
         self.free_host(prefetch.host[:known])
@@ -163,12 +218,19 @@ class ScriptedScheduler(RuleBasedStateMachine):
         if len(self.host_free) < pages:
             return
         self.begin(pages, 0, data.draw(st.integers(0, 2)))
-        host = self.running[self.number].host
+        prefetch = self.running[self.number]
+        host = prefetch.host
         for arrived in (pages // 2, pages):
-            self.running[self.number].arrived = arrived
-            self.readable.update(host[:arrived])
-            self.eager.arrived(self.number, arrived)
+            if self.back:
+                prefetch.start = max(pages - arrived, prefetch.arrived)
+                self.readable.update(host[prefetch.start :])
+                self.eager.arrived(self.number, pages, prefetch.start)
+            else:
+                prefetch.arrived = arrived
+                self.readable.update(host[:arrived])
+                self.eager.arrived(self.number, arrived)
             self.recompute(4, data)
+        assert prefetch.counts == pages
         del self.running[self.number]
         self.eager.end(self.number)
         self.tree = host + self.tree

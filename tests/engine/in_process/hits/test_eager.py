@@ -24,6 +24,8 @@ from hcache_backend.engine.loads import QueuedLoad
 from hcache_backend.engine.recompute.governor import Pace
 from hcache_backend.engine.recompute.slices import SliceBudget
 from hcache_backend.restore.eager import EagerRestores
+from hcache_backend.restore.meeting import Meeting
+from hcache_backend.restore.report import RunningRestore
 from hcache_backend.restore.reservation import Launched
 from hcache_backend.streams import WorkerStream
 from tests.unit.restore.pipeline_server import Server
@@ -407,3 +409,171 @@ def test_copies_of_a_hit_do_not_wait_for_restores_that_others_wait_for(scene: Sc
     assert not gate.is_set()
     server.assert_restored(1, [1, 2], torch.arange(2 * SIZE))
     gate.set()
+
+
+class Fronts:
+    """Eager loads of prefetches of eight pages of K and V, read from the back.
+
+    Attributes:
+        launched: The tokens of each slice, and how many are before it.
+        saved: The host pages that were saved.
+        failures: What recomputation was given up for.
+    """
+
+    def __init__(self, scene: Scene, problem: Exception | None = None) -> None:
+        self.launched: list[tuple[list[int], int]] = []
+        self.saved: list[int] = []
+        self.failures: list[Exception | None] = []
+        self.problem, self.save_problem = problem, None
+        self.whole = True
+        self.known = True
+        self.stream = WorkerStream("forward")
+        loads: Any = SimpleNamespace(
+            stored_from=0,
+            methods=SimpleNamespace(methods=("kv",) * 3),
+            count_finished=lambda: None,
+            recompute_pages=self._recompute_pages,
+            recomputation_failed=self.failures.append,
+            governor=SimpleNamespace(pace=lambda: Pace(1.0, "whole")),
+            recomputes_pages=True,
+        )
+        self.loads = loads
+        pool: Any = SimpleNamespace(
+            page_size=SIZE,
+            on_freed=[],
+            overflow=None,
+            page_ids=lambda indices: indices[::SIZE].numpy() // SIZE,
+            save=self._save,
+            arena=SimpleNamespace(
+                physical=lambda pages: pages,
+                first_layers=lambda pages: np.zeros(len(pages), np.int64),
+            ),
+        )
+        pipeline: Any = SimpleNamespace(start=scene._launch_alone, start_recomputation=self._launch)
+        budget = SliceBudget(1e9, 2 * SIZE, lambda tokens, prefix: tokens, known=True)
+        self.eager = EagerLoads(scene.pages, pool, pipeline, loads, PAGES, budget)
+        self.pool = pool
+        self.eager._before_prefetch = (  # type: ignore[method-assign]
+            lambda prefetch: torch.zeros(SIZE, dtype=torch.int64) if self.known else None
+        )
+        self.cache = SimpleNamespace(
+            prefetch_stop_policy="wait_complete",
+            cache_controller=SimpleNamespace(tp_group=None, after_forwards=lambda stream: None),
+            ongoing_prefetch={},
+        )
+
+    def begin(self, pages: int = 8) -> Any:
+        """A prefetch begins; what HiCache knows of it."""
+        operation = SimpleNamespace(
+            host_indices=torch.arange(pages * SIZE),
+            hash_value=[str(page) for page in range(pages)],
+            token_ids=list(range(100, 100 + pages * SIZE)),
+            completed_tokens=0,
+            is_terminated=lambda: False,
+            hcache_meeting=Meeting(),
+        )
+        hashable = Hashed(operation)
+        self.cache.ongoing_prefetch[0] = SimpleNamespace(operation=hashable, anchor_node_id=0)
+        return hashable
+
+    def turn(self) -> None:
+        self.eager.turn(self.cache)
+
+    def _recompute_pages(self, token_ids: np.ndarray, prefix: torch.Tensor) -> object:
+        self.launched.append((token_ids.tolist(), len(prefix)))
+        return object()
+
+    def _save(self, host_pages: np.ndarray, slots: torch.Tensor) -> None:
+        assert len(slots) == len(host_pages) * SIZE
+        self.saved += host_pages.tolist()
+        if self.save_problem is not None:
+            raise self.save_problem
+
+    def _launch(self, recompute: object, positions: np.ndarray, slots: torch.Tensor) -> Any:
+        _, before = self.launched[-1]
+        assert positions.tolist() == list(range(before, before + len(slots)))
+        event = self.stream.record(timed=True)
+        restore = RunningRestore(len(slots), {}, event, torch.device("cpu"), event, [event] * 3)
+        restore.failed = self.problem
+        return restore
+
+
+class Hashed(SimpleNamespace):
+    def __init__(self, other: SimpleNamespace) -> None:
+        super().__init__(**vars(other))
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def test_front_pages_are_recomputed_and_saved_until_they_meet_the_back(scene: Scene) -> None:
+    fronts = Fronts(scene)
+    operation = fronts.begin()
+    fronts.turn()
+    meeting = operation.hcache_meeting
+    assert fronts.launched == [(list(range(100, 108)), SIZE)]  # two pages in a turn
+    assert (fronts.saved, operation.completed_tokens) == ([0, 1], 2 * SIZE)
+    assert meeting.next_batch(3) == range(5, 8)
+    fronts.turn()
+    meeting.arrived(5, 8)
+    assert meeting.next_batch(3) == range(4, 5)
+    fronts.turn()
+    assert len(fronts.launched) == 2  # page 4 is being read
+    meeting.arrived(4, 8)
+    fronts.turn()
+    assert meeting.pages == 8 and not meeting.next_batch(3)
+    handed = fronts.eager._restores.hand_out(np.arange(8))
+    assert handed is not None and handed.whole.all()
+
+
+def test_nothing_is_recomputed_whole_for_a_prefetch_that_has_ended(scene: Scene) -> None:
+    fronts = Fronts(scene)
+    operation = fronts.begin()
+    fronts.turn()
+    operation.is_terminated = lambda: True
+    fronts.turn()
+    assert len(fronts.launched) == 1
+    fronts.cache.ongoing_prefetch.clear()
+    operation.is_terminated = lambda: False
+    fronts.turn()
+    assert (len(fronts.launched), fronts.eager._restores.pages) == (1, 2)
+    fronts.pool.on_freed[0](np.arange(2))
+    assert (fronts.eager._restores.pages, scene.pages.count()) == (0, PAGES)
+
+
+@pytest.mark.parametrize("what", ["recomputing", "saving"])
+def test_pages_whose_recomputation_failed_do_not_count(what: str, scene: Scene) -> None:
+    problem = RuntimeError("out of memory")
+    fronts = Fronts(scene, problem if what == "recomputing" else None)
+    fronts.save_problem = problem if what == "saving" else None  # type: ignore[assignment]
+    operation = fronts.begin()
+    fronts.turn()
+    assert fronts.failures == [problem]
+    fronts.turn()
+    assert len(fronts.launched) == 1  # there is no way past them
+    meeting = operation.hcache_meeting
+    while batch := meeting.next_batch(3):
+        meeting.arrived(batch.start, 8)
+    assert meeting.pages == 0
+    handed = fronts.eager._restores.hand_out(np.arange(2))
+    assert handed is not None and not handed.ready.any()
+
+
+def test_without_all_that_is_before_them_pages_are_read(scene: Scene) -> None:
+    fronts = Fronts(scene)
+    fronts.known = False
+    operation = fronts.begin()
+    fronts.turn()
+    assert not fronts.launched and operation.completed_tokens == 0
+    assert operation.hcache_meeting.next_batch(8) == range(8)
+
+
+def test_prefetches_that_may_end_at_any_time_are_read_in_order(scene: Scene) -> None:
+    fronts = Fronts(scene)
+    assert not fronts.eager.recomputes_pages  # nobody has said
+    fronts.turn()
+    assert fronts.eager.recomputes_pages
+    fronts.cache.prefetch_stop_policy = "best_effort"
+    assert not fronts.eager.recomputes_pages

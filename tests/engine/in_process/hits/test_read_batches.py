@@ -11,10 +11,13 @@ import torch
 from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE, PrefetchAck
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 
-from hcache_backend.engine.read_batches import BatchedReads
+from hcache_backend.engine.read_batches import BackAck, BatchedReads, hear
 from hcache_backend.restore.eager import batch_pages
+from hcache_backend.restore.meeting import Meeting
 
 SIZE = 4
+READS = 2
+"""Batches after which a scripted front goes on."""
 
 
 class Rank:
@@ -77,3 +80,88 @@ def test_ranks_make_as_many_reports_however_far_they_get(pages: int) -> None:
         agreed = [min(pair) for pair in zip(rank.reports, whole.reports, strict=True)]
         assert agreed == sorted(agreed)  # SGLang insists on it
         assert agreed[-1] == rank.pages
+
+
+class BackRank:
+    """A storage thread that reads a prefetch from the back, of which some pages are missing.
+
+    After :data:`READS` batches the front goes on by so many pages.
+    """
+
+    def __init__(
+        self, pages: int, missing: set[int], front: int = 0, stop_at: int | None = None
+    ) -> None:
+        self.reports: list[BackAck] = []
+        self.read_pages: list[int] = []
+        self.batches = 0
+        self.missing, self.front, self.meeting = missing, front, Meeting()
+        self.operation: Any = SimpleNamespace(
+            hash_value=[str(page) for page in range(pages)],
+            host_indices=torch.arange(pages * SIZE),
+            prefix_keys=["before"],
+            request_id="r",
+            completed_tokens=0,
+            is_terminated=lambda: stop_at is not None and self.batches >= stop_at,
+            hcache_meeting=self.meeting,
+        )
+        reads = BatchedReads(SIZE, self._report)
+        reads.transfer_from_back(self.read, self.operation, self.meeting)
+
+    def _report(self, report: Any) -> None:
+        self.reports.append(report)
+
+    def read(self, operation: Any, keys: list[str], host_indices: torch.Tensor, info: Any) -> int:
+        pages = [int(key) for key in keys]
+        assert info.prefix_keys == ["before", *operation.hash_value[: pages[0]]]
+        assert pages == (host_indices[::SIZE] // SIZE).tolist()
+        self.batches += 1
+        self.read_pages += pages
+        if self.batches == READS:
+            taken = self.meeting.take(lambda room: min(room, self.front))
+            self.meeting.launched(taken)
+        return next((i for i, page in enumerate(pages) if page in self.missing), len(pages))
+
+
+def hears(ranks: list[BackRank], running: bool = True) -> list[int]:
+    """How many pages count after each report that the ranks have reduced."""
+    counts = []
+    for reports in zip(*(rank.reports for rank in ranks), strict=True):
+        pairs = [torch.tensor([-report.start, report.end]) for report in reports]
+        least = torch.stack(pairs).min(0).values
+        for rank, report in zip(ranks, reports, strict=True):
+            report.reduce(lambda pages, op, least=least: pages.copy_(least))
+            hear([report], [rank.operation] if running else [], SIZE)
+        [counted] = {rank.operation.completed_tokens // SIZE for rank in ranks}
+        counts.append(counted)
+    return counts
+
+
+@pytest.mark.parametrize("pages", [1, 4, 5, 33, 64, 129, 1000])
+@pytest.mark.parametrize("front", [0, 1, 1000])
+def test_from_the_back_every_page_is_read_or_recomputed(pages: int, front: int) -> None:
+    rank = BackRank(pages, set(), front)
+    assert len(rank.reports) == -(-pages // batch_pages(pages))
+    assert sorted(rank.read_pages) == list(range(rank.meeting.front, pages))
+    assert bool(rank.meeting.front) == bool(front and pages > READS * batch_pages(pages))
+    assert hears([rank])[-1] == pages
+
+
+@pytest.mark.parametrize("front", [0, 3, 30])
+def test_from_the_back_ranks_agree_on_what_is_there(front: int) -> None:
+    pages = 40
+    ranks = [BackRank(pages, missing, front) for missing in (set(), {31}, {37, 12})]
+    lost = [page for rank in ranks for page in rank.missing if page >= rank.meeting.front]
+    counts = hears(ranks)
+    assert counts == sorted(counts) and counts[-1] == min(lost)
+
+
+@pytest.mark.parametrize("stop_at", range(6))
+def test_from_the_back_only_the_front_counts_where_the_reader_was_stopped(stop_at: int) -> None:
+    rank = BackRank(40, set(), 3, stop_at)
+    assert rank.batches == stop_at and len(rank.reports) == 8
+    assert set(hears([rank])) == {rank.meeting.front}
+
+
+def test_a_report_does_not_change_what_hicache_has_dealt_with() -> None:
+    rank = BackRank(40, set())
+    assert set(hears([rank], running=False)) == {0}

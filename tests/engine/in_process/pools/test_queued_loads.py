@@ -108,7 +108,7 @@ class TestQueuedLoads:
 
     def test_what_is_restored_already_is_not_recomputed(self) -> None:
         loads = queue(HostPages(), Partition(2, 2, 0), Recomputer(), can_recompute=True)
-        loads.methods = SimpleNamespace(first_layers=lambda *_: 4)  # type: ignore[assignment]
+        loads.methods = SimpleNamespace(first_layers=lambda *_: 4, can_recompute=True)  # type: ignore[assignment]
         for any_ready, layers in ((False, 4), (True, 2)):
             add(loads, plan(loads, 0, 1))
             recompute = recomputed(loads, any_ready=any_ready)
@@ -187,7 +187,9 @@ class TestQueuedLoads:
     ) -> None:
         """Not of a load: the forward pass behind it holds the GPU whatever comes first."""
         loads, asked = queue(HostPages(), Partition(1, 3, 0), Recomputer()), []
-        loads.methods = SimpleNamespace(first_layers=lambda *a: asked.append(a) or 3)  # type: ignore[assignment, func-returns-value]
+        loads.methods = SimpleNamespace(
+            first_layers=lambda *a: asked.append(a) or 3, can_recompute=True
+        )  # type: ignore[assignment, func-returns-value]
         loads.slowdown = lambda tokens: tokens / 50
         for share in (1.0, 0.5, 0.0):
             loads.governor.pace = lambda share=share: Pace(share, "")  # type: ignore[method-assign]
@@ -201,9 +203,30 @@ class TestQueuedLoads:
             (SIZE, 0, "none", SIZE / 50),
         ]
 
+    def test_what_recomputes_pages_of_kv_whole_does_nothing_to_loads(self) -> None:
+        """Their headers say nothing: a backup of K and V writes none."""
+        partition, recomputer = Partition(0, 0, 4), Recomputer()
+        loads = queue(HostPages(), partition, recomputer, can_recompute=False)
+        assert loads.recomputes_pages
+        load = plan(loads, 1, 2, known=SIZE)
+        add(loads, load, True, False)
+        assert load is not None and not any(load.spans)
+        assert recomputed(loads, any_ready=True) is None
+        assert loads.first_to_read(1000) == 0
+        known = torch.arange(3)
+        recompute = loads.recompute_pages(np.array([7, 8]), known)
+        assert recompute is not None and recompute.layers == 4
+        recompute.fill(np.array([3, 4]), torch.tensor([9, 10]))
+        assert (recomputer.tokens, recomputer.spans) == ([7, 8], [(2, [0, 1, 2])])
+        loads.recomputation_failed(RuntimeError("out of memory"))
+        assert not loads.recomputes_pages
+        assert loads.recompute_pages(np.array([7, 8]), known) is None
+        for other in (Partition(1, 0, 3), Partition(0, 1, 3)):
+            assert not queue(HostPages(), other, recomputer).recomputes_pages
+
     def test_stored_layers_that_cannot_be_recomputed_are_loaded(self) -> None:
         loads = queue(HostPages(), Partition(0, 4, 0), Recomputer(), can_recompute=True)
-        loads.methods = SimpleNamespace(first_layers=lambda *_: 2, ranks=1)  # type: ignore[assignment]
+        loads.methods = SimpleNamespace(first_layers=lambda *_: 2, ranks=1, can_recompute=True)  # type: ignore[assignment]
         pipeline: Any = loads._pipeline
         pipeline.problem = RuntimeError("out of memory")
         slots = add(loads, plan(loads, 0))

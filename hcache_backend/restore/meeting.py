@@ -1,0 +1,81 @@
+"""Where the two ends of a prefetch meet: its back, which is read, and its front, which is
+recomputed meanwhile.
+
+Pages are read from the last one on, by a thread; the scheduler has pages recomputed whole from the
+first one on. No page is taken by both: whoever frees a page of the front knows that no thread
+writes there. The reader never waits for the front; it ends where that begins.
+
+Tensor-parallel ranks read on their own and recompute in step. So the front goes on by as many
+pages as nobody reads on any rank, and what counts of the back is what all ranks have.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+
+class Meeting:
+    """The two ends of one prefetch. Page numbers are those in the prefetch.
+
+    Attributes:
+        front: So many pages are recomputed, or will be: that was launched. The scheduler's.
+        here: Pages that were read and proven on all ranks. The scheduler's.
+    """
+
+    def __init__(self) -> None:
+        self.front = 0
+        self.here = range(0)
+        self._lock = threading.Lock()
+        self._taken = 0  # by the front
+        self._unread: int | None = None  # the reader takes those before this one next
+
+    def begin(self, pages: int) -> None:
+        """The prefetch has so many pages; both sides say so, in any order."""
+        with self._lock:
+            if self._unread is None:
+                self._unread = pages
+
+    # ---- the thread that reads ----
+
+    def next_batch(self, most: int) -> range:
+        """At most ``most`` pages (at least 1) to be read next; none: the two have met."""
+        with self._lock:
+            assert self._unread is not None
+            stop, self._unread = self._unread, max(self._taken, self._unread - most)
+            return range(self._unread, stop)
+
+    @property
+    def spared(self) -> int:
+        """Pages that need not be read. Any thread."""
+        return self._taken
+
+    # ---- the scheduler ----
+
+    def take(self, agree: Callable[[int], int]) -> range:
+        """The next pages of the front: as many as ``agree`` says, given how many nobody reads.
+
+        That may ask other ranks: the reader can take no further page until they have answered.
+        """
+        with self._lock:
+            assert self._unread is not None
+            first = self._taken
+            # What was taken and not launched has failed: there is no way past it.
+            room = self._unread - first if first == self.front else 0
+            self._taken += min(agree(room), room)
+            return range(first, self._taken)
+
+    def launched(self, pages: range) -> None:
+        """The next ``pages`` of the front will be there for whoever waits for their restore."""
+        assert pages.start == self.front
+        self.front = pages.stop
+
+    def arrived(self, start: int, end: int) -> None:
+        """All ranks have read pages ``start`` to ``end``."""
+        self.here = range(start, max(start, end))
+
+    @property
+    def pages(self) -> int:
+        """How many pages count, from the first one on: they are recomputed or were read."""
+        met = bool(self.here) and self.front >= self.here.start
+        return max(self.front, self.here.stop) if met else self.front

@@ -1,0 +1,272 @@
+"""Front pages of a hit that are recomputed whole while it is read from the back."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.harness.models import build_model
+from bench.harness.server import Server
+from tests.engine.harness.conversations import (
+    Conversation,
+    ask,
+    converse,
+    make_conversations,
+    random_tokens,
+    turns_of,
+)
+from tests.engine.harness.ours import (
+    assert_no_cache_output,
+    assert_no_cache_output_up_to_ties,
+    assert_restored_from_l3,
+    attach,
+    flip_bit,
+    stored_pages,
+)
+from tests.engine.hits.eager_servers import (
+    BATCH,
+    PAGE,
+    asked,
+    assert_fine,
+    counted,
+    eager_server,
+    read_batches,
+    stored,
+    tokens,
+    until_more,
+)
+
+pytestmark = pytest.mark.engine
+
+STORED = "kv, from the back"
+HIT = (800 - 1) // PAGE * PAGE
+FRONT = HIT - BATCH
+"""Tokens before the first batch that is read."""
+
+
+@pytest.fixture(scope="module", params=["qwen3", pytest.param("llama", marks=pytest.mark.long)])
+def model(request: pytest.FixtureRequest, model_cache: Path) -> Path:
+    """With fewer KV heads than heads, or with as many."""
+    return build_model(request.param, model_cache)
+
+
+@pytest.fixture(scope="module")
+def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("back")
+    options = eager_server(model, folder, STORED, max_total_tokens=2560, hicache_ratio=8.0)
+    with Server(options) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared: Server) -> Iterator[Server]:
+    read_batches(shared, None)
+    shared.flush_cache()
+    yield shared
+    read_batches(shared, None)
+    assert_fine(shared, STORED)
+
+
+def recomputed_tokens(server: Server) -> float:
+    return counted(server, "l3_tokens", "recomputed")
+
+
+@contextmanager
+def recomputed(server: Server, *prompts: list[int]) -> Iterator[list[Conversation]]:
+    """All but the last batch of the first of ``prompts`` is recomputed when the block begins.
+
+    That batch is read when it ends; then all replies are there.
+    """
+    replies: list[Conversation] = []
+    read_batches(server, 0)
+    asking = threading.Thread(target=lambda: replies.extend(asked(server, *prompts)))
+    with until_more(server, "l3_tokens", "recomputed", FRONT):
+        asking.start()
+    yield replies
+    read_batches(server, None)
+    asking.join()
+
+
+def storage(*conversations: Conversation) -> list[int]:
+    return [turn.cached.storage for turn in turns_of(conversations)]
+
+
+def test_the_front_is_recomputed_while_the_back_is_read(model: Path, server: Server) -> None:
+    prompt = stored(server, seed=1)
+    names = ("eager", "not_ready_at_load")
+    before = [recomputed_tokens(server), *(tokens(server, name) for name in names)]
+    with recomputed(server, prompt) as replies:
+        pass
+    after = [recomputed_tokens(server), *(tokens(server, name) for name in names)]
+    # The batch that was read last came together with the end, and is loaded then.
+    assert [b - a for a, b in zip(before, after, strict=True)] == [FRONT, 0, BATCH]
+    assert storage(*replies) == [HIT]
+    assert_no_cache_output(model, replies)
+
+
+def test_it_is_right_wherever_they_meet(model: Path, server: Server) -> None:
+    (server.options.log.parent / "in-step").unlink()
+    conversations = make_conversations(3, turns=3, tokens=200, seed=2)
+    converse(server, conversations, concurrent=True)
+    assert_restored_from_l3(conversations, PAGE)
+    assert_no_cache_output(model, conversations)
+
+
+def test_what_was_recomputed_is_in_host_memory_too(model: Path, server: Server) -> None:
+    prompt = stored(server, seed=3)
+    with recomputed(server, prompt) as replies:
+        pass
+    for seed in (30, 31, 32):
+        server.generate(random_tokens(900, seed), 1)  # the device has no room for all
+    before = recomputed_tokens(server), tokens(server, "restored")
+    (again,) = asked(server, prompt)
+    cached = again.turns[0].cached
+    assert cached.host >= FRONT and cached.storage == 0
+    assert recomputed_tokens(server) == before[0]
+    assert tokens(server, "restored") - before[1] >= FRONT
+    assert_no_cache_output(model, [*replies, again])
+
+
+def test_the_front_begins_behind_what_is_on_the_device(model: Path, server: Server) -> None:
+    same, rest = random_tokens(320, 4), [random_tokens(480, seed) for seed in (40, 41)]
+    for each in rest:
+        server.generate(same + each, 1)
+    server.flush_cache()
+    conversations = [*ask(server, [same + rest[0]], flush=False)]
+    before = recomputed_tokens(server)
+    conversations += ask(server, [same + rest[1]], flush=False)
+    cached = conversations[1].turns[0].cached
+    assert (cached.device, cached.storage) == (320, HIT - 320)
+    assert recomputed_tokens(server) > before
+    assert_no_cache_output(model, conversations)
+
+
+def test_a_bad_page_ends_what_is_used_and_the_front_reaches_it(model: Path, server: Server) -> None:
+    for seed, page in ((5, HIT // PAGE - 3), (6, FRONT // PAGE)):
+        prompt = stored(server, seed)
+        at = slice(page * PAGE, (page + 1) * PAGE)
+        token_ids = np.array(prompt[at], np.int32).tobytes()
+        pages = stored_pages(server.options.log.parent)
+        [path] = (path for path in pages if token_ids in path.read_bytes())
+        flip_bit(path, -1000)
+        with recomputed(server, prompt) as replies:
+            pass
+        assert storage(*replies) == [page * PAGE]
+        assert_no_cache_output(model, replies)
+
+
+def test_where_all_pages_are_others_only_the_front_counts(model: Path, server: Server) -> None:
+    folder = server.options.log.parent
+    before = set(stored_pages(folder))
+    prompt = stored(server, seed=13)
+    pages = [path for path in stored_pages(folder) if path not in before]
+    contents = [path.read_bytes() for path in pages]
+    for path, content in zip(pages, [*contents[1:], contents[0]], strict=True):
+        path.write_bytes(content)
+    with recomputed(server, prompt) as replies:
+        pass
+    assert storage(*replies) == [FRONT]
+    assert_no_cache_output(model, replies)
+
+
+def test_an_aborted_request_leaves_nothing_wrong_behind(model: Path, server: Server) -> None:
+    prompt, rid = stored(server, seed=7), uuid.uuid4().hex
+    body = {"rid": rid, "input_ids": prompt, "sampling_params": {"max_new_tokens": 4}}
+    read_batches(server, 0)
+    gone = threading.Thread(
+        target=lambda: server._request("POST", "/generate", json=body, timeout=600)
+    )
+    with until_more(server, "l3_tokens", "recomputed", FRONT):
+        gone.start()
+    server.abort_request(rid)
+    gone.join()
+    read_batches(server, None)
+    server.flush_cache()
+    (again,) = asked(server, prompt)
+    assert storage(again) == [HIT]
+    assert_no_cache_output(model, [again])
+
+
+def test_two_requests_with_one_prefix_recompute_it_once(model: Path, server: Server) -> None:
+    prefix = stored(server, seed=8)
+    prompts = [[*prefix, *random_tokens(50, seed)] for seed in (80, 81)]
+    before = recomputed_tokens(server)
+    with recomputed(server, *prompts) as both:
+        pass
+    assert recomputed_tokens(server) - before <= HIT + PAGE
+    turns = turns_of(both)
+    assert all(turn.cached.storage + turn.cached.device + turn.cached.host >= HIT for turn in turns)
+    assert_no_cache_output(model, both)
+
+
+def test_pressure_takes_what_was_recomputed_and_the_host_has_it(
+    model: Path, server: Server
+) -> None:
+    prompt = stored(server, seed=9)
+    with recomputed(server, prompt) as replies:
+        (running,) = asked(server, random_tokens(2200, 90))
+    assert storage(*replies) == [HIT]
+    assert_no_cache_output(model, [*replies, running])
+
+
+def test_a_flush_waits_for_the_request(model: Path, server: Server) -> None:
+    prompt = stored(server, seed=10)
+    with recomputed(server, prompt) as replies:
+        pass
+    server.flush_cache()
+    replies.extend(asked(server, prompt))
+    assert storage(*replies) == [HIT, HIT]
+    assert_no_cache_output(model, replies)
+
+
+def test_at_a_timeout_the_front_counts(model: Path, server: Server) -> None:
+    prompt = stored(server, seed=11)
+    config = server.options.extra_config
+    assert isinstance(config, dict)
+    limits = {"prefetch_timeout_base": 3, "prefetch_timeout_per_ki_token": 0.1}
+    server.detach_storage()
+    attach(server, config | limits, hicache_storage_prefetch_policy="timeout")
+    read_batches(server, 0)
+    before = recomputed_tokens(server)
+    replies = [*asked(server, prompt)]
+    assert storage(*replies) == [recomputed_tokens(server) - before]
+    assert 0 < storage(*replies)[0] <= FRONT
+    read_batches(server, None)
+    replies.extend(asked(server, prompt))
+    server.detach_storage()
+    attach(server, config, hicache_storage_prefetch_policy="best_effort")
+    server.flush_cache()
+    before = recomputed_tokens(server)
+    replies.extend(asked(server, prompt))  # read in order: it may end at any time
+    assert recomputed_tokens(server) == before
+    server.detach_storage()
+    attach(server, config, hicache_storage_prefetch_policy="wait_complete")
+    assert_no_cache_output(model, replies)
+
+
+@pytest.mark.long
+def test_encoded_pages(model_cache: Path, tmp_path: Path) -> None:
+    """By `exp4`, the default in bfloat16: from L3, then from the host."""
+    model, prompt = build_model("qwen3", model_cache), random_tokens(800, 12)
+    options = eager_server(
+        model, tmp_path, STORED, dtype="bfloat16", max_total_tokens=2560, hicache_ratio=8.0
+    )
+    with Server(options) as server:
+        server.generate(prompt, 1)
+        server.flush_cache()
+        with recomputed(server, prompt) as replies:
+            pass
+        assert storage(*replies) == [HIT]
+        for seed in (120, 121, 122):
+            server.generate(random_tokens(900, seed), 1)
+        replies.extend(asked(server, prompt))
+        assert replies[1].turns[0].cached.host >= FRONT
+        assert_fine(server, STORED)
+        assert "codec exp4" in server.log_text()
+    assert_no_cache_output_up_to_ties(model, tmp_path, replies)
