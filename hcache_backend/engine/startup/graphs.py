@@ -57,8 +57,10 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
         hidden = layer_methods(runtime, kvcache).layers("hidden")
         every = attention_modules(runner.model, kvcache.layer_num)
         seen = [every[layer] for layer in hidden]
-        places = staging_places(len(seen), *step_tokens(runner), _largest_recorded_tokens())
-        staging = take_staging(len(seen), codec, places, kvcache.device)
+        recorded = _largest_recorded_tokens()
+        places = staging_places(len(seen), *step_tokens(runner), recorded)
+        device = kvcache.device
+        staging = take_staging(len(seen), codec, places, device, recorded_tokens=recorded)
         hooks = HiddenCapture([(layer.module, layer.linears) for layer in seen])
         hooks.staging = staging
         runner.hcache_capture = hooks

@@ -284,13 +284,23 @@ def staging_places(layers: int, step_tokens: int, decode_tokens: int, recorded_t
     return max(by_layer, 2 * decode_tokens, recorded_tokens, 1)
 
 
-def take_staging(layers: int, codec: Codec, places: int, device: torch.device | str) -> Staging:
+def take_staging(
+    layers: int, codec: Codec, places: int, device: torch.device | str, *, recorded_tokens: int = 0
+) -> Staging:
     """Staging in the memory that SGLang left beside its KV pool.
+
+    Args:
+        places: Rows that it holds at least, see :func:`staging_places`.
+        recorded_tokens: Tokens of the largest CUDA graph. Two such steps fit if that is not too
+            much memory: the second need not wait for the transfer of the first.
 
     Raises:
         Refused: It would take too much of what SGLang left for CUDA graphs and forward passes.
     """
-    wanted, free = Staging.bytes_for(layers, codec, places), free_memory(device)
+    free, two_steps = free_memory(device), max(places, 2 * recorded_tokens)
+    if Staging.bytes_for(layers, codec, two_steps) <= free * _STAGING_SHARE:
+        places = two_steps
+    wanted = Staging.bytes_for(layers, codec, places)
     if wanted > free * _STAGING_SHARE:
         took, left = _gigabytes(wanted, free)
         raise Refused(

@@ -210,6 +210,14 @@ def test_staging_takes_a_quarter_of_what_sglang_left_at_most() -> None:
         take_staging(LAYERS, CODEC, 32, "cpu")
 
 
+@pytest.mark.parametrize(("lacks", "places"), [(0, 64), (1, 32)])
+def test_staging_holds_two_of_the_largest_graphs_where_sglang_left_enough(
+    lacks: int, places: int
+) -> None:
+    with streams.through(Gpu(4 * Staging.bytes_for(LAYERS, CODEC, 64) - lacks)):
+        assert take_staging(LAYERS, CODEC, 32, "cpu", recorded_tokens=32).places == places
+
+
 def test_capture_finds_the_projection_without_having_seen_a_forward_pass(
     pool: HiddenStatePool,
 ) -> None:
