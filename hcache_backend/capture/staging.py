@@ -2,7 +2,8 @@
 
 Stage one runs on the forward pass's stream, also in a CUDA graph: one kernel per layer copies the
 projection's input to a ring of places in device memory. Stage two runs on a stream of its own: one
-launch moves all layers of the step to the shadow pages of its tokens. A step that is too long for
+launch moves all layers of the step to the shadow pages of its tokens, behind another that encodes
+them where there is a codec: recorded graphs know nothing of it. A step that is too long for
 the ring uses the same memory as a ring of layers, and moves each layer by itself; steps of one
 length that follow each other go round in it, and none waits for the whole step before.
 
@@ -37,6 +38,9 @@ from hcache_kernels.codecs import Codec
 from hcache_kernels.staging import NOWHERE, WRONG_STEP, StagedRows, save_rows, stage_rows
 from hcache_kernels.steps import StepPlaces, TokenRows, begin_rows, judge_rows
 
+_ENCODED_BYTES = 64 << 20
+"""So many bytes of rows are encoded at once: device memory that nobody planned."""
+
 
 class Staging:
     """Device memory that rows pass through, and the kernel that puts them there.
@@ -45,12 +49,21 @@ class Staging:
 
     Args:
         layers: Captured layers; 0 where no layer is stored as hidden states.
+        width: Values of a row, and ``dtype`` their type.
         places: Rows (of all layers) that it holds. CUDA graphs of larger batches are not captured.
     """
 
-    def __init__(self, layers: int, codec: Codec, places: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        layers: int,
+        width: int,
+        dtype: torch.dtype,
+        places: int,
+        device: torch.device | str,
+    ) -> None:
         self.layers = layers
-        self.codec = codec
+        self.width = width
+        self.dtype = dtype
         self.places = places
         self.device = torch.device(device)
         self._take_memory()
@@ -63,7 +76,7 @@ class Staging:
     def _take_memory(self) -> None:
         shape = (self.layers, self.places)
         self.staged = StagedRows(
-            torch.zeros((*shape, self.codec.row_bytes), dtype=torch.uint8, device=self.device),
+            torch.zeros((*shape, self.row_bytes), dtype=torch.uint8, device=self.device),
             torch.zeros(shape, dtype=torch.int64, device=self.device),
         )
 
@@ -78,9 +91,14 @@ class Staging:
         self._take_memory()
 
     @staticmethod
-    def bytes_for(layers: int, codec: Codec, places: int) -> int:
+    def bytes_for(layers: int, row_bytes: int, places: int) -> int:
         """Device memory that it takes."""
-        return layers * places * (codec.row_bytes + torch.int64.itemsize)
+        return layers * places * (row_bytes + torch.int64.itemsize)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of one layer."""
+        return self.width * self.dtype.itemsize
 
     @property
     def flat(self) -> torch.Tensor:
@@ -106,13 +124,13 @@ class Staging:
         self.staged.marks.zero_()
 
     def fits(self, hidden: object, rows: int) -> TypeGuard[torch.Tensor]:
-        """Whether ``hidden`` are at least ``rows`` rows as the codec wants them."""
+        """Whether ``hidden`` are at least ``rows`` rows of this width and type."""
         return (
             isinstance(hidden, torch.Tensor)
             and len(shape := hidden.shape) == 2
             and shape[0] >= rows
-            and shape[1] == self.codec.hidden_size
-            and hidden.dtype == self.codec.dtype
+            and shape[1] == self.width
+            and hidden.dtype == self.dtype
             and hidden.stride(1) == 1
         )
 
@@ -125,8 +143,8 @@ class Staging:
         places = self._named[1]
 
         def stage() -> None:
-            encoded, ok = self.encode(hidden if hidden.shape[0] == rows else hidden[:rows])
-            stage_rows(encoded, ok, places, self._now.number, self.staged, layer)
+            taken = hidden if hidden.shape[0] == rows else hidden[:rows]
+            stage_rows(taken.view(torch.uint8), places, self._now.number, self.staged, layer)
 
         run_here(self.device, stage)
 
@@ -138,12 +156,6 @@ class Staging:
         """
         if self.fits(hidden, 0):
             self.stage(layer, hidden, len(hidden))
-
-    def encode(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Encoded rows, uint8 ``[n, row_bytes]``, and which are ok (None: all)."""
-        if self.codec.is_view:
-            return hidden.view(torch.uint8), None
-        return self.codec.encode(hidden)
 
 
 class StagedCapture:
@@ -157,6 +169,7 @@ class StagedCapture:
         staging: What rows pass through. Eager steps may be up to ``staging.layers`` times as long
             as it has places.
         segments: Which segment of a page each captured layer has.
+        codec: What pages hold of rows.
 
     Attributes:
         most_at_once: Tokens of the longest step whose layers all use staging at once, at most its
@@ -165,14 +178,19 @@ class StagedCapture:
     """
 
     def __init__(
-        self, arena: ShadowArena, memory: torch.Tensor, staging: Staging, segments: Sequence[int]
+        self,
+        arena: ShadowArena,
+        memory: torch.Tensor,
+        staging: Staging,
+        segments: Sequence[int],
+        codec: Codec,
     ) -> None:
         self.arena = arena
         self.most_at_once = staging.places
         self.waits_for_staging = 0
         self._memory = memory
         self._staging = staging
-        self.codec = staging.codec
+        self.codec = codec
         self.device = staging.device
         self.ledger = Ledger(arena, self.device)
         offsets = [arena.layout.segment_offsets[segment] for segment in segments]
@@ -212,7 +230,7 @@ class StagedCapture:
             self.skip()
         elif placed:
             self._step = self._use_places(placed, where, entry, now)
-        elif tokens * self.codec.row_bytes <= self._staging.flat.numel():
+        elif tokens * self._staging.row_bytes <= self._staging.flat.numel():
             self._step = self._use_layers(tokens, where, entry, now)
         else:
             self.skip()
@@ -252,7 +270,7 @@ class StagedCapture:
 
     def _use_layers(self, tokens: int, where: torch.Tensor, entry: StepEntry, now: Stream) -> Step:
         # No graph that copies to places is replayed: none is recorded for so many tokens.
-        size = tokens * self.codec.row_bytes
+        size = tokens * self._staging.row_bytes
         if self._ring is None or self._ring.part_bytes != size:
             self._wait_for_places(0, self._staging.places, now)
             self._ring = LayerRing(self._staging.flat, size)
@@ -296,15 +314,12 @@ class StagedCapture:
         rows = part.view(1, step.tokens, -1)
 
         def stage() -> None:
-            encoded, ok = self._staging.encode(hidden)
-            rows[0].copy_(encoded)
+            rows[0].copy_(hidden.view(torch.uint8))
             step.marks[layer] = step.number
-            if ok is not None:
-                step.marks[layer].masked_fill_(~ok, WRONG_STEP)
 
         now.run(stage)
         self._transfer.wait(now.record())
-        self._save(rows, step, self._segments[layer : layer + 1])
+        self._save(rows, step, slice(layer, layer + 1))
         step.ring.used(self._transfer.record())
 
     def end(self, step: Step, *, replayed: bool) -> bool:
@@ -330,7 +345,7 @@ class StagedCapture:
         first = step.first or 0
         end = self._staging.places if step.first is None else first + step.tokens
         if step.first is not None:
-            self._save(self._staging.staged.rows[:, first:end], step, self._segments)
+            self._save(self._staging.staged.rows[:, first:end], step, slice(None))
         verdicts = self.ledger.buffers.take(step.tokens, torch.uint8)
         transfer.keep(step.marks)
         transfer.run(lambda: judge_rows(step.marks, step.number, verdicts.values))
@@ -340,16 +355,37 @@ class StagedCapture:
         self.ledger.prove(Proof(step.entry, verdicts, start, done))
         return True
 
-    def _save(self, rows: torch.Tensor, step: Step, segments: torch.Tensor) -> None:
+    def _save(self, rows: torch.Tensor, step: Step, layers: slice) -> None:
+        """Stage two for the staged rows of some layers, uint8 ``[layers, tokens, row_bytes]``."""
         layout, slots = self.arena.layout, step.where[0]
-        if not segments.numel():
+        if not rows.numel():
             return  # only slots, positions and tokens are of interest
+        at_once = len(rows) if self.codec.is_view else max(1, _ENCODED_BYTES // rows[0].numel())
+
+        def save() -> None:
+            parts = (of_all[layers].split(at_once) for of_all in (step.marks, self._segments))
+            for some, marks, segments in zip(rows.split(at_once), *parts, strict=True):
+                encoded = some if self.codec.is_view else self._encoded(some, marks)
+                save_rows(
+                    encoded,
+                    slots,
+                    self._shadows,
+                    self._memory,
+                    segments,
+                    layout.page_size,
+                    layout.kept,
+                )
+
         self._transfer.keep(step.where)
-        self._transfer.run(
-            lambda: save_rows(
-                rows, slots, self._shadows, self._memory, segments, layout.page_size, layout.kept
-            )
-        )
+        self._transfer.keep(step.marks)
+        self._transfer.run(save)
+
+    def _encoded(self, rows: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+        """Staged rows of some layers, encoded; ``marks`` say which ones the codec cannot hold."""
+        values = rows.reshape(-1, self._staging.row_bytes).view(self._staging.dtype)
+        encoded, ok = self.codec.encode(values)
+        marks.masked_fill_(ok.view(marks.shape).logical_not_(), WRONG_STEP)
+        return encoded.view(*marks.shape, -1)
 
     # ---- backup ----
 

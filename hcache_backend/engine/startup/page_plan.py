@@ -150,7 +150,7 @@ class HiddenPagePlan(PagePlan):
         self._divide_host_memory(with_shadows=True)
         recorded = self.hooks.staging if self.hooks is not None else None
         places = staging_places(len(hidden), *step_tokens(self.runner), 0)
-        self.staging = recorded or take_staging(len(hidden), self.codec, places, device)
+        self.staging = recorded or take_staging(len(hidden), self.runner, places, device)
         self._try_ring()
 
     def _try_ring(self) -> None:
@@ -275,13 +275,15 @@ def staging_places(layers: int, step_tokens: int, decode_tokens: int, recorded_t
     return max(by_layer, 2 * decode_tokens, recorded_tokens, 1)
 
 
-def take_staging(layers: int, codec: Codec, places: int, device: torch.device | str) -> Staging:
+def take_staging(layers: int, runner: Any, places: int, device: torch.device | str) -> Staging:
     """Staging in the memory that SGLang left beside its KV pool.
 
     Raises:
         Refused: It would take too much of what SGLang left for CUDA graphs and forward passes.
     """
-    wanted, free = Staging.bytes_for(layers, codec, places), free_memory(device)
+    width, dtype = runner.model_config.hidden_size, runner.dtype
+    wanted = Staging.bytes_for(layers, width * dtype.itemsize, places)
+    free = free_memory(device)
     if wanted > free * _STAGING_SHARE:
         took, left = _gigabytes(wanted, free)
         raise Refused(
@@ -290,7 +292,7 @@ def take_staging(layers: int, codec: Codec, places: int, device: torch.device | 
             "leaves more; a smaller --chunked-prefill-size or largest CUDA graph wants less)"
         )
     try:
-        return Staging(layers, codec, places, device)
+        return Staging(layers, width, dtype, places, device)
     except torch.OutOfMemoryError as error:
         raise Refused(f"no device memory for staging: {error}") from None
 

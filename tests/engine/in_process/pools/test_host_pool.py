@@ -62,7 +62,13 @@ def pool() -> HiddenStatePool:
         pin_memory=False,
         allocator_type="default",
     )
-    capture = StagedCapture(pool.arena, pool.kv_buffer, Staging(LAYERS, CODEC, 32, "cpu"), range(2))
+    capture = StagedCapture(
+        pool.arena,
+        pool.kv_buffer,
+        Staging(LAYERS, CODEC.hidden_size, CODEC.dtype, 32, "cpu"),
+        range(2),
+        CODEC,
+    )
     pool.follow(capture)
     return pool
 
