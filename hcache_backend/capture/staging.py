@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from hcache_backend.arena import Ids
+from hcache_backend.capture.encoding import stored_rows
 from hcache_backend.capture.layer_ring import LayerRing
 from hcache_backend.capture.ledger import Ledger, Proof, StepEntry
 from hcache_backend.capture.shadows import ShadowArena, ShadowChanges
@@ -35,11 +36,8 @@ from hcache_backend.streams import (
     run_here,
 )
 from hcache_kernels.codecs import Codec
-from hcache_kernels.staging import NOWHERE, WRONG_STEP, StagedRows, save_rows, stage_rows
+from hcache_kernels.staging import NOWHERE, StagedRows, save_rows, stage_rows
 from hcache_kernels.steps import StepPlaces, TokenRows, begin_rows, judge_rows
-
-_ENCODED_BYTES = 64 << 20
-"""So many bytes of rows are encoded at once: device memory that nobody planned."""
 
 
 class Staging:
@@ -64,6 +62,7 @@ class Staging:
         self.layers = layers
         self.width = width
         self.dtype = dtype
+        self.row_bytes = width * dtype.itemsize
         self.places = places
         self.device = torch.device(device)
         self._take_memory()
@@ -94,11 +93,6 @@ class Staging:
     def bytes_for(layers: int, row_bytes: int, places: int) -> int:
         """Device memory that it takes."""
         return layers * places * (row_bytes + torch.int64.itemsize)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row of one layer."""
-        return self.width * self.dtype.itemsize
 
     @property
     def flat(self) -> torch.Tensor:
@@ -347,7 +341,6 @@ class StagedCapture:
         if step.first is not None:
             self._save(self._staging.staged.rows[:, first:end], step, slice(None))
         verdicts = self.ledger.buffers.take(step.tokens, torch.uint8)
-        transfer.keep(step.marks)
         transfer.run(lambda: judge_rows(step.marks, step.number, verdicts.values))
         done = transfer.record(timed=True)
         self._in_flight.append((first, end, done))
@@ -360,32 +353,16 @@ class StagedCapture:
         layout, slots = self.arena.layout, step.where[0]
         if not rows.numel():
             return  # only slots, positions and tokens are of interest
-        at_once = len(rows) if self.codec.is_view else max(1, _ENCODED_BYTES // rows[0].numel())
+        segments, marks = self._segments[layers], step.marks[layers]
+        to = self._shadows, self._memory
 
         def save() -> None:
-            parts = (of_all[layers].split(at_once) for of_all in (step.marks, self._segments))
-            for some, marks, segments in zip(rows.split(at_once), *parts, strict=True):
-                encoded = some if self.codec.is_view else self._encoded(some, marks)
-                save_rows(
-                    encoded,
-                    slots,
-                    self._shadows,
-                    self._memory,
-                    segments,
-                    layout.page_size,
-                    layout.kept,
-                )
+            for part, stored in stored_rows(self.codec, rows, marks):
+                save_rows(stored, slots, *to, segments[part], layout.page_size, layout.kept)
 
         self._transfer.keep(step.where)
         self._transfer.keep(step.marks)
         self._transfer.run(save)
-
-    def _encoded(self, rows: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
-        """Staged rows of some layers, encoded; ``marks`` say which ones the codec cannot hold."""
-        values = rows.reshape(-1, self._staging.row_bytes).view(self._staging.dtype)
-        encoded, ok = self.codec.encode(values)
-        marks.masked_fill_(ok.view(marks.shape).logical_not_(), WRONG_STEP)
-        return encoded.view(*marks.shape, -1)
 
     # ---- backup ----
 
