@@ -57,7 +57,8 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
         every = attention_modules(runner.model, kvcache.layer_num)
         seen = [every[layer] for layer in hidden]
         places = staging_places(len(seen), *step_tokens(runner), _largest_recorded_tokens())
-        staging = take_staging(len(seen), runner, places, kvcache.device)
+        rows = runner.model_config.hidden_size, runner.dtype
+        staging = take_staging(len(seen), *rows, places, kvcache.device)
         hooks = HiddenCapture([(layer.module, layer.linears) for layer in seen])
         hooks.staging = staging
         runner.hcache_capture = hooks

@@ -150,7 +150,8 @@ class HiddenPagePlan(PagePlan):
         self._divide_host_memory(with_shadows=True)
         recorded = self.hooks.staging if self.hooks is not None else None
         places = staging_places(len(hidden), *step_tokens(self.runner), 0)
-        self.staging = recorded or take_staging(len(hidden), self.runner, places, device)
+        rows = self.codec.hidden_size, self.codec.dtype
+        self.staging = recorded or take_staging(len(hidden), *rows, places, device)
         self._try_ring()
 
     def _try_ring(self) -> None:
@@ -275,13 +276,14 @@ def staging_places(layers: int, step_tokens: int, decode_tokens: int, recorded_t
     return max(by_layer, 2 * decode_tokens, recorded_tokens, 1)
 
 
-def take_staging(layers: int, runner: Any, places: int, device: torch.device | str) -> Staging:
+def take_staging(
+    layers: int, width: int, dtype: torch.dtype, places: int, device: torch.device | str
+) -> Staging:
     """Staging in the memory that SGLang left beside its KV pool.
 
     Raises:
         Refused: It would take too much of what SGLang left for CUDA graphs and forward passes.
     """
-    width, dtype = runner.model_config.hidden_size, runner.dtype
     wanted = Staging.bytes_for(layers, width * dtype.itemsize, places)
     free = free_memory(device)
     if wanted > free * _STAGING_SHARE:

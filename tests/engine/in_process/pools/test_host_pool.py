@@ -209,11 +209,11 @@ class Gpu(streams.Door):
 def test_staging_takes_a_quarter_of_what_sglang_left_at_most() -> None:
     wanted = Staging.bytes_for(LAYERS, CODEC, 32)
     with streams.through(Gpu(4 * wanted)):
-        staged = take_staging(LAYERS, CODEC, 32, "cpu").staged
+        staged = take_staging(LAYERS, CODEC.hidden_size, CODEC.dtype, 32, "cpu").staged
     assert staged.rows.nbytes + staged.marks.nbytes == wanted
     refused = "staging of 32 tokens takes .* GB of device memory that SGLang left, more than 1/4"
     with streams.through(Gpu(4 * wanted - 1)), pytest.raises(Refused, match=refused):
-        take_staging(LAYERS, CODEC, 32, "cpu")
+        take_staging(LAYERS, CODEC.hidden_size, CODEC.dtype, 32, "cpu")
 
 
 def test_capture_finds_the_projection_without_having_seen_a_forward_pass(
