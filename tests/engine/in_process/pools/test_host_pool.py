@@ -207,7 +207,7 @@ class Gpu(streams.Door):
 
 
 def test_staging_takes_a_quarter_of_what_sglang_left_at_most() -> None:
-    wanted = Staging.bytes_for(LAYERS, CODEC, 32)
+    wanted = Staging.bytes_for(LAYERS, CODEC.row_bytes, 32)
     with streams.through(Gpu(4 * wanted)):
         staged = take_staging(LAYERS, CODEC.hidden_size, CODEC.dtype, 32, "cpu").staged
     assert staged.rows.nbytes + staged.marks.nbytes == wanted
