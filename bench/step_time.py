@@ -59,8 +59,8 @@ class Steps:
         layout = PageLayout(PAGE, (hidden_layer(PAGE, codec.row_bytes, WIDTH),) * layers)
         memory = torch.zeros((PAGES, layout.page_bytes), dtype=torch.uint8)
         arena = ShadowArena(memory.numpy(), layout, 1, PAGES - 1, lambda page: None)
-        room = Staging(layers, codec, 4 * tokens, "cpu")
-        self._capture = StagedCapture(arena, memory, room, range(layers))
+        room = Staging(layers, WIDTH, torch.float32, 4 * tokens, "cpu")
+        self._capture = StagedCapture(arena, memory, room, range(layers), codec)
         self._hooks: HiddenCapture | None = None
 
     def watch(self) -> None:

@@ -6,7 +6,7 @@
       | python docs/size.py --device-tokens 40000 --histories 200 --tokens 8000
 
 It goes by the partition of the plan, and by the formats of own pages and their files. Models of
-16-bit values are taken for bfloat16, whose K and V codec ``auto`` encodes.
+16-bit values are taken for bfloat16, which codec ``auto`` encodes.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ def page_size(plan: dict[str, Any], tokens: int, codec: str, kv_mode: bool) -> P
     model, ranks, itemsize = plan["model"], plan["tp"], plan["model"]["element_bytes"]
     layers = {"kv": model["layers"]} if kv_mode else plan["layers"]
     share, heads = share_of_rank(0, ranks, tokens), -(-model["kv_heads"] // ranks)
-    of_hidden, of_kv = ("none", "exp4") if codec == "auto" else (codec, codec)
-    if kv_mode:
-        of_hidden = "none"
+    if codec == "auto":
+        codec = "exp4" if itemsize == 2 else "none"
+    of_hidden = "none" if kv_mode else codec
     row_bytes = make_codec(of_hidden, model["hidden"], _DTYPES[itemsize]).row_bytes
     kv_bytes = _kv_bytes(plan)
     width = kv_bytes // (2 * itemsize)
     encoded: tuple[str, tuple[int, int]] | tuple[()] = ()
-    if of_kv in SEGMENT_CODECS and itemsize == 2:
+    if codec in SEGMENT_CODECS and itemsize == 2:
         cut = Cut(width, tokens // units_per_group(tokens, width))
-        unit = make_segment_codec(of_kv, cut, width // heads, torch.bfloat16)
+        unit = make_segment_codec(codec, cut, width // heads, torch.bfloat16)
         encoded = unit.code, unit.unit_bytes
     kv_values = width * share.of
     stored = {

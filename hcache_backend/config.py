@@ -125,8 +125,8 @@ class HCacheConfig(BaseModel):
         pages: ``own`` where the model allows them; ``plain``: SGLang's KV pages.
         partition: How each layer is stored; ``auto``: the fastest restores by the profile.
         profile: A file of ``hcache profile``; None: a kept one, or a quick measurement.
-        codec: How own pages are encoded, hidden states as well as K and V. ``auto``: K and V in
-            bfloat16 by ``exp4``, and nothing else. ``krul``: K and V, some layers in pairs.
+        codec: How own pages are encoded, hidden states as well as K and V. ``auto``: bfloat16 by
+            ``exp4``, and nothing else. ``krul``: K and V, some layers in pairs.
         krul: What that merges.
         check_every_pages: In service, one in this many backed-up pages is projected and compared
             with the K and V in the pool. 0: none (the check at start always runs).

@@ -40,7 +40,7 @@ class StagedRows:
     """A staging buffer.
 
     Attributes:
-        rows: Encoded rows, uint8 ``[layers, places, row_bytes]``, contiguous.
+        rows: Rows as the model has them, uint8 ``[layers, places, row_bytes]``, contiguous.
         marks: Number of the step that wrote each row, int64 ``[layers, places]``, contiguous.
     """
 
@@ -50,7 +50,6 @@ class StagedRows:
 
 def stage_rows(
     rows: torch.Tensor,
-    ok: torch.Tensor | None,
     places: torch.Tensor,
     step: torch.Tensor,
     staged: StagedRows,
@@ -59,8 +58,7 @@ def stage_rows(
     """Stage one: copy the rows of one layer to their places in the staging buffer.
 
     Args:
-        rows: Encoded rows, ``[n, values]`` of any dtype, a row's values side by side.
-        ok: bool ``[n]``: which rows their codec could hold; None for all.
+        rows: Rows as the model has them, ``[n, values]`` of any dtype, a row's values side by side.
         places: int64 ``[n]``: where each row goes, or :data:`NOWHERE`. Without a place, the buffer
             is not touched: it may be gone when a recorded launch is replayed.
         step: int64 ``[1]``: number of the step.
@@ -68,15 +66,12 @@ def stage_rows(
         layer: Which layer of the buffer.
     """
     if rows.is_cuda:
-        stage_launch(rows, ok, places, step, staged, layer).run()
+        stage_launch(rows, places, step, staged, layer).run()
         return
     wanted = places != NOWHERE
     places, rows = places[wanted], rows.view(torch.uint8)[wanted]
     staged.rows[layer].index_copy_(0, places, rows)
-    mark = step.expand(len(rows))
-    if ok is not None:
-        mark = torch.where(ok[wanted], mark, WRONG_STEP)
-    staged.marks[layer].index_copy_(0, places, mark)
+    staged.marks[layer].index_copy_(0, places, step.expand(len(rows)))
 
 
 def save_rows(
@@ -91,7 +86,7 @@ def save_rows(
     """Stage two: copy staged rows to the shadow pages of their slots.
 
     Args:
-        staged: Encoded rows, uint8 ``[layers, n, row_bytes]``; rows of a layer contiguous.
+        staged: Rows, encoded or not, uint8 ``[layers, n, row_bytes]``; those of a layer contiguous.
         slots: Slots of the KV pool, int64 ``[n]``, on the device.
         shadows: Physical page of every device page, int64 ``[device_pages]``, on the device.
         arena: uint8 ``[pages, page_bytes]``, memory that the device can write (pinned).
@@ -116,7 +111,6 @@ def save_rows(
 
 def stage_launch(
     rows: torch.Tensor,
-    ok: torch.Tensor | None,
     places: torch.Tensor,
     step: torch.Tensor,
     staged: StagedRows,
@@ -135,15 +129,12 @@ def stage_launch(
         block=block,
         warp_values=128,
         rows=rows.view(_WORDS[word]),
-        ok=step if ok is None else ok.view(torch.uint8),
         places=places,
         step=step,
         staged=staged.rows[layer].view(_WORDS[word]),
         marks=staged.marks[layer],
         row_stride=stride // word,
         WORDS=words,
-        HAS_OK=ok is not None,
-        WRONG=WRONG_STEP,
         NONE=NOWHERE,
     )
 
@@ -190,15 +181,12 @@ def save_launch(
 @triton.jit
 def stage_kernel(
     rows,  # words [n, WORDS], row_stride apart
-    ok,  # uint8 [n]
     places,  # int64 [n]
     step,  # int64 [1]
     staged,  # words [places, WORDS]
     marks,  # int64 [places]
     row_stride,
     WORDS: tl.constexpr,
-    HAS_OK: tl.constexpr,
-    WRONG: tl.constexpr,
     NONE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -210,10 +198,7 @@ def stage_kernel(
     words = tl.load(rows + row * row_stride + at, mask=wanted)
     tl.store(staged + place * WORDS + at, words, mask=wanted)
     if part == 0:
-        mark = tl.load(step)
-        if HAS_OK:
-            mark = tl.where(tl.load(ok + row) != 0, mark, WRONG)
-        tl.store(marks + place, mark, mask=place != NONE)
+        tl.store(marks + place, tl.load(step), mask=place != NONE)
 
 
 @triton.jit(  # else it is compiled again in service

@@ -39,8 +39,10 @@ class Saving:
         self.memory = device.pinned(pages + 1, layout.page_bytes)
         self.memory.fill_(0xEE)
         self.arena = ShadowArena(self.memory.numpy(), layout, 1, pages, lambda page: None)
-        self.staging = Staging(shape.layers, self.codec, places, device.kind)
-        self.capture = StagedCapture(self.arena, self.memory, self.staging, range(shape.layers))
+        self.staging = Staging(shape.layers, shape.hidden, device.dtype, places, device.kind)
+        self.capture = StagedCapture(
+            self.arena, self.memory, self.staging, range(shape.layers), self.codec
+        )
         self.slots = torch.randperm((pages - 1) * PAGE, device=device.kind)[:tokens] + PAGE
         self.positions = torch.arange(tokens, device=device.kind)
         self._shadows = torch.from_numpy(self.arena.shadows).to(device.kind)

@@ -2,7 +2,8 @@
 
 Stage one runs on the forward pass's stream, also in a CUDA graph: one kernel per layer copies the
 projection's input to a ring of places in device memory. Stage two runs on a stream of its own: one
-launch moves all layers of the step to the shadow pages of its tokens. A step that is too long for
+launch moves all layers of the step to the shadow pages of its tokens, behind another that encodes
+them where there is a codec: recorded graphs know nothing of it. A step that is too long for
 the ring uses the same memory as a ring of layers, and moves each layer by itself; steps of one
 length that follow each other go round in it, and none waits for the whole step before.
 
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 
 from hcache_backend.arena import Ids
+from hcache_backend.capture.encoding import stored_rows
 from hcache_backend.capture.layer_ring import LayerRing
 from hcache_backend.capture.ledger import Ledger, Proof, StepEntry
 from hcache_backend.capture.shadows import ShadowArena, ShadowChanges
@@ -35,7 +37,7 @@ from hcache_backend.streams import (
     run_here,
 )
 from hcache_kernels.codecs import Codec
-from hcache_kernels.staging import NOWHERE, WRONG_STEP, StagedRows, save_rows, stage_rows
+from hcache_kernels.staging import NOWHERE, StagedRows, save_rows, stage_rows
 from hcache_kernels.steps import StepPlaces, TokenRows, begin_rows, judge_rows
 
 
@@ -46,12 +48,22 @@ class Staging:
 
     Args:
         layers: Captured layers; 0 where no layer is stored as hidden states.
+        width: Values of a row, and ``dtype`` their type.
         places: Rows (of all layers) that it holds. CUDA graphs of larger batches are not captured.
     """
 
-    def __init__(self, layers: int, codec: Codec, places: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        layers: int,
+        width: int,
+        dtype: torch.dtype,
+        places: int,
+        device: torch.device | str,
+    ) -> None:
         self.layers = layers
-        self.codec = codec
+        self.width = width
+        self.dtype = dtype
+        self.row_bytes = width * dtype.itemsize
         self.places = places
         self.device = torch.device(device)
         self._take_memory()
@@ -64,7 +76,7 @@ class Staging:
     def _take_memory(self) -> None:
         shape = (self.layers, self.places)
         self.staged = StagedRows(
-            torch.zeros((*shape, self.codec.row_bytes), dtype=torch.uint8, device=self.device),
+            torch.zeros((*shape, self.row_bytes), dtype=torch.uint8, device=self.device),
             torch.zeros(shape, dtype=torch.int64, device=self.device),
         )
 
@@ -79,9 +91,9 @@ class Staging:
         self._take_memory()
 
     @staticmethod
-    def bytes_for(layers: int, codec: Codec, places: int) -> int:
+    def bytes_for(layers: int, row_bytes: int, places: int) -> int:
         """Device memory that it takes."""
-        return layers * places * (codec.row_bytes + torch.int64.itemsize)
+        return layers * places * (row_bytes + torch.int64.itemsize)
 
     @property
     def flat(self) -> torch.Tensor:
@@ -107,13 +119,13 @@ class Staging:
         self.staged.marks.zero_()
 
     def fits(self, hidden: object, rows: int) -> TypeGuard[torch.Tensor]:
-        """Whether ``hidden`` are at least ``rows`` rows as the codec wants them."""
+        """Whether ``hidden`` are at least ``rows`` rows of this width and type."""
         return (
             isinstance(hidden, torch.Tensor)
             and len(shape := hidden.shape) == 2
             and shape[0] >= rows
-            and shape[1] == self.codec.hidden_size
-            and hidden.dtype == self.codec.dtype
+            and shape[1] == self.width
+            and hidden.dtype == self.dtype
             and hidden.stride(1) == 1
         )
 
@@ -128,8 +140,7 @@ class Staging:
         run_here(self.device, self._stage, layer, hidden, self._named[1])
 
     def _stage(self, layer: int, hidden: torch.Tensor, places: torch.Tensor) -> None:
-        encoded, ok = (hidden, None) if self.codec.is_view else self.codec.encode(hidden)
-        stage_rows(encoded, ok, places, self._now.number, self.staged, layer)
+        stage_rows(hidden, places, self._now.number, self.staged, layer)
 
     def record(self, layer: int, hidden: object) -> None:
         """Put all of ``hidden`` there, outside of a step: nothing of it is wanted.
@@ -139,12 +150,6 @@ class Staging:
         """
         if self.fits(hidden, 0):
             self.stage(layer, hidden, len(hidden))
-
-    def encode(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Encoded rows, uint8 ``[n, row_bytes]``, and which are ok (None: all)."""
-        if self.codec.is_view:
-            return hidden.view(torch.uint8), None
-        return self.codec.encode(hidden)
 
 
 class StagedCapture:
@@ -158,6 +163,7 @@ class StagedCapture:
         staging: What rows pass through. Eager steps may be up to ``staging.layers`` times as long
             as it has places.
         segments: Which segment of a page each captured layer has.
+        codec: What pages hold of rows.
 
     Attributes:
         most_at_once: Tokens of the longest step whose layers all use staging at once, at most its
@@ -166,14 +172,19 @@ class StagedCapture:
     """
 
     def __init__(
-        self, arena: ShadowArena, memory: torch.Tensor, staging: Staging, segments: Sequence[int]
+        self,
+        arena: ShadowArena,
+        memory: torch.Tensor,
+        staging: Staging,
+        segments: Sequence[int],
+        codec: Codec,
     ) -> None:
         self.arena = arena
         self.most_at_once = staging.places
         self.waits_for_staging = 0
         self._memory = memory
         self._staging = staging
-        self.codec = staging.codec
+        self.codec = codec
         self.device = staging.device
         self.ledger = Ledger(arena, self.device)
         offsets = [arena.layout.segment_offsets[segment] for segment in segments]
@@ -213,7 +224,7 @@ class StagedCapture:
             self.skip()
         elif placed:
             self._step = self._use_places(placed, where, entry)
-        elif tokens * self.codec.row_bytes <= self._staging.flat.numel():
+        elif tokens * self._staging.row_bytes <= self._staging.flat.numel():
             self._step = self._use_layers(tokens, where, entry)
         else:
             self.skip()
@@ -251,7 +262,7 @@ class StagedCapture:
 
     def _use_layers(self, tokens: int, where: torch.Tensor, entry: StepEntry) -> Step:
         # No graph that copies to places is replayed: none is recorded for so many tokens.
-        size = tokens * self.codec.row_bytes
+        size = tokens * self._staging.row_bytes
         if self._ring is None or self._ring.part_bytes != size:
             self._wait_for_places(0, self._staging.places)
             self._ring = LayerRing(self._staging.flat, size)
@@ -295,15 +306,12 @@ class StagedCapture:
         rows = part.view(1, step.tokens, -1)
 
         def stage() -> None:
-            encoded, ok = self._staging.encode(hidden)
-            rows[0].copy_(encoded)
+            rows[0].copy_(hidden.view(torch.uint8))
             step.marks[layer] = step.number
-            if ok is not None:
-                step.marks[layer].masked_fill_(~ok, WRONG_STEP)
 
         now.run(stage)
         self._transfer.wait(now.record())
-        self._save(rows, step, self._segments[layer : layer + 1])
+        self._save(rows, step, slice(layer, layer + 1))
         step.ring.used(self._transfer.record())
 
     def end(self, step: Step, *, replayed: bool) -> bool:
@@ -327,15 +335,15 @@ class StagedCapture:
         transfer.wait(current_stream(self.device).record())
         start = transfer.record(timed=True)
         verdicts = self.ledger.buffers.take(step.tokens, torch.uint8)
-        transfer.keep(step.marks)
         judge = partial(judge_rows, step.marks, step.number, verdicts.values)
         if step.first is None:
             used = 0, self._staging.places
+            transfer.keep(step.marks)
             transfer.run(judge)
         else:
             used = step.first, step.first + step.tokens
             rows = self._staging.staged.rows.narrow(1, step.first, step.tokens)
-            self._save(rows, step, self._segments, judge)
+            self._save(rows, step, slice(None), judge)
         done = transfer.record(timed=True)
         self._in_flight.append((*used, done))
         step.entry.promised = True
@@ -343,18 +351,23 @@ class StagedCapture:
         return True
 
     def _save(
-        self, rows: torch.Tensor, step: Step, segments: torch.Tensor, then: Work | None = None
+        self, rows: torch.Tensor, step: Step, layers: slice, then: Work | None = None
     ) -> None:
-        layout, where, shadows = self.arena.layout, step.where, self._shadows
+        """Stage two for the staged rows of some layers, uint8 ``[layers, tokens, row_bytes]``."""
+        layout, where = self.arena.layout, step.where
+        segments, marks = self._segments[layers], step.marks[layers]
+        to = self._shadows, self._memory
 
         def save() -> None:
-            if segments.numel():  # else only slots, positions and tokens are of interest
+            # Without rows only slots, positions and tokens are of interest.
+            for part, stored in stored_rows(self.codec, rows, marks) if rows.numel() else ():
                 at = layout.page_size, layout.kept
-                save_rows(rows, where.select(0, 0), shadows, self._memory, segments, *at)
+                save_rows(stored, where.select(0, 0), *to, segments[part], *at)
             if then is not None:
                 then()
 
         self._transfer.keep(step.where)
+        self._transfer.keep(step.marks)
         self._transfer.run(save)
 
     # ---- backup ----

@@ -48,8 +48,8 @@ class Engine:
             DEVICE_PAGES,
             lambda page: self.layout.stamp(page, NAMESPACE, WRITER),
         )
-        self.staging = Staging(LAYERS, codec, PLACES, device)
-        self.capture = StagedCapture(self.arena, self.memory, self.staging, range(LAYERS))
+        self.staging = Staging(LAYERS, WIDTH, DTYPE, PLACES, device)
+        self.capture = StagedCapture(self.arena, self.memory, self.staging, range(LAYERS), codec)
         self.projections = [
             KVProjection(
                 torch.randn(2 * HEADS * HEAD_DIM, WIDTH, device=device, dtype=DTYPE) / 16,

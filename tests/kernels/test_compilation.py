@@ -237,10 +237,9 @@ ROW_BYTES = (8192, 6272, 392)
 """bfloat16 of a usual width, exp4 of it, and rows that are multiples of 8 bytes only."""
 
 
-def stage(row_bytes: int, with_ok: bool) -> Launch:
+def stage(row_bytes: int) -> Launch:
     staged = StagedRows(empty(LAYERS, PLACES, row_bytes), ids(LAYERS, PLACES))
-    ok = empty(STAGED, dtype=torch.bool) if with_ok else None
-    return stage_launch(empty(STAGED, row_bytes), ok, ids(STAGED), ids(1), staged, 0)
+    return stage_launch(empty(STAGED, row_bytes), ids(STAGED), ids(1), staged, 0)
 
 
 def save(row_bytes: int) -> Launch:
@@ -260,9 +259,7 @@ def judge() -> Launch:
 
 def staging_jobs(capability: tuple[int, int]) -> Jobs:
     for row_bytes in ROW_BYTES:
-        for with_ok in (False, True):
-            what = f"stage {row_bytes}{' with ok' if with_ok else ''}"
-            yield what, partial(stage, row_bytes, with_ok)
+        yield f"stage {row_bytes}", partial(stage, row_bytes)
         yield f"save {row_bytes}", partial(save, row_bytes)
     yield "begin", partial(begin, STAGED)
     yield "judge", judge
@@ -355,7 +352,7 @@ def launches_of(n: int) -> dict[str, Launch]:
         ),
         "scatter": page_kernels.scatter_launch(empty(n, row), memory, some, some, offset),
         "begin": begin(n),
-        "stage": stage_launch(empty(n, row), None, ids(n), ids(1), staged, 0),
+        "stage": stage_launch(empty(n, row), ids(n), ids(1), staged, 0),
         "save": save_launch(
             staged.rows[:, n : 2 * n], some, ids(N), memory, ids(LAYERS), PAGE, range(PAGE)
         ),

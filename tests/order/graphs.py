@@ -65,9 +65,9 @@ class DecodeGraphs:
             self._record(runner)
             runner.decode_cuda_graph_runner = self
 
-        def check_recording(runner: Any, codec: Any) -> Any:
+        def check_recording(runner: Any, hidden: Any) -> Any:
             with _as_on_a_gpu(runner):
-                return graphs.check_recording(runner, codec)
+                return graphs.check_recording(runner, hidden)
 
         def wait_until(original: Any, counter: Any, layer: int) -> None:
             if not self._replaying:

@@ -37,7 +37,7 @@ UNIT = {
     "capture/staging.py:end transfer.wait(current_stream(self.device).record())": Report(
         "capture", "hcache transfer reads what forward writes"
     ),
-    "capture/staging.py:end transfer.keep(step.marks)": Report(
+    "capture/staging.py:_save self._transfer.keep(step.marks)": Report(
         "capture", "device memory of forward dies while hcache transfer may use it"
     ),
     "capture/staging.py:_save self._transfer.keep(step.where)": Report(

@@ -25,7 +25,7 @@ class Captured:
     LAYERS, PLACES = 3, 12
     WIDTH = 8
 
-    def __init__(self, checker: Checker) -> None:
+    def __init__(self, checker: Checker, codec: type[ExactCodec] = ExactCodec) -> None:
         self.checker = checker
         stored = hidden_layer(SIZE, 4 * self.WIDTH, self.WIDTH)
         self.layout = PageLayout(SIZE, (stored,) * self.LAYERS)
@@ -39,9 +39,10 @@ class Captured:
             PAGES,
             lambda page: self.layout.stamp(page, b"n" * 16, b"w" * 8),
         )
-        codec = ExactCodec(self.WIDTH, torch.float32)
-        self.staging = Staging(self.LAYERS, codec, self.PLACES, GPU)
-        self.capture = StagedCapture(self.arena, memory, self.staging, range(self.LAYERS))
+        self.staging = Staging(self.LAYERS, self.WIDTH, torch.float32, self.PLACES, GPU)
+        layers = range(self.LAYERS)
+        stored_by = codec(self.WIDTH, torch.float32)
+        self.capture = StagedCapture(self.arena, memory, self.staging, layers, stored_by)
         self.schedule, self.forward_stream = checker.stream("schedule"), checker.stream("forward")
 
     def forward(self, slots: Sequence[int], *, replay: bool = False) -> None:
@@ -74,9 +75,15 @@ class Captured:
         self.checker.host_reads_pages(self.arena.physical(np.array([host_page])), self.layout)
 
 
-def captures(checker: Checker, *, replay: bool) -> None:
+class EncodingCodec(ExactCodec):
+    """Rows as they are, by way of an encoder."""
+
+    is_view = False
+
+
+def captures(checker: Checker, *, replay: bool, codec: type[ExactCodec] = ExactCodec) -> None:
     """Steps that use every way of staging, backups in between, slots that are used again."""
-    captured = Captured(checker)
+    captured = Captured(checker, codec)
     checker.begin()
     for turn in range(6):
         page = [turn % 5 * SIZE + i for i in range(SIZE)]

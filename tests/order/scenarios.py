@@ -9,7 +9,7 @@ from hcache_backend import streams
 from hcache_backend.partition.costs import Partition
 from tests.order.checker import Checker
 from tests.order.product import CheckedDoor
-from tests.order.scenario_capture import captures, step_that_cannot_begin
+from tests.order.scenario_capture import EncodingCodec, captures, step_that_cannot_begin
 from tests.order.scenario_encoded import overflow
 from tests.order.scenario_loads import (
     eager,
@@ -45,6 +45,7 @@ SCENARIOS: dict[str, Scenario] = {
     "overflow": overflow,
     "capture": partial(captures, replay=False),
     "capture, decode graphs": partial(captures, replay=True),
+    "capture, encoded": partial(captures, replay=True, codec=EncodingCodec),
     "capture, a step that cannot begin": step_that_cannot_begin,
 }
 

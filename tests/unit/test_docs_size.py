@@ -69,12 +69,10 @@ def test_pages_of_k_and_v_have_no_shadows() -> None:
     assert found.ratio == found.host_bytes / (640 * 8192)
 
 
-def test_by_default_k_and_v_of_16_bits_are_encoded_and_hidden_states_are_not() -> None:
+def test_by_default_values_of_16_bits_are_encoded() -> None:
     mixed = {"recompute": 0, "hidden": 3, "kv": 1}
     sizes = {
         codec: SIZE["page_size"](plan(2, mixed), 64, codec, False).rank_bytes
         for codec in ("auto", "none", "exp4")
     }
-    kv = 64 * 2 * 2 * 256
-    assert sizes["none"] - sizes["auto"] == kv * 15 // 64
-    assert sizes["exp4"] < sizes["auto"]
+    assert sizes["auto"] == sizes["exp4"] < 0.78 * sizes["none"]

@@ -56,7 +56,7 @@ class CaptureCheck:
             lambda page: layout.stamp(page, b"\1" * NAMESPACE_BYTES, bytes(WRITER_BYTES)),
         )
         segments = [layer.index for layer in plan.hidden_layers]
-        self._capture = StagedCapture(self._arena, self._memory, plan.staging, segments)
+        self._capture = StagedCapture(self._arena, self._memory, plan.staging, segments, plan.codec)
         self._received: dict[int, torch.Tensor] = {}
         self._not_encoded: set[int] = set()
 
@@ -165,7 +165,7 @@ class CaptureCheck:
         layers = {layer.index: layer for layer in self._plan.hidden_layers}
         prefilled = len(self._pages) * layout.page_size - 1
         for index, received in self._received.items():
-            rows = self._plan.staging.encode(received[:prefilled])[0].cpu()
+            rows = codec.encode(received[:prefilled])[0].cpu()
             for number, page in enumerate(self._arena.pages(self._pages)):
                 first = number * layout.page_size
                 wanted = rows[first + layout.kept.start : first + layout.kept.stop]

@@ -27,25 +27,18 @@ from hcache_kernels.codecs import Codec, ExactCodec, UnsupportedRows, make_codec
 logger = logging.getLogger("hcache")
 
 _UNENCODABLE_SHARE = 0.1
-"""Largest share of the probe's tokens, chosen from the whole vocabulary, that a codec may not hold.
-One in ten would leave no conversation whole; a few may be tokens that no text holds."""
+"""Largest share of the probe's tokens, chosen from the whole vocabulary, that a codec which was
+asked for by its name may not hold. One in ten would leave no conversation whole; a few may be
+tokens that no text holds. ``auto`` allows none: as they are, hidden states are stored of all."""
 
 
-def hidden_codec(runtime: Runtime) -> str:
-    """What option ``codec`` means for hidden states. CUDA graphs are recorded with it before it is
-    known whether it holds those of the model, and there is no overflow for rows that it does not
-    hold: ``auto`` encodes none."""
-    assert runtime.config is not None
-    asked = runtime.config.codec
-    return "none" if asked in ("auto", "krul") else asked
-
-
-def asked_kv_codec(runtime: Runtime, kvcache: Any) -> str:
-    """What option ``codec`` means for K and V: ``auto`` goes by their type alone."""
+def asked_codec(runtime: Runtime, dtype: torch.dtype) -> str:
+    """What option ``codec`` means for K and V, or hidden states, of a type: ``auto`` goes by that
+    alone."""
     assert runtime.config is not None
     asked = runtime.config.codec
     if asked == "auto":
-        return "exp4" if kvcache.k_buffer[0].dtype == torch.bfloat16 else "none"
+        return "exp4" if dtype == torch.bfloat16 else "none"
     return asked
 
 
@@ -53,7 +46,7 @@ def wanted_codec(runtime: Runtime, runner: Any) -> Codec:
     """The codec of hidden states; whether it serves this model is found out by the probe."""
     width, dtype = runner.model_config.hidden_size, runner.dtype
     try:
-        return make_codec(hidden_codec(runtime), width, dtype)
+        return make_codec(asked_codec(runtime, dtype), width, dtype)
     except UnsupportedRows:
         return make_codec("none", width, dtype)
 
@@ -88,7 +81,7 @@ def _encoding_segments(
     runtime: Runtime, kvcache: Any, share: Share, groups: int, stages: int
 ) -> KVSegments:
     """K and V of all layers by the codec of option ``codec``, or an UnsupportedRows."""
-    codec = asked_kv_codec(runtime, kvcache)
+    codec = asked_codec(runtime, kvcache.k_buffer[0].dtype)
     if codec != "none" and stages > 1:  # a stage cannot tell the others what it could not keep
         raise UnsupportedRows(f"codec {codec!r} takes no K and V of pipeline stages")
     layers, pairs = range(kvcache.layer_num), number_of_pairs(runtime, kvcache)
@@ -136,14 +129,18 @@ def check_lossy(kv: KVSegments, layout: PageLayout, slots: torch.Tensor, merged:
                 )
 
 
-def choose_codec(group: Any, wanted: str, probe: Probe, projector: Projector) -> Codec:
-    """The codec ``wanted`` if all tensor-parallel ranks (``group``) can use it, else the exact one.
+def choose_codec(group: Any, runtime: Runtime, probe: Probe, projector: Projector) -> Codec:
+    """The codec of hidden states that option ``codec`` means, if all tensor-parallel ranks
+    (``group``) can use it, else the exact one.
 
     All ranks must call it. The K and V that the model wrote during the probe must still be in the
     pool.
     """
+    assert runtime.config is not None
+    wanted = asked_codec(runtime, probe.hidden[0].dtype)
+    unfit = 0.0 if runtime.config.codec == "auto" else _UNENCODABLE_SHARE
     try:
-        return all_or_none(lambda: _proven(wanted, probe, projector), group)
+        return all_or_none(lambda: _proven(wanted, probe, projector, unfit), group)
     except Refused as refused:
         logger.warning(
             "hcache: codec %r is not used, hidden states are stored as they are (codec 'none'): %s",
@@ -153,8 +150,9 @@ def choose_codec(group: Any, wanted: str, probe: Probe, projector: Projector) ->
         return ExactCodec(probe.hidden[0].shape[1], probe.hidden[0].dtype)
 
 
-def _proven(name: str, probe: Probe, projector: Projector) -> Codec:
-    """Project what comes back of the probe's rows; compare with what the model wrote."""
+def _proven(name: str, probe: Probe, projector: Projector, unfit: float) -> Codec:
+    """Project what comes back of the probe's rows; compare with what the model wrote. A share of
+    ``unfit`` tokens need not be encodable."""
     try:
         codec = make_codec(name, probe.hidden[0].shape[1], probe.hidden[0].dtype)
     except UnsupportedRows as error:
@@ -172,6 +170,6 @@ def _proven(name: str, probe: Probe, projector: Projector) -> Codec:
     if problem is not None:
         raise Refused(problem)
     lost = int((~fits).sum())
-    if lost > _UNENCODABLE_SHARE * len(fits):
+    if lost > unfit * len(fits):
         raise Refused(f"it cannot hold {lost} of the {len(fits)} tokens of the self-check")
     return codec

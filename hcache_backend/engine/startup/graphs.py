@@ -11,11 +11,12 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.engine.hooks import Hook
 from hcache_backend.engine.runtime import Runtime, current
 from hcache_backend.engine.startup.agreement import Refused
-from hcache_backend.engine.startup.codec_choice import wanted_codec
 from hcache_backend.engine.startup.page_plan import (
     staging_places,
     step_tokens,
@@ -24,7 +25,6 @@ from hcache_backend.engine.startup.page_plan import (
 from hcache_backend.engine.startup.partition_choice import layer_methods
 from hcache_backend.engine.startup.refusals import graphs_are_off, own_pages_refusal, refusal
 from hcache_backend.engine.startup.self_check import attention_modules
-from hcache_kernels.codecs import Codec
 
 logger = logging.getLogger("hcache")
 
@@ -53,14 +53,13 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
         kvcache = runner.token_to_kv_pool
         if own_pages_refusal(runtime, kvcache) or refusal(runtime, kvcache):
             return  # the same question is answered aloud when the host pool is built
-        codec = wanted_codec(runtime, runner)
         hidden = layer_methods(runtime, kvcache).layers("hidden")
         every = attention_modules(runner.model, kvcache.layer_num)
         seen = [every[layer] for layer in hidden]
         recorded = _largest_recorded_tokens()
         places = staging_places(len(seen), *step_tokens(runner), recorded)
-        device = kvcache.device
-        staging = take_staging(len(seen), codec, places, device, recorded_tokens=recorded)
+        rows = runner.model_config.hidden_size, runner.dtype
+        staging = take_staging(len(seen), *rows, places, kvcache.device, recorded_tokens=recorded)
         hooks = HiddenCapture([(layer.module, layer.linears) for layer in seen])
         hooks.staging = staging
         runner.hcache_capture = hooks
@@ -70,11 +69,11 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
         logger.exception("hcache: CUDA graphs are recorded without our copies")
 
 
-def check_recording(runner: Any, codec: Codec) -> HiddenCapture | None:
+def check_recording(runner: Any, hidden: torch.Tensor) -> HiddenCapture | None:
     """The capture hooks that CUDA graphs were recorded with; None where none are recorded.
 
     Raises:
-        Refused: Recorded graphs do not capture rows as ``codec`` makes them.
+        Refused: Recorded graphs do not capture rows like those of ``hidden``, ``[n, hidden]``.
     """
     hooks: HiddenCapture | None = getattr(runner, "hcache_capture", None)
     if runner.device == "cpu" or graphs_are_off():
@@ -82,13 +81,11 @@ def check_recording(runner: Any, codec: Codec) -> HiddenCapture | None:
     if hooks is None or hooks.staging is None:
         why = getattr(runner, "hcache_no_capture", "the log says why")
         raise Refused(f"CUDA graphs were recorded without our copies: {why}")
-    recorded = hooks.staging.codec
-    wanted = (codec.name, codec.hidden_size, codec.dtype)
-    if (recorded.name, recorded.hidden_size, recorded.dtype) != wanted:
+    width, dtype = hooks.staging.width, hooks.staging.dtype
+    if (width, dtype) != (hidden.shape[1], hidden.dtype):
         raise Refused(
-            f"CUDA graphs copy {recorded.hidden_size} values of {recorded.dtype} with codec "
-            f"{recorded.name!r}, and this model's rows are {codec.hidden_size} of {codec.dtype} "
-            f"with codec {codec.name!r}"
+            f"CUDA graphs copy {width} values of {dtype}, and this model's rows are "
+            f"{hidden.shape[1]} of {hidden.dtype}"
         )
     return hooks
 

@@ -159,7 +159,8 @@ class HiddenPagePlan(PagePlan):
         self._divide_host_memory(with_shadows=True)
         recorded = self.hooks.staging if self.hooks is not None else None
         places = staging_places(len(hidden), *step_tokens(self.runner), 0)
-        self.staging = recorded or take_staging(len(hidden), self.codec, places, device)
+        rows = self.codec.hidden_size, self.codec.dtype
+        self.staging = recorded or take_staging(len(hidden), *rows, places, device)
         self._try_ring()
 
     def _try_ring(self) -> None:
@@ -285,7 +286,13 @@ def staging_places(layers: int, step_tokens: int, decode_tokens: int, recorded_t
 
 
 def take_staging(
-    layers: int, codec: Codec, places: int, device: torch.device | str, *, recorded_tokens: int = 0
+    layers: int,
+    width: int,
+    dtype: torch.dtype,
+    places: int,
+    device: torch.device | str,
+    *,
+    recorded_tokens: int = 0,
 ) -> Staging:
     """Staging in the memory that SGLang left beside its KV pool.
 
@@ -297,10 +304,11 @@ def take_staging(
     Raises:
         Refused: It would take too much of what SGLang left for CUDA graphs and forward passes.
     """
+    row_bytes = width * dtype.itemsize
     free, two_steps = free_memory(device), max(places, 2 * recorded_tokens)
-    if Staging.bytes_for(layers, codec, two_steps) <= free * _STAGING_SHARE:
+    if Staging.bytes_for(layers, row_bytes, two_steps) <= free * _STAGING_SHARE:
         places = two_steps
-    wanted = Staging.bytes_for(layers, codec, places)
+    wanted = Staging.bytes_for(layers, row_bytes, places)
     if wanted > free * _STAGING_SHARE:
         took, left = _gigabytes(wanted, free)
         raise Refused(
@@ -309,7 +317,7 @@ def take_staging(
             "leaves more; a smaller --chunked-prefill-size or largest CUDA graph wants less)"
         )
     try:
-        return Staging(layers, codec, places, device)
+        return Staging(layers, width, dtype, places, device)
     except torch.OutOfMemoryError as error:
         raise Refused(f"no device memory for staging: {error}") from None
 

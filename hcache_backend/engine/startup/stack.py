@@ -36,7 +36,7 @@ from hcache_backend.engine.recompute.slices import SliceBudget
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.service_check import KVChecks, ServiceChecks
 from hcache_backend.engine.stage_pages import StagePages
-from hcache_backend.engine.startup.codec_choice import asked_kv_codec, hidden_codec
+from hcache_backend.engine.startup.codec_choice import asked_codec
 from hcache_backend.engine.startup.page_plan import HiddenPagePlan, PagePlan
 from hcache_backend.krul.paired_layout import PairedLayout
 from hcache_backend.projection.projector import Projector
@@ -220,7 +220,7 @@ def use_hidden_mode(runtime: Runtime, kvcache: Any, plan: HiddenPagePlan) -> Non
     codec = plan.codec.name
     if plan.kv.layers and plan.kv.codec != codec:
         codec += f", {plan.kv.codec} of K and V"
-    runtime.use_codec(codec, hidden_codec(runtime))
+    runtime.use_codec(codec, asked_codec(runtime, plan.codec.dtype))
     runtime.use_own_pages({**_page_fields(runtime, kvcache, plan), "codec": plan.codec.name})
     chunk_tokens = plan.methods.chunk_tokens
     logger.info(
@@ -242,7 +242,7 @@ def use_hidden_mode(runtime: Runtime, kvcache: Any, plan: HiddenPagePlan) -> Non
 def use_kv_mode(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str) -> None:
     """Say what pages look like, and the ``reason`` why they hold no hidden states."""
     runtime.layer_methods = plan.methods
-    runtime.use_codec(plan.kv.codec, asked_kv_codec(runtime, kvcache))
+    runtime.use_codec(plan.kv.codec, asked_codec(runtime, kvcache.k_buffer[0].dtype))
     runtime.use_own_pages(_page_fields(runtime, kvcache, plan), reason)
     logger.info(
         "hcache: own pages: %s, %d bytes per %d-token page, codec %s, %d host pages",
@@ -298,14 +298,14 @@ def _start_capture(
     """Capture what the layers that are stored as hidden states receive in every forward pass."""
     hooks = plan.capture_hooks
     segments = [layer.index for layer in plan.hidden_layers]
-    capture = StagedCapture(pool.arena, pool.kv_buffer, plan.staging, segments)
+    capture = StagedCapture(pool.arena, pool.kv_buffer, plan.staging, segments, plan.codec)
     hooks.use(capture, tokens_only=plan.recomputer is not None, order=order)
     invalidate_on_allocation(allocator, hooks)
     runtime.on_weights_changed.append(capture.ledger.forget)
     logger.info(
         "hcache: capture: staging of %d tokens, %.0f MB of device memory",
         plan.staging.places,
-        Staging.bytes_for(plan.staging.layers, plan.codec, plan.staging.places) / 1e6,
+        Staging.bytes_for(plan.staging.layers, plan.staging.row_bytes, plan.staging.places) / 1e6,
     )
     return capture
 

@@ -30,7 +30,6 @@ from hcache_backend.engine.startup.capture_check import CaptureCheck
 from hcache_backend.engine.startup.codec_choice import (
     check_lossy,
     choose_codec,
-    hidden_codec,
     kv_codec,
     number_of_pairs,
     whole_pages,
@@ -297,15 +296,14 @@ class OwnPagesStrategy(StackStrategy):
         step(lambda: refuse_quantised_inputs(linears))
         probe = step(lambda: observe(runner, modules))
         step(lambda: compare(probe, projector))
-        asked = hidden_codec(runtime)
-        codec = step(lambda: choose_codec(ranks, asked, probe, projector))
+        codec = step(lambda: choose_codec(ranks, runtime, probe, projector))
         exchange = step(lambda: make_exchange(probe, kvcache.page_size))
         recomputer = None
         if methods.can_recompute and (methods.profile or methods.partition.recompute):
             recomputer = step(lambda: find_recomputer(runtime, probe, kvcache, methods))
         if recomputer is None:
             methods = methods.without_recompute()
-        hooks = step(lambda: check_recording(runner, codec))
+        hooks = step(lambda: check_recording(runner, probe.hidden[0]))
         share = Share(exchange.number, exchange.shares) if exchange is not None else WHOLE
         groups = self._head_groups(methods, share)
         of_kv = "none"

@@ -17,6 +17,6 @@ def device() -> Iterator[WorkerStream]:
         yield stream
 
 
-@pytest.fixture
-def machine(device: WorkerStream) -> Machine:
-    return Machine()
+@pytest.fixture(params=[True, False], ids=["plain", "encoded"])
+def machine(device: WorkerStream, request: pytest.FixtureRequest) -> Machine:
+    return Machine(is_view=request.param)

@@ -41,8 +41,8 @@ class Machine:
             lambda page: LAYOUT.stamp(page, NAMESPACE, WRITER),
         )
         codec = (ExactCodec if is_view else PickyCodec)(WIDTH, torch.float32)
-        self.staging = Staging(LAYERS, codec, places, "cpu")
-        self.capture = StagedCapture(self.arena, memory, self.staging, range(LAYERS))
+        self.staging = Staging(LAYERS, WIDTH, torch.float32, places, "cpu")
+        self.capture = StagedCapture(self.arena, memory, self.staging, range(LAYERS), codec)
         self.rows: dict[int, torch.Tensor] = {}  # slot -> [layers, width]
         self.tokens: dict[int, tuple[int, int]] = {}
 

@@ -231,7 +231,7 @@ def test_a_replay_leaves_memory_alone_that_was_given_back(machine: Machine) -> N
     )
     machine.staging.free()
     hidden = torch.full((3, WIDTH), 9.0).view(torch.uint8)
-    stage_rows(hidden, None, places[:3], torch.tensor([1]), before, 0)  # as it was recorded
+    stage_rows(hidden, places[:3], torch.tensor([1]), before, 0)  # as it was recorded
     assert torch.equal(before.rows, rows)
     assert torch.equal(before.marks, marks)
     after = machine.staging.staged

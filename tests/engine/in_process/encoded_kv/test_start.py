@@ -17,9 +17,8 @@ from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.startup import hit_machine
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.codec_choice import (
-    asked_kv_codec,
+    asked_codec,
     encoded_share,
-    hidden_codec,
     kv_codec,
 )
 from hcache_backend.engine.startup.copy_check import check_copies
@@ -279,22 +278,21 @@ def test_l3_hits_are_judged_by_the_bytes_that_k_and_v_are_stored_in(
 
 
 @pytest.mark.parametrize(
-    ("codec", "dtype", "of_hidden_states", "of_kv"),
+    ("codec", "dtype", "asked"),
     [
-        ("auto", torch.bfloat16, "none", "exp4"),
-        ("auto", torch.float16, "none", "none"),
-        ("exp4", torch.bfloat16, "exp4", "exp4"),
-        ("int8", torch.bfloat16, "int8", "int8"),
-        ("fp8", torch.float32, "fp8", "fp8"),
-        ("none", torch.bfloat16, "none", "none"),
+        ("auto", torch.bfloat16, "exp4"),
+        ("auto", torch.float16, "none"),
+        ("exp4", torch.bfloat16, "exp4"),
+        ("int8", torch.bfloat16, "int8"),
+        ("fp8", torch.float32, "fp8"),
+        ("none", torch.bfloat16, "none"),
     ],
 )
-def test_the_option_alone_and_the_type_of_k_and_v_say_what_is_asked_for(
-    codec: str, dtype: torch.dtype, of_hidden_states: str, of_kv: str
+def test_the_option_alone_and_the_type_say_what_is_asked_for(
+    codec: str, dtype: torch.dtype, asked: str
 ) -> None:
     runtime: Any = SimpleNamespace(config=HCacheConfig(codec=codec))
-    assert hidden_codec(runtime) == of_hidden_states
-    assert asked_kv_codec(runtime, kv_pool(dtype=dtype)) == of_kv
+    assert asked_codec(runtime, dtype) == asked
 
 
 def test_a_codec_is_told_apart_from_others_by_the_form_of_pages() -> None:

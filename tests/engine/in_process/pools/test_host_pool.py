@@ -62,7 +62,13 @@ def pool() -> HiddenStatePool:
         pin_memory=False,
         allocator_type="default",
     )
-    capture = StagedCapture(pool.arena, pool.kv_buffer, Staging(LAYERS, CODEC, 32, "cpu"), range(2))
+    capture = StagedCapture(
+        pool.arena,
+        pool.kv_buffer,
+        Staging(LAYERS, CODEC.hidden_size, CODEC.dtype, 32, "cpu"),
+        range(2),
+        CODEC,
+    )
     pool.follow(capture)
     return pool
 
@@ -201,21 +207,22 @@ class Gpu(streams.Door):
 
 
 def test_staging_takes_a_quarter_of_what_sglang_left_at_most() -> None:
-    wanted = Staging.bytes_for(LAYERS, CODEC, 32)
+    wanted = Staging.bytes_for(LAYERS, CODEC.row_bytes, 32)
     with streams.through(Gpu(4 * wanted)):
-        staged = take_staging(LAYERS, CODEC, 32, "cpu").staged
+        staged = take_staging(LAYERS, CODEC.hidden_size, CODEC.dtype, 32, "cpu").staged
     assert staged.rows.nbytes + staged.marks.nbytes == wanted
     refused = "staging of 32 tokens takes .* GB of device memory that SGLang left, more than 1/4"
     with streams.through(Gpu(4 * wanted - 1)), pytest.raises(Refused, match=refused):
-        take_staging(LAYERS, CODEC, 32, "cpu")
+        take_staging(LAYERS, CODEC.hidden_size, CODEC.dtype, 32, "cpu")
 
 
 @pytest.mark.parametrize(("lacks", "places"), [(0, 64), (1, 32)])
 def test_staging_holds_two_of_the_largest_graphs_where_sglang_left_enough(
     lacks: int, places: int
 ) -> None:
-    with streams.through(Gpu(4 * Staging.bytes_for(LAYERS, CODEC, 64) - lacks)):
-        assert take_staging(LAYERS, CODEC, 32, "cpu", recorded_tokens=32).places == places
+    with streams.through(Gpu(4 * Staging.bytes_for(LAYERS, CODEC.row_bytes, 64) - lacks)):
+        row = CODEC.hidden_size, CODEC.dtype
+        assert take_staging(LAYERS, *row, 32, "cpu", recorded_tokens=32).places == places
 
 
 def test_capture_finds_the_projection_without_having_seen_a_forward_pass(

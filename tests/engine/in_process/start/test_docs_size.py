@@ -35,9 +35,9 @@ def test_as_many_pages_fit_as_were_asked_for(codec: str) -> None:
     buffers = [torch.empty((640 + 64, 4, 64), dtype=torch.bfloat16) for _ in range(4)]
     kvcache = SimpleNamespace(k_buffer=buffers, v_buffer=buffers, size=640, layer_num=4)
     assert kv_bytes_per_token(kvcache) == 4 * 1024
-    of_hidden, of_kv = ("none", "exp4") if codec == "auto" else (codec, codec)
-    kv = KVSegments(kvcache, (3,), 64, WHOLE, 1, of_kv)
-    hidden = hidden_layer(64, make_codec(of_hidden, 256, torch.bfloat16).row_bytes, 256)
+    used = "exp4" if codec == "auto" else codec
+    kv = KVSegments(kvcache, (3,), 64, WHOLE, 1, used)
+    hidden = hidden_layer(64, make_codec(used, 256, torch.bfloat16).row_bytes, 256)
     layout = PageLayout(64, (RECOMPUTED, hidden, hidden, kv.stored_layer(3)))
     plan = partial(
         plan_host_pages,

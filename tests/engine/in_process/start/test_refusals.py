@@ -18,7 +18,6 @@ from hcache_backend.engine.startup import recompute_check, refusals
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.strategy import OwnPagesStrategy
 from hcache_backend.partition.costs import Partition
-from hcache_kernels.codecs import ExactCodec
 
 
 def server(monkeypatch: pytest.MonkeyPatch, prefill: str) -> tuple[Any, Any]:
@@ -154,7 +153,7 @@ def test_modules_whose_kernels_share_a_workspace() -> None:
 def test_recorded_graphs_keep_what_they_read_after_a_refusal_and_no_more(runtime: Any) -> None:
     """A replay reads the places of its step. Freed memory would name places to write to."""
     hooks = HiddenCapture([])
-    hooks.staging = Staging(2, ExactCodec(16, torch.float32), 8, "cpu")
+    hooks.staging = Staging(2, 16, torch.float32, 8, "cpu")
     now = hooks.staging._now
     read = [weakref.ref(tensor) for tensor in (now.places, now.number)]
     written = [weakref.ref(hooks.staging.staged.rows), weakref.ref(hooks.staging.staged.marks)]
