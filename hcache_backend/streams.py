@@ -235,8 +235,7 @@ class _CudaStream(Stream):
 class _ThreadEvent:
     def __init__(self) -> None:
         self._to_come = threading.Lock()  # several are made in every step: a lock costs little
-        self._to_come.acquire()
-        self._passed = False
+        self._passed = not self._to_come.acquire()
         self._error: BaseException | None = None
         self._time = 0.0
 
@@ -294,12 +293,14 @@ class WorkerStream(Stream):
 class _InlineStream(Stream):
     """The calling thread as a stream: what is given is done on return."""
 
+    _error: BaseException | None = None
+
     def run(self, work: Work) -> None:
         work()
 
     def record(self, *, timed: bool = False) -> Event:
         event = _ThreadEvent()
-        event.pass_now(None)
+        event.pass_now(self._error)
         return event
 
 
@@ -309,9 +310,6 @@ class CallerStream(_InlineStream):
     Nothing raises into the caller; after an error it is like a :class:`WorkerStream`.
     """
 
-    def __init__(self) -> None:
-        self._error: BaseException | None = None
-
     def run(self, work: Work) -> None:
         if self._error is None:
             try:
@@ -319,11 +317,6 @@ class CallerStream(_InlineStream):
                     work()
             except Exception as error:
                 self._error = error
-
-    def record(self, *, timed: bool = False) -> Event:
-        event = _ThreadEvent()
-        event.pass_now(self._error)
-        return event
 
 
 _INLINE = _InlineStream()
@@ -350,10 +343,9 @@ class Door:
         return _current.get() or _INLINE
 
     def run_here(self, device: torch.device, work: Callable[..., object], *args: Any) -> None:
-        # On CUDA torch's current stream is the one.
         stream = None if device.type == "cuda" else _current.get()
         if stream is None:
-            work(*args)
+            work(*args)  # on CUDA torch's current stream is the one
         else:
             stream.run(partial(work, *args))
 

@@ -3,9 +3,9 @@
 Stage one runs on the forward pass's stream, also in a CUDA graph: one kernel per layer copies the
 projection's input to a ring of places in device memory. Stage two runs on a stream of its own: one
 launch moves all layers of the step to the shadow pages of its tokens, behind another that encodes
-them where there is a codec: recorded graphs know nothing of it. A step that is too long for
-the ring uses the same memory as a ring of layers, and moves each layer by itself; steps of one
-length that follow each other go round in it, and none waits for the whole step before.
+them where there is a codec: recorded graphs know nothing of it. A step that is too long for the
+ring uses the same memory as a ring of layers; steps of one length go round in it, and none waits
+for the whole step before.
 
 The forward pass never waits for the CPU. Where staging is full, its *stream* waits for the transfer
 that still reads the places.
@@ -350,21 +350,18 @@ class StagedCapture:
         self.ledger.prove(Proof(step.entry, verdicts, start, done))
         return True
 
-    def _save(
-        self, rows: torch.Tensor, step: Step, layers: slice, then: Work | None = None
-    ) -> None:
+    def _save(self, rows: torch.Tensor, step: Step, layers: slice, *then: Work) -> None:
         """Stage two for the staged rows of some layers, uint8 ``[layers, tokens, row_bytes]``."""
-        layout, where = self.arena.layout, step.where
+        layout, where, to = self.arena.layout, step.where, (self._shadows, self._memory)
         segments, marks = self._segments[layers], step.marks[layers]
-        to = self._shadows, self._memory
 
         def save() -> None:
             # Without rows only slots, positions and tokens are of interest.
             for part, stored in stored_rows(self.codec, rows, marks) if rows.numel() else ():
                 at = layout.page_size, layout.kept
                 save_rows(stored, where.select(0, 0), *to, segments[part], *at)
-            if then is not None:
-                then()
+            for work in then:
+                work()
 
         self._transfer.keep(step.where)
         self._transfer.keep(step.marks)
@@ -377,11 +374,8 @@ class StagedCapture:
         self._use_shadows(self.arena.swap(slots, host_pages))
 
     def host_freed(self, host_pages: Ids, *, duplicates: bool) -> None:
-        """HiCache freed ``host_pages``.
-
-        Args:
-            duplicates: Their tokens may still be on the device. Else nothing is waited for.
-        """
+        """HiCache freed ``host_pages``; ``duplicates``: their tokens may still be on the device.
+        Else nothing is waited for."""
         if duplicates:
             self.ledger.settle()
             self._use_shadows(self.arena.host_freed(host_pages))
