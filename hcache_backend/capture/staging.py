@@ -338,7 +338,6 @@ class StagedCapture:
         judge = partial(judge_rows, step.marks, step.number, verdicts.values)
         if step.first is None:
             used = 0, self._staging.places
-            transfer.keep(step.marks)
             transfer.run(judge)
         else:
             used = step.first, step.first + step.tokens

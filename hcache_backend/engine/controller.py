@@ -25,11 +25,11 @@ from hcache_backend.engine.hits.hooks import note_arrival
 from hcache_backend.engine.hits.start import judge_other_hits, stop_judging
 from hcache_backend.engine.host_pool import OwnPagesPool
 from hcache_backend.engine.loads import LoadQueue, Prefix, QueuedLoad
-from hcache_backend.engine.read_batches import BackAck, BatchedReads, meeting_of
+from hcache_backend.engine.read_batches import BackAck, BatchedReads
 from hcache_backend.engine.runtime import Runtime, current
 from hcache_backend.page import Bytes, Ints, key_bytes
 from hcache_backend.restore.eager import batch_pages
-from hcache_backend.restore.meeting import Meeting
+from hcache_backend.restore.meeting import Meeting, meeting_of
 
 logger = logging.getLogger("hcache")
 

@@ -29,9 +29,9 @@ from hcache_backend.engine.host_pool import OwnPagesPool
 from hcache_backend.engine.kv_pages.overflow import SavedPages
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.engine.ranks import smallest
-from hcache_backend.engine.read_batches import meeting_of
 from hcache_backend.engine.recompute.slices import SliceBudget
 from hcache_backend.restore.eager import EagerRestores, batch_pages
+from hcache_backend.restore.meeting import meeting_of
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.reservation import Ids, Launched, Recomputation
 

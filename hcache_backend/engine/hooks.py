@@ -14,7 +14,6 @@ from hcache_backend.engine import metrics
 from hcache_backend.engine.disaggregation.prefill import before_sending_prefix
 from hcache_backend.engine.disaggregation.weights import after_metadata, before_commit
 from hcache_backend.engine.hits import hooks as hits
-from hcache_backend.engine.read_batches import hear
 from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
 from hcache_backend.restore.recompute import RecomputeAttention
 
@@ -260,6 +259,9 @@ def _before_drain(
     """Around ``UnifiedRadixCache._drain_storage_control_queues_impl``; see ``hits/hooks.py``."""
     controller = cache.cache_controller
     if getattr(controller, "eager", None) is not None:
+        # SGLang cannot be imported yet where plugins are.
+        from hcache_backend.engine.read_batches import hear
+
         reports = list(itertools.islice(controller.ack_prefetch_queue.queue, n_ack_prefetch))
         running = [info.operation for info in cache.ongoing_prefetch.values() if reports]
         hear(reports, running, controller.page_size)

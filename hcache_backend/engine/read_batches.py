@@ -17,13 +17,7 @@ from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE, PrefetchAck
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 
 from hcache_backend.restore.eager import batch_pages
-from hcache_backend.restore.meeting import Meeting
-
-
-def meeting_of(operation: Any) -> Meeting | None:
-    """Where a prefetch that is read from the back meets its front; None: it is read in order."""
-    meeting: Meeting | None = getattr(operation, "hcache_meeting", None)
-    return meeting
+from hcache_backend.restore.meeting import Meeting, meeting_of
 
 
 @dataclass

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 
 class Meeting:
@@ -79,3 +80,9 @@ class Meeting:
         """How many pages count, from the first one on: they are recomputed or were read."""
         met = bool(self.here) and self.front >= self.here.start
         return max(self.front, self.here.stop) if met else self.front
+
+
+def meeting_of(operation: Any) -> Meeting | None:
+    """Where a prefetch that is read from the back meets its front; None: it is read in order."""
+    meeting: Meeting | None = getattr(operation, "hcache_meeting", None)
+    return meeting

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from hcache_backend.engine import metrics
 from hcache_backend.engine.hits.gate import HitGate, Running
-from hcache_backend.engine.read_batches import meeting_of
 from hcache_backend.engine.recompute.governor import waits_for_gpu
 from hcache_backend.engine.runtime import current
+from hcache_backend.restore.meeting import meeting_of
 
 _STOP_SECONDS = 60.0
 """How long the threads of a server without requests may take to end a read."""

@@ -19,8 +19,8 @@ def keep_in_step(active: Callable[[], bool]) -> None:
     one is taken from what may be recomputed, and waits.
     """
     from hcache_backend.engine.eager_loads import EagerLoads
-    from hcache_backend.engine.read_batches import BatchedReads, meeting_of
-    from hcache_backend.restore.meeting import Meeting
+    from hcache_backend.engine.read_batches import BatchedReads
+    from hcache_backend.restore.meeting import Meeting, meeting_of
 
     turn, begin, read = EagerLoads.turn, BatchedReads.__init__, BatchedReads.read
     turns = 0

@@ -116,7 +116,7 @@ def test_a_page_that_does_not_say_which_layers_share_slots_is_not_loaded() -> No
     server = paired_host()
     pages = server.pool.page_ids(server.backed_up(1, 2))
     controller = object.__new__(KVController)
-    controller._pool = server.pool
+    controller._pool, controller.eager = server.pool, None
     assert controller._kept(pages)
     table = server.pool.page_layout.tables_at
     server.pool.kv_buffer[int(pages[1]), table.start + 2] ^= 4
