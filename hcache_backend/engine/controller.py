@@ -21,7 +21,7 @@ from hcache_backend import streams
 from hcache_backend.arena import Ids
 from hcache_backend.engine import metrics
 from hcache_backend.engine.eager_loads import EagerLoads, token_array
-from hcache_backend.engine.hits.hooks import note_arrival
+from hcache_backend.engine.hits.hooks import around_read, note_arrival
 from hcache_backend.engine.hits.start import judge_other_hits, stop_judging
 from hcache_backend.engine.host_pool import OwnPagesPool
 from hcache_backend.engine.loads import LoadQueue, Prefix, QueuedLoad
@@ -239,7 +239,8 @@ class OwnPagesController(HybridCacheController, ABC):
         if self._batches is None or self.page_get_func != self._page_get_zero_copy:
             return transfer()
         if (meeting := meeting_of(operation)) is not None:
-            return self._batches.transfer_from_back(self._read_pages, operation, meeting)
+            back = partial(self._batches.transfer_from_back, self._read_pages, operation, meeting)
+            return around_read(lambda *_: back(), self, operation)
         return self._batches.transfer(operation, transfer)
 
     def _reduce_prefetch_ack(self, ack: PrefetchAck) -> None:

@@ -346,8 +346,10 @@ class EagerLoads:
         return device_indices
 
     def until_saved(self, host_pages: Ids) -> None:
-        """The CPU is about to read host pages (int64 ``[n]``): what was recomputed is there."""
+        """The CPU is about to read host pages (int64 ``[n]``): what was recomputed is there, and
+        what did not fit encoded is known."""
         self._restores.until_saved(host_pages)
+        self._settle()
 
     def prepared(self, host_pages: Ids) -> npt.NDArray[np.bool_]:
         """Which pages (int64 ``[n]``) a load would not take from the host; bool ``[n]``."""

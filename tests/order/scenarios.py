@@ -19,6 +19,7 @@ from tests.order.scenario_loads import (
     loads_whose_recomputation_fails,
     sends,
 )
+from tests.order.scenario_pairs import probes
 from tests.order.scenario_restore import restores, restores_between_ranks
 
 ALL_KV = Partition(recompute=0, hidden=0, kv=4)
@@ -43,6 +44,7 @@ SCENARIOS: dict[str, Scenario] = {
     "eager, from the back": eager_from_the_back,
     "sends": sends,
     "overflow": overflow,
+    "probes": probes,
     "capture": partial(captures, replay=False),
     "capture, decode graphs": partial(captures, replay=True),
     "capture, encoded": partial(captures, replay=True, codec=EncodingCodec),

@@ -1,0 +1,49 @@
+"""Scenario of pairs of layers: the last tokens of nodes are asked again behind forward passes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from hcache_backend import streams
+from hcache_backend.engine.kv_pages.node_pairs import NodePairs
+from hcache_backend.krul.choice import PairChoice
+from hcache_backend.krul.statistics import AttentionSums
+from tests.order.checker import Checker
+from tests.order.scenario_restore import GPU, SIZE
+
+LAYERS, TOKENS = 2, 2 * SIZE
+
+
+def probes(checker: Checker) -> None:
+    """Nodes come one after the other; the memory that says where their tokens are is used again."""
+    keys = checker.on_device(torch.ones((4 * TOKENS, 8)), "K")
+    schedule, forward = checker.stream("schedule"), checker.stream("forward")
+
+    def probe(layers: int, token_ids: Any, slots: torch.Tensor) -> AttentionSums:
+        keys[slots].sum()
+        return AttentionSums(1, torch.zeros(layers), torch.zeros(layers, layers))
+
+    def slots_of(node: int, root: int) -> torch.Tensor:
+        return streams.to_device(np.arange(TOKENS) + node * TOKENS, GPU)
+
+    recomputer: Any = SimpleNamespace(probe=probe, stream=lambda: streams.of(forward))
+    tree = SimpleNamespace(
+        build_storage_backup_spec=lambda *_: SimpleNamespace(token_ids=[1, 2]),
+        empty_match_result=SimpleNamespace(last_device_node=0),
+        collect_full_device_indices=slots_of,
+    )
+    layout: Any = SimpleNamespace(pairs=())
+    pairs = NodePairs(recomputer, PairChoice(LAYERS, 0, (), 1.0, 0.5), layout, None, 1)
+    checker.begin()
+    for node in range(4):
+        forward.wait_stream(schedule)
+        with checker.on(forward):
+            keys[node * TOKENS : (node + 1) * TOKENS] = 1.0  # the node's own forward pass
+        with checker.on(schedule):
+            pairs.ask(tree, [node])
+            slots_of(node, 0)
+            pairs.answered()
