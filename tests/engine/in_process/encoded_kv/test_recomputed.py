@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 
+from hcache_backend import streams
+from hcache_backend.engine.eager_loads import EagerLoads
 from hcache_backend.engine.kv_pages.overflow import SavedPages
 from tests.engine.in_process.encoded_kv.host import PAGE, Host, bits, make_unfit, slots_of
 
@@ -59,3 +65,18 @@ def test_a_backup_that_is_launched_meanwhile_keeps_what_does_not_fit() -> None:
     server.overflow.lose_unfit(saved)
     assert whole(server, host) == whole(server, saved_host) == [True]
     assert torch.equal(server.load(host, 5), want)
+
+
+def test_what_does_not_fit_is_known_before_a_page_goes_to_l3() -> None:
+    """L3 would have it for ever: HiCache may write a node before the scheduler's next turn."""
+    server = Host()
+    make_unfit(server.device, 2, 0)
+    host, saved = save(server, 2)
+    eager: Any = object.__new__(EagerLoads)
+    eager._pool, eager._restores = server.pool, SimpleNamespace(until_saved=lambda pages: None)
+    eager._pages = SimpleNamespace(device="cpu")
+    eager._unsettled = deque([(saved, streams.current_stream("cpu").record())])
+    [unfit] = server.pool.page_ids(host).tolist()
+    assert unfit not in server.overflow.pages
+    eager.until_saved(server.pool.page_ids(host))
+    assert unfit in server.overflow.pages
