@@ -47,7 +47,7 @@ def test_random_conversations(
     model_cache: Path,
     tmp_path: Path,
     record_property: Callable[[str, object], None],
-    capsys: pytest.CaptureFixture[str],
+    pytestconfig: pytest.Config,
 ) -> None:
     how = dict(SERVERS[name])
     stored, family = how.pop("stored"), how.pop("family", "llama")
@@ -55,15 +55,15 @@ def test_random_conversations(
     options = eager_server(
         model, tmp_path, stored, faults=FAULTS, max_total_tokens=2048, hicache_ratio=1.5, **how
     )
-    dice = random.Random(name)
+    dice, progress = random.Random(name), pytestconfig.pluginmanager.get_plugin("terminalreporter")
+    assert progress is not None
     with Server(options) as server:
         server.update_weights_from_disk(model)  # from now on replies name their weights
         clients = Clients(server, ABREAST, aborted=0.2, kept=1 << 30, seed=1)
         trouble = Trouble(tmp_path, partial(tell_faults, server), stall_s=STALL_S, seed=1)
         weights = model
         while (begun := clients.counts["conversations"]) < CONVERSATIONS:
-            with capsys.disabled():
-                print(f"\n{name}: {begun} of {CONVERSATIONS} conversations", end="", flush=True)
+            progress.write_line(f"{name}: {begun} of {CONVERSATIONS} conversations")
             with trouble.going_on():
                 clients.begin(min(A_BOUT, CONVERSATIONS - begun))
             server.wait_backed_up()
