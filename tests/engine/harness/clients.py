@@ -24,7 +24,8 @@ SLOWEST_ABORT_S = 1.0
 
 
 class Clients:
-    """Multi-turn clients; a part of the requests is aborted, by either way that a client has.
+    """Multi-turn clients, that come back to conversations which they left; a part of the requests
+    is aborted, by either way that a client has.
 
     Args:
         server: Whom they talk to.
@@ -35,9 +36,9 @@ class Clients:
 
     Attributes:
         turns: The replies that are kept.
-        counts: ``conversations`` that were begun; requests by how they ended: ``replied``,
-            ``disconnected``, ``aborted``; and tokens of replied prompts by where they came from:
-            ``device``, ``host``, ``storage``.
+        counts: ``conversations`` that were begun or gone back to; requests by how they ended:
+            ``replied``, ``disconnected``, ``aborted``; and tokens of replied prompts by where they
+            came from: ``device``, ``host``, ``storage``.
     """
 
     def __init__(self, server: Server, count: int, *, aborted: float, kept: int, seed: int = 0):
@@ -46,6 +47,7 @@ class Clients:
         self._kept = kept
         self._lock = threading.Lock()
         self._random = [random.Random(f"{seed} {client}") for client in range(count)]
+        self._left: list[list[list[int]]] = [[] for _ in range(count)]  # histories, by client
         self._lottery = random.Random(seed)
         self.turns: list[Turn] = []
         self.counts: Counter[str] = Counter()
@@ -54,24 +56,35 @@ class Clients:
         """All of them, for so long and until that is so; the last replies are waited for."""
         deadline = time.monotonic() + seconds
         with ThreadPoolExecutor(len(self._random)) as pool:
-            list(pool.map(lambda rng: self._talk(rng, deadline, until), self._random))
+            talks = pool.map(
+                lambda rng, left: self._talk(rng, left, deadline, until), self._random, self._left
+            )
+            list(talks)
 
     def begin(self, conversations: int) -> None:
         """Talk until so many more conversations were begun."""
         wanted = self.counts["conversations"] + conversations
         self.talk(0, until=lambda: self.counts["conversations"] >= wanted)
 
-    def _talk(self, rng: random.Random, deadline: float, until: Callable[[], bool]) -> None:
+    def _talk(
+        self,
+        rng: random.Random,
+        left: list[list[int]],
+        deadline: float,
+        until: Callable[[], bool],
+    ) -> None:
         history: list[int] = []
         while time.monotonic() < deadline or not until():
             if not history or len(history) > LONGEST_PROMPT or rng.random() < 0.2:
-                history = list(rng.choice(PREFIXES))
+                history = list(rng.choice(PREFIXES + left[-8:]))
                 self._count("conversations")
             prompt = history + random_tokens(rng.randint(20, 100), rng.getrandbits(32))
             reply = self._ask(prompt, rng.randint(4, 24), rng)
             if reply is not None:
                 self._keep(Turn(prompt, reply, len(history)))
                 history = prompt + reply.output_ids
+                if len(history) <= LONGEST_PROMPT:
+                    left.append(history)
 
     def _ask(self, prompt: list[int], tokens: int, rng: random.Random) -> Reply | None:
         """The reply, or None when the request was aborted before it was complete."""
