@@ -104,8 +104,9 @@ def test_the_front_is_recomputed_while_the_back_is_read(model: Path, server: Ser
     with recomputed(server, prompt) as replies:
         pass
     after = [recomputed_tokens(server), *(tokens(server, name) for name in names)]
-    # The batch that was read last came together with the end, and is loaded then.
-    assert [b - a for a, b in zip(before, after, strict=True)] == [FRONT, 0, BATCH]
+    front, eager, loaded = (b - a for a, b in zip(before, after, strict=True))
+    # The batch that was read last may come together with the end, and is loaded then.
+    assert (front, eager + loaded) == (FRONT, BATCH)
     assert storage(*replies) == [HIT]
     assert_no_cache_output(model, replies)
 
