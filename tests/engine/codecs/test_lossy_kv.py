@@ -33,6 +33,10 @@ from tests.engine.harness.ours import (
 pytestmark = pytest.mark.engine
 
 PAGE = 128
+LIKELIEST = {"qwen3": 0.75, "llama": 0.6}
+"""Between the shares that codecs leave of these models' tokens (`fp8`: 0.91 and 0.74) and those of
+codecs that go by the scales of the next channel or token (at most 0.59 and 0.43; 320 tokens each).
+K and V at a neighbour's place are not seen so: whatever is checked in service, bit by bit, is."""
 
 
 def options(model: Path, folder: Path, codec: str, **more: Any) -> ServerOptions:
@@ -139,10 +143,10 @@ def test_lossy_k_and_v_come_back_close(
     for used in ("none", codec):
         folder = tmp_path / used
         with Server(options(model, folder, used, **more)) as server:
-            found[used] = converse(server, make_conversations(2, turns=3, tokens=300))
+            found[used] = converse(server, make_conversations(4, turns=3, tokens=300))
             assert_restored_from_l3(found[used], PAGE)
             assert_nothing_went_wrong(server)
             assert f"codec {used}, " in server.log_text()
         sizes[used] = sum(path.stat().st_size for path in stored_pages(folder))
     assert sizes[codec] <= 0.58 * sizes["none"]  # headers, too
-    assert likeliest(model, found[codec]) >= 0.6  # by chance one in thousands
+    assert likeliest(model, found[codec]) >= LIKELIEST[name]
