@@ -40,12 +40,12 @@ def both_ways(
 ) -> dict[str, tuple[Sequence[Conversation], int, int]]:
     """The same conversations with both codecs: replies, host pages, bytes of all page files, which
     are about as many as codec ``exp4`` promises."""
-    found, default = {}, "exp4" if hcache.get("mode") == "kv" else None
-    for codec in ("none", "exp4"):
+    found = {}
+    for codec, asked in (("none", {"codec": "none"}), ("exp4", {})):  # the default
         ours = our_server(
             model,
             folder / codec,
-            hcache=hcache if default == codec else {**hcache, "codec": codec},
+            hcache=hcache | asked,
             dtype="bfloat16",
             page_size=PAGE,
             **options,
