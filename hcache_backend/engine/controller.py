@@ -21,6 +21,7 @@ from hcache_backend import streams
 from hcache_backend.arena import Ids
 from hcache_backend.engine import metrics
 from hcache_backend.engine.eager_loads import EagerLoads, token_array
+from hcache_backend.engine.hits.costs import Recomputing
 from hcache_backend.engine.hits.hooks import around_read, note_arrival
 from hcache_backend.engine.hits.start import judge_other_hits, stop_judging
 from hcache_backend.engine.host_pool import OwnPagesPool
@@ -227,20 +228,30 @@ class OwnPagesController(HybridCacheController, ABC):
 
     def prefetch(self, *args: Any, **kwargs: Any) -> Any:
         operation = super().prefetch(*args, **kwargs)
-        # Before the scheduler hears what L3 has: nothing is read earlier. The same on all ranks.
-        store = self.page_get_func == self._page_get_zero_copy and self.storage_backend
-        alike = getattr(store, "reads_any_page_alike", False)
-        if alike and self.plain_prompt and self.eager is not None and self.eager.recomputes_pages:
+        # Before the scheduler hears what L3 has: nothing is read earlier.
+        if self.recomputing is not None:
             operation.hcache_meeting = Meeting()
         return operation
+
+    @property
+    def recomputing(self) -> Recomputing | None:
+        """How long it takes what recomputes the front of a prefetch that begins now; None: it is
+        read in order. The same of the two on all ranks."""
+        store = self.page_get_func == self._page_get_zero_copy and self.storage_backend
+        alike = getattr(store, "reads_any_page_alike", False)
+        if not alike or not self.plain_prompt or self.eager is None:
+            return None
+        return self.eager.seconds_to_recompute if self.eager.recomputes_pages else None
 
     def _page_transfer(self, operation: Any) -> Any:
         transfer = partial(super()._page_transfer, operation)
         if self._batches is None or self.page_get_func != self._page_get_zero_copy:
             return transfer()
         if (meeting := meeting_of(operation)) is not None:
-            back = partial(self._batches.transfer_from_back, self._read_pages, operation, meeting)
-            return around_read(lambda *_: back(), self, operation)
+            assert self.eager is not None
+            read = self._batches.transfer_from_back
+            how = self._read_pages, operation, meeting, self.eager.until_met
+            return around_read(lambda *_: read(*how), self, operation)
         return self._batches.transfer(operation, transfer)
 
     def _reduce_prefetch_ack(self, ack: PrefetchAck) -> None:

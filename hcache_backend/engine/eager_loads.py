@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from hcache_backend import streams
 from hcache_backend.engine import metrics
+from hcache_backend.engine.hits.costs import side_by_side
 from hcache_backend.engine.host_pool import OwnPagesPool
 from hcache_backend.engine.kv_pages.overflow import SavedPages
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
@@ -225,6 +227,21 @@ class EagerLoads:
         waits = cache is not None and cache.prefetch_stop_policy != "best_effort"
         return waits and self._loads.recomputes_pages
 
+    def seconds_to_recompute(self, tokens: int, prefix: int) -> float:
+        """How long all layers of so many tokens behind so many take in slices; infinite: they are
+        put off, or nobody knows. Any thread."""
+        share, layers = self._loads.governor.pace().share, len(self._loads.methods.methods)
+        if not share:
+            return math.inf
+        return self._budget.seconds(tokens, self._pool.page_size, prefix, layers) / share
+
+    def until_met(self, unread: int, prefix: int) -> tuple[float, float]:
+        """Seconds until nothing of so many pages behind ``prefix`` tokens is left, if they are read
+        and recomputed at once, and if they are read only; infinite: nobody knows. Any thread."""
+        tokens = unread * self._pool.page_size
+        reading = self._loads.seconds_to_read(tokens)
+        return side_by_side(reading, self.seconds_to_recompute(tokens, prefix)), reading
+
     def _recompute(self) -> None:
         """Recompute layers that pages lack, of as many as one turn has time for on every rank."""
         size, budget, pace = self._pool.page_size, self._budget, None
@@ -236,7 +253,10 @@ class EagerLoads:
                 pace = self._loads.governor.pace()
                 if not pace.share:
                     metrics.SLICES.count(pace.decision)
-            allowed = budget.pages(len(due.pages), size, prefix, due.layers, pace.share)
+            within, meeting = math.inf, meeting_of(due.prefetch)
+            if due.unread and meeting is not None:  # what takes longer is read sooner
+                within, _ = self.until_met(meeting.unread, prefix)
+            allowed = budget.pages(len(due.pages), size, prefix, due.layers, pace.share, within)
             # Also where nothing is allowed: then no rank has to see the same to go on.
             if due.unread:
                 allowed, pages = self._taken(due, allowed)
@@ -363,24 +383,3 @@ class EagerLoads:
 def token_array(token_ids: Any) -> npt.NDArray[np.int32]:
     """Token ids of a storage operation (a key, a list or an array) as int32 ``[n]``."""
     return np.asarray(getattr(token_ids, "token_ids", token_ids), dtype=np.int64).astype(np.int32)
-
-
-def eager_refusal(server_args: Any, device: torch.device | str, *, hidden: bool) -> str | None:
-    """Why restores cannot be eager, or None as far as the server's arguments tell.
-
-    ``hidden``: pages hold hidden states, of which ranks exchange shares, or are to be recomputed.
-    """
-    if server_args.pp_size > 1 or server_args.enable_dp_attention:
-        return "pipeline stages and data-parallel attention are not supported"
-    if hidden and server_args.tp_size > 1 and torch.device(device).type == "cuda":
-        return "ranks would exchange shares while a batch runs, and forward passes wait for that"
-    return None
-
-
-def allocator_refusal(allocator: Any) -> str | None:
-    """Why no pages can be reserved in SGLang's allocator of device pages, or None."""
-    if type(allocator) is not PagedTokenToKVPoolAllocator:
-        return f"the device's pages are managed by a {type(allocator).__name__}"
-    if not hasattr(allocator, "_release_page_ids"):
-        return "this version's allocator has no place to give pages back"
-    return None

@@ -74,6 +74,7 @@ class LoadQueue:
         stored_from: Nothing is stored of the layers before this one.
         governor: Says how much may be recomputed that could be read, or be recomputed later.
         slowdown: How many times as long as by the profile so many tokens are computed lately.
+        seconds_to_read: How long L3 takes to bring so many tokens; infinite: nobody knows.
         on_failed: Who wants to know, in words, that pages cannot be restored any more.
     """
 
@@ -95,6 +96,7 @@ class LoadQueue:
         self._queued: list[QueuedLoad] = []
         self.governor = Governor()
         self.slowdown: Callable[[int], float] = lambda tokens: 1.0
+        self.seconds_to_read: Callable[[int], float] = lambda tokens: math.inf
         self.on_failed: list[Callable[[str], None]] = []
 
     def first_to_read(self, tokens: int) -> int:

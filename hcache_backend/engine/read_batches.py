@@ -7,6 +7,7 @@ A prefetch whose front is recomputed is read from the back, and has reports of i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -110,21 +111,32 @@ class BatchedReads:
         return got
 
     def transfer_from_back(
-        self, read: Callable[..., int], operation: Any, meeting: Meeting
+        self,
+        read: Callable[..., int],
+        operation: Any,
+        meeting: Meeting,
+        until_met: Callable[[int, int], tuple[float, float]],
     ) -> None:
         """Read a prefetch from its last page on, by ``read`` as in :meth:`read`, to the meeting.
 
-        Every rank makes the same number of reports, however far it gets.
+        Every rank makes the same number of reports, however far it gets. ``until_met`` tells for so
+        many pages behind so many tokens how long reading takes with recomputing, and alone: no part
+        is read whose first page the front would reach sooner.
         """
-        keys = operation.hash_value
+        keys, before = operation.hash_value, list(operation.prefix_keys or ())
         step, start, end = batch_pages(len(keys)), len(keys), len(keys)
         meeting.begin(len(keys))
         for _ in range(0, len(keys), step):
-            pages = range(0) if operation.is_terminated() else meeting.next_batch(step)
-            if pages:
+            left = step  # till the next report
+            while left and not operation.is_terminated():
+                together, alone = until_met(meeting.unread, len(before) * self._size)
+                share = together / alone if 0 < alone < math.inf else 1.0
+                pages = meeting.next_batch(min(left, max(1, round(share * meeting.unread))))
+                if not pages:
+                    break
+                left -= len(pages)
                 tokens = slice(pages.start * self._size, pages.stop * self._size)
-                before = [*(operation.prefix_keys or ()), *keys[: pages.start]]
-                info = HiCacheStorageExtraInfo(prefix_keys=before)
+                info = HiCacheStorageExtraInfo(prefix_keys=before + keys[: pages.start])
                 there = keys[pages.start : pages.stop]
                 got = read(operation, there, operation.host_indices[tokens], info)
                 start, end = pages.start, end if got == len(pages) else pages.start + got

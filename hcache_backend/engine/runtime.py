@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -158,6 +159,10 @@ class Runtime:
         """How many times as long as by the profile prefills of ``tokens`` took lately; 1 where
         nobody measures them."""
         return 1.0 if self.hit_gate is None else self.hit_gate.costs.prefill.slowdown(tokens)
+
+    def seconds_to_read(self, tokens: int) -> float:
+        """How long L3 takes for the next ``tokens`` of what it reads; infinite: nobody knows."""
+        return math.inf if self.hit_gate is None else self.hit_gate.l3.seconds_to_read(tokens)
 
     def _overflow_use(self) -> OverflowUse | None:
         kept = self.overflow

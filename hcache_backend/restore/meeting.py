@@ -53,6 +53,12 @@ class Meeting:
 
     # ---- the scheduler ----
 
+    @property
+    def unread(self) -> int:
+        """Pages that are neither taken nor being read."""
+        assert self._unread is not None
+        return self._unread - self._taken
+
     def take(self, agree: Callable[[int], int]) -> range:
         """The next pages of the front: as many as ``agree`` says, given how many nobody reads.
 

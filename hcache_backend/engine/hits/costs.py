@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,6 +17,11 @@ SHOWN_TOKENS = 4096
 """Rates are shown for operations of this size."""
 
 
+Recomputing = Callable[[int, int], float]
+"""Seconds that recomputing so many tokens behind so many takes; infinite: nobody knows, or it is
+not done now. Any thread."""
+
+
 class Hit(NamedTuple):
     """Consecutive tokens of a prompt that L3 has.
 
@@ -23,22 +30,33 @@ class Hit(NamedTuple):
         prefix: Tokens before them; nobody computes or reads these.
         rest: Tokens after them, which are computed either way.
         behind: How many of them, at their end, come from behind the page store.
+        recomputing: How long their recomputation takes in slices while they are read from the last
+            one on, given tokens and those before; None: they are read only.
     """
 
     tokens: int
     prefix: int
     rest: int
     behind: int = 0
+    recomputing: Recomputing | None = None
 
     def without(self, tokens: int) -> Hit:
         """What is left of it when its first ``tokens`` have arrived."""
         left = self.tokens - tokens
-        return Hit(left, self.prefix + tokens, self.rest, min(self.behind, left))
+        behind = min(self.behind, left)
+        return self._replace(tokens=left, prefix=self.prefix + tokens, behind=behind)
 
     def cut(self, tokens: int) -> Hit:
         """Its first ``tokens``, the others being computed."""
         cut_off = self.tokens - tokens
-        return Hit(tokens, self.prefix, self.rest + cut_off, max(0, self.behind - cut_off))
+        behind = max(0, self.behind - cut_off)
+        return self._replace(tokens=tokens, rest=self.rest + cut_off, behind=behind)
+
+    def until_there(self, read: float) -> float:
+        """Seconds until it is there if L3 alone takes ``read`` seconds."""
+        if self.recomputing is None:
+            return read
+        return side_by_side(read, self.recomputing(self.tokens, self.prefix))
 
 
 @dataclass(frozen=True)
@@ -142,6 +160,13 @@ class Costs:
         }
         taken = {name: known.seconds(SHOWN_TOKENS) for name, known in estimates.items()}
         return {name: SHOWN_TOKENS / seconds for name, seconds in taken.items() if seconds}
+
+
+def side_by_side(one: float, other: float) -> float:
+    """Seconds that two take together for what each takes so long for, which may be infinite."""
+    if math.inf in (one, other):
+        return min(one, other)
+    return one * other / (one + other) if one else 0.0
 
 
 def _linear(tokens: int, prefix: float) -> float:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hcache_backend.engine import metrics
-from hcache_backend.engine.hits.costs import Costs, Hit, Machine
+from hcache_backend.engine.hits.costs import Costs, Hit, Machine, Recomputing
 from hcache_backend.engine.hits.estimates import Estimate
 from hcache_backend.engine.hits.progress import L3Progress
 from hcache_backend.engine.hits.trials import TRIAL_SHARE, Trials, seconds_like
@@ -43,6 +43,7 @@ class _Asked:
 
     Attributes:
         prefix: Tokens before that.
+        recomputing: See :class:`Hit`.
         hit: What is being read, or will be; None: nothing yet.
         arrived: Tokens of it that have arrived.
         tried: Where it is read to see how fast L3 is by now: all of the hit, of which it may be a
@@ -50,6 +51,7 @@ class _Asked:
     """
 
     prefix: int
+    recomputing: Recomputing | None = None
     hit: Hit | None = None
     arrived: int = 0
     tried: Hit | None = None
@@ -135,15 +137,16 @@ class HitGate:
         with self._lock:
             self._refused.pop(request_id, None)
 
-    def may_ask(self, request_id: str, prefix: int) -> bool:
+    def may_ask(self, request_id: str, prefix: int, recomputing: Recomputing | None = None) -> bool:
         """Whether L3 is to be asked for what follows ``prefix`` tokens of a request.
 
         Not while L3 is overdue, as all ranks have agreed: nobody would wait for the answer.
+        ``recomputing``: as in :class:`Hit`.
         """
         if self._agreed_overdue:
             return False
         with self._lock:
-            self._asked[request_id] = _Asked(prefix)
+            self._asked[request_id] = _Asked(prefix, recomputing)
         return True
 
     def to_end(self, running: Sequence[Running]) -> list[bool]:
@@ -234,7 +237,7 @@ class HitGate:
         now = self._clock()
         with self._lock:
             asked = self._asked.setdefault(request_id, _Asked(0))
-            hit = Hit(tokens, asked.prefix, wanted - tokens + 1, behind)
+            hit = Hit(tokens, asked.prefix, wanted - tokens + 1, behind, asked.recomputing)
             asked.hit = asked.tried = None
             problem = self._too_slow(hit, now)
             taken = tokens if problem is None else self._part_of(hit, page, asked, now)
@@ -312,8 +315,8 @@ class HitGate:
 
     def _pays(self, hit: Hit, read: float) -> bool:
         """Whether to read a hit in so many seconds, and to load it, is worth it."""
-        saved = self.costs.saved(hit)
-        return saved is None or (read + self.costs.loaded(hit.tokens)) * self._min_gain <= saved
+        saved, taken = self.costs.saved(hit), hit.until_there(read) + self.costs.loaded(hit.tokens)
+        return saved is None or taken * self._min_gain <= saved
 
     def _too_slow(self, hit: Hit, now: float) -> str | None:
         """Why a hit is not to be read, or None. Under the lock."""
@@ -322,7 +325,8 @@ class HitGate:
         read = self._seconds_to_read(hit, now)
         if self._pays(hit, read):
             return None
-        taken, saved = read + self.costs.loaded(hit.tokens), self.costs.saved(hit) or 0.0
+        taken = hit.until_there(read) + self.costs.loaded(hit.tokens)
+        saved = self.costs.saved(hit) or 0.0
         return (
             f"to read and load {hit.tokens} tokens takes {taken:.3f} s, to compute them "
             f"{saved:.3f} s"
@@ -355,6 +359,7 @@ class HitGate:
             going_on = in_time
         else:
             going_on = max(going_on, self.costs.least_reading(queued, behind))
+        going_on = asked.hit.without(asked.arrived).until_there(going_on)
         return going_on * self._min_gain > _ENDING_MARGIN * saved
 
     def _part_of(self, hit: Hit, page: int, asked: _Asked, now: float) -> int:

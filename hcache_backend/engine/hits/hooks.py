@@ -58,7 +58,9 @@ def around_prefetch(
     if gate is not None and request not in cache.ongoing_prefetch:
         with harmless():
             given = inspect.signature(original).bind(cache, request, *a, **kw).arguments
-            asks = gate.may_ask(request.rid, len(given.get("matched_prefix_tokens") or ()))
+            before = len(given.get("matched_prefix_tokens") or ())
+            recomputing = getattr(cache.cache_controller, "recomputing", None)
+            asks = gate.may_ask(request.rid, before, recomputing)
     if asks:
         return original(cache, request, *a, **kw)
     cache.storage_prefetch_retries.cancel(request.rid)

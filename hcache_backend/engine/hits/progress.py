@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -120,6 +121,11 @@ class L3Progress:
         behind = min(reading.behind, max(0, tokens - reading.wanted + reading.behind))
         expected = self._costs.reading(tokens, behind)
         return max(1.0, (now - reading.start) / expected) if expected else 1.0
+
+    def seconds_to_read(self, tokens: int) -> float:
+        """How long the next ``tokens`` of what is being read take; infinite: nobody knows."""
+        seconds = self._costs.read.seconds(tokens)
+        return math.inf if seconds is None else seconds * self.slowdown(self._clock())
 
     def left_in_time(self, now: float) -> float | None:
         """Seconds that the read in progress should still take; None: it is late, or who knows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import NamedTuple
 
@@ -39,19 +40,46 @@ class SliceBudget:
         self._layer = Estimate(curve, known=known)
         self._launched: deque[_Slice] = deque()
 
-    def pages(self, most: int, page_size: int, prefix: int, layers: int, share: float = 1.0) -> int:
+    def pages(
+        self,
+        most: int,
+        page_size: int,
+        prefix: int,
+        layers: int,
+        share: float = 1.0,
+        within: float = math.inf,
+    ) -> int:
         """How many pages of at most ``most`` (at least 1) a slice may have now; 0: none.
 
         Each has ``page_size`` tokens, of which ``layers`` layers are recomputed behind ``prefix``
-        tokens, in ``share`` of what a slice may take.
+        tokens, in ``share`` of what a slice may take. Nothing is recomputed that takes longer than
+        ``within`` seconds.
         """
+
         if not share or self.unfinished() >= _UNFINISHED:
             return 0
+        if (self._layer.seconds(page_size, prefix) or 0.0) * layers > within:
+            return 0
+        longest = min(share * self._seconds, within)
+        return self._longest(most, page_size, prefix, layers, longest)
+
+    def seconds(self, tokens: int, page_size: int, prefix: int, layers: int) -> float:
+        """How long slices of ``tokens`` in all take, one after the other, without anybody else.
+
+        Other arguments as in :meth:`pages`; infinite: nobody knows. Any thread.
+        """
+        middle, most = prefix + tokens // 2, max(1, tokens // page_size)
+        pages = self._longest(most, page_size, middle, layers, self._seconds)
+        layer = self._layer.seconds(pages * page_size, middle)
+        return math.inf if layer is None else layer * layers * tokens / (pages * page_size)
+
+    def _longest(self, most: int, page_size: int, prefix: int, layers: int, seconds: float) -> int:
+        """How many pages take at most ``seconds``, but at least one."""
         least, too_many = 1, most + 1
         while too_many - least > 1:
             pages = (least + too_many) // 2
-            seconds = self._layer.seconds(pages * page_size, prefix)
-            if seconds is not None and seconds * layers <= share * self._seconds:
+            layer = self._layer.seconds(pages * page_size, prefix)
+            if layer is not None and layer * layers <= seconds:
                 least = pages
             else:
                 too_many = pages

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.engine.arguments import resolved
-from hcache_backend.engine.eager_loads import eager_refusal
 from hcache_backend.engine.layer_methods import LayerMethods, pipeline_seconds
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import or_stop
 from hcache_backend.engine.startup.codec_choice import encoded_share, wanted_codec
 from hcache_backend.engine.startup.page_plan import kv_bytes_per_token
 from hcache_backend.engine.startup.quick_profile import copy_as_measured, find_profile
+from hcache_backend.engine.startup.refusals import eager_refusal
 from hcache_backend.partition.costs import L3Path, LayerMethod, Partition, layer_costs
 from hcache_backend.partition.model_config import ModelConfigError, shape_from_config
 from hcache_backend.partition.model_shape import CLEARLY_LESS, ModelShape

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
 from hcache_backend.engine.arguments import decodes_for_others, resolved
 from hcache_backend.engine.runtime import Runtime
@@ -124,3 +125,24 @@ def _graphs() -> Any:
     from sglang.srt.runtime_context import get_exec
 
     return get_exec().graph.cuda_graph_config
+
+
+def eager_refusal(server_args: Any, device: torch.device | str, *, hidden: bool) -> str | None:
+    """Why restores cannot be eager, or None as far as the server's arguments tell.
+
+    ``hidden``: pages hold hidden states, of which ranks exchange shares, or are to be recomputed.
+    """
+    if server_args.pp_size > 1 or server_args.enable_dp_attention:
+        return "pipeline stages and data-parallel attention are not supported"
+    if hidden and server_args.tp_size > 1 and torch.device(device).type == "cuda":
+        return "ranks would exchange shares while a batch runs, and forward passes wait for that"
+    return None
+
+
+def allocator_refusal(allocator: Any) -> str | None:
+    """Why no pages can be reserved in SGLang's allocator of device pages, or None."""
+    if type(allocator) is not PagedTokenToKVPoolAllocator:
+        return f"the device's pages are managed by a {type(allocator).__name__}"
+    if not hasattr(allocator, "_release_page_ids"):
+        return "this version's allocator has no place to give pages back"
+    return None

@@ -21,12 +21,7 @@ from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.engine.arguments import kv_fields, resolved
 from hcache_backend.engine.capture_hooks import invalidate_on_allocation
 from hcache_backend.engine.controller import OwnPagesController
-from hcache_backend.engine.eager_loads import (
-    EagerLoads,
-    ReservablePages,
-    allocator_refusal,
-    eager_refusal,
-)
+from hcache_backend.engine.eager_loads import EagerLoads, ReservablePages
 from hcache_backend.engine.hidden_controller import HiddenStateController
 from hcache_backend.engine.host_pool import HiddenStatePool, OwnPagesPool
 from hcache_backend.engine.kv_pages.controller import KVController
@@ -38,6 +33,7 @@ from hcache_backend.engine.service_check import KVChecks, ServiceChecks
 from hcache_backend.engine.stage_pages import StagePages
 from hcache_backend.engine.startup.codec_choice import asked_codec
 from hcache_backend.engine.startup.page_plan import HiddenPagePlan, PagePlan
+from hcache_backend.engine.startup.refusals import allocator_refusal, eager_refusal
 from hcache_backend.krul.paired_layout import PairedLayout
 from hcache_backend.projection.projector import Projector
 from hcache_backend.restore.exchange import CollectiveOrder
@@ -193,6 +189,7 @@ class Stack:
                 methods.recomputing,
                 known=methods.profile is not None,
             )
+            loads.seconds_to_read = self.runtime.seconds_to_read
             eager = EagerLoads(reservable, pool, pipeline, loads, most, budget)
             self.runtime.on_weights_changed.append(eager.give_back)
         controller.use_own_pages(self.runtime, pool, loads, eager)

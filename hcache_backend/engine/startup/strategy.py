@@ -21,7 +21,6 @@ from hcache_backend.config import HCacheConfig
 from hcache_backend.engine import metrics
 from hcache_backend.engine.arguments import resolved, storage_extra_config
 from hcache_backend.engine.capture_hooks import HiddenCapture
-from hcache_backend.engine.eager_loads import eager_refusal
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.ranks import smallest
 from hcache_backend.engine.runtime import Runtime
@@ -43,6 +42,7 @@ from hcache_backend.engine.startup.pair_choice import find_mergeable, find_probe
 from hcache_backend.engine.startup.partition_choice import layer_methods
 from hcache_backend.engine.startup.recompute_check import find_recomputer
 from hcache_backend.engine.startup.refusals import (
+    eager_refusal,
     own_pages_refusal,
     refusal,
     refuse_quantised_inputs,

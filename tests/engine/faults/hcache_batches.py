@@ -65,9 +65,9 @@ def keep_in_step(active: Callable[[], bool]) -> None:
     def stepwise(self: Any, read_pages: Any, *others: Any) -> int:
         return read(self, partial(in_step, self, read_pages), *others)
 
-    def stepwise_from_back(self: Any, read_pages: Any, operation: Any, meeting: Any) -> None:
+    def stepwise_from_back(self: Any, read_pages: Any, operation: Any, *others: Any) -> None:
         operation.hcache_reports = []
-        from_back(self, partial(in_step, self, read_pages), operation, meeting)
+        from_back(self, partial(in_step, self, read_pages), operation, *others)
 
     def transfer(self: Any, operation: Any, *others: Any) -> Any:
         operation.hcache_reports = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from hcache_backend.engine.hits.costs import Recomputing
 from hcache_backend.engine.hits.gate import HitGate, Running
 
 STEP = 128
@@ -32,8 +33,15 @@ def read(gate: HitGate, clock: Clock, seconds: float, tokens: int = 1000) -> Non
         clock.now += seconds
 
 
-def takes(gate: HitGate, name: str, tokens: int = 1000, rest: int = 0, prefix: int = 0) -> bool:
-    assert gate.may_ask(name, prefix)
+def takes(
+    gate: HitGate,
+    name: str,
+    tokens: int = 1000,
+    rest: int = 0,
+    prefix: int = 0,
+    recomputing: Recomputing | None = None,
+) -> bool:
+    assert gate.may_ask(name, prefix, recomputing)
     return gate.takes(name, tokens, tokens + rest) == tokens
 
 

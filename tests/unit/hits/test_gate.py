@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
+from hcache_backend.engine.hits.costs import Recomputing
 from hcache_backend.engine.hits.gate import HitGate
 from hcache_backend.engine.hits.progress import LONGEST_PART_SECONDS, OVERDUE_SECONDS
 from tests.unit.hits.gates import STEP, Clock, at, read, reading, takes, turn
@@ -22,6 +25,37 @@ def test_the_faster_one_of_reading_and_computing_is_chosen(
     for _ in range(2):
         read(gate, clock, seconds)
     assert takes(gate, "a") is taken
+
+
+@pytest.mark.parametrize(
+    ("recomputing", "taken"),
+    # Of the 2.0 s that L3 needs alone, 1.0 s are left where computing in slices takes 2.0 s, too.
+    [(1.0, True), (1.9, True), (2.1, False), (math.inf, False), (None, False)],
+)
+def test_a_hit_is_taken_that_is_sooner_there_if_its_front_is_recomputed(
+    recomputing: float | None, taken: bool, gate: HitGate, clock: Clock
+) -> None:
+    def seconds(tokens: int, prefix: int) -> float:
+        assert recomputing is not None and prefix == 0
+        return recomputing * tokens / 1000
+
+    for _ in range(2):
+        read(gate, clock, 2.0)
+    assert takes(gate, "a", recomputing=None if recomputing is None else seconds) is taken
+
+
+def test_a_prefetch_goes_on_while_its_front_is_recomputed(gate: HitGate, clock: Clock) -> None:
+    """L3 is ten times slower than it was; the front needs half as long again as computing."""
+    slices: list[Recomputing | None] = [lambda tokens, prefix: 1.2e-3 * tokens, None]
+    for recomputing, ended in zip(slices, ([], ["a"]), strict=True):
+        read(gate, clock, 0.5)
+        read(gate, clock, 0.5)
+        assert takes(gate, "a", recomputing=recomputing)
+        with reading(gate, "a", 1000):
+            clock.now += 0.9
+            gate.l3.arrived(STEP)
+            assert turn(gate, at("a", STEP)) == ended
+        turn(gate)
 
 
 def test_option_min_gain_asks_for_more(clock: Clock) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,6 +57,26 @@ def test_slices_shrink_when_they_take_longer_than_the_profile_says() -> None:
     for _ in range(2):
         slices.launched(ended(10 * SIZE, 2 * LAYERS * layer(10 * SIZE, 0)), 0, LAYERS)
     assert slices.pages(1000, SIZE, 0, LAYERS) == 5
+
+
+def test_nothing_is_recomputed_that_takes_longer_than_there_is_time() -> None:
+    page, slices = LAYERS * layer(SIZE, 0), budget(10.0)
+    assert slices.pages(100, SIZE, 0, LAYERS, within=0.99 * page) == 0
+    assert slices.pages(100, SIZE, 0, LAYERS, within=5.01 * page) == 5
+    assert budget(2.01 * page).pages(100, SIZE, 0, LAYERS, within=5.01 * page) == 2
+    assert budget(1.0, known=False).pages(100, SIZE, 0, LAYERS, within=0.0) == 1  # who knows
+
+
+def test_how_long_all_slices_of_a_front_take() -> None:
+    def fixed(tokens: int, prefix: float) -> float:
+        return 1.0 + tokens  # the shorter a slice the more of it is lost
+
+    slices = SliceBudget(LAYERS * (1 + 4 * SIZE), 8192, fixed, known=True)
+    assert slices.seconds(8 * SIZE, SIZE, 0, LAYERS) == 2 * LAYERS * (1 + 4 * SIZE)
+    assert slices.seconds(2 * SIZE, SIZE, 0, LAYERS) == LAYERS * (1 + 2 * SIZE)
+    long = budget(1e9).seconds(1000, SIZE, 500, LAYERS)  # in one slice, in the middle of it
+    assert long == pytest.approx(LAYERS * layer(1000, 1000), rel=0.02)
+    assert budget(1.0, known=False).seconds(SIZE, SIZE, 0, LAYERS) == math.inf
 
 
 def test_no_more_than_two_slices_are_ahead_of_the_device() -> None:

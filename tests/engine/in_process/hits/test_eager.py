@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from functools import partial
 from types import SimpleNamespace
@@ -14,15 +15,11 @@ from hcache_cpu_engine import plugin
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
 from hcache_backend.engine import eager_loads
-from hcache_backend.engine.eager_loads import (
-    EagerLoads,
-    ReservablePages,
-    allocator_refusal,
-    eager_refusal,
-)
+from hcache_backend.engine.eager_loads import EagerLoads, ReservablePages
 from hcache_backend.engine.loads import QueuedLoad
 from hcache_backend.engine.recompute.governor import Pace
 from hcache_backend.engine.recompute.slices import SliceBudget
+from hcache_backend.engine.startup.refusals import allocator_refusal, eager_refusal
 from hcache_backend.restore.eager import EagerRestores
 from hcache_backend.restore.meeting import Meeting
 from hcache_backend.restore.report import RunningRestore
@@ -436,7 +433,9 @@ class Fronts:
             recomputation_failed=self.failures.append,
             governor=SimpleNamespace(pace=lambda: Pace(1.0, "whole")),
             recomputes_pages=True,
+            seconds_to_read=lambda tokens: tokens * self.seconds_to_read,
         )
+        self.seconds_to_read = math.inf  # a token
         self.loads = loads
         pool: Any = SimpleNamespace(
             page_size=SIZE,
@@ -559,6 +558,32 @@ def test_pages_whose_recomputation_failed_do_not_count(what: str, scene: Scene) 
     assert meeting.pages == 0
     handed = fronts.eager._restores.hand_out(np.arange(2))
     assert handed is not None and not handed.ready.any()
+
+
+@pytest.mark.parametrize(("seconds", "recomputed"), [(0.1, 0), (1.0, 5), (9.0, 7)])
+def test_what_l3_brings_sooner_is_not_recomputed(
+    seconds: float, recomputed: int, scene: Scene
+) -> None:
+    """A token takes a second in each of three layers; the reader does not begin."""
+    fronts = Fronts(scene)
+    fronts.eager._budget.launched = lambda *_: None  # type: ignore[method-assign]
+    fronts.seconds_to_read = seconds
+    fronts.begin()
+    for _ in range(8):
+        fronts.turn()
+    assert sum(len(tokens) for tokens, _ in fronts.launched) == recomputed * SIZE
+
+
+def test_a_front_is_not_waited_for_where_slices_are_put_off(scene: Scene) -> None:
+    fronts = Fronts(scene)
+    fronts.seconds_to_read = 1.0
+    assert fronts.eager.seconds_to_recompute(8 * SIZE, 0) == 3 * 8 * SIZE
+    together, alone = fronts.eager.until_met(8, 0)
+    assert (together, alone) == (pytest.approx(8 * SIZE * 3 / 4), 8 * SIZE)
+    fronts.loads.governor.pace = lambda: Pace(0.5, "shorter")
+    assert fronts.eager.seconds_to_recompute(8 * SIZE, 0) == 2 * 3 * 8 * SIZE
+    fronts.loads.governor.pace = lambda: Pace(0.0, "put_off_running")
+    assert fronts.eager.until_met(8, 0) == (alone, alone)
 
 
 def test_without_all_that_is_before_them_pages_are_read(scene: Scene) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,7 +90,12 @@ class BackRank:
     """
 
     def __init__(
-        self, pages: int, missing: set[int], front: int = 0, stop_at: int | None = None
+        self,
+        pages: int,
+        missing: set[int],
+        front: int = 0,
+        stop_at: int | None = None,
+        share: float = math.inf,
     ) -> None:
         self.reports: list[BackAck] = []
         self.read_pages: list[int] = []
@@ -105,7 +111,10 @@ class BackRank:
             hcache_meeting=self.meeting,
         )
         reads = BatchedReads(SIZE, self._report)
-        reads.transfer_from_back(self.read, self.operation, self.meeting)
+        alone = 1.0 if share < math.inf else math.inf
+        reads.transfer_from_back(
+            self.read, self.operation, self.meeting, lambda unread, prefix: (share, alone)
+        )
 
     def _report(self, report: Any) -> None:
         self.reports.append(report)
@@ -144,6 +153,21 @@ def test_from_the_back_every_page_is_read_or_recomputed(pages: int, front: int) 
     assert sorted(rank.read_pages) == list(range(rank.meeting.front, pages))
     assert bool(rank.meeting.front) == bool(front and pages > READS * batch_pages(pages))
     assert hears([rank])[-1] == pages
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("pages", [1, 33, 129, 1000])
+def test_from_the_back_parts_are_as_long_as_the_front_does_not_reach_them(
+    pages: int, share: float
+) -> None:
+    rank, most = BackRank(pages, set(), share=share), batch_pages(pages)
+    assert len(rank.reports) == -(-pages // most)
+    assert sorted(rank.read_pages) == list(range(pages))
+    left, at = pages, 0
+    while left:  # what stays unread when the front has done its share of it is the front's
+        part = max(1, min(most - at % most, round(share * left)))
+        assert rank.read_pages[at : at + part] == list(range(left - part, left))
+        left, at = left - part, at + part
 
 
 @pytest.mark.parametrize("front", [0, 3, 30])
