@@ -247,12 +247,15 @@ class OwnPagesController(HybridCacheController, ABC):
         transfer = partial(super()._page_transfer, operation)
         if self._batches is None or self.page_get_func != self._page_get_zero_copy:
             return transfer()
-        if (meeting := meeting_of(operation)) is not None:
-            assert self.eager is not None
-            read = self._batches.transfer_from_back
-            how = self._read_pages, operation, meeting, self.eager.until_met
-            return around_read(lambda *_: read(*how), self, operation)
+        if meeting_of(operation) is not None:
+            return around_read(OwnPagesController.transfer_from_back, self, operation)
         return self._batches.transfer(operation, transfer)
+
+    def transfer_from_back(self, operation: Any) -> None:
+        """Read a prefetch from its last page on, until that meets what is recomputed."""
+        meeting = meeting_of(operation)
+        assert meeting is not None and self._batches is not None and self.eager is not None
+        self._batches.transfer_from_back(self._read_pages, operation, meeting, self.eager.until_met)
 
     def _reduce_prefetch_ack(self, ack: PrefetchAck) -> None:
         super()._reduce_prefetch_ack(ack)

@@ -255,7 +255,7 @@ class EagerLoads:
                     metrics.SLICES.count(pace.decision)
             within, meeting = math.inf, meeting_of(due.prefetch)
             if due.unread and meeting is not None:  # what takes longer is read sooner
-                within, _ = self.until_met(meeting.unread, prefix)
+                _, within = self.until_met(meeting.unread, prefix)
             allowed = budget.pages(len(due.pages), size, prefix, due.layers, pace.share, within)
             # Also where nothing is allowed: then no rank has to see the same to go on.
             if due.unread:

@@ -8,8 +8,10 @@ A prefetch whose front is recomputed is read from the back, and has reports of i
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,9 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 
 from hcache_backend.restore.eager import batch_pages
 from hcache_backend.restore.meeting import Meeting, meeting_of
+
+_LOOKING_SECONDS = 1e-3
+"""Between two looks at how far the front is."""
 
 
 @dataclass
@@ -119,9 +124,8 @@ class BatchedReads:
     ) -> None:
         """Read a prefetch from its last page on, by ``read`` as in :meth:`read`, to the meeting.
 
-        Every rank makes the same number of reports, however far it gets. ``until_met`` tells for so
-        many pages behind so many tokens how long reading takes with recomputing, and alone: no part
-        is read whose first page the front would reach sooner.
+        Every rank makes the same number of reports, however far it gets. ``until_met`` is
+        :meth:`.EagerLoads.until_met`: what the front would reach sooner is left to it.
         """
         keys, before = operation.hash_value, list(operation.prefix_keys or ())
         step, start, end = batch_pages(len(keys)), len(keys), len(keys)
@@ -129,9 +133,8 @@ class BatchedReads:
         for _ in range(0, len(keys), step):
             left = step  # till the next report
             while left and not operation.is_terminated():
-                together, alone = until_met(meeting.unread, len(before) * self._size)
-                share = together / alone if 0 < alone < math.inf else 1.0
-                pages = meeting.next_batch(min(left, max(1, round(share * meeting.unread))))
+                part = _part(meeting, partial(until_met, prefix=len(before) * self._size))
+                pages = meeting.next_batch(min(left, part))
                 if not pages:
                     break
                 left -= len(pages)
@@ -148,6 +151,21 @@ class BatchedReads:
         self._reports += 1
         there = self._pages * self._size
         self._pass_on(PrefetchAck(operation.request_id, operation, completed_tokens=there))
+
+
+def _part(meeting: Meeting, until_met: Callable[[int], tuple[float, float]]) -> int:
+    """How many pages to read now; at least 1.
+
+    If that is none, the front is waited for, but not longer than reading would take.
+    """
+    waiting_since = time.monotonic()
+    while unread := meeting.unread:
+        together, alone = until_met(unread)
+        part = round(unread * together / alone) if 0 < alone < math.inf else unread
+        if part or time.monotonic() - waiting_since > alone:
+            return max(1, part)
+        time.sleep(_LOOKING_SECONDS)
+    return 1
 
 
 def _after(info: HiCacheStorageExtraInfo, keys: Sequence[str]) -> HiCacheStorageExtraInfo:

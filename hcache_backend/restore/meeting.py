@@ -3,7 +3,7 @@ recomputed meanwhile.
 
 Pages are read from the last one on, by a thread; the scheduler has pages recomputed whole from the
 first one on. No page is taken by both: whoever frees a page of the front knows that no thread
-writes there. The reader never waits for the front; it ends where that begins.
+writes there. The reader ends where the front begins.
 
 Tensor-parallel ranks read on their own and recompute in step. So the front goes on by as many
 pages as nobody reads on any rank, and what counts of the back is what all ranks have.

@@ -16,6 +16,7 @@ from hcache_backend.streams import current_stream
 from hcache_backend.trace import TRACE_VARIABLE, TraceWriter
 
 _CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController."
+_OURS = "hcache_backend.engine.controller.OwnPagesController."
 _BASE = "sglang.srt.managers.cache_controller.HiCacheController."
 
 
@@ -38,6 +39,7 @@ def install_if_asked() -> None:
     missing = install(
         [
             Hook(_CONTROLLER + "_page_transfer", hooks.page_transfer),
+            Hook(_OURS + "transfer_from_back", hooks.page_transfer),
             Hook(_BASE + "start_writing", hooks.backup),
             Hook(_BASE + "start_loading", hooks.load),
             Hook(FORWARD, hooks.forward),

@@ -560,7 +560,7 @@ def test_pages_whose_recomputation_failed_do_not_count(what: str, scene: Scene) 
     assert handed is not None and not handed.ready.any()
 
 
-@pytest.mark.parametrize(("seconds", "recomputed"), [(0.1, 0), (1.0, 5), (9.0, 7)])
+@pytest.mark.parametrize(("seconds", "recomputed"), [(0.1, 0), (1.0, 6), (9.0, 8)])
 def test_what_l3_brings_sooner_is_not_recomputed(
     seconds: float, recomputed: int, scene: Scene
 ) -> None:

@@ -111,9 +111,12 @@ class BackRank:
             hcache_meeting=self.meeting,
         )
         reads = BatchedReads(SIZE, self._report)
-        alone = 1.0 if share < math.inf else math.inf
+        alone = 2**-10 if share < math.inf else math.inf
         reads.transfer_from_back(
-            self.read, self.operation, self.meeting, lambda unread, prefix: (share, alone)
+            self.read,
+            self.operation,
+            self.meeting,
+            lambda unread, prefix: (share * alone, alone),
         )
 
     def _report(self, report: Any) -> None:
