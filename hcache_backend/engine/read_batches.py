@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -133,7 +132,7 @@ class BatchedReads:
         for _ in range(0, len(keys), step):
             left = step  # till the next report
             while left and not operation.is_terminated():
-                part = _part(meeting, partial(until_met, prefix=len(before) * self._size))
+                part = _part(meeting, until_met, len(before) * self._size)
                 pages = meeting.next_batch(min(left, part))
                 if not pages:
                     break
@@ -153,14 +152,16 @@ class BatchedReads:
         self._pass_on(PrefetchAck(operation.request_id, operation, completed_tokens=there))
 
 
-def _part(meeting: Meeting, until_met: Callable[[int], tuple[float, float]]) -> int:
+def _part(
+    meeting: Meeting, until_met: Callable[[int, int], tuple[float, float]], prefix: int
+) -> int:
     """How many pages to read now; at least 1.
 
     If that is none, the front is waited for, but not longer than reading would take.
     """
     waiting_since = time.monotonic()
     while unread := meeting.unread:
-        together, alone = until_met(unread)
+        together, alone = until_met(unread, prefix)
         part = round(unread * together / alone) if 0 < alone < math.inf else unread
         if part or time.monotonic() - waiting_since > alone:
             return max(1, part)

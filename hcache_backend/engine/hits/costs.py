@@ -17,6 +17,8 @@ SHOWN_TOKENS = 4096
 """Rates are shown for operations of this size."""
 
 
+_LEAST_PART = 1 / 8
+"""So much of a hit is read while the rest is recomputed, if that is worth it."""
 Recomputing = Callable[[int, int], float]
 """Seconds that recomputing so many tokens behind so many takes; infinite: nobody knows, or it is
 not done now. Any thread."""
@@ -53,10 +55,15 @@ class Hit(NamedTuple):
         return self._replace(tokens=tokens, rest=self.rest + cut_off, behind=behind)
 
     def until_there(self, read: float) -> float:
-        """Seconds until it is there if L3 alone takes ``read`` seconds."""
+        """Seconds until it is there if L3 alone takes ``read`` seconds.
+
+        What L3 has no worthwhile part in is not recomputed in slices, but by a prefill.
+        """
         if self.recomputing is None:
             return read
-        return side_by_side(read, self.recomputing(self.tokens, self.prefix))
+        recomputing = self.recomputing(self.tokens, self.prefix)
+        part = recomputing / (read + recomputing) if recomputing < math.inf else 1.0
+        return side_by_side(read, recomputing) if part > _LEAST_PART else read
 
 
 @dataclass(frozen=True)

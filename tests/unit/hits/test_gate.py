@@ -44,6 +44,17 @@ def test_a_hit_is_taken_that_is_sooner_there_if_its_front_is_recomputed(
     assert takes(gate, "a", recomputing=None if recomputing is None else seconds) is taken
 
 
+def test_a_hit_is_refused_of_which_l3_would_bring_next_to_nothing(
+    gate: HitGate, clock: Clock
+) -> None:
+    """However well slices do: a prefill is what is known to be no slower."""
+    for read_seconds, taken in ((6.0, True), (8.0, False)):
+        for _ in range(2):
+            read(gate, clock, read_seconds)
+        assert takes(gate, "a", recomputing=lambda tokens, prefix: 0.9e-3 * tokens) is taken
+        turn(gate)
+
+
 def test_a_prefetch_goes_on_while_its_front_is_recomputed(gate: HitGate, clock: Clock) -> None:
     """L3 is ten times slower than it was; the front needs half as long again as computing."""
     slices: list[Recomputing | None] = [lambda tokens, prefix: 1.2e-3 * tokens, None]
