@@ -22,7 +22,7 @@ from hcache_backend.arena import Ids
 from hcache_backend.engine import metrics
 from hcache_backend.engine.eager_loads import EagerLoads, token_array
 from hcache_backend.engine.hits.costs import Recomputing
-from hcache_backend.engine.hits.hooks import around_read, note_arrival
+from hcache_backend.engine.hits.hooks import around_read, note_arrival, note_waiting
 from hcache_backend.engine.hits.start import judge_other_hits, stop_judging
 from hcache_backend.engine.host_pool import OwnPagesPool
 from hcache_backend.engine.loads import LoadQueue, Prefix, QueuedLoad
@@ -53,7 +53,7 @@ class OwnPagesController(HybridCacheController, ABC):
         self.eager = eager
         self._batches: BatchedReads | None = None
         if eager is not None:
-            self._batches = BatchedReads(self.page_size, self._report)
+            self._batches = BatchedReads(self.page_size, self._report, partial(note_waiting, self))
         self._prefix: Prefix = _unknown
         self._never_loaded = False  # what is to be evicted
         self.plain_prompt = False  # whether token ids say all of what is being received

@@ -60,11 +60,18 @@ def hear(reports: Iterable[PrefetchAck], running: Collection[Any], page_size: in
 class BatchedReads:
     """Reads prefetches in smaller batches and reports each, for the storage thread that reads.
 
-    ``report`` passes a report on to SGLang's sync thread.
+    ``report`` passes a report on to SGLang's sync thread; ``waited`` is told how many seconds the
+    storage thread did not read.
     """
 
-    def __init__(self, page_size: int, report: Callable[[PrefetchAck], None]) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        report: Callable[[PrefetchAck], None],
+        waited: Callable[[float], None],
+    ) -> None:
         self._size = page_size
+        self._waited = waited
         self._pass_on = report
         self._pages = 0  # of the present prefetch, from the first one on, that are there
         self._reports = 0
@@ -132,7 +139,7 @@ class BatchedReads:
         for _ in range(0, len(keys), step):
             left = step  # till the next report
             while left and not operation.is_terminated():
-                part = _part(meeting, until_met, len(before) * self._size)
+                part = self._part(meeting, until_met, len(before) * self._size)
                 pages = meeting.next_batch(min(left, part))
                 if not pages:
                     break
@@ -146,27 +153,28 @@ class BatchedReads:
             report.start, report.end = start, end
             self._pass_on(report)
 
+    def _part(
+        self, meeting: Meeting, until_met: Callable[[int, int], tuple[float, float]], prefix: int
+    ) -> int:
+        """How many pages to read now; at least 1.
+
+        If that is none, the front is waited for, but not longer than reading would take.
+        """
+        start, part = time.monotonic(), 0
+        while not part and (unread := meeting.unread):
+            together, alone = until_met(unread, prefix)
+            part = round(unread * together / alone) if 0 < alone < math.inf else unread
+            if not part and time.monotonic() - start > alone:
+                part = 1
+            if not part:
+                time.sleep(_LOOKING_SECONDS)
+        self._waited(time.monotonic() - start)
+        return max(1, part)
+
     def _report(self, operation: Any) -> None:
         self._reports += 1
         there = self._pages * self._size
         self._pass_on(PrefetchAck(operation.request_id, operation, completed_tokens=there))
-
-
-def _part(
-    meeting: Meeting, until_met: Callable[[int, int], tuple[float, float]], prefix: int
-) -> int:
-    """How many pages to read now; at least 1.
-
-    If that is none, the front is waited for, but not longer than reading would take.
-    """
-    waiting_since = time.monotonic()
-    while unread := meeting.unread:
-        together, alone = until_met(unread, prefix)
-        part = round(unread * together / alone) if 0 < alone < math.inf else unread
-        if part or time.monotonic() - waiting_since > alone:
-            return max(1, part)
-        time.sleep(_LOOKING_SECONDS)
-    return 1
 
 
 def _after(info: HiCacheStorageExtraInfo, keys: Sequence[str]) -> HiCacheStorageExtraInfo:

@@ -300,6 +300,14 @@ def around_read_batch(original: Callable[..., Any], controller: Any, *a: Any, **
     return pages
 
 
+def note_waiting(controller: Any, seconds: float) -> None:
+    """The prefetch that is being read was not read for so long."""
+    gate = gate_of(controller)
+    if gate is not None:
+        with harmless():
+            gate.l3.waited(seconds)
+
+
 def note_arrival(controller: Any, pages: int) -> None:
     """So many more pages of the prefetch that is being read are there."""
     gate = gate_of(controller)

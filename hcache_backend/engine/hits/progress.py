@@ -90,6 +90,12 @@ class L3Progress:
         if self.reading is not None:
             self.reading.wanted -= tokens
 
+    def waited(self, seconds: float) -> None:
+        """L3 was not read for so long."""
+        if self.reading is not None:
+            self.reading.start += seconds
+            self.reading.last += seconds
+
     def came_from_behind(self, tokens: int, seconds: float, *, gave_up: bool = False) -> None:
         """What is behind the page store was asked for so long, and gave so many tokens.
 

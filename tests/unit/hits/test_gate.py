@@ -44,6 +44,18 @@ def test_a_hit_is_taken_that_is_sooner_there_if_its_front_is_recomputed(
     assert takes(gate, "a", recomputing=None if recomputing is None else seconds) is taken
 
 
+def test_while_the_front_is_waited_for_l3_is_not_slow(gate: HitGate, clock: Clock) -> None:
+    read(gate, clock, 0.5)
+    with reading(gate, "a", 1000):
+        gate.l3.arrived(500)
+        clock.now += 0.25
+        gate.l3.waited(4.0)
+        clock.now += 4.0
+        assert gate.l3.slowdown(clock.now) == 1.0 and not gate.l3.seems_overdue(clock.now)
+        gate.l3.spared(500)
+    assert gate.costs.read.seconds(1000) == pytest.approx(0.5)
+
+
 def test_a_hit_is_refused_of_which_l3_would_bring_next_to_nothing(
     gate: HitGate, clock: Clock
 ) -> None:

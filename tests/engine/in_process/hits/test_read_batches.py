@@ -33,7 +33,7 @@ class Rank:
             request_id="r",
             is_terminated=lambda: stop_at is not None and len(self.batches) >= stop_at,
         )
-        reads = BatchedReads(SIZE, self.acks.append)
+        reads = BatchedReads(SIZE, self.acks.append, lambda seconds: None)
 
         def transfer() -> int:
             fine, there = True, 0
@@ -110,7 +110,8 @@ class BackRank:
             is_terminated=lambda: stop_at is not None and self.batches >= stop_at,
             hcache_meeting=self.meeting,
         )
-        reads = BatchedReads(SIZE, self._report)
+        self.waited = 0.0
+        reads = BatchedReads(SIZE, self._report, self._wait)
         alone = 2**-10 if share < math.inf else math.inf
         reads.transfer_from_back(
             self.read,
@@ -121,6 +122,10 @@ class BackRank:
 
     def _report(self, report: Any) -> None:
         self.reports.append(report)
+
+    def _wait(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.waited += seconds
 
     def read(self, operation: Any, keys: list[str], host_indices: torch.Tensor, info: Any) -> int:
         pages = [int(key) for key in keys]
@@ -167,6 +172,8 @@ def test_from_the_back_parts_are_as_long_as_the_front_does_not_reach_them(
     assert len(rank.reports) == -(-pages // most)
     assert sorted(rank.read_pages) == list(range(pages))
     left, at = pages, 0
+    # A last page that the front would reach sooner was waited for as long as reading takes.
+    assert rank.waited >= (2**-10 if share < 0.5 else 0.0)
     while left:  # what stays unread when the front has done its share of it is the front's
         part = max(1, min(most - at % most, round(share * left)))
         assert rank.read_pages[at : at + part] == list(range(left - part, left))
