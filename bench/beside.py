@@ -1,10 +1,10 @@
-"""First layers that are recomputed while L3 brings the others, beside recomputation and L3 alone.
+"""Front pages that are recomputed while L3 is read from the back, beside each of both alone.
 
 SGLang serves a random Llama with grouped-query attention on the CPU. A history is in L3 and nowhere
 else, and a question behind it is asked, over an L3 that brings the whole history 0.25 to 4 times as
 fast as it is computed. Three servers take turns in changing order, the others stopped meanwhile:
-one computes everything, one restores from L3 while L3 is being read ("L3 alone"), one stores, at
-each speed, as many layers as L3 brings in the time in which the others are computed.
+one computes everything, one restores from L3 while L3 is being read ("L3 alone": option
+``recompute: never``), and one does as servers do by default.
 
 A time is that to the first token. It is compared with the other servers' of the same round: the
 table has medians of the ratios, and intervals that hold the true ones with 95%. The floor is what
@@ -29,63 +29,62 @@ from bench.harness.methods import METHODS, PAGE_SIZE, Method
 from bench.harness.models import TinyLlama
 from bench.harness.program import at_least, failing, parser, stamp, steps
 from bench.harness.report import OUT, markdown, write
-from bench.harness.turns import NO_L3, Answer, taking_turns
+from bench.harness.turns import NO_L3, Answer, Turns, taking_turns
 from bench.pages import LEAST_ROUNDS, median_interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SHAPE = TinyLlama(12, hidden=512, heads=4, kv_heads=2, intermediate=1408, positions=65536)
+SHAPE = TinyLlama(12, hidden=256, heads=4, kv_heads=2, intermediate=704, positions=65536)
 ALONE, BOTH = "alone", "both"
 TITLES = {NO_L3: "computed", ALONE: "L3 alone", BOTH: "both"}
 SLICE_MS = 1000.0
 """Option ``recompute_ms``: computing takes some forty times as long as on a GPU."""
 
 
-def recomputed(speed: float) -> int:
-    """Layers that take as long to compute as L3, so many times as fast, takes for the others."""
-    return round(SHAPE.layers / (1 + speed))
+METHODS_COMPARED = {
+    NO_L3: METHODS["host"],
+    ALONE: Method(ALONE, storage="dynamic", hcache={"mode": "kv", "recompute": "never"}),
+    BOTH: Method(BOTH, storage="dynamic", hcache={"mode": "kv", "recompute_ms": SLICE_MS}),
+}
 
 
-def methods(speed: float) -> dict[str, Method]:
-    """The servers of one speed of L3."""
-
-    def ours(layers: int) -> Method:
-        stored = {"recompute": layers, "hidden": 0, "kv": SHAPE.layers - layers}
-        options = {"partition": stored, "recompute_ms": SLICE_MS}
-        mode = "hidden" if layers else "kv"  # which insists on that partition
-        return Method(BOTH, storage="dynamic", hcache={"mode": mode, **options})
-
-    return {NO_L3: METHODS["host"], ALONE: ours(0), BOTH: ours(recomputed(speed))}
-
-
-def at_speed(
-    machine: Machine, tokens: int, speed: float, rounds: int, advance: Callable[[str], None]
-) -> dict[str, Any]:
-    """Seconds to the first token of every server, round by round, and what they are compared to.
+def at_length(
+    machine: Machine,
+    tokens: int,
+    speeds: Sequence[float],
+    rounds: int,
+    advance: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """A row of results for each speed of L3; the servers are the same.
 
     Raises:
         ServerError: A server did not start, or a request failed.
     """
-    found: dict[str, list[Answer]] = {name: [] for name in TITLES}
-    where = f"{tokens:,} tokens, L3 at {speed:g} times the speed of computing"
     with tempfile.TemporaryDirectory(prefix="hcache-bench-") as folder:
-        advance(f"{where}: starting servers")
+        advance(f"{tokens:,} tokens: starting servers")
         model = SHAPE.build(Path(folder))
-        with taking_turns(machine, model, methods(speed), tokens) as turns:
-            rate = turns.slow_down(speed, ALONE)
-            for number in range(rounds + 1):
-                advance(f"{where}, round {number}")
-                prompt = turns.new_question()
-                for name in random.Random(number).sample(list(found), len(found)):
-                    found[name].append(turns.ask(name, prompt))
-    # The first does more.
+        with taking_turns(machine, model, METHODS_COMPARED, tokens) as turns:
+            return [at_speed(turns, speed, rounds, advance) for speed in speeds]
+
+
+def at_speed(
+    turns: Turns, speed: float, rounds: int, advance: Callable[[str], None]
+) -> dict[str, Any]:
+    """Seconds to the first token of every server, round by round, and what they are compared to."""
+    found: dict[str, list[Answer]] = {name: [] for name in TITLES}
+    rate = turns.slow_down(speed, ALONE)
+    for number in range(rounds + 1):
+        advance(f"{turns.tokens:,} tokens, L3 {speed:g} times as fast, round {number}")
+        prompt = turns.new_question()
+        for name in random.Random(number).sample(list(found), len(found)):
+            found[name].append(turns.ask(name, prompt))
+    # In the first, servers get to know how fast L3 is now.
     seconds = {name: [each.seconds for each in all_[1:]] for name, all_ in found.items()}
     return {
-        "tokens": tokens,
+        "tokens": turns.tokens,
         "speed": speed,
         "mb_per_s": rate / 1e6,
-        "recomputed_layers": recomputed(speed),
         "rounds_ms": {name: [round(1e3 * s, 1) for s in all_] for name, all_ in seconds.items()},
         "share_from_l3": {
             name: min(answer.share for answer in all_) for name, all_ in found.items()
@@ -115,13 +114,12 @@ def compared(seconds: Mapping[str, Sequence[float]], speed: float) -> dict[str, 
 def table_lines(results: Mapping[str, Any]) -> str:
     """A row for each history and speed of L3."""
     ratios = {"of_alone": "L3 alone", "of_best": "the better one", "of_floor": "the floor"}
-    heads = ["tokens", "speed of L3", "recomputed", *(f"{title}, ms" for title in TITLES.values())]
+    heads = ["tokens", "speed of L3", *(f"{title}, ms" for title in TITLES.values())]
     for title in ratios.values():
         heads += [f"both / {title}", "95%"]
     rows = []
     for row in results["rows"]:
         cells: list[object] = [f"{row['tokens']:,}", f"{row['speed']:g}"]
-        cells.append(f"{row['recomputed_layers']} of {SHAPE.layers} layers")
         cells += [f"{row['ms'][name]:,.0f}" for name in TITLES]
         for name in ratios:
             ends = row[f"{name}_interval"]
@@ -152,7 +150,7 @@ def draw(results: Mapping[str, Any]) -> Figure:
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("time to first token (1: computing)", fontsize=9)
     figure.axes[0].legend(fontsize=8)
-    figure.suptitle(f"First layers recomputed beside L3, {results['device']}", fontsize=10)
+    figure.suptitle(f"Front pages recomputed beside L3, {results['device']}", fontsize=10)
     return figure
 
 
@@ -171,13 +169,12 @@ def main() -> int:
         if machine.device != "cpu":
             raise MachineError("only the CPU engine slows L3 down; see bench/gpu/ for GPUs")
         torch.set_num_threads(1)
-        total = len(given.tokens) * len(given.speeds) * (2 + given.rounds)
+        total = len(given.tokens) * (1 + len(given.speeds) * (1 + given.rounds))
         with steps(total) as (_, advance):
-            rows = [
-                at_speed(machine, tokens // PAGE_SIZE * PAGE_SIZE, speed, given.rounds, advance)
-                for tokens in given.tokens
-                for speed in given.speeds
-            ]
+            rows = []
+            for tokens in given.tokens:
+                whole = tokens // PAGE_SIZE * PAGE_SIZE
+                rows += at_length(machine, whole, given.speeds, given.rounds, advance)
     results = {
         **stamp(machine),
         "cores": os.cpu_count(),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.beside import SHAPE, compared, draw, methods, recomputed, table_lines
+from bench.beside import compared, draw, table_lines
 from bench.harness.report import write_picture
 
 
@@ -16,7 +16,7 @@ def results() -> dict[str, Any]:
     rounds = range(1, 8)
     seconds = {"none": [1.0 * n for n in rounds], "alone": [1.1 * n for n in rounds]}
     seconds["both"] = [0.6 * n for n in rounds]
-    row = {"tokens": 2048, "speed": 1.0, "recomputed_layers": 6, **compared(seconds, 1.0)}
+    row = {"tokens": 2048, "speed": 1.0, **compared(seconds, 1.0)}
     return {"device": "a CPU", "rows": [row]}
 
 
@@ -30,19 +30,9 @@ def test_rounds_are_compared_with_those_of_the_others() -> None:
 
 def test_the_table_has_a_row_for_each_speed() -> None:
     assert table_lines(results()).splitlines()[2:] == [
-        "| 2,048 | 1 | 6 of 12 layers | 4,000 | 4,400 | 2,400 | 0.55 | 0.55 to 0.55 "
+        "| 2,048 | 1 | 4,000 | 4,400 | 2,400 | 0.55 | 0.55 to 0.55 "
         "| 0.60 | 0.60 to 0.60 | 1.20 | 1.20 to 1.20 |"
     ]
-
-
-@pytest.mark.parametrize("speed", [0.25, 0.5, 1.0, 2.0, 4.0])
-def test_as_many_layers_are_recomputed_as_l3_brings_others_meanwhile(speed: float) -> None:
-    layers = recomputed(speed)
-    assert 0 < layers < SHAPE.layers
-    assert abs(layers - (SHAPE.layers - layers) / speed) <= (1 + 1 / speed) / 2
-    for method in methods(speed).values():
-        stored = method.hcache.get("partition", {"kv": SHAPE.layers})
-        assert sum(stored.values()) == SHAPE.layers
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
