@@ -30,13 +30,13 @@ def keep_in_step(active: Callable[[], bool]) -> None:
         turn(self, cache)
         turns += 1
 
-    def remembering(self: Any, page_size: int, report: Any) -> None:
+    def remembering(self: Any, page_size: int, report: Any, waited: Any) -> None:
         def remembered(ack: Any) -> None:
             ack.operation.hcache_reports.append(ack)
             report(ack)
 
         self.controller = report.__self__
-        begin(self, page_size, remembered)
+        begin(self, page_size, remembered, waited)
 
     def unseen(operation: Any, report: Any) -> bool:
         meeting = meeting_of(operation)
