@@ -253,10 +253,11 @@ class EagerLoads:
                 pace = self._loads.governor.pace()
                 if not pace.share:
                     metrics.SLICES.count(pace.decision)
-            within, meeting = math.inf, meeting_of(due.prefetch)
-            if due.unread and meeting is not None:  # what takes longer is read sooner
-                _, within = self.until_met(meeting.unread, prefix)
-            allowed = budget.pages(len(due.pages), size, prefix, due.layers, pace.share, within)
+            until, meeting = (math.inf, math.inf), meeting_of(due.prefetch)
+            if due.unread and meeting is not None:
+                together, alone = self.until_met(meeting.unread, prefix)
+                until = alone, together  # what takes longer is read sooner, some of it or all
+            allowed = budget.pages(len(due.pages), size, prefix, due.layers, pace.share, *until)
             # Also where nothing is allowed: then no rank has to see the same to go on.
             if due.unread:
                 allowed, pages = self._taken(due, allowed)

@@ -48,19 +48,20 @@ class SliceBudget:
         layers: int,
         share: float = 1.0,
         within: float = math.inf,
+        best: float = math.inf,
     ) -> int:
         """How many pages of at most ``most`` (at least 1) a slice may have now; 0: none.
 
         Each has ``page_size`` tokens, of which ``layers`` layers are recomputed behind ``prefix``
-        tokens, in ``share`` of what a slice may take. Nothing is recomputed that takes longer than
-        ``within`` seconds.
+        tokens, in ``share`` of what a slice may take. No page is recomputed that takes longer than
+        ``within`` seconds, and several only if they take at most ``best`` seconds.
         """
 
         if not share or self.unfinished() >= _UNFINISHED:
             return 0
         if (self._layer.seconds(page_size, prefix) or 0.0) * layers > within:
             return 0
-        longest = min(share * self._seconds, within)
+        longest = min(share * self._seconds, within, best)
         return self._longest(most, page_size, prefix, layers, longest)
 
     def seconds(self, tokens: int, page_size: int, prefix: int, layers: int) -> float:
