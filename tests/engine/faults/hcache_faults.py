@@ -359,6 +359,12 @@ def _misses_on_rank_1() -> None:
     wrap(HiddenStateController, "_problem", lambda problem: "rows not valid")
 
 
+def _some_do_not_fit() -> None:
+    """Now and then a row or a unit cannot be encoded; the overflow has room for half of all."""
+    hcache_units.do_not_fit(room=0.5, one_in=31)
+    hcache_rows.do_not_fit(one_in=2039)
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "wrong_rope": _wrong_rope,
     "wrong_copies": lambda: hcache_units.copy_wrongly(_active),
@@ -387,6 +393,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "no_store_on_rank_1": _no_store_on_rank_1,
     "units_do_not_fit": lambda: hcache_units.do_not_fit(room=0.5),
     "overflow_is_full": lambda: hcache_units.do_not_fit(room=0.0),
+    "some_do_not_fit": _some_do_not_fit,
     "misses_on_rank_1": _misses_on_rank_1,
     "report_hooks": _report(_hooks),
     "report_module_hooks": _report(_module_hooks),

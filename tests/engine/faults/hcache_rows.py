@@ -1,9 +1,11 @@
-"""Faults of the kernel that moves rows of hidden states to host memory."""
+"""Faults of the kernel that moves rows of hidden states to host memory; rows without a code."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 
 def save_fails(active: Callable[[], bool]) -> None:
@@ -29,3 +31,32 @@ def _spoil(active: Callable[[], bool], spoil: Callable[[Any], Any]) -> None:
         save(spoil(staged) if active() else staged, *args)
 
     staging.save_rows = faulty
+
+
+def do_not_fit(one_in: int) -> None:
+    """One in so many rows of a layer cannot be encoded, as if the model had written such values;
+    its bytes are no code, either."""
+    from hcache_backend.capture import staging
+    from hcache_backend.engine.startup.capture_check import CaptureCheck
+    from hcache_kernels.staging import WRONG_STEP
+
+    stored_rows, save = staging.stored_rows, CaptureCheck.save
+
+    def unfit(codec: Any, rows: Any, marks: Any) -> Any:
+        for part, stored in stored_rows(codec, rows, marks):
+            if not codec.is_view:
+                # By what the row holds: computed again, it does not fit either.
+                chosen = (stored[..., :4].to(int) << torch.arange(0, 32, 8)).sum(-1) % one_in == 0
+                stored[chosen] = 0xA5
+                marks[part].masked_fill_(chosen, WRONG_STEP)
+            yield part, stored
+
+    def as_always(self: Any, *args: Any, **kwargs: Any) -> None:
+        staging.stored_rows = stored_rows
+        try:
+            save(self, *args, **kwargs)
+        finally:
+            staging.stored_rows = unfit
+
+    CaptureCheck.save = as_always  # type: ignore[method-assign]  # the start would refuse the codec
+    staging.stored_rows = unfit

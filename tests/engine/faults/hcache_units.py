@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 
-def do_not_fit(room: float) -> None:
-    """In every other layer a third of the pages does not fit; their bytes are no codes, either.
+def do_not_fit(room: float, one_in: int = 3) -> None:
+    """In every other layer some pages do not fit; their bytes are no codes, either.
 
     Args:
+        one_in: One in so many pages.
         room: Share of the pages that the overflow has room for.
     """
     from hcache_backend.engine.kv_pages.segments import KVSegments
@@ -23,7 +24,7 @@ def do_not_fit(room: float) -> None:
     def unfit(self: Any, layer: int, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         encoded, fits = encode(self, layer, *args)
         # By what the page holds: encoded once more, it does not fit either.
-        chosen = (encoded[:, 0] % 3 == 0) & (layer % 2 == 1)
+        chosen = (encoded[:, 0] % one_in == 0) & (layer % 2 == 1)
         encoded[chosen] = 0xA5
         return encoded, fits & ~chosen
 

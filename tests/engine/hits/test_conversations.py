@@ -21,12 +21,19 @@ from tests.engine.harness.ours import (
     assert_no_cache_replies_up_to_ties,
 )
 from tests.engine.harness.trouble import Trouble
-from tests.engine.hits.eager_servers import FAULTS, assert_fine, eager_server, tell_faults, tokens
+from tests.engine.hits.eager_servers import (
+    FAULTS,
+    assert_fine,
+    counted,
+    eager_server,
+    tell_faults,
+    tokens,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(3000)]
 
 CONVERSATIONS = int(os.environ.get("HCACHE_TEST_CONVERSATIONS", "100"))
-"""Of each server: 500 of those that recompute, and as many again of one that does not."""
+"""Of each server."""
 ABREAST, A_BOUT = 4, 10
 """Conversations at a time, and between two moments when nobody talks."""
 STALL_S = 5.0
@@ -36,7 +43,11 @@ SERVERS: dict[str, dict[str, Any]] = {
     "K and V": {"stored": "recompute, kv", "family": "qwen3"},
     "mixed": {"stored": "recompute, mixed"},
     "codec": {"stored": "recompute, kv", "family": "qwen3", "dtype": "bfloat16"},
+    "codec, mixed": {"stored": "recompute, mixed", "dtype": "bfloat16"},
     "two ranks": {"stored": "recompute, mixed", "tp": 2},
+    "from the back": {"stored": "kv, from the back", "family": "qwen3"},
+    "from the back, codec": {"stored": "kv, from the back", "family": "qwen3", "dtype": "bfloat16"},
+    "from the back, two ranks": {"stored": "kv, from the back", "tp": 2},
     "not recomputed": {"stored": "kv", "family": "qwen3"},
 }
 
@@ -52,8 +63,10 @@ def test_random_conversations(
     how = dict(SERVERS[name])
     stored, family = how.pop("stored"), how.pop("family", "llama")
     model, other = (build_model(family, model_cache, seed=seed) for seed in (0, 1))
+    encoded = how.get("dtype") == "bfloat16"  # all of them, but for some rows and units
+    faults = f"{FAULTS},some_do_not_fit" if encoded else FAULTS
     options = eager_server(
-        model, tmp_path, stored, faults=FAULTS, max_total_tokens=1536, hicache_ratio=1.1, **how
+        model, tmp_path, stored, faults=faults, max_total_tokens=1536, hicache_ratio=1.1, **how
     )
     dice, plugin = random.Random(name), pytestconfig.pluginmanager.get_plugin
     progress, capture = plugin("terminalreporter"), plugin("capturemanager")
@@ -65,9 +78,13 @@ def test_random_conversations(
         weights = model
 
         def everything() -> bool:
-            """Each kind of end and of hit, and slices: how soon depends on who is faster."""
-            restored = stored == "kv" or tokens(server, "eager_recomputed")
-            return bool(restored) and all(clients.counts[kind] for kind in KINDS)
+            """Each kind of end and of hit, slices, and units that do not fit."""
+            seen = [clients.counts[kind] for kind in KINDS]
+            if "from the back" in stored:
+                seen.append(counted(server, "l3_tokens", "recomputed"))
+            elif stored != "kv":
+                seen.append(tokens(server, "eager_recomputed"))
+            return all(seen) and (not encoded or bool(tokens(server, "not_encodable")))
 
         while (begun := clients.counts["conversations"]) < CONVERSATIONS or not everything():
             with capture.global_and_fixture_disabled():
@@ -94,7 +111,7 @@ def test_random_conversations(
         record_property(what, dict(sorted(counts.items())))
     for weights in (model, other):
         turns = [t for t in clients.turns if t.reply.meta_info["weight_version"] == weights.name]
-        if how.get("dtype") == "bfloat16":
+        if encoded:
             talks = [Conversation([], turns=turns)]
             assert_no_cache_output_up_to_ties(weights, tmp_path / weights.name, talks)
         else:
