@@ -105,6 +105,7 @@ def test_random_conversations(
         "talk": clients.counts,
         "trouble": trouble.counts,
         "slices": counters["slices"],
+        "l3_tokens": counters["l3_tokens"],
         "tokens": counters["tokens"],
     }
     for what, counts in found.items():
