@@ -1,4 +1,4 @@
-"""What is measured: a first token at each speed of L3, and requests per second under load."""
+"""What is measured: a first token at each speed of L3, and requests that come under load."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from bench.harness.restorer import Restorer
@@ -146,12 +146,15 @@ def under_load(
     names = (NO_L3, ALWAYS, OURS)
     learn(turns, OURS, speed)
     found: dict[str, list[float]] = {name: [] for name in names}
+    waits: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
         order = random.Random(number).sample(names, len(names))
         for name in order:
             advance(f"load, round {number + 1}: {name}")
             with turns.servers[name].turn():
-                found[name].append(_burst(turns, turns.servers[name], requests, number))
+                rate, wait = _burst(turns, turns.servers[name], requests, number)
+            found[name].append(rate)
+            waits[name].append(wait)
     # As times of a request, of which less is better.
     times = {name: [1 / rate for rate in rates] for name, rates in found.items()}
     of_better = compared(times[OURS], times[NO_L3], times[ALWAYS])["of_better"]
@@ -159,22 +162,32 @@ def under_load(
         "speed": speed,
         "requests": requests,
         "per_second": {name: median(rates) for name, rates in found.items()},
+        "first_token_s": {name: median(each) for name, each in waits.items()},
         "rounds_per_second": {name: [round(r, 3) for r in rates] for name, rates in found.items()},
         "goodput_of_better": 1 / of_better,
     }
 
 
-def _burst(turns: Turns, restored: Restorer, requests: int, round_: int) -> float:
-    """Requests per second of one burst, after which caches are flushed."""
+def _burst(turns: Turns, restored: Restorer, requests: int, round_: int) -> tuple[float, float]:
+    """Requests per second of one burst, and seconds until a first token on average.
+
+    Caches are flushed behind it.
+    """
     source, pause = random.Random(round_), turns.computing / OFFERED
     prompts = [
         [*history(turns.tokens, number), *question(1000 * (round_ + 1) + number)]
         for number in range(1, requests + 1)
     ]
     source.shuffle(prompts)
-    start, threads = time.perf_counter(), []
+    start, threads, waits = time.perf_counter(), [], []
+
+    def ask(prompt: list[int]) -> None:
+        asked = time.perf_counter()
+        restored.server.generate(prompt, 1)
+        waits.append(time.perf_counter() - asked)
+
     for prompt in prompts:
-        thread = threading.Thread(target=restored.server.generate, args=(prompt, 1))
+        thread = threading.Thread(target=ask, args=(prompt,))
         thread.start()
         threads.append(thread)
         time.sleep(source.expovariate(1 / pause))
@@ -182,4 +195,4 @@ def _burst(turns: Turns, restored: Restorer, requests: int, round_: int) -> floa
         thread.join()
     taken = time.perf_counter() - start
     restored.server.flush_cache(300)
-    return requests / taken
+    return requests / taken, mean(waits)

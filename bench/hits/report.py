@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def table_lines(results: Mapping[str, Any]) -> str:
-    """A row for each model, history and speed of L3; then the requests per second under load."""
+    """A row for each model, history and speed of L3; then what was measured under load."""
     names = list(results["cases"][0]["points"][0]["ms"])
     heads = ("model, history", "speed of L3", *(COMPARED[name].title for name in names))
     rows = []
@@ -33,11 +33,17 @@ def table_lines(results: Mapping[str, Any]) -> str:
         names = results["cases"][0]["stalled_ms"]
         table += "\n\n" + markdown(("ms when L3 stops", "computing", *names), stalls)
     compared = (COMPARED[name].title for name in (NO_L3, ALWAYS, OURS))
-    heads = ("requests per second under load", "speed of L3", *compared)
+    heads = ("requests per second (mean s to the first token)", "speed of L3", *compared)
     loads = [
-        (title(case), f"{load['speed']:g}", *load["per_second"].values(), load["goodput_of_better"])
+        (
+            title(case),
+            f"{load['speed']:g}",
+            *(f"{rate:.2f} ({load['first_token_s'][name]:.2f})" for name, rate in rates.items()),
+            load["goodput_of_better"],
+        )
         for case in results["cases"]
         for load in case["loads"]
+        if (rates := load["per_second"])
     ]
     if not loads:
         return table

@@ -4,8 +4,9 @@ With T(n) seconds to read n tokens of a hit of N and compute the rest, T is conc
 grows faster than linearly: its minimum is at 0 or N. So a hit is read whole or refused. A prefetch
 that turns out slower than computing what is left ends with what has arrived.
 
-While requests wait for the GPU, its time is what counts: then a hit is read if its load takes the
-GPU less time than computing it, however long L3 takes.
+Computing a hit is behind what the GPU computes already, and delays hits that are read meanwhile:
+both counts. While requests wait for the GPU, its time is all that counts: then a hit is read if its
+load takes the GPU less time than computing it, however long L3 takes.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from hcache_backend.engine import metrics
+from hcache_backend.engine.hits.asked import Asked, delays, left
 from hcache_backend.engine.hits.costs import Costs, Hit, Machine, Recomputing
 from hcache_backend.engine.hits.estimates import Estimate
+from hcache_backend.engine.hits.gpu import Gpu
 from hcache_backend.engine.hits.progress import L3Progress
 from hcache_backend.engine.hits.trials import TRIAL_SHARE, Trials, seconds_like
 
@@ -35,34 +37,6 @@ _SILENCE_SECONDS = 60.0
 """Between two log lines about refused hits."""
 _SHOWN_SECONDS = 1.0
 """Between two times that rates are shown."""
-
-
-@dataclass
-class _Asked:
-    """A request whose prefix L3 is asked for.
-
-    Attributes:
-        prefix: Tokens before that.
-        recomputing: See :class:`Hit`.
-        hit: What is being read, or will be; None: nothing yet.
-        arrived: Tokens of it that have arrived.
-        tried: Where it is read to see how fast L3 is by now: all of the hit, of which it may be a
-            small part.
-    """
-
-    prefix: int
-    recomputing: Recomputing | None = None
-    hit: Hit | None = None
-    arrived: int = 0
-    tried: Hit | None = None
-
-    @property
-    def left(self) -> int:
-        return self.hit.tokens - self.arrived if self.hit is not None else 0
-
-    @property
-    def left_behind(self) -> int:
-        return min(self.hit.behind, self.left) if self.hit is not None else 0
 
 
 class Running(NamedTuple):
@@ -93,6 +67,7 @@ class HitGate:
 
     Attributes:
         costs: What it expects of operations.
+        gpu: What it is at.
         l3: What HiCache's threads are at.
         unfinished: Prefetches that HiCache's threads are still at on some rank, also those that
             nobody waits for any more; the same on every rank.
@@ -111,11 +86,11 @@ class HitGate:
         self._min_gain = min_gain
         self._clock = clock
         self._lock = threading.Lock()
-        self._asked: dict[str, _Asked] = {}
+        self._asked: dict[str, Asked] = {}
         self._refused: OrderedDict[str, None] = OrderedDict()
+        self.gpu = Gpu(clock)
         self.l3 = L3Progress(self.costs, clock)
         self._trials = (Trials(), Trials())  # of the page store, and of what is behind it
-        self._gpu_wanted = False
         self._agreed_overdue = False
         self._said: float | None = None
         self._shown: float | None = None
@@ -127,10 +102,6 @@ class HitGate:
             metrics.RATES.set(operation, self._backend, value=0)
 
     # ---- the scheduler thread ----
-
-    def gpu_is_wanted(self, wanted: bool) -> None:
-        """Whether requests wait that could run but for the GPU."""
-        self._gpu_wanted = wanted
 
     def forget(self, request_id: str) -> None:
         """A new request comes, perhaps with the name of one that was refused."""
@@ -146,7 +117,7 @@ class HitGate:
         if self._agreed_overdue:
             return False
         with self._lock:
-            self._asked[request_id] = _Asked(prefix, recomputing)
+            self._asked[request_id] = Asked(prefix, recomputing)
         return True
 
     def to_end(self, running: Sequence[Running]) -> list[bool]:
@@ -198,6 +169,11 @@ class HitGate:
         """Whether L3 was overdue when the ranks last agreed."""
         return self._agreed_overdue
 
+    def launched(self, tokens: int, prefix: float, loaded: int) -> int:
+        """A batch is launched that computes this (see :meth:`prefilled`); its number."""
+        computing = self.costs.prefill.seconds(tokens, prefix) or 0.0
+        return self.gpu.begins(computing + self.costs.loaded(loaded))
+
     def prefilled(self, tokens: int, prefix: float, loaded: int, seconds: float) -> None:
         """A batch computed ``tokens`` behind ``prefix`` on average, and waited for a load.
 
@@ -236,7 +212,7 @@ class HitGate:
         """
         now = self._clock()
         with self._lock:
-            asked = self._asked.setdefault(request_id, _Asked(0))
+            asked = self._asked.setdefault(request_id, Asked(0))
             hit = Hit(tokens, asked.prefix, wanted - tokens + 1, behind, asked.recomputing)
             asked.hit = asked.tried = None
             problem = self._too_slow(hit, now)
@@ -314,36 +290,43 @@ class HitGate:
     # ---- estimates ----
 
     def _pays(self, hit: Hit, read: float) -> bool:
-        """Whether to read a hit in so many seconds, and to load it, is worth it."""
+        """Whether to read a hit in so many seconds is worth it, if nothing else is under way."""
         saved, taken = self.costs.saved(hit), hit.until_there(read) + self.costs.loaded(hit.tokens)
         return saved is None or taken * self._min_gain <= saved
+
+    def _computing(self, saved: float, others: list[Asked], now: float) -> float:
+        """Seconds until what takes so long is computed, with those by which that delays others."""
+        computing = self.gpu.seconds_busy(now) + saved
+        return computing + delays(others, computing, self.costs, self.l3.slowdown(now))
 
     def _too_slow(self, hit: Hit, now: float) -> str | None:
         """Why a hit is not to be read, or None. Under the lock."""
         if self.l3.seems_overdue(now):
             return "L3 is overdue"
-        read = self._seconds_to_read(hit, now)
-        if self._pays(hit, read):
+        saved, others = self.costs.saved(hit), list(self._asked.values())
+        if saved is None:
             return None
-        taken = hit.until_there(read) + self.costs.loaded(hit.tokens)
-        saved = self.costs.saved(hit) or 0.0
+        computing = self._computing(saved, others, now)
+        read = hit.until_there(self._seconds_to_read(hit, now))
+        taken = max(self.gpu.seconds_busy(now), read) + self.costs.loaded(hit.tokens)
+        if taken * self._min_gain <= computing:
+            return None
         return (
             f"to read and load {hit.tokens} tokens takes {taken:.3f} s, to compute them "
-            f"{saved:.3f} s"
+            f"{computing:.3f} s"
         )
 
     def _seconds_to_read(self, hit: Hit, now: float) -> float:
         """Seconds until a hit is read, as far as they count and anybody knows. Under the lock."""
-        if self._gpu_wanted:
+        if self.gpu.wanted:
             return 0.0
-        queued = sum(asked.left for asked in self._asked.values())
-        behind = sum(asked.left_behind for asked in self._asked.values())
+        queued, behind = left(self._asked.values())
         read = self.costs.least_reading(queued + hit.tokens, behind + hit.behind)
         return read * self.l3.slowdown(now)
 
-    def _ends(self, asked: _Asked, one: Running, queued: int, behind: int, now: float) -> bool:
+    def _ends(self, asked: Asked, one: Running, queued: int, behind: int, now: float) -> bool:
         """Whether to end a prefetch; ``queued`` tokens are left up to its end, so many behind."""
-        if asked.hit is None or self._gpu_wanted or one.whole or not asked.left:
+        if asked.hit is None or self.gpu.wanted or one.whole or not asked.left:
             return False
         saved = self.costs.saved(asked.hit.without(asked.arrived - one.lost))
         if saved is None:
@@ -360,9 +343,11 @@ class HitGate:
         else:
             going_on = max(going_on, self.costs.least_reading(queued, behind))
         going_on = asked.hit.without(asked.arrived).until_there(going_on)
-        return going_on * self._min_gain > _ENDING_MARGIN * saved
+        others = [other for other in self._asked.values() if other is not asked]
+        computing = self._computing(saved, others, now)
+        return going_on * self._min_gain > _ENDING_MARGIN * computing
 
-    def _part_of(self, hit: Hit, page: int, asked: _Asked, now: float) -> int:
+    def _part_of(self, hit: Hit, page: int, asked: Asked, now: float) -> int:
         """Tokens of a hit to read although all of it is too slow. Under the lock."""
         near, kept = hit.cut(hit.tokens - hit.behind) if page else hit, 0
         if 0 < near.tokens < hit.tokens and self._too_slow(near, now) is None:

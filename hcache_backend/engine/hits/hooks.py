@@ -186,15 +186,18 @@ def around_batch(
 ) -> Any:
     """Around ``Scheduler.run_batch``: note when a prefill was launched, and what it computes."""
     _note_waiting(scheduler)
-    launched = time.monotonic()
+    gate, prefill = gate_of(scheduler.tree_cache), None
+    if gate is not None:
+        with harmless():
+            work = _prefill_work(batch)
+            if work is not None:
+                prefill = time.monotonic(), gate.launched(*work), work
     result = original(scheduler, batch, *a, **kw)
-    gate = gate_of(scheduler.tree_cache)
     if gate is not None:
         with harmless():
             alone = not _stands_behind_recomputation(scheduler)
-            work = _prefill_work(batch)
-            if work is not None and alone:
-                result.hcache_prefill = (launched, *work)
+            if prefill is not None:
+                result.hcache_prefill = *prefill, alone
     return result
 
 
@@ -208,9 +211,11 @@ def after_batch(
     prefill = getattr(result, "hcache_prefill", None)
     gate = gate_of(scheduler.tree_cache)
     if prefill is not None and gate is not None:
-        launched, tokens, prefix, loaded = prefill
+        launched, number, work, alone = prefill
         with harmless():
-            gate.prefilled(tokens, prefix, loaded, now - max(launched, before))
+            gate.gpu.ended(number)
+            if alone:
+                gate.prefilled(*work, now - max(launched, before))
     return done
 
 
@@ -244,7 +249,7 @@ def _note_waiting(scheduler: Any) -> None:
     gate = gate_of(scheduler.tree_cache)
     if gate is not None:
         with harmless():
-            gate.gpu_is_wanted(waits_for_gpu(scheduler))
+            gate.gpu.wanted = waits_for_gpu(scheduler)
 
 
 # ---- HiCache's storage threads ----

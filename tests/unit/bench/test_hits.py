@@ -25,7 +25,12 @@ def test_few_rounds_have_no_interval() -> None:
 
 def make_results() -> dict[str, Any]:
     point = {"ms": {"none": 1000.0, "always": 4000.0, "ours": 1020.0}, "interval": [1.0, 1.04]}
-    per_second = {"none": 0.9, "always": 0.5, "ours": 1.1}
+    load = {
+        "speed": 0.5,
+        "per_second": {"none": 0.9, "always": 0.5, "ours": 1.1},
+        "first_token_s": {"none": 2.0, "always": 4.0, "ours": 1.5},
+        "goodput_of_better": 1.2,
+    }
     return {
         "device": "a machine",
         "cases": [
@@ -36,7 +41,7 @@ def make_results() -> dict[str, Any]:
                 "computing_ms": 1000.0,
                 "stalled_ms": {"5 s, default options": 1600.0},
                 "points": [{"speed": 0.25, "of_better": 1.02, **point}],
-                "loads": [{"speed": 0.5, "per_second": per_second, "goodput_of_better": 1.2}],
+                "loads": [load],
             }
         ],
     }
@@ -46,7 +51,9 @@ def test_the_tables_have_a_row_for_each_speed_and_each_load() -> None:
     lines = table_lines(make_results()).splitlines()
     assert "| GQA (K and V), 1,024 | 0.25 | 1,000 | 4,000 | 1,020 | 1.02 | 1.00 to 1.04 |" in lines
     assert "| GQA (K and V), 1,024 | 1,000 | 1,600 |" in lines
-    assert "| GQA (K and V), 1,024 | 0.5 | 0.90 | 0.50 | 1.10 | 1.20 |" in lines
+    assert (
+        "| GQA (K and V), 1,024 | 0.5 | 0.90 (2.00) | 0.50 (4.00) | 1.10 (1.50) | 1.20 |" in lines
+    )
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:

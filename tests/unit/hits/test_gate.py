@@ -8,6 +8,7 @@ import pytest
 
 from hcache_backend.engine.hits.costs import Recomputing
 from hcache_backend.engine.hits.gate import HitGate
+from hcache_backend.engine.hits.gpu import Gpu
 from hcache_backend.engine.hits.progress import LONGEST_PART_SECONDS, OVERDUE_SECONDS
 from tests.unit.hits.gates import STEP, Clock, at, read, reading, takes, turn
 
@@ -98,21 +99,65 @@ def test_the_load_counts_too(gate: HitGate, clock: Clock) -> None:
 
 
 def test_reads_that_are_queued_come_first(gate: HitGate, clock: Clock) -> None:
+    read(gate, clock, 0.7)
+    assert takes(gate, "a")
+    assert not takes(gate, "b")  # 1.4 s; computed, it is there after 1.0 s, and "a" 0.3 s later
+    turn(gate)  # the first is done
+    assert takes(gate, "c")
+
+
+def test_a_hit_is_taken_whose_computing_would_delay_others_that_are_read(
+    gate: HitGate, clock: Clock
+) -> None:
     read(gate, clock, 0.4)
-    assert takes(gate, "a") and takes(gate, "b")
-    assert not takes(gate, "c")
-    turn(gate, at("b"))  # the first is done
+    assert all(takes(gate, name) for name in "ab")
+    # Of 1.0 s of computing "a" would wait for 0.6 s and "b" for 0.2 s.
+    assert takes(gate, "c")  # after 1.2 s
+    assert takes(gate, "d")  # after 1.6 s
+    assert not takes(gate, "e")  # after 2.0 s
+    assert turn(gate, *map(at, "abcd")) == []
+    assert turn(gate, at("d")) == []  # they were aborted
+
+
+def test_what_the_gpu_computes_already_comes_first(gate: HitGate, clock: Clock) -> None:
+    read(gate, clock, 1.5)
+    assert not takes(gate, "a")
+    first = gate.launched(700, 0, 0)
+    assert takes(gate, "b")
+    turn(gate)
+    clock.now += 0.3
+    assert not takes(gate, "c")  # 0.4 s are left of it
+    second = gate.launched(500, 0, 0)
     assert takes(gate, "d")
+    turn(gate)
+    gate.gpu.ended(first)  # 0.4 s sooner than expected
+    clock.now += 0.1
+    assert gate.gpu.seconds_busy(clock.now) == pytest.approx(0.4)
+    gate.gpu.ended(second)
+    assert gate.gpu.seconds_busy(clock.now) == 0.0
+
+
+def test_work_of_the_gpu_whose_end_nobody_told_is_over_with_the_next(clock: Clock) -> None:
+    gpu = Gpu(clock)
+    gpu.begins(5.0)
+    second = gpu.begins(1.0)
+    clock.now += 1.0
+    assert gpu.seconds_busy(clock.now) == pytest.approx(5.0)
+    gpu.ended(second)
+    assert gpu.seconds_busy(clock.now) == 0.0
+    gpu.begins(2.0)
+    clock.now += 3.0
+    assert gpu.seconds_busy(clock.now) == 0.0
 
 
 def test_while_requests_wait_a_hit_is_taken_that_saves_the_gpu_time(
     gate: HitGate, clock: Clock
 ) -> None:
     read(gate, clock, 5.0)
-    gate.gpu_is_wanted(True)
+    gate.gpu.wanted = True
     assert takes(gate, "a")
     assert turn(gate, at("a")) == []
-    gate.gpu_is_wanted(False)
+    gate.gpu.wanted = False
     assert turn(gate, at("a")) == ["a"]
 
 
@@ -121,7 +166,7 @@ def test_while_requests_wait_a_hit_that_costs_the_gpu_more_is_refused(
 ) -> None:
     read(gate, clock, 0.01)
     gate.prefilled(10, 1000, loaded=1000, seconds=2.0)
-    gate.gpu_is_wanted(True)
+    gate.gpu.wanted = True
     assert not takes(gate, "a")
 
 
@@ -214,7 +259,7 @@ def test_the_read_of_a_prefetch_that_ended_is_no_reason_to_end_others(
 ) -> None:
     """It had read for long, and was not behind."""
     read(gate, clock, 5.0)
-    gate.gpu_is_wanted(True)
+    gate.gpu.wanted = True
     assert takes(gate, "a") and takes(gate, "b")
     with reading(gate, "a", 1000):
         clock.now += 4.0
@@ -248,7 +293,7 @@ def test_while_a_read_is_overdue_everything_ends_and_nothing_is_asked(
 def test_reads_that_hung_teach_no_patience(gate: HitGate, clock: Clock) -> None:
     for _ in range(2):
         read(gate, clock, 3600.0)
-    gate.gpu_is_wanted(True)
+    gate.gpu.wanted = True
     assert takes(gate, "a")
     with reading(gate, "a", 1000):
         clock.now += 2 * LONGEST_PART_SECONDS + OVERDUE_SECONDS + 0.01
@@ -260,7 +305,7 @@ def test_a_read_whose_parts_come_is_not_overdue_though_nobody_looked(
 ) -> None:
     """The scheduler is in one long step, and its turns come late."""
     read(gate, clock, 1.0, tokens=2000)
-    gate.gpu_is_wanted(True)
+    gate.gpu.wanted = True
     assert takes(gate, "a") and takes(gate, "b")
     with reading(gate, "a", 1000):
         for _ in range(7):
@@ -271,7 +316,7 @@ def test_a_read_whose_parts_come_is_not_overdue_though_nobody_looked(
 
 def test_also_under_load(gate: HitGate, clock: Clock) -> None:
     read(gate, clock, 0.001)
-    gate.gpu_is_wanted(True)
+    gate.gpu.wanted = True
     assert takes(gate, "a")
     with reading(gate, "a", 1000):
         clock.now += OVERDUE_SECONDS + 0.01

@@ -27,7 +27,7 @@ class Hits(RuleBasedStateMachine):
 
     @rule(wanted=st.booleans())
     def requests_wait_for_the_gpu(self, wanted: bool) -> None:
-        self.gate.gpu_is_wanted(wanted)
+        self.gate.gpu.wanted = wanted
 
     @rule(seconds=st.sampled_from([0.01, 0.1, 1.0, 20.0]))
     def time_passes(self, seconds: float) -> None:
