@@ -16,7 +16,7 @@ export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
 .PHONY: setup versions demo test test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
 	bench-segment-codec bench-throttled bench-accuracy bench-partition bench-paper bench-occupancy bench-step-time bench-depth \
-	bench-pyramid bench-beside bench-eager bench-hits bench-eviction bench-pages bench-compare record-demo record-eager record-compare \
+	bench-pyramid bench-beside bench-eager bench-hits bench-hits-load bench-eviction bench-pages bench-compare record-demo record-eager record-compare \
 	record-accuracy
 .DELETE_ON_ERROR:
 
@@ -176,9 +176,13 @@ bench-eager: setup
 bench-beside: setup
 	$(BIN)/python -m bench.beside $(ARGS)
 
-# The first token, and requests under load, with L3 slower and faster than computing. Two hours, alone.
+# The first token, with L3 slower and faster than computing. An hour, alone.
 bench-hits: setup $(VENV)/.peers
 	$(BIN)/python -m bench.hits $(ARGS)
+
+# Bursts of requests with L3 slower and faster than computing. Twenty minutes, alone.
+bench-hits-load: setup
+	$(BIN)/python -m bench.hits.load $(ARGS)
 
 # Own pages of K and V beside SGLang's plain pages. Five minutes, alone.
 bench-pages: setup

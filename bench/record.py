@@ -45,6 +45,7 @@ PROGRAMS = {
     "eviction": "bench.eviction",
     "pages": "bench.pages",
     "hits": "bench.hits.report",
+    "hits_load": "bench.hits.load",
 }
 """Name of the results -> the module that makes their table."""
 _BLOCK = re.compile(r"(<!-- results: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)

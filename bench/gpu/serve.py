@@ -12,6 +12,8 @@ first for the method on which everything depends, so a server that refuses it fa
 - two prompts of 4,096 tokens at once, three times
 - 64 requests at once that generate 128 tokens, three times
 - both again, with L3 alone having them: the prompts, and the pages that decode steps filled
+- four requests that decode, alone and while one of the prompts comes back from L3: what copies and
+  slices of recomputation cost them
 
 A step fails if a history does not come back whole. ``out/DEVICE/serve.json`` is written after every
 server, beside each one's own file, and has their rows. Exit status 1: a step failed.
@@ -35,7 +37,7 @@ from bench.gpu.serve_requests import METHODS_SERVED
 from bench.gpu.steps import Step
 from bench.harness.server import unwind_when_terminated
 
-METHODS = ("hcache-hidden", "file", "recompute", "hcache-hidden-eager")
+METHODS = ("hcache-hidden", "file", "recompute", "hcache-hidden-eager", "hcache-kv-eager")
 
 
 def main() -> int:

@@ -8,8 +8,7 @@ stopped meanwhile, and are compared round by round: the table has medians, and t
 differences between default options and the better one of the first two, with an interval that
 holds the true one with 95%.
 
-L3 also stops while a history is being read, for five seconds and for good; and requests come 1.2
-times as fast as they can be computed, each with a history of its own.
+L3 also stops while a history is being read, for five seconds and for good.
 """
 
 from __future__ import annotations
@@ -28,12 +27,8 @@ from bench.harness.program import at_least, failing, names, parser, stamp, steps
 from bench.harness.report import OUT, write
 from bench.harness.turns import Turns, taking_turns
 from bench.hits.cases import ALWAYS, MODELS, OURS, layers
-from bench.hits.measure import at_speed, stalled, store_histories, under_load
+from bench.hits.measure import at_speed, stalled
 from bench.hits.report import draw, table_lines
-
-LOADS = (2.0, 0.5)
-"""Speeds of L3 under load."""
-_LOAD_ROUNDS = 3
 
 
 def main() -> int:
@@ -45,7 +40,6 @@ def main() -> int:
     speeds = [4.0, 2.0, 1.0, 0.5, 0.25, 0.1]
     add("--speeds", type=float, nargs="+", default=speeds, help="of L3; 1: as fast as computing")
     add("--rounds", type=at_least(1), default=9, help="requests to each server and speed")
-    add("--requests", type=at_least(0), default=24, help="requests of a load; 0: no load")
     add("--out", type=Path, default=OUT, help="folder for hits.json and hits.png")
     given = parsed.parse_args()
     with failing():
@@ -61,11 +55,9 @@ def main() -> int:
 
 
 def measure(machine: Machine, given: Any) -> list[dict[str, Any]]:
-    """All models and histories; the first history also under load."""
+    """All models and histories."""
     found = []
-    loads = 1 + 3 * _LOAD_ROUNDS * len(LOADS) if given.requests else 0
-    each = 2 + len(given.speeds) * given.rounds
-    total = len(given.models) * (len(given.tokens) * each + loads)
+    total = len(given.models) * len(given.tokens) * (2 + len(given.speeds) * given.rounds)
     with (
         steps(total) as (_, advance),
         tempfile.TemporaryDirectory(prefix="hcache-bench-") as folder,
@@ -74,19 +66,14 @@ def measure(machine: Machine, given: Any) -> list[dict[str, Any]]:
             for tokens in given.tokens:
                 advance(f"{kind}, {tokens:,} tokens: starting servers")
                 model = MODELS[kind].build(Path(folder), layers(tokens))
-                requests = given.requests if tokens == given.tokens[0] else 0
                 with taking_turns(machine, model, MODELS[kind].methods(), tokens) as turns:
-                    case = _case(turns, given.speeds, given.rounds, requests, advance)
+                    case = _case(turns, given.speeds, given.rounds, advance)
                 found.append({"model": kind, "pages": MODELS[kind].pages, "tokens": tokens, **case})
     return found
 
 
 def _case(
-    turns: Turns,
-    speeds: Sequence[float],
-    rounds: int,
-    requests: int,
-    advance: Callable[[str], None],
+    turns: Turns, speeds: Sequence[float], rounds: int, advance: Callable[[str], None]
 ) -> dict[str, Any]:
     """What is measured with one model and one history."""
     advance("L3 stops")
@@ -95,16 +82,8 @@ def _case(
         "5 s, default options": stalled(turns, OURS, 5.0),
         "for good, default options": stalled(turns, OURS, None),
     }
-    if requests:
-        advance("histories for the load")
-        store_histories(turns, requests)
     # The fastest first: that L3 became slower is noticed by the next reads, faster only in time.
-    loads, points = [], []
-    for speed in sorted({*speeds, *LOADS}, reverse=True):
-        if speed in speeds:
-            points.append(at_speed(turns, speed, rounds, advance))
-        if speed in LOADS and requests:
-            loads.append(under_load(turns, speed, requests, _LOAD_ROUNDS, advance))
+    points = [at_speed(turns, speed, rounds, advance) for speed in sorted(speeds, reverse=True)]
     return {
         "computing_ms": 1e3 * turns.computing,
         "bytes_per_token": {
@@ -112,7 +91,6 @@ def _case(
         },
         "points": points,
         "stalled_ms": {name: 1e3 * seconds for name, seconds in stalls.items()},
-        "loads": loads,
     }
 
 

@@ -15,7 +15,9 @@ POSITIONS = 32768
 ALWAYS, OURS = "always", "ours"
 COMPARED: dict[str, Method] = {
     NO_L3: replace(METHODS["host"], title="no L3"),
-    ALWAYS: Method("every L3 hit read", storage="dynamic", hcache={"min_gain": 0}),
+    ALWAYS: Method(
+        "every L3 hit read", storage="dynamic", hcache={"min_gain": 0, "recompute": "never"}
+    ),
     OURS: Method("default options", storage="dynamic", hcache={"min_gain": 1.0}),
     "file": METHODS["file"],
     "nixl": METHODS["nixl"],

@@ -1,4 +1,4 @@
-"""What is measured: a first token at each speed of L3, and requests that come under load."""
+"""What is measured: a first token at each speed of L3, and when L3 stops."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
-from bench.harness.restorer import Restorer
-from bench.harness.turns import NO_L3, Answer, Turns, history, question
+from bench.harness.turns import NO_L3, Answer, Turns
 from bench.hits.cases import ALWAYS, OURS
 from bench.pages import LEAST_ROUNDS, median_interval
 
@@ -24,8 +23,6 @@ _TRYING_SECONDS = 60.0
 """How long a server may take to see that L3 is fast again."""
 _COMPARED = (OURS, NO_L3)
 """These have every round; others only if they take less than twice the fastest's time at first."""
-OFFERED = 1.2
-"""Requests under load come so many times as fast as they can be computed."""
 
 
 def at_speed(turns: Turns, speed: float, rounds: int, advance: Callable[[str], None]) -> Row:
@@ -125,74 +122,3 @@ def compared(ours: Sequence[float], *others: Sequence[float]) -> Row:
         "of_better": 1 + median(differences) / least,
         "interval": None if ends is None else [1 + end / least for end in ends],
     }
-
-
-def store_histories(turns: Turns, requests: int) -> None:
-    """Have L3 store what requests under load ask for."""
-    for name in (ALWAYS, OURS):
-        with turns.servers[name].turn():
-            for number in range(1, requests + 1):
-                turns.servers[name].server.generate(history(turns.tokens, number), 1)
-            turns.servers[name].server.flush_cache(300)
-
-
-def under_load(
-    turns: Turns, speed: float, requests: int, rounds: int, advance: Callable[[str], None]
-) -> Row:
-    """Requests per second when they come faster than they could be computed.
-
-    Each has a history of its own, which is in L3.
-    """
-    names = (NO_L3, ALWAYS, OURS)
-    learn(turns, OURS, speed)
-    found: dict[str, list[float]] = {name: [] for name in names}
-    waits: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds):
-        order = random.Random(number).sample(names, len(names))
-        for name in order:
-            advance(f"load, round {number + 1}: {name}")
-            with turns.servers[name].turn():
-                rate, wait = _burst(turns, turns.servers[name], requests, number)
-            found[name].append(rate)
-            waits[name].append(wait)
-    # As times of a request, of which less is better.
-    times = {name: [1 / rate for rate in rates] for name, rates in found.items()}
-    of_better = compared(times[OURS], times[NO_L3], times[ALWAYS])["of_better"]
-    return {
-        "speed": speed,
-        "requests": requests,
-        "per_second": {name: median(rates) for name, rates in found.items()},
-        "first_token_s": {name: median(each) for name, each in waits.items()},
-        "rounds_per_second": {name: [round(r, 3) for r in rates] for name, rates in found.items()},
-        "goodput_of_better": 1 / of_better,
-    }
-
-
-def _burst(turns: Turns, restored: Restorer, requests: int, round_: int) -> tuple[float, float]:
-    """Requests per second of one burst, and seconds until a first token on average.
-
-    Caches are flushed behind it.
-    """
-    source, pause = random.Random(round_), turns.computing / OFFERED
-    prompts = [
-        [*history(turns.tokens, number), *question(1000 * (round_ + 1) + number)]
-        for number in range(1, requests + 1)
-    ]
-    source.shuffle(prompts)
-    start, threads, waits = time.perf_counter(), [], []
-
-    def ask(prompt: list[int]) -> None:
-        asked = time.perf_counter()
-        restored.server.generate(prompt, 1)
-        waits.append(time.perf_counter() - asked)
-
-    for prompt in prompts:
-        thread = threading.Thread(target=ask, args=(prompt,))
-        thread.start()
-        threads.append(thread)
-        time.sleep(source.expovariate(1 / pause))
-    for thread in threads:
-        thread.join()
-    taken = time.perf_counter() - start
-    restored.server.flush_cache(300)
-    return requests / taken, mean(waits)

@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from bench.harness.report import markdown
-from bench.harness.turns import NO_L3
-from bench.hits.cases import ALWAYS, COMPARED, OURS
+from bench.hits.cases import COMPARED, OURS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 def table_lines(results: Mapping[str, Any]) -> str:
-    """A row for each model, history and speed of L3; then what was measured under load."""
+    """A row for each model, history and speed of L3; then what was measured when L3 stopped."""
     names = list(results["cases"][0]["points"][0]["ms"])
     heads = ("model, history", "speed of L3", *(COMPARED[name].title for name in names))
     rows = []
@@ -32,22 +31,7 @@ def table_lines(results: Mapping[str, Any]) -> str:
     if stalls:
         names = results["cases"][0]["stalled_ms"]
         table += "\n\n" + markdown(("ms when L3 stops", "computing", *names), stalls)
-    compared = (COMPARED[name].title for name in (NO_L3, ALWAYS, OURS))
-    heads = ("requests per second (mean s to the first token)", "speed of L3", *compared)
-    loads = [
-        (
-            title(case),
-            f"{load['speed']:g}",
-            *(f"{rate:.2f} ({load['first_token_s'][name]:.2f})" for name, rate in rates.items()),
-            load["goodput_of_better"],
-        )
-        for case in results["cases"]
-        for load in case["loads"]
-        if (rates := load["per_second"])
-    ]
-    if not loads:
-        return table
-    return f"{table}\n\n{markdown((*heads, 'default / better'), loads)}"
+    return table
 
 
 def title(case: Mapping[str, Any]) -> str:

@@ -53,6 +53,16 @@ def resolved(server_args: Any) -> Any:
     return resolved_view(server_args)
 
 
+def ranks_of_a_request(server_args: Any) -> int:
+    """Tensor-parallel ranks that compute a request together.
+
+    With data-parallel attention these are a group of them (its MLPs apart, which all ranks share).
+    """
+    arguments = resolved(server_args)
+    groups = int(arguments.dp_size) if arguments.enable_dp_attention else 1
+    return int(arguments.tp_size) // groups
+
+
 def decodes_for_others(server_args: Any) -> bool:
     """Whether this is a decode server of prefill/decode disaggregation, or may become one."""
     return _may_be("decode", server_args)

@@ -278,6 +278,8 @@ class EagerLoads:
         others = self._before_prefetch(due.prefetch)
         if others is None or due.prefetch.is_terminated() or not self.recomputes_pages:
             return None
+        if len(others) != due.prefetch.storage_start:
+            return None  # its pages follow other tokens than these
         return len(others) + due.pages.start * self._pool.page_size
 
     def _taken(self, due: Recomputation, allowed: int) -> tuple[int, int]:

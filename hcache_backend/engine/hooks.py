@@ -56,7 +56,7 @@ _WEIGHT_UPDATES_BY_VERSION = (
 )
 
 
-_EMBEDDINGS = ("input_embeds", "positional_embed_overrides", "multimodal_inputs", "lora_id")
+NOT_IN_TOKEN_IDS = ("input_embeds", "positional_embed_overrides", "multimodal_inputs", "lora_id")
 """What a request may have (SGLang's ``Req``) that its token ids do not say."""
 
 
@@ -244,7 +244,8 @@ def _before_received(
     governor = getattr(controller, "governor", None)
     if governor is not None:
         governor.scheduler = scheduler
-        controller.plain_prompt = all(getattr(req, name, None) is None for name in _EMBEDDINGS)
+        # What SGLang calls otherwise by now is there for all we know.
+        controller.plain_prompt = all(getattr(req, name, name) is None for name in NOT_IN_TOKEN_IDS)
     return original(scheduler, req, *a, **kw)
 
 

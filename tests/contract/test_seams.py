@@ -196,6 +196,12 @@ def test_what_we_ask_for_in_case_it_is_there_is_there_in_some_version() -> None:
     assert not unknown
 
 
+def test_requests_say_what_their_token_ids_do_not(sglang: Source) -> None:
+    """Without one of these no front of a hit would be recomputed."""
+    request = attributes_of(sglang, "sglang.srt.managers.schedule_batch.Req")
+    assert set(hooks.NOT_IN_TOKEN_IDS) <= request
+
+
 def test_the_hooks_on_weight_updates_have_their_places(sglang: Source) -> None:
     def there(name: str) -> bool:
         return sglang.find(hooks._WEIGHTS + name) is not None

@@ -51,7 +51,7 @@ def dry_run(out: Path, *arguments: str) -> dict[str, Any]:
 @needs_none
 def test_the_dry_run_serves_in_hidden_mode_and_restores_what_was_asked(tmp_path: Path) -> None:
     steps = dry_run(tmp_path, "--methods", "hcache-hidden")
-    start, *rows = steps["serve-hcache-hidden"]["rows"]["rows"]
+    start, *rows, alone, beside = steps["serve-hcache-hidden"]["rows"]["rows"]
     assert start["said"].startswith("hidden mode")
     [projected] = start["exactness"]["projection"]
     assert "% equal" in projected["exactness"]
@@ -64,6 +64,9 @@ def test_the_dry_run_serves_in_hidden_mode_and_restores_what_was_asked(tmp_path:
         assert row["from_l3"] == load.requests * load.history
         assert row["same_tokens"] == row["of_tokens"] == load.requests * load.after
         assert row["l3_ms"] > 0 and row["load_ms"] > 0
+    assert (alone["step"], beside["step"]) == ("decode, few", "a hit beside them")
+    assert beside["from_l3"] > 0 and beside["recomputed_tokens"] == 0  # it restores layer-wise
+    assert alone["gap_ms"] > 0 and beside["gap_ms"] > 0
 
 
 @pytest.mark.parametrize("load", [*LOADS, *DRY_LOADS])
@@ -127,7 +130,7 @@ def test_the_dry_run_serves_all_models_by_all_methods(tmp_path: Path) -> None:
         steps = dry_run(tmp_path / name, "--model", name)
         assert list(steps) == ["weights", *(f"serve-{method}" for method in METHODS)]
         restored = {
-            method: [row["from_l3"] for row in step["rows"]["rows"] if "from_l3" in row]
+            method: [row["from_l3"] for row in step["rows"]["rows"] if "same_tokens" in row]
             for method, step in steps.items()
             if method != "weights"
         }

@@ -211,11 +211,11 @@ def after_batch(
     prefill = getattr(result, "hcache_prefill", None)
     gate = gate_of(scheduler.tree_cache)
     if prefill is not None and gate is not None:
-        launched, number, work, alone = prefill
+        launched, number, (tokens, prefix, loaded), alone = prefill
         with harmless():
             gate.gpu.ended(number)
             if alone:
-                gate.prefilled(*work, now - max(launched, before))
+                gate.prefilled(tokens, prefix, loaded, now - max(launched, before))
     return done
 
 

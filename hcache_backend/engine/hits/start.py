@@ -6,7 +6,11 @@ import logging
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.engine import hooks
-from hcache_backend.engine.arguments import decodes_for_others, resolved
+from hcache_backend.engine.arguments import (
+    decodes_for_others,
+    ranks_of_a_request,
+    resolved,
+)
 from hcache_backend.engine.hits.costs import Machine
 from hcache_backend.engine.hits.gate import HitGate
 from hcache_backend.engine.runtime import Runtime
@@ -50,7 +54,7 @@ def known_machine(runtime: Runtime, config: HCacheConfig) -> Machine | None:
     methods = runtime.layer_methods
     if methods is None or methods.profile is None or methods.shape is None:
         return None
-    ranks = int(resolved(runtime.runner.server_args).tp_size)
+    ranks = ranks_of_a_request(runtime.runner.server_args)
     eager = config.restore != "layerwise"
     return Machine(methods.profile, methods.shape, methods.partition, ranks, eager)
 

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from hcache_backend.config import ConfigError, HCacheConfig
-from hcache_backend.engine.arguments import resolved
+from hcache_backend.engine.arguments import ranks_of_a_request, resolved
 from hcache_backend.engine.hits.costs import Machine
 from hcache_backend.engine.hits.gate import HitGate
 from hcache_backend.engine.hits.start import known_machine, may_judge
@@ -54,7 +54,7 @@ def _machine(runtime: Runtime, config: HCacheConfig) -> Machine | None:
     copy_as_measured(profile, runtime.runner.device, segment_bytes=0)
     methods = runtime.layer_methods
     partition = methods.partition if methods is not None else Partition(0, 0, shape.layers)
-    ranks = int(resolved(runtime.runner.server_args).tp_size)
+    ranks = ranks_of_a_request(runtime.runner.server_args)
     return Machine(profile, shape, partition, ranks, config.restore != "layerwise")
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hcache_backend.config import HCacheConfig
-from hcache_backend.engine import metrics
+from hcache_backend.engine import arguments, metrics
 from hcache_backend.engine.host_pool import HostPages
 from hcache_backend.engine.kv_pages.overflow import OverflowArea
 from hcache_backend.engine.kv_pages.segments import KVSegments
@@ -261,18 +261,19 @@ def test_l3_hits_are_judged_by_the_bytes_that_k_and_v_are_stored_in(
         dtype=torch.bfloat16,
         device="cpu",
         model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: model)),
-        server_args=SimpleNamespace(tp_size=1, pp_size=1),
+        server_args=SimpleNamespace(tp_size=4, dp_size=2, enable_dp_attention=True, pp_size=1),
     )
     config = HCacheConfig()
     runtime: Any = SimpleNamespace(config=config, codec=used, layer_methods=None, runner=runner)
     profile = Profile.model_construct(l3=Rate(per_second=1e6))
     for name in ("get_pp_group", "get_tp_group"):
         monkeypatch.setattr(parallel_state, name, lambda: first)
-    monkeypatch.setattr(hit_machine, "resolved", lambda arguments: arguments)
+    for module in (hit_machine, arguments):
+        monkeypatch.setattr(module, "resolved", lambda arguments: arguments)
     monkeypatch.setattr(hit_machine, "find_profile", lambda *_: profile)
     monkeypatch.setattr(hit_machine, "copy_as_measured", lambda *_, **__: None)
     machine = hit_machine._machine(runtime, config)
-    assert machine is not None
+    assert machine is not None and machine.ranks == 2
     plain = 2 * device.layer_num * 2 * 16 * 2  # K and V of a token
     assert machine.read(1000, 0) == pytest.approx(1000 * share * plain / 1e6, rel=0.001)
 

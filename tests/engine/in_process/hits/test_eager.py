@@ -468,6 +468,7 @@ class Fronts:
             hash_value=[str(page) for page in range(pages)],
             token_ids=list(range(100, 100 + pages * SIZE)),
             completed_tokens=0,
+            storage_start=SIZE,
             is_terminated=lambda: False,
             hcache_meeting=Meeting(),
         )
@@ -593,6 +594,18 @@ def test_without_all_that_is_before_them_pages_are_read(scene: Scene) -> None:
     fronts.turn()
     assert not fronts.launched and operation.completed_tokens == 0
     assert operation.hcache_meeting.next_batch(8) == range(8)
+
+
+def test_pages_that_do_not_follow_what_is_before_the_prefetch_are_read(scene: Scene) -> None:
+    """SGLang may cut off what has come meanwhile; then token ids are not those of the pages."""
+    fronts = Fronts(scene)
+    operation = fronts.begin()
+    operation.storage_start += SIZE
+    fronts.turn()
+    assert not fronts.launched
+    operation.storage_start = SIZE
+    fronts.turn()
+    assert fronts.launched == [(list(range(100, 108)), SIZE)]
 
 
 def test_prefetches_that_may_end_at_any_time_are_read_in_order(scene: Scene) -> None:
