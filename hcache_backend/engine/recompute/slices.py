@@ -12,6 +12,9 @@ from hcache_backend.restore.report import RunningRestore
 _UNFINISHED = 2
 """Slices that are launched and not done: one runs while the next one is being launched. A forward
 pass waits for so many at most."""
+_LEAST_TOKENS = 256
+"""Fewer take about as long, since all weights are read for them: a slice has so many where nobody
+else wants the GPU."""
 
 
 class _Slice(NamedTuple):
@@ -56,13 +59,11 @@ class SliceBudget:
         tokens, in ``share`` of what a slice may take. No page is recomputed that takes longer than
         ``within`` seconds, and several only if they take at most ``best`` seconds.
         """
-
         if not share or self.unfinished() >= _UNFINISHED:
             return 0
         if (self._layer.seconds(page_size, prefix) or 0.0) * layers > within:
             return 0
-        longest = min(share * self._seconds, within, best)
-        return self._longest(most, page_size, prefix, layers, longest)
+        return self._slice(most, page_size, prefix, layers, share, min(within, best))
 
     def seconds(self, tokens: int, page_size: int, prefix: int, layers: int) -> float:
         """How long slices of ``tokens`` in all take, one after the other, without anybody else.
@@ -70,9 +71,20 @@ class SliceBudget:
         Other arguments as in :meth:`pages`; infinite: nobody knows. Any thread.
         """
         middle, most = prefix + tokens // 2, max(1, tokens // page_size)
-        pages = self._longest(most, page_size, middle, layers, self._seconds)
+        pages = self._slice(most, page_size, middle, layers, 1.0, math.inf)
         layer = self._layer.seconds(pages * page_size, middle)
         return math.inf if layer is None else layer * layers * tokens / (pages * page_size)
+
+    def _slice(
+        self, most: int, page_size: int, prefix: int, layers: int, share: float, within: float
+    ) -> int:
+        """How many pages a slice has that may take ``within`` seconds."""
+        longest = min(share * self._seconds, within)
+        pages = self._longest(most, page_size, prefix, layers, longest)
+        if share == 1.0:
+            least = min(most, max(1, _LEAST_TOKENS // page_size))
+            pages = max(pages, self._longest(least, page_size, prefix, layers, within))
+        return pages
 
     def _longest(self, most: int, page_size: int, prefix: int, layers: int, seconds: float) -> int:
         """How many pages take at most ``seconds``, but at least one."""

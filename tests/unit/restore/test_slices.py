@@ -10,7 +10,7 @@ import pytest
 
 from hcache_backend.engine.recompute.slices import SliceBudget
 
-SIZE, LAYERS = 16, 4
+SIZE, LAYERS = 256, 4
 PER_TOKEN = 0.001
 """Seconds of one layer."""
 
@@ -43,6 +43,22 @@ def test_a_slice_is_as_long_as_it_may_take(pages: int, prefix: int) -> None:
 
 def test_one_page_is_recomputed_however_long_that_takes() -> None:
     assert budget(1e-9).pages(100, SIZE, 0, LAYERS) == 1
+
+
+def test_few_tokens_take_about_as_long_so_a_slice_has_more_where_nobody_else_wants_the_gpu() -> (
+    None
+):
+    page = LAYERS * layer(64, 0)
+    slices = budget(1.01 * page)
+    assert slices.pages(100, 64, 0, LAYERS) == 4
+    assert slices.pages(3, 64, 0, LAYERS) == 3
+    assert slices.pages(100, 64, 0, LAYERS, share=0.999) == 1
+    assert slices.pages(100, 64, 0, LAYERS, best=2.01 * page) == 2
+    assert budget(9.01 * page).pages(100, 64, 0, LAYERS) == 9
+    assert budget(1e-9).seconds(1024, 64, 0, LAYERS) == budget(4 * page).seconds(
+        1024, 64, 0, LAYERS
+    )
+    assert budget(1.0, known=False).pages(100, 64, 0, LAYERS) == 1
 
 
 def test_slices_grow_as_soon_as_it_is_known_how_long_they_take() -> None:
