@@ -43,7 +43,7 @@ TITLES = {NO_L3: "computed", ALONE: "L3 alone", BOTH: "both"}
 METHODS_COMPARED = {
     NO_L3: METHODS["host"],
     ALONE: Method(ALONE, storage="dynamic", hcache={"mode": "kv", "recompute": "never"}),
-    BOTH: Method(BOTH, storage="dynamic", hcache={"mode": "kv"}),
+    BOTH: Method(BOTH, storage="dynamic", hcache={"mode": "kv", "min_gain": 1.0}),
 }
 
 

@@ -338,6 +338,8 @@ class HitGate:
         if asked.tried is not None:
             if elapsed < TRIAL_SHARE * (self.costs.saved(asked.tried) or 0.0):
                 return False
+        elif in_time is not None and asked.hit.recomputing is not None:
+            going_on = self.l3.seconds_to_read(asked.left, asked.left_behind)
         elif in_time is not None:
             going_on = in_time
         else:

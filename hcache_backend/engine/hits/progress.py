@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hcache_backend.engine.hits.costs import Costs
+from hcache_backend.engine.hits.estimates import Estimate
 
 OVERDUE_SECONDS = 0.5
 """A read is overdue when the next part of it comes so much later than after twice the time that it
@@ -25,7 +26,8 @@ class Reading:
 
     Attributes:
         start: When it began; the clock's seconds.
-        wanted: Tokens to be read.
+        whole: Tokens of it.
+        wanted: Those of them that are to be read.
         step: Tokens of a part, which are reported together.
         last: When a part came last, or it began.
         behind: How many of the wanted tokens, at their end, are behind the page store.
@@ -37,6 +39,7 @@ class Reading:
 
     request_id: str
     start: float
+    whole: int
     wanted: int
     step: int
     last: float
@@ -77,7 +80,7 @@ class L3Progress:
     def begin(self, request_id: str, wanted: int, step: int, behind: int) -> None:
         """L3 is going to be read: ``wanted`` tokens, ``step`` at a time, the last from behind."""
         now = self._clock()
-        self.reading = Reading(request_id, now, wanted, step, now, behind)
+        self.reading = Reading(request_id, now, wanted, wanted, step, now, behind)
 
     def arrived(self, tokens: int) -> None:
         """So many more tokens were read."""
@@ -113,7 +116,7 @@ class L3Progress:
             return True
         if reading is None:
             return False
-        expected = self._costs.reading(reading.step, min(reading.step, reading.behind))
+        expected = self._expected(reading, reading.step, min(reading.step, reading.behind))
         if expected is None:
             expected = LONGEST_PART_SECONDS
         return now - reading.last > 2 * min(expected, LONGEST_PART_SECONDS) + OVERDUE_SECONDS
@@ -125,12 +128,19 @@ class L3Progress:
             return 1.0
         tokens = reading.tokens + reading.step
         behind = min(reading.behind, max(0, tokens - reading.wanted + reading.behind))
-        expected = self._costs.reading(tokens, behind)
+        expected = self._expected(reading, tokens, behind)
         return max(1.0, (now - reading.start) / expected) if expected else 1.0
 
-    def seconds_to_read(self, tokens: int) -> float:
-        """How long the next ``tokens`` of what is being read take; infinite: nobody knows."""
-        seconds = self._costs.read.seconds(tokens)
+    def seconds_to_read(self, tokens: int, behind: int = 0) -> float:
+        """How long the next ``tokens`` of what is being read take, so many of them from behind.
+
+        Infinite: nobody knows.
+        """
+        reading = self.reading
+        if reading is None:
+            seconds = self._costs.reading(tokens, behind)
+        else:
+            seconds = self._expected(reading, tokens, behind)
         return math.inf if seconds is None else seconds * self.slowdown(self._clock())
 
     def left_in_time(self, now: float) -> float | None:
@@ -138,5 +148,23 @@ class L3Progress:
         reading = self.reading
         if reading is None or self.slowdown(now) > LATE:
             return None
-        expected = self._costs.reading(reading.wanted, reading.behind)
+        expected = self._expected(reading, reading.wanted, reading.behind)
         return None if expected is None else max(0.0, expected - (now - reading.start))
+
+    def _expected(self, reading: Reading, tokens: int, behind: int) -> float | None:
+        """Seconds that some of its tokens, so many of them from behind, should take.
+
+        That is their share of what all of it should take: what small reads took, or should take by
+        the profile, says little of a part of a large one. None: nobody knows.
+        """
+        near = self._share(self._costs.read, reading.whole - reading.behind, tokens - behind)
+        far = self._share(self._costs.behind, reading.behind, behind)
+        return None if near is None or far is None else near + far
+
+    @staticmethod
+    def _share(reads: Estimate, whole: int, part: int) -> float | None:
+        if not part:
+            return 0.0
+        whole = max(whole, part)
+        seconds = reads.seconds(whole)
+        return None if seconds is None else reads.like(whole, seconds, part)

@@ -6,11 +6,14 @@ import math
 
 import pytest
 
-from hcache_backend.engine.hits.costs import Recomputing
+from hcache_backend.engine.hits.costs import Machine, Recomputing
 from hcache_backend.engine.hits.gate import HitGate
 from hcache_backend.engine.hits.gpu import Gpu
 from hcache_backend.engine.hits.progress import LONGEST_PART_SECONDS, OVERDUE_SECONDS
+from hcache_backend.partition.costs import Partition
+from hcache_backend.partition.presets import preset_profile
 from tests.unit.hits.gates import STEP, Clock, at, read, reading, takes, turn
+from tests.unit.partition.pipelines import public_model
 
 # ---- taking and refusing ----
 
@@ -270,6 +273,17 @@ def test_the_read_of_a_prefetch_that_ended_is_no_reason_to_end_others(
         assert gate.may_ask("c", 0)
 
 
+def test_what_was_recomputed_need_not_be_read_any_more(gate: HitGate, clock: Clock) -> None:
+    """All of it would take 2.0 s; the front has come so far that a tenth of that is left."""
+    for _ in range(2):
+        read(gate, clock, 2.0, tokens=1024)
+    assert takes(gate, "a", 1024, recomputing=lambda tokens, prefix: 1e-3 * tokens)
+    with reading(gate, "a", 1024):
+        clock.now += 0.6
+        gate.l3.arrived(256)
+        assert turn(gate, at("a", 896, lost=256)) == []
+
+
 # ---- L3 that does not answer ----
 
 
@@ -312,6 +326,25 @@ def test_a_read_whose_parts_come_is_not_overdue_though_nobody_looked(
             clock.now += 0.3
             gate.l3.arrived(STEP)
         assert takes(gate, "c")
+
+
+def test_a_part_of_a_read_takes_its_share_of_it_whatever_small_reads_take(clock: Clock) -> None:
+    """By the profile L3 is a fast disk; whole hits show that it is a slow one by now."""
+    machine = Machine(preset_profile("h100", 1), public_model("llama-2-7b"), Partition(0, 0, 32))
+    gate = HitGate(machine, "test", 1.0, clock)
+    for _ in range(3):
+        read(gate, clock, 16.0, tokens=1024)
+    with reading(gate, "a", 1024):
+        assert gate.l3.seconds_to_read(STEP) == pytest.approx(2.0, rel=0.01)
+        for _ in range(4):
+            clock.now += 2.0
+            assert not gate.l3.seems_overdue(clock.now)
+            assert gate.l3.slowdown(clock.now) == pytest.approx(1.0, rel=0.01)
+            gate.l3.arrived(STEP)
+        assert gate.l3.seconds_to_read(STEP) == pytest.approx(2.0, rel=0.01)
+        assert gate.l3.left_in_time(clock.now) == pytest.approx(8.0, rel=0.01)
+        clock.now += 4.0 + OVERDUE_SECONDS + 0.1
+        assert gate.l3.seems_overdue(clock.now)
 
 
 def test_also_under_load(gate: HitGate, clock: Clock) -> None:
