@@ -8,7 +8,7 @@ one computes everything, one restores from L3 while L3 is being read ("L3 alone"
 
 A time is that to the first token. It is compared with the other servers' of the same round: the
 table has medians of the ratios, and intervals that hold the true ones with 95%. The floor is what
-restores would take whose processor and L3 are busy from start to end.
+restores would take whose processor and L3 are busy from start to end; then comes the question.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from bench.harness.program import at_least, failing, parser, stamp, steps
 from bench.harness.report import OUT, markdown, write
 from bench.harness.turns import NO_L3, Answer, Turns, taking_turns
 from bench.pages import LEAST_ROUNDS, median_interval
+from hcache_backend.engine.hits.costs import side_by_side
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -69,13 +70,17 @@ def at_length(
         advance(f"{tokens:,} tokens: starting servers")
         model = shape(tokens).build(Path(folder))
         with taking_turns(machine, model, METHODS_COMPARED, tokens) as turns:
-            return [at_speed(turns, speed, rounds, advance) for speed in speeds]
+            question = turns.seconds_of_question(NO_L3)
+            return [at_speed(turns, speed, question, rounds, advance) for speed in speeds]
 
 
 def at_speed(
-    turns: Turns, speed: float, rounds: int, advance: Callable[[str], None]
+    turns: Turns, speed: float, question: float, rounds: int, advance: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Seconds to the first token of every server, round by round, and what they are compared to."""
+    """Seconds to the first token of every server, round by round, and what they are compared to.
+
+    The ``question`` alone takes so many.
+    """
     found: dict[str, list[Answer]] = {name: [] for name in TITLES}
     rate = turns.slow_down(speed, ALONE)
     for number in range(rounds + 1):
@@ -90,6 +95,7 @@ def at_speed(
         "model": shape(turns.tokens).describe(),
         "speed": speed,
         "mb_per_s": rate / 1e6,
+        "question_ms": 1e3 * question,
         "rounds_ms": {name: [round(1e3 * s, 1) for s in all_] for name, all_ in seconds.items()},
         "share_from_l3": {
             name: min(answer.share for answer in all_) for name, all_ in found.items()
@@ -98,13 +104,15 @@ def at_speed(
             len({answer.output_ids for answer in answers}) - 1
             for answers in zip(*found.values(), strict=True)
         ),
-        **compared(seconds, speed),
+        **compared(seconds, speed, question),
     }
 
 
-def compared(seconds: Mapping[str, Sequence[float]], speed: float) -> dict[str, Any]:
+def compared(
+    seconds: Mapping[str, Sequence[float]], speed: float, question: float
+) -> dict[str, Any]:
     """Medians, and ratios of ``both`` to others of the same round, with their intervals."""
-    floors = [one / (1 + speed) for one in seconds[NO_L3]]
+    floors = [question + side_by_side(one - question, one / speed) for one in seconds[NO_L3]]
     best = min((NO_L3, ALONE), key=lambda name: median(seconds[name]))
     others = {"of_alone": seconds[ALONE], "of_best": seconds[best], "of_floor": floors}
     found: dict[str, Any] = {"ms": {name: 1e3 * median(all_) for name, all_ in seconds.items()}}
@@ -147,7 +155,8 @@ def draw(results: Mapping[str, Any]) -> Figure:
         for name, title in TITLES.items():
             share = [row["ms"][name] / row["ms"][NO_L3] for row in rows]
             axes.plot(speeds, share, "o-" if name == BOTH else ".--", label=title)
-        axes.plot(speeds, [1 / (1 + speed) for speed in speeds], "k:", label="floor")
+        floor = [row["ms"][BOTH] / row["of_floor"] / row["ms"][NO_L3] for row in rows]
+        axes.plot(speeds, floor, "k:", label="floor")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
         axes.set_title(f"{tokens:,} tokens", fontsize=10)

@@ -86,6 +86,19 @@ class Turns:
         share = reply.cached.storage / self.tokens
         return Answer(seconds, share, tuple(reply.output_ids), restore)
 
+    def seconds_of_question(self, name: str) -> float:
+        """Seconds to the first token where the server has the history on the device."""
+        restored, seconds = self.servers[name], []
+        with restored.turn():
+            restored.server.generate(history(self.tokens), 1)
+            for _ in range(5):
+                prompt = self.new_question()
+                start = time.perf_counter()
+                restored.server.generate(prompt, 1)
+                seconds.append(time.perf_counter() - start)
+            restored.server.flush_cache(300)
+        return median(seconds)
+
     def slow_down(self, speed: float, like: str) -> float:
         """Let L3 bring what method ``like`` stores of the history ``speed`` times as fast as it is
         computed; 0: no limit. On the CPU engine only.

@@ -16,7 +16,7 @@ def results() -> dict[str, Any]:
     rounds = range(1, 8)
     seconds = {"none": [1.0 * n for n in rounds], "alone": [1.1 * n for n in rounds]}
     seconds["both"] = [0.6 * n for n in rounds]
-    row = {"tokens": 2048, "speed": 1.0, **compared(seconds, 1.0)}
+    row = {"tokens": 2048, "speed": 1.0, **compared(seconds, 1.0, 0.0)}
     return {"device": "a CPU", "rows": [row]}
 
 
@@ -26,6 +26,12 @@ def test_rounds_are_compared_with_those_of_the_others() -> None:
     assert row["of_best"] == pytest.approx(0.6)  # computing is sooner than L3 alone
     assert row["of_floor"] == pytest.approx(1.2)
     assert row["of_floor_interval"] == pytest.approx((1.2, 1.2))
+
+
+def test_the_floor_has_the_question_behind_what_is_done_at_once() -> None:
+    seconds = {"none": [2.2], "alone": [1.0], "both": [1.5]}
+    found = compared(seconds, 2.2, 0.2)  # L3 takes 1.0 s, the history 2.0 s
+    assert found["of_floor"] == pytest.approx(1.5 / (0.2 + 2 / 3))
 
 
 def test_the_table_has_a_row_for_each_speed() -> None:
