@@ -13,7 +13,7 @@ import os
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad
 
 VARIABLE = "HCACHE_CPU_ATTENTION"
 """`new`: attention of new tokens only, which may differ in the last bits."""
@@ -66,16 +66,53 @@ def extend(
         strict=True,
     ):
         slots, rows = req_to_token[request, :total], slice(start, start + new)
-        seen = torch.ones(new, total, dtype=torch.bool).tril(before) if before else None
-        found = scaled_dot_product_attention(
-            query[rows].movedim(0, 1)[None],
-            k_cache[slots].movedim(0, 1)[None].to(query.dtype),
-            v_cache[slots].movedim(0, 1)[None].to(query.dtype),
-            attn_mask=seen,
-            is_causal=seen is None,
-            enable_gqa=enable_gqa,
-            scale=scaling,
+        found = _attend(
+            query[rows].movedim(0, 1),
+            k_cache[slots].movedim(0, 1).to(query.dtype),
+            v_cache[slots].movedim(0, 1).to(query.dtype),
+            before,
+            scaling,
         )
-        output[rows] = found[0].movedim(0, 1)
+        output[rows] = found.movedim(0, 1)
         start += new
     return output
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, before: int, scale: float | None
+) -> torch.Tensor:
+    """Attention of new tokens, `[heads, new, head_size]`, to `before` others and to themselves.
+
+    The two parts are put together by their sums: a mask for both would take twice as long.
+    """
+    each = len(query) // len(key)
+    new = key[:, before:].repeat_interleave(each, 0), value[:, before:].repeat_interleave(each, 0)
+    own, own_sums = _flash(query, *new, causal=True, scale=scale)
+    if not before:
+        return own
+    # All heads that share K and V are asked at once.
+    others, sums = _flash(
+        query.reshape(len(key), -1, query.shape[-1]),
+        key[:, :before],
+        value[:, :before],
+        causal=False,
+        scale=scale,
+    )
+    share = torch.sigmoid(own_sums - sums.reshape_as(own_sums))[..., None].to(own.dtype)
+    others = others.reshape_as(own)
+    return others + share * (own - others)
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention, and the logarithms of the sums that its weights are divided by."""
+    attend, width = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, value.shape[-1]
+    value = pad(value, (0, key.shape[-1] - width))  # those of latent K and V are narrower
+    found, sums = attend(query[None], key[None], value[None], 0.0, causal, scale=scale)
+    return found[0, ..., :width], sums[0]
