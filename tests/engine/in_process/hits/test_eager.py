@@ -233,7 +233,7 @@ class Slices:
         self.depths = np.zeros(PAGES, np.int64)
         self.failures: list[Exception | None] = []
         self.known, self.done, self._problem = True, True, problem
-        self.pace = Pace(1.0, "whole")
+        self.pace = Pace(0.999, "shorter")  # at 1.0 a slice has 256 tokens at least
         self.budget = SliceBudget(seconds, 8 * SIZE, lambda tokens, prefix: tokens, known=True)
         loads: Any = SimpleNamespace(
             stored_from=2,
