@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -34,15 +35,17 @@ def exact_or_unfit(units: torch.Tensor) -> torch.Tensor:
     return fits
 
 
-def check_small_units(kind: str, chunks: range) -> None:
-    """Chunks of units of 64 values; they fit whenever they can."""
-    n = 64
+def check_small_units(kind: str, chunks: range) -> tuple[int, int]:
+    """Chunks of units of 64 values; they fit whenever they can. How many were tried, and fit."""
+    n, fit = 64, 0
     for seed in chunks:
         units = hostile_units(kind, CHUNK, n, seed)
         fits = exact_or_unfit(units)
         exponents = (bits_of(units[:BY_HAND]).numpy() >> 7 & 0xFF).astype(np.int64)
         needed = [exceptions_of(unit) for unit in exponents]
         assert fits[:BY_HAND].tolist() == [most <= most_exceptions(n) for most in needed]
+        fit += int(fits.sum())
+    return len(chunks) * CHUNK, fit
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
@@ -51,9 +54,15 @@ def test_100_000_hostile_units_come_back_to_the_bit_or_do_not_fit(kind: str) -> 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_a_million_hostile_units_come_back_to_the_bit_or_do_not_fit(kind: str) -> None:
-    check_small_units(kind, range(1, 11))
+def test_a_million_hostile_units_come_back_to_the_bit_or_do_not_fit(
+    record_property: Callable[[str, object], None],
+) -> None:
+    found = {kind: check_small_units(kind, range(1, 11)) for kind in HOSTILE}
+    units = sum(tried for tried, _ in found.values())
+    record_property("units", units)
+    record_property("units_that_fit", {kind: fit for kind, (_, fit) in found.items()})
+    assert units >= 10**6
+    assert 0 < sum(fit for _, fit in found.values()) < units
 
 
 @pytest.mark.parametrize("n", [16, 784, BLOCK_VALUES, BLOCK_VALUES + 16, 5 * BLOCK_VALUES, 65536])

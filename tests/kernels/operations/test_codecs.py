@@ -8,6 +8,7 @@ import torch
 
 from hcache_kernels.codecs import Codec, make_codec
 from tests.kernels.codec_rows import bfloat16, bits_of, float_rows, full_rows
+from tests.kernels.hostile_units import HOSTILE, hostile_units
 from tests.kernels.operations.conftest import INTERPRETED
 
 POISON = 0xA5
@@ -50,6 +51,14 @@ def test_exp4(width: int) -> None:
     exponents[3, ::2] = 255
     same_as_reference(codec, bfloat16(exponents, seed=2))
     same_as_reference(codec, float_rows(torch.bfloat16, width, seed=width))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_exp4_of_a_thousand_hostile_units(kind: str) -> None:
+    """A million, as by the reference, would take the interpreter six hours."""
+    units = hostile_units(kind, 1000, 64, seed=11)
+    same_as_reference(make_codec("exp4", 64, torch.bfloat16), units.view(torch.bfloat16))
 
 
 def test_exp4_gives_back_each_of_the_65536_patterns() -> None:
