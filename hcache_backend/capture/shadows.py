@@ -11,6 +11,8 @@ rows of its tokens. To back up a device page is to exchange the two table entrie
   HiCache frees that while the tokens are still on the device (``write_back`` does), the two entries
   are exchanged once more: the shadow has the rows again, and the page can be backed up again.
 - A page that came from L3 may lack the segments of its first layers. It cannot be backed up again.
+- A page with rows that the codec cannot hold is *unfit*: somebody else keeps K and V of its tokens
+  (``keeps_unfit``), or it is as one with lost rows.
 
 This is for the scheduler thread alone, except what every :class:`~hcache_backend.arena.Arena` has,
 which any thread may use for pages that it owns.
@@ -74,6 +76,8 @@ class ShadowArena(Arena):
         device_pages: Pages of the device's KV pool, the padding page included.
         stamp: Writes the header of a page that is complete: ``stamp(page)`` with uint8
             ``[page_bytes]``, positions and token ids already in place.
+        keeps_unfit: Whether pages are backed up although the codec cannot hold rows of them.
+            Whoever loads one asks :meth:`unfit`.
 
     Raises:
         ValueError: The memory has another shape.
@@ -86,11 +90,15 @@ class ShadowArena(Arena):
         host_pages: int,
         device_pages: int,
         stamp: Callable[[npt.NDArray[np.uint8]], None],
+        *,
+        keeps_unfit: bool = False,
     ) -> None:
         if host_pages < 1 or device_pages < 1:
             raise ValueError(f"{host_pages} host pages, {device_pages} device pages: at least one")
         super().__init__(memory, layout, host_pages + device_pages)
         self._stamp = stamp
+        self._keeps_unfit = keeps_unfit
+        self._unfit = np.zeros(len(memory), np.bool_)  # by physical page
         slots = device_pages * layout.page_size
         self._host = np.arange(host_pages, dtype=np.int64)
         self._shadow = np.arange(host_pages, host_pages + device_pages, dtype=np.int64)
@@ -158,7 +166,7 @@ class ShadowArena(Arena):
         self._rows[slots[due & written]] = _RowState.PROVEN
         missing = slots[due & (verdicts == Verdict.MISSING)]
         unfit = slots[due & (verdicts == Verdict.UNFIT)]
-        lost = np.concatenate((missing, unfit))
+        lost = missing if self._keeps_unfit else np.concatenate((missing, unfit))
         self._void(lost)
         self._lost[lost] = True
         self._rows[unfit] = _RowState.UNFIT
@@ -175,7 +183,7 @@ class ShadowArena(Arena):
         if not np.array_equal(slots, (pages[:, None] * size + np.arange(size)).ravel()):
             return "slots are not whole pages"
         rows = self._rows[slots]
-        if (rows == _RowState.UNFIT).any():
+        if not self._keeps_unfit and (rows == _RowState.UNFIT).any():
             return "rows not encodable"
         if (rows == _RowState.VOID).any():
             return "rows not valid"
@@ -219,7 +227,22 @@ class ShadowArena(Arena):
         """Whether all rows of ``host_pages`` are there; None: it is not known yet."""
         if self.waits_for_proof(host_pages):
             return None
-        return all(self.layout.is_stamped(self.memory[page]) for page in self._host[host_pages])
+        stamped = all(self.layout.is_stamped(self.memory[page]) for page in self._host[host_pages])
+        return stamped and not self.unfit(host_pages).any()
+
+    def unfit(self, host_pages: Ids) -> npt.NDArray[np.bool_]:
+        """Which of ``host_pages`` (int64 ``[n]``) have rows that the codec cannot hold, as far as
+        is known; bool ``[n]``. Any thread that owns them."""
+        return self._unfit[self._host[host_pages]]
+
+    def unfit_pages_of(self, slots: Ids) -> int:
+        """How many of the whole pages of ``slots`` (``[n]``) have such rows, as far as is known."""
+        rows = self._rows[slots].reshape(-1, self.layout.page_size)
+        return int((rows == _RowState.UNFIT).any(1).sum())
+
+    def expect(self, host_pages: Ids, first_layer: int) -> None:
+        super().expect(host_pages, first_layer)
+        self._unfit[self._host[host_pages]] = False
 
     def loaded(self, slots: Ids, host_pages: Ids) -> None:
         """``slots`` were allocated anew and will hold the tokens of ``host_pages``.
@@ -236,20 +259,31 @@ class ShadowArena(Arena):
         self._move_in(host_pages, pages)
         whole = np.repeat(self._first_layer[physical] == 0, size)
         self._rows[slots[whole]] = _RowState.PROVEN
+        self._rows[slots[np.repeat(self._unfit[physical], size)]] = _RowState.UNFIT
         self._void(slots[~whole])
 
     def _finish_unproven(self) -> None:
-        """Stamp the pages whose rows are all proven; a page that lost one is never stamped."""
+        """Stamp the pages whose rows are all there; a page that lost one is never stamped."""
         if not self._unproven:
             return
         host_pages = np.fromiter(self._unproven, np.int64)
         rows = self._rows.reshape(-1, self.layout.page_size)[self._tenant[host_pages]]
-        proven = (rows == _RowState.PROVEN).all(1)
-        lost = ((rows == _RowState.VOID) | (rows == _RowState.UNFIT)).any(1)
+        proven = self._kept(rows)
+        unfit = (rows == _RowState.UNFIT).any(1)
+        lost = (rows == _RowState.VOID).any(1) | (unfit & ~np.bool_(self._keeps_unfit))
+        self._unfit[self._host[host_pages]] = unfit
         self.host_access(self._host[host_pages[proven]], write=True, header=True)
         for page in self._host[host_pages[proven]].tolist():
             self._stamp(self.memory[page])
         self._unproven.difference_update(host_pages[proven | lost].tolist())
+
+    def _kept(self, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+        """Which pages can be restored by states of their rows ``[pages, page_size]``."""
+        kept = rows == _RowState.PROVEN
+        if self._keeps_unfit:
+            kept |= rows == _RowState.UNFIT
+        whole: npt.NDArray[np.bool_] = kept.all(1)
+        return whole
 
     # ---- host pages ----
 
@@ -263,7 +297,7 @@ class ShadowArena(Arena):
         """
         linked = host_pages[self._tenant[host_pages] >= 0]
         rows = self._rows.reshape(-1, self.layout.page_size)[self._tenant[linked]]
-        back = linked[(rows == _RowState.PROVEN).all(1)]
+        back = linked[self._kept(rows)]
         pages = self._tenant[back]
         self._host[back], self._shadow[pages] = self._shadow[pages], self._host[back]
         self._home[pages] = -1

@@ -205,7 +205,7 @@ class HiddenCapture:
                 self._noted_unfit = True
                 logger.warning(
                     "hcache: codec %r cannot hold a row of %d tokens of this step; what they "
-                    "belong to is not stored (said once, counted always)",
+                    "belong to does not go to L3 (said once, counted always)",
                     capture.codec.name,
                     unfit,
                 )

@@ -180,6 +180,7 @@ class OwnPagesController(HybridCacheController, ABC):
         arena.host_access(arena.physical(host_pages), write=True, header=True)
         tokens, before = token_array(operation.token_ids), operation.prefix_keys
         overflow = self._pool.overflow.pages if self._pool.overflow is not None else None
+        encoded = self._encoded(host_pages)
         # Look-ups end before a page that is not in L3: what is behind it is never found there.
         behind = overflow is not None and overflow.keeps_one_from_l3(before or ())
         first = None if before is None else len(before) * size
@@ -189,9 +190,8 @@ class OwnPagesController(HybridCacheController, ABC):
             at = None if first is None else first + i * size
             problem = self._finish_header(page, int(host_pages[i]), own, at)
             if problem is None and overflow is not None:
-                fits = int(host_pages[i]) not in overflow
-                overflow.note(key_bytes(key), encodable=fits)
-                if behind or not fits:
+                overflow.note(key_bytes(key), encodable=encoded[i])
+                if behind or not encoded[i]:
                     problem = "page_not_encodable"
             if problem is None:
                 layout.seal(page, key_bytes(key))
@@ -202,6 +202,11 @@ class OwnPagesController(HybridCacheController, ABC):
             operation.hash_value = operation.hash_value[:i]
             break
         return super()._page_backup(operation)
+
+    def _encoded(self, host_pages: Ids) -> Sequence[bool]:
+        """Which of ``host_pages`` (int64 ``[n]``), whose backup has ended, need no overflow."""
+        overflow = self._pool.overflow
+        return [overflow is None or page not in overflow.pages for page in host_pages.tolist()]
 
     @abstractmethod
     def _finish_header(

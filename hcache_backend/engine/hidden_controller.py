@@ -186,7 +186,12 @@ class HiddenStateController(OwnPagesController):
         ended = self._ended()
         if ended is not None or slots.values is None:
             return ended or "capture broke"
-        return self._capture.arena.problem(slots.values)
+        overflow, problem = self._pool.overflow, self._capture.arena.problem(slots.values)
+        if problem is None and overflow is not None:
+            unfit = self._capture.arena.unfit_pages_of(slots.values)
+            if unfit and not overflow.pages.has_room(unfit * len(overflow.hidden)):
+                problem = "rows not encodable"
+        return problem
 
     def _agreed(self, *fine: bool) -> Sequence[bool]:
         """For each, whether all ranks say so: none, where a rank lost its trust; it takes the
@@ -245,7 +250,19 @@ class HiddenStateController(OwnPagesController):
             for page in self._pool.arena.pages(host_pages, header=True)
         )
 
+    def _kept(self, host_pages: Ids) -> bool:
+        """Also: what an unfit page says of hidden states is never all that there is."""
+        unfit, overflow = host_pages[self._pool.arena.unfit(host_pages)], self._pool.overflow
+        return super()._kept(host_pages) and all(
+            overflow is not None and overflow.pages.rows_of(page).keys() >= set(overflow.hidden)
+            for page in unfit.tolist()
+        )
+
     # ---- host <-> storage ----
+
+    def _encoded(self, host_pages: Ids) -> Sequence[bool]:
+        unfit = self._pool.arena.unfit(host_pages).tolist()
+        return [e and not u for e, u in zip(super()._encoded(host_pages), unfit, strict=True)]
 
     def write_storage(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The backup is done, so its rows have arrived: check, and pass it on to L3."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from sglang.srt.mem_cache.pool_host.base import HostKVCache
 
@@ -38,10 +39,11 @@ class OwnPagesPool(HostKVCache):
         layout: SGLang's name of the host layout; pages look the same whatever it is, but HiCache
             decides by it how indices travel.
         kv: Copies the K and V that pages hold.
+        unfit_layers: Layers of hidden states, K and V of which are kept where a row does not fit.
 
     Attributes:
         on_freed: Who wants to know of pages (int64 ``[n]``) that HiCache has freed.
-        overflow: Keeps what encoded pages cannot hold; None: they are not encoded.
+        overflow: Keeps K and V of what encoded pages cannot hold; None: there is nothing to keep.
         on_backed_up: Who wants to know of pages (int64 ``[n]``) that were copied from slots (int64
             ``[n * page_size]``, on the device), on the current stream.
         on_loaded: The same of pages that were copied to slots.
@@ -60,6 +62,7 @@ class OwnPagesPool(HostKVCache):
         page_layout: PageLayout,
         pages: HostPages,
         kv: KVSegments,
+        unfit_layers: Sequence[int] = (),
         pin_memory: bool,
         allocator_type: str,
     ) -> None:
@@ -68,6 +71,7 @@ class OwnPagesPool(HostKVCache):
         self.target_layer_num = self.layer_num
         self._pages = pages
         self._kv = kv
+        self._unfit_layers = tuple(unfit_layers)
         self.overflow: OverflowArea | None = None
         self._overflowed: Kept = {}
         self._loads: LoadQueue | None = None
@@ -127,8 +131,9 @@ class OwnPagesPool(HostKVCache):
         )
         pages = self._pages.host + self._pages.shadows
         self.arena = self._new_arena(buffer[:pages].numpy())
-        if self._kv.codec != "none":
-            self.overflow = OverflowArea(self._kv, buffer[pages:], self.device_pool.device)
+        if self._pages.overflow:
+            room, device = buffer[pages:], self.device_pool.device
+            self.overflow = OverflowArea(self._kv, room, device, self._unfit_layers)
             self.on_freed.append(self.overflow.freed)
         return buffer
 
@@ -165,7 +170,7 @@ class OwnPagesPool(HostKVCache):
     ) -> None:
         host_pages = self.page_ids(host_indices)
         fits = self.save(host_pages, device_indices)
-        if self.overflow is not None and fits is not None:
+        if self.overflow is not None:
             self.overflow.saved(host_pages, device_indices, fits)
         self._backed_up = current_stream(self.device_pool.device).record()
 
@@ -292,10 +297,22 @@ class HiddenStatePool(OwnPagesPool):
     def follow(self, capture: StagedCapture) -> None:
         """Give the pool what fills the shadows."""
         self._capture = capture
+        if self.overflow is not None and self._unfit_layers:
+            self.overflow.rows_fit = self._rows_fit
+
+    def _rows_fit(self, host_pages: Ids) -> npt.NDArray[np.bool_] | None:
+        assert self._capture is not None
+        self._capture.ledger.settle(wait=False)
+        return None if self.arena.waits_for_proof(host_pages) else ~self.arena.unfit(host_pages)
 
     def _new_arena(self, memory: np.ndarray) -> ShadowArena:
         return ShadowArena(
-            memory, self.page_layout, self._pages.host, self._pages.shadows, self._stamp
+            memory,
+            self.page_layout,
+            self._pages.host,
+            self._pages.shadows,
+            self._stamp,
+            keeps_unfit=bool(self._unfit_layers),
         )
 
     def free(self, indices: torch.Tensor) -> int:

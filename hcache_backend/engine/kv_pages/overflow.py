@@ -1,4 +1,4 @@
-"""K and V that encoded pages cannot hold are kept as they are, in host memory of a fixed size."""
+"""K and V of what encoded pages cannot hold are kept as they are, in fixed host memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hcache_backend.arena import Ids
@@ -18,6 +19,10 @@ from hcache_backend.page import key_bytes
 from hcache_backend.streams import Event, current_stream, host_tensor, to_device
 
 logger = logging.getLogger("hcache")
+
+RowsFit = Callable[[Ids], npt.NDArray[np.bool_] | None]
+"""Which host pages (int64 ``[p]``), whose transfer has passed, hold their rows of hidden states,
+bool ``[p]``; None: nobody has looked yet."""
 
 Kept = Mapping[int, tuple[Ids, Ids]]
 """By layer, which of some pages (their places) the overflow has, in which rows: int64 ``[n]``."""
@@ -56,6 +61,9 @@ class Overflow:
         self._free = list(range(self.rows))
         self._rows.clear()
         self.lost.clear()
+
+    def has_room(self, rows: int) -> bool:
+        return rows <= len(self._free)
 
     def take(self, host_page: int, layers: Sequence[int]) -> None:
         """Find a row for each of ``layers`` of a page; without room the page is lost."""
@@ -126,7 +134,8 @@ class SavedPages(NamedTuple):
     Attributes:
         host_pages: int64 ``[p]``.
         held: The pages of the pool that they were copied from, int64 ``[p]``, on the device.
-        fits: Which of their layers fit, bool ``[layers, p]``, on the CPU behind the transfer.
+        fits: Which of their layers of K and V fit, bool ``[layers, p]``, on the CPU behind the
+            transfer; none where these are not encoded.
     """
 
     host_pages: Ids
@@ -135,39 +144,62 @@ class SavedPages(NamedTuple):
 
 
 class OverflowArea:
-    """Keeps K and V that do not fit in encoded pages as they are, in host memory of a fixed size.
+    """Keeps K and V of what does not fit in encoded pages as they are, in fixed host memory.
 
     That something does not fit is known behind the transfer, when HiCache already counts on the
     backup. So HiCache hears of the backup's end only once this is copied, too: until then it leaves
-    the tokens on the device. Scheduler thread only.
+    the tokens on the device. Where a row of hidden states does not fit, K and V of all layers of
+    hidden states of its page are kept. Scheduler thread only.
 
     Args:
         kv: Saved the pages.
         room: uint8, contiguous memory that the device can read and write.
+        hidden: Layers that are stored as encoded hidden states; none: see ``rows_fit``.
+
+    Attributes:
+        rows_fit: Says which pages hold these; None: pages that do not are not backed up.
     """
 
-    def __init__(self, kv: KVSegments, room: torch.Tensor, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        kv: KVSegments,
+        room: torch.Tensor,
+        device: torch.device | str,
+        hidden: Sequence[int] = (),
+    ) -> None:
         room = room.view(-1)[-room.data_ptr() % _ALIGNMENT :]
-        rows = room.numel() // kv.plain_bytes
+        plain_bytes = self._row_bytes(kv, hidden)
+        rows = room.numel() // plain_bytes
         self.pages = Overflow(rows)
+        self.hidden = tuple(hidden)
+        self.rows_fit: RowsFit | None = None
         self._told = (0, 0, 0)
         self._kv = kv
-        self._memory = room[: rows * kv.plain_bytes].view(rows, -1)
+        self._memory = room[: rows * plain_bytes].view(rows, -1)
         self._device = device
         self._last: SavedPages | None = None
         self._unsettled: dict[int, Ids] = {}  # by host page, all those of its backup
         self._warned = False
 
     @staticmethod
-    def least_bytes(kv: KVSegments) -> int:
+    def least_bytes(kv: KVSegments, hidden: Sequence[int] = ()) -> int:
         """Room for a page of which no layer fits, wherever it begins; 0: nothing is encoded."""
-        return len(kv.layers) * kv.plain_bytes + _ALIGNMENT if kv.codec != "none" else 0
+        layers = len(hidden) + (len(kv.layers) if kv.codec != "none" else 0)
+        return layers * OverflowArea._row_bytes(kv, hidden) + _ALIGNMENT if layers else 0
 
-    def saved(self, host_pages: Ids, slots: torch.Tensor, fits: torch.Tensor) -> SavedPages:
+    @staticmethod
+    def _row_bytes(kv: KVSegments, hidden: Sequence[int]) -> int:
+        return max(kv.bytes_of(layer) for layer in (*kv.layers, *hidden))
+
+    def saved(self, host_pages: Ids, slots: torch.Tensor, fits: torch.Tensor | None) -> SavedPages:
         """``host_pages`` were saved from ``slots``, as far as they fit, on the current stream.
+
+        ``fits`` is as by :meth:`KVSegments.save`.
 
         What did not fit will be kept when :meth:`awaited` is told of this backup.
         """
+        if fits is None:
+            fits = torch.ones((0, len(host_pages)), dtype=torch.bool, device=slots.device)
         self._last = self.told(host_pages, slots, fits)
         return self._last
 
@@ -193,7 +225,8 @@ class OverflowArea:
             return ack
         saved, self._last = self._last, None
         settle = partial(self._settle, saved.host_pages)
-        end = _BackupEnd(ack, partial(self._end, saved), settle)
+        known = partial(self._known, saved.host_pages)
+        end = _BackupEnd(ack, known, partial(self._end, saved), settle)
         return ack._replace(start_event=end, finish_event=end)
 
     def settled(self, host_page: int) -> bool:
@@ -206,8 +239,11 @@ class OverflowArea:
         return self.pages.lost.isdisjoint(pages) and self._unsettled.keys().isdisjoint(pages)
 
     def kept(self, host_page: int) -> dict[int, torch.Tensor]:
-        """What is here of ``host_page``, by layer: uint8 ``[plain_bytes]``, on the CPU."""
-        return {layer: self._memory[row] for layer, row in self.pages.rows_of(host_page).items()}
+        """What is here of ``host_page``, by layer: uint8 ``[bytes]``, on the CPU."""
+        return {
+            layer: self._memory[row, : self._kv.bytes_of(layer)]
+            for layer, row in self.pages.rows_of(host_page).items()
+        }
 
     def load(self, layer: int, kept: Kept, slots: torch.Tensor) -> None:
         """Copy what is ``kept`` of a layer to ``slots``, on the current stream.
@@ -238,6 +274,9 @@ class OverflowArea:
             if self._unsettled.get(page) is host_pages:
                 del self._unsettled[page]
 
+    def _known(self, host_pages: Ids) -> bool:
+        return self.rows_fit is None or self.rows_fit(host_pages) is not None
+
     def _end(self, saved: SavedPages) -> Event | None:
         """See :meth:`copy_unfit`; counts, and warns once."""
         unfit = int((~saved.fits).any(0).sum())
@@ -247,10 +286,9 @@ class OverflowArea:
         if self.pages.lost and not self._warned:
             self._warned = True
             logger.warning(
-                "hcache: K and V of pages that codec %r cannot encode have no room in host "
-                "memory: they are computed again wherever they are not on the device (codec 'none' "
-                'keeps them; hcache_tokens_total{event="not_restored_overflow_full"} counts)',
-                self._kv.codec,
+                "hcache: K and V of pages that cannot be encoded have no room in host memory: they "
+                "are computed again wherever they are not on the device (codec 'none' keeps them; "
+                'hcache_tokens_total{event="not_restored_overflow_full"} counts)'
             )
         return copied
 
@@ -265,7 +303,12 @@ class OverflowArea:
     def copy_unfit(self, saved: SavedPages) -> Event | None:
         """Copy what did not fit of pages that have arrived, on the current stream; an event behind
         it, or None: nothing is on its way."""
-        pages, unfit = saved.host_pages.tolist(), ~saved.fits.numpy()
+        pages, unfit, layers = saved.host_pages.tolist(), ~saved.fits.numpy(), self._kv.layers
+        if self.rows_fit is not None:
+            fit = self.rows_fit(saved.host_pages)
+            lacks = np.ones(len(pages), np.bool_) if fit is None else ~fit
+            unfit = np.concatenate((unfit, np.tile(lacks, (len(self.hidden), 1))))
+            layers = (*layers[: len(saved.fits)], *self.hidden)
         # Freed before the end was heard of, a page is another's.
         unfit &= [self._unsettled.get(page) is saved.host_pages for page in pages]
         places = np.flatnonzero(unfit.any(0))
@@ -276,8 +319,7 @@ class OverflowArea:
             now = current_stream(self._device)
             now.keep(saved.held)
             for place, host_page in zip(places.tolist(), host_pages, strict=True):
-                layers = [self._kv.layers[number] for number in np.flatnonzero(unfit[:, place])]
-                self.pages.take(host_page, layers)
+                self.pages.take(host_page, [layers[n] for n in np.flatnonzero(unfit[:, place])])
             for layer, kept in self.pages.of_pages(saved.host_pages[places]).items():
                 at, rows = (to_device(ids, self._device) for ids in (places[kept[0]], kept[1]))
                 self._kv.save_plain(layer, saved.held[at], self._memory, rows)
@@ -291,20 +333,26 @@ class _BackupEnd:
 
     Args:
         ack: HiCache's, with the events of the transfer.
-        launch: Launches what comes behind the backup; an event behind that, or None.
+        known: Whether it is known what comes behind the backup, once that has passed.
+        launch: Launches it; an event behind that, or None.
         ended: Is told when that has passed.
     """
 
     def __init__(
-        self, ack: Any, launch: Callable[[], Event | None], ended: Callable[[], None]
+        self,
+        ack: Any,
+        known: Callable[[], bool],
+        launch: Callable[[], Event | None],
+        ended: Callable[[], None],
     ) -> None:
         self._start, self._finish = ack.start_event, ack.finish_event
+        self._known = known
         self._launch: Callable[[], Event | None] | None = launch
         self._launched: Event | None = None
         self._ended = ended
 
     def query(self) -> bool:
-        if not self._finish.query():
+        if not self._finish.query() or (self._launch is not None and not self._known()):
             return False
         last = self._go_on()
         if last is not None and not last.query():

@@ -5,6 +5,7 @@ It also compiles the kernels that copy them: what was not tried at the start is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,8 @@ def check_copies(plan: PagePlan) -> None:
     """Copy two pages of the pool to host memory, and from there to two others, in the layers of
     which K and V are stored. If there is a codec, one page is not to be encoded, and goes to the
     overflow; the other one is to come back as by the codec's reference. Where layers share slots
-    that is done with each way to encode these.
+    that is done with each way to encode these. To the overflow go also layers of hidden states, if
+    it is to keep their K and V.
 
     Nothing may be served yet: the pages of the pool get back what they held.
 
@@ -38,10 +40,12 @@ def check_copies(plan: PagePlan) -> None:
     """
     layout = plan.layout
     for tried in layout.in_each_code if isinstance(layout, PairedLayout) else [layout]:
-        _check_copies(plan.kvcache, tried, plan.kv)
+        _check_copies(plan.kvcache, tried, plan.kv, plan.unfit_layers)
 
 
-def _check_copies(kvcache: Any, layout: PageLayout, kv: KVSegments) -> None:
+def _check_copies(
+    kvcache: Any, layout: PageLayout, kv: KVSegments, unfit_layers: Sequence[int]
+) -> None:
     size, device = layout.page_size, kvcache.k_buffer[0].device
     if len(kvcache.k_buffer[0]) <= size * max(*_FROM, *_TO):
         raise Refused("the KV pool is too small to try copies of its pages")
@@ -51,8 +55,9 @@ def _check_copies(kvcache: Any, layout: PageLayout, kv: KVSegments) -> None:
     )
     memory = host_tensor((len(_HOST), layout.page_bytes), torch.uint8, device).zero_()
     layout.divide(memory.numpy())
+    layers = (*kv.layers, *unfit_layers)
     planes = [
-        buffers[layer] for buffers in (kvcache.k_buffer, kvcache.v_buffer) for layer in kv.layers
+        buffers[layer] for buffers in (kvcache.k_buffer, kvcache.v_buffer) for layer in layers
     ]
     buffers = [plane.view(torch.uint8) for plane in planes]
     touched = torch.cat((slots, others))
@@ -62,25 +67,28 @@ def _check_copies(kvcache: Any, layout: PageLayout, kv: KVSegments) -> None:
         buffer[slots] = torch.randint_like(buffer[slots], 1, 256)
         buffer[others] = 0
     try:
-        wanted = [buffer[slots] for buffer in buffers]
+        first, stored = slots[:size], len(layers)
         if kv.codec != "none":
-            first, stored = slots[:size], len(kv.layers)
             for plane in planes:
                 plane[first] = torch.randn_like(plane[first])
-            by_layer = [[planes[n][first], planes[n + stored][first]] for n in range(stored)]
+        wanted = [buffer[slots] for buffer in buffers]
+        if kv.codec != "none":
+            by_layer = [
+                [planes[n][first], planes[n + stored][first]] for n in range(len(kv.layers))
+            ]
             for number, back in enumerate(kv.through_codec(layout, by_layer)[0]):
                 for part, plane in enumerate(back):
                     wanted[number + part * stored][:size] = plane.view(torch.uint8).to(device)
         pages = torch.tensor(_HOST, device="cpu" if kv.by_header else device)
         fits = kv.save(layout, memory, pages, slots)
         others_stay = RestoredLayer("kv", copy=lambda *_: None)
-        layers = [others_stay] * len(layout.segment_bytes)
+        restored = [others_stay] * len(layout.segment_bytes)
         for layer in kv.layers:
-            layers[layer] = kv.restored_layer(layer)
-        pipeline = RestorePipeline(memory, layout, layers, len(slots), device)
+            restored[layer] = kv.restored_layer(layer)
+        pipeline = RestorePipeline(memory, layout, restored, len(slots), device)
         pipeline.start(np.array(_HOST), others).synchronize()  # nothing is served yet
-        if fits is not None:
-            _copy_by_overflow(kv, fits, slots, others)
+        if fits is not None or unfit_layers:
+            _copy_by_overflow(kv, fits, unfit_layers, slots, others)
         wrong = [
             not torch.equal(buffer[others], held)
             for buffer, held in zip(buffers, wanted, strict=True)
@@ -91,7 +99,7 @@ def _check_copies(kvcache: Any, layout: PageLayout, kv: KVSegments) -> None:
         for buffer, held in zip(buffers, before, strict=True):
             buffer[touched] = held
     if any(wrong):
-        layer = kv.layers[wrong.index(True) % len(kv.layers)]
+        layer = layers[wrong.index(True) % len(layers)]
         raise Refused(f"K or V of layer {layer} come back from host memory as something else")
     if fits is not None and not bool(fits[:, 0].all()):
         layer = kv.layers[fits[:, 0].tolist().index(False)]
@@ -101,15 +109,21 @@ def _check_copies(kvcache: Any, layout: PageLayout, kv: KVSegments) -> None:
 
 
 def _copy_by_overflow(
-    kv: KVSegments, fits: torch.Tensor, slots: torch.Tensor, others: torch.Tensor
+    kv: KVSegments,
+    fits: torch.Tensor | None,
+    unfit_layers: Sequence[int],
+    slots: torch.Tensor,
+    others: torch.Tensor,
 ) -> None:
     """Copy what did not fit when ``slots`` were saved (see :meth:`KVSegments.save`) to an overflow,
-    and from there to slots ``others``; int64 ``[p * page_size]`` both, on the device."""
-    pages = np.arange(fits.shape[1])
-    memory = host_tensor((fits.numel(), kv.plain_bytes), torch.uint8, fits.device)
-    overflow = OverflowArea(kv, memory, fits.device)
+    ``unfit_layers`` as well, and from there to slots ``others``; int64 ``[p * page_size]`` both, on
+    the device."""
+    pages, device = np.arange(len(slots) // kv.page_size), slots.device
+    room = len(pages) * OverflowArea.least_bytes(kv, unfit_layers)
+    overflow = OverflowArea(kv, host_tensor((room,), torch.uint8, device), device, unfit_layers)
+    overflow.rows_fit = lambda pages: np.zeros(len(pages), np.bool_)
     saved = overflow.saved(pages, slots, fits)
-    current_stream(fits.device).record().synchronize()
+    current_stream(device).record().synchronize()
     overflow.copy_unfit(saved)
-    for layer in kv.layers:
+    for layer in (*kv.layers, *unfit_layers):
         overflow.load(layer, overflow.pages.of_pages(pages), others)

@@ -5,13 +5,14 @@ All host and device memory that hidden mode takes is within what the user gave.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 import xxhash
-from sglang.srt.distributed import get_tp_group
+from sglang.srt.distributed.parallel_state import get_pp_group, get_tp_group
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_bytes
 from sglang.srt.runtime_context import get_memory
 
@@ -94,6 +95,11 @@ class PagePlan:
         """
         self._divide_host_memory(with_shadows=False)
 
+    @property
+    def unfit_layers(self) -> Sequence[int]:
+        """Layers of hidden states, K and V of which are kept where a row cannot be encoded."""
+        return ()
+
     def _divide_host_memory(self, *, with_shadows: bool) -> None:
         memory = get_memory()
         self.pages = plan_host_pages(
@@ -103,7 +109,7 @@ class PagePlan:
             memory.hicache_ratio,
             host_memory_budget_bytes(),
             with_shadows=with_shadows,
-            least_overflow=OverflowArea.least_bytes(self.kv),
+            least_overflow=OverflowArea.least_bytes(self.kv, self.unfit_layers),
         )
 
 
@@ -148,6 +154,13 @@ class HiddenPagePlan(PagePlan):
     def hidden_layers(self) -> list[AttentionLayer]:
         """Layers that are stored as hidden states."""
         return [self.layers[index] for index in self.methods.layers("hidden")]
+
+    @property
+    def unfit_layers(self) -> Sequence[int]:
+        # Other ranks, whose rows may fit, would not know that their K and V are to be kept.
+        alone = get_tp_group().world_size == 1 and get_pp_group().world_size == 1
+        encoded = alone and not self.codec.is_view
+        return self.methods.layers("hidden") if encoded else ()
 
     def find_room(self) -> None:
         """Divide host memory, and take staging; talks to no other rank.

@@ -147,6 +147,7 @@ class Stack:
             "page_layout": plan.layout,
             "pages": plan.pages,
             "kv": plan.kv,
+            "unfit_layers": plan.unfit_layers,
             "pin_memory": self.kvcache.device != "cpu",
             "allocator_type": get_allocator_type(),
         }

@@ -367,6 +367,6 @@ def _copying(plan: _Plan) -> _Plan:
     Raises:
         Refused: They do not.
     """
-    if plan.kv.layers:
+    if plan.kv.layers or plan.unfit_layers:
         check_copies(plan)
     return plan

@@ -92,22 +92,31 @@ def test_encoded_k_and_v_give_the_same_output(
 
 
 KV, MIXED = {"mode": "kv"}, {"partition": partition(0, 2, 2)}
+HIDDEN = {"partition": partition(0, 4, 0)}
 FULL = "overflow_is_full"
+
+
+UNITS, ROWS = ("units_do_not_fit", FULL), ("rows_do_not_fit", "no_room_for_rows")
+IN_EVERY_RUN = {("kv", "units_do_not_fit"), ("hidden", "rows_do_not_fit")}
 
 
 @pytest.mark.parametrize(
     ("name", "hcache", "tp", "policy", "fault"),
     [
         pytest.param(*server, fault, id=f"{label}, {fault}", marks=marks)
-        for label, server in {
-            "kv": ("qwen3", KV, 1, "write_through"),
-            "write back": ("qwen3", KV, 1, "write_back"),
-            "kv, two ranks": ("qwen3", KV, 2, "write_through"),
-            "mixed": ("llama", MIXED, 1, "write_through"),
-            "mixed, two ranks": ("llama", MIXED, 2, "write_through"),
-        }.items()
-        for fault in ("units_do_not_fit", FULL)
-        for marks in [() if (label, fault) == ("kv", "units_do_not_fit") else pytest.mark.long]
+        for label, server, faults in (
+            ("kv", ("qwen3", KV, 1, "write_through"), UNITS),
+            ("write back", ("qwen3", KV, 1, "write_back"), UNITS),
+            ("kv, two ranks", ("qwen3", KV, 2, "write_through"), UNITS),
+            ("mixed", ("llama", MIXED, 1, "write_through"), (*UNITS, *ROWS)),
+            ("mixed, two ranks", ("llama", MIXED, 2, "write_through"), UNITS),
+            ("hidden", ("llama", HIDDEN, 1, "write_through"), ROWS),
+            ("hidden, write back", ("llama", HIDDEN, 1, "write_back"), ROWS),
+            ("layer-wise", ("llama", HIDDEN | {"restore": "layerwise"}, 1, "write_through"), ROWS),
+            ("recomputed", ("llama", {"partition": partition(1, 2, 1)}, 1, "write_through"), ROWS),
+        )
+        for fault in faults
+        for marks in [() if (label, fault) in IN_EVERY_RUN else pytest.mark.long]
     ],
 )
 def test_units_that_do_not_fit_come_back_from_host_memory_or_are_computed_again(
@@ -135,6 +144,7 @@ def test_units_that_do_not_fit_come_back_from_host_memory_or_are_computed_again(
         metrics=True,
         tp=tp,
     )
+    full = fault in (FULL, "no_room_for_rows")
     with Server(options) as server:
         conversations = make_conversations(4, turns=3, tokens=120, seed=5)
         for turns in (1, 2, 3):
@@ -142,15 +152,16 @@ def test_units_that_do_not_fit_come_back_from_host_memory_or_are_computed_again(
         from_host = sum(turn.cached.host for turn in turns_of(conversations))
         tokens = fetch(server.url).counters["tokens"]
         assert tokens["not_encodable"] >= 16 * 4
-        assert bool(tokens.get("not_restored_overflow_full")) == (fault == FULL)
-        assert fault == FULL or from_host > 300
+        refused = ("not_restored_overflow_full", "not_backed_up_rows_not_encodable")
+        assert any(map(tokens.get, refused)) == full
+        assert full or from_host > 300
         server.flush_cache()
         # What was not encodable is not in L3, which serves what stands before it.
         again = ask(server, [c.turns[0].prompt for c in conversations])
         assert all(c.turns[0].cached.storage < 112 for c in again)
         assert_sound_own_pages(server, "kv" if hcache.get("mode") else "hidden")
     asked: list[Conversation] = [*conversations, *again]
-    if fault != FULL:
+    if not full:
         with Server(options) as server:  # after a restart as well
             again = ask(server, [c.turns[-1].prompt for c in conversations])
             assert all(c.turns[0].cached.storage < 300 for c in again)

@@ -359,6 +359,12 @@ def _misses_on_rank_1() -> None:
     wrap(HiddenStateController, "_problem", lambda problem: "rows not valid")
 
 
+def _rows_do_not_fit(room: float) -> None:
+    """Neither rows nor units of some pages can be encoded."""
+    hcache_units.do_not_fit(room=room)
+    hcache_rows.do_not_fit(one_in=67)
+
+
 def _some_do_not_fit() -> None:
     """Now and then a row or a unit cannot be encoded; the overflow has room for half of all."""
     hcache_units.do_not_fit(room=0.5, one_in=31)
@@ -393,6 +399,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "no_store_on_rank_1": _no_store_on_rank_1,
     "units_do_not_fit": lambda: hcache_units.do_not_fit(room=0.5),
     "overflow_is_full": lambda: hcache_units.do_not_fit(room=0.0),
+    "rows_do_not_fit": lambda: _rows_do_not_fit(room=0.5),
+    "no_room_for_rows": lambda: _rows_do_not_fit(room=0.0),
     "some_do_not_fit": _some_do_not_fit,
     "misses_on_rank_1": _misses_on_rank_1,
     "report_hooks": _report(_hooks),

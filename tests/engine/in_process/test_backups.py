@@ -170,9 +170,9 @@ class Checks:
             fetch(shares[0])
             self.exchanged += 1
 
-    def backed_up(self, page: int) -> None:
+    def backed_up(self, page: int, rows: torch.Tensor | None = None) -> None:
         """A page was backed up, and is looked at."""
-        assert self.machine.forward(slots(page))
+        assert self.machine.forward(slots(page), rows=rows)
         self.machine.settle()
         self.machine.capture.back_up(np.array(slots(page)), np.array([page]))
         self.checks.backed_up(np.array([page]), torch.tensor(slots(page)))

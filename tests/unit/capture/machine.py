@@ -31,7 +31,9 @@ class PickyCodec(ExactCodec):
 class Machine:
     """An arena, its capture, and a device that is a thread."""
 
-    def __init__(self, *, is_view: bool = True, places: int = PLACES) -> None:
+    def __init__(
+        self, *, is_view: bool = True, places: int = PLACES, keeps_unfit: bool = False
+    ) -> None:
         memory = torch.zeros((HOST_PAGES + DEVICE_PAGES, LAYOUT.page_bytes), dtype=torch.uint8)
         self.arena = ShadowArena(
             memory.numpy(),
@@ -39,6 +41,7 @@ class Machine:
             HOST_PAGES,
             DEVICE_PAGES,
             lambda page: LAYOUT.stamp(page, NAMESPACE, WRITER),
+            keeps_unfit=keeps_unfit,
         )
         codec = (ExactCodec if is_view else PickyCodec)(WIDTH, torch.float32)
         self.staging = Staging(LAYERS, WIDTH, torch.float32, places, "cpu")

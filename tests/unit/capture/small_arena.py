@@ -13,7 +13,9 @@ HOST_PAGES, DEVICE_PAGES = 6, 5
 NAMESPACE, WRITER = b"n" * 16, b"w" * 8
 
 
-def arena(host_pages: int = HOST_PAGES, device_pages: int = DEVICE_PAGES) -> ShadowArena:
+def arena(
+    host_pages: int = HOST_PAGES, device_pages: int = DEVICE_PAGES, *, keeps_unfit: bool = False
+) -> ShadowArena:
     memory = np.full((host_pages + device_pages, LAYOUT.page_bytes), 0xEE, np.uint8)
     return ShadowArena(
         memory,
@@ -21,6 +23,7 @@ def arena(host_pages: int = HOST_PAGES, device_pages: int = DEVICE_PAGES) -> Sha
         host_pages,
         device_pages,
         lambda page: LAYOUT.stamp(page, NAMESPACE, WRITER),
+        keeps_unfit=keeps_unfit,
     )
 
 

@@ -76,6 +76,60 @@ def test_rows_that_the_codec_cannot_hold_are_told_apart_from_missing_ones() -> N
     assert a.problem(slots) is None
 
 
+def test_an_unfit_page_is_kept_and_never_counts_as_whole() -> None:
+    a = arena(keeps_unfit=True)
+    slots, ticket = promised(a)
+    a.swap(slots, ids(0))
+    page = a.memory[a.physical(ids(0))[0]]
+    a.prove(slots[:2], ticket, np.array([1, Verdict.UNFIT], np.uint8))
+    assert a.waits_for_proof(ids(0)) and a.whole(ids(0)) is None  # two rows are on their way
+    assert a.prove(slots[2:], ticket, np.ones(2, np.uint8)) == (0, 0)
+    assert LAYOUT.namespace_of(page) == NAMESPACE and a.none_lost
+    assert a.unfit(ids(0, 1)).tolist() == [True, False] and a.whole(ids(0)) is False
+
+
+def test_an_unfit_page_that_lost_a_row_as_well_is_never_stamped() -> None:
+    a = arena(keeps_unfit=True)
+    slots, ticket = promised(a)
+    a.swap(slots, ids(0))
+    assert a.prove(slots, ticket, np.array([1, 2, 0, 1], np.uint8)) == (1, 1)
+    assert LAYOUT.namespace_of(a.memory[a.physical(ids(0))[0]]) == NO_NAMESPACE
+    assert not a.none_lost and not a.whole(ids(0))
+
+
+@pytest.mark.parametrize("on_the_device", [True, False])
+def test_what_is_unfit_stays_so_in_every_later_backup(on_the_device: bool) -> None:
+    """Whether the host page is freed while its tokens are on the device, or they are loaded to
+    other slots first."""
+    a = arena(keeps_unfit=True)
+    slots, ticket = promised(a)
+    a.prove(slots, ticket, np.array([1, 2, 1, 1], np.uint8))
+    assert a.problem(slots) is None and a.unfit_pages_of(slots) == 1
+    a.swap(slots, ids(0))
+    if not on_the_device:
+        slots = slots_of([3])
+        a.allocated(slots)
+        a.loaded(slots, ids(0))
+    a.host_freed(ids(0))
+    assert a.problem(slots) is None and a.unfit_pages_of(slots) == 1
+    a.swap(slots, ids(4))
+    assert a.unfit(ids(4)).all() and not a.whole(ids(4))
+    a.check_integrity()
+
+
+def test_a_page_that_is_filled_anew_or_read_from_l3_is_not_unfit_any_more() -> None:
+    a = arena(keeps_unfit=True)
+    slots, ticket = promised(a)
+    a.prove(slots, ticket, np.array([1, 2, 1, 1], np.uint8))
+    a.swap(slots, ids(0))
+    a.host_dropped(ids(0))
+    a.expect(ids(0), 0)
+    assert not a.unfit(ids(0)).any()
+    captured(a, [2])
+    a.swap(slots, ids(1))
+    assert not a.unfit(ids(1)).any() and a.whole(ids(1))
+
+
 def test_the_proof_of_an_older_allocation_counts_for_nothing() -> None:
     a = arena()
     slots, ticket = promised(a)

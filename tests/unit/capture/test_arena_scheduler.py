@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hcache_backend.capture.shadows import ShadowChanges
+from hcache_backend.capture.shadows import ShadowChanges, Verdict
 from tests.unit.capture.small_arena import (
     DEVICE_PAGES,
     HOST_PAGES,
@@ -35,6 +35,7 @@ class Node:
     backup_done: bool = False
     promised: bool = True
     written: bool = True
+    encodable: bool = True  # every row
 
     @property
     def pages(self) -> int:
@@ -50,7 +51,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.arena = arena()
+        self.arena = arena(keeps_unfit=True)
         self.table = self.arena.shadows
         self.queue: list[Callable[[], None]] = []
         self.free_device = list(range(DEVICE_PAGES))
@@ -79,7 +80,9 @@ class ScriptedScheduler(RuleBasedStateMachine):
     def transfer(self, node: Node, start: int, end: int, ticket: int) -> None:
         assert node.device is not None
         slots, rows = slots_of(node.device)[start:end], self.expected(node)
-        node_written = node.written
+        verdicts = np.full(len(slots), node.written, np.uint8)
+        if not node.encodable:
+            verdicts[0], rows[start // SIZE, :, start % SIZE] = Verdict.UNFIT, 0xA5
 
         def apply() -> None:
             for i, slot in enumerate(slots.tolist()):
@@ -88,7 +91,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
                 for layer in range(2):
                     row = memory[LAYOUT.segment(layer)].reshape(SIZE, 8)
                     row[slot % SIZE] = rows[page, layer, token]
-            self.arena.prove(slots, ticket, np.full(len(slots), node_written, np.uint8))
+            self.arena.prove(slots, ticket, verdicts)
 
         self.queue.append(apply)
 
@@ -117,13 +120,16 @@ class ScriptedScheduler(RuleBasedStateMachine):
     @rule(
         pages=st.integers(1, 2),
         cut=st.integers(1, 7),
-        fate=st.sampled_from(["fine", "fine", "fine", "no promise", "not written", "retracted"]),
+        fate=st.sampled_from(
+            ["fine", "fine", "fine", "no promise", "not written", "not encodable", "retracted"]
+        ),
     )
     def request(self, pages: int, cut: int, fate: str) -> None:
         """Two chunks; a chunk may end inside a page."""
         self.sequences += 1
         node = Node(self.sequences, 8 * SIZE, self.allocate(pages), None)
         node.promised, node.written = fate != "no promise", fate != "not written"
+        node.encodable = fate != "not encodable"
         assert node.device is not None
         slots = slots_of(node.device)
         ends = sorted({min(cut, len(slots)), len(slots)})
@@ -229,6 +235,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
         self.sequences += 1
         taken, self.free_host = self.free_host[:pages], self.free_host[pages:]
         node = Node(self.sequences, 0, None, taken, backup_done=True)
+        self.arena.expect(ids(*taken), 0)
         for i, physical in enumerate(self.arena.physical(ids(*taken)).tolist()):
             page = self.arena.memory[physical]
             LAYOUT.begin(page, NAMESPACE, WRITER)
@@ -265,6 +272,9 @@ class ScriptedScheduler(RuleBasedStateMachine):
                 first = node.first + i * SIZE
                 assert LAYOUT.positions(page).tolist() == list(range(first, first + SIZE))
                 assert (LAYOUT.token_ids(page) // 1000 == node.sequence).all()
+                if self.arena.unfit(ids(node.host[i])).item():
+                    assert not node.encodable, "good rows are not used"
+                    continue
                 for layer in range(2):
                     got = page[LAYOUT.segment(layer)].reshape(SIZE, 8)
                     assert (got == self.expected(node)[i, layer]).all(), "wrong rows"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -89,7 +90,7 @@ class Transferred:
 
 class Host:
     """A host pool over a device's of eight pages, with ``overflow`` pages of overflow; ``pairs`` of
-    layers are for codec ``krul``."""
+    layers are for codec ``krul``, ``unfit_layers`` those that stand for hidden states."""
 
     def __init__(
         self,
@@ -100,6 +101,7 @@ class Host:
         heads: int = 2,
         layers: int = LAYERS,
         pairs: int = 1,
+        unfit_layers: Sequence[int] = (),
     ) -> None:
         every = range(layers)
         self.device = kv_pool(heads, dtype=dtype, layers=layers)
@@ -112,6 +114,7 @@ class Host:
             page_layout=layout,
             pages=HostPages(host_pages, 0, overflow),
             kv=self.kv,
+            unfit_layers=unfit_layers,
             pin_memory=False,
             allocator_type="default",
         )

@@ -165,6 +165,38 @@ def test_layers_are_copied_to_the_overflow_each_at_once(monkeypatch: pytest.Monk
     assert torch.equal(server.load(host, 8, 7, 6, 5), want)
 
 
+def test_a_layer_is_one_encoding_and_one_copy_each_way_however_many_pages_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A kernel that waits for the bus is to have few programs, one that encodes has many: two."""
+    server, seen = Host(), list[str]()
+
+    def counted(where: Any, name: str) -> None:
+        real = getattr(where, name)
+
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            seen.append(name)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(where, name, launch)
+
+    for where, name in (
+        (server.kv._encoder, "encode"),
+        (server.kv._encoder, "decode"),
+        (kv_segments, "scatter_rows"),
+        (kv_segments, "gather_pages"),
+        (kv_segments, "gather_planes"),
+    ):
+        counted(where, name)
+    for pages in ([1], [1, 2, 3]):
+        seen.clear()
+        host = server.backed_up(*pages)
+        assert seen == ["encode", "scatter_rows"] * len(server.kv.layers)
+        seen.clear()
+        server.load(host, *(page + 4 for page in pages))
+        assert seen == ["gather_pages", "decode"] * len(server.kv.layers)
+
+
 def test_a_large_backup_is_encoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is encoded at once takes device memory that nobody planned."""
     server = Host()

@@ -146,12 +146,33 @@ def test_copies_are_tried_in_the_layers_of_k_and_v_of_mixed_pages(
     device = kv_pool()
     kv = KVSegments(device, (1,), PAGE, WHOLE, 1, codec)
     layout = PageLayout(PAGE, (hidden_layer(PAGE, 64, 32), kv.stored_layer(1)))
-    plan: Any = SimpleNamespace(kvcache=device, layout=layout, kv=kv)
+    plan: Any = SimpleNamespace(kvcache=device, layout=layout, kv=kv, unfit_layers=())
     before = bits(device, *range(DEVICE_PAGES))
     check_copies(plan)
     assert torch.equal(bits(device, *range(DEVICE_PAGES)), before)
     monkeypatch.setattr(kv, "save", lambda *_: None)
     with pytest.raises(Refused, match="K or V of layer 1 come back"):
+        check_copies(plan)
+
+
+@pytest.mark.parametrize("layers", [(), (1,)])
+@pytest.mark.parametrize("broken", ["load_plain", "save_plain"])
+def test_layers_of_hidden_states_that_may_be_unfit_come_back_from_the_overflow(
+    broken: str, layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no layer is stored as K and V."""
+    device = kv_pool()
+    kv = KVSegments(device, layers, PAGE, WHOLE, 1, "exp4" if layers else "none")
+    hidden = hidden_layer(PAGE, 64, 32)
+    layout = PageLayout(PAGE, (hidden, kv.stored_layer(1) if layers else hidden))
+    unfit = tuple({0, 1} - {*layers})
+    plan: Any = SimpleNamespace(kvcache=device, layout=layout, kv=kv, unfit_layers=unfit)
+    before = bits(device, *range(DEVICE_PAGES))
+    check_copies(plan)
+    assert torch.equal(bits(device, *range(DEVICE_PAGES)), before)
+    real = getattr(kv, broken)
+    monkeypatch.setattr(kv, broken, lambda layer, *args: real(layer, *args) if layer else None)
+    with pytest.raises(Refused, match="K or V of layer 0 come back"):
         check_copies(plan)
 
 
