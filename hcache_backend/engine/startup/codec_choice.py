@@ -142,12 +142,18 @@ def choose_codec(group: Any, runtime: Runtime, probe: Probe, projector: Projecto
     try:
         return all_or_none(lambda: _proven(wanted, probe, projector, unfit), group)
     except Refused as refused:
-        logger.warning(
-            "hcache: codec %r is not used, hidden states are stored as they are (codec 'none'): %s",
-            wanted,
-            refused,
-        )
-        return ExactCodec(probe.hidden[0].shape[1], probe.hidden[0].dtype)
+        rows = probe.hidden[0]
+        return hidden_as_they_are(wanted, rows.shape[1], rows.dtype, refused)
+
+
+def hidden_as_they_are(name: str, width: int, dtype: torch.dtype, refused: Refused) -> Codec:
+    """The exact codec, because codec ``name`` was refused."""
+    logger.warning(
+        "hcache: codec %r is not used, hidden states are stored as they are (codec 'none'): %s",
+        name,
+        refused,
+    )
+    return ExactCodec(width, dtype)
 
 
 def _proven(name: str, probe: Probe, projector: Projector, unfit: float) -> Codec:

@@ -29,6 +29,7 @@ from hcache_backend.engine.startup.capture_check import CaptureCheck
 from hcache_backend.engine.startup.codec_choice import (
     check_lossy,
     choose_codec,
+    hidden_as_they_are,
     kv_codec,
     number_of_pairs,
     whole_pages,
@@ -325,16 +326,28 @@ class OwnPagesStrategy(StackStrategy):
                 kv_codec=of_kv,
             )
 
+        def check_capture(plan: HiddenPagePlan) -> None:
+            check = step(lambda: CaptureCheck(plan, ranks))
+            pipeline = step(lambda: check.make_pipeline(restored_layers(kvcache, plan, projector)))
+            for graphs, by_layer in ((False, True), (False, False), (True, False)):
+                step(partial(check.save, runner, graphs=graphs, by_layer=by_layer))
+                step(lambda: check.restore(pipeline, projector))
+
         plan = self._tried(params, make, of_kv, lambda: probe.slots)
         specs = LayerSpecs(runtime, probe, projector, ranks)
         step(specs.find)
         step(specs.check_writing)
         step(specs.settle)
-        check = step(lambda: CaptureCheck(plan, ranks))
-        pipeline = step(lambda: check.make_pipeline(restored_layers(kvcache, plan, projector)))
-        for graphs, by_layer in ((False, True), (False, False), (True, False)):
-            step(partial(check.save, runner, graphs=graphs, by_layer=by_layer))
-            step(lambda: check.restore(pipeline, projector))
+        try:
+            check_capture(plan)
+        except Refused as refused:
+            if codec.is_view:
+                raise
+            # Its hooks and its staging are those of the next plan.
+            hooks = plan.capture_hooks
+            codec = hidden_as_they_are(codec.name, codec.hidden_size, codec.dtype, refused)
+            plan = self._tried(params, make, of_kv, lambda: probe.slots)
+            check_capture(plan)
         [host_pages] = smallest(stages, plan.pages.host)
         plan.pages = plan.pages._replace(host=host_pages)
 

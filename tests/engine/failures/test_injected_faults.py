@@ -62,6 +62,22 @@ def test_rows_that_do_not_get_to_host_memory_at_start_up_mean_kv_mode(
     assert_no_cache_output(model, conversations)
 
 
+@pytest.mark.long
+def test_encoded_rows_that_do_not_come_back_at_start_up_mean_rows_as_they_are(
+    model: Path, tmp_path: Path
+) -> None:
+    fault = faulty("encoded_wrongly")
+    options = our_server(model, tmp_path, dtype="bfloat16", extra_env=fault)
+    with Server(options) as server:
+        conversations = converse(server, make_conversations(1, turns=2))
+        log = server.log_text()
+        assert_sound_hidden_mode(server)
+    assert "hcache: codec 'exp4' is not used, hidden states are stored as they are" in log
+    assert "other rows of model.layers.0.self_attn than its projection received" in log
+    assert_restored_from_l3(conversations, 64)
+    assert_no_cache_output_up_to_ties(model, tmp_path, conversations)
+
+
 def test_a_wrong_rope_in_service_ends_backups_and_drops_what_was_written(
     model: Path, tmp_path: Path
 ) -> None:

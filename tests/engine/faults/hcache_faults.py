@@ -399,6 +399,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "no_store_on_rank_1": _no_store_on_rank_1,
     "units_do_not_fit": lambda: hcache_units.do_not_fit(room=0.5),
     "overflow_is_full": lambda: hcache_units.do_not_fit(room=0.0),
+    "encoded_wrongly": hcache_rows.encoded_wrongly,
     "rows_do_not_fit": lambda: _rows_do_not_fit(room=0.5),
     "no_room_for_rows": lambda: _rows_do_not_fit(room=0.0),
     "some_do_not_fit": _some_do_not_fit,

@@ -33,6 +33,19 @@ def _spoil(active: Callable[[], bool], spoil: Callable[[Any], Any]) -> None:
     staging.save_rows = faulty
 
 
+def encoded_wrongly() -> None:
+    """What pages hold of every encoded row is something else than its code."""
+    from hcache_backend.capture import staging
+
+    stored_rows = staging.stored_rows
+
+    def wrong(codec: Any, rows: Any, marks: Any) -> Any:
+        for part, stored in stored_rows(codec, rows, marks):
+            yield part, stored if codec.is_view else stored ^ 1
+
+    staging.stored_rows = wrong
+
+
 def do_not_fit(one_in: int) -> None:
     """One in so many rows of a layer cannot be encoded, as if the model had written such values;
     its bytes are no code, either."""
