@@ -76,8 +76,12 @@ class KrulOption(BaseModel):
             least so much of their weight.
         error: Largest change of K or V of a layer that a merge may make, relative to their root
             mean square in each head; above it, a pair's slot holds both layers in ``fp8``.
-        pairs: Pairs of layers to be merged, if they may be; None: those that attend most alike at
-            the end of what is stored together.
+        kl: Largest divergence of what the model says behind merged pages from what it says behind
+            its own K and V, in nats per token of the self-check; above it, nothing is merged.
+        distance: What the merged layers are closest in: ``attention``, or ``output``, what a merge
+            does to the output of attention.
+        pairs: Pairs of layers to be merged, if they may be; None: the closest ones at the end of
+            what is stored together.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -85,6 +89,8 @@ class KrulOption(BaseModel):
     ratio: float = Field(default=0.5, gt=0, le=1, allow_inf_nan=False)
     gamma: float = Field(default=0.5, ge=0, le=1, allow_inf_nan=False)
     error: float = Field(default=0.3, ge=0, allow_inf_nan=False)
+    kl: float = Field(default=0.01, ge=0, allow_inf_nan=False)
+    distance: Literal["attention", "output"] = "attention"
     pairs: tuple[tuple[int, int], ...] | None = None
 
     @field_validator("pairs", mode="before")

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import combinations
 
 import torch
 
@@ -114,7 +115,8 @@ def _output_distances(engine: Engine, history: History) -> torch.Tensor:
     def merge(first: KV, second: KV) -> tuple[KV, KV]:
         return _round_trip(form, first, second)[:2]
 
-    return output_sums(_probes(engine, history), merge).distances
+    probes = _probes(engine, history)
+    return output_sums(probes, combinations(range(len(probes)), 2), merge).distances.cpu()
 
 
 def _closest(distances: torch.Tensor) -> Strategy:

@@ -155,6 +155,15 @@ PAIRS = Metric(
 )
 """merged or fp8; with codec krul only."""
 
+PAIR_DISTANCES = Metric(
+    Histogram,
+    "hcache_pair_distance",
+    "Distance of the layers of each pair that was chosen for a node, by the pair's code",
+    "code",
+    buckets=tuple(base * 10.0**power for power in range(-3, 1) for base in (1, 2, 5)),
+)
+"""By option ``krul.distance``; of the pairs whose distance was looked at."""
+
 OVERFLOW = Metric(
     Gauge,
     "hcache_overflow",

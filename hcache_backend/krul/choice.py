@@ -10,7 +10,7 @@ import torch
 from hcache_backend.krul.pair_forms import Fp8Pair, MergedPair
 from hcache_backend.krul.paired_layout import CodedPair
 from hcache_backend.krul.selection import Pair, closest_pairs, initial_recent_layers
-from hcache_backend.krul.statistics import AttentionSums
+from hcache_backend.krul.statistics import PairSums
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class PairChoice:
     ratio: float
     gamma: float
 
-    def by_attention(self, sums: AttentionSums) -> tuple[CodedPair, ...]:
-        """The I-R layers that attend most alike are merged (Krul's Algorithm 1)."""
+    def by_distance(self, sums: PairSums) -> tuple[CodedPair, ...]:
+        """The closest I-R layers are merged (Krul's Algorithm 1)."""
         candidates = initial_recent_layers(sums.initial_recent, self.gamma)
         distances = torch.full_like(sums.distances, torch.inf)
         for pair in self.mergeable:

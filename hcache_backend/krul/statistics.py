@@ -8,9 +8,8 @@ layers exist together, as in a decode step, and are gone before those of the nex
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,7 +22,10 @@ PROBE_TOKENS = 32
 _ENDS = 0.1
 """Share of the tokens that are the first ones, and of those that are the last ones."""
 
-
+_OUTPUT_TOKENS = 64, 192
+"""So many first and last tokens are merged to compare the output of attention: with each two of 32
+layers merged, a probe takes at most one and a half decode steps."""
+_TINY = 1e-30
 _WEIGHTS = 1 << 24
 """So many weights of attention, or those of one query, exist at once."""
 
@@ -56,25 +58,42 @@ class LayerProbe(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AttentionSums:
-    """How layers attend, summed over rows: weights of one query in one head.
+class PairSums:
+    """How layers attend and how unlike each two of them are, summed over rows: a query in a head.
 
     Sums can be added: of a prompt's tokens and of generated ones, of tensor-parallel ranks.
 
     Attributes:
         rows: How many.
         mass: Weights on the first and on the last tenth of what a query sees, float64 ``[layers]``.
-        squared: Squared Euclidean distance of the rows of two layers, float64 ``[layers, layers]``.
+        size: What squared differences of a layer are relative to, float64 ``[layers]``.
+        squared: ``squared[i, j]`` is the squared difference that sharing with layer ``j`` makes in
+            layer ``i``, float64 ``[layers, layers]``.
     """
 
     rows: int
     mass: torch.Tensor
+    size: torch.Tensor
     squared: torch.Tensor
 
-    def __add__(self, other: AttentionSums) -> AttentionSums:
-        return AttentionSums(
-            self.rows + other.rows, self.mass + other.mass, self.squared + other.squared
-        )
+    def __add__(self, other: PairSums) -> PairSums:
+        return PairSums.unpacked(self.packed() + other.packed(), len(self.mass))
+
+    def packed(self) -> torch.Tensor:
+        """All of them, float64 ``[1 + 2 * layers + layers ** 2]``, on their device."""
+        rows = torch.full_like(self.mass[:1], self.rows)
+        return torch.cat((rows, self.mass, self.size, self.squared.flatten()))
+
+    @staticmethod
+    def packed_size(layers: int) -> int:
+        """How many numbers :meth:`packed` has."""
+        return 1 + 2 * layers + layers**2
+
+    @classmethod
+    def unpacked(cls, packed: torch.Tensor, layers: int) -> PairSums:
+        """What :meth:`packed` returned, or a sum of such."""
+        rows, mass, size, squared = packed.split([1, layers, layers, layers**2])
+        return cls(int(rows), mass, size, squared.view(layers, layers))
 
     @property
     def initial_recent(self) -> torch.Tensor:
@@ -84,86 +103,80 @@ class AttentionSums:
 
     @property
     def distances(self) -> torch.Tensor:
-        """Root mean square distance of the rows of two layers, float64 ``[layers, layers]``."""
-        return (self.squared / self.rows).sqrt()
-
-
-@dataclass(frozen=True)
-class OutputSums:
-    """What a merge does to the output of attention, summed over queries and heads.
-
-    Sums can be added, as :class:`AttentionSums`.
-
-    Attributes:
-        squared: Squared norm of each layer's output, float64 ``[layers]``.
-        errors: ``errors[i, j]`` is the squared error of layer ``i``'s output when layer ``i`` is
-            merged with layer ``j``, float64 ``[layers, layers]``.
-    """
-
-    squared: torch.Tensor
-    errors: torch.Tensor
-
-    def __add__(self, other: OutputSums) -> OutputSums:
-        return OutputSums(self.squared + other.squared, self.errors + other.errors)
-
-    @property
-    def distances(self) -> torch.Tensor:
-        """Root mean square of the relative errors of both layers, float64 ``[layers, layers]``."""
-        relative = self.errors / self.squared[:, None]
+        """Root mean square of the relative differences in both layers, float64 ``[layers,
+        layers]``."""
+        relative = self.squared / self.size.clamp_min(_TINY)[:, None]
         return ((relative + relative.T) / 2).sqrt()
 
 
-def attention_sums(layers: Sequence[ProbedLayer]) -> AttentionSums:
-    """Compare the attention of layers.
+Measure = Callable[[Sequence[ProbedLayer]], PairSums]
+"""What is found out of layers that were asked: :func:`attention_sums`, say."""
+
+
+def attention_sums(layers: Sequence[ProbedLayer]) -> PairSums:
+    """Compare the attention of layers: differences are Euclidean distances of rows of weights.
 
     Raises:
         ValueError: The layers have not the same heads or tokens.
     """
     tokens, heads = _shape(layers)
-    length, device = len(layers[0].kv[0]), layers[0].q.device
-    mass = torch.zeros(len(layers), dtype=torch.float64, device=device)
-    squared = torch.zeros((len(layers), len(layers)), dtype=torch.float64, device=device)
-    at_once = max(1, _WEIGHTS // (len(layers) * heads * length))
-    for start in range(0, tokens, at_once):
-        queries = slice(start, min(start + at_once, tokens))
-        seen = length - tokens + queries.stop
-        weights = torch.stack(
-            [
-                attention_weights(layer.q[queries], layer.kv[0][:seen], layer.scale)
-                for layer in layers
-            ]
-        )  # [layers, heads, t, seen]
-        inside = ~_at_ends(queries.stop - queries.start, seen, device)
-        mass += weights.masked_fill(inside, 0.0).sum((1, 2, 3), dtype=torch.float64)
+    mass, squared = _zeros(layers, 1), _zeros(layers, 2)
+    for weights, inside in _weights(layers):
+        mass += _mass(weights, inside)
         flat = weights.flatten(1)
         # By differences: products of rows would lose the small distances, which are chosen.
         found = torch.cdist(flat, flat, compute_mode="donot_use_mm_for_euclid_dist")
         squared += found.double().square()
-    return AttentionSums(tokens * heads, mass, squared)
+    rows = tokens * heads
+    return PairSums(rows, mass, torch.full_like(mass, rows), squared)
 
 
 def output_sums(
-    layers: Sequence[LayerProbe], merge: Callable[[KV, KV], tuple[KV, KV]]
-) -> OutputSums:
-    """Measure what merging each two layers does to the output of their attention.
+    layers: Sequence[ProbedLayer],
+    pairs: Iterable[tuple[int, int]],
+    merge: Callable[[KV, KV], tuple[KV, KV]],
+    seen: torch.Tensor | None = None,
+) -> PairSums:
+    """Measure what merging two layers does to the output of the attention of both.
 
     Args:
         layers: In the order of the model.
+        pairs: Those that are tried; the difference of others is infinite.
         merge: Returns what comes back of the K and V of two layers that are merged.
+        seen: Numbers of the tokens that attention is looked at of here, in order and with all that
+            ask at their end, int64 ``[m]``, on the device; None: all.
 
     Raises:
         ValueError: The layers have not the same heads or tokens.
     """
-    _shape(layers)
-    errors = torch.zeros((len(layers), len(layers)), dtype=torch.float64)
-    exact = [_output(layer, layer.kv) for layer in layers]
-    for pair in combinations(range(len(layers)), 2):
-        merged = merge(layers[pair[0]].kv, layers[pair[1]].kv)
+    tokens, heads = _shape(layers)
+    mass = _zeros(layers, 1)
+    for weights, inside in _weights(layers):
+        mass += _mass(weights, inside)
+    held = [layer.kv if seen is None else _of(layer.kv, seen) for layer in layers]
+    exact = [_output(layer, kv) for layer, kv in zip(layers, held, strict=True)]
+    size = torch.stack([output.double().square().sum() for output in exact])
+    squared = _zeros(layers, 2).fill_(math.inf).fill_diagonal_(0.0)
+    for pair in pairs:
+        merged = merge(held[pair[0]], held[pair[1]])
         for layer, other, kv in zip(pair, reversed(pair), merged, strict=True):
             error = _output(layers[layer], kv) - exact[layer]
-            errors[layer, other] = error.double().square().sum()
-    squared = torch.stack([output.double().square().sum() for output in exact])
-    return OutputSums(squared.cpu(), errors)
+            squared[layer, other] = error.double().square().sum()
+    return PairSums(tokens * heads, mass, size, squared)
+
+
+def output_tokens(length: int, page_size: int, device: torch.device) -> torch.Tensor:
+    """The first and the last of ``length`` tokens, whole pages that :func:`output_sums` is to look
+    at; int64 ``[m]``, on the device.
+
+    Raises:
+        ValueError: All tokens are no whole pages.
+    """
+    if length % page_size:
+        raise ValueError(f"{length} tokens are no whole pages of {page_size}")
+    first, last = (-(-tokens // page_size) * page_size for tokens in _OUTPUT_TOKENS)
+    tokens = torch.arange(length, device=device)
+    return tokens if length <= first + last else torch.cat((tokens[:first], tokens[-last:]))
 
 
 def attention_weights(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
@@ -189,7 +202,39 @@ def _at_ends(tokens: int, length: int, device: torch.device) -> torch.Tensor:
     return (at < first[:, None]) | (at >= last[:, None])
 
 
-def _output(layer: LayerProbe, kv: KV) -> torch.Tensor:
+def _zeros(layers: Sequence[ProbedLayer], dims: int) -> torch.Tensor:
+    shape, device = (len(layers),) * dims, layers[0].q.device
+    return torch.zeros(shape, dtype=torch.float64, device=device)
+
+
+def _weights(layers: Sequence[ProbedLayer]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Weights of all layers for some queries after the other, float32 ``[layers, heads, t, n]``,
+    and which of them are on neither end, bool ``[t, n]``."""
+    tokens, heads = layers[0].q.shape[:2]
+    length = len(layers[0].kv[0])
+    at_once = max(1, _WEIGHTS // (len(layers) * heads * length))
+    for start in range(0, tokens, at_once):
+        queries = slice(start, min(start + at_once, tokens))
+        seen = length - tokens + queries.stop
+        weights = torch.stack(
+            [
+                attention_weights(layer.q[queries], layer.kv[0][:seen], layer.scale)
+                for layer in layers
+            ]
+        )
+        yield weights, ~_at_ends(queries.stop - queries.start, seen, weights.device)
+
+
+def _mass(weights: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+    return weights.masked_fill(inside, 0.0).sum((1, 2, 3), dtype=torch.float64)
+
+
+def _of(kv: KV, tokens: torch.Tensor) -> KV:
+    k, v = kv
+    return k[tokens], v[tokens]
+
+
+def _output(layer: ProbedLayer, kv: KV) -> torch.Tensor:
     """Output of attention with these K and V, float32 ``[kv_heads, group, t, value_dim]``."""
     k, v = kv
     weights = attention_weights(layer.q, k, layer.scale).unflatten(0, (k.shape[1], -1))

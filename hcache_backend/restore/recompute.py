@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
-from hcache_backend.krul.statistics import KV, AttentionSums, attention_sums
+from hcache_backend.krul.statistics import KV, Measure, PairSums
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.streams import Stream, to_device
 
@@ -256,8 +256,11 @@ class Recomputer:
             raise RecomputeRefused(f"the model ended before attention of layer {layers - 1}")
 
     @torch.inference_mode()
-    def probe(self, layers: int, token_ids: np.ndarray, keys: torch.Tensor) -> AttentionSums:
-        """How the last tokens of a sequence attend in ``layers`` layers; the pool stays as it is.
+    def probe(
+        self, layers: int, token_ids: np.ndarray, keys: torch.Tensor, measure: Measure
+    ) -> PairSums:
+        """How the last tokens of a sequence attend in ``layers`` layers, by ``measure``; the pool
+        stays as it is.
 
         Args:
             token_ids: Of the last ones, int64 ``[t]``.
@@ -274,7 +277,7 @@ class Recomputer:
         try:
             self._forward(to_device(token_ids, device), positions, nowhere, attention)
         except _LayersDone:
-            return attention_sums(attention.layers)
+            return measure(attention.layers)
         raise RecomputeRefused(f"the model ended before attention of layer {layers - 1}")
 
 

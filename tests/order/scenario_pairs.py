@@ -11,7 +11,7 @@ import torch
 from hcache_backend import streams
 from hcache_backend.engine.kv_pages.node_pairs import NodePairs
 from hcache_backend.krul.choice import PairChoice
-from hcache_backend.krul.statistics import AttentionSums
+from hcache_backend.krul.statistics import PairSums, attention_sums
 from tests.order.checker import Checker
 from tests.order.scenario_restore import GPU, SIZE
 
@@ -23,9 +23,10 @@ def probes(checker: Checker) -> None:
     keys = checker.on_device(torch.ones((4 * TOKENS, 8)), "K")
     schedule, forward = checker.stream("schedule"), checker.stream("forward")
 
-    def probe(layers: int, token_ids: Any, slots: torch.Tensor) -> AttentionSums:
+    def probe(layers: int, token_ids: Any, slots: torch.Tensor, measure: Any) -> PairSums:
         keys[slots].sum()
-        return AttentionSums(1, torch.zeros(layers), torch.zeros(layers, layers))
+        none = torch.zeros(layers, dtype=torch.float64)
+        return PairSums(1, none, none + 1, none.new_zeros(layers, layers))
 
     def slots_of(node: int, root: int) -> torch.Tensor:
         return streams.to_device(np.arange(TOKENS) + node * TOKENS, GPU)
@@ -37,7 +38,8 @@ def probes(checker: Checker) -> None:
         collect_full_device_indices=slots_of,
     )
     layout: Any = SimpleNamespace(pairs=())
-    pairs = NodePairs(recomputer, PairChoice(LAYERS, 0, (), 1.0, 0.5), layout, None, 1)
+    choice = PairChoice(LAYERS, 0, (), 1.0, 0.5)
+    pairs = NodePairs(recomputer, attention_sums, choice, layout, None, 1)
     checker.begin()
     for node in range(4):
         forward.wait_stream(schedule)

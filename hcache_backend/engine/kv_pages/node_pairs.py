@@ -8,6 +8,7 @@ put off. Scheduler thread only; all tensor-parallel ranks must get to each step 
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from hcache_backend.engine import metrics
 from hcache_backend.engine.ranks import on_all_ranks, sum_of_all_ranks
 from hcache_backend.krul.choice import PairChoice
 from hcache_backend.krul.paired_layout import CodedPair, PairedLayout
-from hcache_backend.krul.statistics import PROBE_TOKENS, AttentionSums
+from hcache_backend.krul.statistics import PROBE_TOKENS, Measure, PairSums
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.streams import Event, StreamFailed, current_stream, host_tensor
 
@@ -33,7 +34,7 @@ class _Node:
 
     Attributes:
         pairs: Those of its pages; None: not known yet.
-        sums: Rows, masses and squared distances, float64, on the CPU behind ``event``.
+        sums: As of :meth:`PairSums.packed`, on the CPU behind ``event``.
     """
 
     pairs: Sequence[CodedPair] | None
@@ -45,7 +46,8 @@ class NodePairs:
     """Chooses the pairs of nodes.
 
     Args:
-        recomputer: Runs the model.
+        recomputer: Runs the model...
+        measure: ...and looks at it so.
         choice: Chooses by what was found out.
         layout: The layout of pages of which nothing can be found out.
         group: The tensor-parallel ranks...
@@ -55,6 +57,7 @@ class NodePairs:
     def __init__(
         self,
         recomputer: Recomputer,
+        measure: Measure,
         choice: PairChoice,
         layout: PairedLayout,
         group: Any,
@@ -63,6 +66,7 @@ class NodePairs:
         self._recomputer: Recomputer | None = recomputer
         self._problem: Exception | None = None
         self._ranks = ranks
+        self._measure = measure
         self._choice = choice
         self._layout = layout
         self._group = group
@@ -124,19 +128,18 @@ class NodePairs:
         self, recomputer: Recomputer, node: _Node, token_ids: np.ndarray, keys: torch.Tensor
     ) -> None:
         layers = self._choice.layers
-        node.pairs, node.sums = None, torch.zeros(1 + layers + layers**2, dtype=torch.float64)
+        size = (PairSums.packed_size(layers),)
+        node.pairs, node.sums = None, torch.zeros(size, dtype=torch.float64)
 
         def run() -> None:
             try:
-                found = recomputer.probe(layers, token_ids, keys)
-                parts = torch.cat((found.mass, found.squared.flatten()))
-                sums[1:].copy_(parts, non_blocking=True)
-                sums[0] = found.rows
+                found = recomputer.probe(layers, token_ids, keys, self._measure)
+                sums.copy_(found.packed(), non_blocking=True)
             except Exception as error:  # raised, it would end the stream of forward passes
                 self._problem = error
 
         try:
-            sums = node.sums = host_tensor(node.sums.shape, torch.float64, keys.device).zero_()
+            sums = node.sums = host_tensor(size, torch.float64, keys.device).zero_()
             forwards = recomputer.stream()
             forwards.wait(current_stream(keys.device).record())
             forwards.keep(keys)
@@ -165,9 +168,12 @@ class NodePairs:
                     self._problem,
                 )
             return self._layout.pairs
-        layers = self._choice.layers
-        squared = sums[1 + layers :].view(layers, layers)
-        return self._choice.by_attention(AttentionSums(int(sums[0]), sums[1 : 1 + layers], squared))
+        found = PairSums.unpacked(sums, self._choice.layers)
+        pairs, distances = self._choice.by_distance(found), found.distances
+        for first, second, code in pairs:
+            if (distance := float(distances[first, second])) < math.inf:
+                metrics.PAIR_DISTANCES.observe(code, distance)
+        return pairs
 
 
 def _tokens(tree: Any, node_id: int) -> tuple[np.ndarray, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -11,6 +11,8 @@ import torch
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.krul.pair_forms import PAIR_FORMS, Fp8Pair, MergedPair, PairSlot
 from hcache_backend.krul.paired_layout import PairedLayout, Slot
+from hcache_backend.krul.selection import Pair
+from hcache_backend.krul.statistics import KV, PairSums, ProbedLayer, output_sums, output_tokens
 from hcache_backend.page import PageLayout, StoredLayer
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.streams import to_device
@@ -176,6 +178,29 @@ class PairedSegments(KVSegments):
         size = want.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-12)
         errors = ((got - want) / size).square()  # [p, 2, units, tokens, heads, dim]
         return errors.mean((0, 3, 5)).sqrt().max()
+
+    def output_sums(self, pairs: Collection[Pair], layers: Sequence[ProbedLayer]) -> PairSums:
+        """What merging ``pairs`` does to the attention of the last tokens, whose sequence is of
+        whole pages.
+
+        Raises:
+            ValueError: It is not.
+        """
+        seen = output_tokens(len(layers[0].kv[0]), self.page_size, layers[0].q.device)
+        pages = torch.arange(len(seen) // self.page_size, device=seen.device)
+
+        def merge(*exact: KV) -> tuple[KV, KV]:
+            planes = [[part.to(self._units.dtype, copy=True) for part in kv] for kv in exact]
+            units = [self._units.read_units(each, pages) for each in planes]
+            rows, fits = self._slot.encode(MergedPair.name, *units)
+            decoded = self._slot.decode(MergedPair.name, rows)
+            for each, own, back in zip(planes, units, decoded, strict=True):
+                kept = torch.where(fits[:, None, None, None, None], back, own)
+                self._units.write_units(kept, each, pages)
+            (k, v), (other_k, other_v) = planes
+            return (k, v), (other_k, other_v)
+
+        return output_sums(layers, pairs, merge, seen)
 
     def code_of(self, layout: PageLayout, layer: int) -> str:
         assert isinstance(layout, PairedLayout)

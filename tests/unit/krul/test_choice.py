@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import math
+from itertools import combinations
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from hcache_backend.krul.choice import PairChoice
-from hcache_backend.krul.statistics import PROBE_TOKENS, AttentionSums, LayerProbe, attention_sums
+from hcache_backend.krul.statistics import (
+    KV,
+    PROBE_TOKENS,
+    LayerProbe,
+    PairSums,
+    attention_sums,
+    output_sums,
+    output_tokens,
+)
 
 LAYERS = 6
+DEEP, HEADS, KV_HEADS, DIM, HIDDEN = 32, 32, 8, 128, 4096
 EVERY = {(low, high) for high in range(LAYERS) for low in range(high)}
 
 
-def attention(distances: dict[tuple[int, int], float], masses: list[float]) -> AttentionSums:
+def attention(distances: dict[tuple[int, int], float], masses: list[float]) -> PairSums:
     squared = torch.full((LAYERS, LAYERS), 9.0, dtype=torch.float64)
     for (low, high), distance in distances.items():
         squared[low, high] = squared[high, low] = distance**2
-    return AttentionSums(1, torch.tensor(masses, dtype=torch.float64), squared)
+    mass = torch.tensor(masses, dtype=torch.float64)
+    return PairSums(1, mass, torch.ones_like(mass), squared)
 
 
 CLOSE = {(0, 3): 0.1, (3, 4): 0.2, (1, 5): 0.3, (2, 4): 0.4}
@@ -44,27 +55,61 @@ def test_layers_that_attend_alike_are_merged_if_they_may_be(
     pairs: list[tuple[int, int, str]],
 ) -> None:
     choice = PairChoice(LAYERS, 2, mergeable, ratio, gamma)
-    assert choice.by_attention(attention(CLOSE, I_R)) == tuple(pairs)
+    assert choice.by_distance(attention(CLOSE, I_R)) == tuple(pairs)
+
+
+def decode_step(tokens: int) -> int:
+    """Operations of one of Llama-3-8B, with as many sequences of ``tokens`` as a probe has queries.
+
+    The forward pass of a probe is such a step, but for the last layer, which ends before attention.
+    """
+    per_layer = HIDDEN * DIM * (2 * HEADS + 2 * KV_HEADS) + 3 * HIDDEN * 14336
+    dense = 2 * PROBE_TOKENS * (DEEP * per_layer + HIDDEN * 128256)
+    return dense + 4 * PROBE_TOKENS * DEEP * HEADS * DIM * tokens
+
+
+def probed(tokens: int) -> list[LayerProbe]:
+    kv = torch.empty((tokens, KV_HEADS, DIM), device="meta")
+    return [
+        LayerProbe(torch.empty((PROBE_TOKENS, HEADS, DIM), device="meta"), (kv, kv), 1.0)
+    ] * DEEP
+
+
+def compared(first: torch.Size, second: torch.Size, *_: object, **__: object) -> int:
+    return 3 * math.prod(first) * second[-2]  # subtracted, squared and added
 
 
 @pytest.mark.parametrize("tokens", [512, 4096, 32768])
 def test_a_probe_takes_at_most_one_and_a_half_decode_steps(tokens: int) -> None:
-    """Of Llama-3-8B, and of as many sequences as a probe has tokens: the forward pass is one such
-    step, but for the last layer, which ends before its attention."""
-    layers, heads, kv_heads, dim, hidden, wide, words = 32, 32, 8, 128, 4096, 14336, 128256
-    per_layer = hidden * dim * (2 * heads + 2 * kv_heads) + 3 * hidden * wide
-    dense = 2 * PROBE_TOKENS * (layers * per_layer + hidden * words)
-    attended = 4 * PROBE_TOKENS * layers * heads * dim * tokens
-    kv = torch.empty((tokens, kv_heads, dim), device="meta")
-    q = torch.empty((PROBE_TOKENS, heads, dim), device="meta")
-
-    def compared(first: torch.Size, second: torch.Size, *_: object, **__: object) -> int:
-        return 3 * math.prod(first) * second[-2]  # subtracted, squared and added
-
     counter = FlopCounterMode(
         display=False, custom_mapping={torch.ops.aten._cdist_forward: compared}
     )
     with counter:
-        attention_sums([LayerProbe(q, (kv, kv), 1.0)] * layers)
+        attention_sums(probed(tokens))
     assert counter.get_flop_counts()["Global"][torch.ops.aten._cdist_forward] > 0
-    assert counter.get_total_flops() <= 0.5 * (dense + attended)
+    assert counter.get_total_flops() <= 0.5 * decode_step(tokens)
+
+
+@pytest.mark.parametrize("tokens", [512, 4096, 32768])
+def test_so_does_one_that_merges_every_two_layers(tokens: int) -> None:
+    merged = 0
+
+    def merge(first: KV, second: KV) -> tuple[KV, KV]:
+        nonlocal merged
+        merged += 4 * first[0].numel()
+        return first, second
+
+    seen = output_tokens(tokens, 64, torch.device("meta"))
+    with FlopCounterMode(display=False) as counter:
+        output_sums(probed(tokens), combinations(range(DEEP), 2), merge, seen)
+    assert len(seen) == 256
+    of_a_merge = 100 * merged  # to encode and decode a value takes some fifty
+    assert counter.get_total_flops() + of_a_merge <= 0.5 * decode_step(tokens)
+
+
+def test_outputs_are_of_whole_pages_at_both_ends() -> None:
+    found = output_tokens(400, 40, torch.device("cpu"))
+    assert found.tolist() == [*range(80), *range(200, 400)]
+    assert output_tokens(280, 40, torch.device("cpu")).tolist() == [*range(280)]
+    with pytest.raises(ValueError, match="no whole pages"):
+        output_tokens(41, 40, torch.device("cpu"))

@@ -9,14 +9,15 @@ from torch.nn.attention.bias import causal_lower_right
 
 from hcache_backend.krul.statistics import (
     KV,
-    AttentionSums,
     LayerProbe,
+    PairSums,
     attention_sums,
     attention_weights,
     output_sums,
 )
 
 LAYERS, TOKENS, QUERIES, HEADS, KV_HEADS, DIM = 3, 23, 5, 4, 2, 8
+PAIRS = [(0, 1), (0, 2), (1, 2)]
 
 
 def probes() -> list[LayerProbe]:
@@ -43,7 +44,7 @@ def part(layer: LayerProbe, queries: slice, seen: int, kv_heads: slice) -> Layer
     return LayerProbe(layer.q[queries, heads], (k, v), layer.scale)
 
 
-def assert_same(found: AttentionSums, wanted: AttentionSums) -> None:
+def assert_same(found: PairSums, wanted: PairSums) -> None:
     assert found.rows == wanted.rows
     # Distances are computed in float32.
     torch.testing.assert_close(found.mass, wanted.mass, rtol=1e-6, atol=0)
@@ -91,12 +92,32 @@ def test_sums_of_a_prompt_and_of_generated_tokens_are_added() -> None:
     assert_same(prompt + decoded, attention_sums(layers))
 
 
+def test_two_parts_by_hand() -> None:
+    """One head, three tokens. The second token attends evenly to two in layer 0 and to itself in
+    layer 1; the third one, generated, evenly to all and to itself."""
+    far = 1e4
+    k = torch.tensor([[[far, 0.0, 0.0]], [[0.0, far, 0.0]], [[0.0, 0.0, far]]])
+    even, itself = torch.zeros(2, 1, 3), torch.tensor([[[0.0, 1.0, 0.0]], [[0.0, 0.0, 1.0]]])
+    layers = [LayerProbe(q, (k, k), 1.0) for q in (even, itself)]
+    prompt = attention_sums([LayerProbe(q[:1], (k[:2], k[:2]), 1.0) for q, *_ in layers])
+    decoded = attention_sums([LayerProbe(q[1:], (k, k), 1.0) for q, *_ in layers])
+    assert prompt.squared[0, 1].item() == pytest.approx(1 / 2)
+    assert decoded.squared[0, 1].item() == pytest.approx(2 / 3)
+    assert decoded.mass.tolist() == pytest.approx([2 / 3, 1.0])  # of three the first and the last
+    both = prompt + decoded
+    assert (both.rows, both.size.tolist()) == (2, [2.0, 2.0])
+    assert both.squared[0, 1].item() == pytest.approx(7 / 6)
+    assert both.distances[0, 1].item() == pytest.approx((7 / 12) ** 0.5)
+    assert both.initial_recent.tolist() == pytest.approx([5 / 6, 1.0])
+    assert_same(attention_sums(layers), both)
+
+
 def test_sums_of_tensor_parallel_ranks_are_added() -> None:
     layers, queries = probes(), slice(0, QUERIES)
     ranks = [slice(0, 1), slice(1, 2)]
     parts = [[part(layer, queries, TOKENS, heads) for layer in layers] for heads in ranks]
     assert_same(attention_sums(parts[0]) + attention_sums(parts[1]), attention_sums(layers))
-    one, other, whole = (output_sums(some, swap) for some in (*parts, layers))
+    one, other, whole = (output_sums(some, PAIRS, swap) for some in (*parts, layers))
     torch.testing.assert_close((one + other).distances, whole.distances)
 
 
@@ -115,15 +136,32 @@ def test_the_output_of_a_merge_is_compared_with_that_of_the_layers() -> None:
         """The second layer comes back as it is, V of the first one is lost."""
         return (first[0], torch.zeros_like(first[1])), second
 
-    sums = output_sums(probes(), vanish)
+    sums = output_sums(probes(), PAIRS, vanish)
     later = torch.ones(LAYERS, LAYERS, dtype=torch.bool).triu(1)
-    assert (sums.errors[later] > 0).all()
-    assert not sums.errors[~later].any()
+    assert (sums.squared[later] > 0).all()
+    assert not sums.squared[~later].any()
     # The relative error is 1 in one layer and 0 in the other.
     torch.testing.assert_close(
         sums.distances[later], torch.full((LAYERS,), 0.5**0.5, dtype=torch.float64)
     )
     assert torch.equal(sums.distances, sums.distances.T)
+
+
+def test_pairs_that_are_not_tried_are_infinitely_far_and_the_others_as_before() -> None:
+    some, whole = output_sums(probes(), PAIRS[1:], swap), output_sums(probes(), PAIRS, swap)
+    assert some.distances[0, 1] == some.distances[1, 0] == float("inf")
+    for pair in PAIRS[1:]:
+        assert some.distances[pair] == whole.distances[pair]
+    assert some.initial_recent.tolist() == attention_sums(probes()).initial_recent.tolist()
+
+
+def test_the_output_of_attention_to_some_tokens_is_compared() -> None:
+    layers, seen = probes(), torch.tensor([0, 1, *range(14, TOKENS)])
+    cut = [LayerProbe(q, (k[seen], v[seen]), scale) for q, (k, v), scale in layers]
+    found, wanted = output_sums(layers, PAIRS, swap, seen), output_sums(cut, PAIRS, swap)
+    torch.testing.assert_close(found.distances, wanted.distances)
+    # What attention is like is found out of all tokens.
+    assert torch.equal(found.mass, attention_sums(layers).mass)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +174,7 @@ def test_layers_with_other_shapes_are_refused(queries: int, tokens: int) -> None
     with pytest.raises(ValueError, match="all must have the same"):
         attention_sums(layers)
     with pytest.raises(ValueError, match="all must have the same"):
-        output_sums(layers, swap)
+        output_sums(layers, PAIRS, swap)
 
 
 def test_more_queries_than_tokens_are_refused() -> None:
