@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from bench.fixtures.models import fixture
+from bench.fixtures.text import Texts, corpus
 from bench.harness.models import build_model
 from bench.harness.server import Server, ServerOptions
 from hcache_backend.krul.pair_forms import PairSlot
 from hcache_backend.page import LAYER_ENTRY
 from hcache_backend.store.format import parse_header
 from hcache_kernels.codecs import make_segment_codec
+from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
 from tests.engine.codecs.test_lossy_kv import PAGE, kv_codec, likeliest, options, payloads
 from tests.engine.harness.conversations import (
     ask,
@@ -38,20 +43,23 @@ MERGED = [[[0, 5], [2, 3]], [[1, 4]]]
 def paired(model: Path, folder: Path, **krul: Any) -> ServerOptions:
     """A random model's layers are not alike: whatever a merge makes of them is taken."""
     return options(
-        model, folder, "krul", hcache={"mode": "kv", "krul": {"ratio": 0.7, "error": 10.0, **krul}}
+        model,
+        folder,
+        "krul",
+        hcache={"mode": "kv", "krul": {"ratio": 0.7, "error": 10.0, "kl": 100.0, **krul}},
     )
 
 
-def pairs_in(path: Path) -> frozenset[tuple[int, int, bytes]]:
+def pairs_in(path: Path, layers: int = LAYERS) -> frozenset[tuple[int, int, bytes]]:
     """Layers that share slots by the header of the page in a file, and what encodes them."""
     data = path.read_bytes()
     header = parse_header(memoryview(bytearray(data)))
     start = header.layout.header_bytes + 96 + 8 * PAGE
-    table = data[start : start + LAYERS * LAYER_ENTRY.size]
+    table = data[start : start + layers * LAYER_ENTRY.size]
     by_slot: dict[tuple[int, bytes], list[int]] = {}
     for layer, (_, slot, code) in enumerate(LAYER_ENTRY.iter_unpack(table)):
         by_slot.setdefault((slot, code.rstrip(b"\0")), []).append(layer)
-    shared = [(*layers, code) for (_, code), layers in by_slot.items() if len(layers) > 1]
+    shared = [(*both, code) for (_, code), both in by_slot.items() if len(both) > 1]
     return frozenset((first, second, code) for first, second, code in shared)
 
 
@@ -128,14 +136,54 @@ def test_each_part_of_a_conversation_has_pairs_of_its_own(
         assert_nothing_went_wrong(server)
         assert "15 of 15 pairs of layers may be merged" in server.log_text()
         assert "attention cannot be looked at" not in server.log_text()
+        assert "changes what is said by" in server.log_text()
     found = {pairs_in(path) for path in stored_pages(tmp_path)}
     assert len(found) >= 2
     assert {len(pairs) for pairs in found} == {2}
     assert {code for pairs in found for *_, code in pairs} == {b"merged"}
-    with Server(paired(model, tmp_path)) as server:
-        [again] = ask(server, [conversation.history])
+    with Server(paired(model, tmp_path, kl=0.0)) as server:
+        assert "all pairs hold fp8" in server.log_text()
+        [again] = ask(server, [conversation.history])  # pages with merged layers are read
         assert again.turns[0].cached.storage == len(conversation.history) // PAGE * PAGE
         assert_nothing_went_wrong(server)
+
+
+@pytest.mark.parametrize("distance", ["attention", "output"])
+def test_layers_with_the_same_weights_are_found_and_half_of_the_layers_in_pairs_are_small(
+    distance: str, tmp_path: Path
+) -> None:
+    """Of a trained model, by default bounds; its texts are too short for I-R layers."""
+    stub_torchvision()
+    from transformers import AutoTokenizer
+
+    model = fixture("paired", lambda step: None, quick=True)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def encode(text: str) -> list[int]:
+        found: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return found
+
+    source, texts = random.Random(1), Texts(encode, corpus().held_out)
+    prompts = [texts.draw(source, 6 * PAGE, keys=16, gap=4).ids for _ in range(3)]
+    krul = {"gamma": 0.0, "distance": distance}
+    with Server(options(model, tmp_path, "krul", hcache={"mode": "kv", "krul": krul})) as server:
+        for prompt in prompts:
+            for tokens in (2 * PAGE, 6 * PAGE):  # two nodes
+                server.generate(prompt[:tokens], max_new_tokens=4)
+                server.wait_backed_up()
+        server.flush_cache()
+        for prompt in prompts:
+            assert server.generate(prompt, max_new_tokens=4).cached.storage == 5 * PAGE
+        assert_nothing_went_wrong(server)
+        assert "changes what is said by" in server.log_text()
+    config = json.loads((model / "config.json").read_text())
+    layers = config["num_hidden_layers"]
+    pages = stored_pages(tmp_path)
+    assert len(pages) >= 15
+    found = {pairs_in(path, layers) for path in pages}
+    assert found <= {frozenset({(n, n + 1, b"merged")}) for n in range(0, layers, 2)}
+    values = layers * 2 * config["num_key_value_heads"] * config["head_dim"] * PAGE
+    assert sum(path.stat().st_size for path in pages) <= 0.78 * len(pages) * 2 * values
 
 
 @pytest.mark.parametrize(
