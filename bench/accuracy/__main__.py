@@ -42,7 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--texts", type=at_least(1), default=16, help="how many are scored")
     add("--history", type=at_least(PAGE_SIZE), default=384, help="tokens that are kept")
     add("--turn", type=at_least(8), default=128, help="tokens that are scored")
-    add("--out", type=Path, default=OUT, help="folder for accuracy_MODEL.json and .png")
+    add("--gamma", action="store_true", help="thresholds of I-R layers beside each other instead")
+    add(
+        "--out",
+        type=Path,
+        default=OUT,
+        help="folder for accuracy_MODEL (or gamma_MODEL) .json and .png",
+    )
     given = parsed.parse_args(arguments)
     if given.history % PAGE_SIZE:
         parsed.error(f"--history {given.history} must be a whole number of {PAGE_SIZE}-token pages")
@@ -54,13 +60,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with failing(), tempfile.TemporaryDirectory(prefix="hcache-accuracy-") as scratch:
         results = measured(given, machine, Path(scratch))
         print(table_lines(results))
-        write(given.out, f"accuracy_{results['name']}", results, draw)
+        what = "gamma" if given.gamma else "accuracy"
+        write(given.out, f"{what}_{results['name']}", results, draw)
 
 
 def measured(given: Any, machine: Machine, scratch: Path) -> dict[str, Any]:
     """The content of ``accuracy_MODEL.json``."""
     from bench.accuracy.engine import Engine
     from bench.accuracy.measure import Sizes, measure
+    from bench.accuracy.methods import by_gamma, methods
 
     model = chosen(given.model, quick=given.quick)
     sizes = Sizes(given.texts, given.history, given.turn)
@@ -85,7 +93,8 @@ def measured(given: Any, machine: Machine, scratch: Path) -> dict[str, Any]:
         raise MachineError(f"--model {given.model}: it needs the files of its tokenizer")
     texts = Texts(encode, corpus().held_out)
     with steps(sizes.texts) as (_, advance):
-        found = measure(engine, texts, sizes, advance)
+        known = [*by_gamma(engine)] if given.gamma else methods(engine)
+        found = measure(engine, texts, sizes, advance, known)
     return {
         **stamp(machine),
         "name": model.name,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from bench.accuracy.engine import Engine, History
-from bench.accuracy.methods import EXACT, Method, methods
+from bench.accuracy.methods import EXACT, Method
 from bench.fixtures.text import Text, Texts
 from bench.harness.reference import reference_of
 from hcache_backend.projection.check import relative_difference
@@ -140,10 +140,13 @@ def by_distance(recalled: Sequence[tuple[int, bool]]) -> dict[str, list[int]]:
 
 @torch.inference_mode()
 def measure(
-    engine: Engine, texts: Texts, sizes: Sizes, advance: Callable[[str], None]
+    engine: Engine,
+    texts: Texts,
+    sizes: Sizes,
+    advance: Callable[[str], None],
+    known: Sequence[Method],
 ) -> dict[str, Any]:
     """Score every method on every text; what the results say of the model."""
-    known = methods(engine)
     reference, runs = Found(), [Found() for _ in known]
     for number, text in enumerate(sizes.draw(texts)):
         advance(f"text {number + 1}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,8 @@ import torch
 from bench.accuracy import pairs
 from bench.accuracy.engine import Engine, History
 from bench.harness.methods import PAGE_SIZE
-from hcache_backend.krul.pair_forms import PAIR_FORMS
+from hcache_backend.krul.pair_forms import PAIR_FORMS, PairForm
+from hcache_backend.krul.paired_layout import CodedPair
 from hcache_backend.restore.recompute import TokenSpan
 from hcache_kernels.codecs import (
     CODECS,
@@ -70,20 +72,26 @@ def encoded(engine: Engine) -> Iterator[Method]:
 
 def paired(engine: Engine) -> Iterator[Method]:
     """K and V in pages with half of the layers in pairs: merged, and for comparison in ``fp8``."""
-    try:
-        forms = [
-            form(engine.page_cut, engine.kv_shape[1], engine.dtype) for form in PAIR_FORMS.values()
-        ]
-    except UnsupportedRows:
-        return
-    # As many as every choice makes.
-    fixed = pairs.fixed(len(engine.layers))
+    forms = _pair_forms(engine)
     for label, choose in pairs.CHOICES.items():
         for form in forms if choose is pairs.by_attention else forms[:1]:
-            page = fixed.page_bytes(engine.kv_bytes * PAGE_SIZE, form.slot_bytes)
-            kept = pairs.PairedLayers(engine, form, choose)
-            name, size = f"KV, {label}, {form.name}", page // PAGE_SIZE
-            yield Method(name, size, kept.restore, pairs=kept.chosen)
+
+            def coded(
+                engine: Engine, history: History, choose: Any = choose, code: str = form.name
+            ) -> list[CodedPair]:
+                return [(*pair, code) for pair in choose(engine, history).pairs]
+
+            yield _paired(engine, f"KV, {label}, {form.name}", [form], coded)
+
+
+def by_gamma(engine: Engine) -> Iterator[Method]:
+    """K and V in pages with half of the layers in pairs, chosen by attention as a server does with
+    several thresholds of I-R layers."""
+    yield from exact(engine)
+    if forms := _pair_forms(engine):
+        for gamma in pairs.GAMMAS:
+            choose = partial(pairs.by_gamma, gamma)
+            yield _paired(engine, f"KV, gamma {gamma}", forms, choose)
 
 
 def recomputed(engine: Engine) -> Iterator[Method]:
@@ -123,6 +131,23 @@ MAKERS = (exact, encoded, paired, recomputed, hidden, hidden_layers)
 def methods(engine: Engine) -> list[Method]:
     """All methods for a model."""
     return [method for make in MAKERS for method in make(engine)]
+
+
+def _pair_forms(engine: Engine) -> list[PairForm]:
+    try:
+        return [
+            form(engine.page_cut, engine.kv_shape[1], engine.dtype) for form in PAIR_FORMS.values()
+        ]
+    except UnsupportedRows:
+        return []
+
+
+def _paired(engine: Engine, name: str, forms: list[PairForm], choose: pairs.CodedChoice) -> Method:
+    # As many pairs as every choice makes.
+    slot = max(form.slot_bytes for form in forms)
+    page = pairs.fixed(len(engine.layers)).page_bytes(engine.kv_bytes * PAGE_SIZE, slot)
+    kept = pairs.PairedLayers(engine, {form.name: form for form in forms}, choose)
+    return Method(name, page // PAGE_SIZE, kept.restore, pairs=kept.chosen)
 
 
 def _codecs(engine: Engine) -> Iterator[Codec]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
@@ -16,12 +16,17 @@ import torch
 
 from bench.accuracy.engine import Engine, History
 from bench.harness.methods import PAGE_SIZE
+from hcache_backend.krul.choice import PairChoice
 from hcache_backend.krul.pair_forms import MergedPair, PairForm
+from hcache_backend.krul.paired_layout import CodedPair
 from hcache_backend.krul.selection import Strategy, closest_pairs
 from hcache_backend.krul.statistics import KV, LayerProbe, attention_sums, output_sums
 from hcache_kernels.codecs import Cut
 
 Choice = Callable[[Engine, History], Strategy]
+CodedChoice = Callable[[Engine, History], Sequence[CodedPair]]
+GAMMAS = 0.0, 0.2, 0.3, 0.4, 0.5, 0.6
+"""Thresholds of I-R layers that are put beside each other."""
 PAIRED = 0.5
 """Share of the layers that are in pairs, as MiniCache has it."""
 
@@ -55,19 +60,29 @@ CHOICES: dict[str, Choice] = {
 }
 
 
+def by_gamma(gamma: float, engine: Engine, history: History) -> Sequence[CodedPair]:
+    """As a server chooses by attention, if every pair may be merged: pairs of layers that are no
+    I-R layers hold ``fp8``."""
+    layers = len(engine.layers)
+    pairs = [*combinations(range(layers), 2)]
+    number = len(fixed(layers).pairs)
+    choice = PairChoice(layers, number, pairs, PAIRED, gamma)
+    return choice.by_distance(attention_sums(_probes(engine, history)))
+
+
 @dataclass
 class PairedLayers:
     """Keeps K and V of histories in pages with pairs of layers.
 
     Attributes:
-        form: What a slot keeps of a pair.
-        choose: Which layers are paired.
-        chosen: How many histories had each pair.
+        forms: What a slot may keep of a pair.
+        choose: Which layers are paired, and by which form.
+        chosen: How many histories had each pair; where there are several forms, with its form.
     """
 
     engine: Engine
-    form: PairForm
-    choose: Choice
+    forms: Mapping[str, PairForm]
+    choose: CodedChoice
     chosen: Counter[str] = field(default_factory=Counter)
 
     def restore(self, history: History) -> int:
@@ -75,10 +90,10 @@ class PairedLayers:
         pages and were kept as they are."""
         kv = list(history.kv)
         lost = torch.zeros(len(history.slots) // PAGE_SIZE, dtype=torch.bool)
-        for first, second in self.choose(self.engine, history).pairs:
-            kv[first], kv[second], fits = _round_trip(self.form, kv[first], kv[second])
+        for first, second, code in self.choose(self.engine, history):
+            kv[first], kv[second], fits = _round_trip(self.forms[code], kv[first], kv[second])
             lost |= ~fits
-            self.chosen[f"{first}, {second}"] += 1
+            self.chosen[f"{first}, {second}" + f" {code}" * (len(self.forms) > 1)] += 1
         for layer, planes in zip(self.engine.layers, kv, strict=True):
             self.engine.pool.store(layer.kernel, history.slots, *planes)
         return int(lost.sum()) * PAGE_SIZE
