@@ -155,7 +155,9 @@ def said_behind(runner: Any, slots: torch.Tensor) -> torch.Tensor:
         if not torch.equal(allocator.alloc(len(slots)), slots):
             raise Refused("the KV pool hands out other slots than before")
         prompt = probe_tokens(runner.model_config.vocab_size, len(slots) + _SAID)
-        lengths = range(len(slots) + 1, len(slots) + 1 + min(_SAID, requests.size))
+        # Each prompt takes a page for what follows.
+        prompts = min(_SAID, requests.size, allocator.available_size() // allocator.page_size)
+        lengths = range(len(slots) + 1, len(slots) + 1 + prompts)
         batch = prefill_batch(runner, [prefill_request(prompt[:end], slots) for end in lengths])
         with _without_prefill_graphs(runner):
             said = runner.forward(forward_batch(runner, batch)).logits_output
