@@ -174,6 +174,9 @@ def test_an_unfit_page_is_backed_up_where_there_is_room_and_loaded_where_it_was_
     overflow.pages.forget([0])
     overflow.pages.take(0, range(small.LAYERS))
     assert made._kept(np.array([0])) and made._encoded(np.array([0])) == [False]
+    assert machine.forward(slots(2), rows=_unfit_rows())
+    machine.settle()
+    known.values = np.array(slots(2))
     assert made._problem(known) == "rows not encodable"  # type: ignore[arg-type]  # it is full
 
 
