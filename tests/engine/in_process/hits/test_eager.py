@@ -528,6 +528,42 @@ def test_front_pages_are_recomputed_and_saved_until_they_meet_the_back(scene: Sc
     assert handed is not None and handed.whole.all()
 
 
+def test_pages_are_taken_behind_the_forward_passes_that_may_still_use_them(scene: Scene) -> None:
+    fronts, waited = Fronts(scene), []
+    fronts.cache.cache_controller.after_forwards = waited.append
+    fronts.begin()
+    fronts.turn()
+    fronts.turn()
+    assert waited == [fronts.eager._stream]
+
+
+def test_for_what_comes_in_one_piece_nothing_is_reserved(scene: Scene) -> None:
+    fronts = Fronts(scene)
+    fronts.begin(pages=4)
+    fronts.turn()
+    assert (scene.pages.count(), fronts.launched) == (PAGES, [])
+
+
+def test_a_prefetch_that_is_read_in_order_is_not_recomputed_whole(scene: Scene) -> None:
+    fronts = Fronts(scene)
+    fronts.begin().hcache_meeting = None
+    fronts.turn()
+    assert (scene.pages.count(), fronts.launched) == (PAGES - 8, [])
+
+
+def test_what_did_not_fit_when_it_was_saved_is_lost_in_a_later_turn(scene: Scene) -> None:
+    fronts, lost = Fronts(scene), []
+    fronts.pool.overflow = SimpleNamespace(
+        told=lambda host_pages, slots, fits: host_pages.tolist(), lose_unfit=lost.append
+    )
+    fronts.pool.save = lambda host_pages, slots: torch.ones((3, len(host_pages)))
+    fronts.begin()
+    fronts.turn()
+    fronts.eager._saving.record().synchronize()
+    fronts.turn()
+    assert lost[:1] == [[0, 1]]
+
+
 def test_nothing_is_recomputed_whole_for_a_prefetch_that_has_ended(scene: Scene) -> None:
     fronts = Fronts(scene)
     operation = fronts.begin()
