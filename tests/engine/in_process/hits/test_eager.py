@@ -537,6 +537,24 @@ def test_pages_are_taken_behind_the_forward_passes_that_may_still_use_them(scene
     assert waited == [fronts.eager._stream]
 
 
+def test_a_front_goes_on_as_far_as_every_rank_allows_and_has_unread_pages(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fronts, asked = Fronts(scene), []
+    others = iter([[1, 8], [2, 0], [2, 2]])
+
+    def smallest(group: Any, allowed: int, room: int) -> list[int]:
+        asked.append((allowed, room))
+        return next(others)
+
+    monkeypatch.setattr(eager_loads, "smallest", smallest)
+    fronts.begin()
+    for _ in range(3):
+        fronts.turn()
+    assert asked == [(2, 8), (2, 7), (2, 7)]
+    assert [len(tokens) for tokens, _ in fronts.launched] == [SIZE, 2 * SIZE]
+
+
 def test_for_what_comes_in_one_piece_nothing_is_reserved(scene: Scene) -> None:
     fronts = Fronts(scene)
     fronts.begin(pages=4)
