@@ -278,7 +278,7 @@ class Rows:
         return self.bits(*pages)
 
 
-def test_unfit_rows_go_to_host_memory_and_back_twice(device: WorkerStream) -> None:
+def test_unfit_rows_go_to_host_memory_and_back_twice() -> None:
     """Each time to other slots, and what was on the device is gone."""
     server = Rows(room=4)
     wanted = server.forward(1, 2, 3, unfit=2)
