@@ -520,7 +520,7 @@ def test_front_pages_are_recomputed_and_saved_until_they_meet_the_back(scene: Sc
     meeting.arrived(5, 8)
     assert meeting.next_batch(3) == range(4, 5)
     fronts.turn()
-    assert len(fronts.launched) == 2  # page 4 is being read
+    assert fronts.launched[1:] == [(list(range(108, 116)), 3 * SIZE)]  # page 4 is being read
     meeting.arrived(4, 8)
     fronts.turn()
     assert meeting.pages == 8 and not meeting.next_batch(3)
@@ -567,6 +567,95 @@ def test_a_prefetch_that_is_read_in_order_is_not_recomputed_whole(scene: Scene) 
     fronts.begin().hcache_meeting = None
     fronts.turn()
     assert (scene.pages.count(), fronts.launched) == (PAGES - 8, [])
+
+
+def test_no_front_is_recomputed_where_another_one_was_taken(scene: Scene) -> None:
+    fronts = Fronts(scene)
+    operation = fronts.begin()
+    fronts.turn()
+    [due] = fronts.eager._restores.to_recompute(2)
+    assert due.pages == range(2, 4)
+    assert fronts.eager._taken(due._replace(pages=range(3, 5)), 2) == (2, 0)
+    assert operation.hcache_meeting.next_batch(8) == range(4, 8)
+
+
+def test_slices_get_shorter_behind_all_that_is_before_them(scene: Scene) -> None:
+    fronts, prefixes = Fronts(scene), []
+    allowed = fronts.eager._budget.pages
+
+    def pages(most: int, page_size: int, prefix: int, *rest: Any) -> int:
+        prefixes.append(prefix)
+        return allowed(most, page_size, prefix, *rest)
+
+    fronts.eager._budget.pages = pages  # type: ignore[method-assign]
+    fronts.begin()
+    fronts.turn()
+    fronts.turn()
+    assert prefixes == [SIZE, 3 * SIZE]
+
+
+def test_a_front_is_not_recomputed_where_prefetches_may_end_at_any_time(scene: Scene) -> None:
+    fronts = Fronts(scene)
+    fronts.begin()
+    fronts.cache.prefetch_stop_policy = "best_effort"
+    fronts.turn()
+    assert not fronts.launched
+
+
+def test_what_is_on_its_way_to_be_saved_is_settled_behind_that(scene: Scene) -> None:
+    fronts, lost, passed = Fronts(scene), [], False
+    fronts.pool.overflow = SimpleNamespace(lose_unfit=lost.append)
+    event: Any = SimpleNamespace(query=lambda: passed)
+    saved: Any = "saved"
+    fronts.eager._unsettled.append((saved, event))
+    fronts.turn()
+    assert not lost
+    passed = True
+    fronts.turn()
+    assert lost == ["saved"]
+
+
+def test_host_pages_are_left_alone_when_the_processor_wants_them(scene: Scene) -> None:
+    fronts = Fronts(scene)
+    fronts.begin().hcache_meeting = None
+    fronts.cache.ongoing_prefetch[0].operation.completed_tokens = 2 * SIZE
+    fronts.turn()
+    [restore] = scene.restores
+    fronts.eager.until_saved(np.array([5]))
+    assert not restore.waited
+    fronts.eager.until_saved(np.array([1, 5]))
+    assert restore.waited
+
+
+def test_what_was_restored_is_given_back_when_it_means_nothing_any_more(scene: Scene) -> None:
+    fronts = Fronts(scene)
+    fronts.begin()
+    fronts.turn()
+    assert scene.pages.count() == PAGES - 8
+    fronts.eager.give_back()
+    assert (scene.pages.count(), fronts.eager._restores.pages) == (PAGES, 0)
+    assert fronts.eager._restores.hand_out(np.arange(2)).ready.tolist() == [False] * 2  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("anchor", "evicted", "found"), [(0, True, []), (7, False, [4, 5]), (7, True, None)]
+)
+def test_tokens_before_a_prefetch_are_found_unless_they_were_evicted(
+    anchor: int, evicted: bool, found: list[int] | None, scene: Scene
+) -> None:
+    slots = {0: [], 7: [4, 5]}
+    tree = SimpleNamespace(
+        empty_match_result=SimpleNamespace(last_device_node=0),
+        is_full_device_evicted=lambda node: evicted,
+        collect_full_device_indices=lambda node, root: torch.tensor(slots[node]),
+    )
+    eager: Any = object.__new__(EagerLoads)
+    eager._pages, eager._anchors = (
+        SimpleNamespace(cache=SimpleNamespace(tree_core=tree)),
+        {1: anchor},
+    )
+    before = eager._before_prefetch(1)
+    assert found is None if before is None else before.tolist() == found
 
 
 def test_what_did_not_fit_when_it_was_saved_is_lost_in_a_later_turn(scene: Scene) -> None:
