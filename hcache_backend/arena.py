@@ -54,6 +54,10 @@ class Arena:
         """The first (stored) layer whose segment is there, for each host page."""
         return self._first_layer[self.physical(host_pages)]
 
+    def complete(self, host_pages: Ids) -> None:
+        """All segments of the pages are there, or on their way."""
+        self._first_layer[self.physical(host_pages)] = 0
+
     def expect(self, host_pages: Ids, first_layer: int) -> None:
         """The pages are about to be read from L3, without the segments of earlier layers."""
         physical = self.physical(host_pages)

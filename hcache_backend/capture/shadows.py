@@ -11,6 +11,7 @@ rows of its tokens. To back up a device page is to exchange the two table entrie
   HiCache frees that while the tokens are still on the device (``write_back`` does), the two entries
   are exchanged once more: the shadow has the rows again, and the page can be backed up again.
 - A page that came from L3 may lack the segments of its first layers. It cannot be backed up again.
+- Rows that were recomputed come to a host page without a shadow. It counts once they are there.
 - A page with rows that the codec cannot hold is *unfit*: somebody else keeps K and V of its tokens
   (``keeps_unfit``), or it is as one with lost rows.
 
@@ -31,10 +32,7 @@ from hcache_backend.page import NO_NAMESPACE, WRITER_BYTES, PageLayout
 
 
 class _RowState:
-    """What is known of the rows of one slot, all layers together.
-
-    Plain numbers: an enum's members take a microsecond each in every step.
-    """
+    """What is known of the rows of one slot, all layers together; an enum would take time."""
 
     VOID = 0
     PROMISED = 1  # the step was launched; that every layer was written is not proven yet
@@ -111,6 +109,7 @@ class ShadowArena(Arena):
         self._tenant = np.full(host_pages, -1, np.int64)  # device page whose tokens it holds
         self._home = np.full(device_pages, -1, np.int64)  # the same link from the other side
         self._unproven: set[int] = set()  # host pages that wait for the proof of their rows
+        self._recomputed: dict[int, Ids] = {}  # those whose rows come otherwise, and all with them
         self._blank_header = np.empty(layout.header_bytes, np.uint8)
         layout.begin(self._blank_header, NO_NAMESPACE, bytes(WRITER_BYTES))
 
@@ -221,7 +220,7 @@ class ShadowArena(Arena):
 
     def waits_for_proof(self, host_pages: Ids) -> bool:
         """Whether it is not known yet if all rows of ``host_pages`` are there."""
-        return not self._unproven.isdisjoint(host_pages.tolist())
+        return not (self._unproven | self._recomputed.keys()).isdisjoint(host_pages.tolist())
 
     def whole(self, host_pages: Ids) -> bool | None:
         """Whether all rows of ``host_pages`` are there; None: it is not known yet."""
@@ -243,6 +242,30 @@ class ShadowArena(Arena):
     def expect(self, host_pages: Ids, first_layer: int) -> None:
         super().expect(host_pages, first_layer)
         self._unfit[self._host[host_pages]] = False
+
+    def recomputed(self, host_pages: Ids, positions: Ids, token_ids: Ids) -> None:
+        """Rows of tokens (int64 ``[n]`` each) are about to be copied to ``host_pages``; then
+        :meth:`arrived` is called, with the same array."""
+        size, physical = self.layout.page_size, self._host[host_pages]
+        self._first_layer[physical], self._unfit[physical] = 0, False
+        self.host_access(physical, write=True, header=True)
+        self.memory[physical, : self.layout.header_bytes] = self._blank_header
+        self.layout.positions(self.memory)[physical] = positions.reshape(-1, size)
+        self.layout.token_ids(self.memory)[physical] = token_ids.reshape(-1, size)
+        self._recomputed |= dict.fromkeys(host_pages.tolist(), host_pages)
+
+    def arrived(self, host_pages: Ids, fits: npt.NDArray[np.bool_]) -> int:
+        """Stamp recomputed pages but those that the codec does not hold; how many it does not."""
+        own = [self._recomputed.get(page) is host_pages for page in host_pages.tolist()]
+        host_pages, fits = host_pages[own], fits[own]
+        self._forget_recomputed(host_pages)
+        lost, whole = host_pages[~fits], self._host[host_pages[fits]]
+        self._first_layer[self._host[lost]] = len(self.layout.segment_bytes)
+        self._move_out(lost)
+        self.host_access(whole, write=True, header=True)
+        for page in whole.tolist():
+            self._stamp(self.memory[page])
+        return len(lost)
 
     def loaded(self, slots: Ids, host_pages: Ids) -> None:
         """``slots`` were allocated anew and will hold the tokens of ``host_pages``.
@@ -293,8 +316,9 @@ class ShadowArena(Arena):
     def host_freed(self, host_pages: Ids) -> ShadowChanges:
         """HiCache freed ``host_pages``: tokens still on the device take their rows back.
 
-        All that happened to their slots must be known here.
+        All that happened to their slots must be known here, and recomputed rows be there.
         """
+        self._forget_recomputed(host_pages)
         linked = host_pages[self._tenant[host_pages] >= 0]
         rows = self._rows.reshape(-1, self.layout.page_size)[self._tenant[linked]]
         back = linked[self._kept(rows)]
@@ -307,6 +331,7 @@ class ShadowArena(Arena):
 
     def host_dropped(self, host_pages: Ids) -> None:
         """HiCache freed ``host_pages``, and their tokens are not on the device any more."""
+        self._forget_recomputed(host_pages)
         self._move_out(host_pages)
 
     def clear(self) -> None:
@@ -316,6 +341,11 @@ class ShadowArena(Arena):
         self._tenant[:] = -1
         self._home[:] = -1
         self._unproven.clear()
+        self._recomputed.clear()
+
+    def _forget_recomputed(self, host_pages: Ids) -> None:
+        for page in host_pages.tolist():
+            self._recomputed.pop(page, None)
 
     # ---- links between device pages and host pages ----
 

@@ -166,6 +166,7 @@ class StagedCapture:
         codec: What pages hold of rows.
 
     Attributes:
+        segments: Offsets in a page, int64 ``[layers]``, on the device.
         most_at_once: Tokens of the longest step whose layers all use staging at once, at most its
             places. Longer ones go layer by layer.
         waits_for_staging: How often a forward pass's stream had to wait for a transfer.
@@ -182,13 +183,13 @@ class StagedCapture:
         self.arena = arena
         self.most_at_once = staging.places
         self.waits_for_staging = 0
-        self._memory = memory
+        self.memory = memory
         self._staging = staging
         self.codec = codec
         self.device = staging.device
         self.ledger = Ledger(arena, self.device)
         offsets = [arena.layout.segment_offsets[segment] for segment in segments]
-        self._segments = torch.tensor(offsets, dtype=torch.int64, device=self.device)
+        self.segments = torch.tensor(offsets, dtype=torch.int64, device=self.device)
         self._shadows = torch.from_numpy(arena.shadows).to(self.device)
         self._steps = 0
         self._next_place = 0
@@ -200,7 +201,7 @@ class StagedCapture:
     @property
     def row_bytes(self) -> int:
         """Bytes of one token, all captured layers."""
-        return self._segments.numel() * self.codec.row_bytes
+        return self.segments.numel() * self.codec.row_bytes
 
     # ---- the forward pass ----
 
@@ -351,8 +352,8 @@ class StagedCapture:
 
     def _save(self, rows: torch.Tensor, step: Step, layers: slice, *then: Work) -> None:
         """Stage two for the staged rows of some layers, uint8 ``[layers, tokens, row_bytes]``."""
-        layout, where, to = self.arena.layout, step.where, (self._shadows, self._memory)
-        segments, marks = self._segments[layers], step.marks[layers]
+        layout, where, to = self.arena.layout, step.where, (self._shadows, self.memory)
+        segments, marks = self.segments[layers], step.marks[layers]
 
         def save() -> None:
             # Without rows only slots, positions and tokens are of interest.

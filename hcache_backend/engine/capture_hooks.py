@@ -44,6 +44,7 @@ class HiddenCapture:
         self._trial = False
         self._tokens_only = False
         self._order: CollectiveOrder | None = None
+        self._aside: Callable[[int, Any], None] | None = None
         self._thread = get_ident()
         self._called = [False] * len(layers)
         self._hooks: list[Any] = []
@@ -88,6 +89,15 @@ class HiddenCapture:
             yield
         finally:
             self._capture, self._trial = None, False
+
+    @contextmanager
+    def to(self, take: Callable[[int, Any], None]) -> Iterator[None]:
+        """Within the block ``take(layer, hidden)`` gets what passes, and may raise into it."""
+        self._aside = take
+        try:
+            yield
+        finally:
+            self._aside = None
 
     def allocated(self, slots: torch.Tensor) -> None:
         """Slots of the KV pool were allocated: whatever was captured for them is void."""
@@ -178,6 +188,9 @@ class HiddenCapture:
 
     def _take(self, index: int, hidden: object) -> None:
         capture = self._capture
+        if self._aside is not None and get_ident() == self._thread:
+            self._aside(index, hidden)
+            return
         try:
             if get_ident() != self._thread:
                 return  # a restore may project with attention modules on a thread of its own

@@ -28,9 +28,9 @@ from hcache_backend import streams
 from hcache_backend.engine import metrics
 from hcache_backend.engine.hits.costs import side_by_side
 from hcache_backend.engine.host_pool import OwnPagesPool
-from hcache_backend.engine.kv_pages.overflow import SavedPages
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.engine.ranks import smallest
+from hcache_backend.engine.recompute.rows import RecomputedRows
 from hcache_backend.engine.recompute.slices import SliceBudget
 from hcache_backend.restore.eager import EagerRestores, batch_pages
 from hcache_backend.restore.meeting import meeting_of
@@ -134,7 +134,8 @@ class EagerLoads:
     """Pages of running prefetches are restored, and loads get them.
 
     At most ``limit`` device pages are reserved; ``loads`` knows how first layers are recomputed,
-    and ``budget`` of how many tokens in one turn.
+    ``budget`` of how many tokens in one turn, and ``new_rows`` takes rows of hidden states where
+    pages hold them.
     """
 
     def __init__(
@@ -145,8 +146,10 @@ class EagerLoads:
         loads: LoadQueue,
         limit: int,
         budget: SliceBudget,
+        new_rows: Callable[[], RecomputedRows] | None = None,
     ) -> None:
         self._budget = budget
+        self._new_rows = new_rows
         self._pages = pages
         self._pool = pool
         self._pipeline = pipeline
@@ -155,13 +158,13 @@ class EagerLoads:
         # Not SGLang's stream of loads: that one waits for restores of other requests.
         self._stream = streams.new_stream(pages.device, "eager")
         self._saving = streams.new_stream(pages.device, "saves")
-        # Saved pages of which it is not known whether they fit, and when it will be.
-        self._unsettled: deque[tuple[SavedPages, streams.Event]] = deque()
+        # What is to be done once pages are saved, and when they are.
+        self._unsettled: deque[tuple[Callable[[], None], streams.Event]] = deque()
         self._recomputed = False  # since somebody asked
         self._anchors: dict[Any, Any] = {}  # of running prefetches: the node before them
         self._restores = EagerRestores(pool.page_size, pages, self._launch, limit)
         pages.eager = self._restores
-        pool.on_freed.append(self._restores.host_freed)
+        pool.on_freed.append(self._host_freed)
 
     def turn(self, cache: Any) -> None:
         """The scheduler's turn: HiCache has just seen what its storage threads brought."""
@@ -308,11 +311,16 @@ class EagerLoads:
             recompute = self._loads.recompute_of(due.host_pages, due.layers, lambda: prefix)
         if recompute is None:
             return False
+        rows = self._new_rows() if due.unread and self._new_rows is not None else None
+        if rows is not None:
+            recompute = rows.taken_from(recompute)
         positions = np.arange(len(prefix), len(prefix) + len(slots))
         restore = self._pipeline.start_recomputation(recompute, positions, slots)
         if due.unread and restore.failed is None:
             # As a backup would: for HiCache these pages are in host memory now.
-            restore.save(self._saving, slots, lambda: self._save(due.host_pages, slots))
+            host_pages = due.host_pages
+            self._pool.expect_recomputed(host_pages, positions, self._token_ids(due))
+            restore.save(self._saving, slots, lambda: self._save(host_pages, slots, rows))
         self._budget.launched(restore, len(prefix), due.layers)
         self._recomputed = True
         self._restores.recomputed(due, restore)
@@ -334,17 +342,14 @@ class EagerLoads:
         tokens = slice(due.pages.start * size, due.pages.stop * size)
         return token_array(due.prefetch.token_ids)[tokens].astype(np.int64)
 
-    def _save(self, host_pages: Ids, slots: torch.Tensor) -> None:
-        fits, overflow = self._pool.save(host_pages, slots), self._pool.overflow
-        if fits is not None and overflow is not None:
-            saved = overflow.told(host_pages, slots, fits)
-            self._unsettled.append((saved, streams.current_stream(self._pages.device).record()))
+    def _save(self, host_pages: Ids, slots: torch.Tensor, rows: RecomputedRows | None) -> None:
+        for settle in self._pool.save_recomputed(host_pages, slots, rows):
+            self._unsettled.append((settle, streams.current_stream(self._pages.device).record()))
 
     def _settle(self) -> None:
         """What did not fit encoded is not kept: the pages of the device may be another's by now."""
         while self._unsettled and self._unsettled[0][1].query():
-            assert self._pool.overflow is not None
-            self._pool.overflow.lose_unfit(self._unsettled.popleft()[0])
+            self._unsettled.popleft()[0]()
 
     def _before_prefetch(self, prefetch: Hashable) -> torch.Tensor | None:
         """Slots of the tokens before a prefetch, int64 ``[n]``; None: not all are on the device."""
@@ -374,6 +379,10 @@ class EagerLoads:
         self._restores.until_saved(host_pages)
         self._settle()
 
+    def _host_freed(self, host_pages: Ids) -> None:
+        self.until_saved(host_pages)
+        self._restores.host_freed(host_pages)
+
     def prepared(self, host_pages: Ids) -> npt.NDArray[np.bool_]:
         """Which pages (int64 ``[n]``) a load would not take from the host; bool ``[n]``."""
         return self._restores.prepared(host_pages)
@@ -381,6 +390,7 @@ class EagerLoads:
     def give_back(self) -> None:
         """What was restored and not handed out yet means nothing any more."""
         self._restores.clear()
+        self._settle()
 
 
 def token_array(token_ids: Any) -> npt.NDArray[np.int32]:

@@ -241,6 +241,8 @@ class HiddenStateController(OwnPagesController):
         super()._queued(load, device_indices)
 
     def _may_project(self, host_pages: Ids) -> bool:
+        if self.eager is not None:
+            host_pages = host_pages[~self.eager.prepared(host_pages)]
         self._capture.ledger.settle(wait=False)
         if self._runtime.distrust is not None:
             return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,9 +16,11 @@ from sglang.srt.mem_cache.pool_host.base import HostKVCache
 from hcache_backend.arena import Arena, Ids
 from hcache_backend.capture.shadows import ShadowArena
 from hcache_backend.capture.staging import StagedCapture
+from hcache_backend.engine import metrics
 from hcache_backend.engine.kv_pages.overflow import Kept, OverflowArea
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.loads import LoadQueue
+from hcache_backend.engine.recompute.rows import RecomputedRows
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.streams import Event, StreamFailed, current_stream, to_device
@@ -149,10 +152,13 @@ class OwnPagesPool(HostKVCache):
 
     def free(self, indices: torch.Tensor) -> int:
         if indices.numel():
-            for told in self.on_freed:
-                told(self.page_ids(indices))
+            self._freed(self.page_ids(indices))
         freed: int = super().free(indices)
         return freed
+
+    def _freed(self, host_pages: Ids) -> None:
+        for told in self.on_freed:
+            told(host_pages)
 
     def clear(self) -> None:
         if self._backed_up is not None:
@@ -191,6 +197,23 @@ class OwnPagesPool(HostKVCache):
         for told in self.on_backed_up:
             told(host_pages, slots)
         return fits
+
+    def save_recomputed(
+        self, host_pages: Ids, slots: torch.Tensor, rows: RecomputedRows | None
+    ) -> Sequence[Callable[[], None]]:
+        """Save pages that were recomputed whole, as :meth:`save` does, with their ``rows``.
+
+        What is returned is to be called behind that: it loses what could not be encoded.
+        """
+        fits = self.save(host_pages, slots)
+        if fits is None or self.overflow is None:
+            return ()
+        return (partial(self.overflow.lose_unfit, self.overflow.told(host_pages, slots, fits)),)
+
+    def expect_recomputed(self, host_pages: Ids, positions: Ids, token_ids: Ids) -> None:
+        """Pages (int64 ``[p]``) of these tokens, int64 ``[p * page_size]`` each, are about to be
+        saved by :meth:`save_recomputed`, which gets the same array."""
+        self.arena.complete(host_pages)
 
     def _wait_for_rows(self) -> None:
         """Let the current stream wait for what else comes to pages of a backup."""
@@ -315,11 +338,10 @@ class HiddenStatePool(OwnPagesPool):
             keeps_unfit=bool(self._unfit_layers),
         )
 
-    def free(self, indices: torch.Tensor) -> int:
-        if self._capture is not None and indices.numel():
-            pages, duplicates = self.page_ids(indices), self.frees_duplicates()
-            self._capture.host_freed(pages, duplicates=duplicates)
-        return super().free(indices)
+    def _freed(self, host_pages: Ids) -> None:
+        super()._freed(host_pages)  # first: tokens on the device may take rows back that come yet
+        if self._capture is not None:
+            self._capture.host_freed(host_pages, duplicates=self.frees_duplicates())
 
     def clear(self) -> None:
         if self._capture is not None:
@@ -327,6 +349,21 @@ class HiddenStatePool(OwnPagesPool):
                 self._capture.transfers().synchronize()
             self._capture.ledger.forget()
         super().clear()
+
+    def save_recomputed(
+        self, host_pages: Ids, slots: torch.Tensor, rows: RecomputedRows | None
+    ) -> Sequence[Callable[[], None]]:
+        assert rows is not None
+        fits = rows.save(self.arena.physical(host_pages))  # before others look at the pages
+
+        def arrived() -> None:
+            lost = self.arena.arrived(host_pages, fits.numpy())
+            metrics.TOKENS.count("not_encodable", lost * self.page_size)
+
+        return (arrived, *super().save_recomputed(host_pages, slots, rows))
+
+    def expect_recomputed(self, host_pages: Ids, positions: Ids, token_ids: Ids) -> None:
+        self.arena.recomputed(host_pages, positions, token_ids)
 
     def _wait_for_rows(self) -> None:
         """The controller exchanged table entries: rows may still be on their way."""

@@ -222,8 +222,9 @@ class LoadQueue:
 
     @property
     def recomputes_pages(self) -> bool:
-        """Whether pages can be recomputed whole, into pages of the host too: they hold K and V."""
-        return self._recomputer is not None and set(self.methods.methods) == {"kv"}
+        """Whether pages can be recomputed whole, and slices have nothing else to do: no layer is
+        stored nowhere."""
+        return self._recomputer is not None and not self.stored_from
 
     def recompute_pages(self, token_ids: Ids, prefix: torch.Tensor) -> Recompute | None:
         """How all layers of tokens (int64 ``[n]``) are recomputed; None: they cannot be any more.

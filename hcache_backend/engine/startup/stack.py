@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from hcache_backend.engine.host_pool import HiddenStatePool, OwnPagesPool
 from hcache_backend.engine.kv_pages.controller import KVController
 from hcache_backend.engine.kv_pages.node_pairs import NodePairs
 from hcache_backend.engine.loads import LoadQueue
+from hcache_backend.engine.recompute.rows import RecomputedRows
 from hcache_backend.engine.recompute.slices import SliceBudget
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.service_check import KVChecks, ServiceChecks
@@ -110,7 +112,8 @@ class Stack:
         loads.on_failed.append(runtime.cannot_restore)
         loads.slowdown = runtime.slowdown
         pool.follow(capture)
-        result = self._joined(HiddenStateController, pool, pipeline, loads, reservable)
+        rows = partial(RecomputedRows, capture, plan.staging, plan.capture_hooks)
+        result = self._joined(HiddenStateController, pool, pipeline, loads, reservable, rows)
         checks = ServiceChecks(
             runtime,
             pool,
@@ -159,6 +162,7 @@ class Stack:
         pipeline: RestorePipeline,
         loads: LoadQueue,
         reservable: ReservablePages | None,
+        new_rows: Callable[[], RecomputedRows] | None = None,
     ) -> StackBuildResult:
         params, memory, config = self.params, get_memory(), self.runtime.config
         assert config is not None
@@ -191,7 +195,7 @@ class Stack:
                 known=methods.profile is not None,
             )
             loads.seconds_to_read = self.runtime.seconds_to_read
-            eager = EagerLoads(reservable, pool, pipeline, loads, most, budget)
+            eager = EagerLoads(reservable, pool, pipeline, loads, most, budget, new_rows)
             self.runtime.on_weights_changed.append(eager.give_back)
         controller.use_own_pages(self.runtime, pool, loads, eager)
         return StackBuildResult(

@@ -15,10 +15,12 @@ from tests.engine.harness.ours import assert_sound_own_pages, faulty, our_server
 
 PAGE = 16
 STORED: dict[str, dict[str, Any]] = {
-    "hidden": {"partition": partition(0, 4, 0)},
+    "hidden": {"partition": partition(0, 4, 0), "recompute": "never"},
     "kv": {"mode": "kv", "recompute": "never"},
     "kv, from the back": {"mode": "kv", "recompute_ms": 1e4},
-    "mixed": {"partition": partition(0, 2, 2)},
+    "mixed": {"partition": partition(0, 2, 2), "recompute": "never"},
+    "hidden, from the back": {"partition": partition(0, 4, 0), "recompute_ms": 1e4},
+    "mixed, from the back": {"partition": partition(0, 2, 2), "recompute_ms": 1e4},
     # A slice has all that has arrived, once it is known how long that takes.
     "recompute": {"partition": partition(1, 3, 0), "recompute_ms": 1e4},
     "recompute, mixed": {"partition": partition(1, 2, 1), "recompute_ms": 1e4},

@@ -48,6 +48,9 @@ SERVERS: dict[str, dict[str, Any]] = {
     "from the back": {"stored": "kv, from the back", "family": "qwen3"},
     "from the back, codec": {"stored": "kv, from the back", "family": "qwen3", "dtype": "bfloat16"},
     "from the back, two ranks": {"stored": "kv, from the back", "tp": 2},
+    "from the back, hidden": {"stored": "hidden, from the back"},
+    "from the back, mixed, codec": {"stored": "mixed, from the back", "dtype": "bfloat16"},
+    "from the back, mixed, two ranks": {"stored": "mixed, from the back", "tp": 2},
     "not recomputed": {"stored": "kv", "family": "qwen3"},
 }
 

@@ -44,33 +44,56 @@ from tests.engine.hits.eager_servers import (
 
 pytestmark = pytest.mark.engine
 
-STORED = "kv, from the back"
 HIT = (800 - 1) // PAGE * PAGE
 FRONT = HIT - BATCH
 """Tokens before the first batch that is read."""
 
 
-@pytest.fixture(scope="module", params=["qwen3", pytest.param("llama", marks=pytest.mark.long)])
-def model(request: pytest.FixtureRequest, model_cache: Path) -> Path:
-    """With fewer KV heads than heads, or with as many."""
-    return build_model(request.param, model_cache)
+KV, HIDDEN, MIXED = (f"{pages}, from the back" for pages in ("kv", "hidden", "mixed"))
+CASES = {
+    "K and V, GQA": ("qwen3", KV),
+    "K and V, MHA": ("llama", KV),
+    "hidden": ("llama", HIDDEN),
+    "mixed": ("llama", MIXED),
+}
+"""Model and pages. Long, but for the first and the last one."""
+SHORT = "K and V, GQA", "mixed"
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[] if name in SHORT else pytest.mark.long) for name in CASES],
+)
+def case(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
 
 
 @pytest.fixture(scope="module")
-def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def pages(case: str) -> str:
+    return CASES[case][1]
+
+
+@pytest.fixture(scope="module")
+def model(case: str, model_cache: Path) -> Path:
+    return build_model(CASES[case][0], model_cache)
+
+
+@pytest.fixture(scope="module")
+def shared(model: Path, pages: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("back")
-    options = eager_server(model, folder, STORED, max_total_tokens=2560, hicache_ratio=8.0)
+    options = eager_server(model, folder, pages, max_total_tokens=2560, hicache_ratio=8.0)
     with Server(options) as server:
         yield server
 
 
 @pytest.fixture
-def server(shared: Server) -> Iterator[Server]:
+def server(shared: Server, pages: str) -> Iterator[Server]:
     read_batches(shared, None)
     shared.flush_cache()
     yield shared
     read_batches(shared, None)
-    assert_fine(shared, STORED)
+    assert_fine(shared, pages)
 
 
 def recomputed_tokens(server: Server) -> float:
@@ -166,9 +189,9 @@ def test_where_all_pages_are_others_only_the_front_counts(model: Path, server: S
     folder = server.options.log.parent
     before = set(stored_pages(folder))
     prompt = stored(server, seed=13)
-    pages = [path for path in stored_pages(folder) if path not in before]
-    contents = [path.read_bytes() for path in pages]
-    for path, content in zip(pages, [*contents[1:], contents[0]], strict=True):
+    paths = [path for path in stored_pages(folder) if path not in before]
+    contents = [path.read_bytes() for path in paths]
+    for path, content in zip(paths, [*contents[1:], contents[0]], strict=True):
         path.write_bytes(content)
     with recomputed(server, prompt) as replies:
         pass
@@ -252,11 +275,13 @@ def test_at_a_timeout_the_front_counts(model: Path, server: Server) -> None:
 
 
 @pytest.mark.long
-def test_encoded_pages(model_cache: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["K and V, GQA", "hidden", "mixed"])
+def test_encoded_pages(name: str, model_cache: Path, tmp_path: Path) -> None:
     """By `exp4`, the default in bfloat16: from L3, then from the host."""
-    model, prompt = build_model("qwen3", model_cache), random_tokens(800, 12)
+    family, pages = CASES[name]
+    model, prompt = build_model(family, model_cache), random_tokens(800, 12)
     options = eager_server(
-        model, tmp_path, STORED, dtype="bfloat16", max_total_tokens=2560, hicache_ratio=8.0
+        model, tmp_path, pages, dtype="bfloat16", max_total_tokens=2560, hicache_ratio=8.0
     )
     with Server(options) as server:
         server.generate(prompt, 1)
@@ -268,6 +293,6 @@ def test_encoded_pages(model_cache: Path, tmp_path: Path) -> None:
             server.generate(random_tokens(900, seed), 1)
         replies.extend(asked(server, prompt))
         assert replies[1].turns[0].cached.host >= FRONT
-        assert_fine(server, STORED)
+        assert_fine(server, pages)
         assert "codec exp4" in server.log_text()
     assert_no_cache_output_up_to_ties(model, tmp_path, replies)

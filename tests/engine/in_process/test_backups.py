@@ -36,7 +36,7 @@ class Pages:
 
     def __init__(self, machine: Machine) -> None:
         self.arena, self.given = machine.arena, 0
-        self.page_layout, self.kv_buffer = LAYOUT, machine.capture._memory
+        self.page_layout, self.kv_buffer = LAYOUT, machine.capture.memory
         self.page_size = SIZE
         self.overflow = None
         self.device_pool = SimpleNamespace(device="cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,7 +76,8 @@ def test_what_does_not_fit_is_known_before_a_page_goes_to_l3() -> None:
     eager: Any = object.__new__(EagerLoads)
     eager._pool, eager._restores = server.pool, SimpleNamespace(until_saved=lambda pages: None)
     eager._pages = SimpleNamespace(device="cpu")
-    eager._unsettled = deque([(saved, streams.current_stream("cpu").record())])
+    settle = partial(server.overflow.lose_unfit, saved)
+    eager._unsettled = deque([(settle, streams.current_stream("cpu").record())])
     [unfit] = server.pool.page_ids(host).tolist()
     assert unfit not in server.overflow.pages
     eager.until_saved(server.pool.page_ids(host))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -414,12 +415,16 @@ class Fronts:
     Attributes:
         launched: The tokens of each slice, and how many are before it.
         saved: The host pages that were saved.
+        expected: Those, and the positions and ids of their tokens, as the pool heard of them.
+        settle: What is to be done when pages are saved.
         failures: What recomputation was given up for.
     """
 
     def __init__(self, scene: Scene, problem: Exception | None = None) -> None:
         self.launched: list[tuple[list[int], int]] = []
         self.saved: list[int] = []
+        self.expected: list[tuple[list[int], list[int], list[int]]] = []
+        self.settle: Callable[[list[int]], None] = lambda pages: None
         self.failures: list[Exception | None] = []
         self.problem, self.save_problem = problem, None
         self.whole = True
@@ -440,9 +445,9 @@ class Fronts:
         pool: Any = SimpleNamespace(
             page_size=SIZE,
             on_freed=[],
-            overflow=None,
             page_ids=lambda indices: indices[::SIZE].numpy() // SIZE,
-            save=self._save,
+            expect_recomputed=self._expect,
+            save_recomputed=self._save,
             arena=SimpleNamespace(
                 physical=lambda pages: pages,
                 first_layers=lambda pages: np.zeros(len(pages), np.int64),
@@ -483,11 +488,16 @@ class Fronts:
         self.launched.append((token_ids.tolist(), len(prefix)))
         return object()
 
-    def _save(self, host_pages: np.ndarray, slots: torch.Tensor) -> None:
+    def _expect(self, host_pages: np.ndarray, positions: np.ndarray, ids: np.ndarray) -> None:
+        self.expected.append((host_pages.tolist(), positions.tolist(), ids.tolist()))
+
+    def _save(self, host_pages: np.ndarray, slots: torch.Tensor, rows: object) -> Any:
         assert len(slots) == len(host_pages) * SIZE
+        assert rows is None  # pages of K and V have none
         self.saved += host_pages.tolist()
         if self.save_problem is not None:
             raise self.save_problem
+        return [partial(self.settle, host_pages.tolist())]
 
     def _launch(self, recompute: object, positions: np.ndarray, slots: torch.Tensor) -> Any:
         _, before = self.launched[-1]
@@ -515,6 +525,7 @@ def test_front_pages_are_recomputed_and_saved_until_they_meet_the_back(scene: Sc
     meeting = operation.hcache_meeting
     assert fronts.launched == [(list(range(100, 108)), SIZE)]  # two pages in a turn
     assert (fronts.saved, operation.completed_tokens) == ([0, 1], 2 * SIZE)
+    assert fronts.expected == [([0, 1], list(range(SIZE, 3 * SIZE)), list(range(100, 108)))]
     assert meeting.next_batch(3) == range(5, 8)
     fronts.turn()
     meeting.arrived(5, 8)
@@ -604,10 +615,8 @@ def test_a_front_is_not_recomputed_where_prefetches_may_end_at_any_time(scene: S
 
 def test_what_is_on_its_way_to_be_saved_is_settled_behind_that(scene: Scene) -> None:
     fronts, lost, passed = Fronts(scene), [], False
-    fronts.pool.overflow = SimpleNamespace(lose_unfit=lost.append)
     event: Any = SimpleNamespace(query=lambda: passed)
-    saved: Any = "saved"
-    fronts.eager._unsettled.append((saved, event))
+    fronts.eager._unsettled.append((partial(lost.append, "saved"), event))
     fronts.turn()
     assert not lost
     passed = True
@@ -628,11 +637,13 @@ def test_host_pages_are_left_alone_when_the_processor_wants_them(scene: Scene) -
 
 
 def test_what_was_restored_is_given_back_when_it_means_nothing_any_more(scene: Scene) -> None:
-    fronts = Fronts(scene)
+    fronts, settled = Fronts(scene), []
+    fronts.settle = settled.append
     fronts.begin()
     fronts.turn()
     assert scene.pages.count() == PAGES - 8
     fronts.eager.give_back()
+    assert settled == [[0, 1]]  # later these host pages may be others
     assert (scene.pages.count(), fronts.eager._restores.pages) == (PAGES, 0)
     assert fronts.eager._restores.hand_out(np.arange(2)).ready.tolist() == [False] * 2  # type: ignore[union-attr]
 
@@ -658,12 +669,19 @@ def test_tokens_before_a_prefetch_are_found_unless_they_were_evicted(
     assert found is None if before is None else before.tolist() == found
 
 
+def test_a_host_page_is_freed_behind_what_is_to_be_done_once_it_is_saved(scene: Scene) -> None:
+    fronts, settled = Fronts(scene), []
+    fronts.settle = settled.append
+    fronts.begin()
+    fronts.turn()
+    fronts.pool.on_freed[0](np.array([1]))
+    assert settled == [[0, 1]]
+    assert fronts.eager._restores.prepared(np.arange(2)).tolist() == [True, False]
+
+
 def test_what_did_not_fit_when_it_was_saved_is_lost_in_a_later_turn(scene: Scene) -> None:
     fronts, lost = Fronts(scene), []
-    fronts.pool.overflow = SimpleNamespace(
-        told=lambda host_pages, slots, fits: host_pages.tolist(), lose_unfit=lost.append
-    )
-    fronts.pool.save = lambda host_pages, slots: torch.ones((3, len(host_pages)))
+    fronts.settle = lost.append
     fronts.begin()
     fronts.turn()
     fronts.eager._saving.record().synchronize()
