@@ -10,6 +10,7 @@ from tests.unit.capture.small_arena import (
     LAYOUT,
     NAMESPACE,
     SIZE,
+    WRITER,
     arena,
     ids,
     slots_of,
@@ -227,3 +228,67 @@ def test_memory_that_held_such_a_page_is_whole_again_after_a_backup() -> None:
     assert int(pool.physical(ids(3))[0]) == lacking
     assert pool.first_layers(ids(3)).tolist() == [0]
     pool.check_integrity()
+
+
+def expected(a: ShadowArena, *host_pages: int) -> np.ndarray:
+    """Host pages whose rows were recomputed and are on their way, of tokens from position 0 on."""
+    pages = ids(*host_pages)
+    a.expect(pages, 1)  # they held something else before
+    positions = np.arange(len(pages) * SIZE)
+    a.recomputed(pages, positions, positions + 500)
+    return pages
+
+
+def test_recomputed_rows_count_once_they_are_there() -> None:
+    a = arena()
+    pages = expected(a, 3, 1)
+    assert a.waits_for_proof(ids(1)) and a.whole(pages) is None
+    assert a.first_layers(pages).tolist() == [0, 0]
+    assert a.arrived(pages, np.array([True, True])) == 0
+    assert a.whole(pages)
+    second = a.memory[a.physical(ids(1))[0]]
+    assert LAYOUT.namespace_of(second) == NAMESPACE
+    assert LAYOUT.positions(second).tolist() == [4, 5, 6, 7]
+    assert LAYOUT.token_ids(second).tolist() == [504, 505, 506, 507]
+
+
+@pytest.mark.parametrize("loaded_before", [False, True])
+def test_recomputed_rows_that_the_codec_cannot_hold_are_lost(loaded_before: bool) -> None:
+    """Nothing is ever backed up from them, whenever their tokens came to the device."""
+    a = arena()
+    pages, slots = expected(a, 0, 1), slots_of([2, 3])
+    if loaded_before:
+        a.loaded(slots, pages)
+    assert a.arrived(pages, np.array([True, False])) == 1
+    if not loaded_before:
+        a.loaded(slots, pages)
+    assert a.whole(ids(0)) and a.whole(ids(1)) is False
+    assert a.first_layers(pages).tolist() == [0, 2]
+    a.host_freed(pages)  # while their tokens are on the device
+    assert a.problem(slots[:SIZE]) is None
+    assert a.problem(slots[SIZE:]) == "rows not valid"
+    a.check_integrity()
+
+
+@pytest.mark.parametrize("freed", ["freed", "dropped", "all"])
+def test_what_arrives_for_a_page_that_was_freed_meanwhile_is_of_no_interest(freed: str) -> None:
+    a = arena()
+    pages = expected(a, 0)
+    if freed == "all":
+        a.clear()
+    else:
+        (a.host_freed if freed == "freed" else a.host_dropped)(pages)
+    assert not a.waits_for_proof(pages)
+    again = expected(a, 0)
+    assert a.arrived(pages, np.array([True])) == 0
+    assert a.whole(again) is None
+    assert a.arrived(again, np.array([False])) == 1
+    assert a.whole(again) is False
+
+
+def test_a_recomputed_page_was_not_sealed_before() -> None:
+    """What it held is not taken for it: its header is blank until its rows are there."""
+    a = arena()
+    LAYOUT.stamp(a.memory[a.physical(ids(0))[0]], NAMESPACE, WRITER)
+    expected(a, 0)
+    assert LAYOUT.namespace_of(a.memory[a.physical(ids(0))[0]]) == NO_NAMESPACE
