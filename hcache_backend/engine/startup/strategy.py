@@ -312,7 +312,7 @@ class OwnPagesStrategy(StackStrategy):
         codec = step(lambda: choose_codec(ranks, runtime, probe, projector))
         exchange = step(lambda: make_exchange(probe, kvcache.page_size))
         recomputer = None
-        if methods.can_recompute and (methods.profile or methods.partition.recompute):
+        if methods.can_recompute:
             recomputer = step(lambda: find_recomputer(runtime, probe, kvcache, methods))
         if recomputer is None:
             methods = methods.without_recompute()
