@@ -94,6 +94,10 @@ UNIT = {
     "restore/report.py:save stream.keep(slots)": Report(
         "eager, from the back", "device memory of schedule dies while hcache saves may use it"
     ),
+    "engine/recompute/rows.py:save current_stream(capture.device).keep(rows)": Report(
+        "eager, from the back, hidden states",
+        "device memory of forward dies while hcache saves may use it",
+    ),
     "restore/report.py:wait_for_layer current_stream(self.device).wait(self.layers[layer])": Report(
         "restore, mixed", "forward reads what hcache compute writes"
     ),

@@ -16,11 +16,13 @@ from hcache_backend.capture.shadows import ShadowArena
 from hcache_backend.engine.disaggregation.prefill import before_sending_prefix
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
+from hcache_backend.engine.recompute.rows import RecomputedRows
 from hcache_backend.partition.costs import Partition
 from hcache_backend.restore.eager import EagerRestores
 from hcache_backend.restore.reservation import Launched
 from tests.order.checker import Checker
-from tests.order.scenario_restore import GPU, PAGES, SIZE, Engine, Pool
+from tests.order.scenario_capture import EncodingCodec
+from tests.order.scenario_restore import GPU, PAGES, SIZE, WIDTH, Engine, Pool
 
 _SOME_OF_EACH = Partition(recompute=2, hidden=2, kv=1)
 
@@ -67,6 +69,15 @@ class Loading:
         self.eager = EagerRestores(SIZE, self.free, self._launch, limit=PAGES)
         self.before_prefetch: torch.Tensor | None = None
         self.saving = streams.new_stream(GPU, "saves")
+        hidden, offsets = methods.layers("hidden"), self.pool.layout.segment_offsets
+        self.staging: Any = SimpleNamespace(layers=len(hidden), width=WIDTH, dtype=torch.float32)
+        self.capture: Any = SimpleNamespace(
+            codec=EncodingCodec(WIDTH, torch.float32),
+            arena=self.arena,
+            memory=self.pool.memory,
+            segments=torch.tensor([offsets[layer] for layer in hidden], device=GPU),
+            device=GPU,
+        )
 
     def _launch(self, host_pages: npt.NDArray[np.int64], slots: torch.Tensor) -> Launched:
         """As ``hcache_backend/engine/eager_loads.py``, which needs SGLang."""
@@ -90,11 +101,20 @@ class Loading:
             else:
                 recompute = self.queue.recompute_of(due.host_pages, due.layers, prefix.clone)
             assert recompute is not None
+            rows = RecomputedRows(self.capture, self.staging, self.pool)  # type: ignore[arg-type]
+            if due.unread:
+                recompute = rows.taken_from(recompute)
             restore = self.pipeline.start_recomputation(recompute, positions, slots)
             if due.unread:
-                pages = self.arena.physical(due.host_pages)
-                restore.save(self.saving, slots, partial(self.pool.save, pages, slots))
+                restore.save(self.saving, slots, partial(self._save, due.host_pages, slots, rows))
             self.eager.recomputed(due, restore)
+
+    def _save(
+        self, host_pages: npt.NDArray[np.int64], slots: torch.Tensor, rows: RecomputedRows
+    ) -> None:
+        pages = self.arena.physical(host_pages)
+        rows.save(pages)
+        self.pool.save(pages, slots)
 
     def plan(self, pages: range, prefix: torch.Tensor) -> QueuedLoad:
         """A load of these pages, behind tokens in the slots ``prefix``."""
@@ -197,9 +217,9 @@ def eager(checker: Checker, **kind: Any) -> None:
         loading.eager.end("given back")
 
 
-def eager_from_the_back(checker: Checker) -> None:
+def eager_from_the_back(checker: Checker, partition: Partition) -> None:
     """Front pages are recomputed whole, and saved, while the others are read."""
-    loading = Loading(checker, Partition(recompute=0, hidden=0, kv=3))
+    loading = Loading(checker, partition)
     page_bytes = loading.pool.layout.page_bytes
     checker.begin()
     with checker.on(loading.engine.schedule):

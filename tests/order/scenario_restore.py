@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +47,7 @@ class Pool:
 
     stream: Callable[[], streams.Stream]
     fails = False
+    _take: Callable[[int, torch.Tensor], None] | None = None
 
     def __init__(
         self, checker: Checker, methods: Sequence[str], shares: int = 1, codec: str = "none"
@@ -91,6 +93,13 @@ class Pool:
         """Copy K and V from ``slots`` to ``pages`` of the memory, as a backup does."""
         self._kv.save(self.layout, self.memory, streams.to_device(pages, GPU), slots)
 
+    @contextmanager
+    def to(self, take: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
+        """As :meth:`hcache_backend.engine.capture_hooks.HiddenCapture.to`, of hidden layers."""
+        self._take = take
+        yield
+        self._take = None
+
     def talk(self) -> None:
         """Use the links to other ranks, if there are any."""
         if self.layout.share.of > 1:
@@ -116,6 +125,9 @@ class Pool:
         for layer in range(layers):
             for rows in (self.k, self.v):
                 rows[layer, slots] = positions[:, None].to(rows.dtype)
+            if self._take is not None and self.methods[layer] == "hidden":
+                rows = torch.zeros((len(slots), WIDTH)) + positions[:, None]
+                self._take(self.methods[:layer].count("hidden"), rows)
             for span in spans:
                 self.k[layer, span.prefix].sum()
                 self.v[layer, span.prefix].sum()

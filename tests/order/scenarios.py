@@ -41,7 +41,10 @@ SCENARIOS: dict[str, Scenario] = {
     "eager": eager,
     "eager, encoded": partial(eager, partition=ALL_KV, codec="exp4"),
     "eager, behind an unknown prefix": eager_behind_an_unknown_prefix,
-    "eager, from the back": eager_from_the_back,
+    "eager, from the back": partial(eager_from_the_back, partition=Partition(0, 0, 3)),
+    "eager, from the back, hidden states": partial(
+        eager_from_the_back, partition=Partition(0, 2, 1)
+    ),
     "sends": sends,
     "overflow": overflow,
     "probes": probes,
