@@ -203,7 +203,7 @@ class TestQueuedLoads:
             (SIZE, 0, "none", SIZE / 50),
         ]
 
-    def test_what_recomputes_pages_of_kv_whole_does_nothing_to_loads(self) -> None:
+    def test_what_recomputes_whole_pages_does_nothing_to_loads_of_kv(self) -> None:
         """Their headers say nothing: a backup of K and V writes none."""
         partition, recomputer = Partition(0, 0, 4), Recomputer()
         loads = queue(HostPages(), partition, recomputer, can_recompute=False)
@@ -221,8 +221,8 @@ class TestQueuedLoads:
         loads.recomputation_failed(RuntimeError("out of memory"))
         assert not loads.recomputes_pages
         assert loads.recompute_pages(np.array([7, 8]), known) is None
-        for other in (Partition(1, 0, 3), Partition(0, 1, 3)):
-            assert not queue(HostPages(), other, recomputer).recomputes_pages
+        assert queue(HostPages(), Partition(0, 1, 3), recomputer).recomputes_pages
+        assert not queue(HostPages(), Partition(1, 0, 3), recomputer).recomputes_pages
 
     def test_stored_layers_that_cannot_be_recomputed_are_loaded(self) -> None:
         loads = queue(HostPages(), Partition(0, 4, 0), Recomputer(), can_recompute=True)
