@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -140,6 +141,22 @@ def test_freeing_a_host_page_gives_the_rows_back_to_the_tokens_on_the_device(
     assert pool.arena.problem(slots) == "rows not valid"
     assert pool.available_size() == 6 * PAGE
     pool.arena.check_integrity()
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_recomputed_rows_are_there_before_tokens_on_the_device_take_them_back(
+    fits: bool, pool: HiddenStatePool
+) -> None:
+    indices = pool.alloc(PAGE)
+    assert indices is not None and pool._capture is not None
+    host_pages, slots = pool.page_ids(indices), torch.arange(2 * PAGE, 3 * PAGE)
+    rows: Any = SimpleNamespace(save=lambda pages: torch.tensor([fits]))
+    pool.expect_recomputed(host_pages, np.arange(PAGE), np.arange(PAGE))
+    [settle] = pool.save_recomputed(host_pages, slots, rows)
+    pool.on_freed.append(lambda pages: settle())
+    pool._capture.ledger.loaded(slots, host_pages)
+    pool.free(indices)
+    assert pool.arena.problem(slots.numpy()) == (None if fits else "rows not valid")
 
 
 def test_a_flush_waits_for_rows_that_are_on_their_way_to_pages(pool: HiddenStatePool) -> None:
