@@ -118,7 +118,9 @@ def test_two_ranks_with_other_models(
 def test_a_share_that_is_gone_or_damaged_is_a_miss_on_all_ranks(
     model: Path, tmp_path: Path
 ) -> None:
-    with Server(our_server(model, tmp_path, tp=2, extra_args=WATCHDOG)) as server:
+    with Server(
+        our_server(model, tmp_path, tp=2, hcache={"recompute": "never"}, extra_args=WATCHDOG)
+    ) as server:
         lost, damaged = make_conversations(2, turns=3, tokens=300)
         converse(server, [lost], turns=2)
         before = set(stored_pages(tmp_path))
