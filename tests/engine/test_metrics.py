@@ -37,7 +37,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     options = our_server(
         model,
         folder,
-        hcache={"quota_bytes": QUOTA_PAGES * FILE_BYTES},
+        hcache={"quota_bytes": QUOTA_PAGES * FILE_BYTES, "recompute": "never"},
         metrics=True,
     )
     with Server(options) as server:
