@@ -138,8 +138,7 @@ class BatchedReads:
         meeting.begin(len(keys))
         for _ in range(0, len(keys), step):
             left = step  # till the next report
-            while left and not operation.is_terminated():
-                part = self._part(meeting, until_met, len(before) * self._size)
+            while left and (part := self._part(operation, meeting, until_met)):
                 pages = meeting.next_batch(min(left, part))
                 if not pages:
                     break
@@ -154,22 +153,26 @@ class BatchedReads:
             self._pass_on(report)
 
     def _part(
-        self, meeting: Meeting, until_met: Callable[[int, int], tuple[float, float]], prefix: int
+        self,
+        operation: Any,
+        meeting: Meeting,
+        until_met: Callable[[int, int], tuple[float, float]],
     ) -> int:
-        """How many pages to read now; at least 1.
+        """How many pages to read now; 0: no more, the prefetch has ended or the two have met.
 
         If that is none, the front is waited for, but not longer than reading would take.
         """
-        start, part = time.monotonic(), 0
-        while not part and (unread := meeting.unread):
+        prefix = len(operation.prefix_keys or ()) * self._size
+        start = seen = time.monotonic()
+        while not operation.is_terminated() and (unread := meeting.unread):
             together, alone = until_met(unread, prefix)
             part = round(unread * together / alone) if 0 < alone < math.inf else unread
-            if not part and time.monotonic() - start > alone:
-                part = 1
-            if not part:
-                time.sleep(_LOOKING_SECONDS)
-        self._waited(time.monotonic() - start)
-        return max(1, part)
+            if part or seen - start > alone:
+                return max(1, part)
+            time.sleep(_LOOKING_SECONDS)
+            before, seen = seen, time.monotonic()
+            self._waited(seen - before)  # at once: else L3 would seem not to answer
+        return 0
 
     def _report(self, operation: Any) -> None:
         self._reports += 1

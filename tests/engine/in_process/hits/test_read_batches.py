@@ -189,6 +189,23 @@ def test_from_the_back_ranks_agree_on_what_is_there(front: int) -> None:
     assert counts == sorted(counts) and counts[-1] == min(lost)
 
 
+def test_from_the_back_who_waits_for_the_front_says_so_and_ends_with_the_prefetch() -> None:
+    """Else nothing would come, L3 would seem not to answer, and a flush would wait in vain."""
+    waited: list[float] = []
+    meeting, reports = Meeting(), list[Any]()
+    operation = SimpleNamespace(
+        hash_value=["0", "1", "2", "3"],
+        prefix_keys=None,
+        request_id="r",
+        is_terminated=lambda: len(waited) == 3,
+    )
+    reads = BatchedReads(SIZE, reports.append, waited.append)
+    read: Any = None  # nothing is read
+    reads.transfer_from_back(read, operation, meeting, lambda unread, prefix: (0.0, 1e9))
+    assert all(0 < seconds < 60 for seconds in waited) and len(waited) == 3
+    assert [(report.start, report.end) for report in reports] == [(4, 4)]
+
+
 @pytest.mark.parametrize("stop_at", range(6))
 def test_from_the_back_only_the_front_counts_where_the_reader_was_stopped(stop_at: int) -> None:
     rank = BackRank(40, set(), 3, stop_at)
