@@ -44,7 +44,7 @@ class HiddenCapture:
         self._trial = False
         self._tokens_only = False
         self._order: CollectiveOrder | None = None
-        self._aside: Callable[[int, Any], None] | None = None
+        self._aside: Callable[[int, object], None] | None = None
         self._thread = get_ident()
         self._called = [False] * len(layers)
         self._hooks: list[Any] = []
@@ -91,7 +91,7 @@ class HiddenCapture:
             self._capture, self._trial = None, False
 
     @contextmanager
-    def to(self, take: Callable[[int, Any], None]) -> Iterator[None]:
+    def to(self, take: Callable[[int, object], None]) -> Iterator[None]:
         """Within the block ``take(layer, hidden)`` gets what passes, and may raise into it."""
         self._aside = take
         try:

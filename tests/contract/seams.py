@@ -116,7 +116,7 @@ OVERRIDDEN: dict[str, set[str]] = {
         "write",
         "write_storage",
     },
-    "HiddenStatePool": {"clear", "free"},
+    "HiddenStatePool": {"clear"},
     "OwnPagesPool": {
         "backup_from_device_all_layer",
         "clear",

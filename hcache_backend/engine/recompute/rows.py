@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -47,8 +45,8 @@ class RecomputedRows:
 
         return recompute._replace(fill=fill)
 
-    def _take(self, layer: int, hidden: Any) -> None:
-        assert self._rows is not None
+    def _take(self, layer: int, hidden: object) -> None:
+        assert self._rows is not None and isinstance(hidden, torch.Tensor)
         start = self._seen[layer]
         self._seen[layer] = stop = start + len(hidden)
         self._rows[layer, start:stop] = hidden
