@@ -90,7 +90,7 @@ def page_size(plan: dict[str, Any], tokens: int, codec: str, kv_mode: bool) -> P
     files = ranks if "kv" in methods else share.of  # K and V are those of a rank's own heads
     file_bytes = file_layout(layout.table, share).file_bytes
     unfit = methods.count("kv") * bool(encoded)
-    if of_hidden != "none" and ranks == 1:
+    if of_hidden != "none":
         unfit += methods.count("hidden")
     kept_apart = unfit * tokens * kv_bytes
     overflow = kept_apart + _ALIGNMENT * bool(kept_apart)

@@ -114,7 +114,7 @@ class OwnPagesController(HybridCacheController, ABC):
         backups = len(self.ack_write_queue)
         super().start_writing()
         if self._pool.overflow is not None and len(self.ack_write_queue) > backups:
-            self.ack_write_queue.append(self._pool.overflow.awaited(self.ack_write_queue.pop()))
+            self.ack_write_queue += self._pool.overflow.awaited(self.ack_write_queue.pop())
 
     def after_forwards(self, stream: streams.Stream) -> None:
         """Let a stream of transfers wait for the forward passes that were launched."""

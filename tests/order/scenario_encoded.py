@@ -82,7 +82,7 @@ def overflow(checker: Checker) -> None:
             fits = kv.save(layout, arena, streams.to_device(host_pages, GPU), slots)
             assert fits is not None
             area.saved(host_pages, slots, fits)
-            ack = area.awaited(Ack(start, save.record_event()))
+            [ack] = area.awaited(Ack(start, save.record_event()))
         loaded(host_pages, others)
         with checker.on(schedule):
             while not ack.finish_event.query():

@@ -212,8 +212,7 @@ def checked_server(
         report=str(folder / "order.json"), decode_graphs=scenario.decode_graphs, **chosen
     )
     paths = [str(HERE / "plugin"), str(HERE.parents[1]), cpu_engine_env()["PYTHONPATH"]]
-    # Ranks do not back up pages with such rows.
-    fault = {} if scenario.fits else faulty(f"{'rows' if scenario.tp == 1 else 'units'}_do_not_fit")
+    fault = {} if scenario.fits else faulty("rows_do_not_fit")
     if fault:
         paths.append(fault.pop("PYTHONPATH"))
     (folder / "l3-rate").write_text("0")

@@ -6,6 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -158,6 +159,8 @@ class OverflowArea:
 
     Attributes:
         rows_fit: Says which pages hold these; None: pages that do not are not backed up.
+        agree: For each page, whether it is so on all ranks, which all ask at one point; None: there
+            are no others.
     """
 
     def __init__(
@@ -173,6 +176,7 @@ class OverflowArea:
         self.pages = Overflow(rows)
         self.hidden = tuple(hidden)
         self.rows_fit: RowsFit | None = None
+        self.agree: Callable[[Sequence[bool]], Sequence[bool]] | None = None
         self._told = (0, 0, 0)
         self._kv = kv
         self._memory = room[: rows * plain_bytes].view(rows, -1)
@@ -219,15 +223,23 @@ class OverflowArea:
         metrics.TOKENS.count("not_encodable", len(unfit) * self._kv.page_size)
         self._tell()
 
-    def awaited(self, ack: Any) -> Any:
-        """HiCache's ``HiCacheAck`` of the last backup, which ends when what did not fit is kept."""
+    def awaited(self, ack: Any) -> list[Any]:
+        """HiCache's ``HiCacheAck`` of the last backup, which ends when what did not fit is kept.
+
+        Where ranks have to agree on that, it is the second of two: all ranks hear of the end of the
+        first one, which is of no node, in the same turn.
+        """
         if self._last is None:
-            return ack
+            return [ack]
         saved, self._last = self._last, None
-        settle = partial(self._settle, saved.host_pages)
         known = partial(self._known, saved.host_pages)
-        end = _BackupEnd(ack, known, partial(self._end, saved), settle)
-        return ack._replace(start_event=end, finish_event=end)
+        launch, settle = partial(self._end, saved), partial(self._settle, saved.host_pages)
+        end = _BackupEnd(ack, known, launch, settle, alone=self.agree is None)
+        ended = ack._replace(start_event=end, finish_event=end)
+        if self.agree is None:
+            return [ended]
+        agreed = SimpleNamespace(query=end.ready, synchronize=end.go_on)
+        return [type(ack)(agreed, agreed, []), ended]
 
     def settled(self, host_page: int) -> bool:
         """Whether all that a backup brought to ``host_page`` is there, or is lost."""
@@ -307,6 +319,8 @@ class OverflowArea:
         if self.rows_fit is not None:
             fit = self.rows_fit(saved.host_pages)
             lacks = np.ones(len(pages), np.bool_) if fit is None else ~fit
+            if self.agree is not None:
+                lacks = ~np.array(self.agree((~lacks).tolist()), np.bool_)
             unfit = np.concatenate((unfit, np.tile(lacks, (len(self.hidden), 1))))
             layers = (*layers[: len(saved.fits)], *self.hidden)
         # Freed before the end was heard of, a page is another's.
@@ -336,6 +350,7 @@ class _BackupEnd:
         known: Whether it is known what comes behind the backup, once that has passed.
         launch: Launches it; an event behind that, or None.
         ended: Is told when that has passed.
+        alone: Whether it may be launched as soon as it is known.
     """
 
     def __init__(
@@ -344,25 +359,38 @@ class _BackupEnd:
         known: Callable[[], bool],
         launch: Callable[[], Event | None],
         ended: Callable[[], None],
+        *,
+        alone: bool,
     ) -> None:
         self._start, self._finish = ack.start_event, ack.finish_event
         self._known = known
         self._launch: Callable[[], Event | None] | None = launch
         self._launched: Event | None = None
         self._ended = ended
+        self._alone = alone
+
+    def ready(self) -> bool:
+        """Whether what comes behind the backup can be launched."""
+        return bool(self._finish.query()) and self._known()
+
+    def go_on(self) -> Event | None:
+        """Launch it, unless that was done; an event behind it, or None."""
+        if self._launch is not None:
+            self._finish.synchronize()
+            self._launched, self._launch = self._launch(), None
+        return self._launched
 
     def query(self) -> bool:
-        if not self._finish.query() or (self._launch is not None and not self._known()):
+        if self._launch is not None and not (self._alone and self.ready()):
             return False
-        last = self._go_on()
+        last = self.go_on()
         if last is not None and not last.query():
             return False
         self._ended()
         return True
 
     def synchronize(self) -> None:
-        self._finish.synchronize()
-        last = self._go_on()
+        last = self.go_on()
         if last is not None:
             last.synchronize()
         self._ended()
@@ -370,8 +398,3 @@ class _BackupEnd:
     def elapsed_time(self, _end: _BackupEnd) -> float:
         milliseconds: float = self._start.elapsed_time(self._finish)
         return milliseconds
-
-    def _go_on(self) -> Event | None:
-        if self._launch is not None:
-            self._launched, self._launch = self._launch(), None
-        return self._launched

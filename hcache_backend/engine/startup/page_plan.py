@@ -160,9 +160,8 @@ class HiddenPagePlan(PagePlan):
 
     @property
     def unfit_layers(self) -> Sequence[int]:
-        # Other ranks, whose rows may fit, would not know that their K and V are to be kept.
-        alone = get_tp_group().world_size == 1 and get_pp_group().world_size == 1
-        encoded = alone and not self.codec.is_view
+        # Pipeline stages hear of the end of a backup at different points.
+        encoded = get_pp_group().world_size == 1 and not self.codec.is_view
         return self.methods.layers("hidden") if encoded else ()
 
     def find_room(self) -> None:

@@ -28,6 +28,7 @@ from hcache_backend.engine.host_pool import HiddenStatePool, OwnPagesPool
 from hcache_backend.engine.kv_pages.controller import KVController
 from hcache_backend.engine.kv_pages.node_pairs import NodePairs
 from hcache_backend.engine.loads import LoadQueue
+from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.recompute.rows import RecomputedRows
 from hcache_backend.engine.recompute.slices import SliceBudget
 from hcache_backend.engine.runtime import Runtime
@@ -112,6 +113,9 @@ class Stack:
         loads.on_failed.append(runtime.cannot_restore)
         loads.slowdown = runtime.slowdown
         pool.follow(capture)
+        if plan.unfit_layers and order is not None and pool.overflow is not None:
+            group = self.params.tp_cache_group
+            pool.overflow.agree = lambda fit: on_all_ranks(group, *fit)
         rows = partial(RecomputedRows, capture, plan.staging, plan.capture_hooks)
         result = self._joined(HiddenStateController, pool, pipeline, loads, reservable, rows)
         checks = ServiceChecks(
@@ -239,6 +243,12 @@ def use_hidden_mode(runtime: Runtime, kvcache: Any, plan: HiddenPagePlan) -> Non
         plan.pages.host,
         plan.pages.shadows,
     )
+    if not plan.codec.is_view and not plan.unfit_layers:
+        logger.info(
+            "hcache: with pipeline stages a page with a row of hidden states that codec %r does "
+            "not hold is not backed up",
+            plan.codec.name,
+        )
 
 
 def use_kv_mode(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str) -> None:

@@ -93,6 +93,7 @@ def test_encoded_k_and_v_give_the_same_output(
 
 KV, MIXED = {"mode": "kv"}, {"partition": partition(0, 2, 2)}
 HIDDEN = {"partition": partition(0, 4, 0)}
+RANKS, BACK = {"tp": 2}, {"write_policy": "write_back"}
 FULL = "overflow_is_full"
 
 
@@ -101,19 +102,22 @@ IN_EVERY_RUN = {("kv", "units_do_not_fit"), ("hidden", "rows_do_not_fit")}
 
 
 @pytest.mark.parametrize(
-    ("name", "hcache", "tp", "policy", "fault"),
+    ("name", "hcache", "options", "fault"),
     [
         pytest.param(*server, fault, id=f"{label}, {fault}", marks=marks)
         for label, server, faults in (
-            ("kv", ("qwen3", KV, 1, "write_through"), UNITS),
-            ("write back", ("qwen3", KV, 1, "write_back"), UNITS),
-            ("kv, two ranks", ("qwen3", KV, 2, "write_through"), UNITS),
-            ("mixed", ("llama", MIXED, 1, "write_through"), (*UNITS, *ROWS)),
-            ("mixed, two ranks", ("llama", MIXED, 2, "write_through"), UNITS),
-            ("hidden", ("llama", HIDDEN, 1, "write_through"), ROWS),
-            ("hidden, write back", ("llama", HIDDEN, 1, "write_back"), ROWS),
-            ("layer-wise", ("llama", HIDDEN | {"restore": "layerwise"}, 1, "write_through"), ROWS),
-            ("recomputed", ("llama", {"partition": partition(1, 2, 1)}, 1, "write_through"), ROWS),
+            ("kv", ("qwen3", KV, {}), UNITS),
+            ("write back", ("qwen3", KV, BACK), UNITS),
+            ("kv, two ranks", ("qwen3", KV, RANKS), UNITS),
+            ("mixed", ("llama", MIXED, {}), (*UNITS, *ROWS)),
+            ("mixed, two ranks", ("llama", MIXED, RANKS), (*UNITS, *ROWS)),
+            ("hidden", ("llama", HIDDEN, {}), ROWS),
+            ("hidden, two ranks", ("llama", HIDDEN, RANKS), ROWS),
+            ("two ranks, write back", ("llama", HIDDEN, RANKS | BACK), ROWS),
+            ("two stages", ("llama", HIDDEN, {"pp": 2}), ["rows_do_not_fit"]),
+            ("hidden, write back", ("llama", HIDDEN, BACK), ROWS),
+            ("layer-wise", ("llama", HIDDEN | {"restore": "layerwise"}, {}), ROWS),
+            ("recomputed", ("llama", {"partition": partition(1, 2, 1)}, {}), ROWS),
         )
         for fault in faults
         for marks in [() if (label, fault) in IN_EVERY_RUN else pytest.mark.long]
@@ -122,16 +126,15 @@ IN_EVERY_RUN = {("kv", "units_do_not_fit"), ("hidden", "rows_do_not_fit")}
 def test_units_that_do_not_fit_come_back_from_host_memory_or_are_computed_again(
     name: str,
     hcache: dict[str, Any],
-    tp: int,
-    policy: str,
+    options: dict[str, Any],
     fault: str,
     model_cache: Path,
     tmp_path: Path,
 ) -> None:
     """The device holds two conversations of four; a part of their units is not encodable. All of
-    that has room in the overflow, or nearly nothing has."""
+    that has room in the overflow, or nearly nothing has, or pipeline stages have none."""
     model = build_model(name, model_cache)
-    options = our_server(
+    asked_for = our_server(
         model,
         tmp_path,
         hcache={**hcache, "codec": "exp4"},
@@ -140,12 +143,12 @@ def test_units_that_do_not_fit_come_back_from_host_memory_or_are_computed_again(
         page_size=16,
         max_total_tokens=1024,
         hicache_ratio=3.0,
-        write_policy=policy,
         metrics=True,
-        tp=tp,
+        **options,
     )
-    full = fault in (FULL, "no_room_for_rows")
-    with Server(options) as server:
+    stages = "pp" in options
+    full = fault in (FULL, "no_room_for_rows") or stages
+    with Server(asked_for) as server:
         conversations = make_conversations(4, turns=3, tokens=120, seed=5)
         for turns in (1, 2, 3):
             converse(server, conversations, turns=turns, flush=False)
@@ -155,6 +158,7 @@ def test_units_that_do_not_fit_come_back_from_host_memory_or_are_computed_again(
         refused = ("not_restored_overflow_full", "not_backed_up_rows_not_encodable")
         assert any(map(tokens.get, refused)) == full
         assert full or from_host > 300
+        assert ("'exp4' does not hold is not backed up" in server.log_text()) == stages
         server.flush_cache()
         # What was not encodable is not in L3, which serves what stands before it.
         again = ask(server, [c.turns[0].prompt for c in conversations])
@@ -162,7 +166,7 @@ def test_units_that_do_not_fit_come_back_from_host_memory_or_are_computed_again(
         assert_sound_own_pages(server, "kv" if hcache.get("mode") else "hidden")
     asked: list[Conversation] = [*conversations, *again]
     if not full:
-        with Server(options) as server:  # after a restart as well
+        with Server(asked_for) as server:  # after a restart as well
             again = ask(server, [c.turns[-1].prompt for c in conversations])
             assert all(c.turns[0].cached.storage < 300 for c in again)
             assert_nothing_went_wrong(server)

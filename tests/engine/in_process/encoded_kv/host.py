@@ -70,6 +70,7 @@ class Ack(NamedTuple):
 
     start_event: Any
     finish_event: Any
+    node_ids: Sequence[int] = ()
 
 
 class Transferred:
@@ -132,7 +133,8 @@ class Host:
         assert host is not None
         self.pool.divide(self.pool.page_ids(host), self.pool.page_layout)
         self.pool.backup_from_device_all_layer(self.device, host, slots_of(*pages), "kernel")
-        return host, self.overflow.awaited(Ack(Transferred(), Transferred()))
+        [ack] = self.overflow.awaited(Ack(Transferred(), Transferred()))
+        return host, ack
 
     def backed_up(self, *pages: int) -> torch.Tensor:
         host, ack = self.back_up(*pages)

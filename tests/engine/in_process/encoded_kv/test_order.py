@@ -26,7 +26,7 @@ def flush(checker: Checker, *, waits: bool = True) -> None:
     with checker.on(save):
         slots.record_stream(save)
         server.pool.backup_from_device_all_layer(server.device, host, slots, "kernel")
-        ack = server.overflow.awaited(Ack(save.record_event(), save.record_event()))
+        [ack] = server.overflow.awaited(Ack(save.record_event(), save.record_event()))
     if not waits:
         server.pool._backed_up = None
     with checker.on(schedule):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -235,8 +235,9 @@ class Rows:
         for times, planes in ((2, self.device.k_buffer), (3, self.device.v_buffer)):
             planes[layer][slots, 0] = rows * times
 
-    def forward(self, *pages: int, unfit: int) -> torch.Tensor:
-        """Fill device pages, a row of one of which is not to be encoded; what they hold."""
+    def forward(self, *pages: int, unfit: Collection[int]) -> torch.Tensor:
+        """Fill device pages, of which ``unfit`` have a row that is not to be encoded; what they
+        hold."""
         slots, capture = slots_of(*pages), self.capture
         positions = torch.arange(len(slots))
         capture.ledger.pass_begins()
@@ -246,7 +247,7 @@ class Rows:
             rows = torch.randn(len(slots), small.WIDTH)
             self.write(layer, slots, rows)
             if layer == 1:
-                rows[pages.index(unfit) * PAGE + 5, 0] = torch.nan
+                rows[[pages.index(page) * PAGE + 5 for page in unfit], 0] = torch.nan
             capture.take(layer, rows)
         assert capture.end(step, replayed=False)
         return self.bits(*pages)
@@ -255,16 +256,19 @@ class Rows:
         buffers = (*self.device.k_buffer, *self.device.v_buffer)
         return torch.stack([buffer[slots_of(*pages)].view(torch.int32) for buffer in buffers])
 
-    def back_up(self, *pages: int) -> torch.Tensor:
-        """As the controller does it; where to."""
-        host = self.pool.alloc(PAGE * len(pages))
+    def launch(self, *pages: int) -> tuple[torch.Tensor, Transferred, list[Ack]]:
+        """Back up as the controller does it: where to, the transfer, and for what HiCache waits."""
+        host, transfer = self.pool.alloc(PAGE * len(pages)), Transferred()
         assert host is not None
         self.capture.ledger.settle()
         assert self.pool.arena.problem(slots_of(*pages).numpy()) is None
         self.capture.back_up(slots_of(*pages).numpy(), self.pool.page_ids(host))
         self.pool.backup_from_device_all_layer(self.device, host, slots_of(*pages), "kernel")
-        ack = self.overflow.awaited(Ack(Transferred(), Transferred()))
         self.capture.transfers().synchronize()
+        return host, transfer, self.overflow.awaited(Ack(transfer, transfer, [0]))
+
+    def back_up(self, *pages: int) -> torch.Tensor:
+        host, _, [ack] = self.launch(*pages)
         ack.finish_event.synchronize()
         return host
 
@@ -281,7 +285,7 @@ class Rows:
 def test_unfit_rows_go_to_host_memory_and_back_twice() -> None:
     """Each time to other slots, and what was on the device is gone."""
     server = Rows(room=4)
-    wanted = server.forward(1, 2, 3, unfit=2)
+    wanted = server.forward(1, 2, 3, unfit=[2])
     host = server.back_up(1, 2, 3)
     assert server.pool.arena.unfit(server.pool.page_ids(host)).tolist() == [False, True, False]
     assert server.overflow.pages.rows_in_use == LAYERS

@@ -143,7 +143,7 @@ def test_a_page_that_was_freed_before_its_backup_ended_belongs_to_the_next() -> 
 
 def test_an_ack_of_a_transfer_without_our_pages_stays_as_it_is() -> None:
     ack = Ack(Transferred(), Transferred())
-    assert Host().overflow.awaited(ack) is ack
+    assert Host().overflow.awaited(ack) == [ack]
 
 
 def test_layers_are_copied_to_the_overflow_each_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
