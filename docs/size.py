@@ -89,9 +89,7 @@ def page_size(plan: dict[str, Any], tokens: int, codec: str, kv_mode: bool) -> P
     layout = PageLayout(tokens, tuple(stored[m] for m in methods), share)
     files = ranks if "kv" in methods else share.of  # K and V are those of a rank's own heads
     file_bytes = file_layout(layout.table, share).file_bytes
-    unfit = methods.count("kv") * bool(encoded)
-    if of_hidden != "none":
-        unfit += methods.count("hidden")
+    unfit = methods.count("kv") * bool(encoded) + methods.count("hidden") * (of_hidden != "none")
     kept_apart = unfit * tokens * kv_bytes
     overflow = kept_apart + _ALIGNMENT * bool(kept_apart)
     return PageSize(layout.page_bytes, files, file_bytes, not kv_mode, overflow)

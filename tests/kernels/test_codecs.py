@@ -12,6 +12,7 @@ pytest.importorskip("hypothesis", reason="hypothesis is not installed")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hcache_backend.page import PageLayout, hidden_layer
 from hcache_kernels.codecs import CODECS, Codec, UnsupportedRows, make_codec
 from hcache_kernels.codecs.exp4_code import most_exceptions
 from tests.kernels.codec_rows import bfloat16, bits_of, exceptions_of, float_rows, full_rows
@@ -136,6 +137,28 @@ def test_a_row_is_encoded_and_decoded_without_the_others(name: str) -> None:
         assert torch.equal(alone[0], encoded[i])
         assert alone_ok.item() == ok[i].item()
         assert torch.equal(bits_of(codec.decode(alone)[0]), bits_of(decoded[i]))
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_any_flipped_bit_of_encoded_rows_makes_the_page_a_miss(name: str) -> None:
+    """Codes, bases, exceptions, scales, and what the header says of them."""
+    codec = make_codec(name, 32, torch.bfloat16)
+    layer = hidden_layer(16, codec.row_bytes, 32, codec.code)
+    layout, rows = PageLayout(16, (layer,)), torch.randn(16, 32).bfloat16()
+    rows[3, 5] = 2.0**60  # an exception
+    encoded, ok = codec.encode(rows)
+    assert ok.all()
+    page, namespace, key = np.zeros(layout.page_bytes, np.uint8), bytes(16), bytes(range(32))
+    layout.begin(page, namespace, bytes(8))
+    page[layout.segment(0)] = encoded.flatten().numpy()
+    layout.seal(page, key)
+    assert layout.problem(page, namespace, key) is None
+    for place in range(layout.page_bytes):
+        for bit in range(8):
+            page[place] ^= 1 << bit
+            assert layout.problem(page, namespace, key) is not None, (place, bit)
+            page[place] ^= 1 << bit
+    assert layout.problem(page, namespace, key) is None
 
 
 @pytest.mark.parametrize("name", CODECS)
