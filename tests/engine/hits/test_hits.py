@@ -34,6 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "from the back": {"mode": "kv", "restore": "auto"},
     "encoded": {"mode": "kv", "restore": "auto"},
     "hidden": {"mode": "hidden", "restore": "auto"},
+    "hidden, encoded": {"mode": "hidden", "restore": "auto"},
     "layerwise": {"mode": "kv", "restore": "layerwise"},
     "plain": {"mode": "kv", "pages": "plain"},
 }
@@ -44,6 +45,7 @@ PAGE_BYTES = {
     "layerwise": 8192,
     "plain": 8192,
     "hidden": 4096,
+    "hidden, encoded": 1568,
 }
 """Bytes per token of a page in L3."""
 AssertRight = Callable[[Sequence[Conversation]], None]
@@ -56,7 +58,7 @@ def long(*values: Any) -> Any:
 def server_options(model: Path, folder: Path, kind: str, **options: Any) -> ServerOptions:
     (folder / "l3-rate").write_text(str(FAST))
     hcache = {"min_gain": 1.0, **KINDS[kind]}
-    dtype = "bfloat16" if kind == "encoded" else "float32"
+    dtype = "bfloat16" if "encoded" in kind else "float32"
     env = {**faulty("slow_prefill"), "HCACHE_CPU_L3_FILE": str(folder / "l3-rate")}
     return our_server(
         model,
@@ -105,7 +107,7 @@ def from_l3(server: Server, prompt: list[int]) -> tuple[int, list[Conversation]]
 
 @pytest.fixture(
     scope="module",
-    params=["from the back", *map(long, ("own", "encoded", "hidden", "layerwise", "plain"))],
+    params=["from the back", *(long(kind) for kind in KINDS if kind != "from the back")],
 )
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -114,7 +116,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def assert_right(kind: str, model: Path, tmp_path: Path) -> AssertRight:
     """Replies are those without any cache."""
-    if kind == "encoded":
+    if "encoded" in kind:
         return partial(assert_no_cache_output_up_to_ties, model, tmp_path)
     return partial(assert_no_cache_output, model)
 
@@ -126,13 +128,14 @@ def shared(kind: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture
-def server(shared: Server, model: Path) -> Iterator[Server]:
+def server(shared: Server, model: Path, kind: str) -> Iterator[Server]:
     """It knows that L3 is fast."""
     l3_rate(shared, FAST)
     shared.flush_cache()
     learn_that_l3_is_fast(shared)
     yield shared
     l3_rate(shared, FAST)
+    assert ("encoded" in kind) == ("codec exp4" in shared.log_text())  # by default in bfloat16
     assert_nothing_went_wrong(shared)
     assert "decision about an L3 hit failed" not in shared.log_text()
 
@@ -229,12 +232,14 @@ def test_a_disk_that_stalls_in_the_middle_leaves_what_has_arrived(
         waiting.join()
         return replies[-1].turns[0].cached.storage < TOKENS - 2 * PAGE
 
+    ended = count(server, "ended")
     server.until(stalled, "a read that stalls")
+    assert count(server, "ended") > ended
     assert_right(replies)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["own", "encoded", "hidden", "plain"])
+@pytest.mark.parametrize("kind", ["own", "encoded", "hidden", "hidden, encoded", "plain"])
 def test_two_ranks_decide_the_same(
     kind: str, model: Path, assert_right: AssertRight, tmp_path: Path
 ) -> None:
