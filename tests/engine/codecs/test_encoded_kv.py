@@ -114,7 +114,7 @@ IN_EVERY_RUN = {("kv", "units_do_not_fit"), ("hidden", "rows_do_not_fit")}
             ("hidden", ("llama", HIDDEN, {}), ROWS),
             ("hidden, two ranks", ("llama", HIDDEN, RANKS), ROWS),
             ("two ranks, write back", ("llama", HIDDEN, RANKS | BACK), ROWS),
-            ("two stages", ("llama", HIDDEN, {"pp": 2}), ["rows_do_not_fit"]),
+            ("two stages", ("llama", {"partition": partition(0, 2, 0)}, {"pp": 2}), ROWS[:1]),
             ("hidden, write back", ("llama", HIDDEN, BACK), ROWS),
             ("layer-wise", ("llama", HIDDEN | {"restore": "layerwise"}, {}), ROWS),
             ("recomputed", ("llama", {"partition": partition(1, 2, 1)}, {}), ROWS),

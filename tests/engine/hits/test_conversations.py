@@ -45,6 +45,7 @@ SERVERS: dict[str, dict[str, Any]] = {
     "codec": {"stored": "recompute, kv", "family": "qwen3", "dtype": "bfloat16"},
     "codec, mixed": {"stored": "recompute, mixed", "dtype": "bfloat16"},
     "two ranks": {"stored": "recompute, mixed", "tp": 2},
+    "codec, two ranks": {"stored": "recompute, mixed", "dtype": "bfloat16", "tp": 2},
     "from the back": {"stored": "kv, from the back", "family": "qwen3"},
     "from the back, codec": {"stored": "kv, from the back", "family": "qwen3", "dtype": "bfloat16"},
     "from the back, two ranks": {"stored": "kv, from the back", "tp": 2},
