@@ -150,10 +150,11 @@ def assert_no_cache_output(model: Path, conversations: Sequence[Conversation]) -
 
 
 def assert_no_cache_output_up_to_ties(
-    model: Path, folder: Path, conversations: Sequence[Conversation]
+    model: Path, folder: Path, conversations: Sequence[Conversation], tp: int = 1
 ) -> None:
-    """The rule for bfloat16; the reference is this engine without any cache."""
-    plain = ServerOptions(model, folder / "plain.log", cache="none", dtype="bfloat16")
+    """The rule for bfloat16; the reference is this engine without any cache, of ``tp`` ranks:
+    sums of two ranks are rounded once more than one rank's."""
+    plain = ServerOptions(model, folder / "plain.log", cache="none", dtype="bfloat16", tp=tp)
     with Server(plain) as server:
         for turn in turns_of(conversations):
             want = server.generate(turn.prompt, len(turn.reply.output_ids), logprobs=True)

@@ -118,7 +118,8 @@ def test_random_conversations(
         turns = [t for t in clients.turns if t.reply.meta_info["weight_version"] == weights.name]
         if encoded:
             talks = [Conversation([], turns=turns)]
-            assert_no_cache_output_up_to_ties(weights, tmp_path / weights.name, talks)
+            folder, ranks = tmp_path / weights.name, how.get("tp", 1)
+            assert_no_cache_output_up_to_ties(weights, folder, talks, ranks)
         else:
             assert_no_cache_replies_up_to_ties(weights, turns)
         record_property(f"replies_equal_to_no_cache_{weights.name}", len(turns))
