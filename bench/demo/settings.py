@@ -99,6 +99,10 @@ def _setting(
 
 
 def _restore_ms(answers: Sequence[Answer]) -> float | None:
-    """Median over those that were restored; None where most were computed."""
+    """Median over those that were restored; None where most of the history was computed.
+
+    A trial loads a few pages, and the load of a hit that was refused says nothing of a restore.
+    """
     restored = [answer.restore.ms for answer in answers if answer.restore is not None]
-    return round(median(restored), 1) if 2 * len(restored) > len(answers) else None
+    most_came = median(answer.share for answer in answers) >= 0.5
+    return round(median(restored), 1) if most_came and restored else None

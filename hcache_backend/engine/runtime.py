@@ -65,6 +65,7 @@ class Runtime:
         mode: ``hidden`` or ``kv``; None until the host pool is built.
         own_pages: Whether the host pool holds our own pages, not SGLang's plain ones.
         reason: Why the mode is ``kv``, or why pages are plain.
+        eager: Whether what has arrived of a hit is restored while L3 is still being read.
         store: The page store of a server that was started with it as L3, until the storage class
             takes it.
         writer: 8 bytes that mark the pages of this server run.
@@ -89,6 +90,7 @@ class Runtime:
     mode: Literal["hidden", "kv"] | None = None
     own_pages: bool = False
     reason: str | None = None
+    eager: bool = False
     store: PageStore | None = None
     writer: bytes = field(default_factory=lambda: os.urandom(WRITER_BYTES))
     weights: Weights | None = None

@@ -18,7 +18,7 @@ SHOWN_TOKENS = 4096
 
 
 _LEAST_PART = 1 / 8
-"""So much of a hit is read while the rest is recomputed, if that is worth it."""
+"""So much of a hit is read while the rest is recomputed, or none is read."""
 Recomputing = Callable[[int, int], float]
 """Seconds that recomputing so many tokens behind so many takes; infinite: nobody knows, or it is
 not done now. Any thread."""
@@ -54,16 +54,18 @@ class Hit(NamedTuple):
         behind = max(0, self.behind - cut_off)
         return self._replace(tokens=tokens, rest=self.rest + cut_off, behind=behind)
 
-    def until_there(self, read: float) -> float:
+    def until_there(self, read: float, *, begun: bool = False) -> float:
         """Seconds until it is there if L3 alone takes ``read`` seconds.
 
-        What L3 has no worthwhile part in is not recomputed in slices, but by a prefill.
+        What L3 has no worthwhile part in is not recomputed in slices, but by a prefill. Once it has
+        ``begun`` any part is worthwhile: what was read and recomputed is not to be thrown away
+        because estimates have moved a little.
         """
         if self.recomputing is None:
             return read
         recomputing = self.recomputing(self.tokens, self.prefix)
         part = recomputing / (read + recomputing) if recomputing < math.inf else 1.0
-        return side_by_side(read, recomputing) if part > _LEAST_PART else read
+        return side_by_side(read, recomputing) if begun or part > _LEAST_PART else read
 
 
 @dataclass(frozen=True)

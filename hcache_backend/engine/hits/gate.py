@@ -344,7 +344,7 @@ class HitGate:
             going_on = in_time
         else:
             going_on = max(going_on, self.costs.least_reading(queued, behind))
-        going_on = asked.hit.without(asked.arrived).until_there(going_on)
+        going_on = asked.hit.without(asked.arrived).until_there(going_on, begun=True)
         others = [other for other in self._asked.values() if other is not asked]
         computing = self._computing(saved, others, now)
         return going_on * self._min_gain > _ENDING_MARGIN * computing

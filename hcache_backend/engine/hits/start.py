@@ -23,7 +23,7 @@ def judge_other_hits(runtime: Runtime, backend: str) -> None:
     config = runtime.config
     if config is None or not may_judge(runtime, config):
         return
-    machine = known_machine(runtime, config)
+    machine = known_machine(runtime)
     if machine is not None:
         machine = machine.of_other_l3()
     runtime.hit_gate = HitGate(machine, backend, config.min_gain)
@@ -49,14 +49,13 @@ def may_judge(runtime: Runtime, config: HCacheConfig) -> bool:
     return missing is None
 
 
-def known_machine(runtime: Runtime, config: HCacheConfig) -> Machine | None:
+def known_machine(runtime: Runtime) -> Machine | None:
     """What the choice of the partition found out about the machine; None: it did not look."""
     methods = runtime.layer_methods
     if methods is None or methods.profile is None or methods.shape is None:
         return None
     ranks = ranks_of_a_request(runtime.runner.server_args)
-    eager = config.restore != "layerwise"
-    return Machine(methods.profile, methods.shape, methods.partition, ranks, eager)
+    return Machine(methods.profile, methods.shape, methods.partition, ranks, runtime.eager)
 
 
 def stop_judging(runtime: Runtime) -> None:

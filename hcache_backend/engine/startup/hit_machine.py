@@ -31,7 +31,7 @@ def judge_our_hits(runtime: Runtime, config: HCacheConfig) -> None:
         ConfigError: On every rank: option ``profile`` names no usable file.
     """
     if may_judge(runtime, config):
-        machine = known_machine(runtime, config) or _machine(runtime, config)
+        machine = known_machine(runtime) or _machine(runtime, config)
         runtime.hit_gate = HitGate(machine, "hcache", config.min_gain)
 
 
@@ -55,7 +55,7 @@ def _machine(runtime: Runtime, config: HCacheConfig) -> Machine | None:
     methods = runtime.layer_methods
     partition = methods.partition if methods is not None else Partition(0, 0, shape.layers)
     ranks = ranks_of_a_request(runtime.runner.server_args)
-    return Machine(profile, shape, partition, ranks, config.restore != "layerwise")
+    return Machine(profile, shape, partition, ranks, runtime.eager)
 
 
 def _measured(runtime: Runtime, config: HCacheConfig) -> tuple[Profile, ModelShape] | None:

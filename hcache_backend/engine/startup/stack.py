@@ -174,6 +174,7 @@ class Stack:
         pool.use(loads)
         if pool.overflow is not None:
             self.runtime.overflow = pool.overflow.pages
+        self.runtime.eager = reservable is not None  # known before the controller attaches L3
         entry = PoolEntry(PoolName.KV, pool, self.kvcache, lambda layer: layer, True)
         group = HostPoolGroup([entry])
         controller = controller_class(

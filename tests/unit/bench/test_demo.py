@@ -16,8 +16,10 @@ from bench.demo.__main__ import main
 from bench.demo.codecs import codec_problems, codec_report, codec_table
 from bench.demo.conversations import MethodRun, Script, Turn, steps
 from bench.demo.report import build_report, draw, problems, table, table_lines
+from bench.demo.settings import _restore_ms
 from bench.harness.models import TinyLlama
 from bench.harness.restorer import Restore
+from bench.harness.turns import Answer
 
 ABOUT: dict[str, object] = {
     "date": "2026-01-01T00:00:00+00:00",
@@ -67,6 +69,13 @@ def test_a_report_of_replies_that_agree_succeeded() -> None:
     report = json.loads(json.dumps(build_report(make_models(), ABOUT)))
     assert report["succeeded"] is True
     assert report["models"] == make_models()
+
+
+def test_what_a_trial_loads_is_no_restore() -> None:
+    loaded = Restore(tokens=64, ms=73.0, l3_ms=60.0, load_ms=13.0, ttft_ms=900.0)
+    answers = [Answer(1.0, share, (1,), loaded) for share in (0.06, 0.06, 1.0)]
+    assert _restore_ms(answers) is None
+    assert _restore_ms(answers[1:]) == 73.0
 
 
 @pytest.mark.parametrize(

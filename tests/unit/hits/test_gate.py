@@ -71,6 +71,22 @@ def test_a_hit_is_refused_of_which_l3_would_bring_next_to_nothing(
         turn(gate)
 
 
+def test_a_prefetch_does_not_end_for_a_slightly_smaller_part_of_l3(
+    gate: HitGate, clock: Clock
+) -> None:
+    """Taken with a little more than the least part; then slices get a tenth faster."""
+    pace = 0.9e-3
+    for _ in range(2):
+        read(gate, clock, 0.9 * 0.87 / 0.13)  # the part of L3 is 0.13
+    assert takes(gate, "a", recomputing=lambda tokens, prefix: pace * tokens)
+    pace *= 0.9
+    with reading(gate, "a", 1000):
+        clock.now += 0.1
+        assert turn(gate, at("a")) == []
+    turn(gate)
+    assert not takes(gate, "b", recomputing=lambda tokens, prefix: pace * tokens)
+
+
 def test_a_prefetch_goes_on_while_its_front_is_recomputed(gate: HitGate, clock: Clock) -> None:
     """L3 is ten times slower than it was; the front needs half as long again as computing."""
     slices: list[Recomputing | None] = [lambda tokens, prefix: 1.2e-3 * tokens, None]

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from hcache_backend.config import HCacheConfig
-from hcache_backend.engine import arguments, metrics
+from hcache_backend.engine import metrics
 from hcache_backend.engine.host_pool import HostPages
 from hcache_backend.engine.kv_pages.overflow import OverflowArea
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.layer_methods import LayerMethods
-from hcache_backend.engine.startup import hit_machine
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.codec_choice import (
     asked_codec,
@@ -26,7 +25,6 @@ from hcache_backend.engine.startup.page_plan import PagePlan, plan_host_pages
 from hcache_backend.engine.startup.strategy import OwnPagesStrategy
 from hcache_backend.page import PageLayout, hidden_layer
 from hcache_backend.partition.costs import Partition
-from hcache_backend.partition.profile import Profile, Rate
 from hcache_backend.units import WHOLE
 from hcache_kernels.codecs import SEGMENT_CODECS, UnsupportedRows, segment_codecs
 from tests.engine.in_process.encoded_kv.host import (
@@ -254,49 +252,6 @@ def test_the_partition_is_chosen_by_the_bytes_that_k_and_v_are_stored_in(
     device = kv_pool(**change)
     found = encoded_share(runtime, device, stages)  # type: ignore[arg-type]
     assert found == pytest.approx(share, abs=0.001)
-
-
-@pytest.mark.parametrize(
-    ("used", "share"), [("exp4", 0.766), ("none, exp4 of K and V", 0.766), ("none", 1), (None, 1)]
-)
-def test_l3_hits_are_judged_by_the_bytes_that_k_and_v_are_stored_in(
-    used: str | None, share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before any was measured in service, and where the partition needed no profile."""
-    from sglang.srt.distributed import parallel_state
-
-    device, first = kv_pool(), SimpleNamespace(is_first_rank=True)
-    device.dtype = torch.bfloat16
-    model = {
-        "model_type": "llama",
-        "num_hidden_layers": device.layer_num,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": 100,
-    }
-    runner = SimpleNamespace(
-        token_to_kv_pool=device,
-        dtype=torch.bfloat16,
-        device="cpu",
-        model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: model)),
-        server_args=SimpleNamespace(tp_size=4, dp_size=2, enable_dp_attention=True, pp_size=1),
-    )
-    config = HCacheConfig()
-    runtime: Any = SimpleNamespace(config=config, codec=used, layer_methods=None, runner=runner)
-    profile = Profile.model_construct(l3=Rate(per_second=1e6))
-    for name in ("get_pp_group", "get_tp_group"):
-        monkeypatch.setattr(parallel_state, name, lambda: first)
-    for module in (hit_machine, arguments):
-        monkeypatch.setattr(module, "resolved", lambda arguments: arguments)
-    monkeypatch.setattr(hit_machine, "find_profile", lambda *_: profile)
-    monkeypatch.setattr(hit_machine, "copy_as_measured", lambda *_, **__: None)
-    machine = hit_machine._machine(runtime, config)
-    assert machine is not None and machine.ranks == 2
-    plain = 2 * device.layer_num * 2 * 16 * 2  # K and V of a token
-    assert machine.read(1000, 0) == pytest.approx(1000 * share * plain / 1e6, rel=0.001)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,81 @@
+"""What is known of the machine before L3 hits were measured in service."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hcache_backend.config import HCacheConfig
+from hcache_backend.engine import arguments
+from hcache_backend.engine.startup import hit_machine
+from hcache_backend.partition.presets import preset_profile
+from hcache_backend.partition.profile import Profile, Rate
+from tests.engine.in_process.encoded_kv.host import kv_pool
+
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 100,
+}
+
+
+@pytest.fixture
+def unmeasured(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The runtime of a server with tp 4, dp 2 whose partition needed no profile."""
+    from sglang.srt.distributed import parallel_state
+
+    device, first = kv_pool(), SimpleNamespace(is_first_rank=True)
+    device.dtype = torch.bfloat16
+    model = MODEL | {"num_hidden_layers": device.layer_num}
+    runtime.config = HCacheConfig()
+    runtime.runner = SimpleNamespace(
+        token_to_kv_pool=device,
+        dtype=torch.bfloat16,
+        device="cpu",
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: model)),
+        server_args=SimpleNamespace(tp_size=4, dp_size=2, enable_dp_attention=True, pp_size=1),
+    )
+    for name in ("get_pp_group", "get_tp_group"):
+        monkeypatch.setattr(parallel_state, name, lambda: first)
+    for module in (hit_machine, arguments):
+        monkeypatch.setattr(module, "resolved", lambda arguments: arguments)
+    monkeypatch.setattr(hit_machine, "copy_as_measured", lambda *_, **__: None)
+    return runtime
+
+
+@pytest.mark.parametrize(
+    ("used", "share"), [("exp4", 0.766), ("none, exp4 of K and V", 0.766), ("none", 1), (None, 1)]
+)
+def test_hits_are_judged_by_the_bytes_that_k_and_v_are_stored_in(
+    used: str | None, share: float, unmeasured: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unmeasured.codec = used
+    profile = Profile.model_construct(l3=Rate(per_second=1e6))
+    monkeypatch.setattr(hit_machine, "find_profile", lambda *_: profile)
+    machine = hit_machine._machine(unmeasured, unmeasured.config)
+    assert machine is not None and machine.ranks == 2
+    layers = unmeasured.runner.token_to_kv_pool.layer_num
+    plain = 2 * layers * 2 * 16 * 2  # K and V of a token
+    assert machine.read(1000, 0) == pytest.approx(1000 * share * plain / 1e6, rel=0.001)
+
+
+def test_restores_that_are_not_eager_are_waited_for_whole(
+    unmeasured: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain pages, for one: whatever option 'restore' says."""
+    monkeypatch.setattr(hit_machine, "find_profile", lambda *_: preset_profile("h100", 1))
+    loads = []
+    for eager in (False, True):
+        unmeasured.eager = eager
+        machine = hit_machine._machine(unmeasured, unmeasured.config)
+        assert machine is not None
+        loads.append(machine.load(4096, 0))
+    assert not unmeasured.own_pages
+    assert loads[0] == pytest.approx(8 * loads[1])
