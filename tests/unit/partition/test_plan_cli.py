@@ -174,7 +174,7 @@ def test_hits_that_take_longer_than_computing_them_are_refused(
     options = ("--tokens", 4096, "--restore", restore)
     found = plan(name, path, *options)
     times = found["predicted_ms"]
-    assert found["refused"] is refused is (times["recompute"] < times["mix"])
+    assert found["refused"] is refused is (times["recompute"] <= times["mix"])
     assert found["at_length"]["4096"]["refused"] is refused
     assert any("L3 hits of 4,096 tokens are refused" in note for note in found["notes"]) is refused
     assert not plan(name, path, *options, "--ssds", 0)["refused"]  # from host memory
@@ -199,10 +199,10 @@ def test_the_front_of_a_hit_is_recomputed_while_the_back_is_read() -> None:
     [
         ("llama-3-8b", "auto", 3136),
         ("llama-3-8b", "none", 4096),
-        ("llama-3-8b", "fp8", 2080),
+        ("llama-3-8b", "fp8", 2096),
         ("llama-2-7b", "auto", 16384),  # float16
         ("llama-2-7b", "exp4", 16384),
-        ("llama-2-7b", "fp8", 8320),
+        ("llama-2-7b", "fp8", 8768),
         ("deepseek-v3", "fp8", 1152),  # plain pages
     ],
 )
@@ -228,7 +228,7 @@ def test_either_path_tells_what_the_other_takes() -> None:
     )
     assert eager["layers"] == layerwise["layers"]
     for mine, other in ((eager, layerwise), (layerwise, eager)):
-        (note,) = (note for note in mine["notes"] if "this partition takes" in note)
+        (note,) = (note for note in mine["notes"] if note.startswith("L3 is read "))
         assert f"--restore {other['restore']}" in note
         assert note.endswith(f"takes {other['predicted_ms']['mix']:,.1f} ms")
     assert eager["predicted_ms"]["mix"] < layerwise["predicted_ms"]["mix"]
