@@ -31,7 +31,7 @@ from bench.harness.program import at_least, failing, parser, stamp, steps
 from bench.harness.report import OUT, markdown, write
 from bench.harness.turns import NO_L3, Answer, Turns, taking_turns
 from bench.pages import LEAST_ROUNDS, median_interval
-from hcache_backend.engine.hits.costs import side_by_side
+from hcache_backend.partition.costs import side_by_side
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

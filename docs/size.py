@@ -96,10 +96,10 @@ def page_size(plan: dict[str, Any], tokens: int, codec: str, kv_mode: bool) -> P
 
 
 def _kv_bytes(plan: dict[str, Any]) -> int:
-    """Bytes of K and V of one token and layer on one rank."""
-    heads = plan["model"]["kv_heads"]
-    share = -(-heads // plan["tp"]) / heads
-    return int(plan["bytes_per_token_and_layer"]["kv"] * share)
+    """Bytes of K and V of one token and layer on one rank, as they are."""
+    model = plan["model"]
+    heads = -(-model["kv_heads"] // plan["tp"])
+    return int(heads * (model["head_dim"] + model["value_dim"]) * model["element_bytes"])
 
 
 @dataclass(frozen=True)

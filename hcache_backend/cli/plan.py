@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -13,8 +13,9 @@ from hcache_backend.cli.common import AsJson, explained, fail, print_json, scree
 from hcache_backend.cli.fleet import show_fleet
 from hcache_backend.config import nearest
 from hcache_backend.partition.costs import LayerMethod, Partition
+from hcache_backend.partition.encoded import PlannedCodec, encoded
 from hcache_backend.partition.fleet import Conversations, FleetPlan
-from hcache_backend.partition.model_config import ModelConfigError, read_model
+from hcache_backend.partition.model_config import ModelConfigError, read_dtype, read_model
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.plan import (
     LENGTHS,
@@ -93,6 +94,14 @@ def plan(
             "during the restore where the server can do that; layerwise: before it.",
         ),
     ] = None,
+    codec: Annotated[
+        PlannedCodec | None,
+        typer.Option(
+            "--codec",
+            help="Plan the bytes that a server with this option `codec` stores. Default: auto; "
+            "with --l3: none, as the paper.",
+        ),
+    ] = None,
     users: Annotated[
         int | None,
         typer.Option(
@@ -128,12 +137,22 @@ def plan(
 ) -> None:
     """Plan which layers to store as hidden states, as KV, or not at all; predict restore times."""
     with explained(ModelConfigError):
-        shape = read_model(model)
+        shape, dtype = read_model(model), read_dtype(model)
     _check_ranks(shape, tp)
     profile, is_preset = _find_hardware(hardware, ssds)
-    halved = is_preset and shape.element_bytes == 4
-    if halved:
-        shape = shape.model_copy(update={"element_bytes": 2})
+    extra = []
+    if is_preset and dtype == "float32":
+        shape, dtype = shape.model_copy(update={"element_bytes": 2}), "float16"
+        extra.append("float32 is planned as 16 bits: so SGLang serves it on a GPU")
+    codec = codec or ("auto" if l3 is None else "none")
+    plain, shape = shape, encoded(shape, codec, dtype, tp=tp)
+    if shape != plain:
+        extra.append(
+            f"codec {codec}: {dtype} hidden states take {shape.hidden_bytes:,} of "
+            f"{plain.hidden_bytes:,} bytes, K and V {shape.kv_bytes:,} of {plain.kv_bytes:,}"
+        )
+    elif codec not in ("auto", "none"):
+        extra.append(f"codec {codec} takes nothing of this model ({dtype}): planned as it is")
     if l3 is None:
         result = server_plan(profile, shape, tokens, tp, restore or "auto")
     elif restore is None:
@@ -143,7 +162,6 @@ def plan(
     fleet = None
     if users is not None:
         fleet = FleetPlan(result, Conversations(users, turns_per_hour, new_tokens), replicas)
-    extra = ["float32 is planned as 16 bits: so SGLang serves it on a GPU"] if halved else []
     if plot is not None:
         try:
             with explained():
@@ -174,7 +192,8 @@ def _apply(folder: Path, shape: ModelShape, partition: Partition) -> None:
         fail(f"--apply {folder}: no server with this model has decided on a partition there")
     for name, record in found:
         with explained():
-            changed = record.with_partition(partition, "hcache plan --apply")
+            reason = {"reason": "hcache plan --apply"}
+            changed = record.model_copy(update={**asdict(partition), **reason})
             save_record(folder, name, changed, replace=True)
 
 
@@ -296,6 +315,8 @@ def _pipelines(result: PartitionPlan) -> list[Text]:
         line.append("|")
         lines.append(line)
     legend = "R recompute, H hidden states, K KV" + (", L reading L3" if len(lines) > 2 else "")
+    if result.recomputes_front:
+        legend += ", with no front recomputed"
     lines.append(Text(f"{'':>9} {legend}; {total * 1e3:,.1f} ms in all\n", style="dim"))
     return lines
 
@@ -318,7 +339,8 @@ def _staircase(result: PartitionPlan) -> list[Text]:
             line.append(look.letter, look.style)
         line.append("|")
         lines.append(line)
-    lines.append(Text(f"{'':>9} first page to last; servers do one or the other\n", style="dim"))
+    said = "first page to last; servers recompute no layers behind the front"
+    lines.append(Text(f"{'':>9} {said}\n", style="dim"))
     return lines
 
 

@@ -26,12 +26,12 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from hcache_backend import streams
 from hcache_backend.engine import metrics
-from hcache_backend.engine.hits.costs import side_by_side
 from hcache_backend.engine.host_pool import OwnPagesPool
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.engine.ranks import smallest
 from hcache_backend.engine.recompute.rows import RecomputedRows
 from hcache_backend.engine.recompute.slices import SliceBudget
+from hcache_backend.partition.costs import side_by_side
 from hcache_backend.restore.eager import EagerRestores, batch_pages
 from hcache_backend.restore.meeting import meeting_of
 from hcache_backend.restore.pipeline import RestorePipeline

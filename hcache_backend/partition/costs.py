@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -13,6 +14,9 @@ L3Path = Literal["overlapped", "first", "none"]
 being read (the paper's system), so a transfer is as slow as the slower of L3 and bus. ``first``:
 all is read before the restore begins (HiCache's prefetch). ``none``: pages are in host memory."""
 
+
+LEAST_PART = 1 / 8
+"""So much of a hit is read while the rest is recomputed, or none is read."""
 
 LayerMethod = Literal["recompute", "hidden", "kv"]
 LAYER_METHODS: tuple[LayerMethod, ...] = get_args(LayerMethod)
@@ -186,3 +190,23 @@ def layer_costs(
     if l3 == "overlapped":
         return costs._replace(io_h=max(io_h, l3_h), io_kv=max(io_kv, l3_kv))
     return costs._replace(l3_h=l3_h, l3_kv=l3_kv)
+
+
+def side_by_side(one: float, other: float) -> float:
+    """Seconds that two take together for what each takes so long for, which may be infinite."""
+    if math.inf in (one, other):
+        return min(one, other)
+    return one * other / (one + other) if one else 0.0
+
+
+def until_there(reading: float, recomputing: float) -> float:
+    """Seconds until a hit is there of which the back is read and meanwhile the front recomputed.
+
+    Not where L3 would bring less than :data:`LEAST_PART` of it: then it is read only.
+
+    Args:
+        reading: Seconds to read all of it.
+        recomputing: Seconds to recompute all of it; infinite: nobody knows, or it is not done.
+    """
+    together = side_by_side(reading, recomputing)
+    return together if together > LEAST_PART * reading else reading

@@ -34,7 +34,8 @@ class FleetPlan:
     """Replicas of a server with the partition of ``plan``, whose tokens are those of a history.
 
     Each replica has ``plan.tp`` devices and an L3 of the profile's; a conversation's turns are
-    divided over the replicas evenly.
+    divided over the replicas evenly. Hits that are not refused are read whole: idle servers
+    recompute a front meanwhile, busy ones have no time for that.
     """
 
     plan: PartitionPlan

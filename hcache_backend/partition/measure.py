@@ -315,26 +315,16 @@ def measure(
     This process copies from then on in the way that was found to be the best. Random numbers are
     drawn as if nothing had been measured: ranks must go on drawing the same ones.
     """
+    points: dict[str, list[Point]] = {}
     on_gpu = [bench.device] if bench.device.type == "cuda" else []
     with torch.random.fork_rng(devices=on_gpu):
-        return _measure(bench, l3, dirs, source, begin)
-
-
-def _measure(
-    bench: Bench,
-    l3: Rate | None,
-    dirs: Sequence[Path],
-    source: str,
-    begin: Callable[[str], object],
-) -> Profile:
-    begin("copies")
-    copies = bench.copies()
-    use_measured_copies(copies, bench.device)
-    bench = replace(bench, engine=copies_by_engine())
-    points: dict[str, list[Point]] = {}
-    for operation in OPERATIONS:
-        begin(operation)
-        points[operation] = bench.points(operation)
+        begin("copies")
+        copies = bench.copies()
+        use_measured_copies(copies, bench.device)
+        bench = replace(bench, engine=copies_by_engine())
+        for operation in OPERATIONS:
+            begin(operation)
+            points[operation] = bench.points(operation)
     rates: dict[str, Any] = {operation: fit(found) for operation, found in points.items()}
     if copies:
         for operation, share in _shares(copies).items():

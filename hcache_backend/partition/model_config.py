@@ -18,7 +18,10 @@ _HEAD_DIM = ("head_dim", "kv_channels")
 _MLP_WIDTH = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVE = ("num_experts_per_tok", "moe_top_k", "moe_topk", "num_experts_per_token")
-_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "half": 2, "float": 4, "auto": 2}
+_DTYPES = {
+    "float32": "float32", "float": "float32", "bfloat16": "bfloat16",
+    "float16": "float16", "half": "float16", "auto": "float16",
+}  # fmt: skip
 
 # Families that leave out the width of the MLP, 4 D; and those where it has no gate.
 _FOUR_WIDE = frozenset(
@@ -45,6 +48,20 @@ class ModelConfigError(ValueError):
 
 def read_model(path: Path) -> ModelShape:
     """The shape of the model of a ``config.json`` or a folder, or a ModelConfigError."""
+    return shape_from_config(*_read(path))
+
+
+def read_dtype(path: Path) -> str:
+    """The type of the values of that model: ``bfloat16``, ``float16`` or ``float32``.
+
+    Raises:
+        ModelConfigError: The file cannot be read, or says another one.
+    """
+    return _dtype(_Fields(*_read(path)))
+
+
+def _read(path: Path) -> tuple[dict[str, Any], str]:
+    """The fields of a ``config.json``, or of that in a folder, and its name for messages."""
     file = path / "config.json" if path.is_dir() else path
     try:
         table = json.loads(file.read_text())
@@ -56,7 +73,7 @@ def read_model(path: Path) -> ModelShape:
         raise ModelConfigError(f"{file} is not JSON: {error}") from None
     if not isinstance(table, dict):
         raise ModelConfigError(f"{file}: must be a table of fields, not {table!r}")
-    return shape_from_config(table, str(file))
+    return table, str(file)
 
 
 def shape_from_config(table: Mapping[str, Any], source: str) -> ModelShape:
@@ -87,7 +104,7 @@ def shape_from_config(table: Mapping[str, Any], source: str) -> ModelShape:
         value_dim=value_dim,
         mlp_width=_mlp_width(fields, hidden),
         gated=fields.family not in _NOT_GATED,
-        element_bytes=_element_bytes(fields),
+        element_bytes=4 if _dtype(fields) == "float32" else 2,
         latent=latent,
         windowed=_windowed(fields),
     )
@@ -212,16 +229,16 @@ def _kv_heads(fields: _Fields, heads: int) -> int:
     return kv_heads
 
 
-def _element_bytes(fields: _Fields) -> int:
+def _dtype(fields: _Fields) -> str:
     for name in ("torch_dtype", "dtype"):
         value = fields.get(name)
         if value is None:
             continue
-        size = _DTYPE_BYTES.get(str(value).removeprefix("torch."))
-        if size is None:
-            raise fields.wrong(name, f"must be one of {', '.join(_DTYPE_BYTES)}")
-        return size
-    return 2
+        found = _DTYPES.get(str(value).removeprefix("torch."))
+        if found is None:
+            raise fields.wrong(name, f"must be one of {', '.join(_DTYPES)}")
+        return found
+    return "float16"
 
 
 def _mlp_width(fields: _Fields, hidden: int) -> int:

@@ -94,6 +94,11 @@ class ModelShape(BaseModel):
         return self.kv_row_bytes or plain
 
     @property
+    def as_it_is(self) -> ModelShape:
+        """The same without a codec."""
+        return self.model_copy(update={"hidden_row_bytes": None, "kv_row_bytes": None})
+
+    @property
     def hidden_is_smaller(self) -> bool:
         """Whether hidden states take clearly less than K and V."""
         return self.hidden_bytes < CLEARLY_LESS * self.kv_bytes

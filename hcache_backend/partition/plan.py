@@ -14,6 +14,7 @@ from hcache_backend.partition.costs import (
     LayerMethod,
     Partition,
     layer_costs,
+    until_there,
 )
 from hcache_backend.partition.depth import PAGE_TOKENS, Depth, depth_costs
 from hcache_backend.partition.model_shape import ModelShape
@@ -95,10 +96,23 @@ class PartitionPlan:
 
     def seconds(self, choice: str) -> float:
         """Predicted time of a restore by one of :attr:`choices`."""
-        return makespan(self.costs, self.choices[choice])
+        return self._seconds(self.costs, self.choices[choice])
+
+    @property
+    def recomputes_front(self) -> bool:
+        """Whether a server reads a hit from its last page on and recomputes its front meanwhile.
+
+        Servers do where restores are eager: they store every layer unless an option forbids it.
+        """
+        return self.restore == "auto" and self.l3 == "overlapped" and self.profile.l3 is not None
+
+    @property
+    def seconds_read_only(self) -> float:
+        """Predicted time of a restore of which no front is recomputed."""
+        return makespan(self.costs, self.partition)
 
     def timeline(self, choice: str) -> list[Task]:
-        """The pipeline of one of :attr:`choices`."""
+        """The pipeline of one of :attr:`choices`, with no front recomputed."""
         return simulate(self.costs, self.choices[choice])
 
     @property
@@ -110,8 +124,8 @@ class PartitionPlan:
     def staircase(self) -> tuple[Depth, float] | None:
         """How deep pages would best be recomputed while L3 is read, and the seconds of that.
 
-        None where nothing is recomputed while L3 is read. Servers have one depth for all pages of a
-        hit so far: that of this plan.
+        None where nothing is recomputed while L3 is read. Servers recompute front pages whole, and
+        no layers of the pages behind them.
         """
         if self.restore is None or self.l3 == "first" or self.profile.l3 is None:
             return None
@@ -120,7 +134,8 @@ class PartitionPlan:
         return costs.best(READ_BATCHES)
 
     def busy(self, choice: str) -> dict[Resource, float]:
-        """Seconds that every resource works during a restore by one of :attr:`choices`."""
+        """Seconds that every resource works during a restore by one of :attr:`choices`, with no
+        front recomputed."""
         partition = self.choices[choice]
         bus, l3 = self._costs("none"), self._costs("first")
         return {
@@ -137,7 +152,7 @@ class PartitionPlan:
     @property
     def refused(self) -> bool:
         """Whether a server computes such hits in L3 instead, because that is sooner."""
-        return self._refuses(self.costs, self.seconds("mix"))
+        return self._refuses(self.costs)
 
     def at_length(self, tokens: int) -> AtLength:
         """How a restore of ``tokens`` tokens goes once this partition is stored."""
@@ -146,9 +161,13 @@ class PartitionPlan:
             used = self.partition.recomputing(recompute_layers(costs, self.partition))
         else:
             used = self._restored(costs)
-        best, seconds = self._best(costs), makespan(costs, used)
+        best = self._best(costs)
         return AtLength(
-            used.recompute, seconds, best, makespan(costs, best), self._refuses(costs, seconds)
+            used.recompute,
+            self._seconds(costs, used),
+            best,
+            self._seconds(costs, best),
+            self._refuses(costs),
         )
 
     def notes(self) -> list[str]:
@@ -171,7 +190,7 @@ class PartitionPlan:
                 "their own the server stays in KV mode"
             )
         measured = self.profile.model
-        if measured is not None and measured != model:
+        if measured is not None and measured.as_it_is != model.as_it_is:
             found.append(
                 f"the profile was measured with another shape ({measured.family}, hidden size "
                 f"{measured.hidden}): its rates are taken over"
@@ -188,8 +207,13 @@ class PartitionPlan:
                 "on GPUs of several tensor-parallel ranks the server restores hidden states "
                 "layer-wise"
             )
+        if self.recomputes_front and self.seconds("mix") < self.seconds_read_only:
+            found.append(
+                "front pages are recomputed while L3 is read from the last page on; to read all "
+                f"takes {self.seconds_read_only * 1e3:,.1f} ms"
+            )
         if self.refused:
-            times = self.seconds("mix") / self.seconds("recompute")
+            times = self._seconds(self.costs, self.stored) / self.seconds("recompute")
             found.append(
                 f"L3 hits of {self.tokens:,} tokens are refused: computing them is {times:.1f} "
                 "times as fast (option 'min_gain'); hits in host memory are restored"
@@ -198,23 +222,21 @@ class PartitionPlan:
 
     def _other_path(self) -> list[str]:
         """What this partition takes where L3 is elsewhere in the restore."""
-        first, overlapped = (
-            f"{makespan(self._costs(l3), self.partition) * 1e3:,.1f} ms"
-            for l3 in ("first", "overlapped")
-        )
-        if self.restore is not None and self.l3 == "first":
-            if self.restore == "auto":
-                return []
+        if self.l3 == "overlapped":
+            first = makespan(self._costs("first"), self.partition) * 1e3
+            option = "restore layerwise" if self.restore else "l3 first"
             return [
-                f"L3 is read before layers are restored; read meanwhile (--restore auto) this "
-                f"partition takes {overlapped}"
+                "L3 is read while layers are restored; all of it read first (HiCache's prefetch, "
+                f"--{option}) this partition takes {first:,.1f} ms"
             ]
-        if self.l3 == "first":
+        if self.restore != "layerwise":
             return []
-        read_first = f"HiCache's prefetch, --{'restore layerwise' if self.restore else 'l3 first'}"
+        meanwhile = server_plan(self.profile, self.model, self.tokens, self.tp, "auto")
+        if meanwhile.l3 == "first":
+            return []
         return [
-            f"L3 is read while layers are restored; read first ({read_first}) this partition "
-            f"takes {first}"
+            "L3 is read before layers are restored; read meanwhile (--restore auto) a hit takes "
+            f"{meanwhile.seconds('mix') * 1e3:,.1f} ms"
         ]
 
     def report(self) -> dict[str, Any]:
@@ -237,6 +259,8 @@ class PartitionPlan:
             "predicted_ms": {name: self.seconds(name) * 1e3 for name in self.choices},
             "busy_ms": {name: value * 1e3 for name, value in self.busy("mix").items()},
             "binds": self.binds("mix"),
+            "recomputes_front": self.recomputes_front,
+            "read_only_ms": self.seconds_read_only * 1e3,
             "refused": self.refused,
             "staircase": self._report_staircase(),
             "at_length": {str(tokens): self._report_at(tokens) for tokens in LENGTHS},
@@ -277,10 +301,20 @@ class PartitionPlan:
         first = recompute_layers(costs, self.stored) if self._may_recompute else 0
         return self.stored.recomputing(first)
 
-    def _refuses(self, costs: LayerCosts, seconds: float) -> bool:
-        """Whether a server computes a hit that takes ``seconds`` to restore from L3."""
-        computing = makespan(costs, self.choices["recompute"])
-        return self.restore is not None and self.profile.l3 is not None and computing <= seconds
+    def _seconds(self, costs: LayerCosts, partition: Partition) -> float:
+        """Seconds of a restore with such costs."""
+        seconds = makespan(costs, partition)
+        if partition.recompute or not self.recomputes_front:
+            return seconds
+        return until_there(seconds, self._computing(costs))
+
+    def _refuses(self, costs: LayerCosts) -> bool:
+        """Whether a server computes such a hit: it judges as if all that is stored were read."""
+        judged = self.restore is not None and self.profile.l3 is not None
+        return judged and self._computing(costs) <= self._seconds(costs, self.stored)
+
+    def _computing(self, costs: LayerCosts) -> float:
+        return makespan(costs, Partition(self.model.layers, 0, 0))
 
     def _costs(self, l3: L3Path, tokens: int | None = None) -> LayerCosts:
         return layer_costs(self.profile, self.model, tokens or self.tokens, tp=self.tp, l3=l3)
@@ -291,7 +325,8 @@ def server_plan(
 ) -> PartitionPlan:
     """What a server does with option ``restore``, the others as they are by default.
 
-    Restores overlap with L3 where pages are our own, and ranks do not exchange hidden states.
+    Restores overlap with L3 where pages are our own, and ranks do not exchange hidden states. Bytes
+    are those of ``model``: see :func:`~hcache_backend.partition.encoded.encoded`.
     """
     alone = restore == "auto" and tp == 1
     plan = PartitionPlan(profile, model, tokens, tp, "overlapped" if alone else "first", restore)

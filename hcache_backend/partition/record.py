@@ -50,13 +50,6 @@ class PartitionRecord(BaseModel):
     def partition(self) -> Partition:
         return Partition(self.recompute, self.hidden, self.kv)
 
-    def with_partition(self, partition: Partition, reason: str) -> PartitionRecord:
-        """The same model with another partition."""
-        numbers = {
-            "recompute": partition.recompute, "hidden": partition.hidden, "kv": partition.kv
-        }  # fmt: skip
-        return self.model_copy(update={**numbers, "reason": reason})
-
     def better(self, profile: Profile) -> tuple[Partition, float] | None:
         """A partition by which restores on this machine are 10% faster or more, and how much."""
         if self.shape is None:

@@ -27,19 +27,14 @@ class Task(NamedTuple):
     end: float
 
 
-def simulate(costs: LayerCosts, partition: Partition, ring: int | None = None) -> list[Task]:
-    """Run a restore through its streams, each in the order of the layers.
-
-    Args:
-        ring: Segments that have room on the device: a transfer waits until the segment that many
-            before it has been used, hidden states by their projection, KV by its own transfer.
-            None: room for all.
+def simulate(costs: LayerCosts, partition: Partition) -> list[Task]:
+    """Run a restore through its streams, each in the order of the layers, with room for all.
 
     Returns:
         The tasks, those of a layer in the order in which they run. The last end is the makespan.
     """
     tasks: list[Task] = []
-    _run(costs, partition, ring, 1, lambda *task: tasks.append(Task(*task)))
+    _run(costs, partition, None, 1, lambda *task: tasks.append(Task(*task)))
     return tasks
 
 
@@ -51,9 +46,12 @@ def finish(
     pieces: int = 1,
     parks: bool = False,
 ) -> float:
-    """Seconds until all that :func:`simulate` runs has ended.
+    """Seconds until all that :func:`simulate` runs has ended, in as little memory.
 
     Args:
+        ring: Segments that have room on the device: a transfer waits until the segment that many
+            before it has been used, hidden states by their projection, KV by its own transfer.
+            None: room for all.
         chunks: Segments of one layer: those of a long restore come, and are projected, in parts.
         pieces: Parts of the first layer, where no layer is recomputed before.
         parks: Whether segments wait elsewhere for the end of a recomputation, which leaves room

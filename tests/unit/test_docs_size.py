@@ -21,9 +21,9 @@ def plan(
 ) -> dict[str, Any]:
     """What ``hcache plan --json`` says of models with as many values of K as of hidden states."""
     count = sum(layers.values())
-    model = {"layers": count, "hidden": hidden, "kv_heads": 4, "element_bytes": element_bytes}
-    a_layer = {"hidden": hidden * element_bytes, "kv": 2 * hidden * element_bytes}
-    return {"model": model, "tp": ranks, "layers": layers, "bytes_per_token_and_layer": a_layer}
+    head = {"head_dim": hidden // 4, "value_dim": hidden // 4, "element_bytes": element_bytes}
+    model = {"layers": count, "hidden": hidden, "kv_heads": 4, **head}
+    return {"model": model, "tp": ranks, "layers": layers}
 
 
 ALL_HIDDEN = {"recompute": 0, "hidden": 4, "kv": 0}

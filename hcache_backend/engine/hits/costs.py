@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hcache_backend.engine.hits.estimates import Estimate
-from hcache_backend.partition.costs import Partition, layer_costs
+from hcache_backend.partition.costs import Partition, layer_costs, until_there
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile
 from hcache_backend.partition.solver import makespan
 
 SHOWN_TOKENS = 4096
 """Rates are shown for operations of this size."""
-
-
-_LEAST_PART = 1 / 8
-"""So much of a hit is read while the rest is recomputed, or none is read."""
 Recomputing = Callable[[int, int], float]
 """Seconds that recomputing so many tokens behind so many takes; infinite: nobody knows, or it is
 not done now. Any thread."""
@@ -64,8 +59,7 @@ class Hit(NamedTuple):
         if self.recomputing is None:
             return read
         recomputing = self.recomputing(self.tokens, self.prefix)
-        part = recomputing / (read + recomputing) if recomputing < math.inf else 1.0
-        return side_by_side(read, recomputing) if begun or part > _LEAST_PART else read
+        return side_by_side(read, recomputing) if begun else until_there(read, recomputing)
 
 
 @dataclass(frozen=True)
@@ -169,13 +163,6 @@ class Costs:
         }
         taken = {name: known.seconds(SHOWN_TOKENS) for name, known in estimates.items()}
         return {name: SHOWN_TOKENS / seconds for name, seconds in taken.items() if seconds}
-
-
-def side_by_side(one: float, other: float) -> float:
-    """Seconds that two take together for what each takes so long for, which may be infinite."""
-    if math.inf in (one, other):
-        return min(one, other)
-    return one * other / (one + other) if one else 0.0
 
 
 def _linear(tokens: int, prefix: float) -> float:

@@ -61,8 +61,8 @@ def test_a_plan_is_within_a_fifth_of_a_server(
     fleet, rate = planned(model), tmp_path / "l3-rate"
     rate.write_text("0")
     options = our_server(
-        model, tmp_path, hcache={"mode": "kv"}, metrics=True, max_total_tokens=16384,
-        extra_env={"HCACHE_CPU_L3_FILE": str(rate)},
+        model, tmp_path, hcache={"mode": "kv", "recompute": "never"}, metrics=True,
+        max_total_tokens=16384, extra_env={"HCACHE_CPU_L3_FILE": str(rate)},
     )  # fmt: skip
     conversations = make_conversations(2 * COUNT, turns=2, tokens=HISTORY - REPLY)
     for conversation in conversations:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hcache_backend.cli.main import app
 from hcache_backend.partition.fleet import Conversations, FleetPlan
 from hcache_backend.partition.plan import server_plan
 from hcache_backend.partition.presets import preset_profile
+from hcache_backend.partition.profile import Rate
 from tests.unit.partition.pipelines import CONFIGS, public_model
 
 TOKENS = 8000
@@ -73,7 +75,12 @@ def test_l2_grows_with_the_turns_under_way() -> None:
 
 
 def test_hits_that_are_refused_are_computed_and_not_read() -> None:
-    found = fleet("llama-2-7b", ssds=1)
+    slow = preset_profile("h100").model_copy(update={"l3": Rate(per_second=5e8)})
+    read = fleet("llama-2-7b", ssds=1)
+    assert not read.plan.refused and read.busy["l3"] == pytest.approx(
+        read.turns_per_second * TOKENS * 32 * 8192 / 6.9e9
+    ), "all of it, however much of it an idle server would recompute"
+    found = replace(read, plan=replace(read.plan, profile=slow))
     assert found.plan.refused
     assert found.read_rate == found.busy["l3"] == found.busy["bus"] == 0
     assert found.busy["compute"] == pytest.approx(found.recompute_busy)
@@ -88,8 +95,11 @@ def run(*options: object) -> Any:
 def test_the_command_says_it_and_that_it_is_computed() -> None:
     done = run("--users", 100_000, "--replicas", 8, "--json")
     assert done.exit_code == 0, done.output
-    report = json.loads(done.stdout)["fleet"]
-    assert report == json.loads(json.dumps(fleet(number=100_000, replicas=8).report()))
+    found, report = json.loads(done.stdout), json.loads(done.stdout)["fleet"]
+    assert found["bytes_per_token"] == 32 * 3136, "encoded"
+    plain = json.loads(run("--users", 100_000, "--replicas", 8, "--codec", "none", "--json").stdout)
+    assert plain["fleet"] == json.loads(json.dumps(fleet(number=100_000, replicas=8).report()))
+    assert report["l3_bytes"] == plain["fleet"]["l3_bytes"] * 3136 // 4096
     text = run("--users", 100_000, "--replicas", 8).stdout
     assert "100,000 conversations" in text and "not measured" in text
     assert f"With {report['most_conversations']:,} conversations" in text

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from hcache_backend.cli.main import app
 from hcache_backend.partition import measure
 from hcache_backend.partition.presets import preset_profile
-from hcache_backend.partition.profile import CopyWay
+from hcache_backend.partition.profile import CopyWay, Rate
 from tests.unit.partition.pipelines import CONFIGS, public_model
 
 RUNNER = CliRunner()
@@ -80,7 +80,7 @@ def test_gqa_says_that_hidden_states_do_not_pay(name: str) -> None:
     assert found["layers"]["hidden"] == 0
     assert found["layers"]["kv"] == found["model"]["layers"]
     (note,) = (note for note in found["notes"] if "do not pay" in note)
-    assert "8,192 bytes per token and layer, KV takes 4,096 (GQA)" in note
+    assert "6,272 bytes per token and layer, KV takes 3,136 (GQA)" in note
     assert f"{found['layers']['kv']} layers loaded as KV" in note
     text = hcache("plan", "-m", CONFIGS / f"{name}.json", "-w", "h200").stdout
     assert note in text.replace("\n", " ")
@@ -107,7 +107,9 @@ def test_l3_first_is_slower_and_pictured(tmp_path: Path) -> None:
     assert " l3 |LLL" in done.stdout
 
 
-SERVERS = {  # model, ranks -> where L3 is in a restore by a server with default options
+# Model, ranks -> where L3 is in a restore by a server with default options. Where it is read during
+# that, front pages are recomputed. (tests/engine/in_process/hits/test_plan.py asks the engine.)
+SERVERS = {
     ("llama-2-13b", 1): "overlapped",  # own pages of hidden states
     ("llama-2-13b", 2): "first",  # whose ranks exchange shares
     ("llama-3-8b", 1): "overlapped",  # own pages of K and V
@@ -125,11 +127,21 @@ def test_the_default_is_what_a_server_with_default_options_does(name: str, tp: i
     assert found["layers"] == {"recompute": 0, "hidden": 0, "kv": 0} | {
         stored: found["model"]["layers"]
     }
-    by_l3 = plan(name, "h100", "--ssds", 1, "--tp", tp, "--l3", SERVERS[name, tp])
-    pure = ("hidden", "kv", "recompute")
-    assert [found["predicted_ms"][way] for way in pure] == [
-        by_l3["predicted_ms"][way] for way in pure
-    ]
+    assert found["recomputes_front"] is (found["l3"] == "overlapped")
+    encoded = name == "llama-3-8b"  # bfloat16, in own pages
+    assert found["bytes_per_token_and_layer"]["kv"] == pytest.approx(
+        (0.766 if encoded else 1.0) * public_model(name).kv_bytes, rel=0.001
+    )
+    options = ("--ssds", 1, "--tp", tp, "--l3", SERVERS[name, tp], "--codec", "auto")
+    by_l3, times = plan(name, "h100", *options)["predicted_ms"], found["predicted_ms"]
+    assert times["recompute"] == by_l3["recompute"]
+    for way in ("hidden", "kv"):
+        read = by_l3[way]
+        if found["recomputes_front"]:  # at their two rates together, where L3 brings an eighth
+            together = 1 / (1 / read + 1 / times["recompute"])
+            read = together if together > read / 8 else read
+        assert times[way] == pytest.approx(read)
+    assert found["read_only_ms"] == by_l3[stored]
 
 
 def test_a_layerwise_server_recomputes_layers_that_it_stores() -> None:
@@ -141,19 +153,71 @@ def test_a_layerwise_server_recomputes_layers_that_it_stores() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ssds", "refused"),
-    [("llama-2-7b", 1, True), ("llama-2-7b", 8, False), ("llama-3-8b", 1, False)],
+    ("name", "restore", "gb_per_second", "refused"),
+    [
+        ("llama-2-7b", "layerwise", 6.9, True),
+        ("llama-2-7b", "layerwise", 55.0, False),
+        ("llama-2-7b", "auto", 6.9, False),  # its front is recomputed, L3 brings a third
+        ("llama-2-7b", "auto", 1.9, False),
+        ("llama-2-7b", "auto", 1.7, True),  # L3 would bring less than an eighth
+        ("llama-3-8b", "layerwise", 6.9, False),
+        ("llama-3-8b", "auto", 0.6, True),
+        ("deepseek-v3", "auto", 0.1, True),
+    ],
 )
 def test_hits_that_take_longer_than_computing_them_are_refused(
-    name: str, ssds: int, refused: bool
+    name: str, restore: str, gb_per_second: float, refused: bool, tmp_path: Path
 ) -> None:
-    found = plan(name, "h100", "--ssds", ssds, "--tokens", 4096)
+    path = tmp_path / "profile.json"
+    l3 = Rate(per_second=gb_per_second * 1e9)
+    preset_profile("h100").model_copy(update={"l3": l3}).save(path)
+    options = ("--tokens", 4096, "--restore", restore)
+    found = plan(name, path, *options)
     times = found["predicted_ms"]
-    assert found["refused"] is refused is (times["recompute"] < times["mix"])
+    assert found["refused"] is refused is (times["recompute"] <= times["mix"])
     assert found["at_length"]["4096"]["refused"] is refused
     assert any("L3 hits of 4,096 tokens are refused" in note for note in found["notes"]) is refused
-    assert not plan(name, "h100", "--tokens", 4096)["refused"]  # from host memory
-    assert not plan(name, "h100", "--ssds", ssds, "--l3", "overlapped")["refused"]
+    assert not plan(name, path, *options, "--ssds", 0)["refused"]  # from host memory
+    assert not plan(name, path, "--tokens", 4096, "--l3", "overlapped")["refused"]
+
+
+def test_the_front_of_a_hit_is_recomputed_while_the_back_is_read() -> None:
+    found = plan("llama-2-7b", "h100", "--ssds", 1, "--tokens", 4096)
+    times, read = found["predicted_ms"], found["read_only_ms"]
+    assert read == pytest.approx(156, abs=1) and times["recompute"] == pytest.approx(84, abs=1)
+    assert times["mix"] == pytest.approx(read * times["recompute"] / (read + times["recompute"]))
+    assert times["mix"] <= found["staircase"]["ms"] < read
+    (note,) = (note for note in found["notes"] if "front pages are recomputed" in note)
+    assert note.endswith(f"to read all takes {read:,.1f} ms")
+    layerwise = plan("llama-2-7b", "h100", "--ssds", 1, "--restore", "layerwise")
+    assert not layerwise["recomputes_front"]
+    assert not any("front pages" in note for note in layerwise["notes"])
+
+
+@pytest.mark.parametrize(
+    ("name", "codec", "kv"),
+    [
+        ("llama-3-8b", "auto", 3136),
+        ("llama-3-8b", "none", 4096),
+        ("llama-3-8b", "fp8", 2096),
+        ("llama-2-7b", "auto", 16384),  # float16
+        ("llama-2-7b", "exp4", 16384),
+        ("llama-2-7b", "fp8", 8768),
+        ("deepseek-v3", "fp8", 1152),  # plain pages
+    ],
+)
+def test_bytes_are_those_that_a_server_stores_by_its_codec(name: str, codec: str, kv: int) -> None:
+    found = plan(name, "h100", "--ssds", 1, "--codec", codec)
+    assert found["bytes_per_token_and_layer"]["kv"] == kv
+    notes = [note for note in found["notes"] if note.startswith("codec ")]
+    plain = public_model(name).kv_bytes
+    if kv == plain:
+        said = f"codec {codec} takes nothing of this model"
+        assert [note.startswith(said) for note in notes] == [True] * (codec not in ("auto", "none"))
+    else:
+        assert len(notes) == 1 and notes[0].endswith(f"K and V {kv:,} of {plain:,}")
+    paper = plan(name, "h100", "--ssds", 1, "--l3", "overlapped")
+    assert paper["bytes_per_token_and_layer"]["kv"] == plain
 
 
 def test_either_path_tells_what_the_other_takes() -> None:
@@ -164,7 +228,7 @@ def test_either_path_tells_what_the_other_takes() -> None:
     )
     assert eager["layers"] == layerwise["layers"]
     for mine, other in ((eager, layerwise), (layerwise, eager)):
-        (note,) = (note for note in mine["notes"] if "this partition takes" in note)
+        (note,) = (note for note in mine["notes"] if note.startswith("L3 is read "))
         assert f"--restore {other['restore']}" in note
         assert note.endswith(f"takes {other['predicted_ms']['mix']:,.1f} ms")
     assert eager["predicted_ms"]["mix"] < layerwise["predicted_ms"]["mix"]
@@ -190,7 +254,7 @@ def test_the_staircase_of_the_solver_is_drawn(name: str, letter: str) -> None:
     stairs, times = found["staircase"], found["predicted_ms"]
     assert stairs["of_pages"] == 128
     assert 0 < stairs["pages"] < 128 and 0 < stairs["layers"] < 32
-    assert stairs["ms"] < min(times["mix"], times["recompute"])
+    assert stairs["ms"] < min(found["read_only_ms"], times["recompute"])
     text = hcache("plan", "-m", CONFIGS / f"{name}.json", "-w", "h100", *options).stdout
     assert f"{stairs['pages']} of 128 pages whole, of the others layers: {stairs['layers']}" in text
     rows = {
@@ -233,6 +297,8 @@ def test_a_profile_of_another_model_is_taken_over_and_said(tmp_path: Path) -> No
     dram = plan("llama-2-7b", path, "--ssds", 0)
     assert dram["layers"] == plan("llama-2-7b", "h100")["layers"]
     other = public_model("llama-2-13b")
+    profile.model_copy(update={"model": public_model("llama-3-8b")}).save(path)
+    assert not any("another shape" in note for note in plan("llama-3-8b", path)["notes"])
     profile.model_copy(update={"model": other}).save(path)
     assert any("another shape" in note for note in plan("llama-2-7b", path)["notes"])
 

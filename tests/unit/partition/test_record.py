@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from hcache_backend.cli.main import app
 from hcache_backend.config import parse_config
-from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.model_config import read_model
 from hcache_backend.partition.presets import preset_profile
 from hcache_backend.partition.profile import CopyWay
@@ -62,7 +61,7 @@ def partition_check(folder: Path) -> tuple[str, str]:
 
 
 def test_the_first_record_stays_whoever_comes_later(folder: Path) -> None:
-    later = RECORD.with_partition(Partition(0, 32, 0), "by another profile")
+    later = RECORD.model_copy(update={"hidden": 32, "kv": 0, "reason": "by another profile"})
     save_record(folder, NAME, later, replace=False)
     assert find_record([folder.parent / "none", folder], NAME) == RECORD
     save_record(folder, NAME, later, replace=True)

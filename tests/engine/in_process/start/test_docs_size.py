@@ -21,11 +21,13 @@ from hcache_kernels.codecs import make_codec
 SIZE = runpy.run_path(str(Path(__file__).parents[4] / "docs" / "size.py"))
 LAYERS = {"recompute": 1, "hidden": 2, "kv": 1}
 PLAN = {
-    "model": {"layers": 4, "hidden": 256, "kv_heads": 4, "element_bytes": 2},
+    "model": {
+        "layers": 4, "hidden": 256, "kv_heads": 4, "head_dim": 64, "value_dim": 64,
+        "element_bytes": 2,
+    },
     "tp": 1,
     "layers": LAYERS,
-    "bytes_per_token_and_layer": {"hidden": 512, "kv": 1024},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("codec", ["auto", "none", "exp4", "int8"])

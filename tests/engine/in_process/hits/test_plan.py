@@ -1,0 +1,103 @@
+"""`hcache plan` without options is what a server with default options stores, takes and refuses."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hcache_backend.config import HCacheConfig
+from hcache_backend.engine.hits.costs import Machine, Recomputing
+from hcache_backend.engine.hits.gate import HitGate
+from hcache_backend.engine.layer_methods import LayerMethods
+from hcache_backend.engine.recompute.slices import SliceBudget
+from hcache_backend.engine.startup.codec_choice import encoded_share, wanted_codec
+from hcache_backend.engine.startup.partition_choice import model_shape
+from hcache_backend.engine.startup.refusals import eager_refusal
+from hcache_backend.partition.encoded import PlannedCodec, encoded
+from hcache_backend.partition.model_config import read_dtype
+from hcache_backend.partition.model_shape import ModelShape
+from hcache_backend.partition.plan import PartitionPlan, RestorePath, server_plan
+from hcache_backend.partition.presets import preset_profile
+from hcache_backend.partition.profile import Rate
+from tests.unit.partition.pipelines import CONFIGS, public_model
+
+CONFIG = HCacheConfig()
+PAGE = 64
+MODELS = ["llama-2-7b", "llama-2-13b", "llama-3-8b", "qwen3-8b", "deepseek-v3"]
+L3_RATES = [125e6, 690e6, 6.9e9, 12.5e9, 55e9]
+"""Bytes per second: networks of 1, 5.5 and 100 Gbit/s, an SSD, eight of them."""
+
+
+def stored_shape(name: str, tp: int, codec: PlannedCodec = "auto") -> ModelShape:
+    dtype = read_dtype(CONFIGS / f"{name}.json")
+    return encoded(public_model(name), codec, dtype, tp=tp, page_size=PAGE)
+
+
+def planned(name: str, tp: int, rate: float, tokens: int, restore: RestorePath) -> PartitionPlan:
+    profile = preset_profile("h100").model_copy(update={"l3": Rate(per_second=rate)})
+    return server_plan(profile, stored_shape(name, tp), tokens, tp, restore)
+
+
+def slices(plan: PartitionPlan) -> Recomputing:
+    """How long an idle server takes for the front of a hit once it has measured a slice."""
+    most = CONFIG.restore_chunk_tokens
+    methods = LayerMethods(plan.stored, plan.profile, plan.model, most, ranks=plan.tp)
+    budget = SliceBudget(CONFIG.recompute_ms / 1e3, most, methods.recomputing, known=True)
+    return lambda tokens, prefix: budget.seconds(tokens, PAGE, prefix, plan.model.layers)
+
+
+def gate_takes(plan: PartitionPlan) -> bool:
+    args = SimpleNamespace(pp_size=1, enable_dp_attention=False, tp_size=plan.tp)
+    refused = eager_refusal(args, "cuda", hidden=bool(plan.stored.hidden))
+    eager = plan.restore == "auto" and refused is None and plan.model.latent is None
+    machine = Machine(plan.profile, plan.model, plan.stored, plan.tp, eager)
+    gate = HitGate(machine, "hcache", CONFIG.min_gain)
+    assert gate.may_ask("a", 0, slices(plan) if eager else None)
+    return gate.takes("a", plan.tokens, plan.tokens) == plan.tokens
+
+
+@pytest.mark.parametrize("restore", ["auto", "layerwise"])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_server_refuses_what_the_plan_refuses(name: str, tp: int, restore: RestorePath) -> None:
+    plans = [
+        planned(name, tp, rate, tokens, restore)
+        for rate in L3_RATES
+        for tokens in (1024, 4096, 16384)
+    ]
+    expected = [not plan.refused for plan in plans]
+    assert [gate_takes(plan) for plan in plans] == expected
+    assert any(expected) and not all(expected)
+
+
+@pytest.mark.parametrize("codec", ["auto", "none", "exp4", "int8", "fp8"])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "deepseek-v3"])
+def test_the_plan_counts_the_bytes_that_a_server_stores(
+    name: str, tp: int, codec: PlannedCodec
+) -> None:
+    shape, path = public_model(name), CONFIGS / f"{name}.json"
+    dtype: torch.dtype = getattr(torch, read_dtype(path))
+    heads = [torch.empty((1, shape.kv_heads // tp, shape.head_dim), dtype=dtype)] * shape.layers
+    kvcache = SimpleNamespace(
+        k_buffer=heads, v_buffer=heads, layer_num=shape.layers, page_size=PAGE, dtype=dtype
+    )
+    table = json.loads(path.read_text())
+    config = SimpleNamespace(to_dict=lambda: table)
+    runner = SimpleNamespace(
+        dtype=dtype,
+        model_config=SimpleNamespace(hf_config=config, hidden_size=shape.hidden),
+    )
+    runtime = SimpleNamespace(config=HCacheConfig(codec=codec), runner=runner)
+    row_bytes = wanted_codec(runtime, runner).row_bytes  # type: ignore[arg-type]
+    kv_share = encoded_share(runtime, kvcache, 1)  # type: ignore[arg-type]
+    server = model_shape(runner, kvcache, row_bytes, kv_share)
+    assert server is not None
+    plan = stored_shape(name, tp, codec)
+    assert (plan.hidden_bytes, plan.kv_bytes) == (server.hidden_bytes, server.kv_bytes)
+    if codec in ("auto", "exp4"):
+        encodes = dtype == torch.bfloat16
+        assert plan.kv_bytes == pytest.approx((0.766 if encodes else 1) * shape.kv_bytes, rel=0.001)
