@@ -259,14 +259,19 @@ class ScriptedScheduler(RuleBasedStateMachine):
         self.nodes.append(node)
 
     @precondition(lambda self: len(self.free_host) >= 2)
-    @rule(pages=st.integers(1, 2), fits=st.tuples(st.booleans(), st.booleans()))
-    def recomputed(self, pages: int, fits: tuple[bool, bool]) -> None:
+    @rule(
+        pages=st.integers(1, 2),
+        fits=st.tuples(st.booleans(), st.booleans()),
+        then=st.sampled_from(["nothing", "loaded", "freed"]),
+    )
+    def recomputed(self, pages: int, fits: tuple[bool, bool], then: str) -> None:
         """Front pages of a prefetch: for HiCache they are in host memory from now on."""
         self.sequences += 1
         taken, self.free_host = self.free_host[:pages], self.free_host[pages:]
         node = Node(self.sequences, 0, None, taken, backup_done=True)
         host, positions = ids(*taken), np.arange(pages * SIZE)
         self.arena.recomputed(host, positions, positions + 1000 * node.sequence)
+        assert not self.arena.unfit(host).any() and not self.arena.first_layers(host).any()
         for i, physical in enumerate(self.arena.physical(host).tolist()):
             rows = self.expected(node)[i]
             for layer in range(2):  # the device may do so at once
@@ -274,7 +279,13 @@ class ScriptedScheduler(RuleBasedStateMachine):
                 segment[:] = rows[layer].ravel() if fits[i] else 0xA5
         self.coming.append((host, np.array(fits[:pages])))
         self.recomputing |= dict.fromkeys(taken, host)
+        if then == "freed":
+            self.free_host_pages(taken)
+            return
         self.nodes.append(node)
+        if then == "loaded" and len(self.free_device) >= pages:
+            node.device = self.allocate(pages)
+            self.arena.loaded(slots_of(node.device), host)
 
     @precondition(lambda self: self.coming)
     @rule()
@@ -292,8 +303,11 @@ class ScriptedScheduler(RuleBasedStateMachine):
         layers = len(LAYOUT.segment_bytes)
         assert (self.arena.first_layers(ids(*wanted)) == layers).all()
         for node in self.nodes:
-            if node.host is not None and not set(wanted).isdisjoint(node.host):
-                node.written = False
+            lost = [i for i, page in enumerate(node.host or ()) if page in wanted]
+            node.written = node.written and not lost
+            for i in lost if node.device is not None else ():
+                problem = self.arena.problem(slots_of(node.device[i : i + 1]))
+                assert problem == "rows not valid", "rows count that do not fit"
         for page in host.tolist():
             if self.recomputing.get(page) is host:
                 del self.recomputing[page]
