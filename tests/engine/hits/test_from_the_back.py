@@ -99,7 +99,7 @@ def server(shared: Server, pages: str) -> Iterator[Server]:
 
 
 def recomputed_tokens(server: Server) -> float:
-    return counted(server, "l3_tokens", "recomputed")
+    return counted(server, "l3_tokens", "recomputed") / server.options.tp  # each rank counts
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def recomputed(
     read_batches(server, 0, front)
     asking = threading.Thread(target=lambda: replies.extend(asked(server, *prompts)))
     wanted = FRONT if front is None else front * PAGE
-    with until_more(server, "l3_tokens", "recomputed", wanted):
+    with until_more(server, "l3_tokens", "recomputed", wanted * server.options.tp):
         asking.start()
     yield replies
     read_batches(server, None, front)

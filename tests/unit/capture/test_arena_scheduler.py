@@ -267,7 +267,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
     def recomputed(self, pages: int, fits: tuple[bool, bool], then: str) -> None:
         """Front pages of a prefetch: for HiCache they are in host memory from now on."""
         self.sequences += 1
-        taken, self.free_host = self.free_host[:pages], self.free_host[pages:]
+        taken, self.free_host = self.free_host[-pages:], self.free_host[:-pages]  # as they were
         node = Node(self.sequences, 0, None, taken, backup_done=True)
         host, positions = ids(*taken), np.arange(pages * SIZE)
         self.arena.recomputed(host, positions, positions + 1000 * node.sequence)
