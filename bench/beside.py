@@ -13,6 +13,7 @@ restores would take whose processor and L3 are busy from start to end; then come
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import sys
@@ -127,6 +128,19 @@ def compared(
     return found
 
 
+def kept_rows(path: Path, tokens: Sequence[int], device: str) -> list[dict[str, Any]]:
+    """Rows of earlier results but those of ``tokens``; each has the date of its measurement.
+
+    Raises:
+        MachineError: They were measured on another device.
+    """
+    earlier = json.loads(path.read_text())
+    if earlier["device"] != device:
+        raise MachineError(f"{path} was measured on {earlier['device']}, this is {device}")
+    rows = [row for row in earlier["rows"] if row["tokens"] not in tokens]
+    return [{"date": earlier["date"], **row} for row in rows]
+
+
 def table_lines(results: Mapping[str, Any]) -> str:
     """A row for each history and speed of L3."""
     ratios = {"of_alone": "L3 alone", "of_best": "the better one", "of_floor": "the floor"}
@@ -180,22 +194,23 @@ def main() -> int:
     add("--speeds", type=float, nargs="+", default=speeds, help="of L3; 1: as fast as computing")
     add("--rounds", type=at_least(1), default=7, help="requests to each server and speed")
     add("--out", type=Path, default=OUT, help="folder for beside.json and beside.png")
+    add("--keep", type=Path, metavar="FILE", help="rows of other histories stay as in this JSON")
     given = parsed.parse_args()
     with failing():
         machine = find_machine()
         if machine.device != "cpu":
             raise MachineError("only the CPU engine slows L3 down; see bench/gpu/ for GPUs")
         torch.set_num_threads(1)
+        histories = [tokens // PAGE_SIZE * PAGE_SIZE for tokens in given.tokens]
+        rows = kept_rows(given.keep, histories, machine.name) if given.keep else []
         total = len(given.tokens) * (1 + len(given.speeds) * (1 + given.rounds))
         with steps(total) as (_, advance):
-            rows = []
-            for tokens in given.tokens:
-                whole = tokens // PAGE_SIZE * PAGE_SIZE
-                rows += at_length(machine, whole, given.speeds, given.rounds, advance)
+            for tokens in histories:
+                rows += at_length(machine, tokens, given.speeds, given.rounds, advance)
     results = {
         **stamp(machine),
         "cores": os.cpu_count(),
-        "rows": rows,
+        "rows": sorted(rows, key=lambda row: int(row["tokens"])),
     }
     print(table_lines(results))
     write(given.out, "beside", results, draw)

@@ -379,20 +379,3 @@ class ShadowArena(Arena):
         homes = homes[homes >= 0]
         if len(homes):
             self._move_out(np.unique(homes))
-
-    # ---- integrity ----
-
-    def check_integrity(self) -> None:
-        """Prove the invariants; for tests.
-
-        Raises:
-            AssertionError: A physical page is lost or in two places, or a link is one-sided.
-        """
-        every = np.sort(np.concatenate((self._host, self._shadow)))
-        assert np.array_equal(every, np.arange(len(self.memory))), "a page is lost or doubled"
-        for host_page in np.flatnonzero(self._tenant >= 0).tolist():
-            assert self._home[self._tenant[host_page]] == host_page, "a host page's link is broken"
-        for page in np.flatnonzero(self._home >= 0).tolist():
-            assert self._tenant[self._home[page]] == page, "a device page's link is broken"
-        assert (self._generation <= self._clock).all()
-        assert all(self._tenant[page] >= 0 for page in self._unproven), "an orphan waits for proof"

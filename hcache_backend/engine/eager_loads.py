@@ -217,7 +217,8 @@ class EagerLoads:
         arena = self._pool.arena
         lacking = max(self._loads.stored_from, int(arena.first_layers(host_pages).max()))
         with self._stream.as_current():
-            restore = self._pipeline.start(arena.physical(host_pages), slots, None, lacking)
+            physical = arena.physical(host_pages)
+            restore = self._pipeline.start(physical, slots, None, lacking, ahead=True)
         return Launched(restore, lacking)
 
     @property
@@ -315,7 +316,7 @@ class EagerLoads:
         if rows is not None:
             recompute = rows.taken_from(recompute)
         positions = np.arange(len(prefix), len(prefix) + len(slots))
-        restore = self._pipeline.start_recomputation(recompute, positions, slots)
+        restore = self._pipeline.start_recomputation(recompute, positions, slots, due.after)
         if due.unread and restore.failed is None:
             # As a backup would: for HiCache these pages are in host memory now.
             host_pages = due.host_pages

@@ -12,7 +12,7 @@ from hcache_backend.partition.plan import describe
 from hcache_backend.partition.profile import Profile
 from hcache_backend.partition.solver import Objective, recompute_layers
 from hcache_backend.partition.timeline import finish
-from hcache_backend.restore.pipeline import FIRST_PIECE_TOKENS, FIRST_PIECES
+from hcache_backend.restore.parts import FIRST_PIECE_TOKENS, FIRST_PIECES
 from hcache_backend.restore.ring import RUN_AHEAD
 
 

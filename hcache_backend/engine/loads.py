@@ -134,6 +134,8 @@ class LoadQueue:
 
     def add(self, load: QueuedLoad, slots: torch.Tensor) -> None:
         """SGLang queued ``load``, to ``slots`` (int64 ``[pages * page_size]``, on the device)."""
+        if load.handed is not None and load.handed.restores:
+            self._pipeline.handed_out()
         if load.handed is not None and load.spans:
             [span] = load.spans
             lacking = runs(np.flatnonzero(~load.whole).tolist())

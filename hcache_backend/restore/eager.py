@@ -310,18 +310,6 @@ class EagerRestores:
         running = {id(reservation) for reservation in self._running.values()}
         self._reservations = [one for one in self._reservations if one.held or id(one) in running]
 
-    def check_integrity(self) -> None:
-        """Prove the invariants; for tests.
-
-        Raises:
-            AssertionError: A page is held twice, or by nobody, or there are more than allowed.
-        """
-        held = [(one, i) for one in self._reservations for i in one.held]
-        assert len(held) == len(self._places) <= self._limit
-        assert all(self._places[one.host_pages[i]] == (one, i) for one, i in held)
-        slots = [slot for one, i in held for slot in self._slots(one, range(i, i + 1)).tolist()]
-        assert len(set(slots)) == len(slots) == self._size * len(held)
-
 
 def _until_copied(restore: RunningRestore) -> None:
     """Block the calling thread until a restore reads no host page any more."""

@@ -16,7 +16,7 @@ ranks share the tokens of every page, what arrives is in the order of the shares
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -27,16 +27,12 @@ import torch
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange
 from hcache_backend.restore.layers import Recompute, RestoredLayer
+from hcache_backend.restore.parts import FIRST_PIECES, Part, TokenRows, parts_of
 from hcache_backend.restore.report import RestoreReport, RunningRestore
 from hcache_backend.restore.ring import Ring, largest_segment, ring_bytes
 from hcache_backend.streams import Event, current_stream, held_for_device, host_tensor, new_stream
 from hcache_kernels.launch import copies_by_engine
 from hcache_kernels.pages import gather_pages
-
-FIRST_PIECES = 4
-"""Pieces that the first layer of a restore comes in, if each has..."""
-FIRST_PIECE_TOKENS = 1024
-"""...so many tokens: a projection of fewer would not be worth its launch."""
 
 Gather = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], None]
 """Copies hidden states of a layer of many pages: ``gather(memory, pages, offset, out)`` with uint8
@@ -82,7 +78,9 @@ class RestorePipeline:
         # Projections may talk to other ranks.
         self._compute = new_stream(device, "compute", in_turn=order is not None)
         self._unread: deque[RunningRestore] = deque()
-        self._written: dict[int, Event] = {}  # by layer: behind all that was copied or projected
+        # By layer: behind all that was copied or projected, and all of it that is handed out.
+        self._written: dict[int, Event] = {}
+        self._handed_out: dict[int, Event] = {}
 
     @torch.no_grad()
     def start(
@@ -91,6 +89,8 @@ class RestorePipeline:
         slots: torch.Tensor,
         recompute: Recompute | None = None,
         first_layer: int = 0,
+        *,
+        ahead: bool = False,
     ) -> RunningRestore:
         """Launch the restore of whole pages, behind the current stream's work of this moment.
 
@@ -101,6 +101,7 @@ class RestorePipeline:
             slots: Slots of their tokens, int64 ``[p * page_size]``, on the device.
             recompute: For the first layers; None: all segments are there.
             first_layer: Without ``recompute``, layers before this one are somebody else's.
+            ahead: Nobody reads these slots before :meth:`handed_out` was called.
 
         A recomputation that raises is told by ``failed`` of what is returned.
 
@@ -119,12 +120,13 @@ class RestorePipeline:
         held_pages, held_positions = held_for_device(pages, device), held_for_device(at, device)
         page_ids = torch.empty(len(pages), dtype=torch.int64, device=device)
         positions = torch.empty(len(slots), dtype=torch.int64, device=device)
-        rows = _TokenRows(positions, slots)
-        shared = rows if self._exchange is None else _TokenRows(*map(torch.empty_like, rows))
-        pieces = FIRST_PIECES if recompute is None and self._exchange is None else 1
+        rows = TokenRows(positions, slots)
+        shared = rows if self._exchange is None else TokenRows(*map(torch.empty_like, rows))
         hidden = held_pages if copies_by_engine() else page_ids
         ids = {"kv": page_ids, "hidden": hidden, "header": held_pages}
-        parts = deque(self._parts(loaded, ids, rows, shared, pieces))
+        pieces = FIRST_PIECES if recompute is None and self._exchange is None else 1
+        chosen = {index: self._layers[index] for index in range(first, len(self._layers))}
+        parts = deque(parts_of(chosen, ids, rows, shared, self._chunk_pages, pieces))
         bring = self._exchanged(parts, held_pages) if self._exchange else self._bring_own
         behind = current_stream(device).record()
         self._copy.wait(behind)
@@ -156,7 +158,7 @@ class RestorePipeline:
             arrived += [copy(part, room) for part in parts]
             parts.clear()
         if recompute is not None:
-            done = self._recompute(restore, recompute, at, slots, behind)
+            done = self._recompute(restore, recompute, at, slots, behind, [self._written])
             # Recomputation has the device first. Hidden states that are copied from now on (and
             # may talk to other ranks) go to parts of the ring that these projections free, so they
             # are behind it too.
@@ -175,21 +177,38 @@ class RestorePipeline:
                 arrived.append(copy(parts.popleft()))
         if self._order is not None:
             self._order.restore_launched(self._copy)
+        if not ahead:
+            self.handed_out()
         self._unread.append(restore)
         return restore
 
+    def handed_out(self) -> None:
+        """Others may read what was restored ahead: recomputations wait for all launched so far."""
+        self._handed_out = dict(self._written)
+
     @torch.no_grad()
     def start_recomputation(
-        self, recompute: Recompute, positions: npt.NDArray[np.int64], slots: torch.Tensor
+        self,
+        recompute: Recompute,
+        positions: npt.NDArray[np.int64],
+        slots: torch.Tensor,
+        after: Sequence[RunningRestore] | None = None,
     ) -> RunningRestore:
         """Launch the recomputation of first layers alone, behind the current stream's work.
 
-        ``positions`` and ``slots`` of the tokens are int64 ``[n]``, on the CPU and on the device.
+        Args:
+            positions: Of the tokens, int64 ``[n]``, on the CPU.
+            slots: Of the tokens, int64 ``[n]``, on the device.
+            after: What was started ahead and is not handed out, and writes tokens before these or
+                these themselves; None: all of it may.
         """
         behind = current_stream(self._device).record()
         begin = recompute.stream.record(timed=True)
         restore = RunningRestore(len(slots), {}, begin, self._device, begin)  # no page is read
-        done = self._recompute(restore, recompute, positions, slots, behind)
+        written = [self._written]
+        if after is not None:
+            written = [self._handed_out, *(dict(enumerate(one.layers)) for one in after)]
+        done = self._recompute(restore, recompute, positions, slots, behind, written)
         restore.layers += [done] * (len(self._layers) - recompute.layers)  # nothing more comes
         return restore
 
@@ -200,18 +219,19 @@ class RestorePipeline:
         positions: npt.NDArray[np.int64],
         slots: torch.Tensor,
         behind: Event,
+        written: Sequence[Mapping[int, Event]],
     ) -> Event:
         """Recompute the first layers in turn with forward passes; an event behind that.
 
-        They may read what was written before ``behind``, and by earlier restores.
+        They may read what was written before ``behind``, and by layer before events of ``written``.
         """
         forward, layers = recompute.stream, range(recompute.layers)
         start = forward.record(timed=True)
         try:
             forward.wait(behind)
             # Tokens before these may come back by restores that no forward pass has waited for.
-            written = [self._written[layer] for layer in layers if layer in self._written]
-            for event in dict.fromkeys(written):
+            events = [each[layer] for each in written for layer in layers if layer in each]
+            for event in dict.fromkeys(events):
                 forward.wait(event)
             if self._order is not None:
                 forward.wait(self._copy.record())  # collectives of two kinds are never at work
@@ -225,36 +245,15 @@ class RestorePipeline:
         restore.layers += [done] * len(layers)
         return done
 
-    def _parts(
-        self,
-        layers: range,
-        ids: dict[str, torch.Tensor],
-        rows: _TokenRows,
-        shared: _TokenRows,
-        pieces: int,
-    ) -> Iterator[_Part]:
-        size, pages = self._layout.page_size, len(ids["kv"])
-        for index in layers:
-            step = self._chunk_pages
-            if index == layers.start:
-                step = min(step, max(-(-pages // pieces), FIRST_PIECE_TOKENS // size, 1))
-            method, by_header = self._layers[index].method, self._layers[index].by_header
-            positions, slots = shared if method == "hidden" else rows
-            page_ids = ids["header" if by_header else method]
-            for start in range(0, pages, step):
-                tokens = slice(start * size, (start + step) * size)
-                part, last = slice(start, start + step), start + step >= pages
-                yield _Part(index, part, page_ids[part], positions[tokens], slots[tokens], last)
-
     # ---- shares ----
 
-    def _exchanged(self, parts: Sequence[_Part], pages: torch.Tensor) -> _Bring:
+    def _exchanged(self, parts: Sequence[Part], pages: torch.Tensor) -> _Bring:
         """How hidden parts are brought where ranks have shares. ``pages``: physical, on the CPU."""
         exchange = self._exchange
         assert exchange is not None
         if not exchange.on_scheduler_thread:
 
-            def gather(part: _Part, out: torch.Tensor) -> None:
+            def gather(part: Part, out: torch.Tensor) -> None:
                 shares = out.view(exchange.shares, -1)
                 exchange.gather(shares, lambda own: self._bring_own(part, own))
 
@@ -274,7 +273,7 @@ class RestorePipeline:
         except Exception as error:
             failed = error
 
-        def copy(part: _Part, out: torch.Tensor) -> None:
+        def copy(part: Part, out: torch.Tensor) -> None:
             if failed is not None:
                 raise failed
             out.view(-1).copy_(here[part.layer, part.pages.start].view(-1), non_blocking=True)
@@ -292,7 +291,7 @@ class RestorePipeline:
 
     # ---- parts ----
 
-    def _bring_own(self, part: _Part, out: torch.Tensor) -> None:
+    def _bring_own(self, part: Part, out: torch.Tensor) -> None:
         """Copy what this rank's pages hold of a hidden part to ``out`` (uint8, as long)."""
         offset = self._layout.segment_offsets[part.layer]
         self._gather(self._memory, part.page_ids, offset, out.view(len(part.page_ids), -1))
@@ -304,7 +303,7 @@ class RestorePipeline:
         self,
         restore: RunningRestore,
         bring: _Bring,
-        part: _Part,
+        part: Part,
         room: torch.Tensor | None = None,
     ) -> _Arrived:
         """Copy K and V to the pool, hidden states to the ring, or through ``room`` to be parked."""
@@ -363,32 +362,14 @@ class RestorePipeline:
         return reports
 
 
-class _TokenRows(NamedTuple):
-    """Positions and slots of the tokens of a restore, int64 ``[n]`` each, on the device."""
-
-    positions: torch.Tensor
-    slots: torch.Tensor
-
-
-class _Part(NamedTuple):
-    """What one copy brings: a layer of some pages. Rows are in the order in which they arrive."""
-
-    layer: int
-    pages: slice
-    page_ids: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
-    is_last: bool
-
-
-_Bring = Callable[[_Part, torch.Tensor], None]
+_Bring = Callable[[Part, torch.Tensor], None]
 """Copies a part to the device memory that it is given (uint8, contiguous)."""
 
 
 class _Arrived(NamedTuple):
     """A part whose copy was launched, where it is (None: parked), and the event behind the copy."""
 
-    part: _Part
+    part: Part
     buffer: torch.Tensor | None
     copied: Event
 

@@ -133,6 +133,17 @@ class Recomputation(NamedTuple):
         """int64 ``[p]``."""
         return np.array(self.reservation.host_pages[self.pages.start : self.pages.stop], np.int64)
 
+    @property
+    def after(self) -> Sequence[RunningRestore] | None:
+        """Restores of pages before these, other than recomputations, which run in order; None:
+        these lack some layers only, and their own restore counts, too.
+        """
+        if not self.unread:
+            return None
+        launches, recomputed = self.reservation.launches, self.reservation.recomputed
+        found = [launches[i].restore for i in range(self.pages.start) if i not in recomputed]
+        return list(dict.fromkeys(found))
+
     def first(self, pages: int) -> Recomputation:
         """The first so many of them."""
         return self._replace(pages=self.pages[:pages])

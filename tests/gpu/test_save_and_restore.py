@@ -20,6 +20,7 @@ from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_kernels.codecs import ExactCodec
 from hcache_kernels.project_kv import KVPool, KVProjection, ProjectionCall, project_kv
 from hcache_kernels.project_kv.reference import compute_kv_reference
+from tests.integrity import assert_sound_arena
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -227,7 +228,7 @@ def test_rounds_with_poisoned_buffers_and_late_streams(device: str, rounds: int)
         engine.capture.host_freed(host_pages, duplicates=True)
         engine.finish()
         assert torch.equal(engine.stored(target), hidden.cpu())
-        engine.arena.check_integrity()
+        assert_sound_arena(engine.arena)
         assert len(engine.pipeline.finished()) == 1
     if device == "cuda":
         assert torch.cuda.memory_allocated() <= memory

@@ -84,7 +84,7 @@ class Loading:
         lacking = max(self.queue.stored_from, int(self.arena.first_layers(host_pages).max()))
         with self.checker.on(self.engine.loading):
             physical = self.arena.physical(host_pages)
-            restore = self.pipeline.start(physical, slots, None, lacking)
+            restore = self.pipeline.start(physical, slots, None, lacking, ahead=True)
         return Launched(restore, lacking)
 
     def _recompute(self) -> None:
@@ -104,7 +104,7 @@ class Loading:
             rows = RecomputedRows(self.capture, self.staging, self.pool)  # type: ignore[arg-type]
             if due.unread:
                 recompute = rows.taken_from(recompute)
-            restore = self.pipeline.start_recomputation(recompute, positions, slots)
+            restore = self.pipeline.start_recomputation(recompute, positions, slots, due.after)
             if due.unread:
                 restore.save(self.saving, slots, partial(self._save, due.host_pages, slots, rows))
             self.eager.recomputed(due, restore)
@@ -240,6 +240,29 @@ def eager_from_the_back(checker: Checker, partition: Partition) -> None:
         checker.touch_pages(pages, page_bytes, page_bytes, "write")  # L3 is read to there
         loading.forward(3)
         loading.eager.end("given back")
+
+
+def eager_behind_what_was_restored_ahead(checker: Checker) -> None:
+    """Pages are recomputed whole behind others that were copied, by their own prefetch, and by one
+    whose pages were handed out: for a load that no forward pass has waited for."""
+    loading = Loading(checker, Partition(0, 0, 3))
+    checker.begin()
+    with checker.on(loading.engine.schedule):
+        loading.before_prefetch = torch.empty(0, dtype=torch.int64, device=GPU)
+        loading.begin("own", range(4), unread=3)
+        loading.arrived("own", 2)
+        loading.eager.end("own")
+
+        loading.begin("handed out", range(4, 8))
+        loading.eager.arrived("handed out", 4)
+        load = loading.plan(range(4, 8), loading.before_prefetch)
+        load.handed = loading.eager.hand_out(load.host_pages)
+        assert load.handed is not None
+        loading.before_prefetch = load.handed.slots
+        done = loading.start(load, load.handed.slots)
+        loading.begin("behind it", range(8, 11), unread=3)
+        loading.arrived("behind it", 3, start=2)
+        loading.engine.forward(load.handed.slots.clone(), done)
 
 
 def eager_behind_an_unknown_prefix(checker: Checker) -> None:

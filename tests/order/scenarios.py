@@ -14,6 +14,7 @@ from tests.order.scenario_encoded import overflow
 from tests.order.scenario_loads import (
     eager,
     eager_behind_an_unknown_prefix,
+    eager_behind_what_was_restored_ahead,
     eager_from_the_back,
     loads,
     loads_whose_recomputation_fails,
@@ -41,6 +42,7 @@ SCENARIOS: dict[str, Scenario] = {
     "eager": eager,
     "eager, encoded": partial(eager, partition=ALL_KV, codec="exp4"),
     "eager, behind an unknown prefix": eager_behind_an_unknown_prefix,
+    "eager, behind what was restored ahead": eager_behind_what_was_restored_ahead,
     "eager, from the back": partial(eager_from_the_back, partition=Partition(0, 0, 3)),
     "eager, from the back, hidden states": partial(
         eager_from_the_back, partition=Partition(0, 2, 1)

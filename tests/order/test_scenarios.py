@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 
 from hcache_backend.engine.kv_pages.overflow import OverflowArea
 from hcache_backend.restore import eager
+from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_backend.restore.reservation import Recomputation
 from tests.order import edges
 from tests.order.checker import Checker
 from tests.order.clocks import Query
@@ -51,6 +54,23 @@ def test_a_freed_host_page_is_not_written_before_the_device_is_done_with_it(
     checker = Checker()
     run(SCENARIOS[scenario], checker)
     assert what in {finding.what for finding in checker.findings}
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        (RestorePipeline, "handed_out", lambda pipeline: None),
+        (Recomputation, "after", ()),
+    ],
+    ids=["handed out", "of the same prefetch"],
+)
+def test_pages_are_not_recomputed_before_those_restored_ahead_are_there(
+    known: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(*known)
+    checker = Checker()
+    run(SCENARIOS["eager, behind what was restored ahead"], checker)
+    assert "forward reads what hcache copy writes" in {f.what for f in checker.findings}
 
 
 def test_what_is_being_loaded_is_not_sent() -> None:

@@ -16,7 +16,8 @@ def keep_in_step(active: Callable[[], bool]) -> None:
     """A batch of a prefetch is read when the scheduler has had its turn with the one before.
 
     If the trigger has a number in it, no more than so many batches of a prefetch are read: the next
-    one is taken from what may be recomputed, and waits.
+    one is taken from what may be recomputed, and waits. With a second one, no more than so many
+    pages of its front are recomputed.
     """
     from hcache_backend.engine.eager_loads import EagerLoads
     from hcache_backend.engine.read_batches import BatchedReads
@@ -59,7 +60,7 @@ def keep_in_step(active: Callable[[], bool]) -> None:
             wait_while(lambda: unseen(operation, reports[-1]))
             before = turns
             wait_while(lambda: turns == before)
-        wait_while(lambda: len(reports) >= _most_batches())
+        wait_while(lambda: len(reports) >= _number(0))
         return 0 if given_up() else int(read_pages(operation, *others))
 
     def stepwise(self: Any, read_pages: Any, *others: Any) -> int:
@@ -80,7 +81,8 @@ def keep_in_step(active: Callable[[], bool]) -> None:
     def take(self: Any, agree: Callable[[int], int]) -> Any:
         """The reader has its first batch before anything is recomputed."""
         early = active() and self._unread == self.all_pages
-        return taken(self, (lambda _: agree(0)) if early else agree)
+        most = 0 if early else max(0, _number(1) - self._taken)
+        return taken(self, lambda room: agree(int(min(room, most))))
 
     meets, taken = Meeting.begin, Meeting.take
     Meeting.begin = begin_meeting  # type: ignore[method-assign]
@@ -93,10 +95,10 @@ def keep_in_step(active: Callable[[], bool]) -> None:
     BatchedReads.transfer_from_back = stepwise_from_back  # type: ignore[method-assign]
 
 
-def _most_batches() -> float:
-    """The number in the trigger; infinite without one."""
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        return float(Path(os.environ["HCACHE_TEST_TRIGGER"]).read_text())
+def _number(place: int) -> float:
+    """The number at this place in the trigger; infinite without one."""
+    with contextlib.suppress(FileNotFoundError, ValueError, IndexError):
+        return float(Path(os.environ["HCACHE_TEST_TRIGGER"]).read_text().split()[place])
     return float("inf")
 
 

@@ -60,9 +60,13 @@ def eager_server(
     )
 
 
-def read_batches(server: Server, most: int | None) -> None:
-    """From now on no more than so many batches of each prefetch are read; None: all."""
-    tell_faults(server, "" if most is None else str(most))
+def read_batches(server: Server, most: int | None, front: int | None = None) -> None:
+    """From now on no more than so many batches of each prefetch are read; None: all.
+
+    Of what is read from the back, no more than ``front`` pages are recomputed; None: all.
+    """
+    numbers = ("inf" if number is None else str(number) for number in (most, front))
+    tell_faults(server, " ".join(numbers))
 
 
 def tell_faults(server: Server, text: str) -> None:

@@ -52,6 +52,11 @@ SERVERS: dict[str, dict[str, Any]] = {
     "from the back, hidden": {"stored": "hidden, from the back"},
     "from the back, mixed, codec": {"stored": "mixed, from the back", "dtype": "bfloat16"},
     "from the back, mixed, two ranks": {"stored": "mixed, from the back", "tp": 2},
+    "from the back, mixed, codec, two ranks": {
+        "stored": "mixed, from the back",
+        "dtype": "bfloat16",
+        "tp": 2,
+    },
     "not recomputed": {"stored": "kv", "family": "qwen3"},
 }
 

@@ -6,13 +6,14 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bench.harness.models import build_model
-from bench.harness.server import Server
+from bench.harness.server import Server, ServerError
 from tests.engine.harness.conversations import (
     Conversation,
     ask,
@@ -24,6 +25,7 @@ from tests.engine.harness.conversations import (
 from tests.engine.harness.ours import (
     assert_no_cache_output,
     assert_no_cache_output_up_to_ties,
+    assert_no_cache_replies_up_to_ties,
     assert_restored_from_l3,
     attach,
     flip_bit,
@@ -97,22 +99,26 @@ def server(shared: Server, pages: str) -> Iterator[Server]:
 
 
 def recomputed_tokens(server: Server) -> float:
-    return counted(server, "l3_tokens", "recomputed")
+    return counted(server, "l3_tokens", "recomputed") / server.options.tp  # each rank counts
 
 
 @contextmanager
-def recomputed(server: Server, *prompts: list[int]) -> Iterator[list[Conversation]]:
+def recomputed(
+    server: Server, *prompts: list[int], front: int | None = None
+) -> Iterator[list[Conversation]]:
     """All but the last batch of the first of ``prompts`` is recomputed when the block begins.
 
-    That batch is read when it ends; then all replies are there.
+    That batch is read when it ends; then all replies are there. With ``front``, so many pages are
+    recomputed, and all others are read.
     """
     replies: list[Conversation] = []
-    read_batches(server, 0)
+    read_batches(server, 0, front)
     asking = threading.Thread(target=lambda: replies.extend(asked(server, *prompts)))
-    with until_more(server, "l3_tokens", "recomputed", FRONT):
+    wanted = FRONT if front is None else front * PAGE
+    with until_more(server, "l3_tokens", "recomputed", wanted * server.options.tp):
         asking.start()
     yield replies
-    read_batches(server, None)
+    read_batches(server, None, front)
     asking.join()
 
 
@@ -135,11 +141,21 @@ def test_the_front_is_recomputed_while_the_back_is_read(model: Path, server: Ser
 
 
 def test_it_is_right_wherever_they_meet(model: Path, server: Server) -> None:
-    (server.options.log.parent / "in-step").unlink()
+    replies: list[Conversation] = []
+    for front in (1, FRONT // PAGE - 10):
+        prompt = stored(server, seed=20 + front)
+        before = recomputed_tokens(server), tokens(server, "restored")
+        with recomputed(server, prompt, front=front) as met:
+            pass
+        assert storage(*met) == [HIT]
+        assert recomputed_tokens(server) - before[0] == front * PAGE
+        assert tokens(server, "restored") - before[1] == HIT - front * PAGE
+        replies += met
+    (server.options.log.parent / "in-step").unlink()  # from now on as it happens
     conversations = make_conversations(3, turns=3, tokens=200, seed=2)
     converse(server, conversations, concurrent=True)
     assert_restored_from_l3(conversations, PAGE)
-    assert_no_cache_output(model, conversations)
+    assert_no_cache_output(model, [*replies, *conversations])
 
 
 def test_what_was_recomputed_is_in_host_memory_too(model: Path, server: Server) -> None:
@@ -171,6 +187,22 @@ def test_the_front_begins_behind_what_is_on_the_device(model: Path, server: Serv
     assert_no_cache_output(model, conversations)
 
 
+def test_behind_a_prefix_in_host_memory_only_all_is_read(model: Path, server: Server) -> None:
+    same, rest = random_tokens(320, 14), [random_tokens(480, seed) for seed in (43, 44)]
+    for each in rest:
+        server.generate(same + each, 1)
+    server.flush_cache()
+    conversations = [*ask(server, [same + rest[0]], flush=False)]
+    for seed in (45, 46, 47):
+        server.generate(random_tokens(900, seed), 1)  # the device has no room for all
+    before = recomputed_tokens(server)
+    conversations += ask(server, [same + rest[1]], flush=False)
+    cached = conversations[1].turns[0].cached
+    assert (cached.device, cached.host, cached.storage) == (0, 320, HIT - 320)
+    assert recomputed_tokens(server) == before
+    assert_no_cache_output(model, conversations)
+
+
 def test_a_bad_page_ends_what_is_used_and_the_front_reaches_it(model: Path, server: Server) -> None:
     for seed, page in ((5, HIT // PAGE - 3), (6, FRONT // PAGE)):
         prompt = stored(server, seed)
@@ -199,31 +231,38 @@ def test_where_all_pages_are_others_only_the_front_counts(model: Path, server: S
     assert_no_cache_output(model, replies)
 
 
-def test_an_aborted_request_leaves_nothing_wrong_behind(model: Path, server: Server) -> None:
-    prompt, rid = stored(server, seed=7), uuid.uuid4().hex
-    body = {"rid": rid, "input_ids": prompt, "sampling_params": {"max_new_tokens": 4}}
-    read_batches(server, 0)
-    gone = threading.Thread(
-        target=lambda: server._request("POST", "/generate", json=body, timeout=600)
-    )
-    with until_more(server, "l3_tokens", "recomputed", FRONT):
-        gone.start()
-    server.abort_request(rid)
-    gone.join()
-    read_batches(server, None)
-    server.flush_cache()
-    (again,) = asked(server, prompt)
-    assert storage(again) == [HIT]
-    assert_no_cache_output(model, [again])
+def test_an_abort_ends_the_front_and_gives_back_what_was_reserved(
+    model: Path, server: Server
+) -> None:
+    prompt, slice_ = stored(server, seed=7), 3
+    for _ in range(3):  # there is room for less than three reservations
+        before, rid = recomputed_tokens(server), uuid.uuid4().hex
+        body = {"rid": rid, "input_ids": prompt, "sampling_params": {"max_new_tokens": 4}}
+        read_batches(server, 0, front=slice_)
+        gone = threading.Thread(
+            target=partial(server._request, "POST", "/generate", json=body, timeout=600)
+        )
+        with until_more(server, "l3_tokens", "recomputed", slice_ * PAGE):
+            gone.start()
+        server.abort_request(rid)
+        gone.join()
+        read_batches(server, 0)  # nobody else holds the front
+        server.flush_cache()  # the reader has waited until the abort
+        assert recomputed_tokens(server) - before == slice_ * PAGE
+    with recomputed(server, prompt) as replies:
+        pass
+    assert storage(*replies) == [HIT]
+    assert_no_cache_output(model, replies)
 
 
 def test_two_requests_with_one_prefix_recompute_it_once(model: Path, server: Server) -> None:
     prefix = stored(server, seed=8)
     prompts = [[*prefix, *random_tokens(50, seed)] for seed in (80, 81)]
-    before = recomputed_tokens(server)
-    with recomputed(server, *prompts) as both:
-        pass
-    assert recomputed_tokens(server) - before <= HIT + PAGE
+    before, found = recomputed_tokens(server), counted(server, "lookups", "found")
+    with recomputed(server, *prompts) as both:  # the first one waits for what is read
+        wanted = found + 2 * len(prefix) // PAGE
+        server.until(lambda: counted(server, "lookups", "found") >= wanted, "both to be looked up")
+    assert FRONT <= recomputed_tokens(server) - before <= HIT + PAGE
     turns = turns_of(both)
     assert all(turn.cached.storage + turn.cached.device + turn.cached.host >= HIT for turn in turns)
     assert_no_cache_output(model, both)
@@ -232,17 +271,21 @@ def test_two_requests_with_one_prefix_recompute_it_once(model: Path, server: Ser
 def test_pressure_takes_what_was_recomputed_and_the_host_has_it(
     model: Path, server: Server
 ) -> None:
-    prompt = stored(server, seed=9)
+    prompt, not_ready = stored(server, seed=9), tokens(server, "not_ready_at_load")
     with recomputed(server, prompt) as replies:
         (running,) = asked(server, random_tokens(2200, 90))
     assert storage(*replies) == [HIT]
+    assert tokens(server, "not_ready_at_load") - not_ready > BATCH, "what was reserved was taken"
     assert_no_cache_output(model, [*replies, running])
 
 
 def test_a_flush_waits_for_the_request(model: Path, server: Server) -> None:
     prompt = stored(server, seed=10)
-    with recomputed(server, prompt) as replies:
-        pass
+    with (
+        recomputed(server, prompt) as replies,
+        pytest.raises(ServerError, match="/flush_cache answered"),
+    ):
+        server.flush_cache(timeout=0.2)
     server.flush_cache()
     replies.extend(asked(server, prompt))
     assert storage(*replies) == [HIT, HIT]
@@ -272,6 +315,24 @@ def test_at_a_timeout_the_front_counts(model: Path, server: Server) -> None:
     server.detach_storage()
     attach(server, config, hicache_storage_prefetch_policy="wait_complete")
     assert_no_cache_output(model, replies)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pages", [KV, MIXED])
+def test_two_ranks(pages: str, model_cache: Path, tmp_path: Path) -> None:
+    model = build_model("llama", model_cache)
+    options = eager_server(model, tmp_path, pages, tp=2, max_total_tokens=2560, hicache_ratio=8.0)
+    replies: list[Conversation] = []
+    with Server(options) as server:
+        for seed, front in ((15, None), (16, 5)):
+            prompt, before = stored(server, seed), recomputed_tokens(server)
+            with recomputed(server, prompt, front=front) as met:
+                pass
+            wanted = FRONT if front is None else front * PAGE
+            assert (storage(*met), recomputed_tokens(server) - before) == ([HIT], wanted)
+            replies += met
+        assert_fine(server, pages)
+    assert_no_cache_replies_up_to_ties(model, turns_of(replies))
 
 
 @pytest.mark.long

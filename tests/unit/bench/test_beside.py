@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.beside import compared, draw, table_lines
+from bench.beside import compared, draw, kept_rows, table_lines
+from bench.harness.machine import MachineError
 from bench.harness.report import write_picture
 
 
@@ -39,6 +41,16 @@ def test_the_table_has_a_row_for_each_speed() -> None:
         "| 2,048 | 1 | 4,000 | 4,400 | 2,400 | 0.55 | 0.55 to 0.55 "
         "| 0.60 | 0.60 to 0.60 | 1.20 | 1.20 to 1.20 |"
     ]
+
+
+def test_rows_of_other_histories_are_kept_of_the_same_machine(tmp_path: Path) -> None:
+    path, found = tmp_path / "beside.json", results()
+    path.write_text(json.dumps({**found, "date": "then"}))
+    [row] = kept_rows(path, [8192, 32768], "a CPU")
+    assert row == {"date": "then", **json.loads(json.dumps(found["rows"][0]))}
+    assert kept_rows(path, [2048], "a CPU") == []
+    with pytest.raises(MachineError, match="was measured on a CPU, this is another"):
+        kept_rows(path, [8192], "another")
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:

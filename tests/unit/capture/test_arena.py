@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hcache_backend.capture.shadows import NO_NAMESPACE, ShadowArena, Verdict
+from tests.integrity import assert_sound_arena
 from tests.unit.capture.small_arena import (
     LAYOUT,
     NAMESPACE,
@@ -115,7 +116,7 @@ def test_what_is_unfit_stays_so_in_every_later_backup(on_the_device: bool) -> No
     assert a.problem(slots) is None and a.unfit_pages_of(slots) == 1
     a.swap(slots, ids(4))
     assert a.unfit(ids(4)).all() and not a.whole(ids(4))
-    a.check_integrity()
+    assert_sound_arena(a)
 
 
 def test_a_page_that_is_filled_anew_or_read_from_l3_is_not_unfit_any_more() -> None:
@@ -200,7 +201,7 @@ def test_tokens_that_were_loaded_from_such_a_page_are_not_backed_up_from_it() ->
     assert pool.problem(slots) == "rows not valid"
     pool.host_freed(ids(0))  # as write_back does while the tokens stay on the device
     assert pool.problem(slots) == "rows not valid"
-    pool.check_integrity()
+    assert_sound_arena(pool)
 
 
 def test_of_a_load_only_the_rows_of_whole_pages_are_valid() -> None:
@@ -227,7 +228,7 @@ def test_memory_that_held_such_a_page_is_whole_again_after_a_backup() -> None:
     pool.swap(second, ids(3))
     assert int(pool.physical(ids(3))[0]) == lacking
     assert pool.first_layers(ids(3)).tolist() == [0]
-    pool.check_integrity()
+    assert_sound_arena(pool)
 
 
 def expected(a: ShadowArena, *host_pages: int) -> np.ndarray:
@@ -267,7 +268,7 @@ def test_recomputed_rows_that_the_codec_cannot_hold_are_lost(loaded_before: bool
     a.host_freed(pages)  # while their tokens are on the device
     assert a.problem(slots[:SIZE]) is None
     assert a.problem(slots[SIZE:]) == "rows not valid"
-    a.check_integrity()
+    assert_sound_arena(a)
 
 
 @pytest.mark.parametrize("freed", ["freed", "dropped", "all"])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hcache_backend.capture.shadows import ShadowChanges, Verdict
+from tests.integrity import assert_sound_arena
 from tests.unit.capture.small_arena import (
     DEVICE_PAGES,
     HOST_PAGES,
@@ -58,6 +59,9 @@ class ScriptedScheduler(RuleBasedStateMachine):
         self.free_host = list(range(HOST_PAGES))
         self.nodes: list[Node] = []
         self.sequences = 0
+        # Host pages that are being recomputed, and which of them fit: none is told twice.
+        self.coming: list[tuple[np.ndarray, np.ndarray]] = []
+        self.recomputing: dict[int, np.ndarray] = {}  # by host page
 
     # ---- the device ----
 
@@ -183,6 +187,14 @@ class ScriptedScheduler(RuleBasedStateMachine):
         assert (self.arena.memory[:, LAYOUT.header_bytes :] == before).all(), "a backup copied"
 
     def free_host_pages(self, pages: list[int]) -> None:
+        """Rows that are being recomputed have been copied; if it matters, it is known what fits."""
+        on_device = (self.arena._tenant[pages] >= 0).any()
+        for host, fits in [*self.coming]:
+            if on_device and any(self.recomputing.get(page) is host for page in pages):
+                self.coming = [one for one in self.coming if one[0] is not host]
+                self.tell(host, fits)
+        for page in pages:
+            self.recomputing.pop(page, None)
         self.submit(self.arena.host_freed(ids(*pages)))
         for page in self.arena.physical(ids(*pages)).tolist():
             self.arena.memory[page] = 0xEE  # whoever gets it next writes at once
@@ -219,9 +231,10 @@ class ScriptedScheduler(RuleBasedStateMachine):
         if node is None or node.host is None or len(self.free_device) < node.pages:
             return
         pages = ids(*node.host)
-        if self.arena.waits_for_proof(pages):
+        prepared = all(page in self.recomputing for page in node.host)
+        if self.arena.waits_for_proof(pages) and not prepared:
             return
-        if not all(LAYOUT.is_stamped(page) for page in self.arena.pages(pages)):
+        if not prepared and not all(LAYOUT.is_stamped(page) for page in self.arena.pages(pages)):
             assert not node.written, "a backup was lost"
             self.free_host_pages(node.host)
             self.nodes.remove(node)
@@ -245,10 +258,65 @@ class ScriptedScheduler(RuleBasedStateMachine):
                 page[LAYOUT.segment(layer)] = self.expected(node)[i, layer].ravel()
         self.nodes.append(node)
 
+    @precondition(lambda self: len(self.free_host) >= 2)
+    @rule(
+        pages=st.integers(1, 2),
+        fits=st.tuples(st.booleans(), st.booleans()),
+        then=st.sampled_from(["nothing", "loaded", "freed"]),
+    )
+    def recomputed(self, pages: int, fits: tuple[bool, bool], then: str) -> None:
+        """Front pages of a prefetch: for HiCache they are in host memory from now on."""
+        self.sequences += 1
+        taken, self.free_host = self.free_host[-pages:], self.free_host[:-pages]  # as they were
+        node = Node(self.sequences, 0, None, taken, backup_done=True)
+        host, positions = ids(*taken), np.arange(pages * SIZE)
+        self.arena.recomputed(host, positions, positions + 1000 * node.sequence)
+        assert not self.arena.unfit(host).any() and not self.arena.first_layers(host).any()
+        for i, physical in enumerate(self.arena.physical(host).tolist()):
+            rows = self.expected(node)[i]
+            for layer in range(2):  # the device may do so at once
+                segment = self.arena.memory[physical][LAYOUT.segment(layer)]
+                segment[:] = rows[layer].ravel() if fits[i] else 0xA5
+        self.coming.append((host, np.array(fits[:pages])))
+        self.recomputing |= dict.fromkeys(taken, host)
+        if then == "freed":
+            self.free_host_pages(taken)
+            return
+        self.nodes.append(node)
+        if then == "loaded" and len(self.free_device) >= pages:
+            node.device = self.allocate(pages)
+            self.arena.loaded(slots_of(node.device), host)
+
+    @precondition(lambda self: self.coming)
+    @rule()
+    def arrived(self) -> None:
+        """Also of pages that were loaded, or freed and used for others, meanwhile."""
+        self.tell(*self.coming.pop(0))
+
+    def tell(self, host: np.ndarray, fits: np.ndarray) -> None:
+        wanted = [
+            page
+            for page, fit in zip(host.tolist(), fits.tolist(), strict=True)
+            if not fit and self.recomputing.get(page) is host
+        ]
+        assert self.arena.arrived(host, fits) == len(wanted)
+        layers = len(LAYOUT.segment_bytes)
+        assert (self.arena.first_layers(ids(*wanted)) == layers).all()
+        for node in self.nodes:
+            lost = [i for i, page in enumerate(node.host or ()) if page in wanted]
+            node.written = node.written and not lost
+            for i in lost if node.device is not None else ():
+                problem = self.arena.problem(slots_of(node.device[i : i + 1]))
+                assert problem == "rows not valid", "rows count that do not fit"
+        for page in host.tolist():
+            if self.recomputing.get(page) is host:
+                del self.recomputing[page]
+
     @rule()
     def flush(self) -> None:
         self.drain()  # the host pool waits for the transfers
         self.arena.clear()
+        self.recomputing.clear()
         self.free_device, self.free_host = list(range(DEVICE_PAGES)), list(range(HOST_PAGES))
         self.nodes.clear()
 
@@ -256,7 +324,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
 
     @invariant()
     def integrity(self) -> None:
-        self.arena.check_integrity()
+        assert_sound_arena(self.arena)
         assert len(set(self.free_host)) == len(self.free_host)
 
     @invariant()
@@ -266,6 +334,9 @@ class ScriptedScheduler(RuleBasedStateMachine):
                 continue
             for i, physical in enumerate(self.arena.physical(ids(*node.host)).tolist()):
                 page = self.arena.memory[physical]
+                if node.host[i] in self.recomputing:
+                    assert not LAYOUT.is_stamped(page), "it counts before it is there"
+                    continue
                 if LAYOUT.namespace_of(page) != NAMESPACE:
                     assert not node.written, "a backup was lost"
                     continue

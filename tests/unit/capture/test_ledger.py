@@ -10,6 +10,7 @@ import torch
 
 from hcache_backend import streams
 from hcache_backend.streams import WorkerStream, host_tensor
+from tests.integrity import assert_sound_arena
 from tests.unit.capture.machine import LAYERS, SIZE, Machine, slots
 
 
@@ -92,7 +93,7 @@ def test_pages_that_no_duplicate_is_of_are_freed_without_a_wait(machine: Machine
     assert machine.arena.problem(np.array(where)) == "rows not valid"
     gate.set()
     machine.settle()
-    machine.arena.check_integrity()
+    assert_sound_arena(machine.arena)
 
 
 def test_what_is_forgotten_is_not_believed_and_its_memory_is_used_again(machine: Machine) -> None:

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 
 from hcache_backend.restore.eager import EagerRestores, HandOut
 from hcache_backend.restore.reservation import Launched
+from tests.integrity import assert_sound_reservations
 from tests.unit.restore.eager_device import (
     DEVICE_PAGES,
     HOST_PAGES,
@@ -348,7 +349,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
     def nothing_leaks(self) -> None:
         if not hasattr(self, "eager"):
             return
-        self.eager.check_integrity()
+        assert_sound_reservations(self.eager)
         device = self.device
         assert device.count() + len(device.cached) + len(self.used) + self.eager.pages == (
             DEVICE_PAGES

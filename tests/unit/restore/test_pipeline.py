@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hcache_backend.restore import pipeline
+from hcache_backend.restore import parts, pipeline
 from hcache_backend.restore.ring import RUN_AHEAD, ring_bytes
 from hcache_backend.streams import StreamFailed, WorkerStream, new_stream
 from tests.unit.restore.pipeline_server import (
@@ -78,7 +78,7 @@ def test_many_pages_are_one_copy_and_one_projection_a_layer() -> None:
 def test_projection_begins_when_a_piece_of_the_first_layer_is_there(
     pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "FIRST_PIECE_TOKENS", 2 * SIZE)
+    monkeypatch.setattr(parts, "FIRST_PIECE_TOKENS", 2 * SIZE)
     server, (chosen, slots) = Server(["hidden"] * 3), some(pages)
     wait(server, chosen, slots)
     piece = max(2, -(-pages // 4))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hcache_backend.restore.layers import Recompute
+from hcache_backend.restore.report import RunningRestore
 from hcache_backend.streams import Event, WorkerStream
 from tests.unit.restore.pipeline_server import (
     SIZE,
@@ -206,6 +207,38 @@ def test_a_recomputation_does_not_wait_for_copies_of_layers_above_it() -> None:
     assert not above.layers[1].query()
     gate.set()
     behind.wait()
+
+
+def test_a_slice_waits_for_pages_restored_ahead_only_where_it_may_read_them() -> None:
+    server, forward, gate = Server(["hidden"] * 3), WorkerStream("forward"), threading.Event()
+    pages, slots = some(3)
+    parts = slots.split(SIZE)
+
+    def slice_of(part: int, *after: RunningRestore) -> RunningRestore:
+        recompute = Recompute(3, lambda *_: None, forward)
+        return server.pipeline.start_recomputation(recompute, np.arange(4), parts[part], after)
+
+    server.pipeline.start(pages[:1], parts[0]).wait()
+    server.before_filling(1, partial(gate.wait, 240))
+    back = server.pipeline.start(pages[1:2], parts[1], ahead=True)
+    beside = slice_of(2)
+    assert passed(beside.layers[-1])
+    behind = slice_of(2, back)
+    assert not back.layers[1].query()
+    time.sleep(0.05)
+    assert not behind.layers[-1].query()
+    gate.set()
+    assert passed(behind.layers[-1])
+
+    gate.clear()
+    back = server.pipeline.start(pages[2:], parts[2], ahead=True)
+    server.pipeline.handed_out()
+    behind = slice_of(0)
+    time.sleep(0.05)
+    assert not behind.layers[-1].query()
+    gate.set()
+    behind.wait()
+    assert back.done()
 
 
 def test_a_recomputation_that_fails_is_told_and_the_other_layers_come() -> None:

@@ -69,7 +69,8 @@ class Scene:
         self.restores.append(Restore())
         return Launched(self.restores[-1], lacking=0)  # type: ignore[arg-type]
 
-    def _launch_alone(self, *_: Any) -> Restore:
+    def _launch_alone(self, *_: Any, ahead: bool) -> Restore:
+        assert ahead
         self.restores.append(Restore())
         return self.restores[-1]
 
@@ -266,7 +267,10 @@ class Slices:
         self.launched.append((host_pages.tolist(), len(prefix())))
         return object()
 
-    def _launch(self, recompute: object, positions: np.ndarray, slots: torch.Tensor) -> Any:
+    def _launch(
+        self, recompute: object, positions: np.ndarray, slots: torch.Tensor, after: Any
+    ) -> Any:
+        assert after is None
         _, before = self.launched[-1]
         assert positions.tolist() == list(range(before, before + len(slots)))
         report = SimpleNamespace(busy_ms=lambda stream: 2e3 * len(slots))  # a second per token
@@ -499,7 +503,10 @@ class Fronts:
             raise self.save_problem
         return [partial(self.settle, host_pages.tolist())]
 
-    def _launch(self, recompute: object, positions: np.ndarray, slots: torch.Tensor) -> Any:
+    def _launch(
+        self, recompute: object, positions: np.ndarray, slots: torch.Tensor, after: Any
+    ) -> Any:
+        assert after == []
         _, before = self.launched[-1]
         assert positions.tolist() == list(range(before, before + len(slots)))
         event = self.stream.record(timed=True)

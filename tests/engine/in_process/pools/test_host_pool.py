@@ -26,6 +26,7 @@ from hcache_backend.engine.startup.page_plan import (
 from hcache_backend.page import PageLayout, hidden_layer
 from hcache_backend.units import WHOLE
 from hcache_kernels.codecs import ExactCodec
+from tests.integrity import assert_sound_arena
 
 PAGE, WIDTH, LAYERS = 16, 8, 2
 CODEC = ExactCodec(WIDTH, torch.float32)
@@ -140,7 +141,7 @@ def test_freeing_a_host_page_gives_the_rows_back_to_the_tokens_on_the_device(
     pool.clear()
     assert pool.arena.problem(slots) == "rows not valid"
     assert pool.available_size() == 6 * PAGE
-    pool.arena.check_integrity()
+    assert_sound_arena(pool.arena)
 
 
 @pytest.mark.parametrize("fits", [True, False])

@@ -39,11 +39,15 @@ class Pipeline:
     def __init__(self) -> None:
         self.started: list[tuple[list[int], list[int], Recompute | None]] = []
         self.restore = Restore()
+        self.may_be_read = False
 
     def start(self, pages: Any, slots: torch.Tensor, recompute: Recompute | None) -> Restore:
         self.started.append((pages.tolist(), (slots[::PAGE] // PAGE).tolist(), recompute))
         assert len(slots) == PAGE * len(pages)
         return self.restore
+
+    def handed_out(self) -> None:
+        self.may_be_read = True
 
     def finished(self) -> list[Any]:
         return []
@@ -104,7 +108,7 @@ def test_only_missing_pages_are_transferred_and_all_restores_waited_for(
 def test_nothing_is_launched_where_nothing_is_missing(pool: OwnPagesPool) -> None:
     early = [Restore(), Restore()]
     pipeline = load(pool, [3, 1], [5, 6], handed_out([5, 6], *2 * [[True, True]], *early))
-    assert pipeline.started == []
+    assert pipeline.started == [] and pipeline.may_be_read
     assert all(restore.waited == list(range(LAYERS)) for restore in early)
 
 

@@ -1,0 +1,197 @@
+"""The front and the back of a prefetch meet: every interleaving of readers, ranks and scheduler."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from hcache_backend.engine.read_batches import BackAck, BatchedReads, hear
+from hcache_backend.restore.eager import batch_pages
+from hcache_backend.restore.meeting import Meeting
+
+SIZE, MOST_PAGES = 2, 14
+STEP = batch_pages(MOST_PAGES)
+
+
+class Operation:
+    """HiCache's, of a prefetch."""
+
+    prefix_keys, request_id, completed_tokens, terminated = None, "r", 0, False
+
+    def __init__(self, pages: int) -> None:
+        self.hash_value = [str(page) for page in range(pages)]
+        self.host_indices = torch.arange(pages * SIZE)
+        self.hcache_meeting = Meeting()
+
+    def is_terminated(self) -> bool:
+        return self.terminated
+
+
+class Rank:
+    """One rank's side of a prefetch, with the thread that reads it: it goes on when it is told to.
+
+    It stops before it takes pages, and while it reads them.
+    """
+
+    def __init__(self, pages: int, lost: set[int]) -> None:
+        self.operation = Operation(pages)
+        self.lost = lost
+        self.meeting = self.operation.hcache_meeting
+        self.meeting.begin(pages)
+        self.reading = range(0)
+        self.read: set[int] = set()
+        self.written: set[int] = set()  # whatever came of it
+        self.reports: list[BackAck] = []
+        self.done = False
+        self._may_go_on, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._reader = threading.Thread(target=self._run, daemon=True)
+
+    def go_on(self) -> None:
+        """The reader goes on to where it stops next."""
+        if self.done:
+            return
+        if self._reader.ident is None:
+            self._reader.start()
+        else:
+            self._may_go_on.release()
+        self._stopped.acquire()
+
+    def _run(self) -> None:
+        reads = BatchedReads(SIZE, self.reports.append, lambda seconds: None)  # type: ignore[arg-type]
+        reads.transfer_from_back(self._read, self.operation, self.meeting, self._until_met)
+        self.done = True
+        self._stopped.release()
+
+    def _stop(self) -> None:
+        self._stopped.release()
+        self._may_go_on.acquire()
+
+    def _until_met(self, unread: int, prefix: int) -> tuple[float, float]:
+        self._stop()
+        return math.inf, math.inf
+
+    def _read(self, operation: Any, keys: list[str], indices: torch.Tensor, info: Any) -> int:
+        pages = range(int(keys[0]), int(keys[-1]) + 1)
+        assert indices[::SIZE].tolist() == [page * SIZE for page in pages]
+        self.reading = pages
+        self.written.update(pages)
+        self._stop()
+        self.reading = range(0)
+        got = next((i for i, page in enumerate(pages) if page in self.lost), len(pages))
+        self.read.update(pages[:got])
+        return got
+
+
+def agree(reports: list[BackAck]) -> None:
+    """Ranks reduce a report of each, as SGLang's sync threads do."""
+    told: list[torch.Tensor] = []
+    for report in reports:
+        report.reduce(lambda pages, op: told.append(pages.clone()))
+    smallest = torch.stack(told).amin(0)
+    for report in reports:
+        report.reduce(lambda pages, op: pages.copy_(smallest))
+
+
+class Meetings(RuleBasedStateMachine):
+    """The ranks' schedulers are in step; their readers are not."""
+
+    @initialize(
+        pages=st.integers(1, MOST_PAGES),
+        lost=st.lists(st.sets(st.integers(0, 13), max_size=2), min_size=1, max_size=3),
+    )
+    def start(self, pages: int, lost: list[set[int]]) -> None:
+        self.pages = pages
+        self.ranks = [Rank(pages, each) for each in lost]
+        self.ended = False
+        self.launched: set[int] = set()
+        self.drained = 0
+        self.counted = 0
+
+    @rule(data=st.data())
+    def a_reader_goes_on(self, data: st.DataObject) -> None:
+        rank = data.draw(st.sampled_from(self.ranks))
+        rank.go_on()
+
+    @precondition(lambda self: not self.failed)
+    @rule(most=st.integers(0, 5), fails=st.booleans())
+    def recompute(self, most: int, fails: bool) -> None:
+        rooms: list[int] = []
+        for rank in self.ranks:  # each tells its room before anybody has an answer
+            with rank.meeting._lock:
+                assert rank.meeting._unread is not None
+                rooms.append(rank.meeting._unread - rank.meeting._taken)
+
+        taken = [rank.meeting.take(lambda _: min(most, *rooms)) for rank in self.ranks]
+        assert len(set(taken)) == 1
+        if fails and taken[0] and len(self.ranks) == 1:  # with more the server stops
+            self.failed = True
+            assert not self.ranks[0].meeting.take(lambda room: room)
+            return
+        for rank in self.ranks:
+            if taken[0]:
+                rank.meeting.launched(taken[0])
+        self.launched.update(taken[0])
+
+    failed = False
+
+    @rule()
+    def the_scheduler_hears(self) -> None:
+        for number in range(self.drained, min(len(rank.reports) for rank in self.ranks)):
+            reports = [rank.reports[number] for rank in self.ranks]
+            agree(reports)
+            for rank, report in zip(self.ranks, reports, strict=True):
+                hear([report], {rank.operation}, SIZE)
+                assert rank.operation.completed_tokens == rank.meeting.pages * SIZE
+            self.drained += 1
+
+    @rule(ends=st.integers(0, 19))
+    def it_is_terminated(self, ends: int) -> None:
+        """Seldom. Each rank's reader sees it when it looks next."""
+        if ends != 19:
+            return
+        self.ended = True
+        for rank in self.ranks:
+            rank.operation.terminated = True
+
+    @invariant()
+    def what_counts_is_there_and_nobody_writes_to_it(self) -> None:
+        if not hasattr(self, "ranks"):
+            return
+        [counted] = {rank.meeting.pages for rank in self.ranks}
+        assert self.counted <= counted <= self.pages
+        self.counted = counted
+        for rank in self.ranks:
+            assert not rank.written & self.launched, "read and recomputed"
+            assert set(range(counted)) <= rank.read | self.launched
+            assert not set(rank.reading) & set(range(counted)), "a thread writes there"
+            assert set(rank.meeting.here) <= rank.read
+
+    def teardown(self) -> None:
+        """However it went: in the end the pages before the first one that is lost count."""
+        if not hasattr(self, "ranks"):
+            return
+        for rank in self.ranks:
+            while not rank.done:
+                rank.go_on()
+        assert {len(rank.reports) for rank in self.ranks} == {-(-self.pages // STEP)}
+        self.the_scheduler_hears()
+        self.what_counts_is_there_and_nobody_writes_to_it()
+        lost = {page for rank in self.ranks for page in rank.lost & rank.written}
+        if not self.failed and not self.ended:
+            assert self.counted == min([self.pages, *lost])
+
+
+Meetings.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestMeetings = Meetings.TestCase

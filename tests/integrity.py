@@ -1,0 +1,29 @@
+"""What must hold of bookkeeping at any time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hcache_backend.capture.shadows import ShadowArena
+from hcache_backend.restore.eager import EagerRestores
+
+
+def assert_sound_arena(arena: ShadowArena) -> None:
+    """No physical page is lost or in two places, and every link has two sides."""
+    every = np.sort(np.concatenate((arena._host, arena._shadow)))
+    assert np.array_equal(every, np.arange(len(arena.memory))), "a page is lost or doubled"
+    for host_page in np.flatnonzero(arena._tenant >= 0).tolist():
+        assert arena._home[arena._tenant[host_page]] == host_page, "a host page's link is broken"
+    for page in np.flatnonzero(arena._home >= 0).tolist():
+        assert arena._tenant[arena._home[page]] == page, "a device page's link is broken"
+    assert (arena._generation <= arena._clock).all()
+    assert all(arena._tenant[page] >= 0 for page in arena._unproven), "an orphan waits for proof"
+
+
+def assert_sound_reservations(eager: EagerRestores) -> None:
+    """No device page is held twice, or by nobody, and there are not more than allowed."""
+    held = [(one, i) for one in eager._reservations for i in one.held]
+    assert len(held) == len(eager._places) <= eager._limit
+    assert all(eager._places[one.host_pages[i]] == (one, i) for one, i in held)
+    slots = [slot for one, i in held for slot in eager._slots(one, range(i, i + 1)).tolist()]
+    assert len(set(slots)) == len(slots) == eager._size * len(held)
