@@ -100,7 +100,8 @@ class OwnPagesController(HybridCacheController, ABC):
     def _move_op_indices(self, op: Any) -> Any:
         return op.host_indices, op.device_indices, op.pool_transfers
 
-    _move_write_operation = _move_op_indices
+    def _move_write_operation(self, op: Any) -> Any:
+        return self._move_op_indices(op)
 
     # ---- device -> host ----
 
