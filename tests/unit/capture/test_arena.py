@@ -118,6 +118,29 @@ def test_what_is_unfit_stays_so_in_every_later_backup(on_the_device: bool) -> No
     a.check_integrity()
 
 
+def test_a_page_that_is_spoiled_is_not_unfit_any_more() -> None:
+    a = arena(keeps_unfit=True)
+    slots, ticket = promised(a)
+    a.prove(slots, ticket, np.array([1, 1, Verdict.UNFIT, 1], np.uint8))
+    a.swap(slots, ids(0))
+    assert a.unfit(ids(0)).all()
+    a.allocated(slots)
+    a.host_freed(ids(0))
+    a.spoil(ids(0))
+    assert not a.unfit(ids(0)).any()
+
+
+def test_a_recomputed_page_of_which_nothing_is_there_still_says_which_tokens_it_is_of() -> None:
+    """A load goes by that to recompute them; and by its namespace."""
+    a = arena()
+    pages = expected(a, 3)
+    a.arrived(pages, np.array([False]))
+    page = a.memory[a.physical(pages)[0]]
+    assert LAYOUT.namespace_of(page) == NAMESPACE
+    assert LAYOUT.token_ids(page).tolist() == [500, 501, 502, 503]
+    assert a.first_layers(pages).tolist() == [2] and a.whole(pages) is False
+
+
 def test_a_page_that_is_filled_anew_or_read_from_l3_is_not_unfit_any_more() -> None:
     a = arena(keeps_unfit=True)
     slots, ticket = promised(a)
