@@ -58,6 +58,10 @@ class Arena:
         """All segments of the pages are there, or on their way."""
         self._first_layer[self.physical(host_pages)] = 0
 
+    def lose(self, host_pages: Ids) -> None:
+        """No segment of the pages is there, and none is on its way."""
+        self._first_layer[self.physical(host_pages)] = len(self.layout.segment_bytes)
+
     def expect(self, host_pages: Ids, first_layer: int) -> None:
         """The pages are about to be read from L3, without the segments of earlier layers."""
         physical = self.physical(host_pages)

@@ -95,7 +95,7 @@ class ShadowArena(Arena):
             raise ValueError(f"{host_pages} host pages, {device_pages} device pages: at least one")
         super().__init__(memory, layout, host_pages + device_pages)
         self._stamp = stamp
-        self._keeps_unfit = keeps_unfit
+        self.keeps_unfit = keeps_unfit
         self._unfit = np.zeros(len(memory), np.bool_)  # by physical page
         slots = device_pages * layout.page_size
         self._host = np.arange(host_pages, dtype=np.int64)
@@ -165,7 +165,7 @@ class ShadowArena(Arena):
         self._rows[slots[due & written]] = _RowState.PROVEN
         missing = slots[due & (verdicts == Verdict.MISSING)]
         unfit = slots[due & (verdicts == Verdict.UNFIT)]
-        lost = missing if self._keeps_unfit else np.concatenate((missing, unfit))
+        lost = missing if self.keeps_unfit else np.concatenate((missing, unfit))
         self._void(lost)
         self._lost[lost] = True
         self._rows[unfit] = _RowState.UNFIT
@@ -182,7 +182,7 @@ class ShadowArena(Arena):
         if not np.array_equal(slots, (pages[:, None] * size + np.arange(size)).ravel()):
             return "slots are not whole pages"
         rows = self._rows[slots]
-        if not self._keeps_unfit and (rows == _RowState.UNFIT).any():
+        if not self.keeps_unfit and (rows == _RowState.UNFIT).any():
             return "rows not encodable"
         if (rows == _RowState.VOID).any():
             return "rows not valid"
@@ -215,6 +215,7 @@ class ShadowArena(Arena):
 
     def spoil(self, host_pages: Ids) -> None:
         """HiCache allocated ``host_pages`` for tokens whose rows are not there."""
+        self._unfit[self._host[host_pages]] = False
         self.host_access(self._host[host_pages], write=True, header=True)
         self.memory[self._host[host_pages], : self.layout.header_bytes] = self._blank_header
 
@@ -227,7 +228,7 @@ class ShadowArena(Arena):
         if self.waits_for_proof(host_pages):
             return None
         stamped = all(self.layout.is_stamped(self.memory[page]) for page in self._host[host_pages])
-        return stamped and not self.unfit(host_pages).any()
+        return stamped and not (self.unfit(host_pages) | self.first_layers(host_pages)).any()
 
     def unfit(self, host_pages: Ids) -> npt.NDArray[np.bool_]:
         """Which of ``host_pages`` (int64 ``[n]``) have rows that the codec cannot hold, as far as
@@ -254,18 +255,19 @@ class ShadowArena(Arena):
         self.layout.token_ids(self.memory)[physical] = token_ids.reshape(-1, size)
         self._recomputed |= dict.fromkeys(host_pages.tolist(), host_pages)
 
-    def arrived(self, host_pages: Ids, fits: npt.NDArray[np.bool_]) -> int:
-        """Stamp recomputed pages but those that the codec does not hold; how many it does not."""
-        own = [self._recomputed.get(page) is host_pages for page in host_pages.tolist()]
-        host_pages, fits = host_pages[own], fits[own]
-        self._forget_recomputed(host_pages)
-        lost, whole = host_pages[~fits], self._host[host_pages[fits]]
-        self._first_layer[self._host[lost]] = len(self.layout.segment_bytes)
+    def arrived(self, host_pages: Ids, fits: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Stamp recomputed pages (int64 ``[p]``); those that the codec does not hold lack all
+        layers. Which these are, bool ``[p]``."""
+        pages = host_pages.tolist()
+        own = np.array([self._recomputed.get(page) is host_pages for page in pages], np.bool_)
+        lost, stamped = host_pages[own & ~fits], self._host[host_pages[own]]
+        self._forget_recomputed(host_pages[own])
+        self.lose(lost)
         self._move_out(lost)
-        self.host_access(whole, write=True, header=True)
-        for page in whole.tolist():
+        self.host_access(stamped, write=True, header=True)
+        for page in stamped.tolist():
             self._stamp(self.memory[page])
-        return len(lost)
+        return own & ~fits
 
     def loaded(self, slots: Ids, host_pages: Ids) -> None:
         """``slots`` were allocated anew and will hold the tokens of ``host_pages``.
@@ -293,7 +295,7 @@ class ShadowArena(Arena):
         rows = self._rows.reshape(-1, self.layout.page_size)[self._tenant[host_pages]]
         proven = self._kept(rows)
         unfit = (rows == _RowState.UNFIT).any(1)
-        lost = (rows == _RowState.VOID).any(1) | (unfit & ~np.bool_(self._keeps_unfit))
+        lost = (rows == _RowState.VOID).any(1) | (unfit & ~np.bool_(self.keeps_unfit))
         self._unfit[self._host[host_pages]] = unfit
         self.host_access(self._host[host_pages[proven]], write=True, header=True)
         for page in self._host[host_pages[proven]].tolist():
@@ -303,7 +305,7 @@ class ShadowArena(Arena):
     def _kept(self, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
         """Which pages can be restored by states of their rows ``[pages, page_size]``."""
         kept = rows == _RowState.PROVEN
-        if self._keeps_unfit:
+        if self.keeps_unfit:
             kept |= rows == _RowState.UNFIT
         whole: npt.NDArray[np.bool_] = kept.all(1)
         return whole

@@ -23,10 +23,9 @@ import torch
 
 from hcache_backend.arena import Ids
 from hcache_backend.capture.encoding import stored_rows
-from hcache_backend.capture.layer_ring import LayerRing
 from hcache_backend.capture.ledger import Ledger, Proof, StepEntry
 from hcache_backend.capture.shadows import ShadowArena, ShadowChanges
-from hcache_backend.capture.step import Step
+from hcache_backend.capture.step import LayerRing, Step
 from hcache_backend.streams import (
     Event,
     Work,

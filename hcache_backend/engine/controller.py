@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE, PrefetchAck
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
@@ -25,7 +26,8 @@ from hcache_backend.engine.hits.costs import Recomputing
 from hcache_backend.engine.hits.hooks import around_read, note_arrival, note_waiting
 from hcache_backend.engine.hits.start import judge_other_hits, stop_judging
 from hcache_backend.engine.host_pool import OwnPagesPool
-from hcache_backend.engine.loads import LoadQueue, Prefix, QueuedLoad
+from hcache_backend.engine.loads import LoadQueue, Prefix, QueuedLoad, TokenIds
+from hcache_backend.engine.ranks import smallest
 from hcache_backend.engine.read_batches import BackAck, BatchedReads
 from hcache_backend.engine.runtime import Runtime, current
 from hcache_backend.page import Bytes, Ints, key_bytes
@@ -33,6 +35,10 @@ from hcache_backend.restore.eager import batch_pages
 from hcache_backend.restore.meeting import Meeting, meeting_of
 
 logger = logging.getLogger("hcache")
+
+KEPT, LOST, UNKNOWN = range(3)
+"""States of pages that do not hold all layers: the overflow has the others, nobody has them all, or
+that is not known yet."""
 
 
 class OwnPagesController(HybridCacheController, ABC):
@@ -55,6 +61,7 @@ class OwnPagesController(HybridCacheController, ABC):
         if eager is not None:
             self._batches = BatchedReads(self.page_size, self._report, partial(note_waiting, self))
         self._prefix: Prefix = _unknown
+        self._token_ids: TokenIds = _unknown
         self._never_loaded = False  # what is to be evicted
         self.plain_prompt = False  # whether token ids say all of what is being received
 
@@ -94,7 +101,7 @@ class OwnPagesController(HybridCacheController, ABC):
         return op.host_indices, op.device_indices, op.pool_transfers
 
     def _move_write_operation(self, op: Any) -> Any:
-        return op.host_indices, op.device_indices, op.pool_transfers
+        return self._move_op_indices(op)
 
     # ---- device -> host ----
 
@@ -129,13 +136,14 @@ class OwnPagesController(HybridCacheController, ABC):
     # ---- host -> device ----
 
     @contextmanager
-    def loading_behind(self, prefix: Prefix) -> Iterator[None]:
-        """What is loaded within the block follows the tokens in the slots that ``prefix`` gives."""
-        self._prefix = prefix
+    def loading_behind(self, prefix: Prefix, token_ids: TokenIds) -> Iterator[None]:
+        """What is loaded within the block follows the tokens in the slots that ``prefix`` gives;
+        ``token_ids`` gives the ids of these and of its own."""
+        self._prefix, self._token_ids = prefix, token_ids
         try:
             yield
         finally:
-            self._prefix = _unknown
+            self._prefix = self._token_ids = _unknown
 
     def load(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Load nodes, or return None (a miss): the device is full, or they cannot be loaded."""
@@ -155,12 +163,37 @@ class OwnPagesController(HybridCacheController, ABC):
     def _planned(self, host_pages: Ids) -> QueuedLoad | None:
         """A load of ``host_pages`` (int64 ``[pages]``); None: a miss, on every rank."""
 
-    def _kept(self, host_pages: Ids) -> bool:
-        """Whether all layers of ``host_pages`` are there: encoded, in the overflow, or prepared."""
-        overflow = self._pool.overflow
-        if overflow is not None and self.eager is not None:
-            host_pages = host_pages[~self.eager.prepared(host_pages)]
-        return overflow is None or overflow.whole(host_pages)
+    def _depths(self, host_pages: Ids) -> Ids | None:
+        """From which layer on each of ``host_pages`` (int64 ``[p]``) is there, on all ranks: int64
+        ``[p]``, the number of layers where none is. None: of a page that is not known yet.
+
+        What was prepared for a load is there. What the overflow keeps comes too late for pages that
+        have to be recomputed behind it, so beside such pages it counts as lost, too.
+        """
+        own, layers = self._own_depths(host_pages), self._pool.layer_num
+        if self.eager is not None:
+            own[self.eager.prepared(host_pages)] = 0
+        depths = -np.array(smallest(self.tp_group, *(-own).tolist()), dtype=np.int64)
+        if (depths == layers + UNKNOWN).any():
+            return None
+        if not (depths == layers + LOST).any():
+            depths[depths == layers + KEPT] = 0
+        return np.minimum(depths, layers)
+
+    def _own_depths(self, host_pages: Ids) -> Ids:
+        """The same on this rank, but for what is prepared: the number of layers and one of
+        ``KEPT``, ``LOST``, ``UNKNOWN``, if not less."""
+        layers, overflow = self._pool.layer_num, self._pool.overflow
+        depths = self._pool.arena.first_layers(host_pages).astype(np.int64)
+        depths[depths == layers] += LOST
+        if overflow is not None:
+            for i, page in enumerate(host_pages.tolist()):
+                if not overflow.settled(page):
+                    depths[i] = layers + UNKNOWN
+                elif page in overflow.pages:
+                    lost = page in overflow.pages.lost
+                    depths[i] = layers + (LOST if lost else KEPT)
+        return depths
 
     def _queued(self, load: QueuedLoad, device_indices: torch.Tensor) -> None:
         """SGLang queued ``load``, to slots ``device_indices`` (int64 ``[n]``, on the device)."""
@@ -188,7 +221,9 @@ class OwnPagesController(HybridCacheController, ABC):
         for i, (key, page) in enumerate(pages):
             own = tokens[i * size : (i + 1) * size]
             at = None if first is None else first + i * size
-            problem = self._finish_header(page, int(host_pages[i]), own, at)
+            problem: str | None = "page_with_lost_first_layers"
+            if not arena.first_layers(host_pages[i : i + 1]).any():
+                problem = self._finish_header(page, own, at)
             if problem is None and overflow is not None:
                 overflow.note(key_bytes(key), encodable=encoded[i])
                 if behind or not encoded[i]:
@@ -209,9 +244,7 @@ class OwnPagesController(HybridCacheController, ABC):
         return [overflow is None or page not in overflow.pages for page in host_pages.tolist()]
 
     @abstractmethod
-    def _finish_header(
-        self, page: Bytes, host_page: int, token_ids: Ints, position: int | None
-    ) -> str | None:
+    def _finish_header(self, page: Bytes, token_ids: Ints, position: int | None) -> str | None:
         """See to the header of a page (uint8 ``[page_bytes]``) but for its seal.
 
         Args:

@@ -3,26 +3,19 @@
 Running prefetches are looked at once in every turn of the scheduler, where HiCache has just looked
 at what its storage threads brought. What it knows of a prefetch there, all tensor-parallel ranks
 have agreed on, so they all decide the same.
-
-Reserved device pages are out of the allocator's lists but count as available: whoever allocates
-gets them, so that admission and eviction go on as if there were no reservations.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from hcache_backend import streams
 from hcache_backend.engine import metrics
@@ -31,6 +24,7 @@ from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.engine.ranks import smallest
 from hcache_backend.engine.recompute.rows import RecomputedRows
 from hcache_backend.engine.recompute.slices import SliceBudget
+from hcache_backend.engine.reservable_pages import ReservablePages
 from hcache_backend.partition.costs import side_by_side
 from hcache_backend.restore.eager import EagerRestores, batch_pages
 from hcache_backend.restore.meeting import meeting_of
@@ -38,96 +32,6 @@ from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.reservation import Ids, Launched, Recomputation
 
 logger = logging.getLogger("hcache")
-
-
-class ReservablePages:
-    """The free pages of SGLang's allocator, some of which may be reserved.
-
-    Replaces methods of ``allocator``, as others may who come later.
-
-    Attributes:
-        eager: What reserves pages; None: nothing does yet.
-        cache: The radix cache, whose pages can be evicted; None until it is known.
-        device: Where the pages are.
-    """
-
-    def __init__(self, allocator: PagedTokenToKVPoolAllocator) -> None:
-        self.eager: EagerRestores | None = None
-        self.cache: Any = None
-        self.device = allocator.device
-        self._allocator = allocator
-        self._size: int = allocator.page_size
-        self._load: QueuedLoad | None = None
-        self._available = allocator.available_size
-        self._alloc = allocator.alloc
-        extend, decode, clear = allocator.alloc_extend, allocator.alloc_decode, allocator.clear
-        parameters = inspect.signature(extend)
-
-        def alloc_extend(*args: Any, **kwargs: Any) -> Any:
-            given = parameters.bind(*args, **kwargs).arguments
-            self._make_free(given["extend_num_tokens"] // self._size + len(given["seq_lens"]) + 1)
-            return extend(*args, **kwargs)
-
-        def alloc_decode(seq_lens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            self._make_free(len(seq_lens))
-            return decode(seq_lens, *args, **kwargs)
-
-        def clear_all() -> None:
-            if self.eager is not None:
-                self.eager.all_freed()
-            clear()
-
-        allocator.available_size = self._available_size
-        allocator.alloc = self._allocate
-        allocator.alloc_extend = alloc_extend
-        allocator.alloc_decode = alloc_decode
-        allocator.clear = clear_all
-
-    @contextmanager
-    def given_to(self, load: QueuedLoad) -> Iterator[None]:
-        """What is allocated within the block is for ``load``: it is what was prepared for it."""
-        self._load = load
-        try:
-            yield
-        finally:
-            self._load = None
-
-    # ---- free pages (see FreePages) ----
-
-    def count(self) -> int:
-        return int(self._available()) // self._size
-
-    def make_room(self, pages: int) -> None:
-        short = pages - self.count()
-        if self.cache is not None and short > 0:
-            self.cache.evict_for_alloc(EvictParams(num_tokens=short * self._size))
-
-    def take(self, pages: int) -> torch.Tensor:
-        slots: torch.Tensor = self._alloc(pages * self._size)
-        return slots
-
-    def give(self, slots: torch.Tensor) -> None:
-        # At once, also while the scheduler collects what a step frees.
-        self._allocator._release_page_ids(slots[:: self._size] // self._size)
-
-    # ---- the allocator's methods ----
-
-    def _available_size(self) -> int:
-        reserved = self.eager.pages if self.eager is not None else 0
-        return int(self._available()) + reserved * self._size
-
-    def _allocate(self, need_size: int) -> Any:
-        load = self._load
-        if load is not None and load.handed is None and self.eager is not None:
-            assert need_size == len(load.host_pages) * self._size
-            load.handed = self.eager.hand_out(load.host_pages)
-            return load.handed.slots if load.handed is not None else None
-        self._make_free(-(-need_size // self._size))
-        return self._alloc(need_size)
-
-    def _make_free(self, pages: int) -> None:
-        if self.eager is not None and self.eager.pages:
-            self.eager.make_free(pages)
 
 
 class EagerLoads:
@@ -262,13 +166,13 @@ class EagerLoads:
                 together, alone = self.until_met(meeting.unread, prefix)
                 until = alone, together  # what takes longer is read sooner, some of it or all
             allowed = budget.pages(len(due.pages), size, prefix, due.layers, pace.share, *until)
+            free = int(pace.share > 0 and not budget.full)
             # Also where nothing is allowed: then no rank has to see the same to go on.
             if due.unread:
-                allowed, pages = self._taken(due, allowed)
+                free, pages = self._taken(due, free, allowed)
             else:
-                [allowed] = smallest(self._controller.tp_group, allowed)
-                pages = allowed
-            if not allowed:
+                free, pages = smallest(self._controller.tp_group, free, allowed)
+            if not free:
                 return
             if pages and self._recompute_slice(due.first(pages)):
                 metrics.SLICES.count(pace.decision)
@@ -286,18 +190,19 @@ class EagerLoads:
             return None  # its pages follow other tokens than these
         return len(others) + due.pages.start * self._pool.page_size
 
-    def _taken(self, due: Recomputation, allowed: int) -> tuple[int, int]:
-        """How many pages every rank allows, and how many of these nobody reads: the front's now."""
+    def _taken(self, due: Recomputation, free: int, allowed: int) -> tuple[int, int]:
+        """Whether every rank can launch a slice, and how many of the pages that every rank allows
+        nobody reads: the front's now."""
         meeting = meeting_of(due.prefetch)
         assert meeting is not None
 
         def agree(room: int) -> int:
-            nonlocal allowed
-            allowed, room = smallest(self._controller.tp_group, allowed, room)
-            return min(allowed, room)
+            nonlocal free
+            free, most, room = smallest(self._controller.tp_group, free, allowed, room)
+            return min(most, room)
 
         taken = meeting.take(agree)
-        return allowed, len(taken) if taken.start == due.pages.start else 0
+        return free, len(taken) if taken.start == due.pages.start else 0
 
     def _recompute_slice(self, due: Recomputation) -> bool:
         """Recompute all of ``due``; whether that was launched."""
@@ -321,7 +226,11 @@ class EagerLoads:
             # As a backup would: for HiCache these pages are in host memory now.
             host_pages = due.host_pages
             self._pool.expect_recomputed(host_pages, positions, self._token_ids(due))
-            restore.save(self._saving, slots, lambda: self._save(host_pages, slots, rows))
+            problem = restore.save(self._saving, slots, lambda: self._save(host_pages, slots, rows))
+            if problem is not None:  # what is on the device is as good as that of other ranks
+                self._pool.lose_recomputed(host_pages)
+                metrics.PROBLEMS.count("recomputed_not_saved")
+                logger.warning("hcache: recomputed pages could not be saved: %r", problem)
         self._budget.launched(restore, len(prefix), due.layers)
         self._recomputed = True
         self._restores.recomputed(due, restore)
@@ -344,8 +253,8 @@ class EagerLoads:
         return token_array(due.prefetch.token_ids)[tokens].astype(np.int64)
 
     def _save(self, host_pages: Ids, slots: torch.Tensor, rows: RecomputedRows | None) -> None:
-        for settle in self._pool.save_recomputed(host_pages, slots, rows):
-            self._unsettled.append((settle, streams.current_stream(self._pages.device).record()))
+        settle = self._pool.save_recomputed(host_pages, slots, rows)
+        self._unsettled.append((settle, streams.current_stream(self._pages.device).record()))
 
     def _settle(self) -> None:
         """What did not fit encoded is not kept: the pages of the device may be another's by now."""

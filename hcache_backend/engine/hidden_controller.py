@@ -24,7 +24,7 @@ from hcache_backend.arena import Ids
 from hcache_backend.capture.ledger import Read
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.engine import metrics
-from hcache_backend.engine.controller import OwnPagesController
+from hcache_backend.engine.controller import LOST, OwnPagesController
 from hcache_backend.engine.host_pool import HiddenStatePool
 from hcache_backend.engine.loads import QueuedLoad
 from hcache_backend.engine.ranks import on_all_ranks
@@ -209,14 +209,16 @@ class HiddenStateController(OwnPagesController):
         It may be one of other weights, or lack segments of layers that cannot be recomputed.
         """
         load, problem, for_ever = QueuedLoad(host_pages), None, False
+        self._capture.ledger.settle(wait=False)
+        depths = self._depths(host_pages)
         if not self._may_project(host_pages):
             problem = "stale_host_page"
             for_ever = not self._pool.arena.waits_for_proof(host_pages)
             metrics.PROBLEMS.count(problem)
-        elif not self._kept(host_pages):
-            problem = "overflow_full"
+        elif depths is None:
+            problem = "unsettled"
         else:
-            planned = self._loads.plan(host_pages, self._prefix)
+            planned = self._loads.plan(host_pages, depths, self._prefix, self._token_ids)
             if planned is None:
                 problem, for_ever = "layers_not_recomputable", True
                 metrics.PROBLEMS.count(problem)
@@ -243,7 +245,6 @@ class HiddenStateController(OwnPagesController):
     def _may_project(self, host_pages: Ids) -> bool:
         if self.eager is not None:
             host_pages = host_pages[~self.eager.prepared(host_pages)]
-        self._capture.ledger.settle(wait=False)
         if self._runtime.distrust is not None:
             return False
         namespaces, layout = self._runtime.page_namespaces(), self._pool.page_layout
@@ -252,13 +253,11 @@ class HiddenStateController(OwnPagesController):
             for page in self._pool.arena.pages(host_pages, header=True)
         )
 
-    def _kept(self, host_pages: Ids) -> bool:
+    def _own_depths(self, host_pages: Ids) -> Ids:
         """Also: what an unfit page says of hidden states is never all that there is."""
-        unfit, overflow = host_pages[self._pool.arena.unfit(host_pages)], self._pool.overflow
-        return super()._kept(host_pages) and all(
-            overflow is not None and overflow.pages.rows_of(page).keys() >= set(overflow.hidden)
-            for page in unfit.tolist()
-        )
+        depths, layers = super()._own_depths(host_pages), self._pool.layer_num
+        depths[self._pool.arena.unfit(host_pages) & (depths < layers)] = layers + LOST
+        return depths
 
     # ---- host <-> storage ----
 
@@ -273,15 +272,11 @@ class HiddenStateController(OwnPagesController):
         self._stages.talk()
         return super().write_storage(host_indices, *args, **kwargs)
 
-    def _finish_header(
-        self, page: Bytes, host_page: int, token_ids: Ints, position: int | None
-    ) -> str | None:
+    def _finish_header(self, page: Bytes, token_ids: Ints, position: int | None) -> str | None:
         """It was written when the page's rows were proven."""
         layout = self._pool.page_layout
         if self._runtime.distrust is not None:
             return "page_of_distrust"
-        if self._pool.arena.first_layers(np.array([host_page])).any():
-            return "page_with_lost_first_layers"
         if not layout.is_stamped(page):
             return "page_with_lost_rows"
         if layout.namespace_of(page) != self._runtime.page_namespace():

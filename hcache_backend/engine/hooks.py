@@ -232,8 +232,19 @@ def _around_load_back(original: Callable[..., Any], cache: Any, params: Any, *a:
         root = tree.empty_match_result.last_device_node
         return tree.collect_full_device_indices(params.req.last_node, root)
 
-    with behind(prefix):
+    def token_ids() -> Any:
+        req = params.req
+        ids = getattr(req, "full_untruncated_fill_ids", None) if _is_plain(req) else None
+        return ids and ids[: len(req.prefix_indices) + params.host_hit_length]
+
+    with behind(prefix, token_ids):
         return original(cache, params, *a)
+
+
+def _is_plain(req: Any) -> bool:
+    """Whether token ids say all of what a request asks."""
+    # What SGLang calls otherwise by now is there for all we know.
+    return all(getattr(req, name, name) is None for name in NOT_IN_TOKEN_IDS)
 
 
 def _before_received(
@@ -244,8 +255,7 @@ def _before_received(
     governor = getattr(controller, "governor", None)
     if governor is not None:
         governor.scheduler = scheduler
-        # What SGLang calls otherwise by now is there for all we know.
-        controller.plain_prompt = all(getattr(req, name, name) is None for name in NOT_IN_TOKEN_IDS)
+        controller.plain_prompt = _is_plain(req)
     return original(scheduler, req, *a, **kw)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +32,10 @@ class HostPages(NamedTuple):
     host: int
     shadows: int
     overflow: int = 0
+
+
+_Arrived = Callable[[], npt.NDArray[np.bool_]]
+"""Sees to pages that have arrived; which of them are lost, bool ``[p]``."""
 
 
 class OwnPagesPool(HostKVCache):
@@ -200,15 +203,31 @@ class OwnPagesPool(HostKVCache):
 
     def save_recomputed(
         self, host_pages: Ids, slots: torch.Tensor, rows: RecomputedRows | None
-    ) -> Sequence[Callable[[], None]]:
+    ) -> Callable[[], None]:
         """Save pages that were recomputed whole, as :meth:`save` does, with their ``rows``.
 
         What is returned is to be called behind that: it loses what could not be encoded.
         """
-        fits = self.save(host_pages, slots)
-        if fits is None or self.overflow is None:
-            return ()
-        return (partial(self.overflow.lose_unfit, self.overflow.told(host_pages, slots, fits)),)
+        arrived, overflow = self._save_rows(host_pages, rows), self.overflow
+        fits, saved = self.save(host_pages, slots), None
+        if fits is not None and overflow is not None:
+            saved = overflow.told(host_pages, slots, fits)
+
+        def settle() -> None:
+            lost = arrived()
+            if saved is not None and overflow is not None:
+                lost = lost | overflow.lose_unfit(saved)
+            metrics.TOKENS.count("not_encodable", int(lost.sum()) * self.page_size)
+
+        return settle
+
+    def _save_rows(self, host_pages: Ids, rows: RecomputedRows | None) -> _Arrived:
+        """Save what pages hold besides K and V; what is returned is to be called behind that."""
+        return lambda: np.zeros(len(host_pages), np.bool_)
+
+    def lose_recomputed(self, host_pages: Ids) -> None:
+        """Pages that were expected, by the same array, could not be saved."""
+        self.arena.lose(host_pages)
 
     def expect_recomputed(self, host_pages: Ids, positions: Ids, token_ids: Ids) -> None:
         """Pages (int64 ``[p]``) of these tokens, int64 ``[p * page_size]`` each, are about to be
@@ -350,17 +369,13 @@ class HiddenStatePool(OwnPagesPool):
             self._capture.ledger.forget()
         super().clear()
 
-    def save_recomputed(
-        self, host_pages: Ids, slots: torch.Tensor, rows: RecomputedRows | None
-    ) -> Sequence[Callable[[], None]]:
+    def _save_rows(self, host_pages: Ids, rows: RecomputedRows | None) -> _Arrived:
         assert rows is not None
         fits = rows.save(self.arena.physical(host_pages))  # before others look at the pages
+        return lambda: self.arena.arrived(host_pages, fits.numpy())
 
-        def arrived() -> None:
-            lost = self.arena.arrived(host_pages, fits.numpy())
-            metrics.TOKENS.count("not_encodable", lost * self.page_size)
-
-        return (arrived, *super().save_recomputed(host_pages, slots, rows))
+    def lose_recomputed(self, host_pages: Ids) -> None:
+        self.arena.arrived(host_pages, np.zeros(len(host_pages), np.bool_))
 
     def expect_recomputed(self, host_pages: Ids, positions: Ids, token_ids: Ids) -> None:
         self.arena.recomputed(host_pages, positions, token_ids)

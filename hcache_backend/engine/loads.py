@@ -1,7 +1,7 @@
 """Loads from host memory, from where SGLang asks for one to where it starts all that it has queued.
 
 All that are queued become one restore: what lacks is transferred together, and the same number of
-first layers is recomputed in all of them.
+first layers is recomputed in all of them. What of pages is nowhere is recomputed behind that.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ logger = logging.getLogger("hcache")
 Prefix = Callable[[], torch.Tensor | None]
 """Gives the slots of all tokens before some others; None: not all are on the device."""
 
+TokenIds = Callable[[], Sequence[int] | None]
+"""Gives the ids of all tokens up to the end of a load; None: they do not say all of its input."""
+
 
 @dataclass(eq=False)
 class QueuedLoad:
@@ -40,9 +43,11 @@ class QueuedLoad:
 
     Attributes:
         host_pages: int64 ``[pages]``.
-        missing: The first layers whose segments a page lacks.
+        missing: The first layers whose segments a page lacks, but for pages that lack all.
         spans: The tokens of which not all layers are launched yet; None: some that cannot be
             recomputed.
+        lost: Pages that lack the segments of all layers, bool ``[pages]``; None: there are none.
+        lost_spans: Their tokens.
         forwards: Where SGLang runs forward passes; None where nothing can be recomputed.
         handed: The device pages that eager restores prepared; None: there are no eager restores.
     """
@@ -50,6 +55,8 @@ class QueuedLoad:
     host_pages: Ids
     missing: int = 0
     spans: Sequence[TokenSpan | None] = ()
+    lost: npt.NDArray[np.bool_] | None = None
+    lost_spans: Sequence[TokenSpan] = ()
     forwards: Stream | None = None
     handed: HandOut | None = None
 
@@ -62,6 +69,11 @@ class QueuedLoad:
     def whole(self) -> npt.NDArray[np.bool_]:
         """Pages whose layers are all launched already, bool ``[pages]``."""
         return self.handed.whole if self.handed else np.zeros(len(self.host_pages), np.bool_)
+
+    @property
+    def nowhere(self) -> npt.NDArray[np.bool_]:
+        """Pages of which nothing was launched and nothing can be loaded, bool ``[pages]``."""
+        return ~self.whole & (self.lost if self.lost is not None else False)
 
 
 class LoadQueue:
@@ -115,14 +127,23 @@ class LoadQueue:
 
     # ---- from asking to launching ----
 
-    def plan(self, host_pages: Ids, prefix: Prefix) -> QueuedLoad | None:
+    def plan(
+        self, host_pages: Ids, depths: Ids, prefix: Prefix, token_ids: TokenIds | None = None
+    ) -> QueuedLoad | None:
         """A load of ``host_pages`` (int64 ``[p]``, at least one) behind the tokens of ``prefix``.
 
-        None: they lack layers, and nothing can help.
+        ``depths`` (int64 ``[p]``, the same on all ranks) are the first layer of each page that is
+        there. Pages of which none is need ``token_ids`` where headers do not say these. None: they
+        lack layers, and nothing can help.
         """
-        first = int(self._arena.first_layers(host_pages).max())
-        missing = max(self.stored_from, first)
+        lost = depths >= len(self._layout.segment_bytes)
+        missing = max(self.stored_from, int(depths[~lost].max(initial=0)))
         load = QueuedLoad(host_pages, missing, [self._span(host_pages, prefix)])
+        if lost.any():
+            span = load.spans[0] or self._told(len(host_pages), prefix, token_ids)
+            if span is None:
+                return None
+            load.lost, load.lost_spans = lost, [span]
         if self._recomputer is not None:
             # Here and not in launch: then SGLang's stream of loads is the current one.
             load.forwards = self._recomputer.stream()
@@ -140,6 +161,10 @@ class LoadQueue:
             [span] = load.spans
             lacking = runs(np.flatnonzero(~load.whole).tolist())
             load.spans = [span and self._part(span, slots, pages) for pages in lacking]
+        if load.lost is not None:
+            [whole] = load.lost_spans
+            pages = runs(np.flatnonzero(load.nowhere).tolist())
+            load.lost_spans = [self._part(whole, slots, some) for some in pages]
         self._queued.append(load)
 
     def forget(self) -> None:
@@ -159,8 +184,10 @@ class LoadQueue:
         loads, self._queued = self._queued, []
         pages = self._arena.physical(np.concatenate([load.host_pages for load in loads]))
         ready = np.concatenate([load.ready for load in loads])
-        recompute = self._recompute_queued(loads, bool(ready.any()))
-        if not ready.any():
+        lost = np.concatenate([load.nowhere for load in loads])
+        plain = not ready.any() and not lost.any()
+        recompute = self._recompute_queued(loads, only_missing=not plain)
+        if plain:
             restore = self._pipeline.start(pages, slots, recompute)
             if restore.failed is None:
                 return (restore,)
@@ -173,13 +200,28 @@ class LoadQueue:
             lack = ~np.concatenate([load.whole for load in loads])
             there = self._slots(slots, lack)
             recompute = self._only_for(recompute, pages[lack], there)
-        missing = ~ready
-        if recompute is None and not missing.any():
-            return restores
-        restore = self._pipeline.start(pages[missing], self._slots(slots, missing), recompute)
+        missing = ~ready & ~lost
+        if recompute is not None or missing.any():
+            restore = self._pipeline.start(pages[missing], self._slots(slots, missing), recompute)
+            if restore.failed is not None:
+                self._need_no_recomputation(restore.failed, loads)
+            restores = (*restores, restore)
+        if lost.any():
+            restores = (*restores, self._start_lost(loads, self._slots(slots, lost)))
+        return restores
+
+    def _start_lost(self, loads: Sequence[QueuedLoad], slots: torch.Tensor) -> RunningRestore:
+        """Recompute lost pages whole, to their ``slots``: behind all else that was launched."""
+        spans = [span for load in loads for span in load.lost_spans]
+        forwards = next(load.forwards for load in loads if load.forwards is not None)
+        recompute = self._recompute(len(self.methods.methods), spans, forwards)
+        positions = [len(span.prefix) + np.arange(len(span.token_ids)) for span in spans]
+        restore = self._pipeline.start_recomputation(recompute, np.concatenate(positions), slots)
         if restore.failed is not None:
-            self._need_no_recomputation(restore.failed, loads)
-        return (*restores, restore)
+            self.recomputation_failed(restore.failed)
+            raise restore.failed
+        metrics.TOKENS.count("recomputed_at_load", len(slots))
+        return restore
 
     def _need_no_recomputation(self, problem: Exception, loads: Sequence[QueuedLoad]) -> None:
         """First layers of ``loads`` were not recomputed: raise that where they are not stored."""
@@ -248,10 +290,13 @@ class LoadQueue:
             return None
         return self._recompute(layers, [span], self._recomputer.stream())
 
-    def _recompute_queued(self, loads: Sequence[QueuedLoad], any_ready: bool) -> Recompute | None:
+    def _recompute_queued(
+        self, loads: Sequence[QueuedLoad], *, only_missing: bool
+    ) -> Recompute | None:
         """How the first layers of ``loads`` are recomputed; None: all are loaded.
 
-        With ``any_ready`` only those that must be: all others of some pages are restored already.
+        With ``only_missing`` only those that must be: all others of some pages are restored
+        already, or come otherwise.
         """
         wanted = [span for load in loads for span in load.spans]
         spans = [span for span in wanted if span is not None]
@@ -259,7 +304,7 @@ class LoadQueue:
         if not spans or len(spans) < len(wanted) or self._recomputer is None:
             assert first == 0, "pages without their first layers were queued"
             return None
-        if not any_ready:
+        if not only_missing:
             tokens = sum(len(span.token_ids) for span in spans)
             pairs = sum(len(span.token_ids) * len(span.prefix) for span in spans)
             prefix, slowdown = pairs // tokens, self.slowdown(tokens)
@@ -309,6 +354,14 @@ class LoadQueue:
         if slots is None or len(slots) != first:
             return None
         return TokenSpan(token_ids.astype(np.int64), slots)
+
+    def _told(self, pages: int, prefix: Prefix, token_ids: TokenIds | None) -> TokenSpan | None:
+        """The tokens of so many pages whose headers do not say them; None: nobody knows them."""
+        slots, ids = prefix(), token_ids() if token_ids is not None else None
+        if self._recomputer is None or slots is None or ids is None:
+            return None
+        own = np.asarray(ids[len(slots) :], dtype=np.int64)
+        return TokenSpan(own, slots) if len(own) == pages * self._layout.page_size else None
 
     def _part(self, span: TokenSpan, slots: torch.Tensor, pages: range) -> TokenSpan:
         """Some pages of a span whose tokens go to ``slots``."""

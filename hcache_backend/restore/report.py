@@ -74,20 +74,25 @@ class RunningRestore:
     timed: list[tuple[StreamName, int, Event, Event]] = field(default_factory=list)
     failed: Exception | None = None
 
-    def save(self, stream: Stream, slots: torch.Tensor, work: Callable[[], object]) -> None:
+    def save(
+        self, stream: Stream, slots: torch.Tensor, work: Callable[[], object]
+    ) -> Exception | None:
         """Let ``work()`` copy what was recomputed from ``slots`` to the host, on ``stream``.
 
         Neither these slots (int64 ``[n]``, on the device) nor host pages are done with before.
+        Returns why it could not: not all is in host pages then, nor on its way.
         """
+        problem = None
         stream.wait(self.layers[-1])
         stream.keep(slots)
         try:
             with stream.as_current():
                 work()
         except Exception as error:  # for want of memory
-            self.failed = error
+            problem = error
         self.copied = stream.record()
         self.layers = [self.copied] * len(self.layers)
+        return problem
 
     def wait_for_layer(self, layer: int) -> None:
         """Let the current stream wait until K and V of ``layer`` are in the pool.

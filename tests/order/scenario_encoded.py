@@ -55,16 +55,17 @@ def overflow(checker: Checker) -> None:
 
     def loaded(host_pages: npt.NDArray[np.int64], slots: torch.Tensor) -> bool:
         """Whether the pages may be loaded; then they are."""
-        if not area.whole(host_pages):
+        pages = host_pages.tolist()
+        if not area.pages.lost.isdisjoint(pages) or not all(map(area.settled, pages)):
             return False
         load.wait_stream(schedule)
         with checker.on(load):
             slots.record_stream(load)
-            pages = streams.to_device(host_pages, GPU)
+            ids = streams.to_device(host_pages, GPU)
             for layer in range(LAYERS):
                 copy = kv.restored_layer(layer).copy
                 assert copy is not None
-                copy(arena, pages, layout.segment_offsets[layer], slots)
+                copy(arena, ids, layout.segment_offsets[layer], slots)
                 area.load(layer, area.pages.of_pages(host_pages), slots)
         return True
 

@@ -118,7 +118,9 @@ class Loading:
 
     def plan(self, pages: range, prefix: torch.Tensor) -> QueuedLoad:
         """A load of these pages, behind tokens in the slots ``prefix``."""
-        load = self.queue.plan(np.array(pages), prefix.clone)  # SGLang makes it of a node's path
+        ids = np.array(pages)
+        depths = self.arena.first_layers(ids).astype(np.int64)
+        load = self.queue.plan(ids, depths, prefix.clone)  # SGLang makes it of a node's path
         assert load is not None
         return load
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hcache_backend.engine.hits.estimates import Estimate
-from hcache_backend.partition.costs import Partition, layer_costs, until_there
+from hcache_backend.partition.costs import Partition, layer_costs, side_by_side, until_there
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile
 from hcache_backend.partition.solver import makespan

@@ -10,7 +10,7 @@ import torch
 
 from hcache_backend.arena import Ids
 from hcache_backend.engine import metrics
-from hcache_backend.engine.controller import OwnPagesController
+from hcache_backend.engine.controller import UNKNOWN, OwnPagesController
 from hcache_backend.engine.kv_pages.node_pairs import NodePairs
 from hcache_backend.engine.loads import QueuedLoad
 from hcache_backend.engine.ranks import on_all_ranks
@@ -88,27 +88,33 @@ class KVController(OwnPagesController):
     def _ended(self) -> bool:
         return self._checks.failed and self._stages.alone
 
-    def _kept(self, host_pages: Ids) -> bool:
-        return super()._kept(host_pages) and self._pool.divided(host_pages)
+    def _own_depths(self, host_pages: Ids) -> Ids:
+        depths = super()._own_depths(host_pages)
+        if not self._pool.divided(host_pages):
+            depths[:] = self._pool.layer_num + UNKNOWN
+        return depths
 
     def _planned(self, host_pages: Ids) -> QueuedLoad | None:
+        depths = self._depths(host_pages)
         if self._stages.alone:
             fine = not self._checks.failed
-            if self._pool.overflow is not None:
-                (kept,) = on_all_ranks(self.tp_group, self._kept(host_pages))
-                if not kept:
-                    tokens = len(host_pages) * self.page_size
-                    metrics.TOKENS.count("not_restored_overflow_full", tokens)
-                fine = fine and kept
         else:
             self._stages.talk()
             (fine,) = on_all_ranks(self.tp_group, self._runtime.distrust is None)
             fine = self._stages.decide(fine)
-        return self._loads.plan(host_pages, self._prefix) if fine else None
+        if not fine:
+            return None
+        tokens = len(host_pages) * self.page_size
+        if depths is None:
+            metrics.TOKENS.count("not_restored_unsettled", tokens)
+            return None
+        load = self._loads.plan(host_pages, depths, self._prefix, self._token_ids)
+        if load is None:
+            metrics.TOKENS.count("not_restored_layers_not_recomputable", tokens)
+            self._never_loaded = True
+        return load
 
-    def _finish_header(
-        self, page: Bytes, host_page: int, token_ids: Ints, position: int | None
-    ) -> str | None:
+    def _finish_header(self, page: Bytes, token_ids: Ints, position: int | None) -> str | None:
         """Write it: HiCache had no tokens to tell before."""
         layout, weights = self._pool.page_layout.of(page), self._runtime.weights
         if layout is None:

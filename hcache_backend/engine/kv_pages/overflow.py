@@ -43,7 +43,7 @@ class Overflow:
 
     Attributes:
         rows: How many there are.
-        lost: Host pages with a layer that neither fits nor found a row. They cannot be loaded.
+        lost: Host pages with a layer that neither fits nor found a row: a load recomputes them.
     """
 
     def __init__(self, rows: int) -> None:
@@ -213,15 +213,18 @@ class OverflowArea:
         self._unsettled |= dict.fromkeys(host_pages.tolist(), host_pages)
         return SavedPages(host_pages, self._kv.pages_of(slots), told)
 
-    def lose_unfit(self, saved: SavedPages) -> None:
-        """Pages that have arrived, and of which a layer did not fit, cannot be loaded."""
-        pages = zip(saved.host_pages.tolist(), saved.fits.all(0).tolist(), strict=True)
-        unfit = [page for page, fits in pages if not fits]
-        # Freed before it was known, a page is another's.
-        self.pages.lose(page for page in unfit if self._unsettled.get(page) is saved.host_pages)
+    def lose_unfit(self, saved: SavedPages) -> npt.NDArray[np.bool_]:
+        """Pages that have arrived, and of which a layer did not fit, are lost: bool ``[p]``."""
+        lost = ~saved.fits.numpy().all(0) & self._unfreed(saved)
+        self.pages.lose(saved.host_pages[lost].tolist())
         self._settle(saved.host_pages)
-        metrics.TOKENS.count("not_encodable", len(unfit) * self._kv.page_size)
         self._tell()
+        return lost
+
+    def _unfreed(self, saved: SavedPages) -> npt.NDArray[np.bool_]:
+        """Which pages are still those: freed before it was known, a page is another's."""
+        pages = saved.host_pages.tolist()
+        return np.array([self._unsettled.get(page) is saved.host_pages for page in pages], np.bool_)
 
     def awaited(self, ack: Any) -> list[Any]:
         """HiCache's ``HiCacheAck`` of the last backup, which ends when what did not fit is kept.
@@ -244,11 +247,6 @@ class OverflowArea:
     def settled(self, host_page: int) -> bool:
         """Whether all that a backup brought to ``host_page`` is there, or is lost."""
         return host_page not in self._unsettled
-
-    def whole(self, host_pages: Ids) -> bool:
-        """Whether all layers of ``host_pages`` (int64 ``[n]``) are there, encoded or here."""
-        pages = host_pages.tolist()
-        return self.pages.lost.isdisjoint(pages) and self._unsettled.keys().isdisjoint(pages)
 
     def kept(self, host_page: int) -> dict[int, torch.Tensor]:
         """What is here of ``host_page``, by layer: uint8 ``[bytes]``, on the CPU."""
@@ -291,16 +289,16 @@ class OverflowArea:
 
     def _end(self, saved: SavedPages) -> Event | None:
         """See :meth:`copy_unfit`; counts, and warns once."""
-        unfit = int((~saved.fits).any(0).sum())
         copied = self.copy_unfit(saved)
-        self._tell()
+        unfit = sum(page in self.pages for page in saved.host_pages.tolist())
         metrics.TOKENS.count("not_encodable", unfit * self._kv.page_size)
+        self._tell()
         if self.pages.lost and not self._warned:
             self._warned = True
             logger.warning(
                 "hcache: K and V of pages that cannot be encoded have no room in host memory: they "
                 "are computed again wherever they are not on the device (codec 'none' keeps them; "
-                'hcache_tokens_total{event="not_restored_overflow_full"} counts)'
+                'hcache_tokens_total{event="recomputed_at_load"} counts)'
             )
         return copied
 
@@ -315,16 +313,17 @@ class OverflowArea:
     def copy_unfit(self, saved: SavedPages) -> Event | None:
         """Copy what did not fit of pages that have arrived, on the current stream; an event behind
         it, or None: nothing is on its way."""
-        pages, unfit, layers = saved.host_pages.tolist(), ~saved.fits.numpy(), self._kv.layers
+        pages, unfit, layers = len(saved.host_pages), ~saved.fits.numpy(), self._kv.layers
         if self.rows_fit is not None:
-            fit = self.rows_fit(saved.host_pages)
-            lacks = np.ones(len(pages), np.bool_) if fit is None else ~fit
+            fit = None
+            with metrics.harmless("overflow", "pages are kept as if their rows did not fit"):
+                fit = self.rows_fit(saved.host_pages)
+            lacks = np.ones(pages, np.bool_) if fit is None else ~fit
             if self.agree is not None:
                 lacks = ~np.array(self.agree((~lacks).tolist()), np.bool_)
             unfit = np.concatenate((unfit, np.tile(lacks, (len(self.hidden), 1))))
             layers = (*layers[: len(saved.fits)], *self.hidden)
-        # Freed before the end was heard of, a page is another's.
-        unfit &= [self._unsettled.get(page) is saved.host_pages for page in pages]
+        unfit &= self._unfreed(saved)
         places = np.flatnonzero(unfit.any(0))
         if not len(places):
             return None

@@ -59,7 +59,7 @@ class SliceBudget:
         tokens, in ``share`` of what a slice may take. No page is recomputed that takes longer than
         ``within`` seconds, and several only if they take at most ``best`` seconds.
         """
-        if not share or self.unfinished() >= _UNFINISHED:
+        if not share or self.full:
             return 0
         if (self._layer.seconds(page_size, prefix) or 0.0) * layers > within:
             return 0
@@ -97,6 +97,11 @@ class SliceBudget:
             else:
                 too_many = pages
         return least
+
+    @property
+    def full(self) -> bool:
+        """Whether no slice can be launched before another one is done."""
+        return self.unfinished() >= _UNFINISHED
 
     def unfinished(self) -> int:
         """How many slices are launched and not done."""

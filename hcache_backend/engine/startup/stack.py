@@ -22,7 +22,7 @@ from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.engine.arguments import kv_fields, resolved
 from hcache_backend.engine.capture_hooks import invalidate_on_allocation
 from hcache_backend.engine.controller import OwnPagesController
-from hcache_backend.engine.eager_loads import EagerLoads, ReservablePages
+from hcache_backend.engine.eager_loads import EagerLoads
 from hcache_backend.engine.hidden_controller import HiddenStateController
 from hcache_backend.engine.host_pool import HiddenStatePool, OwnPagesPool
 from hcache_backend.engine.kv_pages.controller import KVController
@@ -31,6 +31,7 @@ from hcache_backend.engine.loads import LoadQueue
 from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.recompute.rows import RecomputedRows
 from hcache_backend.engine.recompute.slices import SliceBudget
+from hcache_backend.engine.reservable_pages import ReservablePages
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.service_check import KVChecks, ServiceChecks
 from hcache_backend.engine.stage_pages import StagePages

@@ -37,7 +37,7 @@ class Pages:
     def __init__(self, machine: Machine) -> None:
         self.arena, self.given = machine.arena, 0
         self.page_layout, self.kv_buffer = LAYOUT, machine.capture.memory
-        self.page_size = SIZE
+        self.page_size, self.layer_num = SIZE, LAYERS
         self.overflow = None
         self.device_pool = SimpleNamespace(device="cpu")
 

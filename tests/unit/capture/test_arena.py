@@ -119,6 +119,29 @@ def test_what_is_unfit_stays_so_in_every_later_backup(on_the_device: bool) -> No
     assert_sound_arena(a)
 
 
+def test_a_page_that_is_spoiled_is_not_unfit_any_more() -> None:
+    a = arena(keeps_unfit=True)
+    slots, ticket = promised(a)
+    a.prove(slots, ticket, np.array([1, 1, Verdict.UNFIT, 1], np.uint8))
+    a.swap(slots, ids(0))
+    assert a.unfit(ids(0)).all()
+    a.allocated(slots)
+    a.host_freed(ids(0))
+    a.spoil(ids(0))
+    assert not a.unfit(ids(0)).any()
+
+
+def test_a_recomputed_page_of_which_nothing_is_there_still_says_which_tokens_it_is_of() -> None:
+    """A load goes by that to recompute them; and by its namespace."""
+    a = arena()
+    pages = expected(a, 3)
+    a.arrived(pages, np.array([False]))
+    page = a.memory[a.physical(pages)[0]]
+    assert LAYOUT.namespace_of(page) == NAMESPACE
+    assert LAYOUT.token_ids(page).tolist() == [500, 501, 502, 503]
+    assert a.first_layers(pages).tolist() == [2] and a.whole(pages) is False
+
+
 def test_a_page_that_is_filled_anew_or_read_from_l3_is_not_unfit_any_more() -> None:
     a = arena(keeps_unfit=True)
     slots, ticket = promised(a)
@@ -245,7 +268,7 @@ def test_recomputed_rows_count_once_they_are_there() -> None:
     pages = expected(a, 3, 1)
     assert a.waits_for_proof(ids(1)) and a.whole(pages) is None
     assert a.first_layers(pages).tolist() == [0, 0]
-    assert a.arrived(pages, np.array([True, True])) == 0
+    assert not a.arrived(pages, np.array([True, True])).any()
     assert a.whole(pages)
     second = a.memory[a.physical(ids(1))[0]]
     assert LAYOUT.namespace_of(second) == NAMESPACE
@@ -260,7 +283,7 @@ def test_recomputed_rows_that_the_codec_cannot_hold_are_lost(loaded_before: bool
     pages, slots = expected(a, 0, 1), slots_of([2, 3])
     if loaded_before:
         a.loaded(slots, pages)
-    assert a.arrived(pages, np.array([True, False])) == 1
+    assert a.arrived(pages, np.array([True, False])).tolist() == [False, True]
     if not loaded_before:
         a.loaded(slots, pages)
     assert a.whole(ids(0)) and a.whole(ids(1)) is False
@@ -281,9 +304,9 @@ def test_what_arrives_for_a_page_that_was_freed_meanwhile_is_of_no_interest(free
         (a.host_freed if freed == "freed" else a.host_dropped)(pages)
     assert not a.waits_for_proof(pages)
     again = expected(a, 0)
-    assert a.arrived(pages, np.array([True])) == 0
+    assert not a.arrived(pages, np.array([True])).any()
     assert a.whole(again) is None
-    assert a.arrived(again, np.array([False])) == 1
+    assert a.arrived(again, np.array([False])).all()
     assert a.whole(again) is False
 
 

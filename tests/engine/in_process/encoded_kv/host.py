@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hcache_backend.arena import Ids
 from hcache_backend.engine.host_pool import HostPages, OwnPagesPool
+from hcache_backend.engine.kv_pages.overflow import OverflowArea
 from hcache_backend.engine.kv_pages.paired import make_segments
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
@@ -45,6 +47,12 @@ def kv_pool(
         device="cpu",
         layer_shard_enabled=False,
     )
+
+
+def whole(overflow: OverflowArea, host_pages: Ids) -> bool:
+    """Whether all layers of pages (int64 ``[n]``) are there, encoded or in the overflow."""
+    pages = host_pages.tolist()
+    return overflow.pages.lost.isdisjoint(pages) and all(map(overflow.settled, pages))
 
 
 def slots_of(*pages: int, size: int = PAGE) -> torch.Tensor:

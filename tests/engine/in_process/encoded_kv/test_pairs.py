@@ -115,12 +115,12 @@ def test_a_page_that_does_not_say_which_layers_share_slots_is_not_loaded() -> No
     server = paired_host()
     pages = server.pool.page_ids(server.backed_up(1, 2))
     controller = object.__new__(KVController)
-    controller._pool, controller.eager = server.pool, None
-    assert controller._kept(pages)
+    controller._pool, controller.eager, controller.tp_group = server.pool, None, None
+    assert controller._depths(pages) is not None
     table = server.pool.page_layout.tables_at
     server.pool.kv_buffer[int(pages[1]), table.start + 2] ^= 4
-    assert not controller._kept(pages)
-    assert controller._kept(pages[:1])
+    assert controller._depths(pages) is None
+    assert controller._depths(pages[:1]) is not None
 
 
 def plan_of(dtype: torch.dtype = torch.bfloat16, pairs: int = 2) -> PagePlan:

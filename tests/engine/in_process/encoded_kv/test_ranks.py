@@ -11,7 +11,7 @@ from threading import Barrier
 import pytest
 import torch
 
-from tests.engine.in_process.encoded_kv.host import LAYERS, PAGE, Ack, Transferred
+from tests.engine.in_process.encoded_kv.host import LAYERS, PAGE, Ack, Transferred, whole
 from tests.engine.in_process.encoded_kv.test_rows import Rows
 
 RANKS = 2
@@ -90,7 +90,7 @@ class Ranks:
 
     def whole(self, host: torch.Tensor) -> list[bool]:
         """Which ranks say that the pages can be loaded; a load is made where all do."""
-        return [s.overflow.whole(s.pool.page_ids(host)) for s in self.servers]
+        return [whole(s.overflow, s.pool.page_ids(host)) for s in self.servers]
 
     def load(self, host: torch.Tensor, *pages: int) -> list[torch.Tensor]:
         """Load what was backed up; what was there is gone, and unfit pages mean nothing."""
@@ -139,8 +139,8 @@ def test_a_rank_without_room_keeps_nothing_and_enters_every_collective() -> None
     wanted = ranks.forward(1, 2, 3, 4, unfit=[[1, 2, 3, 4], []])
     hosts = [ranks.launch(page)[0] for page in (1, 2, 3, 4)]
     assert ranks.wait() == [0, 0, 0, 0]
-    whole = [ranks.whole(host) for host in hosts]
-    assert whole == room * [[True, True]] + (4 - room) * [[True, False]]
+    found = [ranks.whole(host) for host in hosts]
+    assert found == room * [[True, True]] + (4 - room) * [[True, False]]
     for host, *want in zip(hosts[:room], *(w.split(PAGE, 1) for w in wanted), strict=False):
         assert all(map(torch.equal, ranks.load(host, 6), want))
 

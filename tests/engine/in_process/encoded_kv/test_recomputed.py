@@ -12,7 +12,7 @@ import torch
 from hcache_backend import streams
 from hcache_backend.engine.eager_loads import EagerLoads
 from hcache_backend.engine.kv_pages.overflow import SavedPages
-from tests.engine.in_process.encoded_kv.host import PAGE, Host, bits, make_unfit, slots_of
+from tests.engine.in_process.encoded_kv.host import PAGE, Host, bits, make_unfit, slots_of, whole
 
 
 def save(server: Host, *pages: int) -> tuple[torch.Tensor, SavedPages]:
@@ -25,8 +25,8 @@ def save(server: Host, *pages: int) -> tuple[torch.Tensor, SavedPages]:
     return host, server.overflow.told(ids, slots_of(*pages), fits)
 
 
-def whole(server: Host, host: torch.Tensor) -> list[bool]:
-    return [server.overflow.whole(server.pool.page_ids(page)) for page in host.split(PAGE)]
+def loadable(server: Host, host: torch.Tensor) -> list[bool]:
+    return [whole(server.overflow, server.pool.page_ids(page)) for page in host.split(PAGE)]
 
 
 def test_a_page_that_does_not_fit_is_lost_and_others_come_back() -> None:
@@ -34,10 +34,10 @@ def test_a_page_that_does_not_fit_is_lost_and_others_come_back() -> None:
     make_unfit(server.device, 2, 1)
     want = bits(server.device, 1)
     host, saved = save(server, 1, 2)
-    assert whole(server, host) == [False, False]  # nobody knows yet
+    assert loadable(server, host) == [False, False]  # nobody knows yet
     server.device.k_buffer[0][slots_of(2)] = 0  # by now another's
     server.overflow.lose_unfit(saved)
-    assert whole(server, host) == [True, False]
+    assert loadable(server, host) == [True, False]
     assert server.rows_in_use() == 0
     assert torch.equal(server.load(host[:PAGE], 5), want)
     unfit = int(server.pool.page_ids(host)[1])
@@ -53,7 +53,7 @@ def test_what_was_freed_meanwhile_is_another_page() -> None:
     while not set(again.tolist()) & set(host.tolist()):
         again = server.backed_up(1)
     server.overflow.lose_unfit(saved)
-    assert whole(server, again) == [True]
+    assert loadable(server, again) == [True]
 
 
 def test_a_backup_that_is_launched_meanwhile_keeps_what_does_not_fit() -> None:
@@ -64,7 +64,7 @@ def test_a_backup_that_is_launched_meanwhile_keeps_what_does_not_fit() -> None:
     saved_host, saved = save(server, 3)
     ack.finish_event.synchronize()
     server.overflow.lose_unfit(saved)
-    assert whole(server, host) == whole(server, saved_host) == [True]
+    assert loadable(server, host) == loadable(server, saved_host) == [True]
     assert torch.equal(server.load(host, 5), want)
 
 

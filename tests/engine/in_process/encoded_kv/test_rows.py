@@ -36,6 +36,7 @@ from tests.engine.in_process.encoded_kv.host import (
     kv_pool,
     make_unfit,
     slots_of,
+    whole,
 )
 from tests.engine.in_process.test_backups import Checks, Pages
 from tests.unit.capture import machine as small
@@ -114,10 +115,10 @@ def test_without_room_an_unfit_page_is_lost_until_it_is_freed() -> None:
     server.overflow.rows_fit = lambda pages: np.zeros(len(pages), np.bool_)
     room = server.overflow.pages.rows // LAYERS
     host = server.backed_up(1, 2, 3, 4, 5)
-    whole = [server.overflow.whole(np.array([page])) for page in range(5)]
-    assert 0 < room < 5 and whole == [True] * room + [False] * (5 - room)
+    found = [whole(server.overflow, np.array([page])) for page in range(5)]
+    assert 0 < room < 5 and found == [True] * room + [False] * (5 - room)
     server.pool.free(host)
-    assert server.overflow.whole(np.arange(5)) and server.rows_in_use() == 0
+    assert whole(server.overflow, np.arange(5)) and server.rows_in_use() == 0
 
 
 def test_of_a_server_whose_rows_do_not_fit_and_are_not_kept_nothing_is_backed_up() -> None:
@@ -139,8 +140,8 @@ class Area:
     def __init__(self, rows: int) -> None:
         self.pages, self.hidden = Overflow(rows), tuple(range(small.LAYERS))
 
-    def whole(self, host_pages: Any) -> bool:
-        return self.pages.lost.isdisjoint(host_pages.tolist())
+    def settled(self, host_page: int) -> bool:
+        return True
 
 
 @pytest.fixture
@@ -153,7 +154,13 @@ def controller(machine: Machine, runtime: Runtime, rows: int) -> HiddenStateCont
     made._pool = pool = Pages(machine)  # type: ignore[assignment]
     pool.overflow = Area(rows)  # type: ignore[assignment]
     made._runtime, made._capture, made.eager = runtime, machine.capture, None
+    made.tp_group = None
     return made
+
+
+def depths(made: HiddenStateController, *pages: int) -> list[int] | None:
+    found = made._depths(np.array(pages))
+    return None if found is None else found.tolist()
 
 
 def test_an_unfit_page_is_backed_up_where_there_is_room_and_loaded_where_it_was_kept(
@@ -166,14 +173,11 @@ def test_an_unfit_page_is_backed_up_where_there_is_room_and_loaded_where_it_was_
     known = SimpleNamespace(values=where)
     assert made._problem(known) is None  # type: ignore[arg-type]
     machine.capture.back_up(where, np.array([0]))
-    assert not made._kept(np.array([0]))  # nobody has kept anything
+    assert depths(made, 0) == [small.LAYERS]  # nobody has kept anything
     assert made._encoded(np.array([0, 1])) == [False, True]
     overflow: Any = made._pool.overflow
-    overflow.pages.take(0, [0, 1])
-    assert not made._kept(np.array([0]))  # nor all of it
-    overflow.pages.forget([0])
     overflow.pages.take(0, range(small.LAYERS))
-    assert made._kept(np.array([0])) and made._encoded(np.array([0])) == [False]
+    assert depths(made, 0) == [0] and made._encoded(np.array([0])) == [False]
     assert machine.forward(slots(2), rows=_unfit_rows())
     machine.settle()
     known.values = np.array(slots(2))
@@ -274,7 +278,7 @@ class Rows:
 
     def load(self, host: torch.Tensor, *pages: int) -> torch.Tensor:
         host_pages, slots = self.pool.page_ids(host), slots_of(*pages)
-        assert self.overflow.whole(host_pages)
+        assert whole(self.overflow, host_pages)
         self.loads.add(QueuedLoad(host_pages), slots)
         self.capture.ledger.loaded(slots, host_pages)
         for layer in range(LAYERS):

@@ -28,6 +28,7 @@ from tests.engine.in_process.encoded_kv.host import (
     kv_pool,
     make_unfit,
     slots_of,
+    whole,
 )
 
 WRONG = "the self-check in service failed: K and V of layer {} in a page are not the pool's"
@@ -114,13 +115,13 @@ def test_a_flush_forgets_backups_whose_end_nobody_has_heard_of() -> None:
     server = Host()
     make_unfit(server.device, 2, 0)
     host, ack = server.back_up(2)
-    assert not server.overflow.whole(server.pool.page_ids(host))
+    assert not whole(server.overflow, server.pool.page_ids(host))
     server.pool.clear()
     again = server.pool.alloc(PAGE)
     assert again is not None and torch.equal(again, host)
     ack.finish_event.synchronize()
     assert server.rows_in_use() == 0
-    assert server.overflow.whole(server.pool.page_ids(host))
+    assert whole(server.overflow, server.pool.page_ids(host))
 
 
 def test_a_page_that_was_freed_before_its_backup_ended_belongs_to_the_next() -> None:

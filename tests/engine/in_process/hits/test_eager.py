@@ -16,10 +16,11 @@ from hcache_cpu_engine import plugin
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
 from hcache_backend.engine import eager_loads
-from hcache_backend.engine.eager_loads import EagerLoads, ReservablePages
+from hcache_backend.engine.eager_loads import EagerLoads
 from hcache_backend.engine.loads import QueuedLoad
 from hcache_backend.engine.recompute.governor import Pace
 from hcache_backend.engine.recompute.slices import SliceBudget
+from hcache_backend.engine.reservable_pages import ReservablePages
 from hcache_backend.engine.startup.refusals import allocator_refusal, eager_refusal
 from hcache_backend.restore.eager import EagerRestores
 from hcache_backend.restore.meeting import Meeting
@@ -336,9 +337,9 @@ def test_a_slice_is_no_longer_than_every_rank_allows(
 ) -> None:
     slices, asked = Slices(scene, seconds=1e9), []
 
-    def smallest(group: Any, pages: int) -> list[int]:
+    def smallest(group: Any, free: int, pages: int) -> list[int]:
         asked.append(pages)
-        return [len(asked) - 1]  # at first the other rank is still busy with earlier ones
+        return [len(asked) > 1, len(asked) - 1]  # at first the other rank is busy with earlier ones
 
     monkeypatch.setattr(eager_loads, "smallest", smallest)
     slices.restores.reserve("a", ["x", "y", "z"], np.array([1, 2, 3]))
@@ -355,9 +356,9 @@ def test_a_slice_that_is_put_off_is_put_off_on_every_rank(
     """They agree on it: none needs to have seen what this one saw."""
     slices, asked = Slices(scene, seconds=1e9), []
 
-    def smallest(group: Any, pages: int) -> list[int]:
+    def smallest(group: Any, free: int, pages: int) -> list[int]:
         asked.append(pages)
-        return [pages]
+        return [free, pages]
 
     monkeypatch.setattr(eager_loads, "smallest", smallest)
     slices.restores.reserve("a", ["x", "y"], np.array([1, 2]))
@@ -418,7 +419,8 @@ class Fronts:
 
     Attributes:
         launched: The tokens of each slice, and how many are before it.
-        saved: The host pages that were saved.
+        saved: The host pages that were saved...
+        lost: ...or could not be.
         expected: Those, and the positions and ids of their tokens, as the pool heard of them.
         settle: What is to be done when pages are saved.
         failures: What recomputation was given up for.
@@ -427,6 +429,7 @@ class Fronts:
     def __init__(self, scene: Scene, problem: Exception | None = None) -> None:
         self.launched: list[tuple[list[int], int]] = []
         self.saved: list[int] = []
+        self.lost: list[int] = []
         self.expected: list[tuple[list[int], list[int], list[int]]] = []
         self.settle: Callable[[list[int]], None] = lambda pages: None
         self.failures: list[Exception | None] = []
@@ -452,6 +455,7 @@ class Fronts:
             page_ids=lambda indices: indices[::SIZE].numpy() // SIZE,
             expect_recomputed=self._expect,
             save_recomputed=self._save,
+            lose_recomputed=lambda host_pages: self.lost.extend(host_pages.tolist()),
             arena=SimpleNamespace(
                 physical=lambda pages: pages,
                 first_layers=lambda pages: np.zeros(len(pages), np.int64),
@@ -501,7 +505,7 @@ class Fronts:
         self.saved += host_pages.tolist()
         if self.save_problem is not None:
             raise self.save_problem
-        return [partial(self.settle, host_pages.tolist())]
+        return partial(self.settle, host_pages.tolist())
 
     def _launch(
         self, recompute: object, positions: np.ndarray, slots: torch.Tensor, after: Any
@@ -559,9 +563,9 @@ def test_a_front_goes_on_as_far_as_every_rank_allows_and_has_unread_pages(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fronts, asked = Fronts(scene), []
-    others = iter([[1, 8], [2, 0], [2, 2]])
+    others = iter([[1, 1, 8], [1, 2, 0], [1, 2, 2]])
 
-    def smallest(group: Any, allowed: int, room: int) -> list[int]:
+    def smallest(group: Any, free: int, allowed: int, room: int) -> list[int]:
         asked.append((allowed, room))
         return next(others)
 
@@ -593,7 +597,7 @@ def test_no_front_is_recomputed_where_another_one_was_taken(scene: Scene) -> Non
     fronts.turn()
     [due] = fronts.eager._restores.to_recompute(2)
     assert due.pages == range(2, 4)
-    assert fronts.eager._taken(due._replace(pages=range(3, 5)), 2) == (2, 0)
+    assert fronts.eager._taken(due._replace(pages=range(3, 5)), 1, 2) == (1, 0)
     assert operation.hcache_meeting.next_batch(8) == range(4, 8)
 
 
@@ -711,11 +715,25 @@ def test_nothing_is_recomputed_whole_for_a_prefetch_that_has_ended(scene: Scene)
     assert (fronts.eager._restores.pages, scene.pages.count()) == (0, PAGES)
 
 
-@pytest.mark.parametrize("what", ["recomputing", "saving"])
-def test_pages_whose_recomputation_failed_do_not_count(what: str, scene: Scene) -> None:
+def test_pages_that_were_recomputed_and_not_saved_are_lost_on_this_rank_alone(
+    scene: Scene,
+) -> None:
+    """The others know nothing of it: the front goes on, and the pages of the device count."""
+    fronts = Fronts(scene)
+    fronts.save_problem = RuntimeError("no pinned memory")  # type: ignore[assignment]
+    operation = fronts.begin()
+    fronts.turn()
+    fronts.save_problem = None
+    fronts.turn()
+    assert (fronts.failures, fronts.lost) == ([], [0, 1])
+    assert operation.hcache_meeting.pages == 4
+    handed = fronts.eager._restores.hand_out(np.arange(4))
+    assert handed is not None and handed.whole.all()
+
+
+def test_pages_whose_recomputation_failed_do_not_count(scene: Scene) -> None:
     problem = RuntimeError("out of memory")
-    fronts = Fronts(scene, problem if what == "recomputing" else None)
-    fronts.save_problem = problem if what == "saving" else None  # type: ignore[assignment]
+    fronts = Fronts(scene, problem)
     operation = fronts.begin()
     fronts.turn()
     assert fronts.failures == [problem]
@@ -741,6 +759,37 @@ def test_what_l3_brings_sooner_is_not_recomputed(
     for _ in range(8):
         fronts.turn()
     assert sum(len(tokens) for tokens, _ in fronts.launched) == recomputed * SIZE
+
+
+def test_a_front_does_not_wait_for_what_is_being_read_of_a_prefetch_before_it(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last pages of the first prefetch are being read, perhaps for long. Two ranks ask each
+    other as often as long as one cannot launch a slice."""
+    fronts, asked, other_is_free = Fronts(scene), [], 1
+    fronts.seconds_to_read = 1e9
+
+    def smallest(group: Any, free: int, *others: int) -> list[int]:
+        asked.append(others)
+        return [min(free, other_is_free), *others]
+
+    monkeypatch.setattr(eager_loads, "smallest", smallest)
+    first, second = fronts.begin(5), fronts.begin(5)
+    fronts.cache.ongoing_prefetch = {
+        number: SimpleNamespace(operation=operation, anchor_node_id=0)
+        for number, operation in enumerate((first, second))
+    }
+    first.hash_value, second.token_ids = list("abcde"), list(range(500, 500 + 5 * SIZE))
+    second.host_indices = second.host_indices + 5 * SIZE
+    first.hcache_meeting.begin(5)
+    assert first.hcache_meeting.next_batch(5) == range(5)
+    other_is_free = 0
+    fronts.turn()
+    assert len(asked) == 1 and not fronts.launched
+    other_is_free = 1
+    fronts.turn()
+    assert len(asked) == 3
+    assert [tokens[0] for tokens, _ in fronts.launched] == [500]
 
 
 def test_a_front_is_not_waited_for_where_slices_are_put_off(scene: Scene) -> None:

@@ -11,8 +11,9 @@ import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
 from hcache_backend.engine.controller import OwnPagesController
-from hcache_backend.engine.eager_loads import EagerLoads, ReservablePages
+from hcache_backend.engine.eager_loads import EagerLoads
 from hcache_backend.engine.recompute.slices import SliceBudget
+from hcache_backend.engine.reservable_pages import ReservablePages
 from tests.order import edges
 from tests.order.checker import Checker
 from tests.order.reports import IN_PROCESS

@@ -153,7 +153,7 @@ def test_recomputed_rows_are_there_before_tokens_on_the_device_take_them_back(
     host_pages, slots = pool.page_ids(indices), torch.arange(2 * PAGE, 3 * PAGE)
     rows: Any = SimpleNamespace(save=lambda pages: torch.tensor([fits]))
     pool.expect_recomputed(host_pages, np.arange(PAGE), np.arange(PAGE))
-    [settle] = pool.save_recomputed(host_pages, slots, rows)
+    settle = pool.save_recomputed(host_pages, slots, rows)
     pool.on_freed.append(lambda pages: settle())
     pool._capture.ledger.loaded(slots, host_pages)
     pool.free(indices)

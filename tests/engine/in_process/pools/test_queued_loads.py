@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,14 +49,32 @@ class HostPages:
         return np.full(len(host_pages), self.first)
 
 
+def plan_lost(
+    loads: LoadQueue, *pages: int, lost: Sequence[int], ids: Sequence[int] | None = None
+) -> QueuedLoad | None:
+    """A load of ``pages``, of which those of the numbers ``lost`` lack all layers, behind a page,
+    of a request with the token ``ids``."""
+    depths = np.array([4 * (i in lost) for i in range(len(pages))])
+    return loads.plan(np.array(pages), depths, lambda: torch.arange(SIZE), lambda: ids)
+
+
 class Pipeline:
-    """Notes how what it restores is recomputed; a recomputation ends with ``problem``."""
+    """Notes which pages it restores, how they are recomputed, and positions and slots of what it
+    recomputes alone; a recomputation ends with ``problem``."""
 
     def __init__(self) -> None:
+        self.pages: list[list[int]] = []
         self.recomputed: list[Recompute | None] = []
+        self.alone: list[tuple[list[int], list[int]]] = []
         self.problem: Exception | None = None
 
+    def start_recomputation(self, recompute: Recompute, positions: Any, slots: Any) -> Any:
+        self.alone.append((positions.tolist(), slots.tolist()))
+        recompute.fill(positions, slots)
+        return self.start(np.empty(0), slots, recompute)
+
     def start(self, pages: Any, slots: Any, recompute: Recompute | None = None) -> Any:
+        self.pages.append(pages.tolist())
         self.recomputed.append(recompute)
         problem = self.problem if recompute is not None else None
         return SimpleNamespace(failed=problem, layers=[current_stream("cpu").record()])
@@ -81,7 +100,9 @@ def queue(
 
 def plan(loads: LoadQueue, *pages: int, known: int | None = None) -> QueuedLoad | None:
     """A load of ``pages``, of which the slots of ``known`` tokens before them are known."""
-    return loads.plan(np.array(pages), lambda: None if known is None else torch.arange(known))
+    depths = loads._arena.first_layers(np.array(pages))
+    prefix = None if known is None else torch.arange(known)
+    return loads.plan(np.array(pages), depths, lambda: prefix)
 
 
 def add(loads: LoadQueue, load: QueuedLoad | None, *whole: bool) -> torch.Tensor:
@@ -94,10 +115,10 @@ def add(loads: LoadQueue, load: QueuedLoad | None, *whole: bool) -> torch.Tensor
     return slots
 
 
-def recomputed(loads: LoadQueue, *, any_ready: bool = False) -> Recompute | None:
+def recomputed(loads: LoadQueue, *, only_missing: bool = False) -> Recompute | None:
     """How the queued loads are recomputed, which are queued no more."""
     loads_now, loads._queued = loads._queued, []
-    return loads._recompute_queued(loads_now, any_ready=any_ready)
+    return loads._recompute_queued(loads_now, only_missing=only_missing)
 
 
 class TestQueuedLoads:
@@ -109,9 +130,9 @@ class TestQueuedLoads:
     def test_what_is_restored_already_is_not_recomputed(self) -> None:
         loads = queue(HostPages(), Partition(2, 2, 0), Recomputer(), can_recompute=True)
         loads.methods = SimpleNamespace(first_layers=lambda *_: 4, can_recompute=True)  # type: ignore[assignment]
-        for any_ready, layers in ((False, 4), (True, 2)):
+        for only_missing, layers in ((False, 4), (True, 2)):
             add(loads, plan(loads, 0, 1))
-            recompute = recomputed(loads, any_ready=any_ready)
+            recompute = recomputed(loads, only_missing=only_missing)
             assert recompute is not None and recompute.layers == layers
 
     def test_layers_that_are_not_stored_need_the_prefix(self) -> None:
@@ -154,7 +175,7 @@ class TestQueuedLoads:
     def test_only_pages_that_lack_layers_are_recomputed_behind_all_before_them(self) -> None:
         loads = queue(HostPages(), Partition(2, 2, 0), recomputer := Recomputer())
         slots = add(loads, plan(loads, 1, 2, 3, 4, known=SIZE), False, True, True, False)
-        recompute = recomputed(loads, any_ready=True)
+        recompute = recomputed(loads, only_missing=True)
         assert recompute is not None and recompute.layers == 2
         recompute.fill(np.empty(0, np.int64), torch.empty(0))
         assert recomputer.spans == [
@@ -211,7 +232,7 @@ class TestQueuedLoads:
         load = plan(loads, 1, 2, known=SIZE)
         add(loads, load, True, False)
         assert load is not None and not any(load.spans)
-        assert recomputed(loads, any_ready=True) is None
+        assert recomputed(loads, only_missing=True) is None
         assert loads.first_to_read(1000) == 0
         known = torch.arange(3)
         recompute = loads.recompute_pages(np.array([7, 8]), known)
@@ -262,6 +283,51 @@ class TestQueuedLoads:
         loads = queue(HostPages(), Partition(2, 2, 0), Recomputer(), ranks=2)
         with pytest.raises(RuntimeError, match="out of memory"):
             loads.recomputation_failed(RuntimeError("out of memory"))
+
+    @pytest.mark.parametrize("stored_from", [0, 2])
+    def test_pages_of_which_nothing_is_there_are_recomputed_whole_behind_all_others(
+        self, stored_from: int
+    ) -> None:
+        loads = queue(HostPages(), Partition(stored_from, 4, 0), recomputer := Recomputer())
+        pipeline: Any = loads._pipeline
+        slots = add(loads, plan_lost(loads, 1, 2, 3, 4, 5, lost=[1, 4]))
+        restores = loads.launch(slots)
+        assert len(restores) == 2 and pipeline.pages == [[1, 3, 4], []]
+        [first, whole] = pipeline.recomputed
+        assert (first.layers if first is not None else 0) == stored_from
+        assert whole is not None and whole.layers == 4 + stored_from
+        [(positions, there)] = pipeline.alone
+        assert positions == [*range(2 * SIZE, 3 * SIZE), *range(5 * SIZE, 6 * SIZE)]
+        assert there == [*slots[SIZE : 2 * SIZE].tolist(), *slots[4 * SIZE :].tolist()]
+        assert recomputer.tokens == [2] * SIZE + [5] * SIZE
+        before = [*range(SIZE), *slots.tolist()]
+        assert recomputer.spans == [(SIZE, before[: 2 * SIZE]), (SIZE, before[: 5 * SIZE])]
+
+    def test_lost_pages_that_others_restored_are_not_recomputed(self) -> None:
+        loads = queue(HostPages(), Partition(0, 4, 0), Recomputer())
+        pipeline: Any = loads._pipeline
+        loads.launch(add(loads, plan_lost(loads, 1, 2, lost=[0]), True, False))
+        assert (pipeline.pages, pipeline.recomputed) == ([[2]], [None])
+
+    def test_tokens_of_lost_pages_are_the_requests_where_headers_do_not_say_them(self) -> None:
+        loads = queue(HostPages(), Partition(0, 0, 4), recomputer := Recomputer())
+        loads.methods = loads.methods.without_recompute()
+        ids = range(100, 100 + 3 * SIZE)
+        for wrong in (None, ids[:-1]):
+            assert plan_lost(loads, 1, 2, lost=[1], ids=wrong) is None
+        loads.launch(add(loads, plan_lost(loads, 1, 2, lost=[1], ids=ids)))
+        assert recomputer.tokens == [*ids[2 * SIZE :]]
+        assert plan_lost(loads, 1, 2, lost=[]) is not None
+        loads.recomputation_failed(RuntimeError("out of memory"))
+        assert plan_lost(loads, 1, 2, lost=[1], ids=ids) is None
+
+    def test_nobody_gets_lost_pages_that_were_not_recomputed(self) -> None:
+        loads = queue(HostPages(), Partition(0, 4, 0), Recomputer())
+        pipeline: Any = loads._pipeline
+        slots = add(loads, plan_lost(loads, 1, 2, lost=[1]))
+        pipeline.problem = RuntimeError("out of memory")
+        with pytest.raises(RuntimeError, match="out of memory"):
+            loads.launch(slots)
 
     def test_dropped_loads_are_forgotten(self) -> None:
         loads = queue(HostPages(), Partition(1, 3, 0), Recomputer())

@@ -1,0 +1,223 @@
+"""Pages of which nobody has all layers: loads recompute them, and ranks agree which these are."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hcache_backend.engine import controller as controllers
+from hcache_backend.engine import metrics
+from hcache_backend.engine.hidden_controller import HiddenStateController
+from hcache_backend.engine.kv_pages.controller import KVController
+from hcache_backend.engine.loads import QueuedLoad
+from hcache_backend.streams import Stream, current_stream
+from tests.engine.in_process.encoded_kv.host import (
+    LAYERS,
+    PAGE,
+    Host,
+    bits,
+    make_unfit,
+    slots_of,
+)
+from tests.engine.in_process.encoded_kv.test_rows import Rows
+
+SECONDS = 60
+"""After so long a rank is alone in a collective."""
+
+
+class Model:
+    """Recomputes pages of a server: K and V are what its first pages held when it was made."""
+
+    def __init__(self, server: Host) -> None:
+        device = server.device
+        self._planes = (*device.k_buffer, *device.v_buffer)
+        self._values = [plane.clone() for plane in self._planes]
+        self.tokens: list[int] = []
+
+    def stream(self) -> Stream:
+        return current_stream("cpu")
+
+    def run(self, layers: int, positions: torch.Tensor, slots: torch.Tensor, spans: Any) -> None:
+        """All before a token is there; a token's id is the slot that it had."""
+        assert layers == LAYERS
+        self.tokens += [token for span in spans for token in span.token_ids.tolist()]
+        for span in spans:
+            seen = torch.cat((span.prefix, slots[: len(span.token_ids)]))
+            for plane, values in zip(self._planes, self._values, strict=True):
+                before = torch.arange(PAGE, PAGE + len(span.prefix))
+                same = plane[seen[: len(span.prefix)]] == values[before]
+                assert same.logical_or(values[before].isnan()).all()
+        for plane, values in zip(self._planes, self._values, strict=True):
+            plane[slots] = values[PAGE + positions]
+
+
+def controller(server: Host, request: range | None) -> KVController:
+    """It loads from the start of a ``request``."""
+    made: Any = object.__new__(KVController)
+    made._pool, made._loads, made.eager, made.tp_group = server.pool, server.loads, None, None
+    made._stages, made._checks = SimpleNamespace(alone=True), SimpleNamespace(failed=False)
+    made.page_size, made._never_loaded = PAGE, False
+    made._prefix = lambda: torch.empty(0, dtype=torch.int64)
+    made._token_ids = lambda: request
+    found: KVController = made
+    return found
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    monkeypatch.setattr(
+        metrics.TOKENS,
+        "count",
+        lambda event, tokens: counts.update({event: counts.get(event, 0) + tokens}),
+    )
+    return counts
+
+
+def load(server: Host, planned: QueuedLoad, *pages: int) -> torch.Tensor:
+    host, slots = torch.cat([slots_of(page) for page in planned.host_pages]), slots_of(*pages)
+    server.loads.add(planned, slots)
+    for layer in range(LAYERS):
+        server.pool.load_to_device_per_layer(server.device, host, slots, layer, "kernel")
+    return bits(server.device, *pages)
+
+
+@pytest.mark.parametrize("room", ["for nothing", "for one page"])
+def test_what_has_no_room_in_the_overflow_is_recomputed_behind_what_is_before_it(
+    room: str, counted: dict[str, int]
+) -> None:
+    """Of four pages the second does not fit, and the first neither if there is room for it."""
+    server = Host(overflow=1)
+    if room == "for nothing":
+        server.overflow.pages._free.clear()
+    else:
+        del server.overflow.pages._free[1:]
+        make_unfit(server.device, 1, 0)
+    make_unfit(server.device, 2, 1)
+    wanted, model = bits(server.device, 1, 2, 3, 4), Model(server)
+    server.loads._recomputer = model  # type: ignore[assignment]
+    host = server.pool.page_ids(server.backed_up(1, 2, 3, 4))
+    assert len(server.overflow.pages.lost) == 1
+    for buffer in (*server.device.k_buffer, *server.device.v_buffer):
+        buffer.zero_()
+    made, ids = controller(server, range(4 * PAGE)), [*range(4 * PAGE)]
+    for _ in range(2):
+        planned = made._planned(host)
+        assert planned is not None
+        assert torch.equal(load(server, planned, 8, 7, 6, 5), wanted)
+    recomputed = ids[PAGE : 2 * PAGE] if room == "for nothing" else ids[: 2 * PAGE]
+    assert model.tokens == 2 * recomputed
+    assert counted["recomputed_at_load"] == 2 * len(recomputed)
+    assert not any(event.startswith("not_restored") for event in counted)
+    assert not made._never_loaded
+
+
+def test_what_cannot_be_recomputed_is_evicted_so_that_it_hides_nothing(
+    counted: dict[str, int],
+) -> None:
+    """A request with a picture, say."""
+    server = Host(overflow=1)
+    server.overflow.pages._free.clear()
+    make_unfit(server.device, 2, 1)
+    server.loads._recomputer = Model(server)  # type: ignore[assignment]
+    host = server.pool.page_ids(server.backed_up(1, 2))
+    made = controller(server, None)
+    assert made._planned(host[:1]) is not None and not made._never_loaded
+    assert made._planned(host) is None and made._never_loaded
+    assert counted["not_restored_layers_not_recomputable"] == 2 * PAGE
+
+
+def test_a_backup_that_has_not_ended_is_loaded_later(counted: dict[str, int]) -> None:
+    server = Host()
+    host, ack = server.back_up(1)
+    made = controller(server, None)
+    assert made._planned(server.pool.page_ids(host)) is None and not made._never_loaded
+    assert counted == {"not_restored_unsettled": PAGE}
+    ack.finish_event.synchronize()
+    assert made._planned(server.pool.page_ids(host)) is not None
+
+
+class Collective:
+    """``smallest`` of ranks in threads; the group of a rank is its number."""
+
+    def __init__(self, ranks: int) -> None:
+        self._said: list[Any] = [None] * ranks
+        self._barrier = Barrier(ranks, timeout=SECONDS)
+
+    def smallest(self, rank: int, *numbers: int) -> list[int]:
+        self._said[rank] = numbers
+        self._barrier.wait()
+        found = [min(each) for each in zip(*self._said, strict=True)]
+        self._barrier.wait()
+        return found
+
+
+def test_ranks_agree_how_much_of_a_recomputed_page_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows of the second page do not fit on one rank; a page that is prepared is there anyway."""
+
+    def ask(one: Any) -> Any:
+        return one._depths(np.arange(3))
+
+    servers = [Rows(room=4), Rows(room=4)]
+    monkeypatch.setattr(controllers, "smallest", Collective(2).smallest)
+    made: list[Any] = []
+    prepared = np.array([False, False, False])
+    for rank, server in enumerate(servers):
+        pages, tokens = np.arange(3), np.arange(3 * PAGE)
+        server.pool.expect_recomputed(pages, tokens, tokens)
+        lost = server.pool.arena.arrived(pages, np.array([True, rank == 1, True]))
+        assert lost.any() == (rank == 0)
+        one: Any = object.__new__(HiddenStateController)
+        one._pool, one.tp_group = server.pool, rank
+        one.eager = SimpleNamespace(prepared=lambda pages: prepared)
+        made.append(one)
+
+    def depths() -> list[list[int]]:
+        with ThreadPoolExecutor(2) as pool:
+            return [depths.tolist() for depths in pool.map(ask, made)]
+
+    assert depths() == 2 * [[0, LAYERS, 0]]
+    prepared[1] = True
+    assert depths() == 2 * [[0, 0, 0]]
+
+
+def test_a_page_that_fails_in_rows_and_in_units_counts_once(counted: dict[str, int]) -> None:
+    server = Host(unfit_layers=[1])
+    server.kv.layers = server.overflow._kv.layers = (0,)
+    make_unfit(server.device, 1, 0)
+    server.overflow.rows_fit = lambda pages: np.array([False, True])
+    server.backed_up(1, 2)
+    assert counted["not_encodable"] == PAGE
+
+
+def test_a_recomputed_page_that_fails_in_rows_and_in_units_counts_once(
+    counted: dict[str, int],
+) -> None:
+    server, host_pages = Host(), np.array([0, 1])
+    make_unfit(server.device, 1, 0)
+    lost = np.array([True, False])
+    server.pool._save_rows = lambda pages, rows: lambda: lost  # type: ignore[method-assign]
+    server.pool.save_recomputed(host_pages, slots_of(1, 2), None)()
+    assert counted["not_encodable"] == PAGE
+
+
+def test_rows_that_nobody_can_tell_of_are_kept_as_if_they_did_not_fit() -> None:
+    """Other ranks wait to agree on it."""
+    server, asked = Host(codec="none", unfit_layers=range(LAYERS)), []
+
+    def rows_fit(pages: object) -> Any:
+        raise RuntimeError("a test")
+
+    server.overflow.rows_fit = rows_fit
+    server.overflow.agree = lambda fit: asked.append([*fit]) or fit  # type: ignore[func-returns-value]
+    saved = server.overflow.saved(np.array([0]), slots_of(1), None)
+    server.overflow.copy_unfit(saved)
+    assert asked == [[False]] and server.rows_in_use() == LAYERS
