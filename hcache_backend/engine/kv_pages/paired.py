@@ -173,7 +173,7 @@ class PairedSegments(KVSegments):
         Raises:
             ValueError: It is not.
         """
-        seen = output_tokens(len(layers[0].kv[0]), self.page_size, layers[0].q.device)
+        seen = output_tokens(layers[0].length, self.page_size, layers[0].q.device)
         pages = torch.arange(len(seen) // self.page_size, device=seen.device)
 
         def merge(*exact: KV) -> tuple[KV, KV]:
