@@ -6,7 +6,7 @@ layers in pairs, no bound of what a merge changes, t = 1/2 and one retained toke
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -20,10 +20,11 @@ from bench.harness.report import markdown
 from hcache_backend.krul.choice import PairChoice
 from hcache_backend.krul.pair_forms import MergedPair, PairForm
 from hcache_backend.krul.paired_layout import CodedPair
+from hcache_backend.krul.selection import Pair
 
 GAMMAS = 0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 1.0
 RATIOS = 0.25, 0.5, 0.75
-ERRORS = 0.1, 0.2, 0.3, 0.5, 1.0
+ERRORS = 0.1, 0.2, 0.3, 0.4, 0.5, 1.0
 RETAINED = 8, 16, 32
 BETWEEN = 0.5, 0.6
 
@@ -49,11 +50,15 @@ class Between(MergedPair):
 
 
 class Thresholds(NamedTuple):
-    """How a server chooses the pairs of a node, by attention."""
+    """How a server chooses the pairs of a node, by attention.
+
+    Attributes:
+        mergeable: Which pairs may be merged; None: any.
+    """
 
     gamma: float = 0.0
     ratio: float = pairs.PAIRED
-    error: float | None = None
+    mergeable: Collection[Pair] | None = None
 
     def pairs_of(self, layers: int) -> int:
         """As many as a server's pages have."""
@@ -62,10 +67,9 @@ class Thresholds(NamedTuple):
     def choose(self, engine: Engine, history: History) -> Sequence[CodedPair]:
         """The pairs of a history: merged, or ``fp8``."""
         layers = len(engine.layers)
-        mergeable = [*combinations(range(layers), 2)]
-        if self.error is not None:
-            changes = pairs.merge_changes(engine, history)
-            mergeable = [pair for pair in mergeable if changes[pair] <= self.error]
+        mergeable = self.mergeable
+        if mergeable is None:
+            mergeable = [*combinations(range(layers), 2)]
         choice = PairChoice(layers, self.pairs_of(layers), mergeable, self.ratio, self.gamma)
         return choice.by_distance(pairs.attention_of(engine, history))
 
@@ -87,7 +91,10 @@ def rows(engine: Engine) -> Iterator[Method]:
     plain = Thresholds()
     yield from (row(f"gamma {gamma}", Thresholds(gamma=gamma)) for gamma in GAMMAS)
     yield from (row(f"ratio {ratio}", Thresholds(ratio=ratio)) for ratio in RATIOS)
-    yield from (row(f"error {error}", Thresholds(error=error)) for error in ERRORS)
+    changes = pairs.merge_changes(engine, engine.at_start())
+    for error in ERRORS:
+        small = [(i, j) for i, j in (changes <= error).nonzero().tolist() if i < j]
+        yield row(f"error {error}", Thresholds(mergeable=small))
     for one in RETAINED:
         yield row(f"retained: 1 of {one}", plain, Retaining(one, *of_pairs))
     for t in BETWEEN:
