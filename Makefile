@@ -15,9 +15,9 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
 .PHONY: setup versions demo test test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
-	bench-segment-codec bench-throttled bench-accuracy bench-partition bench-paper bench-occupancy bench-step-time bench-depth \
+	bench-segment-codec bench-throttled bench-accuracy bench-thresholds bench-partition bench-paper bench-occupancy bench-step-time bench-depth \
 	bench-pyramid bench-beside bench-eager bench-hits bench-hits-load bench-eviction bench-pages bench-compare record-demo record-eager record-compare \
-	record-accuracy
+	record-accuracy record-thresholds
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -139,6 +139,10 @@ bench-throttled: setup
 bench-accuracy: setup
 	$(foreach model,$(or $(MODEL),gqa paired),$(BIN)/python -m bench.accuracy --model $(model) $(ARGS) &&) true
 
+# The same for several values of what Krul leaves open.
+bench-thresholds: setup
+	$(foreach model,$(or $(MODEL),gqa paired),$(BIN)/python -m bench.accuracy --thresholds --model $(model) $(ARGS) &&) true
+
 # The paper's Table 3 and figures 11 to 13, simulated, beside its numbers. Seconds.
 bench-paper: setup
 	$(BIN)/python -m bench.paper $(ARGS)
@@ -208,6 +212,9 @@ record-eager: bench-eager
 
 record-accuracy: bench-accuracy
 	$(BIN)/python -m bench.record accuracy_gqa accuracy_paired
+
+record-thresholds: bench-thresholds
+	$(BIN)/python -m bench.record thresholds_gqa thresholds_paired
 
 record-%: bench-%
 	$(BIN)/python -m bench.record $*

@@ -41,6 +41,8 @@ PROGRAMS = {
     "throttled": "bench.throttled",
     "accuracy_gqa": "bench.accuracy.report",
     "accuracy_paired": "bench.accuracy.report",
+    "thresholds_gqa": "bench.accuracy.thresholds",
+    "thresholds_paired": "bench.accuracy.thresholds",
     "store": "bench.store.__main__",
     "eviction": "bench.eviction",
     "pages": "bench.pages",

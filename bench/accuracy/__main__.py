@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.accuracy.report import draw, table_lines
+from bench.accuracy import report, thresholds
 from bench.fixtures.models import chosen
 from bench.fixtures.text import Texts, corpus
 from bench.harness.machine import Machine, MachineError, find_machine
@@ -42,12 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--texts", type=at_least(1), default=16, help="how many are scored")
     add("--history", type=at_least(PAGE_SIZE), default=384, help="tokens that are kept")
     add("--turn", type=at_least(8), default=128, help="tokens that are scored")
-    add("--gamma", action="store_true", help="thresholds of I-R layers beside each other instead")
+    add(
+        "--thresholds", action="store_true", help="instead, several values of what Krul leaves open"
+    )
     add(
         "--out",
         type=Path,
         default=OUT,
-        help="folder for accuracy_MODEL (or gamma_MODEL) .json and .png",
+        help="folder for accuracy_MODEL (or thresholds_MODEL) .json and .png",
     )
     given = parsed.parse_args(arguments)
     if given.history % PAGE_SIZE:
@@ -59,16 +61,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.execve(sys.executable, command, {**os.environ, **cpu_engine_env()})
     with failing(), tempfile.TemporaryDirectory(prefix="hcache-accuracy-") as scratch:
         results = measured(given, machine, Path(scratch))
-        print(table_lines(results))
-        what = "gamma" if given.gamma else "accuracy"
-        write(given.out, f"{what}_{results['name']}", results, draw)
+        what, shown = ("thresholds", thresholds) if given.thresholds else ("accuracy", report)
+        print(shown.table_lines(results))
+        write(given.out, f"{what}_{results['name']}", results, shown.draw)
 
 
 def measured(given: Any, machine: Machine, scratch: Path) -> dict[str, Any]:
-    """The content of ``accuracy_MODEL.json``."""
+    """The content of ``accuracy_MODEL.json``, or of that of thresholds."""
     from bench.accuracy.engine import Engine
     from bench.accuracy.measure import Sizes, measure
-    from bench.accuracy.methods import by_gamma, methods
+    from bench.accuracy.methods import methods
 
     model = chosen(given.model, quick=given.quick)
     sizes = Sizes(given.texts, given.history, given.turn)
@@ -93,7 +95,7 @@ def measured(given: Any, machine: Machine, scratch: Path) -> dict[str, Any]:
         raise MachineError(f"--model {given.model}: it needs the files of its tokenizer")
     texts = Texts(encode, corpus().held_out)
     with steps(sizes.texts) as (_, advance):
-        known = [*by_gamma(engine)] if given.gamma else methods(engine)
+        known = [*thresholds.rows(engine)] if given.thresholds else methods(engine)
         found = measure(engine, texts, sizes, advance, known)
     return {
         **stamp(machine),

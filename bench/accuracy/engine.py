@@ -160,6 +160,13 @@ class Engine:
         positions = torch.arange(len(ids), device=slots.device)
         return History(ids, slots, positions, hidden, queries, kv)
 
+    def at_start(self) -> History:
+        """What the model writes of the self-check's tokens, whole pages, at a server's start."""
+        from hcache_backend.engine.startup.self_check import PROBE_TOKENS, probe_tokens
+
+        tokens = -(-PROBE_TOKENS // PAGE_SIZE) * PAGE_SIZE
+        return self.history(probe_tokens(self._runner.model_config.vocab_size, tokens))
+
     def forget(self, history: History) -> None:
         """Take its K and V out of the pool: what is not restored shows."""
         for layer, (k, v) in zip(self.layers, history.kv, strict=True):

@@ -72,7 +72,10 @@ def encoded(engine: Engine) -> Iterator[Method]:
 
 def paired(engine: Engine) -> Iterator[Method]:
     """K and V in pages with half of the layers in pairs: merged, and for comparison in ``fp8``."""
-    forms = _pair_forms(engine)
+    try:
+        forms = pair_forms(engine)
+    except UnsupportedRows:
+        return
     for label, choose in pairs.CHOICES.items():
         for form in forms if choose is pairs.by_attention else forms[:1]:
 
@@ -81,17 +84,8 @@ def paired(engine: Engine) -> Iterator[Method]:
             ) -> list[CodedPair]:
                 return [(*pair, code) for pair in choose(engine, history).pairs]
 
-            yield _paired(engine, f"KV, {label}, {form.name}", [form], coded)
-
-
-def by_gamma(engine: Engine) -> Iterator[Method]:
-    """K and V in pages with half of the layers in pairs, chosen by attention as a server does with
-    several thresholds of I-R layers."""
-    yield from exact(engine)
-    if forms := _pair_forms(engine):
-        for gamma in pairs.GAMMAS:
-            choose = partial(pairs.by_gamma, gamma)
-            yield _paired(engine, f"KV, gamma {gamma}", forms, choose)
+            number = len(pairs.fixed(len(engine.layers)).pairs)  # as every choice makes
+            yield paired_method(engine, f"KV, {label}, {form.name}", [form], coded, number)
 
 
 def recomputed(engine: Engine) -> Iterator[Method]:
@@ -133,19 +127,23 @@ def methods(engine: Engine) -> list[Method]:
     return [method for make in MAKERS for method in make(engine)]
 
 
-def _pair_forms(engine: Engine) -> list[PairForm]:
-    try:
-        return [
-            form(engine.page_cut, engine.kv_shape[1], engine.dtype) for form in PAIR_FORMS.values()
-        ]
-    except UnsupportedRows:
-        return []
+def pair_forms(engine: Engine) -> list[PairForm]:
+    """What a slot may keep of a pair of the model's layers: merged first.
+
+    Raises:
+        UnsupportedRows: They cannot be merged.
+    """
+    shape = engine.page_cut, engine.kv_shape[1], engine.dtype
+    return [form(*shape) for form in PAIR_FORMS.values()]
 
 
-def _paired(engine: Engine, name: str, forms: list[PairForm], choose: pairs.CodedChoice) -> Method:
-    # As many pairs as every choice makes.
-    slot = max(form.slot_bytes for form in forms)
-    page = pairs.fixed(len(engine.layers)).page_bytes(engine.kv_bytes * PAGE_SIZE, slot)
+def paired_method(
+    engine: Engine, name: str, forms: list[PairForm], choose: pairs.CodedChoice, number: int
+) -> Method:
+    """K and V in pages with that ``number`` of pairs, in one of ``forms`` each, and the other
+    layers as they are."""
+    layers, slot = len(engine.layers), max(form.slot_bytes for form in forms)
+    page = (layers - 2 * number) * engine.kv_bytes * PAGE_SIZE + number * slot
     kept = pairs.PairedLayers(engine, {form.name: form for form in forms}, choose)
     return Method(name, page // PAGE_SIZE, kept.restore, pairs=kept.chosen)
 

@@ -16,17 +16,14 @@ import torch
 
 from bench.accuracy.engine import Engine, History
 from bench.harness.methods import PAGE_SIZE
-from hcache_backend.krul.choice import PairChoice
-from hcache_backend.krul.pair_forms import MergedPair, PairForm
+from hcache_backend.krul.pair_forms import MergedPair, PairForm, changes_of_merges
 from hcache_backend.krul.paired_layout import CodedPair
 from hcache_backend.krul.selection import Strategy, closest_pairs
-from hcache_backend.krul.statistics import KV, LayerProbe, attention_sums, output_sums
+from hcache_backend.krul.statistics import KV, LayerProbe, PairSums, attention_sums, output_sums
 from hcache_kernels.codecs import Cut
 
 Choice = Callable[[Engine, History], Strategy]
 CodedChoice = Callable[[Engine, History], Sequence[CodedPair]]
-GAMMAS = 0.0, 0.2, 0.3, 0.4, 0.5, 0.6
-"""Thresholds of I-R layers that are put beside each other."""
 PAIRED = 0.5
 """Share of the layers that are in pairs, as MiniCache has it."""
 
@@ -37,9 +34,14 @@ def fixed(layers: int) -> Strategy:
     return Strategy(layers, tuple((low, low + 1) for low in range(layers - 2 * pairs, layers, 2)))
 
 
+def attention_of(engine: Engine, history: History) -> PairSums:
+    """How the last tokens attend."""
+    return attention_sums(_probes(engine, history))
+
+
 def by_attention(engine: Engine, history: History) -> Strategy:
     """The layers whose last tokens attend most alike."""
-    return _closest(attention_sums(_probes(engine, history)).distances)
+    return _closest(attention_of(engine, history).distances)
 
 
 def by_output(engine: Engine, history: History) -> Strategy:
@@ -60,14 +62,12 @@ CHOICES: dict[str, Choice] = {
 }
 
 
-def by_gamma(gamma: float, engine: Engine, history: History) -> Sequence[CodedPair]:
-    """As a server chooses by attention, if every pair may be merged: pairs of layers that are no
-    I-R layers hold ``fp8``."""
-    layers = len(engine.layers)
-    pairs = [*combinations(range(layers), 2)]
-    number = len(fixed(layers).pairs)
-    choice = PairChoice(layers, number, pairs, PAIRED, gamma)
-    return choice.by_distance(attention_sums(_probes(engine, history)))
+def merge_changes(engine: Engine, history: History) -> torch.Tensor:
+    """How much a merge of each two layers changes K and V, as a server finds out at its start:
+    float32 ``[layers, layers]``."""
+    form = _merged(engine)
+    units = [_units(form.cut, planes) for planes in history.kv]
+    return changes_of_merges(form, units)
 
 
 @dataclass
@@ -124,8 +124,12 @@ def _probes(engine: Engine, history: History) -> list[LayerProbe]:
     ]
 
 
+def _merged(engine: Engine) -> MergedPair:
+    return MergedPair(engine.page_cut, engine.kv_shape[1], engine.dtype)
+
+
 def _output_distances(engine: Engine, history: History) -> torch.Tensor:
-    form = MergedPair(engine.page_cut, engine.kv_shape[1], engine.dtype)
+    form = _merged(engine)
 
     def merge(first: KV, second: KV) -> tuple[KV, KV]:
         return _round_trip(form, first, second)[:2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -34,11 +34,19 @@ class PairChoice:
     def by_distance(self, sums: PairSums) -> tuple[CodedPair, ...]:
         """The closest I-R layers are merged (Krul's Algorithm 1)."""
         candidates = initial_recent_layers(sums.initial_recent, self.gamma)
-        distances = torch.full_like(sums.distances, torch.inf)
+        return self._first(sums.distances, candidates)
+
+    def extremes(self, sums: PairSums) -> Iterator[tuple[CodedPair, ...]]:
+        """The closest layers of all are merged, and those that are furthest from each other."""
+        for distances in (sums.distances, -sums.distances):
+            yield self._first(distances, list(range(self.layers)))
+
+    def _first(self, distances: torch.Tensor, candidates: list[int]) -> tuple[CodedPair, ...]:
+        allowed = torch.full_like(distances, torch.inf)
         for pair in self.mergeable:
-            distances[pair] = distances[pair[::-1]] = sums.distances[pair]
-        closest = closest_pairs(distances, candidates, self.ratio)
-        return self.coded([pair for pair in closest if pair in self.mergeable][: self.pairs])
+            allowed[pair] = allowed[pair[::-1]] = distances[pair]
+        first = closest_pairs(allowed, candidates, self.ratio)
+        return self.coded([pair for pair in first if pair in self.mergeable][: self.pairs])
 
     def coded(self, wanted: Iterable[Pair]) -> tuple[CodedPair, ...]:
         """These pairs, and neighbours among the other layers, from the last on: merged if they are

@@ -21,6 +21,8 @@ divisions and square roots in float32, in a fixed order.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import combinations
 from typing import ClassVar
 
 import torch
@@ -29,8 +31,6 @@ from torch.nn import functional
 from hcache_kernels.codecs import Cut, UnsupportedRows
 from hcache_kernels.codecs.scaled_segments import Fp8Segments
 
-_RETAINED = 16
-"""One of so many tokens is retained."""
 _MOST_TOKENS = 1 << 16
 
 
@@ -52,6 +52,7 @@ class PairForm(ABC):
         name: What strategies and pages call it. When the same values get other bytes, it gets
             another one: else stored pages would be decoded to wrong values.
         cut: As above.
+        dim: As above.
         slot_bytes: Bytes of an encoded page in both layers.
     """
 
@@ -59,7 +60,7 @@ class PairForm(ABC):
     slot_bytes: int
 
     def __init__(self, cut: Cut, dim: int, dtype: torch.dtype) -> None:
-        self.cut = cut
+        self.cut, self.dim = cut, dim
 
     @abstractmethod
     def encode(
@@ -100,7 +101,14 @@ class Fp8Pair(PairForm):
 
 
 class MergedPair(PairForm):
+    """See above.
+
+    Attributes:
+        retained: One of so many tokens is. Bytes depend on it, and on t: both are of the name.
+    """
+
     name = "merged"
+    retained: ClassVar[int] = 16
 
     def __init__(self, cut: Cut, dim: int, dtype: torch.dtype) -> None:
         if dtype not in (torch.bfloat16, torch.float16):
@@ -111,9 +119,9 @@ class MergedPair(PairForm):
                 f"{cut.tokens} tokens of {cut.width} values in heads of {dim}"
             )
         super().__init__(cut, dim, dtype)
-        self._dim, self._dtype = dim, dtype
+        self._dtype = dtype
         heads = cut.width // dim
-        self._kept = -(-cut.tokens // _RETAINED)
+        self._kept = -(-cut.tokens // self.retained)
         # Elements of 16 bits.
         self._parts = [
             cut.values,
@@ -128,7 +136,7 @@ class MergedPair(PairForm):
     def encode(
         self, first: torch.Tensor, second: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        pair = torch.stack((first, second)).unflatten(-1, (-1, self._dim))
+        pair = torch.stack((first, second)).unflatten(-1, (-1, self.dim))
         values = pair.float()
         length = _root_of_sum(values)
         magnitudes = length.to(self._dtype)
@@ -137,10 +145,10 @@ class MergedPair(PairForm):
         fits = held.all(0).flatten(1).all(1)
         units = torch.where(length[..., None] > 0, values / length[..., None], 0.0)
         kept = _divergent(units, self._kept)
-        halfway = units[0] + units[1]
-        norm = _root_of_sum(halfway)[..., None]
+        between = self._between(*units)
+        norm = _root_of_sum(between)[..., None]
         # Directions that are opposite have no middle.
-        direction = torch.where(norm > 0, halfway / norm, units[0]).to(self._dtype).flatten(-2)
+        direction = torch.where(norm > 0, between / norm, units[0]).to(self._dtype).flatten(-2)
         rows = kept[..., None].expand(*kept.shape, self.cut.width)
         exact = [part.flatten(-2).gather(3, rows) for part in pair]
         direction.scatter_(3, rows, exact[0])
@@ -160,7 +168,7 @@ class MergedPair(PairForm):
         numbers = parts[4].contiguous().view(torch.uint16).to(torch.int64)
         rows = numbers.clamp(max=cut.tokens - 1)[..., None].expand(*numbers.shape, cut.width)
         exact = values.gather(3, rows), parts[3].unflatten(3, (self._kept, cut.width))
-        heads = values.float().unflatten(4, (-1, self._dim))
+        heads = values.float().unflatten(4, (-1, self.dim))
         first, second = (
             (heads * magnitudes.float().unflatten(3, (cut.tokens, -1))[..., None])
             .to(self._dtype)
@@ -169,6 +177,10 @@ class MergedPair(PairForm):
             for magnitudes, kept in zip(parts[1:3], exact, strict=True)
         )
         return first, second
+
+    def _between(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        """Vectors in the direction of both layers, of any length, from those of length 1."""
+        return first + second
 
 
 PAIR_FORMS: dict[str, type[PairForm]] = {form.name: form for form in (MergedPair, Fp8Pair)}
@@ -199,6 +211,34 @@ class PairSlot:
         form = self._forms[name]
         parts = encoded.view(len(encoded), 2, -1)[..., : form.slot_bytes // 2]
         return form.decode(parts.flatten(1))
+
+
+def changes_of_merges(form: MergedPair, layers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """How much a merge of each two layers changes K and V: float32 ``[layers, layers]``, symmetric,
+    on the device.
+
+    That is the root mean square over tokens in the worst head of K or V, each token relative to its
+    own size; infinity on the diagonal, and where a page does not fit.
+
+    Args:
+        layers: K and V of each, see :meth:`PairForm.encode`.
+    """
+    found = torch.full((len(layers), len(layers)), torch.inf, device=layers[0].device)
+    for pair in combinations(range(len(layers)), 2):
+        exact = layers[pair[0]], layers[pair[1]]
+        rows, fits = form.encode(*exact)
+        errors = [_change(*both, form.dim) for both in zip(form.decode(rows), exact, strict=True)]
+        change = torch.where(fits.all(), torch.stack(errors).max(), torch.inf)
+        found[pair] = found[pair[::-1]] = change
+    return found
+
+
+def _change(back: torch.Tensor, exact: torch.Tensor, dim: int) -> torch.Tensor:
+    # All tokens count alike: one that stands out would hide what the others lose.
+    got, want = (part.float().unflatten(-1, (-1, dim)) for part in (back, exact))
+    size = want.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-12)
+    errors = ((got - want) / size).square()  # [p, 2, units, tokens, heads, dim]
+    return errors.mean((0, 3, 5)).sqrt().max()
 
 
 def _divergent(units: torch.Tensor, count: int) -> torch.Tensor:

@@ -27,34 +27,57 @@ _OUTPUT_TOKENS = 64, 192
 layers merged, a probe takes at most one and a half decode steps."""
 _TINY = 1e-30
 _WEIGHTS = 1 << 24
-"""So many weights of attention, or those of one query, exist at once."""
+"""So many weights of attention exist at once, or those of one query in the heads of a KV head."""
 
 
 class ProbedLayer(Protocol):
-    """What :class:`LayerProbe` has; K and V may be made when they are asked for."""
+    """The last queries of a sequence in one layer, and what they attend to, which is fetched when
+    it is asked for."""
 
     @property
-    def q(self) -> torch.Tensor: ...
+    def q(self) -> torch.Tensor:
+        """Of the last ``t`` tokens, ``[t, heads, dim]``, as attention receives them."""
 
     @property
-    def kv(self) -> KV: ...
+    def scale(self) -> float:
+        """Factor of the products of queries and keys."""
 
     @property
-    def scale(self) -> float: ...
+    def length(self) -> int:
+        """All ``n`` tokens."""
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of K, and of V."""
+
+    def keys(self, heads: slice) -> torch.Tensor:
+        """K of all tokens in some heads, ``[n, heads, dim]``; its type may be another one."""
+
+    def kv_of(self, tokens: torch.Tensor | None) -> KV:
+        """K and V of tokens with these numbers (int64 ``[m]``, on the device); None: of all."""
 
 
 class LayerProbe(NamedTuple):
-    """The last queries of a sequence in one layer, and what they attend to.
-
-    Attributes:
-        q: Of the last ``t`` tokens, ``[t, heads, dim]``, as attention receives them.
-        kv: K and V of all ``n`` tokens, whose type may be another one.
-        scale: Factor of the products of queries and keys.
-    """
+    """A :class:`ProbedLayer` whose K and V, of all tokens, are at hand."""
 
     q: torch.Tensor
     kv: KV
     scale: float
+
+    @property
+    def length(self) -> int:
+        return len(self.kv[0])
+
+    @property
+    def kv_heads(self) -> int:
+        return self.kv[0].shape[1]
+
+    def keys(self, heads: slice) -> torch.Tensor:
+        return self.kv[0][:, heads]
+
+    def kv_of(self, tokens: torch.Tensor | None) -> KV:
+        k, v = self.kv
+        return (k, v) if tokens is None else (k[tokens], v[tokens])
 
 
 @dataclass(frozen=True)
@@ -153,7 +176,7 @@ def output_sums(
     mass = _zeros(layers, 1)
     for weights, inside in _weights(layers):
         mass += _mass(weights, inside)
-    held = [layer.kv if seen is None else _of(layer.kv, seen) for layer in layers]
+    held = [layer.kv_of(seen) for layer in layers]
     exact = [_output(layer, kv) for layer, kv in zip(layers, held, strict=True)]
     size = torch.stack([output.double().square().sum() for output in exact])
     squared = _zeros(layers, 2).fill_(math.inf).fill_diagonal_(0.0)
@@ -208,30 +231,34 @@ def _zeros(layers: Sequence[ProbedLayer], dims: int) -> torch.Tensor:
 
 
 def _weights(layers: Sequence[ProbedLayer]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Weights of all layers for some queries after the other, float32 ``[layers, heads, t, n]``,
-    and which of them are on neither end, bool ``[t, n]``."""
-    tokens, heads = layers[0].q.shape[:2]
-    length = len(layers[0].kv[0])
-    at_once = max(1, _WEIGHTS // (len(layers) * heads * length))
-    for start in range(0, tokens, at_once):
-        queries = slice(start, min(start + at_once, tokens))
-        seen = length - tokens + queries.stop
-        weights = torch.stack(
-            [
-                attention_weights(layer.q[queries], layer.kv[0][:seen], layer.scale)
-                for layer in layers
-            ]
-        )
-        yield weights, ~_at_ends(queries.stop - queries.start, seen, weights.device)
+    """Weights of all layers in some heads for some queries after the other, float32 ``[layers,
+    heads, t, n]``, and which of them are on neither end, bool ``[t, n]``.
+
+    K of each layer is fetched once; of all layers together, in as few heads as are looked at.
+    """
+    (tokens, heads), length = layers[0].q.shape[:2], layers[0].length
+    kv_heads = layers[0].kv_heads
+    group = heads // kv_heads
+    of_query = len(layers) * group * length
+    several, at_once = max(1, _WEIGHTS // (of_query * tokens)), max(1, _WEIGHTS // of_query)
+    for first in range(0, kv_heads, several):
+        here = slice(first, min(first + several, kv_heads))
+        asking = slice(here.start * group, here.stop * group)
+        held = [layer.keys(here) for layer in layers]
+        for start in range(0, tokens, at_once):
+            queries = slice(start, min(start + at_once, tokens))
+            seen = length - tokens + queries.stop
+            weights = torch.stack(
+                [
+                    attention_weights(layer.q[queries, asking], k[:seen], layer.scale)
+                    for layer, k in zip(layers, held, strict=True)
+                ]
+            )
+            yield weights, ~_at_ends(queries.stop - queries.start, seen, weights.device)
 
 
 def _mass(weights: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
     return weights.masked_fill(inside, 0.0).sum((1, 2, 3), dtype=torch.float64)
-
-
-def _of(kv: KV, tokens: torch.Tensor) -> KV:
-    k, v = kv
-    return k[tokens], v[tokens]
 
 
 def _output(layer: ProbedLayer, kv: KV) -> torch.Tensor:
@@ -243,7 +270,7 @@ def _output(layer: ProbedLayer, kv: KV) -> torch.Tensor:
 
 def _shape(layers: Sequence[ProbedLayer]) -> tuple[int, int]:
     """Queries and heads of all layers."""
-    shapes = {(*layer.q.shape[:2], len(layer.kv[0])) for layer in layers}
+    shapes = {(*layer.q.shape[:2], layer.length) for layer in layers}
     if len(shapes) != 1:
         raise ValueError(
             f"layers have queries, heads and tokens {sorted(shapes)}: all must have the same"

@@ -46,14 +46,21 @@ class PagedPool:
         self, kernel: Any, slots: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V in ``slots``, ``[n, kv_heads, head_dim]`` each, in the model's type ``dtype``."""
-        pool, index = self._kvcache, kernel.layer_id - self._kvcache.start_layer
+        index = kernel.layer_id - self._kvcache.start_layer
+        k, v = self._kvcache.k_buffer[index], self._kvcache.v_buffer[index]
+        return self._rows(kernel, "k", k[slots], dtype), self._rows(kernel, "v", v[slots], dtype)
 
-        def rows(buffers: Any, name: str) -> torch.Tensor:
-            held: torch.Tensor = buffers[index][slots].view(pool.dtype).to(dtype)
-            # As in set_kv_buffer, which divides by the scales only where types differ.
-            return held if pool.dtype == dtype else held * (_scale(kernel, name) or 1.0)
+    def fetch_keys(
+        self, kernel: Any, slots: torch.Tensor, dtype: torch.dtype, heads: slice
+    ) -> torch.Tensor:
+        """K of :meth:`fetch` in some heads; nothing else is read."""
+        k = self._kvcache.k_buffer[kernel.layer_id - self._kvcache.start_layer]
+        return self._rows(kernel, "k", k[:, heads][slots], dtype)
 
-        return rows(pool.k_buffer, "k"), rows(pool.v_buffer, "v")
+    def _rows(self, kernel: Any, name: str, held: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        rows = held.view(self._kvcache.dtype).to(dtype)
+        # As in set_kv_buffer, which divides by the scales only where types differ.
+        return rows if self._kvcache.dtype == dtype else rows * (_scale(kernel, name) or 1.0)
 
 
 def _scale(kernel: Any, name: str) -> float | None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
-from hcache_backend.krul.statistics import KV, Measure, PairSums
+from hcache_backend.krul.statistics import KV, ProbedLayer
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.streams import Stream, to_device
 
@@ -117,15 +116,31 @@ class RecomputeAttention:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A :class:`ProbedLayer` whose K and V are in the pool."""
+    """A :class:`ProbedLayer` whose K and V are in the pool, in ``slots``."""
 
     q: torch.Tensor
-    scale: float
-    fetch: Callable[[], KV]
+    pool: PagedPool
+    kernel: Any
+    slots: torch.Tensor
 
     @property
-    def kv(self) -> KV:
-        return self.fetch()
+    def scale(self) -> float:
+        return float(self.kernel.scaling)
+
+    @property
+    def length(self) -> int:
+        return len(self.slots)
+
+    @property
+    def kv_heads(self) -> int:
+        return int(self.kernel.tp_k_head_num)
+
+    def keys(self, heads: slice) -> torch.Tensor:
+        return self.pool.fetch_keys(self.kernel, self.slots, self.q.dtype, heads)
+
+    def kv_of(self, tokens: torch.Tensor | None) -> KV:
+        slots = self.slots if tokens is None else self.slots[tokens]
+        return self.pool.fetch(self.kernel, slots, self.q.dtype)
 
 
 class _ProbeAttention(RecomputeAttention):
@@ -151,8 +166,7 @@ class _ProbeAttention(RecomputeAttention):
         if extra or k is None or v is None or not _plain(kernel):
             raise RecomputeRefused(f"layer {kernel.layer_id} has an attention of its own kind")
         q = q.reshape(-1, kernel.tp_q_head_num, kernel.qk_head_dim)
-        held = partial(self._pool.fetch, kernel, self._keys, q.dtype)
-        self.layers.append(_Asked(q, kernel.scaling, held))
+        self.layers.append(_Asked(q, self._pool, kernel, self._keys))
         if kernel.layer_id >= self._last_layer:
             raise _LayersDone
         return self._output(kernel, q)
@@ -257,10 +271,11 @@ class Recomputer:
 
     @torch.inference_mode()
     def probe(
-        self, layers: int, token_ids: np.ndarray, keys: torch.Tensor, measure: Measure
-    ) -> PairSums:
-        """How the last tokens of a sequence attend in ``layers`` layers, by ``measure``; the pool
-        stays as it is.
+        self, layers: int, token_ids: np.ndarray, keys: torch.Tensor
+    ) -> Sequence[ProbedLayer]:
+        """Ask the last tokens of a sequence again in ``layers`` layers; the pool stays as it is.
+        What is returned reads K and V there: on the same stream, while they are there. The model
+        takes part in no collective behind the last layer's attention.
 
         Args:
             token_ids: Of the last ones, int64 ``[t]``.
@@ -277,7 +292,7 @@ class Recomputer:
         try:
             self._forward(to_device(token_ids, device), positions, nowhere, attention)
         except _LayersDone:
-            return measure(attention.layers)
+            return attention.layers
         raise RecomputeRefused(f"the model ended before attention of layer {layers - 1}")
 
 

@@ -46,10 +46,10 @@ UNIT = {
     "engine/capture_hooks.py:_begin capture.give_up_step()": Report(
         "capture, a step that cannot begin", "forward writes what hcache transfer reads"
     ),
-    "engine/kv_pages/node_pairs.py:_probe forwards.wait(current_stream(keys.device).record())": (
+    "engine/kv_pages/node_pairs.py:_ask_next forwards.wait(current_stream(keys.device).record())": (
         Report("probes", "forward reads what schedule writes")
     ),
-    "engine/kv_pages/node_pairs.py:_probe forwards.keep(keys)": Report(
+    "engine/kv_pages/node_pairs.py:_ask_next forwards.keep(keys)": Report(
         "probes", "device memory of schedule dies while forward may use it"
     ),
     "engine/kv_pages/overflow.py:copy_unfit now.keep(saved.held)": Report(

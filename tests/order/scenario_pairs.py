@@ -11,7 +11,7 @@ import torch
 from hcache_backend import streams
 from hcache_backend.engine.kv_pages.node_pairs import NodePairs
 from hcache_backend.krul.choice import PairChoice
-from hcache_backend.krul.statistics import PairSums, attention_sums
+from hcache_backend.krul.statistics import PairSums
 from tests.order.checker import Checker
 from tests.order.scenario_restore import GPU, SIZE
 
@@ -23,23 +23,28 @@ def probes(checker: Checker) -> None:
     keys = checker.on_device(torch.ones((4 * TOKENS, 8)), "K")
     schedule, forward = checker.stream("schedule"), checker.stream("forward")
 
-    def probe(layers: int, token_ids: Any, slots: torch.Tensor, measure: Any) -> PairSums:
+    def probe(layers: int, token_ids: Any, slots: torch.Tensor) -> torch.Tensor:
+        return slots
+
+    def measure(slots: Any) -> PairSums:
         keys[slots].sum()
-        none = torch.zeros(layers, dtype=torch.float64)
-        return PairSums(1, none, none + 1, none.new_zeros(layers, layers))
+        none = torch.zeros(LAYERS, dtype=torch.float64)
+        return PairSums(1, none, none + 1, none.new_zeros(LAYERS, LAYERS))
 
     def slots_of(node: int, root: int) -> torch.Tensor:
         return streams.to_device(np.arange(TOKENS) + node * TOKENS, GPU)
 
     recomputer: Any = SimpleNamespace(probe=probe, stream=lambda: streams.of(forward))
     tree = SimpleNamespace(
-        build_storage_backup_spec=lambda *_: SimpleNamespace(token_ids=[1, 2]),
+        build_storage_backup_spec=lambda *_: SimpleNamespace(
+            token_ids=[1, 2], hash_value=None, prefix_keys=None
+        ),
         empty_match_result=SimpleNamespace(last_device_node=0),
         collect_full_device_indices=slots_of,
     )
     layout: Any = SimpleNamespace(pairs=())
     choice = PairChoice(LAYERS, 0, (), 1.0, 0.5)
-    pairs = NodePairs(recomputer, attention_sums, choice, layout, None, 1)
+    pairs = NodePairs(recomputer, measure, choice, layout, None, 1)
     checker.begin()
     for node in range(4):
         forward.wait_stream(schedule)

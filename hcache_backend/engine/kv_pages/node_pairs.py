@@ -1,18 +1,20 @@
 """Which layers share slots in the pages of each node, by how its last tokens attend.
 
 A node is what HiCache backs up at once: tokens of a sequence behind those of other nodes. Its last
-tokens are asked again, on the stream of forward passes; until that has been answered its backup is
-put off. Scheduler thread only; all tensor-parallel ranks must get to each step at one point.
+tokens are asked again, on the stream of forward passes, one node after the other; until that has
+been answered its backup is put off. What was found out of the nodes before it is added, as Krul
+adds a prompt's and a reply's. Scheduler thread only; all tensor-parallel ranks must get to each
+step at one point.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,16 +30,37 @@ from hcache_backend.streams import Event, StreamFailed, current_stream, host_ten
 logger = logging.getLogger("hcache")
 
 
+_KNOWN = 256
+"""Sums of so many nodes are kept: 2 MB with 32 layers, 13 MB with 80."""
+
+
+class _Tokens(NamedTuple):
+    """Where a node is.
+
+    Attributes:
+        ids: Of its last tokens, int64 ``[t]``.
+        keys: Slots of all tokens up to its end, int64 ``[n]``, on the device.
+        ends: Hash of its last page; None: it has none, as without an L3.
+        behind: That of the node before it, likewise.
+    """
+
+    ids: np.ndarray
+    keys: torch.Tensor
+    ends: str | None
+    behind: str | None
+
+
 @dataclass
 class _Node:
     """A node that waits for its backup.
 
     Attributes:
-        pairs: Those of its pages; None: not known yet.
-        sums: As of :meth:`PairSums.packed`, on the CPU behind ``event``.
+        pairs: Those of its pages; None: not known yet, and its ``tokens`` are to be asked.
+        sums: As of :meth:`PairSums.packed`, on the CPU behind ``event``; None: they were not asked.
     """
 
     pairs: Sequence[CodedPair] | None
+    tokens: _Tokens | None = None
     sums: torch.Tensor | None = None
     event: Event | None = None
 
@@ -71,6 +94,7 @@ class NodePairs:
         self._layout = layout
         self._group = group
         self._nodes: deque[_Node] = deque()
+        self._sums: OrderedDict[str, PairSums] = OrderedDict()
 
     def ask(self, tree: Any, node_ids: Sequence[int]) -> None:
         """The node of SGLang's ``tree`` with these ids comes behind those that were asked; without
@@ -84,14 +108,13 @@ class NodePairs:
         self._nodes.append(node)
         if self._recomputer is None or tree is None:
             return
-        tokens: tuple[np.ndarray, torch.Tensor] | None = None
+        tokens: _Tokens | None = None
         with metrics.harmless("probe", "pairs of layers are chosen without the attention"):
             tokens = _tokens(tree, node_ids[0])
         (known,) = on_all_ranks(self._group, tokens is not None)
-        if known and tokens is not None:
-            self._probe(self._recomputer, node, *tokens)
-            if self._problem is not None and self._ranks > 1:
-                raise self._problem
+        if known:
+            node.pairs, node.tokens = None, tokens
+            self._ask_next()
 
     @property
     def asked(self) -> int:
@@ -109,47 +132,77 @@ class NodePairs:
         return self._layout.with_pairs(pairs)
 
     def answered(self) -> bool:
-        """Look whether answers have arrived; whether the first node waits no more."""
-        before = self._nodes[0].pairs if self._nodes else None
-        for node in self._nodes:
-            if node.pairs is not None:
-                continue
-            (arrived,) = on_all_ranks(self._group, node.event is None or node.event.query())
-            if not arrived:
-                break
-            node.pairs = self._chosen(node)
-        return before is None and bool(self._nodes) and self._nodes[0].pairs is not None
+        """Look whether an answer has arrived, and ask the next node; whether the first node waits
+        no more.
+
+        Raises:
+            Exception: As :meth:`ask` does.
+        """
+        node = self._undecided
+        if node is None:
+            return False
+        (arrived,) = on_all_ranks(self._group, node.event is None or node.event.query())
+        if not arrived:
+            return False
+        node.pairs = self._chosen(node)
+        if self._recomputer is None:
+            for other in self._nodes:
+                if other.pairs is None:
+                    other.pairs = self._layout.pairs
+        self._ask_next()
+        return node is self._nodes[0]
 
     def forget(self) -> None:
-        """Backups that wait were dropped."""
+        """Backups that wait were dropped, and the tree is empty."""
         self._nodes.clear()
+        self._sums.clear()
 
-    def _probe(
-        self, recomputer: Recomputer, node: _Node, token_ids: np.ndarray, keys: torch.Tensor
-    ) -> None:
-        layers = self._choice.layers
+    @property
+    def _undecided(self) -> _Node | None:
+        """The first node that waits for an answer; none behind it is asked before that arrives."""
+        return next((node for node in self._nodes if node.pairs is None), None)
+
+    def _ask_next(self) -> None:
+        node, recomputer = self._undecided, self._recomputer
+        if node is None or node.sums is not None or recomputer is None:
+            return
+        assert node.tokens is not None
+        layers, keys, ids = self._choice.layers, node.tokens.keys, node.tokens.ids
         size = (PairSums.packed_size(layers),)
-        node.pairs, node.sums = None, torch.zeros(size, dtype=torch.float64)
-
-        def run() -> None:
-            try:
-                found = recomputer.probe(layers, token_ids, keys, self._measure)
-                sums.copy_(found.packed(), non_blocking=True)
-            except Exception as error:  # raised, it would end the stream of forward passes
-                self._problem = error
-
+        node.sums, forwards = torch.zeros(size, dtype=torch.float64), None
         try:
-            sums = node.sums = host_tensor(size, torch.float64, keys.device).zero_()
+            sums = host_tensor(size, torch.float64, keys.device).zero_()
             forwards = recomputer.stream()
             forwards.wait(current_stream(keys.device).record())
             forwards.keep(keys)
-            forwards.run(run)
-            node.event = forwards.record()
         except Exception as error:
             self._problem = error
+        (ready,) = on_all_ranks(self._group, forwards is not None)
+        if not ready or forwards is None:
+            return
+        node.sums, broken = sums, list[Exception]()
+
+        def run() -> None:  # what it raised would end the stream of forward passes
+            try:
+                asked = recomputer.probe(layers, ids, keys)
+            except Exception as error:
+                self._problem = error
+                broken.append(error)
+                return
+            try:  # no rank waits for this one any more
+                with torch.inference_mode():
+                    found = self._measure(asked).packed()
+                sums.copy_(found, non_blocking=True)
+            except Exception as error:
+                self._problem = error
+
+        forwards.run(run)
+        node.event = forwards.record()
+        if broken and self._ranks > 1:
+            raise broken[0]
 
     def _chosen(self, node: _Node) -> Sequence[CodedPair]:
-        assert node.sums is not None
+        assert node.sums is not None and node.tokens is not None
         try:
             if node.event is not None:
                 node.event.synchronize()
@@ -168,17 +221,28 @@ class NodePairs:
                     self._problem,
                 )
             return self._layout.pairs
-        found = PairSums.unpacked(sums, self._choice.layers)
+        found = self._added(PairSums.unpacked(sums, self._choice.layers), node.tokens)
         pairs, distances = self._choice.by_distance(found), found.distances
         for first, second, code in pairs:
             if (distance := float(distances[first, second])) < math.inf:
                 metrics.PAIR_DISTANCES.observe(code, distance)
         return pairs
 
+    def _added(self, found: PairSums, tokens: _Tokens) -> PairSums:
+        """What was found of a node and of those before it."""
+        if tokens.behind is not None and (before := self._sums.get(tokens.behind)) is not None:
+            self._sums.move_to_end(tokens.behind)
+            found = before + found
+        if tokens.ends is not None:
+            self._sums[tokens.ends] = found
+            if len(self._sums) > _KNOWN:
+                self._sums.popitem(last=False)
+        return found
 
-def _tokens(tree: Any, node_id: int) -> tuple[np.ndarray, torch.Tensor]:
-    """The last tokens of a node, int64 ``[t]``, and the slots of all tokens up to its end, int64
-    ``[n]``, on the device."""
-    token_ids = tree.build_storage_backup_spec(node_id, False).token_ids[-PROBE_TOKENS:]
+
+def _tokens(tree: Any, node_id: int) -> _Tokens:
+    spec = tree.build_storage_backup_spec(node_id, True)
     root = tree.empty_match_result.last_device_node
-    return np.array(token_ids, dtype=np.int64), tree.collect_full_device_indices(node_id, root)
+    ids = np.array(spec.token_ids[-PROBE_TOKENS:], dtype=np.int64)
+    ends, behind = ((hashes or [None])[-1] for hashes in (spec.hash_value, spec.prefix_keys))
+    return _Tokens(ids, tree.collect_full_device_indices(node_id, root), ends, behind)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from itertools import combinations
 from typing import Any
 
 import torch
 
 from hcache_backend.engine.kv_pages.segments import KVSegments
-from hcache_backend.krul.pair_forms import PAIR_FORMS, Fp8Pair, MergedPair, PairSlot
+from hcache_backend.krul.pair_forms import (
+    PAIR_FORMS,
+    Fp8Pair,
+    MergedPair,
+    PairSlot,
+    changes_of_merges,
+)
 from hcache_backend.krul.paired_layout import PairedLayout, Slot
 from hcache_backend.krul.selection import Pair
 from hcache_backend.krul.statistics import KV, PairSums, ProbedLayer, output_sums, output_tokens
@@ -51,7 +56,7 @@ class PairedSegments(KVSegments):
             raise UnsupportedRows(f"codec 'krul' cannot make {pairs} pairs of {len(layers)} layers")
         self._pairs = pairs
         self._units = make_segment_codec(Fp8Pair.name, *cut)
-        self._slot = PairSlot(*cut)
+        self._slot, self._merged = PairSlot(*cut), MergedPair(*cut)
         if cut[2] == torch.bfloat16:
             self._encoder = make_segment_codec("exp4", *cut)
 
@@ -154,30 +159,12 @@ class PairedSegments(KVSegments):
         return bool(fits.all()) and torch.equal(encoded[0], segments)
 
     def merge_changes(self, slots: torch.Tensor) -> torch.Tensor:
-        """How much a merge of each two layers changes K and V: float32 ``[layers, layers]``,
-        symmetric, on the device; of whole pages in ``slots`` (int64 ``[p * page_size]``, there).
-
-        That is the root mean square over tokens in the worst head of K or V, each token relative to
-        its own size; infinity on the diagonal, and where a page does not fit.
-        """
+        """:func:`changes_of_merges` of whole pages in ``slots`` (int64 ``[p * page_size]``, on the
+        device)."""
         pages = torch.arange(len(slots) // self.page_size, device=slots.device)
         held = [[plane[slots] for plane in self.planes(layer)] for layer in self.layers]
         units = [self._units.read_units(planes, pages) for planes in held]
-        found = torch.full((len(units), len(units)), torch.inf, device=slots.device)
-        for pair in combinations(range(len(units)), 2):
-            exact = units[pair[0]], units[pair[1]]
-            rows, fits = self._slot.encode(MergedPair.name, *exact)
-            back = self._slot.decode(MergedPair.name, rows)
-            change = torch.stack(list(map(self._change, back, exact))).max()
-            found[pair] = found[pair[::-1]] = torch.where(fits.all(), change, torch.inf)
-        return found
-
-    def _change(self, back: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-        # All tokens count alike: one that stands out would hide what the others lose.
-        got, want = (part.float().unflatten(-1, (-1, self._units.dim)) for part in (back, exact))
-        size = want.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-12)
-        errors = ((got - want) / size).square()  # [p, 2, units, tokens, heads, dim]
-        return errors.mean((0, 3, 5)).sqrt().max()
+        return changes_of_merges(self._merged, units)
 
     def output_sums(self, pairs: Collection[Pair], layers: Sequence[ProbedLayer]) -> PairSums:
         """What merging ``pairs`` does to the attention of the last tokens, whose sequence is of
@@ -186,7 +173,7 @@ class PairedSegments(KVSegments):
         Raises:
             ValueError: It is not.
         """
-        seen = output_tokens(len(layers[0].kv[0]), self.page_size, layers[0].q.device)
+        seen = output_tokens(layers[0].length, self.page_size, layers[0].q.device)
         pages = torch.arange(len(seen) // self.page_size, device=seen.device)
 
         def merge(*exact: KV) -> tuple[KV, KV]:

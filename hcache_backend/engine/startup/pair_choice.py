@@ -27,7 +27,7 @@ from hcache_backend.engine.startup.self_check import probe_tokens, said_behind
 from hcache_backend.krul.choice import PairChoice
 from hcache_backend.krul.pair_forms import MergedPair
 from hcache_backend.krul.paired_layout import PairedLayout
-from hcache_backend.krul.selection import Strategy
+from hcache_backend.krul.selection import Pair, Strategy
 from hcache_backend.krul.statistics import PROBE_TOKENS, PairSums
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.restore.recompute import Recomputer
@@ -61,15 +61,13 @@ def find_mergeable(plan: PagePlan, option: KrulOption, slots: torch.Tensor, grou
     if not fine:
         raise Refused(problem or "another tensor-parallel rank cannot merge layers")
     mergeable = frozenset(pair for pair, fits in zip(every, small, strict=True) if fits)
-    plan.choice = PairChoice(layers, len(layout.pairs), mergeable, option.ratio, option.gamma)
-    plan.layout = layout.with_pairs(plan.choice.coded(option.pairs or ()))
-    if option.distance == "output":
-        plan.measure = partial(kv.output_sums, mergeable)
+    choice = PairChoice(layers, len(layout.pairs), mergeable, option.ratio, option.gamma)
+    layout = _use(plan, choice, option)
     logger.info(
         "hcache: %d of %d pairs of layers may be merged; in each page until others are chosen: %s",
         len(mergeable),
         len(every),
-        ", ".join(f"{first} and {second} {code}" for first, second, code in plan.layout.pairs),
+        ", ".join(f"{first} and {second} {code}" for first, second, code in layout.pairs),
     )
 
 
@@ -100,7 +98,9 @@ def find_probe(runner: Any, plan: PagePlan, slots: torch.Tensor) -> PairSums:
 
     def run() -> None:
         try:
-            found.append(recomputer.probe(layers, ids, slots, plan.measure))
+            asked = recomputer.probe(layers, ids, slots)
+            with torch.inference_mode():
+                found.append(plan.measure(asked))
         except Exception as error:  # a model's own code, with a batch that it was not made for
             problems.append(error)
 
@@ -124,47 +124,93 @@ def check_output(
     option: KrulOption,
     group: Any,
 ) -> None:
-    """Let the plan merge nothing if that changes too much what the model says next.
+    """Let the plan merge only what hardly changes what the model says next.
 
     All tensor-parallel ranks (``group``) must call it; the pool gets back what it held. Tried are
-    the closest pairs by ``sums`` of this rank, whatever they attend to, or those of the option.
+    the closest pairs by ``sums`` of this rank, whatever they attend to, and those that are furthest
+    from each other, or those of the option. If only the closest ones change little, no others are
+    merged; if these change much, none are.
 
     Args:
         slots: Where the model has written K and V of the self-check's tokens, int64 ``[p *
             page_size]``.
     """
-    layout, kv, choice = plan.layout, plan.kv, plan.choice
+    layout, choice = plan.layout, plan.choice
     assert isinstance(layout, PairedLayout) and choice is not None
+    layouts = [layout]
     if sums is not None:
         whole = PairSums.unpacked(sum_of_all_ranks(group, sums.packed().cpu()), choice.layers)
-        layout = layout.with_pairs(replace(choice, gamma=0.0).by_distance(whole))
-    tried = [pair for *pair, code in layout.pairs if code == MergedPair.name]
-    if not tried:
+        layouts = list(dict.fromkeys(map(layout.with_pairs, choice.extremes(whole))))
+    tried = [_merged(each) for each in layouts]
+    if not tried[0]:
         return
-    held = [[plane[slots] for plane in kv.planes(layer)] for layer in kv.layers]
-    kl = math.inf
-    try:
-        merged, _ = kv.through_codec(layout, held)
-        exact = said_behind(runner, slots)
-        with _pool_holds(kv, slots, merged, held):
-            changed = said_behind(runner, slots)
-        kl = float((exact.exp() * (exact - changed)).sum(-1).mean())
-    except Exception:
-        logger.exception("hcache: what merged layers change in what the model says is not known")
-    (fine,) = on_all_ranks(group, kl <= option.kl)
-    if fine:
-        logger.info("hcache: merging layers %s changes what is said by %.1e nats", tried, kl)
+    changes = _changes(runner, plan.kv, slots, layouts, group)
+    fine = on_all_ranks(group, *(change <= option.kl for change in changes))
+    for pairs, change in zip(tried, changes, strict=True):
+        logger.info("hcache: merging layers %s changes what is said by %.1e nats", pairs, change)
+    if all(fine):
         return
     metrics.PROBLEMS.count("merged_layers")
-    logger.warning(
-        "hcache: merging layers %s changes what the model says by %.1e nats a token (allowed %.1e):"
-        " all pairs hold fp8",
-        tried,
-        kl,
-        option.kl,
+    told = (
+        "hcache: merging layers %s changes what the model says by %.1e nats a token (allowed %.1e)"
     )
-    plan.choice, plan.probe = replace(choice, mergeable=frozenset()), None
-    plan.layout = layout.with_pairs(plan.choice.coded(option.pairs or ()))
+    if fine[0]:
+        logger.warning(f"{told}: only %s are merged", tried[1], changes[1], option.kl, tried[0])
+        _use(plan, replace(choice, mergeable=frozenset(tried[0])), option)
+        return
+    logger.warning(f"{told}: all pairs hold fp8", tried[0], changes[0], option.kl)
+    plan.probe = None
+    _use(plan, replace(choice, mergeable=frozenset()), option)
+
+
+def _use(plan: PagePlan, choice: PairChoice, option: KrulOption) -> PairedLayout:
+    """Pages of the plan have the pairs of the option, in what is returned, until others are chosen
+    so."""
+    layout, kv = plan.layout, plan.kv
+    assert isinstance(layout, PairedLayout) and isinstance(kv, PairedSegments)
+    plan.choice = choice
+    plan.layout = layout = layout.with_pairs(choice.coded(option.pairs or ()))
+    if option.distance == "output":
+        plan.measure = partial(kv.output_sums, choice.mergeable)
+    return layout
+
+
+def _merged(layout: PairedLayout) -> list[Pair]:
+    return [(first, second) for first, second, code in layout.pairs if code == MergedPair.name]
+
+
+def _changes(
+    runner: Any, kv: KVSegments, slots: torch.Tensor, layouts: Sequence[PairedLayout], group: Any
+) -> list[float]:
+    """How much K and V that come back from pages of each layout change what the model says, in
+    nats; infinity: it is not known."""
+    held: list[list[torch.Tensor]] = []
+    back: list[list[list[torch.Tensor]]] = []
+    with _reported():
+        held = [[plane[slots] for plane in kv.planes(layer)] for layer in kv.layers]
+        for layout in layouts:
+            planes, _ = kv.through_codec(layout, held)
+            back.append([[part.to(slots.device) for part in parts] for parts in planes])
+    # The model's own collectives follow: no rank may be missing there.
+    (ready,) = on_all_ranks(group, len(back) == len(layouts))
+    changes = [math.inf] * len(layouts)
+    if not ready:
+        return changes
+    with _reported():
+        exact = said_behind(runner, slots)
+        for number, merged in enumerate(back):
+            with _pool_holds(kv, slots, merged, held):
+                changed = said_behind(runner, slots)
+            changes[number] = float((exact.exp() * (exact - changed)).sum(-1).mean())
+    return changes
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        logger.exception("hcache: what merged layers change in what the model says is not known")
 
 
 @contextmanager
@@ -185,7 +231,7 @@ def _pool_holds(
 def _put(kv: KVSegments, slots: torch.Tensor, planes: Sequence[Sequence[torch.Tensor]]) -> None:
     for layer, parts in zip(kv.layers, planes, strict=True):
         for plane, part in zip(kv.planes(layer), parts, strict=True):
-            plane[slots] = part.to(plane.device)
+            plane[slots] = part
 
 
 def _problem(option: KrulOption, layers: int, number: int) -> str | None:

@@ -206,7 +206,8 @@ class OwnPagesStrategy(StackStrategy):
         assert runtime.config is not None
         runtime.recomputation = None
         args = resolved(runner.server_args)
-        if plan.kv.by_header:  # what a page holds is chosen when a node is backed up
+        if plan.kv.by_header:
+            runtime.recomputation = "none: codec 'krul' chooses what a page holds at its backup"
             return None
         if runtime.config.restore == "layerwise" or eager_refusal(
             args, kvcache.device, hidden=False

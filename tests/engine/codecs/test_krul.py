@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 import torch
 
 from bench.fixtures.models import fixture
@@ -16,7 +19,7 @@ from bench.harness.models import build_model
 from bench.harness.server import Server, ServerOptions
 from hcache_backend.krul.pair_forms import PairSlot
 from hcache_backend.page import LAYER_ENTRY
-from hcache_backend.store.format import parse_header
+from hcache_backend.store.format import parse_header, parse_name
 from hcache_kernels.codecs import make_segment_codec
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
 from tests.engine.codecs.test_lossy_kv import PAGE, kv_codec, likeliest, options, payloads
@@ -40,14 +43,23 @@ MERGED = [[[0, 5], [2, 3]], [[1, 4]]]
 """Pairs of two servers: all pages have two."""
 
 
-def paired(model: Path, folder: Path, **krul: Any) -> ServerOptions:
+def paired(
+    model: Path, folder: Path, tp: int = 1, metrics: bool = False, **krul: Any
+) -> ServerOptions:
     """A random model's layers are not alike: whatever a merge makes of them is taken."""
-    return options(
-        model,
-        folder,
-        "krul",
-        hcache={"mode": "kv", "krul": {"ratio": 0.7, "error": 10.0, "kl": 100.0, **krul}},
-    )
+    krul = {"ratio": 0.7, "error": 10.0, "kl": 100.0, **krul}
+    more = {"hcache": {"mode": "kv", "krul": krul}, "tp": tp, "metrics": metrics}
+    return options(model, folder, "krul", **more)
+
+
+def by_key(folder: Path) -> dict[bytes, list[Path]]:
+    """Page files, of all ranks."""
+    found: dict[bytes, list[Path]] = {}
+    for path in stored_pages(folder):
+        name = parse_name(path.name)
+        assert name is not None
+        found.setdefault(name.key, []).append(path)
+    return found
 
 
 def pairs_in(path: Path, layers: int = LAYERS) -> frozenset[tuple[int, int, bytes]]:
@@ -99,12 +111,22 @@ def test_pages_of_several_servers_come_back_together_and_damage_is_a_miss(
         assert_nothing_went_wrong(server)
 
 
+@pytest.mark.parametrize(
+    ("krul", "codes"),
+    [
+        ({"pairs": MERGED[0]}, {b"merged"}),
+        ({"pairs": MERGED[1]}, {b"merged", b"fp8"}),
+        ({"gamma": 0.0}, {b"merged"}),
+    ],
+    ids=["merged", "merged and fp8", "chosen by node"],
+)
 def test_pages_are_what_the_reference_encodes_and_lossless_servers_never_see_them(
-    model_cache: Path, tmp_path: Path
+    krul: dict[str, Any], codes: set[bytes], model_cache: Path, tmp_path: Path
 ) -> None:
     model = build_model("qwen3", model_cache, num_hidden_layers=LAYERS)
-    with Server(paired(model, tmp_path, pairs=MERGED[0])) as server:
+    with Server(paired(model, tmp_path, **krul)) as server:
         replies = converse(server, make_conversations(2, turns=1, tokens=300))
+    encoded = by_key(tmp_path)
     stored = payloads(stored_pages(tmp_path))
     known = set(stored_pages(tmp_path))
     with Server(options(model, tmp_path, "none")) as server:
@@ -118,39 +140,59 @@ def test_pages_are_what_the_reference_encodes_and_lossless_servers_never_see_the
     assert len(plain) >= 4
     for key, page in plain.items():
         layers = page.view(torch.bfloat16).view(LAYERS, 1, 2, 1, PAGE, codec.cut.width)
+        [path] = encoded[key]
+        pairs = sorted(pairs_in(path))
+        assert len(pairs) == 2 and {code for *_, code in pairs} == codes
+        shared = {layer for *both, _ in pairs for layer in both}
         slots = [
-            *(slot.encode("merged", layers[i], layers[j]) for i, j in MERGED[0]),
-            *(alone.encode_units(layers[layer]) for layer in (1, 4)),
+            *(slot.encode(code.decode(), layers[i], layers[j]) for i, j, code in pairs),
+            *(alone.encode_units(layers[n]) for n in range(LAYERS) if n not in shared),
         ]
         assert all(fits.all() for _, fits in slots)
         assert torch.equal(stored[key], torch.cat([rows[0] for rows, _ in slots]))
 
 
+@pytest.mark.parametrize("tp", [1, 2])
 def test_each_part_of_a_conversation_has_pairs_of_its_own(
-    model_cache: Path, tmp_path: Path
+    tp: int, model_cache: Path, tmp_path: Path
 ) -> None:
+    """The same on all ranks, each of which sees its own heads only."""
     model = build_model("qwen3", model_cache, num_hidden_layers=LAYERS)
-    with Server(paired(model, tmp_path, gamma=0.0)) as server:
+    served = partial(paired, model, tmp_path, tp=tp, metrics=True)
+    with Server(served(gamma=0.0)) as server:
         [conversation] = converse(server, make_conversations(1, turns=4, tokens=300))
         assert_restored_from_l3([conversation], PAGE)
         assert_nothing_went_wrong(server)
         assert "15 of 15 pairs of layers may be merged" in server.log_text()
         assert "attention cannot be looked at" not in server.log_text()
         assert "changes what is said by" in server.log_text()
-    found = {pairs_in(path) for path in stored_pages(tmp_path)}
+        page = requests.get(f"{server.url}/metrics", timeout=240).text
+    files = by_key(tmp_path)
+    assert {len(of_ranks) for of_ranks in files.values()} == {tp}
+    every = [{pairs_in(path) for path in of_ranks} for of_ranks in files.values()]
+    assert {len(of_ranks) for of_ranks in every} == {1}
+    found = set.union(*every)
     assert len(found) >= 2
     assert {len(pairs) for pairs in found} == {2}
     assert {code for pairs in found for *_, code in pairs} == {b"merged"}
-    with Server(paired(model, tmp_path, kl=0.0)) as server:
+    chosen, far = (
+        dict(re.findall(f'^{name}{{.*code="(.*?)".*}} (.*)$', page, re.MULTILINE))
+        for name in ("hcache_pairs_total", "hcache_pair_distance_count")
+    )
+    assert chosen.keys() == far.keys() == {"merged"}
+    assert chosen == far and float(chosen["merged"]) >= 2 * len(found)
+    with Server(served(kl=0.0)) as server:
         assert "all pairs hold fp8" in server.log_text()
         [again] = ask(server, [conversation.history])  # pages with merged layers are read
         assert again.turns[0].cached.storage == len(conversation.history) // PAGE * PAGE
         assert_nothing_went_wrong(server)
 
 
-@pytest.mark.parametrize("distance", ["attention", "output"])
+@pytest.mark.parametrize(
+    ("distance", "ratio"), [("attention", 0.5), ("output", 0.5), ("attention", 1.0)]
+)
 def test_layers_with_the_same_weights_are_found_and_half_of_the_layers_in_pairs_are_small(
-    distance: str, tmp_path: Path
+    distance: str, ratio: float, tmp_path: Path
 ) -> None:
     """Of a trained model, by default bounds; its texts are too short for I-R layers."""
     stub_torchvision()
@@ -165,7 +207,7 @@ def test_layers_with_the_same_weights_are_found_and_half_of_the_layers_in_pairs_
 
     source, texts = random.Random(1), Texts(encode, corpus().held_out)
     prompts = [texts.draw(source, 6 * PAGE, keys=16, gap=4).ids for _ in range(3)]
-    krul = {"gamma": 0.0, "distance": distance}
+    krul = {"gamma": 0.0, "distance": distance, "ratio": ratio}
     with Server(options(model, tmp_path, "krul", hcache={"mode": "kv", "krul": krul})) as server:
         for prompt in prompts:
             for tokens in (2 * PAGE, 6 * PAGE):  # two nodes
@@ -181,7 +223,11 @@ def test_layers_with_the_same_weights_are_found_and_half_of_the_layers_in_pairs_
     pages = stored_pages(tmp_path)
     assert len(pages) >= 15
     found = {pairs_in(path, layers) for path in pages}
-    assert found <= {frozenset({(n, n + 1, b"merged")}) for n in range(0, layers, 2)}
+    tied = [(n, n + 1, b"merged") for n in range(0, layers, 2)]
+    if ratio == 1.0:
+        assert found == {frozenset(tied)}
+    else:
+        assert found <= {frozenset({pair}) for pair in tied}
     values = layers * 2 * config["num_key_value_heads"] * config["head_dim"] * PAGE
     assert sum(path.stat().st_size for path in pages) <= 0.78 * len(pages) * 2 * values
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hcache_backend.krul.statistics import LayerProbe, attention_sums
+from hcache_backend.krul.statistics import LayerProbe, attention_sums, output_sums
 from hcache_backend.restore.recompute import (
     Forward,
     RecomputeAttention,
@@ -47,13 +47,20 @@ class Pool:
     def __init__(self, kv_heads: int) -> None:
         self.k = torch.full((LAYERS, SLOTS, kv_heads, DIM), float("nan"), dtype=torch.float64)
         self.v = self.k.clone()
+        self.read: list[tuple[int, int, int, int]] = []  # keys: layer, heads, tokens
+        self.whole: list[tuple[int, int]] = []  # K and V: layer, tokens
 
     def store(self, kernel: Any, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         self.k[kernel.layer_id - FIRST, slots] = k
         self.v[kernel.layer_id - FIRST, slots] = v
 
     def fetch(self, kernel: Any, slots: torch.Tensor, dtype: torch.dtype) -> Any:
+        self.whole.append((kernel.layer_id - FIRST, len(slots)))
         return self.k[kernel.layer_id - FIRST, slots], self.v[kernel.layer_id - FIRST, slots]
+
+    def fetch_keys(self, kernel: Any, slots: torch.Tensor, dtype: torch.dtype, heads: slice) -> Any:
+        self.read.append((kernel.layer_id - FIRST, heads.start, heads.stop, len(slots)))
+        return self.k[kernel.layer_id - FIRST, slots][:, heads]
 
 
 class Model:
@@ -222,13 +229,35 @@ def test_the_last_tokens_are_asked_again_and_the_pool_stays_as_it_is(kv_heads: i
         for (k, v), q in zip(model.whole(ids), queries, strict=True)
     ]
     before = pool.k.clone(), pool.v.clone()
-    found = recomputer.probe(LAYERS, ids[-5:].numpy(), slots, attention_sums)
+    found = attention_sums(recomputer.probe(LAYERS, ids[-5:].numpy(), slots))
     expected = attention_sums(wanted)
     assert found.rows == expected.rows == 5 * HEADS
     torch.testing.assert_close(found.mass, expected.mass, rtol=1e-4, atol=0)
     torch.testing.assert_close(found.squared, expected.squared, rtol=1e-4, atol=1e-6)
     for held, exact in zip((pool.k, pool.v), before, strict=True):
         torch.testing.assert_close(held, exact, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("weights", "at_once"), [(1 << 24, 2), (1, 1)])
+def test_keys_are_read_once_and_values_only_of_tokens_that_are_merged(
+    weights: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However few weights of attention may exist at once."""
+    monkeypatch.setattr("hcache_backend.krul.statistics._WEIGHTS", weights)
+    model, pool = Model(2), Pool(2)
+    recomputer = recomputer_of(model.forward, pool, 64)
+    ids, slots = sequence(23, 1)
+    recomputer.run(LAYERS, torch.arange(23), slots, [TokenSpan(ids.numpy(), slots[:0])])
+    asked = recomputer.probe(LAYERS, ids[-5:].numpy(), slots)
+    assert pool.read == []
+    pool.whole.clear()
+    attention_sums(asked)
+    heads = [(first, first + at_once) for first in range(0, 2, at_once)]
+    once = [(layer, *some, 23) for some in heads for layer in range(LAYERS)]
+    assert (pool.read, pool.whole) == (once, [])
+    pool.read.clear()
+    output_sums(asked, [(0, 1), (1, 2), (0, 2)], lambda *both: both, torch.arange(13, 23))
+    assert (pool.read, pool.whole) == (once, [(layer, 10) for layer in range(LAYERS)])
 
 
 def test_attention_of_another_kind_is_not_looked_at() -> None:
@@ -238,4 +267,4 @@ def test_attention_of_another_kind_is_not_looked_at() -> None:
     recomputer.run(LAYERS, torch.arange(9), slots, [TokenSpan(ids.numpy(), slots[:0])])
     model.kernels[1] = kernel(1, HEADS, logit_cap=30.0)
     with pytest.raises(RecomputeRefused, match="attention of its own kind"):
-        recomputer.probe(LAYERS, ids[-5:].numpy(), slots, attention_sums)
+        recomputer.probe(LAYERS, ids[-5:].numpy(), slots)

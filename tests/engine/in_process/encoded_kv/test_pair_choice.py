@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from hcache_backend.engine.startup.pair_choice import check_output, find_mergeab
 from hcache_backend.krul.paired_layout import CodedPair, PairedLayout
 from hcache_backend.krul.statistics import LayerProbe, PairSums, output_sums
 from tests.engine.in_process.encoded_kv.host import DEVICE_PAGES, bits, slots_of
+from tests.engine.in_process.encoded_kv.test_node_pairs import ranks, together
 from tests.engine.in_process.encoded_kv.test_pairs import LAYERS, plan_of
 
 
@@ -124,13 +126,67 @@ def test_the_closest_pairs_are_tried_whatever_they_attend_to(
     plan, slots = plan_of(), slots_of(1, 2, 3)
     option = KrulOption(error=2, kl=10.0)
     tried(plan, option)
-    mass = torch.zeros(LAYERS, dtype=torch.float64)  # no I-R layer
-    squared = torch.full((LAYERS, LAYERS), 1.0, dtype=torch.float64)
-    squared[1, 4] = squared[4, 1] = 0.1
     monkeypatch.setattr(pair_choice, "said_behind", saying(plan))
     with caplog.at_level("INFO", "hcache"):
-        check_output(None, plan, slots, PairSums(1, mass, mass + 1, squared), option, None)
-    assert "merging layers [[1, 4], [0, 2]]" in caplog.text or "[0, 2], [1, 4]" in caplog.text
+        check_output(None, plan, slots, differing({(1, 4): 0.1}), option, None)
+    assert "merging layers [(0, 2), (1, 4)] changes" in caplog.text
+
+
+def differing(pairs: dict[tuple[int, int], float]) -> PairSums:
+    """No I-R layers, which differ so, all others alike."""
+    mass = torch.zeros(LAYERS, dtype=torch.float64)
+    squared = torch.full((LAYERS, LAYERS), 1.0, dtype=torch.float64)
+    for (first, second), far in pairs.items():
+        squared[first, second] = squared[second, first] = far
+    return PairSums(1, mass, mass + 1, squared)
+
+
+def test_layers_that_are_furthest_from_each_other_are_tried_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In service others of the pairs that may be merged will be the closest ones."""
+    plan, slots = plan_of(pairs=1), slots_of(1, 2, 3)
+    option = KrulOption(error=2, kl=1e-6, ratio=0.34, distance="output")
+    tried(plan, option)
+    monkeypatch.setattr(pair_choice, "said_behind", saying(plan))  # by the last layer
+    with caplog.at_level("INFO", "hcache"):
+        check_output(None, plan, slots, differing({(1, 4): 0.1, (2, 5): 9.0}), option, None)
+    assert "merging layers [(1, 4)] changes what is said by 0.0e+00" in caplog.text
+    assert "merging layers [(2, 5)] changes what the model says by" in caplog.text
+    assert "only [(1, 4)] are merged" in caplog.text
+    assert plan.choice is not None and plan.choice.mergeable == {(1, 4)}
+    assert plan.measure.args == ({(1, 4)},)  # type: ignore[attr-defined]
+    assert isinstance(plan.layout, PairedLayout) and plan.layout.pairs == ((4, 5, "fp8"),)
+
+
+def test_where_one_rank_cannot_merge_all_ranks_have_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them is in the model's collectives then."""
+    plans, slots = [plan_of(), plan_of()], slots_of(1, 2, 3)
+    option, asked = KrulOption(pairs=((0, 5),), error=2, kl=100.0), list[int]()
+    for plan in plans:
+        tried(plan, option)
+
+    def none(*_: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    def said(runner: Any, slots: torch.Tensor) -> torch.Tensor:
+        asked.append(1)
+        return saying(plans[0])(runner, slots)
+
+    monkeypatch.setattr(plans[1].kv, "through_codec", none)
+    monkeypatch.setattr(pair_choice, "said_behind", said)
+    groups = ranks(monkeypatch, pair_choice)
+    together(
+        *(
+            partial(check_output, None, plan, slots, None, option, group)
+            for plan, group in zip(plans, groups, strict=True)
+        )
+    )
+    assert asked == []
+    for plan in plans:
+        assert plan.choice is not None and not plan.choice.mergeable
+        assert isinstance(plan.layout, PairedLayout)
+        assert {code for *_, code in plan.layout.pairs} == {"fp8"}
 
 
 def test_pairs_by_output_are_those_whose_merge_changes_attention_least() -> None:

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-from array import array
-from types import SimpleNamespace
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
 
-from hcache_backend.config import KrulOption
 from hcache_backend.engine.kv_pages.controller import KVController
-from hcache_backend.engine.kv_pages.node_pairs import NodePairs
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.copy_check import check_copies
 from hcache_backend.engine.startup.page_plan import PagePlan
-from hcache_backend.engine.startup.pair_choice import find_mergeable
 from hcache_backend.krul import pair_forms
 from hcache_backend.krul.paired_layout import CodedPair, PairedLayout
-from hcache_backend.krul.statistics import PairSums, attention_sums
 from hcache_backend.partition.costs import Partition
-from hcache_backend.streams import CallerStream, Stream
 from hcache_backend.units import WHOLE
 from tests.engine.in_process.encoded_kv.host import (
     DEVICE_PAGES,
@@ -153,102 +142,3 @@ def test_a_form_that_brings_something_else_is_refused(
     monkeypatch.setattr(plan.kv, "_save_pair", wrong)
     with pytest.raises(Refused, match=r"K or V of layer \d come back"):
         check_copies(plan)
-
-
-class Tree:
-    """SGLang's, of nodes behind each other."""
-
-    def __init__(self, *lengths: int) -> None:
-        ends = np.cumsum((0, *lengths)).tolist()
-        self.nodes = [range(a, b) for a, b in itertools.pairwise(ends)]
-        self.empty_match_result = SimpleNamespace(last_device_node=-1)
-
-    def build_storage_backup_spec(self, node: int, keys: bool) -> Any:
-        return SimpleNamespace(token_ids=array("q", self.nodes[node]))
-
-    def collect_full_device_indices(self, node: int, root: int) -> torch.Tensor:
-        assert root == -1
-        return torch.arange(self.nodes[node].stop) + PAGE
-
-
-class Model:
-    """Whose layers attend alike as ``alike`` says of a sequence of some length; it may fail."""
-
-    def __init__(self, alike: dict[int, tuple[int, int]]) -> None:
-        self.asked: list[tuple[list[int], int]] = []
-        self.alike = alike
-        self.broken = False
-
-    def stream(self) -> Stream:
-        return CallerStream()
-
-    def probe(self, layers: int, ids: Any, keys: torch.Tensor, measure: Any) -> PairSums:
-        assert measure is attention_sums
-        if self.broken:
-            raise RuntimeError("no memory")
-        self.asked.append((ids.tolist(), len(keys)))
-        squared = torch.rand(layers, layers, dtype=torch.float64) + 1
-        squared += squared.T.clone()
-        first, second = self.alike[len(keys)]
-        squared[first, second] = squared[second, first] = 0.1
-        mass = torch.full((layers,), 9.0, dtype=torch.float64)
-        return PairSums(10, mass, torch.full_like(mass, 10), squared)
-
-
-def node_pairs(model: Any, gamma: float = 0.5) -> NodePairs:
-    plan = plan_of(pairs=1)
-    option = KrulOption(error=2, ratio=0.34, gamma=gamma)
-    find_mergeable(plan, option, slots_of(1, 2, 3), None)
-    assert plan.choice is not None and isinstance(plan.layout, PairedLayout)
-    return NodePairs(model, plan.measure, plan.choice, plan.layout, None, 1)
-
-
-def test_each_node_has_the_pairs_of_the_layers_that_attend_alike_at_its_end() -> None:
-    model = Model({40: (1, 4), 100: (0, 2)})
-    pairs, tree = node_pairs(model), Tree(40, 60)
-    pairs.ask(tree, [0])
-    pairs.ask(tree, [1])
-    assert (pairs.asked, pairs.next()) == (2, None)  # not before the answer was looked at
-    assert pairs.answered()
-    layouts = [*iter(pairs.next, None)]
-    assert [layout.pairs for layout in layouts] == [((1, 4, "merged"),), ((0, 2, "merged"),)]
-    # The last tokens of the node, which see all tokens before them.
-    assert model.asked == [([*range(8, 40)], 40), ([*range(68, 100)], 100)]
-    assert pairs.asked == 0
-
-
-def test_layers_that_look_elsewhere_are_not_merged() -> None:
-    pairs = node_pairs(Model({40: (1, 4)}), gamma=0.95)
-    pairs.ask(Tree(40), [0])
-    assert pairs.answered()
-    layout = pairs.next()
-    assert layout is not None and layout.pairs == ((4, 5, "fp8"),)
-
-
-def test_without_a_tree_or_a_model_that_runs_the_pairs_are_those_of_the_start(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    model = Model({40: (1, 4)})
-    pairs = node_pairs(model)
-    pairs.ask(None, [0])
-    pairs.ask(Tree(), [3])  # a node that SGLang does not know
-    model.broken = True
-    pairs.ask(Tree(40), [0])
-    first = [*iter(pairs.next, None)]
-    assert [layout.pairs for layout in first] == [((4, 5, "fp8"),)] * 2
-    with caplog.at_level("ERROR", "hcache"):
-        assert pairs.answered()
-    assert "attention cannot be looked at" in caplog.text
-    model.broken = False
-    pairs.ask(Tree(40), [0])
-    assert [layout.pairs for layout in iter(pairs.next, None)] == [((4, 5, "fp8"),)] * 2
-    assert model.asked == []
-
-
-def test_with_other_ranks_a_model_that_fails_ends_the_server() -> None:
-    """They wait for it in collectives of the model, and would take part in others instead."""
-    model = Model({40: (1, 4)})
-    pairs = node_pairs(model)
-    pairs._ranks, model.broken = 2, True
-    with pytest.raises(RuntimeError, match="no memory"):
-        pairs.ask(Tree(40), [0])

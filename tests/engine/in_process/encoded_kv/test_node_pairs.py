@@ -1,0 +1,418 @@
+"""Which layers share slots in the pages of each node, and backups that wait for it."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Barrier
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hcache_backend.config import KrulOption
+from hcache_backend.engine import metrics
+from hcache_backend.engine.controller import OwnPagesController
+from hcache_backend.engine.kv_pages import node_pairs as module
+from hcache_backend.engine.kv_pages.controller import KVController
+from hcache_backend.engine.kv_pages.node_pairs import NodePairs
+from hcache_backend.engine.startup.pair_choice import find_mergeable
+from hcache_backend.krul.paired_layout import CodedPair, PairedLayout
+from hcache_backend.krul.statistics import PairSums
+from hcache_backend.streams import CallerStream, Stream
+from tests.engine.in_process.encoded_kv.host import PAGE, slots_of
+from tests.engine.in_process.encoded_kv.test_pairs import LAYERS, plan_of
+
+SECONDS = 60
+"""After so long a rank is alone in a collective."""
+START = ((4, 5, "fp8"),)
+"""The pairs of the start."""
+
+
+class Tree:
+    """SGLang's, of nodes behind each other, each a prefix of the next one."""
+
+    def __init__(self, *lengths: int) -> None:
+        ends = np.cumsum((0, *lengths)).tolist()
+        self.nodes = [range(a, b) for a, b in itertools.pairwise(ends)]
+        self.empty_match_result = SimpleNamespace(last_device_node=-1)
+
+    def build_storage_backup_spec(self, node: int, prefix: bool) -> Any:
+        assert prefix
+        return SimpleNamespace(
+            token_ids=array("q", self.nodes[node]),
+            hash_value=[f"page {node}"],
+            prefix_keys=[f"page {before}" for before in range(node)],
+        )
+
+    def collect_full_device_indices(self, node: int, root: int) -> torch.Tensor:
+        assert root == -1
+        return torch.arange(self.nodes[node].stop) + PAGE
+
+
+def far(distances: dict[tuple[int, int], float], rows: int = 10) -> PairSums:
+    """Layers that differ much but for these."""
+    squared = torch.full((LAYERS, LAYERS), 9.0, dtype=torch.float64)
+    for (first, second), distance in distances.items():
+        squared[first, second] = squared[second, first] = distance
+    mass = torch.full((LAYERS,), 0.9 * rows, dtype=torch.float64)
+    return PairSums(rows, mass, torch.full_like(mass, rows), squared)
+
+
+class Model:
+    """Whose layers differ so in a sequence of some length; it may fail.
+
+    Attributes:
+        asked: The last tokens, and how many there are.
+        query: Whether answers have arrived.
+    """
+
+    def __init__(self, sums: dict[int, PairSums]) -> None:
+        self.asked: list[tuple[list[int], int]] = []
+        self.sums = sums
+        self.broken = self.broken_measure = False
+        self.arrived = True
+
+    def stream(self) -> Stream:
+        return Forwards(self)
+
+    def probe(self, layers: int, ids: Any, keys: torch.Tensor) -> PairSums:
+        if self.broken:
+            raise RuntimeError("no memory")
+        self.asked.append((ids.tolist(), len(keys)))
+        return self.sums[len(keys)]
+
+    def measure(self, found: Any) -> PairSums:
+        if self.broken_measure:
+            raise RuntimeError("no memory")
+        assert isinstance(found, PairSums)
+        return found
+
+
+class Forwards(CallerStream):
+    """Events of which pass when the model says so."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def record(self, *, timed: bool = False) -> Any:
+        return SimpleNamespace(query=lambda: self._model.arrived, synchronize=lambda: None)
+
+
+def node_pairs(model: Any, gamma: float = 0.5, group: Any = None, ranks: int = 1) -> NodePairs:
+    plan = plan_of(pairs=1)
+    option = KrulOption(error=2, ratio=0.34, gamma=gamma)
+    find_mergeable(plan, option, slots_of(1, 2, 3), None)
+    assert plan.choice is not None and isinstance(plan.layout, PairedLayout)
+    return NodePairs(model, model.measure, plan.choice, plan.layout, group, ranks)
+
+
+def ready(pairs: NodePairs) -> list[tuple[CodedPair, ...]]:
+    return [layout.pairs for layout in iter(pairs.next, None)]
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What metrics were told of pairs."""
+    found: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(metrics.PAIRS, "count", lambda code: found.append(("pair", code)))
+    observe: Callable[..., None] = lambda code, far: found.append(("far", code, round(far, 3)))  # noqa: E731
+    monkeypatch.setattr(metrics.PAIR_DISTANCES, "observe", observe)
+    return found
+
+
+def test_each_node_has_the_pairs_of_the_layers_that_attend_alike_at_its_end(
+    counted: list[tuple[Any, ...]],
+) -> None:
+    model = Model({40: far({(1, 4): 0.1}), 60: far({(0, 2): 0.1})})
+    pairs = node_pairs(model)
+    pairs.ask(Tree(40), [0])
+    assert (pairs.asked, pairs.next()) == (1, None)  # not before the answer was looked at
+    assert pairs.answered()
+    pairs.forget()  # the tree is emptied
+    pairs.ask(Tree(60), [0])
+    assert pairs.answered()
+    pairs.ask(None, [1])
+    assert ready(pairs) == [((0, 2, "merged"),), START]
+    # The last tokens of the node, which see all tokens before them.
+    assert model.asked == [([*range(8, 40)], 40), ([*range(28, 60)], 60)]
+    assert pairs.asked == 0
+    assert counted == [
+        *(("far", "merged", 0.1), ("far", "merged", 0.1)),
+        *(("pair", "merged"), ("pair", "fp8")),
+    ]
+
+
+def test_one_node_is_asked_after_the_other() -> None:
+    """However many are to be backed up at once."""
+    model = Model({end: far({(1, 4): 0.1}) for end in (40, 80, 120)})
+    pairs, tree = node_pairs(model), Tree(40, 40, 40)
+    model.arrived = False
+    for node in range(3):
+        pairs.ask(tree, [node])
+    assert not pairs.answered() and not pairs.answered()
+    assert [length for _, length in model.asked] == [40]
+    model.arrived = True
+    assert pairs.answered()
+    assert [length for _, length in model.asked] == [40, 80]
+    assert not pairs.answered()  # the first node waits no more since before
+    assert [length for _, length in model.asked] == [40, 80, 120]
+    assert len(ready(pairs)) == 2
+    assert pairs.answered() and len(ready(pairs)) == 1
+
+
+def test_what_was_found_of_a_prompt_is_added_to_what_is_found_of_its_reply() -> None:
+    """The prompt's layers 1 and 4 are close; in the reply 0 and 2 are, by little."""
+    prompt, reply = far({(1, 4): 0.1, (0, 2): 5.0}), far({(1, 4): 1.1, (0, 2): 1.0})
+    pairs, tree = node_pairs(Model({40: prompt, 100: reply})), Tree(40, 60)
+    for node in (0, 1):
+        pairs.ask(tree, [node])
+        assert pairs.answered()
+        assert ready(pairs) == [((1, 4, "merged"),)]
+    alone = node_pairs(Model({100: reply}))
+    alone.ask(tree, [1])  # what is before it came back from L3, say
+    assert alone.answered() and ready(alone) == [((0, 2, "merged"),)]
+    pairs.forget()
+    pairs.ask(tree, [1])
+    assert pairs.answered() and ready(pairs) == [((0, 2, "merged"),)]
+
+
+def test_few_sums_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_KNOWN", 2)
+    pairs, tree = node_pairs(Model({40 * n: far({}) for n in (1, 2, 3)})), Tree(40, 40, 40)
+    for node in range(3):
+        pairs.ask(tree, [node])
+        assert pairs.answered() and len(ready(pairs)) == 1
+    assert [*pairs._sums] == ["page 1", "page 2"]
+    assert pairs._sums["page 2"].rows == 30
+
+
+def test_layers_that_look_elsewhere_are_not_merged(counted: list[tuple[Any, ...]]) -> None:
+    pairs = node_pairs(Model({40: far({(1, 4): 0.1})}), gamma=0.95)
+    pairs.ask(Tree(40), [0])
+    assert pairs.answered() and ready(pairs) == [START]
+    assert counted == [("far", "fp8", 0.949), ("pair", "fp8")]
+
+
+def test_without_a_tree_or_a_model_that_runs_the_pairs_are_those_of_the_start(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Model({40: far({(1, 4): 0.1})})
+    pairs = node_pairs(model)
+    pairs.ask(None, [0])
+    pairs.ask(Tree(), [3])  # a node that SGLang does not know
+    model.broken = True
+    pairs.ask(Tree(40), [0])
+    pairs.ask(Tree(40), [0])
+    assert ready(pairs) == [START] * 2
+    with caplog.at_level("ERROR", "hcache"):
+        assert pairs.answered()
+    assert "attention cannot be looked at" in caplog.text and "no memory" in caplog.text
+    model.broken = False
+    pairs.ask(Tree(40), [0])
+    assert ready(pairs) == [START] * 3
+    assert model.asked == []
+
+
+def test_with_other_ranks_a_model_that_fails_ends_the_server() -> None:
+    """They wait for it in collectives of the model, and would take part in others instead."""
+    model = Model({40: far({(1, 4): 0.1})})
+    pairs = node_pairs(model, ranks=2)
+    model.broken = True
+    with pytest.raises(RuntimeError, match="no memory"):
+        pairs.ask(Tree(40), [0])
+
+
+def test_with_other_ranks_measuring_may_fail() -> None:
+    """The model is behind its last collective by then."""
+    model = Model({40: far({(1, 4): 0.1})})
+    pairs = node_pairs(model, ranks=2)
+    model.broken_measure = True
+    pairs.ask(Tree(40), [0])
+    assert pairs.answered() and ready(pairs) == [START]
+
+
+def test_with_other_ranks_memory_for_an_answer_may_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for before the model runs on any rank."""
+    model = Model({40: far({(1, 4): 0.1})})
+    pairs = node_pairs(model, ranks=2)
+
+    def none(*_: Any) -> torch.Tensor:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(module, "host_tensor", none)
+    pairs.ask(Tree(40), [0])
+    assert pairs.answered() and ready(pairs) == [START] and model.asked == []
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank's process group: its collectives end when all ranks are in them."""
+
+    number: int
+    barrier: Barrier
+    said: list[Any]
+
+    def gather(self, own: Any) -> list[Any]:
+        self.said[self.number] = own
+        self.barrier.wait()
+        every = [*self.said]
+        self.barrier.wait()
+        return every
+
+
+def ranks(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[Rank]:
+    """Two, which agree in a module."""
+
+    def on_all_ranks(group: Rank, *flags: bool) -> tuple[bool, ...]:
+        every = group.gather(flags)
+        assert len({*map(len, every)}) == 1
+        return tuple(map(all, zip(*every, strict=True)))
+
+    def sum_of_all_ranks(group: Rank, own: torch.Tensor) -> torch.Tensor:
+        return torch.stack(group.gather(own.clone())).sum(0)
+
+    monkeypatch.setattr(module, "on_all_ranks", on_all_ranks)
+    monkeypatch.setattr(module, "sum_of_all_ranks", sum_of_all_ranks)
+    barrier, said = Barrier(2, timeout=SECONDS), [None, None]
+    return [Rank(number, barrier, said) for number in range(2)]
+
+
+def together(*work: Callable[[], Any]) -> list[Any]:
+    """What each rank returns."""
+    with ThreadPoolExecutor(len(work)) as pool:
+        return [done.result() for done in [*map(pool.submit, work)]]
+
+
+def test_ranks_whose_heads_prefer_other_pairs_make_one_choice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = [
+        far({(1, 4): 0.1, (0, 2): 5.0, (3, 5): 2.0}),
+        far({(0, 2): 0.1, (1, 4): 6.0, (3, 5): 2.0}),
+    ]
+    single = []
+    for sums in own:
+        pairs = node_pairs(Model({40: sums}))
+        pairs.ask(Tree(40), [0])
+        assert pairs.answered()
+        single += ready(pairs)
+    assert single == [((1, 4, "merged"),), ((0, 2, "merged"),)]
+    every = [
+        node_pairs(Model({40: sums}), group=group, ranks=2)
+        for sums, group in zip(own, ranks(monkeypatch, module), strict=True)
+    ]
+
+    def choose(pairs: NodePairs) -> list[tuple[CodedPair, ...]]:
+        pairs.ask(Tree(40), [0])
+        assert pairs.answered()
+        return ready(pairs)
+
+    first, second = together(*(lambda pairs=pairs: choose(pairs) for pairs in every))
+    assert first == second == [((3, 5, "merged"),)]
+
+
+@pytest.mark.parametrize("broken", ["broken_measure", "arrived"])
+def test_what_one_rank_lacks_no_rank_has(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [Model({40: far({(1, 4): 0.1})}) for _ in range(2)]
+    groups = ranks(monkeypatch, module)
+    every = [node_pairs(m, group=g, ranks=2) for m, g in zip(models, groups, strict=True)]
+    setattr(models[1], broken, broken == "broken_measure")
+
+    def choose(pairs: NodePairs) -> tuple[bool, list[tuple[CodedPair, ...]]]:
+        pairs.ask(Tree(40), [0])
+        return pairs.answered(), ready(pairs)
+
+    first, second = together(*(lambda pairs=pairs: choose(pairs) for pairs in every))
+    assert first == second == ((True, [START]) if broken == "broken_measure" else (False, []))
+
+
+class Backups:
+    """A controller of pages with pairs.
+
+    Attributes:
+        launched: By name, and the pairs of their pages.
+    """
+
+    def __init__(self, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launched: list[tuple[str, Sequence[CodedPair]]] = []
+        self.controller = made = object.__new__(KVController)
+        made.write_queue, made.write_policy = [], "write_through"
+        made._node_pairs, made._tree = node_pairs(model), Tree(40, 40, 40)
+        made._checks = SimpleNamespace(run=lambda: None, failed=False, forget=lambda: None)  # type: ignore[assignment]
+        made._stages = SimpleNamespace(talk=lambda: None, alone=True)  # type: ignore[assignment]
+        divided: dict[Any, Sequence[CodedPair]] = {}
+        made._pool = SimpleNamespace(  # type: ignore[assignment]
+            page_ids=lambda indices: indices,
+            divide=lambda pages, layout: divided.update({pages: layout.pairs}),
+            page_layout=None,
+        )
+
+        def start(controller: Any) -> None:
+            names = [operation.host_indices for operation in controller.write_queue]
+            self.launched += [(name, divided[name]) for name in names]
+            controller.write_queue.clear()
+
+        monkeypatch.setattr(OwnPagesController, "start_writing", start)
+        monkeypatch.setattr(OwnPagesController, "turn", lambda *_: None)
+        monkeypatch.setattr(OwnPagesController, "reset", lambda made: made.write_queue.clear())
+
+    def write(self, name: str, node: int) -> None:
+        operation: Any = SimpleNamespace(host_indices=name, node_ids=[node])
+        self.controller.write_queue.append(operation)
+        self.controller.start_writing()
+
+    def turn(self) -> None:
+        self.controller.turn(SimpleNamespace(tree_core=self.controller._tree))
+
+
+@pytest.fixture
+def backups(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Model], Backups]]:
+    yield lambda model: Backups(model, monkeypatch)
+
+
+MERGED = ((1, 4, "merged"),)
+
+
+def test_backups_wait_for_the_answer_and_are_launched_in_order(
+    backups: Callable[[Model], Backups],
+) -> None:
+    model = Model({40: far({(1, 4): 0.1})})
+    model.arrived = False
+    server = backups(model)
+    server.write("A", 0)
+    server.controller._tree = None
+    server.write("B", 1)  # its pairs are those of the start
+    server.controller._tree = Tree(40, 40)
+    server.turn()
+    server.turn()
+    assert server.launched == [] and len(server.controller.write_queue) == 2
+    model.arrived = True
+    server.turn()
+    assert server.launched == [("A", MERGED), ("B", START)]
+    assert server.controller.write_queue == []
+
+
+def test_write_backs_do_not_wait(backups: Callable[[Model], Backups]) -> None:
+    model = Model({40: far({(1, 4): 0.1})})
+    server = backups(model)
+    server.controller.write_policy = "write_back"
+    server.write("A", 0)
+    assert server.launched == [("A", START)] and model.asked == []
+
+
+def test_backups_that_were_dropped_are_forgotten(backups: Callable[[Model], Backups]) -> None:
+    model = Model({40: far({(1, 4): 0.1})})
+    model.arrived = False
+    server = backups(model)
+    server.write("A", 0)
+    server.controller.reset()
+    server.write("B", 0)
+    model.arrived = True
+    server.turn()
+    assert server.launched == [("B", MERGED)]
