@@ -14,10 +14,11 @@ from hcache_backend.engine.host_pool import HostPages
 from hcache_backend.engine.kv_pages.overflow import OverflowArea
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.layer_methods import LayerMethods
-from hcache_backend.engine.startup import hit_machine
+from hcache_backend.engine.startup import codec_choice, hit_machine
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.codec_choice import (
     asked_codec,
+    choose_codec,
     encoded_share,
     kv_codec,
 )
@@ -42,6 +43,32 @@ from tests.engine.in_process.pools.host_pools import kv_cache_of_llama_3_8b
 def plan_of(device: Any, codec: str) -> PagePlan:
     methods = LayerMethods(Partition(0, 0, device.layer_num), None, None, 8192)
     return PagePlan(device, methods, WHOLE, 1, kv_codec=codec)
+
+
+@pytest.mark.parametrize(
+    ("unfit", "used", "level"),
+    [(0, "exp4", ""), (1, "exp4", "INFO"), (9, "exp4", "WARNING"), (10, "none", "WARNING")],
+)
+@pytest.mark.parametrize("codec", ["auto", "exp4"])
+def test_hidden_states_are_encoded_unless_no_token_of_the_self_check_fits(
+    codec: str,
+    unfit: int,
+    used: str,
+    level: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What pages hold goes by the type, not by which tokens a server tried."""
+    monkeypatch.setattr(codec_choice, "projection_problem", lambda *_: None)
+    rows = torch.randn(10, 64, dtype=torch.bfloat16)
+    rows[:unfit] = 2.0 ** -torch.arange(64).to(torch.bfloat16)  # as many exponents as values
+    probe: Any = SimpleNamespace(
+        hidden=(torch.randn_like(rows), rows), layers=(0, 1), positions=torch.arange(10), slots=None
+    )
+    runtime: Any = SimpleNamespace(config=HCacheConfig(codec=codec))
+    with caplog.at_level("INFO", "hcache"):
+        assert choose_codec(None, runtime, probe, None).name == used  # type: ignore[arg-type]
+    assert [record.levelname for record in caplog.records] == ([level] if level else [])
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
