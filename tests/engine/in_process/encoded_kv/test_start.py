@@ -29,7 +29,7 @@ from hcache_backend.page import PageLayout, hidden_layer
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.profile import Profile, Rate
 from hcache_backend.units import WHOLE
-from hcache_kernels.codecs import SEGMENT_CODECS, UnsupportedRows, segment_codecs
+from hcache_kernels.codecs import SEGMENT_CODECS, UnsupportedRows, make_codec, segment_codecs
 from tests.engine.in_process.encoded_kv.host import (
     DEVICE_PAGES,
     PAGE,
@@ -90,6 +90,28 @@ def test_host_memory_holds_at_least_1_28_times_the_tokens(page_size: int) -> Non
     assert pages.overflow * plan.layout.page_bytes >= OverflowArea.least_bytes(plan.kv)
     taken = sum(pages) * plan.layout.page_bytes
     assert taken <= 2 * slots * 32 * 2 * 8 * 128 * 2
+
+
+def test_shadows_take_one_host_page_for_each_page_of_the_device() -> None:
+    """Of 8 GB for hidden states of 32 layers of 1,024 values: with ``exp4`` 1.65 times the
+    host pages, since shadows are encoded, too."""
+    kvcache, host = kv_cache_of_llama_3_8b(64), {}
+    for name in ("none", "exp4"):
+        codec = make_codec(name, 1024, torch.bfloat16)
+        hidden = hidden_layer(64, codec.row_bytes, 1024, codec.code)
+        layout, least = PageLayout(64, (hidden,) * 32), 0 if codec.is_view else 64 * 2**17
+        with_, without = (
+            plan_host_pages(
+                *(kvcache, layout, 8, 0.0, 1e12), with_shadows=shadows, least_overflow=least
+            )
+            for shadows in (True, False)
+        )
+        assert with_.shadows == kvcache.size // 64 + 1 and without.shadows == 0
+        assert sum(with_) == sum(without)
+        cost = without.host - with_.host
+        assert with_.shadows - with_.shadows // 200 <= cost <= with_.shadows
+        host[name] = with_.host
+    assert 1.63 <= host["exp4"] / host["none"] <= 1.67
 
 
 def test_the_smallest_memory_that_is_named_will_do() -> None:
