@@ -76,7 +76,7 @@ READ_BATCHES = 8
 """The pages of a prefetch are read in about so many batches. What the last one brings is not
 restored eagerly."""
 
-_MAGIC = b"HCPG"
+MAGIC = b"HCPG"
 FORMAT_VERSION = 4
 NAMESPACE_BYTES = 16
 KEY_BYTES = 32
@@ -86,14 +86,14 @@ NO_NAMESPACE = bytes(NAMESPACE_BYTES)
 """The namespace of a page whose rows are not all there."""
 
 _SHA256_HEX = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
-_PREFIX = struct.Struct("<4sHHHHI")
+PREFIX = struct.Struct("<4sHHHHI")
 _CHECKSUM = slice(16, 32)
 _COVERED = 32
 _NAMESPACE = slice(32, 48)
 _KEY = slice(48, 80)
 _WRITER = slice(80, 88)
 _SHARE = slice(88, 90)
-_TOKENS = 96
+TOKENS = 96
 LAYER_ENTRY = struct.Struct("<BxH8s")
 """A layer in the table of layers."""
 _NO_SLOT = 65535
@@ -237,11 +237,11 @@ class PageLayout:
 
     def positions(self, pages: Bytes) -> Ints:
         """View of the positions of ``pages`` (``[..., page_bytes]``): int32, ``[..., p]``."""
-        return pages[..., _TOKENS : _TOKENS + 4 * self.page_size].view(np.int32)
+        return pages[..., TOKENS : TOKENS + 4 * self.page_size].view(np.int32)
 
     def token_ids(self, pages: Bytes) -> Ints:
         """View of the token ids of ``pages`` (``[..., page_bytes]``): int32, ``[..., p]``."""
-        start = _TOKENS + 4 * self.page_size
+        start = TOKENS + 4 * self.page_size
         return pages[..., start : start + 4 * self.page_size].view(np.int32)
 
     def of(self, page: Bytes) -> PageLayout | None:
@@ -266,7 +266,7 @@ class PageLayout:
         # Where the page is divided already, others may read how: that never changes.
         page[: self.tables_at.start] = 0
         page[self.tables_at.stop : self.header_bytes] = 0
-        page[: _PREFIX.size] = np.frombuffer(self._prefix, np.uint8)
+        page[: PREFIX.size] = np.frombuffer(self._prefix, np.uint8)
         self.divide(page)
         page[_SHARE] = self.share
         self.stamp(page, namespace, writer)
@@ -305,7 +305,7 @@ class PageLayout:
             token_ids: The page's tokens as the radix tree knows them, when the caller has them.
             segments: Look at share and units too; not where the storage verified what it read.
         """
-        if page[: _PREFIX.size].tobytes() != self._prefix:
+        if page[: PREFIX.size].tobytes() != self._prefix:
             return "format"
         layout = self.of(page)
         if layout is None or page[self.tables_at].tobytes() != layout._tables:
@@ -338,8 +338,8 @@ class PageLayout:
 
     @cached_property
     def _prefix(self) -> bytes:
-        return _PREFIX.pack(
-            _MAGIC,
+        return PREFIX.pack(
+            MAGIC,
             FORMAT_VERSION,
             len(self.layers),
             len(self._segments),
@@ -360,7 +360,7 @@ class PageLayout:
     @cached_property
     def tables_at(self) -> slice:
         """The bytes of the tables of layers and segments in a header."""
-        start = _TOKENS + 8 * self.page_size
+        start = TOKENS + 8 * self.page_size
         return slice(start, start + len(self._tables))
 
     @property

@@ -58,16 +58,19 @@ def transfer_tables(rows: list[Row]) -> str:
     tables = (
         (
             ("codec",),
-            ("codec, GB/s", "encode", "decode", "copy", "right"),
-            ("what", "encode_gbs", "decode_gbs", "copy_gbs", "right"),
+            ("codec, GB/s", "encode", "decode", "copy", "goals missed", "right"),
+            ("what", "encode_gbs", "decode_gbs", "copy_gbs", "missed", "right"),
         ),
         (
             ("segments",),
             (
-                *("K and V, GB/s", "encode", "decode", "copy"),
-                *("encode to pages", "as they are", "right"),
+                *("K and V, GB/s", "encode", "decode", "copy", "saved", "as they are"),
+                *("loaded", "as they are", "goals missed", "right"),
             ),
-            ("what", "encode_gbs", "decode_gbs", "copy_gbs", "save_gbs", "uncoded_gbs", "right"),
+            (
+                *("what", "encode_gbs", "decode_gbs", "copy_gbs", "saved_gbs", "uncoded_save_gbs"),
+                *("loaded_gbs", "uncoded_load_gbs", "missed", "right"),
+            ),
         ),
         (
             ("gather", "scatter"),
@@ -76,9 +79,16 @@ def transfer_tables(rows: list[Row]) -> str:
         ),
     )
     return "\n\n".join(
-        markdown(heads, ([row[part] for part in parts] for row in rows if row["kind"] in kinds))
+        markdown(
+            heads, ([told(row[part]) for part in parts] for row in rows if row["kind"] in kinds)
+        )
         for kinds, heads, parts in tables
     )
+
+
+def told(cell: Any) -> Any:
+    """A list as its items with commas between them."""
+    return (", ".join(cell) or "none") if isinstance(cell, list) else cell
 
 
 def draw(results: Row) -> Any:

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bench.harness.machine import Machine
 from bench.harness.methods import PAGE_SIZE, Method, server_options
@@ -114,20 +114,25 @@ class Turns:
 
 @contextmanager
 def taking_turns(
-    machine: Machine, model: Path, methods: Mapping[str, Method], tokens: int
+    machine: Machine,
+    model: Path,
+    methods: Mapping[str, Method],
+    tokens: int,
+    **options: Any,
 ) -> Iterator[Turns]:
     """Servers of ``methods``, one of them :data:`NO_L3`, as long as the block lasts.
 
     Args:
         model: Its folder, beside which the servers have theirs.
         tokens: Of the history; whole pages.
+        options: Further fields of :class:`ServerOptions`.
     """
     with ExitStack() as stack:
         servers: dict[str, Restorer] = {}
         turns = Turns(servers, tokens)
         for name, method in methods.items():
             folder = model.parent / f"{model.name}-{tokens}-{name}"
-            options = server_options(
+            served = server_options(
                 method,
                 machine,
                 model,
@@ -135,8 +140,9 @@ def taking_turns(
                 pool_tokens=3 * (tokens + PAGE_SIZE + QUESTION),
                 extra_env={"HCACHE_CPU_ATTENTION": "new"},
                 extra_args=("--mem-fraction-static", "0.5"),  # the others' weights count as used
+                **options,
             )
-            restored = stack.enter_context(restorer(options, folder / "l3"))
+            restored = stack.enter_context(restorer(served, folder / "l3"))
             stack.callback(restored.server.signal, signal.SIGCONT)
             restored.store(history(tokens))
             restored.server.signal(signal.SIGSTOP)

@@ -25,8 +25,8 @@ import torch
 from bench.harness.machine import Machine, MachineError, find_machine
 from bench.harness.program import at_least, failing, names, parser, stamp, steps
 from bench.harness.report import OUT, write
-from bench.harness.turns import Turns, taking_turns
-from bench.hits.cases import ALWAYS, MODELS, OURS, layers
+from bench.harness.turns import Turns
+from bench.hits.cases import ALWAYS, MODELS, OURS
 from bench.hits.measure import at_speed, stalled
 from bench.hits.report import draw, table_lines
 
@@ -65,10 +65,11 @@ def measure(machine: Machine, given: Any) -> list[dict[str, Any]]:
         for kind in given.models:
             for tokens in given.tokens:
                 advance(f"{kind}, {tokens:,} tokens: starting servers")
-                model = MODELS[kind].build(Path(folder), layers(tokens))
-                with taking_turns(machine, model, MODELS[kind].methods(), tokens) as turns:
+                model = MODELS[kind]
+                with model.turns(machine, Path(folder), tokens, **model.methods()) as turns:
                     case = _case(turns, given.speeds, given.rounds, advance)
-                found.append({"model": kind, "pages": MODELS[kind].pages, "tokens": tokens, **case})
+                stored = {"pages": model.pages, "codec": model.codec, "dtype": model.dtype}
+                found.append({"model": kind, **stored, "tokens": tokens, **case})
     return found
 
 

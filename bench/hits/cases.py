@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from bench.harness.machine import Machine
 from bench.harness.methods import METHODS, Method
 from bench.harness.models import TinyLlama, build_model
-from bench.harness.turns import NO_L3
+from bench.harness.turns import NO_L3, Turns, taking_turns
+from hcache_backend.server_report import read_report
 
 POSITIONS = 32768
 ALWAYS, OURS = "always", "ours"
@@ -37,11 +40,15 @@ class Model:
         pages: What ours stores of it.
         build: Its folder, given the one above and the number of layers.
         insists: Options that make ours store that on a CPU, which projects slowly.
+        dtype: It is served in.
+        codec: What default options encode its pages by; None: they are plain.
     """
 
     pages: str
     build: Callable[[Path, int], Path]
     insists: Mapping[str, str] = field(default_factory=dict)
+    dtype: str = "float32"
+    codec: str | None = "none"
 
     def methods(self) -> dict[str, Method]:
         """Those that can run here."""
@@ -52,12 +59,33 @@ class Model:
             if name != "nixl" or with_nixl
         }
 
+    @contextmanager
+    def turns(
+        self, machine: Machine, folder: Path, tokens: int, **methods: Method
+    ) -> Iterator[Turns]:
+        """Servers of ``methods`` with a history in their L3, in our codec where it has one.
 
-def _llama(kv_heads: int) -> Callable[[Path, int], Path]:
+        Args:
+            folder: Of the model and the servers.
+            tokens: Of the history; whole pages.
+
+        Raises:
+            ServerError: Ours stores pages by another codec, so that it would not be measured.
+        """
+        model = self.build(folder, layers(tokens))
+        with taking_turns(machine, model, methods, tokens, dtype=self.dtype) as turns:
+            for name in (ALWAYS, OURS):
+                report = read_report(turns.servers[name].l3)
+                used = report.codec if report is not None else "unknown"
+                if used != self.codec:
+                    error = f"pages are stored by codec {used}, not by {self.codec}"
+                    raise turns.servers[name].server.error(error)
+            yield turns
+
+
+def _llama(kv_heads: int, hidden: int = 1024) -> Callable[[Path, int], Path]:
     def build(folder: Path, layers: int) -> Path:
-        shape = TinyLlama(
-            layers, hidden=1024, heads=8, kv_heads=kv_heads, intermediate=2816, positions=POSITIONS
-        )
+        shape = TinyLlama(layers, hidden, 8, kv_heads, hidden * 11 // 4, positions=POSITIONS)
         return shape.build(folder)
 
     return build
@@ -78,5 +106,10 @@ def _latent(folder: Path, layers: int) -> Path:
 MODELS = {
     "MHA": Model("hidden states", _llama(8), {"mode": "hidden"}),
     "GQA": Model("K and V", _llama(2)),
-    "MLA": Model("plain pages", _latent),
+    "MLA": Model("plain pages", _latent, codec=None),
+    # In bfloat16 pages are encoded. Many a CPU computes several times as long in it.
+    "MHA-bf16": Model(
+        "hidden states", _llama(8, 512), {"mode": "hidden"}, dtype="bfloat16", codec="exp4"
+    ),
+    "GQA-bf16": Model("K and V", _llama(2, 512), dtype="bfloat16", codec="exp4"),
 }

@@ -27,8 +27,8 @@ from bench.harness.machine import MachineError, find_machine
 from bench.harness.program import at_least, failing, names, parser, stamp, steps
 from bench.harness.report import OUT, markdown, write
 from bench.harness.restorer import Restorer
-from bench.harness.turns import NO_L3, Turns, history, question, taking_turns
-from bench.hits.cases import ALWAYS, COMPARED, MODELS, OURS, layers
+from bench.harness.turns import NO_L3, Turns, history, question
+from bench.hits.cases import ALWAYS, COMPARED, MODELS, OURS
 from bench.hits.measure import learn
 
 if TYPE_CHECKING:
@@ -64,10 +64,9 @@ def main() -> int:
             for kind in given.models:
                 advance(f"{kind}: starting servers")
                 case, tokens = MODELS[kind], given.tokens
-                model = case.build(Path(folder), layers(tokens))
                 # The other servers' methods are not asked.
                 methods = {name: case.methods()[name] for name in SERVERS}
-                with taking_turns(machine, model, methods, tokens) as turns:
+                with case.turns(machine, Path(folder), tokens, **methods) as turns:
                     advance(f"{kind}: histories")
                     store_histories(turns, given.requests)
                     for speed in SPEEDS:

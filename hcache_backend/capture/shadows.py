@@ -235,10 +235,13 @@ class ShadowArena(Arena):
         is known; bool ``[n]``. Any thread that owns them."""
         return self._unfit[self._host[host_pages]]
 
+    def unfit_rows(self, slots: Ids) -> npt.NDArray[np.bool_]:
+        """Of which of ``slots`` (``[n]``) it cannot hold rows, as far as is known; bool ``[n]``."""
+        return self._rows[slots] == _RowState.UNFIT
+
     def unfit_pages_of(self, slots: Ids) -> int:
         """How many of the whole pages of ``slots`` (``[n]``) have such rows, as far as is known."""
-        rows = self._rows[slots].reshape(-1, self.layout.page_size)
-        return int((rows == _RowState.UNFIT).any(1).sum())
+        return int(self.unfit_rows(slots).reshape(-1, self.layout.page_size).any(1).sum())
 
     def expect(self, host_pages: Ids, first_layer: int) -> None:
         super().expect(host_pages, first_layer)
@@ -307,8 +310,7 @@ class ShadowArena(Arena):
         kept = rows == _RowState.PROVEN
         if self.keeps_unfit:
             kept |= rows == _RowState.UNFIT
-        whole: npt.NDArray[np.bool_] = kept.all(1)
-        return whole
+        return np.asarray(kept.all(1))
 
     # ---- host pages ----
 

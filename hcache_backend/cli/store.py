@@ -27,6 +27,7 @@ from hcache_backend.cli.common import (
     settings,
     table,
 )
+from hcache_backend.cli.page_codecs import codecs_of
 from hcache_backend.config import HCacheConfig
 from hcache_backend.server_report import ServerReport, read_report
 from hcache_backend.store import FileOps, PageStore
@@ -36,6 +37,8 @@ from hcache_backend.store.index import Entry
 
 _WRITER = b"hcachcli"  # a store has a writer; these commands write no pages
 _SHOWN_AT_MOST = 20
+_READ_AT_MOST = 3
+"""Headers of so many pages are read for the codec of their namespace: servers delete files."""
 
 
 def stats(dirs: Dirs = None, as_json: AsJson = False) -> None:
@@ -47,7 +50,7 @@ def stats(dirs: Dirs = None, as_json: AsJson = False) -> None:
         print_json({"folders": found})
         return
     folders = table("Folders", "pages#", "bytes#", "free#", "direct I/O", "index", "folder")
-    spaces = table("Namespaces", "namespace", "pages#", "bytes#", "last used", "folder")
+    spaces = table("Namespaces", "namespace", "codec", "pages#", "bytes#", "last used", "folder")
     for folder in found:
         folders.add_row(
             f"{folder['pages']:,}",
@@ -60,6 +63,7 @@ def stats(dirs: Dirs = None, as_json: AsJson = False) -> None:
         for name, space in folder["namespaces"].items():
             spaces.add_row(
                 name[:8],
+                space["codec"] or "-",
                 f"{space['pages']:,}",
                 human_bytes(space["bytes"]),
                 _when(space["last_used"]),
@@ -238,6 +242,8 @@ def _folder_stats(path: Path) -> dict[str, Any]:
             space = spaces.setdefault(
                 entry.name.namespace.hex(), {"pages": 0, "bytes": 0, "last_used": 0.0}
             )
+            if space.get("codec") is None and space["pages"] < _READ_AT_MOST:
+                space["codec"] = codecs_of(path / "pages" / entry.name.shard / entry.name.file)
             space["pages"] += 1
             space["bytes"] += entry.file_bytes
             space["last_used"] = max(space["last_used"], entry.stamp / 1e9)

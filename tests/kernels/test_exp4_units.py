@@ -20,7 +20,8 @@ from hcache_kernels.codecs.exp4_code import (
 from tests.kernels.codec_rows import bits_of, exceptions_of
 from tests.kernels.hostile_units import HOSTILE, hostile_units
 
-CHUNK = 10_000
+CHUNK = 640_000
+"""Values that are tried at once."""
 BY_HAND = 50
 """Units of a chunk whose exceptions are counted by trying every window."""
 
@@ -35,33 +36,37 @@ def exact_or_unfit(units: torch.Tensor) -> torch.Tensor:
     return fits
 
 
-def check_small_units(kind: str, chunks: range) -> tuple[int, int]:
-    """Chunks of units of 64 values; they fit whenever they can. How many were tried, and fit."""
-    n, fit = 64, 0
+def check_units(kind: str, n: int, chunks: range) -> tuple[int, int]:
+    """Chunks of units of ``n`` values; they fit whenever they can. How many were tried, and fit."""
+    count, fit = CHUNK // n, 0
     for seed in chunks:
-        units = hostile_units(kind, CHUNK, n, seed)
+        units = hostile_units(kind, count, n, seed)
         fits = exact_or_unfit(units)
         exponents = (bits_of(units[:BY_HAND]).numpy() >> 7 & 0xFF).astype(np.int64)
         needed = [exceptions_of(unit) for unit in exponents]
         assert fits[:BY_HAND].tolist() == [most <= most_exceptions(n) for most in needed]
         fit += int(fits.sum())
-    return len(chunks) * CHUNK, fit
+    return len(chunks) * count, fit
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_100_000_hostile_units_come_back_to_the_bit_or_do_not_fit(kind: str) -> None:
-    check_small_units(kind, range(1))
+    check_units(kind, 64, range(1))
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("n", "least"), [(64, 10**6), (256, 250_000), (1024, 60_000), (4096, 15_000)]
+)
 def test_a_million_hostile_units_come_back_to_the_bit_or_do_not_fit(
-    record_property: Callable[[str, object], None],
+    n: int, least: int, record_property: Callable[[str, object], None]
 ) -> None:
-    found = {kind: check_small_units(kind, range(1, 11)) for kind in HOSTILE}
+    """A million of the smallest ones; of larger ones as many values."""
+    found = {kind: check_units(kind, n, range(1, 11)) for kind in HOSTILE}
     units = sum(tried for tried, _ in found.values())
     record_property("units", units)
     record_property("units_that_fit", {kind: fit for kind, (_, fit) in found.items()})
-    assert units >= 10**6
+    assert units >= least
     assert 0 < sum(fit for _, fit in found.values()) < units
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from bench.gpu import capture, kernels, overlap, restore
+from bench.gpu import capture, kernels, kernels_transfers, overlap, restore
 from bench.gpu.capture import WAYS
 from bench.gpu.first import STEPS
 from bench.gpu.program import Results
@@ -144,7 +144,28 @@ def test_kernels_are_measured_both_ways_and_checked(dry_run: DryRun, tmp_path: P
     assert {way["way"] for row in rows for way in row["ways"]} == {"fused", "library"}
     kinds = {row["kind"] for row in content["transfers"]}
     assert kinds == {"codec", "gather", "scatter", "segments"}
+    ways = ("encode", "decode", "copy", "saved", "loaded", "uncoded_save", "uncoded_load")
+    segments = [row for row in content["transfers"] if row["kind"] == "segments"]
+    assert {row["codec"] for row in segments} == {"exp4", "int8", "fp8"}
+    assert all(row[f"{way}_us"] > 0 for row in segments for way in ways)
     kernels.draw(content).savefig(tmp_path / "it.png")
+
+
+def test_rows_of_codecs_name_the_goals_that_they_miss() -> None:
+    times = {"encode": 3.0, "decode": 1.0, "saved": 20.0, "loaded": 20.0}
+    times |= {"uncoded_save": 20.0, "uncoded_load": 26.0}
+    met = kernels_transfers.speeds(times, 10**6)
+    assert met["encode_gbs"] == pytest.approx(333.3, abs=0.1) and met["missed"] == []
+    slower = times | {"encode": 4.0, "decode": 1.1, "saved": 21.0}
+    missed = kernels_transfers.speeds(slower, 10**6)["missed"]
+    assert missed == ["encode", "decode", "saved"]
+    hidden = {name: slower[name] for name in ("encode", "decode")}
+    assert kernels_transfers.speeds(hidden, 10**6)["missed"] == ["encode", "decode"]
+    parts = ("codec", "what", "copy_gbs", "right")
+    row = (
+        dict.fromkeys(parts, "it") | {"kind": "segments"} | kernels_transfers.speeds(slower, 10**6)
+    )
+    assert "| encode, decode, saved |" in kernels.transfer_tables([row])
 
 
 @needs_none

@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from hcache_backend.cli.main import app
 from hcache_backend.config import parse_config
+from hcache_backend.page import PageLayout, StoredLayer, hidden_layer, kv_layer
 from hcache_backend.server_report import (
     LayerGroup,
     OverflowUse,
@@ -19,6 +21,7 @@ from hcache_backend.server_report import (
     write_report,
 )
 from hcache_backend.store import SERVER_REPORT, PageStore
+from hcache_backend.units import Segment, SegmentTable
 
 BY_SPEC = LayerGroup(
     layers=(0, 2), method="spec", detail="fused weight 512x256", exactness="100% equal"
@@ -88,6 +91,33 @@ def test_stats_and_ls_say_how_pages_are_encoded_and_how_much_could_not_be(
     write_report(folder, OVERFLOWING.model_copy(update={"overflow": OverflowUse(rows=9)}))
     said = " ".join(hcache(command, "-d", folder).split())
     assert "codec exp4 (0 of 9 rows of overflow in use); m, " in said
+
+
+@pytest.mark.parametrize(
+    ("layers", "codec"),
+    [
+        ((hidden_layer(16, 98, 64, "exp4"), kv_layer(16, 32, 32, 2, 2)), "exp4, none"),
+        ((StoredLayer(()), hidden_layer(16, 98, 64, "exp4")), "exp4"),
+        (None, None),
+    ],
+)
+def test_stats_say_by_what_each_namespace_is_encoded(
+    layers: tuple[StoredLayer, ...] | None, codec: str | None, folder: Path
+) -> None:
+    """Plain pages have no header of ours."""
+    page, table = np.zeros(16384, np.uint8), SegmentTable((Segment(16384),))
+    if layers is not None:
+        layout = PageLayout(16, layers)
+        page, table = np.zeros(layout.page_bytes, np.uint8), layout.table
+        layout.begin(page, b"n" * 16, b"writer-1")
+        layout.seal(page, bytes(32))
+    store = PageStore(parse_config({"dirs": [str(folder)]}, "test"), b"writer-1", background=False)
+    assert store.put(b"n" * 16, [bytes(32)], [[page.data]], table=table) == [True]
+    store.close()
+    [found] = json.loads(hcache("stats", "-d", folder, "--json"))["folders"]
+    [space] = found["namespaces"].values()
+    assert space["codec"] == codec
+    assert (codec or "-") in hcache("stats", "-d", folder)
 
 
 def test_ls_prints_what_the_last_server_said_as_json(folder: Path) -> None:

@@ -54,6 +54,7 @@ class CaptureCheck:
             len(self._pages),
             shadows,
             lambda page: layout.stamp(page, b"\1" * NAMESPACE_BYTES, bytes(WRITER_BYTES)),
+            keeps_unfit=True,  # whether the codec holds enough was decided before
         )
         segments = [layer.index for layer in plan.hidden_layers]
         self._capture = StagedCapture(self._arena, self._memory, plan.staging, segments, plan.codec)
@@ -157,10 +158,17 @@ class CaptureCheck:
                 of_layers = zip(plan.kv.layers, fits.all(1).tolist(), strict=True)
                 self._not_encoded = {layer for layer, fit in of_layers if not fit}
         self._capture.transfers().synchronize()
-        return None if self._arena.whole(self._pages) else "rows are not proven"
+        self._fits = torch.from_numpy(~self._arena.unfit_rows(slots))
+        if not self._fits.any():
+            return "no row is encodable"
+        proven = map(plan.layout.is_stamped, self._arena.pages(self._pages))
+        return None if all(proven) else "rows are not proven"
 
     def _difference(self) -> str | None:
-        """Which layer's rows in host memory are not what its projection received in the prefill."""
+        """Which layer's rows in host memory are not what its projection received in the prefill.
+
+        Nobody reads rows that the codec cannot hold: what is there in their places is not compared.
+        """
         layout, codec = self._plan.layout, self._plan.codec
         layers = {layer.index: layer for layer in self._plan.hidden_layers}
         prefilled = len(self._pages) * layout.page_size - 1
@@ -168,20 +176,24 @@ class CaptureCheck:
             rows = codec.encode(received[:prefilled])[0].cpu()
             for number, page in enumerate(self._arena.pages(self._pages)):
                 first = number * layout.page_size
-                wanted = rows[first + layout.kept.start : first + layout.kept.stop]
+                kept = slice(first + layout.kept.start, first + layout.kept.stop)
+                wanted = rows[kept]
                 stored = torch.from_numpy(page[layout.segment(index)]).view(-1, codec.row_bytes)
-                if not torch.equal(stored[: len(wanted)], wanted):
+                fits = self._fits[kept][: len(wanted)]
+                if not torch.equal(stored[: len(wanted)][fits], wanted[fits]):
                     return f"other rows of {layers[index].name} than its projection received"
         return None
 
     def _changed(self, first: int, there: torch.Tensor, projector: Projector) -> str | None:
-        """Which layer's K or V, from layer ``first`` on, differ between the two places."""
-        pool, plan = projector.pool, self._plan
+        """Which layer's K or V, from layer ``first`` on, differ between the two places, where the
+        codec holds the rows of hidden states."""
+        pool, plan, fits = projector.pool, self._plan, self._fits.to(there.device)
         for layer in plan.layers[first:]:
             if layer.index in self._not_encoded:
                 continue
             ours, models = (
-                pool.fetch(layer.kernel, slots, plan.runner.dtype) for slots in (there, self._slots)
+                pool.fetch(layer.kernel, slots[fits], plan.runner.dtype)
+                for slots in (there, self._slots)
             )
             found = [relative_difference(*pair) for pair in zip(ours, models, strict=True)]
             problem = difference_problem(layer, found, projector, plan.codec.name)

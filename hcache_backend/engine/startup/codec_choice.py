@@ -27,9 +27,9 @@ from hcache_kernels.codecs import Codec, ExactCodec, UnsupportedRows, make_codec
 logger = logging.getLogger("hcache")
 
 _UNENCODABLE_SHARE = 0.1
-"""Largest share of the probe's tokens, chosen from the whole vocabulary, that a codec which was
-asked for by its name may not hold. One in ten would leave no conversation whole; a few may be
-tokens that no text holds. ``auto`` allows none: as they are, hidden states are stored of all."""
+"""If a codec cannot hold more than this share of the probe's tokens, chosen from the whole
+vocabulary, somebody should know: hardly a conversation goes to L3. It stays in use, because what
+pages hold must not depend on what a server finds at its start."""
 
 
 def asked_codec(runtime: Runtime, dtype: torch.dtype) -> str:
@@ -136,11 +136,9 @@ def choose_codec(group: Any, runtime: Runtime, probe: Probe, projector: Projecto
     All ranks must call it. The K and V that the model wrote during the probe must still be in the
     pool.
     """
-    assert runtime.config is not None
     wanted = asked_codec(runtime, probe.hidden[0].dtype)
-    unfit = 0.0 if runtime.config.codec == "auto" else _UNENCODABLE_SHARE
     try:
-        return all_or_none(lambda: _proven(wanted, probe, projector, unfit), group)
+        return all_or_none(lambda: _proven(wanted, probe, projector), group)
     except Refused as refused:
         rows = probe.hidden[0]
         return hidden_as_they_are(wanted, rows.shape[1], rows.dtype, refused)
@@ -156,9 +154,9 @@ def hidden_as_they_are(name: str, width: int, dtype: torch.dtype, refused: Refus
     return ExactCodec(width, dtype)
 
 
-def _proven(name: str, probe: Probe, projector: Projector, unfit: float) -> Codec:
-    """Project what comes back of the probe's rows; compare with what the model wrote. A share of
-    ``unfit`` tokens need not be encodable."""
+def _proven(name: str, probe: Probe, projector: Projector) -> Codec:
+    """Project what comes back of the probe's rows; compare with what the model wrote. Says how many
+    tokens are not encodable; it may not be all."""
     try:
         codec = make_codec(name, probe.hidden[0].shape[1], probe.hidden[0].dtype)
     except UnsupportedRows as error:
@@ -176,6 +174,15 @@ def _proven(name: str, probe: Probe, projector: Projector, unfit: float) -> Code
     if problem is not None:
         raise Refused(problem)
     lost = int((~fits).sum())
-    if lost > unfit * len(fits):
-        raise Refused(f"it cannot hold {lost} of the {len(fits)} tokens of the self-check")
+    if lost == len(fits):
+        raise Refused(f"it cannot hold one of the {lost} tokens of the self-check")
+    if lost:
+        logger.log(
+            logging.WARNING if lost > _UNENCODABLE_SHARE * len(fits) else logging.INFO,
+            "hcache: codec %r cannot hold %d of the %d tokens that were tried; pages with such "
+            "tokens do not go to L3 (option 'codec')",
+            name,
+            lost,
+            len(fits),
+        )
     return codec

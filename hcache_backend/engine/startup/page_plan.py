@@ -39,8 +39,9 @@ from hcache_backend.units import Share
 from hcache_kernels.codecs import Codec
 
 _OVERFLOW_SHARE = 1 / 256
-"""Overflow for one page in so many: `bench/segment_codec.py` found no unit that does not fit into
-`exp4`, and into lossy codecs all finite values of usual sizes do."""
+"""Overflow for one page in so many: of 4,960 units of each kind of synthetic K (of the hardest one
+20,480, `tests/unit/bench/test_segment_codec.py`) and of two models all fit into `exp4`, and into
+lossy codecs all finite values of usual sizes do."""
 
 _STAGING_SHARE = 1 / 4
 """Most of the device's free memory that staging takes: SGLang left it for activations and CUDA

@@ -39,8 +39,8 @@ from tests.engine.harness.reference import assert_equal_tokens
 pytestmark = pytest.mark.engine
 
 PAGE = 128
-WIDE_TOKEN = 1000
-"""Its embedding is made to overflow exp4; not among the tokens of the self-check."""
+WIDE_TOKEN, TRIED_TOKEN = 1000, 847
+"""Their embeddings are made to overflow exp4; the second one is a token of the self-check."""
 
 
 def change_weights(model: Path, folder: Path, name: str, change: Callable[..., None]) -> Path:
@@ -134,21 +134,22 @@ def test_lossy_codecs_serve_and_stay_close_and_do_not_share_pages(
         assert set(stored_pages(tmp_path)) == before
 
 
-def test_a_row_that_overflows_is_not_stored_and_the_request_is_right(
+def test_a_row_that_overflows_keeps_its_page_from_l3_and_exp4_in_use(
     model: Path, tmp_path: Path
 ) -> None:
     def spread(embeddings: torch.Tensor) -> None:
         """Ten values of different exponents make the row; all others lie far below them."""
-        embeddings[WIDE_TOKEN] *= 2.0**-40
-        embeddings[WIDE_TOKEN, :10] = 2.0 ** -torch.arange(10)
+        for token in (WIDE_TOKEN, TRIED_TOKEN):
+            embeddings[token] *= 2.0**-40
+            embeddings[token, :10] = 2.0 ** -torch.arange(10)
 
     served = change_weights(model, tmp_path, "model.embed_tokens.weight", spread)
     conversations = make_conversations(2, turns=3, tokens=200)
     for question in (q for c in conversations for q in c.questions):
-        question[:] = [1 if token == WIDE_TOKEN else token for token in question]
+        question[:] = [1 if token in (WIDE_TOKEN, TRIED_TOKEN) else token for token in question]
     hit, other = conversations
     hit.questions[1][100] = WIDE_TOKEN
-    with Server(our_server(served, tmp_path, hcache={"codec": "exp4"}, dtype="bfloat16")) as server:
+    with Server(our_server(served, tmp_path, dtype="bfloat16")) as server:
         converse(server, conversations)
         assert_hidden_mode(server)
         first_turn = (200 + 16) // 64 * 64
@@ -157,7 +158,10 @@ def test_a_row_that_overflows_is_not_stored_and_the_request_is_right(
         assert hit.turns[2].cached.storage in (first_turn, first_turn + 64)
         assert_restored_from_l3([other], 64)
         assert_nothing_went_wrong(server)
-        assert "codec 'exp4' cannot hold a row of 1 tokens of this step" in server.log_text()
+        log = server.log_text()
+        assert "codec 'exp4' cannot hold a row of 1 tokens of this step" in log
+        assert "codec 'exp4' cannot hold 1 of the 48 tokens that were tried" in log
+        assert "is not used" not in log
     assert_no_cache_output_up_to_ties(served, tmp_path, conversations)
 
 

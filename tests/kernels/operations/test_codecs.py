@@ -55,10 +55,12 @@ def test_exp4(width: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_exp4_of_a_thousand_hostile_units(kind: str) -> None:
-    """A million, as by the reference, would take the interpreter six hours."""
-    units = hostile_units(kind, 1000, 64, seed=11)
-    same_as_reference(make_codec("exp4", 64, torch.bfloat16), units.view(torch.bfloat16))
+def test_exp4_of_hostile_units(kind: str) -> None:
+    """More than a million of all kinds, as by the reference, on a GPU. The interpreter takes 20 ms
+    for each, which is six hours for a million: it gets 1,000 of each kind."""
+    for seed in range(11, 12 if INTERPRETED else 111):
+        units = hostile_units(kind, 1000, 64, seed)
+        same_as_reference(make_codec("exp4", 64, torch.bfloat16), units)
 
 
 def test_exp4_gives_back_each_of_the_65536_patterns() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from bench.record import RESULTS
-from bench.segment_codec import KINDS, SHAPES, WAYS, needed, synthetic
+from bench.segment_codec import KINDS, SHAPES, VALUES, WAYS, needed, synthetic
 
 RESULT = json.loads((RESULTS / "segment_codec.json").read_text())
 
@@ -34,6 +35,32 @@ def test_synthetic_k_has_the_channels_that_it_says() -> None:
     assert (outliers[0] > 40).sum() == 2
     assert (offsets[1] > 90).sum() == 4
     assert (both[1].abs() > 90).sum() == 4
+
+
+def overflow(kind: str, units: int, tokens: int, width: int, seed: int) -> tuple[int, float]:
+    """Units of synthetic K that do not fit, and the exceptions of all in percent of the values."""
+    found = needed(synthetic(kind, units, tokens, width, seed).bfloat16())["exp4"]
+    return found["unfit"], found["mean"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("tokens", "width"), SHAPES)
+def test_synthetic_k_fits(tokens: int, width: int, kind: str) -> None:
+    unfit, mean = overflow(kind, 2**17 // (tokens * width), tokens, width, seed=100)
+    assert unfit == 0 and mean <= (0.9 if kind == "all" else 0.5)
+
+
+@pytest.mark.long
+def test_the_hardest_synthetic_k_ten_times(
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Ten times as many units as the benchmark has: small ones, with all that is difficult."""
+    units = 10 * VALUES // (16 * 64)
+    unfit, mean = overflow("all", units, 16, 64, seed=101)
+    record_property("units", units)
+    record_property("units_that_do_not_fit", unfit)
+    record_property("exceptions_percent", round(mean, 3))
+    assert unfit <= 1e-3 * units
 
 
 def test_every_recorded_unit_fits() -> None:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from bench.harness.report import write_picture
-from bench.throttled import compared, draw, table_lines
+from bench.record import RESULTS
+from bench.throttled import RATES, compared, draw, table_lines
+
+
+def test_recorded_restores_take_at_most_0_80_of_what_plain_ones_take() -> None:
+    found = json.loads((RESULTS / "throttled.json").read_text())
+    assert set(found["compared"]) == set(map(str, RATES))
+    assert all(row["ratio"] <= 0.80 for row in found["compared"].values())
+    assert found["bytes"]["exp4"] <= 0.775 * found["bytes"]["none"]
 
 
 def test_restores_are_compared_with_those_of_the_same_round(tmp_path: Path) -> None:

@@ -14,9 +14,11 @@ from hcache_backend.engine.host_pool import HostPages
 from hcache_backend.engine.kv_pages.overflow import OverflowArea
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.layer_methods import LayerMethods
+from hcache_backend.engine.startup import codec_choice
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.codec_choice import (
     asked_codec,
+    choose_codec,
     encoded_share,
     kv_codec,
 )
@@ -26,7 +28,7 @@ from hcache_backend.engine.startup.strategy import OwnPagesStrategy
 from hcache_backend.page import PageLayout, hidden_layer
 from hcache_backend.partition.costs import Partition
 from hcache_backend.units import WHOLE
-from hcache_kernels.codecs import SEGMENT_CODECS, UnsupportedRows, segment_codecs
+from hcache_kernels.codecs import SEGMENT_CODECS, UnsupportedRows, make_codec, segment_codecs
 from tests.engine.in_process.encoded_kv.host import (
     DEVICE_PAGES,
     PAGE,
@@ -40,6 +42,32 @@ from tests.engine.in_process.pools.host_pools import kv_cache_of_llama_3_8b
 def plan_of(device: Any, codec: str) -> PagePlan:
     methods = LayerMethods(Partition(0, 0, device.layer_num), None, None, 8192)
     return PagePlan(device, methods, WHOLE, 1, kv_codec=codec)
+
+
+@pytest.mark.parametrize(
+    ("unfit", "used", "level"),
+    [(0, "exp4", ""), (1, "exp4", "INFO"), (9, "exp4", "WARNING"), (10, "none", "WARNING")],
+)
+@pytest.mark.parametrize("codec", ["auto", "exp4"])
+def test_hidden_states_are_encoded_unless_no_token_of_the_self_check_fits(
+    codec: str,
+    unfit: int,
+    used: str,
+    level: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What pages hold goes by the type, not by which tokens a server tried."""
+    monkeypatch.setattr(codec_choice, "projection_problem", lambda *_: None)
+    rows = torch.randn(10, 64, dtype=torch.bfloat16)
+    rows[:unfit] = 2.0 ** -torch.arange(64).to(torch.bfloat16)  # as many exponents as values
+    probe: Any = SimpleNamespace(
+        hidden=(torch.randn_like(rows), rows), layers=(0, 1), positions=torch.arange(10), slots=None
+    )
+    runtime: Any = SimpleNamespace(config=HCacheConfig(codec=codec))
+    with caplog.at_level("INFO", "hcache"):
+        assert choose_codec(None, runtime, probe, None).name == used  # type: ignore[arg-type]
+    assert [record.levelname for record in caplog.records] == ([level] if level else [])
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
@@ -61,6 +89,28 @@ def test_host_memory_holds_at_least_1_28_times_the_tokens(page_size: int) -> Non
     assert pages.overflow * plan.layout.page_bytes >= OverflowArea.least_bytes(plan.kv)
     taken = sum(pages) * plan.layout.page_bytes
     assert taken <= 2 * slots * 32 * 2 * 8 * 128 * 2
+
+
+def test_shadows_take_one_host_page_for_each_page_of_the_device() -> None:
+    """Of 8 GB for hidden states of 32 layers of 1,024 values: with ``exp4`` 1.65 times the
+    host pages, since shadows are encoded, too."""
+    kvcache, host = kv_cache_of_llama_3_8b(64), {}
+    for name in ("none", "exp4"):
+        codec = make_codec(name, 1024, torch.bfloat16)
+        hidden = hidden_layer(64, codec.row_bytes, 1024, codec.code)
+        layout, least = PageLayout(64, (hidden,) * 32), 0 if codec.is_view else 64 * 2**17
+        with_, without = (
+            plan_host_pages(
+                *(kvcache, layout, 8, 0.0, 1e12), with_shadows=shadows, least_overflow=least
+            )
+            for shadows in (True, False)
+        )
+        assert with_.shadows == kvcache.size // 64 + 1 and without.shadows == 0
+        assert sum(with_) == sum(without)
+        cost = without.host - with_.host
+        assert with_.shadows - with_.shadows // 200 <= cost <= with_.shadows
+        host[name] = with_.host
+    assert 1.63 <= host["exp4"] / host["none"] <= 1.67
 
 
 def test_the_smallest_memory_that_is_named_will_do() -> None:
