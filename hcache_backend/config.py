@@ -88,7 +88,7 @@ class KrulOption(BaseModel):
 
     ratio: float = Field(default=0.5, gt=0, le=1, allow_inf_nan=False)
     gamma: float = Field(default=0.5, ge=0, le=1, allow_inf_nan=False)
-    error: float = Field(default=0.3, ge=0, allow_inf_nan=False)
+    error: float = Field(default=0.2, ge=0, allow_inf_nan=False)
     kl: float = Field(default=0.01, ge=0, allow_inf_nan=False)
     distance: Literal["attention", "output"] = "attention"
     pairs: tuple[tuple[int, int], ...] | None = None
