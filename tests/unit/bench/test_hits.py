@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bench.hits import load
+from bench.harness.server import ServerError
+from bench.hits import cases, load
+from bench.hits.cases import ALWAYS, MODELS, OURS
 from bench.hits.measure import compared
 from bench.hits.report import draw, table_lines
+from hcache_backend.server_report import ServerReport, write_report
 
 
 def test_ours_is_compared_with_the_better_one_round_by_round() -> None:
@@ -22,6 +28,24 @@ def test_ours_is_compared_with_the_better_one_round_by_round() -> None:
 
 def test_few_rounds_have_no_interval() -> None:
     assert compared([1.0], [2.0], [4.0]) == {"of_better": 0.5, "interval": None}
+
+
+@pytest.mark.parametrize("codec", ["exp4", "none", None])
+def test_nothing_is_measured_whose_pages_are_in_another_codec(
+    codec: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*_: Any, dtype: str) -> Any:
+        server = SimpleNamespace(l3=tmp_path, server=SimpleNamespace(error=ServerError))
+        return nullcontext(SimpleNamespace(servers={ALWAYS: server, OURS: server}, dtype=dtype))
+
+    monkeypatch.setattr(cases, "taking_turns", started)
+    if codec is not None:
+        report = {"time": 0.0, "model": "m", "mode": "kv", "pages": "own", "reason": None}
+        write_report(tmp_path, ServerReport(**report, codec=codec, projection=()))
+    model = replace(MODELS["GQA-bf16"], build=lambda *_: tmp_path)
+    wrong = pytest.raises(ServerError, match=f"by codec {codec or 'unknown'}, not by exp4")
+    with nullcontext() if codec == "exp4" else wrong, model.turns(None, tmp_path, 256) as turns:  # type: ignore[arg-type]
+        assert turns.dtype == "bfloat16"  # type: ignore[attr-defined]
 
 
 def make_results() -> dict[str, Any]:
