@@ -154,8 +154,8 @@ def test_units_that_do_not_fit_come_back_from_host_memory_or_are_computed_again(
             converse(server, conversations, turns=turns, flush=False)
         from_host = sum(turn.cached.host for turn in turns_of(conversations))
         tokens = fetch(server.url).counters["tokens"]
-        assert tokens["not_encodable"] >= 16 * 4
         elsewhere = ("recomputed_at_load", "not_backed_up_rows_not_encodable")
+        assert tokens["not_encodable"] + tokens[elsewhere[1]] >= 16 * 4
         assert any(map(tokens.get, elsewhere)) == full
         # What has no room is recomputed: it refuses no load, and what is beside it is loaded.
         assert not tokens["not_restored_layers_not_recomputable"]
