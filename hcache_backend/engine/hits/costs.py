@@ -34,6 +34,7 @@ class Hit(NamedTuple):
         behind: How many of them, at their end, come from behind the page store.
         recomputing: How long their recomputation takes in slices while they are read from the last
             one on, given tokens and those before; None: they are read only.
+        reachable: How many of them, at their front, slices can reach.
     """
 
     tokens: int
@@ -41,6 +42,7 @@ class Hit(NamedTuple):
     rest: int
     behind: int = 0
     recomputing: Recomputing | None = None
+    reachable: float = math.inf
 
     def without(self, tokens: int) -> Hit:
         """What is left of it when its first ``tokens`` have arrived."""
@@ -61,11 +63,13 @@ class Hit(NamedTuple):
         ``begun`` any part is worthwhile: what was read and recomputed is not to be thrown away
         because estimates have moved a little.
         """
-        if self.recomputing is None:
+        if self.recomputing is None or not self.tokens:
             return read
         recomputing = self.recomputing(self.tokens, self.prefix)
         part = recomputing / (read + recomputing) if recomputing < math.inf else 1.0
-        return side_by_side(read, recomputing) if begun or part > _LEAST_PART else read
+        if not begun and part <= _LEAST_PART:
+            return read
+        return side_by_side(read, recomputing, min(self.reachable, self.tokens) / self.tokens)
 
 
 @dataclass(frozen=True)
@@ -171,11 +175,14 @@ class Costs:
         return {name: SHOWN_TOKENS / seconds for name, seconds in taken.items() if seconds}
 
 
-def side_by_side(one: float, other: float) -> float:
-    """Seconds that two take together for what each takes so long for, which may be infinite."""
-    if math.inf in (one, other):
-        return min(one, other)
-    return one * other / (one + other) if one else 0.0
+def side_by_side(one: float, other: float, share: float = 1.0) -> float:
+    """Seconds that two take together for what each takes so long for, which may be infinite.
+
+    The other one can do this ``share`` of it at most.
+    """
+    if not share or math.inf in (one, other):
+        return min(one, other) if share == 1.0 else one
+    return max(one * other / (one + other), one * (1 - share)) if one else 0.0
 
 
 def _linear(tokens: int, prefix: float) -> float:
