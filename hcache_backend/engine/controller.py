@@ -20,11 +20,12 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCach
 
 from hcache_backend import streams
 from hcache_backend.arena import Ids
+from hcache_backend.config import ConfigError
 from hcache_backend.engine import metrics
 from hcache_backend.engine.eager_loads import EagerLoads, token_array
 from hcache_backend.engine.hits.costs import Recomputing
 from hcache_backend.engine.hits.hooks import around_read, note_arrival, note_waiting
-from hcache_backend.engine.hits.start import judge_other_hits, stop_judging
+from hcache_backend.engine.hits.start import stop_judging
 from hcache_backend.engine.host_pool import OwnPagesPool
 from hcache_backend.engine.loads import LoadQueue, Prefix, QueuedLoad, TokenIds
 from hcache_backend.engine.ranks import smallest
@@ -70,8 +71,14 @@ class OwnPagesController(HybridCacheController, ABC):
         pool = self.mem_pool_host.anchor_entry.host_pool  # also while SGLang constructs us
         pool.pieces_per_page = 1 if storage_backend == "dynamic" else 2
         super().attach_storage_backend(storage_backend, *args, **kwargs)
-        if not self._storage_verifies():
-            judge_other_hits(current(), storage_backend)
+        if self._storage_verifies():
+            return
+        try:
+            for judge in current().on_other_l3:
+                judge(storage_backend)
+        except ConfigError:  # on every rank
+            self.detach_storage_backend()
+            raise
 
     def detach_storage_backend(self) -> None:
         super().detach_storage_backend()
@@ -85,6 +92,7 @@ class OwnPagesController(HybridCacheController, ABC):
 
     def turn(self, cache: Any) -> None:
         """HiCache's turn on the scheduler thread; ``cache`` is its radix cache."""
+        self.governor.look()
         if self.eager is not None:
             self.eager.turn(cache)
         if self._never_loaded:

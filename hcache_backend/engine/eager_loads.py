@@ -19,6 +19,7 @@ import torch
 
 from hcache_backend import streams
 from hcache_backend.engine import metrics
+from hcache_backend.engine.hits.hooks import is_on_device
 from hcache_backend.engine.host_pool import OwnPagesPool
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.engine.ranks import smallest
@@ -27,7 +28,7 @@ from hcache_backend.engine.recompute.slices import SliceBudget
 from hcache_backend.engine.reservable_pages import ReservablePages
 from hcache_backend.partition.costs import side_by_side
 from hcache_backend.restore.eager import EagerRestores, batch_pages
-from hcache_backend.restore.meeting import meeting_of
+from hcache_backend.restore.meeting import Meeting, meeting_of
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.reservation import Ids, Launched, Recomputation
 
@@ -90,6 +91,7 @@ class EagerLoads:
             meeting = meeting_of(operation)
             if meeting is not None:
                 there = meeting.here
+                meeting.reachable = self._reachable(operation)
             arrived = restores.arrived(operation, there.stop, there.start)
             if arrived:
                 metrics.TOKENS.count("eager", arrived * size)
@@ -143,12 +145,12 @@ class EagerLoads:
             return math.inf
         return self._budget.seconds(tokens, self._pool.page_size, prefix, layers) / share
 
-    def until_met(self, unread: int, prefix: int) -> tuple[float, float]:
-        """Seconds until nothing of so many pages behind ``prefix`` tokens is left, if they are read
-        and recomputed at once, and if they are read only; infinite: nobody knows. Any thread."""
-        tokens = unread * self._pool.page_size
+    def until_met(self, meeting: Meeting, prefix: int) -> tuple[float, float]:
+        """Seconds until no pages behind ``prefix`` tokens are unread, if they are recomputed and
+        read at once, and if they are read only; infinite: nobody knows. Any thread."""
+        tokens, share = meeting.unread * self._pool.page_size, meeting.recomputable
         reading = self._loads.seconds_to_read(tokens)
-        return side_by_side(reading, self.seconds_to_recompute(tokens, prefix)), reading
+        return side_by_side(reading, self.seconds_to_recompute(tokens, prefix), share), reading
 
     def _recompute(self) -> None:
         """Recompute layers that pages lack, of as many as one turn has time for on every rank."""
@@ -163,7 +165,7 @@ class EagerLoads:
                     metrics.SLICES.count(pace.decision)
             until, meeting = (math.inf, math.inf), meeting_of(due.prefetch)
             if due.unread and meeting is not None:
-                together, alone = self.until_met(meeting.unread, prefix)
+                together, alone = self.until_met(meeting, prefix)
                 until = alone, together  # what takes longer is read sooner, some of it or all
             allowed = budget.pages(len(due.pages), size, prefix, due.layers, pace.share, *until)
             free = int(pace.share > 0 and not budget.full)
@@ -177,6 +179,11 @@ class EagerLoads:
             if pages and self._recompute_slice(due.first(pages)):
                 metrics.SLICES.count(pace.decision)
                 return
+
+    def _reachable(self, prefetch: Hashable) -> int:
+        """How many pages of a prefetch, at its front, slices can recompute."""
+        there = is_on_device(self._pages.cache.tree_core, self._anchors[prefetch])
+        return self._restores.reachable(prefetch) if there and self.recomputes_pages else 0
 
     def _tokens_before(self, due: Recomputation) -> int | None:
         """How many tokens of the sequence are before ``due``; None: it cannot be recomputed."""
@@ -264,9 +271,9 @@ class EagerLoads:
     def _before_prefetch(self, prefetch: Hashable) -> torch.Tensor | None:
         """Slots of the tokens before a prefetch, int64 ``[n]``; None: not all are on the device."""
         tree, anchor = self._pages.cache.tree_core, self._anchors[prefetch]
-        root = tree.empty_match_result.last_device_node
-        if anchor != root and tree.is_full_device_evicted(anchor):
+        if not is_on_device(tree, anchor):
             return None
+        root = tree.empty_match_result.last_device_node
         slots: torch.Tensor = tree.collect_full_device_indices(anchor, root)
         return slots
 

@@ -126,7 +126,7 @@ class BatchedReads:
         read: Callable[..., int],
         operation: Any,
         meeting: Meeting,
-        until_met: Callable[[int, int], tuple[float, float]],
+        until_met: Callable[[Meeting, int], tuple[float, float]],
     ) -> None:
         """Read a prefetch from its last page on, by ``read`` as in :meth:`read`, to the meeting.
 
@@ -156,7 +156,7 @@ class BatchedReads:
         self,
         operation: Any,
         meeting: Meeting,
-        until_met: Callable[[int, int], tuple[float, float]],
+        until_met: Callable[[Meeting, int], tuple[float, float]],
     ) -> int:
         """How many pages to read now; 0: no more, the prefetch has ended or the two have met.
 
@@ -165,7 +165,7 @@ class BatchedReads:
         prefix = len(operation.prefix_keys or ()) * self._size
         start = seen = time.monotonic()
         while not operation.is_terminated() and (unread := meeting.unread):
-            together, alone = until_met(unread, prefix)
+            together, alone = until_met(meeting, prefix)
             part = round(unread * together / alone) if 0 < alone < math.inf else unread
             if part or seen - start > alone:
                 return max(1, part)

@@ -72,6 +72,7 @@ class Runtime:
         page_fields: What the namespace of our own pages holds besides the weights.
         on_weights_changed: Called, on the scheduler thread, when captured rows lose their meaning.
         on_caches_flushed: Called, on the scheduler thread, when L1 and L2 have been emptied.
+        on_other_l3: Called on all ranks, with its name, when another L3 than our store is attached.
         on_distrust: Called when projected K and V stop matching those of the model.
         projection: How the layers are projected; empty in KV mode.
         recomputation: How exactly first layers are recomputed, or why not, in words; None: nothing
@@ -97,6 +98,7 @@ class Runtime:
     page_fields: dict[str, object] = field(default_factory=dict)
     on_weights_changed: list[Callable[[], None]] = field(default_factory=list)
     on_caches_flushed: list[Callable[[], None]] = field(default_factory=list)
+    on_other_l3: list[Callable[[str], None]] = field(default_factory=list)
     on_distrust: list[Callable[[], None]] = field(default_factory=list)
     projection: list[LayerGroup] = field(default_factory=list)
     recomputation: str | None = None

@@ -192,14 +192,17 @@ def layer_costs(
     return costs._replace(l3_h=l3_h, l3_kv=l3_kv)
 
 
-def side_by_side(one: float, other: float) -> float:
-    """Seconds that two take together for what each takes so long for, which may be infinite."""
-    if math.inf in (one, other):
-        return min(one, other)
-    return one * other / (one + other) if one else 0.0
+def side_by_side(one: float, other: float, share: float = 1.0) -> float:
+    """Seconds that two take together for what each takes so long for, which may be infinite.
+
+    The other one can do this ``share`` of it at most.
+    """
+    if not share or math.inf in (one, other):
+        return min(one, other) if share == 1.0 else one
+    return max(one * other / (one + other), one * (1 - share)) if one else 0.0
 
 
-def until_there(reading: float, recomputing: float) -> float:
+def until_there(reading: float, recomputing: float, share: float = 1.0) -> float:
     """Seconds until a hit is there of which the back is read and meanwhile the front recomputed.
 
     Not where L3 would bring less than :data:`LEAST_PART` of it: then it is read only.
@@ -207,6 +210,7 @@ def until_there(reading: float, recomputing: float) -> float:
     Args:
         reading: Seconds to read all of it.
         recomputing: Seconds to recompute all of it; infinite: nobody knows, or it is not done.
+        share: How much of it can be recomputed at most.
     """
-    together = side_by_side(reading, recomputing)
-    return together if together > LEAST_PART * reading else reading
+    worth_it = side_by_side(reading, recomputing) > LEAST_PART * reading
+    return side_by_side(reading, recomputing, share) if worth_it else reading

@@ -147,6 +147,10 @@ class EagerRestores:
         self._places.update({page: (reservation, i) for i, page in enumerate(ids)})
         return len(ids)
 
+    def reachable(self, prefetch: Hashable) -> int:
+        """How many of its first pages can be recomputed one after the other, or were."""
+        return self._running[prefetch].reachable
+
     def arrived(self, prefetch: Hashable, pages: int, start: int = 0) -> int:
         """Pages ``start`` to ``pages`` of a prefetch are there, and proven, on all ranks.
 

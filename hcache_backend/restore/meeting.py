@@ -22,11 +22,14 @@ class Meeting:
     Attributes:
         front: So many pages are recomputed, or will be: that was launched. The scheduler's.
         here: Pages that were read and proven on all ranks. The scheduler's.
+        reachable: Recomputation can come so far, by what the scheduler saw last: the number of the
+            page that it cannot recompute any more. None: it has not looked yet.
     """
 
     def __init__(self) -> None:
         self.front = 0
         self.here = range(0)
+        self.reachable: int | None = None
         self._lock = threading.Lock()
         self._taken = 0  # by the front
         self._unread: int | None = None  # the reader takes those before this one next
@@ -58,6 +61,12 @@ class Meeting:
         """Pages that are neither taken nor being read."""
         assert self._unread is not None
         return self._unread - self._taken
+
+    @property
+    def recomputable(self) -> float:
+        """Which share of the unread pages recomputation can reach. Any thread."""
+        unread, reachable = self.unread, (self.reachable or 0) - self._taken
+        return min(1.0, max(0, reachable) / unread) if unread else 0.0
 
     def take(self, agree: Callable[[int], int]) -> range:
         """The next pages of the front: as many as ``agree`` says, given how many nobody reads.

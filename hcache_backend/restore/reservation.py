@@ -60,7 +60,7 @@ class Reservation:
     recomputed: set[int] = field(default_factory=set)
     last_slice: tuple[int, RunningRestore] | None = None
     _front: int = 0  # all pages before this one were whole, and held, when it got there
-    _cut: bool = False  # whether one of them was released since
+    _released: int | None = None  # the first page that is not held any more
 
     def waiting(self) -> list[int]:
         """Held pages that were not launched, in order."""
@@ -79,7 +79,16 @@ class Reservation:
     def release(self, page: int) -> None:
         """A page is given back or handed out."""
         self.held.remove(page)
-        self._cut = self._cut or page < self._front
+        self._released = page if self._released is None else min(self._released, page)
+
+    @property
+    def reachable(self) -> int:
+        """So many pages from the first one of the prefetch on can be recomputed, or were.
+
+        0: the first ones are not reserved here, or are not held any more.
+        """
+        held = len(self.host_pages) if self._released is None else self._released
+        return held if not self.first and held >= self._front else 0
 
     def to_recompute(self, most: int) -> range:
         """At most ``most`` pages that lack the same layers, behind pages that are held and whole.
@@ -88,7 +97,7 @@ class Reservation:
 
         None of them where the first pages of the prefetch are not reserved here.
         """
-        if self.first or self._cut:
+        if not self.reachable:
             return range(0)
         while self._front in self.held and self.is_whole(self._front):
             self._front += 1

@@ -214,7 +214,7 @@ def test_the_hook_on_prefetches_finds_its_arguments(sglang: Source) -> None:
     found = sglang.find(hooks.PREFETCH)
     assert found is not None and isinstance(found.node, ast.FunctionDef)
     names = {argument.arg for argument in found.node.args.args}
-    assert {"last_host_node_id", "prefix_keys"} <= names
+    assert {"last_host_node_id", "prefix_keys", "new_input_tokens"} <= names
 
 
 def test_where_versions_differ_one_of_the_ways_is_there(sglang: Source) -> None:

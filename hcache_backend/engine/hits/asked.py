@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from hcache_backend.engine.hits.costs import Costs, Hit, Recomputing
+from hcache_backend.engine.hits.costs import Hit, Recomputing
 
 
 @dataclass
@@ -15,6 +16,7 @@ class Asked:
     Attributes:
         prefix: Tokens before that.
         recomputing: See :class:`Hit`.
+        reachable: How many of its tokens that have not arrived slices can still reach.
         hit: What is being read, or will be; None: nothing yet.
         arrived: Tokens of it that have arrived.
         tried: Where it is read to see how fast L3 is by now: all of the hit, of which it may be a
@@ -23,33 +25,31 @@ class Asked:
 
     prefix: int
     recomputing: Recomputing | None = None
+    reachable: float = math.inf
     hit: Hit | None = None
     arrived: int = 0
     tried: Hit | None = None
 
     @property
+    def rest(self) -> Hit | None:
+        """What of it has not arrived; None: nothing."""
+        if not self.left or self.hit is None:
+            return None
+        return self.hit.without(self.arrived)._replace(reachable=self.reachable)
+
+    @property
     def left(self) -> int:
         return self.hit.tokens - self.arrived if self.hit is not None else 0
 
-    @property
-    def left_behind(self) -> int:
-        return min(self.hit.behind, self.left) if self.hit is not None else 0
 
-
-def left(asked: Iterable[Asked]) -> tuple[int, int]:
-    """How many tokens are still to be read, and how many of them from behind the page store."""
-    each = list(asked)
-    return sum(one.left for one in each), sum(one.left_behind for one in each)
-
-
-def delays(asked: Iterable[Asked], seconds: float, costs: Costs, slowdown: float) -> float:
+def delays(asked: Iterable[Asked], seconds: float, until_there: Callable[[Hit], float]) -> float:
     """Seconds that requests wait together if the GPU has time for none of them for ``seconds``.
 
-    Hits come one after the other, ``slowdown`` times slower than L3 was.
+    Hits come one after the other; ``until_there`` says how long what is left of one takes.
     """
-    queued, behind, late = 0, 0, 0.0
-    for one in asked:
-        if one.left:
-            queued, behind = queued + one.left, behind + one.left_behind
-            late += max(0.0, seconds - slowdown * costs.least_reading(queued, behind))
+    there, late = 0.0, 0.0
+    for rest in (one.rest for one in asked):
+        if rest is not None:
+            there += until_there(rest)
+            late += max(0.0, seconds - there)
     return late

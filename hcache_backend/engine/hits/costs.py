@@ -29,6 +29,7 @@ class Hit(NamedTuple):
         behind: How many of them, at their end, come from behind the page store.
         recomputing: How long their recomputation takes in slices while they are read from the last
             one on, given tokens and those before; None: they are read only.
+        reachable: How many of them, at their front, slices can reach.
     """
 
     tokens: int
@@ -36,6 +37,7 @@ class Hit(NamedTuple):
     rest: int
     behind: int = 0
     recomputing: Recomputing | None = None
+    reachable: float = math.inf
 
     def without(self, tokens: int) -> Hit:
         """What is left of it when its first ``tokens`` have arrived."""
@@ -56,10 +58,11 @@ class Hit(NamedTuple):
         ``begun`` any part is worthwhile: what was read and recomputed is not to be thrown away
         because estimates have moved a little.
         """
-        if self.recomputing is None:
+        if self.recomputing is None or not self.tokens:
             return read
         recomputing = self.recomputing(self.tokens, self.prefix)
-        return side_by_side(read, recomputing) if begun else until_there(read, recomputing)
+        share = min(self.reachable, self.tokens) / self.tokens
+        return (side_by_side if begun else until_there)(read, recomputing, share)
 
 
 @dataclass(frozen=True)

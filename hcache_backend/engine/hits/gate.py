@@ -16,10 +16,11 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from hcache_backend.engine import metrics
-from hcache_backend.engine.hits.asked import Asked, delays, left
+from hcache_backend.engine.hits.asked import Asked, delays
 from hcache_backend.engine.hits.costs import Costs, Hit, Machine, Recomputing
 from hcache_backend.engine.hits.estimates import Estimate
 from hcache_backend.engine.hits.gpu import Gpu
@@ -47,6 +48,7 @@ class Running(NamedTuple):
         step: Tokens of which arrivals are multiples.
         whole: Whether what has arrived is worth nothing without the rest.
         lost: How many of the tokens that have arrived are worth nothing without the rest.
+        reachable: How many of those that have not arrived slices can reach; None: nobody knows yet.
     """
 
     request_id: str
@@ -54,6 +56,7 @@ class Running(NamedTuple):
     step: int
     whole: bool
     lost: int = 0
+    reachable: int | None = None
 
 
 class HitGate:
@@ -71,6 +74,7 @@ class HitGate:
         l3: What HiCache's threads are at.
         unfinished: Prefetches that HiCache's threads are still at on some rank, also those that
             nobody waits for any more; the same on every rank.
+        agreed_overdue: Whether L3 was overdue when the ranks last agreed.
     """
 
     def __init__(
@@ -91,7 +95,7 @@ class HitGate:
         self.gpu = Gpu(clock)
         self.l3 = L3Progress(self.costs, clock)
         self._trials = (Trials(), Trials())  # of the page store, and of what is behind it
-        self._agreed_overdue = False
+        self.agreed_overdue = False
         self._said: float | None = None
         self._shown: float | None = None
         self._show()
@@ -114,7 +118,7 @@ class HitGate:
         Not while L3 is overdue, as all ranks have agreed: nobody would wait for the answer.
         ``recomputing``: as in :class:`Hit`.
         """
-        if self._agreed_overdue:
+        if self.agreed_overdue:
             return False
         with self._lock:
             self._asked[request_id] = Asked(prefix, recomputing)
@@ -126,7 +130,7 @@ class HitGate:
         ``running`` are all, in the order in which they are read.
         """
         now = self._clock()
-        verdicts, queued, behind = [], 0, 0
+        verdicts, earlier = [], 0.0
         with self._lock:
             kept = {one.request_id for one in running}
             reading = self.l3.reading
@@ -134,21 +138,24 @@ class HitGate:
                 kept.add(reading.request_id)
             self._asked = {name: asked for name, asked in self._asked.items() if name in kept}
             for one in running:
-                if one.request_id in self._asked:
-                    self._asked[one.request_id].arrived = one.arrived
+                asked = self._asked.get(one.request_id)
+                if asked is not None:
+                    asked.arrived = one.arrived
+                    if one.reachable is not None:
+                        asked.reachable = one.reachable
             overdue = self.l3.seems_overdue(now)
             for place, one in enumerate(running):
                 asked = self._asked.get(one.request_id)
                 ends = False
-                if asked is not None:
-                    queued, behind = queued + asked.left, behind + asked.left_behind
-                    ends = place < _JUDGED and self._ends(asked, one, queued, behind, now)
+                if asked is not None and asked.rest is not None:
+                    ends = place < _JUDGED and self._ends(asked, asked.rest, one, earlier, now)
+                    earlier += self._until_there(asked.rest)
                 verdicts.append(overdue or ends)
         return [*verdicts, overdue]
 
     def agreed(self, ended: Sequence[str], overdue: bool) -> None:
         """What every rank's :meth:`to_end` together say: whose prefetches end, and of L3."""
-        before, self._agreed_overdue = self._agreed_overdue, overdue
+        before, self.agreed_overdue = self.agreed_overdue, overdue
         with self._lock:
             for request_id in ended:
                 asked = self._asked.get(request_id)
@@ -163,11 +170,6 @@ class HitGate:
             )
         elif before and not overdue:
             logger.info("hcache: L3 answers again")
-
-    @property
-    def agreed_overdue(self) -> bool:
-        """Whether L3 was overdue when the ranks last agreed."""
-        return self._agreed_overdue
 
     def launched(self, tokens: int, prefix: float, loaded: int) -> int:
         """A batch is launched that computes this (see :meth:`prefilled`); its number."""
@@ -297,7 +299,8 @@ class HitGate:
     def _computing(self, saved: float, others: list[Asked], now: float) -> float:
         """Seconds until what takes so long is computed, with those by which that delays others."""
         computing = self.gpu.seconds_busy(now) + saved
-        return computing + delays(others, computing, self.costs, self.l3.slowdown(now))
+        until_there = partial(self._until_there, slowdown=self.l3.slowdown(now))
+        return computing + delays(others, computing, until_there)
 
     def _too_slow(self, hit: Hit, now: float) -> str | None:
         """Why a hit is not to be read, or None. Under the lock."""
@@ -307,7 +310,7 @@ class HitGate:
         if saved is None:
             return None
         computing = self._computing(saved, others, now)
-        read = hit.until_there(self._seconds_to_read(hit, now))
+        read = self._until_read(hit, now)
         taken = max(self.gpu.seconds_busy(now), read) + self.costs.loaded(hit.tokens)
         if taken * self._min_gain <= computing:
             return None
@@ -316,38 +319,51 @@ class HitGate:
             f"{computing:.3f} s"
         )
 
-    def _seconds_to_read(self, hit: Hit, now: float) -> float:
-        """Seconds until a hit is read, as far as they count and anybody knows. Under the lock."""
+    def _until_read(self, hit: Hit, now: float) -> float:
+        """Seconds until a hit is there, behind those that are read already, one after the other.
+
+        As far as they count and anybody knows. Under the lock.
+        """
         if self.gpu.wanted:
             return 0.0
-        queued, behind = left(self._asked.values())
-        read = self.costs.least_reading(queued + hit.tokens, behind + hit.behind)
-        return read * self.l3.slowdown(now)
+        slowdown = self.l3.slowdown(now)
+        queued = [asked.rest for asked in self._asked.values() if asked.rest is not None]
+        earlier = sum(self._until_there(rest, slowdown) for rest in queued)
+        read = slowdown * self.costs.least_reading(hit.tokens, hit.behind)
+        return earlier + hit.until_there(read)
 
-    def _ends(self, asked: Asked, one: Running, queued: int, behind: int, now: float) -> bool:
-        """Whether to end a prefetch; ``queued`` tokens are left up to its end, so many behind."""
-        if asked.hit is None or self.gpu.wanted or one.whole or not asked.left:
-            return False
-        saved = self.costs.saved(asked.hit.without(asked.arrived - one.lost))
+    def _until_there(self, rest: Hit, slowdown: float = 1.0) -> float:
+        """Seconds until what is left of a hit is there once L3 and slices are at it."""
+        read = slowdown * self.costs.least_reading(rest.tokens, rest.behind)
+        return rest.until_there(read, begun=True)
+
+    def _ends(self, asked: Asked, rest: Hit, one: Running, earlier: float, now: float) -> bool:
+        """Whether to end a prefetch; its ``rest`` is begun when earlier ones are there, in so many
+        seconds."""
+        if asked.hit is None or self.gpu.wanted or (one.whole and asked.tried is None):
+            return False  # what is worth nothing in parts is read to its end, if not to try L3
+        kept = 0 if one.whole else asked.arrived - one.lost
+        saved = self.costs.saved(asked.hit.without(kept))
         if saved is None:
             return False
         reading, elapsed, going_on, in_time = self.l3.reading, 0.0, 0.0, None
         if reading is not None and reading.request_id == one.request_id:
-            elapsed, in_time = now - reading.start, self.l3.left_in_time(now)
-            going_on = elapsed * asked.left / (asked.arrived + one.step)  # at the pace so far
+            elapsed, in_time, earlier = now - reading.start, self.l3.left_in_time(now), 0.0
+            going_on = elapsed * rest.tokens / (asked.arrived + one.step)  # at the pace so far
         if asked.tried is not None:
             if elapsed < TRIAL_SHARE * (self.costs.saved(asked.tried) or 0.0):
                 return False
-        elif in_time is not None and asked.hit.recomputing is not None:
-            going_on = self.l3.seconds_to_read(asked.left, asked.left_behind)
+        elif in_time is not None and rest.recomputing is not None:
+            going_on = self.l3.seconds_to_read(rest.tokens, rest.behind)
         elif in_time is not None:
             going_on = in_time
         else:
-            going_on = max(going_on, self.costs.least_reading(queued, behind))
-        going_on = asked.hit.without(asked.arrived).until_there(going_on, begun=True)
+            going_on = max(going_on, self.costs.least_reading(rest.tokens, rest.behind))
+        going_on = earlier + rest.until_there(going_on, begun=True)
         others = [other for other in self._asked.values() if other is not asked]
         computing = self._computing(saved, others, now)
-        return going_on * self._min_gain > _ENDING_MARGIN * computing
+        margin = 1.0 if one.whole else _ENDING_MARGIN
+        return going_on * self._min_gain > margin * computing
 
     def _part_of(self, hit: Hit, page: int, asked: Asked, now: float) -> int:
         """Tokens of a hit to read although all of it is too slow. Under the lock."""

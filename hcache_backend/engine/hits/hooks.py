@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,8 @@ from hcache_backend.engine.recompute.governor import waits_for_gpu
 from hcache_backend.engine.runtime import current
 from hcache_backend.restore.meeting import meeting_of
 
+_NO_REQUEST = "__storage_hit_query__"
+"""SGLang's name of look-ups on behalf of nobody, on the scheduler's thread: nothing is read."""
 _STOP_SECONDS = 60.0
 """How long the threads of a server without requests may take to end a read."""
 
@@ -60,11 +62,24 @@ def around_prefetch(
             given = inspect.signature(original).bind(cache, request, *a, **kw).arguments
             before = len(given.get("matched_prefix_tokens") or ())
             recomputing = getattr(cache.cache_controller, "recomputing", None)
+            if recomputing is not None and not _has_front(cache, given):
+                recomputing = None
             asks = gate.may_ask(request.rid, before, recomputing)
     if asks:
         return original(cache, request, *a, **kw)
     cache.storage_prefetch_retries.cancel(request.rid)
     return None
+
+
+def _has_front(cache: Any, asked: Mapping[str, Any]) -> bool:
+    """Whether a prefetch, given the arguments of its call, may have a front that is recomputed.
+
+    Not what comes in one piece, nor what follows tokens whose K and V the device does not have.
+    """
+    pages = len(asked["new_input_tokens"]) // cache.page_size
+    if pages <= _pages_per_report(cache.cache_controller, pages):
+        return False
+    return is_on_device(cache.tree_core, asked["last_host_node_id"])
 
 
 def around_turn(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
@@ -160,23 +175,32 @@ def _let_threads_finish(gate: HitGate, controller: Any) -> None:
 
 
 def _running(cache: Any, operation: Any) -> Running:
-    meeting, lost = meeting_of(operation), 0
-    if meeting is not None and meeting.pages == meeting.front:
-        lost = len(meeting.here) * cache.page_size
+    meeting, lost, reachable = meeting_of(operation), 0, None
+    if meeting is not None:
+        if meeting.pages == meeting.front:
+            lost = len(meeting.here) * cache.page_size
+        if meeting.reachable is not None:
+            reachable = max(0, meeting.reachable - meeting.front) * cache.page_size
     return Running(
         operation.request_id,
         operation.completed_tokens + lost,
-        _step(cache.cache_controller, operation) * cache.page_size,
+        _pages_per_report(cache.cache_controller, len(operation.hash_value)) * cache.page_size,
         whole=bool(operation.pool_transfers),
         lost=lost,
+        reachable=reachable,
     )
 
 
-def _step(controller: Any, operation: Any) -> int:
-    """Pages of which arrivals are reported together."""
+def is_on_device(tree: Any, node: Hashable) -> bool:
+    """Whether the device has K and V of all tokens up to the end of a node of SGLang's tree."""
+    root = tree.empty_match_result.last_device_node
+    return bool(node == root or not tree.is_full_device_evicted(node))
+
+
+def _pages_per_report(controller: Any, pages: int) -> int:
+    """Of how many pages of a prefetch of ``pages`` arrivals are reported together."""
     from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE
 
-    pages = len(operation.hash_value)
     pages_per_report = getattr(controller, "pages_per_report", None)
     return pages_per_report(pages) if pages_per_report else min(pages, STORAGE_BATCH_SIZE)
 
@@ -260,7 +284,7 @@ def around_look_up(
 ) -> Any:
     """Around ``HybridCacheController._storage_hit_query``, before its MIN over ranks."""
     gate = gate_of(controller)
-    if gate is None:
+    if gate is None or operation.request_id == _NO_REQUEST:
         return original(controller, operation, *a, **kw)
     if gate.was_refused(operation.request_id):
         return [], 0
@@ -284,9 +308,10 @@ def around_read(original: Callable[..., Any], controller: Any, operation: Any) -
     if gate is None:
         return original(controller, operation)
     size = controller.page_size
-    wanted = len(operation.hash_value) * size
+    pages = len(operation.hash_value)
     with harmless():
-        gate.read_begins(operation.request_id, wanted, _step(controller, operation) * size)
+        step = _pages_per_report(controller, pages) * size
+        gate.read_begins(operation.request_id, pages * size, step)
     try:
         return original(controller, operation)
     finally:

@@ -17,7 +17,8 @@ LATE = 1.25
 """A read that takes so many times as long as it should is late: how long it still takes is then
 told by what has arrived, not by what reads took before."""
 LONGEST_PART_SECONDS = 5.0
-"""No part should take longer, whatever reads took before: one that hung must not teach patience."""
+"""No part should take longer, whatever reads took before: one that hung must not teach patience. Or
+as long as computing it takes, if that is more."""
 
 
 @dataclass
@@ -116,10 +117,10 @@ class L3Progress:
             return True
         if reading is None:
             return False
+        longest = max(LONGEST_PART_SECONDS, self._costs.prefill.seconds(reading.step) or 0.0)
         expected = self._expected(reading, reading.step, min(reading.step, reading.behind))
-        if expected is None:
-            expected = LONGEST_PART_SECONDS
-        return now - reading.last > 2 * min(expected, LONGEST_PART_SECONDS) + OVERDUE_SECONDS
+        expected = longest if expected is None else min(expected, longest)
+        return now - reading.last > 2 * expected + OVERDUE_SECONDS
 
     def slowdown(self, now: float) -> float:
         """How many times slower than it should be the read in progress is; at least 1."""

@@ -1,4 +1,4 @@
-"""Judging L3 hits begins, where a storage backend is attached."""
+"""Whether L3 hits are judged, and what is known of the machine already."""
 
 from __future__ import annotations
 
@@ -12,21 +12,9 @@ from hcache_backend.engine.arguments import (
     resolved,
 )
 from hcache_backend.engine.hits.costs import Machine
-from hcache_backend.engine.hits.gate import HitGate
 from hcache_backend.engine.runtime import Runtime
 
 logger = logging.getLogger("hcache")
-
-
-def judge_other_hits(runtime: Runtime, backend: str) -> None:
-    """Judge the hits of another L3 than our store, whose pages are our own."""
-    config = runtime.config
-    if config is None or not may_judge(runtime, config):
-        return
-    machine = known_machine(runtime)
-    if machine is not None:
-        machine = machine.of_other_l3()
-    runtime.hit_gate = HitGate(machine, backend, config.min_gain)
 
 
 def may_judge(runtime: Runtime, config: HCacheConfig) -> bool:

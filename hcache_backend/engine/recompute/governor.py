@@ -46,16 +46,22 @@ class Governor:
     def __init__(self) -> None:
         self.scheduler: Any = None
         self._blind = False
+        self._pace = _WHOLE
+
+    def look(self) -> None:
+        """The scheduler's turn begins: see what it holds, which on other threads may change."""
+        if self.scheduler is None or self._blind:
+            return
+        self._blind = True
+        with metrics.harmless("governor", "who wants the GPU is not known: no more slices"):
+            self._pace = _pace_beside(self.scheduler)
+            self._blind = False
+        if self._blind:
+            self._pace = Pace(0.0, "put_off_waiting")
 
     def pace(self) -> Pace:
-        """For this turn of the scheduler; on other threads, what it was a moment ago."""
-        if self.scheduler is None:
-            return _WHOLE
-        if not self._blind:
-            with metrics.harmless("governor", "who wants the GPU is not known: no more slices"):
-                return _pace_beside(self.scheduler)
-            self._blind = True
-        return Pace(0.0, "put_off_waiting")
+        """For this turn of the scheduler. Any thread."""
+        return self._pace
 
 
 def _pace_beside(scheduler: Any) -> Pace:

@@ -1,4 +1,4 @@
-"""What is known of the machine before L3 hits were measured in service."""
+"""Judging L3 hits begins, where a storage backend is attached; what is known of the machine."""
 
 from __future__ import annotations
 
@@ -31,11 +31,23 @@ def judge_our_hits(runtime: Runtime, config: HCacheConfig) -> None:
         ConfigError: On every rank: option ``profile`` names no usable file.
     """
     if may_judge(runtime, config):
-        machine = known_machine(runtime) or _machine(runtime, config)
-        runtime.hit_gate = HitGate(machine, "hcache", config.min_gain)
+        runtime.hit_gate = HitGate(_machine(runtime, config), "hcache", config.min_gain)
+
+
+def judge_other_hits(runtime: Runtime, backend: str) -> None:
+    """The same of another L3 than our store, whose pages are our own."""
+    config = runtime.config
+    if config is not None and may_judge(runtime, config):
+        machine = _machine(runtime, config)
+        if machine is not None:
+            machine = machine.of_other_l3()
+        runtime.hit_gate = HitGate(machine, backend, config.min_gain)
 
 
 def _machine(runtime: Runtime, config: HCacheConfig) -> Machine | None:
+    known = known_machine(runtime)
+    if known is not None:
+        return known
     measured: tuple[Profile, ModelShape] | None = None
     wrong: str | None = None
     try:
@@ -59,14 +71,19 @@ def _machine(runtime: Runtime, config: HCacheConfig) -> Machine | None:
 
 
 def _measured(runtime: Runtime, config: HCacheConfig) -> tuple[Profile, ModelShape] | None:
-    """The profile that this rank found, and for what; one rank looks for all.
+    """The profile that this rank found, and for what; one rank looks for all that attach together.
 
     Raises:
         ConfigError: Option ``profile`` names no usable file.
     """
-    from sglang.srt.distributed.parallel_state import get_pp_group, get_tp_group
+    from sglang.srt.distributed import parallel_state
 
-    if not (get_pp_group().is_first_rank and get_tp_group().is_first_rank):
+    groups = (
+        parallel_state.get_pp_group(),
+        parallel_state.get_attn_tp_group(),
+        parallel_state.get_attn_cp_group(),
+    )
+    if not all(group.is_first_rank for group in groups):
         return None
     try:
         kvcache: Any = runtime.runner.token_to_kv_pool

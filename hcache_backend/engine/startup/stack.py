@@ -36,6 +36,7 @@ from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.service_check import KVChecks, ServiceChecks
 from hcache_backend.engine.stage_pages import StagePages
 from hcache_backend.engine.startup.codec_choice import asked_codec
+from hcache_backend.engine.startup.hit_machine import judge_other_hits
 from hcache_backend.engine.startup.page_plan import HiddenPagePlan, PagePlan
 from hcache_backend.engine.startup.refusals import allocator_refusal, eager_refusal
 from hcache_backend.krul.paired_layout import PairedLayout
@@ -175,7 +176,9 @@ class Stack:
         pool.use(loads)
         if pool.overflow is not None:
             self.runtime.overflow = pool.overflow.pages
-        self.runtime.eager = reservable is not None  # known before the controller attaches L3
+        # Known before the controller attaches L3:
+        self.runtime.eager = reservable is not None
+        self.runtime.on_other_l3.append(partial(judge_other_hits, self.runtime))
         entry = PoolEntry(PoolName.KV, pool, self.kvcache, lambda layer: layer, True)
         group = HostPoolGroup([entry])
         controller = controller_class(

@@ -173,10 +173,15 @@ def _skip_a_layer() -> None:
 
 def _disk() -> None:
     """The trigger's text says what is wrong with the disk: slow, held or failing reads, failing
-    writes."""
-    from hcache_backend.store import FileOps
+    writes, held look-ups."""
+    from hcache_backend.store import FileOps, PageStore
 
-    read, write = FileOps.read, FileOps.write
+    read, write, exists = FileOps.read, FileOps.write, PageStore.exists
+
+    def faulty_exists(self: Any, *args: Any, **kwargs: Any) -> list[bool]:
+        while _says("held look-ups"):
+            time.sleep(0.01)
+        return exists(self, *args, **kwargs)
 
     def faulty_read(self: Any, *args: Any) -> int:
         if _says("slow reads"):
@@ -194,6 +199,7 @@ def _disk() -> None:
 
     FileOps.read = faulty_read  # type: ignore[method-assign]
     FileOps.write = faulty_write  # type: ignore[method-assign]
+    PageStore.exists = faulty_exists  # type: ignore[method-assign]
 
 
 def _slow_prefill() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from bench.harness.models import build_model
 from bench.harness.server import Server, ServerOptions
 from hcache_backend.cli.metrics_page import fetch
+from hcache_backend.engine.hits.progress import LONGEST_PART_SECONDS, OVERDUE_SECONDS
 from tests.engine.harness.conversations import Conversation, ask, random_tokens, turns_of
 from tests.engine.harness.ours import (
     assert_no_cache_output,
@@ -57,9 +60,11 @@ def long(*values: Any) -> Any:
 
 def server_options(model: Path, folder: Path, kind: str, **options: Any) -> ServerOptions:
     (folder / "l3-rate").write_text(str(FAST))
+    (folder / "faults").touch()
     hcache = {"min_gain": 1.0, **KINDS[kind]}
     dtype = "bfloat16" if "encoded" in kind else "float32"
-    env = {**faulty("slow_prefill"), "HCACHE_CPU_L3_FILE": str(folder / "l3-rate")}
+    faults = faulty("slow_prefill,disk", folder / "faults")
+    env = {**faults, "HCACHE_CPU_L3_FILE": str(folder / "l3-rate")}
     return our_server(
         model,
         folder,
@@ -75,6 +80,39 @@ def server_options(model: Path, folder: Path, kind: str, **options: Any) -> Serv
 
 def l3_rate(server: Server, rate: int) -> None:
     (server.options.log.parent / "l3-rate").write_text(str(rate))
+
+
+@contextmanager
+def look_ups_held(server: Server) -> Iterator[None]:
+    """L3 says nothing of what it has."""
+    faults = server.options.log.parent / "faults"
+    faults.write_text("held look-ups")
+    yield
+    faults.write_text("")
+
+
+STALL_SECONDS = 2 * LONGEST_PART_SECONDS + OVERDUE_SECONDS
+"""A request waits so long for L3, at most."""
+
+
+class Timed:
+    """Seconds that the block took."""
+
+    def __enter__(self) -> Timed:
+        self._start = time.monotonic()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.monotonic() - self._start
+
+
+@contextmanager
+def held_up_by_a_stall_at_most(computing: Timed) -> Iterator[None]:
+    """The block takes no longer than computing, as timed, and the bound: with room for a machine
+    that has become much busier."""
+    with Timed() as answering:
+        yield
+    assert answering.seconds < 4 * (computing.seconds + STALL_SECONDS)
 
 
 def slower_than_computing(kind: str, times: float) -> int:
@@ -192,17 +230,35 @@ def test_a_disk_that_stops_answering_holds_nobody_up(
     assert_right: AssertRight, server: Server
 ) -> None:
     """It never answers again: without a bound this would wait for ever."""
-    prompts = [stored(server, seed) for seed in (7, 8, 9)]
+    with Timed() as computing:
+        prompts = [stored(server, seed) for seed in (7, 8, 9)]
     recomputed = count(server, "recomputed")
     l3_rate(server, HELD)
-    conversations = [*asked(server, *prompts)]
-    conversations += asked(server, prompts[0] + random_tokens(50, 10))
+    with held_up_by_a_stall_at_most(computing):
+        conversations = [*asked(server, *prompts)]
+    with held_up_by_a_stall_at_most(computing):
+        conversations += asked(server, prompts[0] + random_tokens(50, 10))
     # What was recomputed at the front meanwhile counts as L3's.
     recomputed = count(server, "recomputed") - recomputed
     assert sum(turn.cached.storage for turn in turns_of(conversations)) <= recomputed
     # A hit that was recomputed whole waited for nothing that could be overdue.
     assert recomputed or fetch(server.url).counters["problems"].get("l3_overdue", 0) >= 1
     l3_rate(server, FAST)
+    assert_right(conversations)
+
+
+def test_an_index_that_stops_answering_holds_nobody_up(
+    assert_right: AssertRight, server: Server
+) -> None:
+    with Timed() as computing:
+        prompts = [stored(server, seed) for seed in (17, 18)]
+    with look_ups_held(server):
+        with held_up_by_a_stall_at_most(computing):
+            conversations = [*asked(server, *prompts)]
+        assert fetch(server.url).counters["problems"].get("l3_overdue", 0) >= 1
+        with held_up_by_a_stall_at_most(computing):
+            conversations += asked(server, prompts[0] + random_tokens(50, 19))
+    assert [turn.cached.storage for turn in turns_of(conversations)] == [0, 0, 0]
     assert_right(conversations)
 
 
@@ -217,7 +273,8 @@ def test_a_disk_that_stalls_in_the_middle_leaves_what_has_arrived(
         """On a busy machine all may have arrived before the disk is held."""
         l3_rate(server, FAST)
         learn_that_l3_is_fast(server)
-        prompt = stored(server, seed=300 + len(replies))
+        with Timed() as computing:
+            prompt = stored(server, seed=300 + len(replies))
         l3_rate(server, slower_than_computing(kind, 0.5))
         waiting = threading.Thread(target=lambda: replies.extend(asked(server, prompt)))
         before = fetch(server.url).counters["tokens"].get("eager", 0)
@@ -231,7 +288,8 @@ def test_a_disk_that_stalls_in_the_middle_leaves_what_has_arrived(
             "pages to arrive",
         )
         l3_rate(server, HELD)
-        waiting.join()
+        with held_up_by_a_stall_at_most(computing):
+            waiting.join()
         # Recomputing from the front may come as far as L3 came, before its read is ended.
         recomputed = count(server, "recomputed") - recomputed
         return count(server, "ended") > ended or recomputed > TOKENS / 2
@@ -241,7 +299,42 @@ def test_a_disk_that_stalls_in_the_middle_leaves_what_has_arrived(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["own", "encoded", "hidden", "hidden, encoded", "plain"])
+def test_nothing_is_expected_of_slices_behind_a_prefix_that_is_on_the_host_only(
+    model: Path, tmp_path: Path
+) -> None:
+    """They would be four times as fast as L3, but have nothing to recompute behind."""
+    kind = "from the back"
+    options = server_options(model, tmp_path, kind, max_total_tokens=1024, hicache_ratio=4.0)
+    conversations: list[Conversation] = []
+    with Server(options) as server:
+
+        def refused_behind_host() -> bool:
+            number = len(conversations)
+            prompt = stored(server, seed=1000 + number)
+            prefix = prompt[: 10 * PAGE]
+            server.generate(prefix, 1)  # computed or restored, it is on the device and the host
+            for other in range(3):
+                server.generate(random_tokens(300, 10 * number + other), 1)
+            l3_rate(server, slower_than_computing(kind, 4))
+            before = count(server, "slower") + count(server, "ended")
+            recomputed = count(server, "recomputed")
+            found, again = from_l3(server, prompt)
+            conversations.extend(again)
+            if not again[0].turns[0].cached.host:
+                return False  # it was still on the device
+            assert count(server, "recomputed") == recomputed
+            return found == 0 and count(server, "slower") + count(server, "ended") > before
+
+        learn_that_l3_is_fast(server)
+        server.until(refused_behind_host, "a hit behind the host's prefix to be refused")
+        assert_nothing_went_wrong(server)
+    assert_no_cache_output(model, conversations)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "kind", ["own", "from the back", "encoded", "hidden", "hidden, encoded", "plain"]
+)
 def test_two_ranks_decide_the_same(
     kind: str, model: Path, assert_right: AssertRight, tmp_path: Path
 ) -> None:

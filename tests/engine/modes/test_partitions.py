@@ -33,7 +33,9 @@ from tests.engine.harness.ours import (
     assert_restored_from_l3,
     assert_sound_hidden_mode,
     faulty,
+    file_backend,
     flip_bit,
+    hidden_mode_env,
     our_server,
     partition,
     stored_pages,
@@ -246,13 +248,19 @@ def test_auto_keeps_the_profile_that_it_measured_and_what_it_decided_by_it(
         assert len(list((tmp_path / "l3").glob(kept))) == 1
 
 
-@pytest.mark.parametrize("mode", ["hidden", "kv"])
+@pytest.mark.parametrize(
+    ("mode", "l3"),
+    [("hidden", "ours"), ("kv", "ours"), pytest.param("kv", "file", marks=pytest.mark.long)],
+)
 def test_a_profile_that_cannot_be_read_stops_the_server(
-    mode: str, model: Path, tmp_path: Path
+    mode: str, l3: str, model: Path, tmp_path: Path
 ) -> None:
     path = "/nowhere/profile.json"
     hcache = {"profile": path, "mode": mode, "min_gain": 1.0}
-    server = Server(our_server(model, tmp_path, hcache=hcache))
+    if l3 == "ours":
+        server = Server(our_server(model, tmp_path, hcache=hcache))
+    else:
+        server = Server(file_backend(model, tmp_path, extra_env=hidden_mode_env(**hcache)))
     server.launch()
     assert server.wait_exit() != 0
     message = f"hcache: option 'profile': cannot read the profile {path}"

@@ -62,6 +62,11 @@ def turn(gate: HitGate, *running: Running) -> list[str]:
 
 
 def at(
-    name: str, arrived: int = 0, whole: bool = False, step: int = STEP, lost: int = 0
+    name: str,
+    arrived: int = 0,
+    whole: bool = False,
+    step: int = STEP,
+    lost: int = 0,
+    reachable: int | None = None,
 ) -> Running:
-    return Running(name, arrived, step, whole, lost)
+    return Running(name, arrived, step, whole, lost, reachable)

@@ -6,10 +6,11 @@ import math
 
 import pytest
 
-from hcache_backend.engine.hits.costs import Machine, Recomputing
+from hcache_backend.engine.hits.costs import Hit, Machine, Recomputing
 from hcache_backend.engine.hits.gate import HitGate
 from hcache_backend.engine.hits.gpu import Gpu
 from hcache_backend.engine.hits.progress import LONGEST_PART_SECONDS, OVERDUE_SECONDS
+from hcache_backend.engine.hits.trials import TRIAL_SECONDS
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.presets import preset_profile
 from tests.unit.hits.gates import STEP, Clock, at, read, reading, takes, turn
@@ -99,6 +100,39 @@ def test_a_prefetch_goes_on_while_its_front_is_recomputed(gate: HitGate, clock: 
             gate.l3.arrived(STEP)
             assert turn(gate, at("a", STEP)) == ended
         turn(gate)
+
+
+@pytest.mark.parametrize(
+    ("reachable", "ended"), [(None, []), (1000, []), (700, []), (100, ["a"]), (0, ["a"])]
+)
+def test_a_prefetch_whose_front_slices_do_not_reach_ends_as_without_them(
+    reachable: int | None, ended: list[str], gate: HitGate, clock: Clock
+) -> None:
+    """L3 alone would take 2.0 s, and computing 1.0 s."""
+    for _ in range(2):
+        read(gate, clock, 2.0)
+    assert takes(gate, "a", recomputing=lambda tokens, prefix: 1e-3 * tokens)
+    with reading(gate, "a", 1000):
+        clock.now += 0.1
+        assert turn(gate, at("a", reachable=reachable)) == ended
+
+
+def test_the_front_of_an_earlier_hit_is_recomputed_first(gate: HitGate, clock: Clock) -> None:
+    """Both would take 1.5 s to read. Slices are as fast as computing, and at one of them at a time:
+    each takes 0.43 s with both."""
+    recomputing: Recomputing = lambda tokens, prefix: 1e-3 * tokens  # noqa: E731
+    for _ in range(2):
+        read(gate, clock, 0.75)
+    assert takes(gate, "a", recomputing=recomputing)
+    assert takes(gate, "b", recomputing=recomputing)  # 0.86 s
+    # After 1.29 s. Computed after 1.0 s, and "a" would be 0.57 s late, "b" 0.14 s.
+    assert takes(gate, "c", recomputing=recomputing)
+    assert gate._until_read(Hit(1000, 0, 0, 0, recomputing), clock.now) == pytest.approx(12 / 7)
+    assert turn(gate, at("a"), at("b"), at("c")) == []
+    # Nothing is recomputed of the first one any more: it takes as long as L3 needs.
+    gate.to_end([at("a", reachable=0), at("b"), at("c")])
+    left = gate._until_read(Hit(1000, 0, 0, 0, recomputing), clock.now)
+    assert left == pytest.approx(0.75 + 9 / 7)
 
 
 def test_option_min_gain_asks_for_more(clock: Clock) -> None:
@@ -273,6 +307,26 @@ def test_what_is_worth_nothing_in_parts_does_not_end_for_being_slow(
         assert turn(gate, at("a", whole=True)) == ["a"]  # it hangs
 
 
+@pytest.mark.parametrize("step", [STEP, 1024])
+def test_a_trial_of_what_is_worth_nothing_in_parts_ends_before_it_took_as_long_as_computing(
+    step: int, gate: HitGate, clock: Clock
+) -> None:
+    """L3 is ten times as slow as computing; without an end it would never be tried again."""
+    for _ in range(2):
+        read(gate, clock, 10.0, tokens=1024)
+    clock.now += TRIAL_SECONDS + 1
+    assert gate.may_ask("a", 0)
+    assert gate.takes("a", 1024, 1024, page=0) == 1024
+    with reading(gate, "a", 1024, step):
+        assert turn(gate, at("a", whole=True, step=step)) == []
+        began = clock.now
+        while not (ended := turn(gate, at("a", whole=True, step=step))):
+            clock.now += 0.01
+        assert ended == ["a"] and clock.now - began <= 1.05
+    assert gate.may_ask("b", 0)
+    assert gate.takes("b", 1024, 1024, page=0) == 0
+
+
 def test_the_read_of_a_prefetch_that_ended_is_no_reason_to_end_others(
     gate: HitGate, clock: Clock
 ) -> None:
@@ -328,6 +382,20 @@ def test_reads_that_hung_teach_no_patience(gate: HitGate, clock: Clock) -> None:
     with reading(gate, "a", 1000):
         clock.now += 2 * LONGEST_PART_SECONDS + OVERDUE_SECONDS + 0.01
         assert turn(gate, at("a")) == ["a"]
+
+
+def test_a_part_may_take_as_long_as_computing_it(clock: Clock) -> None:
+    """Plain pages come 128 at a time, which here are a prefill of 40 s."""
+    gate = HitGate(None, "test", 1.0, clock)
+    gate.prefilled(1000, 0, 0, 40.0)
+    for _ in range(2):
+        read(gate, clock, 20.0)
+    assert takes(gate, "a")
+    with reading(gate, "a", 1000, step=1000):
+        clock.now += 20.0
+        assert turn(gate, at("a", step=1000)) == []
+        clock.now += 20.0 + OVERDUE_SECONDS + 0.01
+        assert turn(gate, at("a", step=1000)) == ["a"]
 
 
 def test_a_read_whose_parts_come_is_not_overdue_though_nobody_looked(

@@ -2,26 +2,67 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from hcache_backend.engine.hits.gate import HitGate, Running
+from hcache_backend.engine.hits.progress import LONGEST_PART_SECONDS, OVERDUE_SECONDS
 
 STEP, TOKENS = 100, 1000
 
 
+@dataclass
+class Prefetch:
+    """One that L3 is asked for, or that is read.
+
+    Attributes:
+        slices: Seconds in which slices recompute a token; None: it is read in order.
+        whole: Whether a part of it is worth nothing.
+        taken: Tokens that are read.
+        front: Tokens that were recomputed.
+        back: Tokens that were read, at its end if slices recompute its front.
+    """
+
+    slices: float | None
+    whole: bool
+    taken: int = 0
+    front: int = 0
+    back: int = 0
+
+    @property
+    def arrived(self) -> int:
+        return self.front + self.back
+
+    def running(self, name: str) -> Running:
+        lost = self.back if self.slices is not None and self.arrived < self.taken else 0
+        reachable = None if self.slices is None else self.taken - self.front
+        return Running(name, self.arrived, STEP, self.whole, lost, reachable)
+
+
 class Hits(RuleBasedStateMachine):
     """HiCache's threads around a gate: one look-up and one read at a time."""
+
+    seen: ClassVar[set[str]] = set()
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
         self.gate = HitGate(None, "test", 1.0, lambda: self.now)
         self.requests = 0
-        self.waiting: list[str] = []  # to be looked up
-        self.arrived: dict[str, int] = {}  # of prefetches, in the order in which they are read
-        self.taken: dict[str, int] = {}  # of their hits
+        self.waiting: dict[str, Prefetch] = {}  # to be looked up
+        self.read: dict[str, Prefetch] = {}  # in the order in which they are read
+        self.tried: set[str] = set()
         self.refused: set[str] = set()
         self.reads: str | None = None
 
@@ -37,70 +78,121 @@ class Hits(RuleBasedStateMachine):
     def a_batch_is_computed(self, tokens: int, seconds: float) -> None:
         self.gate.prefilled(tokens, 0, 0, seconds)
 
-    @rule()
-    def a_request_comes(self) -> None:
+    @rule(slices=st.sampled_from([None, 1e-4, 1e-3, math.inf]), whole=st.booleans())
+    def a_request_comes(self, slices: float | None, whole: bool) -> None:
         self.requests += 1
         name = str(self.requests)
-        if self.gate.may_ask(name, 0):
-            self.waiting.append(name)
+        slices = None if whole else slices
+        recomputing = None if slices is None else lambda tokens, prefix: slices * tokens
+        if self.gate.may_ask(name, 0, recomputing):
+            self.waiting[name] = Prefetch(slices, whole)
         else:
             assert self.gate.agreed_overdue
 
     @precondition(lambda self: self.waiting)
     @rule()
     def l3_is_asked(self) -> None:
-        name = self.waiting.pop(0)
+        name = next(iter(self.waiting))
+        asked = self.waiting.pop(name)
         assert not self.gate.was_refused(name)
-        taken = self.gate.takes(name, TOKENS, TOKENS, page=STEP)
-        assert taken % STEP == 0 and taken <= TOKENS
-        if taken:
-            self.arrived[name], self.taken[name] = 0, taken
+        asked.taken = self.gate.takes(name, TOKENS, TOKENS, page=0 if asked.whole else STEP)
+        assert asked.taken % STEP == 0 and asked.taken <= TOKENS
+        assert not asked.whole or asked.taken in (0, TOKENS)
+        if self.gate._asked[name].tried is not None:
+            self.tried.add(name)
+        if asked.taken:
+            self.read[name] = asked
         else:
             self.refused.add(name)
 
-    @precondition(lambda self: self.arrived and self.reads is None)
+    @precondition(lambda self: self.read and self.reads is None)
     @rule()
     def a_read_begins(self) -> None:
-        self.reads = next(iter(self.arrived))
-        self.gate.read_begins(self.reads, self.taken[self.reads], STEP)
+        self.reads = next(iter(self.read))
+        self.gate.read_begins(self.reads, self.read[self.reads].taken, STEP)
 
     @precondition(lambda self: self.reads is not None)
     @rule()
     def pages_arrive(self) -> None:
         self.gate.l3.arrived(STEP)
-        if self.reads in self.arrived and self.arrived[self.reads] < self.taken[self.reads]:
-            self.arrived[self.reads] += STEP
+        read = self.read.get(self.reads or "")
+        if read is not None and read.arrived < read.taken:
+            read.back += STEP
+
+    @precondition(lambda self: self.read)
+    @rule()
+    def a_slice_is_launched(self) -> None:
+        for read in self.read.values():
+            if read.slices not in (None, math.inf) and read.arrived < read.taken:
+                read.front += STEP
+                return
 
     @precondition(lambda self: self.reads is not None)
     @rule()
     def a_read_ends(self) -> None:
         self.gate.read_ends()
-        self.arrived.pop(self.reads or "", None)
+        self.read.pop(self.reads or "", None)
         self.reads = None
 
     @rule(other_rank=st.sampled_from(["agrees", "ends the first"]))
-    def a_turn(self, other_rank: str) -> None:
-        running = [Running(name, arrived, STEP, False) for name, arrived in self.arrived.items()]
-        running += [Running(name, 0, STEP, False) for name in self.waiting]
-        mine = self.gate.to_end(running)
-        verdicts = list(mine)
-        if other_rank == "ends the first" and running:
-            verdicts[0] = True
-        *ends, overdue = verdicts
-        assert not overdue or all(ends), "nobody waits for L3"
-        ended = [one.request_id for one, end in zip(running, ends, strict=True) if end]
+    def a_turn(self, other_rank: str = "agrees") -> None:
+        running = [read.running(name) for name, read in self.read.items()]
+        running += [asked.running(name) for name, asked in self.waiting.items()]
+        *mine, overdue = self.gate.to_end(running)
+        assert not overdue or all(mine), "nobody waits for L3"
+        for one, end in zip(running, mine, strict=True):
+            if end and not overdue:
+                assert not self.gate.gpu.wanted, "then the GPU's time counts"
+                assert one.request_id in self.tried or not one.whole, "all of it would be lost"
+        verdicts = [True, *mine[1:]] if other_rank == "ends the first" and running else mine
+        ended = [one.request_id for one, end in zip(running, verdicts, strict=True) if end]
         self.gate.agreed(ended, overdue)
+        self.seen.update({"overdue"} if overdue else set())
+        self.seen.update({"ended"} if any(mine) and not overdue else set())
         for name in ended:
             self.refused.add(name)
-            self.arrived.pop(name, None)
-            if name in self.waiting:
-                self.waiting.remove(name)
+            self.read.pop(name, None)
+            self.waiting.pop(name, None)
+
+    @precondition(lambda self: self.read)
+    @rule()
+    def l3_turns_out_to_be_slow(self) -> None:
+        """Then the first one ends, if nothing else brings it and what has arrived is of use."""
+        for _ in range(3):
+            self.gate.prefilled(TOKENS, 0, 0, 1.0)
+            self.gate.costs.read.measured(TOKENS, 0, 1000.0)
+        self.gate.gpu.wanted = False
+        name, first = next(iter(self.read.items()))
+        self.a_turn()
+        if not first.whole and first.slices in (None, math.inf) and name not in self.tried:
+            assert name not in self.read or first.arrived == first.taken
+
+    @precondition(lambda self: self.reads is not None)
+    @rule()
+    def l3_hangs(self) -> None:
+        """Longer than any part may take: also than computing it."""
+        computing = self.gate.costs.prefill.seconds(STEP) or 0.0
+        self.now += 2 * max(LONGEST_PART_SECONDS, computing) + OVERDUE_SECONDS + 0.1
+        self.a_turn()
+        assert self.gate.agreed_overdue and not self.read and not self.waiting
+        assert not self.gate.may_ask("another", 0)
 
     @invariant()
     def what_was_refused_stays_refused(self) -> None:
         assert all(self.gate.was_refused(name) for name in self.refused)
-        assert not any(self.gate.was_refused(name) for name in (*self.arrived, *self.waiting))
+        assert not any(self.gate.was_refused(name) for name in (*self.read, *self.waiting))
+
+    @invariant()
+    def nothing_is_known_that_cannot_be(self) -> None:
+        for hit in (asked.rest for asked in self.gate._asked.values()):
+            if hit is not None:
+                read = self.gate.costs.least_reading(hit.tokens, hit.behind)
+                for begun in (False, True):
+                    assert 0 <= hit.until_there(read, begun=begun) <= read
 
 
-Hits.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestHits = Hits.TestCase
+def test_requests_reads_and_turns_in_any_order() -> None:
+    Hits.seen.clear()
+    often = settings(max_examples=80, stateful_step_count=40, deadline=None)
+    run_state_machine_as_test(Hits, settings=often)
+    assert Hits.seen == {"overdue", "ended"}

@@ -38,6 +38,7 @@ def governor(
         waiting_queue=[SimpleNamespace(cache_request_handle=name) for name in waiting],
         tree_cache=SimpleNamespace(ongoing_prefetch=dict.fromkeys(reading)),
     )
+    found.look()
     return found
 
 
@@ -64,6 +65,7 @@ def test_requests_of_the_last_prefill_run_already_and_those_of_a_decode_step_run
 def test_requests_that_have_finished_want_nothing() -> None:
     found = governor(last=batch(0, extend=True, finished=1))
     found.scheduler.running_batch = batch(2, finished=6)
+    found.look()
     assert found.pace().share == 1 - 2 / RUNNING_LIMIT
 
 
@@ -85,8 +87,18 @@ def test_a_scheduler_that_cannot_be_asked_is_asked_once(caplog: pytest.LogCaptur
     broken = Governor()
     broken.scheduler = SimpleNamespace(chunked_req=None)
     for _ in range(3):
+        broken.look()
         assert broken.pace() == (0.0, "put_off_waiting")
     assert len(caplog.records) == 1
+
+
+def test_other_threads_see_what_the_turn_saw_while_the_scheduler_goes_on() -> None:
+    found = governor(2)
+    del found.scheduler.last_batch  # as good as anything between two turns
+    assert found.pace().share == 1 - 2 / RUNNING_LIMIT
+    found.scheduler.last_batch, found.scheduler.running_batch = None, batch(0)
+    found.look()
+    assert found.pace() == (1.0, "whole")
 
 
 def test_a_slice_is_as_long_as_its_share_of_the_time_allows() -> None:

@@ -465,13 +465,15 @@ class Fronts:
         budget = SliceBudget(1e9, 2 * SIZE, lambda tokens, prefix: tokens, known=True)
         self.eager = EagerLoads(scene.pages, pool, pipeline, loads, PAGES, budget)
         self.pool = pool
-        self.eager._before_prefetch = (  # type: ignore[method-assign]
-            lambda prefetch: torch.zeros(SIZE, dtype=torch.int64) if self.known else None
-        )
         self.cache = SimpleNamespace(
             prefetch_stop_policy="wait_complete",
             cache_controller=SimpleNamespace(tp_group=None, after_forwards=lambda stream: None),
             ongoing_prefetch={},
+            tree_core=SimpleNamespace(
+                empty_match_result=SimpleNamespace(last_device_node=-1),
+                is_full_device_evicted=lambda node: not self.known,
+                collect_full_device_indices=lambda *_: torch.zeros(SIZE, dtype=torch.int64),
+            ),
         )
 
     def begin(self, pages: int = 8) -> Any:
@@ -794,14 +796,60 @@ def test_a_front_does_not_wait_for_what_is_being_read_of_a_prefetch_before_it(
 
 def test_a_front_is_not_waited_for_where_slices_are_put_off(scene: Scene) -> None:
     fronts = Fronts(scene)
-    fronts.seconds_to_read = 1.0
+    fronts.seconds_to_read, meeting = 1.0, Meeting()
+    meeting.begin(8)
+    meeting.reachable = 8
     assert fronts.eager.seconds_to_recompute(8 * SIZE, 0) == 3 * 8 * SIZE
-    together, alone = fronts.eager.until_met(8, 0)
+    together, alone = fronts.eager.until_met(meeting, 0)
     assert (together, alone) == (pytest.approx(8 * SIZE * 3 / 4), 8 * SIZE)
     fronts.loads.governor.pace = lambda: Pace(0.5, "shorter")
     assert fronts.eager.seconds_to_recompute(8 * SIZE, 0) == 2 * 3 * 8 * SIZE
     fronts.loads.governor.pace = lambda: Pace(0.0, "put_off_running")
-    assert fronts.eager.until_met(8, 0) == (alone, alone)
+    assert fronts.eager.until_met(meeting, 0) == (alone, alone)
+
+
+def test_a_front_is_not_waited_for_where_slices_do_not_reach_it(scene: Scene) -> None:
+    fronts = Fronts(scene)
+    fronts.seconds_to_read, meeting = 1.0, Meeting()
+    meeting.begin(8)
+    alone = 8 * SIZE
+    assert fronts.eager.until_met(meeting, 0) == (alone, alone)
+    for reachable in range(9):
+        meeting.reachable = reachable
+        together, _ = fronts.eager.until_met(meeting, 0)
+        # Slices are three times as slow as L3: they recompute a quarter, if they reach so far.
+        assert together == pytest.approx(alone * max(6, 8 - reachable) / 8)
+
+
+def test_slices_reach_what_is_reserved_behind_tokens_that_are_on_the_device(scene: Scene) -> None:
+    fronts = Fronts(scene)
+    operation = fronts.begin()
+    fronts.turn()
+    meeting = operation.hcache_meeting
+    assert meeting.reachable == 8
+    scene.pages.take(PAGES - 8)
+    fronts.eager._restores.make_free(3)
+    fronts.turn()
+    assert meeting.reachable == 5
+    fronts.known = False
+    fronts.turn()
+    assert meeting.reachable == 0
+    fronts.known, fronts.loads.recomputes_pages = True, False
+    fronts.turn()
+    assert meeting.reachable == 0
+    fronts.loads.recomputes_pages = True
+    fronts.turn()
+    assert meeting.reachable == 5
+    fronts.eager._restores.make_free(8)
+    fronts.turn()
+    assert meeting.reachable == 0
+
+
+def test_slices_reach_nothing_of_what_comes_in_one_piece(scene: Scene) -> None:
+    fronts = Fronts(scene)
+    operation = fronts.begin(pages=4)
+    fronts.turn()
+    assert operation.hcache_meeting.reachable == 0
 
 
 def test_without_all_that_is_before_them_pages_are_read(scene: Scene) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -10,10 +11,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
+    CacheRequestHandle,
+    HybridCacheController,
+    PrefetchOperation,
+)
 
 from hcache_backend.engine.hits import hooks
 from hcache_backend.engine.hits.gate import HitGate
 from hcache_backend.engine.runtime import Runtime
+from hcache_backend.restore.meeting import Meeting
 
 
 class Operation:
@@ -103,6 +110,143 @@ def test_nobody_waits_for_threads_that_died(gate: HitGate, controller: Any) -> N
     assert hooks.around_stop(lambda c: "stopped", controller) == "stopped"
     assert time.monotonic() - begin < hooks._STOP_SECONDS / 2
     assert gate.unfinished == set()
+
+
+# ---- look-ups ----
+
+PAGES, SIZE = 8, 16
+TOKENS = PAGES * SIZE
+
+
+@pytest.fixture
+def slow_l3(gate: HitGate) -> HitGate:
+    """Computing a hit takes a second and reading it ten, as was measured just now."""
+    for _ in range(3):
+        gate.prefilled(TOKENS, 0, 0, 1.0)
+        gate.costs.read.measured(TOKENS, 0, 10.0)
+    for trials in gate._trials:
+        trials.last_read = math.inf  # however busy the machine is, none is due
+    return gate
+
+
+def asking(behind: int = 0) -> Any:
+    """A controller whose L3 has all pages, so many of them behind the page store."""
+    storage = SimpleNamespace(
+        batch_exists=lambda keys, info: len(keys),
+        batch_exists_v2=lambda keys, pools, info: SimpleNamespace(kv_hit_pages=len(keys)),
+        take_found_behind=lambda: behind,
+    )
+    return SimpleNamespace(enable_storage=True, page_size=SIZE, storage_backend=storage)
+
+
+def look_up(controller: Any, name: str = "a", **kinds: Any) -> tuple[list[str], int]:
+    """SGLang's own look-up, judged."""
+    operation = PrefetchOperation(CacheRequestHandle(name, 0), list(range(TOKENS)), **kinds)
+    query = HybridCacheController._storage_hit_query
+    found: tuple[list[str], int] = hooks.around_look_up(query, controller, operation)
+    return found
+
+
+HYBRID = {"pool_transfers": [SimpleNamespace(name="swa")]}
+KINDS = pytest.mark.parametrize("kind", [{}, HYBRID, {"assume_stored": True}])
+
+
+@KINDS
+def test_hits_of_a_slow_l3_are_refused_and_stay_refused(
+    kind: dict[str, Any], slow_l3: HitGate
+) -> None:
+    assert look_up(asking(), **kind) == ([], 0)
+    slow_l3.gpu.wanted = True  # else a reason to take it
+    assert look_up(asking(), **kind) == ([], 0)
+    assert look_up(asking(), "b", **kind)[1] == TOKENS
+
+
+@KINDS
+def test_hits_of_a_fast_l3_are_taken(kind: dict[str, Any], gate: HitGate) -> None:
+    keys, tokens = look_up(asking(), **kind)
+    assert (len(keys), tokens) == (PAGES, TOKENS)
+
+
+@pytest.mark.parametrize(("kind", "taken"), [({}, 5 * SIZE), (HYBRID, 0)])
+def test_of_a_hit_whose_end_is_slow_the_front_is_taken_if_parts_are_worth_something(
+    kind: dict[str, Any], taken: int, slow_l3: HitGate
+) -> None:
+    for _ in range(3):
+        slow_l3.costs.read.measured(TOKENS, 0, 0.1)
+        slow_l3.costs.behind.measured(TOKENS, 0, 10.0)
+    keys, tokens = look_up(asking(behind=3), **kind)
+    assert (len(keys), tokens) == (taken // SIZE, taken)
+
+
+def test_look_ups_on_behalf_of_nobody_are_not_judged(slow_l3: HitGate) -> None:
+    for _ in range(2):
+        assert look_up(asking(), "__storage_hit_query__")[1] == TOKENS
+    assert not slow_l3.was_refused("__storage_hit_query__")
+
+
+@pytest.mark.parametrize("kind", [{}, HYBRID])
+def test_a_slow_prefetch_ends_unless_that_would_discard_what_has_arrived(
+    kind: dict[str, Any], gate: HitGate
+) -> None:
+    look_up(asking(), **kind)
+    operation = PrefetchOperation(CacheRequestHandle("a", 0), list(range(TOKENS)), **kind)
+    operation.hash_value = ["key"] * PAGES
+    for _ in range(3):
+        gate.prefilled(TOKENS, 0, 0, 1.0)
+        gate.costs.read.measured(TOKENS, 0, 10.0)
+    cache = cache_of(SimpleNamespace())
+    cache.page_size = SIZE
+    cache.ongoing_prefetch = {"a": SimpleNamespace(operation=operation)}
+    cache._all_reduce_attn_groups = lambda flags, op: None
+    hooks.around_turn(lambda cache: None, cache)
+    assert operation.is_terminated() is not bool(kind)
+
+
+# ---- what is recomputed ----
+
+
+@pytest.mark.parametrize(
+    ("node", "pages", "recomputed"),
+    [("root", 8, True), ("there", 8, True), ("evicted", 8, False), ("root", 4, False)],
+)
+def test_a_hit_has_a_front_only_behind_tokens_that_are_on_the_device(
+    node: str, pages: int, recomputed: bool, gate: HitGate
+) -> None:
+    controller = SimpleNamespace(
+        recomputing=lambda tokens, prefix: 1.0, pages_per_report=lambda pages: 4
+    )
+    cache = cache_of(controller)
+    cache.page_size, cache.ongoing_prefetch = SIZE, {}
+    cache.tree_core = SimpleNamespace(
+        empty_match_result=SimpleNamespace(last_device_node="root"),
+        is_full_device_evicted={"there": False, "evicted": True, "root": True}.__getitem__,
+    )
+
+    def ask(cache: Any, request: Any, last_host_node_id: str, new_input_tokens: Any) -> str:
+        return "asked"
+
+    tokens = list(range(pages * SIZE + SIZE - 1))
+    assert hooks.around_prefetch(ask, cache, CacheRequestHandle("a", 0), node, tokens) == "asked"
+    assert (gate._asked["a"].recomputing is not None) is recomputed
+
+
+@pytest.mark.parametrize(
+    ("reachable", "front", "said"), [(None, 0, None), (5, 2, 3 * SIZE), (0, 2, 0), (8, 0, 8 * SIZE)]
+)
+def test_the_gate_is_told_how_far_slices_still_reach(
+    reachable: int | None, front: int, said: int | None
+) -> None:
+    operation = PrefetchOperation(CacheRequestHandle("a", 0), list(range(TOKENS)))
+    operation.hash_value, operation.completed_tokens = ["key"] * PAGES, front * SIZE
+    meeting = operation.hcache_meeting = Meeting()
+    meeting.begin(PAGES)
+    meeting.launched(range(front))
+    meeting.arrived(6, PAGES)
+    meeting.reachable = reachable
+    cache = cache_of(SimpleNamespace())
+    cache.page_size = SIZE
+    running = hooks._running(cache, operation)
+    assert (running.reachable, running.lost) == (said, 2 * SIZE)
 
 
 @pytest.mark.parametrize("recomputed", [False, True])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from hcache_backend.config import HCacheConfig
+from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.engine import arguments
 from hcache_backend.engine.startup import hit_machine
 from hcache_backend.partition.presets import preset_profile
@@ -26,12 +27,15 @@ MODEL = {
 }
 
 
+GROUPS = "get_pp_group", "get_attn_tp_group", "get_attn_cp_group"
+
+
 @pytest.fixture
 def unmeasured(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The runtime of a server with tp 4, dp 2 whose partition needed no profile."""
+    """A rank of a server with tp 4, dp 2 whose partition needed no profile."""
     from sglang.srt.distributed import parallel_state
 
-    device, first = kv_pool(), SimpleNamespace(is_first_rank=True)
+    device = kv_pool()
     device.dtype = torch.bfloat16
     model = MODEL | {"num_hidden_layers": device.layer_num}
     runtime.config = HCacheConfig()
@@ -42,8 +46,9 @@ def unmeasured(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: model)),
         server_args=SimpleNamespace(tp_size=4, dp_size=2, enable_dp_attention=True, pp_size=1),
     )
-    for name in ("get_pp_group", "get_tp_group"):
-        monkeypatch.setattr(parallel_state, name, lambda: first)
+    for name in GROUPS:
+        alone = SimpleNamespace(is_first_rank=True, world_size=1)
+        monkeypatch.setattr(parallel_state, name, lambda group=alone: group)
     for module in (hit_machine, arguments):
         monkeypatch.setattr(module, "resolved", lambda arguments: arguments)
     monkeypatch.setattr(hit_machine, "copy_as_measured", lambda *_, **__: None)
@@ -79,3 +84,64 @@ def test_restores_that_are_not_eager_are_waited_for_whole(
         loads.append(machine.load(4096, 0))
     assert not unmeasured.own_pages
     assert loads[0] == pytest.approx(8 * loads[1])
+
+
+class Group:
+    """Two ranks of a group, one after the other; each hears what the other one will say."""
+
+    world_size = 2
+
+    def __init__(self, other: list[Any], *, first: bool) -> None:
+        self.is_first_rank, self._other = first, other
+
+    def all_gather_object(self, own: Any) -> list[Any]:
+        said = [own, self._other] if self.is_first_rank else [self._other, own]
+        self.own = own
+        return said
+
+
+def test_every_group_of_data_parallel_attention_finds_its_profile(
+    unmeasured: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks 2 and 3 of 4 attach without ranks 0 and 1."""
+    from sglang.srt.distributed import parallel_state
+
+    from hcache_backend.engine import ranks
+
+    looked, profile = [], preset_profile("h100", 1)
+    monkeypatch.setattr(ranks.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(hit_machine, "find_profile", lambda *_: looked.append(1) or profile)
+    whole = SimpleNamespace(is_first_rank=False, world_size=4)
+    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: whole)
+    said: list[Any] = [(None, None)]
+    machines = []
+    for first in (True, False):
+        group = Group(said, first=first)
+        monkeypatch.setattr(parallel_state, "get_attn_tp_group", lambda group=group: group)
+        machines.append(hit_machine._machine(unmeasured, unmeasured.config))
+        said = group.own
+    assert looked == [1]
+    assert [machine is not None and machine.profile for machine in machines] == [profile, profile]
+
+
+def test_a_profile_that_cannot_be_read_is_said_whatever_the_l3(
+    unmeasured: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hit_machine, "may_judge", lambda *_: True)
+    unmeasured.config = HCacheConfig(profile=Path("/nowhere/profile.json"))
+    with pytest.raises(ConfigError, match="option 'profile': cannot read"):
+        hit_machine.judge_our_hits(unmeasured, unmeasured.config)
+    with pytest.raises(ConfigError, match="option 'profile': cannot read"):
+        hit_machine.judge_other_hits(unmeasured, "file")
+    assert unmeasured.hit_gate is None
+
+
+def test_of_another_l3_only_the_machine_is_known(
+    unmeasured: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hit_machine, "may_judge", lambda *_: True)
+    monkeypatch.setattr(hit_machine, "find_profile", lambda *_: preset_profile("h100", 1))
+    hit_machine.judge_other_hits(unmeasured, "file")
+    costs = unmeasured.hit_gate.costs
+    assert costs.read.seconds(1000) is None
+    assert costs.prefill.seconds(1000) and costs.load.seconds(1000)
