@@ -143,7 +143,10 @@ class EagerLoads:
         share, layers = self._loads.governor.pace().share, len(self._loads.methods.methods)
         if not share:
             return math.inf
-        return self._budget.seconds(tokens, self._pool.page_size, prefix, layers) / share
+        seconds = self._budget.seconds(tokens, self._pool.page_size, prefix, layers)
+        if seconds == math.inf:  # no slice has run yet: as a prefill, then
+            seconds = self._loads.seconds_to_compute(tokens, prefix)
+        return seconds / share
 
     def until_met(self, meeting: Meeting, prefix: int) -> tuple[float, float]:
         """Seconds until no pages behind ``prefix`` tokens are unread, if they are recomputed and

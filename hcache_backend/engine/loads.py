@@ -87,6 +87,7 @@ class LoadQueue:
         governor: Says how much may be recomputed that could be read, or be recomputed later.
         slowdown: How many times as long as by the profile so many tokens are computed lately.
         seconds_to_read: How long L3 takes to bring so many tokens; infinite: nobody knows.
+        seconds_to_compute: How long a prefill takes of so many tokens behind so many; likewise.
         on_failed: Who wants to know, in words, that pages cannot be restored any more.
     """
 
@@ -109,6 +110,7 @@ class LoadQueue:
         self.governor = Governor()
         self.slowdown: Callable[[int], float] = lambda tokens: 1.0
         self.seconds_to_read: Callable[[int], float] = lambda tokens: math.inf
+        self.seconds_to_compute: Callable[[int, int], float] = lambda tokens, prefix: math.inf
         self.on_failed: list[Callable[[str], None]] = []
 
     def first_to_read(self, tokens: int) -> int:

@@ -168,6 +168,11 @@ class Runtime:
         """How long L3 takes for the next ``tokens`` of what it reads; infinite: nobody knows."""
         return math.inf if self.hit_gate is None else self.hit_gate.l3.seconds_to_read(tokens)
 
+    def seconds_to_compute(self, tokens: int, prefix: int) -> float:
+        """How long a prefill of ``tokens`` behind ``prefix`` takes; infinite: nobody knows."""
+        known = None if self.hit_gate is None else self.hit_gate.costs.prefill
+        return (known.seconds(tokens, prefix) if known else None) or math.inf
+
     def _overflow_use(self) -> OverflowUse | None:
         kept = self.overflow
         if kept is None:

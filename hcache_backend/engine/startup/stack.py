@@ -204,6 +204,7 @@ class Stack:
                 known=methods.profile is not None,
             )
             loads.seconds_to_read = self.runtime.seconds_to_read
+            loads.seconds_to_compute = self.runtime.seconds_to_compute
             eager = EagerLoads(reservable, pool, pipeline, loads, most, budget, new_rows)
             self.runtime.on_weights_changed.append(eager.give_back)
         controller.use_own_pages(self.runtime, pool, loads, eager)

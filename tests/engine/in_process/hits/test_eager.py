@@ -808,6 +808,17 @@ def test_a_front_is_not_waited_for_where_slices_are_put_off(scene: Scene) -> Non
     assert fronts.eager.until_met(meeting, 0) == (alone, alone)
 
 
+def test_slices_take_as_long_as_a_prefill_until_one_has_run(scene: Scene) -> None:
+    """Servers of K and V have no profile for slices; their first hits are judged all the same."""
+    fronts = Fronts(scene)
+    fronts.eager._budget = SliceBudget(1.0, 2 * SIZE, lambda tokens, _: tokens, known=False)
+    fronts.loads.seconds_to_compute = lambda tokens, prefix: tokens * 5 + prefix
+    fronts.loads.governor.pace = lambda: Pace(0.5, "shorter")
+    assert fronts.eager.seconds_to_recompute(8 * SIZE, 3) == 2 * (8 * SIZE * 5 + 3)
+    fronts.eager._budget._layer.measured(2 * SIZE, 0, 2.0 * SIZE)
+    assert fronts.eager.seconds_to_recompute(8 * SIZE, 3) == 2 * 3 * 8 * SIZE
+
+
 def test_a_front_is_not_waited_for_where_slices_do_not_reach_it(scene: Scene) -> None:
     fronts = Fronts(scene)
     fronts.seconds_to_read, meeting = 1.0, Meeting()
