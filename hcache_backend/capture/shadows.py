@@ -239,10 +239,6 @@ class ShadowArena(Arena):
         """Of which of ``slots`` (``[n]``) it cannot hold rows, as far as is known; bool ``[n]``."""
         return self._rows[slots] == _RowState.UNFIT
 
-    def unfit_pages_of(self, slots: Ids) -> int:
-        """How many of the whole pages of ``slots`` (``[n]``) have such rows, as far as is known."""
-        return int(self.unfit_rows(slots).reshape(-1, self.layout.page_size).any(1).sum())
-
     def expect(self, host_pages: Ids, first_layer: int) -> None:
         super().expect(host_pages, first_layer)
         self._unfit[self._host[host_pages]] = False

@@ -186,12 +186,7 @@ class HiddenStateController(OwnPagesController):
         ended = self._ended()
         if ended is not None or slots.values is None:
             return ended or "capture broke"
-        overflow, problem = self._pool.overflow, self._capture.arena.problem(slots.values)
-        if problem is None and overflow is not None:
-            unfit = self._capture.arena.unfit_pages_of(slots.values)
-            if unfit and not overflow.pages.has_room(unfit * len(overflow.hidden)):
-                problem = "rows not encodable"
-        return problem
+        return self._capture.arena.problem(slots.values)
 
     def _agreed(self, *fine: bool) -> Sequence[bool]:
         """For each, whether all ranks say so: none, where a rank lost its trust; it takes the

@@ -63,9 +63,6 @@ class Overflow:
         self._rows.clear()
         self.lost.clear()
 
-    def has_room(self, rows: int) -> bool:
-        return rows <= len(self._free)
-
     def take(self, host_page: int, layers: Sequence[int]) -> None:
         """Find a row for each of ``layers`` of a page; without room the page is lost."""
         if len(layers) > len(self._free):

@@ -106,14 +106,14 @@ def test_what_is_unfit_stays_so_in_every_later_backup(on_the_device: bool) -> No
     a = arena(keeps_unfit=True)
     slots, ticket = promised(a)
     a.prove(slots, ticket, np.array([1, 2, 1, 1], np.uint8))
-    assert a.problem(slots) is None and a.unfit_pages_of(slots) == 1
+    assert a.problem(slots) is None and a.unfit_rows(slots).any()
     a.swap(slots, ids(0))
     if not on_the_device:
         slots = slots_of([3])
         a.allocated(slots)
         a.loaded(slots, ids(0))
     a.host_freed(ids(0))
-    assert a.problem(slots) is None and a.unfit_pages_of(slots) == 1
+    assert a.problem(slots) is None and a.unfit_rows(slots).any()
     a.swap(slots, ids(4))
     assert a.unfit(ids(4)).all() and not a.whole(ids(4))
     assert_sound_arena(a)

@@ -181,7 +181,10 @@ def test_an_unfit_page_is_backed_up_where_there_is_room_and_loaded_where_it_was_
     assert machine.forward(slots(2), rows=_unfit_rows())
     machine.settle()
     known.values = np.array(slots(2))
-    assert made._problem(known) == "rows not encodable"  # type: ignore[arg-type]  # it is full
+    assert made._problem(known) is None  # type: ignore[arg-type]
+    machine.capture.back_up(known.values, np.array([1]))
+    overflow.pages.take(1, range(small.LAYERS))  # it is full
+    assert depths(made, 1) == [small.LAYERS]  # the load recomputes it
 
 
 def test_the_check_in_service_says_nothing_of_an_unfit_page(
