@@ -235,7 +235,9 @@ def _around_load_back(original: Callable[..., Any], cache: Any, params: Any, *a:
     def token_ids() -> Any:
         req = params.req
         ids = getattr(req, "full_untruncated_fill_ids", None) if _is_plain(req) else None
-        return ids and ids[: len(req.prefix_indices) + params.host_hit_length]
+        before = prefix()
+        known = ids is not None and before is not None
+        return ids[: len(before) + params.host_hit_length] if known else None
 
     with behind(prefix, token_ids):
         return original(cache, params, *a)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -110,13 +111,16 @@ def compared_with_no_cache(
     folder: Path,
     record_property: Callable[[str, object], None],
 ) -> dict[str, dict[str, float]]:
-    """What servers with other options make of the histories, by the name of the choice."""
+    """What servers with other options make of the histories, by the name of the choice; ``own``:
+    what the model itself makes of them in prefills of two pages."""
     plain = ServerOptions(model, folder / "plain.log", cache="none", dtype="bfloat16")
-    want, found = replies(plain, prompts), {}
+    servers = {"own": replace(plain, log=folder / "own.log", chunked_prefill_size=128)}
     for name, hcache in choices.items():
-        options = our_server(
+        servers[name] = our_server(
             model, folder / name, hcache=hcache, dtype="bfloat16", hicache_ratio=8.0
         )
+    want, found = replies(plain, prompts), {}
+    for name, options in servers.items():
         found[name] = compared(replies(options, prompts), want)
         record_property(name, found[name])
         print(name, found[name])
@@ -143,8 +147,10 @@ def test_bfloat16_replies_behind_restored_histories_differ_no_more_than_ties_do(
     prompts = [random_tokens(320, 7_000 + seed) for seed in range(count)]
     assert max(map(max, prompts)) < VOCAB
     found = compared_with_no_cache(model, prompts, choices, tmp_path, record_property)
+    own = found["own"]  # how often two tokens are as likely depends on the processor, too
     for name in choices:
-        assert found[name]["differ"] <= count / 8
+        assert found[name]["differ"] <= own["differ"] + count / 8
+        assert found[name]["mean"] <= 2 * own["mean"]
 
 
 @pytest.mark.long

@@ -82,7 +82,7 @@ def test_what_is_being_loaded_is_not_sent() -> None:
 def test_a_page_is_not_loaded_before_it_is_known_what_did_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(OverflowArea, "whole", lambda *_: True)
+    monkeypatch.setattr(OverflowArea, "settled", lambda *_: True)
     checker = Checker()
     run(SCENARIOS["overflow"], checker)
     assert "host to device reads what device to host writes" in {f.what for f in checker.findings}

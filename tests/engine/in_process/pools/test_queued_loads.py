@@ -68,6 +68,9 @@ class Pipeline:
         self.alone: list[tuple[list[int], list[int]]] = []
         self.problem: Exception | None = None
 
+    def handed_out(self) -> None:
+        pass
+
     def start_recomputation(self, recompute: Recompute, positions: Any, slots: Any) -> Any:
         self.alone.append((positions.tolist(), slots.tolist()))
         recompute.fill(positions, slots)
