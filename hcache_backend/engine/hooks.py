@@ -236,8 +236,9 @@ def _around_load_back(original: Callable[..., Any], cache: Any, params: Any, *a:
         req = params.req
         ids = getattr(req, "full_untruncated_fill_ids", None) if _is_plain(req) else None
         before = prefix()
-        known = ids is not None and before is not None
-        return ids[: len(before) + params.host_hit_length] if known else None
+        if ids is None or before is None:
+            return None
+        return ids[: len(before) + params.host_hit_length]
 
     with behind(prefix, token_ids):
         return original(cache, params, *a)
