@@ -47,6 +47,7 @@ OVERFLOWING = KV.model_copy(
         "overflow": OverflowUse(rows=1200, rows_in_use=31, pages_lost=2),
     }
 )
+RATES = KV.model_copy(update={"tokens_per_second": {"l3_read": 20480.4, "prefill": 915.0}})
 RECOMPUTING = BEST.model_copy(update={"recomputation": "K 100% equal"})
 
 
@@ -136,6 +137,7 @@ def test_ls_prints_what_the_last_server_said_as_json(folder: Path) -> None:
             "good",
             "; LoRA; codec exp4; 31 of 1,200 rows of overflow in use, 2 pages lost",
         ),
+        (RATES, "good", "; LoRA; tokens per second: l3_read 20,480, prefill 915"),
         (PLAIN, "fair", ": kv mode, plain pages; LoRA"),
         (
             BEST,
