@@ -23,7 +23,8 @@ class Meeting:
         front: So many pages are recomputed, or will be: that was launched. The scheduler's.
         here: Pages that were read and proven on all ranks. The scheduler's.
         reachable: Recomputation can come so far, by what the scheduler saw last: the number of the
-            page that it cannot recompute any more. None: it has not looked yet.
+            page that it cannot recompute any more. None: it has not looked yet. It will in a
+            moment: until then all of them count, or the reader would take what the front reaches.
     """
 
     def __init__(self) -> None:
@@ -65,8 +66,10 @@ class Meeting:
     @property
     def recomputable(self) -> float:
         """Which share of the unread pages recomputation can reach. Any thread."""
-        unread, reachable = self.unread, (self.reachable or 0) - self._taken
-        return min(1.0, max(0, reachable) / unread) if unread else 0.0
+        unread, reachable = self.unread, self.reachable
+        if reachable is None or not unread:
+            return 1.0
+        return min(1.0, max(0, reachable - self._taken) / unread)
 
     def take(self, agree: Callable[[int], int]) -> range:
         """The next pages of the front: as many as ``agree`` says, given how many nobody reads.

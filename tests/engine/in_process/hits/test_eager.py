@@ -824,7 +824,8 @@ def test_a_front_is_not_waited_for_where_slices_do_not_reach_it(scene: Scene) ->
     fronts.seconds_to_read, meeting = 1.0, Meeting()
     meeting.begin(8)
     alone = 8 * SIZE
-    assert fronts.eager.until_met(meeting, 0) == (alone, alone)
+    # The scheduler has not looked yet: the reader leaves to the front what that may reach.
+    assert fronts.eager.until_met(meeting, 0)[0] == pytest.approx(alone * 6 / 8)
     for reachable in range(9):
         meeting.reachable = reachable
         together, _ = fronts.eager.until_met(meeting, 0)
