@@ -70,7 +70,7 @@ class PairForm(ABC):
 
         Args:
             first: K and V of the first layer, ``[p, 2, units, tokens, width]``, on any device.
-            second: Of the second one, likewise.
+            second: Those of the second one.
 
         Returns:
             uint8 ``[p, slot_bytes]``, and whether each page fits, bool ``[p]``.

@@ -50,7 +50,7 @@ def initial_recent_layers(masses: torch.Tensor, gamma: float) -> list[int]:
     """Layers whose queries look at the first and the last tokens, whatever they ask (I-R layers).
 
     Args:
-        masses: Of each layer, see :attr:`PairSums.initial_recent`.
+        masses: One for each layer, see :attr:`PairSums.initial_recent`.
         gamma: Least mass.
     """
     return [layer for layer, mass in enumerate(masses.tolist()) if mass >= gamma]

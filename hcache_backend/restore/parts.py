@@ -46,7 +46,7 @@ def parts_of(
     Args:
         layers: Those that are loaded, by number, ascending.
         ids: Physical pages, int64 ``[p]``, by method; as ``"header"`` where the copy goes by these.
-        rows: Of all tokens...
+        rows: All tokens...
         shared: ...and those of hidden states, in the order in which these arrive.
         chunk_pages: Pages of a part at most.
         pieces: How many the first layer has, if it has enough tokens.

@@ -197,8 +197,8 @@ class RestorePipeline:
         """Launch the recomputation of first layers alone, behind the current stream's work.
 
         Args:
-            positions: Of the tokens, int64 ``[n]``, on the CPU.
-            slots: Of the tokens, int64 ``[n]``, on the device.
+            positions: Where the tokens stand, int64 ``[n]``, on the CPU.
+            slots: Where their K and V go, int64 ``[n]``, on the device.
             after: What was started ahead and is not handed out, and writes tokens before these or
                 these themselves; None: all of it may.
         """

@@ -278,7 +278,7 @@ class Recomputer:
         takes part in no collective behind the last layer's attention.
 
         Args:
-            token_ids: Of the last ones, int64 ``[t]``.
+            token_ids: The last tokens, int64 ``[t]``.
             keys: Slots of all tokens of the sequence, int64 ``[n]``, on the device.
 
         Raises:

@@ -38,7 +38,7 @@ class _Tokens(NamedTuple):
     """Where a node is.
 
     Attributes:
-        ids: Of its last tokens, int64 ``[t]``.
+        ids: Its last tokens, int64 ``[t]``.
         keys: Slots of all tokens up to its end, int64 ``[n]``, on the device.
         ends: Hash of its last page; None: it has none, as without an L3.
         behind: That of the node before it, likewise.

@@ -14,7 +14,7 @@ class Pace(NamedTuple):
     """What the governor decides.
 
     Attributes:
-        share: Of the time that a slice may take where nobody else wants the GPU, 0 to 1.
+        share: 0 to 1: 1 is the time that a slice may take where nobody else wants the GPU.
         decision: The metric's label: ``whole``, ``shorter`` beside running requests, or why there
             is no slice, ``put_off_running`` or ``put_off_waiting``.
     """

@@ -152,7 +152,7 @@ def check_output(
         return
     metrics.PROBLEMS.count("merged_layers")
     told = (
-        "hcache: merging layers %s changes what the model says by %.1e nats a token (allowed %.1e)"
+        "hcache: merging layers %s changes what the model says by %.1e nats per token (limit %.1e)"
     )
     if fine[0]:
         logger.warning(f"{told}: only %s are merged", tried[1], changes[1], option.kl, tried[0])
