@@ -72,7 +72,7 @@ from hcache_backend.units import (
     units_per_group,
 )
 
-READ_BATCHES = 8
+READ_BATCHES = 16
 """The pages of a prefetch are read in about so many batches. What the last one brings is not
 restored eagerly."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hcache_backend.engine.hits.estimates import Estimate
+from hcache_backend.page import READ_BATCHES
 from hcache_backend.partition.costs import Partition, layer_costs, side_by_side, until_there
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile
@@ -106,10 +107,7 @@ class Machine:
         costs = layer_costs(
             self.profile, self.shape, tokens, tp=self.ranks, l3="none", early_stop=True
         )
-        return makespan(costs, self.partition) / (_EAGER_PARTS if self.eager else 1)
-
-
-_EAGER_PARTS = 8
+        return makespan(costs, self.partition) / (READ_BATCHES if self.eager else 1)
 
 
 class Costs:

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from hcache_backend.engine.hits.gate import HitGate
-from hcache_backend.engine.hits.trials import LONGEST_TRIAL_SECONDS, TRIAL_REFUSALS, TRIAL_SECONDS
+from hcache_backend.engine.hits.trials import (
+    LONGEST_TRIAL_SECONDS,
+    MOST_TRIAL_REFUSALS,
+    TRIAL_REFUSALS,
+    TRIAL_SECONDS,
+    TRIAL_SHARE,
+)
 from tests.unit.hits.gates import STEP, Clock, at, read, reading, takes, tries, turn
 
 
@@ -53,7 +59,7 @@ def test_where_the_whole_hit_is_slow_trials_begin_anew(gate: HitGate, clock: Clo
     trial(gate, clock, "a", 0.05)
     whole_trial(gate, clock, "b", 10.0)
     clock.now += TRIAL_SECONDS - 1
-    for number in range(TRIAL_REFUSALS):
+    for number in range(MOST_TRIAL_REFUSALS):
         assert not takes(gate, f"refused {number}")
     clock.now += 2
     tries(gate, "d")
@@ -135,6 +141,27 @@ def test_a_trial_is_at_least_a_page(gate: HitGate, clock: Clock) -> None:
         read(gate, clock, 10.0)
     clock.now += TRIAL_SECONDS + 1
     assert gate.takes("a", 1024, 1024, page=64) == 64
+
+
+def test_trials_take_a_twentieth_of_the_time_though_a_page_is_much_of_a_hit(
+    gate: HitGate, clock: Clock
+) -> None:
+    for _ in range(2):
+        read(gate, clock, 10.0)
+    clock.now += TRIAL_SECONDS + 1
+    computing, page = gate.costs.prefill.seconds(1024, 0), 64
+    assert computing is not None
+    assert gate.takes("a", 1024, 1024, page=page) == page
+    with reading(gate, "a", page):
+        gate.l3.arrived(page)
+        clock.now += 0.6 * computing
+    turn(gate)
+    between = 0
+    while not gate.takes(f"refused {between}", 1024, 1024, page=page):
+        turn(gate)
+        clock.now += LONGEST_TRIAL_SECONDS
+        between += 1
+    assert 0.6 / TRIAL_SHARE <= between <= 0.6 / TRIAL_SHARE + 1
 
 
 def test_what_is_worth_nothing_in_parts_is_tried_whole(gate: HitGate, clock: Clock) -> None:

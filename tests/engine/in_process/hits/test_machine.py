@@ -12,6 +12,7 @@ import torch
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.engine import arguments
 from hcache_backend.engine.startup import hit_machine
+from hcache_backend.page import READ_BATCHES
 from hcache_backend.partition.presets import preset_profile
 from hcache_backend.partition.profile import Profile, Rate
 from tests.engine.in_process.encoded_kv.host import kv_pool
@@ -83,7 +84,7 @@ def test_restores_that_are_not_eager_are_waited_for_whole(
         assert machine is not None
         loads.append(machine.load(4096, 0))
     assert not unmeasured.own_pages
-    assert loads[0] == pytest.approx(8 * loads[1])
+    assert loads[0] == pytest.approx(READ_BATCHES * loads[1])
 
 
 class Group:

@@ -209,7 +209,7 @@ def test_from_the_back_who_waits_for_the_front_says_so_and_ends_with_the_prefetc
 @pytest.mark.parametrize("stop_at", range(6))
 def test_from_the_back_only_the_front_counts_where_the_reader_was_stopped(stop_at: int) -> None:
     rank = BackRank(40, set(), 3, stop_at)
-    assert rank.batches == stop_at and len(rank.reports) == 8
+    assert rank.batches == stop_at and len(rank.reports) == 40 / batch_pages(40)
     assert set(hears([rank])) == {rank.meeting.front}
 
 
