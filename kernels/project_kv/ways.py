@@ -82,14 +82,16 @@ def fused_configs(kind: LayerKind, capability: tuple[int, int]) -> tuple[TileCon
     if head > 128:
         return (TileConfig(rows=64, heads=1, depth=64, warps=8, stages=2),)
     heads = min(128 // head, 1 << (kind.kv_heads.bit_length() - 1))
-    configs = [TileConfig(rows=64, heads=heads, depth=64, warps=4, stages=3)]
     # What the accumulators leave of the registers must hold the norm's and RoPE's operands.
     norm_and_rope = kind.norm == "head" and kind.rotary != "none"
+    masked = kind.head_dim != head  # columns
+    warps = 8 if norm_and_rope and masked and capability >= (10, 0) else 4
+    configs = [TileConfig(rows=64, heads=heads, depth=64, warps=warps, stages=3)]
     if not (norm_and_rope and capability >= (10, 0)):
         configs.append(TileConfig(rows=128, heads=heads, depth=64, warps=8, stages=3))
         if capability in ((8, 0), (9, 0), (10, 0)):  # those with much shared memory
             configs.append(TileConfig(rows=128, heads=heads, depth=64, warps=8, stages=4))
-    roomy = not norm_and_rope and kind.head_dim == head  # nor masks of columns
+    roomy = not norm_and_rope and not masked
     # There two heads of 128 with pairs side by side are turned with 40 bytes more than registers.
     spills = capability == (8, 0) and kind.head_dim == 128 and kind.rotary == "interleaved"
     roomy = roomy and not spills

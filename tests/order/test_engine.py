@@ -24,6 +24,7 @@ from tests.engine.harness.ours import (
     faulty,
     our_server,
 )
+from tests.engine.hits.eager_servers import read_batches, until_more
 from tests.order.edges import all_edges
 from tests.order.plugin.hcache_order import Settings
 from tests.order.reports import SERVED
@@ -36,6 +37,7 @@ PARTITIONS = {
     "recompute": {"recompute": 2, "hidden": 2, "kv": 0},
     "mixed": {"recompute": 2, "hidden": 1, "kv": 1},
     "kv": {"recompute": 0, "hidden": 0, "kv": 4},
+    "hidden and kv": {"recompute": 0, "hidden": 2, "kv": 2},
 }
 
 
@@ -80,6 +82,38 @@ def eager(server: Server) -> None:
     server.flush_cache()
     server.generate(prompts[0][:400], 1)
     server.generate([*longer, 1], 4)
+
+
+def from_the_back(server: Server) -> None:
+    """Fronts that slices recompute while the back is read: of one prompt, of two at once, and of
+    one behind a prefix that is on the device; then one whose request is aborted meanwhile."""
+    prompts = [random_tokens(800, seed) for seed in (3, 4)]
+    longer = prompts[0] + random_tokens(600, 77)
+    read_batches(server, None)
+    for prompt in (*prompts, longer):
+        server.generate(prompt, 1)
+    for asked, prefix in (prompts[:1], 0), (prompts, 0), ([longer], 400):
+        server.flush_cache()
+        if prefix:
+            server.generate(longer[:prefix], 1)
+        _with_a_front(server, partial(server.generate_many, [[*p, 5, 6] for p in asked], 8))
+    server.flush_cache()
+    read_batches(server, 0)
+    together(
+        partial(_abort, server, "prefetch", prompts[0]),
+        partial(server.generate, random_tokens(300, 5), 8),
+    )
+    _with_a_front(server, partial(server.generate, [*prompts[1], 5], 8))
+
+
+def _with_a_front(server: Server, ask: Callable[[], object]) -> None:
+    """L3 is read, and then only, when some pages of what is asked for are recomputed."""
+    read_batches(server, 0)
+    with ThreadPoolExecutor(1) as pool:
+        with until_more(server, "l3_tokens", "recomputed", 1):
+            asking = pool.submit(ask)
+        read_batches(server, None)
+        asking.result()
 
 
 def decode(server: Server) -> None:
@@ -149,7 +183,8 @@ class Scenario(NamedTuple):
         partitions: Which ones it runs with, see ``PARTITIONS``.
         chunk: Tokens of a prefill's longest step.
         codec: Other than ``none``, it is that of a bfloat16 server.
-        fits: Whether the codec holds all K and V, or only a part.
+        fault: One of ``tests/engine/faults``, by the file ``in-step``.
+        recompute_ms: As the option.
     """
 
     use: Callable[[Server], None]
@@ -160,7 +195,8 @@ class Scenario(NamedTuple):
     chunk: int | None = None
     decode_graphs: bool = False
     codec: str = "none"
-    fits: bool = True
+    fault: str = ""
+    recompute_ms: float = 10.0
 
 
 def _was_replayed(found: dict[str, Any]) -> bool:
@@ -175,22 +211,35 @@ def _was_cut_off(found: dict[str, Any]) -> bool:
     return "prefetch" in found["aborts"]
 
 
-EVERY = tuple(PARTITIONS)
+_back = partial(
+    Scenario,
+    from_the_back,
+    partitions=("hidden", "kv", "hidden and kv"),
+    restore="auto",
+    fault="batches_in_step",
+    recompute_ms=1e4,
+)
+EVERY = ("hidden", "recompute", "mixed", "kv")
+UNFIT = "rows_do_not_fit"
+"""Of the values only a part fits when encoded."""
 KINDS = ("mixed", "kv")
 SCENARIOS = {
     "conversations": Scenario(conversations, lambda found: found["steps"] > 200, EVERY),
     "pressure": Scenario(pressure, partitions=EVERY),
-    "pressure, encoded": Scenario(pressure, partitions=KINDS, codec="exp4", fits=False),
-    "conversations, encoded": Scenario(conversations, partitions=KINDS, codec="exp4", fits=False),
+    "pressure, encoded": Scenario(pressure, partitions=KINDS, codec="exp4", fault=UNFIT),
+    "conversations, encoded": Scenario(conversations, partitions=KINDS, codec="exp4", fault=UNFIT),
     "eager": Scenario(eager, partitions=EVERY, restore="auto"),
     "eager, encoded": Scenario(eager, partitions=KINDS, restore="auto", codec="exp4"),
+    "from the back": _back(),
+    "from the back, encoded": _back(codec="exp4"),
+    "from the back, two ranks": _back(tp=2),
     "decode graphs": Scenario(decode, _was_replayed, EVERY, decode_graphs=True),
     "decode graphs, eager": Scenario(
         decode, _was_replayed, KINDS, restore="auto", decode_graphs=True
     ),
     "two ranks": Scenario(turns, tp=2),
     "two ranks, eager": Scenario(turns, partitions=KINDS, restore="auto", tp=2),
-    "two ranks, encoded": Scenario(turns, partitions=KINDS, tp=2, codec="exp4", fits=False),
+    "two ranks, encoded": Scenario(turns, partitions=KINDS, tp=2, codec="exp4", fault=UNFIT),
     "two ranks, eager, encoded": Scenario(
         turns, partitions=KINDS, restore="auto", tp=2, codec="exp4"
     ),
@@ -198,7 +247,7 @@ SCENARIOS = {
     "aborts, eager": Scenario(aborts, _was_aborted, KINDS, restore="auto", chunk=256),
     "flushes": Scenario(flushes, _was_cut_off),
     "flushes, encoded": Scenario(
-        flushes, _was_cut_off, KINDS, restore="auto", codec="exp4", fits=False
+        flushes, _was_cut_off, KINDS, restore="auto", codec="exp4", fault=UNFIT
     ),
     "flushes, eager": Scenario(flushes, _was_cut_off, KINDS, restore="auto"),
 }
@@ -212,9 +261,11 @@ def checked_server(
         report=str(folder / "order.json"), decode_graphs=scenario.decode_graphs, **chosen
     )
     paths = [str(HERE / "plugin"), str(HERE.parents[1]), cpu_engine_env()["PYTHONPATH"]]
-    fault = {} if scenario.fits else faulty("rows_do_not_fit")
-    if fault:
+    fault = {}
+    if scenario.fault:
+        fault = faulty(scenario.fault, folder / "in-step")
         paths.append(fault.pop("PYTHONPATH"))
+    (folder / "in-step").touch()
     (folder / "l3-rate").write_text("0")
     return our_server(
         model,
@@ -224,7 +275,9 @@ def checked_server(
             "check_every_pages": 4,
             "restore": scenario.restore,
             "codec": scenario.codec,
+            "recompute_ms": scenario.recompute_ms,
         },
+        metrics=True,
         dtype="float32" if scenario.codec == "none" else "bfloat16",
         page_size=16,
         overlap=True,

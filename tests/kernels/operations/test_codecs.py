@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
 from hcache_kernels.codecs import Codec, make_codec
+from hcache_kernels.launch import Launch
 from tests.kernels.codec_rows import bfloat16, bits_of, float_rows, full_rows
 from tests.kernels.hostile_units import HOSTILE, hostile_units
 from tests.kernels.operations.conftest import INTERPRETED
+
+if INTERPRETED:
+    from tests.kernels.all_programs import run_at_once
 
 POISON = 0xA5
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -19,14 +25,16 @@ def poisoned(n: int, width: int) -> torch.Tensor:
     return torch.full((n, width), POISON, dtype=torch.uint8, device=DEVICE)
 
 
-def run(codec: Codec, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def run(
+    codec: Codec, rows: torch.Tensor, launched: Callable[[Launch], None] = Launch.run
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Encode and decode by the kernels, inside poisoned buffers; results on the CPU."""
     n, width = rows.shape
     encoded = poisoned(n + 2, codec.row_bytes)
     ok = poisoned(1, n + 2)[0]
-    codec.encode_launch(rows.to(DEVICE), encoded[1:-1], ok[1:-1].view(torch.bool)).run()
+    launched(codec.encode_launch(rows.to(DEVICE), encoded[1:-1], ok[1:-1].view(torch.bool)))
     decoded = poisoned(n + 2, width * rows.itemsize)
-    codec.decode_launch(encoded[1:-1], decoded[1:-1].view(rows.dtype)).run()
+    launched(codec.decode_launch(encoded[1:-1], decoded[1:-1].view(rows.dtype)))
     for buffer in (encoded, ok, decoded):
         assert (buffer[0] == POISON).all()
         assert (buffer[-1] == POISON).all()
@@ -34,8 +42,10 @@ def run(codec: Codec, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, t
     return encoded[1:-1].cpu(), ok.view(torch.bool), decoded
 
 
-def same_as_reference(codec: Codec, rows: torch.Tensor) -> None:
-    encoded, ok, decoded = run(codec, rows)
+def same_as_reference(
+    codec: Codec, rows: torch.Tensor, launched: Callable[[Launch], None] = Launch.run
+) -> None:
+    encoded, ok, decoded = run(codec, rows, launched)
     want, want_ok = codec.encode_reference(rows)
     assert torch.equal(ok, want_ok)
     assert torch.equal(encoded, want)
@@ -54,13 +64,25 @@ def test_exp4(width: int) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("n", [64, 256, 1024, 4096])
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_exp4_of_hostile_units(kind: str) -> None:
-    """More than a million of all kinds, as by the reference, on a GPU. The interpreter takes 20 ms
-    for each, which is six hours for a million: it gets 1,000 of each kind."""
-    for seed in range(11, 12 if INTERPRETED else 111):
-        units = hostile_units(kind, 1000, 64, seed)
-        same_as_reference(make_codec("exp4", 64, torch.bfloat16), units)
+def test_exp4_of_a_million_hostile_units(kind: str, n: int) -> None:
+    """As by the reference: of each of eleven kinds 100,000 of 64 values, as many values in larger
+    ones."""
+    launched = run_at_once if INTERPRETED else Launch.run
+    for seed in range(11, 36):
+        units = hostile_units(kind, 4000 * 64 // n, n, seed)
+        same_as_reference(make_codec("exp4", n, torch.bfloat16), units, launched)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="how the interpreter runs many programs")
+@pytest.mark.parametrize("width", [64, 272, 4112])
+def test_all_programs_at_once_do_what_each_does(width: int) -> None:
+    codec = make_codec("exp4", width, torch.bfloat16)
+    units = torch.cat([hostile_units(kind, 1, width, seed=1) for kind in HOSTILE])
+    one_by_one, at_once = run(codec, units), run(codec, units, run_at_once)
+    assert all(map(torch.equal, one_by_one[:2], at_once[:2]))
+    assert torch.equal(bits_of(one_by_one[2]), bits_of(at_once[2]))
 
 
 def test_exp4_gives_back_each_of_the_65536_patterns() -> None:
