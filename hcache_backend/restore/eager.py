@@ -48,8 +48,8 @@ _LEAST_BATCH = 4
 
 
 def batch_pages(pages: int) -> int:
-    """How many pages of a prefetch of ``pages`` pages are read at a time."""
-    return max(_LEAST_BATCH, -(-pages // READ_BATCHES))
+    """How many pages of a prefetch of ``pages`` pages are read at a time; at least one."""
+    return min(max(1, pages), max(_LEAST_BATCH, -(-pages // READ_BATCHES)))
 
 
 class FreePages(Protocol):

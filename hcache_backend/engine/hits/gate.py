@@ -267,10 +267,10 @@ class HitGate:
             if asked.tried is None:
                 trials.not_one()
             elif reading.gave_up or asked.hit is None:  # None: it was ended
-                trials.ended(asked.tried, seconds, self.costs, pays=False)
+                trials.ended(pays=False)
             elif 0 < reading.tokens == reading.wanted:
                 whole = seconds_like(asked.tried, reading, seconds, self.costs)
-                trials.ended(asked.tried, seconds, self.costs, pays=self._pays(asked.tried, whole))
+                trials.ended(pays=self._pays(asked.tried, whole))
             # Else its client is gone, or pages are: that says nothing of the disk.
 
     def _measured(self, reads: Estimate, tokens: int, wanted: int, seconds: float) -> None:

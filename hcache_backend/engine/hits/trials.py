@@ -12,9 +12,8 @@ TRIAL_SECONDS = 10.0
 """When hits are refused because L3 is slow, one is read so long after the last read, ..."""
 LONGEST_TRIAL_SECONDS = 320.0
 """...or after up to this time, twice as long after each trial that shows a slow L3, ..."""
-TRIAL_REFUSALS, MOST_TRIAL_REFUSALS = 4, 16
-"""...and after so many refused hits then: where requests are rare, not each of them is a trial.
-More where a page is much of a hit, so that trials take ``TRIAL_SHARE`` of the time of all hits."""
+TRIAL_REFUSALS = 4
+"""...and after so many refused hits then: where requests are rare, not each of them is a trial."""
 TRIAL_SHARE = 0.05
 """Only as much of it is read as should take this share of the time that computing it takes.
 When that comes fast, the next hit is read whole, and judged like others after this share."""
@@ -61,13 +60,11 @@ class Trials:
         """A hit was read since it seemed worth it: trials begin anew when that ends."""
         self._pause, self._refusals, self.promising = TRIAL_SECONDS, 0, False
 
-    def ended(self, hit: Hit, seconds: float, costs: Costs, *, pays: bool) -> None:
-        """A trial of a hit took so long; the next one confirms at once what looks good."""
+    def ended(self, *, pays: bool) -> None:
+        """A trial is over; the next one confirms at once what looks good."""
         longer = min(max(TRIAL_SECONDS, 2 * self._pause), LONGEST_TRIAL_SECONDS)
         self._pause, self.promising = (0.0 if pays else longer), pays
-        refusals = math.ceil(seconds / (TRIAL_SHARE * (costs.saved(hit) or math.inf)))
-        between = min(max(TRIAL_REFUSALS, refusals), MOST_TRIAL_REFUSALS)
-        self._refusals = 0 if pays else between
+        self._refusals = 0 if pays else TRIAL_REFUSALS
 
 
 def seconds_like(hit: Hit, reading: Reading, seconds: float, costs: Costs) -> float:

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from hcache_backend.engine.hits.gate import HitGate
-from hcache_backend.engine.hits.trials import (
-    LONGEST_TRIAL_SECONDS,
-    MOST_TRIAL_REFUSALS,
-    TRIAL_REFUSALS,
-    TRIAL_SECONDS,
-    TRIAL_SHARE,
-)
+from hcache_backend.engine.hits.trials import LONGEST_TRIAL_SECONDS, TRIAL_REFUSALS, TRIAL_SECONDS
+from hcache_backend.restore.eager import batch_pages
 from tests.unit.hits.gates import STEP, Clock, at, read, reading, takes, tries, turn
 
 
@@ -59,7 +54,7 @@ def test_where_the_whole_hit_is_slow_trials_begin_anew(gate: HitGate, clock: Clo
     trial(gate, clock, "a", 0.05)
     whole_trial(gate, clock, "b", 10.0)
     clock.now += TRIAL_SECONDS - 1
-    for number in range(MOST_TRIAL_REFUSALS):
+    for number in range(TRIAL_REFUSALS):
         assert not takes(gate, f"refused {number}")
     clock.now += 2
     tries(gate, "d")
@@ -143,25 +138,22 @@ def test_a_trial_is_at_least_a_page(gate: HitGate, clock: Clock) -> None:
     assert gate.takes("a", 1024, 1024, page=64) == 64
 
 
-def test_trials_take_a_twentieth_of_the_time_though_a_page_is_much_of_a_hit(
+def test_a_trial_of_a_page_ends_when_computing_it_would_be_there(
     gate: HitGate, clock: Clock
 ) -> None:
+    """Its client does not wait until the page is there, which of a short hit is much."""
+    page = 64
     for _ in range(2):
         read(gate, clock, 10.0)
     clock.now += TRIAL_SECONDS + 1
-    computing, page = gate.costs.prefill.seconds(1024, 0), 64
+    assert gate.takes("a", 512, 512, page=page) == page
+    computing = gate.costs.prefill.seconds(page, 0)
     assert computing is not None
-    assert gate.takes("a", 1024, 1024, page=page) == page
-    with reading(gate, "a", page):
-        gate.l3.arrived(page)
-        clock.now += 0.6 * computing
-    turn(gate)
-    between = 0
-    while not gate.takes(f"refused {between}", 1024, 1024, page=page):
-        turn(gate)
-        clock.now += LONGEST_TRIAL_SECONDS
-        between += 1
-    assert 0.6 / TRIAL_SHARE <= between <= 0.6 / TRIAL_SHARE + 1
+    with reading(gate, "a", page, step=page * batch_pages(1)):
+        clock.now += computing
+        assert turn(gate, at("a", step=page * batch_pages(1))) == []
+        clock.now += 0.5 * computing
+        assert turn(gate, at("a", step=page * batch_pages(1))) == ["a"]
 
 
 def test_what_is_worth_nothing_in_parts_is_tried_whole(gate: HitGate, clock: Clock) -> None:
