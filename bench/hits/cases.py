@@ -32,13 +32,19 @@ def layers(tokens: int) -> int:
     return max(1, 2048 // tokens)
 
 
+def narrowed(hidden: int, tokens: int) -> int:
+    """The hidden size of a model of ``hidden`` for such a history: a quarter where attention to a
+    long one would take most of a minute."""
+    return hidden if tokens <= 8192 else hidden // 4
+
+
 @dataclass(frozen=True)
 class Model:
     """A kind of model.
 
     Attributes:
         pages: What ours stores of it.
-        build: Its folder, given the one above and the number of layers.
+        build: Its folder, given the one above and the tokens of a history.
         insists: Options that make ours store that on a CPU, which projects slowly.
         dtype: It is served in.
         codec: What default options encode its pages by; None: they are plain.
@@ -72,7 +78,7 @@ class Model:
         Raises:
             ServerError: Ours stores pages by another codec, so that it would not be measured.
         """
-        model = self.build(folder, layers(tokens))
+        model = self.build(folder, tokens)
         with taking_turns(machine, model, methods, tokens, dtype=self.dtype) as turns:
             for name in (ALWAYS, OURS):
                 report = read_report(turns.servers[name].l3)
@@ -84,22 +90,24 @@ class Model:
 
 
 def _llama(kv_heads: int, hidden: int = 1024) -> Callable[[Path, int], Path]:
-    def build(folder: Path, layers: int) -> Path:
-        shape = TinyLlama(layers, hidden, 8, kv_heads, hidden * 11 // 4, positions=POSITIONS)
+    def build(folder: Path, tokens: int) -> Path:
+        width = narrowed(hidden, tokens)
+        shape = TinyLlama(layers(tokens), width, 8, kv_heads, width * 11 // 4, positions=POSITIONS)
         return shape.build(folder)
 
     return build
 
 
-def _latent(folder: Path, layers: int) -> Path:
+def _latent(folder: Path, tokens: int) -> Path:
+    width = narrowed(1024, tokens)
     return build_model(
         "deepseek",
         folder,
-        num_hidden_layers=layers,
-        hidden_size=1024,
-        intermediate_size=2816,
+        num_hidden_layers=layers(tokens),
+        hidden_size=width,
+        intermediate_size=width * 11 // 4,
         max_position_embeddings=POSITIONS,
-        first_k_dense_replace=layers,
+        first_k_dense_replace=layers(tokens),
     )
 
 

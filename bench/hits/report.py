@@ -44,8 +44,13 @@ def draw(results: Mapping[str, Any]) -> Figure:
     from matplotlib.figure import Figure
 
     cases = results["cases"]
-    figure = Figure(figsize=(3.6 * len(cases), 3.8), layout="constrained")
-    for axes, case in zip(figure.subplots(1, len(cases), squeeze=False)[0], cases, strict=True):
+    columns = min(4, len(cases))
+    rows = -(-len(cases) // columns)
+    figure = Figure(figsize=(3.6 * columns, 3.8 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).flat
+    for axes in list(panels)[len(cases) :]:
+        axes.remove()
+    for axes, case in zip(figure.axes, cases, strict=True):
         points = sorted(case["points"], key=lambda point: float(point["speed"]))
         for name in points[0]["ms"]:
             axes.plot(
