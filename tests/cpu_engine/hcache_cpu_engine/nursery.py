@@ -44,7 +44,13 @@ import setproctitle
 PRELOAD = ("sglang.srt.entrypoints.http_server", "sglang.srt.managers.scheduler")
 NEVER_PRELOADED = ("hcache_backend", "hcache_kernels")
 READ_UNSEEN = frozenset(
-    ("OMP_NUM_THREADS", "HCACHE_CPU_ENGINE_TRITON", "SGLANG_USE_CPU_ENGINE", "PYTHONHASHSEED")
+    (
+        "OMP_NUM_THREADS",
+        "THP_MEM_ALLOC_ENABLE",
+        "HCACHE_CPU_ENGINE_TRITON",
+        "SGLANG_USE_CPU_ENGINE",
+        "PYTHONHASHSEED",
+    )
 )
 """Read by C code or before the recording starts."""
 MAX_ORDER_BYTES = 1 << 20
