@@ -338,8 +338,7 @@ class HitGate:
         return rest.until_there(read, begun=True)
 
     def _ends(self, asked: Asked, rest: Hit, one: Running, earlier: float, now: float) -> bool:
-        """Whether to end a prefetch; its ``rest`` is begun when earlier ones are there, in so many
-        seconds."""
+        """Whether to end a prefetch whose ``rest`` is begun in so many (``earlier``) seconds."""
         if asked.hit is None or self.gpu.wanted or (one.whole and asked.tried is None):
             return False  # what is worth nothing in parts is read to its end, if not to try L3
         kept = 0 if one.whole else asked.arrived - one.lost
@@ -351,6 +350,7 @@ class HitGate:
             elapsed, in_time, earlier = now - reading.start, self.l3.left_in_time(now), 0.0
             going_on = elapsed * rest.tokens / (asked.arrived + one.step)  # at the pace so far
         if asked.tried is not None:
+            rest = rest._replace(recomputing=None)  # L3 alone is tried
             if elapsed < TRIAL_SHARE * (self.costs.saved(asked.tried) or 0.0):
                 return False
         elif in_time is not None and rest.recomputing is not None:

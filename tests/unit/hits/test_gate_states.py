@@ -194,5 +194,8 @@ class Hits(RuleBasedStateMachine):
 def test_requests_reads_and_turns_in_any_order() -> None:
     Hits.seen.clear()
     often = settings(max_examples=80, stateful_step_count=40, deadline=None)
-    run_state_machine_as_test(Hits, settings=often)
-    assert Hits.seen == {"overdue", "ended"}
+    for _ in range(20):  # a run in four does not get to all
+        run_state_machine_as_test(Hits, settings=often)
+        if Hits.seen == {"overdue", "ended"}:
+            return
+    raise AssertionError(f"only seen: {Hits.seen}")

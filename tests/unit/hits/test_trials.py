@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from hcache_backend.engine.hits.costs import Recomputing
 from hcache_backend.engine.hits.gate import HitGate
 from hcache_backend.engine.hits.trials import LONGEST_TRIAL_SECONDS, TRIAL_REFUSALS, TRIAL_SECONDS
 from hcache_backend.restore.eager import batch_pages
@@ -138,14 +141,16 @@ def test_a_trial_is_at_least_a_page(gate: HitGate, clock: Clock) -> None:
     assert gate.takes("a", 1024, 1024, page=64) == 64
 
 
+@pytest.mark.parametrize("recomputing", [None, lambda tokens, prefix: 1e-3 * tokens])
 def test_a_trial_of_a_page_ends_when_computing_it_would_be_there(
-    gate: HitGate, clock: Clock
+    gate: HitGate, clock: Clock, recomputing: Recomputing | None
 ) -> None:
     """Its client does not wait until the page is there, which of a short hit is much."""
     page = 64
     for _ in range(2):
         read(gate, clock, 10.0)
     clock.now += TRIAL_SECONDS + 1
+    assert gate.may_ask("a", 0, recomputing)
     assert gate.takes("a", 512, 512, page=page) == page
     computing = gate.costs.prefill.seconds(page, 0)
     assert computing is not None
