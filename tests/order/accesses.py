@@ -144,7 +144,6 @@ def _cells(block: Block, starts: Offsets, length: int) -> Region:
     first = starts // cell
     if len(starts) == 1:
         return slice(int(first[0]), int(-(-(starts[0] + length) // cell)))
-    # Runs that begin within a cell may end one further; the cell after the last one never counts.
-    span = -(-length // cell) + int(bool((starts % cell).any()))
-    cells = (first[:, None] + np.arange(span)).ravel()
-    return np.minimum(cells, block.all_cells().stop - 1)
+    last = (starts + length - 1) // cell
+    span = int((last - first).max()) + 1
+    return np.minimum(first[:, None] + np.arange(span), last[:, None]).ravel()
