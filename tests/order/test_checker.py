@@ -73,6 +73,24 @@ def test_rows_that_indices_name_are_told_apart(
     assert bool(findings(checker)) is wrong
 
 
+@pytest.mark.parametrize(("begins", "wrong"), [(6272, False), (6271, True)])
+def test_rows_that_end_where_a_cell_ends_do_not_touch_the_next_one(
+    checker: Checker, begins: int, wrong: bool
+) -> None:
+    """The last ones of encoded segments, beside what stands behind these."""
+    one, other = checker.stream("one"), checker.stream("other")
+    arena = checker.on_device(torch.zeros(64, 6272 + 64, dtype=torch.uint8))
+    rows = arena[:, :6272].unflatten(1, (16, 392))
+    with checker.watching():
+        checker.begin()
+        pages, last = (torch.tensor(x, device=GPU) for x in ([0, 1], [15, 15]))
+        with checker.on(one):
+            rows[pages, last] = 1
+        with checker.on(other):
+            arena[:, begins:].fill_(2)
+    assert bool(findings(checker)) is wrong
+
+
 def test_views_of_one_storage_are_told_apart_by_their_bytes(checker: Checker) -> None:
     one, other = checker.stream("one"), checker.stream("other")
     pool = checker.on_device(torch.zeros(4, 6))

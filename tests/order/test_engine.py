@@ -216,6 +216,7 @@ def _was_cut_off(found: dict[str, Any]) -> bool:
 _back = partial(
     Scenario,
     from_the_back,
+    _was_cut_off,
     partitions=("hidden", "kv", "hidden and kv"),
     restore="auto",
     fault="batches_in_step",

@@ -147,6 +147,7 @@ def test_a_trial_of_a_page_ends_when_computing_it_would_be_there(
 ) -> None:
     """Its client does not wait until the page is there, which of a short hit is much."""
     page = 64
+    step = page * batch_pages(1)
     for _ in range(2):
         read(gate, clock, 10.0)
     clock.now += TRIAL_SECONDS + 1
@@ -154,11 +155,11 @@ def test_a_trial_of_a_page_ends_when_computing_it_would_be_there(
     assert gate.takes("a", 512, 512, page=page) == page
     computing = gate.costs.prefill.seconds(page, 0)
     assert computing is not None
-    with reading(gate, "a", page, step=page * batch_pages(1)):
+    with reading(gate, "a", page, step=step):
         clock.now += computing
-        assert turn(gate, at("a", step=page * batch_pages(1))) == []
+        assert turn(gate, at("a", step=step)) == []
         clock.now += 0.5 * computing
-        assert turn(gate, at("a", step=page * batch_pages(1))) == ["a"]
+        assert turn(gate, at("a", step=step)) == ["a"]
 
 
 def test_what_is_worth_nothing_in_parts_is_tried_whole(gate: HitGate, clock: Clock) -> None:
