@@ -50,6 +50,7 @@ def do_not_fit(one_in: int) -> None:
     """One in so many rows of a layer cannot be encoded, as if the model had written such values;
     its bytes are no code, either."""
     from hcache_backend.capture import staging
+    from hcache_backend.engine.recompute import rows as recomputed
     from hcache_kernels.staging import WRONG_STEP
 
     stored_rows = staging.stored_rows
@@ -63,4 +64,4 @@ def do_not_fit(one_in: int) -> None:
                 marks[part].masked_fill_(chosen, WRONG_STEP)
             yield part, stored
 
-    staging.stored_rows = unfit
+    staging.stored_rows = recomputed.stored_rows = unfit

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -356,4 +357,38 @@ def test_encoded_pages(name: str, model_cache: Path, tmp_path: Path) -> None:
         assert replies[1].turns[0].cached.host >= FRONT
         assert_fine(server, pages)
         assert "codec exp4" in server.log_text()
+    assert_no_cache_output_up_to_ties(model, tmp_path, replies)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("K and V, GQA", "units_do_not_fit"),
+        ("hidden", "rows_do_not_fit"),
+        ("mixed", "rows_do_not_fit"),
+    ],
+)
+def test_what_cannot_be_encoded_of_the_front_is_computed_again(
+    name: str, fault: str, model_cache: Path, tmp_path: Path
+) -> None:
+    """L3 has all of it, from a server that could encode it."""
+    family, pages = CASES[name]
+    model, prompt = build_model(family, model_cache), random_tokens(800, 17)
+    options: dict[str, Any] = {"dtype": "bfloat16", "max_total_tokens": 2560, "hicache_ratio": 8.0}
+    with Server(eager_server(model, tmp_path, pages, **options)) as server:
+        server.generate(prompt, 1)
+        server.wait_backed_up()
+    faults = f"batches_in_step,{fault}"
+    with Server(eager_server(model, tmp_path, pages, faults=faults, **options)) as server:
+        with recomputed(server, prompt) as replies:
+            pass
+        assert storage(*replies) == [HIT]
+        for seed in (170, 171, 172):
+            server.generate(random_tokens(900, seed), 1)
+        before = tokens(server, "recomputed_at_load")
+        replies.extend(asked(server, prompt))
+        assert replies[1].turns[0].cached.host >= FRONT
+        assert 0 < tokens(server, "recomputed_at_load") - before < FRONT
+        assert_fine(server, pages)
     assert_no_cache_output_up_to_ties(model, tmp_path, replies)
