@@ -213,6 +213,8 @@ def _was_cut_off(found: dict[str, Any]) -> bool:
     return "prefetch" in found["aborts"]
 
 
+ABORTED = "hcache_backend/restore/report.py:wait_until_copied"
+"""An aborted prefetch frees its host pages when those that are being copied are there."""
 _back = partial(
     Scenario,
     from_the_back,
@@ -224,8 +226,7 @@ _back = partial(
     waits=(
         # Ranks agree on every slice.
         "hcache_backend/engine/ranks.py:said_by_all_ranks",
-        # An aborted prefetch frees its host pages when those that are being copied are there.
-        "hcache_backend/restore/report.py:wait_until_copied",
+        ABORTED,
     ),
 )
 EVERY = ("hidden", "recompute", "mixed", "kv")
@@ -253,7 +254,9 @@ SCENARIOS = {
         turns, partitions=KINDS, restore="auto", tp=2, codec="exp4"
     ),
     "aborts": Scenario(aborts, _was_aborted, chunk=256),
-    "aborts, eager": Scenario(aborts, _was_aborted, KINDS, restore="auto", chunk=256),
+    "aborts, eager": Scenario(
+        aborts, _was_aborted, KINDS, restore="auto", chunk=256, waits=(ABORTED,)
+    ),
     "flushes": Scenario(flushes, _was_cut_off),
     "flushes, encoded": Scenario(
         flushes, _was_cut_off, KINDS, restore="auto", codec="exp4", fault=UNFIT
