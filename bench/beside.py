@@ -27,7 +27,7 @@ import torch
 
 from bench.harness.machine import Machine, MachineError, find_machine
 from bench.harness.methods import METHODS, PAGE_SIZE, Method
-from bench.harness.models import TinyLlama
+from bench.harness.models import TinyLlama, narrowed
 from bench.harness.program import at_least, failing, parser, stamp, steps
 from bench.harness.report import OUT, markdown, write
 from bench.harness.turns import NO_L3, Answer, Turns, taking_turns
@@ -51,8 +51,8 @@ METHODS_COMPARED = {
 
 def shape(tokens: int) -> TinyLlama:
     """A model that computes a history in seconds, and takes next to nothing for a question."""
-    layers = max(2, _LAYERS_2K * 2048 // tokens)
-    return TinyLlama(layers, hidden=512, heads=4, kv_heads=2, intermediate=1408, positions=65536)
+    layers, hidden = max(2, _LAYERS_2K * 2048 // tokens), narrowed(512, tokens)
+    return TinyLlama(layers, hidden, 4, kv_heads=2, intermediate=hidden * 11 // 4, positions=65536)
 
 
 def at_length(

@@ -209,6 +209,12 @@ def build_model(name: str, cache_dir: Path, *, seed: int = 0, **overrides: Any) 
     return folder
 
 
+def narrowed(hidden: int, tokens: int) -> int:
+    """The hidden size of a model of ``hidden`` for such a history: a quarter where attention to a
+    long one would take most of a minute."""
+    return hidden if tokens <= 8192 else hidden // 4
+
+
 @dataclass(frozen=True)
 class TinyLlama:
     """Shape of a Llama with random float32 weights.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bench.harness.machine import Machine
 from bench.harness.methods import METHODS, Method
-from bench.harness.models import TinyLlama, build_model
+from bench.harness.models import TinyLlama, build_model, narrowed
 from bench.harness.turns import NO_L3, Turns, taking_turns
 from hcache_backend.server_report import read_report
 
@@ -30,12 +30,6 @@ COMPARED: dict[str, Method] = {
 def layers(tokens: int) -> int:
     """How many a model has, so that computing a history takes about a second."""
     return max(1, 2048 // tokens)
-
-
-def narrowed(hidden: int, tokens: int) -> int:
-    """The hidden size of a model of ``hidden`` for such a history: a quarter where attention to a
-    long one would take most of a minute."""
-    return hidden if tokens <= 8192 else hidden // 4
 
 
 @dataclass(frozen=True)
