@@ -7,8 +7,12 @@ on being used, nothing behind that page can be found in L3, however often it is 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
 
 from hcache_backend.engine import metrics
 from hcache_backend.engine.ranks import said_by_all_ranks
@@ -23,6 +27,8 @@ _PAGES = 128
 """No further node is put in a turn once its nodes have so many pages."""
 _NODES = 1 << 16
 """Nodes that are known; those that were not used for longest are forgotten."""
+_FINISH_SECONDS = 10.0
+_POLL_SECONDS = 0.001
 
 
 class _Lack(NamedTuple):
@@ -57,6 +63,7 @@ class Repairs:
         self._nodes: dict[bytes, int] = {}  # by the key of their last page
         self._waiting: dict[bytes, _Lack] = {}
         self._last_uses: dict[str, int] = {}
+        self._cache: Any = None
 
     def last_use(self, keys: Sequence[str]) -> int | None:
         """When pages that are being put were used (ns since 1970); None: they are in use.
@@ -68,6 +75,7 @@ class Repairs:
 
     def saw(self, cache: Any, node: int) -> None:
         """``node`` of the tree of ``cache`` is used, or was given to L3."""
+        self._cache = cache
         text = cache.get_last_hash_value(node)
         if self._on and text is not None:
             key = key_bytes(text)
@@ -103,6 +111,22 @@ class Repairs:
         for node in nodes:
             cache.write_backup_storage(node)
 
+    def finish(self) -> None:
+        """Weights are about to change: wait, not for long, until nothing is being backed up.
+
+        SGLang ends a server whose caches cannot be flushed then, since it was idle before. Every
+        rank calls it in the same turn, with the same backups under way.
+        """
+        cache, end = self._cache, time.monotonic() + _FINISH_SECONDS
+        while self._on and cache is not None and _only_backs_up(cache):
+            cache.check_hicache_events()
+            goes_on = torch.tensor(time.monotonic() < end, dtype=torch.int32)
+            cache._all_reduce_attn_groups(goes_on, dist.ReduceOp.MIN)
+            if not goes_on:
+                logger.warning("hcache: backups did not end before weights changed")
+                return
+            time.sleep(_POLL_SECONDS)
+
     def _missing(self, cache: Any) -> dict[bytes, _Lack]:
         """Nodes in L2 that lack pages in L3, up to the first page of a sequence that both lack, or
         that L3 never has."""
@@ -130,3 +154,9 @@ class Repairs:
         except Exception:  # what a tree raises for a node that is gone is its own affair
             text = None
         return text is not None and key_bytes(text) == key and bool(cache.is_backuped(node))
+
+
+def _only_backs_up(cache: Any) -> bool:
+    """Whether backups, and nothing else, keep a cache from being flushed."""
+    backups = cache.ongoing_write_through or cache.ongoing_backup
+    return bool(backups) and not (cache.ongoing_load_back or cache.ongoing_prefetch)

@@ -82,6 +82,7 @@ class HCacheStorage(HiCacheStorage):
                 "be read, so every look-up is a miss"
             )
         self._runtime.on_distrust.append(self._drop_own_pages)
+        self._runtime.on_weights_changed.append(self.repairs.finish)
         self._leave_report = partial(attach.leave_report, joined, storage_config)
         self._reported = time.monotonic()
         self._guard("report", self._leave_report, None)
@@ -236,6 +237,7 @@ class HCacheStorage(HiCacheStorage):
         """Called at detach; data stays."""
         if self._drop_own_pages in self._runtime.on_distrust:
             self._runtime.on_distrust.remove(self._drop_own_pages)
+            self._runtime.on_weights_changed.remove(self.repairs.finish)
         stop_judging(self._runtime)
         self._pools.close()
 

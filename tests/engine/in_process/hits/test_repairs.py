@@ -40,6 +40,18 @@ class Cache:
         self.tree_core = SimpleNamespace(get_hash_values=self.nodes.__getitem__)
         self.on_device_only: set[int] = set()
         self.written: list[int] = []
+        self.ongoing_write_through: dict[int, Any] = {}
+        self.ongoing_load_back: dict[int, Any] = {}
+        self.ongoing_prefetch: dict[int, Any] = {}
+        self.turns = 0
+
+    def check_hicache_events(self) -> None:
+        self.turns += 1
+        if self.turns == 3:
+            self.ongoing_backup.clear()
+
+    def _all_reduce_attn_groups(self, flags: Any, op: Any) -> None:
+        pass
 
     def get_last_hash_value(self, node: int) -> str | None:
         return self.nodes[node][-1]
@@ -140,3 +152,32 @@ def test_pipeline_stages_which_would_have_to_agree_put_none(counted: dict[str, i
     repairs = seen(store, cache, stages=2)
     store.lacks(10)
     assert idle(repairs, cache) == []
+
+
+def test_backups_end_before_weights_change() -> None:
+    cache = Cache()
+    repairs = seen(Store(), cache)
+    repairs.finish()
+    assert cache.turns == 0
+    cache.ongoing_backup = {1: None}
+    repairs.finish()
+    assert (cache.turns, cache.ongoing_backup) == (3, {})
+
+
+def test_nobody_waits_for_a_backup_that_does_not_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(repairs_module, "_FINISH_SECONDS", 0.05)
+    cache = Cache()
+    cache.ongoing_write_through = {1: None}
+    seen(Store(), cache).finish()
+    assert cache.ongoing_write_through and "did not end" in caplog.text
+
+
+@pytest.mark.parametrize(("stages", "busy"), [(1, True), (2, False)])
+def test_requests_and_pipeline_stages_are_not_waited_for(stages: int, busy: bool) -> None:
+    cache = Cache()
+    cache.ongoing_backup = {1: None}
+    cache.ongoing_prefetch = {2: None} if busy else {}
+    seen(Store(), cache, stages).finish()
+    assert cache.turns == 0
