@@ -123,7 +123,11 @@ class Repairs:
             goes_on = torch.tensor(time.monotonic() < end, dtype=torch.int32)
             cache._all_reduce_attn_groups(goes_on, dist.ReduceOp.MIN)
             if not goes_on:
-                logger.warning("hcache: backups did not end before weights changed")
+                logger.warning(
+                    "hcache: backups did not end in %g s: SGLang may be unable to flush its caches "
+                    "after this weight update, and then ends the server",
+                    _FINISH_SECONDS,
+                )
                 return
             time.sleep(_POLL_SECONDS)
 
