@@ -354,10 +354,7 @@ class PageStore:
             wait([writer.future for writer in writers], max(deadline - time.monotonic(), 0.0))
             tried = [written for writer in writers for written in volume.take(writer)]
             ready = [written for written in tried if written is not None]
-            if volume.is_full(sum(written.entry.file_bytes for written in ready)):
-                self._recency.save()  # others have filled it since the writing began
-            seconds = max(deadline - time.monotonic(), 0.0)
-            named = volume.commit(ready, seconds) if ready else []
+            named = volume.commit(ready, deadline, self._recency.save) if ready else []
             for written, ok in zip(ready, named, strict=True):
                 done[written.number] = ok
             if late := pages - len(tried):

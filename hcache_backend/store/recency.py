@@ -145,8 +145,9 @@ class Recency:
             if len(levels) == 1 and min(levels) >= young:
                 level = min(level, *levels)
                 continue
+            newest = max(levels, default=0)  # the shares of a page are of use together only
             for change, entry in entries:
-                stamp = max(level - place, change.get(entry.name, 0))
+                stamp = max(max(level, newest) - place, change.get(entry.name, 0))
                 if stamp > entry.stamp:
                     change[entry.name] = stamp
         with self._lock:

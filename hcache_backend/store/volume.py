@@ -47,10 +47,7 @@ _Result = TypeVar("_Result")
 
 
 class Writer(NamedTuple):
-    """A thread that writes pages; ``done`` has each when it is written, None for one that failed.
-
-    :meth:`Volume.take` takes them.
-    """
+    """A thread that writes pages; ``done`` has each that is written, None for one that failed."""
 
     future: Future[None]
     done: list[Written | None]
@@ -116,8 +113,7 @@ class Volume(Presence):
             with folder.lock.held(seconds):
                 return self._evict_for(folder, incoming)
 
-        # What goes wrong here goes wrong again, and is counted, when the pages are written.
-        return self._ask(work, True)
+        return self._ask(work, True)  # what goes wrong does so again, and counts, when writing
 
     def check_room(self, page_bytes: int) -> None:
         """Say in the log when the folder could hold no page of this size, were it empty."""
@@ -130,14 +126,24 @@ class Volume(Presence):
 
         self._ask(work, None)
 
-    def commit(self, batch: Sequence[Written], seconds: float) -> list[bool]:
-        """Make pages of nameless files, False for one that failed."""
+    def commit(
+        self, batch: Sequence[Written], deadline: float, save_uses: Callable[[], None]
+    ) -> list[bool]:
+        """Make pages of nameless files, False for one that failed.
+
+        Before others are evicted, uses are saved, so that what goes is what nobody used.
+        """
         done = [False] * len(batch)
+        size = sum(written.entry.file_bytes for written in batch)
         try:
             with self.use() as folder:
                 try:
-                    with folder.lock.held(seconds):
-                        self._commit(folder, batch, done)
+                    for saved in (False, True):
+                        with folder.lock.held(max(deadline - time.monotonic(), 0.0)):
+                            if saved or not excess_bytes(folder, self._config, size, size):
+                                self._commit(folder, batch, done)
+                                break
+                        save_uses()
                 finally:
                     for written, ok in zip(batch, done, strict=True):
                         if not ok:
@@ -357,10 +363,7 @@ class Volume(Presence):
         return bound is None
 
     def _discard(self, entry: Entry, damaged: os.stat_result | None) -> None:
-        """Take a page out that is damaged or, without status of a file, missing.
-
-        Another file that stands there by now stays.
-        """
+        """Take just this file of a page out, damaged or, without status of a file, missing."""
         name = entry.name
 
         def work(folder: Folder) -> None:
