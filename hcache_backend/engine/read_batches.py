@@ -23,6 +23,9 @@ from hcache_backend.restore.meeting import Meeting, meeting_of
 
 _LOOKING_SECONDS = 1e-3
 """Between two looks at how far the front is."""
+_LEAST_SECONDS = 0.01
+_MOST_STEPS = 4
+"""A read takes about so long, or is of so many steps: each costs some milliseconds besides."""
 
 
 @dataclass
@@ -75,6 +78,7 @@ class BatchedReads:
         self._pass_on = report
         self._pages = 0  # of the present prefetch, from the first one on, that are there
         self._reports = 0
+        self._seconds_per_page = math.inf  # of the last read that brought all it was for
 
     def transfer(self, operation: Any, transfer: Callable[[], Any]) -> Any:
         """Do what ``transfer()`` does: read a prefetch, with :meth:`read` for each batch of it.
@@ -105,16 +109,17 @@ class BatchedReads:
         ``[pages * page_size]``) say where they belong. What is behind a missing page is read, too:
         so the store finds all that is damaged at once, and it is written again.
         """
-        step, got, whole = batch_pages(len(operation.hash_value)), 0, True
-        for start in range(0, len(hash_values), step):
+        step, start, got, whole = batch_pages(len(operation.hash_value)), 0, 0, True
+        while start < len(hash_values):
             if start:
                 self._report(operation)
                 if operation.is_terminated():
                     break
-            keys = hash_values[start : start + step]
+            keys = hash_values[start : start + step * self._steps(step)]
             tokens = slice(start * self._size, (start + len(keys)) * self._size)
             info = _after(extra_info or HiCacheStorageExtraInfo(), hash_values[:start])
-            here = read(operation, keys, host_indices[tokens], info)
+            here = self._timed(read, operation, keys, host_indices[tokens], info)
+            start += len(keys)
             if whole:
                 got += here
                 self._pages += here
@@ -137,7 +142,7 @@ class BatchedReads:
         step, start, end = batch_pages(len(keys)), len(keys), len(keys)
         meeting.begin(len(keys))
         for _ in range(0, len(keys), step):
-            left = step  # till the next report
+            left = step * self._steps(step)  # till the next report
             while left and (part := self._part(operation, meeting, until_met)):
                 pages = meeting.next_batch(min(left, part))
                 if not pages:
@@ -146,11 +151,25 @@ class BatchedReads:
                 tokens = slice(pages.start * self._size, pages.stop * self._size)
                 info = HiCacheStorageExtraInfo(prefix_keys=before + keys[: pages.start])
                 there = keys[pages.start : pages.stop]
-                got = read(operation, there, operation.host_indices[tokens], info)
+                got = self._timed(read, operation, there, operation.host_indices[tokens], info)
                 start, end = pages.start, end if got == len(pages) else pages.start + got
             report = BackAck(operation.request_id, operation)
             report.start, report.end = start, end
             self._pass_on(report)
+
+    def _steps(self, step: int) -> int:
+        """How many steps of ``step`` pages to read at once. Every step is reported all the same, so
+        that ranks whose disks differ may read differently."""
+        wanted = _LEAST_SECONDS / (step * self._seconds_per_page)
+        return min(max(1, math.ceil(wanted)), _MOST_STEPS)
+
+    def _timed(self, read: Callable[..., int], operation: Any, keys: Sequence[str], *a: Any) -> int:
+        """What ``read(operation, keys, *a)`` gives; :meth:`_steps` goes by how long it took."""
+        start = time.monotonic()
+        got = read(operation, keys, *a)
+        if got == len(keys):
+            self._seconds_per_page = max(time.monotonic() - start, 1e-6) / got
+        return got
 
     def _part(
         self,

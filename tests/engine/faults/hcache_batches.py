@@ -19,10 +19,12 @@ def keep_in_step(active: Callable[[], bool]) -> None:
     one is taken from what may be recomputed, and waits. With a second one, no more than so many
     pages of its front are recomputed.
     """
+    from hcache_backend.engine import read_batches
     from hcache_backend.engine.eager_loads import EagerLoads
     from hcache_backend.engine.read_batches import BatchedReads
     from hcache_backend.restore.meeting import Meeting, meeting_of
 
+    read_batches._MOST_STEPS = 1
     turn, begin, read = EagerLoads.turn, BatchedReads.__init__, BatchedReads.read
     turns = 0
 

@@ -12,6 +12,7 @@ import torch
 from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE, PrefetchAck
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 
+from hcache_backend.engine import read_batches
 from hcache_backend.engine.read_batches import BackAck, BatchedReads, hear
 from hcache_backend.restore.eager import batch_pages
 from hcache_backend.restore.meeting import Meeting
@@ -19,6 +20,12 @@ from hcache_backend.restore.meeting import Meeting
 SIZE = 4
 READS = 2
 """Batches after which a scripted front goes on."""
+
+
+@pytest.fixture(autouse=True)
+def most_steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripted reads take no time: tests say whether several steps are read at once."""
+    monkeypatch.setattr(read_batches, "_MOST_STEPS", getattr(request, "param", 1))
 
 
 class Rank:
@@ -81,6 +88,29 @@ def test_ranks_make_as_many_reports_however_far_they_get(pages: int) -> None:
         agreed = [min(pair) for pair in zip(rank.reports, whole.reports, strict=True)]
         assert agreed == sorted(agreed)  # SGLang insists on it
         assert agreed[-1] == rank.pages
+
+
+@pytest.mark.parametrize("most_steps", [4], indirect=True)
+@pytest.mark.parametrize("pages", [5, 64, 129, 300])
+def test_quick_reads_are_of_several_steps_and_reported_like_slow_ones(
+    pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every read costs some milliseconds more, which a quick disk's small ones would be."""
+    monkeypatch.setattr(read_batches, "_LEAST_SECONDS", 1e9)
+    quick, step = Rank(pages, set()), batch_pages(pages)
+    assert quick.pages == sum(quick.batches) == pages
+    assert max(quick.batches) == max(min(4 * step, min(pages, STORAGE_BATCH_SIZE) - step), step)
+    monkeypatch.setattr(read_batches, "_LEAST_SECONDS", 0.0)
+    for missing in (set(), {pages - 1}, {0}):
+        slow = Rank(pages, missing)
+        assert max(slow.batches) == step
+        assert len(slow.reports) == len(quick.reports)
+    back = BackRank(pages, set())
+    monkeypatch.setattr(read_batches, "_LEAST_SECONDS", 1e9)
+    quick_back = BackRank(pages, set())
+    assert quick_back.batches <= back.batches  # fewer only where there are more than two steps
+    assert len(quick_back.reports) == len(back.reports)
+    assert hears([quick_back, back])[-1] == pages
 
 
 class BackRank:
