@@ -181,12 +181,19 @@ def table_lines(results: Mapping[str, Any]) -> str:
 
 
 def draw(results: Mapping[str, Any]) -> Figure:
-    """Mean time to the first token of every burst, a panel for each model and speed of L3."""
+    """Mean time to the first token of every burst, a panel for each model and speed of L3.
+
+    Models stand beside each other.
+    """
     from matplotlib.figure import Figure
 
     rows = results["rows"]
-    figure = Figure(figsize=(2.6 * len(rows), 3.2), layout="constrained")
-    for axes, row in zip(figure.subplots(1, len(rows), squeeze=False)[0], rows, strict=True):
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    speeds = list(dict.fromkeys(row["speed"] for row in rows))
+    figure = Figure(figsize=(2.6 * len(models), 3 * len(speeds)), layout="constrained")
+    panels = figure.subplots(len(speeds), len(models), squeeze=False)
+    for row in rows:
+        axes = panels[speeds.index(row["speed"]), models.index(row["model"])]
         for place, name in enumerate(SERVERS):
             each = row["rounds_first_token_s"][name]
             axes.plot([place] * len(each), each, "o", label=COMPARED[name].title)
