@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from bench.demo.settings import COMPARED, FILE, OURS
+from bench.demo.settings import COMPARED, FILE, OURS, UNSLOWED
 from bench.harness.report import grouped_bars, markdown
 
 if TYPE_CHECKING:
@@ -113,10 +113,11 @@ def _cells(model: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 def _headline(report: Mapping[str, Any]) -> str:
     sizes = (f"{model['model']} {_sizes(model)}" for model in report["models"])
+    rounds = report["rounds"]
     return (
         f"SGLang {report['sglang_version']} on {report['device']}\n"
-        f"a question behind {report['history_tokens']:,} tokens of history; medians of "
-        f"{report['rounds']}\nbytes per token (file / ours): {', '.join(sizes)}"
+        f"a question behind {report['history_tokens']:,} tokens of history; medians of {rounds}, "
+        f"this disk {UNSLOWED * rounds}\nbytes per token (file / ours): {', '.join(sizes)}"
     )
 
 

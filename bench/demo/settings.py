@@ -32,9 +32,17 @@ SETTINGS = {
 these models (`hcache plan`); 0: no limit."""
 
 
+UNSLOWED = 3
+"""So many times the rounds where L3 is not slowed down: milliseconds count there."""
+
+
 def steps(rounds: int, machine: Machine) -> int:
     """How often :func:`measure` calls ``advance``."""
-    return len(MODELS) * (1 + len(settings_of(machine)) * rounds)
+    return len(MODELS) * sum([1, *(_rounds(s, rounds) for s in settings_of(machine).values())])
+
+
+def _rounds(speed: float, rounds: int) -> int:
+    return rounds if speed else UNSLOWED * rounds
 
 
 def settings_of(machine: Machine) -> Mapping[str, float]:
@@ -75,7 +83,7 @@ def _setting(
 ) -> dict[str, Any]:
     rate = learn(turns, OURS, speed, FILE)
     answers: dict[str, list[Answer]] = {method: [] for method in COMPARED}
-    for number in range(rounds):
+    for number in range(_rounds(speed, rounds)):
         advance(f"{name}: round {number + 1}")
         prompt = turns.new_question()
         order = list(COMPARED)
