@@ -78,7 +78,8 @@ class BatchedReads:
         self._pass_on = report
         self._pages = 0  # of the present prefetch, from the first one on, that are there
         self._reports = 0
-        self._seconds_per_page = math.inf  # of the last read that brought all it was for
+        self._first = True  # no read of the present prefetch yet
+        self._seconds_per_page = math.inf  # of the first read of the last prefetch
 
     def transfer(self, operation: Any, transfer: Callable[[], Any]) -> Any:
         """Do what ``transfer()`` does: read a prefetch, with :meth:`read` for each batch of it.
@@ -86,6 +87,7 @@ class BatchedReads:
         Every rank makes the same number of reports, however far it gets: they are reduced together.
         """
         self._pages = self._reports = 0
+        self._first = True
         pages = len(operation.hash_value)
         step = batch_pages(pages)
         batches = (min(STORAGE_BATCH_SIZE, pages - i) for i in range(0, pages, STORAGE_BATCH_SIZE))
@@ -141,6 +143,7 @@ class BatchedReads:
         keys, before = operation.hash_value, list(operation.prefix_keys or ())
         step, start, end = batch_pages(len(keys)), len(keys), len(keys)
         meeting.begin(len(keys))
+        self._first = True
         for _ in range(0, len(keys), step):
             left = step * self._steps(step)  # till the next report
             while left and (part := self._part(operation, meeting, until_met)):
@@ -164,11 +167,16 @@ class BatchedReads:
         return min(max(1, math.ceil(wanted)), _MOST_STEPS)
 
     def _timed(self, read: Callable[..., int], operation: Any, keys: Sequence[str], *a: Any) -> int:
-        """What ``read(operation, keys, *a)`` gives; :meth:`_steps` goes by how long it took."""
+        """What ``read(operation, keys, *a)`` gives; :meth:`_steps` goes by how long it took.
+
+        By the first read of a prefetch, that is: the last one is of what is left, and what every
+        read costs besides would count too much.
+        """
         start = time.monotonic()
         got = read(operation, keys, *a)
-        if got == len(keys):
+        if self._first and got == len(keys):
             self._seconds_per_page = max(time.monotonic() - start, 1e-6) / got
+        self._first = False
         return got
 
     def _part(
