@@ -30,15 +30,14 @@ SETTINGS = {
 }
 """How many times as fast as computing L3 brings K and V: as one SSD in an H100's server would for
 these models (`hcache plan`); 0: no limit."""
-
-
 UNSLOWED = 3
 """So many times the rounds where L3 is not slowed down: milliseconds count there."""
 
 
 def steps(rounds: int, machine: Machine) -> int:
     """How often :func:`measure` calls ``advance``."""
-    return len(MODELS) * sum([1, *(_rounds(s, rounds) for s in settings_of(machine).values())])
+    asked = sum(_rounds(speed, rounds) for speed in settings_of(machine).values())
+    return len(MODELS) * (1 + asked)
 
 
 def _rounds(speed: float, rounds: int) -> int:

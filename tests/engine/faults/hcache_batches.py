@@ -24,7 +24,7 @@ def keep_in_step(active: Callable[[], bool]) -> None:
     from hcache_backend.engine.read_batches import BatchedReads
     from hcache_backend.restore.meeting import Meeting, meeting_of
 
-    read_batches._MOST_STEPS = 1
+    read_batches._MOST_STEPS = 1  # a quick disk's batches would be read together
     turn, begin, read = EagerLoads.turn, BatchedReads.__init__, BatchedReads.read
     turns = 0
 
