@@ -200,6 +200,7 @@ def test_a_rank_that_cannot_open_the_store_stops_the_start_of_all(
     log = server.log_text()
     assert log.count("Permission denied") == 1
     assert "every folder must be one that this user can create and write" in log
+    assert log.count("Received sigquit") == 1
     assert "Traceback" not in log
 
 

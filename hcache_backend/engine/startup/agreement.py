@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -19,6 +21,9 @@ from hcache_backend.engine.ranks import on_all_ranks, said_by_all_ranks
 logger = logging.getLogger("hcache")
 
 _Result = TypeVar("_Result")
+
+_STOP_SECONDS = 10.0
+"""SGLang kills its ranks at once; if not, they end by themselves."""
 
 
 class Refused(Exception):
@@ -66,17 +71,23 @@ def or_stop(work: Callable[[], _Result]) -> _Result:
         SystemExit: On every rank, when ``work`` raised a ConfigError on one of them.
     """
     own = dist.get_rank() if dist.is_initialized() else 0
+    launcher = socket.gethostname(), os.getppid()
     problem: str | None = None
     try:
         result = work()
     except ConfigError as error:
         problem = str(error)
-    said = said_by_all_ranks((own, problem))
-    found = [(rank, what) for rank, what in said if what is not None]
+    said = said_by_all_ranks((own, launcher, problem))
+    found = [rank for rank, _, what in said if what is not None]
     if not found:
         return result
-    if found[0][0] == own:
+    if found[0] == own:
         logger.error("%s", problem)
     said_by_all_ranks(None)  # the first signal ends all: it waits for that line
-    os.kill(os.getppid(), signal.SIGQUIT)  # what SGLang's schedulers send when they fail
+    if own == next(rank for rank, other, _ in said if other == launcher):
+        # What SGLang's schedulers send when they fail. A second one, while its handler logs the
+        # first, would add a traceback.
+        os.kill(os.getppid(), signal.SIGQUIT)
+    else:
+        time.sleep(_STOP_SECONDS)  # a launcher that saw a rank end would log that instead
     raise SystemExit(1)

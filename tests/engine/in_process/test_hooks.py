@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -195,7 +196,8 @@ def test_a_wrong_option_stops_every_rank_and_is_told_once(
 
     def said_by_all_ranks(said: object) -> list[object]:
         lines_by_meeting.append(len(caplog.records))
-        return [said, *enumerate(others, start=1)]
+        here = (socket.gethostname(), os.getppid())
+        return [said, *((rank, here, what) for rank, what in enumerate(others, start=1))]
 
     monkeypatch.setattr(agreement, "said_by_all_ranks", said_by_all_ranks)
     monkeypatch.setattr(agreement.os, "kill", lambda *sent: signals.append(sent))
@@ -204,6 +206,20 @@ def test_a_wrong_option_stops_every_rank_and_is_told_once(
     assert [record.getMessage() for record in caplog.records] == logged
     assert lines_by_meeting == [0, len(logged)], "no rank ends all before the line is in the log"
     assert signals == [(os.getppid(), signal.SIGQUIT)]
+
+
+@pytest.mark.parametrize("host", [socket.gethostname(), "another node"])
+def test_each_launcher_gets_one_signal(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one while SGLang's handler logs the first adds a traceback."""
+    first, happened = (0, (host, os.getppid()), "disk"), list[str]()
+    monkeypatch.setattr(agreement.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(agreement.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(agreement, "said_by_all_ranks", lambda said: [first, said])
+    monkeypatch.setattr(agreement.os, "kill", lambda *sent: happened.append("signal"))
+    monkeypatch.setattr(agreement.time, "sleep", lambda seconds: happened.append("waits"))
+    with pytest.raises(SystemExit):
+        agreement.or_stop(lambda: None)
+    assert happened == ["waits" if host == socket.gethostname() else "signal"]
 
 
 def test_a_server_that_is_not_ours_gets_nothing_but_the_memory_of_its_runner() -> None:
