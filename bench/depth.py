@@ -17,9 +17,9 @@ import torch
 
 from bench.harness.report import OUT, markdown, write
 from bench.paper import MODELS as PAPER_MODELS
+from bench.staircase import depth_costs
 from hcache_backend.page import READ_BATCHES
 from hcache_backend.partition.costs import LayerCosts, Partition, layer_costs
-from hcache_backend.partition.depth import depth_costs
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.plan import server_plan
 from hcache_backend.partition.presets import PRESETS, SSD_BYTES_PER_SECOND, preset_profile

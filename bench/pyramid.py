@@ -5,7 +5,7 @@
 Seconds, no GPU: everything follows from the cost model of ``hcache plan``. Krul (section 6) loads K
 and V from host memory while first tokens are recomputed: in the first layer most, linearly fewer
 towards the last one. A restore of this package recomputes front pages, and first layers of the
-pages behind them (``hcache_backend/partition/depth.py``). The setting is the paper's: LLaMA-7B,
+pages behind them (``bench/staircase.py``). The setting is the paper's: LLaMA-7B,
 4,096 tokens, an A100 on PCIe 4, once with the rates of the preset and once with the FLOP/s at which
 the paper's 2:3 of recomputing and loading end together. Prints a table; writes pyramid.json and
 pyramid.png.
@@ -26,10 +26,10 @@ import torch
 
 from bench.harness.report import OUT, grouped_bars, markdown, write
 from bench.paper import MODELS
+from bench.staircase import depth_costs
 from hcache_backend.krul.pair_forms import PairSlot
 from hcache_backend.page import READ_BATCHES
 from hcache_backend.partition.costs import Partition, layer_work
-from hcache_backend.partition.depth import depth_costs
 from hcache_backend.partition.presets import preset_profile
 from hcache_backend.partition.profile import Profile, Rate
 from hcache_backend.units import units_per_group

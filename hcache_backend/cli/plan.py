@@ -35,8 +35,6 @@ _TITLES = {
     "recompute": "recompute",
 }
 _WIDTH = 64
-_HEIGHT = 8
-"""Lines of the picture of all layers."""
 _MIN_LABEL = 0.02  # of the picture's width; narrower bars have no number
 
 
@@ -239,9 +237,6 @@ def _show(result: PartitionPlan, path: Path, extra: list[str]) -> None:
         soft_wrap=True,
     )
     screen.print(f"[bold]{describe(result.partition)}[/bold]", highlight=False)
-    closed = result.closed_form
-    if closed:
-        screen.print(f"(the paper's closed form: {describe(closed)})", highlight=False)
     screen.print()
     shown = table("", "", "bytes/token#", "of KV#", "restore, ms#", "slower, x#", "binds")
     kv_bytes = model.layers * model.kv_bytes
@@ -259,8 +254,6 @@ def _show(result: PartitionPlan, path: Path, extra: list[str]) -> None:
     screen.print(shown)
     screen.print()
     for line in _pipelines(result):
-        screen.print(line, soft_wrap=True)
-    for line in _staircase(result):
         screen.print(line, soft_wrap=True)
     screen.print(
         f"Bytes per token and layer: {model.hidden_bytes:,} as hidden states, "
@@ -318,29 +311,6 @@ def _pipelines(result: PartitionPlan) -> list[Text]:
     if result.recomputes_front:
         legend += ", with no front recomputed"
     lines.append(Text(f"{'':>9} {legend}; {total * 1e3:,.1f} ms in all\n", style="dim"))
-    return lines
-
-
-def _staircase(result: PartitionPlan) -> list[Text]:
-    """How deep each page would best be recomputed: first page on the left, first layer below."""
-    if result.staircase is None:
-        return []
-    (whole, first), seconds = result.staircase
-    layers, pages = result.model.layers, result.pages
-    said = f"{whole:,} of {pages:,} pages whole, of the others layers: {first}"
-    lines = [Text(f"recomputed at best: {said}; {seconds * 1e3:,.1f} ms")]
-    rows = min(layers, _HEIGHT)
-    for row in reversed(range(rows)):
-        layer = (layers - 1) * row // max(rows - 1, 1)
-        line = Text(f"{f'layer {layer}':>8} |")
-        for column in range(_WIDTH):
-            is_deep = (column + 0.5) / _WIDTH * pages < whole or layer < first
-            look = _LOOKS["recompute" if is_deep else result.stored.method(layer)]
-            line.append(look.letter, look.style)
-        line.append("|")
-        lines.append(line)
-    said = "first page to last; servers recompute no layers behind the front"
-    lines.append(Text(f"{'':>9} {said}\n", style="dim"))
     return lines
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Literal
 
-from hcache_backend.partition.depth import PAGE_TOKENS
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.units import units_per_group
+
+PAGE_TOKENS = 64
+"""Tokens of a page, unless a caller gives another number."""
 
 PlannedCodec = Literal["auto", "none", "exp4", "int8", "fp8"]
 """Option ``codec`` of a server. With ``krul`` a server has other pages, which are not planned."""

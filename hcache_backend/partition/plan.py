@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from hcache_backend.page import READ_BATCHES
 from hcache_backend.partition.costs import (
     LAYER_METHODS,
     L3Path,
@@ -16,10 +15,9 @@ from hcache_backend.partition.costs import (
     layer_costs,
     until_there,
 )
-from hcache_backend.partition.depth import PAGE_TOKENS, Depth, depth_costs
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile
-from hcache_backend.partition.solver import closed_form, makespan, recompute_layers, search
+from hcache_backend.partition.solver import makespan, recompute_layers, search
 from hcache_backend.partition.timeline import Task, simulate
 
 Resource = Literal["compute", "bus", "l3"]
@@ -79,11 +77,6 @@ class PartitionPlan:
         return search(self.costs, self.model.layers, methods=methods)
 
     @cached_property
-    def closed_form(self) -> Partition | None:
-        """The paper's own answer, where it has one that this plan may give."""
-        return closed_form(self.costs, self.model.layers) if self.restore is None else None
-
-    @cached_property
     def choices(self) -> dict[str, Partition]:
         """The mix and the three pure methods."""
         layers = self.model.layers
@@ -114,24 +107,6 @@ class PartitionPlan:
     def timeline(self, choice: str) -> list[Task]:
         """The pipeline of one of :attr:`choices`, with no front recomputed."""
         return simulate(self.costs, self.choices[choice])
-
-    @property
-    def pages(self) -> int:
-        """Pages of the restore."""
-        return -(-self.tokens // PAGE_TOKENS)
-
-    @cached_property
-    def staircase(self) -> tuple[Depth, float] | None:
-        """How deep pages would best be recomputed while L3 is read, and the seconds of that.
-
-        None where nothing is recomputed while L3 is read. Servers recompute front pages whole, and
-        no layers of the pages behind them.
-        """
-        if self.restore is None or self.l3 == "first" or self.profile.l3 is None:
-            return None
-        stored, size = self.stored, PAGE_TOKENS
-        costs = depth_costs(self.profile, self.model, stored, self.pages, size, tp=self.tp)
-        return costs.best(READ_BATCHES)
 
     def busy(self, choice: str) -> dict[Resource, float]:
         """Seconds that every resource works during a restore by one of :attr:`choices`, with no
@@ -249,7 +224,6 @@ class PartitionPlan:
             "l3": self.l3 if self.profile.l3 else "none",
             "restore": self.restore,
             "layers": asdict(self.partition),
-            "closed_form": asdict(self.closed_form) if self.closed_form else None,
             "bytes_per_token": self.partition.bytes_per_token(self.model),
             "kv_bytes_per_token": self.model.layers * self.model.kv_bytes,
             "bytes_per_token_and_layer": {
@@ -262,16 +236,9 @@ class PartitionPlan:
             "recomputes_front": self.recomputes_front,
             "read_only_ms": self.seconds_read_only * 1e3,
             "refused": self.refused,
-            "staircase": self._report_staircase(),
             "at_length": {str(tokens): self._report_at(tokens) for tokens in LENGTHS},
             "notes": self.notes(),
         }
-
-    def _report_staircase(self) -> dict[str, Any] | None:
-        if self.staircase is None:
-            return None
-        depth, seconds = self.staircase
-        return {**depth._asdict(), "of_pages": self.pages, "ms": seconds * 1e3}
 
     def _report_at(self, tokens: int) -> dict[str, Any]:
         at = self.at_length(tokens)

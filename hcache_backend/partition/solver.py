@@ -55,25 +55,6 @@ def search(
     return _fastest(costs, allowed, objective)
 
 
-def closed_form(costs: LayerCosts, layers: int) -> Partition | None:
-    """The paper's solution of :func:`steady_makespan` for two methods (section 4.1.2).
-
-    Hidden states with KV where the projection is the slower part, with recomputation otherwise;
-    rounded up as in the paper. None where it does not apply: hidden states that take as long to
-    transfer as KV, or as long to project as to recompute; L3 outside the pipeline; a last
-    recomputed layer that ends early.
-    """
-    io_h, io_kv, c_h, _, l3_h, l3_kv, c_tok_last, slowdown = costs
-    c_tok = costs.c_tok * slowdown  # beside the other method's copies
-    if io_h >= io_kv or c_h >= c_tok or l3_h or l3_kv or c_tok_last is not None:
-        return None
-    if c_h > io_h:
-        hidden = math.ceil(layers * io_kv / (io_kv + c_h - io_h))
-        return Partition(0, hidden, layers - hidden)
-    hidden = math.ceil(layers * c_tok / (c_tok + io_h - c_h))
-    return Partition(layers - hidden, hidden, 0)
-
-
 def recompute_layers(
     costs: LayerCosts, partition: Partition, objective: Objective = makespan
 ) -> int:

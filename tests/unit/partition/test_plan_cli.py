@@ -186,7 +186,6 @@ def test_the_front_of_a_hit_is_recomputed_while_the_back_is_read() -> None:
     times, read = found["predicted_ms"], found["read_only_ms"]
     assert read == pytest.approx(156, abs=1) and times["recompute"] == pytest.approx(84, abs=1)
     assert times["mix"] == pytest.approx(read * times["recompute"] / (read + times["recompute"]))
-    assert times["mix"] <= found["staircase"]["ms"] < read
     (note,) = (note for note in found["notes"] if "front pages are recomputed" in note)
     assert note.endswith(f"to read all takes {read:,.1f} ms")
     layerwise = plan("llama-2-7b", "h100", "--ssds", 1, "--restore", "layerwise")
@@ -244,39 +243,6 @@ def test_the_text_shows_the_pipeline() -> None:
     assert compute.startswith("R" * 40)
     assert "H" in compute.lstrip("R")
     assert "10 layers recomputed, 30 layers from hidden states" in text
-    assert "(the paper's closed form: 9 layers recomputed, 31 layers from hidden states)" in text
-
-
-@pytest.mark.parametrize(("name", "letter"), [("llama-3-8b", "K"), ("llama-2-7b", "H")])
-def test_the_staircase_of_the_solver_is_drawn(name: str, letter: str) -> None:
-    options = ("--ssds", 1, "--tokens", 8192)
-    found = plan(name, "h100", *options)
-    stairs, times = found["staircase"], found["predicted_ms"]
-    assert stairs["of_pages"] == 128
-    assert 0 < stairs["pages"] < 128 and 0 < stairs["layers"] < 32
-    assert stairs["ms"] < min(found["read_only_ms"], times["recompute"])
-    text = hcache("plan", "-m", CONFIGS / f"{name}.json", "-w", "h100", *options).stdout
-    assert f"{stairs['pages']} of 128 pages whole, of the others layers: {stairs['layers']}" in text
-    rows = {
-        line.split("|")[0].strip(): line.split("|")[1]
-        for line in text.splitlines()
-        if line.strip().startswith("layer ")
-    }
-    assert next(iter(rows)) == "layer 31" and list(rows)[-1] == "layer 0"
-    whole = stairs["pages"] // 2  # a column has two pages
-    assert rows["layer 31"] == "R" * whole + letter * (64 - whole)
-    assert rows["layer 0"] == "R" * 64
-
-
-@pytest.mark.parametrize(
-    "options", [(), ("--ssds", 1, "--l3", "overlapped"), ("--ssds", 1, "--restore", "layerwise")]
-)
-def test_there_is_no_staircase_where_nothing_is_restored_while_l3_is_read(
-    options: tuple[object, ...],
-) -> None:
-    assert plan("llama-3-8b", "h100", *options)["staircase"] is None
-    model = CONFIGS / "llama-3-8b.json"
-    assert "layer 0" not in hcache("plan", "-m", model, "-w", "h100", *options).stdout
 
 
 def test_float32_models_are_served_in_16_bits_on_a_gpu(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.paper import closed_form
 from hcache_backend.partition.costs import (
     LAYER_METHODS,
     L3Path,
@@ -21,7 +22,6 @@ from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.presets import preset_profile
 from hcache_backend.partition.solver import (
     Objective,
-    closed_form,
     makespan,
     recompute_layers,
     search,

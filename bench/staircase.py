@@ -24,9 +24,6 @@ from hcache_backend.partition.profile import Profile, Rate
 
 Seconds = npt.NDArray[np.float64]
 
-PAGE_TOKENS = 64
-"""Tokens of a page where nobody says otherwise."""
-
 
 class Depth(NamedTuple):
     """How deep the pages of a hit are recomputed.

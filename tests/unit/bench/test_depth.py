@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.depth import LENGTHS, MODELS, compute, draw
+from bench.staircase import Depth, DepthCosts, depth_costs
 from hcache_backend.partition.costs import LayerCosts, Partition, layer_costs
-from hcache_backend.partition.depth import Depth, DepthCosts, depth_costs
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile, Rate
 from tests.unit.partition.pipelines import machine_of, models, public_model
