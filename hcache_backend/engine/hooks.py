@@ -43,6 +43,7 @@ STOP = "sglang.srt.managers.cache_controller.HiCacheController._stop_storage_thr
 LOOK_UP = _CONTROLLER + "_storage_hit_query"
 READ = _CONTROLLER + "_page_transfer"
 READ_BATCH = "sglang.srt.managers.cache_controller.HiCacheController._page_transfer_kv_batch"
+LATE_WEIGHTS = "sglang.srt.model_executor.model_runner.ModelRunner.finalize_startup_weight_load"
 RESET = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.reset"
 _WEIGHTS = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater."
 _WEIGHT_UPDATES = (
@@ -133,6 +134,11 @@ def weight_hooks() -> list[Hook]:
         *(Hook(_WEIGHTS + name, _around_weight_update) for name in updates),
         Hook(RESET, _after_reset),
     ]
+
+
+def late_weight_hooks() -> list[Hook]:
+    """What a server needs whose weights arrive after ``load_model`` has returned."""
+    return [Hook(LATE_WEIGHTS, _after_late_weights)]
 
 
 def notice_uses() -> None:
@@ -387,6 +393,15 @@ def _around_weight_update(original: Callable[..., Any], updater: Any, *a: Any, *
         return original(updater, *a, **kw)
     finally:
         runtime.end_weight_update()
+
+
+def _after_late_weights(original: Callable[..., Any], runner: Any, *a: Any, **kw: Any) -> Any:
+    from hcache_backend.engine.runtime import current
+
+    result = original(runner, *a, **kw)
+    if current().runner is runner:  # not that of a draft model
+        current().read_weights()
+    return result
 
 
 def _after_reset(original: Callable[..., Any], controller: Any, *a: Any, **kw: Any) -> Any:

@@ -221,6 +221,8 @@ class Runtime:
             RuntimeError: A rank could not read its weights; raised on all of them.
         """
         self._use_weights(self._tell_stages())
+        with self._lock:
+            self._refresh()
 
     def begin_weight_update(self) -> None:
         """Weights are about to change: what was captured or queued under the old ones is void."""

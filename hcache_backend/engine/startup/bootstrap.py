@@ -77,7 +77,13 @@ def _join(runner: Any) -> None:
         )
     if extra is not None:
         runtime.store = or_stop(lambda: open_store(config, runtime.writer))
-    runtime.read_weights()
+    # With --startup-weight-load-mode overlap the weights are not there yet.
+    late = getattr(runner, "startup_weight_load", None) is not None
+    unseen = hooks.install(hooks.late_weight_hooks()) if late else None
+    if not late or unseen is not None:
+        runtime.read_weights()
+    if unseen is not None:
+        runtime.lose_trust(f"--startup-weight-load-mode overlap: {unseen}")
     unnoticed = hooks.install(hooks.weight_hooks())
     if unnoticed is not None:
         runtime.lose_trust(f"weight updates would go unnoticed: {unnoticed}")

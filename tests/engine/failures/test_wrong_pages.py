@@ -17,6 +17,7 @@ from tests.engine.harness.ours import (
     assert_no_cache_output,
     assert_own_pages_of_kv,
     assert_restored_from_l3,
+    faulty,
     flip_bit,
     our_server,
     projections,
@@ -125,6 +126,28 @@ def test_pages_of_other_weights_or_another_dtype_are_misses_after_a_restart(
     replaced = prompts_from_l3("replaced.log")
     assert all(c.turns[0].cached.storage == 0 for c in replaced)
     assert_no_cache_output(other, replaced)
+
+
+@pytest.mark.versions
+def test_weights_that_arrive_after_load_model_are_the_namespace(
+    model: Path, model_cache: Path, tmp_path: Path
+) -> None:
+    """Two checkpoints of one architecture never find each other's pages."""
+    models = [model, build_model("llama", model_cache, seed=1)]
+
+    def from_l3(number: int, log: str) -> list[int]:
+        options = our_server(
+            models[number], tmp_path, log=tmp_path / log, extra_env=faulty("weights_late")
+        )
+        with Server(options) as server:
+            conversations = converse(server, make_conversations(2, turns=1, tokens=400))
+            assert_hidden_mode(server)
+        assert_no_cache_output(models[number], conversations)
+        return [conversation.turns[0].cached.storage for conversation in conversations]
+
+    assert from_l3(0, "first.log") == [0, 0]
+    assert from_l3(1, "second.log") == [0, 0]
+    assert from_l3(0, "again.log") == [384, 384]
 
 
 @pytest.mark.versions

@@ -252,6 +252,40 @@ def _hooks() -> list[str]:
     )
 
 
+def _weights_late() -> None:
+    """Weights arrive after ``load_model``, as with SGLang's overlapped loading, which needs CUDA.
+
+    Names and order are SGLang's: ``load_model`` leaves sentinels, and the scheduler
+    calls ``finalize_startup_weight_load`` once graphs are recorded.
+    """
+    import msgspec
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.model_executor import model_runner
+
+    load, record = model_runner.load_model_with_memory_saver, Scheduler.init_all_cuda_graphs
+
+    class Late:
+        def __init__(self, model: Any) -> None:
+            self._real = [(tensor, tensor.data.clone()) for tensor in model.parameters()]
+            for tensor, _ in self._real:
+                tensor.data.fill_(1e-3)
+
+        def finalize(self) -> None:
+            for tensor, real in self._real:
+                tensor.data.copy_(real)
+
+    def late(**options: Any) -> Any:
+        loaded = load(**options)
+        return msgspec.structs.replace(loaded, startup_weight_load=Late(loaded.model))
+
+    def then_weights(self: Any) -> None:
+        record(self)
+        self.tp_worker.finalize_startup_weight_load()
+
+    model_runner.load_model_with_memory_saver = late
+    Scheduler.init_all_cuda_graphs = then_weights
+
+
 def _rows_lost() -> None:
     """Rows turn out not to have been written."""
     from hcache_backend.capture.shadows import ShadowArena, Verdict
@@ -389,6 +423,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "slot_reallocated_after_backup": _wrap_write(before=False),
     "layer_not_captured": _skip_a_layer,
     "rows_lost": _rows_lost,
+    "weights_late": _weights_late,
     "save_fails": lambda: hcache_rows.save_fails(_active),
     "wrong_save": lambda: hcache_rows.wrong_save(_active),
     "disk": _disk,
