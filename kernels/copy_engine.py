@@ -41,9 +41,12 @@ def copy_segments(
     attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
     sizes = [length] * len(sources)
     # One set of attributes, which holds from the first copy on.
-    error, *_ = runtime.cudaMemcpyBatchAsync(
-        targets, sources, sizes, len(sources), [attributes], [0], 1, stream
-    )
+    try:
+        error, *_ = runtime.cudaMemcpyBatchAsync(
+            targets, sources, sizes, len(sources), [attributes], [0], 1, stream
+        )
+    except (TypeError, ValueError) as problem:  # bindings of another version ask otherwise
+        raise NoCopyEngine(f"cudaMemcpyBatchAsync of these bindings: {problem}") from None
     if int(error):
         raise NoCopyEngine(f"cudaMemcpyBatchAsync: {error}")
 

@@ -1,11 +1,11 @@
 """What a GPU should be asked first: six steps, the most telling first, within a budget of time.
 
-    bench/gpu/first.sh [--budget 600] [--only overlap tests ...]
+    bench/gpu/first.sh [--budget 500] [--only tests overlap ...]
 
 Needs torch, triton, numpy, pytest and xxhash; neither SGLang nor anything from the network.
 
+- tests: ``pytest -m gpu`` of capture and restores with recorded graphs, and of kernels
 - overlap: whether copies run beside matrix products, by the programs of the gather kernel
-- tests: ``pytest -m gpu`` of kernels, and of capture and restores with recorded graphs
 - restore: 4,096 and 1,024 tokens of Llama-2-7B by every method
 - capture: decode graphs of 16 and 64 requests, a prefill graph, eager prefill
 - kernels: at 1,024 and 4,096 rows
@@ -13,7 +13,8 @@ Needs torch, triton, numpy, pytest and xxhash; neither SGLang nor anything from 
 
 Each step is a process of its own. One that fails, or uses up its share of the time that is left,
 does not stop the next one. ``out/DEVICE/first.json`` is written after every step, beside the steps'
-own files, and has their rows. ``--dry-run`` goes through everything on the CPU in a minute or two:
+own files, and has their rows; ``first.tar`` beside it has all of these files. ``OUT`` names another
+folder than ``out``. ``--dry-run`` goes through everything on the CPU in a minute or two:
 its times mean nothing. Exit status 1: a step failed, or something was wrong.
 """
 
@@ -24,12 +25,11 @@ import sys
 from bench.gpu import program, steps
 from bench.gpu.steps import Step
 
-TESTS = "-m gpu -q -p no:cacheprovider --tb=short tests/kernels tests/gpu"
 MODEL = "--models Llama-2-7B"
 STEPS = {
     # name: (module, arguments on a GPU, weight in the budget)
+    "tests": ("bench.gpu.tests", "", 6),
     "overlap": ("bench.gpu.overlap", "", 2),
-    "tests": ("pytest", TESTS, 4),
     "restore": ("bench.gpu.restore", f"{MODEL} --tokens 4096 1024 --rates 0", 4),
     "capture": ("bench.gpu.capture", f"{MODEL} --batches 16 64", 4),
     "kernels": ("bench.gpu.kernels", f"{MODEL} Qwen3-8B --rows 1024 4096", 4),
@@ -45,9 +45,8 @@ def main() -> int:
     chosen = []
     for name, (module, arguments, share) in STEPS.items():
         if name in options.only:
-            tests = module == "pytest"  # without a GPU they are collected, and skipped
-            given = ["--dry-run"] if options.dry_run and not tests else arguments.split()
-            chosen.append(Step(name, module, given, share, writes=not tests))
+            given = ["--dry-run"] if options.dry_run else arguments.split()
+            chosen.append(Step(name, module, given, share))
     return steps.run_all("first", chosen, options)
 
 

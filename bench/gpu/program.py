@@ -117,7 +117,7 @@ def device_name(*, dry_run: bool) -> str:
 
 def folder_of(device: str) -> Path:
     """Where results of the device of this name are written."""
-    return OUT / re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return Path(os.environ.get("OUT", OUT)) / re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
 class Device:

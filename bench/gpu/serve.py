@@ -1,6 +1,6 @@
 """What a GPU should be asked next: real SGLang servers, method by method, in a budget of time.
 
-    bench/gpu/serve.sh [--budget 600] [--model Llama-2-7B] [--methods hcache-hidden file ...]
+    bench/gpu/serve.sh [--budget 500] [--model Llama-2-7B] [--methods hcache-hidden file ...]
 
 Needs SGLang and this package with aiohttp; nothing from the network. The model has the shape of a
 published one and random weights; it has no tokenizer.
@@ -16,7 +16,8 @@ first for the method on which everything depends, so a server that refuses it fa
   slices of recomputation cost them
 
 A step fails if a history does not come back whole. ``out/DEVICE/serve.json`` is written after every
-server, beside each one's own file, and has their rows. Exit status 1: a step failed.
+server, beside each one's own file, and has their rows; ``serve.tar`` has all of them. Exit status
+1: a step failed.
 
 ``--dry-run`` asks less of a tiny model on the CPU engine, in float32, where tokens must also be the
 same after a restore. A CPU has neither graphs nor another attention backend, and its streams are
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from bench.gpu import program, steps
@@ -47,6 +49,8 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, help="for weights and L3; a folder in that of TMPDIR")
     options = parser.parse_args()
     program.require_device(parser, dry_run=options.dry_run)
+    if find_spec("sglang") is None:
+        parser.error("SGLang is not installed here; bench/gpu/first.sh does without")
     unwind_when_terminated()
     dry = ["--dry-run"] if options.dry_run else []
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="hcache-") as scratch:

@@ -13,6 +13,7 @@ import platform
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 from collections import deque
@@ -62,7 +63,7 @@ class Step:
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """Options of every script."""
     made = program.parser(doc)
-    made.add_argument("--budget", type=float, default=600, help="seconds for all steps")
+    made.add_argument("--budget", type=float, default=500, help="seconds for all steps")
     return made
 
 
@@ -98,8 +99,18 @@ def run_all(name: str, steps: Sequence[Step], options: argparse.Namespace, **mor
         report["steps"][step.name] = found = run(step, folder, left * share, environment)
         print(f"== {step.name}: {found['outcome']}, {found['seconds']:.0f} s", flush=True)
         write_json(folder / f"{name}.json", report)
+        _pack(folder, name)
     print(f"results: {folder / name}.json")
     return int(any(found["outcome"] != "done" for found in report["steps"].values()))
+
+
+def _pack(folder: Path, name: str) -> None:
+    """All files of results as ``NAME.tar``: a borrowed machine may send back one file only."""
+    with tarfile.open(folder / f".{name}.tar", "w") as packed:
+        for path in sorted(folder.iterdir()):
+            if path.suffix in (".json", ".png", ".log"):
+                packed.add(path, path.name)
+    (folder / f".{name}.tar").replace(folder / f"{name}.tar")
 
 
 def run(
@@ -114,6 +125,7 @@ def run(
     """
     file = folder / f"{step.name}.json"
     file.unlink(missing_ok=True)  # what an earlier run left
+    folder.mkdir(parents=True, exist_ok=True)
     begin, output = time.monotonic(), deque[str](maxlen=SHOWN_LINES)
     process = subprocess.Popen(
         step.command(folder),
@@ -134,9 +146,11 @@ def run(
     timer.start()
     try:
         assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            output.append(line.rstrip())
+        with (folder / f"{step.name}.log").open("w") as log:
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                print(line, end="", flush=True, file=log)
+                output.append(line.rstrip())
         status = process.wait()
     finally:
         timer.cancel()

@@ -155,6 +155,11 @@ def test_a_copy_engine_that_cannot_be_asked_says_why(monkeypatch: pytest.MonkeyP
     use(Runtime(error=801), monkeypatch)
     with pytest.raises(NoCopyEngine, match="cudaMemcpyBatchAsync: 801"):
         copy_segments(*arguments, out, stream=7)
+    others = Runtime()
+    others.cudaMemcpyBatchAsync = lambda targets, sources, sizes: (0,)  # type: ignore[method-assign]
+    use(others, monkeypatch)
+    with pytest.raises(NoCopyEngine, match="of these bindings"):
+        copy_segments(*arguments, out, stream=7)
     for runtime, why in ((ModuleType("runtime"), "older than 12.8"), (None, "cuda-python")):
         use(runtime, monkeypatch)
         with pytest.raises(NoCopyEngine) as caught:
