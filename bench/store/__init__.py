@@ -1,1 +1,1 @@
-"""The page store against the disk, SGLang's file backend and raw lmdb: see ``__main__``."""
+"""The page store against the disk, SGLang's file backend and lmdb: see ``__main__``."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-import lmdb
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -71,7 +71,7 @@ def existing_store(config: HCacheConfig) -> HCacheConfig:
 @contextmanager
 def explained(*also: type[Exception]) -> Iterator[None]:
     """End the command with one line instead of a traceback, for errors of a folder and ``also``."""
-    failures: tuple[type[Exception], ...] = (OSError, lmdb.Error, *also)
+    failures: tuple[type[Exception], ...] = (OSError, sqlite3.Error, *also)
     try:
         yield
     except failures as error:

@@ -2,7 +2,7 @@
 
 The bounds are options: ``quota_bytes`` of page files in a folder, ``min_free_bytes`` on its file
 system. Eviction begins at the share ``high_water`` of the quota and goes down to ``low_water``.
-A folder that cannot be asked raises an OSError, an index that cannot be changed an lmdb.Error.
+A folder that cannot be asked raises an OSError, an index that cannot be changed a sqlite3.Error.
 """
 
 from __future__ import annotations

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sqlite3
 import threading
 import time
 from collections.abc import Sequence
-
-import lmdb
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.store.check import find_unknown_files
@@ -62,7 +61,7 @@ def _complete_index(volume: Volume, stopping: threading.Event) -> None:
             found = find_unknown_files(folder, adopt=True, stop=stopping.is_set)
             if not stopping.is_set():
                 folder.mark_index_complete()
-    except (OSError, lmdb.Error):
+    except (OSError, sqlite3.Error):
         return  # the folder is offline or failing; the next round tries again
     logger.info(
         "hcache: %s: the index was completed: %d pages found, %d files not usable",

@@ -1,7 +1,7 @@
 """Comparing page files with the index, beside live stores, which see adopted pages appear.
 
 The index does not know all files when it was lost, and after the machine went down: its last commit
-may then be undone. What raises OSError or lmdb.Error is a folder or index that cannot be used.
+may then be undone. What raises OSError or sqlite3.Error is a folder or index that cannot be used.
 """
 
 from __future__ import annotations

@@ -10,13 +10,12 @@ import ctypes
 import errno
 import fcntl
 import os
+import sqlite3
 import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-
-import lmdb
 
 Buffer = memoryview | bytearray | bytes
 
@@ -96,9 +95,9 @@ class FileOps:
             error = ctypes.get_errno()
             raise OSError(error, os.strerror(error))
 
-    def commit(self, transaction: lmdb.Transaction) -> None:
-        """Commit an index transaction; an lmdb.Error means that it was rolled back."""
-        transaction.commit()
+    def commit(self, connection: sqlite3.Connection) -> None:
+        """Commit an index transaction; a sqlite3.Error means that it was rolled back."""
+        connection.execute("COMMIT")
 
 
 @contextmanager

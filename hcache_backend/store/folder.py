@@ -4,7 +4,7 @@
 
     <folder>/hcache-store.json   marker: this folder is ours, format, identity
     <folder>/lock                held by whoever changes index or names
-    <folder>/index/              lmdb
+    <folder>/index/              SQLite
     <folder>/pages/<2 digits>/   page files
     <folder>/server.json         what the last server said about itself
     <folder>/sessions/<token>/lock           held by an open store: leftovers of the dead are known
@@ -17,13 +17,12 @@ import errno
 import json
 import os
 import secrets
+import sqlite3
 import stat
 import threading
 from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
-
-import lmdb
 
 from hcache_backend.store.file_ops import (
     FOLDER,
@@ -34,7 +33,7 @@ from hcache_backend.store.file_ops import (
     opened,
     try_lock,
 )
-from hcache_backend.store.index import INDEX_FILE, INDEX_FORMAT, Index
+from hcache_backend.store.index import INDEX_FILE, INDEX_FORMAT, Index, is_damaged
 from hcache_backend.store.page_io import PageIO, probe_alignment, reading_alignment
 
 MARKER = "hcache-store.json"
@@ -145,7 +144,7 @@ class FolderView:
         self.pages_fd = kept_open(self.ops.open(_PAGES, FOLDER, self.root_fd), stack)
         try:
             self.index = Index(self.path / _INDEX, self.ops, readonly=True)
-        except lmdb.Error as error:
+        except sqlite3.Error as error:
             problem = (
                 f"its index cannot be opened: {error}; hcache verify --rebuild makes a new one"
             )
@@ -319,15 +318,16 @@ def _ensure_folder(ops: FileOps, name: str, dir_fd: int) -> None:
 
 
 def _open_index(path: Path, ops: FileOps, root_fd: int) -> Index:
-    try:
-        return Index(path / _INDEX, ops)
-    except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.PanicError):
+    for is_last in (False, True):
+        try:
+            return Index(path / _INDEX, ops)
+        except sqlite3.Error as error:
+            if is_last or not is_damaged(error):
+                problem = f"its index cannot be opened: {error}"
+                raise OSError(errno.EIO, problem, str(path)) from None
         _set_aside(ops, root_fd)
         _ensure_folder(ops, _INDEX, root_fd)
-    try:
-        return Index(path / _INDEX, ops)
-    except lmdb.Error as error:
-        raise OSError(errno.EIO, f"its index cannot be opened: {error}", str(path)) from None
+    raise AssertionError("unreachable")
 
 
 def _set_aside(ops: FileOps, root_fd: int) -> None:

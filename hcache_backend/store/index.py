@@ -1,42 +1,69 @@
 """The index of one folder: which page files it has, who wrote them, when they were last used.
 
-It is an lmdb environment that any number of processes open at once; readers never wait. All changes
+It is an SQLite database in WAL mode that any number of processes open at once; a look-up waits for
+no writer. SQLite's locks belong to open files, so they hold between containers, too. All changes
 are made by the holder of the folder's lock. It can be rebuilt from the page files at any time.
 
 - ``pages``: namespace + key -> one record of 32 bytes for every share in this folder.
-- ``recency``: last use (big-endian nanoseconds) + namespace + key + share -> nothing; the order in
-  which pages are evicted.
+- ``recency``: last use (big-endian nanoseconds) + namespace + key + share; the order in which pages
+  are evicted.
 - ``meta``: totals (pages, bytes), format, the machine's boot, whether the index is complete.
+
+Each row that a statement returns costs a switch of Python's threads. So a look-up, of however many
+pages, is one statement with one row.
 """
 
 from __future__ import annotations
 
 import os
+import sqlite3
 import struct
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
-
-import lmdb
+from urllib.parse import quote
 
 from hcache_backend.page import KEY_BYTES, NAMESPACE_BYTES
 from hcache_backend.store.file_ops import FileOps
 from hcache_backend.store.format import BLOCK, PageName, round_up
 from hcache_backend.units import ALL_EIGHTHS, Share
 
-INDEX_FORMAT = b"1"
-INDEX_FILE = "data.mdb"
-LOCK_FILE = "lock.mdb"
-MAP_BYTES = 64 << 30
-"""Address space, not disk: room for some 300 million pages."""
+INDEX_FORMAT = b"2"
+INDEX_FILE = "index.sqlite"
 
 _RECORD = struct.Struct("<BBHI8sQQ")
 _STAMP = struct.Struct(">Q")
 _TOTALS = struct.Struct("<QQ")
 _NAME_BYTES = NAMESPACE_BYTES + KEY_BYTES
 _WHOLE_COUNT = 1  # position of the share count in a record
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS pages (page BLOB PRIMARY KEY, files BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS recency (mark BLOB PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
+"""
+_WAL_BYTES = 16 << 20
+_CACHE_KIB = 16 << 10
+_WAIT_SECONDS = 5.0
+_IDLE_READERS = 4
+_AT_A_TIME = 512
+"""Entries of one statement."""
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_READ_ONLY = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
+_FIND = f"""
+WITH RECURSIVE numbers (i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM numbers WHERE i + 1 < ?1)
+SELECT group_concat(hex(page || files)) FROM numbers
+CROSS JOIN pages ON page = substr(?2, 1 + i * {_NAME_BYTES}, {_NAME_BYTES})
+"""
+_NEXT = """
+SELECT group_concat(hex(page || files)) FROM (
+SELECT page, files FROM pages WHERE page > ? ORDER BY page LIMIT ?)
+"""
+_OLDEST = """
+SELECT group_concat(hex(mark)) FROM (
+SELECT mark FROM recency WHERE mark > ? ORDER BY mark LIMIT 64)
+"""
 
 
 class Entry(NamedTuple):
@@ -65,216 +92,325 @@ class Totals(NamedTuple):
     bytes: int
 
 
+_Files = dict[bytes, list[Entry]]
+"""Namespace + key -> the files of that page."""
+
+
 class Index:
     """The index in ``folder`` (which exists).
 
-    Reading needs no lock, changing that of the folder. A change that raises lmdb.Error has changed
-    nothing.
+    Reading needs no lock, changing that of the folder. A change that raises sqlite3.Error has
+    changed nothing.
 
     Args:
         readonly: Nothing is to be changed, and the folder need not be writable.
 
     Raises:
-        lmdb.Error: It cannot be opened; it may be rebuilt.
+        sqlite3.Error: It cannot be opened; it may be rebuilt if it :func:`is_damaged`.
     """
 
     def __init__(self, folder: Path, ops: FileOps, *, readonly: bool = False) -> None:
         self._ops = ops
-        self._env, self._identity = _open_environment(folder, readonly)
+        self._path = folder / INDEX_FILE
+        self._readonly = readonly
+        self._idle: list[sqlite3.Connection] = []  # a look-up takes one, or makes one
+        self._writer: sqlite3.Connection | None = None
         try:
-            # Where the tables exist this changes nothing and syncs nothing.
-            with nullcontext() if readonly else self._env.begin(write=True) as txn:
-                self._pages, self._recency, self._meta = (
-                    self._env.open_db(name, txn=txn, create=not readonly)
-                    for name in (b"pages", b"recency", b"meta")
-                )
             if not readonly:
-                self._env.reader_check()
+                self._writer = self._open_to_write()
+            with self._reading() as connection:
+                connection.execute("SELECT count(*) FROM meta")
         except BaseException:
             self.close()
             raise
 
     def coverage(self, namespace: bytes, keys: Sequence[bytes]) -> list[int]:
         """Bit mask of the eighths of every page that stand in this folder."""
-        with self._env.begin(db=self._pages) as txn:
-            found = map(txn.get, [namespace + key for key in keys])
-            # Most pages have one file, of the whole page: no function is called for those.
-            return [
-                ALL_EIGHTHS if records and records[_WHOLE_COUNT] == 1 else _eighths(records)
-                for records in found
-            ]
+        pages = [namespace + key for key in keys]
+        found = {record[:_NAME_BYTES]: record[_NAME_BYTES:] for record in self._records(pages)}
+        # Most pages have one file, of the whole page: no function is called for those.
+        return [
+            ALL_EIGHTHS if records and records[_WHOLE_COUNT] == 1 else _eighths(records)
+            for records in map(found.get, pages)
+        ]
 
     def lookup(self, namespace: bytes, keys: Sequence[bytes]) -> list[list[Entry]]:
         """The files of every page."""
-        with self._env.begin(db=self._pages) as txn:
-            get = txn.get
-            return [_unpack(page := namespace + key, get(page, b"")) for key in keys]
+        pages = [namespace + key for key in keys]
+        found = self._files(pages)
+        return [found.get(page, []) for page in pages]
 
     def find(self, name: PageName) -> Entry | None:
         """The entry of a file; None where there is none."""
-        with self._env.begin() as txn:
-            return self._find(txn, name)
+        [files] = self.lookup(name.namespace, [name.key])
+        return next((entry for entry in files if entry.name == name), None)
 
     def known(self, names: Iterable[PageName]) -> set[PageName]:
         """Those of the files that have entries."""
-        with self._env.begin() as txn:
-            return {name for name in names if self._find(txn, name)}
+        wanted = set(names)
+        files = self._files({name.page for name in wanted})
+        return {entry.name for entries in files.values() for entry in entries} & wanted
 
     def entries(self, namespace: bytes = b"") -> Iterator[Entry]:
-        """All entries of a namespace (of all namespaces), as they were when the iteration began."""
-        with self._env.begin(db=self._pages) as txn, txn.cursor() as cursor:
-            present = cursor.set_range(namespace) if namespace else cursor.first()
-            while present:
-                page = cursor.key()
+        """All entries of a namespace (of all namespaces); it may miss what comes meanwhile."""
+        page = namespace
+        while True:
+            with self._reading() as connection:
+                [(found,)] = connection.execute(_NEXT, (page, _AT_A_TIME)).fetchall()
+            for record in _from_hex(found):
+                page = record[:_NAME_BYTES]
                 if not page.startswith(namespace):
                     return
-                yield from _unpack(page, cursor.value())
-                present = cursor.next()
+                yield from _unpack(page, record[_NAME_BYTES:])
+            if found is None:
+                return
 
     def oldest(self, after: Entry | None = None) -> list[Entry]:
         """Up to 64 entries, least recently used first; those ``after`` one, also a removed one."""
-        found: list[Entry] = []
-        last = _mark(after) if after is not None else b""
-        with self._env.begin() as txn, txn.cursor(db=self._recency) as cursor:
-            present = cursor.set_range(last) if last else cursor.first()
-            if present and cursor.key() == last:
-                present = cursor.next()
-            while present and len(found) < 64:
-                entry = self._find(txn, _marked(cursor.key()))
-                if entry is not None:
-                    found.append(entry)
-                present = cursor.next()
-        return found
+        with self._reading() as connection:
+            last = _mark(after) if after is not None else b""
+            [(found,)] = connection.execute(_OLDEST, (last,)).fetchall()
+        marks = sorted(_from_hex(found))
+        files = self._files([mark[8:-2] for mark in marks])
+        entries = {_mark(entry): entry for some in files.values() for entry in some}
+        return [entries[mark] for mark in marks if mark in entries]
 
     def oldest_stamp(self) -> int | None:
         """The stamp of the least recently used entry; None where there is none."""
-        with self._env.begin() as txn, txn.cursor(db=self._recency) as cursor:
-            return _STAMP.unpack_from(cursor.key())[0] if cursor.first() else None
+        with self._reading() as connection:
+            [(mark,)] = connection.execute("SELECT min(mark) FROM recency").fetchall()
+        return None if mark is None else _STAMP.unpack_from(mark)[0]
 
     def totals(self) -> Totals:
         """Page files and bytes in this folder."""
-        with self._env.begin(db=self._meta) as txn:
-            return self._totals(txn)
+        value = self.meta(b"totals")
+        return Totals(*_TOTALS.unpack(value)) if value else Totals(0, 0)
 
     def meta(self, name: bytes) -> bytes | None:
         """A named fact about the index."""
-        with self._env.begin(db=self._meta) as txn:
-            value: bytes | None = txn.get(name)
-            return value
+        with self._reading() as connection:
+            return _meta(connection, name.decode())
 
     def insert(self, entries: Iterable[Entry]) -> None:
         """Add entries; one for a share that is there replaces it. All or nothing."""
-        with self._change() as txn:
-            pages = size = 0
-            for entry in entries:
-                known = self._files(txn, entry.name.page)
-                others = [other for other in known if other.name != entry.name]
-                for old in known:
-                    if old.name == entry.name:
-                        txn.delete(_mark(old), db=self._recency)
-                        pages, size = pages - 1, size - old.file_bytes
+        new = {entry.name: entry for entry in entries}
+
+        def change(files: _Files) -> None:
+            for name, entry in new.items():
+                others = [other for other in files.get(name.page, ()) if other.name != name]
                 # A whole page stands first: coverage looks at the first record only.
-                is_whole = entry.name.share.of == 1
-                self._put(txn, [entry, *others] if is_whole else [*others, entry])
-                txn.put(_mark(entry), b"", db=self._recency)
-                pages, size = pages + 1, size + entry.file_bytes
-            self._add(txn, pages, size)
+                files[name.page] = [entry, *others] if name.share.of == 1 else [*others, entry]
+
+        self._change({name.page for name in new}, change)
 
     def remove(self, names: Iterable[PageName]) -> int:
         """Take entries out; those that are not there are ignored. Returns the bytes of the rest."""
-        with self._change() as txn:
-            sizes = [size for name in names if (size := self._remove(txn, name))]
-            self._add(txn, -len(sizes), -sum(sizes))
-            return sum(sizes)
+        gone = set(names)
+
+        def change(files: _Files) -> None:
+            for page, some in files.items():
+                files[page] = [entry for entry in some if entry.name not in gone]
+
+        return -self._change({name.page for name in gone}, change)
 
     def touch(self, stamps: Mapping[PageName, int]) -> None:
         """Set the last use of entries; those that are not there are ignored."""
-        with self._change() as txn:
-            for name, stamp in stamps.items():
-                old = self._find(txn, name)
-                if old is not None and old.stamp < stamp:
-                    new = old._replace(stamp=stamp)
-                    files = self._files(txn, name.page)
-                    self._put(txn, [new if entry == old else entry for entry in files])
-                    txn.delete(_mark(old), db=self._recency)
-                    txn.put(_mark(new), b"", db=self._recency)
+
+        def change(files: _Files) -> None:
+            for page, some in files.items():
+                files[page] = [
+                    entry._replace(stamp=max(entry.stamp, stamps.get(entry.name, 0)))
+                    for entry in some
+                ]
+
+        self._change({name.page for name in stamps}, change)
 
     def set_meta(self, **facts: bytes) -> None:
         """State facts about the index."""
-        with self._change() as txn:
+        with self._transaction() as connection:
             for name, value in facts.items():
-                txn.put(name.encode(), value, db=self._meta)
+                connection.execute("REPLACE INTO meta VALUES (?, ?)", (name, value))
 
     def check(self) -> list[str]:
         """What is inconsistent inside the index; empty when it is sound."""
         problems = []
         pages = size = 0
-        with self._env.begin() as txn:
-            for page, value in txn.cursor(db=self._pages):
-                if len(page) != _NAME_BYTES or len(value) % _RECORD.size or not value:
-                    problems.append(f"entry {page.hex()} is malformed")
-                    continue
-                for entry in _unpack(page, value):
-                    pages, size = pages + 1, size + entry.file_bytes
-                    if txn.get(_mark(entry), db=self._recency) is None:
-                        problems.append(f"entry {page.hex()} has no recency")
-            if txn.stat(self._recency)["entries"] != pages:
-                problems.append("recency has entries of pages that are not there")
-            if self._totals(txn) != (pages, size):
-                problems.append(f"totals are {self._totals(txn)}, entries {pages}, {size} bytes")
+        with self._reading() as connection:
+            connection.execute("BEGIN")  # all as it is at one moment
+            try:
+                marks = {mark for (mark,) in connection.execute("SELECT mark FROM recency")}
+                for page, value in connection.execute("SELECT page, files FROM pages"):
+                    if len(page) != _NAME_BYTES or len(value) % _RECORD.size or not value:
+                        problems.append(f"entry {page.hex()} is malformed")
+                        continue
+                    for entry in _unpack(page, value):
+                        pages, size = pages + 1, size + entry.file_bytes
+                        if _mark(entry) not in marks:
+                            problems.append(f"entry {page.hex()} has no recency")
+                totals = _totals(connection)
+            finally:
+                connection.execute("ROLLBACK")
+        if len(marks) != pages:
+            problems.append("recency has entries of pages that are not there")
+        if totals != (pages, size):
+            problems.append(f"totals are {totals}, entries {pages}, {size} bytes")
         return problems
 
     def close(self) -> None:
-        _close_environment(self._identity)
+        """Close it; nobody may be using it."""
+        for connection in (*self._idle, *([self._writer] if self._writer else [])):
+            with suppress(sqlite3.Error):
+                connection.close()
+        self._idle.clear()
+
+    # ---- reading ----
 
     @contextmanager
-    def _change(self) -> Iterator[lmdb.Transaction]:
-        txn = self._env.begin(write=True)
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        """A connection that no other thread uses meanwhile."""
         try:
-            yield txn
-        except BaseException:
-            txn.abort()
-            raise
+            connection = self._idle.pop()
+        except IndexError:
+            connection = self._open_to_read() if self._readonly else self._connect("mode=rw")
         try:
-            self._ops.commit(txn)
+            yield connection
+        finally:
+            if len(self._idle) < _IDLE_READERS:
+                self._idle.append(connection)
+            else:
+                connection.close()
+
+    def _records(self, pages: Sequence[bytes]) -> list[bytes]:
+        """Of those pages that are there: namespace, key and the records of their files."""
+        if not pages:
+            return []
+        with self._reading() as connection:
+            return _find(connection, pages)
+
+    def _files(self, pages: Iterable[bytes]) -> _Files:
+        return _by_page(self._records(list(pages)))
+
+    # ---- changing ----
+
+    def _change(self, pages: set[bytes], change: Callable[[_Files], None]) -> int:
+        """Have ``change`` change the files of some pages; by how many bytes there are more then."""
+        with self._transaction() as connection:
+            found = _by_page(_find(connection, list(pages))) if pages else {}
+            before = {page: list(files) for page, files in found.items()}
+            change(found)
+            rows = [(page, _pack_all(files)) for page, files in found.items() if files]
+            _execute(connection, "REPLACE INTO pages VALUES", "(?, ?)", rows)
+            empty = [(page,) for page, files in found.items() if not files]
+            _execute(connection, "DELETE FROM pages WHERE page IN", "?", empty)
+            old, new = ({e for files in some.values() for e in files} for some in (before, found))
+            marks = [(_mark(entry),) for entry in old - new]
+            _execute(connection, "DELETE FROM recency WHERE mark IN", "?", marks)
+            marks = [(_mark(entry),) for entry in new - old]
+            _execute(connection, "REPLACE INTO recency VALUES", "(?)", marks)
+            size = sum(e.file_bytes for e in new) - sum(e.file_bytes for e in old)
+            totals = _totals(connection)
+            packed = _TOTALS.pack(totals.pages + len(new) - len(old), totals.bytes + size)
+            connection.execute("REPLACE INTO meta VALUES ('totals', ?)", (packed,))
+        return size
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        connection = self._writer
+        if connection is None:
+            raise sqlite3.OperationalError("the index was opened to read it")
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield connection
+            self._ops.commit(connection)
+        finally:
+            if connection.in_transaction:
+                connection.rollback()
+
+    # ---- opening ----
+
+    def _connect(self, how: str) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            f"file:{quote(str(self._path))}?{how}",
+            uri=True,
+            timeout=_WAIT_SECONDS,
+            isolation_level=None,
+            check_same_thread=False,
+        )
+        connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+        return connection
+
+    def _open_to_write(self) -> sqlite3.Connection:
+        with suppress(FileExistsError):  # SQLite would let others read it
+            os.close(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+        connection = self._connect("mode=rw")
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            # A power cut may undo the last commits, never damage the index.
+            connection.execute("PRAGMA synchronous = NORMAL")
+            connection.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
+            connection.executescript(_TABLES)
         except BaseException:
-            txn.abort()
+            connection.close()
             raise
+        return connection
 
-    def _files(self, txn: lmdb.Transaction, page: bytes) -> list[Entry]:
-        return _unpack(page, txn.get(page, b"", db=self._pages))
+    def _open_to_read(self) -> sqlite3.Connection:
+        try:
+            connection = self._connect("mode=ro")
+            connection.execute("SELECT count(*) FROM meta")
+        except sqlite3.OperationalError as error:
+            # SQLite wants files beside the index, which servers make. Without one, nobody writes.
+            wal = self._path.with_name(INDEX_FILE + "-wal")
+            if error.sqlite_errorcode & 0xFF not in _READ_ONLY or wal.exists():
+                raise
+            connection = self._connect("immutable=1")
+        return connection
 
-    def _find(self, txn: lmdb.Transaction, name: PageName) -> Entry | None:
-        return next((entry for entry in self._files(txn, name.page) if entry.name == name), None)
 
-    def _put(self, txn: lmdb.Transaction, files: Sequence[Entry]) -> None:
-        """Set the files of a page, of which there is at least one."""
-        txn.put(files[0].name.page, b"".join(map(_pack, files)), db=self._pages)
+def is_damaged(error: Exception) -> bool:
+    """Whether an index that raised ``error`` has to be made anew."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return code is not None and code & 0xFF in _DAMAGED
 
-    def _remove(self, txn: lmdb.Transaction, name: PageName) -> int:
-        """Take out the entry of a file; returns its bytes, 0 where there is none.
 
-        The totals are the caller's.
-        """
-        gone = self._find(txn, name)
-        if gone is None:
-            return 0
-        others = [entry for entry in self._files(txn, name.page) if entry != gone]
-        if others:
-            self._put(txn, others)
-        else:
-            txn.delete(name.page, db=self._pages)
-        txn.delete(_mark(gone), db=self._recency)
-        return gone.file_bytes
+def _find(connection: sqlite3.Connection, pages: Sequence[bytes]) -> list[bytes]:
+    names = (len(pages), b"".join(pages))
+    [(found,)] = connection.execute(_FIND, names).fetchall()
+    return _from_hex(found)
 
-    def _add(self, txn: lmdb.Transaction, pages: int, size: int) -> None:
-        totals = self._totals(txn)
-        packed = _TOTALS.pack(totals.pages + pages, totals.bytes + size)
-        txn.put(b"totals", packed, db=self._meta)
 
-    def _totals(self, txn: lmdb.Transaction) -> Totals:
-        value = txn.get(b"totals", db=self._meta)
-        return Totals(*_TOTALS.unpack(value)) if value else Totals(0, 0)
+def _from_hex(found: str | None) -> list[bytes]:
+    return list(map(bytes.fromhex, found.split(","))) if found else []
+
+
+def _by_page(records: Iterable[bytes]) -> _Files:
+    cut = ((record[:_NAME_BYTES], record[_NAME_BYTES:]) for record in records)
+    return {page: _unpack(page, files) for page, files in cut}
+
+
+def _execute(
+    connection: sqlite3.Connection, start: str, row: str, rows: Sequence[Sequence[bytes]]
+) -> None:
+    """Run a statement that ends in a list of rows, a limited number at a time."""
+    for begin in range(0, len(rows), _AT_A_TIME):
+        some = rows[begin : begin + _AT_A_TIME]
+        listed = ", ".join([row] * len(some))
+        text = f"{start} ({listed})" if row == "?" else f"{start} {listed}"
+        connection.execute(text, [value for values in some for value in values])
+
+
+def _meta(connection: sqlite3.Connection, name: str) -> bytes | None:
+    found = connection.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchall()
+    return found[0][0] if found else None
+
+
+def _totals(connection: sqlite3.Connection) -> Totals:
+    value = _meta(connection, "totals")
+    return Totals(*_TOTALS.unpack(value)) if value else Totals(0, 0)
+
+
+def _pack_all(files: Iterable[Entry]) -> bytes:
+    return b"".join(map(_pack, files))
 
 
 def _pack(entry: Entry) -> bytes:
@@ -301,48 +437,3 @@ def _eighths(records: bytes | None) -> int:
 def _mark(entry: Entry) -> bytes:
     """The key of an entry in ``recency``."""
     return _STAMP.pack(entry.stamp) + entry.name.page + bytes(entry.name.share)
-
-
-def _marked(mark: bytes) -> PageName:
-    namespace, key = mark[8 : 8 + NAMESPACE_BYTES], mark[8 + NAMESPACE_BYTES : -2]
-    return PageName(namespace, key, Share(*mark[-2:]))
-
-
-# lmdb forbids opening an environment twice in a process: here is how many indexes use each.
-_environments: dict[tuple[int, int], tuple[lmdb.Environment, int]] = {}
-_environments_lock = threading.Lock()
-
-
-def _open_environment(folder: Path, readonly: bool) -> tuple[lmdb.Environment, tuple[int, int]]:
-    status = folder.stat()
-    identity = (status.st_dev, status.st_ino)
-    with _environments_lock:
-        env, users = _environments.get(identity, (None, 0))
-        if env is None:
-            # Readers enter themselves in the lock file. Where it cannot be written, a writer under
-            # another user would not know of them, and they may see what it is changing.
-            enters = not readonly or os.access(folder / LOCK_FILE, os.W_OK)
-            # metasync off: a power cut may undo the last commit, never damage the index.
-            env = lmdb.open(
-                str(folder),
-                map_size=MAP_BYTES,
-                max_dbs=3,
-                max_readers=1024,
-                metasync=False,
-                readahead=False,
-                meminit=False,
-                readonly=readonly,
-                lock=enters,
-                mode=0o600,
-            )
-        _environments[identity] = (env, users + 1)
-    return env, identity
-
-
-def _close_environment(identity: tuple[int, int]) -> None:
-    with _environments_lock:
-        env, users = _environments.pop(identity)
-        if users > 1:
-            _environments[identity] = (env, users - 1)
-        else:
-            env.close()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import errno
 import logging
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import lmdb
-
 from hcache_backend.store.folder import Folder, is_store_folder
+from hcache_backend.store.index import is_damaged
 from hcache_backend.store.stats import StoreContext
 
 logger = logging.getLogger("hcache.store")
@@ -47,7 +47,7 @@ class Presence:
         """Open the folder; an OSError if it cannot be used."""
         try:
             folder = Folder(self.path, self._ops, self._config.buffer_bytes, create=create)
-        except lmdb.Error as error:
+        except sqlite3.Error as error:
             raise OSError(errno.EIO, f"its index: {error}", str(self.path)) from None
         with self._state:
             self._folder = folder
@@ -117,9 +117,9 @@ class Presence:
     def failed(self, what: str, error: Exception) -> None:
         """Log and count that the operation ``what`` on the folder failed."""
         self._problems.report(f"{what} {self.path}", f"{self.path}: {what} failed: {error}")
-        if isinstance(error, lmdb.Error):
+        if isinstance(error, sqlite3.Error):
             self._stats.add(index_errors=1)
-        if isinstance(error, lmdb.CorruptedError | lmdb.PanicError | lmdb.PageNotFoundError):
+        if is_damaged(error):
             self._index_is_broken = True
         self._errors_in_a_row += 1
         if self._errors_in_a_row >= _ERRORS_IN_A_ROW:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,8 +17,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
-
-import lmdb
 
 from hcache_backend.store.bounds import broken_bound, evict, excess_bytes, pressure
 from hcache_backend.store.folder import Folder
@@ -153,7 +152,7 @@ class Volume(Presence):
         except TimeoutError as error:
             self._stats.add(pages_dropped_late=len(batch))
             self._problems.report("lock", f"{self.path}: {error}")
-        except (OSError, lmdb.Error) as error:
+        except (OSError, sqlite3.Error) as error:
             self._stats.add(write_errors=done.count(False))
             self.failed("write", error)
         return done
@@ -306,7 +305,7 @@ class Volume(Presence):
             return otherwise
         except TimeoutError as error:
             self._problems.report(f"lock {self.path}", f"{self.path}: {error}")
-        except lmdb.Error as error:
+        except sqlite3.Error as error:
             self.failed("index", error)
         except OSError as error:
             self.failed("use", error)

@@ -24,7 +24,7 @@ from bench.gpu.program import Results
 
 SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "gpu" / "first.sh"
 ABSENT = """
-sglang lmdb matplotlib hypothesis pytest_timeout xdist pydantic prometheus_client typer rich
+sglang matplotlib hypothesis pytest_timeout xdist pydantic prometheus_client typer rich
 aiohttp kvikio
 """
 # Imported by every Python that has its folder in PYTHONPATH: finders do not see what is absent.

@@ -214,7 +214,7 @@ def test_a_store_whose_index_is_gone_is_to_be_verified_with_a_new_one(
     folder: Path, store: PageStore
 ) -> None:
     store.close()
-    (folder / "index" / "data.mdb").unlink()
+    (folder / "index" / "index.sqlite").unlink()
     told = " ".join(hcache("stats", "-d", folder, status=2).split())
     assert "its index cannot be opened" in told
     assert "hcache verify --rebuild makes a new one" in told

@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import re
 import shutil
+import sqlite3
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import lmdb
 import pytest
 from store_testing import (
     NAMESPACE,
@@ -85,7 +85,7 @@ class FaultyOps(Ops):
             if name == "close":
                 work()  # Linux closes the file whatever it reports
             if name == "commit":
-                raise lmdb.DiskError(f"injected {self.fault}")
+                raise sqlite3.OperationalError(f"injected {self.fault}")
             raise OSError(getattr(errno, self.fault), f"injected {self.fault} in {name}")
         if self.fault == "EIO-after":
             work()

@@ -189,7 +189,7 @@ def test_a_lost_index_is_rebuilt_from_the_files(tmp_path: Path) -> None:
 def test_an_index_whose_file_is_deleted_under_two_stores_is_made_anew_once(tmp_path: Path) -> None:
     stores = [open_quiet(tmp_path / "store") for _ in range(2)]
     put(stores[0], *range(5))
-    (tmp_path / "store" / "index" / "data.mdb").unlink()
+    (tmp_path / "store" / "index" / "index.sqlite").unlink()
     assert put(stores[1], 5) == [True], "until it is noticed, the open index works on"
     for store in stores:
         look_after(store)
