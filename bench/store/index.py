@@ -111,16 +111,17 @@ def time_exists(
         return found
 
     ours, raw = times(rounds)
-    done = threading.Event()
+    running = True
 
     def compute() -> None:
-        while not done.is_set():
-            sum(range(1000))
+        while running:
+            pass
 
     thread = threading.Thread(target=compute)
     thread.start()
+    time.sleep(0.1)  # it has Python's lock
     ours_busy, raw_busy = times(busy_rounds)
-    done.set()
+    running = False
     thread.join()
     env.close()
     shutil.rmtree(folder)

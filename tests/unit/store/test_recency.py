@@ -28,6 +28,7 @@ from store_testing import (
     memory,
     open_quiet,
     payload,
+    put,
 )
 
 from hcache_backend.store import PageStore
@@ -287,3 +288,69 @@ TestUses = Uses.TestCase
 TestUses.settings = settings(
     max_examples=40, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+HOUR = 3600 * 10**9
+
+
+def ten_users(store: PageStore, rounds: int = 3) -> list[int]:
+    """How many of their 8 pages ten users find in the last round, each in turn storing the rest."""
+    found = []
+    for _ in range(rounds):
+        found = []
+        for user in range(10):
+            numbers = range(1000 + 8 * user, 1008 + 8 * user)
+            found.append(sum(store.exists(NAMESPACE, [key(number) for number in numbers])))
+            put(store, *numbers)
+    return found
+
+
+@pytest.mark.parametrize("folders", [1, 3])
+@pytest.mark.parametrize("hours", [0, 1, 24, -24])
+def test_a_clock_that_steps_changes_no_order_of_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int, folders: int
+) -> None:
+    """A store is filled by a clock that is wrong by some hours, which is then set right."""
+    real = time.time_ns
+    paths = [tmp_path / str(number) for number in range(folders)]
+    quota = 100 * (PAGE + 4096) // folders
+
+    monkeypatch.setattr(time, "time_ns", lambda: real() + hours * HOUR)
+    store = open_quiet(*paths, quota_bytes=quota)
+    for start in range(0, 120, 8):
+        put(store, *range(start, start + 8))
+    monkeypatch.setattr(time, "time_ns", real)  # while it is open...
+    assert ten_users(store) == [8] * 10
+    store.close()
+
+    store = open_quiet(*paths, quota_bytes=quota)  # ...and at the next opening
+    for start in range(200, 320, 8):
+        put(store, *range(start, start + 8))
+    left = sum(store.exists(NAMESPACE, [key(number) for number in range(120)]))
+    assert left == 0, "pages of the wrong time age like all others"
+    assert ten_users(store) == [8] * 10
+    store.close()
+
+
+def test_processes_with_different_clocks_agree_on_the_order_of_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two stores share a folder; the clock was a day ahead when the second one was opened."""
+    real = time.time_ns
+    quota = 40 * (PAGE + 4096)
+    first = open_quiet(tmp_path / "store", quota_bytes=quota)
+    monkeypatch.setattr(time, "time_ns", lambda: real() + 24 * HOUR)
+    second = open_quiet(tmp_path / "store", quota_bytes=quota, writer=b"writer-2")
+    monkeypatch.setattr(time, "time_ns", real)
+    put(second, *range(32))
+    for start in range(100, 196, 8):  # pages of the first go on top of those of the second
+        put(first, *range(start, start + 8))
+        assert all(first.exists(NAMESPACE, [key(n) for n in range(start, start + 8)]))
+    assert sum(first.exists(NAMESPACE, [key(number) for number in range(32)])) == 0
+    # Used by the first, stored by the second meanwhile: what was used last stays.
+    kept = [key(number) for number in range(188, 196)]
+    put(second, *range(300, 308))
+    first.use(NAMESPACE, kept)
+    first.flush()
+    put(second, *range(308, 324))
+    assert all(first.exists(NAMESPACE, kept))
