@@ -75,14 +75,15 @@ def test_what_is_queued_for_l3_is_written_when_a_server_is_asked_to_end(
         assert found(server, conversations) == whole_pages(conversations)
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("end", ["SIGTERM", "SIGKILL"])
 def test_write_back_stores_beginnings_that_the_device_keeps(
-    end: str, mode: dict[str, Any], model: Path, tmp_path: Path
+    end: str, ranks: int, mode: dict[str, Any], model: Path, tmp_path: Path
 ) -> None:
     """All conversations begin with the same 8 pages, which are always in use: HiCache never evicts
     them, so it never writes them."""
     options = our_server(
-        model, tmp_path, hcache=mode, write_policy="write_back", max_total_tokens=2048
+        model, tmp_path, hcache=mode, write_policy="write_back", max_total_tokens=2048, tp=ranks
     )
     prefix = random_tokens(8 * PAGE, 99)
     conversations = make_conversations(5, turns=3, tokens=150, prefix=prefix)
