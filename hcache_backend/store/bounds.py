@@ -7,8 +7,6 @@ A folder that cannot be asked raises an OSError, an index that cannot be changed
 
 from __future__ import annotations
 
-import time
-
 from hcache_backend.config import HCacheConfig
 from hcache_backend.store.folder import Folder
 from hcache_backend.store.format import PageName
@@ -73,19 +71,19 @@ def pressure(folder: Folder, config: HCacheConfig) -> tuple[int, int]:
     has_room = (quota is None or totals.bytes + page <= config.low_water * quota) and (
         folder.ops.free_bytes(folder.root_fd) >= config.min_free_bytes + margin + page
     )
-    return 0 if has_room else folder.index.oldest_stamp() or 0, totals.bytes
+    ends = None if has_room else folder.index.stamps()
+    return ends[0] if ends else 0, totals.bytes
 
 
 def evict(folder: Folder, wanted: int, stats: StoreStats, problems: ProblemLog) -> None:
     """Delete least recently used pages until ``wanted`` bytes are free.
 
     The folder's lock is held. A file that cannot be deleted is passed over: it stays a page, and
-    counts as just used. Files go before their entries: a crash in between leaves entries without
+    counts as used last. Files go before their entries: a crash in between leaves entries without
     file, which the next read removes, never files that nobody counts.
     """
     freed = 0
     last: Entry | None = None
-    now = time.time_ns()
     stuck: list[PageName] = []
     while freed < wanted and (batch := folder.index.oldest(after=last)):
         gone = []
@@ -106,4 +104,5 @@ def evict(folder: Folder, wanted: int, stats: StoreStats, problems: ProblemLog) 
         freed += removed
         stats.add(pages_evicted=len(gone), bytes_evicted=removed)
     if stuck:
-        folder.index.touch(dict.fromkeys(stuck, now))
+        ends = folder.index.stamps()
+        folder.index.touch(dict.fromkeys(stuck, ends[1] + 1 if ends else 0))

@@ -84,7 +84,9 @@ def find_unknown_files(
         if stop():
             break
         names = []
-        for file in folder.ops.list(folder.shard(shard)):
+        with folder.shard(shard) as shard_fd:
+            files = folder.ops.list(shard_fd)
+        for file in files:
             name = parse_name(file)
             if name is None:
                 result.damaged.append((shard, file, "its name is no page file's"))
@@ -135,8 +137,8 @@ def verify_folder(
     for shard, file, reason in unknown.damaged:
         findings.unknown.append((f"{shard}/{file}", reason))
         if repair:
-            with folder.lock.held(_LOCK_SECONDS):
-                folder.ops.unlink(file, folder.shard(shard))
+            with folder.lock.held(_LOCK_SECONDS), folder.shard(shard) as shard_fd:
+                folder.ops.unlink(file, shard_fd)
             findings.repaired += 1
     return findings
 

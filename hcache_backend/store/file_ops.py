@@ -100,6 +100,13 @@ class FileOps:
         connection.execute("COMMIT")
 
 
+def is_no_space(error: Exception) -> bool:
+    """Whether the disk refused for want of bytes, inodes or a user's quota."""
+    if isinstance(error, sqlite3.Error):
+        return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 @contextmanager
 def opened(ops: FileOps, name: str, flags: int, dir_fd: int) -> Iterator[int]:
     """A file or folder, open for as long as the block lasts."""

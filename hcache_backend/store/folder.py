@@ -16,11 +16,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import secrets
 import sqlite3
 import stat
 import threading
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -46,6 +48,8 @@ _PAGES = "pages"
 _SESSIONS = "sessions"
 LANES = 64
 _LANE = "lane"
+_OTHER_FILES = 256
+"""Descriptors that a server has open besides those of its stores."""
 _OPEN_SECONDS = 30.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -63,13 +67,15 @@ class Session:
 
     Args:
         root_fd: The open store folder, whose lock is held.
+        lanes: How many there are; each keeps a descriptor.
 
     Attributes:
         token: Name of the session's folder.
         fd: That folder.
     """
 
-    def __init__(self, ops: FileOps, root_fd: int) -> None:
+    def __init__(self, ops: FileOps, root_fd: int, lanes: int = LANES) -> None:
+        self._lanes_at_most = lanes
         self.token = secrets.token_hex(8)
         self._ops = ops
         self._root_fd = root_fd
@@ -91,7 +97,7 @@ class Session:
 
     def place(self, number: int) -> tuple[int, str]:
         """The open folder of file ``number``, and its name there."""
-        lane = number % LANES
+        lane = number % self._lanes_at_most
         if lane not in self._lanes:
             with self._lanes_lock:
                 if lane not in self._lanes:
@@ -116,6 +122,7 @@ class FolderView:
 
     Args:
         buffer_bytes: Size of the aligned buffer of every thread that reads or writes pages.
+        descriptors: How many it may keep open from one page to the next; at least 1.
 
     Attributes:
         lock: What protects a change from those of others.
@@ -128,9 +135,13 @@ class FolderView:
 
     lock: FolderLock | NoLock = NoLock()
 
-    def __init__(self, path: Path, ops: FileOps, buffer_bytes: int) -> None:
+    def __init__(
+        self, path: Path, ops: FileOps, buffer_bytes: int, *, descriptors: int = LANES
+    ) -> None:
         self.path = path
         self.ops = ops
+        self._lanes = max(1, min(LANES, descriptors // 4))
+        self._shards_at_most = descriptors - self._lanes
         self._shards: dict[str, int] = {}
         self._shards_lock = threading.Lock()
         with ExitStack() as stack:
@@ -153,26 +164,35 @@ class FolderView:
         self.index_is_partial = not self._index_is_complete()
         self.io = PageIO(self.ops, reading_alignment(self.ops, self.root_fd, MARKER), buffer_bytes)
 
-    def shard(self, name: str, *, make: bool = False) -> int:
+    @contextmanager
+    def shard(self, name: str, *, make: bool = False) -> Iterator[int]:
         """The folder of page files whose keys begin with ``name``; ``make`` a missing one.
 
-        It stays open: to open and close it would be a third of a page's system calls. When ``make``
-        finds it deleted, it makes another.
+        It stays open behind the block if there is room for it: to open and close it would be a
+        third of a page's system calls. When ``make`` finds it deleted, it makes another.
         """
-        known = self._shards.get(name)
-        if known is not None and (not make or os.fstat(known).st_nlink):
-            return known
+        fd = self._shards.get(name)
+        with ExitStack() as stack:
+            if fd is None or (make and not os.fstat(fd).st_nlink):
+                fd = self._open_shard(name, fd, make, stack)
+            yield fd
+
+    def _open_shard(self, name: str, known: int | None, make: bool, stack: ExitStack) -> int:
+        """Open it anew, instead of a ``known`` one, to be kept or closed with ``stack``."""
         with self._shards_lock:
-            if self._shards.get(name) == known:
-                try:
-                    fd = self.ops.open(name, FOLDER, self.pages_fd)
-                except FileNotFoundError:
-                    if not make:
-                        raise
-                    self.ops.make_folder(name, self.pages_fd)
-                    fd = self.ops.open(name, FOLDER, self.pages_fd)
-                self._shards[name] = kept_open(fd, self._open_files)
-            return self._shards[name]
+            if (meanwhile := self._shards.get(name)) is not None and meanwhile != known:
+                return meanwhile
+            try:
+                fd = self.ops.open(name, FOLDER, self.pages_fd)
+            except FileNotFoundError:
+                if not make:
+                    raise
+                self.ops.make_folder(name, self.pages_fd)
+                fd = self.ops.open(name, FOLDER, self.pages_fd)
+            if known is None and len(self._shards) >= self._shards_at_most:
+                return kept_open(fd, stack)
+            self._shards[name] = kept_open(fd, self._open_files)
+            return fd
 
     def shards(self) -> list[str]:
         """The shard folders that are there."""
@@ -200,12 +220,14 @@ class Folder(FolderView):
 
     lock: FolderLock
 
-    def __init__(self, path: Path, ops: FileOps, buffer_bytes: int, *, create: bool) -> None:
+    def __init__(
+        self, path: Path, ops: FileOps, buffer_bytes: int, *, create: bool, descriptors: int = LANES
+    ) -> None:
         self.users = 0
         self._create = create
         if create:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        super().__init__(path, ops, buffer_bytes)
+        super().__init__(path, ops, buffer_bytes, descriptors=descriptors)
 
     def _open(self, stack: ExitStack, buffer_bytes: int) -> None:
         ops, root_fd = self.ops, self.root_fd
@@ -216,7 +238,7 @@ class Folder(FolderView):
                 _ensure_folder(ops, name, root_fd)
             self.pages_fd = kept_open(ops.open(_PAGES, FOLDER, root_fd), stack)
             _remove_dead_sessions(ops, root_fd)
-            self.session = Session(ops, root_fd)
+            self.session = Session(ops, root_fd, self._lanes)
             stack.callback(self.session.close)
             self.index = _open_index(self.path, ops, root_fd)
             stack.callback(self.index.close)
@@ -261,7 +283,20 @@ class Folder(FolderView):
                 _set_aside(self.ops, self.root_fd)
 
     def _holds_no_pages(self) -> bool:
-        return not any(self.ops.list(self.shard(name)) for name in self.shards())
+        for name in self.shards():
+            with self.shard(name) as fd:
+                if self.ops.list(fd):
+                    return False
+        return True
+
+
+def descriptors_of_each(folders: int) -> int:
+    """How many descriptors a store of so many folders may keep open in each."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = LANES + len(SHARDS)
+    if allowed == resource.RLIM_INFINITY:
+        return most
+    return max(1, min(most, (allowed - _OTHER_FILES) // (2 * folders)))
 
 
 def is_store_folder(path: Path) -> bool:

@@ -65,13 +65,16 @@ SELECT group_concat(hex(mark)) FROM (
 SELECT mark FROM recency WHERE mark > ? ORDER BY mark LIMIT 64)
 """
 
+_ENDS = "SELECT (SELECT min(mark) FROM recency), (SELECT max(mark) FROM recency)"
+"""Apart, so that each is one step in the tree."""
+
 
 class Entry(NamedTuple):
     """One page file.
 
     Attributes:
         writer: The server run that made it, 8 bytes.
-        stamp: Nanoseconds since 1970 of the last use.
+        stamp: The last use, in nanoseconds of the store's access epoch; see :mod:`.recency`.
     """
 
     name: PageName
@@ -175,11 +178,13 @@ class Index:
         entries = {_mark(entry): entry for some in files.values() for entry in some}
         return [entries[mark] for mark in marks if mark in entries]
 
-    def oldest_stamp(self) -> int | None:
-        """The stamp of the least recently used entry; None where there is none."""
+    def stamps(self) -> tuple[int, int] | None:
+        """The stamps of the least and the most recently used entry; None: there is no entry."""
         with self._reading() as connection:
-            [(mark,)] = connection.execute("SELECT min(mark) FROM recency").fetchall()
-        return None if mark is None else _STAMP.unpack_from(mark)[0]
+            [(first, last)] = connection.execute(_ENDS).fetchall()
+        if first is None:
+            return None
+        return _STAMP.unpack_from(first)[0], _STAMP.unpack_from(last)[0]
 
     def totals(self) -> Totals:
         """Page files and bytes in this folder."""

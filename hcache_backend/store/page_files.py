@@ -145,7 +145,8 @@ def give_name(folder: Folder, written: Written) -> None:
     """Make a page file of a file of the session."""
     name = written.entry.name
     source_fd, source = folder.session.place(written.file)
-    folder.ops.rename(source, source_fd, name.file, folder.shard(name.shard, make=True))
+    with folder.shard(name.shard, make=True) as shard_fd:
+        folder.ops.rename(source, source_fd, name.file, shard_fd)
 
 
 def remove_nameless(folder: Folder, number: int) -> None:
@@ -158,7 +159,8 @@ def remove_nameless(folder: Folder, number: int) -> None:
 def file_exists(folder: FolderView, name: PageName) -> bool:
     """Whether a page file is really there."""
     try:
-        folder.ops.stat(name.file, folder.shard(name.shard))
+        with folder.shard(name.shard) as shard_fd:
+            folder.ops.stat(name.file, shard_fd)
     except FileNotFoundError:
         return False
     return True
@@ -170,12 +172,12 @@ def delete_page(folder: FolderView, name: PageName, only: os.stat_result | None 
     Another file than the one with status ``only`` stays. Returns whether nothing stands there now.
     """
     try:
-        shard_fd = folder.shard(name.shard)
-        if only is not None:
-            there = folder.ops.stat(name.file, shard_fd)
-            if not os.path.samestat(there, only) or there.st_mtime_ns != only.st_mtime_ns:
-                return False
-        folder.ops.unlink(name.file, shard_fd)
+        with folder.shard(name.shard) as shard_fd:
+            if only is not None:
+                there = folder.ops.stat(name.file, shard_fd)
+                if not os.path.samestat(there, only) or there.st_mtime_ns != only.st_mtime_ns:
+                    return False
+            folder.ops.unlink(name.file, shard_fd)
     except FileNotFoundError:
         pass
     return True
@@ -184,7 +186,8 @@ def delete_page(folder: FolderView, name: PageName, only: os.stat_result | None 
 def open_page(folder: FolderView, name: PageName) -> int:
     """Open a page file for reading; FileNotFoundError when it is not there."""
     flags = os.O_RDONLY | folder.io.alignment.flags
-    return folder.ops.open(name.file, flags, folder.shard(name.shard))
+    with folder.shard(name.shard) as shard_fd:
+        return folder.ops.open(name.file, flags, shard_fd)
 
 
 def read_page(folder: FolderView, read: PageRead, wanted: Subset) -> tuple[int, int]:

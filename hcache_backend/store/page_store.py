@@ -164,7 +164,7 @@ class PageStore:
                 page, with nothing between. The payload of the whole page is the page.
             prefix: The keys of the pages before them in their sequence, from its first one on.
                 They are in use, too.
-            last_use: When the pages were used, in nanoseconds since 1970; None: they are in use.
+            last_use: When the pages were used, as :class:`Gap` says it; None: they are in use.
                 A full folder does not take pages that would be the first to go.
             share: The eighths of every page that the caller has.
             table: How the whole page divides; a must for shares and for reading parts of a layer.
@@ -193,7 +193,7 @@ class PageStore:
                 name = PageName(namespace, key, share)
                 memory = PageMemory(parts, share, None if digests is None else digests[number])
                 work.append(page_write(number, name, memory, layout, stamps[number]))
-        volumes = [volume for volume in self.volumes if volume.is_online()]
+        volumes = [volume for volume in self.volumes if volume.is_online(writing=True)]
         if work and not volumes:
             self.stats.add(pages_dropped_offline=len(work))
             work = []
@@ -336,11 +336,13 @@ class PageStore:
         full = volume.is_full(incoming)
         if full:
             self._recency.save()  # so that what goes is what nobody used
-            # What would be the first to go does not come.
-            oldest = volume.oldest_stamp() or 0
+            # What would be the first to go does not come, and nothing goes for it.
+            oldest, _ = volume.stamps() or (0, 0)
             newer = [item for item in items if item.stamp > oldest]
             self.stats.add(pages_dropped_old=len(items) - len(newer))
-            items = newer
+            items, incoming = newer, sum(item.layout.file_bytes for item in newer)
+        if not items:
+            return _Writing(volume, 0, [])
         if full and not volume.make_room(incoming, deadline - time.monotonic()):
             self.stats.add(pages_dropped_full=len(items))
             return _Writing(volume, 0, [])

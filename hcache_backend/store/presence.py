@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hcache_backend.store.folder import Folder, is_store_folder
+from hcache_backend.store.folder import Folder, descriptors_of_each, is_store_folder
 from hcache_backend.store.index import is_damaged
 from hcache_backend.store.stats import StoreContext
 
@@ -28,8 +28,9 @@ class OfflineError(OSError):
 class Presence:
     """A folder that comes and goes.
 
-    A folder that fails again and again rests for some seconds, so that a dying disk does not hold
-    up every request. One that vanishes is let go of, and opened again when it is back.
+    A folder whose reads fail again and again rests for some seconds, so that a dying disk does not
+    hold up every request. If its writes fail, only writing rests: a disk that is full, or was made
+    read-only, can be read. A folder that vanishes is let go of, and opened again when it is back.
     """
 
     def __init__(self, path: Path, store: StoreContext) -> None:
@@ -37,8 +38,8 @@ class Presence:
         self._config, self._ops, self._writer, self._stats, self._problems = store
         self._state = threading.Lock()
         self._folder: Folder | None = None
-        self._errors_in_a_row = 0
-        self._rest_until = 0.0
+        self._errors_in_a_row = [0, 0]  # of reading and of writing; likewise:
+        self._rest_until = [0.0, 0.0]
         self._index_is_broken = False
         self._had_own_device = False
         self._closed = False
@@ -46,29 +47,31 @@ class Presence:
     def attach(self, *, create: bool) -> None:
         """Open the folder; an OSError if it cannot be used."""
         try:
-            folder = Folder(self.path, self._ops, self._config.buffer_bytes, create=create)
+            descriptors = descriptors_of_each(len(self._config.dirs))
+            size = self._config.buffer_bytes
+            folder = Folder(self.path, self._ops, size, create=create, descriptors=descriptors)
         except sqlite3.Error as error:
             raise OSError(errno.EIO, f"its index: {error}", str(self.path)) from None
         with self._state:
             self._folder = folder
             folder.users = 1
-            self._errors_in_a_row = 0
-            self._rest_until = 0.0
+            self._errors_in_a_row = [0, 0]
+            self._rest_until = [0.0, 0.0]
             self._index_is_broken = False
         self._had_own_device = self.path.is_mount()
         if not folder.io.alignment.flags:
             logger.info("hcache: %s has no direct I/O; reads and writes are buffered", self.path)
 
-    def is_online(self) -> bool:
-        """Whether it can be used now."""
-        return self._folder is not None and time.monotonic() >= self._rest_until
+    def is_online(self, *, writing: bool = False) -> bool:
+        """Whether it can be read, or written, now."""
+        return self._folder is not None and not self._rests(writing)
 
     @contextmanager
-    def use(self) -> Iterator[Folder]:
+    def use(self, *, writing: bool = False) -> Iterator[Folder]:
         """The open folder, which stays open while in use; OfflineError if it is not there."""
         with self._state:
             folder = self._folder
-            if folder is None or time.monotonic() < self._rest_until:
+            if folder is None or self._rests(writing):
                 raise OfflineError(errno.ENODEV, "the folder is offline", str(self.path))
             folder.users += 1
         try:
@@ -110,25 +113,33 @@ class Presence:
         self._closed = True
         self.detach()
 
-    def worked(self) -> None:
-        """Note that an operation on the folder succeeded."""
-        self._errors_in_a_row = 0
+    def worked(self, *, writing: bool = False) -> None:
+        """Note that reading, or writing, the folder succeeded."""
+        self._errors_in_a_row[writing] = 0
 
-    def failed(self, what: str, error: Exception) -> None:
-        """Log and count that the operation ``what`` on the folder failed."""
+    def failed(self, what: str, error: Exception, *, writing: bool = False) -> None:
+        """Log and count that the operation ``what`` failed, which read or wrote the folder."""
         self._problems.report(f"{what} {self.path}", f"{self.path}: {what} failed: {error}")
         if isinstance(error, sqlite3.Error):
             self._stats.add(index_errors=1)
         if is_damaged(error):
             self._index_is_broken = True
-        self._errors_in_a_row += 1
-        if self._errors_in_a_row >= _ERRORS_IN_A_ROW:
-            self._errors_in_a_row = 0
-            self._rest_until = time.monotonic() + _REST_SECONDS
+        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+            return  # the process has too many files open: no fault of the disk
+        self._errors_in_a_row[writing] += 1
+        if self._errors_in_a_row[writing] >= _ERRORS_IN_A_ROW:
+            self._errors_in_a_row[writing] = 0
+            self._rest_until[writing] = time.monotonic() + _REST_SECONDS
+            rests = "writing rests" if writing else "it rests"
             self._problems.report(
-                f"rest {self.path}",
-                f"{self.path} keeps failing; it rests for {_REST_SECONDS:.0f} s",
+                f"rest {writing} {self.path}",
+                f"{self.path} keeps failing; {rests} for {_REST_SECONDS:.0f} s",
             )
+
+    def _rests(self, writing: bool) -> bool:
+        """Whether it is left alone for now. A disk that cannot be read is not written, either."""
+        until = self._rest_until
+        return time.monotonic() < (max(until[False], until[True]) if writing else until[False])
 
     def _come_back(self) -> None:
         # An empty folder may be the place where a disk is not mounted: only a folder that was

@@ -1,8 +1,12 @@
 """When pages were last used: the ends of sequences go before what stands before them.
 
+Time is the store's *access epoch*, in nanoseconds: wall time when a store is opened, or later if
+pages have later stamps, and from then on as much as the machine runs. It never steps back, also if
+the clock does: what is used later has a later stamp, in every process that has the folders open.
+
 A page is worth something only while every page before it in its sequence is there, so a use counts
 for a sequence from its first page on. The stamp of page ``i`` of a sequence is its *level* minus
-``i``, in nanoseconds. A level is the time of a use, and levels never rise along a sequence. So the
+``i``, in nanoseconds. A level is the epoch of a use, and levels never rise along a sequence. So the
 least recently used pages of every folder are ends of sequences, and one sequence is gone before the
 next one loses a page. Ranks that store their shares of a page at one time give them different
 levels; a use makes them one.
@@ -24,6 +28,7 @@ from hcache_backend.store.volume import Volume
 from hcache_backend.units import ALL_EIGHTHS
 
 _YOUNG = 16
+_FURTHER = 1_000_000
 _PENDING_AT_MOST = 1 << 20
 """Keys of uses that wait to be saved; more in one interval are not noted."""
 _GAPS_AT_MOST = 256
@@ -31,7 +36,8 @@ _GAPS_AT_MOST = 256
 
 
 class Gap(NamedTuple):
-    """Pages that a sequence lacks of which it was used up to the last of ``keys``, at ``time``."""
+    """Pages that a sequence lacks of which it was used up to the last of ``keys``, at ``time``
+    (access epoch)."""
 
     keys: Sequence[bytes]
     missing: list[int]
@@ -40,7 +46,7 @@ class Gap(NamedTuple):
 
 
 class _Use(NamedTuple):
-    """A sequence was used up to the last of ``keys``, at ``time`` (ns since 1970)."""
+    """A sequence was used up to the last of ``keys``, at ``time`` (access epoch)."""
 
     namespace: bytes
     keys: Sequence[bytes]
@@ -59,6 +65,9 @@ class Recency:
         self._pending_keys = 0
         self._gaps: dict[tuple[bytes, bytes], Gap] = {}
         self._saving = threading.Lock()
+        self._epoch_behind = 0  # what is to be added to the machine's own time
+        self._follow(time.time_ns())
+        self._young()
 
     def note(self, namespace: bytes, keys: Sequence[bytes], complete: bool) -> None:
         """The pages ``keys`` of a sequence, from its first one on, are being used. Never waits.
@@ -67,7 +76,7 @@ class Recency:
         all be there (``complete``), those that are not become a :class:`Gap`.
         """
         if keys:
-            self._note(_Use(namespace, keys, time.time_ns(), complete))
+            self._note(_Use(namespace, keys, self._now(), complete))
 
     def take_gaps(self) -> list[Gap]:
         """What was found missing since the last call, in the order of uses. Never waits."""
@@ -87,8 +96,9 @@ class Recency:
         They and those of them that are there are being used, or were at ``last_use``.
         """
         with self._saving:
-            now = time.time_ns()
-            young, level, start, used = self._young(now), last_use or now, 0, 0
+            young = self._young()
+            now = self._now()
+            level, start, used = last_use or now, 0, 0
             if prefix:
                 [last] = self._levels(namespace, prefix[-1:], len(prefix) - 1)
                 if last and min(last) >= young:  # then so are those before it
@@ -111,7 +121,7 @@ class Recency:
         with self._saving:
             with self._lock:
                 uses, self._pending, self._pending_keys = self._pending, {}, 0
-            young = self._young(time.time_ns()) if uses else 0
+            young = self._young() if uses else 0
             changes: list[dict[PageName, int]] = [{} for _ in self._volumes]
             for use in uses.values():
                 self._apply(use, young, changes)
@@ -162,10 +172,22 @@ class Recency:
                 found[i].update(entry.stamp + first + i for entry in entries)
         return found
 
-    def _young(self, now: int) -> int:
+    def _now(self) -> int:
+        """The access epoch at present."""
+        return time.monotonic_ns() + self._epoch_behind
+
+    def _follow(self, epoch: int) -> None:
+        """The access epoch is at least ``epoch``."""
+        with self._lock:
+            self._epoch_behind = max(self._epoch_behind, epoch - time.monotonic_ns())
+
+    def _young(self) -> int:
         """Levels from this one on are young."""
-        stamps = [stamp for volume in self._volumes if (stamp := volume.oldest_stamp())]
-        return now - max(0, now - min(stamps, default=now)) // _YOUNG
+        ends = [stamps for volume in self._volumes if (stamps := volume.stamps()) is not None]
+        # Another process may be ahead. A level is its page's stamp and less than a millisecond.
+        self._follow(max((last for _, last in ends), default=0) + _FURTHER)
+        now = self._now()
+        return now - max(0, now - min((first for first, _ in ends), default=now)) // _YOUNG
 
 
 def _is_whole(files: Iterable[Entry]) -> bool:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from hcache_backend.store.bounds import broken_bound, evict, excess_bytes, pressure
+from hcache_backend.store.file_ops import is_no_space
 from hcache_backend.store.folder import Folder
 from hcache_backend.store.format import BLOCK, DamagedFileError, PageName, round_up
 from hcache_backend.store.index import Entry
@@ -41,6 +42,8 @@ from hcache_backend.store.stats import StoreContext
 logger = logging.getLogger("hcache.store")
 
 _LOCK_SECONDS = 5.0
+_EVICTIONS_IN_VAIN = 3
+"""Others may want the space, too: after so many evictions that were no help there are no more."""
 
 _Result = TypeVar("_Result")
 
@@ -61,6 +64,8 @@ class Volume(Presence):
         self.readers = ThreadPoolExecutor(self._threads, f"hcache-read-{path.name}")
         self.writers = ThreadPoolExecutor(self._threads, f"hcache-write-{path.name}")
         self.dirty = False
+        self._evictions = 0  # because the disk had no space...
+        self._in_vain = 0  # ...of which the last ones were no help
 
     def coverage(self, namespace: bytes, keys: Sequence[bytes]) -> list[int]:
         """Bit mask of the eighths of every page that stand here."""
@@ -112,7 +117,8 @@ class Volume(Presence):
             with folder.lock.held(seconds):
                 return self._evict_for(folder, incoming)
 
-        return self._ask(work, True)  # what goes wrong does so again, and counts, when writing
+        # What goes wrong does so again, and counts, when writing.
+        return self._ask(work, True, writing=True)
 
     def check_room(self, page_bytes: int) -> None:
         """Say in the log when the folder could hold no page of this size, were it empty."""
@@ -135,7 +141,7 @@ class Volume(Presence):
         done = [False] * len(batch)
         size = sum(written.entry.file_bytes for written in batch)
         try:
-            with self.use() as folder:
+            with self.use(writing=True) as folder:
                 try:
                     for saved in (False, True):
                         with folder.lock.held(max(deadline - time.monotonic(), 0.0)):
@@ -153,8 +159,7 @@ class Volume(Presence):
             self._stats.add(pages_dropped_late=len(batch))
             self._problems.report("lock", f"{self.path}: {error}")
         except (OSError, sqlite3.Error) as error:
-            self._stats.add(write_errors=done.count(False))
-            self.failed("write", error)
+            self._not_written(error, done.count(False))
         return done
 
     def take(self, writer: Writer) -> list[Written | None]:
@@ -165,7 +170,7 @@ class Volume(Presence):
         def remove(_: Future[None]) -> None:
             for written in writer.done[len(taken) :]:
                 if written is not None:
-                    self._ask(partial(remove_nameless, number=written.file), None)
+                    self._ask(partial(remove_nameless, number=written.file), None, writing=True)
 
         if not ended:
             writer.future.add_done_callback(remove)
@@ -192,25 +197,28 @@ class Volume(Presence):
                 dropped += len(gone)
             return dropped
 
-        return self._ask(work, 0)
+        return self._ask(work, 0, writing=True)
 
     def flush(self) -> bool:
         """Bring everything to the disk; False when it refused."""
         self.dirty = False
         try:
-            with self.use() as folder:
+            with self.use(writing=True) as folder:
                 folder.ops.sync(folder.root_fd)
+        except OfflineError:
+            self.dirty = True
+            return False
         except OSError as error:
             self.dirty = True
             self._stats.add(sync_errors=1)
-            self.failed("sync", error)
+            self.failed("sync", error, writing=True)
             return False
         self._stats.add(syncs=1)
         return True
 
-    def oldest_stamp(self) -> int | None:
-        """When the least recently used page was used; None where there is no page."""
-        return self._ask(lambda folder: folder.index.oldest_stamp(), None)
+    def stamps(self) -> tuple[int, int] | None:
+        """The stamps of the least and the most recently used page; None: there is no page."""
+        return self._ask(lambda folder: folder.index.stamps(), None)
 
     def set_stamps(self, stamps: Mapping[PageName, int]) -> None:
         """Tell the index when pages were used; those that are not there are ignored."""
@@ -219,7 +227,7 @@ class Volume(Presence):
             with folder.lock.held(_LOCK_SECONDS):
                 folder.index.touch(stamps)
 
-        self._ask(work, None)
+        self._ask(work, None, writing=True)
 
     def close(self) -> None:
         self.readers.shutdown(wait=False)
@@ -273,42 +281,87 @@ class Volume(Presence):
     ) -> None:
         """Write pages until there are no more; ``done`` learns of each, None: it failed."""
         try:
-            with self.use() as folder:
+            with self.use(writing=True) as folder:
                 for write in writes:
                     if time.monotonic() > deadline:
                         return
-                    done.append(self._write(folder, write))
+                    done.append(self._write(folder, write, deadline))
         except OfflineError:
             dropped = [None for _ in writes]
             self._stats.add(pages_dropped_offline=len(dropped))
             done += dropped
 
-    def _write(self, folder: Folder, write: PageWrite) -> Written | None:
+    def _write(self, folder: Folder, write: PageWrite, deadline: float) -> Written | None:
         """Write a page to a nameless file; None when that fails. :meth:`commit` names it."""
-        if not self.is_online():
+        if not self.is_online(writing=True):
             self._stats.add(pages_dropped_offline=1)
             return None
-        try:
-            written = write_page(folder, write, self._writer)
-        except OSError as error:
-            self._stats.add(write_errors=1)
-            self.failed("write", error)
-            return None
-        self.worked()
-        return written
+        for is_last in (False, True):
+            evictions = self._evictions
+            try:
+                written = write_page(folder, write, self._writer)
+            except OSError as error:
+                size = write.layout.file_bytes
+                if not is_last and self._make_room_after(error, folder, size, evictions, deadline):
+                    continue
+                self._not_written(error, 1)
+                return None
+            self._in_vain = 0
+            self.worked(writing=True)
+            return written
+        raise AssertionError("unreachable")
 
-    def _ask(self, work: Callable[[Folder], _Result], otherwise: _Result) -> _Result:
+    def _make_room_after(
+        self, error: OSError, folder: Folder, size: int, evictions: int, deadline: float
+    ) -> bool:
+        """Evict if the disk refused ``size`` bytes for want of space; whether to try again."""
+        if is_no_space(error):
+            with (
+                suppress(OSError, sqlite3.Error),  # then the page is dropped
+                folder.lock.held(max(deadline - time.monotonic(), 0.0)),
+            ):
+                return self._evict_share(folder, size, evictions)
+        return False
+
+    def _evict_share(self, folder: Folder, wanted: int, evictions: int) -> bool:
+        """Evict what the disk refused room for; the folder's lock is held. False: that is no help.
+
+        It had refused after so many ``evictions``: if there was one since then, that was it.
+        """
+        if self._evictions == evictions:
+            if self._in_vain >= _EVICTIONS_IN_VAIN:
+                return False
+            self._in_vain += 1
+            self._evictions += 1
+            share = self._config.high_water - self._config.low_water
+            # Other threads are about to be refused, too.
+            wanted = max(wanted * self._threads, int(share * folder.index.totals().bytes))
+            evict(folder, wanted, self._stats, self._problems)
+        return True
+
+    def _not_written(self, error: Exception, pages: int) -> None:
+        if is_no_space(error):  # a full disk works
+            self._stats.add(pages_dropped_full=pages)
+            full = f"{self.path} is full: {error}; new pages are not stored"
+            self._problems.report(f"full {self.path}", full)
+            return
+        self._stats.add(write_errors=pages)
+        self.failed("write", error, writing=True)
+
+    def _ask(
+        self, work: Callable[[Folder], _Result], otherwise: _Result, *, writing: bool = False
+    ) -> _Result:
         try:
-            with self.use() as folder:
+            with self.use(writing=writing) as folder:
                 return work(folder)
         except OfflineError:
             return otherwise
         except TimeoutError as error:
             self._problems.report(f"lock {self.path}", f"{self.path}: {error}")
         except sqlite3.Error as error:
-            self.failed("index", error)
+            self.failed("index", error, writing=writing)
         except OSError as error:
-            self.failed("use", error)
+            self.failed("use", error, writing=writing)
         return otherwise
 
     def _commit(self, folder: Folder, batch: Sequence[Written], done: list[bool]) -> None:
@@ -328,11 +381,32 @@ class Volume(Presence):
         if not self._evict_for(folder, incoming, on_disk=incoming):
             self._stats.add(pages_dropped_full=len(fresh))
             return
-        folder.index.insert(batch[number].entry for number in fresh)
+
+        failed = self._name(folder, batch, fresh, done)
+        refused = failed is not None and is_no_space(failed)
+        if refused and self._evict_share(folder, incoming, self._evictions):
+            failed = self._name(folder, batch, [n for n in fresh if not done[n]], done)
         self.dirty = True
+        named = [batch[number] for number in fresh if done[number]]
+        self._stats.add(
+            pages_written=len(named),
+            bytes_written=sum(written.entry.payload_bytes for written in named),
+            bytes_copied=sum(written.copied for written in batch),
+        )
+        if failed is not None:
+            raise failed
+
+    def _name(
+        self, folder: Folder, batch: Sequence[Written], numbers: Sequence[int], done: list[bool]
+    ) -> OSError | sqlite3.Error | None:
+        """Make pages of some files of a batch; why not of all of them, or None."""
+        try:
+            folder.index.insert(batch[number].entry for number in numbers)
+        except sqlite3.Error as error:
+            return error
         failed: OSError | None = None
         unnamed = []
-        for number in fresh:
+        for number in numbers:
             try:
                 give_name(folder, batch[number])
                 done[number] = True
@@ -341,14 +415,9 @@ class Volume(Presence):
                 name = batch[number].entry.name
                 self._delete(folder, name)
                 unnamed.append(name)
-        self._stats.add(
-            pages_written=len(fresh) - len(unnamed),
-            bytes_written=sum(batch[i].entry.payload_bytes for i in fresh if done[i]),
-            bytes_copied=sum(written.copied for written in batch),
-        )
-        if failed is not None:
+        if unnamed:
             folder.index.remove(unnamed)
-            raise failed
+        return failed
 
     def _evict_for(self, folder: Folder, incoming: int, on_disk: int = 0) -> bool:
         """Make room; the folder's lock is held."""
@@ -377,14 +446,14 @@ class Volume(Presence):
                 if gone:
                     folder.index.remove([name])
 
-        self._ask(work, None)
+        self._ask(work, None, writing=True)
 
     def _delete(self, folder: Folder, name: PageName) -> bool:
         try:
             delete_page(folder, name)
         except OSError as error:
             self._stats.add(evict_errors=1)
-            self.failed("delete", error)
+            self.failed("delete", error, writing=True)
             return False
         return True
 
