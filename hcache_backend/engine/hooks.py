@@ -361,10 +361,10 @@ def _after_written(
 
 
 def _after_backup(
-    original: Callable[..., Any], cache: Any, node_id: int, device_value: Any, *a: Any, **kw: Any
+    original: Callable[..., Any], cache: Any, node_id: int, device_indices: Any, *a: Any, **kw: Any
 ) -> Any:
-    """SGLang asks the controller only where the host pool has room; whose L3 it is is the same."""
-    result, tokens = original(cache, node_id, device_value, *a, **kw), len(device_value)
+    """SGLang does not ask the controller if the host pool is full."""
+    result, tokens = original(cache, node_id, device_indices, *a, **kw), len(device_indices)
     if result is None and cache.cache_controller.mem_pool_host.available_size() < tokens:
         metrics.TOKENS.count("not_backed_up_host_pool_full", tokens)
     return result

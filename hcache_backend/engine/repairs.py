@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
 
 from hcache_backend.engine import metrics
 from hcache_backend.engine.ranks import said_by_all_ranks
@@ -108,6 +106,8 @@ class Repairs:
         """
         if not self._heads or cache.ongoing_write_through:
             return
+        from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
+
         end = next(iter(self._heads))
         chain: list[tuple[bytes, int, int]] = []  # from the last node to the first
         key: bytes | None = end
@@ -189,6 +189,8 @@ class Repairs:
         with ``write_back`` all that is on the device; whether it has. As :meth:`finish`."""
         if not self._on:
             return False
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
         end = time.monotonic() + _FINISH_SECONDS
         logger.info(
             "hcache: the server ends: up to %g s for %d nodes that are still to be written to L3",

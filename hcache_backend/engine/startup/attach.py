@@ -154,8 +154,8 @@ def warn_of_small_host_pool(
         host_token_bytes: What a token takes there...
         device_token_bytes: ...and its K and V on the device.
     """
-    memory, missing = get_memory(), (device_tokens - host_tokens) * host_token_bytes
-    if missing <= 0 or memory.hicache_write_policy == "write_back":
+    missing = (device_tokens - host_tokens) * host_token_bytes
+    if missing <= 0 or (memory := get_memory()).hicache_write_policy == "write_back":
         return  # write_back has tokens in host memory that the device has no more
     if memory.hicache_size > 0:
         enough = f"--hicache-size {math.ceil(memory.hicache_size + missing / 1e9)}"
