@@ -113,13 +113,6 @@ class OwnPagesController(HybridCacheController, ABC):
 
     # ---- device -> host ----
 
-    def write(self, device_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Back up a node, or return None where the host pool is full."""
-        host_indices = super().write(device_indices, *args, **kwargs)
-        if host_indices is None:
-            self._not_backed_up("host pool full", len(device_indices))
-        return host_indices
-
     def start_writing(self) -> None:
         if self.write_queue:
             # HiCache backs a page up as soon as the step that fills its last slot is launched, and

@@ -27,6 +27,8 @@ DRAIN = (
 )
 PREFETCH = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.prefetch_from_storage"
 WRITTEN = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.write_backup_storage"
+BACKED_UP = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache._execute_kv_backup"
+STOPPING = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.release_host_resources"
 IDLE = "sglang.srt.managers.scheduler.Scheduler.on_idle"
 RECEIVED = "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache"
 LOAD_BACK = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.init_load_back"
@@ -88,8 +90,12 @@ def own_pages_hooks() -> list[Hook]:
 
 
 def use_hooks() -> list[Hook]:
-    """What L3 needs to know which pages are used although L1 or L2 have them, and to have them."""
+    """What L3 needs to know which pages are used although L1 or L2 have them, and to have them; and
+    what it is told of those that it will not have."""
     return [
+        Hook(BACKED_UP, _after_backup),
+        Hook(EVENTS, _after_events),
+        Hook(STOPPING, _before_stop),
         Hook(PREFETCH, _around_prefetch),
         Hook(RECEIVED, _after_received),
         Hook(LOAD_BACK, _before_load_back),
@@ -145,7 +151,7 @@ def notice_uses() -> None:
     """Have L3 told which pages are used, or say that it is not."""
     unnoticed = install(use_hooks())
     if unnoticed is not None:
-        logger.warning("hcache: L3 may evict pages that L1 and L2 serve: %s", unnoticed)
+        logger.warning("hcache: L3 may lack or evict pages that L1 and L2 serve: %s", unnoticed)
 
 
 def install(hooks: list[Hook]) -> str | None:
@@ -350,8 +356,36 @@ def _after_written(
     l3 = _our_l3(cache)
     if l3 is not None:
         with _harmless():
-            l3.repairs.saw(cache, node_id)
+            l3.repairs.wrote(cache, node_id)
     return result
+
+
+def _after_backup(
+    original: Callable[..., Any], cache: Any, node_id: int, device_indices: Any, *a: Any, **kw: Any
+) -> Any:
+    """SGLang does not ask the controller if the host pool is full."""
+    result, tokens = original(cache, node_id, device_indices, *a, **kw), len(device_indices)
+    if result is None and cache.cache_controller.mem_pool_host.available_size() < tokens:
+        metrics.TOKENS.count("not_backed_up_host_pool_full", tokens)
+    return result
+
+
+def _after_events(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
+    result = original(cache, *a, **kw)
+    l3 = _our_l3(cache)
+    if l3 is not None:
+        with _harmless():
+            l3.repairs.put_heads(cache)
+    return result
+
+
+def _before_stop(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
+    """On SIGTERM, when all requests have been answered. SGLang's processes are killed in 15 s."""
+    l3 = _our_l3(cache)
+    if l3 is not None:
+        with _harmless():
+            l3.stop(cache)
+    return original(cache, *a, **kw)
 
 
 def _before_idle(original: Callable[..., Any], scheduler: Any, *a: Any, **kw: Any) -> Any:

@@ -2,19 +2,25 @@
 
 SGLang collects from several processes, so every metric here is one that adds up over processes, or
 a gauge whose largest value counts. Their names are used by ``hcache top`` and by the dashboard.
+
+Counts outlive their process, as Prometheus wants. Gauges say how a process is, and end with it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
+import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram, values
 
 from hcache_backend.store import StoreStats
 
@@ -24,6 +30,9 @@ STAGE_BUCKETS = tuple(base * 10.0**power for power in range(-4, 2) for base in (
 """0.1 ms to 50 s."""
 
 _complained = threading.Event()
+_held: dict[Path, int] = {}
+"""Files of gauges of this process, and the descriptors that hold their locks."""
+_holding = threading.Lock()
 
 
 class Metric:
@@ -36,11 +45,15 @@ class Metric:
 
     def __init__(self, kind: Any, name: str, text: str, *labels: str, **options: Any) -> None:
         self._make = lambda: kind(name, text, labels, **options)
+        self._mode = options.get("multiprocess_mode")
         self._series: dict[tuple[str, ...], Any] = {}  # to look one up takes longer than to count
 
     @cached_property
     def family(self) -> Any:
         """Prometheus' object."""
+        if self._mode is not None and values.ValueClass._multiprocess:
+            with _holding:
+                _take_file(self._mode)
         return self._make()
 
     def count(self, label: str, number: float = 1) -> None:
@@ -70,6 +83,29 @@ class Metric:
             if not _complained.is_set():
                 _complained.set()
                 logger.warning("hcache: metrics cannot be kept (said once): %s", error)
+
+
+def _take_file(mode: str) -> None:
+    """Make the file in which Prometheus keeps gauges of ``mode`` for this process, and remove those
+    of dead processes. Only our gauges are of these modes.
+
+    A living process holds a lock (flock) on its file. The PID in the name says less: another
+    container has equal ones, and a server that is started again often has that of the one before.
+    """
+    folder = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
+    path = folder / f"gauge_{mode}_{os.getpid()}.db"
+    if path in _held:
+        return
+    new = path.with_suffix(".new")  # it counts once it is locked and has Prometheus' header
+    held = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    os.pwrite(held, struct.pack("i", 8).ljust(1 << 16, b"\0"), 0)
+    for other in folder.glob(f"gauge_{mode}_*.db"):
+        with suppress(OSError), other.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            other.unlink()
+    new.rename(path)
+    _held[path] = held
 
 
 TOKENS = Metric(Counter, "hcache_tokens", "Tokens by what happened to them", "event")
@@ -127,7 +163,7 @@ MODE = Metric(
     "mode",
     "pages",
     "reason",
-    multiprocess_mode="max",
+    multiprocess_mode="livemax",
 )
 
 SUSPENDED = Metric(
@@ -135,7 +171,7 @@ SUSPENDED = Metric(
     "hcache_l3_suspended",
     "1 while L3 neither takes nor gives, and why",
     "reason",
-    multiprocess_mode="max",
+    multiprocess_mode="livemax",
 )
 
 CODEC = Metric(
@@ -144,7 +180,7 @@ CODEC = Metric(
     "1 for the codec that is used, by the one that was asked for",
     "asked",
     "used",
-    multiprocess_mode="max",
+    multiprocess_mode="livemax",
 )
 
 PAIRS = Metric(
@@ -169,7 +205,7 @@ OVERFLOW = Metric(
     "hcache_overflow",
     "Host memory for layers of pages that the codec cannot encode, and pages that found no room",
     "what",
-    multiprocess_mode="max",
+    multiprocess_mode="livemax",
 )
 """rows (each for one layer of a page), rows_in_use, pages_lost; of several ranks the most."""
 
@@ -179,7 +215,7 @@ BEHIND = Metric(
     "1 for the L3 behind the page store and its state (answers, silent)",
     "backend",
     "state",
-    multiprocess_mode="max",
+    multiprocess_mode="livemax",
 )
 """silent: it failed, or did not answer in time, when it was asked last."""
 
@@ -211,7 +247,7 @@ RATES = Metric(
     "What decisions about L3 hits expect of an operation on 4,096 tokens",
     "operation",
     "backend",
-    multiprocess_mode="min",
+    multiprocess_mode="livemin",
 )
 """l3_read, behind_read (of the L3 behind the page store), load (host memory to the KV pool, as far
 as a batch waits for it) and prefill; of several ranks the slowest counts."""

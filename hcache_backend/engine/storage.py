@@ -103,6 +103,9 @@ class HCacheStorage(HiCacheStorage):
         """
         super().register_mem_pool_host(mem_pool_host)
         self._pools.register(PoolName.KV, mem_pool_host)
+        if not self._runtime.own_pages:  # else it was said when they were made
+            tokens, size = self._runtime.runner.max_total_num_tokens, mem_pool_host.size_per_token
+            attach.warn_of_small_host_pool(mem_pool_host.size, int(tokens), size, size)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
@@ -227,11 +230,17 @@ class HCacheStorage(HiCacheStorage):
 
     def clear(self) -> None:
         """Delete the pages of this server's namespaces; other models in the folders stay."""
+        self.repairs.forget()
         self._guard("clear", self._pools.drop, 0)
 
     def get_stats(self) -> StorageMetrics:
         """Pages and bandwidths since the last call."""
         return self._pools.take_stats()
+
+    def stop(self, cache: Any) -> None:
+        """Store what is queued, as far as there is time: the server is about to end."""
+        if self.repairs.stop(cache):
+            self._pools.close()
 
     def close(self) -> None:
         """Called at detach; data stays."""

@@ -113,7 +113,6 @@ OVERRIDDEN: dict[str, set[str]] = {
         "prefetch",
         "reset",
         "start_writing",
-        "write",
         "write_storage",
     },
     "HiddenStatePool": {"clear"},

@@ -16,8 +16,15 @@ from bench.fixtures.text import Texts, corpus, encoder
 from bench.harness.models import VOCAB, build_model
 from bench.harness.server import Reply, Server, ServerOptions
 from hcache_backend.server_report import read_report
-from tests.engine.harness.conversations import random_tokens
-from tests.engine.harness.ours import assert_sound_hidden_mode, our_server, partition, projections
+from tests.engine.harness.conversations import converse, make_conversations, random_tokens
+from tests.engine.harness.ours import (
+    assert_no_cache_output,
+    assert_restored_from_l3,
+    assert_sound_hidden_mode,
+    our_server,
+    partition,
+    projections,
+)
 from tests.engine.harness.reference import first_difference
 
 pytestmark = pytest.mark.engine
@@ -45,6 +52,22 @@ def assert_as_exact(ours: dict[str, float], models: dict[str, float]) -> None:
     for part in "kv":
         assert ours[f"{part}_equal"] >= models[f"{part}_equal"]
         assert ours[f"{part}_ulp"] <= models[f"{part}_ulp"]
+
+
+@pytest.mark.parametrize("requests", [1, 2])
+@pytest.mark.parametrize("mode", [{"mode": "kv"}, {"partition": partition(2, 2, 0)}], ids=str)
+def test_layers_are_recomputed_on_a_server_that_runs_few_requests_at_once(
+    mode: Mapping[str, object], requests: int, model: Path, tmp_path: Path
+) -> None:
+    options = our_server(
+        model, tmp_path, hcache=dict(mode), extra_args=("--max-running-requests", str(requests))
+    )
+    with Server(options) as server:
+        assert "hcache: exactness: recomputed layers: " in server.log_text()
+        assert "layers are not recomputed" not in server.log_text()
+        conversations = converse(server, make_conversations(1, turns=2, tokens=400))
+        assert_restored_from_l3(conversations, 64)
+    assert_no_cache_output(model, conversations)
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest, multiprocess
+
+from hcache_backend.engine import metrics
 
 WITHOUT_A_FOLDER = """
 import logging, shutil, sys
@@ -38,3 +45,87 @@ def test_where_metrics_cannot_be_kept_the_work_goes_on_and_one_line_says_so(tmp_
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("hcache: metrics cannot be kept") == 1
     assert done.stdout.endswith("[True]\n")
+
+
+SAYS = """
+import os, sys
+from hcache_backend.engine import metrics
+
+for what in sys.argv[1:]:
+    if what == "inherit":  # as a server that is started again in a container, with the same PID
+        for path in os.scandir(os.environ["PROMETHEUS_MULTIPROC_DIR"]):
+            kind = path.name.rpartition("_")[0]
+            os.rename(path.path, f"{os.path.dirname(path.path)}/{kind}_{os.getpid()}.db")
+    elif what == "suspended":
+        metrics.SUSPENDED.set("the weights were updated")
+    else:
+        metrics.MODE.set(what, "own", "")
+        metrics.RATES.set("l3_read", what, value=len(what))
+metrics.TOKENS.count("captured", 1)
+print("said", flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextmanager
+def saying(folder: Path, *what: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that has said that, and lives to the end of the block, where it is killed."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SAYS, *what],
+        env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "said\n"
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def shown(folder: Path) -> set[str]:
+    """Our gauges on the page of servers with their metrics in ``folder``, and a count."""
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry, str(folder))
+    lines = generate_latest(registry).decode().splitlines()
+    return {line for line in lines if line[0] != "#" and not line.endswith(" 0.0")}
+
+
+def values(*modes: str, captured: int) -> set[str]:
+    found = {f'hcache_mode{{mode="{mode}",pages="own",reason=""}} 1.0' for mode in modes}
+    found |= {
+        f'hcache_tokens_per_second{{backend="{mode}",operation="l3_read"}} {len(mode)}.0'
+        for mode in modes
+    }
+    return found | {f'hcache_tokens_total{{event="captured"}} {captured}.0'}
+
+
+@pytest.mark.parametrize("inherit", [[], ["inherit"]], ids=["another PID", "the same PID"])
+def test_gauges_of_a_killed_server_end_with_it_and_its_counts_do_not(
+    inherit: list[str], tmp_path: Path
+) -> None:
+    with saying(tmp_path, "hidden", "suspended"):
+        suspended = 'hcache_l3_suspended{reason="the weights were updated"} 1.0'
+        assert shown(tmp_path) == values("hidden", captured=1) | {suspended}
+    with saying(tmp_path, *inherit, "kv"):
+        assert shown(tmp_path) == values("kv", captured=2)
+
+
+def test_gauges_of_living_ranks_stay_also_in_another_container(tmp_path: Path) -> None:
+    with saying(tmp_path, "hidden") as rank:
+        for path in tmp_path.glob("*.db"):  # nobody here knows that PID
+            path.rename(path.with_name(path.name.replace(f"_{rank.pid}.", "_99999999.")))
+        with saying(tmp_path, "kv"):
+            assert shown(tmp_path) == values("hidden", "kv", captured=2)
+    with saying(tmp_path, "plain"):
+        assert shown(tmp_path) == values("plain", captured=3)
+
+
+def test_every_gauge_is_of_a_living_process() -> None:
+    gauges = [metrics.MODE, metrics.SUSPENDED, metrics.CODEC, metrics.OVERFLOW, metrics.BEHIND]
+    every = [metric for metric in metrics.ALL if isinstance(metric.family, Gauge)]
+    assert every == [*gauges, metrics.RATES]
+    assert {gauge.family._multiprocess_mode for gauge in every} == {"livemax", "livemin"}

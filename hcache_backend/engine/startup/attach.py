@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from sglang.srt.runtime_context import get_memory
 
 from hcache_backend.config import (
     FIXED_AT_START,
@@ -139,6 +141,37 @@ def warn_of_single_tokens(runtime: Runtime) -> None:
             "hcache: the page size is 1: every token becomes a file, and pages of hidden states "
             "are larger than they need be; start the server with --page-size 64"
         )
+
+
+def warn_of_small_host_pool(
+    host_tokens: int, device_tokens: int, host_token_bytes: int, device_token_bytes: int
+) -> None:
+    """Say how much of what is computed can be stored, if the host pool is the smaller one.
+
+    Args:
+        host_tokens: Tokens that HiCache has room for in host memory...
+        device_tokens: ...and on the device, of this rank.
+        host_token_bytes: What a token takes there...
+        device_token_bytes: ...and its K and V on the device.
+    """
+    missing = (device_tokens - host_tokens) * host_token_bytes
+    if missing <= 0 or (memory := get_memory()).hicache_write_policy == "write_back":
+        return  # write_back has tokens in host memory that the device has no more
+    if memory.hicache_size > 0:
+        enough = f"--hicache-size {math.ceil(memory.hicache_size + missing / 1e9)}"
+    else:
+        # A little more: some of it may be set aside for what a codec cannot hold.
+        more = 1.004 * missing / (device_tokens * device_token_bytes)
+        enough = f"--hicache-ratio {math.ceil(100 * (memory.hicache_ratio + more)) / 100:.2f}"
+    logger.warning(
+        "hcache: the host pool has room for %d tokens and the device pool for %d: about %d%% of "
+        "what fills the device is stored (hcache_tokens_total, not_backed_up_host_pool_full); with "
+        "%s all of it",
+        host_tokens,
+        device_tokens,
+        100 * host_tokens // device_tokens,
+        enough,
+    )
 
 
 def open_store(config: HCacheConfig, writer: bytes) -> PageStore:

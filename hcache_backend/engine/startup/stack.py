@@ -35,9 +35,14 @@ from hcache_backend.engine.reservable_pages import ReservablePages
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.service_check import KVChecks, ServiceChecks
 from hcache_backend.engine.stage_pages import StagePages
+from hcache_backend.engine.startup.attach import warn_of_small_host_pool
 from hcache_backend.engine.startup.codec_choice import asked_codec
 from hcache_backend.engine.startup.hit_machine import judge_other_hits
-from hcache_backend.engine.startup.page_plan import HiddenPagePlan, PagePlan
+from hcache_backend.engine.startup.page_plan import (
+    HiddenPagePlan,
+    PagePlan,
+    kv_bytes_per_token,
+)
 from hcache_backend.engine.startup.refusals import allocator_refusal, eager_refusal
 from hcache_backend.krul.paired_layout import PairedLayout
 from hcache_backend.projection.projector import Projector
@@ -174,6 +179,8 @@ class Stack:
         assert config is not None
         allocator = params.token_to_kv_pool_allocator
         pool.use(loads)
+        device = int(self.kvcache.size), kv_bytes_per_token(self.kvcache)
+        warn_of_small_host_pool(pool.size, device[0], pool.size_per_token, device[1])
         if pool.overflow is not None:
             self.runtime.overflow = pool.overflow.pages
         # Known before the controller attaches L3:

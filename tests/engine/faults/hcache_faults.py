@@ -172,8 +172,8 @@ def _skip_a_layer() -> None:
 
 
 def _disk() -> None:
-    """The trigger's text says what is wrong with the disk: slow, held or failing reads, slow or
-    failing writes, held look-ups."""
+    """The trigger's text says what is wrong with the disk: slow, held or failing reads or writes,
+    held look-ups."""
     from hcache_backend.store import FileOps, PageStore
 
     read, write, exists = FileOps.read, FileOps.write, PageStore.exists
@@ -195,6 +195,8 @@ def _disk() -> None:
     def faulty_write(self: Any, *args: Any) -> int:
         if _says("slow writes"):
             time.sleep(2)
+        while _says("held writes"):
+            time.sleep(0.01)
         if _says("failing writes"):
             raise OSError(5, "Input/output error")
         return write(self, *args)

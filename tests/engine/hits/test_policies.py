@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.harness.server import Server
+from hcache_backend.cli.metrics_page import fetch
 from tests.engine.harness.conversations import converse, make_conversations, turns_of
 from tests.engine.harness.ours import (
     assert_no_cache_output,
@@ -18,6 +19,7 @@ from tests.engine.harness.ours import (
     attach_config,
     extra_config,
     our_server,
+    stored_pages,
 )
 
 pytestmark = pytest.mark.engine
@@ -44,6 +46,40 @@ def test_write_through_selective_backs_up_what_is_used_twice(
         assert_sound_own_pages(server, mode)
     assert all(c.turns[0].cached.storage >= 300 - 16 for c in again)
     assert_no_cache_output(model, again)
+
+
+@pytest.mark.parametrize("mode", [{"mode": "kv"}, {"pages": "plain"}, {"mode": "hidden"}])
+def test_what_a_small_host_pool_loses_is_said_and_counted(
+    mode: dict[str, str], model: Path, tmp_path: Path
+) -> None:
+    options = our_server(
+        model,
+        tmp_path,
+        hcache=mode,
+        metrics=True,
+        page_size=16,
+        hicache_ratio=0.8 if mode.get("mode") == "hidden" else 0.3,
+    )
+    lost = "not_backed_up_host_pool_full"
+    conversations = make_conversations(8, turns=1, tokens=490)  # the device holds them
+    with Server(options) as server:
+        said = server.wait_for_log(
+            r"the host pool has room for (\d+) tokens and the device pool for 4096: about "
+            r"(\d+)% .* with --hicache-ratio ([\d.]+) all of it"
+        )
+        converse(server, conversations, flush=False)
+        server.wait_backed_up()
+        counted = fetch(server.url).counters["tokens"]
+    room, percent, enough = int(said[1]), int(said[2]), float(said[3])
+    assert percent == 100 * room // 4096
+    stored = len(stored_pages(tmp_path)) * 16
+    assert room - 512 < stored <= room
+    computed = sum(len(c.history) // 16 * 16 for c in conversations)
+    assert counted[lost] >= computed - stored > 0  # HiCache tries some of them several times
+    with Server(replace(options, hicache_ratio=enough, log=tmp_path / "enough.log")) as server:
+        assert "the host pool has room" not in server.log_text()
+        converse(server, make_conversations(8, turns=1, tokens=490, seed=1), flush=False)
+        assert lost not in fetch(server.url).counters["tokens"]
 
 
 @pytest.mark.versions

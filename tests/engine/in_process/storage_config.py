@@ -52,6 +52,7 @@ def unconfigured_runtime() -> Runtime:
     runner = SimpleNamespace(
         model_config=model_config,
         model=torch.nn.Module(),
+        max_total_num_tokens=0,
         dtype=torch.bfloat16,
         kv_cache_dtype=torch.bfloat16,
         server_args=SimpleNamespace(

@@ -31,6 +31,7 @@ class HostPool:
     """Two pieces of memory a page, as SGLang's page_first pools have."""
 
     layout = "page_first"
+    size = 64 * PAGE
 
     def __init__(self, bytes_per_token: int) -> None:
         self.size_per_token = 2 * bytes_per_token

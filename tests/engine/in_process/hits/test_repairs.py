@@ -181,3 +181,89 @@ def test_requests_and_pipeline_stages_are_not_waited_for(stages: int, busy: bool
     cache.ongoing_prefetch = {2: None} if busy else {}
     seen(Store(), cache, stages).finish()
     assert cache.turns == 0
+
+
+class Device(Cache):
+    """The same branch under write_back, all on the device; backups end when events are checked."""
+
+    is_write_back, page_size, tree_components, refused = True, 64, ("full",), False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backed_up: list[int] = []
+        self.on_device_only = set(self.nodes)
+        self.tree_core.snapshot_buffer_backup = self._snapshot
+
+    def _snapshot(self, node: int, _prefix: bool) -> Any:
+        before = None if node == 0 else self.nodes[node - 1][-1]
+        return SimpleNamespace(
+            hash_values=self.nodes[node],
+            parent_is_root=node == 0,
+            parent_node_id=node - 1,
+            parent_last_hash=before,
+        )
+
+    def _execute_and_commit_kv_backup(self, action: Any) -> int:
+        if self.refused:
+            return 0
+        self.backed_up += action.node_ids
+        self.on_device_only -= set(action.node_ids)
+        return NODE
+
+
+@pytest.fixture
+def heads(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    counts: dict[str, int] = {"heads_put": 0, "heads_not_put": 0}
+
+    def count(event: str, number: int) -> None:
+        counts[event] += number
+
+    monkeypatch.setattr(repairs_module.metrics.PAGES, "count", count)
+    return counts
+
+
+def test_what_is_before_a_written_node_is_put_from_its_beginning_on_some_at_a_time(
+    heads: dict[str, int],
+) -> None:
+    cache, repairs = Device(), Repairs(list, 1)
+    repairs.wrote(cache, 5)
+    repairs.put_heads(cache)
+    assert cache.backed_up == [0, 1, 2]  # 150 pages
+    cache.ongoing_write_through = {2: None}
+    repairs.put_heads(cache)
+    assert cache.backed_up == [0, 1, 2]  # these are still on their way
+    cache.ongoing_write_through = {}
+    repairs.put_heads(cache)
+    repairs.wrote(cache, 7)
+    repairs.put_heads(cache)
+    assert cache.backed_up == [0, 1, 2, 3, 4, 5, 6]
+    assert heads == {"heads_put": 7 * NODE, "heads_not_put": 0}
+    repairs.forget()  # L3 was cleared, and host memory has them: HiCache writes them no more
+    repairs.wrote(cache, 7)
+    repairs.put_heads(cache)
+    assert len(cache.backed_up) == 7
+
+
+def test_heads_without_room_in_host_memory_are_counted_and_tried_with_the_next_end(
+    heads: dict[str, int],
+) -> None:
+    cache, repairs = Device(), Repairs(list, 1)
+    cache.refused = True
+    repairs.wrote(cache, 2)
+    repairs.put_heads(cache)
+    repairs.put_heads(cache)
+    assert heads == {"heads_put": 0, "heads_not_put": 2 * NODE}
+    cache.refused = False
+    repairs.wrote(cache, 2)
+    repairs.put_heads(cache)
+    assert cache.backed_up == [0, 1]
+
+
+@pytest.mark.parametrize("how", ["stages", "write_through", "pools"])
+def test_heads_are_left_alone_where_not_all_ranks_would_put_the_same(how: str) -> None:
+    cache, repairs = Device(), Repairs(list, 2 if how == "stages" else 1)
+    cache.is_write_back = how != "write_through"
+    cache.tree_components = ("full", "mamba") if how == "pools" else ("full",)
+    repairs.wrote(cache, 5)
+    repairs.put_heads(cache)
+    assert cache.backed_up == []

@@ -38,6 +38,7 @@ class Server:
     """
 
     layout = "page_first"
+    size = PAGES * PAGE
 
     def __init__(self, share: Share, groups: int, *, hidden: bool) -> None:
         heads = slice(share.number * HEADS // share.of, (share.number + 1) * HEADS // share.of)

@@ -1,0 +1,107 @@
+"""What L3 has after the end of a server: by SIGTERM, as operators end one, and by SIGKILL."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from bench.harness.server import Server
+from tests.engine.harness.conversations import (
+    Conversation,
+    converse,
+    make_conversations,
+    random_tokens,
+)
+from tests.engine.harness.ours import (
+    assert_no_cache_output,
+    assert_nothing_went_wrong,
+    faulty,
+    our_server,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.versions]
+
+PAGE = 64
+MODES: list[Any] = [{"mode": "kv"}, {"mode": "hidden"}, {"pages": "plain"}]
+
+
+@pytest.fixture(params=MODES, ids=["kv", "hidden", "plain"])
+def mode(request: pytest.FixtureRequest) -> dict[str, Any]:
+    chosen: dict[str, Any] = request.param
+    return chosen
+
+
+def ask_to_end(server: Server) -> None:
+    """SIGTERM to the launcher, as an operator or a container's runtime sends it."""
+    assert server.process is not None
+    psutil.Process(server.process.pid).terminate()
+
+
+def found(server: Server, conversations: Sequence[Conversation]) -> list[int]:
+    """Tokens of each conversation's history that a new server has from L3."""
+    # What one has brought to host memory another one has from there.
+    return [server.generate([*c.history, 1], 1).cached.total for c in conversations]
+
+
+def whole_pages(conversations: Sequence[Conversation]) -> list[int]:
+    return [len(c.history) // PAGE * PAGE for c in conversations]
+
+
+def test_what_is_queued_for_l3_is_written_when_a_server_is_asked_to_end(
+    mode: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    trigger = tmp_path / "trigger"
+    options = our_server(
+        model,
+        tmp_path,
+        hcache={**mode, "write_seconds": 240},
+        extra_env=faulty("disk", trigger),
+    )
+    conversations = make_conversations(3, turns=1, tokens=600)
+    with Server(options) as server:
+        trigger.write_text("held writes")
+        converse(server, conversations, flush=False)
+        ask_to_end(server)
+        server.wait_for_log("the server ends: up to 10 s for [1-9]")
+        trigger.unlink()
+        assert server.wait_exit() == 0
+        assert_nothing_went_wrong(server)
+    with Server(options) as server:
+        assert found(server, conversations) == whole_pages(conversations)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("end", ["SIGTERM", "SIGKILL"])
+def test_write_back_stores_beginnings_that_the_device_keeps(
+    end: str, ranks: int, mode: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    """All conversations begin with the same 8 pages, which are always in use: HiCache never evicts
+    them, so it never writes them."""
+    options = our_server(
+        model, tmp_path, hcache=mode, write_policy="write_back", max_total_tokens=2048, tp=ranks
+    )
+    prefix = random_tokens(8 * PAGE, 99)
+    conversations = make_conversations(5, turns=3, tokens=150, prefix=prefix)
+    with Server(options) as server:
+        converse(server, conversations, flush=False)
+        server.wait_backed_up()
+        if end == "SIGTERM":
+            ask_to_end(server)
+            assert server.wait_exit() == 0
+        else:
+            server.signal(signal.SIGKILL)
+        assert_nothing_went_wrong(server)
+    with Server(options) as server:
+        after = found(server, conversations)
+        more = converse(server, make_conversations(5, turns=3, tokens=150, prefix=prefix))
+    whole = whole_pages(conversations)
+    if end == "SIGTERM":
+        assert after == whole
+    else:  # the ends of those that were used last were on the device only
+        assert after[0] == whole[0] and min(after) > 8 * PAGE
+    assert_no_cache_output(model, [*conversations, *more])
