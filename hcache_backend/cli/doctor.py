@@ -32,11 +32,11 @@ from hcache_backend.partition.record import PartitionRecord, kept_profiles, reco
 from hcache_backend.server_report import ServerReport, read_report
 from hcache_backend.store import FileOps, is_store_folder
 from hcache_backend.store.file_ops import try_lock
+from hcache_backend.store.folder import file_system_of, why_not
 from hcache_backend.store.page_io import probe_alignment
 
 _PROBE_BYTES = 64 << 20
 _PIECE = 4 << 20
-_NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs")
 _COLOURS = {"good": "green", "fair": "yellow", "bad": "red"}
 _PLUGIN_GROUP = "sglang.srt.plugins"
 
@@ -75,20 +75,19 @@ def doctor(dirs: Dirs = None, as_json: AsJson = False) -> None:
 
 def _look_at_folder(path: Path, config: HCacheConfig) -> Iterator[Check]:
     place = path
-    while not place.exists():
+    while not os.path.exists(place):  # noqa: PTH110  raises nothing
         place = place.parent
-    if place == path:
-        if is_store_folder(path):
-            yield Check(str(path), "good", "a page store")
-        elif path.is_dir() and not any(path.iterdir()):
-            yield Check(str(path), "good", "empty, will be a page store")
-        else:
-            problem = "it is not empty and no page store's; choose another folder"
-            yield Check(str(path), "bad", problem)
+    if (problem := why_not(path, FileOps())) is not None:
+        yield Check(str(path), "bad", f"a server would not start with it: {problem}")
+        if place != path or not os.access(path, os.X_OK) or not is_store_folder(path):
             return
-    else:
+    elif place != path:
         yield Check(str(path), "good", f"does not exist yet; it will be made in {place}")
-    yield _file_system(path, place)
+    elif is_store_folder(path):
+        yield Check(str(path), "good", "a page store")
+    else:
+        yield Check(str(path), "good", "will be a page store")
+    yield Check(f"{path}: file system", "good", file_system_of(place))
     free, kept = shutil.disk_usage(place).free, config.min_free_bytes
     detail = f"{human_bytes(free)}, of which {human_bytes(kept)} stay free"
     if free <= kept:
@@ -153,25 +152,6 @@ def _copies(path: Path, profile: Profile) -> Check:
     if not profile.copies:
         return Check(subject, "good", "measured alone, not beside matrix products")
     return Check(subject, "good", profile.copies[0].describe())
-
-
-def _file_system(path: Path, place: Path) -> Check:
-    kind = _file_system_type(place)
-    network = kind in _NETWORK_FILE_SYSTEMS
-    detail = f"{kind}; the index needs a local file system" if network else kind
-    return Check(f"{path}: file system", "bad" if network else "good", detail)
-
-
-def _file_system_type(place: Path) -> str:
-    best, kind = "", "unknown"
-    resolved = str(place.resolve())
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, where, found, *_ = line.split(" ")
-        where = where.replace("\\040", " ")
-        inside = resolved == where or resolved.startswith(where.rstrip("/") + "/")
-        if inside and len(where) >= len(best):
-            best, kind = where, found
-    return kind
 
 
 def _try_out(path: Path, place: Path) -> Iterator[Check]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import resource
 import secrets
@@ -23,6 +24,7 @@ import stat
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from fnmatch import fnmatch
 from itertools import count
 from pathlib import Path
 
@@ -52,6 +54,17 @@ _OTHER_FILES = 256
 """Descriptors that a server has open besides those of its stores."""
 _OPEN_SECONDS = 30.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_MOUNTS = Path("/proc/self/mounts")
+_NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs")
+_HARMLESS = (
+    "lost+found", ".snapshot", ".snapshots", "#snapshot", ".zfs", ".ckpt", "@eaDir", ".nfs*",
+    "aquota.*", "quota.user", "quota.group", ".quota*", ".Trash", ".Trash-*", ".Trashes",
+    ".fseventsd", ".Spotlight-*", ".DS_Store", "System Volume Information", "..data", "..20*",
+    ".hcache-doctor-*",
+)  # fmt: skip
+"""What file systems, snapshots, quotas, desktops and volumes of Kubernetes put into folders."""
+
+logger = logging.getLogger("hcache.store")
 
 
 class NotOurFolderError(OSError):
@@ -226,12 +239,15 @@ class Folder(FolderView):
         self.users = 0
         self._create = create
         if create:
+            if (problem := why_not(path, ops)) is not None:
+                raise problem
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         super().__init__(path, ops, buffer_bytes, descriptors=descriptors)
 
     def _open(self, stack: ExitStack, buffer_bytes: int) -> None:
         ops, root_fd = self.ops, self.root_fd
         _check_marker(self.path, ops, root_fd, self._create)
+        _warn_of_others(self.path, root_fd)
         self.lock = FolderLock(kept_open(ops.open(_LOCK, os.O_RDWR | os.O_CREAT, root_fd), stack))
         with self.lock.held(_OPEN_SECONDS):
             for name in (_INDEX, _PAGES, _SESSIONS):
@@ -304,22 +320,88 @@ def is_store_folder(path: Path) -> bool:
     return (path / MARKER).is_file() and not (path / MARKER).is_symlink()
 
 
-def _check_marker(path: Path, ops: FileOps, root_fd: int, create: bool) -> None:
+def why_not(path: Path, ops: FileOps) -> OSError | None:
+    """Why no store can be opened in ``path``, as it is now; None: one can. Changes nothing."""
+    try:
+        if path.is_symlink() and not path.exists():
+            raise FileNotFoundError(errno.ENOENT, "it is a link to nothing", str(path))
+        place = path
+        while not place.exists():
+            place = place.parent
+        if not place.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
+        if (kind := file_system_of(place)) in _NETWORK_FILE_SYSTEMS:
+            problem = f"its file system is {kind}; the index needs a local one"
+            raise OSError(errno.ENOTSUP, problem, str(path))
+        if place == path:
+            root_fd = os.open(path, FOLDER)
+            try:
+                _has_marker(path, ops, root_fd)
+            finally:
+                os.close(root_fd)
+        used = (
+            path / name for name in (_LOCK, _INDEX, f"{_INDEX}/{INDEX_FILE}", _PAGES, _SESSIONS)
+        )
+        for each in (place, *filter(Path.exists, used)):
+            if not os.access(each, os.W_OK | os.R_OK | (os.X_OK if each.is_dir() else 0)):
+                frozen = os.statvfs(each).f_flag & os.ST_RDONLY
+                code = errno.EROFS if frozen else errno.EACCES
+                raise OSError(code, os.strerror(code), str(each))
+    except OSError as error:
+        return error
+    return None
+
+
+def file_system_of(place: Path) -> str:
+    """The kind of file system that a folder is on, such as ``ext4``."""
+    best, kind = "", "unknown"
+    resolved = str(place.resolve())
+    for line in _MOUNTS.read_text().splitlines():
+        _, where, found, *_ = line.split(" ")
+        where = where.replace("\\040", " ")
+        inside = resolved == where or resolved.startswith(where.rstrip("/") + "/")
+        if inside and len(where) >= len(best):
+            best, kind = where, found
+    return kind
+
+
+def _has_marker(path: Path, ops: FileOps, root_fd: int) -> bool:
+    """Whether it is a store; False: it may become one.
+
+    Raises:
+        NotOurFolderError: It has files that no store makes, or another format.
+    """
     names = ops.list(root_fd)
     if MARKER in names and _marker_is_whole(path, ops, root_fd):
-        return
+        return True
     # A marker that a power cut tore, or a first opening that was interrupted, is no reason to
-    # refuse; anything that no store makes is.
+    # refuse; anything that neither a store nor an administrator's tools make is.
     own = {MARKER, _LOCK, _INDEX, _PAGES, _SESSIONS, SERVER_REPORT} if MARKER in names else set()
-    unfinished = (f".{MARKER}.", f".{SERVER_REPORT}.")
-    strangers = [name for name in names if name not in own and not name.startswith(unfinished)]
+    harmless = (f".{MARKER}.*", f".{SERVER_REPORT}.*", *_HARMLESS)
+    strangers = sorted(
+        name
+        for name in names
+        if name not in own and not any(fnmatch(name, pattern) for pattern in harmless)
+    )
     if strangers:
         what = f"its {MARKER} is damaged" if own else f"it has no {MARKER}"
-        reason = f"it is not empty and not a page store's ({what})"
+        listed = ", ".join(map(repr, strangers[:3])) + ", ..." * (len(strangers) > 3)
+        reason = (
+            f"it is not empty and not a page store's ({what}, and it holds {listed}); name a "
+            "folder inside it"
+        )
         raise NotOurFolderError(errno.ENOTEMPTY, reason, str(path))
+    return False
+
+
+def _check_marker(path: Path, ops: FileOps, root_fd: int, create: bool) -> None:
+    """Refuse a folder that is no store; ``create``: make it one if it can become one."""
+    if _has_marker(path, ops, root_fd):
+        return
     if not create:
         raise FileNotFoundError(errno.ENOENT, f"there is no {MARKER}", str(path))
-    os.fchmod(root_fd, 0o700)
+    with suppress(PermissionError):  # somebody else's; said at each opening
+        os.fchmod(root_fd, 0o700)
     temporary = f".{MARKER}.{secrets.token_hex(4)}"
     text = json.dumps({"format": FOLDER_FORMAT, "id": secrets.token_hex(16)}).encode() + b"\n"
     with opened(ops, temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, root_fd) as fd:
@@ -330,6 +412,18 @@ def _check_marker(path: Path, ops: FileOps, root_fd: int, create: bool) -> None:
     # Nothing else may come to stand in a folder without marker.
     ops.stat(MARKER, root_fd)
     os.fsync(root_fd)
+
+
+def _warn_of_others(path: Path, root_fd: int) -> None:
+    status = os.fstat(root_fd)
+    if status.st_mode & 0o022:
+        logger.warning(
+            "hcache: %s has mode %o and belongs to user %d: other users may replace what is in it, "
+            "and so change what servers answer; give it to this user with mode 700",
+            path,
+            stat.S_IMODE(status.st_mode),
+            status.st_uid,
+        )
 
 
 def _marker_is_whole(path: Path, ops: FileOps, root_fd: int) -> bool:

@@ -1,0 +1,260 @@
+"""Folders as administrators make them: what opens, and that ``hcache doctor`` says the same."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_testing import content, get, key, names, open_quiet, put
+from typer.testing import CliRunner
+
+from hcache_backend.cli.main import app
+from hcache_backend.store import folder as folder_module
+from hcache_backend.store.folder import MARKER
+
+ROOT, USER = 0, 1000
+
+
+def own(path: Path) -> None:
+    path.mkdir()
+
+
+def holding(*inside: str) -> Callable[[Path], None]:
+    def make(path: Path) -> None:
+        path.mkdir()
+        for name in inside:
+            (path / name).mkdir(mode=0o700)
+
+    return make
+
+
+def owned_by(user: int, group: int, mode: int) -> Callable[[Path], None]:
+    def make(path: Path) -> None:
+        path.mkdir()
+        os.chown(path, user, group)
+        path.chmod(mode)
+
+    return make
+
+
+def below_a_folder(mode: int) -> Callable[[Path], None]:
+    def make(path: Path) -> None:
+        path.parent.chmod(mode)
+
+    return make
+
+
+def a_file(path: Path) -> None:
+    path.write_text("")
+
+
+def dangling(path: Path) -> None:
+    path.symlink_to(path.parent / "nowhere")
+
+
+def a_link(path: Path) -> None:
+    (path.parent / "target").mkdir()
+    path.symlink_to(path.parent / "target")
+
+
+def marked(text: str, *others: str) -> Callable[[Path], None]:
+    def make(path: Path) -> None:
+        holding(*others)(path)
+        (path / MARKER).write_text(text)
+
+    return make
+
+
+# What stands there -> whether root, and an ordinary user, can have a store there; or why not.
+FOLDERS: dict[str, tuple[Callable[[Path], None], str | None, str | None]] = {
+    "empty": (own, None, "Permission denied"),
+    "missing": (below_a_folder(0o777), None, None),
+    "missing in a folder of root": (below_a_folder(0o755), None, "Permission denied"),
+    "ext4's root": (holding("lost+found"), None, "Permission denied"),
+    "snapshots": (holding(".snapshot", ".zfs"), None, "Permission denied"),
+    "wastebasket, quota": (holding(".Trash-1000", "aquota.user"), None, "Permission denied"),
+    "a home": (holding("thesis", "photos"), "it holds 'photos', 'thesis'", "'thesis'"),
+    "fsGroup": (owned_by(0, USER, 0o2775), None, None),
+    "everybody's": (owned_by(0, 0, 0o2777), None, None),
+    "a user's": (owned_by(USER, USER, 0o755), None, None),
+    "a user's, closed": (owned_by(USER, USER, 0o700), None, None),
+    "root's": (owned_by(0, 0, 0o755), None, "Permission denied"),
+    "no search": (owned_by(0, USER, 0o660), None, "Permission denied"),
+    "a file": (a_file, "Not a directory", "Not a directory"),
+    "a dangling link": (dangling, "a link to nothing", "a link to nothing"),
+    "a link": (a_link, None, "Permission denied"),
+    "format of the future": (marked('{"format": 9}'), "format 9", "format 9"),
+    "a torn marker": (marked("{", "pages", "lost+found"), None, "Permission denied"),
+    "a torn marker, strangers": (marked("{", "work"), "is damaged", "is damaged"),
+}
+
+
+def as_user(user: int, work: Callable[[], Any]) -> Any:
+    """What ``work`` returns in a process of a user."""
+
+    def run(answer: Connection) -> None:
+        try:
+            if user != ROOT:
+                os.setgroups([])
+                os.setgid(user)
+                os.setuid(user)
+            answer.send((True, work()))
+        except BaseException:
+            answer.send((False, traceback.format_exc()))
+
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=run, args=(theirs,))
+    process.start()
+    fine, result = ours.recv()
+    process.join()
+    assert fine, result
+    return result
+
+
+def opening(path: Path) -> str | None:
+    """Why no store opens there; it must keep pages if it does."""
+    try:
+        store = open_quiet(path)
+    except OSError as error:
+        return str(error)
+    assert put(store, *range(6)) == [True] * 6
+    assert get(store, 5) == content(key(5))
+    store.close()
+    return None
+
+
+def doctors_verdict(path: Path) -> tuple[int, str]:
+    """Exit status of ``hcache doctor``, and what it says of a folder."""
+    before = names(path.parent), sorted(path.parent.rglob("*"))
+    done = CliRunner().invoke(app, ["doctor", "-d", str(path), "--json"])
+    assert (names(path.parent), sorted(path.parent.rglob("*"))) == before, "it changed something"
+    checks = {c["subject"]: c["detail"] for c in json.loads(done.stdout)["checks"]}
+    return done.exit_code, checks[str(path)]
+
+
+@pytest.fixture
+def reachable() -> Iterator[Path]:
+    """A folder that every user can get to."""
+    folder = Path(tempfile.mkdtemp(prefix="hcache-test-"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("user", [ROOT, USER], ids=["root", "an ordinary user"])
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_folder_opens_if_and_only_if_the_doctor_says_so(
+    kind: str, user: int, reachable: Path
+) -> None:
+    if os.geteuid() != ROOT:
+        pytest.skip("only root can make folders of other users")
+    path = reachable / "given"
+    make, of_root, of_user = FOLDERS[kind]
+    make(path)
+    strangers = names(path) if path.is_dir() else []
+    why_not = of_root if user == ROOT else of_user
+    status, said = as_user(user, partial(doctors_verdict, path))
+    refused = as_user(user, partial(opening, path))
+    assert (status == 0) == (refused is None) == (why_not is None), (said, refused)
+    if why_not is not None:
+        assert why_not in said and why_not in str(refused)
+    if path.is_dir() and os.access(path, os.R_OK):
+        assert set(strangers) <= set(names(path)), "what was there is left alone"
+
+
+def test_a_folder_of_somebody_else_is_warned_of_and_ours_is_narrowed(
+    reachable: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if os.geteuid() != ROOT:
+        pytest.skip("only root can make folders of other users")
+    path = reachable / "given"
+    owned_by(0, USER, 0o2775)(path)
+
+    def warned() -> list[str]:
+        assert opening(path) is None
+        return [line for line in caplog.messages if "mode 2775" in line]
+
+    [line] = as_user(USER, warned)
+    assert "belongs to user 0" in line
+    assert opening(path) is None  # root does not change what is a store already
+    other = reachable / "ours"
+    owned_by(0, 0, 0o777)(other)
+    assert opening(other) is None
+    assert other.stat().st_mode & 0o777 == 0o700
+
+
+def test_users_of_one_folder_are_told_that_they_are_two(reachable: Path) -> None:
+    if os.geteuid() != ROOT:
+        pytest.skip("only root can make folders of other users")
+    path = reachable / "given"
+    owned_by(0, 0, 0o777)(path)
+    assert as_user(USER, partial(opening, path)) is None
+    path.chmod(0o777)
+    for work in (opening, lambda path: doctors_verdict(path)[1]):
+        assert "Permission denied" in as_user(USER + 1, partial(work, path))
+
+
+def test_a_network_file_system_is_refused_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"/dev/root / ext4 rw 0 0\nserver:/x {tmp_path}/nfs nfs4 rw 0 0\n")
+    monkeypatch.setattr(folder_module, "_MOUNTS", mounts)
+    (tmp_path / "nfs").mkdir()
+    for path in (tmp_path / "nfs", tmp_path / "nfs" / "store"):
+        status, said = doctors_verdict(path)
+        assert status == 1 and "its file system is nfs4" in said
+        assert "its file system is nfs4" in str(opening(path))
+    assert doctors_verdict(tmp_path / "here")[0] == 0
+    assert opening(tmp_path / "here") is None
+
+
+def mounted(tmp_path: Path, *arguments: str) -> Path:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", *arguments, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
+    return folder
+
+
+def test_the_root_of_a_real_ext4_becomes_a_store(tmp_path: Path) -> None:
+    image = tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate(512 << 20)
+    made = subprocess.run(["mkfs.ext4", "-q", str(image)], capture_output=True, check=False)
+    if made.returncode:
+        pytest.skip(f"no ext4 can be made here: {made.stderr.decode().strip()}")
+    disk = mounted(tmp_path, "-o", "loop", str(image))
+    try:
+        assert names(disk) == ["lost+found"]
+        assert doctors_verdict(disk) == (0, "will be a page store")
+        assert opening(disk) is None
+        assert opening(disk) is None
+        assert doctors_verdict(disk) == (0, "a page store")
+        assert "lost+found" in names(disk)
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_read_only_file_system_is_said_to_be_that(tmp_path: Path) -> None:
+    disk = mounted(tmp_path, "-t", "tmpfs", "-o", "ro", "tmpfs")
+    try:
+        for path in (disk, disk / "store"):
+            status, said = doctors_verdict(path)
+            assert status == 1 and "Read-only file system" in said
+            assert "Read-only file system" in str(opening(path))
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
