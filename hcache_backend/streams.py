@@ -332,7 +332,7 @@ class Door:
     def new_stream(self, device: torch.device, name: str, *, in_turn: bool = False) -> Stream:
         if device.type == "cuda":
             # Behind forward passes there is nothing: SGLang's streams have priority 0 as well
-            # (0.5.20 to 0.5.23), and that is the lowest that CUDA knows. A restore holds them up by
+            # (0.5.21 to 0.5.23), and that is the lowest that CUDA knows. A restore holds them up by
             # the length of its launches at most, which option restore_chunk_tokens bounds.
             return _CudaStream(torch.cuda.Stream(device, priority=0))
         return CallerStream() if in_turn else WorkerStream(name)

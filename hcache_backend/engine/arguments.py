@@ -14,7 +14,7 @@ from hcache_backend.config import ConfigError
 from hcache_backend.fingerprint import digest_tensors, fingerprint, namespace
 from hcache_backend.units import SHARE_COUNTS
 
-OLDEST = (0, 5, 20)
+OLDEST = (0, 5, 21)
 NEWEST = (0, 5, 23)
 
 
@@ -42,14 +42,9 @@ def unsupported_reason(text: str | None = None) -> str | None:
 
 
 def resolved(server_args: Any) -> Any:
-    """An object whose attributes are the arguments in force.
+    """An object whose attributes are the arguments in force: SGLang's view of what users typed."""
+    from sglang.srt.arg_groups.model_override_base import resolved_view
 
-    From 0.5.21 on the record keeps what the user typed and a view holds what SGLang made of it.
-    """
-    try:
-        from sglang.srt.arg_groups.model_override_base import resolved_view
-    except ImportError:
-        return server_args
     return resolved_view(server_args)
 
 
@@ -75,8 +70,7 @@ def sends_to_others(server_args: Any) -> bool:
 
 def _may_be(role: str, server_args: Any) -> bool:
     arguments = resolved(server_args)
-    switches = getattr(arguments, "enable_pd_role_switch", False)  # not in 0.5.20
-    return bool(switches or arguments.disaggregation_mode == role)
+    return bool(arguments.enable_pd_role_switch or arguments.disaggregation_mode == role)
 
 
 def page_size(server_args: Any) -> int:
@@ -153,14 +147,15 @@ def _adapter_digests(runner: Any) -> dict[str, str]:
     in it may change. One that is loaded at run time gets a new identity each time.
 
     Returns:
-        Digest by identity, of adapters with a lasting identity.
+        Digest by identity, of adapters with a lasting identity; and how keys tell them apart.
     """
     manager = getattr(runner, "lora_manager", None)
     if manager is None:
         return {}
+    keys = {"keys": "2"}  # before, other requests could have an adapter's keys
     from sglang.srt.lora.lora_registry import LoRARef
 
-    return {
+    return keys | {
         identity: _adapter_digest(manager.loras[identity])
         for identity, ref in sorted(manager.lora_refs.items())
         if identity in manager.loras

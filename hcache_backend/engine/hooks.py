@@ -52,11 +52,12 @@ _WEIGHT_UPDATES = (
     "update_weights_from_disk",
     "update_weights_from_tensor",
     "update_weights_from_ipc",
+    "load_weights_from_distributed",
+    "end_weight_update",
 )
-_WEIGHT_UPDATES_BY_VERSION = (
-    ("update_weights_from_distributed",),  # 0.5.20
-    ("load_weights_from_distributed", "end_weight_update"),  # from 0.5.21 on
-)
+REQUEST = "sglang.srt.managers.schedule_batch.Req.__init__"
+ADAPTER_KEY = "hcache:adapter:"
+"""How keys of requests with an adapter begin, and no others."""
 
 
 NOT_IN_TOKEN_IDS = ("input_embeds", "positional_embed_overrides", "multimodal_inputs", "lora_id")
@@ -132,14 +133,13 @@ def hit_hooks() -> list[Hook]:
 
 def weight_hooks() -> list[Hook]:
     """What keeps pages of other weights away; needed in both modes."""
-    updates = [*_WEIGHT_UPDATES, *_WEIGHT_UPDATES_BY_VERSION[-1]]
-    for names in _WEIGHT_UPDATES_BY_VERSION[:-1]:
-        if all(_resolve(_WEIGHTS + name) is not None for name in names):
-            updates = [*_WEIGHT_UPDATES, *names]
-    return [
-        *(Hook(_WEIGHTS + name, _around_weight_update) for name in updates),
-        Hook(RESET, _after_reset),
-    ]
+    updates = (Hook(_WEIGHTS + name, _around_weight_update) for name in _WEIGHT_UPDATES)
+    return [*updates, Hook(RESET, _after_reset)]
+
+
+def adapter_hooks() -> list[Hook]:
+    """What keeps pages of adapters from requests that only name them."""
+    return [Hook(REQUEST, _after_request)]
 
 
 def late_weight_hooks() -> list[Hook]:
@@ -304,6 +304,8 @@ def _around_events(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any)
     return result
 
 
+_not_looked_up: list[str] = []
+"""The first request that SGLang could not look up."""
 _harmless = partial(
     metrics.harmless, "storage_use", "L3 was not told of a use; it may evict pages in use"
 )
@@ -328,8 +330,21 @@ def _around_prefetch(original: Callable[..., Any], cache: Any, *a: Any, **kw: An
 def _after_received(
     original: Callable[..., Any], scheduler: Any, req: Any, *a: Any, **kw: Any
 ) -> Any:
-    """SGLang does not prefetch behind a node that is not backed up, and uses it all the same."""
-    result = original(scheduler, req, *a, **kw)
+    """SGLang does not prefetch behind a node that is not backed up, and uses it all the same.
+
+    What it cannot look up, such as a streaming session's prefix, ends a scheduler: here it is a
+    request without L3.
+    """
+    try:
+        result = original(scheduler, req, *a, **kw)
+    except Exception as error:
+        metrics.PROBLEMS.count("look_up")
+        if not _not_looked_up:
+            _not_looked_up.append(req.rid)
+            logger.warning(
+                "hcache: SGLang cannot look up request %s in L3 (said once): %r", req.rid, error
+            )
+        return None
     with _harmless():
         cache, node = scheduler.tree_cache, req.last_host_node
         l3 = _our_l3(cache)
@@ -436,6 +451,15 @@ def _after_late_weights(original: Callable[..., Any], runner: Any, *a: Any, **kw
     if current().runner is runner:  # not that of a draft model
         current().read_weights()
     return result
+
+
+def _after_request(original: Callable[..., Any], req: Any, *a: Any, **kw: Any) -> None:
+    """SGLang appends an adapter's id to ``extra_key``: a request that says both there finds the
+    adapter's K and V. So the id stands first, with its length, in keys of no other requests."""
+    original(req, *a, **kw)
+    own, adapter = req.extra_key or "", req.lora_id or ""
+    if adapter or own.startswith(ADAPTER_KEY):
+        req.extra_key = f"{ADAPTER_KEY}{len(adapter)}:{adapter}{own[: len(own) - len(adapter)]}"
 
 
 def _after_reset(original: Callable[..., Any], controller: Any, *a: Any, **kw: Any) -> Any:

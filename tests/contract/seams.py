@@ -157,7 +157,7 @@ CALLED_BY_SGLANG = {
 
 ONE_OF: tuple[tuple[frozenset[str], ...], ...] = (
     (
-        frozenset({"Req.set_extend_range"}),  # 0.5.20, 0.5.21
+        frozenset({"Req.set_extend_range"}),  # 0.5.21
         frozenset({"Req.extend_end"}),
     ),
 )

@@ -23,7 +23,13 @@ from hcache_backend.config import (
     parse_config,
 )
 from hcache_backend.engine import hooks
-from hcache_backend.engine.arguments import kv_fields, page_size, resolved
+from hcache_backend.engine.arguments import (
+    kv_fields,
+    numbers_of,
+    page_size,
+    resolved,
+    sglang_version,
+)
 from hcache_backend.engine.behind.backend import MadeBackend, make_backend
 from hcache_backend.engine.ranks import said_by_all_ranks
 from hcache_backend.engine.runtime import Runtime, current
@@ -134,6 +140,29 @@ def check_extra_config(extra: Mapping[str, Any]) -> None:
         )
 
 
+def check_preemption(args: Any) -> None:
+    """Does SGLang lose requests if there is an L3?
+
+    Raises:
+        ConfigError: It does; the message names the option.
+    """
+    preempts = args.enable_priority_scheduling and not args.disable_priority_preemption
+    if preempts and numbers_of(version := sglang_version()) < (0, 5, 22):
+        raise ConfigError(
+            f"hcache: --enable-priority-scheduling with an L3: SGLang {version} forgets requests "
+            "that were preempted for one whose prefetch still runs, and never answers them; add "
+            "--disable-priority-preemption, or use SGLang 0.5.22 or later"
+        )
+
+
+def keep_adapters_apart(args: Any) -> str | None:
+    """Have no request find pages of an adapter whose id it names; why that fails, or None."""
+    if not (args.enable_lora or args.lora_paths):
+        return None
+    missing = hooks.install(hooks.adapter_hooks())
+    return f"pages of adapters would not be kept apart: {missing}" if missing else None
+
+
 def warn_of_single_tokens(runtime: Runtime) -> None:
     """Say that ``--page-size`` was forgotten, if it was."""
     if page_size(runtime.runner.server_args) == 1:
@@ -213,6 +242,7 @@ def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
         ConfigError: An option is wrong, or the running server cannot follow it any more.
     """
     check_extra_config(extra)
+    check_preemption(resolved(runtime.runner.server_args))
     options = extra.get("hcache")
     config = parse_config(options, "hcache", runtime.config)
     started = runtime.config or HCacheConfig()
@@ -249,6 +279,8 @@ def _check_late_start(runtime: Runtime) -> None:
     missing = hooks.install(hooks.weight_hooks())
     if missing:
         raise ConfigError(f"hcache: {missing}; weight updates could not be noticed")
+    if unkept := keep_adapters_apart(resolved(runtime.runner.server_args)):
+        raise ConfigError(f"hcache: {unkept}")
     hooks.notice_uses()
 
 

@@ -28,6 +28,8 @@ from hcache_backend.engine.runtime import remember
 from hcache_backend.engine.startup.agreement import or_stop
 from hcache_backend.engine.startup.attach import (
     check_extra_config,
+    check_preemption,
+    keep_adapters_apart,
     open_store,
     warn_of_single_tokens,
 )
@@ -68,6 +70,8 @@ def _join(runner: Any) -> None:
         return
     runtime.config = config
     or_stop(lambda: _check_groups(runner, args, config))
+    if extra is not None:
+        or_stop(lambda: check_preemption(args))
     warn_of_single_tokens(runtime)
     if config.behind is not None and extra is None and args.hicache_storage_backend is not None:
         logger.warning(
@@ -87,6 +91,8 @@ def _join(runner: Any) -> None:
     unnoticed = hooks.install(hooks.weight_hooks())
     if unnoticed is not None:
         runtime.lose_trust(f"weight updates would go unnoticed: {unnoticed}")
+    if adapters_unkept := keep_adapters_apart(args):
+        runtime.lose_trust(adapters_unkept)
     if decodes_for_others(runner.server_args):
         untold = hooks.install(hooks.decode_server_hooks())
         if untold is not None:

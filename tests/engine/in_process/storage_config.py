@@ -56,7 +56,13 @@ def unconfigured_runtime() -> Runtime:
         dtype=torch.bfloat16,
         kv_cache_dtype=torch.bfloat16,
         server_args=SimpleNamespace(
-            page_size=PAGE, disaggregation_mode="null", hicache_host_memory_mode="cache"
+            page_size=PAGE,
+            disaggregation_mode="null",
+            enable_pd_role_switch=False,
+            enable_priority_scheduling=False,
+            enable_lora=False,
+            lora_paths=None,
+            hicache_host_memory_mode="cache",
         ),
     )
     return Runtime(runner, weights=Weights(b"w" * 16))

@@ -103,9 +103,9 @@ def test_the_marker_stops_attention_however_it_is_passed(by_name: bool) -> None:
 
 
 def test_versions() -> None:
-    for version in ("0.5.20", "0.5.21", "0.5.21.post1", "0.5.23"):
+    for version in ("0.5.21", "0.5.21.post1", "0.5.23"):
         assert unsupported_reason(version) is None
-    for version in ("0.5.19", "0.5.24", "0.6.0", "unknown"):
+    for version in ("0.5.20", "0.5.24", "0.6.0", "unknown"):
         assert f"SGLang {version} is not one of" in str(unsupported_reason(version))
 
 
@@ -116,6 +116,11 @@ def runner(**arguments: Any) -> Any:
         "hicache_storage_backend_extra_config": None,
         "enable_hierarchical_cache": True,
         "disaggregation_mode": "null",
+        "enable_pd_role_switch": False,
+        "enable_priority_scheduling": False,
+        "disable_priority_preemption": False,
+        "enable_lora": False,
+        "lora_paths": None,
         "disaggregation_decode_enable_offload_kvcache": False,
         "page_size": 64,
     }

@@ -32,6 +32,7 @@ def server(monkeypatch: pytest.MonkeyPatch, prefill: str) -> tuple[Any, Any]:
         enable_dp_attention=False,
         hicache_host_memory_mode="default",
         disaggregation_mode="null",
+        enable_pd_role_switch=False,
         enable_two_batch_overlap=False,
         enable_torch_compile=False,
     )
