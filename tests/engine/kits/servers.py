@@ -1,0 +1,45 @@
+"""Servers for SGLang's kits: SGLang's own `file` as control, and ours in each mode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bench.harness.server import Server, ServerOptions
+from tests.engine.harness.ours import (
+    assert_hidden_mode,
+    assert_nothing_went_wrong,
+    assert_own_pages_of_kv,
+    file_backend,
+    our_server,
+    partition,
+)
+
+MODES: dict[str, dict[str, Any]] = {
+    "auto": {"mode": "auto"},
+    "hidden": {"mode": "hidden", "partition": partition(0, 4, 0)},
+    "kv": {"mode": "kv"},
+}
+PAGE = 64
+
+
+def options(l3: str, model: Path, folder: Path, **chosen: Any) -> ServerOptions:
+    """Options of a server with an L3 of that name: `file`, or a mode of ours.
+
+    Kits send no key of an administrator, so there is none.
+    """
+    chosen["extra_args"] = [*chosen.pop("extra_args", ()), "--admin-api-key", ""]
+    if l3 == "file":
+        return file_backend(model, folder, page_size=PAGE, **chosen)
+    return our_server(model, folder, hcache=MODES[l3], page_size=PAGE, **chosen)
+
+
+def assert_sound(server: Server, l3: str) -> None:
+    """The server is in the mode of that name, and nothing went wrong."""
+    if l3 == "hidden":
+        assert_hidden_mode(server)
+    if l3 == "kv":
+        assert_own_pages_of_kv(server)
+    if l3 == "auto":
+        assert "plain pages" not in server.log_text()
+    assert_nothing_went_wrong(server)
