@@ -11,6 +11,7 @@ from typing import Any
 
 from bench.harness.options import hcache_config
 from bench.harness.server import CachedTokens, Server, ServerOptions
+from hcache_backend.partition.profile import Profile, Rate
 from tests.cpu_engine.hcache_cpu_engine import cpu_engine_env
 
 from .conversations import Conversation, Turn, turns_of
@@ -61,6 +62,17 @@ def our_server(
         extra_config=extra_config(folder, **(hcache or {})),
         **options,
     )
+
+
+def slow_profile(folder: Path, **seconds: float) -> Path:
+    """A machine where a layer takes so long, whatever the number of tokens."""
+    rates = {
+        name: Rate(seconds=seconds.get(name, 1e-6), per_second=1e18)
+        for name in ("hidden_copy", "kv_load", "projection", "dense", "attention")
+    }
+    profile = Profile(device="none", source="a test", dtype="float32", l3=None, **rates)
+    profile.save(folder / "profile.json")
+    return folder / "profile.json"
 
 
 def file_backend(

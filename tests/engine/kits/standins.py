@@ -55,7 +55,7 @@ def _no_datasets() -> Iterator[None]:
         yield
         return
     stub = ModuleType("datasets")
-    stub.load_dataset = None
+    vars(stub)["load_dataset"] = None
     with mock.patch.dict(sys.modules):  # what is imported meanwhile stays, below
         sys.modules["datasets"] = stub
         yield

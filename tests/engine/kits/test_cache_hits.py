@@ -17,7 +17,7 @@ from .standins import kit, texts_to_draw, tokenizer_of
 
 pytestmark = pytest.mark.engine
 
-CLIENTS, REQUEST_TOKENS, AT_ONCE = 8, 256, 2
+CLIENTS, REQUEST_TOKENS = 8, 256
 LONG = [
     pytest.param(l3, ratio, 4, marks=pytest.mark.long, id=f"{l3} {ratio}")
     for l3 in ("file", "auto", "hidden", "kv")
@@ -50,8 +50,11 @@ def test_each_turn_finds_all_earlier_ones(
             request_length=REQUEST_TOKENS,
             output_length=16,
             dataset_path=str(texts),
-            max_parallel=AT_ONCE,
+            # Host memory that the device has, and one prefetch: `file` has room for no second one.
+            max_parallel=1,
         )
         if l3 != "file":
             assert_sound(server, l3)
-    record_property("hits", found)
+    record_property(
+        "cache_hit_rates", {name: of["cache_hit_rate"] for name, of in found["rounds"].items()}
+    )

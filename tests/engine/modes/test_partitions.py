@@ -16,7 +16,6 @@ from hcache_backend.cli.metrics_page import fetch
 from hcache_backend.page import PageLayout, hidden_layer
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.plan import describe
-from hcache_backend.partition.profile import Profile, Rate
 from tests.engine.harness.conversations import (
     Conversation,
     ask,
@@ -38,6 +37,7 @@ from tests.engine.harness.ours import (
     hidden_mode_env,
     our_server,
     partition,
+    slow_profile,
     stored_pages,
 )
 
@@ -91,17 +91,6 @@ def test_output_is_that_of_no_cache(
         assert_nothing_went_wrong(server)
     assert_restored_from_l3(conversations, 64)
     assert_no_cache_output(model, conversations)
-
-
-def slow_profile(folder: Path, **seconds: float) -> Path:
-    """A machine where a layer takes so long, whatever the number of tokens."""
-    rates = {
-        name: Rate(seconds=seconds.get(name, 1e-6), per_second=1e18)
-        for name in ("hidden_copy", "kv_load", "projection", "dense", "attention")
-    }
-    profile = Profile(device="none", source="a test", dtype="float32", l3=None, **rates)
-    profile.save(folder / "profile.json")
-    return folder / "profile.json"
 
 
 def converse_at_once(
