@@ -156,6 +156,6 @@ def texts_to_draw(file: Path, tokenizer: Any, count: int, tokens: int) -> Path:
     return file
 
 
-def random_prompts(count: int, tokens: int) -> list[list[int]]:
-    rng = random.Random(7)
+def random_prompts(count: int, tokens: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
     return [[rng.randrange(1, 30_000) for _ in range(tokens)] for _ in range(count)]

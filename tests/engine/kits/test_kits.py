@@ -153,7 +153,7 @@ def test_kl_of_turns_with_a_flush_before_each(
     kits, turns = kit("kits.unified_radix_cache_kit"), kit("kl_multiturn_utils")
     asked = served.case(
         kits.UnifiedRadixTreeTestMixin,
-        input_ids=random_prompts(4, 512),
+        input_ids=random_prompts(4, 512, seed=int(long)),  # not in L3 of the other run
         kl_threshold=KL,
         max_new_tokens=64 if long else 8,
         num_groups=2,
@@ -180,7 +180,7 @@ def test_kl_of_cache_hits_with_a_flush_before_each(
     utils = kit("kl_test_utils")
     # Where the kit keeps prompts that it has downloaded.
     key = f"{served.model}_{utils.DEFAULT_PROMPT_TOKENS}_{utils.DEFAULT_NUM_SAMPLES}"
-    monkeypatch.setitem(utils._cached_input_ids, key, random_prompts(8, 600))
+    monkeypatch.setitem(utils._cached_input_ids, key, random_prompts(8, 600, seed=2))
     asked = served.case(
         kit("kits.kl_divergence_kit").KLDivergenceMixin,
         kl_div_thres=KL,
@@ -278,7 +278,8 @@ def test_abort(name: str, served: Served, long: bool) -> None:
     ],
 )
 def test_streaming_sessions(name: str, served: Served, request: pytest.FixtureRequest) -> None:
-    if served.l3 == "file":
+    ends = served.l3 == "file" and name != "test_first_mid_abort_recovery"  # which keeps no node
+    if ends:
         why = "SGLang asks its tree whether a session's node, which is in no tree, is backed up"
         # What a test says of a server that died depends on the test.
         request.applymarker(pytest.mark.xfail(reason=why, strict=True))
