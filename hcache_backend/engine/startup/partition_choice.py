@@ -7,6 +7,8 @@ in the life of a store.
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hcache_backend.config import ConfigError, HCacheConfig
@@ -18,7 +20,13 @@ from hcache_backend.engine.startup.codec_choice import encoded_share, wanted_cod
 from hcache_backend.engine.startup.page_plan import kv_bytes_per_token
 from hcache_backend.engine.startup.quick_profile import copy_as_measured, find_profile
 from hcache_backend.engine.startup.refusals import eager_refusal
-from hcache_backend.partition.costs import L3Path, LayerMethod, Partition, layer_costs
+from hcache_backend.partition.costs import (
+    L3Path,
+    LayerCosts,
+    LayerMethod,
+    Partition,
+    layer_costs,
+)
 from hcache_backend.partition.model_config import ModelConfigError, shape_from_config
 from hcache_backend.partition.model_shape import CLEARLY_LESS, ModelShape
 from hcache_backend.partition.plan import describe
@@ -29,6 +37,10 @@ from hcache_backend.restore.exchange import share_of_rank
 from hcache_backend.restore.layers import PoolParking
 
 logger = logging.getLogger("hcache")
+
+LEAST_HOST_SHARE = 1.5
+"""Tokens in host memory for each on the device. Host pages of tokens that the device has are not
+evicted, so prefetches have room in the others only; K and V of all layers may leave fewer."""
 
 
 def layer_methods(runtime: Runtime, kvcache: Any) -> LayerMethods:
@@ -86,11 +98,23 @@ def _choose(runtime: Runtime, kvcache: Any) -> LayerMethods:
     l3: L3Path = "none" if args.hicache_storage_backend is None else from_l3
     tokens = min(int(runtime.runner.model_config.context_len), int(kvcache.size))
     alone = store.is_ours and config.behind is None  # machines that share pages decide alike
+    kv_bytes = kv_share * kv_bytes_per_token(kvcache)
+    given = args.hicache_size * 1e9 or (
+        args.hicache_ratio * int(kvcache.size) * kv_bytes_per_token(kvcache)
+    )
+
+    def leaves_room(partition: Partition) -> bool:
+        """Whether host memory holds enough tokens besides the hidden states of the device's."""
+        token = (partition.hidden * row_bytes / shares) + partition.kv * kv_bytes / layers
+        host = given / token - (int(kvcache.size) if partition.hidden else 0)
+        return host >= min(LEAST_HOST_SHARE * int(kvcache.size), given / kv_bytes)
+
     if decision is None and profile is not None and shape is not None and alone:
         seconds = pipeline_seconds(chunk_tokens, tokens, ranks, parks)
-        decision = _fastest(profile, shape, tokens, ranks, l3, layers, seconds)
+        decision = _fastest(profile, shape, tokens, ranks, l3, layers, seconds, leaves_room)
     elif decision is None:
-        smaller = layers * row_bytes < CLEARLY_LESS * kv_share * kv_bytes_per_token(kvcache)
+        smaller = layers * row_bytes < CLEARLY_LESS * kv_bytes
+        smaller = smaller and leaves_room(Partition(0, layers, 0))
         decision = _smallest(layers, smaller, "no profile" if alone else "another L3")
     if recorded is None and store.is_ours:
         partition, reason = decision
@@ -147,8 +171,9 @@ def _fastest(
     l3: L3Path,
     layers: int,
     seconds: Objective,
+    leaves_room: Callable[[Partition], bool],
 ) -> _Decision:
-    """The partition whose restores are the fastest by the profile.
+    """The partition whose restores are the fastest by the profile, of those that leave room.
 
     Every layer is stored: who leaves first layers out saves disk, and hits in host memory and
     faster disks want them. A restore may recompute layers that are stored.
@@ -157,8 +182,17 @@ def _fastest(
     if not shape.hidden_is_smaller:
         usable.remove("hidden")
     costs = layer_costs(profile, shape, tokens, tp=ranks, l3=l3, early_stop=True)
-    partition = search(costs, layers, seconds, usable)
+
+    def with_room(costs: LayerCosts, partition: Partition) -> float:
+        return seconds(costs, partition) if leaves_room(partition) else math.inf
+
+    partition = search(costs, layers, with_room, usable)
     reason = f"the best for {tokens} tokens by the profile of {profile.device}"
+    if (faster := search(costs, layers, seconds, usable)) != partition:
+        reason += (
+            f" that leaves room for {LEAST_HOST_SHARE} times the device's tokens in host memory; a "
+            f"larger --hicache-ratio allows {describe(faster)}"
+        )
     logger.info("hcache: partition: %s; %s (%s)", describe(partition), reason, profile.source)
     return _Decision(partition, reason)
 
