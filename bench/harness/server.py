@@ -177,6 +177,7 @@ class Server:
         *,
         logprobs: bool = False,
         lora: str | None = None,
+        extra_key: str | None = None,
         cache_salt: str | None = None,
         replica: int | None = None,
         timeout: float = 600.0,
@@ -201,6 +202,8 @@ class Server:
             body["lora_path"] = lora
         if cache_salt is not None:
             body["cache_salt"] = cache_salt
+        if extra_key is not None:
+            body["extra_key"] = extra_key
         if replica is not None:
             body["routed_dp_rank"] = replica
         reply = self._done("/generate", json=body, timeout=timeout).json()

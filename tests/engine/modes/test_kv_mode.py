@@ -4,6 +4,7 @@ that must not share."""
 from __future__ import annotations
 
 import shutil
+import uuid
 from pathlib import Path
 
 import pytest
@@ -244,3 +245,38 @@ def test_adapters_mean_k_and_v_and_no_pages_shared_with_other_adapters_or_salts(
         assert hits(server, lora="tiny") == 256
     before, *_, cold, restored = replies[str(kinds[1])]
     assert before != cold == restored
+
+
+def test_an_extra_key_that_says_an_adapters_id_finds_none_of_its_pages(
+    model: Path, model_cache: Path, tmp_path: Path
+) -> None:
+    """SGLang appends the id to `extra_key`: both requests would have one key."""
+    adapter = build_lora(model, model_cache)
+    identity = uuid.uuid5(uuid.NAMESPACE_URL, f"tiny\0{adapter}").hex  # as SGLang makes it
+    args = ["--enable-lora", "--lora-backend", "torch_native", "--lora-paths", f"tiny={adapter}"]
+    prompt = random_tokens(300, seed=43)
+    options = our_server(model, tmp_path, extra_args=args)
+    of_adapter: list[dict[str, str]] = [{"lora": "tiny"}, {"lora": "tiny", "extra_key": "a"}]
+    named: list[dict[str, str]] = [
+        {"extra_key": identity},
+        {"extra_key": f"a{identity}"},
+        {"extra_key": f"hcache:adapter:32:{identity}"},
+    ]
+
+    def asked(server: Server, requests: list[dict[str, str]]) -> list[tuple[int, list[int]]]:
+        replies = [server.generate(prompt, 16, **request) for request in requests]
+        server.flush_cache()
+        return [(r.cached.device + r.cached.storage, r.output_ids) for r in replies]
+
+    with Server(options) as server:
+        first = asked(server, of_adapter)
+        assert [hits for hits, _ in first] == [0, 0]
+        # Of none of them L1 or L3 has anything, and all say what the model alone says.
+        plain = server.generate(prompt, 16).output_ids
+        assert plain != first[0][1]
+        assert asked(server, named) == [(0, plain)] * 3
+        assert asked(server, named) == [(256, plain)] * 3, "those that share find their own"
+    options.log = tmp_path / "restarted.log"
+    with Server(options) as server:
+        assert asked(server, named) == [(256, plain)] * 3
+        assert asked(server, of_adapter) == [(256, output) for _, output in first]
