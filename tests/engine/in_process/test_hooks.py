@@ -20,11 +20,11 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from bench.harness.options import hcache_config
 from hcache_backend.config import ConfigError
-from hcache_backend.engine import hooks
+from hcache_backend.engine import hooks, metrics
 from hcache_backend.engine.arguments import unsupported_reason
 from hcache_backend.engine.hooks import Hook, install
 from hcache_backend.engine.runtime import Weights, current
-from hcache_backend.engine.startup import agreement
+from hcache_backend.engine.startup import agreement, attach
 from hcache_backend.engine.startup import bootstrap as bootstrap_module
 from hcache_backend.engine.startup.bootstrap import bootstrap
 from hcache_backend.engine.startup.graphs import graph_hooks
@@ -285,3 +285,46 @@ def test_sglang_goes_on_when_l3_cannot_be_told_of_a_use(caplog: pytest.LogCaptur
     ):
         assert hook(lambda *args: "done", *args) == "done"
     assert len([line for line in caplog.messages if "may evict pages in use" in line]) == 5
+
+
+def test_what_sglang_cannot_look_up_goes_without_l3(caplog: pytest.LogCaptureFixture) -> None:
+    """A streaming session's prefix is a virtual node: SGLang's look-up raises in every turn."""
+
+    def look_up(scheduler: Any, req: Any) -> Any:
+        raise TypeError("'_VirtualNode' object cannot be interpreted as an integer")
+
+    before = metrics.PROBLEMS.family.labels("look_up")._value.get()
+    for number in range(3):
+        request = SimpleNamespace(rid=f"session-{number}", last_host_node=object())
+        assert hooks._after_received(look_up, SimpleNamespace(), request) is None
+    assert metrics.PROBLEMS.family.labels("look_up")._value.get() == before + 3
+    assert [line for line in caplog.messages if "cannot look up" in line] != []
+    assert sum("cannot look up" in line for line in caplog.messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "enabled", "preemption_off", "refused"),
+    [
+        ("0.5.21", True, False, True),
+        ("0.5.21.post1", True, False, True),
+        ("0.5.21", True, True, False),
+        ("0.5.21", False, False, False),
+        ("0.5.22", True, False, False),
+    ],
+)
+def test_preemption_is_refused_where_sglang_forgets_requests(
+    version: str,
+    enabled: bool,
+    preemption_off: bool,
+    refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attach, "sglang_version", lambda: version)
+    args = SimpleNamespace(
+        enable_priority_scheduling=enabled, disable_priority_preemption=preemption_off
+    )
+    if not refused:
+        attach.check_preemption(args)
+        return
+    with pytest.raises(ConfigError, match=r"--enable-priority-scheduling .* 0\.5\.22 or later"):
+        attach.check_preemption(args)
