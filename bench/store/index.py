@@ -14,7 +14,6 @@ from contextlib import closing
 from pathlib import Path
 from statistics import median, quantiles
 
-import lmdb
 import numpy as np
 
 from bench.store.pages import BATCH, MIB, NAMESPACE, WRITER, require
@@ -81,6 +80,8 @@ def time_exists(
     store: PageStore, pages: int, folder: Path, rounds: int = 2000, busy_rounds: int = 40
 ) -> dict[str, float]:
     """Microseconds for 128 keys: medians of ours, and of lmdb with the same keys in ``folder``."""
+    import lmdb  # a peer: only where benchmarks are run
+
     folder.mkdir()
     env = lmdb.open(str(folder), map_size=64 << 30, metasync=False, readahead=False)
     for start in range(0, pages, 50_000):

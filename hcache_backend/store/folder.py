@@ -329,7 +329,7 @@ def why_not(path: Path, ops: FileOps) -> OSError | None:
         while not place.exists():
             place = place.parent
         if not place.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
         if (kind := file_system_of(place)) in _NETWORK_FILE_SYSTEMS:
             problem = f"its file system is {kind}; the index needs a local one"
             raise OSError(errno.ENOTSUP, problem, str(path))

@@ -114,7 +114,7 @@ def _choose(runtime: Runtime, kvcache: Any) -> LayerMethods:
         decision = _fastest(profile, shape, tokens, ranks, l3, layers, seconds, leaves_room)
     elif decision is None:
         smaller = layers * row_bytes < CLEARLY_LESS * kv_bytes
-        smaller = smaller and leaves_room(Partition(0, layers, 0))
+        smaller = smaller and (not alone or leaves_room(Partition(0, layers, 0)))
         decision = _smallest(layers, smaller, "no profile" if alone else "another L3")
     if recorded is None and store.is_ours:
         partition, reason = decision

@@ -138,7 +138,7 @@ def removed(disk: Path, trigger: Path) -> Iterator[None]:
 
 @contextmanager
 def index_deleted(disk: Path, trigger: Path) -> Iterator[None]:
-    index = disk / "l3" / "index" / "data.mdb"
+    index = disk / "l3" / "index" / "index.sqlite"
     index.unlink()
     yield
     deadline = time.monotonic() + 240

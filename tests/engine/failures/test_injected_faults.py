@@ -125,7 +125,7 @@ def test_wrong_copies_of_k_and_v_end_backups_and_loads_and_drop_what_was_written
     with Server(options) as server:
         conversations = make_conversations(4, turns=2, tokens=200)
         converse(server, conversations[:1], turns=1, flush=False)
-        assert stored_pages(tmp_path)
+        server.until(lambda: bool(stored_pages(tmp_path)), "stored pages")
         trigger.touch()
         converse(server, conversations[1:2], turns=1, flush=False)
         server.wait_for_log("the self-check in service failed: K and V of layer 3 in a page are")
