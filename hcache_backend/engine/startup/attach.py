@@ -276,11 +276,15 @@ def _check_late_start(runtime: Runtime) -> None:
         raise ConfigError(
             f"hcache: {STARTED_WITHOUT_US}; with --enable-dp-attention it has to be started with it"
         )
+    args = resolved(runtime.runner.server_args)
+    if args.enable_lora or args.lora_paths:
+        # What L1 and L2 hold has keys that other requests may have, too.
+        raise ConfigError(
+            f"hcache: {STARTED_WITHOUT_US}; with --enable-lora it has to be started with it"
+        )
     missing = hooks.install(hooks.weight_hooks())
     if missing:
         raise ConfigError(f"hcache: {missing}; weight updates could not be noticed")
-    if unkept := keep_adapters_apart(resolved(runtime.runner.server_args)):
-        raise ConfigError(f"hcache: {unkept}")
     hooks.notice_uses()
 
 

@@ -184,3 +184,14 @@ class TestAnAttach:
             assert config == parse_config({**base, **options}, "test")
         with pytest.raises(ConfigError, match=r"'own' but .* without HCACHE_ENABLE=1"):
             self.joined(dirs=[str(tmp_path)], pages="own")
+
+
+def test_a_plain_server_with_adapters_has_to_be_started_for_us(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys of what it has in memory do not tell adapters from requests that name them."""
+    runtime.config, runtime.store = None, None
+    runtime.runner.server_args.enable_lora = True
+    monkeypatch.setattr("hcache_backend.engine.startup.attach.resolved", lambda args: args)
+    with pytest.raises(ConfigError, match="HCACHE_ENABLE=1; with --enable-lora it has to"):
+        HCacheStorage(storage_config(tmp_path))
