@@ -4,7 +4,8 @@
     python -m bench.record --tables               tables anew from the recorded results
 
 A table of the documentation stands between ``<!-- results: NAME -->`` and ``<!-- end -->``; the
-program of that name makes it from its results (``table_lines``).
+program of that name makes it from its results (``table_lines``). ``NAME short`` is a choice of its
+rows (``short_lines``).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ PROGRAMS = {
     "hits_load": "bench.hits.load",
 }
 """Name of the results -> the module that makes their table."""
-_BLOCK = re.compile(r"(<!-- results: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- results: (\w+(?: short)?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def main() -> None:
@@ -92,9 +93,11 @@ def marked(text: str) -> Iterator[tuple[str, str]]:
 
 
 def table(name: str) -> str:
-    """The table of the recorded results of a program."""
+    """The table of the recorded results of a program; ``NAME short`` has fewer rows."""
+    name, _, short = name.partition(" ")
     results = json.loads((RESULTS / f"{name}.json").read_text())
-    text: str = importlib.import_module(PROGRAMS[name]).table_lines(results)
+    program = importlib.import_module(PROGRAMS[name])
+    text: str = (program.short_lines if short else program.table_lines)(results)
     return text.rstrip("\n")
 
 

@@ -56,7 +56,7 @@ def _draw_restore(report: Mapping[str, Any]) -> Figure:
             storage.barh(place, kib, color=COLOURS[name])
             storage.annotate(f" {kib:,.1f}", (kib, place), va="center", fontsize=9)
     storage.set_xlabel("KiB per token")
-    storage.set_title("stored in L3", fontsize=10)
+    storage.set_title("stored in L3, first setting", fontsize=10)
     storage.margins(x=0.18)
     titles = [restore["methods"][name]["title"] for name in methods]
     storage.set_yticks(range(len(methods)), titles)

@@ -86,7 +86,7 @@ def _restore_table(restore: Mapping[str, Any]) -> str:
     rows = [
         (
             row["title"],
-            next((_number(row[s], "bytes_per_token") for s in SETTING_TITLES if row[s]), "-"),
+            _bytes(row),
             _number(row["disk"], "ms"),
             _number(row["disk"], "l3_ms"),
             _number(row["disk"], "ttft_ms"),
@@ -99,6 +99,12 @@ def _restore_table(restore: Mapping[str, Any]) -> str:
     timed = any(row[heads.index("TTFT")] != "-" for row in rows)
     columns = [n for n, head in enumerate(heads) if timed or head != "TTFT"]
     return table([heads[n] for n in columns], [[row[n] for n in columns] for row in rows])
+
+
+def _bytes(row: Mapping[str, Any]) -> str:
+    """Bytes per token; of each setting if they differ, as those of automatic servers may."""
+    tried = (_number(row[s], "bytes_per_token") for s in SETTING_TITLES if row[s])
+    return " / ".join(dict.fromkeys(tried)) or "-"
 
 
 def _saving(saving: Mapping[str, Any]) -> Iterator[str]:

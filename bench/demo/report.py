@@ -84,10 +84,15 @@ def table(report: Mapping[str, Any]) -> Table:
 
 def _rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return [
-        (f"{model['model']}, {_sizes(model)}", *cells)
+        (f"{model['model']}, {_sizes(model)}", f"{disk}{_rate(setting)}", *cells)
         for model in report["models"]
-        for cells in _cells(model)
+        for setting, (disk, *cells) in zip(model["settings"], _cells(model), strict=True)
     ]
+
+
+def _rate(setting: Mapping[str, Any]) -> str:
+    """The rate of a disk that is slowed down."""
+    return f", {setting['mb_per_s']:.1f} MB/s" if setting["mb_per_s"] else ""
 
 
 def _sizes(model: Mapping[str, Any]) -> str:

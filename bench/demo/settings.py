@@ -25,11 +25,14 @@ MODELS = {
 }
 SETTINGS = {
     "this disk": 0.0,
-    "as Llama-3-8B": 236 / 175,
-    "as Llama-2-7B": 84 / 351,
+    "1.35x computing": 236 / 175,
+    "0.24x computing": 84 / 351,
 }
-"""How many times as fast as computing L3 brings K and V: as one SSD in an H100's server would for
-these models (`hcache plan`); 0: no limit."""
+"""How many times as fast as computing L3 brings K and V; 0: no limit.
+
+One SSD in an H100's server has the first ratio for Llama-3-8B, the second for Llama-2-7B, as
+`hcache plan` computes. Nothing else of the settings is of these models.
+"""
 UNSLOWED = 3
 """So many times the rounds where L3 is not slowed down: milliseconds count there."""
 

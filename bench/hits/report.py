@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from bench.harness.report import markdown
+from bench.harness.turns import NO_L3
 from bench.hits.cases import COMPARED, OURS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+FILE, SHORT_TOKENS = "file", 1024
 
 
 def table_lines(results: Mapping[str, Any]) -> str:
@@ -32,6 +35,25 @@ def table_lines(results: Mapping[str, Any]) -> str:
         names = results["cases"][0]["stalled_ms"]
         table += "\n\n" + markdown(("ms when L3 stops", "computing", *names), stalls)
     return table
+
+
+def short_lines(results: Mapping[str, Any]) -> str:
+    """Default options beside computing and SGLang's `file`, for MHA and GQA, 1,024 tokens."""
+    rows = [
+        (
+            title(case),
+            f"{point['speed']:g}",
+            f"{point['mb_per_s']:.1f}",
+            *(f"{point['ms'][name]:,.0f}" for name in (NO_L3, FILE, OURS)),
+            point["of_better"],
+            tuple(point["interval"]) if point["interval"] else None,
+        )
+        for case in results["cases"]
+        if case["model"] in ("MHA", "GQA") and case["tokens"] == SHORT_TOKENS
+        for point in case["points"]
+    ]
+    heads = ("model, history", "speed of L3", "MB/s", "computed", "`file`", "ours")
+    return markdown((*heads, "ours / better", "95%"), rows)
 
 
 def title(case: Mapping[str, Any]) -> str:

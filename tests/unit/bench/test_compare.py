@@ -313,6 +313,15 @@ def test_a_setting_that_was_not_tried_is_empty() -> None:
     )
 
 
+def test_bytes_that_differ_by_setting_are_all_said() -> None:
+    def stored(bytes_per_token: float) -> dict[str, Any]:
+        return medians([Restore(64, 2.0, 1.0, 1.0)], bytes_per_token)
+
+    rows = {"file": {"disk": stored(65600), "balanced": stored(28800), "slow": stored(28800)}}
+    [line] = table_lines({"restore": report(restore_plan("file"), rows, None)}).splitlines()[2:]
+    assert line.startswith("| KV, SGLang file L3 | 65,600 / 28,800 |")
+
+
 def test_each_part_has_its_table_in_the_documentation() -> None:
     found = comparison()
     for part, row in (

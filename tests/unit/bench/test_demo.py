@@ -46,7 +46,7 @@ def make_models() -> list[dict[str, Any]]:
 
     settings = [
         setting("this disk", None, 400.0, 1.0),
-        setting("as Llama-2-7B", 2.5, 1010.0, 0.0),
+        setting("0.24x computing", 2.5, 1010.0, 0.0),
     ]
     sizes = {"file": 8192.0, "ours": 4112.0}
     return [{"model": "MHA", "bytes_per_token": sizes, "settings": settings}]
@@ -86,7 +86,7 @@ def test_another_token_fails_the_demo(method: str, title: str) -> None:
     models[0]["settings"][1]["identical_tokens"][method] = False
     assert build_report(models, ABOUT)["succeeded"] is False
     assert problems(models) == [
-        f"MHA, as Llama-2-7B: a reply with {title} differs from that without a cache"
+        f"MHA, 0.24x computing: a reply with {title} differs from that without a cache"
     ]
 
 
@@ -169,7 +169,7 @@ def test_the_table_of_the_documentation_has_a_row_for_each_model_and_disk() -> N
     lines = table_lines(build_report(make_models(), ABOUT)).splitlines()
     assert lines[2:] == [
         "| MHA, 8,192 / 4,112 | this disk | 1,000 | 4,200 | 400 | 0.40 | 4,100 | 300 | yes |",
-        "| MHA, 8,192 / 4,112 | as Llama-2-7B | 1,000 | 4,200 | 1,010 | 1.01 "
+        "| MHA, 8,192 / 4,112 | 0.24x computing, 2.5 MB/s | 1,000 | 4,200 | 1,010 | 1.01 "
         "| 4,100 | refused | yes |",
     ]
 

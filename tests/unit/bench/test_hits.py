@@ -14,7 +14,7 @@ from bench.harness.server import ServerError
 from bench.hits import cases, load
 from bench.hits.cases import ALWAYS, MODELS, OURS
 from bench.hits.measure import compared
-from bench.hits.report import draw, table_lines
+from bench.hits.report import draw, short_lines, table_lines
 from hcache_backend.server_report import ServerReport, write_report
 
 
@@ -69,6 +69,17 @@ def test_the_tables_have_a_row_for_each_speed_and_each_stop() -> None:
     lines = table_lines(make_results()).splitlines()
     assert "| GQA (K and V), 1,024 | 0.25 | 1,000 | 4,000 | 1,020 | 1.02 | 1.00 to 1.04 |" in lines
     assert "| GQA (K and V), 1,024 | 1,000 | 1,600 |" in lines
+
+
+def test_the_short_table_has_one_history_of_two_models() -> None:
+    results = make_results()
+    [case] = results["cases"]
+    [point] = case["points"]
+    point["ms"]["file"], point["mb_per_s"] = 4100.0, 2.25
+    results["cases"] += [case | {"tokens": 4096}, case | {"model": "MLA"}]
+    assert short_lines(results).splitlines()[2:] == [
+        "| GQA (K and V), 1,024 | 0.25 | 2.2 | 1,000 | 4,100 | 1,020 | 1.02 | 1.00 to 1.04 |"
+    ]
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
