@@ -2,9 +2,8 @@
 
 Two tiny random models answer questions behind a history that is in L3 and nowhere else: computed
 without a cache, read by SGLang's `file` backend, and by HCache with default options. The disk is as
-it is; then slowed down until it brings K and V 1.35 and 0.24 times as fast as computing: the ratios
-that `hcache plan` computes of one SSD and an H100 for Llama-3-8B (reading takes 175 ms, computing
-236) and for Llama-2-7B (351 and 84).
+it is; then slowed down until it brings K and V 1.35 and 0.24 times as fast as computing: about the
+ratios of one SSD and an H100 for Llama-3-8B and for Llama-2-7B.
 
 Exit status: 0; 1 when a token differs or nothing came from L3; 2 when the demo could not run.
 """

@@ -30,8 +30,8 @@ SETTINGS = {
 }
 """How many times as fast as computing L3 brings K and V; 0: no limit.
 
-One SSD in an H100's server has the first ratio for Llama-3-8B, the second for Llama-2-7B, as
-`hcache plan` computes. Nothing else of the settings is of these models.
+One SSD in an H100's server has about the first ratio for 8,192 tokens of Llama-3-8B, and the second
+for 4,096 of Llama-2-7B (`hcache plan`). Nothing else of the settings is of these models.
 """
 UNSLOWED = 3
 """So many times the rounds where L3 is not slowed down: milliseconds count there."""

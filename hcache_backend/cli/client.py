@@ -75,7 +75,7 @@ class Client:
         except (RequestError, ValueError) as error:
             raise UnusableServer(
                 f"--url {self.url}: no SGLang server answers there ({error}); start one, or "
-                "leave --url out and one is started"
+                "give its address by --url"
             ) from None
         hint = "; give its --api-key" if status in (401, 403) else ": is it an SGLang server?"
         raise UnusableServer(f"--url {self.url}: /server_info answered {status}{hint}")

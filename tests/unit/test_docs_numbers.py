@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,18 @@ def test_marks_with_nothing_between_them_get_their_table() -> None:
 def test_results_that_are_missing_end_the_program(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"demo\.json is missing"):
         record("demo", tmp_path)
+
+
+def test_what_pages_say_of_the_judgement_of_hits_is_what_was_measured() -> None:
+    cases = json.loads((RESULTS / "hits.json").read_text())["cases"]
+    points = [point for case in cases for point in case["points"]]
+    assert (len(points), f"{max(point['of_better'] for point in points):.2f}") == (60, "1.04")
+    [slower] = [point for point in points if (point["interval"] or [0])[0] > 1]
+    assert [f"{value:.2f}" for value in slower["interval"]] == ["1.02", "1.13"]
+    for name in ("README.md", "CHANGELOG.md", "docs/serving.md"):
+        said = " ".join((RESULTS.parents[1] / name).read_text().split())
+        assert "of 60 " in said.lower() and "1.04 times" in said, name
+    demo = json.loads((RESULTS / "demo.json").read_text())["models"]
+    ratios = sorted(one["ours"]["of_better"] for model in demo for one in model["settings"])
+    page = (RESULTS.parents[1] / "docs" / "benchmarks.md").read_text()
+    assert f"its median was {ratios[0]:.2f} to {ratios[-1]:.2f} of that" in page

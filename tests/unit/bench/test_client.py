@@ -232,7 +232,8 @@ def test_an_unreachable_server_is_named() -> None:
             await client.server()
 
     with pytest.raises(
-        UnusableServer, match=r"--url http://127.0.0.1:9: no SGLang server .* --url"
+        UnusableServer,
+        match=r"--url http://127.0.0.1:9: no SGLang .*; start one, or give its address by --url$",
     ):
         asyncio.run(look())
 
