@@ -32,7 +32,7 @@ from hcache_backend.partition.record import PartitionRecord, kept_profiles, reco
 from hcache_backend.server_report import ServerReport, read_report
 from hcache_backend.store import FileOps, is_store_folder
 from hcache_backend.store.file_ops import try_lock
-from hcache_backend.store.folder import file_system_of, why_not
+from hcache_backend.store.folder import existing_part, file_system_of, why_not
 from hcache_backend.store.page_io import probe_alignment
 
 _PROBE_BYTES = 64 << 20
@@ -74,9 +74,7 @@ def doctor(dirs: Dirs = None, as_json: AsJson = False) -> None:
 
 
 def _look_at_folder(path: Path, config: HCacheConfig) -> Iterator[Check]:
-    place = path
-    while not os.path.exists(place):  # noqa: PTH110  raises nothing
-        place = place.parent
+    place = existing_part(path)
     if (problem := why_not(path, FileOps())) is not None:
         yield Check(str(path), "bad", f"a server would not start with it: {problem}")
         if place != path or not os.access(path, os.X_OK) or not is_store_folder(path):

@@ -73,6 +73,11 @@ def _may_be(role: str, server_args: Any) -> bool:
     return bool(arguments.enable_pd_role_switch or arguments.disaggregation_mode == role)
 
 
+def serves_adapters(args: Any) -> bool:
+    """Whether requests may have LoRA adapters; ``args`` are the arguments in force."""
+    return bool(args.enable_lora or args.lora_paths)
+
+
 def page_size(server_args: Any) -> int:
     """Tokens per page; SGLang's default is 1."""
     return int(resolved(server_args).page_size or 1)

@@ -304,8 +304,8 @@ def _around_events(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any)
     return result
 
 
-_not_looked_up: list[str] = []
-"""The first request that SGLang could not look up."""
+_look_up_failures: set[type[Exception]] = set()
+"""Why SGLang could not look requests up: each was logged once."""
 _harmless = partial(
     metrics.harmless, "storage_use", "L3 was not told of a use; it may evict pages in use"
 )
@@ -339,8 +339,8 @@ def _after_received(
         result = original(scheduler, req, *a, **kw)
     except Exception as error:
         metrics.PROBLEMS.count("look_up")
-        if not _not_looked_up:
-            _not_looked_up.append(req.rid)
+        if type(error) not in _look_up_failures:
+            _look_up_failures.add(type(error))
             logger.warning(
                 "hcache: SGLang cannot look up request %s in L3 (said once): %r", req.rid, error
             )

@@ -86,11 +86,12 @@ def find_unknown_files(
         names = []
         with folder.shard(shard) as shard_fd:
             files = folder.ops.list(shard_fd)
-        for file in files:
-            name = parse_name(file)
+        parsed = {file: parse_name(file) for file in files}
+        known = folder.index.known(name for name in parsed.values() if name is not None)
+        for file, name in parsed.items():
             if name is None:
                 result.damaged.append((shard, file, "its name is no page file's"))
-            elif folder.index.find(name) is not None:
+            elif name in known:
                 continue
             elif name.shard != shard:
                 result.damaged.append((shard, file, "it stands in the wrong folder"))

@@ -325,9 +325,7 @@ def why_not(path: Path, ops: FileOps) -> OSError | None:
     try:
         if path.is_symlink() and not path.exists():
             raise FileNotFoundError(errno.ENOENT, "it is a link to nothing", str(path))
-        place = path
-        while not place.exists():
-            place = place.parent
+        place = existing_part(path)
         if not place.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
         if (kind := file_system_of(place)) in _NETWORK_FILE_SYSTEMS:
@@ -352,11 +350,19 @@ def why_not(path: Path, ops: FileOps) -> OSError | None:
     return None
 
 
+def existing_part(path: Path) -> Path:
+    """``path``, or the nearest folder above it that is there."""
+    while not os.path.exists(path):  # noqa: PTH110  raises nothing
+        path = path.parent
+    return path
+
+
 def file_system_of(place: Path) -> str:
-    """The kind of file system that a folder is on, such as ``ext4``."""
+    """The kind of file system that a folder is on, such as ``ext4``; ``unknown`` without /proc."""
     best, kind = "", "unknown"
     resolved = str(place.resolve())
-    for line in _MOUNTS.read_text().splitlines():
+    mounts = _MOUNTS.read_text() if _MOUNTS.exists() else ""
+    for line in mounts.splitlines():
         _, where, found, *_ = line.split(" ")
         where = where.replace("\\040", " ")
         inside = resolved == where or resolved.startswith(where.rstrip("/") + "/")

@@ -28,6 +28,7 @@ from hcache_backend.engine.arguments import (
     numbers_of,
     page_size,
     resolved,
+    serves_adapters,
     sglang_version,
 )
 from hcache_backend.engine.behind.backend import MadeBackend, make_backend
@@ -155,14 +156,6 @@ def check_preemption(args: Any) -> None:
         )
 
 
-def keep_adapters_apart(args: Any) -> str | None:
-    """Have no request find pages of an adapter whose id it names; why that fails, or None."""
-    if not (args.enable_lora or args.lora_paths):
-        return None
-    missing = hooks.install(hooks.adapter_hooks())
-    return f"pages of adapters would not be kept apart: {missing}" if missing else None
-
-
 def warn_of_single_tokens(runtime: Runtime) -> None:
     """Say that ``--page-size`` was forgotten, if it was."""
     if page_size(runtime.runner.server_args) == 1:
@@ -276,8 +269,7 @@ def _check_late_start(runtime: Runtime) -> None:
         raise ConfigError(
             f"hcache: {STARTED_WITHOUT_US}; with --enable-dp-attention it has to be started with it"
         )
-    args = resolved(runtime.runner.server_args)
-    if args.enable_lora or args.lora_paths:
+    if serves_adapters(resolved(runtime.runner.server_args)):
         # What L1 and L2 hold has keys that other requests may have, too.
         raise ConfigError(
             f"hcache: {STARTED_WITHOUT_US}; with --enable-lora it has to be started with it"

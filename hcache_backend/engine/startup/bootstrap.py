@@ -21,6 +21,7 @@ from hcache_backend.engine.arguments import (
     decodes_for_others,
     resolved,
     sends_to_others,
+    serves_adapters,
     storage_extra_config,
     unsupported_reason,
 )
@@ -29,7 +30,6 @@ from hcache_backend.engine.startup.agreement import or_stop
 from hcache_backend.engine.startup.attach import (
     check_extra_config,
     check_preemption,
-    keep_adapters_apart,
     open_store,
     warn_of_single_tokens,
 )
@@ -91,8 +91,9 @@ def _join(runner: Any) -> None:
     unnoticed = hooks.install(hooks.weight_hooks())
     if unnoticed is not None:
         runtime.lose_trust(f"weight updates would go unnoticed: {unnoticed}")
-    if adapters_unkept := keep_adapters_apart(args):
-        runtime.lose_trust(adapters_unkept)
+    mixed = hooks.install(hooks.adapter_hooks()) if serves_adapters(args) else None
+    if mixed is not None:
+        runtime.lose_trust(f"pages of adapters would not be kept apart: {mixed}")
     if decodes_for_others(runner.server_args):
         untold = hooks.install(hooks.decode_server_hooks())
         if untold is not None:

@@ -226,6 +226,11 @@ def kv_bytes_per_token(kvcache: Any) -> int:
     )
 
 
+def host_bytes(kvcache: Any, size_gb: float, ratio: float) -> float:
+    """Bytes of host memory that HiCache is given; arguments as in :func:`plan_host_pages`."""
+    return size_gb * 1e9 if size_gb > 0 else ratio * kvcache.size * kv_bytes_per_token(kvcache)
+
+
 def plan_host_pages(
     kvcache: Any,
     layout: PageLayout,
@@ -248,11 +253,8 @@ def plan_host_pages(
         Refused: It is not enough, or not there.
     """
     shadows = int(kvcache.k_buffer[0].shape[0]) // layout.page_size if with_shadows else 0
-    if size_gb > 0:
-        given, option = size_gb * 1e9, f"--hicache-size {size_gb} (GB)"
-    else:
-        given = ratio * kvcache.size * kv_bytes_per_token(kvcache)
-        option = f"--hicache-ratio {ratio}"
+    given = host_bytes(kvcache, size_gb, ratio)
+    option = f"--hicache-size {size_gb} (GB)" if size_gb > 0 else f"--hicache-ratio {ratio}"
     overflow = -(-least_overflow // layout.page_bytes)
     host = int(given // layout.page_bytes) - shadows - overflow
     if host < 1:

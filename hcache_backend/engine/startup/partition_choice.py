@@ -17,7 +17,7 @@ from hcache_backend.engine.layer_methods import LayerMethods, pipeline_seconds
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import or_stop
 from hcache_backend.engine.startup.codec_choice import encoded_share, wanted_codec
-from hcache_backend.engine.startup.page_plan import kv_bytes_per_token
+from hcache_backend.engine.startup.page_plan import host_bytes, kv_bytes_per_token
 from hcache_backend.engine.startup.quick_profile import copy_as_measured, find_profile
 from hcache_backend.engine.startup.refusals import eager_refusal
 from hcache_backend.partition.costs import (
@@ -99,9 +99,7 @@ def _choose(runtime: Runtime, kvcache: Any) -> LayerMethods:
     tokens = min(int(runtime.runner.model_config.context_len), int(kvcache.size))
     alone = store.is_ours and config.behind is None  # machines that share pages decide alike
     kv_bytes = kv_share * kv_bytes_per_token(kvcache)
-    given = args.hicache_size * 1e9 or (
-        args.hicache_ratio * int(kvcache.size) * kv_bytes_per_token(kvcache)
-    )
+    given = host_bytes(kvcache, args.hicache_size, args.hicache_ratio)
 
     def leaves_room(partition: Partition) -> bool:
         """Whether host memory holds enough tokens besides the hidden states of the device's."""
@@ -182,13 +180,14 @@ def _fastest(
     if not shape.hidden_is_smaller:
         usable.remove("hidden")
     costs = layer_costs(profile, shape, tokens, tp=ranks, l3=l3, early_stop=True)
-
-    def with_room(costs: LayerCosts, partition: Partition) -> float:
-        return seconds(costs, partition) if leaves_room(partition) else math.inf
-
-    partition = search(costs, layers, with_room, usable)
+    partition = search(costs, layers, seconds, usable)
     reason = f"the best for {tokens} tokens by the profile of {profile.device}"
-    if (faster := search(costs, layers, seconds, usable)) != partition:
+    if not leaves_room(partition):
+
+        def with_room(costs: LayerCosts, partition: Partition) -> float:
+            return seconds(costs, partition) if leaves_room(partition) else math.inf
+
+        faster, partition = partition, search(costs, layers, with_room, usable)
         reason += (
             f" that leaves room for {LEAST_HOST_SHARE} times the device's tokens in host memory; a "
             f"larger --hicache-ratio allows {describe(faster)}"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
-from hcache_backend.engine.arguments import decodes_for_others, resolved
+from hcache_backend.engine.arguments import decodes_for_others, resolved, serves_adapters
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.projection.check import TOLERANCE
@@ -55,7 +55,7 @@ def refusal(runtime: Runtime, kvcache: Any) -> str | None:
     tell."""
     runner, args = runtime.runner, resolved(runtime.runner.server_args)
     checks = (
-        (args.enable_lora or args.lora_paths, "LoRA adapters change the projection per request"),
+        (serves_adapters(args), "LoRA adapters change the projection per request"),
         (args.enable_two_batch_overlap, "two-batch overlap runs each layer twice a step"),
         (runner.model_config.model_is_mrope, "positions of several dimensions (mrope)"),
         (
