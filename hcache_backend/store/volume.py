@@ -296,7 +296,7 @@ class Volume(Presence):
         if not self.is_online(writing=True):
             self._stats.add(pages_dropped_offline=1)
             return None
-        for is_last in (False, True):
+        for is_last in (False, False, True):  # another thread may take the room that was made
             evictions = self._evictions
             try:
                 written = write_page(folder, write, self._writer)
@@ -334,8 +334,7 @@ class Volume(Presence):
             self._in_vain += 1
             self._evictions += 1
             share = self._config.high_water - self._config.low_water
-            # Other threads are about to be refused, too.
-            wanted = max(wanted * self._threads, int(share * folder.index.totals().bytes))
+            wanted = max(wanted, int(share * folder.index.totals().bytes))
             evict(folder, wanted, self._stats, self._problems)
         return True
 

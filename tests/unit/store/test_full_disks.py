@@ -106,12 +106,13 @@ class Refusing(Ops):
         return super().write(fd, buffers, offset)
 
 
+@pytest.mark.parametrize("threads", [1, 8])
 @pytest.mark.parametrize("code", ["ENOSPC", "EDQUOT", "EROFS", "EIO"])
 def test_failed_writes_rest_writing_and_reads_go_on(
-    tmp_path: Path, code: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, code: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ops = Refusing()
-    store = open_quiet(tmp_path / "store", ops=ops)
+    store = open_quiet(tmp_path / "store", ops=ops, io_threads=threads)
     put(store, *range(16))
     ops.code = getattr(errno, code)
     for start in range(100, 150, 10):
