@@ -21,6 +21,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 from urllib.parse import quote
 
@@ -46,7 +47,8 @@ CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value BLOB NOT NULL) WIT
 _WAL_BYTES = 16 << 20
 _CACHE_KIB = 16 << 10
 _WAIT_SECONDS = 5.0
-_IDLE_READERS = 4
+_READERS = 4
+"""Threads that look up at once; the next one waits for one of them."""
 _AT_A_TIME = 512
 """Entries of one statement."""
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -116,13 +118,16 @@ class Index:
         self._ops = ops
         self._path = folder / INDEX_FILE
         self._readonly = readonly
-        self._idle: list[sqlite3.Connection] = []  # a look-up takes one, or makes one
+        self._readers: list[sqlite3.Connection] = []
+        self._idle: SimpleQueue[sqlite3.Connection] = SimpleQueue()  # those of them not in use
         self._writer: sqlite3.Connection | None = None
         try:
             if not readonly:
                 self._writer = self._open_to_write()
-            with self._reading() as connection:
-                connection.execute("SELECT count(*) FROM meta")
+            # As many as stay: SQLite keeps the descriptors of those that are closed meanwhile.
+            for _ in range(1 if readonly else _READERS):
+                self._readers.append(self._open_to_read())
+                self._idle.put(self._readers[-1])
         except BaseException:
             self.close()
             raise
@@ -263,27 +268,21 @@ class Index:
 
     def close(self) -> None:
         """Close it; nobody may be using it."""
-        for connection in (*self._idle, *([self._writer] if self._writer else [])):
+        for connection in (*self._readers, self._writer):
             with suppress(sqlite3.Error):
-                connection.close()
-        self._idle.clear()
+                if connection is not None:
+                    connection.close()
 
     # ---- reading ----
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
         """A connection that no other thread uses meanwhile."""
-        try:
-            connection = self._idle.pop()
-        except IndexError:
-            connection = self._open_to_read() if self._readonly else self._connect("mode=rw")
+        connection = self._idle.get()
         try:
             yield connection
         finally:
-            if len(self._idle) < _IDLE_READERS:
-                self._idle.append(connection)
-            else:
-                connection.close()
+            self._idle.put(connection)
 
     def _records(self, pages: Sequence[bytes]) -> list[bytes]:
         """Of those pages that are there: namespace, key and the records of their files."""
@@ -361,14 +360,15 @@ class Index:
 
     def _open_to_read(self) -> sqlite3.Connection:
         try:
-            connection = self._connect("mode=ro")
+            connection = self._connect("mode=ro" if self._readonly else "mode=rw")
             connection.execute("SELECT count(*) FROM meta")
         except sqlite3.OperationalError as error:
             # SQLite wants files beside the index, which servers make. Without one, nobody writes.
             wal = self._path.with_name(INDEX_FILE + "-wal")
-            if error.sqlite_errorcode & 0xFF not in _READ_ONLY or wal.exists():
+            code = error.sqlite_errorcode & 0xFF
+            if not self._readonly or code not in _READ_ONLY or wal.exists():
                 raise
-            connection = self._connect("immutable=1")
+            connection = self._connect("mode=ro&immutable=1")
         return connection
 
 
