@@ -300,7 +300,6 @@ class EagerLoads:
     def give_back(self) -> None:
         """What was restored and not handed out yet means nothing any more."""
         self._restores.clear()
-        self._settle()
 
 
 def token_array(token_ids: Any) -> npt.NDArray[np.int32]:

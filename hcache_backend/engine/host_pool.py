@@ -150,6 +150,12 @@ class OwnPagesPool(HostKVCache):
 
     # ---- what HiCache does with its indices ----
 
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        indices: torch.Tensor | None = super().alloc(need_size)
+        if indices is not None:
+            self.arena.complete(self.page_ids(indices))  # it may have been lost with other tokens
+        return indices
+
     def free(self, indices: torch.Tensor) -> int:
         if indices.numel():
             self._freed(self.page_ids(indices))
@@ -215,7 +221,8 @@ class OwnPagesPool(HostKVCache):
         saved, self._saved = self._saved, []
         for one in saved:
             if one.event.query():
-                self._arrived(one.host_pages, np.vstack([fits.numpy() for fits in one.fits]).all(0))
+                fits = np.vstack([part.numpy() for part in one.fits])
+                self._arrived(one.host_pages, np.asarray(fits.all(0)))
             else:
                 self._saved.append(one)
 
