@@ -221,8 +221,7 @@ class OwnPagesPool(HostKVCache):
         saved, self._saved = self._saved, []
         for one in saved:
             if one.event.query():
-                fits = np.vstack([part.numpy() for part in one.fits])
-                self._arrived(one.host_pages, np.asarray(fits.all(0)))
+                self._arrived(one.host_pages, torch.vstack(one.fits).all(0).numpy())
             else:
                 self._saved.append(one)
 
