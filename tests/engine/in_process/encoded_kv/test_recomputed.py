@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from hcache_backend.engine.kv_pages.overflow import SavedPages
 
 from hcache_backend import streams
 from hcache_backend.engine.eager_loads import EagerLoads
-from hcache_backend.engine.kv_pages.overflow import SavedPages
 from tests.engine.in_process.encoded_kv.host import PAGE, Host, bits, make_unfit, slots_of, whole
 
 

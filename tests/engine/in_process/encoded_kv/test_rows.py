@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hcache_backend.engine.kv_pages.overflow import Overflow
 
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.engine.hidden_controller import HiddenStateController
 from hcache_backend.engine.host_pool import HiddenStatePool, HostPages
-from hcache_backend.engine.kv_pages.overflow import Overflow
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
