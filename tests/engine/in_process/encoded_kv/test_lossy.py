@@ -76,9 +76,7 @@ def test_a_page_that_was_restored_is_backed_up_to_the_same_bytes() -> None:
 
 
 @pytest.mark.parametrize(("codec", "dtype"), KINDS)
-def test_a_page_with_values_that_are_not_finite_is_lost(
-    codec: str, dtype: torch.dtype
-) -> None:
+def test_a_page_with_values_that_are_not_finite_is_lost(codec: str, dtype: torch.dtype) -> None:
     server = Host(codec=codec, dtype=dtype)
     checks, lost = checked(server)
     server.device.k_buffer[1][slots_of(2)[3], 1, 4] = float("nan")
