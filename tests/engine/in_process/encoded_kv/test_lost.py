@@ -45,17 +45,17 @@ class Model:
         return current_stream("cpu")
 
     def run(self, layers: int, positions: torch.Tensor, slots: torch.Tensor, spans: Any) -> None:
-        """All before a token is there; a token's id is the slot that it had."""
+        """All before a token is there, or comes now; a token's id is the slot that it had."""
         assert layers == LAYERS
         self.tokens += [token for span in spans for token in span.token_ids.tolist()]
+        for plane, values in zip(self._planes, self._values, strict=True):
+            plane[slots] = values[PAGE + positions]
         for span in spans:
             seen = torch.cat((span.prefix, slots[: len(span.token_ids)]))
             for plane, values in zip(self._planes, self._values, strict=True):
                 before = torch.arange(PAGE, PAGE + len(span.prefix))
                 same = plane[seen[: len(span.prefix)]] == values[before]
                 assert same.logical_or(values[before].isnan()).all()
-        for plane, values in zip(self._planes, self._values, strict=True):
-            plane[slots] = values[PAGE + positions]
 
 
 def controller(server: Host, request: range | None) -> KVController:

@@ -192,6 +192,7 @@ def test_an_abort_frees_what_it_held_in_the_next_turn(scene: Scene) -> None:
     pool: Any = SimpleNamespace(
         page_size=SIZE,
         on_freed=[],
+        settle=lambda: None,
         page_ids=lambda indices: indices[::SIZE].numpy() // SIZE,
         arena=SimpleNamespace(
             physical=lambda pages: pages, first_layers=lambda pages: np.zeros(len(pages), np.int64)
@@ -247,6 +248,7 @@ class Slices:
         pool: Any = SimpleNamespace(
             page_size=SIZE,
             on_freed=[],
+            settle=lambda: None,
             arena=SimpleNamespace(
                 physical=lambda pages: pages,
                 first_layers=lambda pages: self.depths[pages],
