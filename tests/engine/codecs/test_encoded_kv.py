@@ -120,7 +120,7 @@ IN_EVERY_RUN = {("kv", UNITS), ("hidden", ROWS), ("mixed, two ranks", ROWS)}
             ("kv, never recomputed", ("qwen3", KV | {"recompute": "never"}, {}), (UNITS,)),
         )
         for fault in faults
-        for marks in [()]
+        for marks in [() if (label, fault) in IN_EVERY_RUN else pytest.mark.long]
     ],
 )
 def test_units_that_do_not_fit_are_computed_again(
