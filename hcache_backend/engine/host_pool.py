@@ -150,12 +150,6 @@ class OwnPagesPool(HostKVCache):
 
     # ---- what HiCache does with its indices ----
 
-    def alloc(self, need_size: int) -> torch.Tensor | None:
-        indices: torch.Tensor | None = super().alloc(need_size)
-        if indices is not None:
-            self.arena.complete(self.page_ids(indices))  # it may have been lost with other tokens
-        return indices
-
     def free(self, indices: torch.Tensor) -> int:
         if indices.numel():
             self._freed(self.page_ids(indices))
@@ -165,6 +159,11 @@ class OwnPagesPool(HostKVCache):
     def _freed(self, host_pages: Ids) -> None:
         for told in self.on_freed:
             told(host_pages)
+        self._forget(host_pages)
+
+    def _forget(self, host_pages: Ids) -> None:
+        """The next owners of ``host_pages`` begin with whole ones."""
+        self.arena.complete(host_pages)
         for page in host_pages.tolist():
             self._unsettled.pop(page, None)
 
@@ -173,7 +172,7 @@ class OwnPagesPool(HostKVCache):
             # Whoever gets a page next may write it at once, so nothing may be on its way there.
             with contextlib.suppress(StreamFailed):
                 self._backed_up.synchronize()
-        self._unsettled.clear()
+        self._forget(np.arange(self._pages.host))
         super().clear()
 
     # ---- device <-> host ----
