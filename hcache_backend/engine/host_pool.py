@@ -159,11 +159,6 @@ class OwnPagesPool(HostKVCache):
     def _freed(self, host_pages: Ids) -> None:
         for told in self.on_freed:
             told(host_pages)
-        self._forget(host_pages)
-
-    def _forget(self, host_pages: Ids) -> None:
-        """The next owners of ``host_pages`` begin with whole ones."""
-        self.arena.complete(host_pages)
         for page in host_pages.tolist():
             self._unsettled.pop(page, None)
 
@@ -172,7 +167,7 @@ class OwnPagesPool(HostKVCache):
             # Whoever gets a page next may write it at once, so nothing may be on its way there.
             with contextlib.suppress(StreamFailed):
                 self._backed_up.synchronize()
-        self._forget(np.arange(self._pages.host))
+        self._unsettled.clear()
         super().clear()
 
     # ---- device <-> host ----
@@ -254,8 +249,9 @@ class OwnPagesPool(HostKVCache):
         """Let the current stream wait for what else comes to pages of a backup."""
 
     def divide(self, host_pages: Ids, layout: PageLayout) -> None:
-        """``host_pages`` (int64 ``[n]``) are about to be written with this ``layout``: say so in
-        their headers, where what copies them goes by these."""
+        """``host_pages`` (int64 ``[n]``) are about to be written whole with this ``layout``: say so
+        in their headers, where what copies them goes by these."""
+        self.arena.complete(host_pages)  # they may have been lost with other tokens
         if self._kv.by_header:
             pages = self.arena.physical(host_pages)
             self.arena.host_access(pages, write=True, header=True)
