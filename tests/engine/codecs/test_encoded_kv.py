@@ -151,7 +151,10 @@ def test_units_that_do_not_fit_are_computed_again(
         conversations = make_conversations(4, turns=3, tokens=120, seed=5)
         for turns in (1, 2, 3):
             converse(server, conversations, turns=turns, flush=False)
-        from_host = sum(turn.cached.host for turn in turns_of(conversations))
+        # Others share a front with them, which is in host memory only.
+        fronts = [c.turns[-1].prompt[:200] for c in conversations]
+        shared = [*ask(server, [[*front, 7, 8, 9, tail] for tail in (1, 2) for front in fronts])]
+        from_host = sum(turn.cached.host for turn in turns_of([*conversations, *shared]))
         tokens = fetch(server.url).counters["tokens"]
         assert tokens["not_encodable"]
         assert bool(tokens["recomputed_at_load"]) != never
@@ -164,7 +167,7 @@ def test_units_that_do_not_fit_are_computed_again(
         again = ask(server, [c.turns[0].prompt for c in conversations])
         assert all(c.turns[0].cached.storage < 112 for c in again)
         assert_sound_own_pages(server, "kv" if hcache.get("mode") else "hidden")
-    asked: list[Conversation] = [*conversations, *again]
+    asked: list[Conversation] = [*conversations, *shared, *again]
     with Server(asked_for) as server:  # after a restart as well
         again = ask(server, [c.turns[-1].prompt for c in conversations])
         assert all(c.turns[0].cached.storage < 300 for c in again)
