@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,8 +24,9 @@ from hcache_backend.config import ConfigError
 from hcache_backend.engine import metrics
 from hcache_backend.engine.eager_loads import EagerLoads, token_array
 from hcache_backend.engine.hits.costs import Recomputing
-from hcache_backend.engine.hits.hooks import around_read, note_arrival, note_waiting
+from hcache_backend.engine.hits.hooks import note_arrival, note_waiting
 from hcache_backend.engine.hits.start import stop_judging
+from hcache_backend.engine.hooks import READS, guarded
 from hcache_backend.engine.host_pool import OwnPagesPool
 from hcache_backend.engine.loads import LoadQueue, Prefix, QueuedLoad, TokenIds
 from hcache_backend.engine.ranks import smallest
@@ -191,7 +192,14 @@ class OwnPagesController(HybridCacheController, ABC):
         return super().write_storage(host_indices, *args, **kwargs)
 
     def _page_backup(self, operation: Any) -> Any:
-        """Seal the pages of a node; the first one that must not be stored ends the backup."""
+        sealed = 0
+        with metrics.harmless("backup", "pages of a node are not stored"):  # a thread of SGLang's
+            sealed = self._seal(operation)
+        operation.hash_value = operation.hash_value[:sealed]
+        return super()._page_backup(operation)
+
+    def _seal(self, operation: Any) -> int:
+        """Seal the first pages of a node; how many, before one that must not be stored."""
         arena, layout, size = self._pool.arena, self._pool.page_layout, self.page_size
         host_pages = self._pool.page_ids(operation.host_indices)
         arena.host_access(arena.physical(host_pages), write=True, header=True)
@@ -204,15 +212,13 @@ class OwnPagesController(HybridCacheController, ABC):
             problem: str | None = "page_with_lost_layers"
             if not arena.first_layers(host_pages[i : i + 1]).any():
                 problem = self._finish_header(page, own, at)
-            if problem is None:
-                layout.seal(page, key_bytes(key))
-                continue
-            metrics.PROBLEMS.count(problem)
-            if "other" in problem:
-                logger.warning("hcache: %s: not stored", problem.replace("_", " "))
-            operation.hash_value = operation.hash_value[:i]
-            break
-        return super()._page_backup(operation)
+            if problem is not None:
+                metrics.PROBLEMS.count(problem)
+                if "other" in problem:
+                    logger.warning("hcache: %s: not stored", problem.replace("_", " "))
+                return i
+            layout.seal(page, key_bytes(key))
+        return len(host_pages)
 
     @abstractmethod
     def _finish_header(self, page: Bytes, token_ids: Ints, position: int | None) -> str | None:
@@ -257,7 +263,7 @@ class OwnPagesController(HybridCacheController, ABC):
         if self._batches is None or self.page_get_func != self._page_get_zero_copy:
             return transfer()
         if meeting_of(operation) is not None:
-            return around_read(OwnPagesController.transfer_from_back, self, operation)
+            return guarded(READS)(OwnPagesController.transfer_from_back, self, operation)
         return self._batches.transfer(operation, transfer)
 
     def transfer_from_back(self, operation: Any) -> None:
@@ -284,17 +290,30 @@ class OwnPagesController(HybridCacheController, ABC):
             operation.hcache_first_layer = (
                 self._loads.first_to_read(wanted) if self._storage_verifies() else 0
             )
-        first = operation.hcache_first_layer
-        host_pages = self._expect(host_indices, first)
-        got = super()._page_get_zero_copy(operation, hash_values, host_indices, *others)
-        return self._arrived(operation, hash_values, host_pages, got)
+        read = partial(super()._page_get_zero_copy, operation, hash_values, host_indices, *others)
+        return self._got(read, operation, hash_values, host_indices, operation.hcache_first_layer)
 
     def _generic_page_get(
         self, operation: Any, hash_values: Any, host_indices: torch.Tensor, *others: Any
     ) -> int:
-        host_pages = self._expect(host_indices, 0)
-        got = super()._generic_page_get(operation, hash_values, host_indices, *others)
-        return self._arrived(operation, hash_values, host_pages, got)
+        read = partial(super()._generic_page_get, operation, hash_values, host_indices, *others)
+        return self._got(read, operation, hash_values, host_indices, 0)
+
+    def _got(
+        self,
+        read: Callable[[], int],
+        operation: Any,
+        hash_values: Sequence[str],
+        host_indices: torch.Tensor,
+        first_layer: int,
+    ) -> int:
+        """How many pages ``read`` has brought, from ``first_layer`` on, that are right."""
+        with metrics.harmless("read", "pages of L3 are a miss"):  # a thread of SGLang's
+            host_pages = self._expect(host_indices, first_layer)
+            proven = self._proven_pages(operation, hash_values, host_pages, read())
+            note_arrival(self, proven)
+            return proven
+        return 0
 
     def _expect(self, host_indices: torch.Tensor, first_layer: int) -> Ids:
         """L3 is about to fill these pages, from ``first_layer`` on; int64 ``[pages]``."""
@@ -305,13 +324,6 @@ class OwnPagesController(HybridCacheController, ABC):
     def _storage_verifies(self) -> bool:
         """Whether L3 is our own store, which verifies each segment it reads, and reads parts."""
         return getattr(self.storage_backend, "verifies_segments", False)
-
-    def _arrived(
-        self, operation: Any, hash_values: Sequence[str], host_pages: Ids, got: int
-    ) -> int:
-        proven = self._proven_pages(operation, hash_values, host_pages, got)
-        note_arrival(self, proven)
-        return proven
 
     def _proven_pages(
         self, operation: Any, hash_values: Sequence[str], host_pages: Ids, got: int

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import enum
+import functools
 import importlib
 import inspect
 import itertools
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 from hcache_backend.engine import metrics
@@ -64,22 +65,36 @@ NOT_IN_TOKEN_IDS = ("input_embeds", "positional_embed_overrides", "multimodal_in
 """What a request may have (SGLang's ``Req``) that its token ids do not say."""
 
 
+class OnError(enum.Enum):
+    """How SGLang goes on if a hook raises; what SGLang's own function raises is always raised."""
+
+    GO_ON = "SGLang goes on as if there were no hook"
+    END_L3 = (
+        "SGLang goes on; L3 is off until a restart, because it could hold or serve wrong K and V"
+    )
+    RAISE = "the error is raised, to a caller of ours or while the server starts"
+
+
 class Hook(NamedTuple):
     """One AROUND hook: ``function(original, *args, **kwargs)``."""
 
     target: str
     function: Callable[..., Any]
+    on_error: OnError = OnError.GO_ON
+
+
+READS = Hook(READ, hits.around_read)
 
 
 def hidden_mode_hooks() -> list[Hook]:
     """What capture and projection need."""
-    return [Hook(ATTENTION, _stop_projection), Hook(FORWARD, _capture_forward)]
+    return [Hook(ATTENTION, _stop_projection, OnError.RAISE), Hook(FORWARD, _capture_forward)]
 
 
 def recompute_hooks() -> list[Hook]:
     """What recomputation needs: attention, which slots hold a prefix, who else wants the GPU."""
     return [
-        Hook(ATTENTION, _stop_projection),
+        Hook(ATTENTION, _stop_projection, OnError.RAISE),
         Hook(LOAD_BACK, _around_load_back),
         Hook(RECEIVED, _before_received),
     ]
@@ -87,7 +102,10 @@ def recompute_hooks() -> list[Hook]:
 
 def own_pages_hooks() -> list[Hook]:
     """What own pages need: HiCache's turn in every turn of the scheduler, and what it hears."""
-    return [Hook(EVENTS, _around_events), Hook(DRAIN, _before_drain)]
+    return [
+        Hook(EVENTS, _around_events, OnError.END_L3),
+        Hook(DRAIN, _before_drain, OnError.END_L3),
+    ]
 
 
 def use_hooks() -> list[Hook]:
@@ -112,7 +130,7 @@ def prefill_server_hooks() -> list[Hook]:
 
 def decode_server_hooks() -> list[Hook]:
     """What keeps K and V of other servers' weights out of L3."""
-    return [Hook(RECEIVED_PROMPT, before_commit)]
+    return [Hook(RECEIVED_PROMPT, before_commit, OnError.END_L3)]
 
 
 def hit_hooks() -> list[Hook]:
@@ -126,25 +144,26 @@ def hit_hooks() -> list[Hook]:
         Hook(BATCH, hits.around_batch),
         Hook(COMPUTED, hits.after_batch),
         Hook(LOOK_UP, hits.around_look_up),
-        Hook(READ, hits.around_read),
+        READS,
         Hook(READ_BATCH, hits.around_read_batch),
     ]
 
 
 def weight_hooks() -> list[Hook]:
     """What keeps pages of other weights away; needed in both modes."""
-    updates = (Hook(_WEIGHTS + name, _around_weight_update) for name in _WEIGHT_UPDATES)
-    return [*updates, Hook(RESET, _after_reset)]
+    end = OnError.END_L3
+    updates = (Hook(_WEIGHTS + name, _around_weight_update, end) for name in _WEIGHT_UPDATES)
+    return [*updates, Hook(RESET, _after_reset, end)]
 
 
 def adapter_hooks() -> list[Hook]:
     """What keeps pages of adapters from requests that only name them."""
-    return [Hook(REQUEST, _after_request)]
+    return [Hook(REQUEST, _after_request, OnError.END_L3)]
 
 
 def late_weight_hooks() -> list[Hook]:
     """What a server needs whose weights arrive after ``load_model`` has returned."""
-    return [Hook(LATE_WEIGHTS, _after_late_weights)]
+    return [Hook(LATE_WEIGHTS, _after_late_weights, OnError.RAISE)]
 
 
 def notice_uses() -> None:
@@ -163,14 +182,66 @@ def install(hooks: list[Hook]) -> str | None:
 
     for hook in hooks:
         if not _is_applied(hook):
-            HookRegistry.register(hook.target, hook.function, HookType.AROUND)
+            HookRegistry.register(hook.target, guarded(hook), HookType.AROUND)
     HookRegistry.apply_hooks()
     for hook in hooks:
         if not _is_applied(hook) and hook.target in HookRegistry._patched:
             # The registry patches a target once; somebody (we, or another plugin) was there first.
-            HookRegistry._apply_target(hook.target, [(HookType.AROUND, hook.function, None)])
+            HookRegistry._apply_target(hook.target, [(HookType.AROUND, guarded(hook), None)])
     missing = [hook.target for hook in hooks if not _is_applied(hook)]
     return f"SGLang has no place for the hooks on {', '.join(missing)}" if missing else None
+
+
+class _Original:
+    """SGLang's function as a hook calls it: what came of the call is known afterwards."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.__wrapped__ = function  # whose signature hooks ask for
+        self.returned = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            self.result = self.__wrapped__(*args, **kwargs)
+        except BaseException as error:
+            self.error = error
+            raise
+        self.returned = True
+        return self.result
+
+
+@functools.cache
+def guarded(hook: Hook) -> Callable[..., Any]:
+    """The function of ``hook``; SGLang goes on as ``hook.on_error`` says if it raises."""
+    function, reasons = hook.function, set[type[Exception]]()
+    if hook.on_error is OnError.RAISE:
+        return function
+
+    @functools.wraps(function)
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        call = _Original(original)
+        try:
+            return function(call, *args, **kwargs)
+        except Exception as error:
+            if call.error is not None:
+                raise call.error from None
+            metrics.PROBLEMS.count("hook")
+            if type(error) not in reasons:
+                reasons.add(type(error))
+                logger.exception("hcache: %s (said once): %s", hook.target, hook.on_error.value)
+            if hook.on_error is OnError.END_L3:
+                _end_l3(f"the hook on {hook.target} failed: {error!r}")
+        return call.result if call.returned else original(*args, **kwargs)
+
+    return around
+
+
+def _end_l3(reason: str) -> None:
+    # SGLang cannot be imported yet where plugins are.
+    from hcache_backend.engine.runtime import current
+
+    current().cannot_restore(reason)
 
 
 def _owner(target: str) -> Any:
@@ -191,7 +262,7 @@ def _is_applied(hook: Hook) -> bool:
     function = _resolve(hook.target)
     while function is not None:
         cells = getattr(function, "__closure__", None) or ()
-        if any(cell.cell_contents is hook.function for cell in cells):
+        if any(cell.cell_contents is guarded(hook) for cell in cells):
             return True
         function = getattr(function, "__wrapped__", None)
     return False
@@ -306,10 +377,6 @@ def _around_events(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any)
 
 _look_up_failures: set[type[Exception]] = set()
 """Why SGLang could not look requests up: each was logged once."""
-_harmless = partial(
-    metrics.harmless, "storage_use", "L3 was not told of a use; it may evict pages in use"
-)
-"""What L3 is told of uses within the block: SGLang goes on without it."""
 
 
 def _around_prefetch(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
@@ -318,12 +385,11 @@ def _around_prefetch(original: Callable[..., Any], cache: Any, *a: Any, **kw: An
         return original(cache, *a, **kw)
     cache.hicache_storage_pass_prefix_keys = True  # where nodes are written, too
     given = inspect.signature(original).bind(cache, *a, **kw)
-    with _harmless():
-        # All that L1 and L2 have of the prompt; SGLang leaves out the keys of the last node.
-        node = given.arguments["last_host_node_id"]
-        given.arguments["prefix_keys"] = prefix = _keys_to(cache, node)
-        l3.use(prefix)
-        l3.repairs.saw(cache, node)
+    # All that L1 and L2 have of the prompt; SGLang leaves out the keys of the last node.
+    node = given.arguments["last_host_node_id"]
+    given.arguments["prefix_keys"] = prefix = _keys_to(cache, node)
+    l3.use(prefix)
+    l3.repairs.saw(cache, node)
     return original(*given.args, **given.kwargs)
 
 
@@ -345,11 +411,10 @@ def _after_received(
                 "hcache: SGLang cannot look up request %s in L3 (said once): %r", req.rid, error
             )
         return None
-    with _harmless():
-        cache, node = scheduler.tree_cache, req.last_host_node
-        l3 = _our_l3(cache)
-        if l3 is not None and node is not None and not cache.is_backuped(node):
-            l3.use(_keys_to(cache, node))
+    cache, node = scheduler.tree_cache, req.last_host_node
+    l3 = _our_l3(cache)
+    if l3 is not None and node is not None and not cache.is_backuped(node):
+        l3.use(_keys_to(cache, node))
     return result
 
 
@@ -359,8 +424,7 @@ def _before_load_back(
     """Nodes that came from L3 were not seen before: SGLang makes them when a prefetch has ended."""
     l3 = _our_l3(cache)
     if l3 is not None:
-        with _harmless():
-            l3.repairs.saw(cache, params.best_match_node)
+        l3.repairs.saw(cache, params.best_match_node)
     return original(cache, params, *a, **kw)
 
 
@@ -370,8 +434,7 @@ def _after_written(
     result = original(cache, node_id, *a, **kw)
     l3 = _our_l3(cache)
     if l3 is not None:
-        with _harmless():
-            l3.repairs.wrote(cache, node_id)
+        l3.repairs.wrote(cache, node_id)
     return result
 
 
@@ -389,8 +452,7 @@ def _after_events(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) 
     result = original(cache, *a, **kw)
     l3 = _our_l3(cache)
     if l3 is not None:
-        with _harmless():
-            l3.repairs.put_heads(cache)
+        l3.repairs.put_heads(cache)
     return result
 
 
@@ -398,16 +460,14 @@ def _before_stop(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -
     """On SIGTERM, when all requests have been answered. SGLang's processes are killed in 15 s."""
     l3 = _our_l3(cache)
     if l3 is not None:
-        with _harmless():
-            l3.stop(cache)
+        l3.stop(cache)
     return original(cache, *a, **kw)
 
 
 def _before_idle(original: Callable[..., Any], scheduler: Any, *a: Any, **kw: Any) -> Any:
     l3 = _our_l3(scheduler.tree_cache)
     if l3 is not None:
-        with _harmless():
-            l3.repairs.turn(scheduler.tree_cache)
+        l3.repairs.turn(scheduler.tree_cache)
     return original(scheduler, *a, **kw)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from hcache_backend.engine import metrics
 from hcache_backend.engine.arguments import numbers_of, sglang_version
 
 _TRANSFERS_WAIT = (0, 5, 22)
@@ -22,10 +23,11 @@ def before_sending_prefix(
     also be what the forward pass before computes. What is not sent here goes with the rest of the
     prompt, after the forward pass, which waits for every layer of every load.
     """
-    loading = bool(scheduler.tree_cache.cache_controller.ack_load_queue)
-    computing = scheduler.enable_overlap and numbers_of(sglang_version()) < _TRANSFERS_WAIT
-    if not (loading or computing):
-        return original(scheduler, req, *a, **kw)
-    if req.early_send_prefix_end is None:  # the staging buffer wants one answer for all chunks
-        req.early_send_prefix_end = 0
-    return None
+    early = False
+    with metrics.harmless("early_send", "a prefix is sent with the rest of its prompt"):
+        loading = bool(scheduler.tree_cache.cache_controller.ack_load_queue)
+        computing = scheduler.enable_overlap and numbers_of(sglang_version()) < _TRANSFERS_WAIT
+        early = not (loading or computing)
+        if not early and req.early_send_prefix_end is None:
+            req.early_send_prefix_end = 0  # the staging buffer wants one answer for all chunks
+    return original(scheduler, req, *a, **kw) if early else None

@@ -58,13 +58,12 @@ def around_prefetch(
     gate = gate_of(cache)
     asks = True
     if gate is not None and request not in cache.ongoing_prefetch:
-        with harmless():
-            given = inspect.signature(original).bind(cache, request, *a, **kw).arguments
-            before = len(given.get("matched_prefix_tokens") or ())
-            recomputing = getattr(cache.cache_controller, "recomputing", None)
-            if recomputing is not None and not _has_front(cache, given):
-                recomputing = None
-            asks = gate.may_ask(request.rid, before, recomputing)
+        given = inspect.signature(original).bind(cache, request, *a, **kw).arguments
+        before = len(given.get("matched_prefix_tokens") or ())
+        recomputing = getattr(cache.cache_controller, "recomputing", None)
+        if recomputing is not None and not _has_front(cache, given):
+            recomputing = None
+        asks = gate.may_ask(request.rid, before, recomputing)
     if asks:
         return original(cache, request, *a, **kw)
     cache.storage_prefetch_retries.cancel(request.rid)
@@ -151,9 +150,8 @@ def around_stop(original: Callable[..., Any], controller: Any, *a: Any, **kw: An
     """
     gate = current().hit_gate
     if gate is not None:
-        with harmless():
-            _let_threads_finish(gate, controller)
-            gate.unfinished.clear()
+        _let_threads_finish(gate, controller)
+        gate.unfinished.clear()
     return original(controller, *a, **kw)
 
 
@@ -212,16 +210,14 @@ def around_batch(
     _note_waiting(scheduler)
     gate, prefill = gate_of(scheduler.tree_cache), None
     if gate is not None:
-        with harmless():
-            work = _prefill_work(batch)
-            if work is not None:
-                prefill = time.monotonic(), gate.launched(*work), work
+        work = _prefill_work(batch)
+        if work is not None:
+            prefill = time.monotonic(), gate.launched(*work), work
     result = original(scheduler, batch, *a, **kw)
     if gate is not None:
-        with harmless():
-            alone = not _stands_behind_recomputation(scheduler)
-            if prefill is not None:
-                result.hcache_prefill = *prefill, alone
+        alone = not _stands_behind_recomputation(scheduler)
+        if prefill is not None:
+            result.hcache_prefill = *prefill, alone
     return result
 
 
@@ -236,10 +232,9 @@ def after_batch(
     gate = gate_of(scheduler.tree_cache)
     if prefill is not None and gate is not None:
         launched, number, (tokens, prefix, loaded), alone = prefill
-        with harmless():
-            gate.gpu.ended(number)
-            if alone:
-                gate.prefilled(tokens, prefix, loaded, now - max(launched, before))
+        gate.gpu.ended(number)
+        if alone:
+            gate.prefilled(tokens, prefix, loaded, now - max(launched, before))
     return done
 
 
@@ -272,8 +267,7 @@ def _stands_behind_recomputation(scheduler: Any) -> bool:
 def _note_waiting(scheduler: Any) -> None:
     gate = gate_of(scheduler.tree_cache)
     if gate is not None:
-        with harmless():
-            gate.gpu.wanted = waits_for_gpu(scheduler)
+        gate.gpu.wanted = waits_for_gpu(scheduler)
 
 
 # ---- HiCache's storage threads ----
@@ -292,13 +286,11 @@ def around_look_up(
     found_behind()  # of a look-up that was judged nowhere
     with gate.l3.looking():
         keys, tokens = original(controller, operation, *a, **kw)
-    taken = tokens
-    with harmless():
-        behind = min(tokens, found_behind() * controller.page_size)
-        if tokens:
-            wanted = len(operation.token_ids)
-            page = 0 if operation.pool_transfers else controller.page_size
-            taken = gate.takes(operation.request_id, tokens, wanted, behind, page)
+    taken, behind = tokens, min(tokens, found_behind() * controller.page_size)
+    if tokens:
+        wanted = len(operation.token_ids)
+        page = 0 if operation.pool_transfers else controller.page_size
+        taken = gate.takes(operation.request_id, tokens, wanted, behind, page)
     return keys[: taken // controller.page_size], taken
 
 
@@ -332,15 +324,15 @@ def around_read_batch(original: Callable[..., Any], controller: Any, *a: Any, **
 
 def note_waiting(controller: Any, seconds: float) -> None:
     """The prefetch that is being read was not read for so long."""
-    gate = gate_of(controller)
-    if gate is not None:
-        with harmless():
+    with harmless():
+        gate = gate_of(controller)
+        if gate is not None:
             gate.l3.waited(seconds)
 
 
 def note_arrival(controller: Any, pages: int) -> None:
     """So many more pages of the prefetch that is being read are there."""
-    gate = gate_of(controller)
-    if gate is not None:
-        with harmless():
+    with harmless():
+        gate = gate_of(controller)
+        if gate is not None:
             gate.l3.arrived(pages * controller.page_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,24 @@ def test_a_wrong_rope_at_start_up_means_kv_mode(model: Path, tmp_path: Path) -> 
     assert "hcache: KV mode, own pages: projected K of model.layers.0.self_attn" in log
     assert conversations[0].turns[1].cached.storage > 0  # K and V, through the same store
     assert_no_cache_output(model, conversations)
+
+
+@pytest.mark.parametrize("mode", ["hidden", "kv"])
+def test_a_server_lives_when_hooks_raise(mode: str, model: Path, tmp_path: Path) -> None:
+    """In the middle of conversations; L3 is off from then on, since it may not know its pages."""
+    trigger = tmp_path / "trigger"
+    env = faulty("hooks_raise", trigger)
+    options = our_server(model, tmp_path, hcache={"mode": mode}, extra_env=env)
+    with Server(options) as server:
+        conversations = make_conversations(6, turns=4)
+        converse(server, conversations, turns=2)
+        trigger.touch()
+        converse(server, conversations)
+        log = server.log_text()
+    assert_no_cache_output(model, conversations)
+    assert "L3 is off until a restart" in log
+    with Server(replace(options, extra_env={})) as server:
+        assert_no_cache_output(model, converse(server, make_conversations(6, turns=4)))
 
 
 @pytest.mark.parametrize(

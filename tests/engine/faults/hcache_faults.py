@@ -288,6 +288,23 @@ def _weights_late() -> None:
     Scheduler.init_all_cuda_graphs = then_weights
 
 
+def _hooks_raise() -> None:
+    """Whatever our hooks do of their own raises."""
+    from hcache_backend.engine import hooks
+    from hcache_backend.engine.controller import OwnPagesController
+    from hcache_backend.engine.hits import hooks as hits
+
+    for owner, name in ((hooks, "_our_l3"), (hits, "gate_of"), (OwnPagesController, "turn")):
+        function = getattr(owner, name)
+
+        def faulty(*args: Any, function: Callable[..., Any] = function) -> Any:
+            if _active():
+                raise LookupError("a test's fault")
+            return function(*args)
+
+        setattr(owner, name, faulty)
+
+
 def _rows_lost() -> None:
     """Rows turn out not to have been written."""
     from hcache_backend.capture.shadows import ShadowArena, Verdict
@@ -424,6 +441,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "slot_reallocated_before_backup": _wrap_write(before=True),
     "slot_reallocated_after_backup": _wrap_write(before=False),
     "layer_not_captured": _skip_a_layer,
+    "hooks_raise": _hooks_raise,
     "rows_lost": _rows_lost,
     "weights_late": _weights_late,
     "save_fails": lambda: hcache_rows.save_fails(_active),

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +23,9 @@ from bench.harness.options import hcache_config
 from hcache_backend.config import ConfigError
 from hcache_backend.engine import hooks, metrics
 from hcache_backend.engine.arguments import unsupported_reason
-from hcache_backend.engine.hooks import Hook, install
-from hcache_backend.engine.runtime import Weights, current
+from hcache_backend.engine.hits import hooks as hit_hooks
+from hcache_backend.engine.hooks import Hook, OnError, install
+from hcache_backend.engine.runtime import Runtime, Weights, current
 from hcache_backend.engine.startup import agreement, attach
 from hcache_backend.engine.startup import bootstrap as bootstrap_module
 from hcache_backend.engine.startup.bootstrap import bootstrap
@@ -32,10 +34,11 @@ from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
 
 
 def every_hook() -> list[Hook]:
-    """What a server in hidden mode has."""
+    """All hooks that a server may have."""
     always = [*hooks.own_pages_hooks(), *hooks.weight_hooks(), *hooks.use_hooks()]
     always += [*hooks.prefill_server_hooks(), *hooks.decode_server_hooks()]
-    return [*always, *hooks.hidden_mode_hooks(), *graph_hooks()]
+    always += [*hooks.hit_hooks(), *hooks.adapter_hooks(), *hooks.late_weight_hooks()]
+    return [*always, *hooks.hidden_mode_hooks(), hooks.recompute_hooks()[1], *graph_hooks()]
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +103,80 @@ def test_the_marker_stops_attention_however_it_is_passed(by_name: bool) -> None:
     got_k, got_v = reached.value.args
     assert torch.equal(got_k, k.view(3, 2, 8))
     assert torch.equal(got_v, v.view(3, 2, 8))
+
+
+class Broken:
+    """Whatever is asked of it raises."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise LookupError(f"broken: {name}")
+
+
+RAISES = [hook for hook in every_hook() if hook.on_error is not OnError.RAISE]
+WITHOUT_L3 = {hooks.SEND_PREFIX: (None, 0)}
+"""Of the hooks that do not go on as without them: what they give, how often they ask SGLang."""
+
+
+@pytest.fixture
+def active(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A process with a server, every part of which raises."""
+    runtime = Runtime(None)
+    hooks.guarded.cache_clear()  # each error is said once
+    monkeypatch.setattr(runtime, "hit_gate", Broken())
+    monkeypatch.setattr("hcache_backend.engine.runtime._runtime", runtime)
+    monkeypatch.setattr(hit_hooks, "gate_of", lambda cache: Broken())
+    monkeypatch.setattr(hooks, "_our_l3", lambda cache: Broken())
+    for name in ("begin_weight_update", "end_weight_update", "caches_were_flushed"):
+        monkeypatch.setattr(runtime, name, lambda: Broken().call)
+    return runtime
+
+
+@pytest.mark.parametrize("hook", RAISES, ids=lambda hook: hook.function.__qualname__)
+def test_sglang_goes_on_when_a_hook_raises(
+    hook: Hook, active: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each hook of ours meets things that raise, before or after it has called SGLang."""
+    calls: list[Any] = []
+
+    def original(*args: Any, **kwargs: Any) -> str:
+        calls.append((args, kwargs))
+        return "SGLang's"
+
+    arguments = [Broken() for _ in list(signature(hook.function).parameters.values())[1:4]]
+    result = hooks.guarded(hook)(original, *arguments)
+    wanted, times = WITHOUT_L3.get(hook.target, ("SGLang's", 1))
+    assert (result, len(calls)) == (wanted, times)
+    assert all(given == (tuple(arguments), {}) for given in calls)
+    ended = active._not_restorable
+    if hook.on_error is OnError.END_L3:
+        assert ended is not None
+        assert hook.target in ended
+    else:
+        assert ended is None
+    assert caplog.records, "it went on without a word"
+
+
+@pytest.mark.parametrize("hook", RAISES, ids=lambda hook: hook.function.__qualname__)
+def test_what_sglang_raises_is_raised_once(hook: Hook, active: Any) -> None:
+    """No hook hides an error of SGLang, or asks it twice; but a request that SGLang cannot look up
+    is a request without L3."""
+    calls: list[Any] = []
+
+    def original(*args: Any, **kwargs: Any) -> None:
+        calls.append(args)
+        raise KeyError("SGLang's own")
+
+    arguments = [Broken() for _ in list(signature(hook.function).parameters.values())[1:4]]
+    if hook.target == hooks.SEND_PREFIX:  # does not ask SGLang here
+        assert hooks.guarded(hook)(original, *arguments) is None
+    elif hook.function is hooks._after_received:
+        vars(arguments[1])["rid"] = "r"
+        assert hooks.guarded(hook)(original, *arguments) is None
+        assert len(calls) == 1
+    else:
+        with pytest.raises(KeyError, match="SGLang's own"):
+            hooks.guarded(hook)(original, *arguments)
+        assert len(calls) == 1
 
 
 def test_versions() -> None:
@@ -259,32 +336,6 @@ def test_options_without_the_variable_that_enables_them_are_warned_of(
     assert current().config is None
     warning = "hcache: HCACHE_CONFIG does nothing here without HCACHE_ENABLE=1"
     assert caplog.messages.count(warning) == (enabled is None)
-
-
-def test_sglang_goes_on_when_l3_cannot_be_told_of_a_use(caplog: pytest.LogCaptureFixture) -> None:
-    def broken(*args: Any) -> Any:
-        raise LookupError("no such node")
-
-    l3 = SimpleNamespace(use=broken, repairs=SimpleNamespace(saw=broken, turn=broken))
-    cache = SimpleNamespace(
-        cache_controller=SimpleNamespace(storage_backend=l3),
-        tree_core=SimpleNamespace(get_prefix_hash_values=broken),
-        is_backuped=lambda node: False,
-    )
-    scheduler, request = SimpleNamespace(tree_cache=cache), SimpleNamespace(last_host_node=7)
-
-    def prefetch(cache: Any, request_id: str, last_host_node_id: int, prefix_keys: Any) -> Any:
-        return request_id, last_host_node_id, prefix_keys
-
-    assert hooks._around_prefetch(prefetch, cache, "r", 7, None) == ("r", 7, None)
-    for hook, args in (
-        (hooks._after_received, (scheduler, request)),
-        (hooks._before_load_back, (cache, SimpleNamespace(best_match_node=7))),
-        (hooks._after_written, (cache, 7)),
-        (hooks._before_idle, (scheduler,)),
-    ):
-        assert hook(lambda *args: "done", *args) == "done"
-    assert len([line for line in caplog.messages if "may evict pages in use" in line]) == 5
 
 
 def test_what_sglang_cannot_look_up_goes_without_l3(caplog: pytest.LogCaptureFixture) -> None:
