@@ -16,7 +16,8 @@ from hcache_backend.engine.startup import layer_specs
 from hcache_backend.engine.startup.layer_specs import LayerSpecs, written_exactness
 from hcache_backend.engine.startup.self_check import Probe
 from hcache_backend.projection.attention import AttentionLayer
-from hcache_backend.projection.check import relative_difference, tolerance
+from hcache_backend.projection.check import tolerance
+from hcache_backend.projection.exactness import relative_difference
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.projection.projector import Projector
 from hcache_backend.projection.proof import gather_evidence
