@@ -100,9 +100,13 @@ class Engine:
                 kvcache.start_layer,
                 tokens,
                 partial(forward_stream, runner),
+                kvcache.layer_num,
             )
             try:
-                recomputed = check_recompute(runner, probe, self.recomputer, self.pool, kvcache)
+                found = check_recompute(runner, probe, self.recomputer, self.pool, kvcache)
+                recomputed = found.exactness
+                if found.layers < kvcache.layer_num:
+                    raise Refused(str(found.problem))
             except Refused as refused:
                 self.recomputer, recomputed = None, f"none: {refused}"
             runtime = Runtime(runner, config=HCacheConfig())

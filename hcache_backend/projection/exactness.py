@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-_LARGEST = 16
+_LARGEST = 32
 """How many times the root mean square of all differences the largest one may be."""
 
 

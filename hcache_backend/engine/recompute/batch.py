@@ -13,8 +13,7 @@ from hcache_backend.engine.arguments import resolved
 from hcache_backend.restore.recompute import Forward, RecomputePass
 from hcache_backend.streams import Stream, current_stream, of, to_device
 
-
-_ROW = 0
+NO_REQUEST = 0
 """SGLang's row of requests that is no request's: graphs pad batches with it."""
 
 
@@ -44,15 +43,15 @@ def model_forward(runner: Any) -> Forward:
     """
 
     def forward(token_ids: torch.Tensor, positions: torch.Tensor, asked: RecomputePass) -> object:
-        seen, tokens = len(asked.keys), len(token_ids)
+        seen, tokens, device = len(asked.keys), len(token_ids), token_ids.device
         lengths = np.array([seen, seen - tokens, tokens, 0], np.int32)
-        all_, before, new, start = to_device(lengths, token_ids.device).split(1)
+        all_, before, new, start = to_device(lengths, device).split(1)
         # What is not said has its default: no feature that a batch may have is in use.
         batch = RecomputeBatch(
             forward_mode=ForwardMode.EXTEND,
             batch_size=1,
             input_ids=token_ids,
-            req_pool_indices=torch.full((1,), _ROW, dtype=torch.int64, device=token_ids.device),
+            req_pool_indices=torch.full((1,), NO_REQUEST, dtype=torch.int64, device=device),
             seq_lens=all_.to(torch.int64),
             seq_lens_cpu=torch.tensor([seen]),
             out_cache_loc=asked.slots,
@@ -67,7 +66,7 @@ def model_forward(runner: Any) -> Forward:
         )
         batch.asked = asked
         backend = runner.attn_backend
-        row = runner.req_to_token_pool.req_to_token[_ROW, :seen]
+        row = runner.req_to_token_pool.req_to_token[NO_REQUEST, :seen]
         row.copy_(asked.keys)
         try:
             # Some models ask the context for the pool. Nobody else runs the model meanwhile.

@@ -91,6 +91,7 @@ def find_probe(runner: Any, plan: PagePlan, slots: torch.Tensor) -> PairSums:
         kvcache.start_layer,
         plan.methods.chunk_tokens,
         partial(forward_stream, runner),
+        layers,
     )
     ids = np.array(probe_tokens(runner.model_config.vocab_size, len(slots)))[-PROBE_TOKENS:]
     problems: list[Exception] = []

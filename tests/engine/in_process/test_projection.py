@@ -17,7 +17,7 @@ from hcache_backend.engine.startup.layer_specs import LayerSpecs, written_exactn
 from hcache_backend.engine.startup.self_check import Probe
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.check import tolerance
-from hcache_backend.projection.exactness import relative_difference
+from hcache_backend.projection.exactness import Bound, relative_difference
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.projection.projector import Projector
 from hcache_backend.projection.proof import gather_evidence
@@ -100,10 +100,10 @@ def test_a_spec_fills_the_pool_as_the_engine_does(
     projector = projectors[0]
     projector.use_specs([None, spec])
     check = (layer, hidden, positions, slots, projector)
-    assert written_exactness(*check).as_good_as(evidence.own)
+    assert written_exactness(*check).as_good_as(evidence.own, Bound.of_product(dtype))
     wrong = replace(spec, k=spec.v, v=spec.k, fused=False)
     projector.use_specs([None, wrong])
-    assert not written_exactness(*check).as_good_as(evidence.own)
+    assert not written_exactness(*check).as_good_as(evidence.own, Bound.of_product(dtype))
 
 
 def test_scales_that_are_no_numbers_are_left_to_the_engine() -> None:

@@ -86,6 +86,8 @@ class Pipeline:
 class Recomputer:
     """Notes what it was to recompute."""
 
+    layers = 4
+
     def stream(self) -> Stream:
         return current_stream("cpu")
 
@@ -131,8 +133,8 @@ class TestQueuedLoads:
         assert recomputed(loads) is None
 
     def test_what_is_restored_already_is_not_recomputed(self) -> None:
-        loads = queue(HostPages(), Partition(2, 2, 0), Recomputer(), can_recompute=True)
-        loads.methods = SimpleNamespace(first_layers=lambda *_: 4, can_recompute=True)  # type: ignore[assignment]
+        loads = queue(HostPages(), Partition(2, 2, 0), Recomputer(), recomputable=4)
+        loads.methods = SimpleNamespace(first_layers=lambda *_: 4, recomputable=4)  # type: ignore[assignment]
         for only_missing, layers in ((False, 4), (True, 2)):
             add(loads, plan(loads, 0, 1))
             recompute = recomputed(loads, only_missing=only_missing)
@@ -212,7 +214,7 @@ class TestQueuedLoads:
         """Not of a load: the forward pass behind it holds the GPU whatever comes first."""
         loads, asked = queue(HostPages(), Partition(1, 3, 0), Recomputer()), []
         loads.methods = SimpleNamespace(
-            first_layers=lambda *a: asked.append(a) or 3, can_recompute=True
+            first_layers=lambda *a: asked.append(a) or 3, recomputable=4
         )  # type: ignore[assignment, func-returns-value]
         loads.slowdown = lambda tokens: tokens / 50
         for share in (1.0, 0.5, 0.0):
@@ -230,7 +232,7 @@ class TestQueuedLoads:
     def test_what_recomputes_whole_pages_does_nothing_to_loads_of_kv(self) -> None:
         """Their headers say nothing: a backup of K and V writes none."""
         partition, recomputer = Partition(0, 0, 4), Recomputer()
-        loads = queue(HostPages(), partition, recomputer, can_recompute=False)
+        loads = queue(HostPages(), partition, recomputer, recomputable=0)
         assert loads.recomputes_pages
         load = plan(loads, 1, 2, known=SIZE)
         add(loads, load, True, False)
@@ -249,8 +251,8 @@ class TestQueuedLoads:
         assert not queue(HostPages(), Partition(1, 0, 3), recomputer).recomputes_pages
 
     def test_stored_layers_that_cannot_be_recomputed_are_loaded(self) -> None:
-        loads = queue(HostPages(), Partition(0, 4, 0), Recomputer(), can_recompute=True)
-        loads.methods = SimpleNamespace(first_layers=lambda *_: 2, ranks=1, can_recompute=True)  # type: ignore[assignment]
+        loads = queue(HostPages(), Partition(0, 4, 0), Recomputer(), recomputable=4)
+        loads.methods = SimpleNamespace(first_layers=lambda *_: 2, ranks=1, recomputable=4)  # type: ignore[assignment]
         pipeline: Any = loads._pipeline
         pipeline.problem = RuntimeError("out of memory")
         slots = add(loads, plan(loads, 0))
@@ -314,7 +316,7 @@ class TestQueuedLoads:
 
     def test_tokens_of_lost_pages_are_the_requests_where_headers_do_not_say_them(self) -> None:
         loads = queue(HostPages(), Partition(0, 0, 4), recomputer := Recomputer())
-        loads.methods = loads.methods.without_recompute()
+        loads.methods = loads.methods.recomputing_first(0)
         ids = range(100, 100 + 3 * SIZE)
         for wrong in (None, ids[:-1]):
             assert plan_lost(loads, 1, 2, lost=[1], ids=wrong) is None

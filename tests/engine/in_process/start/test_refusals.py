@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,14 +106,15 @@ def test_models_of_several_kinds_of_inputs_are_stored_and_not_recomputed(
     runner = SimpleNamespace(model_config=SimpleNamespace(is_multimodal=True))
     runtime: Any = SimpleNamespace(runner=runner, recomputation=None, config=HCacheConfig())
     probe: Any = SimpleNamespace()
-    kvcache = SimpleNamespace(dtype=torch.bfloat16, start_layer=0)
+    kvcache = SimpleNamespace(dtype=torch.bfloat16, start_layer=0, layer_num=2)
     methods = LayerMethods(Partition(1, 1, 0), None, None, 1024)
-    assert recompute_check.find_recomputer(runtime, probe, kvcache, methods) is None
+    find = partial(recompute_check.find_recomputer, runtime, probe, kvcache, methods, whole=False)
+    assert find() is None
     why = "the model's embeddings are not those of token ids alone"
     assert runtime.recomputation == f"none: {why}"
     assert f"hcache: layers are not recomputed: {why}" in caplog.messages
     runtime.config = HCacheConfig(recompute="never")
-    assert recompute_check.find_recomputer(runtime, probe, kvcache, methods) is None
+    assert find() is None
     assert runtime.recomputation == "none: option 'recompute'"
 
 
