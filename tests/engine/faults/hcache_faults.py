@@ -19,6 +19,7 @@ from typing import Any
 import hcache_batches
 import hcache_restores
 import hcache_rows
+import hcache_sums
 import hcache_units
 
 LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
@@ -444,6 +445,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "no_store_on_rank_1": _no_store_on_rank_1,
     "units_do_not_fit": lambda: hcache_units.do_not_fit(room=0.5),
     "overflow_is_full": lambda: hcache_units.do_not_fit(room=0.0),
+    "attention_in_blocks": hcache_sums.attention_in_blocks,
+    "products_by_width": hcache_sums.products_by_width,
     "encoded_wrongly": hcache_rows.encoded_wrongly,
     "rows_do_not_fit": lambda: _rows_do_not_fit(room=0.5),
     "no_room_for_rows": lambda: _rows_do_not_fit(room=0.0),

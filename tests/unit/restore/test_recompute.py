@@ -90,9 +90,9 @@ class Model:
         x = self.embedding[token_ids]
         for layer, kernel in enumerate(self.kernels):
             self.layers_run += 1
-            rows = self.project(layer, x, positions)
-            engine = partial(self.attention, asked, kernel, rows)
-            attended = asked.attend(kernel, *rows, True, engine)
+            q, k, v = self.project(layer, x, positions)
+            engine = partial(self.attention, asked, kernel, (q, k, v))
+            attended = asked.attend(kernel, q, k, v, True, engine)
             x = torch.tanh(x + attended @ self.out[layer].T)
         return x
 
