@@ -126,6 +126,38 @@ def test_products_of_a_part_of_a_weight_may_sum_in_another_order(
     assert "hcache: exactness: recomputed layers: K" in log
 
 
+def test_layers_are_recomputed_up_to_the_first_that_is_not_exact(
+    model: Path, tmp_path: Path
+) -> None:
+    """That one and those behind it are stored and loaded."""
+    options = our_server(
+        model,
+        tmp_path,
+        hcache={"partition": partition(3, 1, 0)},
+        extra_env=faulty("recomputed_wrongly"),
+    )
+    with Server(options) as server:
+        assert_sound_hidden_mode(server)
+        assert (
+            "hcache: exactness: recomputed layers: the first 2 layers only "
+            "(model.layers.2.self_attn recomputed: K " in server.log_text()
+        )
+        conversations = converse(server, make_conversations(1, turns=2, tokens=400))
+        assert_restored_from_l3(conversations, 64)
+    assert_no_cache_output(model, conversations)
+
+
+def test_pages_are_recomputed_whole_only_if_all_layers_are_exact(
+    model: Path, tmp_path: Path
+) -> None:
+    options = our_server(
+        model, tmp_path, hcache={"mode": "kv"}, extra_env=faulty("recomputed_wrongly")
+    )
+    with Server(options) as server:
+        told = "layers are not recomputed: model.layers.2.self_attn recomputed: K "
+        assert told in server.log_text()
+
+
 def replies(options: ServerOptions, prompts: Sequence[Sequence[int]]) -> list[Reply]:
     """Replies with log-probabilities; with a cache, behind a history that comes back from L3."""
     with Server(options) as server:

@@ -447,6 +447,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "overflow_is_full": lambda: hcache_units.do_not_fit(room=0.0),
     "attention_in_blocks": hcache_sums.attention_in_blocks,
     "products_by_width": hcache_sums.products_by_width,
+    "recomputed_wrongly": lambda: hcache_sums.recomputed_wrongly(layer=1),
     "encoded_wrongly": hcache_rows.encoded_wrongly,
     "rows_do_not_fit": lambda: _rows_do_not_fit(room=0.5),
     "no_room_for_rows": lambda: _rows_do_not_fit(room=0.0),

@@ -36,6 +36,7 @@ class Model:
 
     def __init__(self, server: Host) -> None:
         device = server.device
+        self.layers = len(device.k_buffer)
         self._planes = (*device.k_buffer, *device.v_buffer)
         self._values = [plane.clone() for plane in self._planes]
         self.tokens: list[int] = []

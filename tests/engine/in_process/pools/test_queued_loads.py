@@ -84,9 +84,10 @@ class Pipeline:
 
 
 class Recomputer:
-    """Notes what it was to recompute."""
+    """Notes what it was to recompute; of so many first layers, or of all."""
 
-    layers = 4
+    def __init__(self, layers: int = 0) -> None:
+        self.layers = layers
 
     def stream(self) -> Stream:
         return current_stream("cpu")
@@ -100,6 +101,8 @@ def queue(
     host: HostPages, partition: Partition, recomputer: object = None, **fields: Any
 ) -> LoadQueue:
     parts = LayerMethods(partition, None, None, 1024, **fields)
+    if isinstance(recomputer, Recomputer):
+        recomputer.layers = recomputer.layers or partition.layers
     return LoadQueue(host, Pipeline(), parts, recomputer, "cpu")  # type: ignore[arg-type]
 
 
@@ -307,6 +310,15 @@ class TestQueuedLoads:
         assert recomputer.tokens == [2] * SIZE + [5] * SIZE
         before = [*range(SIZE), *slots.tolist()]
         assert recomputer.spans == [(SIZE, before[: 2 * SIZE]), (SIZE, before[: 5 * SIZE])]
+
+    def test_what_lacks_layers_that_cannot_be_recomputed_is_no_hit(self) -> None:
+        loads = queue(HostPages(), Partition(2, 4, 0), Recomputer(3), recomputable=3)
+        assert not loads.recomputes_pages
+        depths = np.array([2, 3])
+        [one, two] = [0, 1]
+        assert loads.plan(np.array([one, two]), depths, lambda: None) is not None
+        assert loads.plan(np.array([one, two]), depths + 1, lambda: None) is None
+        assert plan_lost(loads, 1, 2, lost=[1]) is None
 
     def test_lost_pages_that_others_restored_are_not_recomputed(self) -> None:
         loads = queue(HostPages(), Partition(0, 4, 0), Recomputer())

@@ -119,6 +119,30 @@ def test_models_of_several_kinds_of_inputs_are_stored_and_not_recomputed(
 
 
 @pytest.mark.parametrize(
+    ("backend", "pdmux", "rows", "why"),
+    [
+        ("fa3", False, [1, 2], None),
+        ("flashinfer", False, [1, 2], "attention backend 'flashinfer' waits for the GPU"),
+        ("triton", True, [1, 2], "--enable-pdmux interrupts prefills"),
+        ("triton", False, [0, 1], "SGLang gives row 0 of its table to requests"),
+    ],
+)
+def test_attention_that_cannot_be_planned_beside_sglangs_own_passes(
+    backend: str, pdmux: bool, rows: list[int], why: str | None
+) -> None:
+    runner = SimpleNamespace(
+        attn_backend=SimpleNamespace(prefill_attention_backend_str=backend),
+        server_args=SimpleNamespace(enable_pdmux=pdmux),
+        req_to_token_pool=SimpleNamespace(free_slots=rows),
+    )
+    if why is None:
+        recompute_check.refuse_attention(runner)
+    else:
+        with pytest.raises(Refused, match=why):
+            recompute_check.refuse_attention(runner)
+
+
+@pytest.mark.parametrize(
     ("way", "refused"),
     [
         ("Fp8LinearMethod", True),
