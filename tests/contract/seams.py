@@ -76,7 +76,7 @@ OURS = {
     ("runner", "hcache_capture"),
     ("runner", "hcache_recorded"),
     ("runner", "hcache_no_capture"),
-    ("forward_batch", "attention"),
+    ("forward_batch", "asked"),
     ("controller", "eager"),
     ("controller", "governor"),
     ("controller", "loading_behind"),
