@@ -11,7 +11,7 @@ model's own at other batch sizes, or as another order of the same sums explains.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -112,26 +112,20 @@ def kv_exactness(
 
 def together(parts: Iterable[KVExactness]) -> KVExactness:
     """Several comparisons as one."""
-    return KVExactness(
-        *(
-            Exactness(
-                sum(p.values for p in of),
-                sum(p.unequal for p in of),
-                max(p.ulps for p in of),
-                max(p.rms for p in of),
-            )
-            for of in zip(*parts, strict=True)
-        )
-    )
+    return _combined(parts, sum)
 
 
 def worst(parts: Iterable[KVExactness]) -> KVExactness:
     """The worst figures of several comparisons of the same values."""
+    return _combined(parts, max)
+
+
+def _combined(parts: Iterable[KVExactness], count: Callable[[Iterable[int]], int]) -> KVExactness:
     return KVExactness(
         *(
             Exactness(
-                of[0].values,
-                max(p.unequal for p in of),
+                count(p.values for p in of),
+                count(p.unequal for p in of),
                 max(p.ulps for p in of),
                 max(p.rms for p in of),
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from hcache_backend.engine.arguments import resolved
-from hcache_backend.restore.recompute import Forward, RecomputePass
+from hcache_backend.projection.paged_pool import PagedPool
+from hcache_backend.restore.recompute import Forward, RecomputePass, Recomputer
 from hcache_backend.streams import Stream, current_stream, of, to_device
 
 NO_REQUEST = 0
@@ -34,7 +36,14 @@ def forward_stream(runner: Any) -> Stream:
     return of(runner.forward_stream)
 
 
-def model_forward(runner: Any) -> Forward:
+def make_recomputer(runner: Any, kvcache: Any, chunk_tokens: int) -> Recomputer:
+    """What recomputes layers of the model of ``runner``; see :class:`Recomputer`."""
+    pool, stream = PagedPool(kvcache), partial(forward_stream, runner)
+    first, layers = kvcache.start_layer, kvcache.layer_num
+    return Recomputer(_model_forward(runner), pool, first, chunk_tokens, stream, layers)
+
+
+def _model_forward(runner: Any) -> Forward:
     """The model of ``runner`` (SGLang's ModelRunner) over restored tokens.
 
     Attention is planned here as SGLang plans it before each of its passes; so its next pass does

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from hcache_backend.engine.arguments import resolved
 from hcache_backend.engine.hooks import install, recompute_hooks
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.ranks import smallest
-from hcache_backend.engine.recompute.batch import NO_REQUEST, forward_stream, model_forward
+from hcache_backend.engine.recompute.batch import NO_REQUEST, make_recomputer
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
 from hcache_backend.engine.startup.self_check import Probe, run_again
@@ -51,14 +50,7 @@ def find_recomputer(
         runtime.recomputation = "none: option 'recompute'"
         return None
     runner, pool, group = runtime.runner, PagedPool(kvcache), get_tp_group().cpu_group
-    recomputer = Recomputer(
-        model_forward(runner),
-        pool,
-        kvcache.start_layer,
-        methods.chunk_tokens,
-        partial(forward_stream, runner),
-        kvcache.layer_num,
-    )
+    recomputer = make_recomputer(runner, kvcache, methods.chunk_tokens)
 
     def prove() -> Recomputed:
         if runner.model_config.is_multimodal:
