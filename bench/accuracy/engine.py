@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -73,7 +72,7 @@ class Engine:
 
         from hcache_backend.config import HCacheConfig
         from hcache_backend.engine import hooks
-        from hcache_backend.engine.recompute.batch import forward_stream, model_forward
+        from hcache_backend.engine.recompute.batch import make_recomputer
         from hcache_backend.engine.runtime import Runtime
         from hcache_backend.engine.startup.agreement import Refused
         from hcache_backend.engine.startup.layer_specs import LayerSpecs
@@ -94,15 +93,12 @@ class Engine:
             probe = observe(runner, attention_modules(runner.model, kvcache.layer_num))
             compare(probe, projector)
             tokens = len(kvcache.k_buffer[0])
-            self.recomputer: Recomputer | None = Recomputer(
-                model_forward(runner),
-                self.pool,
-                kvcache.start_layer,
-                tokens,
-                partial(forward_stream, runner),
-            )
+            self.recomputer: Recomputer | None = make_recomputer(runner, kvcache, tokens)
             try:
-                recomputed = check_recompute(runner, probe, self.recomputer, self.pool, kvcache)
+                found = check_recompute(runner, probe, self.recomputer, self.pool, kvcache)
+                recomputed = found.exactness
+                if found.layers < kvcache.layer_num:
+                    raise Refused(str(found.problem))
             except Refused as refused:
                 self.recomputer, recomputed = None, f"none: {refused}"
             runtime = Runtime(runner, config=HCacheConfig())

@@ -19,7 +19,7 @@ from bench.accuracy.engine import Engine, History
 from bench.accuracy.methods import EXACT, Method
 from bench.fixtures.text import Text, Texts
 from bench.harness.reference import reference_of
-from hcache_backend.projection.check import relative_difference
+from hcache_backend.projection.exactness import relative_difference
 
 REFERENCE = "no cache"
 _KEYS, _GAP = 16, 4

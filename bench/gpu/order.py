@@ -104,7 +104,7 @@ class Scene:
         forwards = None if device.dry_run else torch.cuda.Stream()
         self._forwards = streams.of(forwards)
         self.recorder = Recorder(kind, self._forwards)
-        methods = SimpleNamespace(layers=lambda method: range(1), can_recompute=True)
+        methods = SimpleNamespace(layers=lambda method: range(1), recomputable=4)
         recomputer: Any = self.recorder
         self.loads = load_queue()(arena, self.pipeline, methods, recomputer, kind)
         self.want_slots = torch.arange(first, first + RESTORED * PAGE, device=kind)

@@ -16,7 +16,7 @@ from hcache_backend.engine.disaggregation.prefill import before_sending_prefix
 from hcache_backend.engine.disaggregation.weights import after_metadata, before_commit
 from hcache_backend.engine.hits import hooks as hits
 from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
-from hcache_backend.restore.recompute import RecomputeAttention
+from hcache_backend.restore.recompute import RecomputePass
 
 logger = logging.getLogger("hcache")
 
@@ -278,9 +278,9 @@ def _stop_projection(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    attention = getattr(forward_batch, "attention", None)
-    if isinstance(attention, RecomputeAttention):
-        return _attend_again(kernel, attention, q, k, v, forward_batch, *args, **kwargs)
+    asked = getattr(forward_batch, "asked", None)
+    if isinstance(asked, RecomputePass):
+        return _attend_again(original, asked, kernel, q, k, v, forward_batch, *args, **kwargs)
     if not isinstance(forward_batch, ProjectionBatch):
         return original(kernel, q, k, v, forward_batch, *args, **kwargs)
     if k is not None and v is not None:
@@ -290,18 +290,21 @@ def _stop_projection(
 
 
 def _attend_again(
+    original: Callable[..., Any],
+    asked: RecomputePass,
     kernel: Any,
-    attention: RecomputeAttention,
     q: Any,
     k: Any,
     v: Any,
-    forward_batch: Any = None,
+    forward_batch: Any,
     save_kv_cache: bool = True,
-    key_value_num_tokens: Any = None,
-    **others: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    extra = key_value_num_tokens is not None or any(o is not None for o in others.values())
-    return attention.attend(kernel, q, k, v, stored=not save_kv_cache, extra=extra)
+    def engine(store: bool) -> Any:
+        return original(kernel, q, k, v, forward_batch, store, *args, **kwargs)
+
+    return asked.attend(kernel, q, k, v, save_kv_cache, engine)
 
 
 def _around_load_back(original: Callable[..., Any], cache: Any, params: Any, *a: Any) -> Any:

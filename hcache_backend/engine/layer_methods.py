@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -35,7 +36,7 @@ class LayerMethods:
         shape: The model as the cost model sees it; None without a profile.
         chunk_tokens: Tokens that a projection takes at most; the pipeline's ring goes by it.
         parks: Whether segments can wait in the KV pool.
-        can_recompute: Whether the first layers can be recomputed here.
+        recomputable: How many first layers can be recomputed here.
         ranks: Tensor-parallel ranks. With several, recomputation and transfers are not at work at
             once, because both talk to the other ranks: no more is recomputed than must be.
         eager: Whether pages are restored while L3 is being read: of those from there the same
@@ -47,25 +48,25 @@ class LayerMethods:
     shape: ModelShape | None
     chunk_tokens: int
     parks: bool = False
-    can_recompute: bool = True
+    recomputable: int = sys.maxsize
     ranks: int = 1
     eager: bool = False
 
     @property
     def methods(self) -> tuple[LayerMethod, ...]:
         """The method of every layer; KV instead of a recomputation that is not possible."""
-        methods = (self.partition.method(layer) for layer in range(self.partition.layers))
-        if self.can_recompute:
-            return tuple(methods)
-        return tuple("kv" if method == "recompute" else method for method in methods)
+        methods = [self.partition.method(layer) for layer in range(self.partition.layers)]
+        for layer in range(self.recomputable, self.partition.recompute):
+            methods[layer] = "kv"
+        return tuple(methods)
 
     def layers(self, method: LayerMethod) -> tuple[int, ...]:
         """The layers of a method."""
         return tuple(i for i, used in enumerate(self.methods) if used == method)
 
-    def without_recompute(self) -> LayerMethods:
-        """The same hidden layers, and nothing recomputed."""
-        return replace(self, can_recompute=False)
+    def recomputing_first(self, most: int) -> LayerMethods:
+        """The same hidden layers, and at most the first ``most`` layers recomputed."""
+        return replace(self, recomputable=most)
 
     def first_layers(self, tokens: int, prefix: int, l3: L3Path, slowdown: float = 1.0) -> int:
         """How many of the first layers one restore recomputes.
@@ -77,16 +78,15 @@ class LayerMethods:
             slowdown: How many times as long as by the profile recomputation takes at this moment;
                 infinite: only what must be recomputed is.
         """
-        if not self.can_recompute:
-            return 0
-        if self.profile is None or self.shape is None or not tokens:
-            return self.partition.recompute
+        least = min(self.partition.recompute, self.recomputable)
+        if not self.recomputable or self.profile is None or self.shape is None or not tokens:
+            return least
         if self.ranks > 1 or slowdown == math.inf or (self.eager and l3 != "none"):
-            return self.partition.recompute
+            return least
         costs = layer_costs(self.profile, self.shape, tokens, prefix=prefix, l3=l3, early_stop=True)
         costs = costs.slower_recomputation(slowdown)
         seconds = pipeline_seconds(self.chunk_tokens, tokens, self.ranks, self.parks)
-        return recompute_layers(costs, self.partition, seconds)
+        return min(recompute_layers(costs, self.partition, seconds), self.recomputable)
 
     def recomputing(self, tokens: int, prefix: float) -> float:
         """Seconds to recompute one layer of ``tokens`` tokens behind ``prefix``.

@@ -138,8 +138,10 @@ class LoadQueue:
         there. Pages of which none is need ``token_ids`` where headers do not say these. None: they
         lack layers, and nothing can help.
         """
-        lost = depths >= len(self._layout.segment_bytes)
+        lost, layers = depths >= len(self._layout.segment_bytes), self._recomputable
         missing = max(self.stored_from, int(depths[~lost].max(initial=0)))
+        if missing > layers or (lost.any() and layers < len(self.methods.methods)):
+            return None
         load = QueuedLoad(host_pages, missing, [self._span(host_pages, prefix)])
         if lost.any():
             span = load.spans[0] or self._told(len(host_pages), prefix, token_ids)
@@ -270,7 +272,12 @@ class LoadQueue:
     def recomputes_pages(self) -> bool:
         """Whether pages can be recomputed whole, and slices have nothing else to do: no layer is
         stored nowhere."""
-        return self._recomputer is not None and not self.stored_from
+        return self._recomputable == len(self.methods.methods) and not self.stored_from
+
+    @property
+    def _recomputable(self) -> int:
+        """How many first layers can be recomputed."""
+        return 0 if self._recomputer is None else self._recomputer.layers
 
     def recompute_pages(self, token_ids: Ids, prefix: torch.Tensor) -> Recompute | None:
         """How all layers of tokens (int64 ``[n]``) are recomputed; None: they cannot be any more.
@@ -344,7 +351,7 @@ class LoadQueue:
 
     def _span(self, host_pages: Ids, prefix: Prefix) -> TokenSpan | None:
         """The tokens of pages; None: they cannot be recomputed, or ``prefix`` is not theirs."""
-        if self._recomputer is None or not self.methods.can_recompute:
+        if self._recomputer is None or not self.methods.recomputable:
             return None
         pages = self._arena.pages(host_pages, header=True)
         positions = np.concatenate([self._layout.positions(page) for page in pages])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from hcache_backend.projection.attention import AttentionLayer
+from hcache_backend.projection.exactness import difference_on_device
 from hcache_backend.projection.generic import ProjectionFailed
 from hcache_backend.projection.projector import Projector
 
@@ -38,29 +38,6 @@ def tolerance(dtype: torch.dtype, codec: str = "none") -> float:
         KeyError: Nobody has measured that type, or that codec.
     """
     return TOLERANCE[dtype] + CODEC_TOLERANCE[codec]
-
-
-def relative_difference(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Largest relative difference of any head; waits for it.
-
-    Args:
-        got: Projected values ``[n, heads, dim]``.
-        want: What the pool holds, same shape.
-
-    Returns:
-        ``max over heads of rms(got - want) / rms(want)``; infinity when something is not finite.
-    """
-    worst = float(_relative_difference(got, want))
-    return worst if math.isfinite(worst) else float("inf")
-
-
-def _relative_difference(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """The same on the device, float64 ``[]``; anything that is not finite stays so."""
-    if got.shape != want.shape:
-        return torch.full((), torch.inf, dtype=torch.float64, device=want.device)
-    difference = (got.double() - want.double()).square().mean(dim=(0, 2)).sqrt()
-    scale = want.double().square().mean(dim=(0, 2)).sqrt()
-    return (difference / scale.clamp_min(1e-12)).max()
 
 
 def projection_problem(
@@ -108,7 +85,7 @@ def projected_differences(
         return f"{layer.name} cannot be called alone: {type(error).__name__}: {error}"
     wanted = projector.pool.fetch(layer.kernel, slots, hidden.dtype)
     return torch.stack(
-        [_relative_difference(*pair) for pair in zip(projected, wanted, strict=True)]
+        [difference_on_device(*pair) for pair in zip(projected, wanted, strict=True)]
     )
 
 

@@ -10,7 +10,7 @@ from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.generic import ProjectionBatch, project_with_module
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.projection.spec import LayerSpec
-from hcache_kernels.project_kv import ProjectionCall, project_kv
+from hcache_kernels.project_kv import ProjectionCall, Way, project_kv
 
 
 class Projector:
@@ -50,6 +50,7 @@ class Projector:
         hidden: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
+        way: Way | None = None,
     ) -> None:
         """Write K and V of one layer into the pool.
 
@@ -57,12 +58,13 @@ class Projector:
             hidden: Input of the QKV projection, ``[n, hidden]``, on the model's device.
             positions: Positions of the tokens, int64 ``[n]``, on the model's device.
             slots: Where they go, int64 ``[n]``, on the model's device; any order.
+            way: The kernels to use for a fused spec; None: those that were the fastest for ``n``.
 
         Raises:
             ProjectionFailed: The attention module gave no K and V.
         """
         spec, pool = self._specs[layer.index], self.pool.of_layer(layer)
         if spec is not None and spec.fused and pool is not None:
-            project_kv(ProjectionCall(hidden, positions, slots, spec.projection(), pool))
+            project_kv(ProjectionCall(hidden, positions, slots, spec.projection(), pool), way)
         else:
             self.pool.store(layer.kernel, slots, *self.project(layer, hidden, positions))

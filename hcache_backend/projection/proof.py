@@ -3,7 +3,7 @@
 The module is asked about more than the probe shows: large positions, where a RoPE that is no plain
 look-up gives itself away; loud hidden states, which clamped or saturating projections cut; quiet
 ones, beside which biases and epsilons count. It is also asked again at other batch sizes, where
-products sum in other orders: a spec has to be as exact as the module itself then is.
+products sum in other orders: a spec may be as far off as that explains, and no further.
 """
 
 from __future__ import annotations
@@ -13,8 +13,15 @@ from dataclasses import dataclass
 import torch
 
 from hcache_backend.projection.attention import AttentionLayer
-from hcache_backend.projection.check import relative_difference, tolerance
-from hcache_backend.projection.exactness import KVExactness, kv_exactness, together, worst
+from hcache_backend.projection.check import tolerance
+from hcache_backend.projection.exactness import (
+    Bound,
+    KVExactness,
+    kv_exactness,
+    relative_difference,
+    together,
+    worst,
+)
 from hcache_backend.projection.generic import ProjectionBatch, project_with_module
 from hcache_backend.projection.spec import COS_SIN, LayerSpec
 
@@ -175,7 +182,8 @@ def spec_problem(spec: LayerSpec, evidence: Evidence) -> str | None:
     problem = difference_problem(spec, evidence.samples)
     if problem is not None:
         return problem
-    if spec_exactness(spec, evidence.samples).as_good_as(evidence.own):
+    bound = Bound.of_product(evidence.samples[0].k.dtype)
+    if spec_exactness(spec, evidence.samples).as_good_as(evidence.own, bound):
         return None
     return LESS_EXACT
 

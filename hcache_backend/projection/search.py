@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from hcache_backend.projection.attention import AttentionLayer
-from hcache_backend.projection.exactness import KVExactness
+from hcache_backend.projection.exactness import Bound, KVExactness
 from hcache_backend.projection.generic import ProjectionBatch, project_with_module
 from hcache_backend.projection.proof import (
     LESS_EXACT,
@@ -110,7 +110,7 @@ def find_spec(layer: AttentionLayer, evidence: Evidence, batch: ProjectionBatch)
         raise NoSpec(problem)
     best = _with_its_rounding(best, evidence.samples[1])
     reached = spec_exactness(best, evidence.samples)
-    if not reached.as_good_as(evidence.own):
+    if not reached.as_good_as(evidence.own, Bound.of_product(probe.k.dtype)):
         raise NoSpec(LESS_EXACT, reached)
     fused = _fused(best)
     # Packed weights look like plain ones, and some modules do more than multiply.

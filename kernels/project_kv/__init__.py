@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from .choice import choose
+from .choice import choose, ways_in_use
 from .reference import finish_keys, project_kv_reference
 from .spec import (
     KeyNorm,
@@ -23,6 +23,7 @@ from .spec import (
     check_rows,
     kind_of,
 )
+from .ways import Way
 
 __all__ = [
     "KVPool",
@@ -31,19 +32,21 @@ __all__ = [
     "ProjectionCall",
     "Rotary",
     "Rounding",
+    "Way",
     "check_projection",
     "check_rows",
     "compute_kv",
     "finish_keys",
     "project_kv",
+    "ways_in_use",
 ]
 
 
-def project_kv(call: ProjectionCall) -> None:
+def project_kv(call: ProjectionCall, way: Way | None = None) -> None:
     """Write K and V of ``n`` tokens into their slots of the pool (paper section 3.1).
 
     Values of positions and slots are checked here only when they are on the CPU; see
-    :func:`check_rows`.
+    :func:`check_rows`. ``way`` is taken in the place of the fastest one.
 
     Raises:
         ValueError: The arguments do not fit together. Nothing was written.
@@ -54,13 +57,12 @@ def project_kv(call: ProjectionCall) -> None:
         check_rows(call.positions, call.slots, call.projection, call.pool)
     if not n:
         return
-    way = None
-    if device.type == "cuda":
+    if way is None and device.type == "cuda":
         way = choose(kind_of(call.projection), call.pool.k.dtype, n, device)
     if way is None:
         project_kv_reference(call)
         return
-    with torch.cuda.device(device):
+    with torch.cuda.device_of(call.hidden):
         way.run(call)
 
 

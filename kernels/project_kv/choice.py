@@ -110,6 +110,14 @@ def choose(kind: LayerKind, pool_type: torch.dtype, n: int, device: torch.device
     return measured if measured in possible else possible[0]
 
 
+def ways_in_use(projection: KVProjection, pool_type: torch.dtype) -> list[Way | None]:
+    """How a layer is projected, whatever the number of tokens; None: in torch."""
+    device, kind = projection.weight.device, kind_of(projection)
+    if device.type != "cuda":
+        return [None]
+    return [*{choose(kind, pool_type, n, device) for n in ROWS}]
+
+
 def measure_choice(projection: KVProjection, pool_type: torch.dtype) -> None:
     """Time every way for a layer on its CUDA device, on random hidden states, and keep the times.
 

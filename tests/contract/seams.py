@@ -73,10 +73,11 @@ NOT_OBJECTS = {
 OURS = {
     ("ack", "_replace"),  # every NamedTuple's
     ("ack", "reduce"),
+    ("request", "prefix_indices"),  # of 0.5.21; later versions ask our tree for it
     ("runner", "hcache_capture"),
     ("runner", "hcache_recorded"),
     ("runner", "hcache_no_capture"),
-    ("forward_batch", "attention"),
+    ("forward_batch", "asked"),
     ("controller", "eager"),
     ("controller", "governor"),
     ("controller", "loading_behind"),

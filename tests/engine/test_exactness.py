@@ -21,6 +21,7 @@ from tests.engine.harness.ours import (
     assert_no_cache_output,
     assert_restored_from_l3,
     assert_sound_hidden_mode,
+    faulty,
     our_server,
     partition,
     projections,
@@ -101,6 +102,60 @@ def test_restored_and_recomputed_layers_are_as_exact_as_the_models_own_at_anothe
         ours, models = map(figures, told.split(";"))
         record_property(what, {"ours": ours, "models_own": models})
         assert_as_exact(ours, models)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_products_of_a_part_of_a_weight_may_sum_in_another_order(
+    dtype: str, model_cache: Path, tmp_path: Path
+) -> None:
+    """Libraries choose kernels by the width of a product: K and V alone are narrower than QKV."""
+    options = our_server(
+        build_model("llama", model_cache),
+        tmp_path,
+        hcache={"partition": partition(2, 2, 0)},
+        dtype=dtype,
+        extra_env=faulty("products_by_width"),
+    )
+    with Server(options) as server:
+        assert_sound_hidden_mode(server)
+        [how] = projections(server)
+        log = server.log_text()
+    assert how.startswith("4 layers by spec (fused weight ")
+    [projected] = re.findall("hcache: exactness: layers 0, 1, 2, 3: spec (.*)", log)
+    assert figures(projected.split(";")[0])["v_equal"] < 100
+    assert "hcache: exactness: recomputed layers: K" in log
+
+
+def test_layers_are_recomputed_up_to_the_first_that_is_not_exact(
+    model: Path, tmp_path: Path
+) -> None:
+    """That one and those behind it are stored and loaded."""
+    options = our_server(
+        model,
+        tmp_path,
+        hcache={"partition": partition(3, 1, 0)},
+        extra_env=faulty("recomputed_wrongly"),
+    )
+    with Server(options) as server:
+        assert_sound_hidden_mode(server)
+        assert (
+            "hcache: exactness: recomputed layers: the first 2 layers only "
+            "(model.layers.2.self_attn recomputed: K " in server.log_text()
+        )
+        conversations = converse(server, make_conversations(1, turns=2, tokens=400))
+        assert_restored_from_l3(conversations, 64)
+    assert_no_cache_output(model, conversations)
+
+
+def test_pages_are_recomputed_whole_only_if_all_layers_are_exact(
+    model: Path, tmp_path: Path
+) -> None:
+    options = our_server(
+        model, tmp_path, hcache={"mode": "kv"}, extra_env=faulty("recomputed_wrongly")
+    )
+    with Server(options) as server:
+        told = "layers are not recomputed: model.layers.2.self_attn recomputed: K "
+        assert told in server.log_text()
 
 
 def replies(options: ServerOptions, prompts: Sequence[Sequence[int]]) -> list[Reply]:

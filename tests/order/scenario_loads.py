@@ -184,7 +184,7 @@ def loads_whose_recomputation_fails(checker: Checker) -> None:
     """Layers were to be recomputed that are stored, too: after a failure they are copied."""
     loading = Loading(checker, Partition(recompute=0, hidden=0, kv=3))
     loading.queue.methods = SimpleNamespace(  # type: ignore[assignment]
-        first_layers=lambda *_: 2, ranks=1, can_recompute=True
+        first_layers=lambda *_: 2, ranks=1, recomputable=4
     )
     loading.pool.fails = True
     checker.begin()

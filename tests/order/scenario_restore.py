@@ -66,6 +66,7 @@ class Pool:
             "recompute": RECOMPUTED,
         }
         self.methods = methods
+        self.layers = len(methods)  # that can be recomputed
         self.layout = PageLayout(SIZE, tuple(stored[m] for m in methods), share)
         self.memory = checker.pinned(
             torch.zeros((2 * PAGES, self.layout.page_bytes), dtype=torch.uint8), "arena"

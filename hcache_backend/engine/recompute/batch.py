@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,18 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from hcache_backend.engine.arguments import resolved
-from hcache_backend.restore.recompute import Forward, RecomputeAttention
+from hcache_backend.projection.paged_pool import PagedPool
+from hcache_backend.restore.recompute import Forward, RecomputePass, Recomputer
 from hcache_backend.streams import Stream, current_stream, of, to_device
+
+NO_REQUEST = 0
+"""SGLang's row of requests that is no request's: graphs pad batches with it."""
 
 
 class RecomputeBatch(ForwardBatch):
-    """Marks a recomputation: our hook on attention hands it over to ``attention``."""
+    """Marks a recomputation: our hook on attention asks ``asked`` first."""
 
-    attention: RecomputeAttention
+    asked: RecomputePass
 
 
 def forward_stream(runner: Any) -> Stream:
@@ -31,31 +36,53 @@ def forward_stream(runner: Any) -> Stream:
     return of(runner.forward_stream)
 
 
-def model_forward(runner: Any) -> Forward:
-    """The model of ``runner`` (SGLang's ModelRunner) over restored tokens."""
+def make_recomputer(runner: Any, kvcache: Any, chunk_tokens: int) -> Recomputer:
+    """What recomputes layers of the model of ``runner``; see :class:`Recomputer`."""
+    pool, stream = PagedPool(kvcache), partial(forward_stream, runner)
+    first, layers = kvcache.start_layer, kvcache.layer_num
+    return Recomputer(_model_forward(runner), pool, first, chunk_tokens, stream, layers)
 
-    def forward(
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        attention: RecomputeAttention,
-    ) -> object:
-        before, tokens = zip(*attention.lengths, strict=True)
-        seen = np.add(before, tokens, dtype=np.int64)
+
+def _model_forward(runner: Any) -> Forward:
+    """The model of ``runner`` (SGLang's ModelRunner) over restored tokens.
+
+    Attention is planned here as SGLang plans it before each of its passes; so its next pass does
+    not see this plan. What the plan and the kernels read is written on the stream of forward
+    passes, and the host waits for nothing.
+    """
+
+    def forward(token_ids: torch.Tensor, positions: torch.Tensor, asked: RecomputePass) -> object:
+        seen, tokens, device = len(asked.keys), len(token_ids), token_ids.device
+        lengths = np.array([seen, seen - tokens, tokens, 0], np.int32)
+        all_, before, new, start = to_device(lengths, device).split(1)
         # What is not said has its default: no feature that a batch may have is in use.
         batch = RecomputeBatch(
             forward_mode=ForwardMode.EXTEND,
-            batch_size=len(tokens),
+            batch_size=1,
             input_ids=token_ids,
-            req_pool_indices=torch.zeros(len(tokens), dtype=torch.int64, device=slots.device),
-            seq_lens=to_device(seen, slots.device),
-            out_cache_loc=slots,
-            seq_lens_sum=int(seen.sum()),
+            req_pool_indices=torch.full((1,), NO_REQUEST, dtype=torch.int64, device=device),
+            seq_lens=all_.to(torch.int64),
+            seq_lens_cpu=torch.tensor([seen]),
+            out_cache_loc=asked.slots,
+            seq_lens_sum=seen,
             positions=positions,
+            extend_num_tokens=tokens,
+            extend_seq_lens=new,
+            extend_seq_lens_cpu=[tokens],
+            extend_prefix_lens=before,
+            extend_prefix_lens_cpu=[seen - tokens],
+            extend_start_loc=start,
         )
-        batch.attention = attention
-        # Some models ask the context for the pool. Nobody else runs the model meanwhile.
-        with forward_context(ForwardContext(attn_backend=runner.attn_backend)):
-            return runner.model.forward(token_ids, positions, batch)
+        batch.asked = asked
+        backend = runner.attn_backend
+        row = runner.req_to_token_pool.req_to_token[NO_REQUEST, :seen]
+        row.copy_(asked.keys)
+        try:
+            # Some models ask the context for the pool. Nobody else runs the model meanwhile.
+            with forward_context(ForwardContext(attn_backend=backend)):
+                backend.init_forward_metadata(batch)
+                return runner.model.forward(token_ids, positions, batch)
+        finally:
+            row.zero_()
 
     return forward

@@ -22,7 +22,8 @@ from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.page_plan import HiddenPagePlan
 from hcache_backend.engine.startup.self_check import PROBE_TOKENS, prefill_and_decode
 from hcache_backend.page import NAMESPACE_BYTES, WRITER_BYTES
-from hcache_backend.projection.check import difference_problem, relative_difference
+from hcache_backend.projection.check import difference_problem
+from hcache_backend.projection.exactness import relative_difference
 from hcache_backend.projection.projector import Projector
 from hcache_backend.restore.exchange import CollectiveOrder
 from hcache_backend.restore.layers import RestoredLayer

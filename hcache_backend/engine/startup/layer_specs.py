@@ -17,7 +17,13 @@ from hcache_backend.engine.startup.refusals import refuse_shared_workspaces
 from hcache_backend.engine.startup.self_check import Probe
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.check import first_problem
-from hcache_backend.projection.exactness import KVExactness, kv_exactness, together
+from hcache_backend.projection.exactness import (
+    Bound,
+    KVExactness,
+    kv_exactness,
+    together,
+    worst,
+)
 from hcache_backend.projection.projector import Projector
 from hcache_backend.projection.proof import (
     LESS_EXACT,
@@ -29,6 +35,7 @@ from hcache_backend.projection.proof import (
 from hcache_backend.projection.search import NoSpec, find_spec
 from hcache_backend.projection.spec import LayerSpec
 from hcache_backend.server_report import LayerGroup
+from hcache_kernels.project_kv import Way, ways_in_use
 from hcache_kernels.project_kv.choice import measure_choice
 from hcache_kernels.project_kv.spec import kind_of
 
@@ -99,22 +106,37 @@ class LayerSpecs:
         return Found(spec, spec.describe(), own, reached)
 
     def check_writing(self) -> None:
-        """Drop specs that do not write to the pool what the model did. Nothing may run yet."""
+        """Drop specs that do not write to the pool what the model did. Nothing may run yet.
+
+        A fused spec multiplies by some rows of a weight. If that is not exact enough, the product
+        of the whole module, as the model computes it, is tried before the attention module.
+        """
+        for layer in self._probe.layers:
+            found = self._found[layer.index]
+            while found.spec is not None:
+                checked = self._written(layer, found)
+                if checked is found:
+                    break
+                if found.spec.fused:
+                    whole = replace(found.spec, fused=False)
+                    checked = replace(found, spec=whole, detail=whole.describe())
+                self._found[layer.index] = found = checked
+
+    def _written(self, layer: AttentionLayer, found: Found) -> Found:
+        """``found``, or why its spec is not used."""
+        assert found.spec is not None
         probe, projector = self._probe, self._projector
-        projector.use_specs([found.spec for found in self._found])
-        for layer, hidden, found in zip(probe.layers, probe.hidden, self._found, strict=True):
-            if found.spec is None:
-                continue
-            rows = (hidden, probe.positions, probe.slots)
-            try:
-                written = written_exactness(layer, *rows, projector)
-            except Exception as error:
-                problem = f"its kernel failed: {type(error).__name__}: {error}"
-                self._found[layer.index] = replace(found, spec=None, detail=problem, reached=None)
-                continue
-            if not written.as_good_as(found.own):
-                detail = f"in the KV pool {LESS_EXACT}"
-                self._found[layer.index] = Found(None, detail, found.own, written)
+        projector.use_specs([one.spec for one in self._found])
+        rows, kept = (probe.hidden[layer.index], probe.positions, probe.slots), projector.pool.dtype
+        try:
+            ways = ways_in_use(found.spec.projection(), kept) if found.spec.fused else [None]
+            written = written_exactness(layer, *rows, projector, ways)
+        except Exception as error:
+            problem = f"its kernel failed: {type(error).__name__}: {error}"
+            return Found(None, problem, found.own)
+        if written.as_good_as(found.own, Bound.of_product(kept)):
+            return found
+        return Found(None, f"in the KV pool {LESS_EXACT}", found.own, written)
 
     def settle(self) -> None:
         """Use what was found on every rank. All ranks must call it.
@@ -145,11 +167,13 @@ class LayerSpecs:
         """On a GPU, find the faster way to project each kind of layer.
 
         It takes seconds, on the first start with a model only: a file of the device keeps the
-        times. What is not measured is projected the library's way.
+        times. What is not measured is projected the library's way. What was chosen is held to
+        the same test as everything: :meth:`check_writing` comes behind it.
         """
         if not self._probe.hidden[0].is_cuda:
             return
-        found = (spec.projection() for spec in self._projector.specs if spec and spec.fused)
+        specs = (found.spec for found in self._found)
+        found = (spec.projection() for spec in specs if spec and spec.fused)
         kinds = {kind_of(projection): projection for projection in found}
         try:
             for projection in kinds.values():
@@ -231,15 +255,22 @@ def written_exactness(
     positions: torch.Tensor,
     slots: torch.Tensor,
     projector: Projector,
+    ways: Sequence[Way | None] = (None,),
 ) -> KVExactness:
     """How exactly what the projector writes to ``slots`` is what the model wrote there.
 
-    Their K and V are overwritten, in another order than the model's. Arguments as in
-    :func:`projection_problem`.
+    The worst of ``ways`` counts. They write in another order than the model, whose K and V are
+    there again afterwards. Arguments as in :meth:`Projector.project_to_pool`.
     """
-    pool, kernel = projector.pool, layer.kernel
+    pool, kernel, found = projector.pool, layer.kernel, []
     wanted = pool.fetch(kernel, slots, hidden.dtype)
-    pool.store(kernel, slots, *map(torch.zeros_like, wanted))
     order = torch.arange(len(slots) - 1, -1, -1, device=slots.device)
-    projector.project_to_pool(layer, hidden[order], positions[order], slots[order])
-    return kv_exactness(pool.fetch(kernel, slots, hidden.dtype), wanted, pool.dtype)
+    try:
+        for way in ways:
+            pool.store(kernel, slots, *map(torch.zeros_like, wanted))
+            projector.project_to_pool(layer, hidden[order], positions[order], slots[order], way)
+            got = pool.fetch(kernel, slots, hidden.dtype)
+            found.append(kv_exactness(got, wanted, pool.dtype))
+    finally:
+        pool.store(kernel, slots, *wanted)
+    return worst(found)

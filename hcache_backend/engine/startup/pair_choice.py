@@ -20,7 +20,7 @@ from hcache_backend.engine.hooks import hidden_mode_hooks, install
 from hcache_backend.engine.kv_pages.paired import PairedSegments
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.ranks import on_all_ranks, sum_of_all_ranks
-from hcache_backend.engine.recompute.batch import forward_stream, model_forward
+from hcache_backend.engine.recompute.batch import make_recomputer
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.page_plan import PagePlan
 from hcache_backend.engine.startup.self_check import probe_tokens, said_behind
@@ -29,8 +29,6 @@ from hcache_backend.krul.pair_forms import MergedPair
 from hcache_backend.krul.paired_layout import PairedLayout
 from hcache_backend.krul.selection import Pair, Strategy
 from hcache_backend.krul.statistics import PROBE_TOKENS, PairSums
-from hcache_backend.projection.paged_pool import PagedPool
-from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.streams import current_stream
 
 logger = logging.getLogger("hcache")
@@ -84,21 +82,14 @@ def find_probe(runner: Any, plan: PagePlan, slots: torch.Tensor) -> PairSums:
     missing = install(hidden_mode_hooks())
     if missing is not None:
         raise Refused(missing)
-    pool, layers = PagedPool(kvcache), len(plan.layout.layers)
-    recomputer = Recomputer(
-        model_forward(runner),
-        pool,
-        kvcache.start_layer,
-        plan.methods.chunk_tokens,
-        partial(forward_stream, runner),
-    )
+    recomputer = make_recomputer(runner, kvcache, plan.methods.chunk_tokens)
     ids = np.array(probe_tokens(runner.model_config.vocab_size, len(slots)))[-PROBE_TOKENS:]
     problems: list[Exception] = []
     found: list[PairSums] = []
 
     def run() -> None:
         try:
-            asked = recomputer.probe(layers, ids, slots)
+            asked = recomputer.probe(recomputer.layers, ids, slots)
             with torch.inference_mode():
                 found.append(plan.measure(asked))
         except Exception as error:  # a model's own code, with a batch that it was not made for

@@ -35,8 +35,8 @@ def prefill_request(token_ids: Sequence[int], prefix: torch.Tensor | None = None
         request.prefix_indices, before = prefix, len(prefix)
     if hasattr(request, "set_extend_range"):
         request.set_extend_range(before, len(token_ids))
-    else:  # 0.5.22 and later
-        request.extend_end = len(token_ids)
+    else:  # 0.5.22 and later, which ask the tree for the slots
+        request.prefix_len, request.extend_end = before, len(token_ids)
     return request
 
 
@@ -85,5 +85,6 @@ def _no_tree(runner: Any) -> SimpleNamespace:
         is_chunk_cache=lambda: False,
         is_tree_cache=lambda: True,
         evict=lambda params: None,
+        prefix_device_indices=lambda request: request.prefix_indices,
         maybe_hand_to_session=lambda request: None,
     )

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.distributed import get_tp_group
 
+from hcache_backend.engine.arguments import resolved
 from hcache_backend.engine.hooks import install, recompute_hooks
 from hcache_backend.engine.layer_methods import LayerMethods
-from hcache_backend.engine.recompute.batch import forward_stream, model_forward
+from hcache_backend.engine.ranks import smallest
+from hcache_backend.engine.recompute.batch import NO_REQUEST, make_recomputer
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
 from hcache_backend.engine.startup.self_check import Probe, run_again
-from hcache_backend.projection.check import first_problem
-from hcache_backend.projection.exactness import KVExactness, kv_exactness, together, worst
+from hcache_backend.projection.exactness import (
+    Bound,
+    KVExactness,
+    kv_exactness,
+    together,
+    worst,
+)
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.restore.recompute import Recomputer, TokenSpan
 from hcache_backend.streams import current_stream
@@ -24,13 +30,17 @@ from hcache_backend.streams import current_stream
 logger = logging.getLogger("hcache")
 
 
+_WAITING = ("flashinfer",)
+"""Attention backends of SGLang whose plan of a prefill copies from the GPU and waits for that."""
+
+
 def find_recomputer(
-    runtime: Runtime, probe: Probe, kvcache: Any, methods: LayerMethods
+    runtime: Runtime, probe: Probe, kvcache: Any, methods: LayerMethods, *, whole: bool
 ) -> Recomputer | None:
     """What recomputes layers, the same on every tensor-parallel rank; all must call it.
 
     The K and V that the model wrote during the probe must still be in the pool. ``runtime`` is told
-    how exact the recomputed ones are, or why there are none.
+    how exact the recomputed ones are, or why there are none. ``whole``: only all layers are of use.
 
     Returns:
         None where nothing is to be recomputed, or a rank cannot.
@@ -39,47 +49,75 @@ def find_recomputer(
     if runtime.config.recompute == "never":
         runtime.recomputation = "none: option 'recompute'"
         return None
-    runner, pool = runtime.runner, PagedPool(kvcache)
-    recomputer = Recomputer(
-        model_forward(runner),
-        pool,
-        kvcache.start_layer,
-        methods.chunk_tokens,
-        partial(forward_stream, runner),
-    )
+    runner, pool, group = runtime.runner, PagedPool(kvcache), get_tp_group().cpu_group
+    recomputer = make_recomputer(runner, kvcache, methods.chunk_tokens)
 
-    def prove() -> str:
+    def prove() -> Recomputed:
         if runner.model_config.is_multimodal:
             raise Refused("the model's embeddings are not those of token ids alone")
+        refuse_attention(runner)
         missing = install(recompute_hooks())
         if missing is not None:
             raise Refused(missing)
         return check_recompute(runner, probe, recomputer, pool, kvcache)
 
     try:
-        runtime.recomputation = all_or_none(prove, get_tp_group().cpu_group)
+        found = all_or_none(prove, group)
+        [recomputer.layers] = smallest(group, found.layers)
+        if whole and recomputer.layers < kvcache.layer_num:
+            raise Refused(found.problem or "a layer of another tensor-parallel rank is not exact")
     except Refused as refused:
         runtime.recomputation = f"none: {refused}"
         logger.warning("hcache: layers are not recomputed: %s", refused)
         return None
+    runtime.recomputation = found.exactness
+    if recomputer.layers < kvcache.layer_num:
+        reason = found.problem or "other tensor-parallel ranks"
+        first = f"the first {recomputer.layers} layers only ({reason})"
+        runtime.recomputation = f"{first}; {found.exactness}"
     logger.info("hcache: exactness: recomputed layers: %s", runtime.recomputation)
     return recomputer
 
 
+def refuse_attention(runner: Any) -> None:
+    """Look for attention that a recomputation cannot plan without getting in somebody's way.
+
+    Raises:
+        Refused: There is one.
+    """
+    backend = runner.attn_backend.prefill_attention_backend_str
+    if backend in _WAITING:
+        raise Refused(f"attention backend {backend!r} waits for the GPU before every prefill")
+    if resolved(runner.server_args).enable_pdmux:
+        raise Refused("--enable-pdmux interrupts prefills, whose plan would be lost")
+    if NO_REQUEST in runner.req_to_token_pool.free_slots:
+        raise Refused(f"SGLang gives row {NO_REQUEST} of its table to requests")
+
+
+class Recomputed(NamedTuple):
+    """What was found out about recomputation.
+
+    Attributes:
+        layers: How many first layers are exact enough.
+        exactness: How exact these are, and the model's own at other batch sizes, in words.
+        problem: Why the next layer is not; None: all are exact.
+    """
+
+    layers: int
+    exactness: str
+    problem: str | None
+
+
 def check_recompute(
     runner: Any, probe: Probe, recomputer: Recomputer, pool: PagedPool, kvcache: Any
-) -> str:
+) -> Recomputed:
     """Recompute the probe's tokens, and once more the second half of them behind the first.
 
     Nothing may be allocated yet: other slots of the pool are overwritten too. There are more tokens
     than the probe had, so what is left of its batch would show.
 
-    Returns:
-        How exact recomputed K and V are, and the model's own at other batch sizes, in words.
-
     Raises:
-        Refused: It cannot be done, or K or V of a layer are less exact than those of the model's
-            own pass at other batch sizes.
+        Refused: It cannot be done, or not even the first layer is exact enough.
     """
     slots, tokens, half = probe.slots, len(probe.slots), len(probe.slots) // 2
     dtype = probe.hidden[0].dtype
@@ -93,25 +131,38 @@ def check_recompute(
         return [kv_exactness(got, (k[part], v[part]), pool.dtype) for got, (k, v) in pairs]
 
     wanted = written(slots)
-    # The pool's last slots; the probe's are its first.
-    others = torch.arange(kvcache.size - tokens, kvcache.size, device=slots.device)
-    if int(slots.max()) >= int(others[0]):
+    # Whole pages from the pool's last slots on; the probe's are its first.
+    size = kvcache.page_size
+    first = (kvcache.size - tokens) // size * size
+    others = torch.arange(first, first + tokens, device=slots.device)
+    if int(slots.max()) >= first:
         raise Refused("the KV pool is too small to try recomputation")
     buffers = [*kvcache.k_buffer, *kvcache.v_buffer]
     held = [buffer[slots] for buffer in buffers]
     ids, none = probe.token_ids.numpy(force=True), slots[:0]
-    spans = [TokenSpan(ids, none), TokenSpan(ids[:half], none), TokenSpan(ids[half:], slots[:half])]
+    spans = [
+        TokenSpan(ids, none),
+        TokenSpan(ids[:half], none),
+        TokenSpan(ids[half:], others[:half]),
+    ]
     where, positions = torch.cat((slots, others)), probe.positions.repeat(2)
+    problem = None
     try:
-        # A shorter prompt, as in a chunk, a larger batch, and prompts as long as the spans.
+        # A shorter prompt, as in a chunk, a larger batch, and prompts as long as the spans; at last
+        # one in two chunks, whose attention sums in another order.
         halves = slice(half), slice(half, tokens)
         # A server may have room for fewer requests at once: the last one is longer then.
         most = int(runner.req_to_token_pool.size) - 1
         runs = [
             exactness(at, part)
-            for asked in ([half], [tokens] * 2, [tokens, half, half])
+            for asked, before in (
+                ([half], 0),
+                ([tokens] * 2, 0),
+                ([tokens, half, half], 0),
+                ([tokens], half),
+            )
             for lengths in [[*asked[:most], sum(asked[most:])] if asked[most:] else asked]
-            for at in run_again(runner, lengths)
+            for at in run_again(runner, lengths, before)
             for part in halves[: len(at) // half]
         ]
         own = [worst(layer) for layer in zip(*runs, strict=True)]
@@ -125,12 +176,6 @@ def check_recompute(
         # Part by part: of many values the few that differ are a small share.
         parts = [exactness(at, part) for at in (slots, others) for part in halves]
         recomputed = [worst(layer) for layer in zip(*parts, strict=True)]
-        problem = first_problem(
-            None
-            if ours.as_good_as(models)
-            else f"{layer.name} recomputed: {ours}; the model at other batch sizes: {models}"
-            for layer, ours, models in zip(probe.layers, recomputed, own, strict=True)
-        )
     except Exception as error:  # a model's own code, with a batch that it was not made for
         problem = f"{type(error).__name__}: {error}"
     finally:
@@ -138,4 +183,16 @@ def check_recompute(
             buffer[slots] = rows  # later checks compare with what the model itself wrote
     if problem is not None:
         raise Refused(problem)
-    return f"{together(recomputed)}; the model at other batch sizes {together(own)}"
+    bound = Bound.of_pass(pool.dtype)
+    pairs = zip(recomputed, own, strict=True)
+    good = [ours.as_good_as(models, bound) for ours, models in pairs]
+    layers = good.index(False) if False in good else len(good)
+    if layers < len(good):
+        problem = (
+            f"{probe.layers[layers].name} recomputed: {recomputed[layers]}; the model at other "
+            f"batch sizes: {own[layers]}"
+        )
+        if not layers:
+            raise Refused(problem)
+    told = f"{together(recomputed[:layers])}; the model at other batch sizes "
+    return Recomputed(layers, told + str(together(own[:layers])), problem)

@@ -75,15 +75,17 @@ def observe(runner: Any, observations: list[Observation]) -> Probe:
     return Probe(layers, hidden, slots, positions, token_ids)
 
 
-def run_again(runner: Any, lengths: Sequence[int]) -> Sequence[torch.Tensor]:
+def run_again(runner: Any, lengths: Sequence[int], before: int = 0) -> Sequence[torch.Tensor]:
     """Run the model on prompts that begin as the probe does; the slots of each, int64 ``[n]``.
 
     All ranks must call it. What the KV pool held is overwritten.
 
     Args:
         lengths: Tokens of each prompt; more than the probe's go on in the same way.
+        before: So many first tokens of the only prompt are computed in a pass of their own, as
+            when a prompt comes in chunks; 0: none.
     """
-    _, slots, _, _ = _forward(runner, lengths)
+    _, slots, _, _ = _forward(runner, lengths, before)
     return slots.split(list(lengths))
 
 
@@ -253,24 +255,31 @@ def _describe(
 
 @torch.no_grad()
 def _forward(
-    runner: Any, lengths: Sequence[int]
+    runner: Any, lengths: Sequence[int], before: int = 0
 ) -> tuple[object, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One prefill of prompts of these lengths through SGLang's own batch objects.
+    """One prefill of prompts of these lengths through SGLang's own batch objects, or two of one.
 
     Nothing has been allocated yet when it runs, so both pools are simply emptied afterwards, also
     when SGLang's code fails half-way: a lost slot would stop the server later.
     """
     vocabulary = runner.model_config.vocab_size
-    requests = [prefill_request(probe_tokens(vocabulary, length)) for length in lengths]
-    stages = _Stages()
+    prefix: torch.Tensor | None = None
     try:
-        forward = forward_batch(runner, prefill_batch(runner, requests))
-        positions, token_ids = forward.positions.clone(), forward.input_ids.clone()
-        with _without_prefill_graphs(runner):
-            slots = stages.run(runner, forward)
+        for length in ([before], lengths) if before else (lengths,):
+            prompts = [prefill_request(probe_tokens(vocabulary, n), prefix) for n in length]
+            stages = _Stages()
+            try:
+                forward = forward_batch(runner, prefill_batch(runner, prompts))
+                positions, token_ids = forward.positions.clone(), forward.input_ids.clone()
+                with _without_prefill_graphs(runner):
+                    written = stages.run(runner, forward)
+            finally:
+                stages.pass_on()
+            slots = written if prefix is None else torch.cat((prefix, written))
+            prefix = slots
+            runner.req_to_token_pool.clear()  # there may be one row only
         return forward, slots, positions, token_ids
     finally:
-        stages.pass_on()
         _empty_pools(runner)
 
 

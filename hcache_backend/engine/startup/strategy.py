@@ -171,7 +171,7 @@ class OwnPagesStrategy(StackStrategy):
         everything = Partition(0, 0, int(kvcache.layer_num))
         ranks = get_tp_group()
         methods = LayerMethods(
-            everything, None, None, chunk, can_recompute=False, ranks=ranks.world_size
+            everything, None, None, chunk, recomputable=0, ranks=ranks.world_size
         )
         of_heads = share_of_heads(ranks.rank_in_group, ranks.world_size)
         groups = self._head_groups(methods, of_heads)
@@ -222,7 +222,8 @@ class OwnPagesStrategy(StackStrategy):
         except Refused as refused:
             runtime.recomputation = f"none: {refused}"
             return None
-        return self._step(params, lambda: find_recomputer(runtime, probe, kvcache, plan.methods))
+        find = partial(find_recomputer, runtime, probe, kvcache, plan.methods, whole=True)
+        return self._step(params, find)
 
     def _tried(
         self,
@@ -304,7 +305,7 @@ class OwnPagesStrategy(StackStrategy):
         step(partial(self._refuse, refusal, self._no_hidden, kvcache))
         methods = step(lambda: self._choose_methods(kvcache))
         if params.pp_size > 1:  # the first layers are in another stage
-            methods = methods.without_recompute()
+            methods = methods.recomputing_first(0)
         modules = step(lambda: attention_modules(runner.model, kvcache.layer_num))
         linears = [linear for seen in modules for linear in seen.linears]
         step(lambda: refuse_quantised_inputs(linears))
@@ -313,10 +314,10 @@ class OwnPagesStrategy(StackStrategy):
         codec = step(lambda: choose_codec(ranks, runtime, probe, projector))
         exchange = step(lambda: make_exchange(probe, kvcache.page_size))
         recomputer = None
-        if methods.can_recompute:
-            recomputer = step(lambda: find_recomputer(runtime, probe, kvcache, methods))
-        if recomputer is None:
-            methods = methods.without_recompute()
+        if methods.recomputable:
+            find = partial(find_recomputer, runtime, probe, kvcache, methods, whole=False)
+            recomputer = step(find)
+        methods = methods.recomputing_first(recomputer.layers if recomputer else 0)
         hooks = step(lambda: check_recording(runner, probe.hidden[0]))
         share = Share(exchange.number, exchange.shares) if exchange is not None else WHOLE
         groups = self._head_groups(methods, share)
@@ -349,6 +350,7 @@ class OwnPagesStrategy(StackStrategy):
         plan = self._tried(params, make, of_kv, lambda: probe.slots)
         specs = LayerSpecs(runtime, probe, projector, ranks)
         step(specs.find)
+        specs.measure()
         step(specs.check_writing)
         step(specs.settle)
         try:
@@ -364,7 +366,6 @@ class OwnPagesStrategy(StackStrategy):
         [host_pages] = smallest(stages, plan.pages.host)
         plan.pages = plan.pages._replace(host=host_pages)
 
-        specs.measure()
         specs.follow_weights()
         return plan
 

@@ -19,6 +19,7 @@ from typing import Any
 import hcache_batches
 import hcache_restores
 import hcache_rows
+import hcache_sums
 import hcache_units
 
 LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
@@ -461,6 +462,9 @@ FAULTS: dict[str, Callable[[], None]] = {
     "depths_drawn": lambda: hcache_batches.draw_depths(lambda: _says("depths")),
     "no_store_on_rank_1": _no_store_on_rank_1,
     "units_do_not_fit": hcache_units.do_not_fit,
+    "attention_in_blocks": hcache_sums.attention_in_blocks,
+    "products_by_width": hcache_sums.products_by_width,
+    "recomputed_wrongly": lambda: hcache_sums.recomputed_wrongly(layer=1),
     "encoded_wrongly": hcache_rows.encoded_wrongly,
     "rows_do_not_fit": _rows_do_not_fit,
     "some_do_not_fit": _some_do_not_fit,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import uuid
 from collections.abc import Iterator
@@ -392,3 +393,32 @@ def test_what_cannot_be_encoded_of_the_front_is_computed_again(
         assert 0 < tokens(server, "recomputed_at_load") - before < FRONT
         assert_fine(server, pages)
     assert_no_cache_output_up_to_ties(model, tmp_path, replies)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_front_is_recomputed_in_the_order_in_which_the_models_attention_sums(
+    dtype: str, model_cache: Path, tmp_path: Path
+) -> None:
+    """Not in that of another kernel: it is as exact as what was stored, whatever sums first."""
+    llama = build_model("llama", model_cache)
+    options = eager_server(
+        llama,
+        tmp_path,
+        "kv, from the back",
+        faults="batches_in_step,attention_in_blocks",
+        dtype=dtype,
+        max_total_tokens=2560,
+        hicache_ratio=8.0,
+    )
+    with Server(options) as server:
+        assert "layers are not recomputed" not in server.log_text()
+        [told] = re.findall("hcache: exactness: recomputed layers: (.*)", server.log_text())
+        assert told.startswith("K 100% equal, 0 ulp, V 100% equal, 0 ulp; ")
+        prompt = stored(server, seed=1)
+        with recomputed(server, prompt) as replies:
+            pass
+        assert storage(*replies) == [HIT]
+    if dtype == "float32":
+        assert_no_cache_replies_up_to_ties(llama, turns_of(replies))
+    else:
+        assert_no_cache_output_up_to_ties(llama, tmp_path, replies)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +19,14 @@ from hcache_backend.engine.startup import layer_specs
 from hcache_backend.engine.startup.layer_specs import LayerSpecs, written_exactness
 from hcache_backend.engine.startup.self_check import Probe
 from hcache_backend.projection.attention import AttentionLayer
-from hcache_backend.projection.check import relative_difference, tolerance
+from hcache_backend.projection.check import tolerance
+from hcache_backend.projection.exactness import Bound, relative_difference
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.projection.projector import Projector
-from hcache_backend.projection.proof import gather_evidence
+from hcache_backend.projection.proof import LESS_EXACT, gather_evidence
 from hcache_backend.projection.search import find_spec
+from hcache_kernels.project_kv import ProjectionCall
+from hcache_kernels.project_kv.reference import project_kv_reference
 from tests.unit.attention_modules import (
     DIM,
     HEADS,
@@ -99,10 +105,10 @@ def test_a_spec_fills_the_pool_as_the_engine_does(
     projector = projectors[0]
     projector.use_specs([None, spec])
     check = (layer, hidden, positions, slots, projector)
-    assert written_exactness(*check).as_good_as(evidence.own)
+    assert written_exactness(*check).as_good_as(evidence.own, Bound.of_product(dtype))
     wrong = replace(spec, k=spec.v, v=spec.k, fused=False)
     projector.use_specs([None, wrong])
-    assert not written_exactness(*check).as_good_as(evidence.own)
+    assert not written_exactness(*check).as_good_as(evidence.own, Bound.of_product(dtype))
 
 
 def test_scales_that_are_no_numbers_are_left_to_the_engine() -> None:
@@ -152,6 +158,52 @@ def test_a_layer_without_a_spec_on_one_rank_has_none_on_any(
         ("spec", "fused weight 128x96, RoPE neox 16"),
         ("generic", "another rank has no spec"),
     ]
+
+
+def way_that(change: Callable[[ProjectionCall], None]) -> Any:
+    """A way to project on a GPU that does what the reference does, and then this."""
+
+    def run(call: ProjectionCall) -> None:
+        project_kv_reference(call)
+        change(call)
+
+    return SimpleNamespace(run=run)
+
+
+def rounded_once_more(call: ProjectionCall) -> None:
+    call.pool.k[call.slots] = call.pool.k[call.slots].half().float()
+
+
+def test_ways_to_project_are_held_to_the_same_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured to be the fastest may not be exact; the module's own product is, then."""
+    good, bad = way_that(lambda call: None), way_that(rounded_once_more)
+    for ways, found in (
+        ([None], "fused weight 128x96, RoPE neox 16"),
+        ([None, good], "fused weight 128x96, RoPE neox 16"),
+        ([good, bad], "128 columns of one module, RoPE neox 16"),
+    ):
+        monkeypatch.setattr(layer_specs, "ways_in_use", lambda *_, ways=ways: ways)
+        runtime, projector, projections = projections_of([Attention(rope=Rope()) for _ in range(2)])
+        projections.settle()
+        assert by_spec(projector) == [True, True]
+        assert [(group.method, group.detail) for group in runtime.projection] == [("spec", found)]
+
+
+def test_modules_project_where_their_own_product_is_not_exact_in_the_pool_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layer_specs, "ways_in_use", lambda *_: [way_that(rounded_once_more)])
+    write, written = PagedPool.store, itertools.count()
+
+    def store(pool: PagedPool, kernel: Any, slots: Any, k: Any, v: Any) -> None:
+        write(pool, kernel, slots, k * (1 + 1e-3 * next(written)), v)
+
+    monkeypatch.setattr(PagedPool, "store", store)
+    runtime, projector, projections = projections_of([Attention(rope=Rope()) for _ in range(2)])
+    projections.settle()
+    assert by_spec(projector) == [False, False]
+    [group] = runtime.projection
+    assert group.detail == f"in the KV pool {LESS_EXACT}" and group.exactness.startswith("spec K")
 
 
 def test_the_option_projection_generic_leaves_every_layer_to_its_module() -> None:

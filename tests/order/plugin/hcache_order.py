@@ -105,7 +105,6 @@ def _begin(checker: Any, settings: Settings) -> None:
     checker.stack.enter_context(streams.through(CheckedDoor(checker)))
     _say_what_is_pinned(checker)
     _say_what_is_kept(checker)
-    _make_biases_unseen()
     decode_graphs = DecodeGraphs(checker.stand_ins["Event"], copies=settings.recorded_copies)
 
     def found() -> dict[str, Any]:
@@ -189,20 +188,6 @@ def _say_what_is_kept(checker: Any) -> None:
 
     L2TransferEngine._record_stream = staticmethod(keep)
     utils._async_d2h = logprobs.async_d2h = to_host
-
-
-def _make_biases_unseen() -> None:
-    """A mask of causal attention is a tensor of a kind that cannot be made while torch is watched.
-    It has no memory of its own."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    from hcache_backend.restore import recompute
-
-    def make(original: Any, *sizes: int) -> Any:
-        with _disable_current_modes():
-            return original(*sizes)
-
-    _around(recompute, "causal_lower_right", make)
 
 
 def _watch_the_event_loop(

@@ -13,7 +13,7 @@ from torch.nn import functional
 from hcache_backend.krul.statistics import LayerProbe, attention_sums, output_sums
 from hcache_backend.restore.recompute import (
     Forward,
-    RecomputeAttention,
+    RecomputePass,
     Recomputer,
     RecomputeRefused,
     TokenSpan,
@@ -50,6 +50,9 @@ class Pool:
         self.read: list[tuple[int, int, int, int]] = []  # keys: layer, heads, tokens
         self.whole: list[tuple[int, int]] = []  # K and V: layer, tokens
 
+    def of(self, kernel: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.k[kernel.layer_id - FIRST], self.v[kernel.layer_id - FIRST]
+
     def store(self, kernel: Any, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         self.k[kernel.layer_id - FIRST, slots] = k
         self.v[kernel.layer_id - FIRST, slots] = v
@@ -66,8 +69,11 @@ class Pool:
 class Model:
     """A transformer whose K depends on positions, and on all tokens before in later layers."""
 
-    def __init__(self, kv_heads: int = HEADS) -> None:
+    def __init__(self, pool: Pool) -> None:
         torch.manual_seed(0)
+        kv_heads = pool.k.shape[2]
+        self.pool = pool
+        self.attended: list[tuple[int, bool]] = []  # layer, and whether K and V were stored there
         self.kv_heads = kv_heads
         self.embedding = torch.randn(50, WIDTH, dtype=torch.float64)
         shape = (LAYERS, (HEADS + 2 * kv_heads) * DIM, WIDTH)
@@ -78,20 +84,30 @@ class Model:
         self.tokens_seen: list[int] = []
 
     def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        attention: RecomputeAttention,
+        self, token_ids: torch.Tensor, positions: torch.Tensor, asked: RecomputePass
     ) -> torch.Tensor:
         self.tokens_seen.append(len(token_ids))
         x = self.embedding[token_ids]
-        for layer in range(LAYERS):
+        for layer, kernel in enumerate(self.kernels):
             self.layers_run += 1
             q, k, v = self.project(layer, x, positions)
-            attended = attention.attend(self.kernels[layer], q, k, v, stored=False, extra=False)
+            engine = partial(self.attention, asked, kernel, (q, k, v))
+            attended = asked.attend(kernel, q, k, v, True, engine)
             x = torch.tanh(x + attended @ self.out[layer].T)
         return x
+
+    def attention(self, asked: RecomputePass, kernel: Any, rows: Any, store: bool) -> torch.Tensor:
+        """The engine's: causal, over what the pool holds."""
+        q, *kv = (row.view(len(row), -1, DIM) for row in rows)
+        if store:
+            self.pool.store(kernel, asked.slots, *kv)
+        self.attended.append((kernel.layer_id - FIRST, store))
+        held = (part[asked.keys] for part in self.pool.of(kernel))
+        k, v = (part.repeat_interleave(HEADS // self.kv_heads, dim=1) for part in held)
+        weights = torch.einsum("qhd,khd->hqk", q, k) * kernel.scaling
+        at = torch.arange(len(k) - len(q), len(k))
+        weights.masked_fill_(torch.arange(len(k)) > at[:, None], -torch.inf)
+        return torch.einsum("hqk,khd->qhd", weights.softmax(-1), v).flatten(1)
 
     def project(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> Any:
         rows = x @ self.qkv[layer].T + 0.1 * positions[:, None]
@@ -119,7 +135,8 @@ class Model:
 
 def recomputer_of(forward: Forward, pool: Any, chunk_tokens: int) -> Recomputer:
     """What recomputes a model whose first layer is number 5."""
-    return Recomputer(forward, pool, FIRST, chunk_tokens, partial(current_stream, "cpu"))
+    stream = partial(current_stream, "cpu")
+    return Recomputer(forward, pool, FIRST, chunk_tokens, stream, LAYERS)
 
 
 def sequence(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,7 +158,8 @@ def assert_restored(
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_spans_with_and_without_prefix_in_one_pass(layers: int, chunk: int, kv_heads: int) -> None:
-    model, pool = Model(kv_heads), Pool(kv_heads)
+    pool = Pool(kv_heads)
+    model = Model(pool)
     recomputer = recomputer_of(model.forward, pool, chunk)
     (a, a_slots), (b, b_slots) = sequence(20, 0), sequence(33, 1)
     none = a_slots[:0]
@@ -164,54 +182,46 @@ def test_spans_with_and_without_prefix_in_one_pass(layers: int, chunk: int, kv_h
 
 
 def test_the_model_stops_at_k_and_v_of_the_last_wanted_layer() -> None:
-    model = Model()
+    model = Model(Pool(HEADS))
     ids, slots = sequence(5, 0)
-    recomputer = recomputer_of(model.forward, Pool(HEADS), 64)
+    recomputer = recomputer_of(model.forward, model.pool, 64)
     recomputer.run(2, torch.arange(5), slots, [TokenSpan(ids.numpy(), slots[:0])])
     assert model.layers_run == 2
 
 
-def test_many_queries_attend_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hcache_backend.restore.recompute._QUERY_ROWS", 3)
-    model, pool = Model(2), Pool(2)
-    ids, slots = sequence(20, 0)
+def test_the_engine_attends_and_stores_up_to_the_last_wanted_layer() -> None:
+    """There its own store is enough: nobody needs what attention would give."""
+    pool = Pool(2)
+    model = Model(pool)
+    ids, slots = sequence(9, 0)
     recomputer = recomputer_of(model.forward, pool, 64)
-    positions = torch.arange(20)
-    recomputer.run(3, positions[:8], slots[:8], [TokenSpan(ids[:8].numpy(), slots[:0])])
-    recomputer.run(3, positions[8:], slots[8:], [TokenSpan(ids[8:].numpy(), slots[:8])])
+    recomputer.run(3, torch.arange(9), slots, [TokenSpan(ids.numpy(), slots[:0])])
+    assert model.attended == [(0, True), (1, True)]
     assert_restored(pool, model, ids, slots, 3)
 
 
-@pytest.mark.parametrize(
-    "unusual",
-    [
-        {"logit_cap": 30.0},
-        {"sliding_window_size": 4},
-        {"is_cross_attention": True},
-        {"attn_type": SimpleNamespace(value="encoder_only")},
-    ],
-    ids=lambda fields: next(iter(fields)),
-)
-def test_attention_of_another_kind_is_refused(unusual: dict[str, Any]) -> None:
-    model = Model()
-    model.kernels[1] = kernel(1, HEADS, **unusual)
+def test_a_last_layer_without_k_and_v_of_its_own_is_refused() -> None:
+    def shares(token_ids: torch.Tensor, positions: torch.Tensor, asked: RecomputePass) -> None:
+        asked.attend(kernel(0, HEADS), torch.zeros(5, WIDTH), None, None, True, lambda store: None)
+
     ids, slots = sequence(5, 0)
-    recomputer = recomputer_of(model.forward, Pool(HEADS), 64)
-    with pytest.raises(RecomputeRefused, match="layer 6 has an attention of its own kind"):
-        recomputer.run(3, torch.arange(5), slots, [TokenSpan(ids.numpy(), slots[:0])])
+    recomputer = recomputer_of(shares, Pool(HEADS), 64)
+    with pytest.raises(RecomputeRefused, match="layer 5 has no K and V of its own"):
+        recomputer.run(1, torch.arange(5), slots, [TokenSpan(ids.numpy(), slots[:0])])
 
 
 def test_a_model_that_ends_early_is_refused() -> None:
     ids, slots = sequence(5, 0)
     recomputer = recomputer_of(lambda *_: None, Pool(HEADS), 64)
-    with pytest.raises(RecomputeRefused, match="ended before attention of layer 0"):
+    with pytest.raises(RecomputeRefused, match="ended before attention of the last wanted layer"):
         recomputer.run(1, torch.arange(5), slots, [TokenSpan(ids.numpy(), slots[:0])])
 
 
 @pytest.mark.parametrize("kv_heads", [HEADS, 2])
 def test_the_last_tokens_are_asked_again_and_the_pool_stays_as_it_is(kv_heads: int) -> None:
     """Their queries, and the keys of all tokens of the sequence, are those of its own pass."""
-    model, pool = Model(kv_heads), Pool(kv_heads)
+    pool = Pool(kv_heads)
+    model = Model(pool)
     recomputer = recomputer_of(model.forward, pool, 7)
     ids, slots = sequence(23, 1)
     recomputer.run(LAYERS, torch.arange(23), slots, [TokenSpan(ids.numpy(), slots[:0])])
@@ -244,7 +254,8 @@ def test_keys_are_read_once_and_values_only_of_tokens_that_are_merged(
 ) -> None:
     """However few weights of attention may exist at once."""
     monkeypatch.setattr("hcache_backend.krul.statistics._WEIGHTS", weights)
-    model, pool = Model(2), Pool(2)
+    pool = Pool(2)
+    model = Model(pool)
     recomputer = recomputer_of(model.forward, pool, 64)
     ids, slots = sequence(23, 1)
     recomputer.run(LAYERS, torch.arange(23), slots, [TokenSpan(ids.numpy(), slots[:0])])
@@ -260,11 +271,22 @@ def test_keys_are_read_once_and_values_only_of_tokens_that_are_merged(
     assert (pool.read, pool.whole) == (once, [(layer, 10) for layer in range(LAYERS)])
 
 
-def test_attention_of_another_kind_is_not_looked_at() -> None:
-    model, pool = Model(), Pool(HEADS)
+@pytest.mark.parametrize(
+    "unusual",
+    [
+        {"logit_cap": 30.0},
+        {"sliding_window_size": 4},
+        {"is_cross_attention": True},
+        {"attn_type": SimpleNamespace(value="encoder_only")},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_attention_of_another_kind_is_not_looked_at(unusual: dict[str, Any]) -> None:
+    pool = Pool(HEADS)
+    model = Model(pool)
     ids, slots = sequence(9, 1)
     recomputer = recomputer_of(model.forward, pool, 64)
     recomputer.run(LAYERS, torch.arange(9), slots, [TokenSpan(ids.numpy(), slots[:0])])
-    model.kernels[1] = kernel(1, HEADS, logit_cap=30.0)
+    model.kernels[1] = kernel(1, HEADS, **unusual)
     with pytest.raises(RecomputeRefused, match="attention of its own kind"):
         recomputer.probe(LAYERS, ids[-5:].numpy(), slots)

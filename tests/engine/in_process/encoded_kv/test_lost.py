@@ -37,6 +37,7 @@ class Model:
     """Recomputes pages of a server: K and V are what its first pages held when it was made."""
 
     def __init__(self, device: Any) -> None:
+        self.layers = len(device.k_buffer)
         self._planes = (*device.k_buffer, *device.v_buffer)
         self._values = [plane.clone() for plane in self._planes]
         self.tokens: list[int] = []

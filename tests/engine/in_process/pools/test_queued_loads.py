@@ -84,7 +84,10 @@ class Pipeline:
 
 
 class Recomputer:
-    """Notes what it was to recompute."""
+    """Notes what it was to recompute; of so many first layers, or of all."""
+
+    def __init__(self, layers: int = 0) -> None:
+        self.layers = layers
 
     def stream(self) -> Stream:
         return current_stream("cpu")
@@ -98,6 +101,8 @@ def queue(
     host: HostPages, partition: Partition, recomputer: object = None, **fields: Any
 ) -> LoadQueue:
     parts = LayerMethods(partition, None, None, 1024, **fields)
+    if isinstance(recomputer, Recomputer):
+        recomputer.layers = recomputer.layers or partition.layers
     return LoadQueue(host, Pipeline(), parts, recomputer, "cpu")  # type: ignore[arg-type]
 
 
@@ -131,8 +136,8 @@ class TestQueuedLoads:
         assert recomputed(loads) is None
 
     def test_what_is_restored_already_is_not_recomputed(self) -> None:
-        loads = queue(HostPages(), Partition(2, 2, 0), Recomputer(), can_recompute=True)
-        loads.methods = SimpleNamespace(first_layers=lambda *_: 4, can_recompute=True)  # type: ignore[assignment]
+        loads = queue(HostPages(), Partition(2, 2, 0), Recomputer(), recomputable=4)
+        loads.methods = SimpleNamespace(first_layers=lambda *_: 4, recomputable=4)  # type: ignore[assignment]
         for only_missing, layers in ((False, 4), (True, 2)):
             add(loads, plan(loads, 0, 1))
             recompute = recomputed(loads, only_missing=only_missing)
@@ -212,7 +217,7 @@ class TestQueuedLoads:
         """Not of a load: the forward pass behind it holds the GPU whatever comes first."""
         loads, asked = queue(HostPages(), Partition(1, 3, 0), Recomputer()), []
         loads.methods = SimpleNamespace(
-            first_layers=lambda *a: asked.append(a) or 3, can_recompute=True
+            first_layers=lambda *a: asked.append(a) or 3, recomputable=4
         )  # type: ignore[assignment, func-returns-value]
         loads.slowdown = lambda tokens: tokens / 50
         for share in (1.0, 0.5, 0.0):
@@ -230,7 +235,7 @@ class TestQueuedLoads:
     def test_what_recomputes_whole_pages_does_nothing_to_loads_of_kv(self) -> None:
         """Their headers say nothing: a backup of K and V writes none."""
         partition, recomputer = Partition(0, 0, 4), Recomputer()
-        loads = queue(HostPages(), partition, recomputer, can_recompute=False)
+        loads = queue(HostPages(), partition, recomputer, recomputable=0)
         assert loads.recomputes_pages
         load = plan(loads, 1, 2, known=SIZE)
         add(loads, load, True, False)
@@ -249,8 +254,8 @@ class TestQueuedLoads:
         assert not queue(HostPages(), Partition(1, 0, 3), recomputer).recomputes_pages
 
     def test_stored_layers_that_cannot_be_recomputed_are_loaded(self) -> None:
-        loads = queue(HostPages(), Partition(0, 4, 0), Recomputer(), can_recompute=True)
-        loads.methods = SimpleNamespace(first_layers=lambda *_: 2, ranks=1, can_recompute=True)  # type: ignore[assignment]
+        loads = queue(HostPages(), Partition(0, 4, 0), Recomputer(), recomputable=4)
+        loads.methods = SimpleNamespace(first_layers=lambda *_: 2, ranks=1, recomputable=4)  # type: ignore[assignment]
         pipeline: Any = loads._pipeline
         pipeline.problem = RuntimeError("out of memory")
         slots = add(loads, plan(loads, 0))
@@ -306,6 +311,15 @@ class TestQueuedLoads:
         before = [*range(SIZE), *slots.tolist()]
         assert recomputer.spans == [(SIZE, before[: 2 * SIZE]), (SIZE, before[: 5 * SIZE])]
 
+    def test_what_lacks_layers_that_cannot_be_recomputed_is_no_hit(self) -> None:
+        loads = queue(HostPages(), Partition(2, 4, 0), Recomputer(3), recomputable=3)
+        assert not loads.recomputes_pages
+        depths = np.array([2, 3])
+        [one, two] = [0, 1]
+        assert loads.plan(np.array([one, two]), depths, lambda: None) is not None
+        assert loads.plan(np.array([one, two]), depths + 1, lambda: None) is None
+        assert plan_lost(loads, 1, 2, lost=[1]) is None
+
     def test_lost_pages_that_others_restored_are_not_recomputed(self) -> None:
         loads = queue(HostPages(), Partition(0, 4, 0), Recomputer())
         pipeline: Any = loads._pipeline
@@ -314,7 +328,7 @@ class TestQueuedLoads:
 
     def test_tokens_of_lost_pages_are_the_requests_where_headers_do_not_say_them(self) -> None:
         loads = queue(HostPages(), Partition(0, 0, 4), recomputer := Recomputer())
-        loads.methods = loads.methods.without_recompute()
+        loads.methods = loads.methods.recomputing_first(0)
         ids = range(100, 100 + 3 * SIZE)
         for wrong in (None, ids[:-1]):
             assert plan_lost(loads, 1, 2, lost=[1], ids=wrong) is None

@@ -137,10 +137,20 @@ class TestPartition:
     def test_kv_takes_the_place_of_recomputation_that_is_not_possible(self) -> None:
         parts = LayerMethods(Partition(1, 2, 1), None, None, 1024)
         assert parts.methods == ("recompute", "hidden", "hidden", "kv")
-        without = parts.without_recompute()
+        without = parts.recomputing_first(0)
         assert without.methods == ("kv", "hidden", "hidden", "kv")
         assert without.layers("hidden") == parts.layers("hidden")  # what is captured stays
         assert without.first_layers(100, 0, "none") == 0
+
+    def test_layers_that_are_not_exact_enough_are_loaded(self) -> None:
+        """However much the bus would gain by recomputing them."""
+        profile, shape = slow_bus(l3=None), gpt2()
+        stored = LayerMethods(Partition(3, shape.layers - 3, 0), profile, shape, 1024)
+        assert stored.first_layers(100, 0, "none") == shape.layers
+        some = stored.recomputing_first(2)
+        assert some.methods[:4] == ("recompute", "recompute", "kv", "hidden")
+        assert some.first_layers(100, 0, "none") == 2
+        assert replace(some, ranks=2).first_layers(100, 0, "none") == 2
 
     def test_ranks_recompute_what_they_must_and_no_more(self) -> None:
         """A bus so slow that one rank recomputes everything it may."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,15 +106,40 @@ def test_models_of_several_kinds_of_inputs_are_stored_and_not_recomputed(
     runner = SimpleNamespace(model_config=SimpleNamespace(is_multimodal=True))
     runtime: Any = SimpleNamespace(runner=runner, recomputation=None, config=HCacheConfig())
     probe: Any = SimpleNamespace()
-    kvcache = SimpleNamespace(dtype=torch.bfloat16, start_layer=0)
+    kvcache = SimpleNamespace(dtype=torch.bfloat16, start_layer=0, layer_num=2)
     methods = LayerMethods(Partition(1, 1, 0), None, None, 1024)
-    assert recompute_check.find_recomputer(runtime, probe, kvcache, methods) is None
+    find = partial(recompute_check.find_recomputer, runtime, probe, kvcache, methods, whole=False)
+    assert find() is None
     why = "the model's embeddings are not those of token ids alone"
     assert runtime.recomputation == f"none: {why}"
     assert f"hcache: layers are not recomputed: {why}" in caplog.messages
     runtime.config = HCacheConfig(recompute="never")
-    assert recompute_check.find_recomputer(runtime, probe, kvcache, methods) is None
+    assert find() is None
     assert runtime.recomputation == "none: option 'recompute'"
+
+
+@pytest.mark.parametrize(
+    ("backend", "pdmux", "rows", "why"),
+    [
+        ("fa3", False, [1, 2], None),
+        ("flashinfer", False, [1, 2], "attention backend 'flashinfer' waits for the GPU"),
+        ("triton", True, [1, 2], "--enable-pdmux interrupts prefills"),
+        ("triton", False, [0, 1], "SGLang gives row 0 of its table to requests"),
+    ],
+)
+def test_attention_that_cannot_be_planned_beside_sglangs_own_passes(
+    backend: str, pdmux: bool, rows: list[int], why: str | None
+) -> None:
+    runner = SimpleNamespace(
+        attn_backend=SimpleNamespace(prefill_attention_backend_str=backend),
+        server_args=SimpleNamespace(enable_pdmux=pdmux),
+        req_to_token_pool=SimpleNamespace(free_slots=rows),
+    )
+    if why is None:
+        recompute_check.refuse_attention(runner)
+    else:
+        with pytest.raises(Refused, match=why):
+            recompute_check.refuse_attention(runner)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,63 @@
+"""A pass of a recomputation, as SGLang's attention sees it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.model_executor.forward_context import get_attn_backend, has_forward_context
+
+from hcache_backend.engine.recompute.batch import NO_REQUEST, make_recomputer
+from hcache_backend.restore.recompute import RecomputeRefused, TokenSpan
+
+CHUNK = 4
+
+
+class Backend:
+    """Notes what it plans: the slots of the sequence, and how many of its tokens are new."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = table
+        self.planned: list[tuple[list[int], list[int], int]] = []
+
+    def init_forward_metadata(self, batch: Any) -> None:
+        [row], [seen] = batch.req_pool_indices.tolist(), batch.seq_lens.tolist()
+        [before], [new] = batch.extend_prefix_lens.tolist(), batch.extend_seq_lens.tolist()
+        assert (batch.seq_lens_cpu.tolist(), batch.seq_lens_sum) == ([seen], seen)
+        assert (batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu) == ([before], [new])
+        assert batch.extend_start_loc.tolist() == [0] and before + new == seen
+        assert batch.extend_num_tokens == new and batch.forward_mode.is_extend()
+        assert row == NO_REQUEST
+        self.planned.append((self.table[row, :seen].tolist(), batch.out_cache_loc.tolist(), new))
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_attention_finds_a_sequence_in_the_row_of_no_request(broken: bool) -> None:
+    pool = ReqToTokenPool(4, 32, "cpu", enable_memory_saver=False)
+    assert NO_REQUEST not in pool.free_slots
+    pool.req_to_token[1:] = 77  # of requests
+    backend = Backend(pool.req_to_token)
+
+    def forward(token_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> None:
+        assert get_attn_backend() is backend
+        assert positions.tolist() == [len(keys) - len(token_ids) + i for i in range(len(token_ids))]
+        if broken:
+            raise MemoryError
+
+    runner = SimpleNamespace(
+        attn_backend=backend, req_to_token_pool=pool, model=SimpleNamespace(forward=forward)
+    )
+    kvcache = SimpleNamespace(start_layer=0, layer_num=2, dtype=torch.float32)
+    recomputer = make_recomputer(runner, kvcache, CHUNK)
+    prefix, slots = torch.arange(16, 20), torch.arange(8, 14)
+    keys = prefix.tolist() + slots.tolist()[:CHUNK]
+    span = TokenSpan(np.arange(6), prefix)
+    with pytest.raises(MemoryError if broken else RecomputeRefused):  # this model never attends
+        recomputer.run(2, torch.arange(4, 10), slots, [span])
+    assert backend.planned == [(keys, slots.tolist()[:CHUNK], CHUNK)]
+    assert not pool.req_to_token[NO_REQUEST].any() and (pool.req_to_token[1:] == 77).all()
+    assert not has_forward_context()
