@@ -45,7 +45,7 @@ class ServerOptions:
     device: Device = "cpu"
     cache: Literal["hicache", "radix", "none"] = "hicache"
     dtype: str | None = "float32"
-    attention_backend: str | None = "torch_native"
+    attention_backend: str | None = "intel_amx"
     page_size: int = 64
     max_total_tokens: int = 4096
     chunked_prefill_size: int | None = None
