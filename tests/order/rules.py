@@ -64,7 +64,7 @@ KERNEL_REFERENCES = (
     ),
     Silence(
         "The attention backend for CPUs slices requests apart by their lengths, on the host.",
-        ("/torch_native_backend.py", "/cuda_graph_buffer_registry.py"),
+        ("/hcache_cpu_engine/attention.py", "/cuda_graph_buffer_registry.py"),
     ),
     Silence(
         "Torch stand-ins of SGLang's own kernels.",
@@ -83,7 +83,7 @@ HOST_MEMORY = (
 READ_ONCE = Silence(
     "GPU backends turn req_to_token into page tables once, at the begin of a step; the one for "
     "CPUs reads it again in every layer, behind SGLang's barrier.",
-    ("/torch_native_backend.py",),
+    ("/hcache_cpu_engine/attention.py",),
 )
 
 
