@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -46,20 +47,19 @@ class Sequences:
 
     def extend(self, tree: torch.Tensor | None = None, *, causal: bool = True) -> torch.Tensor:
         starts = torch.tensor([sum(self.new[:number]) for number in range(len(self.new))])
-        attention.extend_attention(
-            *(self.query, None, None, self.output, *self.pool, *self.scales, *self._tables()),
-            *(torch.tensor(self.new), starts, max(self.new), SCALE, self.options.get("cap", 0.0)),
-            *(False, self.options.get("window", 0), None, self.options.get("sinks"), tree, causal),
-        )
+        given: list[Any] = [self.query, None, None, self.output, *self.pool, *self.scales]
+        given += [*self._tables(), torch.tensor(self.new), starts, max(self.new), SCALE]
+        given += [self.options.get("cap", 0.0), False, self.options.get("window", 0), None]
+        given += [self.options.get("sinks"), tree, causal]
+        attention.extend_attention(*given)
         return self.output
 
     def decode(self, key: torch.Tensor | None = None, value: torch.Tensor | None = None) -> None:
         last = torch.stack([self.slots[row, total - 1] for row, total in enumerate(self.totals)])
-        attention.decode_attention(
-            *(self.query, *self.pool, *self.scales, self.output, key, value, last, None),
-            *(*self._tables(), SCALE, self.options.get("cap", 0.0), False),
-            *(self.options.get("window", 0), None, self.options.get("sinks")),
-        )
+        given: list[Any] = [self.query, *self.pool, *self.scales, self.output, key, value, last]
+        given += [None, *self._tables(), SCALE, self.options.get("cap", 0.0), False]
+        given += [self.options.get("window", 0), None, self.options.get("sinks")]
+        attention.decode_attention(*given)
 
     def wanted(self, trees: list[torch.Tensor] | None = None) -> torch.Tensor:
         """`[new, heads, value_size]` by a softmax over all scores of a token."""
