@@ -1,9 +1,9 @@
 """Sums in an order that depends on the number of rows, as GPUs have them.
 
-A CPU adds the products of a row in the same order in every batch, so what is computed again is the
-same to the last bit. A GPU splits the sums of few rows over its processors (split-K, attention in
-several parts of the keys). With the variable set, products of linear layers and attention do so.
-Nothing else differs: partial sums are float32, and a result is rounded once.
+On a CPU, attention sums in one order in every batch, and products change theirs for few numbers of
+rows. A GPU splits the sums of few rows over its processors (split-K, attention in several parts of
+the keys). With the variable set, products of linear layers and attention do so. Nothing else
+differs: partial sums are float32, and a result is rounded once.
 """
 
 from __future__ import annotations
