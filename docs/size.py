@@ -36,8 +36,6 @@ from hcache_kernels.codecs import (
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}
 _CODECS = ("auto", *CODECS)
-_ALIGNMENT = 16
-"""Overflow begins at a multiple of so many bytes."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +47,12 @@ class PageSize:
         files: Files of a page in L3, all ranks together.
         file_bytes: Of each of them.
         has_shadows: Whether the pages of the device's KV pool take host memory too.
-        least_overflow: Bytes of K and V of a page that the codec may fail to hold; 0: it holds all.
     """
 
     rank_bytes: int
     files: int
     file_bytes: int
     has_shadows: bool
-    least_overflow: int = 0
 
 
 def page_size(plan: dict[str, Any], tokens: int, codec: str, kv_mode: bool) -> PageSize:
@@ -89,10 +85,7 @@ def page_size(plan: dict[str, Any], tokens: int, codec: str, kv_mode: bool) -> P
     layout = PageLayout(tokens, tuple(stored[m] for m in methods), share)
     files = ranks if "kv" in methods else share.of  # K and V are those of a rank's own heads
     file_bytes = file_layout(layout.table, share).file_bytes
-    unfit = methods.count("kv") * bool(encoded) + methods.count("hidden") * (of_hidden != "none")
-    kept_apart = unfit * tokens * kv_bytes
-    overflow = kept_apart + _ALIGNMENT * bool(kept_apart)
-    return PageSize(layout.page_bytes, files, file_bytes, not kv_mode, overflow)
+    return PageSize(layout.page_bytes, files, file_bytes, not kv_mode)
 
 
 def _kv_bytes(plan: dict[str, Any]) -> int:
@@ -110,7 +103,6 @@ class Sizing:
         page: A page.
         pages: Of all conversations.
         shadows: Pages of host memory for what is on the device.
-        overflow: Pages of host memory for K and V that the codec cannot hold.
         host_bytes: Host memory that HiCache is to get on every rank.
         ratio: The same as a multiple of the device's KV pool.
         files: Page files in L3, all ranks together.
@@ -120,7 +112,6 @@ class Sizing:
     page: PageSize
     pages: int
     shadows: int
-    overflow: int
     host_bytes: int
     ratio: float
     files: int
@@ -150,13 +141,11 @@ def size(
     pages = histories * (tokens // page_tokens)
     # SGLang's pool has a page more than it gives out.
     shadows = (device_tokens // page_tokens + 1) * page.has_shadows
-    overflow = -(-page.least_overflow // page.rank_bytes)
-    overflow += pages // 255 * bool(overflow)  # one page of 256 is for it
-    host_bytes = (pages + shadows + overflow) * page.rank_bytes
+    host_bytes = (pages + shadows) * page.rank_bytes
     device_bytes = device_tokens * plan["model"]["layers"] * _kv_bytes(plan)
     files = pages * page.files
     ratio = host_bytes / device_bytes
-    return Sizing(page, pages, shadows, overflow, host_bytes, ratio, files, files * page.file_bytes)
+    return Sizing(page, pages, shadows, host_bytes, ratio, files, files * page.file_bytes)
 
 
 def main(
@@ -184,12 +173,11 @@ def main(
     except UnsupportedRows as error:
         raise typer.BadParameter(f"codec {codec!r}: {error}") from None
     page, gigabytes = found.page, found.host_bytes / 1e9
-    overflow = f" + {found.overflow:,} of overflow" if found.overflow else ""
     quota = math.ceil(found.disk_bytes / folders / HCacheConfig().high_water)
     print(
         f"page of {page_tokens} tokens: {page.rank_bytes:,} bytes of host memory on each rank,\n"
         f"  in L3 {page.files} x {page.file_bytes:,} bytes\n"
-        f"L2, each rank: {found.pages:,} pages + {found.shadows:,} shadows{overflow} = "
+        f"L2, each rank: {found.pages:,} pages + {found.shadows:,} shadows = "
         f"{gigabytes:,.1f} GB: "
         f"--hicache-size {math.ceil(gigabytes)}\n"
         f"  or --hicache-ratio {math.ceil(found.ratio * 10) / 10}\n"

@@ -28,26 +28,6 @@ class LayerGroup(BaseModel):
     exactness: str
 
 
-class OverflowUse(BaseModel):
-    """Host memory for layers of pages that the codec cannot encode.
-
-    Attributes:
-        rows: Layers of pages that there is room for.
-        rows_in_use: Those that are kept.
-        pages_lost: Pages that found no room and are computed again.
-    """
-
-    model_config = ConfigDict(frozen=True)
-
-    rows: int = 0
-    rows_in_use: int = 0
-    pages_lost: int = 0
-
-    def __str__(self) -> str:
-        share = f"{self.rows_in_use:,} of {self.rows:,} rows of overflow in use"
-        return share + (f", {self.pages_lost:,} pages lost" if self.pages_lost else "")
-
-
 class ServerReport(BaseModel):
     """One server, as it was when it opened the folder.
 
@@ -57,7 +37,6 @@ class ServerReport(BaseModel):
         pages: Its own pages, or SGLang's plain ones.
         reason: Why they do not hold hidden states, or are plain; None: they hold some.
         codec: How its own pages are encoded; None: its pages are plain.
-        overflow: What its encoded pages could not hold; None: they hold everything.
         partition: What it stores of its layers, in words; None in KV mode.
         projection: How its layers are projected; empty in KV mode.
         recomputation: How exactly its first layers are recomputed, or why they are not, in words;
@@ -74,7 +53,6 @@ class ServerReport(BaseModel):
     pages: Literal["own", "plain"]
     reason: str | None
     codec: str | None
-    overflow: OverflowUse | None = None
     partition: str | None = None
     projection: tuple[LayerGroup, ...]
     recomputation: str | None = None

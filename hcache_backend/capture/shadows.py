@@ -12,8 +12,8 @@ rows of its tokens. To back up a device page is to exchange the two table entrie
   are exchanged once more: the shadow has the rows again, and the page can be backed up again.
 - A page that came from L3 may lack the segments of its first layers. It cannot be backed up again.
 - Rows that were recomputed come to a host page without a shadow. It counts once they are there.
-- A page with rows that the codec cannot hold is *unfit*: somebody else keeps K and V of its tokens
-  (``keeps_unfit``), or it is as one with lost rows.
+- A page with rows that the codec cannot hold lacks all layers (``keeps_unfit``), or it is as one
+  with lost rows.
 
 This is for the scheduler thread alone, except what every :class:`~hcache_backend.arena.Arena` has,
 which any thread may use for pages that it owns.
@@ -74,8 +74,8 @@ class ShadowArena(Arena):
         device_pages: Pages of the device's KV pool, the padding page included.
         stamp: Writes the header of a page that is complete: ``stamp(page)`` with uint8
             ``[page_bytes]``, positions and token ids already in place.
-        keeps_unfit: Whether pages are backed up although the codec cannot hold rows of them.
-            Whoever loads one asks :meth:`unfit`.
+        keeps_unfit: Whether pages are backed up although the codec cannot hold rows of them: they
+            lack all layers, but say which tokens they are of.
 
     Raises:
         ValueError: The memory has another shape.
@@ -96,7 +96,6 @@ class ShadowArena(Arena):
         super().__init__(memory, layout, host_pages + device_pages)
         self._stamp = stamp
         self.keeps_unfit = keeps_unfit
-        self._unfit = np.zeros(len(memory), np.bool_)  # by physical page
         slots = device_pages * layout.page_size
         self._host = np.arange(host_pages, dtype=np.int64)
         self._shadow = np.arange(host_pages, host_pages + device_pages, dtype=np.int64)
@@ -215,7 +214,6 @@ class ShadowArena(Arena):
 
     def spoil(self, host_pages: Ids) -> None:
         """HiCache allocated ``host_pages`` for tokens whose rows are not there."""
-        self._unfit[self._host[host_pages]] = False
         self.host_access(self._host[host_pages], write=True, header=True)
         self.memory[self._host[host_pages], : self.layout.header_bytes] = self._blank_header
 
@@ -228,35 +226,26 @@ class ShadowArena(Arena):
         if self.waits_for_proof(host_pages):
             return None
         stamped = all(self.layout.is_stamped(self.memory[page]) for page in self._host[host_pages])
-        return stamped and not (self.unfit(host_pages) | self.first_layers(host_pages)).any()
-
-    def unfit(self, host_pages: Ids) -> npt.NDArray[np.bool_]:
-        """Which of ``host_pages`` (int64 ``[n]``) have rows that the codec cannot hold, as far as
-        is known; bool ``[n]``. Any thread that owns them."""
-        return self._unfit[self._host[host_pages]]
+        return stamped and not self.first_layers(host_pages).any()
 
     def unfit_rows(self, slots: Ids) -> npt.NDArray[np.bool_]:
         """Of which of ``slots`` (``[n]``) it cannot hold rows, as far as is known; bool ``[n]``."""
         return self._rows[slots] == _RowState.UNFIT
 
-    def expect(self, host_pages: Ids, first_layer: int) -> None:
-        super().expect(host_pages, first_layer)
-        self._unfit[self._host[host_pages]] = False
-
     def recomputed(self, host_pages: Ids, positions: Ids, token_ids: Ids) -> None:
         """Rows of tokens (int64 ``[n]`` each) are about to be copied to ``host_pages``; then
         :meth:`arrived` is called, with the same array."""
         size, physical = self.layout.page_size, self._host[host_pages]
-        self._first_layer[physical], self._unfit[physical] = 0, False
+        self._first_layer[physical] = 0
         self.host_access(physical, write=True, header=True)
         self.memory[physical, : self.layout.header_bytes] = self._blank_header
         self.layout.positions(self.memory)[physical] = positions.reshape(-1, size)
         self.layout.token_ids(self.memory)[physical] = token_ids.reshape(-1, size)
         self._recomputed |= dict.fromkeys(host_pages.tolist(), host_pages)
 
-    def arrived(self, host_pages: Ids, fits: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    def arrived(self, host_pages: Ids, fits: npt.NDArray[np.bool_]) -> None:
         """Stamp recomputed pages (int64 ``[p]``); those that the codec does not hold lack all
-        layers. Which these are, bool ``[p]``."""
+        layers."""
         pages = host_pages.tolist()
         own = np.array([self._recomputed.get(page) is host_pages for page in pages], np.bool_)
         lost, stamped = host_pages[own & ~fits], self._host[host_pages[own]]
@@ -266,12 +255,12 @@ class ShadowArena(Arena):
         self.host_access(stamped, write=True, header=True)
         for page in stamped.tolist():
             self._stamp(self.memory[page])
-        return own & ~fits
 
     def loaded(self, slots: Ids, host_pages: Ids) -> None:
         """``slots`` were allocated anew and will hold the tokens of ``host_pages``.
 
-        Their rows are in these pages, unless a page lacks segments.
+        Their rows are in these pages, unless a page lacks segments. Of a page that lacks all, the
+        codec does not hold them.
         """
         size = self.layout.page_size
         pages = slots[::size] // size
@@ -281,10 +270,11 @@ class ShadowArena(Arena):
         self._positions[slots] = self.layout.positions(self.memory)[physical].ravel()
         self._token_ids[slots] = self.layout.token_ids(self.memory)[physical].ravel()
         self._move_in(host_pages, pages)
-        whole = np.repeat(self._first_layer[physical] == 0, size)
-        self._rows[slots[whole]] = _RowState.PROVEN
-        self._rows[slots[np.repeat(self._unfit[physical], size)]] = _RowState.UNFIT
-        self._void(slots[~whole])
+        first = np.repeat(self._first_layer[physical], size)
+        lost = first == len(self.layout.segment_bytes)
+        self._rows[slots[first == 0]] = _RowState.PROVEN
+        self._rows[slots[lost]] = _RowState.UNFIT
+        self._void(slots[(first > 0) & ~lost])
 
     def _finish_unproven(self) -> None:
         """Stamp the pages whose rows are all there; a page that lost one is never stamped."""
@@ -295,7 +285,7 @@ class ShadowArena(Arena):
         proven = self._kept(rows)
         unfit = (rows == _RowState.UNFIT).any(1)
         lost = (rows == _RowState.VOID).any(1) | (unfit & ~np.bool_(self.keeps_unfit))
-        self._unfit[self._host[host_pages]] = unfit
+        self.lose(host_pages[unfit])
         self.host_access(self._host[host_pages[proven]], write=True, header=True)
         for page in self._host[host_pages[proven]].tolist():
             self._stamp(self.memory[page])

@@ -110,8 +110,6 @@ def _last_server(path: Path, report: ServerReport) -> Check:
         parts.append(report.reason)
     if report.codec is not None:
         parts.append(f"codec {report.codec}")
-    if report.overflow is not None:
-        parts.append(str(report.overflow))
     for group in report.projection:
         how = "by spec" if group.method == "spec" else "by their attention modules"
         numbers = ", ".join(map(str, group.layers))

@@ -14,8 +14,6 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from hcache_backend.server_report import OverflowUse
-
 TIMEOUT_SECONDS = 5.0
 METRICS_LAG_S = 1.5
 """Counters of the page store are passed on once per second."""
@@ -34,7 +32,6 @@ COUNTERS = {
 """Name in reports -> metric, and the label that tells its counters apart."""
 STAGES = "hcache_stage_seconds"
 RATES = "hcache_tokens_per_second"
-OVERFLOW = "hcache_overflow"
 
 
 class NoMetrics(Exception):
@@ -92,7 +89,6 @@ class MetricsPage:
         pages: ``own`` or ``plain``.
         reason: Why it is ``kv``, or empty.
         codec: How own pages are encoded; None: pages are plain.
-        overflow: What encoded pages could not hold; None: nothing.
         suspended: Why L3 is neither read nor written, or None.
         behind: What L3 is behind the page store, or None.
         behind_silent: Whether it did not answer when it was asked last.
@@ -108,7 +104,6 @@ class MetricsPage:
     pages: str
     reason: str
     codec: str | None
-    overflow: OverflowUse | None
     suspended: str | None
     behind: str | None
     behind_silent: bool
@@ -172,7 +167,6 @@ def parse(text: str) -> MetricsPage:
     buckets = defaultdict[str, defaultdict[float, float]](lambda: defaultdict(float))
     on: dict[str, list[dict[str, str]]] = {}
     rates: dict[str, float] = {}
-    overflow: dict[str, float] = {}
     requests = {"sglang:num_running_reqs": 0.0, "sglang:num_queue_reqs": 0.0}
     by_metric = {metric: (name, label) for name, (metric, label) in COUNTERS.items()}
     for name, labels, value in _samples(text):
@@ -187,8 +181,6 @@ def parse(text: str) -> MetricsPage:
             requests[name] += value
         elif name == RATES and value:  # 0: a backend that was detached
             rates[labels["operation"]] = value
-        elif name == OVERFLOW:
-            overflow[labels["what"]] = value
         elif value == 1.0:
             on.setdefault(name, []).append(labels)
     modes = on.get("hcache_mode")
@@ -211,7 +203,6 @@ def parse(text: str) -> MetricsPage:
         pages=modes[0]["pages"],
         reason=modes[0]["reason"],
         codec=codecs[0]["used"] if codecs and modes[0]["pages"] == "own" else None,
-        overflow=OverflowUse.model_validate(overflow) if overflow else None,
         suspended=suspended[0]["reason"] if suspended else None,
         behind=behind[0]["backend"] if behind else None,
         behind_silent=any(rank["state"] == "silent" for rank in behind),
@@ -255,7 +246,6 @@ def summary(page: MetricsPage, before: MetricsPage | None) -> dict[str, Any]:
         "pages": page.pages,
         "reason": page.reason or None,
         "codec": page.codec,
-        "overflow": page.overflow.model_dump() if page.overflow is not None else None,
         "suspended": page.suspended,
         "behind": page.behind,
         "behind_silent": page.behind_silent,

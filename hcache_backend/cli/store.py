@@ -278,7 +278,6 @@ def _last_server(path: Path, report: ServerReport) -> str:
     """What pages the server that opened the folder last has, and why no other ones."""
     why = f" ({report.reason})" if report.reason is not None else ""
     codec = f", codec {report.codec}" if report.codec is not None else ""
-    codec += f" ({report.overflow})" if report.overflow is not None else ""
     opened = _when(report.time)
     pages = f"{report.mode} mode, {report.pages} pages"
     return f"Last server of {path}: {pages}{why}{codec}; {report.model}, {opened}"

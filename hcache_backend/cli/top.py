@@ -18,7 +18,6 @@ from rich.text import Text
 
 from hcache_backend.cli.common import AsJson, human_bytes, print_json, screen, table
 from hcache_backend.cli.metrics_page import MetricsPage, NoMetrics, look, summary
-from hcache_backend.server_report import OverflowUse
 
 DEFAULT_URL = "http://127.0.0.1:30000"
 
@@ -161,8 +160,6 @@ def _state(seen: dict[str, Any]) -> str:
     said = [f"{seen['mode']} mode, {seen['pages']} pages{why}"]
     if seen["codec"] is not None:
         said.append(f"codec {seen['codec']}")
-    if seen["overflow"] is not None:
-        said.append(str(OverflowUse(**seen["overflow"])))
     if seen["suspended"] is not None:
         said.append(f"L3 suspended: {seen['suspended']}")
     if seen["behind"] is not None:

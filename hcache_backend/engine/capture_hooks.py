@@ -213,8 +213,7 @@ class HiddenCapture:
             self._complain(f"{missing} tokens without the rows of every layer")
         unfit, ledger.tokens_unfit = ledger.tokens_unfit, 0
         if unfit:
-            if not capture.arena.keeps_unfit:  # else they count when their pages are backed up
-                metrics.TOKENS.count("not_encodable", unfit)
+            metrics.TOKENS.count("not_encodable", unfit)
             if not self._noted_unfit:
                 self._noted_unfit = True
                 logger.warning(

@@ -37,10 +37,6 @@ from hcache_backend.restore.meeting import Meeting, meeting_of
 
 logger = logging.getLogger("hcache")
 
-KEPT, LOST, UNKNOWN = range(3)
-"""States of pages that do not hold all layers: the overflow has the others, nobody has them all, or
-that is not known yet."""
-
 
 class OwnPagesController(HybridCacheController, ABC):
     """Backup, load and storage transfers of own pages.
@@ -119,10 +115,7 @@ class OwnPagesController(HybridCacheController, ABC):
             # waits only for what SGLang's read barrier lets through: with decode graphs that is
             # published before the step has written. (Plain HiCache copies in the same order.)
             self.after_forwards(streams.of(self.l2_transfer_engine.device_to_host_stream))
-        backups = len(self.ack_write_queue)
         super().start_writing()
-        if self._pool.overflow is not None and len(self.ack_write_queue) > backups:
-            self.ack_write_queue += self._pool.overflow.awaited(self.ack_write_queue.pop())
 
     def after_forwards(self, stream: streams.Stream) -> None:
         """Let a stream of transfers wait for the forward passes that were launched."""
@@ -168,32 +161,21 @@ class OwnPagesController(HybridCacheController, ABC):
         """From which layer on each of ``host_pages`` (int64 ``[p]``) is there, on all ranks: int64
         ``[p]``, the number of layers where none is. None: of a page that is not known yet.
 
-        What was prepared for a load is there. What the overflow keeps comes too late for pages that
-        have to be recomputed behind it, so beside such pages it counts as lost, too.
+        What was prepared for a load is there.
         """
-        own, layers = self._own_depths(host_pages), self._pool.layer_num
+        own = self._own_depths(host_pages)
         if self.eager is not None:
             own[self.eager.prepared(host_pages)] = 0
         depths = -np.array(smallest(self.tp_group, *(-own).tolist()), dtype=np.int64)
-        if (depths == layers + UNKNOWN).any():
-            return None
-        if not (depths == layers + LOST).any():
-            depths[depths == layers + KEPT] = 0
-        return np.minimum(depths, layers)
+        return None if (depths > self._pool.layer_num).any() else depths
 
     def _own_depths(self, host_pages: Ids) -> Ids:
-        """The same on this rank, but for what is prepared: the number of layers and one of
-        ``KEPT``, ``LOST``, ``UNKNOWN``, if not less."""
-        layers, overflow = self._pool.layer_num, self._pool.overflow
+        """The same on this rank, but for what is prepared; more than the number of layers of pages
+        that are not known yet."""
+        self._pool.settle()
         depths = self._pool.arena.first_layers(host_pages).astype(np.int64)
-        depths[depths == layers] += LOST
-        if overflow is not None:
-            for i, page in enumerate(host_pages.tolist()):
-                if not overflow.settled(page):
-                    depths[i] = layers + UNKNOWN
-                elif page in overflow.pages:
-                    lost = page in overflow.pages.lost
-                    depths[i] = layers + (LOST if lost else KEPT)
+        settled = [self._pool.settled(page) for page in host_pages.tolist()]
+        depths[~np.array(settled, np.bool_)] = self._pool.layer_num + 1
         return depths
 
     def _queued(self, load: QueuedLoad, device_indices: torch.Tensor) -> None:
@@ -205,6 +187,7 @@ class OwnPagesController(HybridCacheController, ABC):
     def write_storage(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.eager is not None:
             self.eager.until_saved(self._pool.page_ids(host_indices))
+        self._pool.settle()
         return super().write_storage(host_indices, *args, **kwargs)
 
     def _page_backup(self, operation: Any) -> Any:
@@ -213,22 +196,14 @@ class OwnPagesController(HybridCacheController, ABC):
         host_pages = self._pool.page_ids(operation.host_indices)
         arena.host_access(arena.physical(host_pages), write=True, header=True)
         tokens, before = token_array(operation.token_ids), operation.prefix_keys
-        overflow = self._pool.overflow.pages if self._pool.overflow is not None else None
-        encoded = self._encoded(host_pages)
-        # Look-ups end before a page that is not in L3: what is behind it is never found there.
-        behind = overflow is not None and overflow.keeps_one_from_l3(before or ())
         first = None if before is None else len(before) * size
         pages = zip(operation.hash_value, arena.pages(host_pages), strict=False)
         for i, (key, page) in enumerate(pages):
             own = tokens[i * size : (i + 1) * size]
             at = None if first is None else first + i * size
-            problem: str | None = "page_with_lost_first_layers"
+            problem: str | None = "page_with_lost_layers"
             if not arena.first_layers(host_pages[i : i + 1]).any():
                 problem = self._finish_header(page, own, at)
-            if problem is None and overflow is not None:
-                overflow.note(key_bytes(key), encodable=encoded[i])
-                if behind or not encoded[i]:
-                    problem = "page_not_encodable"
             if problem is None:
                 layout.seal(page, key_bytes(key))
                 continue
@@ -238,11 +213,6 @@ class OwnPagesController(HybridCacheController, ABC):
             operation.hash_value = operation.hash_value[:i]
             break
         return super()._page_backup(operation)
-
-    def _encoded(self, host_pages: Ids) -> Sequence[bool]:
-        """Which of ``host_pages`` (int64 ``[n]``), whose backup has ended, need no overflow."""
-        overflow = self._pool.overflow
-        return [overflow is None or page not in overflow.pages for page in host_pages.tolist()]
 
     @abstractmethod
     def _finish_header(self, page: Bytes, token_ids: Ints, position: int | None) -> str | None:

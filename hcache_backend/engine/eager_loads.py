@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -63,8 +63,6 @@ class EagerLoads:
         # Not SGLang's stream of loads: that one waits for restores of other requests.
         self._stream = streams.new_stream(pages.device, "eager")
         self._saving = streams.new_stream(pages.device, "saves")
-        # What is to be done once pages are saved, and when they are.
-        self._unsettled: deque[tuple[Callable[[], None], streams.Event]] = deque()
         self._recomputed = False  # since somebody asked
         self._anchors: dict[Any, Any] = {}  # of running prefetches: the node before them
         self._restores = EagerRestores(pool.page_size, pages, self._launch, limit)
@@ -96,7 +94,7 @@ class EagerLoads:
             if arrived:
                 metrics.TOKENS.count("eager", arrived * size)
                 self._loads.count_finished()  # no load may come for a long time
-        self._settle()
+        self._pool.settle()
         # What was recomputed long ago is in front of no batch any more.
         self._recomputed = self._recomputed and self._budget.unfinished() > 0
         self._recompute()
@@ -236,7 +234,8 @@ class EagerLoads:
             # As a backup would: for HiCache these pages are in host memory now.
             host_pages = due.host_pages
             self._pool.expect_recomputed(host_pages, positions, self._token_ids(due))
-            problem = restore.save(self._saving, slots, lambda: self._save(host_pages, slots, rows))
+            save = partial(self._pool.save_recomputed, host_pages, slots, rows)
+            problem = restore.save(self._saving, slots, save)
             if problem is not None:  # what is on the device is as good as that of other ranks
                 self._pool.lose_recomputed(host_pages)
                 metrics.PROBLEMS.count("recomputed_not_saved")
@@ -261,15 +260,6 @@ class EagerLoads:
         size = self._pool.page_size
         tokens = slice(due.pages.start * size, due.pages.stop * size)
         return token_array(due.prefetch.token_ids)[tokens].astype(np.int64)
-
-    def _save(self, host_pages: Ids, slots: torch.Tensor, rows: RecomputedRows | None) -> None:
-        settle = self._pool.save_recomputed(host_pages, slots, rows)
-        self._unsettled.append((settle, streams.current_stream(self._pages.device).record()))
-
-    def _settle(self) -> None:
-        """What did not fit encoded is not kept: the pages of the device may be another's by now."""
-        while self._unsettled and self._unsettled[0][1].query():
-            self._unsettled.popleft()[0]()
 
     def _before_prefetch(self, prefetch: Hashable) -> torch.Tensor | None:
         """Slots of the tokens before a prefetch, int64 ``[n]``; None: not all are on the device."""
@@ -297,7 +287,7 @@ class EagerLoads:
         """The CPU is about to read host pages (int64 ``[n]``): what was recomputed is there, and
         what did not fit encoded is known."""
         self._restores.until_saved(host_pages)
-        self._settle()
+        self._pool.settle()
 
     def _host_freed(self, host_pages: Ids) -> None:
         self.until_saved(host_pages)
@@ -310,7 +300,6 @@ class EagerLoads:
     def give_back(self) -> None:
         """What was restored and not handed out yet means nothing any more."""
         self._restores.clear()
-        self._settle()
 
 
 def token_array(token_ids: Any) -> npt.NDArray[np.int32]:

@@ -24,7 +24,7 @@ from hcache_backend.arena import Ids
 from hcache_backend.capture.ledger import Read
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.engine import metrics
-from hcache_backend.engine.controller import LOST, OwnPagesController
+from hcache_backend.engine.controller import OwnPagesController
 from hcache_backend.engine.host_pool import HiddenStatePool
 from hcache_backend.engine.loads import QueuedLoad
 from hcache_backend.engine.ranks import on_all_ranks
@@ -248,17 +248,7 @@ class HiddenStateController(OwnPagesController):
             for page in self._pool.arena.pages(host_pages, header=True)
         )
 
-    def _own_depths(self, host_pages: Ids) -> Ids:
-        """Also: what an unfit page says of hidden states is never all that there is."""
-        depths, layers = super()._own_depths(host_pages), self._pool.layer_num
-        depths[self._pool.arena.unfit(host_pages) & (depths < layers)] = layers + LOST
-        return depths
-
     # ---- host <-> storage ----
-
-    def _encoded(self, host_pages: Ids) -> Sequence[bool]:
-        unfit = self._pool.arena.unfit(host_pages).tolist()
-        return [e and not u for e, u in zip(super()._encoded(host_pages), unfit, strict=True)]
 
     def write_storage(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The backup is done, so its rows have arrived: check, and pass it on to L3."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,26 +17,30 @@ from hcache_backend.arena import Arena, Ids
 from hcache_backend.capture.shadows import ShadowArena
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.engine import metrics
-from hcache_backend.engine.kv_pages.overflow import Kept, OverflowArea
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.loads import LoadQueue
 from hcache_backend.engine.recompute.rows import RecomputedRows
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.report import RunningRestore
-from hcache_backend.streams import Event, StreamFailed, current_stream, to_device
+from hcache_backend.streams import Event, StreamFailed, current_stream, host_tensor, to_device
+
+logger = logging.getLogger("hcache")
 
 
 class HostPages(NamedTuple):
-    """Pages of memory: what HiCache may allocate, a shadow for each page of the device, and as many
-    as the :class:`OverflowArea` takes."""
+    """Pages of memory: what HiCache may allocate, and a shadow for each page of the device."""
 
     host: int
     shadows: int
-    overflow: int = 0
 
 
-_Arrived = Callable[[], npt.NDArray[np.bool_]]
-"""Sees to pages that have arrived; which of them are lost, bool ``[p]``."""
+class _Saved(NamedTuple):
+    """Pages (int64 ``[p]``) that are in host memory behind ``event``, and of which parts of each
+    the codec holds: bool ``[parts, p]``, on the CPU behind it."""
+
+    event: Event
+    host_pages: Ids
+    fits: tuple[torch.Tensor, ...]
 
 
 class OwnPagesPool(HostKVCache):
@@ -45,11 +50,9 @@ class OwnPagesPool(HostKVCache):
         layout: SGLang's name of the host layout; pages look the same whatever it is, but HiCache
             decides by it how indices travel.
         kv: Copies the K and V that pages hold.
-        unfit_layers: Layers of hidden states, K and V of which are kept where a row does not fit.
 
     Attributes:
         on_freed: Who wants to know of pages (int64 ``[n]``) that HiCache has freed.
-        overflow: Keeps K and V of what encoded pages cannot hold; None: there is nothing to keep.
         on_backed_up: Who wants to know of pages (int64 ``[n]``) that were copied from slots (int64
             ``[n * page_size]``, on the device), on the current stream.
         on_loaded: The same of pages that were copied to slots.
@@ -68,7 +71,6 @@ class OwnPagesPool(HostKVCache):
         page_layout: PageLayout,
         pages: HostPages,
         kv: KVSegments,
-        unfit_layers: Sequence[int] = (),
         pin_memory: bool,
         allocator_type: str,
     ) -> None:
@@ -77,9 +79,9 @@ class OwnPagesPool(HostKVCache):
         self.target_layer_num = self.layer_num
         self._pages = pages
         self._kv = kv
-        self._unfit_layers = tuple(unfit_layers)
-        self.overflow: OverflowArea | None = None
-        self._overflowed: Kept = {}
+        self._saved: list[_Saved] = []
+        self._unsettled: dict[int, Ids] = {}  # by host page, all those that were saved with it
+        self._warned = False
         self._loads: LoadQueue | None = None
         self._restores: tuple[RunningRestore, ...] = ()
         self._backed_up: Event | None = None
@@ -135,12 +137,7 @@ class OwnPagesPool(HostKVCache):
             pin_memory=self.pin_memory,
             allocator=self.allocator,
         )
-        pages = self._pages.host + self._pages.shadows
-        self.arena = self._new_arena(buffer[:pages].numpy())
-        if self._pages.overflow:
-            room, device = buffer[pages:], self.device_pool.device
-            self.overflow = OverflowArea(self._kv, room, device, self._unfit_layers)
-            self.on_freed.append(self.overflow.freed)
+        self.arena = self._new_arena(buffer.numpy())
         return buffer
 
     def _new_arena(self, memory: np.ndarray) -> Arena:
@@ -162,14 +159,15 @@ class OwnPagesPool(HostKVCache):
     def _freed(self, host_pages: Ids) -> None:
         for told in self.on_freed:
             told(host_pages)
+        for page in host_pages.tolist():
+            self._unsettled.pop(page, None)
 
     def clear(self) -> None:
         if self._backed_up is not None:
             # Whoever gets a page next may write it at once, so nothing may be on its way there.
             with contextlib.suppress(StreamFailed):
                 self._backed_up.synchronize()
-        if self.overflow is not None:
-            self.overflow.clear()
+        self._unsettled.clear()
         super().clear()
 
     # ---- device <-> host ----
@@ -177,53 +175,66 @@ class OwnPagesPool(HostKVCache):
     def backup_from_device_all_layer(
         self, device_pool: Any, host_indices: Any, device_indices: Any, io_backend: str
     ) -> None:
-        host_pages = self.page_ids(host_indices)
-        fits = self.save(host_pages, device_indices)
-        if self.overflow is not None:
-            self.overflow.saved(host_pages, device_indices, fits)
+        self._save(self.page_ids(host_indices), device_indices)
         self._backed_up = current_stream(self.device_pool.device).record()
 
-    def save(self, host_pages: Ids, slots: torch.Tensor) -> torch.Tensor | None:
-        """Copy K and V of pages (int64 ``[p]``) from their slots, on the current stream.
+    def save_recomputed(
+        self, host_pages: Ids, slots: torch.Tensor, rows: RecomputedRows | None
+    ) -> None:
+        """Copy pages (int64 ``[p]``) that were recomputed whole from their slots, with their
+        ``rows``, on the current stream; ``slots`` are int64 ``[p * page_size]``, on the device."""
+        # Rows first: the headers are there before others look at the pages.
+        self._save(host_pages, slots, *self._save_rows(host_pages, rows))
 
-        ``slots`` are int64 ``[p * page_size]``, on the device. What is returned is as by
-        :meth:`KVSegments.save`.
-        """
-        fits = None
+    def _save(self, host_pages: Ids, slots: torch.Tensor, *fits: torch.Tensor) -> None:
+        """Copy K and V. ``fits`` say which pages the codec holds: bool ``[p]``, on their way to the
+        CPU."""
+        device = self.device_pool.device
         if self._kv.layers:
             physical = self.arena.physical(host_pages)
             pages = torch.from_numpy(physical)
             if not self._kv.by_header:
-                pages = to_device(physical, self.device_pool.device)
-            fits = self._kv.save(self.page_layout, self.kv_buffer, pages, slots)
+                pages = to_device(physical, device)
+            of_kv = self._kv.save(self.page_layout, self.kv_buffer, pages, slots)
+            if of_kv is not None:
+                told = host_tensor(of_kv.shape, torch.bool, device)
+                fits = (*fits, told.copy_(of_kv, non_blocking=True))
         self._wait_for_rows()
-        for told in self.on_backed_up:
-            told(host_pages, slots)
-        return fits
+        for note in self.on_backed_up:
+            note(host_pages, slots)
+        if fits:
+            self._unsettled |= dict.fromkeys(host_pages.tolist(), host_pages)
+            self._saved.append(_Saved(current_stream(device).record(), host_pages, fits))
 
-    def save_recomputed(
-        self, host_pages: Ids, slots: torch.Tensor, rows: RecomputedRows | None
-    ) -> Callable[[], None]:
-        """Save pages that were recomputed whole, as :meth:`save` does, with their ``rows``.
+    def _save_rows(self, host_pages: Ids, rows: RecomputedRows | None) -> tuple[torch.Tensor, ...]:
+        """Copy what pages hold besides K and V: which of them the codec holds, if it is asked."""
+        return ()
 
-        What is returned is to be called behind that: it loses what could not be encoded.
-        """
-        arrived, overflow = self._save_rows(host_pages, rows), self.overflow
-        fits, saved = self.save(host_pages, slots), None
-        if fits is not None and overflow is not None:
-            saved = overflow.told(host_pages, slots, fits)
+    def settle(self) -> None:
+        """Lose the pages that have arrived and that the codec does not hold."""
+        saved, self._saved = self._saved, []
+        for one in saved:
+            if one.event.query():
+                self._arrived(one.host_pages, torch.vstack(one.fits).all(0).numpy())
+            else:
+                self._saved.append(one)
 
-        def settle() -> None:
-            lost = arrived()
-            if saved is not None and overflow is not None:
-                lost = lost | overflow.lose_unfit(saved)
-            metrics.TOKENS.count("not_encodable", int(lost.sum()) * self.page_size)
-
-        return settle
-
-    def _save_rows(self, host_pages: Ids, rows: RecomputedRows | None) -> _Arrived:
-        """Save what pages hold besides K and V; what is returned is to be called behind that."""
-        return lambda: np.zeros(len(host_pages), np.bool_)
+    def _arrived(self, host_pages: Ids, fits: npt.NDArray[np.bool_]) -> None:
+        """Pages (int64 ``[p]``) have arrived; freed meanwhile, a page is another's."""
+        pages = host_pages.tolist()
+        own = np.array([self._unsettled.get(page) is host_pages for page in pages], np.bool_)
+        for page in host_pages[own].tolist():
+            del self._unsettled[page]
+        lost = host_pages[own & ~fits]
+        self.arena.lose(lost)
+        metrics.TOKENS.count("not_encodable", len(lost) * self.page_size)
+        if len(lost) and not self._warned:
+            self._warned = True
+            logger.warning(
+                "hcache: pages of %d tokens cannot be encoded: loads compute them again, and they "
+                "do not go to L3 (said once, counted always; codec 'none' holds all)",
+                len(lost) * self.page_size,
+            )
 
     def lose_recomputed(self, host_pages: Ids) -> None:
         """Pages that were expected, by the same array, could not be saved."""
@@ -238,8 +249,9 @@ class OwnPagesPool(HostKVCache):
         """Let the current stream wait for what else comes to pages of a backup."""
 
     def divide(self, host_pages: Ids, layout: PageLayout) -> None:
-        """``host_pages`` (int64 ``[n]``) are about to be written with this ``layout``: say so in
-        their headers, where what copies them goes by these."""
+        """``host_pages`` (int64 ``[n]``) are about to be written whole with this ``layout``: say so
+        in their headers, where what copies them goes by these."""
+        self.arena.complete(host_pages)  # they may have been lost with other tokens
         if self._kv.by_header:
             pages = self.arena.physical(host_pages)
             self.arena.host_access(pages, write=True, header=True)
@@ -252,8 +264,8 @@ class OwnPagesPool(HostKVCache):
         return all(self.page_layout.of(page) is not None for page in pages)
 
     def settled(self, host_page: int) -> bool:
-        """Whether what a backup could not encode is kept or lost, once its transfer has passed."""
-        return self.overflow is None or self.overflow.settled(host_page)
+        """Whether it is known if the codec holds ``host_page``."""
+        return host_page not in self._unsettled
 
     def load_to_device_per_layer(
         self,
@@ -271,10 +283,6 @@ class OwnPagesPool(HostKVCache):
             self._restores = self._loads.launch(device_indices)
         for restore in self._restores:
             restore.wait_for_layer(layer_id)
-        if self.overflow is not None:
-            if layer_id == 0:
-                self._overflowed = self.overflow.pages.of_pages(self.page_ids(host_indices))
-            self.overflow.load(layer_id, self._overflowed, device_indices)
         if layer_id == self.layer_num - 1:
             for told in self.on_loaded:
                 told(self.page_ids(host_indices), device_indices)
@@ -322,6 +330,7 @@ class HiddenStatePool(OwnPagesPool):
 
     Args:
         stamp: Writes the header of a page that is complete.
+        keeps_unfit: Whether pages are backed up although the codec does not hold rows of them.
         others: Those of :class:`OwnPagesPool`.
 
     Attributes:
@@ -330,8 +339,15 @@ class HiddenStatePool(OwnPagesPool):
 
     arena: ShadowArena
 
-    def __init__(self, *args: Any, stamp: Callable[[np.ndarray], None], **others: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        stamp: Callable[[np.ndarray], None],
+        keeps_unfit: bool = False,
+        **others: Any,
+    ) -> None:
         self._stamp = stamp
+        self._keeps_unfit = keeps_unfit
         self._capture: StagedCapture | None = None
         self.frees_duplicates: Callable[[], bool] = lambda: True
         super().__init__(*args, **others)
@@ -339,13 +355,6 @@ class HiddenStatePool(OwnPagesPool):
     def follow(self, capture: StagedCapture) -> None:
         """Give the pool what fills the shadows."""
         self._capture = capture
-        if self.overflow is not None and self._unfit_layers:
-            self.overflow.rows_fit = self._rows_fit
-
-    def _rows_fit(self, host_pages: Ids) -> npt.NDArray[np.bool_] | None:
-        assert self._capture is not None
-        self._capture.ledger.settle(wait=False)
-        return None if self.arena.waits_for_proof(host_pages) else ~self.arena.unfit(host_pages)
 
     def _new_arena(self, memory: np.ndarray) -> ShadowArena:
         return ShadowArena(
@@ -354,7 +363,7 @@ class HiddenStatePool(OwnPagesPool):
             self._pages.host,
             self._pages.shadows,
             self._stamp,
-            keeps_unfit=bool(self._unfit_layers),
+            keeps_unfit=self._keeps_unfit,
         )
 
     def _freed(self, host_pages: Ids) -> None:
@@ -369,10 +378,13 @@ class HiddenStatePool(OwnPagesPool):
             self._capture.ledger.forget()
         super().clear()
 
-    def _save_rows(self, host_pages: Ids, rows: RecomputedRows | None) -> _Arrived:
+    def _save_rows(self, host_pages: Ids, rows: RecomputedRows | None) -> tuple[torch.Tensor, ...]:
         assert rows is not None
-        fits = rows.save(self.arena.physical(host_pages))  # before others look at the pages
-        return lambda: self.arena.arrived(host_pages, fits.numpy())
+        return (rows.save(self.arena.physical(host_pages)),)
+
+    def _arrived(self, host_pages: Ids, fits: npt.NDArray[np.bool_]) -> None:
+        super()._arrived(host_pages, fits)
+        self.arena.arrived(host_pages, fits)  # unless it was a backup
 
     def lose_recomputed(self, host_pages: Ids) -> None:
         self.arena.arrived(host_pages, np.zeros(len(host_pages), np.bool_))

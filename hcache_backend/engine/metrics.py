@@ -200,15 +200,6 @@ PAIR_DISTANCES = Metric(
 )
 """By option ``krul.distance``; of the pairs whose distance was looked at."""
 
-OVERFLOW = Metric(
-    Gauge,
-    "hcache_overflow",
-    "Host memory for layers of pages that the codec cannot encode, and pages that found no room",
-    "what",
-    multiprocess_mode="livemax",
-)
-"""rows (each for one layer of a page), rows_in_use, pages_lost; of several ranks the most."""
-
 BEHIND = Metric(
     Gauge,
     "hcache_l3_behind",
@@ -254,7 +245,7 @@ as a batch waits for it) and prefill; of several ranks the slowest counts."""
 
 ALL = (
     TOKENS, BYTES, SECONDS, STAGE_SECONDS, PAGES, LOOKUPS, L3_TOKENS, STORE, PROBLEMS, MODE,
-    SUSPENDED, CODEC, PAIRS, PAIR_DISTANCES, OVERFLOW, BEHIND, BEHIND_PAGES, SLICES, RATES,
+    SUSPENDED, CODEC, PAIRS, PAIR_DISTANCES, BEHIND, BEHIND_PAGES, SLICES, RATES,
 )  # fmt: skip
 
 

@@ -52,17 +52,10 @@ class Repairs:
     Args:
         take_gaps: What uses of L3 found missing since the last call. Never waits.
         stages: Pipeline stages of the server.
-        never_in_l3: Whether L3 lacks a page (by its key) because it cannot be stored there.
     """
 
-    def __init__(
-        self,
-        take_gaps: Callable[[], Sequence[Gap]],
-        stages: int,
-        never_in_l3: Callable[[bytes], bool] = lambda _key: False,
-    ) -> None:
+    def __init__(self, take_gaps: Callable[[], Sequence[Gap]], stages: int) -> None:
         self._take_gaps = take_gaps
-        self._never_in_l3 = never_in_l3
         self._on = stages == 1
         self._turns = 0
         self._nodes: dict[bytes, int] = {}  # by the key of their last page
@@ -221,14 +214,11 @@ class Repairs:
         return True
 
     def _missing(self, cache: Any) -> dict[bytes, _Lack]:
-        """Nodes in L2 that lack pages in L3, up to the first page of a sequence that both lack, or
-        that L3 never has."""
+        """Nodes in L2 that lack pages in L3, up to the first page of a sequence that both lack."""
         found: dict[bytes, _Lack] = {}
         for gap in self._take_gaps():
             ends = [place for place, key in enumerate(gap.keys) if key in self._nodes]
             for number, place in enumerate(gap.missing):
-                if self._never_in_l3(gap.keys[place]):
-                    break
                 key = next((gap.keys[end] for end in ends if end >= place), b"")
                 if key not in found and not self._is_in_l2(cache, key):
                     metrics.PAGES.count("not_put_again", len(gap.missing) - number)

@@ -16,7 +16,6 @@ from hcache_backend.config import HCacheConfig
 from hcache_backend.engine import metrics
 from hcache_backend.engine.arguments import page_size
 from hcache_backend.engine.hits.gate import HitGate
-from hcache_backend.engine.kv_pages.overflow import Overflow
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.ranks import PipelineStages
 from hcache_backend.fingerprint import (
@@ -31,7 +30,7 @@ from hcache_backend.fingerprint import (
 from hcache_backend.page import FORMAT_VERSION, WRITER_BYTES
 from hcache_backend.partition.profile import Profile
 from hcache_backend.partition.record import PartitionRecord
-from hcache_backend.server_report import LayerGroup, OverflowUse, ServerReport
+from hcache_backend.server_report import LayerGroup, ServerReport
 from hcache_backend.store import PageStore
 
 logger = logging.getLogger("hcache")
@@ -83,7 +82,6 @@ class Runtime:
             store was known.
         hit_gate: Decides which L3 hits are read; None: all are.
         codec: What encodes our own pages; None: there are none.
-        overflow: What of encoded pages is kept apart; None: they hold everything.
     """
 
     runner: Any
@@ -107,7 +105,6 @@ class Runtime:
     kept_partition: tuple[str, PartitionRecord] | None = None
     hit_gate: HitGate | None = None
     codec: str | None = None
-    overflow: Overflow | None = None
     distrust: str | None = None
     _not_restorable: str | None = None
     _namespaces: dict[tuple[bytes, str], bytes] = field(default_factory=dict)
@@ -152,7 +149,6 @@ class Runtime:
             pages="own" if self.own_pages else "plain",
             reason=self.reason,
             codec=self.codec,
-            overflow=self._overflow_use(),
             partition=self.layer_methods.describe() if hidden and self.layer_methods else None,
             projection=tuple(self.projection),
             recomputation=self.recomputation,
@@ -172,12 +168,6 @@ class Runtime:
         """How long a prefill of ``tokens`` behind ``prefix`` takes; infinite: nobody knows."""
         known = None if self.hit_gate is None else self.hit_gate.costs.prefill
         return (known.seconds(tokens, prefix) if known else None) or math.inf
-
-    def _overflow_use(self) -> OverflowUse | None:
-        kept = self.overflow
-        if kept is None:
-            return None
-        return OverflowUse(rows=kept.rows, rows_in_use=kept.rows_in_use, pages_lost=len(kept.lost))
 
     def namespace_of(self, weights: Weights, **shape: object) -> bytes:
         """Namespace (16 bytes) of pages that ``weights`` made and that look like ``shape``.

@@ -164,6 +164,7 @@ class KVChecks:
                 self._buffers.give_back(copied.buffer)
 
     def _arrived(self, copied: _CopiedPage) -> bool:
+        self._pool.settle()
         return copied.event.query() and self._pool.settled(copied.host_page)
 
     def _problem(self, copied: _CopiedPage) -> str | None:
@@ -171,22 +172,15 @@ class KVChecks:
             copied.event.synchronize()
         except StreamFailed as failed:
             return str(failed)
-        overflow = self._pool.overflow
         layers, held, part = copied.left.popleft()
-        if held is None:
-            return None
-        wrong = f"K and V of layer {' and '.join(map(str, layers))} in a page are not the pool's"
-        if overflow is not None:
-            if copied.host_page in overflow.pages.lost:
-                return None
-            kept = overflow.kept(copied.host_page)
-            if layers[0] in kept:  # so are those that share its slot
-                found = torch.cat([kept[layer] for layer in layers])
-                return None if torch.equal(found, held) else wrong
+        if held is None or self._pool.arena.first_layers(np.array([copied.host_page])).any():
+            return None  # it was not copied, or it is lost
         layout = self._layout_of(copied.host_page)
         [page] = self._pool.arena.pages(np.array([copied.host_page]))
         segments = torch.from_numpy(page[layout.segment(layers[0])])
-        return None if self._kv.holds(segments, held, part, layout, layers[0]) else wrong
+        if self._kv.holds(segments, held, part, layout, layers[0]):
+            return None
+        return f"K and V of layer {' and '.join(map(str, layers))} in a page are not the pool's"
 
     def _layout_of(self, host_page: int) -> PageLayout:
         """A page that was transferred is of this form."""

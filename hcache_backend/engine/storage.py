@@ -74,7 +74,7 @@ class HCacheStorage(HiCacheStorage):
         self._runtime, config, kv_fields, store, behind = joined
         self._pools = StoredPools(self._runtime, store, storage_config, kv_fields, behind)
         self.reads_any_page_alike = behind is None
-        self.repairs = Repairs(self._pools.take_gaps, storage_config.pp_size, self._never_in_l3)
+        self.repairs = Repairs(self._pools.take_gaps, storage_config.pp_size)
         self._promises_hits = not decodes_for_others(self._runtime.runner.server_args)
         if not self._promises_hits:
             logger.warning(
@@ -295,10 +295,6 @@ class HCacheStorage(HiCacheStorage):
             report = partial(self._guard, "report", self._leave_report, None)
             # Not in the thread that reads or writes: the folders may be slow.
             threading.Thread(target=report, name="hcache-report", daemon=True).start()
-
-    def _never_in_l3(self, key: bytes) -> bool:
-        overflow = self._runtime.overflow
-        return overflow is not None and overflow.keeps_from_l3(key)
 
     def _drop_own_pages(self) -> None:
         dropped = self._guard("drop", self._pools.drop_written, 0)

@@ -52,9 +52,6 @@ UNIT = {
     "engine/kv_pages/node_pairs.py:_ask_next forwards.keep(keys)": Report(
         "probes", "device memory of schedule dies while forward may use it"
     ),
-    "engine/kv_pages/overflow.py:copy_unfit now.keep(saved.held)": Report(
-        "overflow", "device memory of device to host dies while schedule may use it"
-    ),
     "restore/eager.py:_wait restore.wait()": Report(
         "eager", "forward writes what hcache compute writes"
     ),

@@ -10,7 +10,6 @@ from hcache_backend.partition.costs import Partition
 from tests.order.checker import Checker
 from tests.order.product import CheckedDoor
 from tests.order.scenario_capture import EncodingCodec, captures, step_that_cannot_begin
-from tests.order.scenario_encoded import overflow
 from tests.order.scenario_loads import (
     eager,
     eager_behind_an_unknown_prefix,
@@ -48,7 +47,6 @@ SCENARIOS: dict[str, Scenario] = {
         eager_from_the_back, partition=Partition(0, 2, 1)
     ),
     "sends": sends,
-    "overflow": overflow,
     "probes": probes,
     "capture": partial(captures, replay=False),
     "capture, decode graphs": partial(captures, replay=True),

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from hcache_backend.engine.kv_pages.overflow import OverflowArea
 from hcache_backend.restore import eager
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.reservation import Recomputation
@@ -77,12 +76,3 @@ def test_what_is_being_loaded_is_not_sent() -> None:
     checker = Checker()
     run(partial(sends, at_once=True), checker)
     assert "transfer reads what hcache compute writes" in {f.what for f in checker.findings}
-
-
-def test_a_page_is_not_loaded_before_it_is_known_what_did_not_fit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(OverflowArea, "settled", lambda *_: True)
-    checker = Checker()
-    run(SCENARIOS["overflow"], checker)
-    assert "host to device reads what device to host writes" in {f.what for f in checker.findings}

@@ -68,7 +68,7 @@ def test_ranks_share_hidden_states_and_have_kv_of_their_own() -> None:
 def test_pages_of_k_and_v_have_no_shadows() -> None:
     given = {"device_tokens": 640, "histories": 3, "tokens": 128, "kv_mode": True}
     found = SIZE["size"](plan(4, ALL_HIDDEN), **given)
-    assert (found.pages, found.shadows, found.overflow) == (6, 0, 0)
+    assert (found.pages, found.shadows) == (6, 0)
     assert found.host_bytes == 6 * (4096 + 64 * 8192)
     assert found.disk_bytes == 6 * (2 * 4096 + 64 * 8192)
     assert found.ratio == found.host_bytes / (640 * 8192)

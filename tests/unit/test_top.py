@@ -144,17 +144,6 @@ def test_what_is_behind_l3_shows_and_whether_it_answers(server: Pages, pages: li
     assert (page.behind, page.behind_silent) == (None, False)
 
 
-def test_what_encoded_pages_could_not_hold_shows(server: Pages, pages: list[str]) -> None:
-    assert parse(pages[0]).overflow is None
-    for what, number in (("rows", 40), ("rows_in_use", 3), ("pages_lost", 0)):
-        metrics.OVERFLOW.set(what, value=number)
-    server.pages = [written(), written()]
-    _, output = run(address(server), "--once", "--interval", "0.2")
-    metrics.OVERFLOW.clear()
-    said = " ".join(output.replace("│", " ").split())  # lines are wrapped
-    assert "codec none, 3 of 40 rows of overflow in use, 0 requests running" in said
-
-
 def test_suspended_l3_and_kv_mode_show_with_their_reasons() -> None:
     gauge = metrics.SuspendedGauge()
     gauge.set("the weights were updated")

@@ -1,1 +1,1 @@
-"""K and V of a layer in pages and in the KV pool, and what encoded pages cannot hold."""
+"""K and V of a layer in pages and in the KV pool."""

@@ -10,7 +10,7 @@ import torch
 
 from hcache_backend.arena import Ids
 from hcache_backend.engine import metrics
-from hcache_backend.engine.controller import UNKNOWN, OwnPagesController
+from hcache_backend.engine.controller import OwnPagesController
 from hcache_backend.engine.kv_pages.node_pairs import NodePairs
 from hcache_backend.engine.loads import QueuedLoad
 from hcache_backend.engine.ranks import on_all_ranks
@@ -91,7 +91,7 @@ class KVController(OwnPagesController):
     def _own_depths(self, host_pages: Ids) -> Ids:
         depths = super()._own_depths(host_pages)
         if not self._pool.divided(host_pages):
-            depths[:] = self._pool.layer_num + UNKNOWN
+            depths[:] = self._pool.layer_num + 1
         return depths
 
     def _planned(self, host_pages: Ids) -> QueuedLoad | None:

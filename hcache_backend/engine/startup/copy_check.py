@@ -5,13 +5,11 @@ It also compiles the kernels that copy them: what was not tried at the start is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from hcache_backend.engine.kv_pages.overflow import OverflowArea
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.page_plan import PagePlan
@@ -19,7 +17,7 @@ from hcache_backend.krul.paired_layout import PairedLayout
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
-from hcache_backend.streams import current_stream, host_tensor
+from hcache_backend.streams import host_tensor
 
 _FROM, _TO, _HOST = (1, 2), (4, 3), (1, 0)
 """Pages of the pool, and of host memory between them."""
@@ -27,10 +25,9 @@ _FROM, _TO, _HOST = (1, 2), (4, 3), (1, 0)
 
 def check_copies(plan: PagePlan) -> None:
     """Copy two pages of the pool to host memory, and from there to two others, in the layers of
-    which K and V are stored. If there is a codec, one page is not to be encoded, and goes to the
-    overflow; the other one is to come back as by the codec's reference. Where layers share slots
-    that is done with each way to encode these. To the overflow go also layers of hidden states, if
-    it is to keep their K and V.
+    which K and V are stored. If there is a codec, one page has any bits at all, and comes back if
+    the codec says that it holds it; the other one is to come back as by the codec's reference. If
+    layers share slots, that is done with each way to encode these.
 
     Nothing may be served yet: the pages of the pool get back what they held.
 
@@ -40,12 +37,10 @@ def check_copies(plan: PagePlan) -> None:
     """
     layout = plan.layout
     for tried in layout.in_each_code if isinstance(layout, PairedLayout) else [layout]:
-        _check_copies(plan.kvcache, tried, plan.kv, plan.unfit_layers)
+        _check_copies(plan.kvcache, tried, plan.kv)
 
 
-def _check_copies(
-    kvcache: Any, layout: PageLayout, kv: KVSegments, unfit_layers: Sequence[int]
-) -> None:
+def _check_copies(kvcache: Any, layout: PageLayout, kv: KVSegments) -> None:
     size, device = layout.page_size, kvcache.k_buffer[0].device
     if len(kvcache.k_buffer[0]) <= size * max(*_FROM, *_TO):
         raise Refused("the KV pool is too small to try copies of its pages")
@@ -55,9 +50,8 @@ def _check_copies(
     )
     memory = host_tensor((len(_HOST), layout.page_bytes), torch.uint8, device).zero_()
     layout.divide(memory.numpy())
-    layers = (*kv.layers, *unfit_layers)
     planes = [
-        buffers[layer] for buffers in (kvcache.k_buffer, kvcache.v_buffer) for layer in layers
+        buffers[layer] for buffers in (kvcache.k_buffer, kvcache.v_buffer) for layer in kv.layers
     ]
     buffers = [plane.view(torch.uint8) for plane in planes]
     touched = torch.cat((slots, others))
@@ -67,15 +61,13 @@ def _check_copies(
         buffer[slots] = torch.randint_like(buffer[slots], 1, 256)
         buffer[others] = 0
     try:
-        first, stored = slots[:size], len(layers)
+        first, stored = slots[:size], len(kv.layers)
         if kv.codec != "none":
             for plane in planes:
                 plane[first] = torch.randn_like(plane[first])
         wanted = [buffer[slots] for buffer in buffers]
         if kv.codec != "none":
-            by_layer = [
-                [planes[n][first], planes[n + stored][first]] for n in range(len(kv.layers))
-            ]
+            by_layer = [[planes[n][first], planes[n + stored][first]] for n in range(stored)]
             for number, back in enumerate(kv.through_codec(layout, by_layer)[0]):
                 for part, plane in enumerate(back):
                     wanted[number + part * stored][:size] = plane.view(torch.uint8).to(device)
@@ -87,8 +79,10 @@ def _check_copies(
             restored[layer] = kv.restored_layer(layer)
         pipeline = RestorePipeline(memory, layout, restored, len(slots), device)
         pipeline.start(np.array(_HOST), others).synchronize()  # nothing is served yet
-        if fits is not None or unfit_layers:
-            _copy_by_overflow(kv, fits, unfit_layers, slots, others)
+        if fits is not None:
+            unfit = (~fits).repeat_interleave(size, 1).repeat(2, 1)
+            for buffer, held, at in zip(buffers, wanted, unfit, strict=True):
+                held[at] = buffer[others[at]]  # that means nothing
         wrong = [
             not torch.equal(buffer[others], held)
             for buffer, held in zip(buffers, wanted, strict=True)
@@ -99,31 +93,10 @@ def _check_copies(
         for buffer, held in zip(buffers, before, strict=True):
             buffer[touched] = held
     if any(wrong):
-        layer = layers[wrong.index(True) % len(layers)]
+        layer = kv.layers[wrong.index(True) % stored]
         raise Refused(f"K or V of layer {layer} come back from host memory as something else")
     if fits is not None and not bool(fits[:, 0].all()):
         layer = kv.layers[fits[:, 0].tolist().index(False)]
         raise Refused(
             f"codec {kv.codec!r} does not hold normally distributed K and V of layer {layer}"
         )
-
-
-def _copy_by_overflow(
-    kv: KVSegments,
-    fits: torch.Tensor | None,
-    unfit_layers: Sequence[int],
-    slots: torch.Tensor,
-    others: torch.Tensor,
-) -> None:
-    """Copy what did not fit when ``slots`` were saved (see :meth:`KVSegments.save`) to an overflow,
-    ``unfit_layers`` as well, and from there to slots ``others``; int64 ``[p * page_size]`` both, on
-    the device."""
-    pages, device = np.arange(len(slots) // kv.page_size), slots.device
-    room = len(pages) * OverflowArea.least_bytes(kv, unfit_layers)
-    overflow = OverflowArea(kv, host_tensor((room,), torch.uint8, device), device, unfit_layers)
-    overflow.rows_fit = lambda pages: np.zeros(len(pages), np.bool_)
-    saved = overflow.saved(pages, slots, fits)
-    current_stream(device).record().synchronize()
-    overflow.copy_unfit(saved)
-    for layer in (*kv.layers, *unfit_layers):
-        overflow.load(layer, overflow.pages.of_pages(pages), others)

@@ -5,14 +5,13 @@ All host and device memory that hidden mode takes is within what the user gave.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 import xxhash
-from sglang.srt.distributed.parallel_state import get_pp_group, get_tp_group
+from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_bytes
 from sglang.srt.runtime_context import get_memory
 
@@ -20,7 +19,6 @@ from hcache_backend.capture.staging import Staging
 from hcache_backend.engine.arguments import resolved
 from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.engine.host_pool import HostPages
-from hcache_backend.engine.kv_pages.overflow import OverflowArea
 from hcache_backend.engine.kv_pages.paired import make_segments
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.layer_methods import LayerMethods
@@ -37,11 +35,6 @@ from hcache_backend.restore.ring import ring_bytes
 from hcache_backend.streams import free_memory
 from hcache_backend.units import Share
 from hcache_kernels.codecs import Codec
-
-_OVERFLOW_SHARE = 1 / 256
-"""Overflow for one page in so many: of 4,960 units of each kind of synthetic K (of the hardest one
-20,480, `tests/unit/bench/test_segment_codec.py`) and of two models all fit into `exp4`, and into
-lossy codecs all finite values of usual sizes do."""
 
 _STAGING_SHARE = 1 / 4
 """Most of the device's free memory that staging takes: SGLang left it for activations and CUDA
@@ -99,11 +92,6 @@ class PagePlan:
         """
         self._divide_host_memory(with_shadows=False)
 
-    @property
-    def unfit_layers(self) -> Sequence[int]:
-        """Layers of hidden states, K and V of which are kept where a row cannot be encoded."""
-        return ()
-
     def _divide_host_memory(self, *, with_shadows: bool) -> None:
         memory = get_memory()
         self.pages = plan_host_pages(
@@ -113,7 +101,6 @@ class PagePlan:
             memory.hicache_ratio,
             host_memory_budget_bytes(),
             with_shadows=with_shadows,
-            least_overflow=OverflowArea.least_bytes(self.kv, self.unfit_layers),
         )
 
 
@@ -158,12 +145,6 @@ class HiddenPagePlan(PagePlan):
     def hidden_layers(self) -> list[AttentionLayer]:
         """Layers that are stored as hidden states."""
         return [self.layers[index] for index in self.methods.layers("hidden")]
-
-    @property
-    def unfit_layers(self) -> Sequence[int]:
-        # Pipeline stages hear of the end of a backup at different points.
-        encoded = get_pp_group().world_size == 1 and not self.codec.is_view
-        return self.methods.layers("hidden") if encoded else ()
 
     def find_room(self) -> None:
         """Divide host memory, and take staging; talks to no other rank.
@@ -239,15 +220,13 @@ def plan_host_pages(
     budget_bytes: float,
     *,
     with_shadows: bool,
-    least_overflow: int = 0,
 ) -> HostPages:
-    """Divide the memory that HiCache may take into host pages, shadows and overflow.
+    """Divide the memory that HiCache may take into host pages and shadows.
 
     Args:
         size_gb: ``--hicache-size``, or 0.
         ratio: ``--hicache-ratio``: without a size, host memory is this many times the KV pool's.
         budget_bytes: What the machine has.
-        least_overflow: Bytes of one page that is nothing but overflow; 0: there is none.
 
     Raises:
         Refused: It is not enough, or not there.
@@ -255,10 +234,9 @@ def plan_host_pages(
     shadows = int(kvcache.k_buffer[0].shape[0]) // layout.page_size if with_shadows else 0
     given = host_bytes(kvcache, size_gb, ratio)
     option = f"--hicache-size {size_gb} (GB)" if size_gb > 0 else f"--hicache-ratio {ratio}"
-    overflow = -(-least_overflow // layout.page_bytes)
-    host = int(given // layout.page_bytes) - shadows - overflow
+    host = int(given // layout.page_bytes) - shadows
     if host < 1:
-        least = max(1, shadows + overflow + 1) * layout.page_bytes
+        least = (shadows + 1) * layout.page_bytes
         if size_gb > 0:
             enough = f"--hicache-size {int(least // 1e9) + 1}"
         else:
@@ -275,8 +253,7 @@ def plan_host_pages(
     if given > budget_bytes:
         wanted, there = _gigabytes(given, budget_bytes)
         raise Refused(f"{option} asks for {wanted} GB of host memory and {there} GB are there")
-    more = int(_OVERFLOW_SHARE * host) if overflow else 0
-    return HostPages(host - more, shadows, overflow + more)
+    return HostPages(host, shadows)
 
 
 def _gigabytes(*sizes: float) -> list[str]:

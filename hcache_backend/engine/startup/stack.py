@@ -28,7 +28,6 @@ from hcache_backend.engine.host_pool import HiddenStatePool, OwnPagesPool
 from hcache_backend.engine.kv_pages.controller import KVController
 from hcache_backend.engine.kv_pages.node_pairs import NodePairs
 from hcache_backend.engine.loads import LoadQueue
-from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.recompute.rows import RecomputedRows
 from hcache_backend.engine.recompute.slices import SliceBudget
 from hcache_backend.engine.reservable_pages import ReservablePages
@@ -100,6 +99,7 @@ class Stack:
         runtime, kvcache, layout = self.runtime, self.kvcache, plan.layout
         pool = HiddenStatePool(
             stamp=lambda page: layout.stamp(page, runtime.page_namespace(), runtime.writer),
+            keeps_unfit=plan.recomputer is not None,
             **self._pool_arguments(plan),
         )
         order = CollectiveOrder(kvcache.device) if get_tp_group().world_size > 1 else None
@@ -120,9 +120,6 @@ class Stack:
         loads.on_failed.append(runtime.cannot_restore)
         loads.slowdown = runtime.slowdown
         pool.follow(capture)
-        if plan.unfit_layers and order is not None and pool.overflow is not None:
-            group = self.params.tp_cache_group
-            pool.overflow.agree = lambda fit: on_all_ranks(group, *fit)
         rows = partial(RecomputedRows, capture, plan.staging, plan.capture_hooks)
         result = self._joined(HiddenStateController, pool, pipeline, loads, reservable, rows)
         checks = ServiceChecks(
@@ -161,7 +158,6 @@ class Stack:
             "page_layout": plan.layout,
             "pages": plan.pages,
             "kv": plan.kv,
-            "unfit_layers": plan.unfit_layers,
             "pin_memory": self.kvcache.device != "cpu",
             "allocator_type": get_allocator_type(),
         }
@@ -181,8 +177,6 @@ class Stack:
         pool.use(loads)
         device = int(self.kvcache.size), kv_bytes_per_token(self.kvcache)
         warn_of_small_host_pool(pool.size, device[0], pool.size_per_token, device[1])
-        if pool.overflow is not None:
-            self.runtime.overflow = pool.overflow.pages
         # Known before the controller attaches L3:
         self.runtime.eager = reservable is not None
         self.runtime.on_other_l3.append(partial(judge_other_hits, self.runtime))
@@ -256,10 +250,10 @@ def use_hidden_mode(runtime: Runtime, kvcache: Any, plan: HiddenPagePlan) -> Non
         plan.pages.host,
         plan.pages.shadows,
     )
-    if not plan.codec.is_view and not plan.unfit_layers:
+    if not plan.codec.is_view and plan.recomputer is None:
         logger.info(
-            "hcache: with pipeline stages a page with a row of hidden states that codec %r does "
-            "not hold is not backed up",
+            "hcache: nothing can be recomputed: a page with a row of hidden states that codec %r "
+            "does not hold is not backed up",
             plan.codec.name,
         )
 

@@ -393,6 +393,6 @@ def _copying(plan: _Plan) -> _Plan:
     Raises:
         Refused: They do not.
     """
-    if plan.kv.layers or plan.unfit_layers:
+    if plan.kv.layers:
         check_copies(plan)
     return plan

@@ -403,15 +403,15 @@ def _misses_on_rank_1() -> None:
     wrap(HiddenStateController, "_problem", lambda problem: "rows not valid")
 
 
-def _rows_do_not_fit(room: float) -> None:
+def _rows_do_not_fit() -> None:
     """Neither rows nor units of some pages can be encoded."""
-    hcache_units.do_not_fit(room=room)
+    hcache_units.do_not_fit()
     hcache_rows.do_not_fit(one_in=67)
 
 
 def _some_do_not_fit() -> None:
-    """Now and then a row or a unit cannot be encoded; the overflow has room for half of all."""
-    hcache_units.do_not_fit(room=0.5, one_in=31)
+    """Now and then a row or a unit cannot be encoded."""
+    hcache_units.do_not_fit(one_in=31)
     hcache_rows.do_not_fit(one_in=2039)
 
 
@@ -442,11 +442,9 @@ FAULTS: dict[str, Callable[[], None]] = {
     "batches_in_step": lambda: hcache_batches.keep_in_step(lambda: _active() and not _says("free")),
     "depths_drawn": lambda: hcache_batches.draw_depths(lambda: _says("depths")),
     "no_store_on_rank_1": _no_store_on_rank_1,
-    "units_do_not_fit": lambda: hcache_units.do_not_fit(room=0.5),
-    "overflow_is_full": lambda: hcache_units.do_not_fit(room=0.0),
+    "units_do_not_fit": hcache_units.do_not_fit,
     "encoded_wrongly": hcache_rows.encoded_wrongly,
-    "rows_do_not_fit": lambda: _rows_do_not_fit(room=0.5),
-    "no_room_for_rows": lambda: _rows_do_not_fit(room=0.0),
+    "rows_do_not_fit": _rows_do_not_fit,
     "some_do_not_fit": _some_do_not_fit,
     "misses_on_rank_1": _misses_on_rank_1,
     "report_hooks": _report(_hooks),

@@ -8,17 +8,11 @@ from typing import Any
 import torch
 
 
-def do_not_fit(room: float, one_in: int = 3) -> None:
-    """In every other layer some pages do not fit; their bytes are no codes, either.
-
-    Args:
-        one_in: One in so many pages.
-        room: Share of the pages that the overflow has room for.
-    """
+def do_not_fit(one_in: int = 3) -> None:
+    """In every other layer one page in so many does not fit; its bytes are no codes, either."""
     from hcache_backend.engine.kv_pages.segments import KVSegments
-    from hcache_backend.engine.startup import page_plan, strategy
+    from hcache_backend.engine.startup import strategy
 
-    page_plan._OVERFLOW_SHARE = room
     encode = KVSegments._encoded
 
     def unfit(self: Any, layer: int, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -38,7 +38,7 @@ class Pages:
         self.arena, self.given = machine.arena, 0
         self.page_layout, self.kv_buffer = LAYOUT, machine.capture.memory
         self.page_size, self.layer_num = SIZE, LAYERS
-        self.overflow = None
+        self.settle, self.settled = lambda: None, lambda page: True
         self.device_pool = SimpleNamespace(device="cpu")
 
     def allocate(self, device_indices: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:

@@ -87,7 +87,7 @@ def test_an_unfit_page_is_kept_and_never_counts_as_whole() -> None:
     assert a.waits_for_proof(ids(0)) and a.whole(ids(0)) is None  # two rows are on their way
     assert a.prove(slots[2:], ticket, np.ones(2, np.uint8)) == (0, 0)
     assert LAYOUT.namespace_of(page) == NAMESPACE and a.none_lost
-    assert a.unfit(ids(0, 1)).tolist() == [True, False] and a.whole(ids(0)) is False
+    assert a.first_layers(ids(0, 1)).tolist() == [2, 0] and a.whole(ids(0)) is False
 
 
 def test_an_unfit_page_that_lost_a_row_as_well_is_never_stamped() -> None:
@@ -115,20 +115,8 @@ def test_what_is_unfit_stays_so_in_every_later_backup(on_the_device: bool) -> No
     a.host_freed(ids(0))
     assert a.problem(slots) is None and a.unfit_rows(slots).any()
     a.swap(slots, ids(4))
-    assert a.unfit(ids(4)).all() and not a.whole(ids(4))
+    assert a.first_layers(ids(4)).tolist() == [2] and not a.whole(ids(4))
     assert_sound_arena(a)
-
-
-def test_a_page_that_is_spoiled_is_not_unfit_any_more() -> None:
-    a = arena(keeps_unfit=True)
-    slots, ticket = promised(a)
-    a.prove(slots, ticket, np.array([1, 1, Verdict.UNFIT, 1], np.uint8))
-    a.swap(slots, ids(0))
-    assert a.unfit(ids(0)).all()
-    a.allocated(slots)
-    a.host_freed(ids(0))
-    a.spoil(ids(0))
-    assert not a.unfit(ids(0)).any()
 
 
 def test_a_recomputed_page_of_which_nothing_is_there_still_says_which_tokens_it_is_of() -> None:
@@ -149,10 +137,10 @@ def test_a_page_that_is_filled_anew_or_read_from_l3_is_not_unfit_any_more() -> N
     a.swap(slots, ids(0))
     a.host_dropped(ids(0))
     a.expect(ids(0), 0)
-    assert not a.unfit(ids(0)).any()
+    assert not a.first_layers(ids(0)).any()
     captured(a, [2])
     a.swap(slots, ids(1))
-    assert not a.unfit(ids(1)).any() and a.whole(ids(1))
+    assert not a.first_layers(ids(1)).any() and a.whole(ids(1))
 
 
 def test_the_proof_of_an_older_allocation_counts_for_nothing() -> None:
@@ -230,7 +218,7 @@ def test_tokens_that_were_loaded_from_such_a_page_are_not_backed_up_from_it() ->
 def test_of_a_load_only_the_rows_of_whole_pages_are_valid() -> None:
     pool = arena()
     pool.expect(ids(0), 0)
-    pool.expect(ids(1), 2)
+    pool.expect(ids(1), 1)
     pool.layout.positions(pool.memory)[pool.physical(ids(0, 1))] = np.arange(SIZE)
     pool.loaded(slots_of([2, 3]), ids(0, 1))
     pool.host_freed(ids(0, 1))
@@ -268,7 +256,7 @@ def test_recomputed_rows_count_once_they_are_there() -> None:
     pages = expected(a, 3, 1)
     assert a.waits_for_proof(ids(1)) and a.whole(pages) is None
     assert a.first_layers(pages).tolist() == [0, 0]
-    assert not a.arrived(pages, np.array([True, True])).any()
+    a.arrived(pages, np.array([True, True]))
     assert a.whole(pages)
     second = a.memory[a.physical(ids(1))[0]]
     assert LAYOUT.namespace_of(second) == NAMESPACE
@@ -278,12 +266,12 @@ def test_recomputed_rows_count_once_they_are_there() -> None:
 
 @pytest.mark.parametrize("loaded_before", [False, True])
 def test_recomputed_rows_that_the_codec_cannot_hold_are_lost(loaded_before: bool) -> None:
-    """Nothing is ever backed up from them, whenever their tokens came to the device."""
+    """No good rows are taken from them, whenever their tokens came to the device."""
     a = arena()
     pages, slots = expected(a, 0, 1), slots_of([2, 3])
     if loaded_before:
         a.loaded(slots, pages)
-    assert a.arrived(pages, np.array([True, False])).tolist() == [False, True]
+    a.arrived(pages, np.array([True, False]))
     if not loaded_before:
         a.loaded(slots, pages)
     assert a.whole(ids(0)) and a.whole(ids(1)) is False
@@ -304,9 +292,9 @@ def test_what_arrives_for_a_page_that_was_freed_meanwhile_is_of_no_interest(free
         (a.host_freed if freed == "freed" else a.host_dropped)(pages)
     assert not a.waits_for_proof(pages)
     again = expected(a, 0)
-    assert not a.arrived(pages, np.array([True])).any()
-    assert a.whole(again) is None
-    assert a.arrived(again, np.array([False])).all()
+    a.arrived(pages, np.array([False]))
+    assert a.whole(again) is None and not a.first_layers(again).any()
+    a.arrived(again, np.array([False]))
     assert a.whole(again) is False
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from hcache_backend.arena import Ids
 from hcache_backend.engine.host_pool import HostPages, OwnPagesPool
-from hcache_backend.engine.kv_pages.overflow import OverflowArea
 from hcache_backend.engine.kv_pages.paired import make_segments
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
@@ -49,12 +46,6 @@ def kv_pool(
     )
 
 
-def whole(overflow: OverflowArea, host_pages: Ids) -> bool:
-    """Whether all layers of pages (int64 ``[n]``) are there, encoded or in the overflow."""
-    pages = host_pages.tolist()
-    return overflow.pages.lost.isdisjoint(pages) and all(map(overflow.settled, pages))
-
-
 def slots_of(*pages: int, size: int = PAGE) -> torch.Tensor:
     return torch.cat([torch.arange(size) + size * page for page in pages])
 
@@ -73,44 +64,17 @@ def make_unfit(device: Any, page: int, layer: int) -> None:
     )
 
 
-class Ack(NamedTuple):
-    """The parts of SGLang's ``HiCacheAck`` that are ours."""
-
-    start_event: Any
-    finish_event: Any
-    node_ids: Sequence[int] = ()
-
-
-class Transferred:
-    """SGLang's events of a transfer."""
-
-    def __init__(self) -> None:
-        self.done = False
-
-    def query(self) -> bool:
-        return self.done
-
-    def synchronize(self) -> None:
-        self.done = True
-
-    def elapsed_time(self, later: Transferred) -> float:
-        return 2.0
-
-
 class Host:
-    """A host pool over a device's of eight pages, with ``overflow`` pages of overflow; ``pairs`` of
-    layers are for codec ``krul``, ``unfit_layers`` those that stand for hidden states."""
+    """A host pool over a device's of eight pages; ``pairs`` of layers are for codec ``krul``."""
 
     def __init__(
         self,
-        overflow: int = 2,
         host_pages: int = HOST_PAGES,
         codec: str = "exp4",
         dtype: torch.dtype = torch.bfloat16,
         heads: int = 2,
         layers: int = LAYERS,
         pairs: int = 1,
-        unfit_layers: Sequence[int] = (),
     ) -> None:
         every = range(layers)
         self.device = kv_pool(heads, dtype=dtype, layers=layers)
@@ -121,32 +85,28 @@ class Host:
             PAGE,
             "page_first",
             page_layout=layout,
-            pages=HostPages(host_pages, 0, overflow),
+            pages=HostPages(host_pages, 0),
             kv=self.kv,
-            unfit_layers=unfit_layers,
             pin_memory=False,
             allocator_type="default",
         )
-        assert self.pool.overflow is not None
-        self.overflow = self.pool.overflow
         restored = [self.kv.restored_layer(layer) for layer in every]
         self.pipeline = RestorePipeline(self.pool.kv_buffer, layout, restored, 8 * PAGE, "cpu")
         methods = LayerMethods(Partition(0, 0, layers), None, None, 8 * PAGE)
         self.loads = LoadQueue(self.pool.arena, self.pipeline, methods, None, "cpu")
         self.pool.use(self.loads)
 
-    def back_up(self, *pages: int) -> tuple[torch.Tensor, Ack]:
-        """Launch the backup of device pages; where to, and what HiCache waits for."""
+    def back_up(self, *pages: int) -> torch.Tensor:
+        """Launch the backup of device pages; where to."""
         host = self.pool.alloc(PAGE * len(pages))
         assert host is not None
         self.pool.divide(self.pool.page_ids(host), self.pool.page_layout)
         self.pool.backup_from_device_all_layer(self.device, host, slots_of(*pages), "kernel")
-        [ack] = self.overflow.awaited(Ack(Transferred(), Transferred()))
-        return host, ack
+        return host
 
     def backed_up(self, *pages: int) -> torch.Tensor:
-        host, ack = self.back_up(*pages)
-        ack.finish_event.synchronize()
+        host = self.back_up(*pages)
+        self.pool.settle()
         return host
 
     def load(self, host: torch.Tensor, *pages: int) -> torch.Tensor:
@@ -156,5 +116,10 @@ class Host:
             self.pool.load_to_device_per_layer(self.device, host, slots_of(*pages), layer, "kernel")
         return bits(self.device, *pages)
 
-    def rows_in_use(self) -> int:
-        return self.overflow.pages.rows_in_use
+    def lost(self, host: torch.Tensor) -> list[bool]:
+        """Which of some host pages, that have arrived, lack all layers."""
+        pages = self.pool.page_ids(host)
+        assert all(map(self.pool.settled, pages.tolist()))
+        first, layers = self.pool.arena.first_layers(pages), len(self.device.k_buffer)
+        assert {0, layers}.issuperset(first.tolist())
+        return [bool(layer) for layer in first]

@@ -1,4 +1,4 @@
-"""What becomes of pages that cannot be encoded, and of those behind them, on the way to L3."""
+"""What becomes of pages that cannot be encoded on the way to L3."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCach
 
 from hcache_backend.engine import metrics
 from hcache_backend.engine.kv_pages.controller import KVController
-from hcache_backend.page import key_bytes
-from tests.engine.in_process.encoded_kv.host import LAYERS, PAGE, Host, make_unfit, slots_of
+from tests.engine.in_process.encoded_kv.host import PAGE, Host, make_unfit
 
 KEYS = [f"{i:064x}" for i in range(8)]
 
@@ -56,42 +55,22 @@ class Server(Host):
         return host
 
 
-def test_nothing_behind_a_page_that_is_not_encodable_goes_to_l3(
+def test_a_node_goes_to_l3_up_to_the_first_page_that_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A look-up would never get there."""
+    """A look-up would get no further."""
     server = Server(monkeypatch)
     make_unfit(server.device, 2, 0)
     server.to_l3(0, 1)
     server.to_l3(1, 3, 2, 4)
-    server.to_l3(4, 5)
-    assert server.written == [KEYS[:1], KEYS[1:2], []]
-    assert server.problems == ["page_not_encodable", "page_not_encodable"]
-    keeps = server.overflow.pages.keeps_from_l3
-    assert [keeps(key_bytes(key)) for key in KEYS[:4]] == [False, False, True, False]
+    assert server.written == [KEYS[:1], KEYS[1:2]]
+    assert server.problems == ["page_with_lost_layers"]
 
 
-def test_a_page_that_can_be_encoded_by_now_opens_the_way_for_those_behind_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_lost_is_known_before_a_node_goes_to_l3(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(monkeypatch)
+    server.controller.eager = None
     make_unfit(server.device, 2, 0)
-    server.pool.free(server.to_l3(0, 2))
-    for layer in range(LAYERS):
-        server.device.v_buffer[layer][slots_of(2)] = 1.0
-    server.to_l3(0, 2)
-    server.to_l3(1, 3)
-    assert server.written == [[], KEYS[:1], KEYS[1:2]]
-
-
-def test_few_pages_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hcache_backend.engine.kv_pages.overflow._KEYS", 2)
-    pages = Host().overflow.pages
-    for number in range(4):
-        pages.note(bytes([number]), encodable=False)
-    assert [pages.keeps_from_l3(bytes([number])) for number in range(4)] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    host = server.back_up(2)
+    monkeypatch.setattr(HybridCacheController, "write_storage", lambda _, host: server.lost(host))
+    assert server.controller.write_storage(host) == [True]

@@ -1,7 +1,9 @@
-"""Pages of which nobody has all layers: loads recompute them, and ranks agree which these are."""
+"""Pages of which nobody has the layers: loads recompute them, and ranks agree which these are."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from types import SimpleNamespace
@@ -16,7 +18,7 @@ from hcache_backend.engine import metrics
 from hcache_backend.engine.hidden_controller import HiddenStateController
 from hcache_backend.engine.kv_pages.controller import KVController
 from hcache_backend.engine.loads import QueuedLoad
-from hcache_backend.streams import Stream, current_stream
+from hcache_backend.streams import Stream, WorkerStream, current_stream
 from tests.engine.in_process.encoded_kv.host import (
     LAYERS,
     PAGE,
@@ -34,8 +36,7 @@ SECONDS = 60
 class Model:
     """Recomputes pages of a server: K and V are what its first pages held when it was made."""
 
-    def __init__(self, server: Host) -> None:
-        device = server.device
+    def __init__(self, device: Any) -> None:
         self._planes = (*device.k_buffer, *device.v_buffer)
         self._values = [plane.clone() for plane in self._planes]
         self.tokens: list[int] = []
@@ -44,17 +45,17 @@ class Model:
         return current_stream("cpu")
 
     def run(self, layers: int, positions: torch.Tensor, slots: torch.Tensor, spans: Any) -> None:
-        """All before a token is there; a token's id is the slot that it had."""
+        """All before a token is there, or comes now; a token's id is the slot that it had."""
         assert layers == LAYERS
         self.tokens += [token for span in spans for token in span.token_ids.tolist()]
+        for plane, values in zip(self._planes, self._values, strict=True):
+            plane[slots] = values[PAGE + positions]
         for span in spans:
             seen = torch.cat((span.prefix, slots[: len(span.token_ids)]))
             for plane, values in zip(self._planes, self._values, strict=True):
                 before = torch.arange(PAGE, PAGE + len(span.prefix))
                 same = plane[seen[: len(span.prefix)]] == values[before]
                 assert same.logical_or(values[before].isnan()).all()
-        for plane, values in zip(self._planes, self._values, strict=True):
-            plane[slots] = values[PAGE + positions]
 
 
 def controller(server: Host, request: range | None) -> KVController:
@@ -88,22 +89,14 @@ def load(server: Host, planned: QueuedLoad, *pages: int) -> torch.Tensor:
     return bits(server.device, *pages)
 
 
-@pytest.mark.parametrize("room", ["for nothing", "for one page"])
-def test_what_has_no_room_in_the_overflow_is_recomputed_behind_what_is_before_it(
-    room: str, counted: dict[str, int]
-) -> None:
-    """Of four pages the second does not fit, and the first neither if there is room for it."""
-    server = Host(overflow=1)
-    if room == "for nothing":
-        server.overflow.pages._free.clear()
-    else:
-        del server.overflow.pages._free[1:]
-        make_unfit(server.device, 1, 0)
+def test_what_does_not_fit_is_recomputed_behind_what_is_before_it(counted: dict[str, int]) -> None:
+    """Of four pages the second and the fourth do not."""
+    server = Host()
     make_unfit(server.device, 2, 1)
-    wanted, model = bits(server.device, 1, 2, 3, 4), Model(server)
+    make_unfit(server.device, 4, 0)
+    wanted, model = bits(server.device, 1, 2, 3, 4), Model(server.device)
     server.loads._recomputer = model  # type: ignore[assignment]
-    host = server.pool.page_ids(server.backed_up(1, 2, 3, 4))
-    assert len(server.overflow.pages.lost) == 1
+    host = server.pool.page_ids(server.back_up(1, 2, 3, 4))
     for buffer in (*server.device.k_buffer, *server.device.v_buffer):
         buffer.zero_()
     made, ids = controller(server, range(4 * PAGE)), [*range(4 * PAGE)]
@@ -111,9 +104,10 @@ def test_what_has_no_room_in_the_overflow_is_recomputed_behind_what_is_before_it
         planned = made._planned(host)
         assert planned is not None
         assert torch.equal(load(server, planned, 8, 7, 6, 5), wanted)
-    recomputed = ids[PAGE : 2 * PAGE] if room == "for nothing" else ids[: 2 * PAGE]
+    recomputed = ids[PAGE : 2 * PAGE] + ids[3 * PAGE :]
     assert model.tokens == 2 * recomputed
     assert counted["recomputed_at_load"] == 2 * len(recomputed)
+    assert counted["not_encodable"] == 2 * PAGE
     assert not any(event.startswith("not_restored") for event in counted)
     assert not made._never_loaded
 
@@ -122,10 +116,9 @@ def test_what_cannot_be_recomputed_is_evicted_so_that_it_hides_nothing(
     counted: dict[str, int],
 ) -> None:
     """A request with a picture, say."""
-    server = Host(overflow=1)
-    server.overflow.pages._free.clear()
+    server = Host()
     make_unfit(server.device, 2, 1)
-    server.loads._recomputer = Model(server)  # type: ignore[assignment]
+    server.loads._recomputer = Model(server.device)  # type: ignore[assignment]
     host = server.pool.page_ids(server.backed_up(1, 2))
     made = controller(server, None)
     assert made._planned(host[:1]) is not None and not made._never_loaded
@@ -133,13 +126,17 @@ def test_what_cannot_be_recomputed_is_evicted_so_that_it_hides_nothing(
     assert counted["not_restored_layers_not_recomputable"] == 2 * PAGE
 
 
-def test_a_backup_that_has_not_ended_is_loaded_later(counted: dict[str, int]) -> None:
-    server = Host()
-    host, ack = server.back_up(1)
+def test_a_backup_that_has_not_arrived_is_loaded_later(counted: dict[str, int]) -> None:
+    server, stream = Host(), WorkerStream("device to host")
+    arrive = threading.Event()
+    with stream.as_current():
+        stream.run(arrive.wait)
+        host = server.back_up(1)
     made = controller(server, None)
     assert made._planned(server.pool.page_ids(host)) is None and not made._never_loaded
     assert counted == {"not_restored_unsettled": PAGE}
-    ack.finish_event.synchronize()
+    arrive.set()
+    stream.record().synchronize()
     assert made._planned(server.pool.page_ids(host)) is not None
 
 
@@ -158,44 +155,53 @@ class Collective:
         return found
 
 
+def asked_on_all_ranks(made: Sequence[Any], pages: int) -> list[list[int] | None]:
+    """From which layer on each of the first host pages is there, as each rank says it."""
+
+    def ask(one: Any) -> list[int] | None:
+        found = one._depths(np.arange(pages))
+        return None if found is None else found.tolist()
+
+    with ThreadPoolExecutor(len(made)) as pool:
+        return [*pool.map(ask, made)]
+
+
+def test_what_does_not_fit_on_one_rank_is_lost_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is loaded as long as one of them does not know yet."""
+    monkeypatch.setattr(controllers, "smallest", Collective(2).smallest)
+    servers, made = [Host(), Host()], []
+    for rank, server in enumerate(servers):
+        make_unfit(server.device, 1 + rank, rank)
+        one: Any = controller(server, None)
+        one.tp_group = rank
+        made.append(one)
+        server.back_up(1, 2, 3)
+    settle = servers[1].pool.settle
+    servers[1].pool.settle = lambda: None  # type: ignore[method-assign]
+    assert asked_on_all_ranks(made, 3) == [None, None]
+    servers[1].pool.settle = settle  # type: ignore[method-assign]
+    assert asked_on_all_ranks(made, 3) == 2 * [[LAYERS, LAYERS, 0]]
+
+
 def test_ranks_agree_how_much_of_a_recomputed_page_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows of the second page do not fit on one rank; a page that is prepared is there anyway."""
-
-    def ask(one: Any) -> Any:
-        return one._depths(np.arange(3))
-
-    servers = [Rows(room=4), Rows(room=4)]
+    servers = [Rows(), Rows()]
     monkeypatch.setattr(controllers, "smallest", Collective(2).smallest)
     made: list[Any] = []
     prepared = np.array([False, False, False])
     for rank, server in enumerate(servers):
         pages, tokens = np.arange(3), np.arange(3 * PAGE)
         server.pool.expect_recomputed(pages, tokens, tokens)
-        lost = server.pool.arena.arrived(pages, np.array([True, rank == 1, True]))
-        assert lost.any() == (rank == 0)
+        server.pool.arena.arrived(pages, np.array([True, rank == 1, True]))
         one: Any = object.__new__(HiddenStateController)
         one._pool, one.tp_group = server.pool, rank
         one.eager = SimpleNamespace(prepared=lambda pages: prepared)
         made.append(one)
-
-    def depths() -> list[list[int]]:
-        with ThreadPoolExecutor(2) as pool:
-            return [depths.tolist() for depths in pool.map(ask, made)]
-
-    assert depths() == 2 * [[0, LAYERS, 0]]
+    assert asked_on_all_ranks(made, 3) == 2 * [[0, LAYERS, 0]]
     prepared[1] = True
-    assert depths() == 2 * [[0, 0, 0]]
-
-
-def test_a_page_that_fails_in_rows_and_in_units_counts_once(counted: dict[str, int]) -> None:
-    server = Host(unfit_layers=[1])
-    server.kv.layers = server.overflow._kv.layers = (0,)
-    make_unfit(server.device, 1, 0)
-    server.overflow.rows_fit = lambda pages: np.array([False, True])
-    server.backed_up(1, 2)
-    assert counted["not_encodable"] == PAGE
+    assert asked_on_all_ranks(made, 3) == 2 * [[0, 0, 0]]
 
 
 def test_a_recomputed_page_that_fails_in_rows_and_in_units_counts_once(
@@ -203,21 +209,28 @@ def test_a_recomputed_page_that_fails_in_rows_and_in_units_counts_once(
 ) -> None:
     server, host_pages = Host(), np.array([0, 1])
     make_unfit(server.device, 1, 0)
-    lost = np.array([True, False])
-    server.pool._save_rows = lambda pages, rows: lambda: lost  # type: ignore[method-assign]
-    server.pool.save_recomputed(host_pages, slots_of(1, 2), None)()
+    fits = torch.tensor([False, True])
+    server.pool._save_rows = lambda pages, rows: (fits,)  # type: ignore[method-assign]
+    server.pool.save_recomputed(host_pages, slots_of(1, 2), None)
+    server.pool.settle()
     assert counted["not_encodable"] == PAGE
 
 
-def test_rows_that_nobody_can_tell_of_are_kept_as_if_they_did_not_fit() -> None:
-    """Other ranks wait to agree on it."""
-    server, asked = Host(codec="none", unfit_layers=range(LAYERS)), []
-
-    def rows_fit(pages: object) -> Any:
-        raise RuntimeError("a test")
-
-    server.overflow.rows_fit = rows_fit
-    server.overflow.agree = lambda fit: asked.append([*fit]) or fit  # type: ignore[func-returns-value]
-    saved = server.overflow.saved(np.array([0]), slots_of(1), None)
-    server.overflow.copy_unfit(saved)
-    assert asked == [[False]] and server.rows_in_use() == LAYERS
+def test_rows_that_do_not_fit_are_recomputed_whole_behind_what_is_before_them(
+    counted: dict[str, int],
+) -> None:
+    """Each time to other slots, and what was on the device is gone."""
+    server = Rows()
+    wanted = server.forward(1, 2, 3, unfit=[2])
+    model = Model(server.device)
+    server.loads._recomputer = model  # type: ignore[assignment]
+    for source, target in (((1, 2, 3), (6, 5, 4)), ((6, 5, 4), (3, 2, 1))):
+        host = server.back_up(*source)
+        host_pages = server.pool.page_ids(host)
+        assert server.pool.arena.first_layers(host_pages).tolist() == [0, LAYERS, 0]
+        for buffer in (*server.device.k_buffer, *server.device.v_buffer):
+            buffer.zero_()
+        assert torch.equal(server.load(host, *target), wanted)
+        server.pool.free(host)  # as write_back does: the tokens are on the device only
+    assert model.tokens == 2 * [*range(PAGE, 2 * PAGE)]
+    assert counted["recomputed_at_load"] == 2 * PAGE

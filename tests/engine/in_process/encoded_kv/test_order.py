@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hcache_backend import streams
-from tests.engine.in_process.encoded_kv.host import PAGE, Ack, Host, make_unfit, slots_of
+from tests.engine.in_process.encoded_kv.host import PAGE, Host, make_unfit, slots_of
 from tests.order.checker import Checker
 from tests.order.scenario_restore import GPU
 from tests.order.scenarios import run
@@ -26,15 +26,16 @@ def flush(checker: Checker, *, waits: bool = True) -> None:
     with checker.on(save):
         slots.record_stream(save)
         server.pool.backup_from_device_all_layer(server.device, host, slots, "kernel")
-        [ack] = server.overflow.awaited(Ack(save.record_event(), save.record_event()))
+        arrived = save.record_event()
     if not waits:
         server.pool._backed_up = None
     with checker.on(schedule):
         server.pool.clear()
         pages, size = server.pool.page_ids(host), server.pool.page_layout.page_bytes
         checker.touch_pages(pages, size, size, "write")
-        ack.finish_event.synchronize()
-    assert server.rows_in_use() == 0
+        arrived.synchronize()
+        server.pool.settle()
+    assert server.lost(host) == [False]
     checker.host_joins()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,20 +16,18 @@ from hcache_backend.engine.kv_pages import segments as kv_segments
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.service_check import KVChecks
 from hcache_backend.page import RECOMPUTED, PageLayout
+from hcache_backend.streams import WorkerStream
 from hcache_backend.units import UNIT_VALUES, WHOLE, Share
 from hcache_kernels.codecs import SEGMENT_CODECS, segment_codecs
 from tests.engine.in_process.encoded_kv.host import (
     HOST_PAGES,
     LAYERS,
     PAGE,
-    Ack,
     Host,
-    Transferred,
     bits,
     kv_pool,
     make_unfit,
     slots_of,
-    whole,
 )
 
 WRONG = "the self-check in service failed: K and V of layer {} in a page are not the pool's"
@@ -76,94 +75,58 @@ def test_encoded_segments_come_back_to_other_slots_bit_for_bit(
     assert torch.equal(device.k_buffer[1][: 4 * page], others[1])
 
 
-def test_layers_that_do_not_fit_come_back_bit_for_bit_beside_those_that_do() -> None:
+def test_a_page_of_which_a_layer_does_not_fit_is_lost_and_others_come_back() -> None:
     server = Host()
     make_unfit(server.device, 2, 0)
     make_unfit(server.device, 3, 1)
-    want = bits(server.device, 1, 2, 3)
-    host = server.backed_up(1, 2, 3)
-    assert server.rows_in_use() == 2
-    for page in (1, 2, 3):
-        make_unfit(server.device, page, 0)
-    assert torch.equal(server.load(host, 7, 5, 6), want)
-    assert [int(page) in server.overflow.pages for page in server.pool.page_ids(host)] == [
-        False,
-        True,
-        True,
-    ]
+    want = bits(server.device, 1, 4)
+    host = server.backed_up(1, 2, 3, 4)
+    assert server.lost(host) == [False, True, True, False]
+    others = torch.cat((host[:PAGE], host[3 * PAGE :]))
+    assert torch.equal(server.load(others, 7, 5), want)
 
 
-def test_a_backup_has_ended_only_when_what_did_not_fit_is_kept() -> None:
-    """Until then HiCache leaves its tokens on the device."""
+def test_it_is_known_behind_the_transfer_which_pages_are_lost() -> None:
+    server, stream = Host(), WorkerStream("device to host")
+    make_unfit(server.device, 2, 0)
+    arrive = threading.Event()
+    with stream.as_current():
+        stream.run(arrive.wait)
+        host = server.back_up(1, 2)
+    [first, second] = server.pool.page_ids(host).tolist()
+    server.backed_up(3)  # on another stream
+    assert not server.pool.settled(first) and not server.pool.settled(second)
+    arrive.set()
+    stream.record().synchronize()
+    server.pool.settle()
+    assert server.lost(host) == [False, True]
+
+
+def test_a_flush_forgets_backups_that_have_not_arrived() -> None:
+    """The host page has other tokens by then."""
     server = Host()
     make_unfit(server.device, 2, 0)
-    _, ack = server.back_up(1, 2)
-    assert not ack.finish_event.query()
-    assert server.rows_in_use() == 0
-    real = ack.finish_event._finish
-    real.done = True
-    assert ack.finish_event.query()
-    assert server.rows_in_use() == 1
-    assert ack.finish_event.query()  # asked again, nothing more happens
-    ack.finish_event.synchronize()
-    assert server.rows_in_use() == 1
-    assert ack.start_event.elapsed_time(ack.finish_event) == 2.0
-
-
-def test_a_flush_forgets_backups_whose_end_nobody_has_heard_of() -> None:
-    """The device has other tokens by then, and the host page others, too."""
-    server = Host()
-    make_unfit(server.device, 2, 0)
-    host, ack = server.back_up(2)
-    assert not whole(server.overflow, server.pool.page_ids(host))
+    host = server.back_up(2)
     server.pool.clear()
     again = server.pool.alloc(PAGE)
     assert again is not None and torch.equal(again, host)
-    ack.finish_event.synchronize()
-    assert server.rows_in_use() == 0
-    assert whole(server.overflow, server.pool.page_ids(host))
+    server.pool.settle()
+    assert server.lost(host) == [False]
 
 
-def test_a_page_that_was_freed_before_its_backup_ended_belongs_to_the_next() -> None:
+def test_a_page_that_was_freed_before_its_backup_arrived_belongs_to_the_next() -> None:
     server = Host()
     make_unfit(server.device, 2, 0)
-    make_unfit(server.device, 3, 1)
     assert server.pool.alloc(PAGE * (HOST_PAGES - 1)) is not None
-    host, before = server.back_up(2)
+    host = server.back_up(2)
     server.pool.free(host)
-    again, ack = server.back_up(3)
+    again = server.back_up(3)
     assert torch.equal(again, host)
-    before.finish_event.synchronize()
-    assert server.rows_in_use() == 0
-    assert not server.overflow.settled(int(server.pool.page_ids(again)[0]))
-    ack.finish_event.synchronize()
-    assert server.rows_in_use() == 1
+    assert not server.pool.settled(int(server.pool.page_ids(again)[0]))
+    server.pool.settle()
+    assert server.lost(again) == [False]
     want = bits(server.device, 3)
     assert torch.equal(server.load(again, 5), want)
-
-
-def test_an_ack_of_a_transfer_without_our_pages_stays_as_it_is() -> None:
-    ack = Ack(Transferred(), Transferred())
-    assert Host().overflow.awaited(ack) == [ack]
-
-
-def test_layers_are_copied_to_the_overflow_each_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many pages lack room: launches stand on the scheduler's thread."""
-    server = Host()
-    for page in (1, 2, 3):
-        make_unfit(server.device, page, 0)
-    make_unfit(server.device, 2, 1)
-    want = bits(server.device, 1, 2, 3, 4)
-    copied, save = [], server.kv.save_plain
-
-    def noted(layer: int, *args: Any) -> None:
-        copied.append(layer)
-        save(layer, *args)
-
-    monkeypatch.setattr(server.kv, "save_plain", noted)
-    host = server.backed_up(1, 2, 3, 4)
-    assert sorted(copied) == [0, 1]
-    assert torch.equal(server.load(host, 8, 7, 6, 5), want)
 
 
 def test_a_layer_is_one_encoding_and_one_copy_each_way_however_many_pages_there_are(
@@ -203,7 +166,7 @@ def test_a_large_backup_is_encoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     server = Host()
     monkeypatch.setattr(kv_segments, "_COPIED_BYTES", 2 * server.kv.plain_bytes)
     make_unfit(server.device, 3, 1)
-    want, encoded = bits(server.device, 1, 2, 3), []
+    want, encoded = bits(server.device, 1, 2), []
     encode = server.kv._encoded
 
     def noted(layer: int, held: torch.Tensor, cut: Any) -> Any:
@@ -213,62 +176,24 @@ def test_a_large_backup_is_encoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(server.kv, "_encoded", noted)
     host = server.backed_up(1, 2, 3)
     assert encoded == [2, 1] * LAYERS
-    assert server.rows_in_use() == 1
-    assert torch.equal(server.load(host, 5, 7, 6), want)
+    assert server.lost(host) == [False, False, True]
+    assert torch.equal(server.load(host[: 2 * PAGE], 5, 7), want)
 
 
-def test_rows_of_the_overflow_are_aligned_whatever_pages_are_before_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Kernels copy sixteen bytes at once where lengths allow it."""
-    page_bytes = Host().pool.page_layout.page_bytes
-    monkeypatch.setattr(PageLayout, "page_bytes", page_bytes + 8)
-    for pages in (5, 6):
-        server = Host(host_pages=pages)
-        assert server.pool.page_layout.page_bytes % 16 == 8
-        assert server.overflow._memory.data_ptr() % 16 == 0
-
-
-def test_a_freed_page_gives_its_rows_back_and_leaves_nothing_to_its_successor() -> None:
-    server = Host(overflow=1)
-    for page in range(12):
-        make_unfit(server.device, 2, page % LAYERS)
+def test_a_host_page_that_was_lost_is_as_good_as_any_when_it_is_used_again() -> None:
+    server = Host(host_pages=1)
+    for again in (server.pool.free, lambda _: server.pool.clear()):
+        make_unfit(server.device, 2, 0)
         host = server.backed_up(2)
-        assert server.overflow.pages.lost == set()
+        assert server.lost(host) == [True]
+        again(host)
+        host = server.backed_up(3)
+        assert server.lost(host) == [False]
         server.pool.free(host)
-        assert server.rows_in_use() == 0
-    server.device.v_buffer[0][slots_of(2)] = 1.0
-    server.device.v_buffer[1][slots_of(2)] = 1.0
-    want = bits(server.device, 2)
-    assert torch.equal(server.load(server.backed_up(2), 5), want)
-    make_unfit(server.device, 2, 0)
-    server.backed_up(2)
-    server.pool.clear()
-    assert server.rows_in_use() == 0
-
-
-def test_without_room_in_the_overflow_a_page_is_lost_until_it_is_freed() -> None:
-    server = Host(overflow=1)
-    rows = server.overflow.pages.rows
-    hosts = []
-    for page in range(rows + 1):
-        make_unfit(server.device, page, 0)
-        hosts.append(server.backed_up(page))
-    lost = {int(page) for page in server.pool.page_ids(hosts[-1])}
-    assert server.overflow.pages.lost == lost
-    assert all(page in server.overflow.pages for page in lost)
-    want = bits(server.device, 0)
-    assert torch.equal(server.load(hosts[0], 5), want)  # others are not
-    server.pool.free(hosts[0])
-    server.pool.free(hosts[-1])
-    assert server.overflow.pages.lost == set()
-    server.backed_up(0)
-    assert server.overflow.pages.lost == set()
 
 
 def test_the_first_page_that_is_lost_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    server = Host(overflow=1)
-    server.overflow.pages._free.clear()
+    server = Host()
     make_unfit(server.device, 2, 0)
     make_unfit(server.device, 3, 0)
     with caplog.at_level("WARNING", "hcache"):
@@ -276,18 +201,7 @@ def test_the_first_page_that_is_lost_is_told(caplog: pytest.LogCaptureFixture) -
         assert "hcache:" not in caplog.text
         server.backed_up(2)
         server.backed_up(3)
-    assert caplog.text.count("have no room in host memory") == 1
-
-
-def test_what_cannot_be_copied_to_the_overflow_is_lost_and_raises_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    server = Host()
-    make_unfit(server.device, 2, 0)
-    monkeypatch.setattr(server.kv, "save_plain", lambda *_: 1 / 0)
-    host = server.backed_up(1, 2)
-    assert server.overflow.pages.lost == {int(server.pool.page_ids(host)[1])}
-    assert server.rows_in_use() == 0
+    assert caplog.text.count("loads compute them again") == 1
 
 
 def checked(server: Host) -> tuple[KVChecks, list[str]]:
@@ -307,10 +221,9 @@ def compare_all(checks: KVChecks) -> None:
     assert checks.failed or not checks._copied
 
 
-def test_pages_with_overflow_pass_the_check_in_service_and_spoiled_ones_do_not() -> None:
+def test_pages_that_fit_pass_the_check_in_service_and_spoiled_ones_do_not() -> None:
     server = Host()
     checks, lost = checked(server)
-    make_unfit(server.device, 2, 0)
     host = server.backed_up(2)
     server.load(host, 5)
     compare_all(checks)
@@ -405,28 +318,17 @@ def test_no_page_is_copied_to_wait_while_comparisons_rest(monkeypatch: pytest.Mo
     assert lost == []
 
 
-def test_the_check_in_service_waits_for_the_overflow_and_compares_it() -> None:
+def test_a_page_that_is_lost_is_not_checked_nor_one_that_is_not_known_yet() -> None:
     server = Host()
     checks, lost = checked(server)
     make_unfit(server.device, 2, 1)
-    _, ack = server.back_up(2)
+    host = server.back_up(2)
+    settle, server.pool.settle = server.pool.settle, lambda: None  # type: ignore[method-assign]
     checks.run()
     assert len(checks._copied) == 1
-    ack.finish_event.synchronize()
-    server.overflow._memory += 1
+    server.pool.settle = settle  # type: ignore[method-assign]
     compare_all(checks)
-    assert lost == [WRONG.format(1)]
-
-
-def test_a_page_that_is_lost_is_not_checked() -> None:
-    server = Host(overflow=1)
-    server.overflow.pages._free.clear()
-    checks, lost = checked(server)
-    make_unfit(server.device, 2, 1)
-    server.backed_up(2)
-    assert server.overflow.pages.lost
-    compare_all(checks)
-    assert lost == []
+    assert server.lost(host) == [True] and lost == []
 
 
 def test_every_bit_of_an_encoded_page_counts_for_its_digests() -> None:

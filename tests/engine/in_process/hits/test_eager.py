@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -193,6 +192,7 @@ def test_an_abort_frees_what_it_held_in_the_next_turn(scene: Scene) -> None:
     pool: Any = SimpleNamespace(
         page_size=SIZE,
         on_freed=[],
+        settle=lambda: None,
         page_ids=lambda indices: indices[::SIZE].numpy() // SIZE,
         arena=SimpleNamespace(
             physical=lambda pages: pages, first_layers=lambda pages: np.zeros(len(pages), np.int64)
@@ -248,6 +248,7 @@ class Slices:
         pool: Any = SimpleNamespace(
             page_size=SIZE,
             on_freed=[],
+            settle=lambda: None,
             arena=SimpleNamespace(
                 physical=lambda pages: pages,
                 first_layers=lambda pages: self.depths[pages],
@@ -422,7 +423,7 @@ class Fronts:
         saved: The host pages that were saved...
         lost: ...or could not be.
         expected: Those, and the positions and ids of their tokens, as the pool heard of them.
-        settle: What is to be done when pages are saved.
+        settled: What was saved when the pool was asked to settle that.
         failures: What recomputation was given up for.
     """
 
@@ -431,7 +432,7 @@ class Fronts:
         self.saved: list[int] = []
         self.lost: list[int] = []
         self.expected: list[tuple[list[int], list[int], list[int]]] = []
-        self.settle: Callable[[list[int]], None] = lambda pages: None
+        self.settled: list[list[int]] = []
         self.failures: list[Exception | None] = []
         self.problem, self.save_problem = problem, None
         self.whole = True
@@ -455,6 +456,7 @@ class Fronts:
             page_ids=lambda indices: indices[::SIZE].numpy() // SIZE,
             expect_recomputed=self._expect,
             save_recomputed=self._save,
+            settle=lambda: self.settled.append([*self.saved]),
             lose_recomputed=lambda host_pages: self.lost.extend(host_pages.tolist()),
             arena=SimpleNamespace(
                 physical=lambda pages: pages,
@@ -501,13 +503,12 @@ class Fronts:
     def _expect(self, host_pages: np.ndarray, positions: np.ndarray, ids: np.ndarray) -> None:
         self.expected.append((host_pages.tolist(), positions.tolist(), ids.tolist()))
 
-    def _save(self, host_pages: np.ndarray, slots: torch.Tensor, rows: object) -> Any:
+    def _save(self, host_pages: np.ndarray, slots: torch.Tensor, rows: object) -> None:
         assert len(slots) == len(host_pages) * SIZE
         assert rows is None  # pages of K and V have none
         self.saved += host_pages.tolist()
         if self.save_problem is not None:
             raise self.save_problem
-        return partial(self.settle, host_pages.tolist())
 
     def _launch(
         self, recompute: object, positions: np.ndarray, slots: torch.Tensor, after: Any
@@ -626,17 +627,6 @@ def test_a_front_is_not_recomputed_where_prefetches_may_end_at_any_time(scene: S
     assert not fronts.launched
 
 
-def test_what_is_on_its_way_to_be_saved_is_settled_behind_that(scene: Scene) -> None:
-    fronts, lost, passed = Fronts(scene), [], False
-    event: Any = SimpleNamespace(query=lambda: passed)
-    fronts.eager._unsettled.append((partial(lost.append, "saved"), event))
-    fronts.turn()
-    assert not lost
-    passed = True
-    fronts.turn()
-    assert lost == ["saved"]
-
-
 def test_host_pages_are_left_alone_when_the_processor_wants_them(scene: Scene) -> None:
     fronts = Fronts(scene)
     fronts.begin().hcache_meeting = None
@@ -650,13 +640,11 @@ def test_host_pages_are_left_alone_when_the_processor_wants_them(scene: Scene) -
 
 
 def test_what_was_restored_is_given_back_when_it_means_nothing_any_more(scene: Scene) -> None:
-    fronts, settled = Fronts(scene), []
-    fronts.settle = settled.append
+    fronts = Fronts(scene)
     fronts.begin()
     fronts.turn()
     assert scene.pages.count() == PAGES - 8
     fronts.eager.give_back()
-    assert settled == [[0, 1]]  # later these host pages may be others
     assert (scene.pages.count(), fronts.eager._restores.pages) == (PAGES, 0)
     assert fronts.eager._restores.hand_out(np.arange(2)).ready.tolist() == [False] * 2  # type: ignore[union-attr]
 
@@ -683,23 +671,20 @@ def test_tokens_before_a_prefetch_are_found_unless_they_were_evicted(
 
 
 def test_a_host_page_is_freed_behind_what_is_to_be_done_once_it_is_saved(scene: Scene) -> None:
-    fronts, settled = Fronts(scene), []
-    fronts.settle = settled.append
+    fronts = Fronts(scene)
     fronts.begin()
     fronts.turn()
     fronts.pool.on_freed[0](np.array([1]))
-    assert settled == [[0, 1]]
+    assert fronts.settled == [[], [0, 1]]
     assert fronts.eager._restores.prepared(np.arange(2)).tolist() == [True, False]
 
 
 def test_what_did_not_fit_when_it_was_saved_is_lost_in_a_later_turn(scene: Scene) -> None:
-    fronts, lost = Fronts(scene), []
-    fronts.settle = lost.append
+    fronts = Fronts(scene)
     fronts.begin()
     fronts.turn()
-    fronts.eager._saving.record().synchronize()
     fronts.turn()
-    assert lost[:1] == [[0, 1]]
+    assert fronts.settled == [[], [0, 1]]
 
 
 def test_nothing_is_recomputed_whole_for_a_prefetch_that_has_ended(scene: Scene) -> None:

@@ -50,6 +50,7 @@ def eager(checker: Checker) -> None:
         page_layout=loading.pool.layout,
         page_ids=lambda indices: indices[::SIZE].numpy() // SIZE,
         on_freed=[],
+        settle=lambda: None,
     )
     budget = SliceBudget(1.0, 4 * SIZE, lambda tokens, prefix: 0.01 * tokens, known=True)
     eager = EagerLoads(pages, pool, loading.pipeline, loading.queue, PAGES, budget)  # type: ignore[arg-type]

@@ -124,19 +124,6 @@ def test_nothing_is_put_behind_a_page_that_no_known_node_has(counted: dict[str, 
     assert counted == {"put_again": 1, "not_put_again": 2}
 
 
-def test_what_can_never_be_in_l3_is_not_put_again_nor_what_is_behind_it(
-    counted: dict[str, int],
-) -> None:
-    store, cache = Store(), Cache()
-    never = key_bytes(KEYS[61])
-    repairs = Repairs(store.take_gaps, 1, lambda key: key == never)
-    for node in cache.nodes:
-        repairs.saw(cache, node)
-    store.lacks(10, 61, 62, 110)
-    assert idle(repairs, cache) == [0]
-    assert counted == {"put_again": 1, "not_put_again": 0}
-
-
 def test_a_node_that_is_being_written_is_waited_for(counted: dict[str, int]) -> None:
     store, cache = Store(), Cache()
     repairs = seen(store, cache)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from hcache_backend.engine.host_pool import HostPages
-from hcache_backend.engine.kv_pages.overflow import OverflowArea
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.startup.page_plan import kv_bytes_per_token, plan_host_pages
 from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer
@@ -47,9 +46,7 @@ def test_as_many_pages_fit_as_were_asked_for(codec: str) -> None:
         layout,
         budget_bytes=1e12,
         with_shadows=True,
-        least_overflow=OverflowArea.least_bytes(kv, (1, 2) if used != "none" else ()),
     )
-    wanted = HostPages(found.pages, found.shadows, found.overflow)
+    wanted = HostPages(found.pages, found.shadows)
     assert plan(size_gb=(found.host_bytes + 1) / 1e9, ratio=0) == wanted
     assert plan(size_gb=0, ratio=found.ratio + 1e-9) == wanted
-    assert bool(found.overflow) == (codec != "none")
