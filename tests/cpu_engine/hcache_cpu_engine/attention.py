@@ -2,8 +2,8 @@
 
 `sgl_kernel` has these operators for processors with AMX; here they run on every processor. Unlike
 SGLang's `torch_native`, they compute new tokens only, read the pool of sliding windows by its own
-slots, and know sinks, capped scores, token trees and FP8 caches. Outputs
-are those of `torch_native` to the last bit, except for a single new token behind a prefix.
+slots, and know sinks, capped scores, token trees and FP8 caches. Outputs of plain decoders are
+those of `torch_native` to the last bit, except for single new tokens.
 
 With `HCACHE_CPU_REORDER_SUMS=1` the order of sums depends on the number of rows: see `reordering`.
 """
