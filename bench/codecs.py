@@ -134,7 +134,7 @@ def measure(script: Script, model: Model, dtypes: Sequence[str], machine: Machin
         serve = _Servers(Path(model.path), machine, Path(scratch), advance)
         rows = [row for dtype in dtypes for row in _rows(serve, script, texts, dtype)]
     return {
-        **stamp(machine),
+        **stamp(machine, machine.exact_attention),
         "model": model.about,
         **asdict(script),
         "codecs": rows,
@@ -213,8 +213,7 @@ class _Servers:
                 pool_tokens=_POOL_TOKENS,
                 hcache=hcache,
                 dtype=dtype,
-                attention_backend="torch_native",
-                chunked_prefill_size=_POOL_TOKENS,
+                attention_backend=self._machine.exact_attention,
             )
         )
 

@@ -21,7 +21,8 @@ def markdown(report: Mapping[str, Any]) -> str:
     """The report as a document: a table for each part."""
     parts = [
         f"# Methods compared on {report['device']}",
-        f"SGLang {report['sglang_version']}, {report['date']}. Model: {report['model']}.",
+        f"SGLang {report['sglang_version']}, attention backend {report['attention_backend']}, "
+        f"{report['date']}. Model: {report['model']}.",
     ]
     for part, paragraphs in (("restore", _restores), ("saving", _saving), ("load", _load)):
         if part in report:

@@ -112,9 +112,7 @@ def run_method(
         pool_tokens=POOL_TOKENS,
         hcache={"codec": codec},
         dtype=dtype,
-        # The one backend that computes float32 exactly on every device.
-        attention_backend="torch_native",
-        chunked_prefill_size=POOL_TOKENS,
+        attention_backend=machine.exact_attention,
     )
     advance(f"{name}: starting SGLang")
     with restorer(options, l3) as server:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from bench.harness.options import Device
+from bench.harness.options import CPU_ATTENTION, Device
 from hcache_backend.engine.arguments import sglang_version
 from hcache_backend.partition.profile import processor_name
 
@@ -26,6 +26,11 @@ class Machine:
     device: Device
     name: str
     sglang: str
+
+    @property
+    def exact_attention(self) -> str:
+        """The attention backend that computes float32 exactly."""
+        return CPU_ATTENTION if self.device == "cpu" else "torch_native"
 
 
 def find_machine() -> Machine:

@@ -102,10 +102,7 @@ def server_options(
         # Methods are compared by what their hits take: every hit is read.
         ours = {"min_gain": 0, **method.hcache, **(hcache or {})}
         config = hcache_config(pages, prefetch_threshold=PAGE_SIZE, **ours)
-    if machine.device == "cpu":
-        # torch_native pads what it computes to the whole sequence, chunk by chunk.
-        options.setdefault("chunked_prefill_size", pool_tokens)
-    else:
+    if machine.device != "cpu":
         options = {"dtype": None, "attention_backend": None, **options}
     return ServerOptions(
         model=model,

@@ -19,6 +19,8 @@ MODULE = "sglang.launch_server"
 ENVIRONMENT = dict(os.environ)
 """As this interpreter found it: pytest, torch and tests write to `os.environ`, and a server whose
 environment differs from that of the nursery's imports cannot be forked. Use `extra_env`."""
+CPU_ATTENTION = "intel_amx"
+"""SGLang's route for CPUs; the CPU engine has its operators in PyTorch. Exact in float32."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -31,8 +33,7 @@ class ServerOptions:
         log: File for the server's output; its folder is the server's working directory.
         cache: HiCache (host memory behind the device), prefixes on the device only, or no cache.
         dtype: None: the model's own.
-        attention_backend: None: SGLang's choice. ``torch_native`` computes float32 exactly on
-            every device.
+        attention_backend: None: SGLang's choice.
         extra_config: What the L3 backend gets; a string (`@file.toml`) is passed on as it is.
         metrics: The server has /metrics.
         fork: On the CPU engine: fork the server off the nursery, and its workers off it, which
@@ -45,7 +46,7 @@ class ServerOptions:
     device: Device = "cpu"
     cache: Literal["hicache", "radix", "none"] = "hicache"
     dtype: str | None = "float32"
-    attention_backend: str | None = "torch_native"
+    attention_backend: str | None = CPU_ATTENTION
     page_size: int = 64
     max_total_tokens: int = 4096
     chunked_prefill_size: int | None = None

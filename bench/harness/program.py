@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from rich.progress import Progress
 
 from bench.harness.machine import Machine, MachineError
+from bench.harness.options import CPU_ATTENTION
 from bench.harness.server import ServerError, unwind_when_terminated
 from bench.workload.base import WorkloadError
 from hcache_backend.cli.client import UnusableServer
@@ -117,11 +118,17 @@ def steps(total: int) -> Iterator[tuple[Progress, Callable[[str], None]]]:
         yield bar, advance
 
 
-def stamp(machine: Machine) -> dict[str, Any]:
-    """When and where results were measured."""
+def stamp(machine: Machine, attention: str | None = None) -> dict[str, Any]:
+    """When and where results were measured, and by which attention backend of SGLang.
+
+    Args:
+        attention: The backend that the program asked for; None: the harness's choice.
+    """
+    default = CPU_ATTENTION if machine.device == "cpu" else "SGLang's choice"
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": machine.name,
         "device_type": machine.device,
         "sglang_version": machine.sglang,
+        "attention_backend": attention or default,
     }

@@ -138,7 +138,6 @@ def taking_turns(
                 model,
                 folder,
                 pool_tokens=3 * (tokens + PAGE_SIZE + QUESTION),
-                extra_env={"HCACHE_CPU_ATTENTION": "new"},
                 extra_args=("--mem-fraction-static", "0.5"),  # the others' weights count as used
                 **options,
             )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from bench.fixtures.text import Texts, corpus, encoder
 from bench.harness.models import VOCAB, build_model
 from bench.harness.server import Reply, Server, ServerOptions
 from hcache_backend.server_report import read_report
+from tests.cpu_engine.hcache_cpu_engine import reordering
 from tests.engine.harness.conversations import converse, make_conversations, random_tokens
 from tests.engine.harness.ours import (
     assert_no_cache_output,
@@ -185,17 +187,19 @@ def compared(got: Sequence[Reply], want: Sequence[Reply]) -> dict[str, float]:
 def compared_with_no_cache(
     model: Path,
     prompts: Sequence[Sequence[int]],
-    choices: Mapping[str, Mapping[str, str]],
+    choices: Mapping[str, Mapping[str, object]],
     folder: Path,
     record_property: Callable[[str, object], None],
+    extra_env: Mapping[str, str] | None = None,
 ) -> dict[str, dict[str, float]]:
     """What servers with other options make of the histories, by the name of the choice; ``own``:
     what the model itself makes of them in prefills of two pages."""
-    plain = ServerOptions(model, folder / "plain.log", cache="none", dtype="bfloat16")
+    common: dict[str, Any] = {"dtype": "bfloat16", "extra_env": extra_env or {}}
+    plain = ServerOptions(model, folder / "plain.log", cache="none", **common)
     servers = {"own": replace(plain, log=folder / "own.log", chunked_prefill_size=128)}
     for name, hcache in choices.items():
         servers[name] = our_server(
-            model, folder / name, hcache=hcache, dtype="bfloat16", hicache_ratio=8.0
+            model, folder / name, hcache=dict(hcache), hicache_ratio=8.0, **common
         )
     want, found = replies(plain, prompts), {}
     for name, options in servers.items():
@@ -229,6 +233,26 @@ def test_bfloat16_replies_behind_restored_histories_differ_no_more_than_ties_do(
     for name in choices:
         assert found[name]["differ"] <= own["differ"] + count / 8
         assert found[name]["mean"] <= 2 * own["mean"]
+
+
+def test_recomputed_layers_are_as_exact_as_loaded_ones_where_sums_depend_on_the_number_of_rows(
+    model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """As on every GPU: the model itself differs in its last bits at another batch size."""
+    choices = {
+        "kv": {"mode": "kv", "recompute": "never"},
+        "recomputed": {"partition": partition(2, 0, 2)},
+        "hidden": {"partition": partition(2, 2, 0)},
+    }
+    prompts = [random_tokens(320, 7_000 + seed) for seed in range(16)]
+    reordered = {reordering.VARIABLE: "1"}
+    found = compared_with_no_cache(model, prompts, choices, tmp_path, record_property, reordered)
+    for name in ("recomputed", "hidden"):
+        log = (tmp_path / name / "server.log").read_text()
+        assert "hcache: exactness: recomputed layers: " in log
+        assert "layers are not recomputed" not in log
+        assert found[name]["differ"] <= max(found["kv"]["differ"], found["own"]["differ"]) + 2
+        assert found[name]["mean"] <= 2 * max(found["kv"]["mean"], found["own"]["mean"])
 
 
 @pytest.mark.long

@@ -139,6 +139,7 @@ class DecodeGraphs:
 
         runner = self._runner
         with torch.inference_mode(), forward_context(ForwardContext(runner.attn_backend)):
+            runner.attn_backend.init_forward_metadata(batch)
             return runner.model.forward(batch.input_ids, batch.positions, batch)
 
     def _take(self, original: Any, hooks: Any, layer: int, hidden: Any) -> None:

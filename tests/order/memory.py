@@ -152,7 +152,7 @@ class Memory:
         if not held:
             block.used[actor] = step
         for before in ("write", "read") if how == "write" else ("write",):
-            for other, steps in block.last[before].items():
+            for other, steps in list(block.last[before].items()):  # threads of the host add to it
                 touched = steps[region]
                 last = int(touched.max()) if other != actor and touched.size else 0
                 if not clocks.behind(actor, other, last):

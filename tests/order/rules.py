@@ -59,12 +59,12 @@ KERNEL_REFERENCES = (
         ("/kernels/",),
     ),
     Silence(
-        "SGLang's page allocator asks for slots by a Triton kernel; the CPU engine has a loop.",
+        "SGLang asks for slots and attends by kernels; the CPU engine has loops over requests.",
         ("/mem_cache/allocator/paged.py", "/hcache_cpu_engine/"),
     ),
     Silence(
-        "The attention backend for CPUs slices requests apart by their lengths, on the host.",
-        ("/torch_native_backend.py", "/cuda_graph_buffer_registry.py"),
+        "The attention backend for CPUs reads the longest request's length on the host.",
+        ("/intel_amx_backend.py", "/cuda_graph_buffer_registry.py"),
     ),
     Silence(
         "Torch stand-ins of SGLang's own kernels.",
@@ -83,7 +83,7 @@ HOST_MEMORY = (
 READ_ONCE = Silence(
     "GPU backends turn req_to_token into page tables once, at the begin of a step; the one for "
     "CPUs reads it again in every layer, behind SGLang's barrier.",
-    ("/torch_native_backend.py",),
+    ("/hcache_cpu_engine/attention.py",),
 )
 
 

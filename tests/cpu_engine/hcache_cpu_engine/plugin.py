@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import attention, transfers
+from . import attention, reordering, transfers
 
 
 def activate() -> None:
@@ -29,6 +29,7 @@ def activate() -> None:
             _share_metrics_between_processes()
     transfers.install()
     attention.install()
+    reordering.install()
 
 
 def _name_operators() -> None:

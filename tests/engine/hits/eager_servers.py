@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ def eager_server(
     *,
     faults: str = "batches_in_step",
     extra_args: Sequence[str] = (),
+    extra_env: Mapping[str, str] | None = None,
     **options: Any,
 ) -> ServerOptions:
     """A server that stores layers as ``stored`` says (see ``STORED``).
@@ -54,7 +55,7 @@ def eager_server(
         hcache=STORED[stored],
         metrics=True,
         extra_args=("--watchdog-timeout", "240", *extra_args),
-        extra_env=env | faulty(faults, in_step),
+        extra_env=env | faulty(faults, in_step) | dict(extra_env or {}),
         page_size=PAGE,
         **options,
     )

@@ -252,6 +252,7 @@ def comparison() -> dict[str, Any]:
         "date": "2026-01-01",
         "device": "a CPU",
         "sglang_version": "0.5.21",
+        "attention_backend": "intel_amx",
         "model": "a model",
         "restore": report(plan, rows, Rates(66e6, 22e6)),
         "saving": {

@@ -1,0 +1,48 @@
+"""Sums in an order that depends on the number of rows, as GPUs have them.
+
+On a CPU, attention sums in one order in every batch, and products change theirs for few numbers of
+rows. A GPU splits the sums of few rows over its processors (split-K, attention in several parts of
+the keys). With the variable set, products of linear layers and attention do so. Nothing else
+differs: partial sums are float32, and a result is rounded once.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+VARIABLE = "HCACHE_CPU_REORDER_SUMS"
+"""`1`: the order depends on the number of rows."""
+
+_PARTS = ((16, 4), (64, 3), (256, 2))
+"""Up to so many rows, so many parts; one part of more."""
+
+
+def splits(rows: int) -> int:
+    """Into how many parts the sums of so many rows are split; 0: nothing is reordered."""
+    if os.environ.get(VARIABLE) != "1":
+        return 0
+    return next((parts for most, parts in _PARTS if rows <= most), 1)
+
+
+def install() -> None:
+    """Split the products of linear layers, the model's and those of projections alike."""
+    if os.environ.get(VARIABLE) == "1":
+        torch.nn.functional.linear = linear
+
+
+def linear(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`rows @ weight.T + bias`, for `[..., k]` and `[n, k]`."""
+    width = rows.shape[-1]
+    parts = splits(rows.numel() // width)
+    size = -(-width // parts)
+    total: torch.Tensor | None = None
+    for start in range(0, width, size):
+        part = slice(start, start + size)
+        product = rows[..., part].float() @ weight[:, part].float().t()
+        total = product if total is None else total + product
+    assert total is not None
+    return (total if bias is None else total + bias.float()).to(rows.dtype)
