@@ -34,6 +34,7 @@ class ServerOptions:
         cache: HiCache (host memory behind the device), prefixes on the device only, or no cache.
         dtype: None: the model's own.
         attention_backend: None: SGLang's choice.
+        hicache_ratio: None: SGLang divides the machine's memory.
         extra_config: What the L3 backend gets; a string (`@file.toml`) is passed on as it is.
         metrics: The server has /metrics.
         fork: On the CPU engine: fork the server off the nursery, and its workers off it, which
@@ -53,7 +54,7 @@ class ServerOptions:
     overlap: bool = False
     write_policy: str = "write_through"
     prefetch_policy: str = "wait_complete"
-    hicache_ratio: float = 2.0
+    hicache_ratio: float | None = 2.0
     hicache_size_gb: int | None = None
     mem_layout: str = "page_first"
     io_backend: str = "kernel"
@@ -104,11 +105,13 @@ class ServerOptions:
 
     def _hicache_args(self) -> list[Any]:
         args: list[Any] = [
-            *("--enable-hierarchical-cache", "--hicache-ratio", self.hicache_ratio),
+            "--enable-hierarchical-cache",
             *("--hicache-write-policy", self.write_policy),
             *("--hicache-mem-layout", self.mem_layout, "--hicache-io-backend", self.io_backend),
             *("--hicache-storage-prefetch-policy", self.prefetch_policy),
         ]
+        if self.hicache_ratio is not None:
+            args += ["--hicache-ratio", self.hicache_ratio]
         if self.hicache_size_gb is not None:
             args += ["--hicache-size", self.hicache_size_gb]
         if self.storage_backend is not None:

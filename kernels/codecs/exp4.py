@@ -221,7 +221,7 @@ def in_plane(at, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
 
 # One word of two values becomes 16 bits of sign and mantissa and 8 bits of codes: nothing moves
 # between threads but the ranks of exceptions.
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["items", "pages", "fits"])
 def encode_kernel(
     first,  # int32 [all items, PIECES * TOKENS * GROUPS * WIDTH]: two bfloat16 values each
     second,
@@ -305,7 +305,7 @@ def _code(exponent, lowest, extra):
     return tl.where(exponent == extra, 15, code)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["items"])
 def decode_kernel(
     encoded,  # uint8 [p, PLANES * GROUPS * PIECES, 6 * TOKENS * WIDTH + TAIL]
     first,  # int32 [all items, PIECES * TOKENS * GROUPS * WIDTH]

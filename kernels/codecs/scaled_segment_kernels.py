@@ -28,7 +28,7 @@ def _first_value(
     return (token * GROUPS + unit // PIECES) * WIDTH
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["items", "pages", "fits"])
 def encode_kernel(
     k,  # floats [all items, PIECES * TOKENS * GROUPS * WIDTH]
     v,
@@ -132,7 +132,7 @@ def _encode_lines(
     return tl.min((usable | (bits == 0)).to(tl.int32), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["items"])
 def decode_kernel(
     encoded,  # uint8 [p, GROUPS * PIECES * (K_BYTES + V_BYTES)]
     k,  # floats [all items, PIECES * TOKENS * GROUPS * WIDTH]

@@ -364,8 +364,8 @@ def launches_of(n: int) -> dict[str, Launch]:
         "project": fused_launches(replace(call, **tokens), config)[0],
         "encode": exp4.encode_launch(rows, encoded, empty(n)),
         "decode": exp4.decode_launch(encoded, rows),
-        "encode segments": int8.encode_launch(planes, ids(n), memory, ids(n), offset, flags),
-        "decode segments": int8.decode_launch(segments, planes, ids(n)),
+        "encode segments": int8.encode_launch(planes, some, memory, some, offset, flags),
+        "decode segments": int8.decode_launch(segments, planes, some),
     }
 
 

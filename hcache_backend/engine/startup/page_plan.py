@@ -252,7 +252,14 @@ def plan_host_pages(
         )
     if given > budget_bytes:
         wanted, there = _gigabytes(given, budget_bytes)
-        raise Refused(f"{option} asks for {wanted} GB of host memory and {there} GB are there")
+        if size_gb > 0:
+            most = f"--hicache-size {int(budget_bytes // 1e9)}"
+        else:
+            most = f"--hicache-ratio {int(100 * ratio * budget_bytes / given) / 100:.2f}"
+        raise Refused(
+            f"{option} asks for {wanted} GB of host memory and {there} GB are there; {most} is the "
+            "most that fits"
+        )
     return HostPages(host, shadows)
 
 

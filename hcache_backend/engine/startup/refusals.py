@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
 from hcache_backend.engine.arguments import decodes_for_others, resolved, serves_adapters
@@ -38,6 +39,10 @@ def own_pages_refusal(runtime: Runtime, kvcache: Any) -> str | None:
             decodes_for_others(runtime.runner.server_args),
             "a server that decodes for prefill servers, or may after a role switch, fails a "
             "request whose load is refused",
+        ),
+        (
+            envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
+            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING: the KV pool grows after host memory is divided",
         ),
         (kvcache.dtype not in TOLERANCE, f"KV quantised as {kvcache.dtype}"),
         (

@@ -194,6 +194,18 @@ def test_a_sliding_window_comes_back_with_the_pages_before_it(
     assert len(stored_pages(tmp_path)) == 10 + 2
 
 
+@pytest.mark.versions
+def test_sglangs_own_sizing_of_host_memory(model: Path, tmp_path: Path) -> None:
+    """Neither ratio nor size: SGLang divides the machine's memory."""
+    options = our_server(model, tmp_path, hcache={"mode": "kv"}, hicache_ratio=None)
+    with Server(options) as server:
+        server.wait_for_log("HiCache auto-sizing: ratio")
+        assert OWN_PAGES in server.log_text()
+        conversations = converse(server, make_conversations(2, turns=3))
+    assert_restored_from_l3(conversations, 64)
+    assert_no_cache_output(model, conversations)
+
+
 def test_adapters_mean_k_and_v_and_no_pages_shared_with_other_adapters_or_salts(
     model: Path, model_cache: Path, tmp_path: Path
 ) -> None:

@@ -115,6 +115,26 @@ def test_the_smallest_memory_that_is_named_will_do() -> None:
         pages(enough - 0.02)
 
 
+@pytest.mark.parametrize(("size_gb", "ratio"), [(0, 2.0), (8, 0.0)])
+def test_the_largest_memory_that_is_named_fits(size_gb: int, ratio: float) -> None:
+    """SGLang would end the server: nothing asks for less by itself if a size is given."""
+    device = kv_cache_of_llama_3_8b(64)
+    layout = PageLayout(64, (hidden_layer(64, 2048, 1024, "none"),) * 32)
+    there = 5.5e9
+
+    def pages(size_gb: float, ratio: float) -> HostPages:
+        return plan_host_pages(device, layout, size_gb, ratio, there, with_shadows=False)
+
+    with pytest.raises(Refused, match=r"GB are there; --hicache-\w+ [\d.]+ is the most") as refused:
+        pages(size_gb, ratio)
+    words = str(refused.value).split("; ")[1].split()
+    assert words[0] == ("--hicache-size" if size_gb else "--hicache-ratio")
+    most = float(words[1])
+    assert pages(most if size_gb else 0, 0.0 if size_gb else most).host >= 1
+    with pytest.raises(Refused):
+        pages(most + 1 if size_gb else 0, 0.0 if size_gb else most + 0.02)
+
+
 def test_copies_are_tried_with_and_without_the_codec() -> None:
     for codec in ("none", *SEGMENT_CODECS):
         device = kv_pool()

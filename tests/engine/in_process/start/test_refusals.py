@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.environ import envs
 
 from hcache_backend.capture.staging import Staging
 from hcache_backend.config import HCacheConfig
@@ -62,6 +63,12 @@ def test_prefill_graphs_that_would_not_wait_for_a_restore(
 ) -> None:
     said = refusals.refusal(*server(monkeypatch, prefill))
     assert said is None if reason is None else reason in str(said)
+
+
+def test_a_pool_that_grows_after_graphs_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    with envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.override(True):
+        said = refusals.own_pages_refusal(*server(monkeypatch, "full"))
+    assert "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING" in str(said)
 
 
 @pytest.mark.parametrize(
