@@ -78,8 +78,6 @@ class KrulOption(BaseModel):
             mean square in each head; above it, a pair's slot holds both layers in ``fp8``.
         kl: Largest divergence of what the model says behind merged pages from what it says behind
             its own K and V, in nats per token of the self-check; above it, nothing is merged.
-        distance: What the merged layers are closest in: ``attention``, or ``output``, what a merge
-            does to the output of attention.
         pairs: Pairs of layers to be merged, if they may be; None: the closest ones at the end of
             what is stored together.
     """
@@ -90,7 +88,6 @@ class KrulOption(BaseModel):
     gamma: float = Field(default=0.5, ge=0, le=1, allow_inf_nan=False)
     error: float = Field(default=0.2, ge=0, allow_inf_nan=False)
     kl: float = Field(default=0.01, ge=0, allow_inf_nan=False)
-    distance: Literal["attention", "output"] = "attention"
     pairs: tuple[tuple[int, int], ...] | None = None
 
     @field_validator("pairs", mode="before")

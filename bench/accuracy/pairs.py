@@ -10,16 +10,16 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 
 import torch
 
 from bench.accuracy.engine import Engine, History
+from bench.accuracy.probes import KV, LayerProbe, output_distances
 from bench.harness.methods import PAGE_SIZE
 from hcache_backend.krul.pair_forms import MergedPair, PairForm, changes_of_merges
 from hcache_backend.krul.paired_layout import CodedPair
 from hcache_backend.krul.selection import Strategy, closest_pairs
-from hcache_backend.krul.statistics import KV, LayerProbe, PairSums, attention_sums, output_sums
+from hcache_backend.krul.statistics import PairSums, attention_sums
 from hcache_kernels.codecs import Cut
 
 Choice = Callable[[Engine, History], Strategy]
@@ -134,8 +134,7 @@ def _output_distances(engine: Engine, history: History) -> torch.Tensor:
     def merge(first: KV, second: KV) -> tuple[KV, KV]:
         return _round_trip(form, first, second)[:2]
 
-    probes = _probes(engine, history)
-    return output_sums(probes, combinations(range(len(probes)), 2), merge).distances.cpu()
+    return output_distances(_probes(engine, history), merge).cpu()
 
 
 def _closest(distances: torch.Tensor) -> Strategy:

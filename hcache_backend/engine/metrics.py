@@ -194,11 +194,11 @@ PAIRS = Metric(
 PAIR_DISTANCES = Metric(
     Histogram,
     "hcache_pair_distance",
-    "Distance of the layers of each pair that was chosen for a node, by the pair's code",
+    "Distance of the attention of the layers of each pair chosen for a node, by the pair's code",
     "code",
     buckets=tuple(base * 10.0**power for power in range(-3, 1) for base in (1, 2, 5)),
 )
-"""By option ``krul.distance``; of the pairs whose distance was looked at."""
+"""Of pairs that were chosen by it: those of the start are not among them."""
 
 BEHIND = Metric(
     Gauge,

@@ -8,24 +8,16 @@ layers exist together, as in a decode step, and are gone before those of the nex
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
-
-KV = tuple[torch.Tensor, torch.Tensor]
-"""K ``[n, kv_heads, dim]`` and V ``[n, kv_heads, value_dim]`` of one layer."""
 
 PROBE_TOKENS = 32
 """How many of the last tokens are asked."""
 _ENDS = 0.1
 """Share of the tokens that are the first ones, and of those that are the last ones."""
-
-_OUTPUT_TOKENS = 64, 192
-"""So many first and last tokens are merged to compare the output of attention: with each two of 32
-layers merged, a probe takes at most one and a half decode steps."""
-_TINY = 1e-30
 _WEIGHTS = 1 << 24
 """So many weights of attention exist at once, or those of one query in the heads of a KV head."""
 
@@ -53,32 +45,6 @@ class ProbedLayer(Protocol):
     def keys(self, heads: slice) -> torch.Tensor:
         """K of all tokens in some heads, ``[n, heads, dim]``; its type may be another one."""
 
-    def kv_of(self, tokens: torch.Tensor | None) -> KV:
-        """K and V of tokens with these numbers (int64 ``[m]``, on the device); None: of all."""
-
-
-class LayerProbe(NamedTuple):
-    """A :class:`ProbedLayer` whose K and V, of all tokens, are at hand."""
-
-    q: torch.Tensor
-    kv: KV
-    scale: float
-
-    @property
-    def length(self) -> int:
-        return len(self.kv[0])
-
-    @property
-    def kv_heads(self) -> int:
-        return self.kv[0].shape[1]
-
-    def keys(self, heads: slice) -> torch.Tensor:
-        return self.kv[0][:, heads]
-
-    def kv_of(self, tokens: torch.Tensor | None) -> KV:
-        k, v = self.kv
-        return (k, v) if tokens is None else (k[tokens], v[tokens])
-
 
 @dataclass(frozen=True)
 class PairSums:
@@ -89,34 +55,31 @@ class PairSums:
     Attributes:
         rows: How many.
         mass: Weights on the first and on the last tenth of what a query sees, float64 ``[layers]``.
-        size: What squared differences of a layer are relative to, float64 ``[layers]``.
-        squared: ``squared[i, j]`` is the squared difference that sharing with layer ``j`` makes in
-            layer ``i``, float64 ``[layers, layers]``.
+        squared: Squared differences of each two layers, float64 ``[layers, layers]``, symmetric.
     """
 
     rows: int
     mass: torch.Tensor
-    size: torch.Tensor
     squared: torch.Tensor
 
     def __add__(self, other: PairSums) -> PairSums:
         return PairSums.unpacked(self.packed() + other.packed(), len(self.mass))
 
     def packed(self) -> torch.Tensor:
-        """All of them, float64 ``[1 + 2 * layers + layers ** 2]``, on their device."""
+        """All of them, float64 ``[1 + layers + layers ** 2]``, on their device."""
         rows = torch.full_like(self.mass[:1], self.rows)
-        return torch.cat((rows, self.mass, self.size, self.squared.flatten()))
+        return torch.cat((rows, self.mass, self.squared.flatten()))
 
     @staticmethod
     def packed_size(layers: int) -> int:
         """How many numbers :meth:`packed` has."""
-        return 1 + 2 * layers + layers**2
+        return 1 + layers + layers**2
 
     @classmethod
     def unpacked(cls, packed: torch.Tensor, layers: int) -> PairSums:
         """What :meth:`packed` returned, or a sum of such."""
-        rows, mass, size, squared = packed.split([1, layers, layers, layers**2])
-        return cls(int(rows), mass, size, squared.view(layers, layers))
+        rows, mass, squared = packed.split([1, layers, layers**2])
+        return cls(int(rows), mass, squared.view(layers, layers))
 
     @property
     def initial_recent(self) -> torch.Tensor:
@@ -126,14 +89,8 @@ class PairSums:
 
     @property
     def distances(self) -> torch.Tensor:
-        """Root mean square of the relative differences in both layers, float64 ``[layers,
-        layers]``."""
-        relative = self.squared / self.size.clamp_min(_TINY)[:, None]
-        return ((relative + relative.T) / 2).sqrt()
-
-
-Measure = Callable[[Sequence[ProbedLayer]], PairSums]
-"""What is found out of layers that were asked: :func:`attention_sums`, say."""
+        """Root mean square of the differences, float64 ``[layers, layers]``, symmetric."""
+        return (self.squared / self.rows).sqrt()
 
 
 def attention_sums(layers: Sequence[ProbedLayer]) -> PairSums:
@@ -150,56 +107,7 @@ def attention_sums(layers: Sequence[ProbedLayer]) -> PairSums:
         # By differences: products of rows would lose the small distances, which are chosen.
         found = torch.cdist(flat, flat, compute_mode="donot_use_mm_for_euclid_dist")
         squared += found.double().square()
-    rows = tokens * heads
-    return PairSums(rows, mass, torch.full_like(mass, rows), squared)
-
-
-def output_sums(
-    layers: Sequence[ProbedLayer],
-    pairs: Iterable[tuple[int, int]],
-    merge: Callable[[KV, KV], tuple[KV, KV]],
-    seen: torch.Tensor | None = None,
-) -> PairSums:
-    """Measure what merging two layers does to the output of the attention of both.
-
-    Args:
-        layers: In the order of the model.
-        pairs: Those that are tried; the difference of others is infinite.
-        merge: Returns what comes back of the K and V of two layers that are merged.
-        seen: Numbers of the tokens that attention is looked at of here, in order and with all that
-            ask at their end, int64 ``[m]``, on the device; None: all.
-
-    Raises:
-        ValueError: The layers have not the same heads or tokens.
-    """
-    tokens, heads = _shape(layers)
-    mass = _zeros(layers, 1)
-    for weights, inside in _weights(layers):
-        mass += _mass(weights, inside)
-    held = [layer.kv_of(seen) for layer in layers]
-    exact = [_output(layer, kv) for layer, kv in zip(layers, held, strict=True)]
-    size = torch.stack([output.double().square().sum() for output in exact])
-    squared = _zeros(layers, 2).fill_(math.inf).fill_diagonal_(0.0)
-    for pair in pairs:
-        merged = merge(held[pair[0]], held[pair[1]])
-        for layer, other, kv in zip(pair, reversed(pair), merged, strict=True):
-            error = _output(layers[layer], kv) - exact[layer]
-            squared[layer, other] = error.double().square().sum()
-    return PairSums(tokens * heads, mass, size, squared)
-
-
-def output_tokens(length: int, page_size: int, device: torch.device) -> torch.Tensor:
-    """The first and the last of ``length`` tokens, whole pages that :func:`output_sums` is to look
-    at; int64 ``[m]``, on the device.
-
-    Raises:
-        ValueError: All tokens are no whole pages.
-    """
-    if length % page_size:
-        raise ValueError(f"{length} tokens are no whole pages of {page_size}")
-    first, last = (-(-tokens // page_size) * page_size for tokens in _OUTPUT_TOKENS)
-    tokens = torch.arange(length, device=device)
-    return tokens if length <= first + last else torch.cat((tokens[:first], tokens[-last:]))
+    return PairSums(tokens * heads, mass, squared)
 
 
 def attention_weights(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
@@ -259,13 +167,6 @@ def _weights(layers: Sequence[ProbedLayer]) -> Iterator[tuple[torch.Tensor, torc
 
 def _mass(weights: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
     return weights.masked_fill(inside, 0.0).sum((1, 2, 3), dtype=torch.float64)
-
-
-def _output(layer: ProbedLayer, kv: KV) -> torch.Tensor:
-    """Output of attention with these K and V, float32 ``[kv_heads, group, t, value_dim]``."""
-    k, v = kv
-    weights = attention_weights(layer.q, k, layer.scale).unflatten(0, (k.shape[1], -1))
-    return torch.einsum("ghtn,ngd->ghtd", weights, v.float())
 
 
 def _shape(layers: Sequence[ProbedLayer]) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hcache_backend.krul.statistics import KV, ProbedLayer
+from hcache_backend.krul.statistics import ProbedLayer
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.streams import Stream, to_device
 
@@ -94,7 +94,7 @@ class RecomputePass:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A :class:`ProbedLayer` whose K and V are in the pool, in ``slots``."""
+    """A :class:`ProbedLayer` whose K are in the pool, in ``slots``."""
 
     q: torch.Tensor
     pool: PagedPool
@@ -115,10 +115,6 @@ class _Asked:
 
     def keys(self, heads: slice) -> torch.Tensor:
         return self.pool.fetch_keys(self.kernel, self.slots, self.q.dtype, heads)
-
-    def kv_of(self, tokens: torch.Tensor | None) -> KV:
-        slots = self.slots if tokens is None else self.slots[tokens]
-        return self.pool.fetch(self.kernel, slots, self.q.dtype)
 
 
 class _ProbePass(RecomputePass):

@@ -11,7 +11,6 @@ import torch
 from hcache_backend import streams
 from hcache_backend.engine.kv_pages.node_pairs import NodePairs
 from hcache_backend.krul.choice import PairChoice
-from hcache_backend.krul.statistics import PairSums
 from tests.order.checker import Checker
 from tests.order.scenario_restore import GPU, SIZE
 
@@ -23,13 +22,15 @@ def probes(checker: Checker) -> None:
     keys = checker.on_device(torch.ones((4 * TOKENS, 8)), "K")
     schedule, forward = checker.stream("schedule"), checker.stream("forward")
 
-    def probe(layers: int, token_ids: Any, slots: torch.Tensor) -> torch.Tensor:
-        return slots
-
-    def measure(slots: Any) -> PairSums:
-        keys[slots].sum()
-        none = torch.zeros(LAYERS, dtype=torch.float64)
-        return PairSums(1, none, none + 1, none.new_zeros(LAYERS, LAYERS))
+    def probe(layers: int, token_ids: Any, slots: torch.Tensor) -> list[Any]:
+        asked = SimpleNamespace(
+            q=torch.ones(len(token_ids), 1, 8),
+            scale=1.0,
+            length=len(slots),
+            kv_heads=1,
+            keys=lambda heads: keys[slots][:, None],
+        )
+        return [asked] * layers
 
     def slots_of(node: int, root: int) -> torch.Tensor:
         return streams.to_device(np.arange(TOKENS) + node * TOKENS, GPU)
@@ -44,7 +45,7 @@ def probes(checker: Checker) -> None:
     )
     layout: Any = SimpleNamespace(pairs=())
     choice = PairChoice(LAYERS, 0, (), 1.0, 0.5)
-    pairs = NodePairs(recomputer, measure, choice, layout, None, 1)
+    pairs = NodePairs(recomputer, choice, layout, None, 1)
     checker.begin()
     for node in range(4):
         forward.wait_stream(schedule)

@@ -44,7 +44,6 @@ def test_defaults_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ({"krul": 0.5}, 'must be a table, such as {"ratio": 0.5, "error": 0.3}'),
         ({"krul": {"ratio": 0}}, "option 'krul.ratio' is 0: Input should be greater than 0"),
         ({"krul": {"gama": 1.0}}, "unknown option 'krul.gama' (value 1.0); did you mean 'gamma'?"),
-        ({"krul": {"distance": "keys"}}, "Input should be 'attention' or 'output'"),
         ({"krul": {"kl": -1}}, "option 'krul.kl' is -1: Input should be greater than or equal"),
         ({"codec": "krul", "mode": "hidden"}, "option 'codec' is 'krul': options 'mode', "),
         ({"codec": "krul", "pages": "plain"}, "K and V of all layers be stored in own pages"),

@@ -10,7 +10,6 @@ step at one point.
 from __future__ import annotations
 
 import logging
-import math
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from hcache_backend.engine import metrics
 from hcache_backend.engine.ranks import on_all_ranks, sum_of_all_ranks
 from hcache_backend.krul.choice import PairChoice
 from hcache_backend.krul.paired_layout import CodedPair, PairedLayout
-from hcache_backend.krul.statistics import PROBE_TOKENS, Measure, PairSums
+from hcache_backend.krul.statistics import PROBE_TOKENS, PairSums, attention_sums
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.streams import Event, StreamFailed, current_stream, host_tensor
 
@@ -69,8 +68,7 @@ class NodePairs:
     """Chooses the pairs of nodes.
 
     Args:
-        recomputer: Runs the model...
-        measure: ...and looks at it so.
+        recomputer: Runs the model.
         choice: Chooses by what was found out.
         layout: The layout of pages of which nothing can be found out.
         group: The tensor-parallel ranks...
@@ -80,7 +78,6 @@ class NodePairs:
     def __init__(
         self,
         recomputer: Recomputer,
-        measure: Measure,
         choice: PairChoice,
         layout: PairedLayout,
         group: Any,
@@ -89,7 +86,6 @@ class NodePairs:
         self._recomputer: Recomputer | None = recomputer
         self._problem: Exception | None = None
         self._ranks = ranks
-        self._measure = measure
         self._choice = choice
         self._layout = layout
         self._group = group
@@ -191,7 +187,7 @@ class NodePairs:
                 return
             try:  # no rank waits for this one any more
                 with torch.inference_mode():
-                    found = self._measure(asked).packed()
+                    found = attention_sums(asked).packed()
                 sums.copy_(found, non_blocking=True)
             except Exception as error:
                 self._problem = error
@@ -224,8 +220,7 @@ class NodePairs:
         found = self._added(PairSums.unpacked(sums, self._choice.layers), node.tokens)
         pairs, distances = self._choice.by_distance(found), found.distances
         for first, second, code in pairs:
-            if (distance := float(distances[first, second])) < math.inf:
-                metrics.PAIR_DISTANCES.observe(code, distance)
+            metrics.PAIR_DISTANCES.observe(code, float(distances[first, second]))
         return pairs
 
     def _added(self, found: PairSums, tokens: _Tokens) -> PairSums:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,6 @@ from hcache_backend.krul.pair_forms import (
     changes_of_merges,
 )
 from hcache_backend.krul.paired_layout import PairedLayout, Slot
-from hcache_backend.krul.selection import Pair
-from hcache_backend.krul.statistics import KV, PairSums, ProbedLayer, output_sums, output_tokens
 from hcache_backend.page import PageLayout, StoredLayer
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.streams import to_device
@@ -165,29 +163,6 @@ class PairedSegments(KVSegments):
         held = [[plane[slots] for plane in self.planes(layer)] for layer in self.layers]
         units = [self._units.read_units(planes, pages) for planes in held]
         return changes_of_merges(self._merged, units)
-
-    def output_sums(self, pairs: Collection[Pair], layers: Sequence[ProbedLayer]) -> PairSums:
-        """What merging ``pairs`` does to the attention of the last tokens, whose sequence is of
-        whole pages.
-
-        Raises:
-            ValueError: It is not.
-        """
-        seen = output_tokens(layers[0].length, self.page_size, layers[0].q.device)
-        pages = torch.arange(len(seen) // self.page_size, device=seen.device)
-
-        def merge(*exact: KV) -> tuple[KV, KV]:
-            planes = [[part.to(self._units.dtype, copy=True) for part in kv] for kv in exact]
-            units = [self._units.read_units(each, pages) for each in planes]
-            rows, fits = self._slot.encode(MergedPair.name, *units)
-            decoded = self._slot.decode(MergedPair.name, rows)
-            for each, own, back in zip(planes, units, decoded, strict=True):
-                kept = torch.where(fits[:, None, None, None, None], back, own)
-                self._units.write_units(kept, each, pages)
-            (k, v), (other_k, other_v) = planes
-            return (k, v), (other_k, other_v)
-
-        return output_sums(layers, pairs, merge, seen)
 
     def code_of(self, layout: PageLayout, layer: int) -> str:
         assert isinstance(layout, PairedLayout)

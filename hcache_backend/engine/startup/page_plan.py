@@ -26,7 +26,6 @@ from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.page_layout import page_layout
 from hcache_backend.engine.startup.self_check import Probe
 from hcache_backend.krul.choice import PairChoice
-from hcache_backend.krul.statistics import Measure, attention_sums
 from hcache_backend.page import PageLayout
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.restore.exchange import Exchange, share_of_rank
@@ -55,8 +54,7 @@ class PagePlan:
         kv_codec: Encodes K and V...
         pairs: ...with so many pairs of layers, if it makes any,
         choice: which are chosen so,
-        probe: by a look at attention; None: there is no such choice, or it cannot be looked at,
-        measure: which is looked at so.
+        probe: by a look at attention; None: there is no such choice, or it cannot be looked at.
         kv: Copies the K and V that are stored.
         layout: Layout of a page.
         pages: How many pages there are; from :meth:`find_room`.
@@ -72,7 +70,6 @@ class PagePlan:
     layout: PageLayout = field(init=False)
     choice: PairChoice | None = field(init=False, default=None)
     probe: Recomputer | None = field(init=False, default=None)
-    measure: Measure = field(init=False, default_factory=lambda: attention_sums)
     pages: HostPages = field(init=False)
 
     def __post_init__(self) -> None:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -28,7 +27,7 @@ from hcache_backend.krul.choice import PairChoice
 from hcache_backend.krul.pair_forms import MergedPair
 from hcache_backend.krul.paired_layout import PairedLayout
 from hcache_backend.krul.selection import Pair, Strategy
-from hcache_backend.krul.statistics import PROBE_TOKENS, PairSums
+from hcache_backend.krul.statistics import PROBE_TOKENS, PairSums, attention_sums
 from hcache_backend.streams import current_stream
 
 logger = logging.getLogger("hcache")
@@ -91,7 +90,7 @@ def find_probe(runner: Any, plan: PagePlan, slots: torch.Tensor) -> PairSums:
         try:
             asked = recomputer.probe(recomputer.layers, ids, slots)
             with torch.inference_mode():
-                found.append(plan.measure(asked))
+                found.append(attention_sums(asked))
         except Exception as error:  # a model's own code, with a batch that it was not made for
             problems.append(error)
 
@@ -157,12 +156,10 @@ def check_output(
 def _use(plan: PagePlan, choice: PairChoice, option: KrulOption) -> PairedLayout:
     """Pages of the plan have the pairs of the option, in what is returned, until others are chosen
     so."""
-    layout, kv = plan.layout, plan.kv
-    assert isinstance(layout, PairedLayout) and isinstance(kv, PairedSegments)
+    layout = plan.layout
+    assert isinstance(layout, PairedLayout)
     plan.choice = choice
     plan.layout = layout = layout.with_pairs(choice.coded(option.pairs or ()))
-    if option.distance == "output":
-        plan.measure = partial(kv.output_sums, choice.mergeable)
     return layout
 
 

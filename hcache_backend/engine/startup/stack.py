@@ -90,7 +90,7 @@ class Stack:
         node_pairs, layout = None, plan.layout
         if plan.probe is not None and plan.choice is not None and isinstance(layout, PairedLayout):
             every = params.tp_cache_group, ranks.world_size
-            node_pairs = NodePairs(plan.probe, plan.measure, plan.choice, layout, *every)
+            node_pairs = NodePairs(plan.probe, plan.choice, layout, *every)
         result.cache_controller.check_by(checks, stages, node_pairs)
         return result
 

@@ -7,8 +7,9 @@ import random
 import pytest
 import torch
 
+from bench.accuracy.probes import LayerProbe
 from hcache_backend.krul.selection import Strategy, closest_pairs, initial_recent_layers
-from hcache_backend.krul.statistics import LayerProbe, attention_sums
+from hcache_backend.krul.statistics import attention_sums
 
 TOKENS, QUERIES, HEADS = 40, 2, 2
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ from hcache_backend.engine.startup.codec_choice import check_lossy
 from hcache_backend.engine.startup.page_plan import PagePlan
 from hcache_backend.engine.startup.pair_choice import check_output, find_mergeable
 from hcache_backend.krul.paired_layout import CodedPair, PairedLayout
-from hcache_backend.krul.statistics import LayerProbe, PairSums, output_sums
+from hcache_backend.krul.statistics import PairSums
 from tests.engine.in_process.encoded_kv.host import DEVICE_PAGES, bits, slots_of
 from tests.engine.in_process.encoded_kv.test_node_pairs import ranks, together
 from tests.engine.in_process.encoded_kv.test_pairs import LAYERS, plan_of
@@ -138,7 +137,7 @@ def differing(pairs: dict[tuple[int, int], float]) -> PairSums:
     squared = torch.full((LAYERS, LAYERS), 1.0, dtype=torch.float64)
     for (first, second), far in pairs.items():
         squared[first, second] = squared[second, first] = far
-    return PairSums(1, mass, mass + 1, squared)
+    return PairSums(1, mass, squared)
 
 
 def test_layers_that_are_furthest_from_each_other_are_tried_too(
@@ -146,7 +145,7 @@ def test_layers_that_are_furthest_from_each_other_are_tried_too(
 ) -> None:
     """In service others of the pairs that may be merged will be the closest ones."""
     plan, slots = plan_of(pairs=1), slots_of(1, 2, 3)
-    option = KrulOption(error=2, kl=1e-6, ratio=0.34, distance="output")
+    option = KrulOption(error=2, kl=1e-6, ratio=0.34)
     tried(plan, option)
     monkeypatch.setattr(pair_choice, "said_behind", saying(plan))  # by the last layer
     with caplog.at_level("INFO", "hcache"):
@@ -155,7 +154,6 @@ def test_layers_that_are_furthest_from_each_other_are_tried_too(
     assert "merging layers [(2, 5)] changes what the model says by" in caplog.text
     assert "only [(1, 4)] are merged" in caplog.text
     assert plan.choice is not None and plan.choice.mergeable == {(1, 4)}
-    assert plan.measure.args == ({(1, 4)},)  # type: ignore[attr-defined]
     assert isinstance(plan.layout, PairedLayout) and plan.layout.pairs == ((4, 5, "fp8"),)
 
 
@@ -187,36 +185,6 @@ def test_where_one_rank_cannot_merge_all_ranks_have_fp8(monkeypatch: pytest.Monk
         assert plan.choice is not None and not plan.choice.mergeable
         assert isinstance(plan.layout, PairedLayout)
         assert {code for *_, code in plan.layout.pairs} == {"fp8"}
-
-
-def test_pairs_by_output_are_those_whose_merge_changes_attention_least() -> None:
-    plan = plan_of()
-    alike(plan, 1, 4)
-    slots = slots_of(1, 2, 3)
-    find_mergeable(plan, KrulOption(error=2, distance="output"), slots, None)
-    queries = torch.randn(LAYERS, 8, 4, plan.kvcache.k_buffer[0].shape[2])
-    layers = [
-        LayerProbe(q, (k[slots], v[slots]), 0.1)
-        for q, k, v in zip(
-            queries.bfloat16(), plan.kvcache.k_buffer, plan.kvcache.v_buffer, strict=True
-        )
-    ]
-    sums = plan.measure(layers)
-    closest = sums.distances.fill_diagonal_(torch.inf).argmin()
-    assert divmod(int(closest), LAYERS) == (1, 4)
-    assert plan.choice is not None
-    chosen = replace(plan.choice, gamma=0.0).by_distance(sums)
-    assert (1, 4, "merged") in chosen
-    # What it measures changes nothing, and is what whole pages bring back.
-    first, second = layers[1].kv, layers[4].kv
-    assert torch.equal(first[0], plan.kvcache.k_buffer[1][slots])
-    assert torch.equal(second[1], plan.kvcache.v_buffer[4][slots])
-    kv = plan.kv.through_codec(
-        plan.layout.with_pairs(chosen),  # type: ignore[attr-defined]
-        [[plane[slots] for plane in plan.kv.planes(layer)] for layer in range(LAYERS)],
-    )[0]
-    wanted = output_sums(layers, [(1, 4)], lambda *_: (tuple(kv[1]), tuple(kv[4])))  # type: ignore[arg-type,return-value]
-    assert torch.equal(sums.squared[1, 4], wanted.squared[1, 4])
 
 
 def test_a_model_that_keeps_something_of_each_batch_is_not_asked_in_service(
