@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from bench.harness.server import Server
+from hcache_backend.engine.arguments import numbers_of, sglang_version
 from tests.engine.harness.conversations import (
     Conversation,
     converse,
@@ -105,3 +106,20 @@ def test_write_back_stores_beginnings_that_the_device_keeps(
     else:  # the ends of those that were used last were on the device only
         assert after[0] == whole[0] and min(after) > 8 * PAGE
     assert_no_cache_output(model, [*conversations, *more])
+
+
+def test_priorities_that_would_lose_requests(model: Path, tmp_path: Path) -> None:
+    """SGLang 0.5.21 forgets requests that were preempted for one whose prefetch still runs."""
+    args = ["--enable-priority-scheduling"]
+    server = Server(our_server(model, tmp_path, extra_args=args))
+    if numbers_of(sglang_version()) < (0, 5, 22):
+        try:
+            server.launch()
+            assert server.wait_exit() != 0
+        finally:
+            server.kill()
+        assert "add --disable-priority-preemption, or use SGLang 0.5.22" in server.log_text()
+        args.append("--disable-priority-preemption")
+    with Server(our_server(model, tmp_path, extra_args=args, log=tmp_path / "serves.log")) as fine:
+        replies = converse(fine, make_conversations(2, turns=2), concurrent=True)
+    assert_no_cache_output(model, replies)
