@@ -133,6 +133,7 @@ def use(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         bindings.runtime = runtime  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    monkeypatch.delitem(sys.modules, "cuda.bindings.runtime", raising=False)
 
 
 def test_the_copy_engine_brings_all_segments_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,3 +166,11 @@ def test_a_copy_engine_that_cannot_be_asked_says_why(monkeypatch: pytest.MonkeyP
         with pytest.raises(NoCopyEngine) as caught:
             copy_segments(*arguments, out, stream=7)
         assert why in str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu copy with a real stream")
+def test_cudas_own_bindings_take_the_call() -> None:
+    """Without a driver they say so, but only of a call that they understand."""
+    arguments = torch.zeros(2, 512, dtype=torch.uint8), torch.tensor([1, 0]), 0
+    with pytest.raises(NoCopyEngine, match="cudaMemcpyBatchAsync: .*cudaErrorInsufficientDriver"):
+        copy_segments(*arguments, torch.zeros(2, 64, dtype=torch.uint8), stream=7)
