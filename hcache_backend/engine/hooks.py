@@ -15,6 +15,7 @@ from hcache_backend.engine import metrics
 from hcache_backend.engine.disaggregation.prefill import before_sending_prefix
 from hcache_backend.engine.disaggregation.weights import after_metadata, before_commit
 from hcache_backend.engine.hits import hooks as hits
+from hcache_backend.engine.ranks import OutOfStep
 from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
 from hcache_backend.restore.recompute import RecomputePass
 
@@ -66,7 +67,7 @@ NOT_IN_TOKEN_IDS = ("input_embeds", "positional_embed_overrides", "multimodal_in
 
 
 class OnError(enum.Enum):
-    """How SGLang goes on if a hook raises; what SGLang's own function raises is always raised."""
+    """How SGLang goes on if a hook raises; SGLang's own errors and OutOfStep are always raised."""
 
     GO_ON = "SGLang goes on as if there were no hook"
     END_L3 = (
@@ -223,6 +224,8 @@ def guarded(hook: Hook) -> Callable[..., Any]:
         call = _Original(original)
         try:
             return function(call, *args, **kwargs)
+        except OutOfStep:
+            raise
         except Exception as error:
             if call.error is not None:
                 raise call.error from None

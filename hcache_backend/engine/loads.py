@@ -19,6 +19,7 @@ import torch
 from hcache_backend.arena import Arena, Ids
 from hcache_backend.engine import metrics
 from hcache_backend.engine.layer_methods import LayerMethods
+from hcache_backend.engine.ranks import OutOfStep
 from hcache_backend.engine.recompute.governor import Governor
 from hcache_backend.restore.eager import HandOut
 from hcache_backend.restore.layers import Recompute
@@ -237,11 +238,11 @@ class LoadQueue:
         """From now on nothing is recomputed, and where layers are not stored nothing is restored.
 
         Raises:
-            Exception: ``problem``, if there are other ranks: they may wait for this one in the
-                model's own collectives, so the server cannot go on.
+            OutOfStep: There are other ranks: they may wait for this one in the model's own
+                collectives, so the server cannot go on.
         """
         if self.methods.ranks > 1:
-            raise problem
+            raise OutOfStep(str(problem)) from problem
         if self._recomputer is not None:
             self._recomputer = None
             metrics.PROBLEMS.count("recomputation_failed")

@@ -16,6 +16,10 @@ import torch
 import torch.distributed as dist
 
 
+class OutOfStep(RuntimeError):
+    """Other ranks may wait for this one for ever: its server must end."""
+
+
 def on_all_ranks(group: Any, *flags: bool) -> tuple[bool, ...]:
     """For each flag, whether it is true on every rank of ``group`` (one MIN-reduce).
 

@@ -71,10 +71,10 @@ class Exactness:
     rms: float
 
     def as_good_as(self, other: Exactness, bound: Bound) -> bool:
-        """Whether this is at most twice as far off as ``other``, or within ``bound``."""
-        return self.rms <= max(2 * other.rms, bound.rms) and self.ulps <= max(
-            2 * other.ulps, bound.ulps
-        )
+        """Whether this is finite, and at most twice as far off as ``other`` or within ``bound``."""
+        finite = math.isfinite(self.rms + other.rms)
+        near = self.rms <= max(2 * other.rms, bound.rms)
+        return finite and near and self.ulps <= max(2 * other.ulps, bound.ulps)
 
     def __str__(self) -> str:
         share = 100 * (1 - self.unequal / self.values)

@@ -56,6 +56,7 @@ def test_what_is_not_finite_is_infinitely_far() -> None:
         )
 
 
+NOT_FINITE = Exactness(values=10_000, unequal=100, ulps=math.inf, rms=math.inf)
 BOUND = Bound(rms=1e-3, ulps=4.0)
 
 
@@ -70,6 +71,8 @@ BOUND = Bound(rms=1e-3, ulps=4.0)
         (SOME, 6.1e-3, 12.0, False),
         (SOME, 6e-3, 12.1, False),
         (SOME, math.inf, 1.0, False),
+        (NOT_FINITE, math.inf, math.inf, False),  # it tells nothing of what is right
+        (NOT_FINITE, 1e-2, 1.0, False),
     ],
 )
 def test_what_the_model_itself_or_another_order_of_sums_explains_is_good(

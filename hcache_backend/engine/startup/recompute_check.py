@@ -30,8 +30,8 @@ from hcache_backend.streams import current_stream
 logger = logging.getLogger("hcache")
 
 
-_WAITING = ("flashinfer",)
-"""Attention backends of SGLang whose plan of a prefill copies from the GPU and waits for that."""
+_WAITING = ("flashinfer", "torch_native", "flex_attention")
+"""Attention backends of SGLang that copy from the GPU in a prefill, or before it, and wait."""
 
 
 def find_recomputer(
@@ -86,7 +86,7 @@ def refuse_attention(runner: Any) -> None:
         Refused: There is one.
     """
     backend = runner.attn_backend.prefill_attention_backend_str
-    if backend in _WAITING:
+    if backend in _WAITING and runner.device != "cpu":
         raise Refused(f"attention backend {backend!r} waits for the GPU before every prefill")
     if resolved(runner.server_args).enable_pdmux:
         raise Refused("--enable-pdmux interrupts prefills, whose plan would be lost")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from hcache_backend.engine.hooks import EVENTS, guarded, own_pages_hooks
 from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.engine.recompute.governor import Pace
@@ -289,8 +290,14 @@ class TestQueuedLoads:
     def test_one_of_several_ranks_does_not_go_on_when_its_recomputation_failed(self) -> None:
         """The others wait for it in the model's collectives."""
         loads = queue(HostPages(), Partition(2, 2, 0), Recomputer(), ranks=2)
-        with pytest.raises(RuntimeError, match="out of memory"):
+
+        def turn(cache: object) -> None:  # slices are recomputed there
             loads.recomputation_failed(RuntimeError("out of memory"))
+
+        events = next(hook for hook in own_pages_hooks() if hook.target == EVENTS)
+        cache = SimpleNamespace(cache_controller=SimpleNamespace(turn=turn))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            guarded(events)(lambda cache: None, cache)
 
     @pytest.mark.parametrize("stored_from", [0, 2])
     def test_pages_of_which_nothing_is_there_are_recomputed_whole_behind_all_others(

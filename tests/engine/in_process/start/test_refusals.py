@@ -128,6 +128,8 @@ def test_models_of_several_kinds_of_inputs_are_stored_and_not_recomputed(
 @pytest.mark.parametrize(
     ("backend", "pdmux", "rows", "why"),
     [
+        ("torch_native", False, [1, 2], "attention backend 'torch_native' waits for the GPU"),
+        ("flex_attention", False, [1, 2], "attention backend 'flex_attention' waits for the GPU"),
         ("fa3", False, [1, 2], None),
         ("flashinfer", False, [1, 2], "attention backend 'flashinfer' waits for the GPU"),
         ("triton", True, [1, 2], "--enable-pdmux interrupts prefills"),
@@ -138,6 +140,7 @@ def test_attention_that_cannot_be_planned_beside_sglangs_own_passes(
     backend: str, pdmux: bool, rows: list[int], why: str | None
 ) -> None:
     runner = SimpleNamespace(
+        device="cuda",
         attn_backend=SimpleNamespace(prefill_attention_backend_str=backend),
         server_args=SimpleNamespace(enable_pdmux=pdmux),
         req_to_token_pool=SimpleNamespace(free_slots=rows),
@@ -147,6 +150,16 @@ def test_attention_that_cannot_be_planned_beside_sglangs_own_passes(
     else:
         with pytest.raises(Refused, match=why):
             recompute_check.refuse_attention(runner)
+
+
+def test_on_a_cpu_no_attention_waits_for_a_gpu() -> None:
+    runner = SimpleNamespace(
+        device="cpu",
+        attn_backend=SimpleNamespace(prefill_attention_backend_str="torch_native"),
+        server_args=SimpleNamespace(enable_pdmux=False),
+        req_to_token_pool=SimpleNamespace(free_slots=[1, 2]),
+    )
+    recompute_check.refuse_attention(runner)
 
 
 @pytest.mark.parametrize(
