@@ -1,10 +1,12 @@
-"""What a GPU should be asked first: six steps, the most telling first, within a budget of time.
+"""What a GPU should be asked first: seven steps, the most telling first, within a budget of time.
 
     bench/gpu/first.sh [--budget 500] [--only tests overlap ...]
 
 Needs torch, triton, numpy, pytest and xxhash; neither SGLang nor anything from the network.
 
 - tests: ``pytest -m gpu`` of capture and restores with recorded graphs, and of kernels
+- questions: bits and seconds of K and V alone against all of QKV, the scheduler's time for a backup
+  and for a load, registering host memory, and streams that are one
 - overlap: whether copies run beside matrix products, by the programs of the gather kernel
 - restore: 4,096 and 1,024 tokens of Llama-2-7B by every method
 - capture: decode graphs of 16 and 64 requests, a prefill graph, eager prefill
@@ -29,6 +31,7 @@ MODEL = "--models Llama-2-7B"
 STEPS = {
     # name: (module, arguments on a GPU, weight in the budget)
     "tests": ("bench.gpu.tests", "", 6),
+    "questions": ("bench.gpu.questions", "", 3),
     "overlap": ("bench.gpu.overlap", "", 2),
     "restore": ("bench.gpu.restore", f"{MODEL} --tokens 4096 1024 --rates 0", 4),
     "capture": ("bench.gpu.capture", f"{MODEL} --batches 16 64", 4),

@@ -1,13 +1,16 @@
 """What a GPU should be asked next: real SGLang servers, method by method, in a budget of time.
 
-    bench/gpu/serve.sh [--budget 500] [--model Llama-2-7B] [--methods hcache-hidden file ...]
+    bench/gpu/serve.sh [--budget 500] [--model Llama-3-8B] [--methods hcache-eager file ...]
 
-Needs SGLang and this package with aiohttp; nothing from the network. The model has the shape of a
-published one and random weights; it has no tokenizer.
+Needs SGLang and this package with aiohttp; nothing from the network. Models have the shape of
+published ones and random weights; they have no tokenizer. Both together take 30 GB of ``--dir``.
 
 Each method is one server, with SGLang's own defaults: scheduling overlaps with the GPU, decode
-steps replay graphs, and attention is by the backend that SGLang chooses. Hidden mode is forced,
-first for the method on which everything depends, so a server that refuses it fails. Asked are:
+steps replay graphs, and attention is by the backend that SGLang chooses. First comes Llama-3-8B
+(grouped-query attention, bfloat16) with this package's own defaults, but that every hit is read
+(``min_gain`` 0). Then comes Llama-2-7B (multi-head attention) by several methods. These force
+hidden mode, so a server that refuses it fails. ``--model`` serves one model only, and ``--methods``
+serves other methods. Asked are:
 
 - two prompts of 4,096 tokens at once, three times
 - 64 requests at once that generate 128 tokens, three times
@@ -15,7 +18,8 @@ first for the method on which everything depends, so a server that refuses it fa
 - four requests that decode, alone and while one of the prompts comes back from L3: what copies and
   slices of recomputation cost them
 
-A step fails if a history does not come back whole. ``out/DEVICE/serve.json`` is written after every
+A step fails if a history does not come back whole, or if the server refuses to recompute layers:
+the reason is printed, and the step still asks the rest. Later steps run all the same. ``out/DEVICE/serve.json`` is written after every
 server, beside each one's own file, and has their rows; ``serve.tar`` has all of them. Exit status
 1: a step failed.
 
@@ -34,33 +38,53 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bench.gpu import program, steps
-from bench.gpu.serve_models import MODELS
-from bench.gpu.serve_requests import METHODS_SERVED
+from bench.gpu.shapes import LLAMA_7B, LLAMA_8B
 from bench.gpu.steps import Step
-from bench.harness.server import unwind_when_terminated
 
-METHODS = ("hcache-hidden", "file", "recompute", "hcache-hidden-eager", "hcache-kv-eager")
+METHODS = {
+    LLAMA_8B.name: ("hcache-eager",),
+    LLAMA_7B.name: ("hcache-hidden", "file", "recompute", "hcache-hidden-eager"),
+}
+"""Of the models that are served unless told otherwise, in order."""
+NEEDED = ("sglang", "aiohttp", "pydantic", "transformers", "safetensors")
 
 
 def main() -> int:
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:  # nothing that follows could be imported
+        print(
+            f"bench/gpu/serve.sh serves nothing: {', '.join(missing)} not installed in this Python;"
+            " bench/gpu/first.sh needs none of it",
+            file=sys.stderr,
+        )
+        return 2
+    from bench.gpu.serve_models import MODELS
+    from bench.gpu.serve_requests import METHODS_SERVED
+    from bench.harness.server import unwind_when_terminated
+
     parser = steps.parser(__doc__)
-    parser.add_argument("--model", choices=MODELS, default="Llama-2-7B", help="whose shape")
-    parser.add_argument("--methods", nargs="*", choices=METHODS_SERVED, default=METHODS)
+    parser.add_argument("--model", choices=MODELS, help="whose shape; default: two")
+    parser.add_argument(
+        "--methods", nargs="*", choices=METHODS_SERVED, help="default: as the model has them"
+    )
     parser.add_argument("--dir", type=Path, help="for weights and L3; a folder in that of TMPDIR")
     options = parser.parse_args()
     program.require_device(parser, dry_run=options.dry_run)
-    if find_spec("sglang") is None:
-        parser.error("SGLang is not installed here; bench/gpu/first.sh does without")
     unwind_when_terminated()
     dry = ["--dry-run"] if options.dry_run else []
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="hcache-") as scratch:
-        model = str(Path(scratch) / options.model)
-        chosen = [
-            Step("weights", "bench.gpu.serve_models", [options.model, model, *dry], 3, writes=False)
-        ]
-        for number, method in enumerate(options.methods):
-            arguments, share = [method, model, *dry], 4 if number else 8  # the first one compiles
-            chosen.append(Step(f"serve-{method}", "bench.gpu.serve_requests", arguments, share))
+        chosen = []
+        for name in [options.model] if options.model else METHODS:
+            model = str(Path(scratch) / name)
+            weights = [name, model, *dry]
+            chosen.append(
+                Step(f"weights-{name}", "bench.gpu.serve_models", weights, 4, writes=False)
+            )
+            methods = options.methods or METHODS.get(name, METHODS[LLAMA_7B.name])
+            for number, method in enumerate(methods):
+                share = 3 if number else 9  # the first one compiles
+                step, arguments = f"serve-{name}-{method}", [method, model, *dry]
+                chosen.append(Step(step, "bench.gpu.serve_requests", arguments, share))
         return steps.run_all("serve", chosen, options, TMPDIR=scratch)
 
 

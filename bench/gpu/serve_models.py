@@ -3,7 +3,7 @@
     python -m bench.gpu.serve_models Llama-2-7B FOLDER
 
 Shapes, vocabularies and constants are those of the published models. Positions go further than
-theirs (4096 each), for histories of the workloads do. Weights are so large that attention is
+theirs (8192 at most), for histories of the workloads do. Weights are so large that attention is
 peaked: the output depends on what is in the KV cache, and a wrong row changes tokens.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu.shapes import LLAMA_7B, LLAMA_13B, OLMO_7B, Shape
+from bench.gpu.shapes import LLAMA_7B, LLAMA_8B, LLAMA_13B, OLMO_7B, Shape
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
 
 POSITIONS = 32_768
@@ -39,6 +39,13 @@ _LLAMA_2 = {
     "eos_token_id": 2,
     "torch_dtype": "float16",
 }
+_LLAMA_3 = _LLAMA_2 | {
+    "vocab_size": 128_256,
+    "rope_theta": 500_000.0,
+    "bos_token_id": 128_000,
+    "eos_token_id": 128_001,
+    "torch_dtype": "bfloat16",
+}
 _OLMO_2 = {
     "architectures": ["Olmo2ForCausalLM"],
     "model_type": "olmo2",
@@ -51,6 +58,7 @@ _OLMO_2 = {
     "torch_dtype": "bfloat16",
 }
 MODELS: dict[str, tuple[Shape, dict[str, Any]]] = {
+    LLAMA_8B.name: (LLAMA_8B, _LLAMA_3),
     LLAMA_7B.name: (LLAMA_7B, _LLAMA_2),
     LLAMA_13B.name: (LLAMA_13B, _LLAMA_2),
     OLMO_7B.name: (OLMO_7B, _OLMO_2),

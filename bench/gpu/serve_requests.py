@@ -25,7 +25,7 @@ from bench.harness.options import ADMIN_KEY
 from bench.harness.report import markdown
 from bench.harness.restorer import Restorer, forget_files, recomputed, restored_from_l3, restorer
 from hcache_backend.cli.metrics_page import fetch
-from hcache_backend.server_report import read_report
+from hcache_backend.server_report import ServerReport, read_report
 
 METHODS_SERVED = {
     name: METHODS[name] for name in SERVED if METHODS[name].storage or METHODS[name].cache == "none"
@@ -78,6 +78,10 @@ LOADS = (Load("prefill", 2, 4096, 1, 32, 3), Load("decode", 64, 64, 129, 32, 3))
 DRY_LOADS = (Load("prefill", 2, 256, 1, 8, 1), Load("decode", 4, 64, 65, 8, 1))
 
 
+RECOMPUTATION = "recomputation"
+"""The step of the row that says why the server recomputes no layers."""
+REFUSED = "hcache: layers are not recomputed: "
+"""What it logs then."""
 DECODING, TOLD, DRY_TOLD = 4, 512, 96
 """Requests beside which a history comes back, and how many tokens each generates."""
 
@@ -88,7 +92,8 @@ def main() -> int:
     parser.add_argument("model", help="folder of the model")
     options = parser.parse_args()
     machine = find_machine()
-    results = Results(f"serve-{options.method}", machine.name, options)
+    name = f"serve-{Path(options.model).name}-{options.method}"
+    results = Results(name, machine.name, options)
     loads = DRY_LOADS if options.dry_run else LOADS
     with tempfile.TemporaryDirectory(prefix="server-") as folder:
         told = DRY_TOLD if options.dry_run else TOLD
@@ -131,9 +136,15 @@ def measure(
         start = {"step": "start", "said": said, "right": right}
         if (report := read_report(server.l3)) is not None:
             start["exactness"] = report.model_dump(
-                mode="json", include={"projection", "recomputation"}
+                mode="json", include={"mode", "projection", "recomputation"}
             )
         results.add(start, f"{name}, start")
+        if method.storage == "dynamic":
+            refused = refused_recomputation(method, server.server.log_text(), report)
+            row = {"step": RECOMPUTATION, "refused": refused, "right": refused is None}
+            results.add(row, f"{name}, {RECOMPUTATION}")
+            if refused is not None:
+                print(f"{name} fails: layers are not recomputed: {refused}", flush=True)
         for load in loads:
             for number in range(load.rounds):
                 for row in restored_later(server, method, load, number, exact=exact):
@@ -141,6 +152,24 @@ def measure(
                     results.add({"round": number + 1, **row}, said)
         for row in beside_decoding(server, method, loads[0], told):
             results.add(row, f"{name}, {row['step']}")
+
+
+def refused_recomputation(method: Method, log: str, report: ServerReport | None) -> str | None:
+    """Why a server of ours recomputes no layers, though its method wants it to; None: it does.
+
+    Args:
+        log: What the server logged.
+        report: What it says about itself; None: it has said nothing that can be read.
+    """
+    if REFUSED in log:
+        return log.split(REFUSED, 1)[1].splitlines()[0]
+    if report is None:
+        return "the server left no report"
+    found = report.recomputation
+    if found is None:  # layer-wise restores of K and V have nothing to recompute
+        layerwise = report.mode == "kv" and method.hcache.get("restore") == "layerwise"
+        return None if layerwise else "the server's report does not say that it recomputes"
+    return found.removeprefix("none: ") if found.startswith("none: ") else None
 
 
 def restored_later(
@@ -263,7 +292,7 @@ def times(replies: list[Reply]) -> Row:
 
 def table(rows: list[Row]) -> str:
     """One line per load and round; what the server said stands above."""
-    start, *others = rows
+    start, *others = (row for row in rows if row["step"] != RECOMPUTATION)
     heads = ("asked", "requests", "tokens", "TTFT, ms", "of the last", "between tokens", "99%")
     parts = ("step", "requests", "tokens", "ttft_ms", "last_ttft_ms", "gap_ms", "gap_p99_ms")
     more = ("restore, ms", "reading L3", "loading", "from L3", "recomputed", "same tokens", "right")

@@ -61,10 +61,12 @@ class Shape:
 
     def tiny(self) -> Shape:
         """The same kind of model, for a dry run."""
-        return replace(self, layers=3, hidden=64, heads=2 * self.shared_by, mlp=96, head_dim=32)
+        heads = 2 * self.shared_by
+        return replace(self, layers=3, hidden=32 * heads, heads=heads, mlp=96, head_dim=32)
 
 
 LLAMA_7B = Shape("Llama-2-7B", 32, 4096, 32, 11_008)
+LLAMA_8B = Shape("Llama-3-8B", 32, 4096, 32, 14_336, shared_by=4)
 LLAMA_13B = Shape("Llama-2-13B", 40, 5120, 40, 13_824)
 OPT_30B = Shape("OPT-30B", 48, 7168, 56, 28_672, "opt")
 QWEN_8B = Shape("Qwen3-8B", 36, 4096, 32, 12_288, "qwen3", shared_by=4)

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from bench.gpu import capture, kernels, kernels_transfers, overlap, restore
+from bench.gpu import capture, kernels, kernels_transfers, overlap, questions, restore
 from bench.gpu.capture import WAYS
 from bench.gpu.first import STEPS
-from bench.gpu.program import Results
+from bench.gpu.program import Device, Results
 
 SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "gpu" / "first.sh"
 ABSENT = """
@@ -173,6 +173,39 @@ def test_rows_of_codecs_name_the_goals_that_they_miss() -> None:
         dict.fromkeys(parts, "it") | {"kind": "segments"} | kernels_transfers.speeds(slower, 10**6)
     )
     assert "| encode, decode, saved |" in kernels.transfer_tables([row])
+
+
+@needs_none
+def test_questions_have_answers_except_about_streams(dry_run: DryRun) -> None:
+    content = dry_run.content("questions")
+    found = {(row["model"], row["rows"]) for row in content["slices"]}
+    assert found == {(name, n) for name in ("Llama-2-7B", "Llama-3-8B") for n in questions.ROWS}
+    assert all(row["slice_us"] > 0 and row["qkv_us"] > 0 for row in content["slices"])
+    assert {row["codec"] for row in content["host"]} == set(questions.CODECS)
+    assert all(row["save_host_us"] > 0 and row["load_host_us"] > 0 for row in content["host"])
+    [streams] = content["streams"]
+    assert streams["skipped"]
+    assert content["register"][-1]["gb"] == 0.001
+
+
+def test_the_first_stream_that_is_an_earlier_one_is_found() -> None:
+    assert questions.first_again([5, 7, 9, 7]) == 3
+    assert questions.first_again([5, 7]) is None
+
+
+def test_less_memory_is_registered_where_less_is_free_and_none_that_takes_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(questions, "REGISTERED_GB", (0.001, 0.002))
+    cpu = Device(dry_run=True)
+    rows = list(questions.register(cpu, 50, 25, 0.006e9))
+    assert [row["gb"] for row in rows] == [0.001, 0.002, 0.003]
+    assert [row.get("said") for row in rows] == [
+        *(None, None),
+        "less than 50 GB: half of what is free here",
+    ]
+    [first, second] = questions.register(cpu, 0.002, 0, 1e9)
+    assert first["gb_s"] > 0 and second["skipped"].endswith("s predicted, 0 allowed")
 
 
 @needs_none

@@ -8,24 +8,34 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
+from bench.gpu import serve
 from bench.gpu.serve import METHODS, main
 from bench.gpu.serve_models import MODELS, config, write_model
-from bench.gpu.serve_requests import DRY_LOADS, LOADS
+from bench.gpu.serve_requests import (
+    DRY_LOADS,
+    LOADS,
+    METHODS_SERVED,
+    RECOMPUTATION,
+    REFUSED,
+    refused_recomputation,
+)
 from bench.harness.methods import PAGE_SIZE
 from hcache_backend.partition.model_config import read_model
+from hcache_backend.server_report import ServerReport
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
 
 SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "gpu" / "serve.sh"
 SHAPES = {
-    # parameters in billions, as published; layers; hidden size; heads
-    "Llama-2-7B": (6.74, 32, 4096, 32),
-    "Llama-2-13B": (13.02, 40, 5120, 40),
-    "OLMo-2-7B": (7.30, 32, 4096, 32),
+    # parameters in billions, as published; layers; hidden size; heads; KV heads
+    "Llama-3-8B": (8.03, 32, 4096, 32, 8),
+    "Llama-2-7B": (6.74, 32, 4096, 32, 32),
+    "Llama-2-13B": (13.02, 40, 5120, 40, 40),
+    "OLMo-2-7B": (7.30, 32, 4096, 32, 32),
 }
 needs_none = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -50,8 +60,10 @@ def dry_run(out: Path, *arguments: str) -> dict[str, Any]:
 
 @needs_none
 def test_the_dry_run_serves_in_hidden_mode_and_restores_what_was_asked(tmp_path: Path) -> None:
-    steps = dry_run(tmp_path, "--methods", "hcache-hidden")
-    start, *rows, alone, beside = steps["serve-hcache-hidden"]["rows"]["rows"]
+    steps = dry_run(tmp_path, "--model", "Llama-2-7B", "--methods", "hcache-hidden")
+    found = steps["serve-Llama-2-7B-hcache-hidden"]["rows"]["rows"]
+    start, recomputation, *rows, alone, beside = found
+    assert recomputation == {"step": RECOMPUTATION, "refused": None, "right": True}
     assert start["said"].startswith("hidden mode")
     [projected] = start["exactness"]["projection"]
     assert "% equal" in projected["exactness"]
@@ -69,6 +81,67 @@ def test_the_dry_run_serves_in_hidden_mode_and_restores_what_was_asked(tmp_path:
     assert alone["gap_ms"] > 0 and beside["gap_ms"] > 0
 
 
+@needs_none
+def test_first_comes_a_model_with_fewer_kv_heads_in_the_mode_that_is_chosen(tmp_path: Path) -> None:
+    name, method = next((name, methods[0]) for name, methods in METHODS.items())
+    assert METHODS_SERVED[method].hcache == {"mode": "auto"}
+    steps = dry_run(tmp_path, "--model", name)
+    start, recomputation, *rows = steps[f"serve-{name}-{method}"]["rows"]["rows"]
+    assert "KV mode" in start["said"]
+    assert recomputation["right"]
+    whole = [load.requests * load.history for load in DRY_LOADS]
+    assert [row["from_l3"] for row in rows if "same_tokens" in row] == whole
+
+
+def report(mode: Literal["hidden", "kv"], recomputation: str | None) -> ServerReport:
+    return ServerReport(
+        time=0.0,
+        model="it",
+        mode=mode,
+        pages="own",
+        reason=None,
+        codec="exp4",
+        projection=(),
+        recomputation=recomputation,
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "mode", "said", "why"),
+    [
+        ("hcache-eager", "kv", "K 100% equal", None),
+        ("hcache-eager", "kv", "none: no module", "no module"),
+        ("hcache-eager", "kv", None, "the server's report does not say that it recomputes"),
+        ("hcache-hidden", "hidden", None, "the server's report does not say that it recomputes"),
+        ("hcache-kv", "kv", None, None),  # layer-wise: there is nothing to recompute
+    ],
+)
+def test_a_server_that_recomputes_nothing_is_told_from_one_that_need_not(
+    method: str, mode: Literal["hidden", "kv"], said: str | None, why: str | None
+) -> None:
+    served = METHODS_SERVED[method]
+    assert refused_recomputation(served, "", report(mode, said)) == why
+    log = f"a line\n[12:00] {REFUSED}K 53% equal\nmore"
+    assert refused_recomputation(served, log, report(mode, said)) == "K 53% equal"
+
+
+def test_a_server_without_a_report_recomputes_nothing() -> None:
+    why = refused_recomputation(METHODS_SERVED["hcache-eager"], "", None)
+    assert why == "the server left no report"
+
+
+def test_where_sglang_is_missing_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve, "find_spec", lambda name: None if name == "sglang" else name)
+    assert main() == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err == (
+        "bench/gpu/serve.sh serves nothing: sglang not installed in this Python;"
+        " bench/gpu/first.sh needs none of it\n"
+    )
+
+
 @pytest.mark.parametrize("load", [*LOADS, *DRY_LOADS])
 def test_histories_are_whole_pages(load: Any) -> None:
     assert load.history % PAGE_SIZE == 0
@@ -77,7 +150,7 @@ def test_histories_are_whole_pages(load: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--dry-run", "--model", "Llama-3-8B"], "invalid choice: 'Llama-3-8B'"),
+        (["--dry-run", "--model", "Llama-3-70B"], "invalid choice: 'Llama-3-70B'"),
         (["--dry-run", "--methods", "host"], "invalid choice: 'host'"),
         pytest.param([], "no CUDA device; --dry-run does without", marks=needs_none),
     ],
@@ -105,15 +178,12 @@ def test_models_are_those_that_they_are_called(name: str, tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(json.dumps(config(name)))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-    billions, layers, hidden, heads = SHAPES[name]
+    billions, *sizes = SHAPES[name]
     assert sum(weight.numel() for weight in model.parameters()) / 1e9 == pytest.approx(
         billions, abs=0.005
     )
     shape = read_model(tmp_path)
-    assert (shape.layers, shape.hidden, shape.heads, shape.kv_heads) == (
-        *(layers, hidden, heads),
-        heads,
-    )
+    assert [shape.layers, shape.hidden, shape.heads, shape.kv_heads] == sizes
     assert shape.element_bytes == 2
     tiny = tmp_path / "tiny"
     write_model(tiny, config(name, tiny=True), "cpu")
@@ -128,12 +198,14 @@ def test_models_are_those_that_they_are_called(name: str, tmp_path: Path) -> Non
 def test_the_dry_run_serves_all_models_by_all_methods(tmp_path: Path) -> None:
     for name in SHAPES:
         steps = dry_run(tmp_path / name, "--model", name)
-        assert list(steps) == ["weights", *(f"serve-{method}" for method in METHODS)]
+        methods = METHODS.get(name, METHODS["Llama-2-7B"])
+        served = [f"serve-{name}-{method}" for method in methods]
+        assert list(steps) == [f"weights-{name}", *served]
         restored = {
             method: [row["from_l3"] for row in step["rows"]["rows"] if "same_tokens" in row]
             for method, step in steps.items()
-            if method != "weights"
+            if method in served
         }
         whole = [load.requests * load.history for load in DRY_LOADS]
-        assert restored.pop("serve-recompute") == [0, 0]
+        assert restored.pop(f"serve-{name}-recompute", [0, 0]) == [0, 0]
         assert all(tokens == whole for tokens in restored.values())

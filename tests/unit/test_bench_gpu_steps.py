@@ -80,7 +80,7 @@ def test_a_failed_step_stops_no_other_and_is_told_in_the_end(
     monkeypatch.setattr(sys, "argv", ["first", "--dry-run", "--out", str(tmp_path)])
     assert first.main() == 1
     assert list(limits) == list(first.STEPS)
-    assert limits["overlap"] == pytest.approx(500 * 2 / 15, abs=1)
+    assert limits["questions"] == pytest.approx(500 * 3 / 18, abs=1)
     assert limits["order"] == pytest.approx(500, abs=1)  # what others left is its own
 
 

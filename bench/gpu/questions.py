@@ -1,0 +1,244 @@
+"""What was predicted of a GPU by reading, and only a GPU can say. Needs only torch and triton.
+
+    python -m bench.gpu.questions [--register-gb 50] [--register-s 25]
+
+- slices: K and V by a product of their own (N = 2W) against K and V out of that of the whole QKV
+  (N = 3W): whether they have the same bits, and how long both take. A difference is no fault: a
+  server then finds it at its start.
+- streams: after how many new torch streams one is a ``cudaStream`` that an earlier one is too
+- host: how long the scheduler's thread takes to launch a backup and a load of own pages of K and V,
+  by the product's methods, and how long the GPU takes for them
+- register: how long it takes to register host memory, small sizes first. At most half of the memory
+  that is free is taken, and no size that would take longer than ``--register-s``.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch.nn import functional
+
+from bench.gpu import program
+from bench.gpu.program import Device, Row
+from bench.gpu.shapes import LLAMA_7B, LLAMA_8B, PAGE, Shape
+from bench.harness.report import markdown
+from hcache_backend import streams
+from hcache_backend.engine.kv_pages.segments import KVSegments
+from hcache_backend.page import PageLayout
+from hcache_backend.units import WHOLE
+
+ROWS = (1, 16, 48, 96, 816)
+"""Tokens of a product: decode steps, and the prefill of a start's probe."""
+HOST_PAGES = (1, 16, 64)
+"""Pages of a backup or a load, 64 tokens each."""
+CODECS = ("exp4", "none")
+REPEATS = 10
+STREAMS = 100
+"""More than torch has of one priority."""
+REGISTERED_GB = (1, 8, 50)
+CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+"""Files with the bytes that a container may take, and takes."""
+
+
+def main() -> int:
+    parser = program.parser(__doc__)
+    parser.add_argument("--register-gb", type=float, default=50, help="largest size")
+    parser.add_argument("--register-s", type=float, default=25, help="for one size")
+    options, device, results = program.start(parser, "questions")
+    shapes = (LLAMA_7B, LLAMA_8B)
+    for row in slices(device, shapes):
+        results.add(row, f"slices, {row['model']}, {row['rows']} rows", "slices")
+    results.add(collisions(device), "streams", "streams")
+    for row in host(device, shapes[1]):
+        results.add(row, f"host, {row['codec']}, {row['pages']} pages", "host")
+    most = 1e-3 if device.dry_run else options.register_gb
+    for row in register(device, most, options.register_s, free_bytes()):
+        results.add(row, f"register, {row['gb']} GB", "register")
+    for kind in ("slices", "streams", "host", "register"):
+        print(table(results.of(kind)), end="\n\n")
+    device.release()
+    return results.finish()
+
+
+def slices(device: Device, shapes: Iterable[Shape]) -> Iterator[Row]:
+    """K and V of one layer by both products, as SGLang has their weights: Q, then K, then V."""
+    for full in shapes:
+        shape = full.tiny() if device.dry_run else full
+        own, kinds = 2 * shape.width, {"device": device.kind, "dtype": device.dtype}
+        outer = shape.heads * shape.head_dim + own
+        weight = torch.randn(outer, shape.hidden, **kinds) * shape.hidden**-0.5
+        for n in ROWS:
+            hidden = torch.randn(n, shape.hidden, **kinds)
+            sliced = partial(functional.linear, hidden, weight[-own:])
+            whole = partial(functional.linear, hidden, weight)
+            kv, again, qkv = sliced(), sliced(), whole()[:, -own:]
+            yield {
+                "model": full.name,
+                "rows": n,
+                "slice_n": own,
+                "qkv_n": outer,
+                "equal_bits": torch.equal(kv, qkv),
+                "equal_share": float((kv == qkv).double().mean()),
+                "slice_repeats": torch.equal(kv, again),
+                "slice_us": device.microseconds(sliced),
+                "qkv_us": device.microseconds(whole),
+                "right": torch.allclose(kv, qkv, rtol=0.02, atol=0.02),
+            }
+
+
+def collisions(device: Device) -> Row:
+    """New streams until one is an earlier one."""
+    if device.dry_run:
+        return {"skipped": "a CPU has no CUDA streams"}
+    made = [torch.cuda.Stream() for _ in range(STREAMS)]
+    handles = [stream.cuda_stream for stream in made]
+    return {"made": STREAMS, "first_again": first_again(handles), "right": None} | {
+        "different": len(set(handles))
+    }
+
+
+def first_again(handles: Iterable[int]) -> int | None:
+    """How many different ones come before one that an earlier one is too; None: there is none."""
+    seen: set[int] = set()
+    for handle in handles:
+        if handle in seen:
+            return len(seen)
+        seen.add(handle)
+    return None
+
+
+def host(device: Device, full: Shape) -> Iterator[Row]:
+    """Backups and loads of all layers of a model between a pool and pages in pinned memory."""
+    shape = full.tiny() if device.dry_run else full
+    counts = (2,) if device.dry_run else HOST_PAGES
+    size = (2 * max(counts) * PAGE, shape.kv_heads, shape.head_dim)
+    kinds = {"device": device.kind, "dtype": torch.bfloat16}
+    k, v = ([torch.randn(size, **kinds) for _ in range(shape.layers)] for _ in "kv")
+    pool = SimpleNamespace(k_buffer=k, v_buffer=v)
+    layers = range(shape.layers)
+    for codec in CODECS:
+        kv = KVSegments(pool, layers, PAGE, WHOLE, 1, codec)
+        layout = kv.layout([kv.stored_layer(layer) for layer in layers], WHOLE)
+        memory = device.pinned(max(counts), layout.page_bytes)
+        for count in counts:
+            row = {"model": full.name, "layers": shape.layers, "codec": codec, "pages": count}
+            yield row | save_and_load(device, kv, layout, memory, count)
+        device.release()
+
+
+def save_and_load(
+    device: Device, kv: KVSegments, layout: PageLayout, memory: torch.Tensor, count: int
+) -> Row:
+    """Times of one size, and whether K and V come back to the bit in other slots."""
+    pages = torch.arange(count, device=device.kind)
+    slots = torch.arange(count * PAGE, device=device.kind)
+    others = slots + count * PAGE
+    copies = [kv.restored_layer(layer).copy for layer in kv.layers]
+    fits: list[torch.Tensor | None] = []
+
+    def save() -> None:
+        fits[:] = [kv.save(layout, memory, pages, slots)]
+
+    def load() -> None:
+        for copy, layer in zip(copies, kv.layers, strict=True):
+            assert copy is not None
+            copy(memory, pages, layout.segment_offsets[layer], others)
+
+    saving, loading = host_times(device, save), host_times(device, load)
+    back = all(
+        torch.equal(plane[slots], plane[others])
+        for layer in kv.layers
+        for plane in kv.planes(layer)
+    )
+    return {
+        **{f"save_{name}": value for name, value in saving.items()},
+        **{f"load_{name}": value for name, value in loading.items()},
+        "right": back and all(fit is None or bool(fit.all()) for fit in fits),
+    }
+
+
+def host_times(device: Device, launch: Callable[[], object]) -> Row:
+    """Microseconds until the caller goes on, and until the device is done; the first call apart."""
+
+    def timed() -> tuple[float, float]:
+        start = time.perf_counter()
+        launch()
+        launched = time.perf_counter()
+        synchronize(device)
+        return 1e6 * (launched - start), 1e6 * (time.perf_counter() - start)
+
+    synchronize(device)
+    first = timed()[0]
+    rounds = [timed() for _ in range(1 if device.dry_run else REPEATS)]
+    on_host, done = (statistics.median(times) for times in zip(*rounds, strict=True))
+    return {"host_us": on_host, "done_us": done, "first_host_us": first}
+
+
+def synchronize(device: Device) -> None:
+    """Wait for the GPU."""
+    if not device.dry_run:
+        torch.cuda.synchronize()
+
+
+def register(device: Device, most_gb: float, seconds: float, free: float) -> Iterator[Row]:
+    """Register memory as a server does for its host pool: sizes that grow up to ``most_gb``.
+
+    Args:
+        seconds: What a size must not take, by the one before.
+        free: Bytes of host memory; half of them are the limit.
+    """
+    limit, rate = 0.5 * free / 1e9, 0.0
+    smaller = [gb for gb in REGISTERED_GB if gb < min(most_gb, limit)]
+    for gb in [*smaller, min(most_gb, limit)]:
+        row: Row = {"gb": round(gb, 4), "asked_gb": most_gb, "free_gb": round(free / 1e9, 1)}
+        if gb == limit < most_gb:
+            row["said"] = f"less than {most_gb:g} GB: half of what is free here"
+        if rate and gb / rate > seconds:
+            yield row | {"skipped": f"{gb / rate:.0f} s predicted, {seconds:g} allowed"}
+            return
+        memory = torch.empty(int(gb * 1e9), dtype=torch.uint8)  # no page of it is there yet
+        start = time.perf_counter()
+        with streams.registered(memory, device.kind):
+            took, start = time.perf_counter() - start, time.perf_counter()
+        rate = gb / took
+        yield row | {
+            "register_s": took,
+            "unregister_s": time.perf_counter() - start,
+            "gb_s": rate,
+            "right": None if device.dry_run else True,
+        }
+        del memory
+
+
+def free_bytes() -> float:
+    """Host memory that this process may still take, in its container too."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    free = 1024.0 * int(fields["MemAvailable"].split()[0])
+    for limit, used in CGROUPS:
+        try:
+            allowed = int(Path(limit).read_text()) - int(Path(used).read_text())
+        except (OSError, ValueError):  # there is none, or it is "max"
+            continue
+        free = min(free, max(0.0, allowed))
+    return free
+
+
+def table(rows: list[Row]) -> str:
+    """One line per row of a kind."""
+    heads = list(dict.fromkeys(key for row in rows for key in row))
+    return markdown(heads, ([row.get(head) for head in heads] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
