@@ -172,5 +172,5 @@ def test_a_copy_engine_that_cannot_be_asked_says_why(monkeypatch: pytest.MonkeyP
 def test_cudas_own_bindings_take_the_call() -> None:
     """Without a driver they say so, but only of a call that they understand."""
     arguments = torch.zeros(2, 512, dtype=torch.uint8), torch.tensor([1, 0]), 0
-    with pytest.raises(NoCopyEngine, match="cudaMemcpyBatchAsync: .*cudaErrorInsufficientDriver"):
+    with pytest.raises(NoCopyEngine, match=r"cudaMemcpyBatchAsync: .*cudaErrorInsufficientDriver"):
         copy_segments(*arguments, torch.zeros(2, 64, dtype=torch.uint8), stream=7)
