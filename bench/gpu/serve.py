@@ -19,9 +19,9 @@ serves other methods. Asked are:
   slices of recomputation cost them
 
 A step fails if a history does not come back whole, or if the server refuses to recompute layers:
-the reason is printed, and the step still asks the rest. Later steps run all the same. ``out/DEVICE/serve.json`` is written after every
-server, beside each one's own file, and has their rows; ``serve.tar`` has all of them. Exit status
-1: a step failed.
+the reason is printed, and the step still asks the rest. Later steps run all the same.
+``out/DEVICE/serve.json`` is written after every server, beside each one's own file, and has their
+rows; ``serve.tar`` has all of them. Exit status 1: a step failed.
 
 ``--dry-run`` asks less of a tiny model on the CPU engine, in float32, where tokens must also be the
 same after a restore. A CPU has neither graphs nor another attention backend, and its streams are
