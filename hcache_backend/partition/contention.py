@@ -130,8 +130,6 @@ class Contention:
         self._ids = [ids.to(device) for ids in self._here]
         self._out = torch.empty((pages, self._length), dtype=torch.uint8, device=device)
         self._computing = new_stream(device, "compute")
-        # One for all ways: torch hands out 32 streams in turn, and the next ones would be SGLang's.
-        self._copying = new_stream(device, "copy")
         self._ways = [n for n in PROGRAMS if n <= most_copy_programs(device)]
         # A way is measured alone and beside, the product alone.
         self._share = seconds / (2 * len(self._ways) + 3)
@@ -160,7 +158,7 @@ class Contention:
                 gather_launch(self._memory, ids, self._length, self._out, programs).run()
 
         self._out.zero_()
-        copying = self._copying
+        copying = new_stream(self._device, "copy")
         self._run(copying, copy, 1)
         if not torch.equal(self._out.cpu(), self._memory[self._here[0], self._length :]):
             raise RuntimeError("other bytes arrived than were sent")
