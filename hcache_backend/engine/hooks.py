@@ -16,6 +16,7 @@ from hcache_backend.engine.disaggregation.prefill import before_sending_prefix
 from hcache_backend.engine.disaggregation.weights import after_metadata, before_commit
 from hcache_backend.engine.hits import hooks as hits
 from hcache_backend.engine.ranks import OutOfStep
+from hcache_backend.engine.runtime import current
 from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
 from hcache_backend.restore.recompute import RecomputePass
 
@@ -232,19 +233,16 @@ def guarded(hook: Hook) -> Callable[..., Any]:
             metrics.PROBLEMS.count("hook")
             if type(error) not in reasons:
                 reasons.add(type(error))
-                logger.exception("hcache: %s (said once): %s", hook.target, hook.on_error.value)
+                logger.exception(
+                    "hcache: our hook on %s raised (said once): %s",
+                    hook.target,
+                    hook.on_error.value,
+                )
             if hook.on_error is OnError.END_L3:
-                _end_l3(f"the hook on {hook.target} failed: {error!r}")
+                current().cannot_restore(f"the hook on {hook.target} failed: {error!r}")
         return call.result if call.returned else original(*args, **kwargs)
 
     return around
-
-
-def _end_l3(reason: str) -> None:
-    # SGLang cannot be imported yet where plugins are.
-    from hcache_backend.engine.runtime import current
-
-    current().cannot_restore(reason)
 
 
 def _owner(target: str) -> Any:
@@ -500,8 +498,6 @@ def _capture_forward(
 
 
 def _around_weight_update(original: Callable[..., Any], updater: Any, *a: Any, **kw: Any) -> Any:
-    from hcache_backend.engine.runtime import current
-
     runtime = current()
     runtime.begin_weight_update()
     try:
@@ -511,8 +507,6 @@ def _around_weight_update(original: Callable[..., Any], updater: Any, *a: Any, *
 
 
 def _after_late_weights(original: Callable[..., Any], runner: Any, *a: Any, **kw: Any) -> Any:
-    from hcache_backend.engine.runtime import current
-
     result = original(runner, *a, **kw)
     if current().runner is runner:  # not that of a draft model
         current().read_weights()
@@ -529,8 +523,6 @@ def _after_request(original: Callable[..., Any], req: Any, *a: Any, **kw: Any) -
 
 
 def _after_reset(original: Callable[..., Any], controller: Any, *a: Any, **kw: Any) -> Any:
-    from hcache_backend.engine.runtime import current
-
     result = original(controller, *a, **kw)
     current().caches_were_flushed()
     return result

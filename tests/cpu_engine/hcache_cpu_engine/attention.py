@@ -79,6 +79,22 @@ class _Softmax(NamedTuple):
         return self.cap > 0 or self.window > 0
 
 
+class _Held(NamedTuple):
+    """K and V of a layer in the pool, `[slots, kv_heads, size]` each, and scales of FP8 ones."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: float
+    v_scale: float
+
+    def of_tokens(
+        self, slots: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of tokens in these slots of the full pool, `[kv_heads, n, size]` each."""
+        own = _slots(slots, self.k)
+        return _fetch(self.k, own, self.k_scale, dtype), _fetch(self.v, own, self.v_scale, dtype)
+
+
 def extend_attention(
     query: torch.Tensor,
     _key: torch.Tensor | None,
@@ -116,6 +132,7 @@ def extend_attention(
         NotImplementedError: The model has an encoder.
     """
     _refuse_encoders(is_cross_attention, encoder_lens)
+    held = _Held(k_buffer, v_buffer, k_scale, v_scale)
     softmax, tree_start = _Softmax(scaling, logit_cap, window, sinks), 0
     of_new_only = tree_mask is not None and tree_mask.numel() == int((extend_seq_lens**2).sum())
     for request, total, new, start in zip(
@@ -132,9 +149,7 @@ def extend_attention(
             tree = pad(tree, (total - width, 0), value=True)
             tree_start += new * width
         rows = slice(start, start + new)
-        slots = _slots(req_to_token[request, :total], k_buffer)
-        key = _fetch(k_buffer, slots, k_scale, query.dtype)
-        value = _fetch(v_buffer, slots, v_scale, query.dtype)
+        key, value = held.of_tokens(req_to_token[request, :total], query.dtype)
         output[rows] = _attend(query[rows], key, value, softmax, causal=causal, tree=tree)
 
 
@@ -164,6 +179,7 @@ def decode_attention(
     As in `extend_attention`; `key`, `value` and `out_cache_loc` are of the new tokens.
     """
     _refuse_encoders(is_cross_attention, encoder_lens)
+    held = _Held(k_buffer, v_buffer, k_scale, v_scale)
     softmax = _Softmax(scaling, logit_cap, window, sinks)
     if key is not None and value is not None:
         slots = _slots(out_cache_loc, k_buffer)
@@ -173,9 +189,7 @@ def decode_attention(
     for row, (request, total) in enumerate(
         zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)
     ):
-        slots = _slots(req_to_token[request, :total], k_buffer)
-        keys = _fetch(k_buffer, slots, k_scale, query.dtype)
-        values = _fetch(v_buffer, slots, v_scale, query.dtype)
+        keys, values = held.of_tokens(req_to_token[request, :total], query.dtype)
         rows = slice(row, row + 1)
         output[rows] = _attend(query[rows], keys, values, softmax, causal=True)
 
