@@ -40,6 +40,7 @@ class SmallDisk(Ops):
     """
 
     def __init__(self, folder: Path, operation: str, code: int) -> None:
+        super().__init__()
         self._folder = folder
         self._refused = operation, code
 
