@@ -9,6 +9,7 @@ CPU the calling thread itself, unless a test puts a worker in its place.
 from __future__ import annotations
 
 import contextvars
+import logging
 import queue
 import threading
 import time
@@ -21,6 +22,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+
+logger = logging.getLogger("hcache")
 
 Work = Callable[[], object]
 
@@ -329,12 +332,17 @@ class Door:
     CUDA's streams where the device is a GPU, worker threads where it is the CPU.
     """
 
+    def __init__(self) -> None:
+        self._ours: dict[int, str] = {}  # names of CUDA's streams, by handle
+
     def new_stream(self, device: torch.device, name: str, *, in_turn: bool = False) -> Stream:
         if device.type == "cuda":
             # Behind forward passes there is nothing: SGLang's streams have priority 0 as well
             # (0.5.21 to 0.5.23), and that is the lowest that CUDA knows. A restore holds them up by
             # the length of its launches at most, which option restore_chunk_tokens bounds.
-            return _CudaStream(torch.cuda.Stream(device, priority=0))
+            stream = torch.cuda.Stream(device, priority=0)
+            self._ours[stream.cuda_stream] = name
+            return _CudaStream(stream)
         return CallerStream() if in_turn else WorkerStream(name)
 
     def current_stream(self, device: torch.device) -> Stream:
@@ -350,9 +358,13 @@ class Door:
             stream.run(partial(work, *args))
 
     def of(self, engine_stream: Any) -> Stream:
-        return (
-            _CudaStream(engine_stream) if isinstance(engine_stream, torch.cuda.Stream) else _INLINE
-        )
+        if not isinstance(engine_stream, torch.cuda.Stream):
+            return _INLINE
+        # torch hands out 32 streams in turn, so that two may be one.
+        shared = self._ours.pop(engine_stream.cuda_stream, None)
+        if shared is not None:
+            logger.warning("hcache: stream '%s' is also SGLang's: they wait for each other", shared)
+        return _CudaStream(engine_stream)
 
     def host_tensor(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +27,24 @@ from hcache_backend.restore.report import RunningRestore
 from hcache_backend.streams import Event, StreamFailed, current_stream, host_tensor, to_device
 
 logger = logging.getLogger("hcache")
+
+_PROGRESS_SECONDS = 10.0
+
+
+@contextlib.contextmanager
+def _progress(task: str) -> Iterator[None]:
+    """Log every ten seconds that ``task`` still runs: a large pool takes a minute to pin."""
+    ended, start = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not ended.wait(_PROGRESS_SECONDS):
+            logger.info("hcache: %s: %.0f s so far", task, time.monotonic() - start)
+
+    threading.Thread(target=tell, name="hcache-progress", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 class HostPages(NamedTuple):
@@ -130,13 +150,17 @@ class OwnPagesPool(HostKVCache):
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
         self.token_stride_size = self.size_per_token
-        buffer: torch.Tensor = ALLOC_MEMORY_FUNCS[self.device_pool.device](
-            (sum(self._pages), self.page_layout.page_bytes),
-            dtype=torch.uint8,
-            device=self.device,
-            pin_memory=self.pin_memory,
-            allocator=self.allocator,
-        )
+        pages, size = sum(self._pages), self.page_layout.page_bytes
+        with _progress(f"pinning {pages * size / 1e9:.1f} GB of host memory"):
+            buffer: torch.Tensor = ALLOC_MEMORY_FUNCS[self.device_pool.device](
+                (pages, size),
+                dtype=torch.uint8,
+                device=self.device,
+                pin_memory=self.pin_memory,
+                allocator=self.allocator,
+                # No page lies in two registrations: a copy of the copy engine may not span them.
+                registration_granularity_bytes=size,
+            )
         self.arena = self._new_arena(buffer.numpy())
         return buffer
 

@@ -130,6 +130,8 @@ class Contention:
         self._ids = [ids.to(device) for ids in self._here]
         self._out = torch.empty((pages, self._length), dtype=torch.uint8, device=device)
         self._computing = new_stream(device, "compute")
+        # One for all ways: torch hands out 32 streams in turn, and the next ones would be SGLang's.
+        self._copying = new_stream(device, "copy")
         self._ways = [n for n in PROGRAMS if n <= most_copy_programs(device)]
         # A way is measured alone and beside, the product alone.
         self._share = seconds / (2 * len(self._ways) + 3)
@@ -142,6 +144,7 @@ class Contention:
             try:
                 found.append(self._speed(programs, product))
             except Exception as error:
+                self._copying = new_stream(self._device, "copy")  # a failed one runs nothing more
                 how = "the copy engine" if programs is None else f"{programs} programs"
                 logger.warning("hcache: copies by %s are left out: %s", how, error)
         per_layer = product * self._tokens / PRODUCT_TOKENS
@@ -158,14 +161,13 @@ class Contention:
                 gather_launch(self._memory, ids, self._length, self._out, programs).run()
 
         self._out.zero_()
-        copying = new_stream(self._device, "copy")
-        self._run(copying, copy, 1)
+        self._run(self._copying, copy, 1)
         if not torch.equal(self._out.cpu(), self._memory[self._here[0], self._length :]):
             raise RuntimeError("other bytes arrived than were sent")
-        alone = self._alone(copying, copy)
+        alone = self._alone(self._copying, copy)
         copies, products = (max(_LEAST, round(self._share / one)) for one in (alone, product))
         copied, multiplied = self._beside(
-            [(copying, copy, copies), (self._computing, self._product, products)]
+            [(self._copying, copy, copies), (self._computing, self._product, products)]
         )
         kept = shares(Repeated(copies, alone, copied), Repeated(products, product, multiplied))
         rate = self._out.nbytes / alone

@@ -53,3 +53,29 @@ def test_an_event_is_used_again_when_nobody_holds_it_any_more(
     assert isinstance(third, streams._CudaEvent) and isinstance(timed, streams._CudaEvent)
     assert third.event is one and one.recorded == 2
     assert timed.event is not other and other.recorded == 1
+
+
+def test_a_stream_that_sglang_has_too_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class CudaStream:
+        """torch hands out two streams in turn."""
+
+        made = 0
+
+        def __init__(self, device: object, priority: int) -> None:
+            self.cuda_stream = 1 + CudaStream.made % 2
+            CudaStream.made += 1
+
+    monkeypatch.setattr(torch.cuda, "Stream", CudaStream)
+    door, device = streams.Door(), torch.device("cuda")
+    door.new_stream(device, "copy")
+    door.of(CudaStream(device, 0))
+    assert not caplog.records
+    shared = CudaStream(device, 0)
+    door.of(shared)
+    door.of(shared)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "hcache: stream 'copy' is also SGLang's: they wait for each other"
+    )

@@ -44,6 +44,11 @@ class Gpu:
         self.wrong: set[int | None] = set()
         self.copied: int | None = None
         self.loops: dict[str, list[int | None]] = {}
+        self.streams: list[str] = []
+
+    def new_stream(self, _device: torch.device, name: str) -> FakeStream:
+        self.streams.append(name)
+        return FakeStream(self, name)
 
     def copy(self, programs: int | None, *arguments: Any) -> None:
         pages, ids, offset, out = arguments
@@ -105,10 +110,17 @@ class Launched:
         self.run = run
 
 
+def gpu_streams(ways: dict[int | None, Way], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the streams that the measurement makes."""
+    gpu = Gpu(ways, 1.5e-3)
+    measured(gpu, monkeypatch)
+    return gpu.streams
+
+
 def measured(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> tuple[CopySpeed, ...]:
     """What the measurement finds on ``gpu``."""
     fakes: dict[str, Any] = {
-        "new_stream": lambda device, name: FakeStream(gpu, name),
+        "new_stream": gpu.new_stream,
         "current_stream": lambda device: FakeStream(gpu, "current"),
         "gather_launch": lambda pages, ids, offset, out, programs: Launched(
             lambda: gpu.copy(programs, pages, ids, offset, out)
@@ -176,6 +188,13 @@ def test_a_way_that_fails_or_brings_other_bytes_is_left_out(
     gpu = Gpu({n: way for n, way in WAYS.items() if n is not None}, 1.5e-3)
     gpu.wrong = {16}
     assert {speed.programs for speed in measured(gpu, monkeypatch)} == {2, 4, 8, 32}
+
+
+def test_all_ways_that_work_are_measured_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch hands out 32 streams in turn: with one for each way the last ones would be SGLang's."""
+    assert gpu_streams(WAYS, monkeypatch) == ["compute", "copy"]
+    failing = {n: way for n, way in WAYS.items() if n is not None}
+    assert gpu_streams(failing, monkeypatch) == ["compute", "copy", "copy"]
 
 
 @given(

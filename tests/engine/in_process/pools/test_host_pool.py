@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sglang.srt.mem_cache.pool_host import common as pool_host_common
 
 from hcache_backend import streams
 from hcache_backend.capture.staging import StagedCapture, Staging
+from hcache_backend.engine import host_pool
 from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.engine.host_pool import HiddenStatePool, HostPages
 from hcache_backend.engine.kv_pages.segments import KVSegments
@@ -50,10 +52,9 @@ def kv_pool(pages: int) -> SimpleNamespace:
     )
 
 
-@pytest.fixture
-def pool() -> HiddenStatePool:
+def new_pool(*, pin_memory: bool = False) -> HiddenStatePool:
     device = kv_pool(8)
-    pool = HiddenStatePool(
+    return HiddenStatePool(
         device,
         PAGE,
         "page_first",
@@ -61,9 +62,14 @@ def pool() -> HiddenStatePool:
         pages=HostPages(host=6, shadows=9),
         kv=KVSegments(device, (), PAGE, WHOLE, 1),
         stamp=lambda page: LAYOUT.stamp(page, b"n" * 16, b"w" * 8),
-        pin_memory=False,
+        pin_memory=pin_memory,
         allocator_type="default",
     )
+
+
+@pytest.fixture
+def pool() -> HiddenStatePool:
+    pool = new_pool()
     capture = StagedCapture(
         pool.arena,
         pool.kv_buffer,
@@ -90,6 +96,25 @@ def save(pool: HiddenStatePool, page: int) -> torch.Tensor:
     capture.transfers().synchronize()
     capture.ledger.settle()
     return hidden[1]
+
+
+def test_memory_is_pinned_in_whole_pages_and_the_log_says_that_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A copy of the copy engine may not span two registrations (SGLang makes one each 256 GB)."""
+    pinned: list[int | None] = []
+
+    def pin(memory: torch.Tensor, registration_granularity_bytes: int | None = None) -> None:
+        while "so far" not in caplog.text:
+            threading.Event().wait(0.01)
+        pinned.append(registration_granularity_bytes)
+
+    monkeypatch.setattr(pool_host_common, "_cuda_host_register", pin)
+    monkeypatch.setattr(host_pool, "_PROGRESS_SECONDS", 0.01)
+    with caplog.at_level("INFO", "hcache"):
+        new_pool(pin_memory=True)
+    assert pinned == [LAYOUT.page_bytes]
+    assert "hcache: pinning 0.0 GB of host memory: 0 s so far" in caplog.messages
 
 
 def test_hicache_gets_exactly_the_pages_that_are_its_own(pool: HiddenStatePool) -> None:
