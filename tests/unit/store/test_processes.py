@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -27,8 +29,11 @@ from store_testing import (
     names,
     open_quiet,
     page_files,
+    put,
 )
 from store_worker import PAGES, Task
+
+from hcache_backend.store.file_ops import try_lock
 
 FILE = PAGE + 4096
 
@@ -156,6 +161,50 @@ def crowd(memory_path: Path, workers: Workers, seconds: float) -> None:
             assert len(entries) == len(page_files(folder.path)), "index and files agree"
             assert folder.index.totals().bytes <= quota
     store.close()
+
+
+def stop_with_the_lock(process: ForkServerProcess, folder: Path) -> None:
+    """Stop (SIGSTOP) a process that writes while it holds the lock of ``folder``."""
+    assert process.pid is not None
+    lock = os.open(folder / "lock", os.O_RDWR)
+    try:
+        while True:
+            os.kill(process.pid, signal.SIGSTOP)
+            while "State:\tT" not in Path(f"/proc/{process.pid}/status").read_text():
+                time.sleep(0.001)
+            if not try_lock(lock):
+                return
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            os.kill(process.pid, signal.SIGCONT)
+            time.sleep(random.random() * 0.01)
+    finally:
+        os.close(lock)
+
+
+def test_a_stopped_process_that_keeps_the_lock_costs_others_writes_and_no_reads(
+    memory_path: Path, workers: Workers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A debugger, a frozen container: the process does not die, so nobody takes its lock."""
+    folder = memory_path / "a"
+    store = open_quiet(folder, write_seconds=0.5)
+    task = Task("writer", [folder], 5, 3600, 0, "none", memory_path / "log")
+    workers[:] = [start(task)]
+    while len(whole_lines(task)) < 50:
+        time.sleep(0.01)
+    stop_with_the_lock(workers[0], folder)
+    numbers = [int(line) for line in whole_lines(task) if line.isdigit()]
+    for number in {*numbers}:
+        assert get(store, number) == content(key(number))
+    assert put(store, PAGES) == [False]
+    assert "another user of the folder keeps its lock" in caplog.text
+    assert workers[0].pid is not None
+    os.kill(workers[0].pid, signal.SIGCONT)
+    while put(store, PAGES) != [True]:
+        time.sleep(0.1)
+    workers[0].kill()
+    workers[0].join()
+    assert_right_or_miss(store, *range(PAGES))
+    assert_sound(store)
 
 
 LONG = (pytest.mark.long, pytest.mark.timeout(7200))
