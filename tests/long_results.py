@@ -1,7 +1,8 @@
 """What long tests found, kept in a file that is committed: `make test-long` writes it.
 
 A test tells numbers with pytest's own `record_property`. The file is written after every test, so
-that a run which is broken off keeps what it has; tests that did not run keep what they had.
+that a run which is broken off keeps what it has. Tests that did not run keep theirs, but for those
+that no longer exist.
 """
 
 from __future__ import annotations
@@ -24,10 +25,32 @@ class LongResults:
     def __init__(self, path: Path) -> None:
         self._path = path
 
+    @pytest.hookimpl(tryfirst=True)  # before any are left out
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        # Of the files of single tests others were not collected.
+        if config.option.collectonly or any("::" in argument for argument in config.args):
+            return
+        there = {item.nodeid for item in items}
+        files = {nodeid.partition("::")[0] for nodeid in there}
+        results = self._read()
+        kept = {
+            nodeid: result
+            for nodeid, result in results.items()
+            if nodeid in there
+            or (
+                (file := nodeid.partition("::")[0]) not in files
+                and (config.rootpath / file).exists()
+            )
+        }
+        if kept != results:
+            self._write(kept)
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" or "long" not in report.keywords:
             return
-        results = json.loads(self._path.read_text()) if self._path.exists() else {}
+        results = self._read()
         results[report.nodeid] = {
             "outcome": report.outcome,
             "seconds": round(report.duration, 1),
@@ -36,5 +59,11 @@ class LongResults:
             "sglang": version("sglang"),
             **dict[str, Any](report.user_properties),
         }
+        self._write(results)
+
+    def _read(self) -> dict[str, Any]:
+        return json.loads(self._path.read_text()) if self._path.exists() else {}
+
+    def _write(self, results: dict[str, Any]) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(results, indent=2, sort_keys=True) + "\n")
