@@ -25,7 +25,7 @@ from hcache_backend.engine.arguments import (
     storage_extra_config,
     unsupported_reason,
 )
-from hcache_backend.engine.runtime import remember
+from hcache_backend.engine.runtime import current, remember
 from hcache_backend.engine.startup.agreement import or_stop
 from hcache_backend.engine.startup.attach import (
     check_extra_config,
@@ -51,6 +51,12 @@ def bootstrap(runner: Any) -> None:
     """
     _join(runner)
     install_if_asked()  # of any server, so that other L3 backends are timed as ours is
+
+
+def note_draft(runner: Any) -> None:
+    """Called when a process has loaded a draft model, behind that which it drafts for."""
+    if current().config is not None:
+        current().read_draft(runner)
 
 
 def _join(runner: Any) -> None:

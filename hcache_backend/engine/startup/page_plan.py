@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.pool_host.base import host_memory_budget_bytes
 from sglang.srt.runtime_context import get_memory
 
 from hcache_backend.capture.staging import Staging
-from hcache_backend.engine.arguments import resolved
+from hcache_backend.engine.arguments import drafted_tokens, resolved
 from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.engine.host_pool import HostPages
 from hcache_backend.engine.kv_pages.paired import make_segments
@@ -324,7 +324,7 @@ def take_staging(
 def step_tokens(runner: Any) -> tuple[int, int]:
     """Tokens of the longest forward pass to be captured, and of a decode step."""
     args = resolved(runner.server_args)
-    decode = int(runner.max_running_requests)
+    decode = int(runner.max_running_requests) * drafted_tokens(args)
     chunk = args.chunked_prefill_size
     prefill = chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens
     return min(int(prefill) + decode, int(runner.max_total_num_tokens)), min(decode, _DECODE_TOKENS)

@@ -11,7 +11,12 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
-from hcache_backend.engine.arguments import decodes_for_others, resolved, serves_adapters
+from hcache_backend.engine.arguments import (
+    decodes_for_others,
+    drafts_trees,
+    resolved,
+    serves_adapters,
+)
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.projection.check import TOLERANCE
@@ -24,7 +29,11 @@ def own_pages_refusal(runtime: Runtime, kvcache: Any) -> str | None:
     """Why this server keeps SGLang's plain pages, or None as far as its arguments tell."""
     args = resolved(runtime.runner.server_args)
     checks = (
-        (args.speculative_algorithm, "speculative decoding: draft models have pools of their own"),
+        (
+            getattr(runtime.runner, "mtp_draft_device_pools", ()),
+            "speculative decoding with MTP: nobody would save the draft's layers, which SGLang "
+            "packs behind the model's in host memory",
+        ),
         (args.enable_dp_attention, "data-parallel attention"),
         (getattr(args, "attn_cp_size", 1) > 1, "attention in context-parallel ranks"),
         (
@@ -60,6 +69,11 @@ def refusal(runtime: Runtime, kvcache: Any) -> str | None:
     tell."""
     runner, args = runtime.runner, resolved(runtime.runner.server_args)
     checks = (
+        (
+            drafts_trees(args),
+            "speculative decoding by trees (--speculative-eagle-topk, "
+            "--speculative-ngram-max-bfs-breadth) moves K and V of accepted tokens to other slots",
+        ),
         (serves_adapters(args), "LoRA adapters change the projection per request"),
         (args.enable_two_batch_overlap, "two-batch overlap runs each layer twice a step"),
         (runner.model_config.model_is_mrope, "positions of several dimensions (mrope)"),

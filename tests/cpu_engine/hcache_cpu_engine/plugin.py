@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import attention, reordering, transfers
+from . import attention, reordering, speculation, transfers
 
 
 def activate() -> None:
@@ -29,6 +29,7 @@ def activate() -> None:
             _share_metrics_between_processes()
     transfers.install()
     attention.install()
+    speculation.install()
     reordering.install()
 
 
