@@ -11,6 +11,7 @@ from typing import Any
 
 from bench.harness.models import build_model
 from bench.harness.server import Reply
+from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,36 @@ def drafting(algorithm: str, models: Path, folder: Path, *, seed: int = 0) -> Dr
         arguments += ["--speculative-draft-model-path", draft]
     # Drafts take memory, of which others on this machine may leave little.
     return Drafting(model, [*map(str, arguments), "--mem-fraction-static", "0.3"])
+
+
+def drafting_by_packed_layers(folder: Path) -> Drafting:
+    """A GLM with a layer of its own that drafts (MTP), of weights that SGLang draws."""
+    stub_torchvision()
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(
+        "glm4_moe",
+        vocab_size=1024,
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=512,
+        moe_intermediate_size=128,
+        n_routed_experts=8,
+        max_position_embeddings=8192,
+        num_nextn_predict_layers=1,
+        dtype="float32",
+        architectures=["Glm4MoeForCausalLM"],
+    )
+    config.save_pretrained(folder / "glm")
+    arguments = [
+        *("--load-format", "dummy", "--skip-tokenizer-init", "--speculative-algorithm", "EAGLE"),
+        *("--speculative-num-steps", "2", "--speculative-eagle-topk", "1"),
+        *("--speculative-num-draft-tokens", "3", "--mem-fraction-static", "0.3"),
+    ]
+    return Drafting(folder / "glm", arguments)
 
 
 def accepted(reply: Reply) -> list[int]:
@@ -102,8 +133,13 @@ def _eagle3(model: Path, folder: Path, seed: int) -> Path:
     draft["midlayer.hidden_norm.weight"] = torch.ones(width)
     draft["norm.weight"] = torch.ones(width)
     draft["fc.weight"] = torch.randn(width, 3 * width, generator=dice) / width**0.5
-    changes = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
-    return _save(folder / f"eagle3-{seed}", model, draft, changes | {"draft_vocab_size": None})
+    changes = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": None,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+    }
+    return _save(folder / f"eagle3-{seed}", model, draft, changes)
 
 
 def _save(
