@@ -219,13 +219,13 @@ class Runtime:
         with self._lock:
             self._refresh()
 
-    def read_draft(self, draft: Any) -> None:
+    def read_draft(self, runner: Any) -> None:
         """Fingerprint the loaded weights of a draft model; another one accepts other drafts."""
-        self.draft, self.draft_digest = draft, os.urandom(16).hex()  # if it cannot be read
+        self.draft, self.draft_digest = runner, os.urandom(16).hex()  # if it cannot be read
         with metrics.harmless("draft", "pages of the draft model are not found again"):
             tensors = [
                 (name, tensor)
-                for name, tensor in model_tensors(draft.model)
+                for name, tensor in model_tensors(runner.model)
                 if "embed_tokens" not in name and "lm_head" not in name
             ]
             self.draft_digest = fingerprint([digest_tensors(tensors)]).hex()
