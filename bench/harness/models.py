@@ -140,6 +140,18 @@ MORE_ARCHITECTURES: dict[str, Architecture] = {
             shared_expert_intermediate_size=256,
         ),
     ),
+    # The same without a shared one, and with norms of queries and keys.
+    "qwen3_moe": Architecture(
+        "qwen3_moe",
+        _gated(
+            2,
+            head_dim=64,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=128,
+            norm_topk_prob=True,
+        ),
+    ),
     # What the projection makes is cut at a bound: more than a product, norm and RoPE.
     "olmo": Architecture("olmo", _gated(HEADS, clip_qkv=4.0)),
     # A pool of its own for layers with a sliding window.

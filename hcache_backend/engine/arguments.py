@@ -48,6 +48,18 @@ def resolved(server_args: Any) -> Any:
     return resolved_view(server_args)
 
 
+def drafted_tokens(args: Any) -> int:
+    """Tokens of a request that a decode step computes: those of its draft, or one."""
+    return int((args.speculative_algorithm and args.speculative_num_draft_tokens) or 1)
+
+
+def drafts_trees(args: Any) -> bool:
+    """Whether speculative decoding verifies several drafts of a token at once."""
+    if args.speculative_algorithm == "NGRAM":
+        return bool(args.speculative_ngram_max_bfs_breadth > 1)
+    return bool(args.speculative_algorithm) and (args.speculative_eagle_topk or 1) > 1
+
+
 def ranks_of_a_request(server_args: Any) -> int:
     """Tensor-parallel ranks that compute a request together.
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE, PrefetchAck
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
 from hcache_backend import streams
@@ -270,7 +271,29 @@ class OwnPagesController(HybridCacheController, ABC):
         """Read a prefetch from its last page on, until that meets what is recomputed."""
         meeting = meeting_of(operation)
         assert meeting is not None and self._batches is not None and self.eager is not None
+        self._read_drafts(operation)
         self._batches.transfer_from_back(self._read_pages, operation, meeting, self.eager.until_met)
+        self._page_transfer_sidecar(operation, 0)  # SGLang's report of other pools
+
+    def _read_drafts(self, operation: Any) -> None:
+        """Read the draft model's pages of a whole hit: K and V of its front are recomputed, theirs
+        are not. A page that is not there costs accepted drafts, and no token."""
+        keys, before = operation.hash_value, list(operation.prefix_keys or ())
+        pools = [
+            transfer.name
+            for transfer in operation.pool_transfers or ()
+            if transfer.indices_from_pool == PoolName.KV
+        ]
+        for start in range(0, len(keys) if pools else 0, STORAGE_BATCH_SIZE):
+            if operation.is_terminated():
+                break
+            some = keys[start : start + STORAGE_BATCH_SIZE]
+            tokens = slice(start * self.page_size, (start + len(some)) * self.page_size)
+            here = operation.host_indices[tokens]
+            self.storage_backend.batch_get_v2(
+                [PoolTransfer(name=pool, host_indices=here, keys=some) for pool in pools],
+                extra_info=HiCacheStorageExtraInfo(prefix_keys=before + keys[:start]),
+            )
 
     def _reduce_prefetch_ack(self, ack: PrefetchAck) -> None:
         super()._reduce_prefetch_ack(ack)

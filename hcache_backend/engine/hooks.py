@@ -508,8 +508,11 @@ def _around_weight_update(original: Callable[..., Any], updater: Any, *a: Any, *
 
 def _after_late_weights(original: Callable[..., Any], runner: Any, *a: Any, **kw: Any) -> Any:
     result = original(runner, *a, **kw)
-    if current().runner is runner:  # not that of a draft model
-        current().read_weights()
+    runtime = current()
+    if runtime.runner is runner:
+        runtime.read_weights()
+    elif runtime.draft is runner:
+        runtime.read_draft(runner)
     return result
 
 

@@ -18,8 +18,7 @@ def activate() -> None:
 
 
 def _after_load_model(result: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
-    from hcache_backend.engine.startup.bootstrap import bootstrap
+    from hcache_backend.engine.startup.bootstrap import bootstrap, note_draft
 
-    if not runner.is_draft_worker:
-        bootstrap(runner)
+    (note_draft if runner.is_draft_worker else bootstrap)(runner)
     return result

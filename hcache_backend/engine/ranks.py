@@ -20,6 +20,14 @@ class OutOfStep(RuntimeError):
     """Other ranks may wait for this one for ever: its server must end."""
 
 
+def attention_ranks() -> Any:
+    """SGLang's group of the ranks that have heads of one request; all of them are called at one
+    point. With data-parallel attention it is a part of the tensor-parallel ones."""
+    from sglang.srt.distributed.parallel_state import get_attn_tp_group
+
+    return get_attn_tp_group()
+
+
 def on_all_ranks(group: Any, *flags: bool) -> tuple[bool, ...]:
     """For each flag, whether it is true on every rank of ``group`` (one MIN-reduce).
 

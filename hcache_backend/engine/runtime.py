@@ -68,6 +68,9 @@ class Runtime:
         store: The page store of a server that was started with it as L3, until the storage class
             takes it.
         writer: 8 bytes that mark the pages of this server run.
+        draft: SGLang's ModelRunner of a draft model, if there is one.
+        draft_digest: Digest (16 bytes, hexadecimal) of its layers on this rank; its pages in L3 go
+            by it. Its embedding and head may be the model's.
         page_fields: What the namespace of our own pages holds besides the weights.
         on_weights_changed: Called, on the scheduler thread, when captured rows lose their meaning.
         on_caches_flushed: Called, on the scheduler thread, when L1 and L2 have been emptied.
@@ -93,6 +96,8 @@ class Runtime:
     store: PageStore | None = None
     writer: bytes = field(default_factory=lambda: os.urandom(WRITER_BYTES))
     weights: Weights | None = None
+    draft: Any = None
+    draft_digest: str | None = None
     page_fields: dict[str, object] = field(default_factory=dict)
     on_weights_changed: list[Callable[[], None]] = field(default_factory=list)
     on_caches_flushed: list[Callable[[], None]] = field(default_factory=list)
@@ -214,6 +219,17 @@ class Runtime:
         with self._lock:
             self._refresh()
 
+    def read_draft(self, runner: Any) -> None:
+        """Fingerprint the loaded weights of a draft model; another one accepts other drafts."""
+        self.draft, self.draft_digest = runner, os.urandom(16).hex()  # if it cannot be read
+        with metrics.harmless("draft", "pages of the draft model are not found again"):
+            tensors = [
+                (name, tensor)
+                for name, tensor in model_tensors(runner.model)
+                if "embed_tokens" not in name and "lm_head" not in name
+            ]
+            self.draft_digest = fingerprint([digest_tensors(tensors)]).hex()
+
     def begin_weight_update(self) -> None:
         """Weights are about to change: what was captured or queued under the old ones is void."""
         if self.weights is not None and self.weights.suspended is None:
@@ -236,6 +252,8 @@ class Runtime:
                 unknown = os.urandom(16)
                 self._stand_in = Weights(unknown, self.weights.suspended, unknown)
                 self.weights = self._stand_in
+        if self.draft is not None:
+            self.read_draft(self.draft)
         self._tell_stages().add_done_callback(self._all_stages_told)
 
     def caches_were_flushed(self) -> None:

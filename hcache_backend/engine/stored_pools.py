@@ -372,6 +372,8 @@ class StoredPools:
         if self._runtime.own_pages and pool == PoolName.KV:
             return self._runtime.namespace_of(weights, **self._runtime.page_fields)
         fields = {**self._pools[pool].fields(share), **self._kv_fields}
+        if pool.startswith(PoolName.DRAFT):
+            fields["draft"] = self._runtime.draft_digest
         return self._runtime.namespace_of(weights, **fields)
 
     def _namespaces(self) -> list[tuple[str, bytes]]:

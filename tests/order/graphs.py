@@ -74,7 +74,7 @@ class DecodeGraphs:
                 original(counter, layer)
 
         graphs.graphs_are_off = lambda: False
-        graphs._largest_recorded_tokens = lambda: SIZES[-1]
+        graphs._largest_recorded_tokens = lambda _tokens: SIZES[-1]
         strategy.check_recording = check_recording
         around(ModelRunner, "init_cuda_graphs", init)
         around(HiddenCapture, "_take", self._take)

@@ -25,7 +25,8 @@ from hcache_backend.engine.arguments import (
     storage_extra_config,
     unsupported_reason,
 )
-from hcache_backend.engine.runtime import remember
+from hcache_backend.engine.ranks import attention_ranks
+from hcache_backend.engine.runtime import current, remember
 from hcache_backend.engine.startup.agreement import or_stop
 from hcache_backend.engine.startup.attach import (
     check_extra_config,
@@ -51,6 +52,12 @@ def bootstrap(runner: Any) -> None:
     """
     _join(runner)
     install_if_asked()  # of any server, so that other L3 backends are timed as ours is
+
+
+def note_draft(runner: Any) -> None:
+    """Called when a process has loaded a draft model, behind that which it drafts for."""
+    if current().config is not None:
+        current().read_draft(runner)
 
 
 def _join(runner: Any) -> None:
@@ -150,9 +157,7 @@ def _check_groups(runner: Any, args: Any, config: HCacheConfig) -> None:
     asked = storage_extra_config(args).get("tp_lcm_size")
     if asked is None:
         return
-    from sglang.srt.distributed.parallel_state import get_attn_tp_group, get_tp_group
-
-    group = get_attn_tp_group() if args.enable_dp_attention else get_tp_group()
+    group = attention_ranks()
     heads = runner.model_config.get_num_kv_heads(group.world_size)
     own_pages = config.pages == "own" and not runner.use_mla_backend
     check_tp_lcm_size(asked, group.world_size, heads, own_pages=own_pages)

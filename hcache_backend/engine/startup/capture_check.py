@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.distributed import get_tp_group
 
 from hcache_backend.arena import Ids
 from hcache_backend.capture.shadows import ShadowArena
 from hcache_backend.capture.staging import StagedCapture
+from hcache_backend.engine.ranks import attention_ranks
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.page_plan import HiddenPagePlan
 from hcache_backend.engine.startup.self_check import PROBE_TOKENS, prefill_and_decode
@@ -114,7 +114,7 @@ class CaptureCheck:
             plan.methods.chunk_tokens,
             device,
             exchange=plan.exchange,
-            order=CollectiveOrder(device) if get_tp_group().world_size > 1 else None,
+            order=CollectiveOrder(device) if attention_ranks().world_size > 1 else None,
         )
 
     def restore(self, pipeline: RestorePipeline, projector: Projector) -> None:

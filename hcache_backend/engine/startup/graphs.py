@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hcache_backend.engine.arguments import drafted_tokens, resolved
 from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.engine.hooks import Hook
 from hcache_backend.engine.runtime import Runtime, current
@@ -56,7 +57,7 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
         hidden = layer_methods(runtime, kvcache).layers("hidden")
         every = attention_modules(runner.model, kvcache.layer_num)
         seen = [every[layer] for layer in hidden]
-        recorded = _largest_recorded_tokens()
+        recorded = _largest_recorded_tokens(drafted_tokens(resolved(runner.server_args)))
         places = staging_places(len(seen), *step_tokens(runner), recorded)
         rows = runner.model_config.hidden_size, runner.dtype
         staging = take_staging(len(seen), *rows, places, kvcache.device, recorded_tokens=recorded)
@@ -90,12 +91,13 @@ def check_recording(runner: Any, hidden: torch.Tensor) -> HiddenCapture | None:
     return hooks
 
 
-def _largest_recorded_tokens() -> int:
+def _largest_recorded_tokens(per_request: int) -> int:
+    """``per_request``: tokens of a request in a decode step."""
     from sglang.srt.runtime_context import get_exec
 
     config = get_exec().graph.cuda_graph_config
     sizes = [0]
-    for phase in (config.decode, config.prefill):
+    for phase, tokens in ((config.decode, per_request), (config.prefill, 1)):
         if phase.backend != "disabled":
-            sizes += [phase.max_bs or 0, *(phase.bs or ())]
+            sizes += [tokens * size for size in (phase.max_bs or 0, *(phase.bs or ()))]
     return max(sizes)

@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 import xxhash
-from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_bytes
 from sglang.srt.runtime_context import get_memory
 
 from hcache_backend.capture.staging import Staging
-from hcache_backend.engine.arguments import resolved
+from hcache_backend.engine.arguments import drafted_tokens, resolved
 from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.engine.host_pool import HostPages
 from hcache_backend.engine.kv_pages.paired import make_segments
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.layer_methods import LayerMethods
+from hcache_backend.engine.ranks import attention_ranks
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.page_layout import page_layout
 from hcache_backend.engine.startup.self_check import Probe
@@ -176,7 +176,7 @@ def make_exchange(probe: Probe, page_size: int) -> Exchange | None:
     Raises:
         Refused: On every rank: hidden states differ between ranks, or do not get across.
     """
-    ranks = get_tp_group()
+    ranks = attention_ranks()
     number, shares = share_of_rank(ranks.rank_in_group, ranks.world_size, page_size)
     if shares == 1:
         return None
@@ -324,7 +324,7 @@ def take_staging(
 def step_tokens(runner: Any) -> tuple[int, int]:
     """Tokens of the longest forward pass to be captured, and of a decode step."""
     args = resolved(runner.server_args)
-    decode = int(runner.max_running_requests)
+    decode = int(runner.max_running_requests) * drafted_tokens(args)
     chunk = args.chunked_prefill_size
     prefill = chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens
     return min(int(prefill) + decode, int(runner.max_total_num_tokens)), min(decode, _DECODE_TOKENS)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.engine.arguments import resolved
 from hcache_backend.engine.layer_methods import LayerMethods, pipeline_seconds
+from hcache_backend.engine.ranks import attention_ranks
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import or_stop
 from hcache_backend.engine.startup.codec_choice import encoded_share, wanted_codec
@@ -65,7 +66,7 @@ def _choose(runtime: Runtime, kvcache: Any) -> LayerMethods:
 
     The profile is found by the first rank of the first stage only.
     """
-    from sglang.srt.distributed.parallel_state import get_pp_group, get_tp_group
+    from sglang.srt.distributed.parallel_state import get_pp_group
 
     config, args = runtime.config, resolved(runtime.runner.server_args)
     assert config is not None
@@ -76,7 +77,7 @@ def _choose(runtime: Runtime, kvcache: Any) -> LayerMethods:
     row_bytes = wanted_codec(runtime, runtime.runner).row_bytes
     kv_share = encoded_share(runtime, kvcache, int(args.pp_size))
     parks = PoolParking.fits(kvcache, row_bytes)
-    stages, stage = get_pp_group(), get_tp_group()
+    stages, stage = get_pp_group(), attention_ranks()
     wanted = or_stop(lambda: fixed_partition(config, layers))
     store = _Store(runtime, kvcache, args.hicache_storage_backend)
     recorded = stage.all_gather_object(store.find() if stage.is_first_rank else None)[0]

@@ -6,12 +6,11 @@ import logging
 from typing import Any, NamedTuple
 
 import torch
-from sglang.srt.distributed import get_tp_group
 
 from hcache_backend.engine.arguments import resolved
 from hcache_backend.engine.hooks import install, recompute_hooks
 from hcache_backend.engine.layer_methods import LayerMethods
-from hcache_backend.engine.ranks import smallest
+from hcache_backend.engine.ranks import attention_ranks, smallest
 from hcache_backend.engine.recompute.batch import NO_REQUEST, make_recomputer
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
@@ -49,7 +48,7 @@ def find_recomputer(
     if runtime.config.recompute == "never":
         runtime.recomputation = "none: option 'recompute'"
         return None
-    runner, pool, group = runtime.runner, PagedPool(kvcache), get_tp_group().cpu_group
+    runner, pool, group = runtime.runner, PagedPool(kvcache), attention_ranks().cpu_group
     recomputer = make_recomputer(runner, kvcache, methods.chunk_tokens)
 
     def prove() -> Recomputed:

@@ -11,7 +11,12 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
-from hcache_backend.engine.arguments import decodes_for_others, resolved, serves_adapters
+from hcache_backend.engine.arguments import (
+    decodes_for_others,
+    drafts_trees,
+    resolved,
+    serves_adapters,
+)
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.projection.check import TOLERANCE
@@ -20,12 +25,24 @@ _QUANTISED_INPUTS = re.compile(r"Fp8|FP8|W\dA\d|Int8|(?<!Nv)Fp4")
 """In the names of SGLang's ways to compute quantised layers; with ``A16`` only weights are."""
 
 
+_DRAFTING = ("EAGLE", "EAGLE3", "NGRAM", "STANDALONE")
+"""Drafts are in a pool of their own, if they have K and V at all."""
+
+
 def own_pages_refusal(runtime: Runtime, kvcache: Any) -> str | None:
     """Why this server keeps SGLang's plain pages, or None as far as its arguments tell."""
     args = resolved(runtime.runner.server_args)
+    algorithm = args.speculative_algorithm
     checks = (
-        (args.speculative_algorithm, "speculative decoding: draft models have pools of their own"),
-        (args.enable_dp_attention, "data-parallel attention"),
+        (
+            algorithm not in (None, *_DRAFTING),
+            f"speculative decoding by {algorithm}, not by {', '.join(_DRAFTING)}",
+        ),
+        (
+            getattr(runtime.runner, "mtp_draft_device_pools", ()),
+            "speculative decoding with MTP: nobody would save the draft's layers, which SGLang "
+            "packs behind the model's in host memory",
+        ),
         (getattr(args, "attn_cp_size", 1) > 1, "attention in context-parallel ranks"),
         (
             args.hicache_host_memory_mode == "buffer_only",
@@ -58,8 +75,23 @@ def own_pages_refusal(runtime: Runtime, kvcache: Any) -> str | None:
 def refusal(runtime: Runtime, kvcache: Any) -> str | None:
     """Why this server cannot store hidden states in its own pages, or None as far as its arguments
     tell."""
+    if drafts_trees(resolved(runtime.runner.server_args)):
+        return (
+            "speculative decoding by trees (--speculative-eagle-topk, "
+            "--speculative-ngram-max-bfs-breadth) moves K and V of accepted tokens to other slots"
+        )
+    return module_refusal(runtime, kvcache)
+
+
+def module_refusal(runtime: Runtime, kvcache: Any) -> str | None:
+    """Why the model's modules are not to be called, nor hooked: neither for hidden states nor to
+    recompute pages. None as far as the server's arguments tell."""
     runner, args = runtime.runner, resolved(runtime.runner.server_args)
     checks = (
+        (
+            args.enable_dp_attention,
+            "data-parallel attention: ranks without requests would have to take part",
+        ),
         (serves_adapters(args), "LoRA adapters change the projection per request"),
         (args.enable_two_batch_overlap, "two-batch overlap runs each layer twice a step"),
         (runner.model_config.model_is_mrope, "positions of several dimensions (mrope)"),
@@ -137,8 +169,8 @@ def eager_refusal(server_args: Any, device: torch.device | str, *, hidden: bool)
 
     ``hidden``: pages hold hidden states, of which ranks exchange shares, or are to be recomputed.
     """
-    if server_args.pp_size > 1 or server_args.enable_dp_attention:
-        return "pipeline stages and data-parallel attention are not supported"
+    if server_args.pp_size > 1:
+        return "pipeline stages are not supported"
     if hidden and server_args.tp_size > 1 and torch.device(device).type == "cuda":
         return "ranks would exchange shares while a batch runs, and forward passes wait for that"
     return None

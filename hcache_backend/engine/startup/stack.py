@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from sglang.srt.distributed import get_tp_group
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackBuildResult
 from sglang.srt.mem_cache.pool_host import HostPoolGroup, PoolEntry
@@ -28,6 +27,7 @@ from hcache_backend.engine.host_pool import HiddenStatePool, OwnPagesPool
 from hcache_backend.engine.kv_pages.controller import KVController
 from hcache_backend.engine.kv_pages.node_pairs import NodePairs
 from hcache_backend.engine.loads import LoadQueue
+from hcache_backend.engine.ranks import attention_ranks
 from hcache_backend.engine.recompute.rows import RecomputedRows
 from hcache_backend.engine.recompute.slices import SliceBudget
 from hcache_backend.engine.reservable_pages import ReservablePages
@@ -86,7 +86,7 @@ class Stack:
         pool.on_freed.append(checks.freed)
         pool.on_backed_up.append(checks.transferred)
         pool.on_loaded.append(checks.transferred)
-        stages, ranks = self._stages(plan, lambda pages: True), get_tp_group()
+        stages, ranks = self._stages(plan, lambda pages: True), attention_ranks()
         node_pairs, layout = None, plan.layout
         if plan.probe is not None and plan.choice is not None and isinstance(layout, PairedLayout):
             every = params.tp_cache_group, ranks.world_size
@@ -102,7 +102,7 @@ class Stack:
             keeps_unfit=plan.recomputer is not None,
             **self._pool_arguments(plan),
         )
-        order = CollectiveOrder(kvcache.device) if get_tp_group().world_size > 1 else None
+        order = CollectiveOrder(kvcache.device) if attention_ranks().world_size > 1 else None
         allocator = self.params.token_to_kv_pool_allocator
         # Before capture wraps the allocator: what is handed out of a reservation is allocated, too.
         reservable = _reservable(runtime, allocator, hidden=True)
@@ -283,7 +283,7 @@ def _page_fields(runtime: Runtime, kvcache: Any, plan: PagePlan) -> dict[str, ob
     }
     if plan.kv.layers:
         fields |= kv_fields(runtime.runner)
-    ranks = get_tp_group()
+    ranks = attention_ranks()
     if not plan.kv.layers or plan.layout.share.of == ranks.world_size:
         fields["any_ranks"] = True
     else:  # K and V are those of a rank's own heads, and these are no share

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from sglang.srt.distributed import get_tp_group
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
     StackStrategy,
     _PlainKvStrategy,
@@ -22,7 +21,7 @@ from hcache_backend.engine import metrics
 from hcache_backend.engine.arguments import resolved, storage_extra_config
 from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.engine.layer_methods import LayerMethods
-from hcache_backend.engine.ranks import smallest
+from hcache_backend.engine.ranks import attention_ranks, smallest
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
 from hcache_backend.engine.startup.capture_check import CaptureCheck
@@ -44,6 +43,7 @@ from hcache_backend.engine.startup.partition_choice import layer_methods
 from hcache_backend.engine.startup.recompute_check import find_recomputer
 from hcache_backend.engine.startup.refusals import (
     eager_refusal,
+    module_refusal,
     own_pages_refusal,
     refusal,
     refuse_quantised_inputs,
@@ -169,7 +169,7 @@ class OwnPagesStrategy(StackStrategy):
         assert self._runtime.config is not None
         chunk = min(self._runtime.config.restore_chunk_tokens, int(kvcache.size))
         everything = Partition(0, 0, int(kvcache.layer_num))
-        ranks = get_tp_group()
+        ranks = attention_ranks()
         methods = LayerMethods(
             everything, None, None, chunk, recomputable=0, ranks=ranks.world_size
         )
@@ -214,7 +214,7 @@ class OwnPagesStrategy(StackStrategy):
         ):
             return None  # on every rank of every stage
         try:
-            self._step(params, partial(self._refuse, refusal, None, kvcache))
+            self._step(params, partial(self._refuse, module_refusal, None, kvcache))
             modules = self._step(params, lambda: attention_modules(runner.model, kvcache.layer_num))
             linears = [linear for seen in modules for linear in seen.linears]
             self._step(params, lambda: refuse_quantised_inputs(linears))
@@ -374,7 +374,7 @@ class OwnPagesStrategy(StackStrategy):
         if not methods.layers("kv"):
             return share.of
         extra = storage_extra_config(resolved(self._runtime.runner.server_args))
-        return head_groups(extra.get("tp_lcm_size"), share, get_tp_group().world_size)
+        return head_groups(extra.get("tp_lcm_size"), share, attention_ranks().world_size)
 
     def _choose_methods(self, kvcache: Any) -> LayerMethods:
         config, methods = self._runtime.config, layer_methods(self._runtime, kvcache)

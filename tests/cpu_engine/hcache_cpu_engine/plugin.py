@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import attention, reordering, transfers
+from . import attention, reordering, speculation, transfers
 
 
 def activate() -> None:
@@ -22,6 +22,7 @@ def activate() -> None:
     _replace_elementwise_kernels()
     _unpin_host_pools()
     _ignore_pin_memory()
+    _ignore_waits_for_cuda()
     _hook_methods_without_a_search()
     if os.environ.get("HCACHE_CPU_ENGINE_FORK") == "1":
         _fork_instead_of_spawn()
@@ -29,6 +30,7 @@ def activate() -> None:
             _share_metrics_between_processes()
     transfers.install()
     attention.install()
+    speculation.install()
     reordering.install()
 
 
@@ -133,6 +135,11 @@ def _ignore_pin_memory() -> None:
     for factory in ("tensor", "zeros", "empty"):
         setattr(torch, factory, _unpinned(getattr(torch, factory)))
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
+
+
+def _ignore_waits_for_cuda() -> None:
+    """Draft models that share the head of the model wait for the device unconditionally."""
+    torch.cuda.synchronize = torch.cuda.empty_cache = lambda *args, **kwargs: None
 
 
 def _unpinned(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

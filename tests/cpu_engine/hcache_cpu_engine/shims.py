@@ -3,7 +3,8 @@
 - `torchvision._meta_registrations`: the wheel on the package index is a CUDA build and registers
   shapes of operators that a CPU torch does not have; an empty module is enough.
 - `triton`: SGLang decorates its kernels at import. The stub accepts that and raises at launch.
-- `sgl_kernel`: speculative-decoding helpers are imported unguarded on a CPU; none is ever called.
+- `sgl_kernel`: operators for CPUs are imported by name; those of speculative decoding are in
+  `speculation`, others raise when they are called.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ class SglKernelStub(StubModule):
 
     def __getattr__(self, name: str) -> Any:
         if name.endswith("_cpu"):
-            return _refuse(f"{self.__name__}.{name}")
+            from . import speculation  # it imports torch
+
+            return getattr(speculation, name, None) or _refuse(f"{self.__name__}.{name}")
         raise AttributeError(name)
 
 

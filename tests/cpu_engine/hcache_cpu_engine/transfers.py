@@ -207,9 +207,12 @@ def load_to_device_per_layer(
     *,
     is_draft: bool = False,
 ) -> None:
+    """`is_draft`: `device_pool` is of a draft, whose one layer is `layer_id` in host memory."""
     for host, device in zip(host_tensors(self), device_tensors(device_pool, self), strict=True):
-        rows = host[layer_rows(self, host, layer_id, host_indices)]
-        device[layer_id][device_indices] = rows.view_as(device[layer_id][device_indices])
+        rows, layer = host[layer_rows(self, host, layer_id, host_indices)], device[0]
+        if not is_draft:
+            layer = device[layer_id]
+        layer[device_indices] = rows.view_as(layer[device_indices])
 
 
 def backup_from_device_all_layer(
@@ -219,7 +222,9 @@ def backup_from_device_all_layer(
     device_indices: torch.Tensor,
     io_backend: str,
 ) -> None:
-    for host, device in zip(host_tensors(self), device_tensors(device_pool, self), strict=True):
-        for layer_id, layer in enumerate(device):
+    pools = (device_pool, *self.mtp_draft_device_pools)
+    for number, host in enumerate(host_tensors(self)):
+        layers = [layer for pool in pools for layer in device_tensors(pool, self)[number]]
+        for layer_id, layer in enumerate(layers):
             index = layer_rows(self, host, layer_id, host_indices)
             host[index] = layer[device_indices].view_as(host[index])

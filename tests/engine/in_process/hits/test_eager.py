@@ -166,17 +166,14 @@ def test_an_allocator_of_another_kind_speaks_against_it() -> None:
 def test_only_ranks_that_exchange_hidden_states_on_gpus_restore_layer_wise(
     tp: int, device: str, hidden: bool, reason: str | None
 ) -> None:
-    args = SimpleNamespace(pp_size=1, enable_dp_attention=False, tp_size=tp)
+    args = SimpleNamespace(pp_size=1, tp_size=tp)
     found = eager_refusal(args, device, hidden=hidden)
     assert found is None if reason is None else found is not None and reason in found
 
 
 @pytest.mark.parametrize("hidden", [False, True])
-@pytest.mark.parametrize("changes", [{"pp_size": 2}, {"enable_dp_attention": True}])
-def test_stages_and_data_parallel_attention_restore_layer_wise(
-    changes: dict[str, Any], hidden: bool
-) -> None:
-    args = SimpleNamespace(**({"pp_size": 1, "enable_dp_attention": False, "tp_size": 1} | changes))
+def test_pipeline_stages_restore_layer_wise(hidden: bool) -> None:
+    args = SimpleNamespace(pp_size=2, tp_size=1)
     assert "not supported" in str(eager_refusal(args, "cpu", hidden=hidden))
 
 

@@ -59,7 +59,7 @@ def test_scales_tell_own_and_plain_pages_apart(
     """Set as SGLang's models set those of ``--quantization-param-path``: as numbers, which are not
     among the weights."""
     monkeypatch.setattr(
-        stack, "get_tp_group", lambda: SimpleNamespace(world_size=1, rank_in_group=0)
+        stack, "attention_ranks", lambda: SimpleNamespace(world_size=1, rank_in_group=0)
     )
     attention = runtime.runner.model.attention = RadixAttention(4, 8, 1.0, 4, layer_id=0)
     plan = PagePlan(kvcache, LayerMethods(Partition(0, 0, LAYERS), None, None, 64), WHOLE, 1)

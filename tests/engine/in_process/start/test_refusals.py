@@ -77,8 +77,9 @@ def test_a_pool_that_grows_after_graphs_are_recorded(monkeypatch: pytest.MonkeyP
         ({}, {}, None),
         ({"enable_lora": True, "enable_two_batch_overlap": True}, {}, None),
         ({"enable_torch_compile": True}, {}, None),
-        ({"speculative_algorithm": "EAGLE"}, {}, "draft models have pools of their own"),
-        ({"enable_dp_attention": True}, {}, "data-parallel attention"),
+        ({"speculative_algorithm": "EAGLE"}, {}, None),
+        ({"speculative_algorithm": "DFLASH"}, {}, "speculative decoding by DFLASH, not by EAGLE"),
+        ({"enable_dp_attention": True}, {}, None),
         ({"attn_cp_size": 2}, {}, "context-parallel"),
         ({"hicache_host_memory_mode": "buffer_only"}, {}, "keeps no host copies"),
         ({"disaggregation_decode_retraction_backup": "host_pool"}, {}, "retraction"),
@@ -105,11 +106,39 @@ def test_servers_that_keep_plain_pages(
     assert said is None if reason is None else reason in str(said)
 
 
+def test_layers_of_a_draft_that_are_packed_behind_the_models(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime, kvcache = server(monkeypatch, "full")
+    runtime.runner.mtp_draft_device_pools = (object(),)
+    said = refusals.own_pages_refusal(runtime, kvcache)
+    assert "nobody would save the draft's layers" in str(said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "trees"),
+    [
+        ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}, False),
+        ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4}, True),
+        ({"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1}, False),
+        ({"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 10}, True),
+    ],
+)
+def test_rows_of_trees_are_not_captured(
+    monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], trees: bool
+) -> None:
+    """An accepted token may have the place and the position of another one that was captured."""
+    runtime, kvcache = server(monkeypatch, "breakable")
+    vars(runtime.runner.server_args).update(arguments)
+    said = refusals.refusal(runtime, kvcache)
+    assert ("by trees" in str(said)) if trees else said is None
+
+
 def test_models_of_several_kinds_of_inputs_are_stored_and_not_recomputed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The token ids of an image say nothing of its embeddings."""
-    monkeypatch.setattr(recompute_check, "get_tp_group", lambda: SimpleNamespace(cpu_group=None))
+    monkeypatch.setattr(recompute_check, "attention_ranks", lambda: SimpleNamespace(cpu_group=None))
     runner = SimpleNamespace(model_config=SimpleNamespace(is_multimodal=True))
     runtime: Any = SimpleNamespace(runner=runner, recomputation=None, config=HCacheConfig())
     probe: Any = SimpleNamespace()

@@ -1,0 +1,168 @@
+"""Speculative decoding over own pages: the same tokens, and as many accepted drafts as ever.
+
+A draft model's K and V are a pool of SGLang's own beside ours; L3 has its pages in our store.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.harness.server import Server, ServerOptions
+from tests.engine.harness.conversations import Conversation, converse, make_conversations, turns_of
+from tests.engine.harness.drafts import accepted, drafting, drafting_by_packed_layers
+from tests.engine.harness.ours import (
+    assert_no_cache_output,
+    assert_nothing_went_wrong,
+    assert_restored_from_l3,
+    assert_sound_own_pages,
+    flip_bit,
+    our_server,
+    stored_pages,
+)
+
+pytestmark = pytest.mark.engine
+
+LONG = pytest.mark.long
+LAYERWISE = {"restore": "layerwise"}
+
+
+def drafts_without_a_cache(
+    options: ServerOptions, folder: Path, conversations: list[Conversation]
+) -> list[list[int]]:
+    """How many drafts a server without any cache accepts in each turn."""
+    plain = ServerOptions(
+        options.model,
+        folder / "plain.log",
+        cache="none",
+        page_size=options.page_size,
+        tp=options.tp,
+        extra_args=options.extra_args,
+    )
+    with Server(plain) as server:
+        return [
+            accepted(server.generate(turn.prompt, len(turn.reply.output_ids)))
+            for turn in turns_of(conversations)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "mode", "hcache", "options"),
+    [
+        ("NGRAM", "hidden", {}, {}),
+        pytest.param("NGRAM", "kv", {}, {}, marks=LONG),
+        ("STANDALONE", "kv", {}, {}),
+        ("STANDALONE", "hidden", LAYERWISE, {}),
+        pytest.param("STANDALONE", "kv", LAYERWISE, {}, marks=LONG),
+        pytest.param("STANDALONE", "hidden", {}, {}, marks=LONG),
+        ("EAGLE", "hidden", {}, {}),
+        pytest.param("EAGLE", "kv", {}, {}, marks=LONG),
+        pytest.param("EAGLE3", "kv", {}, {}, marks=LONG),
+        pytest.param("EAGLE3", "hidden", {}, {}, marks=LONG),
+        ("STANDALONE", "kv", {}, {"tp": 2}),
+        pytest.param("EAGLE", "hidden", {}, {"tp": 2}, marks=LONG),
+    ],
+)
+def test_l3_changes_neither_tokens_nor_accepted_drafts(
+    algorithm: str,
+    mode: str,
+    hcache: dict[str, Any],
+    options: dict[str, Any],
+    model_cache: Path,
+    tmp_path: Path,
+) -> None:
+    drafts = drafting(algorithm, model_cache, tmp_path)
+    started = our_server(
+        drafts.model,
+        tmp_path,
+        hcache={"mode": mode} | hcache,
+        page_size=16,
+        extra_args=drafts.arguments,
+        **options,
+    )
+    with Server(started) as server:
+        conversations = converse(server, make_conversations(2, turns=3, tokens=200))
+        assert_restored_from_l3(conversations, 16)
+        assert_sound_own_pages(server, mode)
+    started.log = tmp_path / "restarted.log"
+    with Server(started) as server:  # nothing of the drafts is on the device by chance
+        again = converse(server, make_conversations(2, turns=3, tokens=200), flush=False)
+        assert_sound_own_pages(server, mode)
+    assert all(turn.cached.storage for turn in turns_of(again))
+    assert_no_cache_output(drafts.model, [*conversations, *again])
+    found = [accepted(turn.reply) for turn in turns_of(conversations)]
+    assert found == drafts_without_a_cache(started, tmp_path, conversations)
+    assert found == [accepted(turn.reply) for turn in turns_of(again)]
+    assert algorithm in ("NGRAM", "EAGLE3") or sum(sum(turn[1:]) for turn in found) > 10
+
+
+@pytest.mark.parametrize("hcache", [LAYERWISE, {}], ids=["layer-wise", "front"])
+def test_lost_and_damaged_pages_of_a_draft_cost_no_token(
+    hcache: dict[str, Any], model_cache: Path, tmp_path: Path
+) -> None:
+    """Read in order, the hit ends before such a page. Behind a front, fewer drafts are accepted."""
+    drafts = drafting("STANDALONE", model_cache, tmp_path)
+    options = our_server(
+        drafts.model,
+        tmp_path,
+        hcache={"mode": "kv"} | hcache,
+        page_size=16,
+        extra_args=drafts.arguments,
+    )
+    with Server(options) as server:
+        converse(server, make_conversations(2, turns=2, tokens=200), flush=False)
+    pages = stored_pages(tmp_path)
+    of_draft = min(path.stat().st_size for path in pages)
+    damaged = [path for path in pages if path.stat().st_size == of_draft]
+    assert 2 * len(damaged) == len(pages)
+    for path in damaged[::4]:
+        path.unlink()
+    for path in damaged[1::4]:
+        flip_bit(path, -100)
+    options.log = tmp_path / "restarted.log"
+    with Server(options) as server:
+        again = converse(server, make_conversations(2, turns=2, tokens=200))
+        assert_sound_own_pages(server, "kv")
+    found = sum(turn.cached.storage for turn in turns_of(again))
+    assert (0 < found < 2 * (192 + 400)) if hcache else found
+    assert_no_cache_output(drafts.model, again)
+
+
+def test_pages_of_another_draft_are_not_taken_for_those_of_this_one(
+    model_cache: Path, tmp_path: Path
+) -> None:
+    """Its K and V would be wrong ones, and next to no draft accepted."""
+    for seed in (0, 1, 0):
+        drafts = drafting("EAGLE", model_cache, tmp_path, seed=seed)
+        options = our_server(
+            drafts.model,
+            tmp_path,
+            log=tmp_path / f"{seed}.log",
+            hcache={"mode": "kv", "recompute": "never"},
+            page_size=16,
+            extra_args=drafts.arguments,
+        )
+        before = len(stored_pages(tmp_path))
+        with Server(options) as server:
+            [conversation] = converse(server, make_conversations(1, turns=1, tokens=200))
+            assert_nothing_went_wrong(server)
+        storage = conversation.turns[0].cached.storage
+        assert storage == (192 if before > 20 and seed == 0 else 0)
+
+
+@pytest.mark.long
+def test_packed_draft_layers_keep_plain_pages(model_cache: Path, tmp_path: Path) -> None:
+    drafts = drafting_by_packed_layers(tmp_path)
+    options = our_server(
+        drafts.model, tmp_path, hcache={"mode": "auto"}, page_size=16, extra_args=drafts.arguments
+    )
+    with Server(options) as server:
+        conversations = converse(server, make_conversations(2, turns=3, tokens=200))
+        assert_restored_from_l3(conversations, 16)
+        assert_nothing_went_wrong(server)
+        assert "KV mode, plain pages: speculative decoding with MTP" in server.log_text()
+    assert drafts_without_a_cache(options, tmp_path, conversations) == [
+        accepted(turn.reply) for turn in turns_of(conversations)
+    ]
