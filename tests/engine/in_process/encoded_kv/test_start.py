@@ -214,17 +214,17 @@ def test_a_codec_that_brings_something_else_is_refused(
 ) -> None:
     """Any bits at all are in the second page: it does not fit, and is not to be said to."""
     plan = plan_of(kv_pool(), codec)
-    encode = plan.kv._encoded
+    save = plan.kv._save_layer
 
-    def wrong(*args: Any) -> Any:
-        encoded, fits = encode(*args)
+    def wrong(layer: int, held: Any, memory: Any, pages: torch.Tensor, offset: int) -> Any:
+        fits = save(layer, held, memory, pages, offset)
         assert fits.tolist() == [True, False]
         if broken == "its bytes":
-            encoded[:, 0] ^= 1
-            return encoded, fits
-        return encoded, torch.ones_like(fits)
+            memory[pages, offset] ^= 1
+            return fits
+        return torch.ones_like(fits)
 
-    monkeypatch.setattr(plan.kv, "_encoded", wrong)
+    monkeypatch.setattr(plan.kv, "_save_layer", wrong)
     with pytest.raises(Refused, match="K or V of layer 0 come back"):
         check_copies(plan)
 

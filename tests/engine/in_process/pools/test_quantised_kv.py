@@ -47,7 +47,7 @@ def test_pages_hold_the_bits_of_the_pool(kvcache: MHATokenToKVPool) -> None:
     for layer in range(LAYERS):
         copy = kv.restored_layer(layer).copy
         assert copy is not None
-        copy(memory, on_host, layout.segment_offsets[layer], others)
+        copy([layer], memory, on_host, [layout.segment_offsets[layer]], others)
     for buffer in (*kvcache.k_buffer, *kvcache.v_buffer):
         bits = buffer.view(torch.uint8)
         assert torch.equal(bits[others], bits[slots])

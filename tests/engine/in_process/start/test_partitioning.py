@@ -64,7 +64,7 @@ def test_kv_segments_come_back_to_other_slots_bit_for_bit() -> None:
     target = torch.cat((torch.arange(6 * SIZE, 7 * SIZE), torch.arange(5 * SIZE, 6 * SIZE)))
     copy = kv.restored_layer(1).copy
     assert copy is not None
-    copy(memory, pages, layout.segment_offsets[1], target)
+    copy([1], memory, pages, layout.segment_offsets[1:2], target)
     assert torch.equal(pool.k_buffer[1][target], k)
     assert torch.equal(pool.v_buffer[1][target], v)
     assert torch.equal(pool.k_buffer[0], others)
