@@ -69,6 +69,9 @@ class DeviceTensor(torch.Tensor):
     def get_device(self) -> int:
         return 0
 
+    def record_stream(self, stream: Any) -> None:
+        """Work that waits holds its tensors."""
+
 
 class Event:
     """As ``torch.cuda.Event``."""
@@ -154,10 +157,8 @@ _streams: list[Stream] = []
 _current: list[Stream] = []
 _recorded: list[list[Work]] = []
 _seen = [True]
-_memory: dict[int, torch.UntypedStorage] = {}
-"""Of the device. All of it is kept until the test ends."""
-_pinned: dict[int, int] = {}
-"""Address of pinned memory -> bytes."""
+_registered: dict[int, int] = {}
+"""Address of memory of the host that was registered -> bytes."""
 
 
 class Graph:
@@ -212,19 +213,21 @@ def _not_seen() -> Iterator[None]:
 
 def on_device(tensor: torch.Tensor) -> bool:
     """Whether a tensor's memory is the device's."""
-    return tensor.untyped_storage()._cdata in _memory
+    return hasattr(tensor.untyped_storage(), "of_device")
 
 
 def pinned(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is in registered memory of the host."""
+    """Whether a tensor is in memory of the host that the device reaches."""
     start = tensor.data_ptr()
-    return any(at <= start < at + size for at, size in _pinned.items())
+    return hasattr(tensor.untyped_storage(), "pinned") or any(
+        at <= start < at + size for at, size in _registered.items()
+    )
 
 
-def _registered(tensor: torch.Tensor) -> torch.Tensor:
+def _given_out(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` is memory of the device from here on, and nobody wrote it."""
     storage = tensor.untyped_storage()
-    _memory[storage._cdata] = storage
+    storage.of_device = True  # type: ignore[attr-defined]
     if len(storage):
         torch.tensor([], dtype=torch.uint8).set_(storage).fill_(POISON)
     return tensor
@@ -242,19 +245,13 @@ def plain(value: Any) -> Any:
 
 
 def _pin(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.nbytes:
-        storage = tensor.untyped_storage()
-        _pinned[storage.data_ptr()] = len(storage)
-        _memory_kept.append(storage)
+    tensor.untyped_storage().pinned = True  # type: ignore[attr-defined]
     return tensor
-
-
-_memory_kept: list[torch.UntypedStorage] = []
 
 
 def _to_device(source: torch.Tensor, *, non_blocking: bool = False) -> torch.Tensor:
     """A copy on the device, by the current stream; what is not pinned is staged at once."""
-    made = _registered(torch.empty_like(source))
+    made = _given_out(torch.empty_like(source))
     held = source if non_blocking and pinned(source) else source.clone()
     _current[-1].put(lambda: made.copy_(held))
     return made
@@ -284,8 +281,6 @@ class _Functions(TorchFunctionMode):
                 return _pin(plain(first).clone())
         if name == "is_pinned":
             return pinned(first)
-        if name == "record_stream":
-            return None
         if first is not None and on_device(first):
             if name in ("numpy", "__array__"):
                 raise TypeError("can't convert cuda:0 device type tensor to numpy")
@@ -310,7 +305,7 @@ class _Functions(TorchFunctionMode):
             if not there:
                 return made
             if "empty" in func.__name__:
-                return _registered(made)
+                return _given_out(made)
             return _to_device(made)
 
     @staticmethod
@@ -376,7 +371,7 @@ class _Operations(TorchDispatchMode):
             return func(*args, **kwargs)
         schema = func._schema
         if func in EMPTY:
-            return _registered(func(*args, **kwargs))
+            return _given_out(func(*args, **kwargs))
         written = [
             args[at] if at < len(args) else kwargs.get(argument.name)
             for at, argument in enumerate(schema.arguments)
@@ -409,15 +404,14 @@ class _Operations(TorchDispatchMode):
     def _settled(result: Any) -> Any:
         if not isinstance(result, torch.Tensor):
             return result
-        storage = result.untyped_storage()
-        _memory[storage._cdata] = storage
+        result.untyped_storage().of_device = True  # type: ignore[attr-defined]
         return result
 
     @staticmethod
     def _like(shape: Any) -> Any:
         if not isinstance(shape, torch.Tensor):
             return shape
-        return _registered(torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype))
+        return _given_out(torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype))
 
 
 def _meta(value: Any) -> Any:
@@ -468,12 +462,12 @@ class Runtime:
 
     @staticmethod
     def cudaHostRegister(address: int, size: int, flags: int) -> int:
-        _pinned[address] = size
+        _registered[address] = size
         return 0
 
     @staticmethod
     def cudaHostUnregister(address: int) -> int:
-        del _pinned[address]
+        del _registered[address]
         return 0
 
 
@@ -510,14 +504,10 @@ def stand_in() -> Iterator[None]:
             stack.enter_context(patch.object(torch.cuda, name, value))
         stack.enter_context(patch.object(Launch, "run", _launched(Launch.run)))
         stack.enter_context(patch.object(copy_engine, "_bindings", CopyEngine))
-        stack.callback(_forget)
-        _current.append(Stream())
+        stack.callback(_streams.clear)
+        stack.callback(launches.clear)
+        stack.enter_context(use(Stream()))
         stack.enter_context(_Operations())
         stack.enter_context(_Functions())
         yield
         synchronize()
-
-
-def _forget() -> None:
-    for kept in (_streams, _current, _memory, _pinned, _memory_kept, launches):
-        kept.clear()
