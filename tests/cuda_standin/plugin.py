@@ -17,12 +17,13 @@ interpreter.mend()
 torch.set_num_threads(1)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_configure(config: pytest.Config) -> None:
-    """Before test modules ask whether there is a GPU."""
-    standing_in = device.stand_in()
-    standing_in.__enter__()
-    config.add_cleanup(lambda: standing_in.__exit__(None, None, None))
+_standing_in = device.stand_in()
+_standing_in.__enter__()  # before test modules ask whether there is a GPU
+
+
+def pytest_unconfigure() -> None:
+    """What is left runs."""
+    _standing_in.__exit__(None, None, None)
 
 
 @pytest.fixture(autouse=True)
