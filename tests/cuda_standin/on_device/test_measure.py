@@ -20,6 +20,7 @@ from tests.unit.partition.test_measured_copies import TINY
 SECONDS = {2: 9e-3, 4: 5e-3, 8: 2.2e-3, 16: 2e-3, 32: 2e-3}
 """Of a copy, by its programs."""
 PRODUCT, ENGINE = 1.5e-3, 2.1e-3
+ROW, TOKENS = 1024, 512
 
 
 @pytest.fixture(autouse=True)
@@ -56,15 +57,15 @@ def goes_on(now: list[float], seconds: float) -> None:
 
 
 def small(now: list[float]) -> Contention:
-    """Copies of 128 rows of 64 bytes."""
-    return Contention(CUDA, 64, lambda: goes_on(now, PRODUCT), 0.1, 128)
+    """Copies with work for 32 programs."""
+    return Contention(CUDA, ROW, lambda: goes_on(now, PRODUCT), 0.1, TOKENS)
 
 
 def test_each_way_has_the_speed_of_the_clock(clock: list[float]) -> None:
     found = {way.programs: way for way in small(clock).measure()}
     assert set(found) == {*PROGRAMS, None}
     for programs, seconds in {**SECONDS, None: ENGINE}.items():
-        assert found[programs].alone == pytest.approx(128 * 64 / seconds)
+        assert found[programs].alone == pytest.approx(ROW * TOKENS / seconds)
 
 
 def test_a_way_that_brings_other_bytes_is_left_out(
@@ -100,7 +101,7 @@ def test_copies_of_a_profile_are_those_of_its_device(
         return original(*given)
 
     monkeypatch.setattr(functional, "linear", linear)
-    monkeypatch.setattr(measure, "Contention", lambda *given: Contention(*given, tokens=128))
+    monkeypatch.setattr(measure, "Contention", lambda *given: Contention(*given, tokens=TOKENS))
     assert {way.programs for way in bench.copies()} == {*PROGRAMS, None}
     assert device_name(CUDA) == "a stand-in"
 

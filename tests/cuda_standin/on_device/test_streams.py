@@ -119,7 +119,6 @@ def restored() -> None:
     ("owner", "function", "work"),
     [
         ("StagedCapture", "end", captured),
-        ("StagedCapture", "_move_layer", captured),
         ("RestorePipeline", "", restored),
         ("", "wait_for_layer", restored),
     ],
