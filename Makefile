@@ -14,7 +14,7 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 	'import sys, importlib.util as u; u.find_spec("sglang") and print(sys.executable)' 2>/dev/null)
 export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
-.PHONY: setup versions demo test test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
+.PHONY: setup versions demo test dark test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
 	bench-segment-codec bench-throttled bench-accuracy bench-thresholds bench-partition bench-paper bench-occupancy bench-step-time bench-depth \
 	bench-pyramid bench-beside bench-eager bench-hits bench-hits-load bench-eviction bench-pages bench-compare record-demo record-eager record-compare \
 	record-accuracy record-thresholds
@@ -31,6 +31,11 @@ test: setup versions
 # Up to an hour, one after the other. What it finds is committed.
 test-long: setup
 	$(BIN)/python -m pytest -m long --long-results=bench/results/long.json $(ARGS)
+
+# The same tests, and servers of a few long ones, with a mark at every statement of the package: prints
+# those that no test ran, and compares them with tests/dark/dark.toml. ARGS="--only-report": again.
+dark: setup versions
+	$(BIN)/python -m tests.dark $(ARGS)
 
 # The main engine tests with every SGLang that is supported, instead of the installed one.
 test-versions: setup versions

@@ -19,7 +19,11 @@ from pathlib import Path
 from tests.dark.python.hcache_dark import VARIABLE
 from tests.dark.report import Dark, Listed
 
-ALL = ["-m", "not long", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+RUNS = (
+    ["-m", "not long", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"],
+    # What only long tests serve: pairs of layers, and tiers behind the page store.
+    ["-n", "2", "--dist", "loadfile", "tests/engine/codecs/test_krul.py", "tests/engine/machines/test_behind.py"],
+)
 
 
 def main() -> int:
@@ -35,9 +39,9 @@ def main() -> int:
         if not arguments.add:
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
-        failed = subprocess.call(
-            [sys.executable, "-m", "pytest", *(pytest or ALL)], env=environment(folder)
-        )
+        for run in [pytest] if pytest else RUNS:
+            command = [sys.executable, "-m", "pytest", *run]
+            failed |= subprocess.call(command, env=environment(folder))
     dark = Dark.read(folder)
     print(dark.text())
     problems = Listed.read().problems(dark.counts)
