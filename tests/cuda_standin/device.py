@@ -24,7 +24,7 @@ from unittest.mock import patch
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map, tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from hcache_kernels import copy_engine
 from hcache_kernels.launch import Launch
@@ -258,7 +258,9 @@ def _to_device(source: torch.Tensor, *, non_blocking: bool = False) -> torch.Ten
 
 
 def _is_cuda(device: Any) -> bool:
-    return device is not None and not isinstance(device, int) and torch.device(device).type == "cuda"
+    return (
+        device is not None and not isinstance(device, int) and torch.device(device).type == "cuda"
+    )
 
 
 class _Functions(TorchFunctionMode):
@@ -296,7 +298,9 @@ class _Functions(TorchFunctionMode):
     @staticmethod
     def _made(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         there, pin = _is_cuda(kwargs.pop("device", None)), kwargs.pop("pin_memory", False)
-        if not there and any(on_device(t) for t in tree_leaves(args) if isinstance(t, torch.Tensor)):
+        if not there and any(
+            on_device(t) for t in tree_leaves(args) if isinstance(t, torch.Tensor)
+        ):
             there = False
         with _not_seen():
             made = func(*tree_map(plain, args), **kwargs)

@@ -22,13 +22,22 @@ from tests.dark.report import Dark, Listed
 RUNS = (
     ["-m", "not long", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"],
     # What only long tests serve: pairs of layers, and tiers behind the page store.
-    ["-n", "2", "--dist", "loadfile", "tests/engine/codecs/test_krul.py", "tests/engine/machines/test_behind.py"],
+    [
+        "-n",
+        "2",
+        "--dist",
+        "loadfile",
+        "tests/engine/codecs/test_krul.py",
+        "tests/engine/machines/test_behind.py",
+    ],
 )
 
 
 def main() -> int:
     """The exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--marks", type=Path, default=Path("out/dark"), help="folder of the marks")
     parser.add_argument("--add", action="store_true", help="keep the marks of runs before")
     parser.add_argument("--only-report", action="store_true", help="run no tests")

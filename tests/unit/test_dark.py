@@ -53,11 +53,15 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_statements_that_ran_are_known_although_the_process_was_killed(tmp_path: Path) -> None:
     """Also those of a fork, and of a module that only the fork imported."""
-    run = subprocess.run([sys.executable, "-c", PROGRAM], env=environment(tmp_path), cwd=ROOT, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment(tmp_path), cwd=ROOT, check=False
+    )
     assert run.returncode == -signal.SIGKILL
     dark = {key for _, _, key in Dark.read(tmp_path).places}
     text = (ROOT / "hcache_backend/cli/common.py").read_text()
-    owned = {key for key in statements() if key[:2] == ("hcache_backend/cli/common.py", "human_bytes")}
+    owned = {
+        key for key in statements() if key[:2] == ("hcache_backend/cli/common.py", "human_bytes")
+    }
     assert owned and owned - dark and owned & dark, text
     assert ("hcache_backend/units.py", "", "class Share(NamedTuple):") not in dark
 
@@ -70,7 +74,13 @@ def test_statements_that_ran_are_known_although_the_process_was_killed(tmp_path:
         (
             "class A:\n    def f(self):\n        '''Doc.'''\n        try:\n            g()\n"
             "        except E:\n            pass\n",
-            [("", "class A:"), ("A", "def f(self):"), ("A.f", "try:"), ("A.f", "g()"), ("A.f", "pass")],
+            [
+                ("", "class A:"),
+                ("A", "def f(self):"),
+                ("A.f", "try:"),
+                ("A.f", "g()"),
+                ("A.f", "pass"),
+            ],
         ),
     ],
 )

@@ -149,7 +149,9 @@ def _marked(source: Source) -> ast.Module:
         for node in source.tree.body[:3]
         if not isinstance(node, ast.Assign)
     )
-    text = f"from hcache_dark import marks_of as {_MARKS}; {_MARKS} = {_MARKS}({str(source.path)!r})"
+    text = (
+        f"from hcache_dark import marks_of as {_MARKS}; {_MARKS} = {_MARKS}({str(source.path)!r})"
+    )
     source.tree.body[start:start] = ast.parse(text).body
     return ast.fix_missing_locations(source.tree)
 
