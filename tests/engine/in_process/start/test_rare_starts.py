@@ -307,7 +307,8 @@ def test_ranks_whose_hidden_states_differ_share_none(
         page_plan, "Exchange", SimpleNamespace(between=lambda ranks, device: exchange)
     )
     probe: Any = SimpleNamespace(slots=torch.arange(2), hidden=[torch.zeros(2, 8)])
-    make = partial(page_plan.make_exchange, ranks, probe, 16)
+    monkeypatch.setattr(page_plan, "get_tp_group", lambda: ranks)
+    make = partial(page_plan.make_exchange, probe, 16)
     if reason is None:
         assert make() is exchange
         return
@@ -461,6 +462,5 @@ def test_uses_that_go_unnoticed_are_said(
 
 
 def test_a_version_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments.sglang_version.cache_clear() if hasattr(arguments.sglang_version, "cache_clear") else 0
     monkeypatch.setattr(arguments, "version", failing(arguments.PackageNotFoundError("sglang")))
     assert arguments.sglang_version() == "unknown"
