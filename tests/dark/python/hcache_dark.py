@@ -124,7 +124,7 @@ def install() -> None:
         real = path.resolve()
         if not any(real.is_relative_to(ROOT / folder) for folder in FOLDERS):
             return original(self, fullname)
-        return compile(_marked(read(real)), str(path), "exec", dont_inherit=True)
+        return compile(_marked(read(real)), str(real), "exec", dont_inherit=True)
 
     loader.get_code = get_code
 
