@@ -52,14 +52,22 @@ test-versions: setup versions
 
 # Kernels and dry runs with the torch, triton and NumPy of machines with a GPU. Three GB, not in CI.
 GPU_VERSIONS := $(VENV)/gpu-versions
-test-gpu-versions: $(GPU_VERSIONS)/.created
+NEXT_TRITON := $(VENV)/next-triton
+test-gpu-versions: $(GPU_VERSIONS)/.created $(NEXT_TRITON)/.created
 	PYTHON=$(CURDIR)/$(GPU_VERSIONS)/bin/python bench/gpu/first.sh --dry-run
 	$(GPU_VERSIONS)/bin/python -m pytest -m "not long" tests/kernels tests/gpu $(ARGS)
+	PYTHONPATH=$(CURDIR)/$(NEXT_TRITON) $(BIN)/python -m pytest -m "not long" tests/kernels/test_compilation.py $(ARGS)
 
 $(GPU_VERSIONS)/.created: requirements/gpu-versions.txt | $(VENV)/.created
 	rm -rf $(GPU_VERSIONS) && $(BIN)/python -m venv $(GPU_VERSIONS)
 	$(GPU_VERSIONS)/bin/python -m pip --quiet --disable-pip-version-check \
 		install --only-binary :all: -r requirements/gpu-versions.txt
+	@touch $@
+
+# The Triton that goes with the torch of the newest SGLang: it compiles every kernel, and none runs.
+$(NEXT_TRITON)/.created: requirements/next-triton.txt | $(VENV)/.package
+	rm -rf $(NEXT_TRITON)
+	$(PIP) install --no-deps --only-binary :all: --target $(NEXT_TRITON) -r requirements/next-triton.txt
 	@touch $@
 
 lint: setup

@@ -298,10 +298,6 @@ class _Functions(TorchFunctionMode):
     @staticmethod
     def _made(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         there, pin = _is_cuda(kwargs.pop("device", None)), kwargs.pop("pin_memory", False)
-        if not there and any(
-            on_device(t) for t in tree_leaves(args) if isinstance(t, torch.Tensor)
-        ):
-            there = False
         with _not_seen():
             made = func(*tree_map(plain, args), **kwargs)
             if pin:

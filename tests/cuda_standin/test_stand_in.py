@@ -1,4 +1,4 @@
-"""Runs what needs a GPU on the one that is not there, in a process whose kernels are interpreted."""
+"""Runs what needs a GPU on the stand-in, in a process whose kernels are interpreted."""
 
 from __future__ import annotations
 

@@ -19,18 +19,10 @@ from pathlib import Path
 from tests.dark.python.hcache_dark import VARIABLE
 from tests.dark.report import Dark, Listed
 
-RUNS = (
-    ["-m", "not long", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"],
-    # What only long tests serve: pairs of layers, and tiers behind the page store.
-    [
-        "-n",
-        "2",
-        "--dist",
-        "loadfile",
-        "tests/engine/codecs/test_krul.py",
-        "tests/engine/machines/test_behind.py",
-    ],
-)
+TWO_AT_A_TIME = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+LONG = ["tests/engine/codecs/test_krul.py", "tests/engine/machines/test_behind.py"]
+"""What no other test serves: pairs of layers, and tiers behind the page store."""
+RUNS = (["-m", "not long", *TWO_AT_A_TIME], [*TWO_AT_A_TIME, *LONG])
 
 
 def main() -> int:

@@ -90,8 +90,8 @@ class Dark:
         for source in sources():
             total += len(source.statements)
             with source.marks(folder) as marks:
-                for seen, one in zip(marks, source.statements, strict=bool(source.statements)):
-                    if seen == b"\0" or seen == 0:
+                for seen, one in zip(marks[:], source.statements, strict=bool(source.statements)):
+                    if seen == 0:
                         key = (source.name, one.owner, one.text)
                         places.append((source.name, one.line, key))
         return cls(total, places)

@@ -25,7 +25,8 @@ def shown(call: Any, module: Any, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(5, "5 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB"), (5 << 50, "5120.0 TiB")]
+    ("count", "text"),
+    [(5, "5 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB"), (5 << 50, "5120.0 TiB")],
 )
 def test_bytes_as_people_read_them(count: int, text: str) -> None:
     assert human_bytes(count) == text
@@ -117,7 +118,7 @@ def test_a_short_page_has_no_codecs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "page").write_bytes(b"x" * 8192)
     for length in (4, 64):  # less than a prefix, then none of ours
         header = SimpleNamespace(table=SimpleNamespace(segments=[SimpleNamespace(length=length)]))
-        monkeypatch.setattr(page_codecs, "header_length", lambda first: len(first))
+        monkeypatch.setattr(page_codecs, "header_length", len)
         monkeypatch.setattr(page_codecs, "parse_header", lambda data, header=header: header)
         assert page_codecs.codecs_of(tmp_path / "page") is None
 
@@ -145,7 +146,7 @@ def test_a_suspended_l3_is_said_and_no_problems_are_not() -> None:
 def test_ranks_that_do_not_divide_kv_heads_are_refused() -> None:
     shape: Any = SimpleNamespace(heads=12, kv_heads=4, latent=False)
     plan._check_ranks(shape, 4)
-    with pytest.raises(Exception) as stopped:  # noqa: PT011
+    with pytest.raises(Exception) as stopped:
         plan._check_ranks(shape, 3)
     assert getattr(stopped.value, "exit_code", None) == 2
 

@@ -1,4 +1,4 @@
-"""Files, indexes and file systems in states that servers hardly leave: each is told, none is served."""
+"""Files, indexes and file systems in states that servers hardly leave: each is told."""
 
 from __future__ import annotations
 
@@ -272,9 +272,7 @@ def test_a_batch_for_a_folder_that_is_away_is_dropped_and_counted(store: PageSto
 def test_work_behind_the_end_of_a_store_is_done_by_the_caller(store: PageStore) -> None:
     [volume] = store.volumes
     store.close()
-    assert volume._start(volume.readers, lambda: threading.get_ident()).result() == (
-        threading.get_ident()
-    )
+    assert volume._start(volume.readers, threading.get_ident).result() == (threading.get_ident())
 
 
 def test_a_page_that_was_replaced_meanwhile_is_not_deleted(store: PageStore) -> None:
@@ -282,7 +280,7 @@ def test_a_page_that_was_replaced_meanwhile_is_not_deleted(store: PageStore) -> 
     [file] = page_files(store.volumes[0].path)
     with first_folder(store) as held:
         [entry] = held.index.entries()
-        before = os.stat(file)
+        before = file.stat()
         os.utime(file, ns=(1, 1))
         assert not delete_page(held, entry.name, before)
         assert file.exists()

@@ -109,7 +109,7 @@ def test_graphs_that_copy_other_rows_are_refused(monkeypatch: pytest.MonkeyPatch
     staging = SimpleNamespace(width=8, dtype=torch.float32)
     runner.hcache_capture = SimpleNamespace(staging=staging)
     assert graphs.check_recording(runner, torch.zeros(1, 8)) is runner.hcache_capture
-    with pytest.raises(Refused, match="copy 8 values of torch.float32"):
+    with pytest.raises(Refused, match=r"copy 8 values of torch\.float32"):
         graphs.check_recording(runner, torch.zeros(1, 8, dtype=torch.bfloat16))
 
 
@@ -189,7 +189,7 @@ def test_a_hook_leaves_a_module_as_it_was() -> None:
     hook.remove()
     assert seen == [1] and module.forward is own
     hook = _FedHook(module, seen.append)
-    outer = module.forward = lambda given: own(given)
+    outer = module.forward = torch.nn.Linear(1, 1).forward
     hook.remove()
     assert module.forward is outer
 
@@ -374,7 +374,9 @@ def test_a_profile_that_is_unusable_is_measured_anew(
     assert "is no profile" in caplog.text and "was not measured: no room" in caplog.text
 
 
-def test_an_l3_that_cannot_be_measured_is_left_out(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_an_l3_that_cannot_be_measured_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
     monkeypatch.setattr(quick_profile, "read_rate", failing(OSError("an error")))
     monkeypatch.setattr(quick_profile, "measure", lambda bench, l3, *_, **__: l3)
     found = quick_profile._measure(HCacheConfig(), None, torch.device("cpu"), torch.float32)
@@ -383,7 +385,11 @@ def test_an_l3_that_cannot_be_measured_is_left_out(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     ("arguments", "decodes", "judged"),
-    [({}, True, False), ({"hicache_host_memory_mode": "buffer_only"}, False, False), ({}, False, True)],
+    [
+        ({}, True, False),
+        ({"hicache_host_memory_mode": "buffer_only"}, False, False),
+        ({}, False, True),
+    ],
 )
 def test_which_servers_judge_hits(
     runtime: Any, monkeypatch: pytest.MonkeyPatch, arguments: Any, decodes: bool, judged: bool
