@@ -58,10 +58,10 @@ def graph_config(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_largest_graph_of_decode_and_prefill_counts(graph_config: Any) -> None:
-    assert graphs._largest_recorded_tokens() == 4096
+    assert graphs._largest_recorded_tokens(2) == 4096
     assert refusals._graphs() is graph_config
     graph_config.prefill.backend = "disabled"
-    assert graphs._largest_recorded_tokens() == 256
+    assert graphs._largest_recorded_tokens(2) == 512
 
 
 def test_whether_graphs_are_recorded_is_sglangs_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +307,7 @@ def test_ranks_whose_hidden_states_differ_share_none(
         page_plan, "Exchange", SimpleNamespace(between=lambda ranks, device: exchange)
     )
     probe: Any = SimpleNamespace(slots=torch.arange(2), hidden=[torch.zeros(2, 8)])
-    monkeypatch.setattr(page_plan, "get_tp_group", lambda: ranks)
+    monkeypatch.setattr(page_plan, "attention_ranks", lambda: ranks)
     make = partial(page_plan.make_exchange, probe, 16)
     if reason is None:
         assert make() is exchange
