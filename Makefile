@@ -14,7 +14,7 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 	'import sys, importlib.util as u; u.find_spec("sglang") and print(sys.executable)' 2>/dev/null)
 export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
-.PHONY: setup versions demo test test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
+.PHONY: setup versions demo test dark test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
 	bench-segment-codec bench-throttled bench-accuracy bench-thresholds bench-partition bench-paper bench-occupancy bench-step-time bench-depth \
 	bench-pyramid bench-beside bench-eager bench-hits bench-hits-load bench-eviction bench-pages bench-compare record-demo record-eager record-compare \
 	record-accuracy record-thresholds
@@ -32,6 +32,11 @@ test: setup versions
 test-long: setup
 	$(BIN)/python -m pytest -m long --long-results=bench/results/long.json $(ARGS)
 
+# The same tests, and servers of a few long ones, with a mark at every statement of the package: prints
+# those that no test ran, and compares them with tests/dark/dark.toml. ARGS="--only-report": again.
+dark: setup versions
+	$(BIN)/python -m tests.dark $(ARGS)
+
 # The main engine tests with every SGLang that is supported, instead of the installed one.
 test-versions: setup versions
 	@failed=; \
@@ -47,14 +52,22 @@ test-versions: setup versions
 
 # Kernels and dry runs with the torch, triton and NumPy of machines with a GPU. Three GB, not in CI.
 GPU_VERSIONS := $(VENV)/gpu-versions
-test-gpu-versions: $(GPU_VERSIONS)/.created
+NEXT_TRITON := $(VENV)/next-triton
+test-gpu-versions: $(GPU_VERSIONS)/.created $(NEXT_TRITON)/.created
 	PYTHON=$(CURDIR)/$(GPU_VERSIONS)/bin/python bench/gpu/first.sh --dry-run
 	$(GPU_VERSIONS)/bin/python -m pytest -m "not long" tests/kernels tests/gpu $(ARGS)
+	PYTHONPATH=$(CURDIR)/$(NEXT_TRITON) $(BIN)/python -m pytest -m "not long" tests/kernels/test_compilation.py $(ARGS)
 
 $(GPU_VERSIONS)/.created: requirements/gpu-versions.txt | $(VENV)/.created
 	rm -rf $(GPU_VERSIONS) && $(BIN)/python -m venv $(GPU_VERSIONS)
 	$(GPU_VERSIONS)/bin/python -m pip --quiet --disable-pip-version-check \
 		install --only-binary :all: -r requirements/gpu-versions.txt
+	@touch $@
+
+# The Triton that goes with the torch of the newest SGLang: it compiles every kernel, and none runs.
+$(NEXT_TRITON)/.created: requirements/next-triton.txt | $(VENV)/.package
+	rm -rf $(NEXT_TRITON)
+	$(PIP) install --no-deps --only-binary :all: --target $(NEXT_TRITON) -r requirements/next-triton.txt
 	@touch $@
 
 lint: setup

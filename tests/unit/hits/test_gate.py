@@ -461,3 +461,14 @@ def test_what_another_rank_sees_counts(gate: HitGate, clock: Clock) -> None:
     gate.agreed(["a"], overdue=True)
     assert gate.was_refused("a")
     assert not gate.may_ask("c", 0)
+
+
+def test_refusals_are_remembered_of_the_last_requests(
+    gate: HitGate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hcache_backend.engine.hits.gate._REMEMBERED", 2)
+    for name in "abc":
+        gate._refuse(name)
+    assert list(gate._refused) == ["b", "c"]
+    gate.read_ends()  # nothing was begun
+    assert gate.l3.reading is None
