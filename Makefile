@@ -15,7 +15,7 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
 .PHONY: setup versions demo test dark test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
-	bench-segment-codec bench-throttled bench-accuracy bench-thresholds bench-partition bench-paper bench-occupancy bench-step-time bench-depth \
+	bench-segment-codec bench-throttled bench-accuracy bench-thresholds bench-partition bench-paper bench-occupancy bench-step-time bench-launches bench-depth \
 	bench-pyramid bench-beside bench-eager bench-hits bench-hits-load bench-eviction bench-pages bench-compare record-demo record-eager record-compare \
 	record-accuracy record-thresholds
 .DELETE_ON_ERROR:
@@ -167,6 +167,10 @@ bench-occupancy: setup
 # Python time that capture takes in a decode step without CUDA graphs, per step and per layer. Seconds.
 bench-step-time: setup
 	$(BIN)/python -m bench.step_time $(ARGS)
+
+# Launches and Python time of a backup, a load and an eager restore of 32 layers. Seconds.
+bench-launches: setup
+	$(BIN)/python -m bench.launches $(ARGS)
 
 # Restores whose front is recomputed while L3 brings the back, computed for an H100 or H200. Seconds.
 bench-depth: setup

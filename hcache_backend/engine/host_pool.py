@@ -219,7 +219,8 @@ class OwnPagesPool(HostKVCache):
             pages = torch.from_numpy(physical)
             if not self._kv.by_header:
                 pages = to_device(physical, device)
-            of_kv = self._kv.save(self.page_layout, self.kv_buffer, pages, slots)
+            with metrics.timed("host_backup"):
+                of_kv = self._kv.save(self.page_layout, self.kv_buffer, pages, slots)
             if of_kv is not None:
                 told = host_tensor(of_kv.shape, torch.bool, device)
                 fits = (*fits, told.copy_(of_kv, non_blocking=True))

@@ -176,6 +176,7 @@ class LoadQueue:
         """Queued loads were dropped."""
         self._queued.clear()
 
+    @metrics.timed("host_load")
     def launch(self, slots: torch.Tensor) -> tuple[RunningRestore, ...]:
         """Launch what is queued as one restore, on the current stream.
 
