@@ -21,17 +21,30 @@ from typing import Any
 from rich.console import Console
 
 from bench.demo.report import build_report, draw, finding, form_report, table
-from bench.demo.talk import COMPUTED, FILE, FORMS, OURS, QUESTIONS, Talk, Tokens, Words, converse
+from bench.demo.talk import (
+    COMPUTED,
+    FILE,
+    FORMS,
+    OURS,
+    QUESTIONS,
+    Heads,
+    Talk,
+    Tokens,
+    Words,
+    converse,
+)
+from bench.fixtures.models import real_model
+from bench.fixtures.smollm2 import TITLE, ModelMissing, source_facts
 from bench.harness.machine import Machine, find_machine
 from bench.harness.models import TinyLlama
 from bench.harness.program import at_least, failing, parser, stamp, steps
-from bench.harness.real_model import NAME, Heads, missing, real_model
 from bench.harness.report import OUT, write
 from hcache_backend.cli.common import print_json
 
 FAILED = 1
 RANDOM = "a random Llama of 2 layers"
 _KV_HEADS = {"multi-head": 8, "grouped-query": 2}
+_REAL = {"multi-head": "smollm2-mha", "grouped-query": "smollm2"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,7 +83,7 @@ def measure(tokens: int, *, real: bool) -> dict[str, Any]:
         ServerError: A server did not start, or a request failed.
     """
     machine = find_machine()
-    why = missing() if real else "asked for by --random"
+    why = _why_random() if real else "asked for by --random"
     forms = []
     with (
         steps(len(FORMS) * (1 + 3 * len(QUESTIONS))) as (_, advance),
@@ -83,7 +96,7 @@ def measure(tokens: int, *, real: bool) -> dict[str, Any]:
             forms.append(_form(heads, model, talk, machine, place, advance))
     about = {
         **stamp(machine),
-        "model": NAME if why is None else RANDOM,
+        "model": TITLE if why is None else RANDOM,
         "why_random": why,
         "text_tokens": tokens,
     }
@@ -109,8 +122,17 @@ def _model(heads: Heads, folder: Path, tokens: int, *, random: bool) -> tuple[Pa
     if random:
         shape = TinyLlama(layers=2, hidden=1024, heads=8, kv_heads=_KV_HEADS[heads])
         return shape.build(folder), Tokens(shape.vocabulary, tokens)
-    model = real_model(heads)
+    model = real_model(_REAL[heads])
     return model, Words(model, tokens)
+
+
+def _why_random() -> str | None:
+    """Why the real model cannot be had, or None."""
+    try:
+        source_facts()
+    except ModelMissing as lacking:
+        return str(lacking)
+    return None
 
 
 def _show(report: dict[str, Any], out: Path) -> None:

@@ -66,8 +66,8 @@ def finding(report: Mapping[str, Any]) -> str:
     """What the table and the picture show, in a sentence."""
     hidden, file = (report["forms"][0]["bytes_per_token"][name] for name in (OURS, FILE))
     return (
-        f"The next reply begins {times_sooner(report):.0f} times sooner from disk than computed anew; "
-        f"hidden states take {hidden / file:.2f} of the bytes."
+        f"From disk the next reply begins {times_sooner(report):.0f} times sooner than computed "
+        f"anew; hidden states take {hidden / file:.2f} of the bytes."
     )
 
 

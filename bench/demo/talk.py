@@ -10,15 +10,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import requests
 
 from bench.harness.machine import Machine
 from bench.harness.methods import METHODS, Method, server_options
-from bench.harness.real_model import Heads
 from bench.harness.restorer import l3_bytes
 from bench.harness.server import ADMIN_KEY, CachedTokens, Server, ServerError
+from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
 
 REPLY_TOKENS = 48
 PAGE = 64
@@ -30,6 +30,7 @@ QUESTIONS = (
 COMPUTED, FILE, OURS = "computed", "file", "ours"
 METHODS_OF = {COMPUTED: "recompute", FILE: "file", OURS: "hcache-eager"}
 SHOWN = {COMPUTED: "computed", FILE: "SGLang `file`", OURS: "hcache"}
+Heads = Literal["multi-head", "grouped-query"]
 FORMS: Mapping[Heads, Mapping[str, Any]] = {
     # By default a CPU stores K and V of this one: it projects slowly compared with its copies.
     "multi-head": {"mode": "hidden", "min_gain": 1.0},
@@ -52,6 +53,7 @@ class Words:
     """Questions about a module of the standard library, in the model's chat template."""
 
     def __init__(self, model: Path, tokens: int) -> None:
+        stub_torchvision()
         from transformers import AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
@@ -149,7 +151,7 @@ def converse(
 def _ask(server: Server, prompt: Sequence[int], history: int) -> Turn:
     """One streamed request, greedy, up to the end of the message."""
     sampling = {"temperature": 0.0, "max_new_tokens": REPLY_TOKENS}
-    body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
+    body: Any = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     sent, first, said = time.perf_counter(), None, None
     with requests.post(
