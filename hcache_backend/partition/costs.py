@@ -63,6 +63,18 @@ class Partition:
         return Partition(first, hidden, self.layers - first - hidden)
 
 
+def describe(partition: Partition) -> str:
+    """The methods of a partition in words, in the order of the layers."""
+    parts = [
+        (partition.recompute, "recomputed"),
+        (partition.hidden, "from hidden states"),
+        (partition.kv, "loaded as KV"),
+    ]
+    return ", ".join(
+        f"{count} layer{'s' if count > 1 else ''} {how}" for count, how in parts if count
+    )
+
+
 class LayerCosts(NamedTuple):
     """Seconds of one layer of all tokens of a restore.
 
@@ -88,7 +100,7 @@ class LayerCosts(NamedTuple):
     slowdown: float = 1.0
 
     def slower_recomputation(self, times: float) -> LayerCosts:
-        """The same where recomputation takes so many times as long."""
+        """The same if recomputation takes ``times`` times as long."""
         last = None if self.c_tok_last is None else times * self.c_tok_last
         return self._replace(c_tok=times * self.c_tok, c_tok_last=last)
 
@@ -113,6 +125,13 @@ class LayerCosts(NamedTuple):
             partition.recompute, beside_copies=partition.recompute < partition.layers
         )
         return recomputation + self.c_h * partition.hidden
+
+    def least(self, partition: Partition) -> float:
+        """Seconds that no restore of ``partition`` falls short of: those of the slower stream.
+
+        It is the paper's objective (section 4.1.2), which leaves out filling the pipeline.
+        """
+        return self.reading(partition) + max(self.compute(partition), self.transfer(partition))
 
 
 class LayerWork(NamedTuple):

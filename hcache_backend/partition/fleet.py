@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from hcache_backend.partition.costs import layer_costs
 from hcache_backend.partition.plan import PartitionPlan, Resource
 
 
@@ -135,6 +134,4 @@ class FleetPlan:
 
     def _prefill(self, prefix: int) -> float:
         """Seconds to compute the new tokens of a turn behind ``prefix`` tokens."""
-        plan, new = self.plan, self.conversations.new_tokens
-        costs = layer_costs(plan.profile, plan.model, new, prefix=prefix, tp=plan.tp)
-        return costs.c_tok * plan.model.layers
+        return self.plan.machine.prefill(self.conversations.new_tokens, prefix)
