@@ -111,17 +111,15 @@ class Bench:
         try:
             weight = self._rows(model.kv_width, model.hidden)
             hidden = self._rows(PRODUCT_TOKENS, model.hidden)
+            row_bytes = model.hidden * self.dtype.itemsize
             found = Contention(
-                self.device,
-                model.hidden * self.dtype.itemsize,
-                lambda: functional.linear(hidden, weight),
-                self.seconds,
+                self.device, row_bytes, lambda: functional.linear(hidden, weight), self.seconds
             ).measure()
         except Exception as error:  # the rest of a profile is worth having
             logger.warning("hcache: copies were not measured beside products: %s", error)
             return ()
         torch.cuda.empty_cache()  # nobody else could use what products left to their stream
-        return tuple(CopyWay(**speed._asdict()) for speed in found)
+        return found
 
     def _time(self, work: Work, share: float) -> float:
         """Seconds of the fastest call: what else the machine does only adds to it."""

@@ -133,7 +133,7 @@ class Restore:
         if self.ranks > 1 or slowdown == math.inf or (self.eager and l3 != "none"):
             return least
         costs = self.costs(tokens, prefix, l3).slower_recomputation(slowdown)
-        first = recompute_layers(costs, self.partition, self._pipeline(tokens))
+        first = recompute_layers(costs, self.partition, self.pipeline(tokens))
         return min(first, self.recomputable)
 
     def fastest(
@@ -153,9 +153,9 @@ class Restore:
         assert self.shape is not None
         stored: set[LayerMethod] = {"hidden", "kv"} if self.shape.hidden_is_smaller else {"kv"}
         costs, layers = self.costs(tokens, 0, l3), self.shape.layers
-        return search(costs, layers, self._pipeline(tokens), methods or stored, allowed)
+        return search(costs, layers, self.pipeline(tokens), methods or stored, allowed)
 
-    def _pipeline(self, tokens: int) -> Objective:
+    def pipeline(self, tokens: int) -> Objective:
         """The simulation of ``tokens`` tokens with the memory that the device has for them."""
         if self.paper:
             return simulate

@@ -199,6 +199,13 @@ def check_estimates(case: Case) -> None:
     assert restore.load(case.tokens, 0) == pytest.approx(load, rel=1e-12)
 
 
+def check_seconds(case: Case) -> None:
+    costs = layer_costs(case, case.prefix, case.l3, early=True)
+    found = case.restore.costs(case.tokens, case.prefix, case.l3)
+    seconds = case.restore.pipeline(case.tokens)(found, case.partition)
+    assert seconds == pytest.approx(finish(costs, case.partition, case), rel=1e-12)
+
+
 def check_first_layers(case: Case) -> None:
     least, layers = case.partition.recompute, case.partition.layers
     first = case.restore.first_layers(case.tokens, case.prefix, case.l3, case.slowdown)
@@ -233,6 +240,7 @@ def test_the_one_model_answers_as_the_formulas_that_it_replaced() -> None:
     for number in range(INPUTS):
         case = any_case(rng)
         check_estimates(case)
+        check_seconds(case)
         check_first_layers(case)
         if number % 10 == 0:
             check_choice(case, rng)
