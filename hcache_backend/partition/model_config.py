@@ -145,8 +145,8 @@ class _Fields:
             return default
         listed = " or ".join(repr(name) for name in names)
         raise self.error(
-            f"no {what}: field {listed} is missing; take the config.json that came with the model's "
-            "weights"
+            f"no {what}: field {listed} is missing; take the config.json that came with the "
+            "model's weights"
         )
 
     def wrong(self, name: str, right: str) -> ModelConfigError:
