@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from hcache_backend.partition.profile import CopyWay
 from hcache_backend.streams import Event, Stream, current_stream, host_tensor, new_stream
 from hcache_kernels.launch import most_copy_programs
 from hcache_kernels.page_kernels import gather_launch
@@ -31,22 +32,6 @@ _LEAST, _MOST = 4, 1000
 """Repetitions of one measurement."""
 
 Work = Callable[[], object]
-
-
-class CopySpeed(NamedTuple):
-    """One way to copy.
-
-    Attributes:
-        programs: Those of the kernel; None: the copy engine.
-        alone: Bytes per second with nothing beside.
-        beside: Bytes per second beside products.
-        products: Speed of products beside such copies, of theirs alone: at most 1.
-    """
-
-    programs: int | None
-    alone: float
-    beside: float
-    products: float
 
 
 class Repeated(NamedTuple):
@@ -77,9 +62,7 @@ def shares(one: Repeated, other: Repeated) -> tuple[float, float]:
     return share(one), share(other)
 
 
-def fastest_first(
-    speeds: Sequence[CopySpeed], size: float, product: float
-) -> tuple[CopySpeed, ...]:
+def fastest_first(speeds: Sequence[CopyWay], size: float, product: float) -> tuple[CopyWay, ...]:
     """The way to take, then the one to take without it, and so on.
 
     A layer of a restore takes as long as the longer one of its copy and its product. Of ways that
@@ -90,7 +73,7 @@ def fastest_first(
         product: Seconds of its product alone.
     """
 
-    def seconds(way: CopySpeed) -> float:
+    def seconds(way: CopyWay) -> float:
         return max(size / way.beside, product / way.products)
 
     left, found = sorted(speeds, key=seconds), []
@@ -99,6 +82,20 @@ def fastest_first(
         found.append(max(even, key=lambda way: (way.products, -(way.programs or 0))))
         left.remove(found[-1])
     return tuple(found)
+
+
+def cold_pages(
+    tokens: int, segment: int, device: torch.device
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Pages in host memory with two segments each (bytes), and sets of them to copy in turn.
+
+    Pages that are restored have not been touched for long: no copy may find the last one's in the
+    processor's cache.
+    """
+    pages = tokens // PAGE
+    sets = 1 + _COLD_BYTES // (pages * segment)
+    memory = host_tensor((sets * pages, 2 * segment), torch.uint8, device).zero_()
+    return memory, list(torch.randperm(sets * pages).view(sets, pages))
 
 
 class Contention:
@@ -120,15 +117,11 @@ class Contention:
         tokens: int = TOKENS,
     ) -> None:
         self._device, self._product, self._tokens = device, product, tokens
-        pages, self._length = tokens // PAGE, PAGE * row_bytes
-        # No copy may find the last one's pages in the processor's cache.
-        sets = 1 + _COLD_BYTES // (pages * self._length)
-        # Segments lie apart, as in pages. Pages of equal bytes could not be told from each other.
-        self._memory = host_tensor((sets * pages, 2 * self._length), torch.uint8, device)
-        self._memory.random_(0, 256)
-        self._here = list(torch.randperm(sets * pages).view(sets, pages))
+        self._length = PAGE * row_bytes
+        self._memory, self._here = cold_pages(tokens, self._length, device)
+        self._memory.random_(0, 256)  # pages of equal bytes could not be told from each other
         self._ids = [ids.to(device) for ids in self._here]
-        self._out = torch.empty((pages, self._length), dtype=torch.uint8, device=device)
+        self._out = torch.empty((tokens // PAGE, self._length), dtype=torch.uint8, device=device)
         self._computing = new_stream(device, "compute")
         # One for all ways: torch hands out 32 streams in turn, and the next ones would be SGLang's.
         self._copying = new_stream(device, "copy")
@@ -136,7 +129,7 @@ class Contention:
         # A way is measured alone and beside, the product alone.
         self._share = seconds / (2 * len(self._ways) + 3)
 
-    def measure(self) -> tuple[CopySpeed, ...]:
+    def measure(self) -> tuple[CopyWay, ...]:
         """Speeds, :func:`fastest_first`. Ways that do not work here are left out."""
         product = self._alone(self._computing, self._product)
         found = []
@@ -150,7 +143,7 @@ class Contention:
         per_layer = product * self._tokens / PRODUCT_TOKENS
         return fastest_first(found, self._out.nbytes, per_layer)
 
-    def _speed(self, programs: int | None, product: float) -> CopySpeed:
+    def _speed(self, programs: int | None, product: float) -> CopyWay:
         turns = cycle(self._here if programs is None else self._ids)
 
         def copy() -> None:
@@ -171,7 +164,7 @@ class Contention:
         )
         kept = shares(Repeated(copies, alone, copied), Repeated(products, product, multiplied))
         rate = self._out.nbytes / alone
-        return CopySpeed(programs, rate, rate * kept[0], kept[1])
+        return CopyWay(programs=programs, alone=rate, beside=rate * kept[0], products=kept[1])
 
     def _alone(self, stream: Stream, work: Work) -> float:
         """Seconds of one ``work`` with nothing beside."""

@@ -8,11 +8,8 @@ from collections.abc import Iterable
 import torch
 
 from hcache_backend.page import PageLayout
+from hcache_backend.partition.pipeline import RUN_AHEAD
 from hcache_backend.streams import Event, Stream
-
-RUN_AHEAD = 3
-"""Segments of the longest restore that the ring holds: one is projected, one has arrived, and one
-is arriving. A shorter restore runs further ahead in the same memory."""
 
 
 def largest_segment(layout: PageLayout, hidden: Iterable[int]) -> int:
