@@ -33,10 +33,10 @@ SHOWN = {COMPUTED: "computed", FILE: "SGLang `file`", OURS: "hcache"}
 Heads = Literal["multi-head", "grouped-query"]
 FORMS: Mapping[Heads, Mapping[str, Any]] = {
     # By default a CPU stores K and V of this one: it projects slowly compared with its copies.
-    "multi-head": {"mode": "hidden", "min_gain": 1.0},
-    "grouped-query": {"min_gain": 1.0},
+    "multi-head": {"mode": "hidden"},
+    "grouped-query": {},
 }
-"""Options of ours: of a model that attends with many heads it shows hidden states."""
+"""Options of ours besides the defaults. Every hit is read, also on a machine that is busy."""
 
 
 class Talk(Protocol):

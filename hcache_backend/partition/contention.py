@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-from hcache_backend.partition.profile import CopyWay
 from hcache_backend.streams import Event, Stream, current_stream, host_tensor, new_stream
 from hcache_kernels.launch import most_copy_programs
 from hcache_kernels.page_kernels import gather_launch
@@ -32,6 +31,23 @@ _LEAST, _MOST = 4, 1000
 """Repetitions of one measurement."""
 
 Work = Callable[[], object]
+
+
+class CopySpeed(NamedTuple):
+    """One way to copy, as :class:`~hcache_backend.partition.profile.CopyWay` has it, which machines
+    with nothing but torch cannot import.
+
+    Attributes:
+        programs: Those of the kernel; None: the copy engine.
+        alone: Bytes per second with nothing beside.
+        beside: Bytes per second beside products.
+        products: Speed of products beside such copies, of theirs alone: at most 1.
+    """
+
+    programs: int | None
+    alone: float
+    beside: float
+    products: float
 
 
 class Repeated(NamedTuple):
@@ -62,7 +78,9 @@ def shares(one: Repeated, other: Repeated) -> tuple[float, float]:
     return share(one), share(other)
 
 
-def fastest_first(speeds: Sequence[CopyWay], size: float, product: float) -> tuple[CopyWay, ...]:
+def fastest_first(
+    speeds: Sequence[CopySpeed], size: float, product: float
+) -> tuple[CopySpeed, ...]:
     """The way to take, then the one to take without it, and so on.
 
     A layer of a restore takes as long as the longer one of its copy and its product. Of ways that
@@ -73,7 +91,7 @@ def fastest_first(speeds: Sequence[CopyWay], size: float, product: float) -> tup
         product: Seconds of its product alone.
     """
 
-    def seconds(way: CopyWay) -> float:
+    def seconds(way: CopySpeed) -> float:
         return max(size / way.beside, product / way.products)
 
     left, found = sorted(speeds, key=seconds), []
@@ -129,7 +147,7 @@ class Contention:
         # A way is measured alone and beside, the product alone.
         self._share = seconds / (2 * len(self._ways) + 3)
 
-    def measure(self) -> tuple[CopyWay, ...]:
+    def measure(self) -> tuple[CopySpeed, ...]:
         """Speeds, :func:`fastest_first`. Ways that do not work here are left out."""
         product = self._alone(self._computing, self._product)
         found = []
@@ -143,7 +161,7 @@ class Contention:
         per_layer = product * self._tokens / PRODUCT_TOKENS
         return fastest_first(found, self._out.nbytes, per_layer)
 
-    def _speed(self, programs: int | None, product: float) -> CopyWay:
+    def _speed(self, programs: int | None, product: float) -> CopySpeed:
         turns = cycle(self._here if programs is None else self._ids)
 
         def copy() -> None:
@@ -164,7 +182,7 @@ class Contention:
         )
         kept = shares(Repeated(copies, alone, copied), Repeated(products, product, multiplied))
         rate = self._out.nbytes / alone
-        return CopyWay(programs=programs, alone=rate, beside=rate * kept[0], products=kept[1])
+        return CopySpeed(programs, rate, rate * kept[0], kept[1])
 
     def _alone(self, stream: Stream, work: Work) -> float:
         """Seconds of one ``work`` with nothing beside."""

@@ -123,7 +123,7 @@ class Bench:
             logger.warning("hcache: copies were not measured beside products: %s", error)
             return ()
         torch.cuda.empty_cache()  # nobody else could use what products left to their stream
-        return found
+        return tuple(CopyWay(**speed._asdict()) for speed in found)
 
     def _time(self, work: Work, share: float) -> float:
         """Seconds of the fastest call: what else the machine does only adds to it."""

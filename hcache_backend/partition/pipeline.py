@@ -8,14 +8,6 @@ from typing import Any, Literal, NamedTuple
 
 from hcache_backend.partition.costs import LAYER_METHODS, LayerCosts, LayerMethod, Partition
 
-RUN_AHEAD = 3
-"""Segments of the longest restore that the ring holds: one is projected, one has arrived, and one
-is arriving. A shorter restore runs further ahead in the same memory."""
-FIRST_PIECES = 4
-"""Pieces that the first layer of a restore comes in at most."""
-FIRST_PIECE_TOKENS = 1024
-"""Least tokens of a piece: a projection of fewer is not worth its launch."""
-
 _FASTER = 1 - 1e-9
 """Times whose quotient is closer to 1 are equal: they differ by the rounding of sums."""
 

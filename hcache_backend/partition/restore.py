@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 
-from hcache_backend.page import READ_BATCHES
+from hcache_backend.page import FIRST_PIECE_TOKENS, FIRST_PIECES, READ_BATCHES, RUN_AHEAD
 from hcache_backend.partition.costs import (
     LAYER_METHODS,
     L3Path,
@@ -20,9 +20,6 @@ from hcache_backend.partition.costs import (
 )
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.pipeline import (
-    FIRST_PIECE_TOKENS,
-    FIRST_PIECES,
-    RUN_AHEAD,
     Objective,
     recompute_layers,
     search,

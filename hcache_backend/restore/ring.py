@@ -7,8 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from hcache_backend.page import PageLayout
-from hcache_backend.partition.pipeline import RUN_AHEAD
+from hcache_backend.page import RUN_AHEAD, PageLayout
 from hcache_backend.streams import Event, Stream
 
 

@@ -14,13 +14,13 @@ from hcache_backend.partition import contention
 from hcache_backend.partition.contention import (
     PROGRAMS,
     Contention,
+    CopySpeed,
     Repeated,
     engine_works,
     fastest_first,
     in_turn,
     shares,
 )
-from hcache_backend.partition.profile import CopyWay
 from hcache_backend.streams import Stream
 from hcache_kernels.copy_engine import NoCopyEngine
 from hcache_kernels.pages import gather_pages_reference
@@ -117,7 +117,7 @@ def gpu_streams(ways: dict[int | None, Way], monkeypatch: pytest.MonkeyPatch) ->
     return gpu.streams
 
 
-def measured(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> tuple[CopyWay, ...]:
+def measured(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> tuple[CopySpeed, ...]:
     """What the measurement finds on ``gpu``."""
     fakes: dict[str, Any] = {
         "new_stream": gpu.new_stream,
@@ -162,16 +162,12 @@ def test_the_fastest_pair_of_copy_and_product_is_taken(monkeypatch: pytest.Monke
     assert measured(Gpu(WAYS, 3e-3), monkeypatch)[0].programs is None
 
 
-def way(programs: int | None, alone: float, beside: float, products: float) -> CopyWay:
-    return CopyWay(programs=programs, alone=alone, beside=beside, products=products)
-
-
 def test_of_ways_as_fast_the_one_is_taken_that_leaves_most_to_products() -> None:
-    ways = [way(8, 1e9, 0.97e9, 0.9), way(32, 1e9, 1e9, 0.6)]
+    ways = [CopySpeed(8, 1e9, 0.97e9, 0.9), CopySpeed(32, 1e9, 1e9, 0.6)]
     assert fastest_first(ways, 1e6, 1e-5)[0].programs == 8
-    slow = [way(8, 1e9, 0.9e9, 0.9), way(32, 1e9, 1e9, 0.6)]
+    slow = [CopySpeed(8, 1e9, 0.9e9, 0.9), CopySpeed(32, 1e9, 1e9, 0.6)]
     assert [way.programs for way in fastest_first(slow, 1e6, 1e-5)] == [32, 8]
-    equal = [way(n, 1e9, 1e9, 1.0) for n in (8, 2, 4)]
+    equal = [CopySpeed(n, 1e9, 1e9, 1.0) for n in (8, 2, 4)]
     assert fastest_first(equal, 1e6, 1e-5)[0].programs == 2
     assert fastest_first([], 1e6, 1e-5) == ()
 
@@ -179,9 +175,9 @@ def test_of_ways_as_fast_the_one_is_taken_that_leaves_most_to_products() -> None
 def test_kernels_are_chosen_by_the_same_rule_where_the_copy_engine_is_taken() -> None:
     """K and V are copied by a kernel even then."""
     ways = [
-        way(None, 1e9, 1e9, 1.0),
-        way(32, 1e9, 0.99e9, 0.6),
-        way(8, 1e9, 0.98e9, 0.9),
+        CopySpeed(None, 1e9, 1e9, 1.0),
+        CopySpeed(32, 1e9, 0.99e9, 0.6),
+        CopySpeed(8, 1e9, 0.98e9, 0.9),
     ]
     assert [way.programs for way in fastest_first(ways, 1e6, 1e-5)] == [None, 8, 32]
 
