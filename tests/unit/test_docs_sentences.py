@@ -15,11 +15,8 @@ NOT_YET = {
     "docs/benchmarks.md",
     "docs/comparison.md",
     "docs/how-it-works.md",
-    "docs/limits.md",
     "docs/operations.md",
-    "docs/options.md",
     "docs/planning.md",
-    "docs/serving.md",
     "docs/structure.md",
 }
 """Pages that are still to be rewritten."""
