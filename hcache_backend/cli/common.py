@@ -103,11 +103,11 @@ def table(title: str, *columns: str) -> Table:
 def human_bytes(count: int) -> str:
     """A number of bytes as people read it."""
     value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
-    raise AssertionError("unreachable")
+    return f"{value:.1f} TiB"
 
 
 def progress_bar(*, hidden: bool) -> Progress:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+from hcache_backend import __version__
 from hcache_backend.cli import store
 from hcache_backend.cli.doctor import doctor
 from hcache_backend.cli.ingest import ingest
@@ -18,6 +21,24 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"hcache-backend {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    _asked: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Look after the page store, plan, profile and watch servers."""
+
+
 app.command("stats")(store.stats)
 app.command("ls")(store.list_pages)
 app.command("verify")(store.verify)

@@ -122,8 +122,8 @@ def _show(measured: Profile) -> None:
 
 
 def _rate(value: float, unit: str) -> str:
-    for prefix in ("", "k", "M", "G", "T", "P"):
+    for prefix in ("", "k", "M", "G"):
         if value < 1000:
             return f"{value:.1f} {prefix}{unit}"
         value /= 1000
-    return f"{value:.1f} E{unit}"
+    return f"{value:.1f} T{unit}"

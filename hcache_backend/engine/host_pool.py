@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,27 +22,16 @@ from hcache_backend.engine.loads import LoadQueue
 from hcache_backend.engine.recompute.rows import RecomputedRows
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.report import RunningRestore
-from hcache_backend.streams import Event, StreamFailed, current_stream, host_tensor, to_device
+from hcache_backend.streams import (
+    Event,
+    StreamFailed,
+    current_stream,
+    host_tensor,
+    pinning,
+    to_device,
+)
 
 logger = logging.getLogger("hcache")
-
-_PROGRESS_SECONDS = 10.0
-
-
-@contextlib.contextmanager
-def _progress(task: str) -> Iterator[None]:
-    """Log every ten seconds that ``task`` still runs: a large pool takes a minute to pin."""
-    ended, start = threading.Event(), time.monotonic()
-
-    def tell() -> None:
-        while not ended.wait(_PROGRESS_SECONDS):
-            logger.info("hcache: %s: %.0f s so far", task, time.monotonic() - start)
-
-    threading.Thread(target=tell, name="hcache-progress", daemon=True).start()
-    try:
-        yield
-    finally:
-        ended.set()
 
 
 class HostPages(NamedTuple):
@@ -151,7 +138,7 @@ class OwnPagesPool(HostKVCache):
 
         self.token_stride_size = self.size_per_token
         pages, size = sum(self._pages), self.page_layout.page_bytes
-        with _progress(f"pinning {pages * size / 1e9:.1f} GB of host memory"):
+        with pinning(pages * size):
             buffer: torch.Tensor = ALLOC_MEMORY_FUNCS[self.device_pool.device](
                 (pages, size),
                 dtype=torch.uint8,
@@ -219,7 +206,8 @@ class OwnPagesPool(HostKVCache):
             pages = torch.from_numpy(physical)
             if not self._kv.by_header:
                 pages = to_device(physical, device)
-            of_kv = self._kv.save(self.page_layout, self.kv_buffer, pages, slots)
+            with metrics.timed("host_backup"):
+                of_kv = self._kv.save(self.page_layout, self.kv_buffer, pages, slots)
             if of_kv is not None:
                 told = host_tensor(of_kv.shape, torch.bool, device)
                 fits = (*fits, told.copy_(of_kv, non_blocking=True))

@@ -122,7 +122,8 @@ STAGE_SECONDS = Metric(
 )
 """l3_exists, l3_read and l3_write: a batch of pages in the page store. behind_exists and
 behind_read: one in what is behind it. restore: a load to the device.
-capture_transfer: the way to the host of what one step captured."""
+capture_transfer: the way to the host of what one step captured. host_backup and host_load: the
+scheduler thread launches the copies of K and V of a backup, or a restore."""
 
 PAGES = Metric(Counter, "hcache_pages", "Pages by what happened to them", "event")
 """Between the host pool and L3."""

@@ -7,6 +7,11 @@ that is early enough in all of them.
 
 import os
 
+if os.environ.get("HCACHE_DARK"):  # make dark: tests/dark
+    import hcache_dark
+
+    hcache_dark.install()
+
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     from hcache_cpu_engine import shims
 

@@ -240,6 +240,51 @@ def test_weights_that_could_change_unnoticed_mean_no_l3_at_all(
     assert current().weights == weights
 
 
+def test_without_hierarchical_cache_there_is_nothing_to_do(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HCACHE_ENABLE", "1")
+    monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
+    bootstrap(runner(enable_hierarchical_cache=False))
+    assert "configured, but --enable-hierarchical-cache is off" in caplog.text
+    assert current().config is None
+
+
+@pytest.mark.parametrize(
+    ("hooks_of", "arguments", "said"),
+    [
+        ("adapter_hooks", {"enable_lora": True}, "pages of adapters would not be kept apart"),
+        (
+            "decode_server_hooks",
+            {"disaggregation_mode": "decode"},
+            "K and V of other weights would go unnoticed",
+        ),
+    ],
+)
+def test_what_could_not_be_told_apart_means_no_l3_at_all(
+    hooks_of: str, arguments: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HCACHE_ENABLE", "1")
+    monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
+    gone = hooks.Hook(hooks.RESET + "_gone", lambda original, *given: original(*given))
+    monkeypatch.setattr(hooks, hooks_of, lambda: [gone])
+    monkeypatch.setattr("hcache_backend.engine.runtime._stage_weights", lambda _: Weights(b"w"))
+    monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
+    bootstrap(runner(**arguments))
+    assert said in str(current().weights.suspended)
+
+
+def test_an_sglang_without_a_place_for_pools_keeps_plain_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HCACHE_ENABLE", "1")
+    monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
+    monkeypatch.setattr("hcache_backend.engine.runtime._stage_weights", lambda _: Weights(b"w"))
+    monkeypatch.delattr(hybrid_pool_assembler, "register_stack_strategy")
+    bootstrap(runner())
+    assert "this SGLang lacks a seam" in str(current().reason)
+
+
 def test_options_of_the_l3_stand_over_those_of_the_environment(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

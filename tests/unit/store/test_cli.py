@@ -253,3 +253,14 @@ def test_wrong_options_are_explained(
     assert "did you mean 'quota_bytes'" in hcache("stats", status=2)
     monkeypatch.setenv("HCACHE_CONFIG", json.dumps({"dirs": [str(folder)], "quota_bytes": FILE}))
     assert hcache_json("gc")["pages"] == 6, "bounds come from the environment"
+
+
+def test_what_is_shown_is_short_and_says_so(folder: Path, store: PageStore) -> None:
+    assert "(the first 3; more with --limit)" in hcache("ls", "-d", folder, "--limit", 3)
+    said = hcache("gc", "-d", folder, "--quota-bytes", 5 * FILE)
+    assert "2 pages evicted, 40.0 KiB" in said
+    put(store, 0, 1, 4, 5, namespace=OTHER_NAMESPACE)
+    assert "could be 2 of them; give more digits" in hcache(
+        "clear", "-d", folder, "-y", "-n", "6", status=2
+    )
+    assert " pages deleted" in hcache("clear", "-d", folder, "-y")

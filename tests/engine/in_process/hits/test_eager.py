@@ -177,6 +177,9 @@ def test_pipeline_stages_restore_layer_wise(hidden: bool) -> None:
     assert "not supported" in str(eager_refusal(args, "cpu", hidden=hidden))
 
 
+LAYOUT = SimpleNamespace(page_bytes=1)
+
+
 class Operation:
     """HiCache's operation of a prefetch of eight pages, half of which have arrived."""
 
@@ -188,6 +191,7 @@ def test_an_abort_frees_what_it_held_in_the_next_turn(scene: Scene) -> None:
     """HiCache forgets the prefetch, and gives back the host pages that it had brought."""
     pool: Any = SimpleNamespace(
         page_size=SIZE,
+        page_layout=LAYOUT,
         on_freed=[],
         settle=lambda: None,
         page_ids=lambda indices: indices[::SIZE].numpy() // SIZE,
@@ -251,7 +255,7 @@ class Slices:
                 first_layers=lambda pages: self.depths[pages],
                 pages=lambda pages, header: pages,
             ),
-            page_layout=SimpleNamespace(positions=lambda page: [SIZE]),
+            page_layout=SimpleNamespace(page_bytes=1, positions=lambda page: [SIZE]),
         )
         pipeline: Any = SimpleNamespace(start=scene._launch_alone, start_recomputation=self._launch)
         self.eager = EagerLoads(scene.pages, pool, pipeline, loads, PAGES, self.budget)
@@ -396,6 +400,7 @@ def test_copies_of_a_hit_do_not_wait_for_restores_that_others_wait_for(scene: Sc
     loading.run(partial(gate.wait, 240))
     pool: Any = SimpleNamespace(
         page_size=SIZE,
+        page_layout=LAYOUT,
         on_freed=[],
         arena=SimpleNamespace(
             physical=lambda pages: pages, first_layers=lambda pages: np.zeros(len(pages), np.int64)
@@ -449,6 +454,7 @@ class Fronts:
         self.loads = loads
         pool: Any = SimpleNamespace(
             page_size=SIZE,
+            page_layout=LAYOUT,
             on_freed=[],
             page_ids=lambda indices: indices[::SIZE].numpy() // SIZE,
             expect_recomputed=self._expect,

@@ -254,3 +254,25 @@ def test_heads_are_left_alone_where_not_all_ranks_would_put_the_same(how: str) -
     repairs.wrote(cache, 5)
     repairs.put_heads(cache)
     assert cache.backed_up == []
+
+
+def test_what_is_remembered_of_nodes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repairs_module, "_NODES", 2)
+    store, cache = Store(), Cache()
+    repairs = seen(store, cache)
+    assert list(repairs._nodes) == [key_bytes(cache.nodes[node][-1]) for node in (6, 7)]
+
+
+def test_a_look_for_what_is_missing_that_fails_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> list[Gap]:
+        raise RuntimeError("a test's fault")
+
+    cache = Cache()
+    repairs = Repairs(broken, 1)
+    repairs.saw(cache, 0)
+    assert idle(repairs, cache) == []
+    assert "what L3 lacks could not be looked for" in caplog.text
+
+
+def test_without_repairs_nothing_is_waited_for_at_the_end() -> None:
+    assert Repairs(Store().take_gaps, 2).stop(Cache()) is False

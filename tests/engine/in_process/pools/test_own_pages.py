@@ -87,7 +87,7 @@ class Server:
         assert copy is not None
         for buffer in (self.kvcache.k_buffer[2], self.kvcache.v_buffer[2]):
             buffer.fill_(-1)
-        copy(self.memory, at, layout.segment_offsets[2], slots)
+        copy([2], self.memory, at, layout.segment_offsets[2:3], slots)
         assert torch.equal(self.kvcache.k_buffer[2][slots], self.k[slots])
         assert torch.equal(self.kvcache.v_buffer[2][slots], self.v[slots])
         for page in pages:

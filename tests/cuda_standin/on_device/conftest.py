@@ -1,0 +1,7 @@
+"""These tests run on the stand-in, in a process that tests/cuda_standin/test_stand_in.py starts."""
+
+import torch
+
+from tests.cuda_standin import device
+
+collect_ignore_glob = [] if torch.cuda.Stream is device.Stream else ["test_*.py"]

@@ -1,0 +1,142 @@
+"""Decode graphs and breakable prefill graphs: the hooks record, and a replay captures its rows."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hcache_backend.engine.capture_hooks import HiddenCapture
+from tests.cuda_standin.device import CUDA
+from tests.gpu.test_save_and_restore import DTYPE, LAYERS, WIDTH, Engine, random_slots
+
+
+class Attention(nn.Module):
+    """A layer: what its projection is given is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Identity()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.projection(hidden * 2)
+
+
+class Model:
+    """Layers under the product's hooks, and graphs of them as SGLang records them.
+
+    A full graph is a whole forward pass. A breakable one is a part per layer; between two parts the
+    engine attends, and Python runs.
+    """
+
+    def __init__(self, engine: Engine, *, breakable: bool) -> None:
+        self.layers = [Attention() for _ in range(LAYERS)]
+        self.hooks = HiddenCapture([(layer, [layer.projection]) for layer in self.layers])
+        self.hooks.staging = engine.staging
+        self._engine, self._breakable = engine, breakable
+        self._graphs: dict[int, tuple[torch.Tensor, list[Any]]] = {}
+        self.attended = 0
+
+    def record(self, size: int) -> None:
+        """Record the graphs of ``size`` tokens; ``init_cuda_graphs`` warms up first."""
+        static = torch.zeros((LAYERS, size, WIDTH), device=CUDA, dtype=DTYPE)
+        self._run(static, range(LAYERS))
+        torch.cuda.synchronize()
+        parts = [[n] for n in range(LAYERS)] if self._breakable else [list(range(LAYERS))]
+        graphs = []
+        for part in parts:
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[-1]):
+                self._run(static, part)
+        self._graphs[size] = static, graphs
+
+    def _run(self, hidden: torch.Tensor, layers: Any) -> None:
+        for layer in layers:
+            self.layers[layer](hidden[layer])
+
+    def forward(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """A replay with ``rows``, filled up to the next size with what was there."""
+        count = rows.shape[1]
+        static, graphs = self._graphs[min(size for size in self._graphs if size >= count)]
+        static[:, :count] = rows
+
+        def run() -> Any:
+            for graph in graphs:
+                graph.replay()
+                self.attended += 1
+            return SimpleNamespace(can_run_graph=True)
+
+        batch = SimpleNamespace(out_cache_loc=slots, input_ids=slots, positions=slots + 7)
+        self.hooks.forward(batch, run)
+        static.fill_(float("nan"))  # the next batch comes at once
+
+
+@pytest.mark.parametrize("breakable", [False, True], ids=["decode", "breakable prefill"])
+def test_replays_capture_what_projections_are_given(breakable: bool) -> None:
+    engine, rng = Engine("cuda"), random.Random(4)
+    model = Model(engine, breakable=breakable)
+    for size in (4, 16):
+        model.record(size)
+    model.hooks.use(engine.capture, tokens_only=False, order=None)
+    expected: dict[int, torch.Tensor] = {}
+    for count in (3, 16, 1, 9, 4):
+        slots = random_slots(rng, count)
+        rows = torch.randn((LAYERS, count, WIDTH), device=CUDA).to(DTYPE)
+        model.forward(rows, slots)
+        doubled = (rows * 2).cpu()
+        expected |= {slot: doubled[:, at] for at, slot in enumerate(slots.tolist())}
+    engine.settle()
+    every = torch.tensor(sorted(expected))
+    want = torch.stack([expected[slot] for slot in every.tolist()], 1)
+    assert torch.equal(engine.stored(every).view(torch.int16), want.view(torch.int16))
+    assert engine.capture.ledger.tokens_missing == 0
+    assert model.attended == 5 * (LAYERS if breakable else 1)
+
+
+def test_a_step_that_is_too_long_for_staging_is_not_taken_from_a_replay(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = Engine("cuda")
+    model = Model(engine, breakable=True)
+    count = engine.staging.places + 16
+    model.record(count)
+    model.hooks.use(engine.capture, tokens_only=False, order=None)
+    slots = random_slots(random.Random(5), count)
+    model.forward(torch.ones((LAYERS, count, WIDTH), device=CUDA).to(DTYPE), slots)
+    engine.settle()
+    assert f"not captured: a CUDA graph of {count} tokens" in caplog.text
+    assert engine.arena.problem(slots.cpu().numpy()) is not None  # no backup takes them
+
+
+def test_rows_behind_those_of_a_step_are_left_out() -> None:
+    """Without a graph SGLang may fill a batch up, too."""
+    engine = Engine("cuda")
+    slots = random_slots(random.Random(6), 3)
+    hidden = torch.randn((LAYERS, 8, WIDTH), device=CUDA).to(DTYPE)
+    engine.capture.ledger.pass_begins()
+    step = engine.capture.begin(slots, slots, slots)
+    assert step is not None
+    for layer in range(LAYERS):
+        engine.capture.take(layer, hidden[layer])
+    assert engine.capture.end(step, replayed=False)
+    engine.settle()
+    want = hidden[:, :3].cpu()
+    assert torch.equal(engine.stored(slots).view(torch.int16), want.view(torch.int16))
+
+
+def test_a_step_whose_places_cannot_be_unnamed_ends_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A recorded copy would go to places that a transfer still reads."""
+    engine = Engine("cuda")
+
+    def broken() -> None:
+        raise RuntimeError("a test's fault")
+
+    monkeypatch.setattr(engine.staging, "name_none", broken)
+    engine.capture.give_up_step()
+    assert engine.capture.ledger.broken == "capture broke: RuntimeError: a test's fault"

@@ -1,0 +1,477 @@
+"""Starts on machines, and of models, that servers of tests do not have: each refusal says why."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hcache_backend.config import ConfigError, HCacheConfig
+from hcache_backend.engine import arguments, hooks
+from hcache_backend.engine.capture_hooks import HiddenCapture, _FedHook
+from hcache_backend.engine.hits import start
+from hcache_backend.engine.startup import (
+    attach,
+    copy_check,
+    graphs,
+    hit_machine,
+    layer_specs,
+    page_plan,
+    quick_profile,
+    refusals,
+    restore_trace,
+    self_check,
+)
+from hcache_backend.engine.startup.agreement import Refused, all_or_none
+from hcache_backend.engine.startup.layer_specs import Found, LayerSpecs
+from hcache_backend.partition.costs import Partition
+from hcache_backend.partition.presets import preset_profile
+from hcache_backend.partition.profile import ProfileError
+from hcache_backend.partition.restore import Restore
+from tests.engine.in_process.start.test_refusals import server
+from tests.unit.partition.pipelines import public_model
+
+
+def failing(error: Exception) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+# ---- CUDA graphs ----
+
+
+@pytest.fixture
+def graph_config(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Graphs as SGLang configures them."""
+    from sglang.srt import runtime_context
+
+    phases = SimpleNamespace(
+        decode=SimpleNamespace(backend="full", max_bs=None, bs=[1, 8, 256]),
+        prefill=SimpleNamespace(backend="breakable", max_bs=4096, bs=None),
+    )
+    execution = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=phases))
+    monkeypatch.setattr(runtime_context, "get_exec", lambda: execution)
+    return phases
+
+
+def test_the_largest_graph_of_decode_and_prefill_counts(graph_config: Any) -> None:
+    assert graphs._largest_recorded_tokens(2) == 4096
+    assert refusals._graphs() is graph_config
+    graph_config.prefill.backend = "disabled"
+    assert graphs._largest_recorded_tokens(2) == 512
+
+
+def test_whether_graphs_are_recorded_is_sglangs_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.model_executor import cuda_graph_config
+
+    for answer in (True, False):
+        monkeypatch.setattr(cuda_graph_config, "cuda_graph_fully_disabled", lambda a=answer: a)
+        assert refusals.graphs_are_off() is answer
+
+
+def test_a_compiled_model_is_refused_in_hidden_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, pool = server(monkeypatch, "breakable")
+    runtime.runner.server_args.enable_torch_compile = True
+    assert "compiled" in str(refusals.refusal(runtime, pool))
+
+
+def gpu_runner() -> Any:
+    return SimpleNamespace(device="cuda", is_draft_worker=False, token_to_kv_pool=None)
+
+
+def test_why_graphs_were_recorded_without_copies_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(graphs, "graphs_are_off", lambda: False)
+    monkeypatch.setattr(graphs, "own_pages_refusal", lambda *_: "plain pages")
+    runner = gpu_runner()
+    graphs.record_copies(None, runner)
+    assert not hasattr(runner, "hcache_no_capture")
+    with pytest.raises(Refused, match="without our copies: the log says why"):
+        graphs.check_recording(runner, torch.zeros(1, 8))
+
+    monkeypatch.setattr(graphs, "own_pages_refusal", failing(Refused("no room")))
+    graphs.record_copies(None, runner)
+    with pytest.raises(Refused, match="without our copies: no room"):
+        graphs.check_recording(runner, torch.zeros(1, 8))
+
+    monkeypatch.setattr(graphs, "own_pages_refusal", failing(ValueError("a test's")))
+    graphs.record_copies(None, gpu_runner())
+    assert "recorded without our copies" in caplog.text
+
+
+def test_graphs_that_copy_other_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "graphs_are_off", lambda: False)
+    runner = gpu_runner()
+    staging = SimpleNamespace(width=8, dtype=torch.float32)
+    runner.hcache_capture = SimpleNamespace(staging=staging)
+    assert graphs.check_recording(runner, torch.zeros(1, 8)) is runner.hcache_capture
+    with pytest.raises(Refused, match=r"copy 8 values of torch\.float32"):
+        graphs.check_recording(runner, torch.zeros(1, 8, dtype=torch.bfloat16))
+
+
+# ---- capture ----
+
+
+class Capture:
+    """What the hooks ask of a capture, for a step that it does not take."""
+
+    def __init__(self) -> None:
+        self.skipped, self.missing = 0, list[int]()
+        self.ledger = SimpleNamespace(broken=None, not_captured=self._not_captured)
+
+    def skip(self) -> None:
+        self.skipped += 1
+
+    def begin(self, *_: Any) -> None:
+        return None
+
+    def end(self, step: Any, *, replayed: bool) -> bool:
+        return False
+
+    def _not_captured(self, slots: torch.Tensor) -> None:
+        self.missing.append(len(slots))
+
+
+def batch(**changes: Any) -> Any:
+    given = {name: torch.arange(2) for name in ("input_ids", "positions", "out_cache_loc")}
+    return SimpleNamespace(**{**given, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "missing"),
+    [
+        ({"out_cache_loc": torch.arange(0)}, "", []),
+        ({"positions": None}, "without token ids or positions", [2]),
+        ({"positions": torch.zeros(3, 2)}, "positions of several dimensions", [2]),
+        ({"positions": torch.arange(3)}, "one token id and position for each slot", [2]),
+        ({}, "2 tokens in one step", []),
+    ],
+)
+def test_steps_that_cannot_be_captured_are_told(
+    changes: Any, said: str, missing: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    hooks, capture = HiddenCapture([]), Capture()
+    assert hooks._begin_step(capture, batch(**changes)) is None
+    assert said in caplog.text and capture.missing == missing
+    assert bool(caplog.text) is bool(said)
+
+
+@pytest.mark.parametrize(
+    ("replayed", "said"), [(True, "a CUDA graph of 3 tokens"), (False, "showed each layer [1, 0]")]
+)
+def test_steps_that_left_rows_out_are_told(
+    replayed: bool, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    step: Any = SimpleNamespace(tokens=3, layers_seen=[1, 0])
+    HiddenCapture([])._end(Capture(), step, replayed)
+    assert said in caplog.text
+
+
+def test_an_error_in_a_layer_is_told_and_the_layer_runs_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    hooks = HiddenCapture([])
+    hooks.staging = SimpleNamespace(record=failing(ValueError("a test's")))
+    hooks._take(0, torch.zeros(1))
+    assert "not captured: ValueError: a test's" in caplog.text
+
+
+def test_a_hook_leaves_a_module_as_it_was() -> None:
+    module, seen = torch.nn.Identity(), []
+    own = module.forward
+    module.forward = own  # of the module's own, as another package leaves it
+    hook = _FedHook(module, seen.append)
+    module(1)
+    hook.remove()
+    assert seen == [1] and module.forward is own
+    hook = _FedHook(module, seen.append)
+    outer = module.forward = torch.nn.Linear(1, 1).forward
+    hook.remove()
+    assert module.forward is outer
+
+
+# ---- projections ----
+
+
+class Unproven(LayerSpecs):
+    """Two layers, of which the second one has no spec."""
+
+    def __init__(self, world: int = 1) -> None:
+        hidden = SimpleNamespace(is_cuda=True)
+        layers = [SimpleNamespace(module=name) for name in ("one", "two")]
+        self._probe = SimpleNamespace(hidden=[hidden], layers=layers)
+        self._projector = SimpleNamespace(
+            pool=SimpleNamespace(dtype=torch.bfloat16), use_specs=lambda specs: None
+        )
+        self._found = [
+            Found(SimpleNamespace(fused=True, projection=lambda: "a kind"), "a spec", None),
+            Found(None, "none", None),
+        ]
+        self._group = None
+        self._report = lambda: None
+        self.lost: list[str] = []
+        self._runtime = SimpleNamespace(lose_trust=self.lost.append, config=None)
+
+
+def test_on_a_gpu_modules_of_several_ranks_are_not_called_beside_forward_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: list[Any] = []
+    monkeypatch.setattr(layer_specs, "on_all_ranks", lambda group, *fine: fine)
+    monkeypatch.setattr(
+        layer_specs, "refuse_shared_workspaces", lambda modules, what: called.extend(modules)
+    )
+    monkeypatch.setattr(layer_specs.dist, "get_world_size", lambda group: 1)
+    specs = Unproven()
+    specs.settle()
+    assert called == ["two"]
+    monkeypatch.setattr(layer_specs.dist, "get_world_size", lambda group: 2)
+    with pytest.raises(Refused, match="layers 1 have no spec, and on a GPU"):
+        specs.settle()
+    specs._stale, specs.find = True, lambda: None
+    specs._renew()
+    assert "after a weight update: layers 1" in specs.lost[0]
+
+
+def test_on_a_gpu_each_kind_of_layer_is_measured_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    measured: list[Any] = []
+    monkeypatch.setattr(layer_specs, "kind_of", lambda projection: projection)
+    monkeypatch.setattr(layer_specs, "measure_choice", lambda *given: measured.append(given))
+    specs = Unproven()
+    specs._found *= 2
+    specs.measure()
+    assert measured == [("a kind", torch.bfloat16)]
+    monkeypatch.setattr(layer_specs, "measure_choice", failing(torch.OutOfMemoryError("none left")))
+    specs.measure()
+    assert "the ways to project were not measured: none left" in caplog.text
+
+
+def test_a_search_or_a_kernel_that_breaks_leaves_the_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layer_specs, "find_spec", failing(KeyError("a test's")))
+    specs = Unproven()
+    specs._runtime.config = SimpleNamespace(projection="auto")
+    specs._projector.batch = None
+    found = specs._find(None, SimpleNamespace(own="own", samples=[]))
+    assert (found.spec, found.own) == (None, "own") and "the search broke: KeyError" in found.detail
+    monkeypatch.setattr(layer_specs, "written_exactness", failing(RuntimeError("no compiler")))
+    monkeypatch.setattr(layer_specs, "ways_in_use", lambda *_: [None])
+    specs._probe = SimpleNamespace(hidden=[None], positions=None, slots=None)
+    written = specs._written(SimpleNamespace(index=0), specs._found[0])
+    assert written.spec is None and "its kernel failed: RuntimeError: no compiler" in written.detail
+
+
+# ---- memory, pools and models ----
+
+
+def test_no_room_on_the_device_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    none_left = failing(torch.OutOfMemoryError("none left"))
+    monkeypatch.setattr(page_plan, "Staging", type("Staging", (), {"bytes_for": lambda *_: 1}))
+    monkeypatch.setattr(page_plan.Staging, "__init__", none_left)
+    with pytest.raises(Refused, match="no device memory for staging: none left"):
+        page_plan.take_staging(2, 8, torch.float32, 4, "cpu")
+    monkeypatch.setattr(page_plan, "ring_bytes", lambda *_: 1)
+    monkeypatch.setattr(page_plan.torch, "empty", none_left)
+    plan: Any = SimpleNamespace(
+        methods=SimpleNamespace(layers=lambda kind: (), chunk_tokens=4),
+        layout=None,
+        kvcache=SimpleNamespace(device="cpu"),
+    )
+    with pytest.raises(Refused, match="no device memory for restores: none left"):
+        page_plan.HiddenPagePlan._try_ring(plan)
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ([("broken", 1), (None, 1)], "broken"),
+        ([(None, 1), (None, 2)], "hidden states differ between tensor-parallel ranks"),
+        ([(None, 1), (None, 1)], None),
+    ],
+)
+def test_ranks_whose_hidden_states_differ_share_none(
+    monkeypatch: pytest.MonkeyPatch, said: Any, reason: str | None
+) -> None:
+    ranks: Any = SimpleNamespace(
+        rank_in_group=0, world_size=2, ranks=[0, 1], all_gather_object=lambda own: said
+    )
+    exchange = SimpleNamespace(check=lambda device: None)
+    monkeypatch.setattr(
+        page_plan, "Exchange", SimpleNamespace(between=lambda ranks, device: exchange)
+    )
+    probe: Any = SimpleNamespace(slots=torch.arange(2), hidden=[torch.zeros(2, 8)])
+    monkeypatch.setattr(page_plan, "attention_ranks", lambda: ranks)
+    make = partial(page_plan.make_exchange, probe, 16)
+    if reason is None:
+        assert make() is exchange
+        return
+    with pytest.raises(Refused, match=reason):
+        make()
+
+
+def test_a_pool_that_is_too_small_or_cannot_be_copied_is_refused() -> None:
+    layout: Any = SimpleNamespace(page_size=16, page_bytes=64, divide=lambda memory: None)
+    kv: Any = SimpleNamespace(layers=(0,), codec="none", by_header=False)
+    small: Any = SimpleNamespace(k_buffer=[torch.zeros(16, 1, 8)], v_buffer=[torch.zeros(16, 1, 8)])
+    with pytest.raises(Refused, match="too small to try copies"):
+        copy_check._check_copies(small, layout, kv)
+    kv.save = failing(RuntimeError("no compiler"))
+    large: Any = SimpleNamespace(
+        k_buffer=[torch.zeros(512, 1, 8)], v_buffer=[torch.zeros(512, 1, 8)]
+    )
+    with pytest.raises(Refused, match="cannot be copied: RuntimeError: no compiler"):
+        copy_check._check_copies(large, layout, kv)
+
+
+def test_models_of_unusual_layers_are_refused() -> None:
+    with pytest.raises(Refused, match=r"are numbered \[\]"):
+        self_check.attention_modules(torch.nn.Linear(2, 2), 1)
+    seen: Any = SimpleNamespace(name="layer", calls=[], projection=None)
+    with pytest.raises(Refused, match="called 0 times in one forward pass, and no projection"):
+        self_check._describe(0, seen, torch.arange(2), None)
+    seen = SimpleNamespace(name="layer", calls=[((), {})], projection="p", hidden=None)
+    with pytest.raises(Refused, match="received no tensor for 2 tokens"):
+        self_check._describe(0, seen, torch.arange(2), None)
+
+
+def test_a_stage_behind_one_that_failed_is_refused() -> None:
+    with pytest.raises(Refused, match="the pipeline stage before this one failed"):
+        self_check._Stages._input(SimpleNamespace(_received={}))
+
+
+def test_a_check_that_breaks_is_a_refusal_of_all(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(Refused, match="the self-check broke: KeyError: 'x'"):
+        all_or_none(failing(KeyError("x")))
+    assert "the self-check broke" in caplog.text
+
+
+# ---- what is known of the machine ----
+
+
+def test_a_profile_that_is_unusable_is_measured_anew(
+    runtime: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    shape: Any = SimpleNamespace(model_dump_json=lambda: "{}")
+    kvcache: Any = SimpleNamespace(device="cpu")
+    config = HCacheConfig(dirs=(tmp_path,))
+    runtime.runner = SimpleNamespace(dtype=torch.float32)
+    monkeypatch.setattr(quick_profile, "_measure", lambda *_: "a profile")
+    find = partial(quick_profile.find_profile, runtime, config, kvcache, shape)
+    assert find() == "a profile"
+    monkeypatch.setattr(quick_profile, "_measure", failing(RuntimeError("no room")))
+    assert find() == "a profile"  # kept
+    file, runtime.kept_profile = runtime.kept_profile[0], None
+    (tmp_path / file).write_text("{")
+    monkeypatch.setattr(quick_profile, "load_profile", failing(ProfileError("is no profile")))
+    assert find() is None
+    assert "is no profile" in caplog.text and "was not measured: no room" in caplog.text
+
+
+def test_an_l3_that_cannot_be_measured_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(quick_profile, "read_rate", failing(OSError("an error")))
+    monkeypatch.setattr(quick_profile, "measure", lambda bench, l3, *_, **__: l3)
+    found = quick_profile._measure(HCacheConfig(), None, torch.device("cpu"), torch.float32)
+    assert found is None and "L3 was not measured: an error" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "decodes", "judged"),
+    [
+        ({}, True, False),
+        ({"hicache_host_memory_mode": "buffer_only"}, False, False),
+        ({}, False, True),
+    ],
+)
+def test_which_servers_judge_hits(
+    runtime: Any, monkeypatch: pytest.MonkeyPatch, arguments: Any, decodes: bool, judged: bool
+) -> None:
+    given = SimpleNamespace(**{"hicache_host_memory_mode": "default", **arguments})
+    runtime.runner = SimpleNamespace(server_args=given)
+    monkeypatch.setattr(start, "resolved", lambda args: args)
+    monkeypatch.setattr(start, "decodes_for_others", lambda args: decodes)
+    monkeypatch.setattr(start.hooks, "install", lambda hooks: None)
+    assert start.may_judge(runtime, HCacheConfig()) is judged
+
+
+def test_without_its_hooks_every_hit_is_read(
+    runtime: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    test_which_servers_judge_hits(runtime, monkeypatch, {}, False, True)
+    monkeypatch.setattr(start.hooks, "install", lambda hooks: "a hook is missing")
+    assert not start.may_judge(runtime, HCacheConfig())
+    assert "every L3 hit is read, however slow L3 is: a hook is missing" in caplog.text
+
+
+def test_the_choice_of_the_partition_knows_the_machine(
+    runtime: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile, shape = preset_profile("h100", 1), public_model("gpt2")
+    runtime.layer_methods = Restore(profile, shape, Partition(0, 12, 0), parks=True)
+    runtime.runner = SimpleNamespace(server_args=None)
+    monkeypatch.setattr(start, "ranks_of_a_request", lambda args: 2)
+    known = hit_machine._machine(runtime, HCacheConfig())
+    assert known == replace(runtime.layer_methods, ranks=2, eager=runtime.eager)
+
+
+# ---- seams that are missing ----
+
+
+def test_a_trace_that_cannot_be_made_stops_the_server(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(restore_trace.TRACE_VARIABLE, str(tmp_path / "none" / "trace"))
+    with pytest.raises(RuntimeError, match="cannot append to it: No such file"):
+        restore_trace.install_if_asked()
+    monkeypatch.setenv(restore_trace.TRACE_VARIABLE, str(tmp_path / "trace"))
+    monkeypatch.setattr(restore_trace, "install", lambda hooks: "a hook is missing")
+    with pytest.raises(RuntimeError, match="is set, but a hook is missing"):
+        restore_trace.install_if_asked()
+
+
+def test_a_server_whose_weight_updates_go_unnoticed_cannot_be_joined(
+    runtime: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime.runner = SimpleNamespace(server_args=SimpleNamespace(enable_dp_attention=False))
+    monkeypatch.setattr(attach, "resolved", lambda args: args)
+    monkeypatch.setattr(attach, "serves_adapters", lambda args: False)
+    monkeypatch.setattr(attach.hooks, "install", lambda hooks: "a hook is missing")
+    with pytest.raises(ConfigError, match="a hook is missing; weight updates could not be noticed"):
+        attach._check_late_start(runtime)
+
+
+def test_weights_that_cannot_be_read_refuse_an_attach(
+    runtime: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach, "said_by_all_ranks", lambda said: [said])
+    monkeypatch.setattr(runtime, "read_weights", failing(RuntimeError("weights are gone")))
+    config: Any = SimpleNamespace(tp_rank=0, pp_rank=0, pp_size=1)
+    with pytest.raises(ConfigError, match="weights are gone"):
+        attach._agree(config, None, None)
+
+
+def test_uses_that_go_unnoticed_are_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hooks, "install", lambda hooks: "a hook is missing")
+    with caplog.at_level(logging.WARNING):
+        hooks.notice_uses()
+    assert "L3 may lack or evict pages that L1 and L2 serve: a hook is missing" in caplog.text
+
+
+def test_a_version_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "version", failing(arguments.PackageNotFoundError("sglang")))
+    assert arguments.sglang_version() == "unknown"
