@@ -12,7 +12,7 @@ from bench.hits.cases import COMPARED, OURS
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FILE, SHORT_TOKENS, SHORT_SPEEDS = "file", 1024, (4, 1, 0.25)
+FILE, SHORT_TOKENS = "file", 1024
 
 
 def table_lines(results: Mapping[str, Any]) -> str:
@@ -38,7 +38,7 @@ def table_lines(results: Mapping[str, Any]) -> str:
 
 
 def short_lines(results: Mapping[str, Any]) -> str:
-    """Default options beside computing and SGLang's `file`: MHA and GQA, 1,024 tokens, 3 speeds."""
+    """Default options beside computing and SGLang's `file`, for MHA and GQA, 1,024 tokens."""
     rows = [
         (
             title(case),
@@ -51,7 +51,6 @@ def short_lines(results: Mapping[str, Any]) -> str:
         for case in results["cases"]
         if case["model"] in ("MHA", "GQA") and case["tokens"] == SHORT_TOKENS
         for point in case["points"]
-        if point["speed"] in SHORT_SPEEDS
     ]
     heads = ("model, history", "speed of L3", "MB/s", "computed", "`file`", "ours")
     return markdown((*heads, "ours / better", "95%"), rows)
