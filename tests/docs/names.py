@@ -78,6 +78,8 @@ def untabled(page: Page) -> Iterator[str]:
         ("environment variable", VARIABLES),
     ):
         tables = [table for table in page.tables if table.header[0] == header]
+        if not tables:
+            yield f"no table has the header {header!r}"
         named = Counter(name for table in tables for row in table.rows for name in row.codes[0])
         yield from (f"{name} stands {named[name]} times" for name in ours if named[name] != 1)
 

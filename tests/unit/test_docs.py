@@ -49,7 +49,7 @@ def test_commands_and_metrics_stand_in_our_pages(page: MakePage) -> None:
     assert not any(found.endswith(("hcache plan", "hcache_pages")) for found in missing)
 
 
-def test_options_and_variables_stand_once_in_tables(page: MakePage) -> None:
+def test_options_and_variables_stand_in_tables(page: MakePage) -> None:
     assert list(untabled(read_page(OPTIONS))) == []
     rows = OPTIONS.read_text().splitlines(keepends=True)
     for name in (*HCacheConfig.model_fields, *VARIABLES):
