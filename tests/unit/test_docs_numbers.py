@@ -54,3 +54,9 @@ def test_what_pages_say_of_the_judgement_of_hits_is_what_was_measured() -> None:
     for name in ("README.md", "CHANGELOG.md", "docs/serving.md"):
         said = " ".join((RESULTS.parents[1] / name).read_text().split())
         assert "of 60 " in said.lower() and "1.04 times" in said, name
+    readme = " ".join((RESULTS.parents[1] / "README.md").read_text().split())
+    for case in cases:
+        if case["model"] in ("MHA", "GQA") and case["tokens"] == 1024:
+            stored = case["bytes_per_token"]
+            for who in ("ours", "file"):
+                assert f"{stored[who]:,.0f}" in readme
