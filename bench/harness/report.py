@@ -34,7 +34,7 @@ COLOURS = {
     "fp8": "#d62728",
     "pairs": "#8c564b",
 }
-"""A method, or a codec, has one colour in all pictures. ``file``: HiCache's own path for K and V."""
+"""A method, or a codec, has one colour in all pictures. ``file``: HiCache's path of K and V."""
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> str:

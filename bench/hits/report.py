@@ -86,8 +86,8 @@ def draw(results: Mapping[str, Any]) -> Figure:
     cases = (shown or results["cases"])[:PANELS]
     ratios = [point["of_better"] for case in cases for point in case["points"]]
     figure = picture(
-        f"The first token comes in {min(ratios):.2f} to {max(ratios):.2f} times the time of the "
-        "better choice, whatever the speed of the disk"
+        f"At any speed of the disk the first token takes {min(ratios):.2f} to {max(ratios):.2f} "
+        "times as long as by the better choice"
     )
     panels = figure.subplots(1, len(cases), sharey=True, squeeze=False)[0]
     heights: list[float] = []
