@@ -350,8 +350,8 @@ def draw(results: Row) -> Any:
         axes.set_title(dtype, fontsize=10)
         axes.set_xlabel("bytes per token", fontsize=10)
         axes.margins(x=0.2)
+        axes.set_xlim(left=0)
         axes.grid(alpha=0.3)
-    panels[0].set_xlim(left=0)
     panels[0].set_ylabel("other tokens than without a cache, %", fontsize=10)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", fontsize=10)
     return figure

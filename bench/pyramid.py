@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bench.harness.report import OUT, grouped_bars, markdown, picture, write
+from bench.harness.report import COLOURS, OUT, grouped_bars, markdown, picture, write
 from bench.paper import MODELS
 from bench.staircase import depth_costs, layer_work
 from hcache_backend.krul.pair_forms import PairSlot
@@ -208,7 +208,10 @@ def draw(results: list[Row]) -> Any:
         "best pyramid"
     )
     axes = figure.subplots()
-    grouped_bars(axes, f"{TOKENS:,} tokens of LLaMA-7B", rows, "name", series, form="%.0f")
+    title = f"{TOKENS:,} tokens of LLaMA-7B"
+    colours = {"recompute": COLOURS["computed"], "load K and V": COLOURS["file"]}
+    colours["staircase"] = COLOURS["ours"]
+    grouped_bars(axes, title, rows, "name", series, "%.0f", colours)
     axes.set_ylabel("ms to restore", fontsize=10)
     return figure
 
