@@ -12,8 +12,9 @@ from bench.hits.cases import ALWAYS, COMPARED, OURS
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FILE, SHORT_TOKENS = "file", 1024
-SHOWN_TOKENS, SHOWN_SPEEDS = 4096, (2, 1, 0.5, 0.25)
+FILE, SHOWN_TOKENS = "file", 1024
+SHOWN_SPEEDS = (2, 1, 0.5, 0.1)
+"""The models of longer histories have one layer: to recompute its K and V takes next to nothing."""
 PANELS = 3
 LINES = {
     FILE: ("SGLang file", "file"),
@@ -47,15 +48,15 @@ def table_lines(results: Mapping[str, Any]) -> str:
 
 def short_lines(results: Mapping[str, Any]) -> str:
     """Default options beside computing and SGLang's `file`, for MHA and GQA, 1,024 tokens."""
-    return _compared_lines(results, SHORT_TOKENS)
+    return _compared_lines(results)
 
 
 def chosen_lines(results: Mapping[str, Any]) -> str:
-    """The same for histories of 4,096 tokens, at four speeds; and where it was measured."""
-    return f"{_compared_lines(results, SHOWN_TOKENS, SHOWN_SPEEDS)}\n\n{measured(results)}"
+    """The same at four speeds; and where it was measured."""
+    return f"{_compared_lines(results, SHOWN_SPEEDS)}\n\n{measured(results)}"
 
 
-def _compared_lines(results: Mapping[str, Any], tokens: int, speeds: Sequence[float] = ()) -> str:
+def _compared_lines(results: Mapping[str, Any], speeds: Sequence[float] = ()) -> str:
     """Default options beside computing and SGLang's `file`; of all ``speeds`` if none is given."""
     rows = [
         (
@@ -67,7 +68,7 @@ def _compared_lines(results: Mapping[str, Any], tokens: int, speeds: Sequence[fl
             tuple(point["interval"]) if point["interval"] else None,
         )
         for case in results["cases"]
-        if case["model"] in ("MHA", "GQA") and case["tokens"] == tokens
+        if case["model"] in ("MHA", "GQA") and case["tokens"] == SHOWN_TOKENS
         for point in case["points"]
         if not speeds or point["speed"] in speeds
     ]
