@@ -338,7 +338,7 @@ def splits_lines(results: Results) -> str:
     heads = [f"{hidden} + {TOKENS - hidden} tokens" for hidden in FIGURE_13]
     paper = ("the paper", *(f"{100 * slower:.0f}%" for slower in FIGURE_13.values()))
     rows = [
-        (row["setting"], *(f"{100 * row[f'slower_{hidden}']:.0f}%" for hidden in FIGURE_13))
+        (row["setting"], *(f"{round(100 * row[f'slower_{hidden}'])}%" for hidden in FIGURE_13))
         for row in results["by_tokens"][:4]
     ]
     return markdown(("slower than the best split by layers", *heads), [paper, *rows])
