@@ -209,8 +209,8 @@ def draw(results: list[Row]) -> Any:
     )
     axes = figure.subplots()
     title = f"{TOKENS:,} tokens of LLaMA-7B"
-    colours = {"recompute": COLOURS["computed"], "load K and V": COLOURS["file"]}
-    colours["staircase"] = COLOURS["ours"]
+    names = ("computed", "file", "int8", "fp8", "pairs", "ours")
+    colours = {label: COLOURS[name] for label, name in zip(series, names, strict=True)}
     grouped_bars(axes, title, rows, "name", series, "%.0f", colours)
     axes.set_ylabel("ms to restore", fontsize=10)
     return figure

@@ -66,7 +66,7 @@ def picture(finding: str, height: float = 4.5) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    figure.suptitle(fill(finding, 90), fontsize=12)
+    figure.suptitle(fill(finding, 80), fontsize=12)
     return figure
 
 
