@@ -352,8 +352,7 @@ def _draw(plan: PartitionPlan, path: Path) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=10)
     figure.suptitle(
         f"Predicted: {plan.tokens:,} tokens are restored in {1e3 * plan.seconds('mix'):,.1f} ms\n"
-        f"{plan.model.family}, {plan.model.layers} layers, hidden size {plan.model.hidden}, on "
-        f"{_devices(plan)}",
+        f"{plan.model.family}, {plan.model.layers} layers of {plan.model.hidden}, {_devices(plan)}",
         fontsize=12,
     )
     figure.savefig(path, dpi=130, format="png")
