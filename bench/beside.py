@@ -30,7 +30,7 @@ from bench.harness.machine import Machine, MachineError, find_machine
 from bench.harness.methods import METHODS, PAGE_SIZE, Method
 from bench.harness.models import TinyLlama, narrowed
 from bench.harness.program import at_least, failing, parser, stamp, steps
-from bench.harness.report import COLOURS, OUT, markdown, measured, picture, ratio_axis, times, write
+from bench.harness.report import COLOURS, OUT, markdown, picture, ratio_axis, times, write
 from bench.harness.turns import NO_L3, Answer, Turns, taking_turns
 from bench.pages import LEAST_ROUNDS, median_interval
 from hcache_backend.partition.costs import side_by_side
@@ -161,7 +161,7 @@ def table_lines(results: Mapping[str, Any]) -> str:
 
 
 def chosen_lines(results: Mapping[str, Any]) -> str:
-    """The rows of the model with most layers; and where they were measured."""
+    """The rows of the model with most layers."""
     rows = [
         (
             f"{row['speed']:g}",
@@ -173,7 +173,7 @@ def chosen_lines(results: Mapping[str, Any]) -> str:
         if row["tokens"] == CHOSEN_TOKENS
     ]
     heads = ("speed of L3", *(f"{title}, ms" for title in TITLES.values()))
-    return f"{markdown((*heads, 'both / the better one', '95%'), rows)}\n\n{measured(results)}"
+    return markdown((*heads, "both / the better one", "95%"), rows)
 
 
 def draw(results: Mapping[str, Any]) -> Figure:

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bench.harness.report import OUT, write_picture
+from bench.harness.report import OUT, measured, write_picture
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -99,11 +99,14 @@ def marked(text: str) -> Iterator[tuple[str, str]]:
 
 
 def table(name: str) -> str:
-    """The table of the recorded results of a program; ``NAME CHOICE`` has fewer rows."""
+    """The table of the recorded results of a program, and when and where they were measured.
+
+    ``NAME CHOICE`` has fewer rows.
+    """
     name, _, choice = name.partition(" ")
-    lines = getattr(program_of(name), f"{choice or 'table'}_lines")
-    text: str = lines(results_of(name))
-    return text.rstrip("\n")
+    results = results_of(name)
+    text: str = getattr(program_of(name), f"{choice or 'table'}_lines")(results).rstrip("\n")
+    return f"{text}\n\n{measured(results)}" if "sglang_version" in results else text
 
 
 def drawn() -> list[str]:

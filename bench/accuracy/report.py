@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bench.accuracy.methods import EXACT
-from bench.harness.report import markdown, measured
+from bench.harness.report import markdown
 
 Row = Mapping[str, Any]
 CHOSEN = (EXACT, "KV, exp4", "KV, int8", "KV, fp8", "KV, pairs by attention, merged")
@@ -61,7 +61,7 @@ def short_lines(results: Row) -> str:
 
 
 def chosen_lines(results: Row) -> str:
-    """What codecs of K and V lose; and where it was measured."""
+    """What codecs of K and V lose."""
     found = {row["method"]: row for row in whole(results)}
     rows = [
         (
@@ -74,7 +74,7 @@ def chosen_lines(results: Row) -> str:
         for name in CHOSEN
     ]
     heads = ("history from", "bytes per token", "of plain", "KL, nats", "largest", "same token")
-    return f"{markdown(heads, rows)}\n\n{measured(results)}"
+    return markdown(heads, rows)
 
 
 def whole(results: Row) -> list[Row]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bench.harness.report import COLOURS, markdown, measured, picture, ratio_axis
+from bench.harness.report import COLOURS, markdown, picture, ratio_axis
 from bench.harness.turns import NO_L3
 from bench.hits.cases import ALWAYS, COMPARED, OURS
 
@@ -52,8 +52,8 @@ def short_lines(results: Mapping[str, Any]) -> str:
 
 
 def chosen_lines(results: Mapping[str, Any]) -> str:
-    """The same at four speeds; and where it was measured."""
-    return f"{_compared_lines(results, SHOWN_SPEEDS)}\n\n{measured(results)}"
+    """The same at four speeds."""
+    return _compared_lines(results, SHOWN_SPEEDS)
 
 
 def _compared_lines(results: Mapping[str, Any], speeds: Sequence[float] = ()) -> str:
