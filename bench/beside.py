@@ -198,11 +198,11 @@ def draw(results: Mapping[str, Any]) -> Figure:
             heights += share
         floor = [row["ms"][BOTH] / row["of_floor"] / row["ms"][NO_L3] for row in rows]
         axes.plot(speeds, floor, ":", color=COLOURS["limit"], label="floor")
-        ratio_axis(axes.xaxis, speeds)
+        ratio_axis(axes, "x", speeds)
         axes.set_title(f"{tokens:,} tokens, {_layers(rows[0])} layers", fontsize=10)
         axes.set_xlabel("speed of L3, of computing", fontsize=10)
         axes.grid(alpha=0.3)
-    ratio_axis(panels[0].yaxis, heights)
+    ratio_axis(panels[0], "y", heights)
     panels[0].set_ylabel("time to the first token, of computing", fontsize=10)
     figure.legend(
         *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=10

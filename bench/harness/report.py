@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 OUT = Path("out")
@@ -75,13 +74,14 @@ def times(value: float) -> str:
     return f"{value:g}x" if value >= 1 else f"1/{1 / value:g}x"
 
 
-def ratio_axis(axis: Axis, values: Iterable[float]) -> None:
-    """A logarithmic axis over ``values`` whose ticks are ratios, powers of two."""
+def ratio_axis(axes: Axes, letter: str, values: Iterable[float]) -> None:
+    """Make axis ``x`` or ``y`` logarithmic over ``values``: its ticks are ratios, powers of two."""
     known = list(values)
     least, most = math.floor(math.log2(min(known))), math.ceil(math.log2(max(known)))
     step = 1 + (most - least) // 6
     ticks = [2.0**power for power in range(-step * (-least // step), most + 1, step)]
-    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    axes.set(**{f"{letter}scale": "log"})
+    axis = getattr(axes, f"{letter}axis")
     axis.set_ticks(ticks, labels=[times(tick) for tick in ticks])
     axis.set_ticks([], minor=True)
 

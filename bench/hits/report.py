@@ -104,9 +104,9 @@ def draw(results: Mapping[str, Any]) -> Figure:
         axes.axhline(1, color=COLOURS["computed"], label="computed")
         axes.set_title(f"{title(case)} tokens", fontsize=10)
         axes.set_xlabel("speed of L3, of computing", fontsize=10)
-        ratio_axis(axes.xaxis, speeds)
+        ratio_axis(axes, "x", speeds)
         axes.grid(alpha=0.3)
-    ratio_axis(panels[0].yaxis, heights)
+    ratio_axis(panels[0], "y", heights)
     panels[0].set_ylabel("time to the first token, of computing", fontsize=10)
     figure.legend(
         *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=10

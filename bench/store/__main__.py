@@ -173,7 +173,8 @@ def draw(results: dict[str, Any]) -> Any:
             for size, found in pages
         ]
         grouped_bars(axes, f"{kind}s", rows, "page", {n: n for n in names}, "%.2f", DRAWN)
-        axes.get_legend().remove()
+        if (legend := axes.get_legend()) is not None:
+            legend.remove()
         axes.set_xlabel("size of a page", fontsize=10)
     panels[0].set_ylabel("GB/s", fontsize=10)
     figure.legend(

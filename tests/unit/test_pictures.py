@@ -35,7 +35,7 @@ def test_the_ticks_of_a_ratio_axis_are_powers_of_two() -> None:
 
     axes = Figure().subplots()
     axes.plot([0.25, 4], [0.1, 17])
-    ratio_axis(axes.xaxis, [0.25, 4])
+    ratio_axis(axes, "x", [0.25, 4])
     assert [text.get_text() for text in axes.get_xticklabels()] == [
         "1/4x",
         "1/2x",
