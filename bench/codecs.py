@@ -34,7 +34,7 @@ from bench.harness.machine import Machine, find_machine
 from bench.harness.methods import METHODS, PAGE_SIZE, server_options
 from bench.harness.program import at_least, failing, names, parser, stamp, steps
 from bench.harness.reference import Scores, agreement
-from bench.harness.report import OUT, grouped_bars, markdown, write
+from bench.harness.report import COLOURS, OUT, markdown, picture, write
 from bench.harness.restorer import page_files
 from bench.harness.server import Server
 from hcache_backend.server_report import read_report
@@ -328,32 +328,39 @@ def _shown(found: Mapping[str, Any] | None) -> tuple[str | None, str | None]:
 
 
 def draw(results: Row) -> Any:
-    """Bytes and changed output of every codec."""
-    from matplotlib.figure import Figure
-
-    rows = []
-    for row in results["codecs"]:
-        exact = row["as_recomputed"]
-        rows.append(
-            {
-                "name": f"{row['codec']}, {row['dtype']}",
-                "bytes": row.get("stored_bytes_per_token"),
-                "changed": 100 * (1 - exact["same"] / exact["tokens"]),
-                "difference": exact["mean_difference"],
-            }
-        )
-    figure = Figure(figsize=(15, 3.4), layout="constrained")
-    for axes, (title, key, form) in zip(
-        figure.subplots(1, 3),
-        (
-            ("bytes per token", "bytes", "%.0f"),
-            ("other tokens than without a cache, %", "changed", "%.2f"),
-            ("mean difference of log-probabilities", "difference", "%.1g"),
-        ),
-        strict=True,
-    ):
-        grouped_bars(axes, title, rows, "name", {title: key}, form)
+    """Other tokens than without a cache over the bytes of a token, by type and codec."""
+    rows = [row for row in results["codecs"] if "stored_bytes_per_token" in row]
+    said = [
+        f"{row['codec']} {row['share_of_uncoded']:.2f} of the bytes and {_changed(row):.1f}%"
+        for row in rows
+        if row["dtype"] == "bfloat16" and row["codec"] != "none"
+    ]
+    figure = picture(f"Bytes, and tokens that are not those without a cache: {', '.join(said)}")
+    types = list(dict.fromkeys(row["dtype"] for row in rows))
+    panels = figure.subplots(1, len(types), sharey=True, squeeze=False)[0]
+    for axes, dtype in zip(panels, types, strict=True):
+        for row in (row for row in rows if row["dtype"] == dtype):
+            place = row["stored_bytes_per_token"], _changed(row)
+            axes.plot(*place, "o", color=COLOURS[row["codec"]], markersize=9)
+            axes.annotate(row["codec"], place, (8, 4), textcoords="offset points", fontsize=10)
+        for row in results["codecs"]:
+            if row["dtype"] == dtype and row["codec"] == "decoded":
+                label = "rounding alone: decoded token by token"
+                axes.axhline(_changed(row), color=COLOURS["computed"], linestyle=":", label=label)
+        axes.set_title(dtype, fontsize=10)
+        axes.set_xlabel("bytes per token", fontsize=10)
+        axes.margins(x=0.2)
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("other tokens than without a cache, %", fontsize=10)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", fontsize=10)
     return figure
+
+
+def _changed(row: Row) -> float:
+    """Percent of the tokens."""
+    exact = row["as_recomputed"]
+    return 100 * (1 - exact["same"] / exact["tokens"])
 
 
 if __name__ == "__main__":

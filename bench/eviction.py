@@ -41,7 +41,7 @@ from statistics import mean
 from typing import Any
 from unittest import mock
 
-from bench.harness.report import OUT, markdown, write
+from bench.harness.report import COLOURS, OUT, markdown, picture, write
 from bench.workload.traces import TRACES, Request
 from hcache_backend.config import parse_config
 from hcache_backend.engine.repairs import TURNS, Repairs
@@ -57,7 +57,12 @@ NAMESPACE, WRITER = b"bench-----------", b"bench---"
 FILE_BYTES = 8192  # of a page of four bytes: a block of header, a block of payload
 WORST_LOSS, LEAST_MEAN, LEAST_AT_5 = 0.01, 0.90, 0.84
 SERIES = {"store": "the store", "lru": "LRU by chains", "best": "best possible"}
-STYLES = {"store": "o-", "lru": "s--", "best": "k:"}
+STYLES = {
+    "store": ("o-", COLOURS["ours"], 3.0),
+    "lru": ("s--", COLOURS["file"], 1.0),
+    "best": (":", COLOURS["limit"], 1.5),
+}
+"""Line, colour and width."""
 Row = dict[str, Any]
 
 
@@ -281,18 +286,25 @@ def table_lines(rows: Sequence[Row]) -> str:
 
 def draw(rows: Sequence[Row]) -> Any:
     """Shares that are found over the quota, a panel for each trace."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 3.2), layout="constrained")
-    for axes, row in zip(figure.subplots(1, len(rows), sharey=True), rows, strict=True):
+    shares = [of_the_best(rows, quota) for quota in rows[0]["found"]]
+    figure = picture(
+        f"A full store finds {min(shares):.2f} to {max(shares):.2f} of the pages that the best "
+        "possible order would find"
+    )
+    panels = figure.subplots(1, len(rows), sharey=True)
+    for axes, row in zip(panels, rows, strict=True):
         for by, label in SERIES.items():
-            shares = [found[by] for found in row["found"].values()]
-            axes.plot(list(row["found"]), shares, STYLES[by], label=label)
+            found = [each[by] for each in row["found"].values()]
+            style, colour, width = STYLES[by]
+            axes.plot(list(row["found"]), found, style, color=colour, linewidth=width, label=label)
         axes.set_title(row["trace"], fontsize=10)
-        axes.set_xlabel("quota, of all pages")
+        axes.set_xlabel("quota, of all pages", fontsize=10)
         axes.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("pages of prompts found")
-    figure.axes[0].legend(fontsize=8)
+    panels[0].set_ylim(0, 1)
+    panels[0].set_ylabel("pages of prompts found, of all", fontsize=10)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=10
+    )
     return figure
 
 

@@ -29,7 +29,7 @@ from bench.fixtures.text import Texts, corpus
 from bench.harness.machine import Machine, MachineError, find_machine
 from bench.harness.methods import METHODS, PAGE_SIZE, server_options
 from bench.harness.program import at_least, failing, model_name, parser, stamp, steps
-from bench.harness.report import OUT, write
+from bench.harness.report import OUT, write, write_json
 from tests.cpu_engine.hcache_cpu_engine import cpu_engine_env
 
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--out",
         type=Path,
         default=OUT,
-        help="folder for accuracy_MODEL (or thresholds_MODEL) .json and .png",
+        help="folder for accuracy_MODEL.json and .png, or thresholds_MODEL.json",
     )
     given = parsed.parse_args(arguments)
     if given.history % PAGE_SIZE:
@@ -61,9 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.execve(sys.executable, command, {**os.environ, **cpu_engine_env()})
     with failing(), tempfile.TemporaryDirectory(prefix="hcache-accuracy-") as scratch:
         results = measured(given, machine, Path(scratch))
-        what, shown = ("thresholds", thresholds) if given.thresholds else ("accuracy", report)
-        print(shown.table_lines(results))
-        write(given.out, f"{what}_{results['name']}", results, shown.draw)
+        if given.thresholds:
+            print(thresholds.table_lines(results))
+            write_json(given.out / f"thresholds_{results['name']}.json", results)
+        else:
+            print(report.table_lines(results))
+            write(given.out, f"accuracy_{results['name']}", results, report.draw)
 
 
 def measured(given: Any, machine: Machine, scratch: Path) -> dict[str, Any]:

@@ -324,7 +324,7 @@ def _draw(plan: PartitionPlan, path: Path) -> None:
     from matplotlib.patches import Patch
 
     streams = ["compute", "transfer"] + ["l3"] * (plan.l3 == "first")
-    figure = Figure(figsize=(11, 7), layout="constrained")
+    figure = Figure(figsize=(9, 6), layout="constrained")
     panels = figure.subplots(len(plan.choices), 1, height_ratios=(3, 2, 2, 2))
     longest = max(plan.seconds(name) for name in plan.choices)
     for axes, name in zip(panels, plan.choices, strict=True):
@@ -336,12 +336,12 @@ def _draw(plan: PartitionPlan, path: Path) -> None:
             axes.barh(row, width, 0.8, start, color=colour, edgecolor="white", linewidth=0.4)
             label = "all" if task.layer is None else str(task.layer)
             if width > _MIN_LABEL * end:
-                axes.text(start + width / 2, row, label, ha="center", va="center", fontsize=6)
+                axes.text(start + width / 2, row, label, ha="center", va="center", fontsize=9)
         axes.set_yticks(range(len(streams)), streams)
         axes.set_xlim(0, end)
         axes.set_ylim(-0.5, len(streams) - 0.5)
         heading = f"{_TITLES[name]}: {plan.seconds(name) * 1e3:,.1f} ms"
-        axes.set_title(heading, loc="left", fontsize=9)
+        axes.set_title(heading, loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
     panels[-1].set_xlabel("ms")
     handles = [
@@ -349,10 +349,10 @@ def _draw(plan: PartitionPlan, path: Path) -> None:
         for method, look in _LOOKS.items()
         if method is not None or plan.l3 == "first"
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=10)
     figure.suptitle(
-        f"{plan.model.family}, {plan.model.layers} layers, hidden size {plan.model.hidden}: "
-        f"{plan.tokens:,} tokens on {_devices(plan)}",
-        fontsize=10,
+        f"Predicted: {plan.tokens:,} tokens are restored in {1e3 * plan.seconds('mix'):,.1f} ms\n"
+        f"{plan.model.family}, {plan.model.layers} layers of {plan.model.hidden}, {_devices(plan)}",
+        fontsize=12,
     )
     figure.savefig(path, dpi=130, format="png")

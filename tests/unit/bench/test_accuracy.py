@@ -183,7 +183,7 @@ def test_other_merges_keep_more_or_fewer_tokens_or_go_another_way() -> None:
     assert thresholds.Retaining(8, *of_pairs).slot_bytes > plain.slot_bytes
 
 
-def test_a_threshold_has_a_line_with_its_merged_pairs(tmp_path: Path) -> None:
+def test_a_threshold_has_a_line_with_its_merged_pairs() -> None:
     run = {"tokens": 4, "nll": 2.5, "recall": {}, "kl": 1e-3, "largest_kl": 0.1, "same": 3}
     run |= {"bytes_per_token": 3136, "layer": None}
     rows = [
@@ -197,5 +197,3 @@ def test_a_threshold_has_a_line_with_its_merged_pairs(tmp_path: Path) -> None:
         "| gamma 0.2 | 3,136 | 3 of 8 | 1.0e-03 | 1.0e-01 | 3 of 4 |",
         "| t = 0.6 | 3,136 | 8 of 8 | 1.0e-03 | 1.0e-01 | 3 of 4 |",
     ]
-    pytest.importorskip("matplotlib")
-    thresholds.draw(results).savefig(tmp_path / "it.png")
