@@ -1,11 +1,12 @@
 """How many exceptions ``exp4`` needs for K, V and hidden states, beside other ways to choose bases.
 
-    python -m bench.segment_codec [--models gqa paired] [--out FOLDER]
+    python -m bench.segment_codec [--models gqa paired] [--only-models] [--out FOLDER]
 
 - synthetic K of pages of 16 and 64 tokens, 64 to 1024 values wide: normal values whose channels
   have scales of their own (lognormal, sigma 1); of which 1/64 stand out, 50 times; of which 4 are
   shifted by 100; all of that
-- with ``--models`` K before and after RoPE, V and hidden states of fixture models or checkpoints
+- with ``--models`` K before and after RoPE, V and hidden states of fixture models or checkpoints;
+  with ``--only-models`` nothing else, in ``segment_codec_models``
 - ways to choose: a window of exponents per unit (exp4: 14 and the most frequent one outside; the 15
   most frequent), per token, per channel, per 16 channels. An exception costs a byte everywhere; a
   window costs one. Units of hidden states are rows
@@ -279,20 +280,22 @@ def main() -> None:
     parser.add_argument(
         "--models", nargs="*", default=[], help="fixture models (trained if missing) or folders"
     )
+    parser.add_argument("--only-models", action="store_true", help="no synthetic K")
     parser.add_argument(
         "--out", type=Path, default=OUT, help="folder for segment_codec.json and .png"
     )
     options = parser.parse_args()
     with failing():
         models = [chosen(name, quick=False) for name in options.models]
-    rows = [*synthetic_rows()]
+    rows = [] if options.only_models else [*synthetic_rows()]
     for model in models:
         rows += model_rows(model.name, model.path)
     speeds = speed()
     results = {"rows": rows, "speed": speeds}
     print(table_lines(results))
     print("CPU: " + ", ".join(f"{name} {value:.2f}" for name, value in speeds.items()))
-    write(options.out, "segment_codec", results, draw)
+    name = "segment_codec_models" if options.only_models else "segment_codec"
+    write(options.out, name, results, draw)
     if unfit := sum(row["ways"]["exp4"]["unfit"] for row in rows):
         sys.exit(f"{unfit} units do not fit")
 
