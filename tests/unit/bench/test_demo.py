@@ -1,68 +1,85 @@
-"""The demo's statistics, report and verdict, from canned turns; no server."""
+"""The demo's subject, report and verdict, from canned times; no server."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from bench.demo import measure as measuring
+from bench.demo import talk
 from bench.demo.__main__ import main
-from bench.demo.codecs import codec_problems, codec_report, codec_table
-from bench.demo.conversations import MethodRun, Script, Turn, steps
-from bench.demo.report import build_report, draw, problems, table, table_lines
-from bench.demo.settings import _restore_ms
-from bench.harness.models import TinyLlama
-from bench.harness.restorer import Restore
+from bench.demo.measure import COMPARED, _conversation, _disk
+from bench.demo.report import (
+    build_report,
+    draw,
+    finding,
+    headline,
+    problems,
+    short_lines,
+    table,
+    table_lines,
+    talk_lines,
+)
+from bench.demo.talk import QUESTIONS, Subject, find_subject, random_subject
+from bench.fixtures.smollm2 import ModelMissing
 from bench.harness.turns import Answer
 
 ABOUT: dict[str, object] = {
     "date": "2026-01-01T00:00:00+00:00",
     "device": "a machine",
     "sglang_version": "0.5.21",
-    "history_tokens": 1024,
-    "rounds": 7,
+    "model": {
+        "name": "a model",
+        "parameters": "135 million",
+        "layers": 30,
+        "weights": "trained",
+        "dtype": "float32",
+    },
+    "rounds": 3,
 }
 
 
 def make_models() -> list[dict[str, Any]]:
-    """A model in two settings: over a disk that is fast, and over one that is slow."""
+    """A model on a disk that is fast, and on one that is slow."""
 
-    def setting(disk: str, rate: float | None, ours: float, share: float) -> dict[str, Any]:
+    def disk(name: str, rate: float | None, file: float, ours: float) -> dict[str, Any]:
         return {
-            "disk": disk,
+            "disk": name,
             "mb_per_s": rate,
-            "ttft_ms": {"none": 1000.0, "file": 4200.0, "ours": ours},
-            "restore_ms": {"file": 4100.0, "ours": 300.0 if share else None},
-            "share_from_l3": {"file": 1.0, "ours": share},
-            "identical_tokens": {"file": True, "ours": True},
+            "ttft_ms": {"none": 1000.0, "file": file, "ours": ours},
+            "share_from_l3": {"file": 1.0, "ours": 1.0},
+            "same_reply": {"file": True, "ours": True},
             "ours": {"of_better": ours / 1000, "interval": [0.9, 1.1]},
         }
 
-    settings = [
-        setting("this disk", None, 400.0, 1.0),
-        setting("0.24x computing", 2.5, 1010.0, 0.0),
+    turn = {
+        "question": "What is it?",
+        "reply": "A module.",
+        "prompt_tokens": 747,
+        "history_tokens": 730,
+        "reply_tokens": 3,
+        "same_reply": {"file": True, "ours": True},
+    }
+    return [
+        {
+            "model": "9 KV heads (MHA)",
+            "stored": "hidden states",
+            "history_tokens": 832,
+            "conversation": [turn],
+            "bytes_per_token": {"file": 8192.0, "ours": 4112.0},
+            "disks": [
+                disk("this disk", None, 300.0, 250.0),
+                disk("slow disk", 13.5, 4200.0, 1010.0),
+            ],
+        }
     ]
-    sizes = {"file": 8192.0, "ours": 4112.0}
-    return [{"model": "MHA", "bytes_per_token": sizes, "settings": settings}]
-
-
-def make_turns(restores: Sequence[Restore], l3_tokens: int = 192) -> list[Turn]:
-    """Two conversations of two turns; the second turns have 200 tokens of history."""
-    first = [Turn(c, 0, 0, 0, (c, 1), None) for c in (0, 1)]
-    second = [Turn(c, 1, 200, l3_tokens, (c, 2), restores[c]) for c in (0, 1)]
-    return first + second
-
-
-def with_turn(run: MethodRun, index: int, **changes: Any) -> MethodRun:
-    turns = list(run.turns)
-    turns[index] = replace(turns[index], **changes)
-    return replace(run, turns=turns)
 
 
 def test_a_report_of_replies_that_agree_succeeded() -> None:
@@ -71,120 +88,131 @@ def test_a_report_of_replies_that_agree_succeeded() -> None:
     assert report["models"] == make_models()
 
 
-def test_what_a_trial_loads_is_no_restore() -> None:
-    loaded = Restore(tokens=64, ms=73.0, l3_ms=60.0, load_ms=13.0, ttft_ms=900.0)
-    answers = [Answer(1.0, share, (1,), loaded) for share in (0.06, 0.06, 1.0)]
-    assert _restore_ms(answers) is None
-    assert _restore_ms(answers[1:]) == 73.0
-
-
-@pytest.mark.parametrize(
-    ("method", "title"), [("file", "KV, SGLang file L3"), ("ours", "HCache, default options")]
-)
-def test_another_token_fails_the_demo(method: str, title: str) -> None:
+@pytest.mark.parametrize(("method", "title"), [("file", "KV, SGLang file L3"), ("ours", "HCache")])
+def test_another_reply_fails_the_demo(method: str, title: str) -> None:
     models = make_models()
-    models[0]["settings"][1]["identical_tokens"][method] = False
-    assert build_report(models, ABOUT)["succeeded"] is False
-    assert problems(models) == [
-        f"MHA, 0.24x computing: a reply with {title} differs from that without a cache"
-    ]
-
-
-def test_a_history_that_does_not_come_from_a_disk_as_it_is_fails_the_demo() -> None:
-    models = make_models()
-    models[0]["settings"][0]["share_from_l3"]["ours"] = 0.0
-    assert problems(models) == ["MHA, this disk: nothing came from L3"]
-
-
-def make_codec_runs() -> dict[str, MethodRun]:
-    turns = make_turns([Restore(192, 2.0), Restore(192, 2.0)])
-    sizes = {"none": 2176, "exp4": 1728, "int8": 1216, "fp8": 1216}
-    return {
-        name: MethodRun(turns, 512, 512 * size, f"hidden mode: 4 layers, codec {name}")
-        for name, size in sizes.items()
-    } | {"recompute": MethodRun(turns)}
-
-
-def test_codecs_are_compared_with_recomputation_with_exact_hidden_states_and_with_kv() -> None:
-    runs = make_codec_runs()
-    runs["int8"] = with_turn(runs["int8"], 3, output_ids=(1, 3))
-    runs["recompute"] = with_turn(runs["recompute"], 2, output_ids=(7, 2))
-    codecs = codec_report(runs, TinyLlama())
-    report = json.loads(json.dumps(build_report(make_models(), ABOUT, codecs)))
-    assert report["succeeded"] is True  # int8 may differ
-    assert report["codecs"]["codecs"]["int8"] == {
-        "stored_bytes_per_token": 1216,
-        "share_of_kv": round(1216 / 4096, 4),
-        "l3_tokens": 2 * 192,
-        "as_recomputed": 5,
-        "as_uncoded": 7,
-        "reply_tokens": 8,
-    }
-    assert report["codecs"]["codecs"]["none"]["as_recomputed"] == 6
-    assert report["codecs"]["codecs"]["none"]["as_uncoded"] is None
-    assert list(report["codecs"]["codecs"]) == ["none", "exp4", "int8", "fp8"]
-    console = Console(width=80, record=True, file=StringIO())
-    console.print(codec_table(report["codecs"]))
-    text = console.export_text()
-    for cell in ("none", "exp4", "1,728", "0.42", " 5 ", " 7 ", " 8 "):
-        assert cell in text
-
-
-@pytest.mark.parametrize(
-    ("codec", "changes", "problem"),
-    [
-        ("exp4", {"output_ids": (2, 2)}, "codec exp4: 2 of 8 tokens differ, and it is lossless"),
-        ("fp8", {"l3_tokens": 64}, "codec fp8, conversation 1, turn 1: 64 of 200 history tokens"),
-        ("int8", {"restore": None}, "codec int8, conversation 1, turn 1: the trace shows no"),
-    ],
-)
-def test_a_codec_that_does_not_do_what_it_says_fails_the_demo(
-    codec: str, changes: dict[str, Any], problem: str
-) -> None:
-    runs = make_codec_runs()
-    runs[codec] = with_turn(runs[codec], 3, **changes)
-    report = build_report(make_models(), ABOUT, codec_report(runs, TinyLlama()))
-    (found,) = report["problems"]
-    assert found.startswith(problem)
+    models[0]["disks"][1]["same_reply"][method] = False
+    models[0]["conversation"][0]["same_reply"][method] = False
+    report = build_report(models, ABOUT)
     assert report["succeeded"] is False
-
-
-def test_a_codec_that_gave_way_to_another_fails_the_demo() -> None:
-    runs = make_codec_runs()
-    runs["int8"] = replace(runs["int8"], note="hidden mode: 4 layers, codec none")
-    assert codec_problems(runs) == [
-        "codec int8: the server says 'hidden mode: 4 layers, codec none'"
+    said = f"a reply with {title} differs from that without a cache"
+    assert problems(models) == [
+        f"9 KV heads (MHA), {where}: {said}" for where in ("turn 1", "slow disk")
     ]
+    assert table_lines(report).count("| NO |") == 2
 
 
-def test_the_table_fits_a_terminal_of_80_columns() -> None:
+def test_a_history_that_does_not_come_from_the_disk_as_it_is_fails_the_demo() -> None:
+    models = make_models()
+    for disk in models[0]["disks"]:
+        disk["share_from_l3"]["ours"] = 0.0  # from a slow disk a hit may be refused
+    assert problems(models) == ["9 KV heads (MHA), this disk: nothing came from L3"]
+
+
+def test_what_is_printed_fits_a_terminal_of_80_columns() -> None:
+    report = build_report(make_models(), ABOUT)
     console = Console(width=80, record=True, file=StringIO())
-    console.print(table(build_report(make_models(), ABOUT)))
-    text = console.export_text()
-    for cell in ("MHA 8,192 / 4,112", "this disk", "4,200", "1,010", "refused", "yes"):
-        assert cell in text
+    console.print(headline(report), table(report))
+    text = console.export_text() + "\n".join(talk_lines(report))
+    assert max(map(len, text.splitlines())) <= 80
+    for part in ("135 million", "medians of 3 rounds", "8,192", "4,112", "0.25", "yes"):
+        assert part in text
+    for part in ("> What is it?", "  A module.", "730 of 747 tokens were evicted"):
+        assert part in text
 
 
 def test_the_table_of_the_documentation_has_a_row_for_each_model_and_disk() -> None:
-    lines = table_lines(build_report(make_models(), ABOUT)).splitlines()
-    assert lines[2:] == [
-        "| MHA, 8,192 / 4,112 | this disk | 1,000 | 4,200 | 400 | 0.40 | 4,100 | 300 | yes |",
-        "| MHA, 8,192 / 4,112 | 0.24x computing, 2.5 MB/s | 1,000 | 4,200 | 1,010 | 1.01 "
-        "| 4,100 | refused | yes |",
+    report = build_report(make_models(), ABOUT)
+    rows = [line for line in table_lines(report).splitlines() if line.startswith("| 9 KV")]
+    assert rows == [
+        "| 9 KV heads (MHA); hidden states | this disk | 1.00 | 0.30 | 0.25 | 8,192 "
+        "| 4,112 | yes |",
+        "| 9 KV heads (MHA); hidden states | slow disk, 13.5 MB/s | 1.00 | 4.20 | 1.01 | 8,192 "
+        "| 4,112 | yes |",
     ]
+    assert "0.25 of the time and 0.50 of the bytes with hidden states" in finding(report)
+    assert short_lines(report).splitlines() == ["> **What is it?**", ">", "> A module."]
 
 
-def test_the_picture_is_a_png(tmp_path: Path) -> None:
+def test_the_picture_is_a_png_that_is_readable_at_850_pixels(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    draw(build_report(make_models(), ABOUT)).savefig(tmp_path / "demo.png")
+    figure = draw(build_report(make_models(), ABOUT))
+    figure.savefig(tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert figure.get_figwidth() <= 8.5
+    assert min(text.get_fontsize() for axes in figure.axes for text in axes.texts) >= 10
+
+
+class CannedTurns:
+    """Servers that answer at once: our reply to a prompt is that of the others, or another."""
+
+    def __init__(self, ours: int = 7) -> None:
+        self.asked: list[tuple[str, tuple[int, ...]]] = []
+        self.computing, self.speed = 0.0, 0.0
+        self._ours = ours
+
+    def ask(self, name: str, prompt: Sequence[int], reply_tokens: int = 1) -> Answer:
+        self.asked.append((name, tuple(prompt)))
+        seconds = {"none": 2.0, "file": 1.0, "ours": 0.5}[name]
+        reply = (7, self._ours if name == "ours" else 7)[:reply_tokens]
+        return Answer(seconds, 1.0, reply, None, from_l3=64)
+
+    def new_question(self) -> list[int]:
+        return [1, 2]
+
+    def slow_down(self, speed: float, like: str) -> float:
+        self.speed = speed * 1e6 / self.computing
+        return self.speed
+
+
+def test_all_servers_are_asked_the_same_and_a_reply_is_part_of_the_next_prompt() -> None:
+    turns, subject = CannedTurns(ours=8), random_subject()
+    found, ids = _conversation(turns, subject, [5], "M", lambda _: None)  # type: ignore[arg-type]
+    assert [name for name, _ in turns.asked] == [*COMPARED] * len(QUESTIONS)
+    prompts = [prompt for name, prompt in turns.asked if name == "ours"]
+    assert prompts[1] == (5, 7, 7, *QUESTIONS[1].encode())
+    assert ids == [*prompts[2], 7, 7]
+    assert [turn["same_reply"] for turn in found] == [{"file": True, "ours": False}] * 3
+    assert [turn["history_tokens"] for turn in found] == [0, 3, len(prompts[1]) + 2]
+
+
+def test_a_slow_disk_is_as_fast_as_computing_was_on_the_disk_as_it_is() -> None:
+    turns = CannedTurns()
+    found = [_disk(turns, "M", speed, 3, lambda _: None) for speed in (0.0, 1.0)]  # type: ignore[arg-type]
+    assert [row["mb_per_s"] for row in found] == [None, 0.5]
+    assert found[0]["ttft_ms"] == {"none": 2000.0, "file": 1000.0, "ours": 500.0}
+    assert found[1]["ours"]["of_better"] == 0.5
+
+
+def test_a_message_that_was_cut_off_is_ended() -> None:
+    def encode(text: str) -> list[int]:
+        return [len(text)]
+
+    subject = Subject({}, [], encode, str, end=2)
+    question = len("\n" + talk._message("Why?"))
+    assert subject.next_prompt([9], [5, 2], "Why?") == [9, 5, 2, question]
+    assert subject.next_prompt([9], [5, 6], "Why?") == [9, 5, 6, 2, question]
+
+
+def test_every_further_question_is_another_one() -> None:
+    subject = random_subject()
+    questions = {tuple(subject.further_question(number)) for number in range(50)}
+    assert len(questions) == 50
+    assert max(subject.first_prompt()) < 1024
+
+
+def test_a_model_that_cannot_be_had_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Subject:
+        raise ModelMissing("the model is not here")
+
+    monkeypatch.setattr(talk, "real_subject", missing)
+    subject, reason = find_subject()
+    assert subject.about["weights"] == "random"
+    assert reason == ("the model is not here; a random model instead, whose replies mean nothing")
 
 
 def fake_demo(monkeypatch: pytest.MonkeyPatch, models: list[dict[str, Any]]) -> None:
-    def measure(tokens: int, rounds: int, codecs: bool) -> dict[str, Any]:
-        return build_report(models, ABOUT)
-
-    monkeypatch.setattr("bench.demo.__main__.measure", measure)
+    monkeypatch.setattr("bench.demo.__main__.run", lambda *_: build_report(models, ABOUT))
 
 
 def test_json_is_all_that_stands_on_standard_output(
@@ -192,22 +220,20 @@ def test_json_is_all_that_stands_on_standard_output(
 ) -> None:
     fake_demo(monkeypatch, make_models())
     out = tmp_path / "deep" / "demo.json"
-    assert main(["--json", "--out", str(out)]) == 0
+    assert main(["--random", "--json", "--out", str(out)]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
 
 
-def test_exit_status_is_1_when_a_token_differs(
+def test_exit_status_is_1_when_a_reply_differs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     models = make_models()
-    models[0]["settings"][0]["identical_tokens"]["ours"] = False
+    models[0]["disks"][0]["same_reply"]["ours"] = False
     fake_demo(monkeypatch, models)
-    assert main(["--out", str(tmp_path / "demo.json")]) == 1
-    assert "FAILED MHA, this disk: a reply with HCache" in capsys.readouterr().out
+    assert main(["--random", "--out", str(tmp_path / "demo.json")]) == 1
+    assert "FAILED 9 KV heads (MHA), this disk: a reply with" in capsys.readouterr().out
 
 
-def test_the_default_script_is_the_same_every_time() -> None:
-    script = Script()
-    assert script.question(1, 1) == Script().question(1, 1)
-    assert script.question(0, 1) != script.question(1, 0)
-    assert steps(Script(conversations=2, turns=3)) == 7
+def test_disks_are_slowed_down_on_the_cpu_engine_only() -> None:
+    for device, names in (("cpu", ["this disk", "slow disk"]), ("cuda", ["this disk"])):
+        assert list(measuring.disks_of(SimpleNamespace(device=device))) == names  # type: ignore[arg-type]
