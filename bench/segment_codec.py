@@ -22,7 +22,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -257,21 +257,26 @@ def table_lines(results: Mapping[str, Any]) -> str:
 
 
 def draw(results: Mapping[str, Any]) -> Any:
-    """Share of plain bytes that the worst unit needs, by way; what exp4 gives is a line."""
+    """Share of plain bytes that the worst unit of each kind of values needs."""
     from matplotlib.figure import Figure
 
-    rows: Sequence[Row] = results["rows"]
-    figure = Figure(figsize=(12, 4.2), layout="constrained")
+    worst: dict[str, float] = {}
+    for row in results["rows"]:
+        share = row["ways"]["exp4"]["share"]
+        worst[row["what"]] = max(share, worst.get(row["what"], 0.0))
+    given = unit_bytes(65536) / 2 / 65536
+    figure = Figure(figsize=(8.5, 1.2 + 0.32 * len(worst)), layout="constrained")
     axes = figure.subplots()
-    for way, label in WAYS.items():
-        shares = [row["ways"].get(way, {"share": None})["share"] for row in rows]
-        axes.plot(range(len(rows)), shares, "o-", label=label, markersize=3)
-    axes.axhline(unit_bytes(65536) / 2 / 65536, color="black", linewidth=0.8)
-    names = [f"{row['what']}, {row['tokens']} x {row['width']}" for row in rows]
-    axes.set_xticks(range(len(rows)), names, rotation=90, fontsize=6)
-    axes.set_ylabel("bytes of the worst unit, of plain")
-    axes.set_title("windows of exponents; the line is what exp4 gives each unit", fontsize=10)
-    axes.legend(fontsize=8)
+    axes.barh(list(worst), list(worst.values()), color="#4c72b0")
+    for place, share in enumerate(worst.values()):
+        axes.text(share, place, f" {share:.4f}", va="center", fontsize=9)
+    axes.axvline(given, color="black", linewidth=0.8)
+    axes.set_xlim(0.745, given + 0.006)
+    axes.invert_yaxis()
+    axes.set_xlabel("bytes that the worst unit needs, of plain; from 0.745 on", fontsize=9)
+    fit = "All units fit" if max(worst.values()) <= given else "Some units do not fit"
+    axes.set_title(f"{fit} into the {given:.3f} that exp4 gives each (the line)", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 

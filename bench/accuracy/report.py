@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from bench.accuracy.methods import EXACT
 from bench.harness.report import markdown
 
 Row = Mapping[str, Any]
@@ -62,30 +63,44 @@ def _share(found: list[int] | None) -> str | None:
 
 
 def draw(results: Row) -> Any:
-    """KL over bytes, KL by layer, recall by distance."""
+    """KL of every method, and of layers restored alone if there are any."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(14, 4), layout="constrained")
-    sizes, layers, recall = figure.subplots(1, 3)
-    for row in whole(results):
-        shares = {int(far): hits / of for far, (hits, of) in row["recall"].items()}
-        recall.plot([str(far) for far in shares], list(shares.values()), "o-", label=row["method"])
-        if "kl" in row:
-            sizes.plot(row["bytes_per_token"], row["kl"], "o", label=row["method"])
-    sizes.set_yscale("log")
-    sizes.set_xlabel("bytes per token")
-    sizes.set_title("KL from a run without a cache, nats per token", fontsize=10)
-    for name, values in by_layer(results).items():
-        layers.plot(values, "o-", label=name)
-    layers.set_yscale("log")
-    layers.set_xlabel("layer restored from hidden states, the others exact")
-    layers.set_title("KL by layer", fontsize=10)
-    recall.set_ylim(-0.05, 1.05)
-    recall.set_xlabel("tokens back, at most")
-    recall.set_title("values recalled from the history", fontsize=10)
-    for axes in (sizes, layers, recall):
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
-    model = results["name"]
-    figure.suptitle(f"{model}, {results['dtype']}, {results['device']}", fontsize=9)
+    rows = sorted((row for row in whole(results) if "kl" in row), key=lambda row: float(row["kl"]))
+    # Behind restored K and V a turn is computed apart from its history, which rounds as well.
+    least = max((row["kl"] for row in rows if row["method"] == EXACT), default=0.0)
+    lossy = [row["kl"] for row in rows if row["kl"] > 1.01 * least]
+    floor = min(lossy, default=1.0) / 10
+    layers = by_layer(results)
+    figure = Figure(figsize=(8.5, 4.5 + 3 * bool(layers)), layout="constrained")
+    axes = figure.add_subplot(2 if layers else 1, 1, 1)
+    for place, row in enumerate(rows):
+        kl = row["kl"]
+        if kl > 1.01 * least:
+            axes.barh(place, kl, left=0, color="#dd8452")
+            axes.text(kl, place, f" {kl:.1e}", va="center", fontsize=9)
+        else:
+            axes.text(floor, place, " as K and V themselves", va="center", fontsize=9)
+    names = [f"{row['method']}, {row['bytes_per_token'] / 1024:.1f} KiB per token" for row in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlim(left=floor)
+    axes.margins(x=0.15)
+    axes.set_xlabel("KL from a run without a cache, nats per token", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(
+        f"{results['name']} in {results['dtype']}: {len(rows) - len(lossy)} of {len(rows)} ways to "
+        "keep a history change nothing",
+        fontsize=11,
+    )
+    if layers:
+        below = figure.add_subplot(2, 1, 2)
+        for name, values in layers.items():
+            below.plot(values, "o-", label=name)
+        below.set_yscale("log")
+        below.set_xlabel("layer restored from hidden states, the others exact", fontsize=9)
+        below.set_ylabel("KL, nats per token", fontsize=9)
+        below.grid(alpha=0.3)
+        below.legend(fontsize=9)
     return figure
