@@ -62,9 +62,9 @@ class Subject:
     decode: Callable[[Sequence[int]], str] | None = None
     end: int | None = None
 
-    def first_prompt(self) -> list[int]:
-        """The text and the first question."""
-        text = Path(secrets.__file__).read_text()
+    def first_prompt(self, characters: int | None = None) -> list[int]:
+        """The text, or the first ``characters`` of it, and the first question."""
+        text = Path(secrets.__file__).read_text()[:characters]
         if self.decode is None:
             return self.encode(text[:_RANDOM_TEXT] + QUESTIONS[0])
         about = f"This is the Python module secrets.py:\n\n{text}\n{QUESTIONS[0]}"
