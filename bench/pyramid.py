@@ -26,10 +26,10 @@ import torch
 
 from bench.harness.report import OUT, grouped_bars, markdown, write
 from bench.paper import MODELS
-from bench.staircase import depth_costs
+from bench.staircase import depth_costs, layer_work
 from hcache_backend.krul.pair_forms import PairSlot
 from hcache_backend.page import READ_BATCHES
-from hcache_backend.partition.costs import Partition, layer_work
+from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.presets import preset_profile
 from hcache_backend.partition.profile import Profile, Rate
 from hcache_backend.units import units_per_group

@@ -75,6 +75,13 @@ from hcache_backend.units import (
 READ_BATCHES = 16
 """The pages of a prefetch are read in about so many batches. What the last one brings is not
 restored eagerly."""
+RUN_AHEAD = 3
+"""Segments of the longest restore that the ring holds: one is projected, one has arrived, and one
+is arriving. A shorter restore runs further ahead in the same memory."""
+FIRST_PIECES = 4
+"""Pieces that the first layer of a restore comes in at most."""
+FIRST_PIECE_TOKENS = 1024
+"""Least tokens of a piece: a projection of fewer is not worth its launch."""
 
 MAGIC = b"HCPG"
 FORMAT_VERSION = 4

@@ -1,11 +1,11 @@
-"""Holds a conversation with a real model, and brings it back from disk between its turns.
+"""Talks with a real model on real SGLang servers, and brings the conversation back from disk.
 
-SmolLM2-135M-Instruct reads a module of Python's standard library and answers three questions. After
-every turn the conversation is evicted: it is in L3 and nowhere else. One server computes it again,
-one reads it by SGLang's `file` backend, and one by HCache. Replies must be the same. Then further
-questions are timed, from this disk and from one that is slowed down until it brings K and V as fast
-as the server computes them. All of that for two forms of the model: with 9 heads of K and V, of
-which HCache stores hidden states, and as it is shipped, with 3, with default options.
+A model answers three questions about a module of Python's standard library. Between them its cache
+is evicted, as if others had used the server. One server computes the conversation anew, one reads
+it by SGLang's `file` backend, and one by this backend. The model is SmolLM2-135M-Instruct in two
+forms with the same function: multi-head attention, whose hidden states are stored, and
+grouped-query attention, as it is published, with default options, but that every hit is read. If
+it cannot be had, a random model is used.
 
 Exit status: 0; 1 when a reply differs or nothing came from L3; 2 when the demo could not run.
 """
@@ -14,22 +14,37 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from bench.demo.measure import DTYPE, measure, steps
-from bench.demo.report import build_report, draw, finding, headline, table, talk_lines
-from bench.demo.talk import Subject, find_subject, random_subject
-from bench.harness.machine import find_machine
-from bench.harness.program import at_least, failing, parser, stamp
-from bench.harness.program import steps as progress
+from bench.demo.report import build_report, draw, finding, form_report, table
+from bench.demo.talk import (
+    COMPUTED,
+    FILE,
+    FORMS,
+    OURS,
+    QUESTIONS,
+    Heads,
+    Talk,
+    Tokens,
+    Words,
+    converse,
+)
+from bench.fixtures.models import real_model
+from bench.fixtures.smollm2 import TITLE, ModelMissing, source_facts
+from bench.harness.machine import Machine, find_machine
+from bench.harness.models import TinyLlama
+from bench.harness.program import at_least, failing, parser, stamp, steps
 from bench.harness.report import OUT, write
 from hcache_backend.cli.common import print_json
 
 FAILED = 1
+RANDOM = "a random Llama of 2 layers"
+_KV_HEADS = {"multi-head": 8, "grouped-query": 2}
+_REAL = {"multi-head": "smollm2-mha", "grouped-query": "smollm2"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser("bench.demo", __doc__)
     add = parsed.add_argument
     add("--json", dest="as_json", action="store_true", help="print only the report, as JSON")
-    add("--rounds", type=at_least(1), default=3, help="further questions from each disk")
-    add("--random", action="store_true", help="a small random model instead of the real one")
+    add("--tokens", type=at_least(128), default=1500, help="tokens of the text")
+    add("--random", action="store_true", help="use the random model")
     add(
         "--out",
         type=Path,
@@ -47,10 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     given = parsed.parse_args(arguments)
     with failing():
-        subject, reason = (random_subject(), None) if given.random else find_subject()
-        if reason is not None:
-            print(reason, file=sys.stderr)
-        report = run(subject, given.rounds)
+        report = measure(given.tokens, real=not given.random)
         write(given.out.parent, given.out.stem, report, draw)
     if given.as_json:
         print_json(report)
@@ -59,31 +71,80 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if report["succeeded"] else FAILED
 
 
-def run(subject: Subject, rounds: int) -> dict[str, Any]:
-    """The content of ``demo.json``.
+def measure(tokens: int, *, real: bool) -> dict[str, Any]:
+    """Have the conversations; returns the content of ``demo.json``.
+
+    Args:
+        tokens: Of the text.
+        real: Use the real model, if it can be had.
 
     Raises:
         MachineError: SGLang cannot serve here.
         ServerError: A server did not start, or a request failed.
     """
     machine = find_machine()
+    why = _why_random() if real else "asked for by --random"
+    forms = []
     with (
-        progress(steps(subject, rounds, machine)) as (_, advance),
+        steps(len(FORMS) * (1 + 3 * len(QUESTIONS))) as (_, advance),
         tempfile.TemporaryDirectory(prefix="hcache-demo-") as folder,
     ):
-        models = measure(subject, machine, Path(folder), rounds, advance)
-    return build_report(
-        models, {**stamp(machine), "model": {**subject.about, "dtype": DTYPE}, "rounds": rounds}
-    )
+        for heads in FORMS:
+            advance(f"{heads}: building the model (once)")
+            model, talk = _model(heads, Path(folder), tokens, random=why is not None)
+            place = Path(folder) / heads
+            forms.append(_form(heads, model, talk, machine, place, advance))
+    about = {
+        **stamp(machine),
+        "model": TITLE if why is None else RANDOM,
+        "why_random": why,
+        "text_tokens": tokens,
+    }
+    return build_report(forms, about)
+
+
+def _form(
+    heads: Heads,
+    model: Path,
+    talk: Talk,
+    machine: Machine,
+    folder: Path,
+    said: Callable[[str], None],
+) -> dict[str, Any]:
+    runs = {
+        method: converse(method, heads, model, talk, machine, folder, said)
+        for method in (COMPUTED, FILE, OURS)
+    }
+    return form_report(heads, runs, talk)
+
+
+def _model(heads: Heads, folder: Path, tokens: int, *, random: bool) -> tuple[Path, Talk]:
+    if random:
+        shape = TinyLlama(layers=2, hidden=1024, heads=8, kv_heads=_KV_HEADS[heads])
+        return shape.build(folder), Tokens(shape.vocabulary, tokens)
+    model = real_model(_REAL[heads])
+    return model, Words(model, tokens)
+
+
+def _why_random() -> str | None:
+    """Why the real model cannot be had, or None."""
+    try:
+        source_facts()
+    except ModelMissing as lacking:
+        return str(lacking)
+    return None
 
 
 def _show(report: dict[str, Any], out: Path) -> None:
     console = Console(highlight=False)
-    for line in talk_lines(report):
-        console.print(line, markup=False)
-    console.print(headline(report), markup=False)
+    if report["why_random"]:
+        console.print(f"The model is random: {report['why_random']}.", markup=False)
+    for question, turn in zip(QUESTIONS, report["forms"][0]["turns"], strict=True):
+        if turn["reply"] is not None:
+            console.print(f"> {question}", style="bold", markup=False)
+            console.print(f"{turn['reply']}\n", markup=False)
     console.print(table(report))
-    console.print(finding(report), markup=False)
+    console.print(f"\n{finding(report)}", markup=False)
     for problem in report["problems"]:
         console.print(f"FAILED {problem}", style="red", markup=False)
     console.print(f"Report: {out}", markup=False)

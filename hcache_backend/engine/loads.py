@@ -18,9 +18,9 @@ import torch
 
 from hcache_backend.arena import Arena, Ids
 from hcache_backend.engine import metrics
-from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.ranks import OutOfStep
 from hcache_backend.engine.recompute.governor import Governor
+from hcache_backend.partition.restore import Restore
 from hcache_backend.restore.eager import HandOut
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.restore.pipeline import RestorePipeline
@@ -96,7 +96,7 @@ class LoadQueue:
         self,
         arena: Arena,
         pipeline: RestorePipeline,
-        methods: LayerMethods,
+        methods: Restore,
         recomputer: Recomputer | None,
         device: torch.device | str,
     ) -> None:

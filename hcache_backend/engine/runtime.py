@@ -16,7 +16,6 @@ from hcache_backend.config import HCacheConfig
 from hcache_backend.engine import metrics
 from hcache_backend.engine.arguments import page_size
 from hcache_backend.engine.hits.gate import HitGate
-from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.ranks import PipelineStages
 from hcache_backend.fingerprint import (
     TensorDigest,
@@ -30,6 +29,7 @@ from hcache_backend.fingerprint import (
 from hcache_backend.page import FORMAT_VERSION, WRITER_BYTES
 from hcache_backend.partition.profile import Profile
 from hcache_backend.partition.record import PartitionRecord
+from hcache_backend.partition.restore import Restore
 from hcache_backend.server_report import LayerGroup, ServerReport
 from hcache_backend.store import PageStore
 
@@ -105,7 +105,7 @@ class Runtime:
     on_distrust: list[Callable[[], None]] = field(default_factory=list)
     projection: list[LayerGroup] = field(default_factory=list)
     recomputation: str | None = None
-    layer_methods: LayerMethods | None = None
+    layer_methods: Restore | None = None
     kept_profile: tuple[str, Profile] | None = None
     kept_partition: tuple[str, PartitionRecord] | None = None
     hit_gate: HitGate | None = None

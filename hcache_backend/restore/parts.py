@@ -8,13 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from hcache_backend.page import FIRST_PIECE_TOKENS
 from hcache_backend.restore.layers import RestoredLayer
-
-FIRST_PIECES = 4
-"""Pieces that the first layer of a restore comes in, if each has..."""
-FIRST_PIECE_TOKENS = 1024
-"""...so many tokens: a projection of fewer would not be worth its launch."""
-
 
 MOST_LAUNCHES = 4
 """Of the copies of K and V in a restore. A forward pass waits for groups of layers, not for all."""

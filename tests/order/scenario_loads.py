@@ -14,10 +14,10 @@ import torch
 from hcache_backend import streams
 from hcache_backend.capture.shadows import ShadowArena
 from hcache_backend.engine.disaggregation.prefill import before_sending_prefix
-from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.engine.recompute.rows import RecomputedRows
 from hcache_backend.partition.costs import Partition
+from hcache_backend.partition.restore import Restore
 from hcache_backend.restore.eager import EagerRestores
 from hcache_backend.restore.reservation import Launched
 from tests.order.checker import Checker
@@ -57,7 +57,7 @@ class Loading:
     def __init__(
         self, checker: Checker, partition: Partition = _SOME_OF_EACH, codec: str = "none"
     ) -> None:
-        methods = LayerMethods(partition, None, None, 4 * SIZE)
+        methods = Restore(None, None, partition, chunk_tokens=4 * SIZE)
         self.checker, self.pool = checker, Pool(checker, methods.methods, codec=codec)
         self.engine = Engine(checker, self.pool)
         self.arena = ShadowArena(

@@ -21,11 +21,12 @@ from typing import NamedTuple
 
 from hcache_backend.engine import metrics
 from hcache_backend.engine.hits.asked import Asked, delays
-from hcache_backend.engine.hits.costs import Costs, Hit, Machine, Recomputing
+from hcache_backend.engine.hits.costs import Costs, Hit, Recomputing
 from hcache_backend.engine.hits.estimates import Estimate
 from hcache_backend.engine.hits.gpu import Gpu
 from hcache_backend.engine.hits.progress import L3Progress
 from hcache_backend.engine.hits.trials import TRIAL_SHARE, Trials, seconds_like
+from hcache_backend.partition.restore import Restore
 
 logger = logging.getLogger("hcache")
 
@@ -79,7 +80,7 @@ class HitGate:
 
     def __init__(
         self,
-        machine: Machine | None,
+        machine: Restore | None,
         backend: str,
         min_gain: float,
         clock: Callable[[], float] = time.monotonic,

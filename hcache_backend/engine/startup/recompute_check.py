@@ -9,12 +9,12 @@ import torch
 
 from hcache_backend.engine.arguments import resolved
 from hcache_backend.engine.hooks import install, recompute_hooks
-from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.ranks import attention_ranks, smallest
 from hcache_backend.engine.recompute.batch import NO_REQUEST, make_recomputer
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
 from hcache_backend.engine.startup.self_check import Probe, run_again
+from hcache_backend.partition.restore import Restore
 from hcache_backend.projection.exactness import (
     Bound,
     KVExactness,
@@ -34,7 +34,7 @@ _WAITING = ("flashinfer", "torch_native", "flex_attention")
 
 
 def find_recomputer(
-    runtime: Runtime, probe: Probe, kvcache: Any, methods: LayerMethods, *, whole: bool
+    runtime: Runtime, probe: Probe, kvcache: Any, methods: Restore, *, whole: bool
 ) -> Recomputer | None:
     """What recomputes layers, the same on every tensor-parallel rank; all must call it.
 

@@ -201,7 +201,7 @@ class Stack:
             budget = SliceBudget(
                 config.recompute_ms / 1e3,
                 methods.chunk_tokens,
-                methods.recomputing,
+                methods.layer,
                 known=methods.profile is not None,
             )
             loads.seconds_to_read = self.runtime.seconds_to_read

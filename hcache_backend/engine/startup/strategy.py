@@ -20,7 +20,6 @@ from hcache_backend.config import HCacheConfig
 from hcache_backend.engine import metrics
 from hcache_backend.engine.arguments import resolved, storage_extra_config
 from hcache_backend.engine.capture_hooks import HiddenCapture
-from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.ranks import attention_ranks, smallest
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
@@ -63,6 +62,7 @@ from hcache_backend.engine.startup.stack import (
 )
 from hcache_backend.krul.statistics import PairSums
 from hcache_backend.partition.costs import Partition
+from hcache_backend.partition.restore import Restore
 from hcache_backend.projection.generic import ProjectionBatch
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.projection.projector import Projector
@@ -170,9 +170,7 @@ class OwnPagesStrategy(StackStrategy):
         chunk = min(self._runtime.config.restore_chunk_tokens, int(kvcache.size))
         everything = Partition(0, 0, int(kvcache.layer_num))
         ranks = attention_ranks()
-        methods = LayerMethods(
-            everything, None, None, chunk, recomputable=0, ranks=ranks.world_size
-        )
+        methods = Restore(None, None, everything, ranks.world_size, chunk, recomputable=0)
         of_heads = share_of_heads(ranks.rank_in_group, ranks.world_size)
         groups = self._head_groups(methods, of_heads)
         codec = self._step(
@@ -369,14 +367,14 @@ class OwnPagesStrategy(StackStrategy):
         specs.follow_weights()
         return plan
 
-    def _head_groups(self, methods: LayerMethods, share: Share) -> int:
+    def _head_groups(self, methods: Restore, share: Share) -> int:
         """Into how many groups of heads K and V of pages divide."""
         if not methods.layers("kv"):
             return share.of
         extra = storage_extra_config(resolved(self._runtime.runner.server_args))
         return head_groups(extra.get("tp_lcm_size"), share, attention_ranks().world_size)
 
-    def _choose_methods(self, kvcache: Any) -> LayerMethods:
+    def _choose_methods(self, kvcache: Any) -> Restore:
         config, methods = self._runtime.config, layer_methods(self._runtime, kvcache)
         assert config is not None
         chosen = config.mode == "auto" and config.partition == "auto"

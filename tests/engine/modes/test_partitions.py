@@ -14,8 +14,7 @@ from bench.harness.models import build_model
 from bench.harness.server import Server
 from hcache_backend.cli.metrics_page import fetch
 from hcache_backend.page import PageLayout, hidden_layer
-from hcache_backend.partition.costs import Partition
-from hcache_backend.partition.plan import describe
+from hcache_backend.partition.costs import Partition, describe
 from tests.engine.harness.conversations import (
     Conversation,
     ask,

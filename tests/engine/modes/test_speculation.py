@@ -113,6 +113,7 @@ def test_lost_and_damaged_pages_of_a_draft_cost_no_token(
     )
     with Server(options) as server:
         converse(server, make_conversations(2, turns=2, tokens=200), flush=False)
+        server.wait_backed_up()
     pages = stored_pages(tmp_path)
     of_draft = min(path.stat().st_size for path in pages)
     damaged = [path for path in pages if path.stat().st_size == of_draft]
@@ -146,7 +147,7 @@ def test_pages_of_another_draft_are_not_taken_for_those_of_this_one(
         )
         before = len(stored_pages(tmp_path))
         with Server(options) as server:
-            [conversation] = converse(server, make_conversations(1, turns=1, tokens=200))
+            [conversation] = converse(server, make_conversations(1, turns=1, tokens=200))  # flushed
             assert_nothing_went_wrong(server)
         storage = conversation.turns[0].cached.storage
         assert storage == (192 if before > 20 and seed == 0 else 0)

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from hcache_backend.engine.hooks import EVENTS, guarded, own_pages_hooks
-from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.engine.recompute.governor import Pace
 from hcache_backend.page import PageLayout, hidden_layer
 from hcache_backend.partition.costs import Partition
+from hcache_backend.partition.restore import Restore
 from hcache_backend.restore.eager import HandOut
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.streams import Stream, current_stream
@@ -101,7 +101,7 @@ class Recomputer:
 def queue(
     host: HostPages, partition: Partition, recomputer: object = None, **fields: Any
 ) -> LoadQueue:
-    parts = LayerMethods(partition, None, None, 1024, **fields)
+    parts = Restore(None, None, partition, chunk_tokens=1024, **fields)
     if isinstance(recomputer, Recomputer):
         recomputer.layers = recomputer.layers or partition.layers
     return LoadQueue(host, Pipeline(), parts, recomputer, "cpu")  # type: ignore[arg-type]

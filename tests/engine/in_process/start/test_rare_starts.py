@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +30,12 @@ from hcache_backend.engine.startup import (
 )
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
 from hcache_backend.engine.startup.layer_specs import Found, LayerSpecs
+from hcache_backend.partition.costs import Partition
+from hcache_backend.partition.presets import preset_profile
 from hcache_backend.partition.profile import ProfileError
+from hcache_backend.partition.restore import Restore
 from tests.engine.in_process.start.test_refusals import server
+from tests.unit.partition.pipelines import public_model
 
 
 def failing(error: Exception) -> Any:
@@ -414,12 +419,12 @@ def test_without_its_hooks_every_hit_is_read(
 def test_the_choice_of_the_partition_knows_the_machine(
     runtime: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runtime.layer_methods = SimpleNamespace(profile="profile", shape="shape", partition="partition")
+    profile, shape = preset_profile("h100", 1), public_model("gpt2")
+    runtime.layer_methods = Restore(profile, shape, Partition(0, 12, 0), parks=True)
     runtime.runner = SimpleNamespace(server_args=None)
     monkeypatch.setattr(start, "ranks_of_a_request", lambda args: 2)
-    monkeypatch.setattr(start, "Machine", lambda *given: given)
     known = hit_machine._machine(runtime, HCacheConfig())
-    assert known[:4] == ("profile", "shape", "partition", 2)
+    assert known == replace(runtime.layer_methods, ranks=2, eager=runtime.eager)
 
 
 # ---- seams that are missing ----

@@ -15,11 +15,11 @@ from sglang.srt.environ import envs
 from hcache_backend.capture.staging import Staging
 from hcache_backend.config import HCacheConfig
 from hcache_backend.engine.capture_hooks import HiddenCapture
-from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.startup import recompute_check, refusals
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.strategy import OwnPagesStrategy
 from hcache_backend.partition.costs import Partition
+from hcache_backend.partition.restore import Restore
 
 
 def server(monkeypatch: pytest.MonkeyPatch, prefill: str) -> tuple[Any, Any]:
@@ -143,7 +143,7 @@ def test_models_of_several_kinds_of_inputs_are_stored_and_not_recomputed(
     runtime: Any = SimpleNamespace(runner=runner, recomputation=None, config=HCacheConfig())
     probe: Any = SimpleNamespace()
     kvcache = SimpleNamespace(dtype=torch.bfloat16, start_layer=0, layer_num=2)
-    methods = LayerMethods(Partition(1, 1, 0), None, None, 1024)
+    methods = Restore(None, None, Partition(1, 1, 0), chunk_tokens=1024)
     find = partial(recompute_check.find_recomputer, runtime, probe, kvcache, methods, whole=False)
     assert find() is None
     why = "the model's embeddings are not those of token ids alone"
