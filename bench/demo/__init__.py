@@ -1,1 +1,1 @@
-"""Holds a conversation on real SGLang servers, and shows what bringing it back from disk saves."""
+"""Shows on a real SGLang server what restoring from hidden states saves."""

@@ -45,20 +45,16 @@ class Reply:
 class StreamingClient(Client):
     """A client that notes when each token of a reply came."""
 
-    async def generate(
-        self, prompt: Sequence[int] | str, output_tokens: int, *, ends: bool = False
-    ) -> Reply:
+    async def generate(self, prompt: Sequence[int] | str, output_tokens: int) -> Reply:
         """One greedy request for exactly ``output_tokens`` tokens.
 
         Args:
             prompt: Token ids, or a text for the server to tokenize.
-            ends: The reply ends where the model ends it, if that is sooner.
 
         Raises:
             RequestError: It was refused, or did not end well.
         """
         body = {**greedy_request(prompt, output_tokens), "stream": True}
-        body["sampling_params"]["ignore_eos"] = not ends
         stream = _Stream(time.perf_counter())
         try:
             async with self.session.post(f"{self.url}/generate", json=body) as answer:

@@ -27,7 +27,7 @@ from bench.harness.machine import MachineError, find_machine
 from bench.harness.program import at_least, failing, names, parser, stamp, steps
 from bench.harness.report import OUT, markdown, write
 from bench.harness.restorer import Restorer
-from bench.harness.turns import NO_L3, Turns, question, random_history
+from bench.harness.turns import NO_L3, Turns, history, question
 from bench.hits.cases import ALWAYS, COMPARED, MODELS, OURS
 from bench.hits.measure import learn
 
@@ -83,7 +83,7 @@ def store_histories(turns: Turns, requests: int) -> None:
     for name in (ALWAYS, OURS):
         with turns.servers[name].turn():
             for number in range(1, requests + 1):
-                turns.servers[name].server.generate(random_history(turns.tokens, number), 1)
+                turns.servers[name].server.generate(history(turns.tokens, number), 1)
             turns.servers[name].server.flush_cache(300)
 
 
@@ -135,7 +135,7 @@ def _burst(turns: Turns, restored: Restorer, requests: int, round_: int) -> tupl
     """
     source, pause = random.Random(round_), turns.computing / OFFERED
     prompts = [
-        [*random_history(turns.tokens, number), *question(1000 * (round_ + 1) + number)]
+        [*history(turns.tokens, number), *question(1000 * (round_ + 1) + number)]
         for number in range(1, requests + 1)
     ]
     source.shuffle(prompts)
