@@ -9,7 +9,7 @@ recomputed, hidden states through every codec, and each layer alone from hidden 
 
 Everything runs in SGLang's model runner in this process, with the package's own projections, codecs
 and recomputation. --model is a fixture (gqa or paired, trained when it is first asked for; smollm2
-or smollm2_mha) or any model that SGLang serves, with its tokenizer.
+or smollm2-mha) or any model that SGLang serves, with its tokenizer.
 """
 
 from __future__ import annotations

@@ -43,6 +43,22 @@ def table_lines(results: Row) -> str:
     return markdown((*heads, *more), lines)
 
 
+def short_lines(results: Row) -> str:
+    """What a server finds out at its start: how exactly K and V come back, what may be merged."""
+    exactness, krul = results["exactness"], results["krul"]
+    projected = "; ".join(group["exactness"] for group in exactness["projected"])
+    merged = (
+        f"{krul['may_be_merged']:.0f} of {krul['pairs']:.0f}; the merge that changes least changes "
+        f"K or V by {krul['least_change']:.2f}"
+    )
+    rows = [
+        ("projected from hidden states", projected),
+        ("recomputed", exactness["recomputed"]),
+        ("pairs of layers that codec `krul` may merge", merged),
+    ]
+    return markdown((f"{results['name']}, {results['dtype']}", "at the start of a server"), rows)
+
+
 def whole(results: Row) -> list[Row]:
     """The reference and the methods that restore all layers alike."""
     reference = {"method": "no cache", **results["reference"]}
