@@ -21,7 +21,9 @@ def do_not_fit(one_in: int = 3) -> None:
         fits = save(self, layer, held, memory, pages, offset)
         # By what the page holds: encoded once more, it does not fit either.
         chosen = (memory[pages, offset] % one_in == 0) & (layer % 2 == 1)
-        memory[pages[chosen], offset : offset + self._encoder.segment_bytes] = 0xA5
+        part = slice(offset, offset + self._encoder.segment_bytes)
+        # No index by a mask: the host would wait for the device.
+        memory[pages, part] = torch.where(chosen[:, None], 0xA5, memory[pages, part])
         return fits & ~chosen
 
     check = strategy.check_copies
