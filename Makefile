@@ -16,8 +16,8 @@ export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
 .PHONY: setup versions demo test dark test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
 	bench-segment-codec bench-throttled bench-accuracy bench-thresholds bench-partition bench-paper bench-occupancy bench-step-time bench-launches bench-depth \
-	bench-pyramid bench-beside bench-eager bench-hits bench-hits-load bench-eviction bench-pages bench-compare record-demo record-eager record-compare \
-	record-accuracy record-thresholds
+	bench-pyramid bench-beside bench-eager bench-hits bench-hits-load bench-eviction bench-pages bench-compare bench-real-model record-demo record-eager record-compare \
+	record-accuracy record-thresholds record-real-model
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -153,6 +153,12 @@ bench-throttled: setup
 bench-accuracy: setup
 	$(foreach model,$(or $(MODEL),gqa paired),$(BIN)/python -m bench.accuracy --model $(model) $(ARGS) &&) true
 
+# What codecs, pairs of layers and exp4 do to a model with trained weights. A quarter of an hour.
+bench-real-model: setup
+	$(foreach model,smollm2 smollm2-mha,$(BIN)/python -m bench.accuracy --whole --model $(model) $(ARGS) &&) true
+	$(BIN)/python -m bench.segment_codec --only-models --models smollm2 smollm2-mha
+	$(BIN)/python -m bench.codecs --model smollm2-mha --dtypes bfloat16 --conversations 2 --turns 3
+
 # The same for several values of what Krul leaves open.
 bench-thresholds: setup
 	$(foreach model,$(or $(MODEL),gqa paired),$(BIN)/python -m bench.accuracy --thresholds --model $(model) $(ARGS) &&) true
@@ -230,6 +236,9 @@ record-eager: bench-eager
 
 record-accuracy: bench-accuracy
 	$(BIN)/python -m bench.record accuracy_gqa accuracy_paired
+
+record-real-model: bench-real-model
+	$(BIN)/python -m bench.record accuracy_smollm2 accuracy_smollm2-mha segment_codec_models codecs_smollm2-mha
 
 record-thresholds: bench-thresholds
 	$(BIN)/python -m bench.record thresholds_gqa thresholds_paired

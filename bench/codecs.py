@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.fixtures.models import Model, chosen
+from bench.fixtures.smollm2 import FORMS
 from bench.fixtures.text import Texts, corpus, encoder
 from bench.fixtures.train import RECIPES
 from bench.harness.machine import Machine, find_machine
@@ -96,14 +97,19 @@ class Turn(NamedTuple):
 def main() -> None:
     parsed = parser("bench.codecs", __doc__)
     add = parsed.add_argument
-    add("--model", choices=list(RECIPES), default="gqa", help="fixture model")
+    add("--model", choices=[*RECIPES, *FORMS], default="gqa", help="fixture model")
     add("--quick", action="store_true", help="the fixture that is trained in a minute")
     add("--dtypes", type=names(list(CODECS)), default=",".join(CODECS), help="types of the model")
     add("--conversations", type=at_least(1), default=8, help="conversations held")
     add("--turns", type=at_least(2), default=4, help="turns of each conversation")
     add("--question-tokens", type=at_least(1), default=60, help="tokens of each question")
     add("--reply-tokens", type=at_least(1), default=64, help="tokens of each reply")
-    add("--out", type=Path, default=OUT, help="folder for codecs.json and codecs.png")
+    add(
+        "--out",
+        type=Path,
+        default=OUT,
+        help="folder for codecs.json and .png; codecs_MODEL of the others",
+    )
     given = parsed.parse_args()
     script = Script(given.conversations, given.turns, given.question_tokens, given.reply_tokens)
     if script.longest > _POOL_TOKENS:
@@ -115,7 +121,9 @@ def main() -> None:
         model = chosen(given.model, quick=given.quick)
         results = measure(script, model, given.dtypes, find_machine())
         print(table_lines(results))
-        write(given.out, "codecs", results, draw)
+        write(
+            given.out, "codecs" if given.model == "gqa" else f"codecs_{model.name}", results, draw
+        )
 
 
 def measure(script: Script, model: Model, dtypes: Sequence[str], machine: Machine) -> Row:

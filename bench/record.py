@@ -41,10 +41,14 @@ PROGRAMS = {
     "eager": "bench.sweep.report",
     "eager_kv": "bench.sweep.report",
     "codecs": "bench.codecs",
+    "codecs_smollm2-mha": "bench.codecs",
     "segment_codec": "bench.segment_codec",
+    "segment_codec_models": "bench.segment_codec",
     "throttled": "bench.throttled",
     "accuracy_gqa": "bench.accuracy.report",
     "accuracy_paired": "bench.accuracy.report",
+    "accuracy_smollm2": "bench.accuracy.report",
+    "accuracy_smollm2-mha": "bench.accuracy.report",
     "thresholds_gqa": "bench.accuracy.thresholds",
     "thresholds_paired": "bench.accuracy.thresholds",
     "store": "bench.store.__main__",
@@ -54,7 +58,7 @@ PROGRAMS = {
     "hits_load": "bench.hits.load",
 }
 """Name of the results -> the module that makes their table."""
-_BLOCK = re.compile(r"(<!-- results: (\w+(?: \w+)?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- results: ([\w-]+(?: \w+)?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def main() -> None:

@@ -8,8 +8,8 @@ distance. Methods: K and V as they are, through every codec and with half of the
 recomputed, hidden states through every codec, and each layer alone from hidden states.
 
 Everything runs in SGLang's model runner in this process, with the package's own projections, codecs
-and recomputation. --model is a fixture (gqa or paired, trained when it is first asked for) or any
-model that SGLang serves, with its tokenizer.
+and recomputation. --model is a fixture (gqa or paired, trained when it is first asked for; smollm2
+or smollm2-mha) or any model that SGLang serves, with its tokenizer.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ from tests.cpu_engine.hcache_cpu_engine import cpu_engine_env
 def main(arguments: Sequence[str] | None = None) -> None:
     parsed = parser("bench.accuracy", __doc__)
     add = parsed.add_argument
-    add("--model", type=model_name, required=True, help="a folder or a name, or gqa or paired")
+    add("--model", type=model_name, required=True, help="a folder, a name or a fixture")
     add("--quick", action="store_true", help="the fixture that is trained in a minute")
     add("--dtype", default="bfloat16", help="type that the model is served in")
     add("--texts", type=at_least(1), default=16, help="how many are scored")
     add("--history", type=at_least(PAGE_SIZE), default=384, help="tokens that are kept")
     add("--turn", type=at_least(8), default=128, help="tokens that are scored")
+    add("--whole", action="store_true", help="no method that restores a single layer")
     add(
         "--thresholds", action="store_true", help="instead, several values of what Krul leaves open"
     )
@@ -98,7 +99,9 @@ def measured(given: Any, machine: Machine, scratch: Path) -> dict[str, Any]:
         raise MachineError(f"--model {given.model}: it needs the files of its tokenizer")
     texts = Texts(encode, corpus().held_out)
     with steps(sizes.texts) as (_, advance):
-        known = [*thresholds.rows(engine)] if given.thresholds else methods(engine)
+        known = (
+            [*thresholds.rows(engine)] if given.thresholds else methods(engine, whole=given.whole)
+        )
         found = measure(engine, texts, sizes, advance, known)
     return {
         **stamp(machine),

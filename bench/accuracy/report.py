@@ -117,10 +117,9 @@ def draw(results: Row) -> Any:
             axes.text(floor, place, " as K and V themselves", va="center", fontsize=9)
     names = [f"{row['method']}, {row['bytes_per_token'] / 1024:.1f} KiB per token" for row in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=9)
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.4, -0.8)
     axes.set_xscale("log")
-    axes.set_xlim(left=floor)
-    axes.margins(x=0.15)
+    axes.set_xlim(floor, 8 * max(lossy, default=1.0))
     axes.set_xlabel("KL from a run without a cache, nats per token", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(

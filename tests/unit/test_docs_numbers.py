@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,3 +60,30 @@ def test_what_pages_say_of_the_judgement_of_hits_is_what_was_measured() -> None:
             stored = case["bytes_per_token"]
             for who in ("ours", "file"):
                 assert f"{stored[who]:,.0f}" in readme
+
+
+def test_what_is_said_of_trained_weights_is_what_was_measured() -> None:
+    def found(name: str) -> dict[str, dict[str, Any]]:
+        methods = json.loads((RESULTS / f"accuracy_{name}.json").read_text())["methods"]
+        return {row["method"]: row for row in methods if row["layer"] is None}
+
+    def changed(row: dict[str, Any]) -> float:
+        return 100 * (1 - row["same"] / row["tokens"])
+
+    real, small = found("smollm2"), found("gqa")
+    exact = ("exact", "KV, exp4", "recomputed", "hidden, none", "hidden, exp4")
+    assert {real[way]["largest_kl"] for way in exact} == {0.0}
+    lossy = "hidden, int8"
+    units = json.loads((RESULTS / "segment_codec_models.json").read_text())["rows"]
+    ways = [row["ways"]["exp4"] for row in units]
+    assert not any(way["unfit"] for way in ways)
+    pairs = "KV, pairs by attention, merged"
+    said = " ".join((RESULTS.parents[1] / "docs" / "research" / "real-model.md").read_text().split())
+    for part in (
+        f"all {sum(row['units'] for row in units):,} units",
+        f"{max(way['most'] for way in ways):.2f}% exceptions",
+        f"changes {changed(real[lossy]):.1f}% of the tokens, and {changed(small[lossy]):.1f}%",
+        f"{real[lossy]['kl'] / small[lossy]['kl']:.0f} times that of the fixture",
+        f"change {changed(real[pairs]):.0f}% of the tokens, and {changed(small[pairs]):.0f}%",
+    ):
+        assert part in said, part
