@@ -82,7 +82,7 @@ class Metric:
         except Exception as error:
             if not _complained.is_set():
                 _complained.set()
-                logger.warning("hcache: metrics cannot be kept (said once): %s", error)
+                logger.warning("hcache: metrics could not be written (logged once): %s", error)
 
 
 def _take_file(mode: str) -> None:

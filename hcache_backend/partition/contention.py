@@ -143,7 +143,7 @@ class Contention:
                 found.append(self._speed(programs, product))
             except Exception as error:
                 how = "the copy engine" if programs is None else f"{programs} programs"
-                logger.warning("hcache: copies by %s are left out: %s", how, error)
+                logger.warning("hcache: copies by %s could not be measured: %s", how, error)
         per_layer = product * self._tokens / PRODUCT_TOKENS
         return fastest_first(found, self._out.nbytes, per_layer)
 

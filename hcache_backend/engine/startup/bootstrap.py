@@ -59,14 +59,14 @@ def _join(runner: Any) -> None:
     extra = _our_extra_config(args)
     if extra is None and ENABLE_VARIABLE not in os.environ:
         if CONFIG_VARIABLE in os.environ:
-            logger.warning("hcache: HCACHE_CONFIG does nothing here without HCACHE_ENABLE=1")
+            logger.warning("hcache: HCACHE_CONFIG is ignored; set HCACHE_ENABLE=1, too")
         return
     config = or_stop(lambda: _start_config(extra))
     if config is None:
         return
     offloads = args.disaggregation_decode_enable_offload_kvcache
     if not (args.enable_hierarchical_cache or offloads):
-        logger.warning("hcache: configured, but --enable-hierarchical-cache is off: nothing to do")
+        logger.warning("hcache: configured, but inactive: add --enable-hierarchical-cache")
         return
     runtime.config = config
     or_stop(lambda: _check_groups(runner, args, config))
@@ -75,8 +75,8 @@ def _join(runner: Any) -> None:
     warn_of_single_tokens(runtime)
     if config.behind is not None and extra is None and args.hicache_storage_backend is not None:
         logger.warning(
-            "hcache: option 'behind' does nothing behind --hicache-storage-backend %s: it stands "
-            "behind the page store of this package",
+            "hcache: option 'behind' is ignored: it needs the page store of this package, and "
+            "--hicache-storage-backend is %s",
             args.hicache_storage_backend,
         )
     if extra is not None:

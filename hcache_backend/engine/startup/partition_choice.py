@@ -153,7 +153,7 @@ def _known(wanted: Partition | None, recorded: PartitionRecord | None) -> _Decis
         return _Decision(wanted, "by an option")
     if recorded is None:
         return None
-    logger.info(
+    logger.debug(
         "hcache: partition: %s, as the store has it: %s",
         describe(recorded.partition),
         recorded.reason,
@@ -192,7 +192,7 @@ def _fastest(
             f" that leaves room for {LEAST_HOST_SHARE} times the device's tokens in host memory; a "
             f"larger --hicache-ratio allows {describe(faster)}"
         )
-    logger.info("hcache: partition: %s; %s (%s)", describe(partition), reason, profile.source)
+    logger.debug("hcache: partition: %s; %s (%s)", describe(partition), reason, profile.source)
     return _Decision(partition, reason)
 
 
@@ -200,7 +200,7 @@ def _smallest(layers: int, hidden: bool, because: str) -> _Decision:
     """Hidden states of all layers if these are smaller (``hidden``), else K and V of all."""
     partition = Partition(0, layers, 0) if hidden else Partition(0, 0, layers)
     reason = "hidden states where they are smaller than K and V"
-    logger.info("hcache: partition: %s: %s (%s)", describe(partition), reason, because)
+    logger.debug("hcache: partition: %s: %s (%s)", describe(partition), reason, because)
     return _Decision(partition, reason)
 
 
@@ -228,7 +228,7 @@ class _Store:
         try:
             save_record(self._folders[0], self.name, record, replace=False)
         except OSError as error:
-            logger.warning("hcache: partition: it is not recorded: %s", error)
+            logger.warning("hcache: partition: it could not be recorded: %s", error)
         return self.find() or record
 
 

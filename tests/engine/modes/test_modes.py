@@ -210,7 +210,7 @@ def test_pages_travel_through_sglangs_own_file_backend_and_still_prove_themselve
             flip_bit(path, 5000)
         converse(server, conversations)
         assert all(c.turns[2].cached.storage == 0 for c in conversations)
-        assert "is not ours (checksum): a miss" in server.log_text()
+        assert "is not the requested one (checksum): counted as a miss" in server.log_text()
         assert_nothing_went_wrong(server)
     assert_no_cache_output(model, conversations)
 
