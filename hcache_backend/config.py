@@ -15,11 +15,32 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 ENABLE_VARIABLE = "HCACHE_ENABLE"
 CONFIG_VARIABLE = "HCACHE_CONFIG"
+MODULE_PATH = "hcache_backend"
+CLASS_NAME = "HCacheStorage"
+
+_OUR_KEYS = ("backend_name", "module_path", "class_name", "interface_v1", "hcache")
+_SGLANG_KEYS = (
+    # SGLang takes these out before it builds a backend; which of them, its versions differ in.
+    "prefetch_threshold",
+    "prefetch_timeout_base",
+    "prefetch_timeout_per_ki_token",
+    "prefetch_timeout_max",
+    "hicache_storage_pass_prefix_keys",
+    "tp_lcm_size",
+)
 
 
 class ConfigError(ValueError):
@@ -64,7 +85,7 @@ class BehindOption(BaseModel):
     backend: Literal["file", "mooncake", "nixl"]
     config: dict[str, Any] = Field(default_factory=dict)
     read_seconds: float = Field(default=1.0, gt=0, le=60, allow_inf_nan=False)
-    buffer_bytes: int = Field(default=384 << 20, ge=1)
+    buffer_bytes: ByteSize = Field(default=ByteSize(384 << 20), ge=1)
 
 
 class KrulOption(BaseModel):
@@ -175,12 +196,12 @@ class HCacheConfig(BaseModel):
     recompute_ms: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     durability: Literal["none", "batch", "always"] = "batch"
     sync_seconds: float = Field(default=1.0, gt=0, le=3600)
-    quota_bytes: int | None = Field(default=None, ge=1)
-    min_free_bytes: int = Field(default=4 << 30, ge=0)
+    quota_bytes: ByteSize | None = Field(default=None, ge=1)
+    min_free_bytes: ByteSize = Field(default=ByteSize(4 << 30), ge=0)
     high_water: float = Field(default=1.0, gt=0, le=1)
     low_water: float = Field(default=0.98, gt=0, le=1)
     io_threads: int = Field(default=8, ge=1, le=64)
-    buffer_bytes: int = Field(default=4 << 20, ge=4096, multiple_of=4096)
+    buffer_bytes: ByteSize = Field(default=ByteSize(4 << 20), ge=4096, multiple_of=4096)
     write_seconds: float = Field(default=30.0, gt=0)
     read_seconds: float = Field(default=30.0, gt=0)
     min_gain: float = Field(default=1.0, ge=0, allow_inf_nan=False)
@@ -221,7 +242,8 @@ class HCacheConfig(BaseModel):
             name = ".".join(str(part) for part in detail["loc"])
             known = ", ".join(PartitionOption.model_fields)
             raise ValueError(
-                f"{name!r}: {detail['msg']}; the methods are {known}, each a number of layers"
+                f"{name!r}: {detail['msg'].replace('Input should', 'must')}; the methods are "
+                f"{known}, each a number of layers"
             ) from None
 
     @field_validator("krul", mode="before")
@@ -313,6 +335,42 @@ def parse_config(
         raise ConfigError("; ".join(lines)) from None
 
 
+def check_extra_config(extra: Mapping[str, Any]) -> None:
+    """Check what stands beside our options.
+
+    Raises:
+        ConfigError: A key is unknown, or SGLang would not hand over pages as we want them.
+    """
+    for key, value in extra.items():
+        if key not in _OUR_KEYS + _SGLANG_KEYS:
+            if key in HCacheConfig.model_fields:
+                hint = f'it belongs under the key \'hcache\': {{"hcache": {{"{key}": ...}}}}'
+            else:
+                hint = nearest(key, _OUR_KEYS + _SGLANG_KEYS, "known: ")
+            raise ConfigError(f"extra config: unknown key {key!r} (value {value!r}); {hint}")
+    if extra.get("interface_v1") != 1:
+        raise ConfigError(
+            f"extra config: 'interface_v1' is {extra.get('interface_v1')!r}; it must be 1, so that "
+            "SGLang hands over pages without copying them"
+        )
+
+
+def start_config(extra: Mapping[str, Any] | None) -> HCacheConfig:
+    """The options of a server at its start: those of its extra config over the environment's.
+
+    Args:
+        extra: The extra config of a server that is started with our L3; None: it is not.
+
+    Raises:
+        ConfigError: They are wrong.
+    """
+    environment = config_from_environment()
+    if extra is None:
+        return environment
+    check_extra_config(extra)
+    return parse_config(extra.get("hcache"), "hcache", environment)
+
+
 def is_enabled(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether a server is to be prepared for us although its L3 is not ours.
 
@@ -332,24 +390,27 @@ def config_from_environment(environ: Mapping[str, str] = os.environ) -> HCacheCo
         ConfigError: They are wrong.
     """
     text = environ.get(CONFIG_VARIABLE, "")
-    return parse_config(_load_table(text) if text else None, CONFIG_VARIABLE)
+    return parse_config(load_table(text, CONFIG_VARIABLE) if text else None, CONFIG_VARIABLE)
 
 
-def _load_table(text: str) -> object:
+def load_table(text: str, source: str) -> object:
+    """The table that ``text`` is (JSON), or names (``@file.toml``).
+
+    Raises:
+        ConfigError: It cannot be read; the message begins with ``source``.
+    """
     if text.startswith("@"):
         path = Path(text[1:])
         try:
             return tomllib.loads(path.read_text())
         except OSError as error:
-            raise ConfigError(f"{CONFIG_VARIABLE}: cannot read {path}: {error.strerror}") from None
+            raise ConfigError(f"{source}: cannot read {path}: {error.strerror}") from None
         except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{CONFIG_VARIABLE}: {path} is not TOML: {error}") from None
+            raise ConfigError(f"{source}: {path} is not TOML: {error}") from None
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{CONFIG_VARIABLE}: neither JSON nor @file.toml: {error} in {text!r}"
-        ) from None
+        raise ConfigError(f"{source}: neither JSON nor @file.toml: {error} in {text!r}") from None
 
 
 def nearest(name: str, known: Collection[str], what: str) -> str:
@@ -366,7 +427,9 @@ def _explain(detail: ErrorDetails, source: str) -> str:
         known = (tables[table[0]] if table else HCacheConfig).model_fields
         hint = nearest(name, known, "the options are ")
         return f"{source}: unknown option {key!r} (value {detail['input']!r}); {hint}"
-    message = detail["msg"].removeprefix("Value error, ")
+    message = detail["msg"].removeprefix("Value error, ").replace("Input should", "must")
+    if detail["type"].startswith("byte_size"):
+        message = 'must be a number of bytes, such as 500000000000 or "500GB"'
     if not key:  # about several options; the message names them
         return f"{source}: {message}"
     return f"{source}: option {key!r} is {detail['input']!r}: {message}"

@@ -9,7 +9,15 @@ from typing import Annotated, Literal, NamedTuple
 import typer
 from rich.text import Text
 
-from hcache_backend.cli.common import AsJson, explained, fail, print_json, screen, table
+from hcache_backend.cli.common import (
+    AsJson,
+    check_ranks,
+    explained,
+    fail,
+    print_json,
+    screen,
+    table,
+)
 from hcache_backend.cli.fleet import show_fleet
 from hcache_backend.config import nearest
 from hcache_backend.partition.costs import LayerMethod, Partition
@@ -136,7 +144,7 @@ def plan(
     """Plan which layers to store as hidden states, as KV, or not at all; predict restore times."""
     with explained(ModelConfigError):
         shape, dtype = read_model(model), read_dtype(model)
-    _check_ranks(shape, tp)
+    check_ranks(shape, tp)
     profile, is_preset = _find_hardware(hardware, ssds)
     extra = []
     if is_preset and dtype == "float32":
@@ -217,13 +225,6 @@ def _find_hardware(name: str, ssds: int | None) -> tuple[Profile, bool]:
             "0 for pages that are in host memory"
         )
     return (profile if ssds is None else profile.model_copy(update={"l3": None})), False
-
-
-def _check_ranks(shape: ModelShape, tp: int) -> None:
-    if shape.heads % tp:
-        fail(f"--tp {tp}: must divide the model's {shape.heads} attention heads")
-    if not shape.latent and shape.kv_heads % tp and tp % shape.kv_heads:
-        fail(f"--tp {tp}: must divide the model's {shape.kv_heads} KV heads, or be a multiple")
 
 
 def _show(result: PartitionPlan, path: Path, extra: list[str]) -> None:

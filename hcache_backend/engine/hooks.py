@@ -172,7 +172,9 @@ def notice_uses() -> None:
     """Have L3 told which pages are used, or say that it is not."""
     unnoticed = install(use_hooks())
     if unnoticed is not None:
-        logger.warning("hcache: eviction from L3 does not see uses on the GPU or in host memory: %s", unnoticed)
+        logger.warning(
+            "hcache: eviction from L3 does not see uses on the GPU or in host memory: %s", unnoticed
+        )
 
 
 def install(hooks: list[Hook]) -> str | None:

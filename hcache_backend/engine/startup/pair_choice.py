@@ -137,7 +137,9 @@ def check_output(
     changes = _changes(runner, plan.kv, slots, layouts, group)
     fine = on_all_ranks(group, *(change <= option.kl for change in changes))
     for pairs, change in zip(tried, changes, strict=True):
-        logger.debug("hcache: merging layers %s changes the output by %.1e nats per token", pairs, change)
+        logger.debug(
+            "hcache: merging layers %s changes the output by %.1e nats per token", pairs, change
+        )
     if all(fine):
         return
     metrics.PROBLEMS.count("merged_layers")

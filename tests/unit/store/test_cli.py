@@ -229,7 +229,7 @@ def test_doctor_says_when_the_disk_has_no_room(
     checks = {check["subject"]: check for check in hcache_json("doctor", "-d", folder)["checks"]}
     found = checks[f"{folder}: free"]
     assert found["verdict"] == "fair"
-    assert "no room, option 'min_free_bytes' keeps 1048576.0 TiB" in found["detail"]
+    assert "no room, option 'min_free_bytes' keeps 1.0 EiB" in found["detail"]
 
 
 def test_doctor_says_when_a_folder_cannot_work(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_doctor_says_when_a_folder_cannot_work(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["stats", "ls", "verify", "gc", "clear"])
 def test_a_folder_that_is_no_store_is_named(command: str, tmp_path: Path) -> None:
-    assert "is no page store" in " ".join(hcache(command, "-d", tmp_path, status=2).split())
+    assert "is not a page store" in " ".join(hcache(command, "-d", tmp_path, status=2).split())
     assert names(tmp_path) == []
 
 
