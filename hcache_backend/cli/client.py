@@ -74,8 +74,8 @@ class Client:
                 return found
         except (RequestError, ValueError) as error:
             raise UnusableServer(
-                f"--url {self.url}: no SGLang server answers there ({error}); start one, or "
-                "give its address by --url"
+                f"no SGLang server at {self.url} ({error}). Start one, or pass its address with "
+                "--url"
             ) from None
         hint = "; give its --api-key" if status in (401, 403) else ": is it an SGLang server?"
         raise UnusableServer(f"--url {self.url}: /server_info answered {status}{hint}")

@@ -205,7 +205,6 @@ class HiddenCapture:
         ledger = capture.ledger
         elapsed, ledger.transfer_ms = ledger.transfer_ms, 0.0
         if elapsed:
-            metrics.SECONDS.count("capture_transfer", elapsed / 1e3)
             metrics.STAGE_SECONDS.observe("capture_transfer", elapsed / 1e3)
         missing, ledger.tokens_missing = ledger.tokens_missing, 0
         if missing:

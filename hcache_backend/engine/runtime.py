@@ -126,7 +126,7 @@ class Runtime:
         """
         self.mode, self.own_pages, self.reason = "kv" if reason else "hidden", True, reason
         self.page_fields = fields
-        metrics.MODE.set(self.mode, "own", reason or "")
+        metrics.MODE.set(self.mode, "own")
         if reason is not None:
             logger.info("hcache: KV mode, own pages: %s", reason)
 
@@ -138,7 +138,7 @@ class Runtime:
     def use_plain_pages(self, reason: str) -> None:
         """The host pool holds SGLang's plain KV pages, and this is why."""
         self.mode, self.own_pages, self.reason = "kv", False, reason
-        metrics.MODE.set("kv", "plain", reason)
+        metrics.MODE.set("kv", "plain")
         logger.warning("hcache: KV mode, plain pages: %s", reason)
 
     def say_unused(self) -> None:
@@ -298,14 +298,19 @@ class Runtime:
 
     def _refresh(self) -> None:
         """Suspend L3, or let it serve, as what is known by now wants it. Under the lock."""
-        reason = self.distrust or self._not_restorable or self._flush_due
-        if reason is None and self._updates_untold:
-            reason = "the weights were updated and not all pipeline stages have said theirs"
+        untold = "the weights were updated and not all pipeline stages have said theirs"
+        reasons = {
+            "quarantined": self.distrust,
+            "not_restorable": self._not_restorable,
+            "flush_needed": self._flush_due,
+            "stages": untold if self._updates_untold else None,
+        }
+        code, reason = next(((c, r) for c, r in reasons.items() if r is not None), (None, None))
         if self.weights is not None and self.weights.suspended != reason:
             self.weights = replace(self.weights, suspended=reason)
             if reason is None:
                 logger.info("hcache: L3 serves again, in the namespace of the new weights")
-        self._suspended.set(reason)
+        self._suspended.set(code)
 
     def _tell_stages(self) -> Future[list[Weights | None]]:
         """Say to all pipeline stages what the weights of this one are; what all of them said."""

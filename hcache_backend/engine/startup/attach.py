@@ -156,7 +156,7 @@ def warn_of_small_host_pool(
         enough = f"--hicache-ratio {math.ceil(100 * (memory.hicache_ratio + more)) / 100:.2f}"
     logger.warning(
         "hcache: the host pool has room for %d tokens and the device pool for %d: about %d%% of "
-        "what fills the device is stored (hcache_tokens_total, not_backed_up_host_pool_full); with "
+        "what fills the device is stored (hcache_not_backed_up_tokens_total counts the rest); with "
         "%s all of it",
         host_tokens,
         device_tokens,

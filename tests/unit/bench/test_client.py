@@ -218,7 +218,7 @@ def answers_json(body: object) -> Handler:
     [
         ("/server_info", answers(401, ""), "answered 401; give its --api-key"),
         ("/other", answers(200, ""), "/server_info answered 404: is it an SGLang server?"),
-        ("/server_info", answers(200, "<html>"), "no SGLang server answers there"),
+        ("/server_info", answers(200, "<html>"), "no SGLang server at "),
     ],
 )
 def test_what_is_no_server_is_named(path: str, handler: Handler, message: str) -> None:

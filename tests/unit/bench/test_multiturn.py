@@ -28,8 +28,8 @@ NOBODY = "http://127.0.0.1:9"
         (["--scale", "0"], "--scale 0: must be a number above 0"),
         (["--url", NOBODY, "--port", "3"], "give it, or --host and --port, and not both"),
         (["--url", "localhost:30000"], "--url localhost:30000: must be http://HOST:PORT"),
-        (["--url", NOBODY], f"--url {NOBODY}: no SGLang server answers there"),
-        (["--host", "127.0.0.1", "--port", "9"], f"--url {NOBODY}: no SGLang server answers"),
+        (["--url", NOBODY], f"no SGLang server at {NOBODY}"),
+        (["--host", "127.0.0.1", "--port", "9"], f"no SGLang server at {NOBODY}"),
         (
             ["--workload", "rag", "--request-length", "5"],
             "--request-length 5: is for --workload multiturn; rag has its own",
