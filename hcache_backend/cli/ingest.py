@@ -133,7 +133,7 @@ def show(said: dict[str, Any]) -> None:
     screen.print(shown)
     if said["shorter_than_a_page"]:
         _note(
-            f"{said['shorter_than_a_page']} documents are shorter than a page: L3 stores nothing of them"
+            f"{said['shorter_than_a_page']} documents are shorter than a page and not stored in L3"
         )
     if said["l3"].get("pages_dropped"):
         _note(f"L3 dropped {said['l3']['pages_dropped']:,} pages: see hcache top and its quota")
