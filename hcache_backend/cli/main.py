@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from importlib import metadata
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from hcache_backend import __version__
 from hcache_backend.cli import store
 from hcache_backend.cli.check_config import check_config
 from hcache_backend.cli.common import fail
@@ -57,7 +57,7 @@ app.command("ingest")(ingest)
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"hcache {metadata.version('hcache-backend')}")
+        print(f"hcache {__version__}")
         raise typer.Exit
 
 
