@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -85,13 +84,18 @@ def doctor(folders: Folders = None, dirs: Dirs = None, as_json: AsJson = False) 
 
 def _show(checks: Sequence[Check]) -> None:
     """A table for each folder, and one for the rest."""
-    for place, group in groupby(checks, lambda check: re.match("(/.*?)?(: |$)", check.subject)[1]):
-        shown = table(place or "", "", "what", "found")
+    for place, group in groupby(checks, _folder_of):
+        shown = table(place, "", "what", "found")
         for check in group:
             colour = _COLOURS[check.verdict]
             what = check.subject.removeprefix(f"{place}: ") if check.subject != place else "folder"
             shown.add_row(f"[{colour}]{check.verdict}[/{colour}]", what, check.detail)
         screen.print(shown, highlight=False)
+
+
+def _folder_of(check: Check) -> str:
+    """The folder that a check is about, or nothing."""
+    return check.subject.partition(": ")[0] if check.subject.startswith("/") else ""
 
 
 def _look_at_folder(path: Path, config: HCacheConfig) -> Iterator[Check]:

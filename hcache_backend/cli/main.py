@@ -18,7 +18,11 @@ from hcache_backend.cli.profile import profile
 from hcache_backend.cli.size import size
 from hcache_backend.cli.top import top
 
-_EXTRAS = {"aiohttp": "'hcache-backend[ingest]'", "matplotlib": "'hcache-backend[plot]'"}
+_EXTRAS = {
+    "aiohttp": "'hcache-backend[ingest]'",
+    "matplotlib": "'hcache-backend[plot]'",
+    "torch": "torch (not needed by `hcache plan --codec none`)",
+}
 """What installs a package that only some commands need; SGLang brings the others."""
 
 
