@@ -61,7 +61,7 @@ app.command("ingest")(ingest)
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"hcache {__version__}")
+        print(f"hcache-backend {__version__}")
         raise typer.Exit
 
 
