@@ -69,16 +69,7 @@ class PartitionOption(BaseModel):
 
 
 class BehindOption(BaseModel):
-    """An L3 that several machines share, behind the page store of each.
-
-    Attributes:
-        backend: SGLang's name of it.
-        config: Its own options, as they would be its extra config were it the only L3.
-        read_seconds: Longest wait for a part of a read, of 16 MiB at most; after it the pages that
-            are left are misses, and the backend is left alone for a while.
-        buffer_bytes: Memory for pages on their way, of each rank: a third of it holds pages that
-            are being read, a third those that wait to be kept, and a third those to be written.
-    """
+    """An L3 that several machines share, behind the page store of each; see docs/options.md."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -89,19 +80,7 @@ class BehindOption(BaseModel):
 
 
 class KrulOption(BaseModel):
-    """What codec ``krul`` merges.
-
-    Attributes:
-        ratio: Share of the layers that are in pairs: it decides how long pages are.
-        gamma: Layers are merged that attend to the first and the last tenth of the tokens with at
-            least so much of their weight.
-        error: Largest change of K or V of a layer that a merge may make, relative to their root
-            mean square in each head; above it, a pair's slot holds both layers in ``fp8``.
-        kl: Largest divergence of what the model says behind merged pages from what it says behind
-            its own K and V, in nats per token of the self-check; above it, nothing is merged.
-        pairs: Pairs of layers to be merged, if they may be; None: the closest ones at the end of
-            what is stored together.
-    """
+    """What codec ``krul`` merges; see docs/options.md."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -141,42 +120,7 @@ those of the page store."""
 
 
 class HCacheConfig(BaseModel):
-    """The options of one server. Immutable; the defaults work. docs/options.md explains each.
-
-    Attributes:
-        dirs: Folders of the page store (L3). Created with mode 0700 when missing.
-        mode: What pages hold; ``auto``: hidden states where the model allows them and they pay.
-        pages: ``own`` where the model allows them; ``plain``: SGLang's KV pages.
-        partition: How each layer is stored; ``auto``: the fastest restores by the profile.
-        profile: A file of ``hcache profile``; None: a kept one, or a quick measurement.
-        codec: How own pages are encoded, hidden states as well as K and V. ``auto``: bfloat16 by
-            ``exp4``, and nothing else. ``krul``: K and V, some layers in pairs.
-        krul: What that merges.
-        check_every_pages: In service, one in this many backed-up pages is projected and compared
-            with the K and V in the pool. 0: none (the check at start always runs).
-        projection: ``generic``: always by the attention modules, never by the kernels.
-        restore_chunk_tokens: Largest number of tokens in one projection; bounds a restore's memory.
-        restore: When pages from L3 become K and V on the device: ``auto``, while the rest is being
-            read, in free device pages, where the server allows it; ``layerwise``, after that.
-        restore_share: With ``auto``, the largest share of the device's pages in use for it.
-        recompute: Whether restores may recompute first layers; ``never``: all layers are stored.
-        recompute_ms: What recomputation of hits that are being read may take of each turn of the
-            scheduler, as far as that can be foreseen.
-        durability: When stored pages are flushed to the disks.
-        sync_seconds: With durability ``batch``, the longest time until a page's flush begins.
-        quota_bytes: Largest number of bytes of page files in each folder.
-        min_free_bytes: Bytes that stay free on the file system of each folder.
-        high_water: Share of the quota at which eviction of the least recently used pages begins.
-        low_water: Share of the quota at which eviction ends.
-        io_threads: Reading threads, and as many writing threads, per folder.
-        buffer_bytes: Aligned buffer of each of these threads, for memory that is not aligned.
-        write_seconds: Time limit for storing a batch of pages; the rest is dropped and counted.
-        read_seconds: Longest wait of a read batch for its turn; after it the pages are misses.
-        min_gain: An L3 hit is read if computing it takes at least so many times as long as reading
-            and loading it. 0: every hit is read.
-        reader: What reads pages into host memory; ``kvikio`` wants KvikIO and a GPU driver.
-        behind: An L3 that several machines share; what the page store lacks is looked for there.
-    """
+    """The options of one server. Immutable; the defaults work. docs/options.md explains each."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 

@@ -69,7 +69,9 @@ def plan(
     hardware: Annotated[
         str,
         typer.Option(
-            "--hardware", "-w", help=f"{', '.join(PRESETS)}, or a file of hcache profile."
+            "--hardware",
+            "-w",
+            help=f"Preset ({', '.join(PRESETS)}) or a file written by `hcache profile`.",
         ),
     ],
     ssds: Annotated[
@@ -77,8 +79,8 @@ def plan(
         typer.Option(
             "--ssds",
             min=0,
-            help="SSDs of L3, 6.9 GB/s each as in the paper. 0: pages in host memory (the default "
-            "for presets). A profile has its own L3; 0 ignores it.",
+            help="SSDs of L3, 6.9 GB/s each as in the paper. 0: pages in host memory (default for "
+            "presets). A profile has its own L3; 0 ignores it.",
         ),
     ] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to restore.")] = 1024,
@@ -87,25 +89,23 @@ def plan(
         Literal["overlapped", "first"] | None,
         typer.Option(
             "--l3",
-            help="Plan as the paper does: by any method, layers that are recomputed are not "
-            "stored. overlapped: L3 is read during the restore; first: before it (HiCache's "
-            "prefetch).",
+            help="Plan the paper's way, where recomputed layers are not stored. overlapped: L3 is "
+            "read during the restore; first: before it (HiCache's prefetch).",
         ),
     ] = None,
     restore: Annotated[
         RestorePath | None,
         typer.Option(
             "--restore",
-            help="Plan as a server with this option `restore` does. auto (the default): L3 is read "
-            "during the restore where the server can do that; layerwise: before it.",
+            help="Option `restore` of the server. auto (default): L3 is read during the restore, "
+            "if the server can do that; layerwise: before it.",
         ),
     ] = None,
     codec: Annotated[
         PlannedCodec | None,
         typer.Option(
             "--codec",
-            help="Plan the bytes that a server with this option `codec` stores. Default: auto; "
-            "with --l3: none, as the paper.",
+            help="Option `codec` of the server. Default: auto; with --l3: none, as in the paper.",
         ),
     ] = None,
     users: Annotated[
@@ -113,8 +113,7 @@ def plan(
         typer.Option(
             "--users",
             min=1,
-            help="Plan for so many conversations with a history of --tokens: bytes, rates, and how "
-            "busy L3, bus and GPU are.",
+            help="Plan capacity for N conversations of --tokens each.",
         ),
     ] = None,
     turns_per_hour: Annotated[
@@ -135,9 +134,9 @@ def plan(
         typer.Option(
             "--apply",
             metavar="DIR",
-            help="Let servers store every layer by the method that is best for it here, from their "
-            "next start on, in the page store with this folder, which a server with the model has "
-            "opened before.",
+            help="Record this plan in the page store DIR: servers follow it from their next start. "
+            "Pages stored by another plan become misses. The model must have been served from DIR "
+            "before.",
         ),
     ] = None,
 ) -> None:
@@ -158,7 +157,7 @@ def plan(
             f"{plain.hidden_bytes:,} bytes, K and V {shape.kv_bytes:,} of {plain.kv_bytes:,}"
         )
     elif codec not in ("auto", "none"):
-        extra.append(f"codec {codec} takes nothing of this model ({dtype}): planned as it is")
+        extra.append(f"codec {codec} does not apply to {dtype}; planned without it")
     if l3 is None:
         result = server_plan(profile, shape, tokens, tp, restore or "auto")
     elif restore is None:
@@ -169,11 +168,8 @@ def plan(
     if users is not None:
         fleet = FleetPlan(result, Conversations(users, turns_per_hour, new_tokens), replicas)
     if plot is not None:
-        try:
-            with explained():
-                _draw(result, plot)
-        except ImportError:
-            fail("--plot needs matplotlib: pip install matplotlib")
+        with explained():
+            _draw(result, plot)
     if apply is not None:
         _apply(apply, shape, result.stored)
     if as_json:
@@ -195,7 +191,7 @@ def _apply(folder: Path, shape: ModelShape, partition: Partition) -> None:
         if record.shape is not None and _dimensions(record.shape) == _dimensions(shape)
     ]
     if not found:
-        fail(f"--apply {folder}: no server with this model has decided on a partition there")
+        fail(f"--apply {folder}: no server has used this model with that folder yet; start one first")
     for name, record in found:
         with explained():
             reason = {"reason": "hcache plan --apply"}
@@ -319,7 +315,6 @@ def _draw(plan: PartitionPlan, path: Path) -> None:
     """Write the pipelines of the partition and of every pure method as a PNG.
 
     Raises:
-        ImportError: matplotlib is not installed.
         OSError: The file cannot be written.
     """
     from matplotlib.figure import Figure

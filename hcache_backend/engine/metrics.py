@@ -208,20 +208,7 @@ L3_TOKENS = Events(
     ),
     ("hcache_l3_hit_tokens", "(.+)", "Tokens found in L3, by what became of them", "result"),
 )
-"""
-- ``absent``: their page, or one before it, is not stored (new text, mostly);
-- ``suspended``: L3 was not asked;
-- ``not_promised``: nor on a decode server;
-- ``other_pool``: KV is stored, and pages that other pools of the model need for it are not;
-- ``found``: stored. SGLang fetches those that are enough (``prefetch_threshold``), that have room
-  in the host pool and that their request waits for:
-- ``hit``: read;
-- ``unreadable``: their page, or one before it, was damaged, gone or too slow when it was read;
-- ``refused_PROBLEM``: read, and their page or one before it is not the requested one;
-- ``slower``: found, and not read because computing them is sooner;
-- ``ended``: found, and their prefetch ended before they arrived because L3 became slow;
-- ``recomputed``: found, and recomputed while the pages after them were read.
-"""
+"""docs/operations.md has what each result means."""
 
 STORE = Events(
     ("hcache_store_read_bytes", "bytes_read", "Bytes read from page files"),

@@ -13,4 +13,4 @@ if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
 
     shims.install()
     # Servers log a summary of their start; tests also read the reasons behind it.
-    logging.getLogger("hcache").setLevel(logging.DEBUG)
+    logging.getLogger("hcache").setLevel(os.environ.get("HCACHE_CPU_LOG_LEVEL", "DEBUG"))
