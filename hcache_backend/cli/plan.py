@@ -191,7 +191,7 @@ def _apply(folder: Path, shape: ModelShape, partition: Partition) -> None:
         if record.shape is not None and _dimensions(record.shape) == _dimensions(shape)
     ]
     if not found:
-        fail(f"--apply {folder}: no server has used this model with that folder yet; start one first")
+        fail(f"--apply {folder}: no server has used this model with it yet; start one first")
     for name, record in found:
         with explained():
             reason = {"reason": "hcache plan --apply"}

@@ -118,5 +118,5 @@ def test_a_partition_is_applied_to_stores_that_know_the_model_only(folder: Path)
         app, ["plan", "-m", str(other), "-w", "a100-40g", "--apply", str(folder)]
     )
     assert result.exit_code != 0
-    assert "no server has used this model with that folder yet" in result.output
+    assert "no server has used this model with it yet" in result.output
     assert find_record([folder], NAME) == RECORD
