@@ -13,6 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from pydantic import ByteSize
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -49,7 +50,7 @@ errors = Console(stderr=True)
 
 def fail(message: str) -> NoReturn:
     """Print why the command cannot do its work, and end it with status 2."""
-    errors.print(f"[red]hcache:[/red] {message}", highlight=False, soft_wrap=True)
+    errors.print(f"[red]hcache:[/red] {escape(message)}", highlight=False, soft_wrap=True)
     raise typer.Exit(2)
 
 

@@ -98,7 +98,8 @@ def pages() -> list[str]:
 def test_a_page_tells_mode_counts_and_stages(pages: list[str]) -> None:
     page = parse(pages[0])
     assert (page.mode, page.codec, page.suspended) == ("hidden", "none", None)
-    assert page.counters["store"] == {"bytes_read": 1000, "pages_evicted": 3}
+    counted = {event: count for event, count in page.counters["store"].items() if count}
+    assert counted == {"bytes_read": 1000, "pages_evicted": 3}
     assert page.counters["tokens"]["captured"] == 64
     assert page.stages["restore"].count == 90
 

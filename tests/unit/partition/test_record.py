@@ -102,7 +102,7 @@ def test_doctor_says_when_another_partition_is_faster_and_plan_changes_it(folder
             "kernel, 16 programs: 52.5 GB/s beside matrix products (55.0 alone), which keep 93% of "
             "their speed",
         ),
-        ((), "measured alone, not beside matrix products"),
+        ((), "measured alone, not during matrix products"),
     ],
 )
 def test_doctor_says_how_servers_copy(folder: Path, ways: tuple[CopyWay, ...], said: str) -> None:
