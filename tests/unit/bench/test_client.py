@@ -233,7 +233,7 @@ def test_an_unreachable_server_is_named() -> None:
 
     with pytest.raises(
         UnusableServer,
-        match=r"--url http://127.0.0.1:9: no SGLang .*; start one, or give its address by --url$",
+        match=r"^no SGLang server at http://127.0.0.1:9 \(.*\)\. Start one, or pass its address with --url$",
     ):
         asyncio.run(look())
 
