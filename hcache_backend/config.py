@@ -13,13 +13,15 @@ import os
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ByteSize,
     ConfigDict,
     Field,
+    TypeAdapter,
     ValidationError,
     field_validator,
     model_validator,
@@ -58,6 +60,20 @@ def default_dirs() -> tuple[Path, ...]:
     return (root / "hcache-backend" / "pages",)
 
 
+def _bytes(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return int(_SIZE.validate_python(value))
+    except ValidationError:
+        raise ValueError('must be a number of bytes, such as 500000000000 or "500GB"') from None
+
+
+_SIZE = TypeAdapter(ByteSize)
+Bytes = Annotated[int, BeforeValidator(_bytes)]
+"""A number, or a text such as "500GB" (10^9) or "4GiB" (2^30)."""
+
+
 class PartitionOption(BaseModel):
     """Numbers of layers by method; the first ones are recomputed, the last ones are KV."""
 
@@ -76,7 +92,7 @@ class BehindOption(BaseModel):
     backend: Literal["file", "mooncake", "nixl"]
     config: dict[str, Any] = Field(default_factory=dict)
     read_seconds: float = Field(default=1.0, gt=0, le=60, allow_inf_nan=False)
-    buffer_bytes: ByteSize = Field(default=ByteSize(384 << 20), ge=1)
+    buffer_bytes: Bytes = Field(default=384 << 20, ge=1)
 
 
 class KrulOption(BaseModel):
@@ -140,12 +156,12 @@ class HCacheConfig(BaseModel):
     recompute_ms: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     durability: Literal["none", "batch", "always"] = "batch"
     sync_seconds: float = Field(default=1.0, gt=0, le=3600)
-    quota_bytes: ByteSize | None = Field(default=None, ge=1)
-    min_free_bytes: ByteSize = Field(default=ByteSize(4 << 30), ge=0)
+    quota_bytes: Bytes | None = Field(default=None, ge=1)
+    min_free_bytes: Bytes = Field(default=4 << 30, ge=0)
     high_water: float = Field(default=1.0, gt=0, le=1)
     low_water: float = Field(default=0.98, gt=0, le=1)
     io_threads: int = Field(default=8, ge=1, le=64)
-    buffer_bytes: ByteSize = Field(default=ByteSize(4 << 20), ge=4096, multiple_of=4096)
+    buffer_bytes: Bytes = Field(default=4 << 20, ge=4096, multiple_of=4096)
     write_seconds: float = Field(default=30.0, gt=0)
     read_seconds: float = Field(default=30.0, gt=0)
     min_gain: float = Field(default=1.0, ge=0, allow_inf_nan=False)
@@ -372,8 +388,6 @@ def _explain(detail: ErrorDetails, source: str) -> str:
         hint = nearest(name, known, "the options are ")
         return f"{source}: unknown option {key!r} (value {detail['input']!r}); {hint}"
     message = detail["msg"].removeprefix("Value error, ").replace("Input should", "must")
-    if detail["type"].startswith("byte_size"):
-        message = 'must be a number of bytes, such as 500000000000 or "500GB"'
     if not key:  # about several options; the message names them
         return f"{source}: {message}"
     return f"{source}: option {key!r} is {detail['input']!r}: {message}"

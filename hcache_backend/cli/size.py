@@ -108,14 +108,14 @@ def _layers(
         row_bytes, of_hidden = make_codec(codec, model.hidden, values).row_bytes, codec
     heads = -(-model.kv_heads // tp)
     width = heads * model.head_dim
-    units: tuple[str, tuple[int, int]] | tuple[()] = ()
+    of_kv, unit_bytes = "none", None
     with suppress(UnsupportedRows, KeyError):
         cut = Cut(width, page_size // units_per_group(page_size, width))
         segments = make_segment_codec(codec, cut, model.head_dim, values)
-        units = segments.code, segments.unit_bytes
+        of_kv, unit_bytes = segments.code, segments.unit_bytes
     hidden = hidden_layer(page_size, row_bytes, model.hidden, of_hidden)
     k_values, v_values = width * ranks, heads * model.value_dim * ranks
-    kv = kv_layer(page_size, k_values, v_values, values.itemsize, ranks, *units)
+    kv = kv_layer(page_size, k_values, v_values, values.itemsize, ranks, of_kv, unit_bytes)
     return (
         *(RECOMPUTED,) * partition.recompute,
         *(hidden,) * partition.hidden,

@@ -44,9 +44,9 @@ def test_links_and_names_of_our_pages(path: Path) -> None:
 def test_commands_and_metrics_stand_in_our_pages(page: MakePage) -> None:
     assert list(unmentioned([read_page(path) for path in pages_of(ROOT)])) == []
     missing = list(unmentioned([page("`hcache plan`, `hcache_problems_total`")]))
-    for name in ("hcache verify", "hcache_store"):
+    for name in ("hcache verify", "hcache_store_pages"):
         assert f"no page speaks of {name}" in missing
-    assert not any(found.endswith(("hcache plan", "hcache_pages")) for found in missing)
+    assert not any(found.endswith(("hcache plan", "hcache_problems")) for found in missing)
 
 
 def test_options_and_variables_stand_in_one_table(page: MakePage) -> None:

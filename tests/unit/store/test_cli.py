@@ -26,6 +26,7 @@ from store_testing import (
 )
 from typer.testing import CliRunner
 
+from hcache_backend.cli import doctor
 from hcache_backend.cli.main import app
 from hcache_backend.store import PageStore
 
@@ -60,7 +61,7 @@ def hcache_json(*arguments: object, status: int = 0) -> dict[str, Any]:
 def test_stats_counts_pages(folder: Path, store: PageStore) -> None:
     [found] = hcache_json("stats", "-d", folder)["folders"]
     assert (found["pages"], found["bytes"]) == (6, 6 * FILE)
-    assert found["namespaces"][NAMESPACE.hex()]["pages"] == 4
+    assert found["namespaces"][NAMESPACE.hex()]["pages"] == 6
     assert "6" in hcache("stats", "-d", folder)
 
 
@@ -115,7 +116,7 @@ def test_clear_deletes_what_it_was_asked_to(folder: Path, store: PageStore) -> N
     found = hcache_json("clear", "-d", folder, "-y", "-n", OTHER_NAMESPACE.hex()[:8])
     assert found["pages"] == 2
     assert get(store, 0) == content(key(0))
-    assert hcache_json("clear", "-d", folder, "-y")["pages"] == 4
+    assert hcache_json("clear", "-d", folder, "-y")["pages"] == 6
     assert page_files(folder) == []
 
 
@@ -157,6 +158,7 @@ def without_root_power() -> None:
 SEVERAL_COMMANDS = """
 import json, sys
 from typer.testing import CliRunner
+from hcache_backend.cli import doctor
 from hcache_backend.cli.main import app
 folder, *commands = sys.argv[1:]
 for command in commands:
@@ -253,3 +255,43 @@ def test_wrong_options_are_explained(
     assert "did you mean 'quota_bytes'" in hcache("stats", status=2)
     monkeypatch.setenv("HCACHE_CONFIG", json.dumps({"dirs": [str(folder)], "quota_bytes": FILE}))
     assert hcache_json("gc")["pages"] == 6, "bounds come from the environment"
+
+
+def test_a_namespace_that_is_not_there_is_said(folder: Path, store: PageStore) -> None:
+    said = hcache("clear", folder, "-y", "-n", "99", status=1)
+    assert "no namespace begins with '99'" in said
+    assert hcache_json("stats", folder)["folders"][0]["pages"] == 6
+
+
+@pytest.mark.parametrize(
+    ("kind", "verdict"),
+    [
+        ("ext4", "good"),
+        ("overlay", "fair"),
+        ("ceph", "fair"),
+        ("lustre", "fair"),
+        ("gpfs", "fair"),
+        ("9p", "fair"),
+        ("fuse.glusterfs", "fair"),
+    ],
+)
+def test_doctor_knows_file_systems(
+    kind: str, verdict: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "file_system_of", lambda place: kind)
+    checks = {check["subject"]: check for check in hcache_json("doctor", folder)["checks"]}
+    found = checks[f"{folder}: file system"]
+    assert found["verdict"] == verdict and found["detail"].startswith(kind)
+
+
+@pytest.mark.parametrize("command", ["stats", "ls", "verify", "doctor"])
+def test_tables_fit_into_80_columns(command: str, folder: Path, store: PageStore) -> None:
+    shown = hcache(command, folder)
+    tables = shown.split("Last server")[0].splitlines()
+    assert max(len(line.replace(str(folder), "")) for line in tables) <= 80
+
+
+def test_sizes_have_units(folder: Path, store: PageStore) -> None:
+    assert hcache_json("gc", folder, "--quota-bytes", "1TB", "--min-free-bytes", "0")["pages"] == 0
+    said = hcache("gc", folder, "--quota-bytes", "much", status=2)
+    assert 'such as 500000000000 or "500GB"' in said
