@@ -164,7 +164,7 @@ def test_each_part_of_a_conversation_has_pairs_of_its_own(
         assert_restored_from_l3([conversation], PAGE)
         assert_nothing_went_wrong(server)
         assert "15 of 15 pairs of layers may be merged" in server.log_text()
-        assert "attention cannot be looked at" not in server.log_text()
+        assert "attention could not be observed" not in server.log_text()
         assert "changes the output by" in server.log_text()
         page = requests.get(f"{server.url}/metrics", timeout=240).text
     files = by_key(tmp_path)
