@@ -111,9 +111,9 @@ def _look_at_folder(path: Path, config: HCacheConfig) -> Iterator[Check]:
     else:
         yield Check(str(path), "good", "will be a page store")
     kind = file_system_of(place)
-    problem = _FILE_SYSTEMS.get(kind) or _FILE_SYSTEMS.get(kind.partition(".")[0])
-    found = f"{kind}: {problem}" if problem else kind
-    yield Check(f"{path}: file system", "fair" if problem else "good", found)
+    flaw = _FILE_SYSTEMS.get(kind) or _FILE_SYSTEMS.get(kind.partition(".")[0])
+    found = f"{kind}: {flaw}" if flaw else kind
+    yield Check(f"{path}: file system", "fair" if flaw else "good", found)
     free, kept = shutil.disk_usage(place).free, config.min_free_bytes
     detail = f"{human_bytes(free)}, of which {human_bytes(kept)} stay free"
     if free <= kept:

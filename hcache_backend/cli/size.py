@@ -108,7 +108,8 @@ def _layers(
         row_bytes, of_hidden = make_codec(codec, model.hidden, values).row_bytes, codec
     heads = -(-model.kv_heads // tp)
     width = heads * model.head_dim
-    of_kv, unit_bytes = "none", None
+    of_kv = "none"
+    unit_bytes: tuple[int, int] | None = None
     with suppress(UnsupportedRows, KeyError):
         cut = Cut(width, page_size // units_per_group(page_size, width))
         segments = make_segment_codec(codec, cut, model.head_dim, values)
