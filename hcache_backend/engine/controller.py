@@ -368,7 +368,9 @@ class OwnPagesController(HybridCacheController, ABC):
                 metrics.PROBLEMS.count(f"page_{why}")
                 metrics.L3_TOKENS.count(f"refused_{why}", (got - i) * size)
                 logger.warning(
-                    "hcache: page %s from storage is not ours (%s): a miss", key[:12], problem
+                    "hcache: page %s from L3 is not the requested one (%s): counted as a miss",
+                    key[:12],
+                    problem,
                 )
                 return i
         return got

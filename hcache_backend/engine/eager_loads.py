@@ -241,7 +241,7 @@ class EagerLoads:
             if problem is not None:  # what is on the device is as good as that of other ranks
                 self._pool.lose_recomputed(host_pages)
                 metrics.PROBLEMS.count("recomputed_not_saved")
-                logger.warning("hcache: recomputed pages could not be saved: %r", problem)
+                logger.warning("hcache: recomputed pages could not be stored: %r", problem)
         self._budget.launched(restore, len(prefix), due.layers)
         self._recomputed = True
         self._restores.recomputed(due, restore)

@@ -172,7 +172,9 @@ def notice_uses() -> None:
     """Have L3 told which pages are used, or say that it is not."""
     unnoticed = install(use_hooks())
     if unnoticed is not None:
-        logger.warning("hcache: L3 may lack or evict pages that L1 and L2 serve: %s", unnoticed)
+        logger.warning(
+            "hcache: eviction from L3 does not see uses on the GPU or in host memory: %s", unnoticed
+        )
 
 
 def install(hooks: list[Hook]) -> str | None:
@@ -234,7 +236,7 @@ def guarded(hook: Hook) -> Callable[..., Any]:
             if type(error) not in reasons:
                 reasons.add(type(error))
                 logger.exception(
-                    "hcache: our hook on %s raised (said once): %s",
+                    "hcache: the hook on %s raised an error (logged once): %s",
                     hook.target,
                     hook.on_error.value,
                 )
@@ -412,7 +414,7 @@ def _after_received(
         if type(error) not in _look_up_failures:
             _look_up_failures.add(type(error))
             logger.warning(
-                "hcache: SGLang cannot look up request %s in L3 (said once): %r", req.rid, error
+                "hcache: SGLang cannot look up request %s in L3 (logged once): %r", req.rid, error
             )
         return None
     cache, node = scheduler.tree_cache, req.last_host_node

@@ -244,7 +244,7 @@ class OwnPagesPool(HostKVCache):
             self._warned = True
             logger.warning(
                 "hcache: pages of %d tokens cannot be encoded: loads compute them again, and they "
-                "do not go to L3 (said once, counted always; codec 'none' holds all)",
+                "do not go to L3 (logged once, counted always; codec 'none' encodes all)",
                 len(lost) * self.page_size,
             )
 

@@ -262,11 +262,10 @@ class LoadQueue:
             metrics.TOKENS.count("restored", report.tokens)
             for method, number in report.bytes.items():
                 metrics.BYTES.count(f"restored_{method}", number)
-            metrics.SECONDS.count("restore", report.total_ms / 1e3)
             metrics.STAGE_SECONDS.observe("restore", report.total_ms / 1e3)
             for stream in ("copy", "compute"):
-                metrics.SECONDS.count(f"restore_{stream}_busy", report.busy_ms(stream) / 1e3)
-                metrics.SECONDS.count(f"restore_{stream}_idle", report.idle_ms(stream) / 1e3)
+                metrics.STREAM_SECONDS.count(f"{stream}_busy", report.busy_ms(stream) / 1e3)
+                metrics.STREAM_SECONDS.count(f"{stream}_idle", report.idle_ms(stream) / 1e3)
 
     # ---- recomputation ----
 

@@ -112,7 +112,7 @@ class PoolPages:
             )
         if config.tp_lcm_size and name == PoolName.KV and not self._any_ranks and not shared:
             logger.warning(
-                "hcache: 'tp_lcm_size' does nothing here: KV pages can be divided by heads with "
+                "hcache: 'tp_lcm_size' is ignored: KV pages can be divided by heads with "
                 "--hicache-mem-layout page_head only, and not those of MLA"
             )
         if config.is_mla_model and config.tp_size > 1 and divided and name != PoolName.MAMBA:
@@ -229,7 +229,7 @@ class PoolPages:
         except (ValueError, NotImplementedError):
             logger.warning("hcache: pages of pool %s cannot be stored: %s", self.name, refused)
             return "none"
-        logger.info("hcache: pages of pool %s are copied: %s", self.name, refused)
+        logger.debug("hcache: pages of pool %s are copied: %s", self.name, refused)
         return "copy"
 
     def _copies(self, copies: Sequence[torch.Tensor]) -> PoolMemory:

@@ -141,7 +141,7 @@ class Repairs:
         try:
             own = self._missing(cache)
         except Exception:
-            logger.exception("hcache: what L3 lacks could not be looked for")
+            logger.exception("hcache: pages that L3 lacks could not be looked for")
             own = {}
         for said in said_by_all_ranks(own):
             self._waiting |= said
@@ -186,7 +186,7 @@ class Repairs:
 
         end = time.monotonic() + _FINISH_SECONDS
         logger.info(
-            "hcache: the server ends: up to %g s for %d nodes that are still to be written to L3",
+            "hcache: shutting down: up to %g s to write %d more nodes to L3",
             _FINISH_SECONDS,
             len(cache.ongoing_backup) + len(cache.ongoing_write_through),
         )
@@ -196,7 +196,7 @@ class Repairs:
             ended = self._backups_end(cache, end)
         if not ended:
             logger.warning(
-                "hcache: %d nodes were not written to L3 in the %g s before the end of the server",
+                "hcache: %d nodes were not written to L3 within %g s of the shutdown",
                 len(cache.ongoing_backup) + len(cache.ongoing_write_through),
                 _FINISH_SECONDS,
             )

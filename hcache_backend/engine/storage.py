@@ -86,13 +86,12 @@ class HCacheStorage(HiCacheStorage):
         self._leave_report = partial(attach.leave_report, joined, storage_config)
         self._reported = time.monotonic()
         self._guard("report", self._leave_report, None)
+        quota = config.quota_bytes
         logger.info(
-            "hcache: L3 in %s%s, %s mode, %s pages%s",
+            "hcache: L3 in %s, %s%s",
             ", ".join(map(str, config.dirs)),
+            f"at most {quota / 1e9:.1f} GB in each" if quota else "no quota",
             f", {config.behind.backend} behind" if config.behind is not None else "",
-            self._runtime.mode or "kv",
-            "own" if self._runtime.own_pages else "plain",
-            f" ({self._runtime.reason})" if self._runtime.reason else "",
         )
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:

@@ -281,18 +281,18 @@ class StoredPools:
     def _use_behind(self, pages: PoolPages, made: MadeBackend) -> None:
         """Look for the pages of the one pool that there is behind the page store, too."""
         page_bytes = pages.host_pool.size_per_token * pages.host_pool.page_size // pages.shares
-        problem = "it does not take our memory: "
+        problem = f"{made.option.backend} did not register the buffers: "
         try:
             self._behind = StoreBehind(made, page_bytes, 1 if self._config.is_mla_model else 2)
         except GivenUp as error:  # it may still be at it, so it must not be closed
-            logger.warning("hcache: option 'behind' does nothing: %s%s", problem, error)
+            logger.warning("hcache: option 'behind' is not used: %s%s", problem, error)
         except Exception as error:  # raised on one rank, it would leave the others waiting
             self._go_without_behind(f"{problem}{type(error).__name__}: {error}")
         self._unused_behind = None
 
     def _go_without_behind(self, problem: str) -> None:
         if self._behind is not None or self._unused_behind is not None:
-            logger.warning("hcache: option 'behind' does nothing: %s", problem)
+            logger.warning("hcache: option 'behind' is not used: %s", problem)
             self._close_behind()
 
     def _close_behind(self) -> None:

@@ -157,7 +157,7 @@ class Contention:
             except Exception as error:
                 self._copying = new_stream(self._device, "copy")  # a failed one runs nothing more
                 how = "the copy engine" if programs is None else f"{programs} programs"
-                logger.warning("hcache: copies by %s are left out: %s", how, error)
+                logger.warning("hcache: copies by %s could not be measured: %s", how, error)
         per_layer = product * self._tokens / PRODUCT_TOKENS
         return fastest_first(found, self._out.nbytes, per_layer)
 

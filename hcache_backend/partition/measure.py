@@ -120,7 +120,10 @@ class Bench:
                 self.device, row_bytes, lambda: functional.linear(hidden, weight), self.seconds
             ).measure()
         except Exception as error:  # the rest of a profile is worth having
-            logger.warning("hcache: copies were not measured beside products: %s", error)
+            logger.warning(
+                "hcache: copies were not measured during matrix products (defaults are used): %s",
+                error,
+            )
             return ()
         torch.cuda.empty_cache()  # nobody else could use what products left to their stream
         return tuple(CopyWay(**speed._asdict()) for speed in found)

@@ -72,7 +72,7 @@ class ProblemLog:
                 return
             self._last[kind] = now
             held_back = self._held_back.pop(kind, 0)
-        more = f" ({held_back} more like it since the last such line)" if held_back else ""
+        more = f" ({held_back} similar problems since the last such line)" if held_back else ""
         logger.warning("hcache: %s%s", message, more)
 
 

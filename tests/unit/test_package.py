@@ -17,15 +17,6 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXAMPLES = ROOT / "examples"
 
 
-def test_every_folder_of_code_is_installed() -> None:
-    found = set()
-    for folder, name in (("hcache_backend", "hcache_backend"), ("kernels", "hcache_kernels")):
-        assert (ROOT / folder / "py.typed").exists()
-        for path in (ROOT / folder).rglob("__init__.py"):
-            found.add(".".join((name, *path.parent.relative_to(ROOT / folder).parts)))
-    assert set(PROJECT["tool"]["setuptools"]["packages"]) == found
-
-
 def test_the_version_stands_in_one_place() -> None:
     assert PROJECT["project"]["dynamic"] == ["version"]
     assert "version" not in PROJECT["project"]

@@ -167,10 +167,11 @@ class HitGate:
         if overdue and not before:
             metrics.PROBLEMS.count("l3_overdue")
             logger.warning(
-                "hcache: L3 does not answer: prefetches end, hits are refused until it does"
+                "hcache: L3 is not responding: prompts are computed instead until it does. "
+                "Check the disks of `dirs`"
             )
         elif before and not overdue:
-            logger.info("hcache: L3 answers again")
+            logger.info("hcache: L3 responds again")
 
     def launched(self, tokens: int, prefix: float, loaded: int) -> int:
         """A batch is launched that computes this (see :meth:`prefilled`); its number."""
@@ -228,7 +229,7 @@ class HitGate:
             metrics.L3_TOKENS.count("slower", tokens - taken)
             if self._said is None or now - self._said > _SILENCE_SECONDS:
                 self._said = now
-                logger.info("hcache: %d tokens of a hit are refused: %s", tokens - taken, problem)
+                logger.info("hcache: %d tokens of a hit are computed: %s", tokens - taken, problem)
         return taken
 
     # ---- the thread that reads ----

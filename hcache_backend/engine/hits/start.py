@@ -34,7 +34,9 @@ def may_judge(runtime: Runtime, config: HCacheConfig) -> bool:
         return False
     missing = hooks.install(hooks.hit_hooks())
     if missing is not None:
-        logger.warning("hcache: every L3 hit is read, however slow L3 is: %s", missing)
+        logger.warning(
+            "hcache: every L3 hit is read, even if L3 is slower than computing: %s", missing
+        )
     return missing is None
 
 

@@ -97,6 +97,6 @@ def _measured(runtime: Runtime, config: HCacheConfig) -> tuple[Profile, ModelSha
     except ConfigError:
         raise
     except Exception as error:  # pools of several kinds, for which there is no cost model
-        logger.info("hcache: L3 hits: only what is measured in service is known: %s", error)
+        logger.info("hcache: L3 hits are judged by measurements in service alone: %s", error)
         return None
     return (profile, shape) if profile is not None and shape is not None else None

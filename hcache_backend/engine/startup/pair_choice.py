@@ -60,7 +60,7 @@ def find_mergeable(plan: PagePlan, option: KrulOption, slots: torch.Tensor, grou
     mergeable = frozenset(pair for pair, fits in zip(every, small, strict=True) if fits)
     choice = PairChoice(layers, len(layout.pairs), mergeable, option.ratio, option.gamma)
     layout = _use(plan, choice, option)
-    logger.info(
+    logger.debug(
         "hcache: %d of %d pairs of layers may be merged; in each page until others are chosen: %s",
         len(mergeable),
         len(every),
@@ -137,12 +137,14 @@ def check_output(
     changes = _changes(runner, plan.kv, slots, layouts, group)
     fine = on_all_ranks(group, *(change <= option.kl for change in changes))
     for pairs, change in zip(tried, changes, strict=True):
-        logger.info("hcache: merging layers %s changes what is said by %.1e nats", pairs, change)
+        logger.debug(
+            "hcache: merging layers %s changes the output by %.1e nats per token", pairs, change
+        )
     if all(fine):
         return
     metrics.PROBLEMS.count("merged_layers")
     told = (
-        "hcache: merging layers %s changes what the model says by %.1e nats per token (limit %.1e)"
+        "hcache: merging layers %s changes the model's output by %.1e nats per token (limit %.1e)"
     )
     if fine[0]:
         logger.warning(f"{told}: only %s are merged", tried[1], changes[1], option.kl, tried[0])
@@ -198,7 +200,7 @@ def _reported() -> Iterator[None]:
     try:
         yield
     except Exception:
-        logger.exception("hcache: what merged layers change in what the model says is not known")
+        logger.exception("hcache: the effect of merging layers could not be measured")
 
 
 @contextmanager

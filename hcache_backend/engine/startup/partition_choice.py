@@ -146,7 +146,7 @@ def _known(wanted: Partition | None, recorded: PartitionRecord | None) -> _Decis
         return _Decision(wanted, "by an option")
     if recorded is None:
         return None
-    logger.info(
+    logger.debug(
         "hcache: partition: %s, as the store has it: %s",
         describe(recorded.partition),
         recorded.reason,
@@ -168,7 +168,7 @@ def _fastest(
             f"larger --hicache-ratio allows {describe(faster)}"
         )
     source = restore.profile.source
-    logger.info("hcache: partition: %s; %s (%s)", describe(partition), reason, source)
+    logger.debug("hcache: partition: %s; %s (%s)", describe(partition), reason, source)
     return _Decision(partition, reason)
 
 
@@ -176,7 +176,7 @@ def _smallest(layers: int, hidden: bool, because: str) -> _Decision:
     """Hidden states of all layers if these are smaller (``hidden``), else K and V of all."""
     partition = Partition(0, layers, 0) if hidden else Partition(0, 0, layers)
     reason = "hidden states where they are smaller than K and V"
-    logger.info("hcache: partition: %s: %s (%s)", describe(partition), reason, because)
+    logger.debug("hcache: partition: %s: %s (%s)", describe(partition), reason, because)
     return _Decision(partition, reason)
 
 
@@ -204,7 +204,7 @@ class _Store:
         try:
             save_record(self._folders[0], self.name, record, replace=False)
         except OSError as error:
-            logger.warning("hcache: partition: it is not recorded: %s", error)
+            logger.warning("hcache: partition: it could not be recorded: %s", error)
         return self.find() or record
 
 

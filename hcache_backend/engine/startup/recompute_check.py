@@ -67,14 +67,13 @@ def find_recomputer(
             raise Refused(found.problem or "a layer of another tensor-parallel rank is not exact")
     except Refused as refused:
         runtime.recomputation = f"none: {refused}"
-        logger.warning("hcache: layers are not recomputed: %s", refused)
         return None
     runtime.recomputation = found.exactness
     if recomputer.layers < kvcache.layer_num:
         reason = found.problem or "other tensor-parallel ranks"
         first = f"the first {recomputer.layers} layers only ({reason})"
         runtime.recomputation = f"{first}; {found.exactness}"
-    logger.info("hcache: exactness: recomputed layers: %s", runtime.recomputation)
+    logger.debug("hcache: exactness: recomputed layers: %s", runtime.recomputation)
     return recomputer
 
 

@@ -114,9 +114,12 @@ class OwnPagesStrategy(StackStrategy):
                 plan = self._kv_plan(kvcache, params)
                 use_kv_mode(runtime, kvcache, plan, hidden)
                 recomputer = self._page_recomputer(kvcache, params, plan)
-                return Stack(runtime, kvcache, params, kwargs).build_kv(plan, recomputer)
-            use_hidden_mode(runtime, kvcache, hidden)
-            return Stack(runtime, kvcache, params, kwargs).build_hidden(hidden, projector)
+                stack = Stack(runtime, kvcache, params, kwargs).build_kv(plan, recomputer)
+            else:
+                use_hidden_mode(runtime, kvcache, hidden)
+                stack = Stack(runtime, kvcache, params, kwargs).build_hidden(hidden, projector)
+            runtime.say_unused()
+            return stack
         except Refused as refused:
             self._capture_nothing()
             runtime.use_plain_pages(str(refused))
@@ -380,8 +383,8 @@ class OwnPagesStrategy(StackStrategy):
         chosen = config.mode == "auto" and config.partition == "auto"
         if not methods.layers("hidden") and (chosen or not methods.layers("recompute")):
             raise Refused(
-                f"the partition has no hidden states: {methods.describe()} (options 'mode': "
-                "'hidden' and 'partition' insist)"
+                f"the partition has no hidden states: {methods.describe()} (override with mode: "
+                "hidden or partition)"
             )
         return methods
 

@@ -164,8 +164,8 @@ def test_each_part_of_a_conversation_has_pairs_of_its_own(
         assert_restored_from_l3([conversation], PAGE)
         assert_nothing_went_wrong(server)
         assert "15 of 15 pairs of layers may be merged" in server.log_text()
-        assert "attention cannot be looked at" not in server.log_text()
-        assert "changes what is said by" in server.log_text()
+        assert "attention could not be observed" not in server.log_text()
+        assert "changes the output by" in server.log_text()
         page = requests.get(f"{server.url}/metrics", timeout=240).text
     files = by_key(tmp_path)
     assert {len(of_ranks) for of_ranks in files.values()} == {tp}
@@ -217,7 +217,7 @@ def test_layers_with_the_same_weights_are_found_and_half_of_the_layers_in_pairs_
         for prompt in prompts:
             assert server.generate(prompt, max_new_tokens=4).cached.storage == 5 * PAGE
         assert_nothing_went_wrong(server)
-        assert "changes what is said by" in server.log_text()
+        assert "changes the output by" in server.log_text()
     config = json.loads((model / "config.json").read_text())
     layers = config["num_hidden_layers"]
     pages = stored_pages(tmp_path)

@@ -99,7 +99,7 @@ def until_more(server: Server, what: str, event: str, count: int) -> Iterator[No
 
 def assert_fine(server: Server, stored: str) -> None:
     assert_sound_own_pages(server, "kv" if stored.startswith("kv") else "hidden")
-    assert "restores are layer-wise" not in server.log_text()
+    assert "restores while L3 is read (" not in server.log_text()
     assert "eak" not in server.log_text().replace("peak", "").replace("Peak", "")
 
 

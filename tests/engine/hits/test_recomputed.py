@@ -73,7 +73,7 @@ def server(shared: Server) -> Iterator[Server]:
     shared.flush_cache()
     yield shared
     assert_fine(shared, "recompute")
-    assert "layers are not recomputed" not in shared.log_text()
+    assert "not used: recomputation" not in shared.log_text()
 
 
 def test_first_layers_are_recomputed_while_others_are_read(model: Path, server: Server) -> None:

@@ -80,7 +80,10 @@ def test_a_rank_whose_backend_takes_no_memory_goes_without(
 
     monkeypatch.setattr(HiCacheFile, "register_mem_pool_host", refuse)
     first = machine("first")
-    assert "option 'behind' does nothing: it does not take our memory: RuntimeError" in caplog.text
+    assert (
+        "option 'behind' is not used: file did not register the buffers: RuntimeError"
+        in caplog.text
+    )
     first.write(0)
     assert first.read(0) == [True]
     assert values(shared) == []

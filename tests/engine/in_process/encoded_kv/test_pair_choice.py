@@ -126,9 +126,9 @@ def test_the_closest_pairs_are_tried_whatever_they_attend_to(
     option = KrulOption(error=2, kl=10.0)
     tried(plan, option)
     monkeypatch.setattr(pair_choice, "said_behind", saying(plan))
-    with caplog.at_level("INFO", "hcache"):
+    with caplog.at_level("DEBUG", "hcache"):
         check_output(None, plan, slots, differing({(1, 4): 0.1}), option, None)
-    assert "merging layers [(0, 2), (1, 4)] changes" in caplog.text
+    assert "merging layers [(0, 2), (1, 4)] changes the output by" in caplog.text
 
 
 def differing(pairs: dict[tuple[int, int], float]) -> PairSums:
@@ -148,10 +148,10 @@ def test_layers_that_are_furthest_from_each_other_are_tried_too(
     option = KrulOption(error=2, kl=1e-6, ratio=0.34)
     tried(plan, option)
     monkeypatch.setattr(pair_choice, "said_behind", saying(plan))  # by the last layer
-    with caplog.at_level("INFO", "hcache"):
+    with caplog.at_level("DEBUG", "hcache"):
         check_output(None, plan, slots, differing({(1, 4): 0.1, (2, 5): 9.0}), option, None)
-    assert "merging layers [(1, 4)] changes what is said by 0.0e+00" in caplog.text
-    assert "merging layers [(2, 5)] changes what the model says by" in caplog.text
+    assert "merging layers [(1, 4)] changes the output by 0.0e+00" in caplog.text
+    assert "merging layers [(2, 5)] changes the model's output by" in caplog.text
     assert "only [(1, 4)] are merged" in caplog.text
     assert plan.choice is not None and plan.choice.mergeable == {(1, 4)}
     assert isinstance(plan.layout, PairedLayout) and plan.layout.pairs == ((4, 5, "fp8"),)
