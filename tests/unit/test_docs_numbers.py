@@ -78,7 +78,8 @@ def test_what_is_said_of_trained_weights_is_what_was_measured() -> None:
     ways = [row["ways"]["exp4"] for row in units]
     assert not any(way["unfit"] for way in ways)
     pairs = "KV, pairs by attention, merged"
-    said = " ".join((RESULTS.parents[1] / "docs" / "research" / "real-model.md").read_text().split())
+    page = RESULTS.parents[1] / "docs" / "research" / "real-model.md"
+    said = " ".join(page.read_text().split())
     for part in (
         f"all {sum(row['units'] for row in units):,} units",
         f"{max(way['most'] for way in ways):.2f}% exceptions",
