@@ -117,15 +117,15 @@ def test_every_event_that_is_counted_has_a_counter() -> None:
                 event = call.args[0]
                 if isinstance(event, ast.JoinedStr):  # any value, after what all of them begin with
                     [first, *_] = [
-                        part.value for part in event.values if isinstance(part, ast.Constant)
+                        str(part.value) for part in event.values if isinstance(part, ast.Constant)
                     ]
                     counted.add((table, f"{first}reason"))
                 elif isinstance(event, ast.Constant):
                     counted.add((table, str(event.value)))
     assert len(counted) > 50
-    for name, event in counted:
-        known = any(re.fullmatch(one.events, event) for one in tables[name].counters)
-        assert known, (name, event)
+    for of, happened in counted:
+        known = any(re.fullmatch(one.events, happened) for one in tables[of].counters)
+        assert known, (of, happened)
 
 
 def test_names_of_metrics_say_their_unit() -> None:
