@@ -237,11 +237,6 @@ class PageLayout:
         start = self.segment_offsets[layer]
         return slice(start, start + self.segment_bytes[layer])
 
-    def segments_from(self, layer: int) -> frozenset[int]:
-        """Numbers, as in :attr:`table`, of the header and the segments from ``layer`` on."""
-        before = sum(len(stored.segments) for stored in self.layers[:layer])
-        return frozenset((0, *range(1 + before, len(self.table.segments))))
-
     def positions(self, pages: Bytes) -> Ints:
         """View of the positions of ``pages`` (``[..., page_bytes]``): int32, ``[..., p]``."""
         return pages[..., TOKENS : TOKENS + 4 * self.page_size].view(np.int32)

@@ -121,7 +121,7 @@ class EagerLoads:
 
     def _launch(self, host_pages: Ids, slots: torch.Tensor) -> Launched:
         arena = self._pool.arena
-        lacking = max(self._loads.stored_from, int(arena.first_layers(host_pages).max()))
+        lacking = self._loads.stored_from
         with self._stream.as_current(), metrics.timed("host_load"):
             physical = arena.physical(host_pages)
             restore = self._pipeline.start(physical, slots, None, lacking, ahead=True)

@@ -302,10 +302,6 @@ class OwnPagesPool(HostKVCache):
 
     # ---- pages as storage backends see them ----
 
-    def first_layer(self, host_indices: torch.Tensor) -> int:
-        """Layers before this one are not wanted from L3 in the pages of these indices."""
-        return int(self.arena.first_layers(self.page_ids(host_indices)).max(initial=0))
-
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
         """Address and length of every piece of every page, page by page."""
         base, length = self.kv_buffer.data_ptr(), self.page_layout.page_bytes

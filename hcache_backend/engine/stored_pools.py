@@ -20,7 +20,7 @@ from hcache_backend.engine import metrics
 from hcache_backend.engine.behind.backend import MadeBackend
 from hcache_backend.engine.behind.store import LOOK_UP_SECONDS, StoreBehind
 from hcache_backend.engine.behind.threads import GivenUp
-from hcache_backend.engine.pool_pages import PageKeys, PartialRead, PoolPages
+from hcache_backend.engine.pool_pages import PageKeys, PoolPages
 from hcache_backend.engine.runtime import Runtime, Weights
 from hcache_backend.page import key_bytes
 from hcache_backend.store import Gap, PageStore
@@ -134,9 +134,8 @@ class StoredPools:
         memory = pages.to_read(host_indices, len(keys))
         if memory is None:
             return [False] * len(keys)
-        wanted = pages.wanted(host_indices)
         for share, parts in enumerate(memory.shares):
-            here = self.read(keys, parts, pool, share, wanted)
+            here = self.read(keys, parts, pool, share)
             if self._behind is not None and pool == PoolName.KV and not all(here):
                 self._read_behind(self._behind, keys, parts, share, prefix, here)
             found = list(map(and_, found, here))
@@ -200,7 +199,6 @@ class StoredPools:
         parts: Sequence[Parts],
         pool: str = PoolName.KV,
         share: int = 0,
-        wanted: PartialRead | None = None,
     ) -> list[bool]:
         """Read a share of pages into the memory ``parts``; False is a miss."""
         namespace = self._serving_namespace(pool, share)
@@ -208,12 +206,10 @@ class StoredPools:
             return [False] * len(keys)
         start = time.perf_counter()
         hashes = [key_bytes(key) for key in keys]
-        own, subset = self._pools[pool].share, wanted and wanted.subset
         with metrics.timed("l3_read"):
-            found = self._store.get(namespace, hashes, parts, subset=subset, share=own)
+            found = self._store.get(namespace, hashes, parts, share=self._pools[pool].share)
         self._store_counters.publish()
-        there = compress(parts, found)
-        size = sum(wanted.bytes if wanted else _bytes(page) for page in there)
+        size = sum(map(_bytes, compress(parts, found)))
         metrics.PAGES.count("read", sum(found))
         metrics.PAGES.count("missed", len(found) - sum(found))
         with self._lock:

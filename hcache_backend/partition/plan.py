@@ -114,7 +114,11 @@ class PartitionPlan:
         """The pipeline of one of :attr:`choices`, with no front recomputed."""
         tasks: list[Task] = []
         simulate(self.costs, self.choices[choice], note=lambda *task: tasks.append(Task(*task)))
-        return tasks
+        late = self._unused(self.choices[choice], self.tokens)
+        return [
+            task._replace(start=task.start + late * (task.stream != "l3"), end=task.end + late)
+            for task in tasks
+        ]
 
     def busy(self, choice: str) -> dict[Resource, float]:
         """Seconds that every resource works during a restore by one of :attr:`choices`, with no
@@ -267,10 +271,20 @@ class PartitionPlan:
 
     def _restored(self, tokens: int) -> Partition:
         """How a server restores what it stores."""
-        return self.stored.recomputing(self.machine.first_layers(tokens, 0, self._l3))
+        if self._l3 == "overlapped":
+            return self.stored
+        return self.stored.recomputing(self.machine.first_layers(tokens, 0))
+
+    def _unused(self, partition: Partition, tokens: int) -> float:
+        """Seconds in which a server reads layers from L3 that it recomputes."""
+        if self.restore is None or partition != self._restored(tokens):
+            return 0.0
+        costs = self.machine.costs(tokens, 0, self.l3)
+        return costs.reading(self.stored) - costs.reading(partition)
 
     def _seconds(self, partition: Partition, tokens: int) -> float:
         seconds = simulate(self.machine.costs(tokens, 0, self.l3), partition)
+        seconds += self._unused(partition, tokens)
         if partition.recompute or not self.recomputes_front:
             return seconds
         return until_there(seconds, self.machine.prefill(tokens, 0))

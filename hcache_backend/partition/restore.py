@@ -45,8 +45,7 @@ class Restore:
         chunk_tokens: Tokens of a projection at most, which the size of the pipeline's ring follows.
         parks: Segments can wait in the KV pool.
         recomputable: How many first layers can be recomputed here.
-        eager: Pages are restored while L3 is being read. Then of those from L3 the same layers are
-            recomputed however many pages there are.
+        eager: Pages are restored while L3 is being read.
         paper: Time is counted as by the paper: the device has room for all segments, the first
             layer comes in one piece, and the last recomputed layer is computed whole.
     """
@@ -114,22 +113,21 @@ class Restore:
         """
         return simulate(self.costs(tokens), self.partition) / (READ_BATCHES if self.eager else 1)
 
-    def first_layers(self, tokens: int, prefix: int, l3: L3Path, slowdown: float = 1.0) -> int:
-        """How many of the first layers one restore recomputes.
+    def first_layers(self, tokens: int, prefix: int, slowdown: float = 1.0) -> int:
+        """How many of the first layers a restore from host memory recomputes.
 
         Args:
             tokens: Tokens that are restored.
             prefix: Tokens before them.
-            l3: ``none`` for pages that are in host memory, ``first`` for those that must be read.
             slowdown: How many times as long as by the profile recomputation takes at this moment;
                 infinite: only what must be recomputed is.
         """
         least = min(self.partition.recompute, self.recomputable)
         if not self.recomputable or self.profile is None or self.shape is None or not tokens:
             return least
-        if self.ranks > 1 or slowdown == math.inf or (self.eager and l3 != "none"):
+        if self.ranks > 1 or slowdown == math.inf:
             return least
-        costs = self.costs(tokens, prefix, l3).slower_recomputation(slowdown)
+        costs = self.costs(tokens, prefix).slower_recomputation(slowdown)
         first = recompute_layers(costs, self.partition, self.pipeline(tokens))
         return min(first, self.recomputable)
 

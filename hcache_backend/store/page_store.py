@@ -27,7 +27,7 @@ from hcache_backend.store.format import (
     file_layout,
 )
 from hcache_backend.store.kvikio_ops import best_file_ops
-from hcache_backend.store.page_files import PageRead, PageWrite, Subset, page_write
+from hcache_backend.store.page_files import PageRead, PageWrite, page_write
 from hcache_backend.store.page_io import PageMemory
 from hcache_backend.store.recency import Gap, Recency
 from hcache_backend.store.stats import ProblemLog, StoreContext, StoreStats
@@ -224,20 +224,16 @@ class PageStore:
         keys: Sequence[bytes],
         pages: Sequence[Parts],
         *,
-        subset: Subset | None = None,
         share: Share = WHOLE,
     ) -> list[bool]:
         """Read a share of pages, from files of whatever shares.
 
-        False is a miss; the memory of that page then holds anything. With ``subset`` only the
-        memory of the wanted segments and eighths is written. Where neither the share nor the
-        subset leaves an eighth, there is nothing to be had: a miss.
+        False is a miss; the memory of that page then holds anything.
 
         Args:
             namespace: 16 bytes.
             keys: 32 bytes each.
             pages: The memory of the payload of the share (see :meth:`put`), of just that length.
-            subset: What is wanted of the share; None means all.
 
         Raises:
             ValueError: Names of a wrong length, or no such share.
@@ -247,9 +243,7 @@ class PageStore:
         check_share(share)
         if len(pages) != len(keys):
             raise ValueError(f"{len(pages)} pages for {len(keys)} keys")
-        subset = subset or Subset()
-        wanted = subset._replace(eighths=subset.eighths & share.eighths)
-        covers = cover(self.volumes, namespace, keys, wanted.eighths)
+        covers = cover(self.volumes, namespace, keys, share.eighths)
         reads: dict[Volume, list[PageRead]] = {}
         for number, pieces in enumerate(covers):
             memory = PageMemory(pages[number], share)
@@ -260,7 +254,7 @@ class PageStore:
         reading = [
             future
             for volume, files in reads.items()
-            for future in volume.start_reading(files, wanted, deadline)
+            for future in volume.start_reading(files, deadline)
         ]
         wait(reading, seconds)
         came: Counter[int] = Counter()

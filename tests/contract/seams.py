@@ -89,7 +89,6 @@ OURS = {
     ("backend", "repairs"),
     ("memory", "finish"),
     ("controller", "plain_prompt"),
-    ("operation", "hcache_first_layer"),
     ("operation", "hcache_meeting"),
     ("scheduler", "hcache_last_batch"),
     ("memory", "numpy"),

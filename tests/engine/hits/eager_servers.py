@@ -26,7 +26,7 @@ STORED: dict[str, dict[str, Any]] = {
     "recompute, mixed": {"partition": partition(1, 2, 1), "recompute_ms": 1e4},
     "recompute, kv": {"partition": partition(1, 0, 3), "recompute_ms": 1e4},
 }
-FAULTS = "batches_in_step,disk,depths_drawn"
+FAULTS = "batches_in_step,disk"
 """All that :class:`tests.engine.harness.trouble.Trouble` needs."""
 
 

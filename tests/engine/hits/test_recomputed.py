@@ -227,17 +227,6 @@ def test_what_was_put_off_comes_back_by_the_load_or_before(model: Path, server: 
     assert_no_cache_output(model, replies)
 
 
-def test_pages_of_any_depth_give_the_same_output(model: Path, server: Server) -> None:
-    """Each page lacks as many first layers as the one before it, or fewer."""
-    prompts = [stored(server, seed=3000 + i, count=500 + 60 * i) for i in range(3)]
-    tell_faults(server, "depths")
-    recomputed = tokens(server, "eager_recomputed")
-    replies = [*asked(server, *prompts), *asked(server, [*prompts[0], *random_tokens(90, 3100)])]
-    assert tokens(server, "eager_recomputed") > recomputed
-    assert all(reply.turns[0].cached.total > 450 for reply in replies)
-    assert_no_cache_output(model, replies)
-
-
 def test_random_conversations_while_l3_fails(model: Path, server: Server) -> None:
     """The long form is in test_conversations.py."""
     trouble = Trouble(server.options.log.parent, partial(tell_faults, server), stall_s=0.5, seed=2)

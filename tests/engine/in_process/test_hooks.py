@@ -246,7 +246,7 @@ def test_without_hierarchical_cache_there_is_nothing_to_do(
     monkeypatch.setenv("HCACHE_ENABLE", "1")
     monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
     bootstrap(runner(enable_hierarchical_cache=False))
-    assert "configured, but --enable-hierarchical-cache is off" in caplog.text
+    assert "configured, but inactive: add --enable-hierarchical-cache" in caplog.text
     assert current().config is None
 
 

@@ -210,11 +210,11 @@ def check_seconds(case: Case) -> None:
 
 def check_first_layers(case: Case) -> None:
     least, layers = case.partition.recompute, case.partition.layers
-    first = case.restore.first_layers(case.tokens, case.prefix, case.l3, case.slowdown)
-    if case.ranks > 1 or case.slowdown == math.inf or (case.eager and case.l3 != "none"):
+    first = case.restore.first_layers(case.tokens, case.prefix, case.slowdown)
+    if case.ranks > 1 or case.slowdown == math.inf:
         assert first == least
         return
-    costs = layer_costs(case, case.prefix, case.l3, early=True)
+    costs = layer_costs(case, case.prefix, "none", early=True)
     slow = {"c_tok": costs.c_tok * case.slowdown, "last": costs.last * case.slowdown}
     costs = costs._replace(**slow)
     numbers = range(least, layers + 1)

@@ -29,7 +29,7 @@ from store_testing import (
     put,
 )
 
-from hcache_backend.store import FileOps, PageStore, Subset
+from hcache_backend.store import FileOps, PageStore
 from hcache_backend.store.index import Index
 
 QUOTA = 5 * (PAGE + 4096)
@@ -125,7 +125,7 @@ def read_all(store: PageStore) -> None:
         allowed = [content(key(number), version=version) for version in range(VERSIONS)]
         assert found is None or found in allowed, f"wrong bytes for page {number}"
     half = memory(PAGE)
-    [found] = store.get(NAMESPACE, [key(1)], [[half[:8192], half[8192:]]], subset=Subset())
+    [found] = store.get(NAMESPACE, [key(1)], [[half[:8192], half[8192:]]])
     allowed = [content(key(1), version=version) for version in range(VERSIONS)]
     assert not found or bytes(half) in allowed
 

@@ -120,6 +120,5 @@ class Host:
         """Which of some host pages, that have arrived, lack all layers."""
         pages = self.pool.page_ids(host)
         assert all(map(self.pool.settled, pages.tolist()))
-        first, layers = self.pool.arena.first_layers(pages), len(self.device.k_buffer)
-        assert {0, layers}.issuperset(first.tolist())
-        return [bool(layer) for layer in first]
+        lost: list[bool] = self.pool.arena.lost(pages).tolist()
+        return lost

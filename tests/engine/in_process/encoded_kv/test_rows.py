@@ -165,7 +165,7 @@ class Rows:
 
     def load(self, host: torch.Tensor, *pages: int) -> torch.Tensor:
         host_pages, slots = self.pool.page_ids(host), slots_of(*pages)
-        depths = self.pool.arena.first_layers(host_pages).astype(np.int64)
+        depths = self.pool.arena.lost(host_pages).astype(np.int64)
         start = torch.empty(0, dtype=torch.int64)
         planned = self.loads.plan(host_pages, depths, lambda: start)
         assert planned is not None

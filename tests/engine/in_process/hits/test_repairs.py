@@ -271,7 +271,7 @@ def test_a_look_for_what_is_missing_that_fails_is_said(caplog: pytest.LogCapture
     repairs = Repairs(broken, 1)
     repairs.saw(cache, 0)
     assert idle(repairs, cache) == []
-    assert "what L3 lacks could not be looked for" in caplog.text
+    assert "pages that L3 lacks could not be looked for" in caplog.text
 
 
 def test_without_repairs_nothing_is_waited_for_at_the_end() -> None:

@@ -140,48 +140,34 @@ class TestPartition:
         without = parts.recomputing_first(0)
         assert without.methods == ("kv", "hidden", "hidden", "kv")
         assert without.layers("hidden") == parts.layers("hidden")  # what is captured stays
-        assert without.first_layers(100, 0, "none") == 0
+        assert without.first_layers(100, 0) == 0
 
     def test_layers_that_are_not_exact_enough_are_loaded(self) -> None:
         """However much the bus would gain by recomputing them."""
         profile, shape = slow_bus(l3=None), gpt2()
         stored = Restore(profile, shape, Partition(3, shape.layers - 3, 0), chunk_tokens=1024)
-        assert stored.first_layers(100, 0, "none") == shape.layers
+        assert stored.first_layers(100, 0) == shape.layers
         some = stored.recomputing_first(2)
         assert some.methods[:4] == ("recompute", "recompute", "kv", "hidden")
-        assert some.first_layers(100, 0, "none") == 2
-        assert replace(some, ranks=2).first_layers(100, 0, "none") == 2
+        assert some.first_layers(100, 0) == 2
+        assert replace(some, ranks=2).first_layers(100, 0) == 2
 
     def test_ranks_recompute_what_they_must_and_no_more(self) -> None:
         """A bus so slow that one rank recomputes everything it may."""
         profile, shape = slow_bus(l3=None), gpt2()
         stored = Partition(1, shape.layers - 1, 0)
         alone = Restore(profile, shape, stored, chunk_tokens=1024)
-        assert alone.first_layers(100, 0, "none") == shape.layers
-        assert replace(alone, ranks=2).first_layers(100, 0, "none") == 1
-
-    def test_nothing_more_is_recomputed_where_layers_are_projected_during_the_prefetch(
-        self,
-    ) -> None:
-        """What is recomputed is known before it is read; what L2 has, all can be recomputed."""
-        profile, shape = slow_bus(l3=SLOW), gpt2()
-        layerwise = Restore(profile, shape, Partition(1, shape.layers - 1, 0), chunk_tokens=1024)
-        eager = replace(layerwise, eager=True)
-        assert layerwise.first_layers(100, 0, "first") == shape.layers
-        assert eager.first_layers(100, 0, "first") == 1
-        assert eager.first_layers(100, 0, "none") == shape.layers
+        assert alone.first_layers(100, 0) == shape.layers
+        assert replace(alone, ranks=2).first_layers(100, 0) == 1
 
     def test_fewer_layers_are_recomputed_the_longer_that_takes(self) -> None:
         """Of layers that need not be."""
         profile, shape = slow_bus(l3=SLOW), gpt2()
         parts = Restore(profile, shape, Partition(1, shape.layers - 1, 0), chunk_tokens=1024)
-        for l3 in ("first", "none"):
-            layers = [
-                parts.first_layers(100, 0, l3, slowdown)
-                for slowdown in (1.0, 1e3, 1e9, 1e18, math.inf)
-            ]
-            assert layers == sorted(layers, reverse=True)
-            assert layers[0] == shape.layers and layers[-2:] == [1, 1]
+        slowdowns = (1.0, 1e3, 1e9, 1e18, math.inf)
+        layers = [parts.first_layers(100, 0, slowdown) for slowdown in slowdowns]
+        assert layers == sorted(layers, reverse=True)
+        assert layers[0] == shape.layers and layers[-2:] == [1, 1]
 
     def test_options_decide_before_the_profile(self) -> None:
         hidden = parse_config({"mode": "hidden"}, "hcache")
