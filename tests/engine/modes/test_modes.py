@@ -125,7 +125,7 @@ class TestServerThatWaitsForABackend:
             ({"dirs": "relative"}, "hcache: option 'dirs' is 'relative': must be a list of"),
             ({"dirs": ["relative"]}, "every folder must be an absolute path, not 'relative'"),
             ({"dirs": ["/proc/no"]}, "hcache: option 'dirs' is ['/proc/no']:"),
-            ({"check_every_pages": -1}, "option 'check_every_pages' is -1: Input should be"),
+            ({"check_every_pages": -1}, "option 'check_every_pages' is -1: must be greater"),
             ({"mode": "kv"}, "option 'mode' is 'kv' but this server runs in hidden mode; it can"),
             ({"mode": "auto"}, "option 'mode' is 'auto' but this server was started with 'hidden'"),
             (

@@ -164,12 +164,14 @@ def test_stored_layers_are_recomputed_if_that_is_faster(model: Path, tmp_path: P
     )
     with Server(options) as server:
         conversations = make_conversations(2, turns=4, tokens=150)
-        converse(server, conversations, turns=3)
+        converse(server, conversations, turns=2)
         assert said((0, 4, 0)) in server.log_text()
+        converse(server, conversations, turns=3, flush=False)
         assert_restored_from_l3(conversations, 64)
         ask(server, [random_tokens(900, 77)], flush=False)
         converse(server, conversations, flush=False)
-        assert all(c.turns[-1].cached.host >= 300 for c in conversations)
+        cached = [conversation.turns[-1].cached for conversation in conversations]
+        assert sum(hit.host for hit in cached) >= 300, cached
         assert_nothing_went_wrong(server)
         counted = fetch(server.url).counters
         two_layers = 2 * LAYOUT.segment_bytes[0] // 64 * counted["tokens"]["restored"]
