@@ -41,3 +41,14 @@ def test_a_long_sentence_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"{'word ' * LONGEST}end. {'Short. ' * 9}")
     assert [text[:17] for text in wrong(page)] == ["line 1: 41 words:"]
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("name", ["options", "operations", "serving", "limits"])
+def test_cells_of_tables_are_short(name: str) -> None:
+    lines = (ROOT / "docs" / f"{name}.md").read_text().splitlines()
+    cells = [cell for line in lines if line.startswith("|") for cell in line.split("|")]
+    assert [cell for cell in cells if len(cell.split()) > 35] == []
