@@ -1,8 +1,12 @@
-"""Layers with FP8 weights in PyTorch: inputs are quantised as on GPUs, products are float32.
+"""Layers with FP8 weights in PyTorch: inputs are quantised as on GPUs.
 
-SGLang's loading, layouts and choices are its own; kernels below them are replaced. Inputs get scales
-by group (block-wise weights), by token (weights with a scale for each channel), from the checkpoint
+SGLang loads weights and chooses layouts as ever; the kernels below are replaced. Inputs get scales by
+group (block-wise weights), by token (weights with a scale for each channel), from the checkpoint
 (static ones), or one for all tokens of a batch (other weights with one scale, as on AMD's GPUs).
+
+Products are float64, where their sums are exact. In float32 they would depend on the number of rows,
+and such a difference moves a value of the next layer's input by a sixteenth, now and then. With
+`HCACHE_CPU_REORDER_SUMS=1` they do: see `reordering`.
 """
 
 from __future__ import annotations
@@ -11,7 +15,6 @@ import importlib
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
 
 _FP8 = torch.float8_e4m3fn
 _LARGEST = 448.0
@@ -39,7 +42,9 @@ def install() -> None:
     fp8_utils.w8a8_block_fp8_matmul_triton = product_of_blocks
     for name in _WITH_SCALED_PRODUCTS:
         importlib.import_module(f"{_LAYERS}.{name}").apply_fp8_linear = scaled_linear
-    for config in (fp8.Fp8Config, compressed_tensors.CompressedTensorsConfig):
+    schemes = compressed_tensors.CompressedTensorsConfig
+    schemes._check_scheme_supported = lambda *_, **_choices: True  # it asks CUDA
+    for config in (fp8.Fp8Config, schemes):
         # With float32 between them, tests can ask for equal tokens.
         config.get_supported_act_dtypes = lambda *_: [torch.float32, torch.bfloat16, torch.half]
 
@@ -81,7 +86,7 @@ def product_of_blocks(
     for dim, length in enumerate(block_size):
         weight_scales = weight_scales.repeat_interleave(length, dim)
     by_weight = weight_scales[: size[0], : size[1]]
-    return linear(rows.float() * by_row, weight.float() * by_weight).to(output_dtype)
+    return _product(rows.double() * by_row, weight.double() * by_weight).to(output_dtype)
 
 
 def scaled_linear(
@@ -105,10 +110,17 @@ def scaled_linear(
     if input_scale is None:
         by_token = use_per_token_if_dynamic or weight_scale.numel() > 1
         input_scale = _scales(rows.abs().amax(1, keepdim=True) if by_token else rows.abs().amax())
-    taken = _to_fp8(rows, input_scale).float() * input_scale
-    by_channel = weight.t().float() * weight_scale.reshape(-1, 1)
-    product = linear(taken, by_channel, None if bias is None else bias.float())
+    taken = _to_fp8(rows, input_scale).double() * input_scale
+    by_channel = weight.t().double() * weight_scale.reshape(-1, 1)
+    product = _product(taken, by_channel, None if bias is None else bias.double())
     return product.to(input.dtype).view(*input.shape[:-1], -1)
+
+
+def _product(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """By the function that `reordering` replaces."""
+    return torch.nn.functional.linear(rows, weight, bias)
 
 
 def _scales(largest: torch.Tensor) -> torch.Tensor:
