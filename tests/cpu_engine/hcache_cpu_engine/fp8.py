@@ -4,9 +4,7 @@ SGLang loads weights and chooses layouts as ever; the kernels below are replaced
 group (block-wise weights), by token (weights with a scale for each channel), from the checkpoint
 (static ones), or one for all tokens of a batch (other weights with one scale, as on AMD's GPUs).
 
-Products are float64, where their sums are exact. In float32 they would depend on the number of rows,
-and such a difference moves a value of the next layer's input by a sixteenth, now and then. With
-`HCACHE_CPU_REORDER_SUMS=1` they do: see `reordering`.
+Products are float32. `reordering` says when their sums depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -86,7 +84,7 @@ def product_of_blocks(
     for dim, length in enumerate(block_size):
         weight_scales = weight_scales.repeat_interleave(length, dim)
     by_weight = weight_scales[: size[0], : size[1]]
-    return _product(rows.double() * by_row, weight.double() * by_weight).to(output_dtype)
+    return _product(rows.float() * by_row, weight.float() * by_weight).to(output_dtype)
 
 
 def scaled_linear(
@@ -110,9 +108,9 @@ def scaled_linear(
     if input_scale is None:
         by_token = use_per_token_if_dynamic or weight_scale.numel() > 1
         input_scale = _scales(rows.abs().amax(1, keepdim=True) if by_token else rows.abs().amax())
-    taken = _to_fp8(rows, input_scale).double() * input_scale
-    by_channel = weight.t().double() * weight_scale.reshape(-1, 1)
-    product = _product(taken, by_channel, None if bias is None else bias.double())
+    taken = _to_fp8(rows, input_scale).float() * input_scale
+    by_channel = weight.t().float() * weight_scale.reshape(-1, 1)
+    product = _product(taken, by_channel, None if bias is None else bias.float())
     return product.to(input.dtype).view(*input.shape[:-1], -1)
 
 
