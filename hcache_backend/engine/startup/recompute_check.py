@@ -54,6 +54,7 @@ def find_recomputer(
     def prove() -> Recomputed:
         if runner.model_config.is_multimodal:
             raise Refused("the model's embeddings are not those of token ids alone")
+        probe.refuse_dependence()
         refuse_attention(runner)
         missing = install(recompute_hooks())
         if missing is not None:

@@ -3,7 +3,6 @@ every rank."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,10 +19,6 @@ from hcache_backend.engine.arguments import (
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.projection.check import TOLERANCE
-
-_QUANTISED_INPUTS = re.compile(r"Fp8|FP8|W\dA\d|Int8|(?<!Nv)Fp4")
-"""In the names of SGLang's ways to compute quantised layers; with ``A16`` only weights are."""
-
 
 _DRAFTING = ("EAGLE", "EAGLE3", "NGRAM", "STANDALONE")
 """Drafts are in a pool of their own, if they have K and V at all."""
@@ -123,25 +118,6 @@ def refuse_shared_workspaces(modules: Iterable[torch.nn.Module], what: str) -> N
                 raise Refused(
                     f"{what} beside forward passes: the kernel of {name or type(part).__name__} "
                     "has one workspace for all streams"
-                )
-
-
-def refuse_quantised_inputs(linears: Iterable[torch.nn.Module]) -> None:
-    """Refuse projections that quantise what they receive: FP8 with static or dynamic scales, W8A8.
-
-    With static scales the norm before them hands out FP8 values and a scale, no hidden states. With
-    dynamic ones a scale may be that of all tokens of the batch, so that K depends on the others.
-
-    Raises:
-        Refused: Names the first such way of SGLang's.
-    """
-    for linear in linears:
-        for way in (getattr(linear, "quant_method", None), getattr(linear, "scheme", None)):
-            name = type(way).__name__
-            if _QUANTISED_INPUTS.search(name) and "A16" not in name:
-                raise Refused(
-                    f"the projections' inputs are quantised ({name}): they are no hidden states, "
-                    "or K depends on what else is in the batch"
                 )
 
 

@@ -45,7 +45,6 @@ from hcache_backend.engine.startup.refusals import (
     module_refusal,
     own_pages_refusal,
     refusal,
-    refuse_quantised_inputs,
 )
 from hcache_backend.engine.startup.self_check import (
     PROBE_TOKENS,
@@ -217,8 +216,6 @@ class OwnPagesStrategy(StackStrategy):
         try:
             self._step(params, partial(self._refuse, module_refusal, None, kvcache))
             modules = self._step(params, lambda: attention_modules(runner.model, kvcache.layer_num))
-            linears = [linear for seen in modules for linear in seen.linears]
-            self._step(params, lambda: refuse_quantised_inputs(linears))
             probe = self._step(params, lambda: observe(runner, modules))
         except Refused as refused:
             runtime.recomputation = f"none: {refused}"
@@ -308,9 +305,8 @@ class OwnPagesStrategy(StackStrategy):
         if params.pp_size > 1:  # the first layers are in another stage
             methods = methods.recomputing_first(0)
         modules = step(lambda: attention_modules(runner.model, kvcache.layer_num))
-        linears = [linear for seen in modules for linear in seen.linears]
-        step(lambda: refuse_quantised_inputs(linears))
         probe = step(lambda: observe(runner, modules))
+        step(lambda: probe.refuse_dependence([f"{layer.name}." for layer in probe.layers]))
         step(lambda: compare(probe, projector))
         codec = step(lambda: choose_codec(ranks, runtime, probe, projector))
         exchange = step(lambda: make_exchange(probe, kvcache.page_size))

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import attention, reordering, speculation, transfers
+from . import attention, fp8, reordering, speculation, transfers
 
 
 def activate() -> None:
@@ -32,6 +32,7 @@ def activate() -> None:
     attention.install()
     speculation.install()
     reordering.install()
+    fp8.install()
 
 
 def _name_operators() -> None:
