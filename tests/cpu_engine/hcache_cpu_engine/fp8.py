@@ -1,7 +1,7 @@
 """Layers with FP8 weights in PyTorch: inputs are quantised as on GPUs.
 
-SGLang loads weights and chooses layouts as ever; the kernels below are replaced. Inputs get scales by
-group (block-wise weights), by token (weights with a scale for each channel), from the checkpoint
+SGLang loads weights and chooses layouts as ever; the kernels below are replaced. Inputs get scales
+by group (block-wise weights), by token (weights with a scale for each channel), from the checkpoint
 (static ones), or one for all tokens of a batch (other weights with one scale, as on AMD's GPUs).
 
 Products are float32. `reordering` says when their sums depend on the number of rows.
@@ -32,14 +32,16 @@ def install() -> None:
     from sglang.kernels.ops.quantization import fp8_kernel
     from sglang.srt.layers.quantization import fp8, fp8_utils
     from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors
+    from sglang.srt.mem_cache import kv_cache_configurator
 
+    kv_cache_configurator.cpu_has_amx_support = lambda: True  # it is asked about FP8 KV only
     fp8._is_cpu = False  # plain layouts, as on GPUs, instead of those of AMX
     fp8_kernel.per_token_group_quant_fp8 = quantise_groups
     fp8_kernel.sgl_per_tensor_quant_fp8 = quantise_by_scale
     fp8_utils.per_token_group_quant_fp8 = quantise_groups
     fp8_utils.w8a8_block_fp8_matmul_triton = product_of_blocks
     for name in _WITH_SCALED_PRODUCTS:
-        importlib.import_module(f"{_LAYERS}.{name}").apply_fp8_linear = scaled_linear
+        vars(importlib.import_module(f"{_LAYERS}.{name}"))["apply_fp8_linear"] = scaled_linear
     schemes = compressed_tensors.CompressedTensorsConfig
     schemes._check_scheme_supported = lambda *_, **_choices: True  # it asks CUDA
     for config in (fp8.Fp8Config, schemes):

@@ -5,9 +5,9 @@ rows. A GPU splits the sums of few rows over its processors (split-K, attention 
 the keys). With the variable set, products of linear layers and attention do so. Nothing else
 differs: partial sums are float32, and a result is rounded once.
 
-With the other variable, sums are float64, and the number of rows shows in next to no result. Models
-that quantise the inputs of their layers need it for tests that ask for equal tokens: a difference in
-the last place moves an FP8 value by a sixteenth, now and then.
+With the other variable, sums are float64, and the number of rows shows in next to no result. Tests
+that ask for equal tokens of models that quantise the inputs of their layers need it: a difference
+in the last place moves an FP8 value by a sixteenth, now and then.
 """
 
 from __future__ import annotations

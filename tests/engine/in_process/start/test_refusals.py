@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from sglang.srt.environ import envs
 from hcache_backend.capture.staging import Staging
 from hcache_backend.config import HCacheConfig
 from hcache_backend.engine.capture_hooks import HiddenCapture
-from hcache_backend.engine.startup import recompute_check, refusals
+from hcache_backend.engine.startup import recompute_check, refusals, self_check
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.strategy import OwnPagesStrategy
 from hcache_backend.partition.costs import Partition
@@ -190,31 +191,43 @@ def test_on_a_cpu_no_attention_waits_for_a_gpu() -> None:
     recompute_check.refuse_attention(runner)
 
 
+def _by_token(rows: torch.Tensor) -> torch.Tensor:
+    return rows / rows.abs().amax(-1, keepdim=True)
+
+
+def _by_batch(rows: torch.Tensor) -> torch.Tensor:
+    return rows / rows.abs().amax()
+
+
+def _not_a_number(rows: torch.Tensor) -> torch.Tensor:
+    return rows * torch.nan
+
+
 @pytest.mark.parametrize(
-    ("way", "refused"),
-    [
-        ("Fp8LinearMethod", True),
-        ("ModelOptFp8LinearMethod", True),
-        ("W8A8Int8LinearMethod", True),
-        ("BlockInt8LinearMethod", True),
-        ("CompressedTensorsW8A8Fp8", True),
-        ("QuarkW4A4MXFP4", True),
-        ("ModelOptFp4LinearMethod", True),
-        ("CompressedTensorsW8A16Fp8", False),
-        ("PetitNvFp4LinearMethod", False),
-        ("GPTQMarlinLinearMethod", False),
-        ("UnquantizedLinearMethod", False),
-    ],
+    ("way", "depends"), [(_by_token, False), (_by_batch, True), (_not_a_number, True)]
 )
-@pytest.mark.parametrize("name", ["quant_method", "scheme"])
-def test_projections_that_quantise_their_inputs(way: str, refused: bool, name: str) -> None:
-    plain, quantised = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    setattr(quantised, name, type(way, (), {})())
-    if not refused:
-        refusals.refuse_quantised_inputs([plain, quantised])
-        return
-    with pytest.raises(Refused, match=f"inputs are quantised .{way}.: they are no hidden states"):
-        refusals.refuse_quantised_inputs([plain, quantised])
+@pytest.mark.parametrize("named", [False, True])
+def test_modules_are_asked_whether_a_token_depends_on_the_others(
+    way: Any, depends: bool, named: bool
+) -> None:
+    module = SimpleNamespace(forward=lambda x: (way(x), None))
+    rows, asked = torch.randn(8, 4), dict[str, bool]()
+    self_check._ask_beside(asked, "qkv", module, *(((), {"x": rows}) if named else ((rows,), {})))
+    assert asked == {"qkv": depends}
+    probe = self_check.Probe((), (), rows, rows, rows, ("layers.0.mlp",) if depends else ())
+    probe.refuse_dependence(["layers.0.attention."])
+    with (
+        pytest.raises(Refused, match=r"the output of layers\.0\.mlp") if depends else nullcontext()
+    ):
+        probe.refuse_dependence()
+
+
+def test_modules_that_receive_quantised_rows_are_not_asked() -> None:
+    """They count as dependent: nobody knows the rows before they were quantised."""
+    asked = dict[str, bool]()
+    rows = torch.zeros(2, 4, dtype=torch.float8_e4m3fn)
+    self_check._ask_beside(asked, "qkv", SimpleNamespace(), (rows,), {})
+    assert asked == {}
 
 
 def test_modules_whose_kernels_share_a_workspace() -> None:
