@@ -182,7 +182,11 @@ def _rows(serve: _Servers, script: Script, texts: Texts, dtype: str) -> Iterator
     yield {"codec": "decoded", "dtype": dtype, "as_recomputed": compared("decoded", decoded, exact)}
     found: dict[str, tuple[Scores, float]] = {}
     for codec in CODECS[dtype]:
-        scores, stored, projection = serve.restored(talk, dtype, codec)
+        restored = serve.restored(talk, dtype, codec)
+        if restored is None:
+            yield {"codec": codec, "dtype": dtype, "refused": True}
+            continue
+        scores, stored, projection = restored
         found[codec] = scores, stored
         uncoded, most = found[UNCODED]
         coded = codec != UNCODED
@@ -257,11 +261,16 @@ class _Servers:
 
     def restored(
         self, talk: Sequence[Sequence[Turn]], dtype: str, codec: str
-    ) -> tuple[Scores, float, list[Row]]:
+    ) -> tuple[Scores, float, list[Row]] | None:
         """Scores of the replies behind restored histories, bytes per token of the pages, and what
-        the server says of its projections: how, and how exactly without a codec."""
+        the server says of its projections: how, and how exactly without a codec.
+
+        None: the server does not use the codec, because it changes K or V of this model too much.
+        """
         folder, scored = self._scratch / f"{codec}-{dtype}", _Scored()
         with self._server("hcache-hidden", folder, dtype, codec=codec) as server:
+            if f"codec {codec}" not in server.log_text():
+                return None
             for number, conversation in enumerate(talk):
                 for turn in conversation:
                     self._advance(f"codec {codec}, {dtype}: conversation {number + 1}")
@@ -274,8 +283,6 @@ class _Servers:
                     if turn.history:
                         scored.add(best, logprobs)
                     server.flush_cache()
-            if f"codec {codec}" not in server.log_text():
-                raise server.error(f"codec {codec} is not in use")
         pages, report = page_files(folder / "l3"), read_report(folder / "l3")
         if report is None:
             raise server.error("it left no report")
@@ -310,7 +317,7 @@ def table_lines(results: Row) -> str:
             row["dtype"],
             f"{row['stored_bytes_per_token']:,.0f}" if "stored_bytes_per_token" in row else None,
             row.get("share_of_uncoded"),
-            *_shown(row["as_recomputed"]),
+            *(("refused at start", None) if "refused" in row else _shown(row["as_recomputed"])),
             *_shown(row.get("as_uncoded")),
         )
         for row in results["codecs"]

@@ -103,7 +103,6 @@ class KrulOption(BaseModel):
     ratio: float = Field(default=0.5, gt=0, le=1, allow_inf_nan=False)
     gamma: float = Field(default=0.5, ge=0, le=1, allow_inf_nan=False)
     error: float = Field(default=0.2, ge=0, allow_inf_nan=False)
-    kl: float = Field(default=0.01, ge=0, allow_inf_nan=False)
     pairs: tuple[tuple[int, int], ...] | None = None
 
     @field_validator("pairs", mode="before")

@@ -44,7 +44,7 @@ def test_defaults_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ({"krul": 0.5}, 'must be a table, such as {"ratio": 0.5, "error": 0.3}'),
         ({"krul": {"ratio": 0}}, "option 'krul.ratio' is 0: must be greater than 0"),
         ({"krul": {"gama": 1.0}}, "unknown option 'krul.gama' (value 1.0); did you mean 'gamma'?"),
-        ({"krul": {"kl": -1}}, "option 'krul.kl' is -1: must be greater than or equal"),
+        ({"krul": {"error": -1}}, "option 'krul.error' is -1: must be greater than or equal"),
         ({"codec": "krul", "mode": "hidden"}, "option 'codec' is 'krul': options 'mode', "),
         ({"codec": "krul", "pages": "plain"}, "K and V of all layers be stored in own pages"),
         ({"behind": "mooncake"}, 'a table with the backend and its options, such as {"backend": '),

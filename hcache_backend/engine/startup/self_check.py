@@ -33,8 +33,6 @@ PROBE_TOKENS = 48
 """Enough positions for a wrong RoPE to show in every head, few enough to cost nothing."""
 _LOUDER = 3000.0
 """No power of two: FP8 values of a scale that is one times larger would be the same."""
-_SAID = 16
-"""Prompts behind which :func:`said_behind` looks."""
 
 
 @dataclass
@@ -175,35 +173,6 @@ def prefill_and_decode(runner: Any, tokens: int, ranks: Any, *, graphs: bool) ->
         finally:
             problem = None  # it holds this frame and those of the model, with all their tensors
     return torch.cat(slots)
-
-
-@torch.no_grad()
-def said_behind(runner: Any, slots: torch.Tensor) -> torch.Tensor:
-    """What the model says behind the first tokens of the probe, whose K and V the pool has in
-    ``slots`` (int64 ``[n]``, whole pages), and behind some that follow: log-probabilities, float32
-    ``[prompts, vocab]``, the same on all tensor-parallel ranks, which all must call it.
-
-    The pool keeps what is in ``slots``; where others are is overwritten.
-
-    Raises:
-        Refused: The pool's first slots are others.
-    """
-    allocator, requests = runner.token_to_kv_pool_allocator, runner.req_to_token_pool
-    _empty_pools(runner)
-    try:
-        if not torch.equal(allocator.alloc(len(slots)), slots):
-            raise Refused("the KV pool hands out other slots than before")
-        prompt = probe_tokens(runner.model_config.vocab_size, len(slots) + _SAID)
-        # Each prompt takes a page for what follows.
-        prompts = min(_SAID, requests.size, allocator.available_size() // allocator.page_size)
-        lengths = range(len(slots) + 1, len(slots) + 1 + prompts)
-        batch = prefill_batch(runner, [prefill_request(prompt[:end], slots) for end in lengths])
-        with _without_prefill_graphs(runner):
-            said = runner.forward(forward_batch(runner, batch)).logits_output
-        found: torch.Tensor = said.next_token_logits.float().log_softmax(-1)
-        return found
-    finally:
-        _empty_pools(runner)
 
 
 def compare(probe: Probe, projector: Projector) -> None:

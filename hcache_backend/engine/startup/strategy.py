@@ -37,7 +37,7 @@ from hcache_backend.engine.startup.graphs import check_recording
 from hcache_backend.engine.startup.layer_specs import LayerSpecs
 from hcache_backend.engine.startup.page_layout import head_groups, share_of_heads
 from hcache_backend.engine.startup.page_plan import HiddenPagePlan, PagePlan, make_exchange
-from hcache_backend.engine.startup.pair_choice import check_output, find_mergeable, find_probe
+from hcache_backend.engine.startup.pair_choice import find_mergeable, find_probe
 from hcache_backend.engine.startup.partition_choice import layer_methods
 from hcache_backend.engine.startup.recompute_check import find_recomputer
 from hcache_backend.engine.startup.refusals import (
@@ -59,7 +59,6 @@ from hcache_backend.engine.startup.stack import (
     use_hidden_mode,
     use_kv_mode,
 )
-from hcache_backend.krul.statistics import PairSums
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.restore import Restore
 from hcache_backend.projection.generic import ProjectionBatch
@@ -248,11 +247,7 @@ class OwnPagesStrategy(StackStrategy):
                 if plan.kv.by_header:
                     group = params.tp_cache_group
                     self._step(params, lambda: find_mergeable(plan, option, pages, group))
-                    sums = self._look_at_attention(params, plan, slots)
-                    runner = self._runtime.runner
-                    self._step(
-                        params, lambda: check_output(runner, plan, pages, sums, option, group)
-                    )
+                    self._look_at_attention(params, plan, slots)
                 check = partial(check_lossy, plan.kv, plan.layout, pages, option.error)
                 self._step(params, check)
         except Refused as refused:
@@ -267,20 +262,17 @@ class OwnPagesStrategy(StackStrategy):
         self._step(params, plan.find_room)
         return plan
 
-    def _look_at_attention(
-        self, params: Any, plan: PagePlan, slots: torch.Tensor
-    ) -> PairSums | None:
-        """See to it that the plan can, unless the pairs are known; what it sees now."""
+    def _look_at_attention(self, params: Any, plan: PagePlan, slots: torch.Tensor) -> None:
+        """See to it that the plan can, unless the pairs are known."""
         if self._config.krul.pairs is not None:
-            return None
+            return
         try:
             # SGLang's state of a batch, of LoRA adapters say, would be that of another one.
             self._step(params, partial(self._refuse, refusal, None, plan.kvcache))
-            return self._step(params, lambda: find_probe(self._runtime.runner, plan, slots))
+            self._step(params, lambda: find_probe(self._runtime.runner, plan, slots))
         except Refused as refused:
             plan.probe = None
             logger.warning("hcache: pairs of layers are the same in all pages: %s", refused)
-            return None
 
     @property
     def _config(self) -> HCacheConfig:
