@@ -175,7 +175,7 @@ def test_each_part_of_a_conversation_has_pairs_of_its_own(
     assert {len(pairs) for pairs in found} == {2}
     assert {code for pairs in found for *_, code in pairs} == {b"merged"}
     chosen, far = (
-        dict(re.findall(f'^{name}{{.*code="(.*?)".*}} (.*)$', page, re.MULTILINE))
+        dict(re.findall(f'^{name}{{.*codec="(.*?)".*}} (.*)$', page, re.MULTILINE))
         for name in ("hcache_pairs_total", "hcache_pair_distance_count")
     )
     assert chosen.keys() == far.keys() == {"merged"}
