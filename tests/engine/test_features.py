@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from bench.harness.models import build_model
 from bench.harness.server import CachedTokens, Server
 from tests.engine.harness.clients import Clients
 from tests.engine.harness.conversations import converse, make_conversations, turns_of
+from tests.engine.harness.drafts import drafting
 from tests.engine.harness.ours import (
     assert_no_cache_output,
     assert_no_cache_replies_up_to_ties,
@@ -83,6 +85,40 @@ def test_host_memory_that_is_a_buffer_only(mode: str, tp: int, model: Path, tmp_
     assert all(turn.cached.storage == 192 for turn in turns_of(again))
     assert_no_cache_output(model, [*conversations, *again])
     assert_no_cache_replies_up_to_ties(model, clients.turns)
+
+
+@pytest.mark.parametrize("kind", ["drafts", pytest.param("data-parallel", marks=pytest.mark.long)])
+def test_one_request_at_a_time_by_priorities(kind: str, model_cache: Path, tmp_path: Path) -> None:
+    """The start's check wants to run more requests; those of low priority wait for others."""
+    options: dict[str, Any] = {}
+    if kind == "drafts":
+        drafts = drafting("STANDALONE", model_cache, tmp_path)
+        model, arguments = drafts.model, drafts.arguments
+    else:
+        model = build_model("qwen3_moe", model_cache)
+        arguments = ["--enable-dp-attention", "--dp-size", "2", "--mem-fraction-static", "0.3"]
+        options["tp"] = 2
+    limit = 1 if kind == "drafts" else 2  # of both groups of ranks
+    options["extra_args"] = [
+        *arguments,
+        *("--max-running-requests", str(limit)),
+        *("--enable-priority-scheduling", "--disable-priority-preemption"),
+    ]
+    started = our_server(model, tmp_path, hcache={"mode": "kv"}, page_size=16, **options)
+    conversations = make_conversations(6, turns=3, tokens=120)
+    with Server(started) as server, ThreadPoolExecutor(len(conversations)) as pool:
+        for _ in range(3):
+            prompts = [conversation.next_prompt() for conversation in conversations]
+            replies = [
+                pool.submit(server.generate, prompt, 16, priority=number % 3)
+                for number, prompt in enumerate(prompts)
+            ]
+            for conversation, prompt, reply in zip(conversations, prompts, replies, strict=True):
+                conversation.add(prompt, reply.result())
+            server.flush_cache()
+        assert_sound_own_pages(server, "kv")
+    assert_restored_from_l3(conversations, 16)
+    assert_no_cache_output(model, conversations)
 
 
 class Answer(NamedTuple):
