@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import pytest
 import requests
 
+from bench.harness.drafts import drafting
 from bench.harness.models import build_model
 from bench.harness.server import CachedTokens, Server
 from tests.engine.harness.clients import Clients
 from tests.engine.harness.conversations import converse, make_conversations, turns_of
-from tests.engine.harness.drafts import drafting
 from tests.engine.harness.ours import (
     assert_no_cache_output,
     assert_no_cache_replies_up_to_ties,

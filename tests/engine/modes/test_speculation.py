@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from bench.harness.drafts import accepted, drafting, drafting_by_packed_layers
 from bench.harness.server import Server, ServerOptions
 from tests.engine.harness.conversations import Conversation, converse, make_conversations, turns_of
-from tests.engine.harness.drafts import accepted, drafting, drafting_by_packed_layers
 from tests.engine.harness.ours import (
     assert_no_cache_output,
     assert_no_cache_output_up_to_ties,
