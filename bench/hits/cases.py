@@ -113,7 +113,7 @@ def _latent(folder: Path, tokens: int) -> Path:
 
 
 def _mixture(folder: Path, tokens: int) -> Path:
-    width = narrowed(512, tokens)
+    width = narrowed(1024, tokens)
     return build_model(
         "qwen3_moe",
         folder,
