@@ -40,6 +40,17 @@ _DECODER = {
     "num_attention_heads": HEADS,
 }
 
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": MAX_POSITIONS // 4,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
 
 def _gated(kv_heads: int, **extra: Any) -> dict[str, Any]:
     """Configuration of a Llama-like decoder with a gated MLP."""
@@ -152,6 +163,41 @@ MORE_ARCHITECTURES: dict[str, Architecture] = {
             norm_topk_prob=True,
         ),
     ),
+    # The first layer is dense, an expert is shared, the router has a bias; RoPE on half a head.
+    "glm4_moe": Architecture(
+        "glm4_moe",
+        _gated(
+            2,
+            head_dim=64,
+            n_routed_experts=8,
+            n_shared_experts=1,
+            num_experts_per_tok=2,
+            moe_intermediate_size=128,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+            use_qk_norm=True,
+            partial_rotary_factor=0.5,
+        ),
+    ),
+    # A norm over all heads of q and k, summed up by a kernel of its own.
+    "minimax_m2": Architecture(
+        "minimax_m2",
+        {
+            **_gated(2, head_dim=64, num_local_experts=4, num_experts_per_tok=2),
+            "intermediate_size": 128,
+        },
+        added_to_json={
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+            "attn_type_list": [1] * LAYERS,
+            "rotary_dim": 64,
+            "rope_theta": 10000.0,
+        },
+        norm_means={"q_norm": 4.0},
+    ),
     # What the projection makes is cut at a bound: more than a product, norm and RoPE.
     "olmo": Architecture("olmo", _gated(HEADS, clip_qkv=4.0)),
     # A pool of its own for layers with a sliding window.
@@ -166,6 +212,37 @@ MORE_ARCHITECTURES: dict[str, Architecture] = {
             sliding_window=128,
             layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
         ),
+    ),
+    # The same with sinks, and experts with biases.
+    "gpt_oss": Architecture(
+        "gpt_oss",
+        {
+            **_gated(2, head_dim=64, num_local_experts=4, num_experts_per_tok=2),
+            "intermediate_size": 128,
+            "sliding_window": 128,
+            "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+        },
+        added_to_json={"swiglu_limit": 7.0},
+    ),
+    # Layers with a state instead of K and V.
+    "qwen3_next": Architecture(
+        "qwen3_next",
+        _gated(
+            2,
+            head_dim=64,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=128,
+            shared_expert_intermediate_size=128,
+            decoder_sparse_step=1,
+            layer_types=["linear_attention", "full_attention"] * (LAYERS // 2),
+            linear_conv_kernel_dim=4,
+            linear_key_head_dim=64,
+            linear_value_head_dim=64,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+        ),
+        added_to_json={"full_attention_interval": 2},
     ),
     # MLA: one compressed vector a token instead of K and V, so there is nothing to project.
     "deepseek": Architecture(
@@ -183,22 +260,35 @@ MORE_ARCHITECTURES: dict[str, Architecture] = {
             topk_group=1,
             num_experts_per_tok=2,
             first_k_dense_replace=1,
-            rope_parameters={
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": MAX_POSITIONS // 4,
-                "beta_fast": 32,
-                "beta_slow": 1,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-            },
+            rope_parameters=_YARN,
         ),
         added_to_json={
             "moe_layer_freq": 1,
             "topk_method": "noaux_tc",
             "scoring_func": "sigmoid",
         },
+    ),
+    # MLA with queries that are not compressed, and a router without groups.
+    "deepseek_v2": Architecture(
+        "deepseek_v2",
+        _gated(
+            HEADS,
+            q_lora_rank=None,
+            kv_lora_rank=64,
+            qk_nope_head_dim=64,
+            qk_rope_head_dim=32,
+            v_head_dim=64,
+            moe_intermediate_size=128,
+            n_routed_experts=8,
+            n_shared_experts=1,
+            n_group=1,
+            topk_group=1,
+            topk_method="greedy",
+            num_experts_per_tok=2,
+            first_k_dense_replace=1,
+            rope_parameters=_YARN,
+        ),
+        added_to_json={"moe_layer_freq": 1, "topk_method": "greedy", "scoring_func": "softmax"},
     ),
 }
 

@@ -349,7 +349,8 @@ class OwnPagesController(HybridCacheController, ABC):
         namespace, layout = self._runtime.page_namespace(), self._pool.page_layout
         size = self.page_size
         tokens = token_array(operation.token_ids)
-        first = operation.hash_value.index(hash_values[0]) if hash_values else 0
+        # With buffer_only, `hash_value` loses pages that the device has got meanwhile.
+        first = operation.all_hash_values.index(hash_values[0]) if hash_values else 0
         segments = not self._storage_verifies()
         for i, page in enumerate(self._pool.arena.pages(host_pages[:got])):
             key, start = hash_values[i], (first + i) * size

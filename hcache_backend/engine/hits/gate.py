@@ -273,6 +273,9 @@ class HitGate:
             elif 0 < reading.tokens == reading.wanted:
                 whole = seconds_like(asked.tried, reading, seconds, self.costs)
                 trials.ended(pays=self._pays(asked.tried, whole))
+            elif reading.whole == asked.tried.tokens and not reading.wanted:
+                # All of it was recomputed before the pages of a draft had come: these are read.
+                trials.ended(pays=self._pays(asked.tried._replace(recomputing=None), seconds))
             # Else its client is gone, or pages are: that says nothing of the disk.
 
     def _measured(self, reads: Estimate, tokens: int, wanted: int, seconds: float) -> None:

@@ -40,14 +40,6 @@ def own_pages_refusal(runtime: Runtime, kvcache: Any) -> str | None:
         ),
         (getattr(args, "attn_cp_size", 1) > 1, "attention in context-parallel ranks"),
         (
-            args.hicache_host_memory_mode == "buffer_only",
-            "--hicache-host-memory-mode buffer_only keeps no host copies",
-        ),
-        (
-            getattr(args, "disaggregation_decode_retraction_backup", None) == "host_pool",
-            "retraction uses the host pool for plain KV",
-        ),
-        (
             decodes_for_others(runtime.runner.server_args),
             "a server that decodes for prefill servers, or may after a role switch, fails a "
             "request whose load is refused",
@@ -147,6 +139,8 @@ def eager_refusal(server_args: Any, device: torch.device | str, *, hidden: bool)
     """
     if server_args.pp_size > 1:
         return "pipeline stages are not supported"
+    if server_args.hicache_host_memory_mode == "buffer_only":
+        return "the node before a prefetch may go while it runs (buffer_only)"
     if hidden and server_args.tp_size > 1 and torch.device(device).type == "cuda":
         return "ranks would exchange shares while a batch runs, and forward passes wait for that"
     return None

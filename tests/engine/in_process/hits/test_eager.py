@@ -166,15 +166,21 @@ def test_an_allocator_of_another_kind_speaks_against_it() -> None:
 def test_only_ranks_that_exchange_hidden_states_on_gpus_restore_layer_wise(
     tp: int, device: str, hidden: bool, reason: str | None
 ) -> None:
-    args = SimpleNamespace(pp_size=1, tp_size=tp)
+    args = SimpleNamespace(pp_size=1, tp_size=tp, hicache_host_memory_mode="cache")
     found = eager_refusal(args, device, hidden=hidden)
     assert found is None if reason is None else found is not None and reason in found
 
 
 @pytest.mark.parametrize("hidden", [False, True])
-def test_pipeline_stages_restore_layer_wise(hidden: bool) -> None:
-    args = SimpleNamespace(pp_size=2, tp_size=1)
-    assert "not supported" in str(eager_refusal(args, "cpu", hidden=hidden))
+@pytest.mark.parametrize(
+    ("stages", "host_memory", "reason"),
+    [(2, "cache", "not supported"), (1, "buffer_only", "may go while it runs")],
+)
+def test_servers_that_restore_layer_wise(
+    stages: int, host_memory: str, reason: str, hidden: bool
+) -> None:
+    args = SimpleNamespace(pp_size=stages, tp_size=1, hicache_host_memory_mode=host_memory)
+    assert reason in str(eager_refusal(args, "cpu", hidden=hidden))
 
 
 LAYOUT = SimpleNamespace(page_bytes=1)

@@ -50,7 +50,7 @@ def slices(plan: PartitionPlan) -> Recomputing:
 
 
 def gate_takes(plan: PartitionPlan) -> bool:
-    args = SimpleNamespace(pp_size=1, enable_dp_attention=False, tp_size=plan.tp)
+    args = SimpleNamespace(pp_size=1, tp_size=plan.tp, hicache_host_memory_mode="cache")
     refused = eager_refusal(args, "cuda", hidden=bool(plan.stored.hidden))
     eager = plan.restore == "auto" and refused is None and plan.model.latent is None
     machine = Restore(plan.profile, plan.model, plan.stored, plan.tp, eager=eager)

@@ -30,22 +30,28 @@ class Drafting:
 def drafting(algorithm: str, models: Path, folder: Path, *, seed: int = 0) -> Drafting:
     """A Llama of four layers with SGLang's `algorithm`; drafts of another `seed` are others."""
     model = build_model("llama", models)
-    arguments: list[object] = ["--speculative-algorithm", algorithm]
-    if algorithm == "NGRAM":
-        arguments += ["--speculative-ngram-max-bfs-breadth", 1]
-    else:
-        arguments += ["--speculative-num-steps", 3, "--speculative-eagle-topk", 1]
-    arguments += ["--speculative-num-draft-tokens", 4]
+    draft: Path | None = None
     if algorithm == "STANDALONE":
         draft = build_model("llama", models, seed=seed)
     elif algorithm == "EAGLE":
-        model, draft = _eagle(model, folder, seed)
+        model, draft = eagle(model, folder, seed)
     elif algorithm == "EAGLE3":
         draft = _eagle3(model, folder, seed)
-    if algorithm != "NGRAM":
-        arguments += ["--speculative-draft-model-path", draft]
     # Drafts take memory, of which others on this machine may leave little.
-    return Drafting(model, [*map(str, arguments), "--mem-fraction-static", "0.3"])
+    arguments = [*drafting_arguments(algorithm, draft), "--mem-fraction-static", "0.3"]
+    return Drafting(model, arguments)
+
+
+def drafting_arguments(algorithm: str, draft: Path | None) -> list[str]:
+    """Arguments for three drafts at a time, one after the other; NGRAM has no draft model."""
+    arguments: list[object] = ["--speculative-algorithm", algorithm]
+    arguments += ["--speculative-num-draft-tokens", 4]
+    if draft is None:
+        arguments += ["--speculative-ngram-max-bfs-breadth", 1]
+    else:
+        arguments += ["--speculative-num-steps", 3, "--speculative-eagle-topk", 1]
+        arguments += ["--speculative-draft-model-path", draft]
+    return [str(argument) for argument in arguments]
 
 
 def drafting_by_packed_layers(folder: Path) -> Drafting:
@@ -84,7 +90,7 @@ def accepted(reply: Reply) -> list[int]:
     return counts
 
 
-def _eagle(model: Path, folder: Path, seed: int) -> tuple[Path, Path]:
+def eagle(model: Path, folder: Path, seed: int = 0) -> tuple[Path, Path]:
     """A model that is little more than its first layer, and a draft that is this layer.
 
     EAGLE's layer has no norm before it: rows of the embedding have the norm already.
