@@ -194,7 +194,7 @@ the copies of K and V of a backup, or a restore."""
 PAGES = Events(
     ("hcache_l3_read_pages", "(read|missed)", "Pages asked for in L3", "result"),
     ("hcache_l3_written_pages", "(written|dropped_.+)", "Pages given to L3", "result"),
-    ("hcache_l3_repaired_pages", "(.*put.*)", "Pages that L3 lacked and L2 had", "result"),
+    ("hcache_l3_head_pages", "heads_(.+)", "Pages of beginnings, with write_back", "result"),
 )
 
 LOOKUPS = Metric(Counter, "hcache_l3_lookup_pages", "Pages looked up in L3", "result")

@@ -23,7 +23,7 @@ from hcache_backend.engine.behind.threads import GivenUp
 from hcache_backend.engine.pool_pages import PageKeys, PoolPages
 from hcache_backend.engine.runtime import Runtime, Weights
 from hcache_backend.page import key_bytes
-from hcache_backend.store import Gap, PageStore
+from hcache_backend.store import PageStore
 from hcache_backend.units import Parts
 
 logger = logging.getLogger("hcache")
@@ -148,14 +148,12 @@ class StoredPools:
         host_indices: Any,
         pool: str = PoolName.KV,
         prefix: Sequence[str] = (),
-        last_use: int | None = None,
     ) -> None:
         """Store pages of the host pool; see :meth:`PageStore.put`."""
         pages = self._pools[pool]
         memory = None if pages.empty else pages.to_write(host_indices, len(keys))
         for share, parts in enumerate(memory.shares if memory else ()):
-            namespace = self.write(keys, parts, pool, share, prefix, last_use)
-            behind = self._behind if last_use is None else None  # else they are only put again here
+            namespace, behind = self.write(keys, parts, pool, share, prefix), self._behind
             if behind is not None and pool == PoolName.KV and namespace is not None:
                 hashes = [key_bytes(key) for key in keys]
                 self._write_behind(behind, namespace, share, hashes, parts)
@@ -165,14 +163,8 @@ class StoredPools:
 
         The time that this takes does not grow with the prompt.
         """
-        for pool, namespace in self._namespaces():
-            # Other pools need the last pages of a prompt only.
-            complete = pool == PoolName.KV and not self._pools[pool].empty
-            self._store.use(namespace, PageKeys(keys), complete=complete)
-
-    def take_gaps(self) -> list[Gap]:
-        """KV pages of prompts in use that L3 has no more, since the last call. Never waits."""
-        return self._store.take_gaps()
+        for _, namespace in self._namespaces():
+            self._store.use(namespace, PageKeys(keys))
 
     def drop(self) -> int:
         """Delete the pages of the weights and pools that are served; returns how many files."""
@@ -224,7 +216,6 @@ class StoredPools:
         pool: str = PoolName.KV,
         share: int = 0,
         prefix: Sequence[str] = (),
-        last_use: int | None = None,
         made_by: bytes | None = None,
     ) -> bytes | None:
         """Store a share of pages from the memory ``parts``; see :meth:`PageStore.put`.
@@ -248,7 +239,6 @@ class StoredPools:
                     hashes,
                     parts,
                     prefix=PageKeys(prefix),
-                    last_use=last_use,
                     share=pages.share,
                     table=pages.table(),
                     digests=pages.digests(parts),

@@ -33,7 +33,6 @@ class StoreStats:
     evict_errors: int = 0
     pages_already_stored: int = 0
     pages_dropped_full: int = 0
-    pages_dropped_old: int = 0
     pages_dropped_late: int = 0
     pages_dropped_offline: int = 0
     pages_evicted: int = 0

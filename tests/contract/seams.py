@@ -86,7 +86,7 @@ OURS = {
     ("controller", "use_own_pages"),
     ("cache_controller", "check_by"),
     ("cache_controller", "use_hidden_states"),
-    ("backend", "repairs"),
+    ("backend", "backups"),
     ("memory", "finish"),
     ("controller", "plain_prompt"),
     ("operation", "hcache_meeting"),

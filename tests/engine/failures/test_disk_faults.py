@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,7 +33,6 @@ from tests.engine.harness.ours import (
     our_server,
     stored_pages,
 )
-from tests.engine.hits.eager_servers import counted
 
 pytestmark = pytest.mark.engine
 
@@ -277,27 +275,3 @@ def test_a_prefetch_waits_as_long_as_its_options_say(
     assert hits(held_reads, 0.5, 0.1) == 0
     assert hits(slow_reads, 0.5, 240) == 448
     assert hits(slow_reads, 120, 0) == 448
-
-
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=LONG)])
-def test_weights_may_change_while_pages_are_put_again(
-    ranks: int, model: Path, tmp_path: Path
-) -> None:
-    """An idle server does that by itself, and SGLang ends one that it cannot flush then."""
-    trigger, prompt = tmp_path / "trigger", random_tokens(640, seed=9)
-    env = faulty("disk", trigger)
-    options = our_server(model, tmp_path, metrics=True, extra_env=env, tp=ranks)
-    with Server(options) as server:
-        server.generate(prompt, 1)
-        server.wait_backed_up()
-        server.clear_storage()
-        trigger.write_text("slow writes")
-        server.generate(prompt, 1)
-        put = partial(counted, server, "pages", "put_again")
-        server.until(lambda: put() > 0, "pages to be put again")
-        server.update_weights_from_disk(model)
-        trigger.unlink()
-        conversations = ask(server, [prompt, prompt])
-        assert_nothing_went_wrong(server)
-    assert [c.turns[0].cached.device for c in conversations] == [0, 576]
-    assert_no_cache_output(model, conversations)

@@ -131,7 +131,7 @@ def read_all(store: PageStore) -> None:
 
 
 def scenario(folder: Path, ops: FileOps) -> None:
-    """Open, write, overwrite, read, use, evict, put again, delete, close, reopen, read."""
+    """Open, write, overwrite, read, use, evict, delete, close, reopen, read."""
     store = open_quiet(folder, ops=ops, durability="always", quota_bytes=QUOTA)
     try:
         put(store, 0, 1, 2)
@@ -143,13 +143,9 @@ def scenario(folder: Path, ops: FileOps) -> None:
         read_all(store)
         for number in range(5, PAGES, 2):
             sequence = [key(n) for n in range(5, number)]
-            store.use(NAMESPACE, [key(0), *sequence], complete=True)
+            store.use(NAMESPACE, [key(0), *sequence])
             put(store, number, number + 1, prefix=[key(0), *sequence])
         store.flush()
-        for gap in store.take_gaps():
-            lost = [gap.keys[place] for place in gap.missing]
-            pages = [[memory(content(name))] for name in lost]
-            store.put(NAMESPACE, lost, pages, prefix=gap.keys[: gap.missing[0]], last_use=gap.time)
         read_all(store)
         put(store, 12, namespace=OTHER_NAMESPACE)
         store.drop(OTHER_NAMESPACE)
@@ -183,13 +179,11 @@ def test_the_scenario_covers_every_operation(
 
     watch(Index, "touch")
     watch(Index, "oldest")
-    watch(PageStore, "take_gaps")
     ops = FaultyOps()
     scenario(memory_path / "store", ops)
     assert set(ops.names) == set(OPERATIONS), "the fault enumeration leaves an operation out"
     assert results["touch"], "no use is saved"
     assert any(results["oldest"]), "nothing is evicted"
-    assert any(results["take_gaps"]), "nothing in use is evicted and put again"
 
 
 @pytest.mark.parametrize("fault", FAULTS)
