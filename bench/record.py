@@ -55,6 +55,7 @@ PROGRAMS = {
     "eviction": "bench.eviction",
     "pages": "bench.pages",
     "hits": "bench.hits.report",
+    "hits_flags": "bench.hits.report",
     "hits_load": "bench.hits.load",
 }
 """Name of the results -> the module that makes their table."""

@@ -79,8 +79,9 @@ class Model:
         """
         model = self.build(folder, tokens)
         extra = self.arguments(model) if self.arguments is not None else ()
-        options = {"dtype": self.dtype, "tp": self.tp, "extra_args": extra}
-        with taking_turns(machine, model, methods, tokens, **options) as turns:
+        with taking_turns(
+            machine, model, methods, tokens, extra, dtype=self.dtype, tp=self.tp
+        ) as turns:
             for name in (ALWAYS, OURS):
                 report = read_report(turns.servers[name].l3)
                 used = report.codec if report is not None else "unknown"
